@@ -1,0 +1,39 @@
+# `make demo` and `make test` are all a fresh machine needs.
+PYTHON ?= python3
+VENV ?= .venv
+BIN = $(VENV)/bin
+export HF_HUB_OFFLINE ?= 1
+export TOKENIZERS_PARALLELISM ?= true
+
+.PHONY: demo test check bench setup clean
+
+demo: setup
+	$(BIN)/polyreme train examples/demo.toml
+
+test: setup
+	$(BIN)/python -m pytest
+
+check: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check src tests bench examples
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+bench: setup $(VENV)/.bench
+	$(BIN)/python bench/step.py
+
+setup: $(VENV)/.installed
+
+$(VENV)/.installed: requirements.lock pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "Polyreme needs Python 3.11 or later; say which with: make PYTHON=python3.11 $(MAKECMDGOALS)"; exit 1; }
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements.lock
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
+	touch $@
+
+$(VENV)/.bench: $(VENV)/.installed requirements-bench.lock
+	DS_BUILD_OPS=0 $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -r requirements-bench.lock
+	touch $@
+
+clean:
+	rm -rf $(VENV) .polyreme-cache run

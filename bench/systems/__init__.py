@@ -1,0 +1,60 @@
+"""The training systems under comparison.
+
+Each module has `build(model, job, **options)`, which takes the fp32 model and returns the system's train step: a
+function from this rank's batch to an `Outcome`. A train step is forward, backward, clip at `CLIP`, AdamW, and leaves
+the gradients cleared.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from types import ModuleType
+from typing import Any
+
+FLOOR = "floor"
+
+
+@dataclass(frozen=True)
+class System:
+    """Which module builds a system, with which options, for which compute dtypes."""
+
+    module: str
+    options: dict[str, Any] = field(default_factory=dict)
+    dtypes: tuple[str, ...] = ("fp32", "bf16")
+    variant: bool = False  # measured only when named, not under "all"
+
+    def load(self) -> ModuleType:
+        """Imports the system; raises what its import raises where it is not installed."""
+        return importlib.import_module(f"systems.{self.module}")
+
+    def build(self, model: Any, job: Any) -> Callable[[Any], Any]:
+        """The system's train step on this model."""
+        step: Callable[[Any], Any] = self.load().build(model, job, **self.options)
+        return step
+
+
+# In this order they are started, so that rivals share a group (and its floor) when memory cannot hold all at once.
+SYSTEMS: dict[str, System] = {
+    FLOOR: System("floor"),
+    "ddp": System("ddp"),
+    "polyreme0": System("polyreme_zero", {"stage": 0}),
+    "deepspeed0": System("deepspeed_zero", {"stage": 0}),
+    "polyreme1": System("polyreme_zero", {"stage": 1}),
+    "zero1": System("ddp", {"shard_states": True}),
+    "deepspeed1": System("deepspeed_zero", {"stage": 1}),
+    "polyreme2": System("polyreme_zero", {"stage": 2}),
+    "deepspeed2": System("deepspeed_zero", {"stage": 2}),
+    "fsdp2-keep": System("fsdp2", {"reshard": False}),
+    "polyreme3": System("polyreme_zero", {"stage": 3}),
+    "fsdp2": System("fsdp2", {"reshard": True}),
+    "deepspeed3": System("deepspeed_zero", {"stage": 3}),
+    # bf16 on the wire instead of fp32, for those that can choose
+    "ddp-bf16": System("ddp", {"reduce": "bf16"}, ("bf16",), variant=True),
+    "fsdp2-bf16": System("fsdp2", {"reshard": True, "reduce": "bf16"}, ("bf16",), variant=True),
+    "fsdp2-keep-bf16": System("fsdp2", {"reshard": False, "reduce": "bf16"}, ("bf16",), variant=True),
+    "deepspeed2-bf16": System("deepspeed_zero", {"stage": 2, "reduce": "bf16"}, ("bf16",), variant=True),
+    "deepspeed3-bf16": System("deepspeed_zero", {"stage": 3, "reduce": "bf16"}, ("bf16",), variant=True),
+    **{f"polyreme{stage}-bf16": System("polyreme_zero", {"stage": stage, "reduce": "bf16"}, ("bf16",), variant=True) for stage in range(4)},
+}

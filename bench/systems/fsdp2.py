@@ -1,0 +1,40 @@
+"""torch FSDP2: `fully_shard` on each block and on the root, as its documentation has it.
+
+`reshard=True` frees a block's parameters after forward (ZeRO-3), `reshard=False` keeps them until backward is done.
+bf16: its own mixed precision, fp32 shards gathered as bf16, gradients reduced in fp32 (`reduce="bf16"`: in bf16).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+from cases import ADAMW, CLIP, DTYPES, Batch, Job, Outcome
+
+
+def build(model: Any, job: Job, *, reshard: bool, reduce: str = "fp32") -> Callable[[Batch], Outcome]:
+    mesh = init_device_mesh("cpu", (job.world,))
+    policy = MixedPrecisionPolicy()
+    if job.dtype != "fp32":
+        policy = MixedPrecisionPolicy(param_dtype=DTYPES[job.dtype], reduce_dtype=DTYPES[reduce], cast_forward_inputs=False)
+    for block in model.model.layers:
+        fully_shard(block, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy)
+    fully_shard(model, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy)
+    params = list(model.parameters())
+    optimizer = torch.optim.AdamW(params, fused=True, **ADAMW)
+
+    def step(batch: Batch) -> Outcome:
+        loss = model(**batch).loss
+        loss.backward()
+        norm = nn.utils.get_total_norm([p.grad for p in params]).full_tensor()
+        nn.utils.clip_grads_with_norm_(params, CLIP, norm)
+        optimizer.step()
+        optimizer.zero_grad()
+        return Outcome(loss.item(), norm.item())
+
+    return step

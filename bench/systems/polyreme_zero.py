@@ -1,0 +1,32 @@
+"""Polyreme, ZeRO stages 0 to 3, through its public interface and with its own defaults otherwise.
+
+bf16: bf16 compute, fp32 masters in the flat shard, gradients reduced in fp32 (`reduce="bf16"`: in bf16). Its loss is
+already the mean over the whole global batch, which costs it a reduction that the other systems are spared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+import polyreme
+from cases import ADAMW, CLIP, Batch, Job, Outcome
+
+
+def build(model: nn.Module, job: Job, *, stage: int, reduce: str = "fp32") -> Callable[[Batch], Outcome]:
+    config: dict[str, Any] = {
+        "zero": {"stage": stage},
+        "precision": {"compute": job.dtype, "reduce": reduce},
+        "batch": {"size": job.batch * job.world, "micro": job.batch},
+        "optimizer": {"name": "adamw", **ADAMW, "no_decay": "none", "clip": CLIP},
+        "lr_schedule": {"name": "constant", "warmup": 0},
+    }
+    engine = polyreme.initialize(model, config=config)
+
+    def step(batch: Batch) -> Outcome:
+        result = engine.train_step(batch)
+        return Outcome(result.loss, result.grad_norm)
+
+    return step

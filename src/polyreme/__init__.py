@@ -1,0 +1,36 @@
+"""Polyreme trains PyTorch models that are too big or too slow for one device."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from polyreme.config import Config
+from polyreme.errors import (
+    BatchError,
+    CheckpointError,
+    ConfigError,
+    DataError,
+    LaunchError,
+    ModelError,
+    NumericsError,
+    PolyremeError,
+    TransportError,
+)
+
+if TYPE_CHECKING:
+    from polyreme.engine import Engine, EvalResult, StepResult, initialize
+
+__version__ = "0.1.0"
+__all__ = [
+    "BatchError", "CheckpointError", "Config", "ConfigError", "DataError", "Engine", "EvalResult", "LaunchError", "ModelError",
+    "NumericsError", "PolyremeError", "StepResult", "TransportError", "initialize",
+]  # fmt: skip
+
+
+def __getattr__(name: str) -> Any:
+    """The engine is imported when it is first used: torch takes seconds, and `polyreme --help` does not need it."""
+    if name in ("Engine", "EvalResult", "StepResult", "initialize"):
+        from polyreme import engine
+
+        return getattr(engine, name)
+    raise AttributeError(f"module 'polyreme' has no attribute {name!r}")

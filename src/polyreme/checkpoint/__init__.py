@@ -1,0 +1,1 @@
+"""Checkpoints are Hugging Face directories."""

@@ -1,0 +1,169 @@
+"""The command `polyreme`: arguments in, the library called, errors as messages.
+
+Invariants: a config that cannot run is refused before any rank starts; the exit status is 0, 1 (failed), 2 (bad usage
+or config) or 128 + the signal that stopped it. Nothing heavy is imported before a command needs it, so that `--help`
+is quick.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import traceback
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+from polyreme.errors import LaunchError, PolyremeError
+from polyreme.launch.environment import detect
+
+
+class _Commands(TyperGroup):
+    """Turns an error of ours into a message and an exit status."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt:
+            ctx.exit(130)
+        except PolyremeError as error:
+            if _one_of_several_ranks():
+                raise  # whoever started the ranks makes one report of them all
+            if ctx.params["debug"]:
+                typer.echo(getattr(error, "traceback", None) or traceback.format_exc(), err=True)
+            typer.secho("error: ", fg=typer.colors.RED, bold=True, nl=False, err=True)
+            typer.echo(str(error), err=True)
+            ctx.exit(error.exit_status)
+
+
+def _one_of_several_ranks() -> bool:
+    try:
+        return detect().world_size > 1
+    except LaunchError:
+        return False
+
+
+app = typer.Typer(cls=_Commands, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+
+ConfigFile = Annotated[
+    Path, typer.Argument(metavar="CONFIG", help="A config: .toml, .yaml or .json.", show_default=False)
+]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Change one key of the config; may be given again."),
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Write JSON to stdout, for programs.")]
+
+
+@app.callback()
+def _options(debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False) -> None:
+    """Train PyTorch models across ranks."""
+
+
+@app.command()
+def train(
+    config: ConfigFile,
+    overrides: Overrides = None,
+    ranks: Annotated[
+        int | None, typer.Option("-n", "--ranks", min=1, help="Ranks to start on this host.", show_default="1")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Train the model that CONFIG describes.
+
+    Started by torchrun or `polyreme launch`, it is one rank of those; otherwise it starts the ranks itself.
+    """
+    from polyreme.config import Config
+
+    place = detect()
+    if ranks is not None and place.world_size > 1 and ranks != place.world_size:
+        raise LaunchError(f"-n {ranks}, but {place.name} has already started {place.world_size} ranks; leave -n out")
+    world_size = ranks or place.world_size
+    changes = [*(overrides or []), *(["monitor.console=false"] if as_json else [])]
+    checked = Config.load(config, changes)
+    checked.resolve(world_size)
+    if world_size > place.world_size:
+        from polyreme.launch.torchrun import launch as start
+
+        sets = [word for change in overrides or [] for word in ("--set", change)]
+        start(["-m", "polyreme", "train", str(config), *sets, *(["--json"] if as_json else [])], world_size)
+        return
+    from polyreme import train as job
+
+    summary = job.run(checked)
+    if as_json and place.rank == 0:
+        typer.echo(json.dumps(_plain(summary)))
+
+
+def _plain(summary: Any) -> Mapping[str, Any]:
+    if dataclasses.is_dataclass(summary) and not isinstance(summary, type):
+        return dataclasses.asdict(summary)
+    return dict(summary or {})
+
+
+@app.command(context_settings={"allow_interspersed_args": False})
+def launch(
+    script: Annotated[
+        str, typer.Argument(metavar="SCRIPT", help="A Python script, or with -m a module.", show_default=False)
+    ],
+    arguments: Annotated[
+        list[str] | None, typer.Argument(metavar="ARGUMENT", help="All that follows is the script's.")
+    ] = None,
+    ranks: Annotated[int, typer.Option("-n", "--ranks", min=1, help="Ranks to start on this host.")] = 1,
+    threads: Annotated[
+        int | None, typer.Option(min=1, help="Computing threads per rank.", show_default="cores / ranks")
+    ] = None,
+    module: Annotated[bool, typer.Option("-m", "--module", help="SCRIPT is a module's name.")] = False,
+) -> None:
+    """Run any Python script as several ranks on this host.
+
+    The ranks find each other through the variables that torchrun sets. If one fails, the others are ended, and the one
+    that failed first is shown.
+    """
+    from polyreme.launch.torchrun import launch as start
+
+    start([*(["-m"] if module else []), script, *(arguments or [])], ranks, threads=threads)
+
+
+@app.command()
+def inspect(
+    config: ConfigFile,
+    overrides: Overrides = None,
+    ranks: Annotated[int, typer.Option("-n", "--ranks", min=1, help="The world size to resolve it for.")] = 1,
+    as_json: AsJson = False,
+) -> None:
+    """Show CONFIG with every key filled in, and where each value comes from."""
+    from rich.console import Console
+
+    from polyreme import inspect as inspection
+    from polyreme.config import Config
+
+    loaded = Config.load(config, overrides or [])
+    if as_json:
+        typer.echo(inspection.as_json(loaded, ranks))
+    else:
+        Console().print(inspection.render(loaded, ranks))
+
+
+@app.command()
+def doctor(as_json: AsJson = False) -> None:
+    """Check that this machine can train: versions, cores, memory, disk, and an all-reduce over two ranks."""
+    from polyreme.doctor import examine
+
+    checks = examine()
+    if as_json:
+        typer.echo(json.dumps([dataclasses.asdict(check) for check in checks], indent=2))
+    else:
+        for check in checks:
+            typer.secho("ok    " if check.ok else "fail  ", fg="green" if check.ok else "red", nl=False)
+            typer.echo(f"{check.name:<14}{check.found}")
+    if not all(check.ok for check in checks):
+        raise typer.Exit(1)
+
+
+def main() -> None:
+    """The entry point."""
+    app(prog_name="polyreme")

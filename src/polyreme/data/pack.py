@@ -1,0 +1,157 @@
+"""Documents to token sequences without padding.
+
+A part of the corpus becomes one file of tokens: its documents one after the other, each ended by the tokenizer's
+end-of-document token. Sequence i is tokens [i * sequence, (i + 1) * sequence); the rest, shorter than one, is not
+used. Invariant: the file depends on the texts and the tokenizer only, so every rank and every run sees the same
+sequences, and another sequence length reads the same file.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import logging
+import re
+from collections.abc import Iterable, Iterator
+from hashlib import blake2b
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch.utils.data import Dataset
+
+from polyreme.data.cache import cached
+from polyreme.data.text import Part
+from polyreme.data.tokenizer import end_of_document, fingerprint
+from polyreme.errors import DataError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+log = logging.getLogger(__name__)
+
+PIECE = 1 << 18  # characters of a long document that are tokenised at once, so that a big file uses all threads
+BATCH = 1 << 22  # characters given to the tokenizer's threads at once: bounds the memory
+# One space between two words. Byte-level BPEs never merge across it, so cutting there does not change the tokens.
+BETWEEN_WORDS = re.compile(r"(?<=\S) (?=\S)")
+
+
+class PackedDataset(Dataset[dict[str, torch.Tensor]]):
+    """Sequences of a packed token file, mapped into memory.
+
+    `dataset[i]` is `{"input_ids": ..., "labels": ...}`, both int64 of shape (sequence,) and equal: causal language
+    models of Hugging Face shift the labels themselves.
+
+    Args:
+        folder: what `pack_texts` returned.
+        sequence: tokens in a sequence.
+        name: how errors call this text.
+
+    Raises:
+        DataError: a folder that is not complete, or fewer tokens than one sequence.
+    """
+
+    def __init__(self, folder: Path, sequence: int, name: str = "text") -> None:
+        self.folder, self.sequence, self.name = folder, sequence, name
+        try:
+            header = json.loads((folder / "header.json").read_text("utf-8"))
+            self.text_bytes, count = int(header["bytes"]), int(header["tokens"])
+            self.tokens = np.memmap(folder / "tokens.bin", dtype=np.dtype(header["dtype"]), mode="r", shape=(count,))
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise DataError(f"the packed text {str(folder)!r} is damaged ({error}): delete this folder") from error
+        if sequence < 1 or count < sequence:
+            raise DataError(
+                f"data.sequence = {sequence}: the {name} has {count} tokens ({self.text_bytes} bytes), which is less "
+                f"than one sequence. Use more text or a data.sequence from 1 to {count}"
+                + (", or a larger data.validation" if name.startswith("validation") else "")
+            )
+
+    def __len__(self) -> int:
+        return len(self.tokens) // self.sequence
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        if not -len(self) <= index < len(self):
+            raise IndexError(f"sequence {index} of {len(self)}")
+        start = index % len(self) * self.sequence
+        ids = torch.from_numpy(self.tokens[start : start + self.sequence].astype(np.int64))
+        return {"input_ids": ids, "labels": ids.clone()}
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return PackedDataset, (self.folder, self.sequence, self.name)  # a copied memory map would be the whole file
+
+    @property
+    def bytes_per_token(self) -> float:
+        """UTF-8 bytes of text for one token, end-of-document tokens counted as tokens of no bytes.
+
+        A loss in nats per token is `loss / math.log(2) / bytes_per_token` bits per byte, which compares across
+        tokenizers.
+        """
+        return self.text_bytes / len(self.tokens)
+
+    @property
+    def bytes(self) -> int:
+        """UTF-8 bytes of text in the sequences, the unused rest left out in proportion to its tokens."""
+        return round(len(self) * self.sequence * self.bytes_per_token)
+
+
+def pack_texts(part: Part, tokenizer: PreTrainedTokenizerBase, cache: Path) -> Path:
+    """Tokenise the documents of `part` on the tokenizer's own threads; return the folder of the token file.
+
+    The folder holds `tokens.bin` (little-endian uint16, or uint32 for a vocabulary above 65,536) and `header.json`
+    (dtype, number of tokens, UTF-8 bytes of the text). What a text says cannot make a special token: its
+    `<|endoftext|>` is so many ordinary tokens.
+
+    Raises:
+        DataError: the cache cannot be written, or the tokenizer has no end-of-document token.
+    """
+    tokenizer = copy.deepcopy(tokenizer)  # a call sets options on it, while another thread may be using the original
+    end = end_of_document(tokenizer)
+    dtype = np.dtype("<u2" if max(len(tokenizer), end + 1) <= 1 << 16 else "<u4")
+
+    def build(unfinished: Path) -> None:
+        tokens = text_bytes = 0
+        with (unfinished / "tokens.bin").open("wb") as file:
+            for batch in _batches(part):
+                pieces = [piece for piece, _ in batch]
+                text_bytes += sum(len(piece.encode()) for piece in pieces)
+                encoded = tokenizer(
+                    pieces,
+                    add_special_tokens=False,
+                    split_special_tokens=True,
+                    return_attention_mask=False,
+                    return_token_type_ids=False,
+                    verbose=False,
+                )["input_ids"]
+                for ids, (_, last) in zip(encoded, batch, strict=True):
+                    file.write(np.asarray([*ids, end] if last else ids, dtype=dtype).tobytes())
+                    tokens += len(ids) + last
+        header = {"dtype": dtype.str, "tokens": tokens, "bytes": text_bytes}
+        (unfinished / "header.json").write_text(json.dumps(header), "utf-8")
+        log.info("packed %d bytes of text into %d tokens", text_bytes, tokens)
+
+    key = blake2b(f"packed-1 {end} {fingerprint(tokenizer)} {part.digest}".encode(), digest_size=10).hexdigest()
+    return cached(cache / f"packed-{key}", build)
+
+
+def _pieces(text: str) -> Iterator[tuple[str, bool]]:
+    """Cut a document between words into pieces of about `PIECE` characters; True marks the last."""
+    start = 0
+    while cut := BETWEEN_WORDS.search(text, start + PIECE):
+        yield text[start : cut.start()], False
+        start = cut.start()
+    yield text[start:], True
+
+
+def _batches(texts: Iterable[str]) -> Iterator[list[tuple[str, bool]]]:
+    batch: list[tuple[str, bool]] = []
+    size = 0
+    for text in texts:
+        for piece in _pieces(text):
+            batch.append(piece)
+            size += len(piece[0])
+            if size >= BATCH:
+                yield batch
+                batch, size = [], 0
+    if batch:
+        yield batch

@@ -1,0 +1,109 @@
+"""Tokenizers: one trained on the training text, or one loaded from a directory.
+
+Invariants: the same texts and size give the same tokenizer; a trained tokenizer loses nothing,
+`decode(encode(text)) == text` for every text; no code that comes with a tokenizer is run.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from hashlib import blake2b
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING
+
+from polyreme.data.cache import cached
+from polyreme.data.text import Part, optional
+from polyreme.errors import DataError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+log = logging.getLogger(__name__)
+
+END = "<|endoftext|>"
+BYTES = 256
+
+
+def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
+    """Train a byte-level BPE as GPT-2's (Radford et al. 2019): every byte is a token, so none is ever unknown.
+
+    `<|endoftext|>` (id 0) is its one special token, for the start and end of a document and for padding.
+
+    Args:
+        vocab_size: number of tokens with the 256 bytes and the special one; a small corpus can give fewer.
+
+    Raises:
+        DataError: `vocab_size` below 257.
+    """
+    if vocab_size <= BYTES:
+        raise DataError(
+            f"data.vocab_size = {vocab_size}: a byte-level vocabulary has {BYTES} bytes and a special token, so it "
+            f"needs at least {BYTES + 1}"
+        )
+    tokenizers, transformers = optional("tokenizers"), optional("transformers")
+    byte_level = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    model = tokenizers.Tokenizer(tokenizers.models.BPE())
+    model.pre_tokenizer = byte_level
+    model.decoder = tokenizers.decoders.ByteLevel()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=vocab_size, special_tokens=[END], initial_alphabet=byte_level.alphabet(), show_progress=False
+    )
+    model.train_from_iterator(texts, trainer)
+    tokenizer: PreTrainedTokenizerFast = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=model, bos_token=END, eos_token=END, pad_token=END, clean_up_tokenization_spaces=False
+    )
+    return tokenizer
+
+
+def load_tokenizer(folder: str | Path) -> PreTrainedTokenizerBase:
+    """Load a tokenizer directory that `save_pretrained` wrote. It is looked for on this disk only.
+
+    Raises:
+        DataError: no such directory, no tokenizer in it, or one without a token that ends a document.
+    """
+    place = Path(folder).expanduser()
+    if not place.is_dir():
+        raise DataError(f"data.tokenizer = {str(folder)!r}: no such directory. Correct it, or remove it to train one")
+    load = optional("transformers").AutoTokenizer.from_pretrained
+    try:
+        tokenizer: PreTrainedTokenizerBase = load(str(place), trust_remote_code=False, local_files_only=True)
+    except Exception as error:  # each family's loader raises kinds of its own
+        raise DataError(f"data.tokenizer = {str(folder)!r}: no tokenizer can be loaded from it: {error}") from error
+    end_of_document(tokenizer)
+    return tokenizer
+
+
+def open_tokenizer(part: Part, *, folder: str | None, vocab_size: int, cache: Path) -> PreTrainedTokenizerBase:
+    """The tokenizer in `folder`; without one, that trained on `part`, from the cache if it was trained before."""
+    if folder is not None:
+        return load_tokenizer(folder)
+
+    def build(unfinished: Path) -> None:
+        log.info("training a tokenizer of %d tokens", vocab_size)
+        train_tokenizer(part, vocab_size).save_pretrained(str(unfinished))
+
+    key = blake2b(f"byte-level-bpe-1 {vocab_size} {part.digest}".encode(), digest_size=10).hexdigest()
+    return load_tokenizer(cached(cache / f"tokenizer-{key}", build))
+
+
+def end_of_document(tokenizer: PreTrainedTokenizerBase) -> int:
+    """Id of the token that ends a document: the tokenizer's `eos`, or its `sep` (BERT's family)."""
+    for token in (tokenizer.eos_token_id, tokenizer.sep_token_id):
+        if isinstance(token, int):
+            return token
+    raise DataError(
+        f"the tokenizer {tokenizer.name_or_path!r} has neither an eos nor a sep token to put between documents: "
+        "add one with tokenizer.add_special_tokens({'eos_token': ...}) and save it again"
+    )
+
+
+def fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
+    """A digest of everything that the tokenizer saves."""
+    digest = blake2b(digest_size=16)
+    with TemporaryDirectory() as folder:
+        tokenizer.save_pretrained(folder)
+        for file in sorted(Path(folder).iterdir()):
+            digest.update(file.name.encode() + b"\0" + file.read_bytes())
+    return digest.hexdigest()

@@ -1,0 +1,68 @@
+"""Every error that Polyreme raises on purpose. Each says what was wrong, why, and what to change."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+class PolyremeError(Exception):
+    """Base of all errors of this library; the command exits with `exit_status` when one ends it."""
+
+    exit_status = 1
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One conflict found in a config: the key, its value, why it cannot be, and what to write instead."""
+
+    key: str
+    value: object
+    reason: str
+    fix: str
+
+    def __str__(self) -> str:
+        return f"{self.key} = {self.value!r}: {self.reason}\n    fix: {self.fix}"
+
+
+class ConfigError(PolyremeError):
+    """A config that cannot run. Lists every problem found, not only the first."""
+
+    exit_status = 2
+
+    def __init__(self, problems: Sequence[Problem], source: str | None = None) -> None:
+        self.problems, self.source = list(problems), source
+        where = f" in {source}" if source else ""
+        count = f"{len(self.problems)} problem{'s' if len(self.problems) != 1 else ''}"
+        super().__init__("\n".join([f"the config cannot run, {count}{where}:", *(f"  - {p}" for p in self.problems)]))
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return (ConfigError, (self.problems, self.source))
+
+
+class DataError(PolyremeError):
+    """Training data that is missing, empty, unreadable or too short."""
+
+
+class BatchError(PolyremeError):
+    """A batch or a loss of the wrong shape or kind."""
+
+
+class ModelError(PolyremeError):
+    """A model that cannot be trained as it is: no parameters, or parameters used in a way that cannot be followed."""
+
+
+class NumericsError(PolyremeError):
+    """NaN or Inf where training cannot go on; names the step, the rank and the first module that made it."""
+
+
+class CheckpointError(PolyremeError):
+    """A checkpoint that cannot be written or read."""
+
+
+class TransportError(PolyremeError):
+    """A failure of the communication between ranks."""
+
+
+class LaunchError(PolyremeError):
+    """Ranks that could not be started, or that failed; names the first rank that failed."""

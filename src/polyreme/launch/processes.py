@@ -1,0 +1,30 @@
+"""What the operating system does for a launcher. Invariant: a process that asked to does not outlive its parent."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import sys
+
+_PR_SET_PDEATHSIG = 1
+
+
+def die_with_parent(parent: int | None = None) -> None:
+    """Have the kernel send SIGKILL to this process when its parent ends, however that happens. Linux only.
+
+    `parent` is the process id of whoever started this process, to notice if that one has ended before this call.
+    """
+    if not sys.platform.startswith("linux"):
+        return
+    parent = os.getppid() if parent is None else parent
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it ended before the request was made
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def signal_group(pid: int, number: signal.Signals) -> None:
+    """Send a signal to the process group that `pid` leads, if it is still there."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(pid, number)

@@ -1,0 +1,100 @@
+"""Runs a script or module as one rank under `polyreme.launch.torchrun`.
+
+`python -m polyreme.launch.rank LAUNCHER_PID [-m MODULE | SCRIPT] ARGUMENTS...`
+
+Invariants: the rank does not outlive its launcher. A rank that fails writes why to the file that torchrun's agent
+names, and then waits for the agent to end it: its connections stay open meanwhile, so its failure causes none on
+other ranks before the agent has seen which rank was first.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import io
+import json
+import os
+import runpy
+import signal
+import sys
+import time
+import traceback
+from pathlib import Path
+from typing import NoReturn
+
+from polyreme.errors import PolyremeError
+from polyreme.launch.processes import die_with_parent
+
+HOLD = 20.0  # seconds to wait for the agent, which takes a tenth of one unless it is gone
+
+
+def main(arguments: list[str]) -> None:
+    """Become a rank; `arguments` as in the module's docstring, without the program's name."""
+    die_with_parent(int(arguments[0]))
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # Into a pipe, too; and not less than a line, or the output of several ranks would mix within one.
+        sys.stdout.reconfigure(line_buffering=True)
+    faulthandler.enable()  # a crash in compiled code shows where
+    is_module = arguments[1] == "-m"
+    target = arguments[2] if is_module else arguments[1]
+    sys.argv = arguments[2:] if is_module else arguments[1:]
+    try:
+        if is_module:
+            runpy.run_module(target, run_name="__main__", alter_sys=True)
+        else:
+            if not sys.flags.safe_path:
+                sys.path[0] = str(Path(target).resolve().parent)  # as `python script.py` has it
+            runpy.run_path(target, run_name="__main__")
+    except KeyboardInterrupt:
+        sys.exit(128 + signal.SIGINT)
+    except SystemExit as end:
+        if end.code not in (None, 0):
+            _fail(end, end.code if isinstance(end.code, int) else 1)
+    except Exception as error:
+        _fail(error, 1)
+
+
+def _fail(error: Exception | SystemExit, status: int) -> NoReturn:
+    """Leave `error` for the agent, which prints one report for all ranks, and wait for the end."""
+    try:
+        _write(error, time.time())
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(status))  # not dead at once: clean-up at exit has yet to run
+        time.sleep(HOLD)
+    except KeyboardInterrupt:
+        sys.exit(128 + signal.SIGINT)
+    sys.exit(status)
+
+
+def _write(error: Exception | SystemExit, at: float) -> None:
+    """The error file, in the format of torch.distributed.elastic with three facts more."""
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if not path:
+        traceback.print_exception(error)
+        return
+    expected = isinstance(error, PolyremeError | SystemExit)
+    facts = {
+        "py_callstack": _traceback(error),
+        "timestamp": str(int(at)),
+        "at": at,  # seconds, whole ones do not tell which rank was first
+        "expected": expected,  # it explains itself, its traceback is for --debug
+        "exit_status": error.exit_status if isinstance(error, PolyremeError) else 1,
+    }
+    message = f"{type(error).__name__}: {error}"
+    if isinstance(error, PolyremeError):
+        message = str(error)
+    elif isinstance(error, SystemExit):
+        message = f"it called sys.exit({error.code!r})"
+    draft = Path(f"{path}.draft")
+    draft.write_text(json.dumps({"message": {"message": message, "extraInfo": facts}}))
+    draft.replace(path)  # whoever sees the file sees all of it
+
+
+def _traceback(error: BaseException) -> str:
+    """The traceback as from a plain `python script.py`: without the frames of this module and runpy."""
+    frames = error.__traceback__
+    while frames and frames.tb_frame.f_code.co_filename in (__file__, runpy.__file__, "<frozen runpy>"):
+        frames = frames.tb_next
+    return "".join(traceback.format_exception(type(error), error, frames or error.__traceback__))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,269 @@
+"""Starts ranks on this host through torchrun's own agent, and says which one failed first.
+
+Invariants: no rank outlives the launcher; when `launch` returns or raises, every rank has ended; nothing listens on
+an address other than loopback. The objects behind `torch.distributed.run` are used rather than its command line,
+which takes a script's options that begin like its own for its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, SubprocessContext
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo
+from torch.distributed.elastic.rendezvous.api import RendezvousStoreInfo
+
+from polyreme.errors import LaunchError
+from polyreme.launch.processes import signal_group
+
+PATIENCE = 8  # seconds that ranks get to end by themselves before SIGKILL
+POLL = 0.1  # seconds between looks at the ranks
+LOOPBACK = "127.0.0.1"
+
+
+class RanksFailedError(LaunchError):
+    """Ranks failed, or a signal ended them.
+
+    `rank` is the one that failed first (None after a signal), `traceback` its traceback if it left one.
+    """
+
+    def __init__(self, message: str, exit_status: int, rank: int | None = None, traceback: str | None = None) -> None:
+        super().__init__(message)
+        self.exit_status = exit_status
+        self.rank = rank
+        self.traceback = traceback
+
+
+def launch(command: Sequence[str], ranks: int, *, threads: int | None = None) -> None:
+    """Run `python COMMAND` as `ranks` ranks on this host and wait for their end.
+
+    `command` is a script and its arguments, or "-m", a module and its arguments; arguments reach it as they are. Each
+    rank computes with `threads` threads, by default its part of the cores; OMP_NUM_THREADS, if set, decides instead.
+    The ranks' output passes through line by line.
+
+    Raises LaunchError for a command that cannot be started, and RanksFailedError (naming the rank that failed first,
+    with the exit status that fits) when a rank ends with a status other than 0 or a signal (SIGINT, SIGTERM, SIGHUP,
+    SIGQUIT, forwarded to the ranks) ends the run. From a thread other than the main one, signals are not forwarded.
+    """
+    _check(command, ranks)
+    arguments = ("-m", "polyreme.launch.rank", str(os.getpid()), *(a.replace("$", "$$") for a in command))
+    with (
+        tempfile.TemporaryDirectory(prefix="polyreme-launch-") as folder,
+        _variables(_shared_cores(ranks, threads)),
+        _restored_signals(),
+        _quiet_agent(),
+    ):
+        spec = WorkerSpec(
+            role="rank",
+            local_world_size=ranks,
+            rdzv_handler=_Loopback(),
+            entrypoint=sys.executable,
+            args=arguments,  # in which the agent turns "$$" back into "$"
+            max_restarts=0,
+            monitor_interval=POLL,
+            local_addr=LOOPBACK,
+        )
+        agent = _Agent(spec, DefaultLogsSpecs(log_dir=folder), shutdown_timeout=PATIENCE)
+        try:
+            result = agent.run()
+        except SignalException as caught:
+            raise _stopped_by(caught.sigval) from None
+        except KeyboardInterrupt:  # before the agent took over the signals
+            raise _stopped_by(signal.SIGINT) from None
+        if result.is_failed():
+            raise _report(result.failures, agent.ended_first, ranks)
+
+
+def _check(command: Sequence[str], ranks: int) -> None:
+    if ranks < 1:
+        raise LaunchError(f"ranks = {ranks}: at least one rank is needed; give -n 1 or more")
+    words = list(command[1:2] if command[:1] == ["-m"] else command[:1])
+    if not words:
+        raise LaunchError("nothing to launch: give a script, or -m and a module")
+    if command[0] != "-m" and not Path(command[0]).is_file():
+        raise LaunchError(f"the script {command[0]!r} is not a file; give a Python script, or -m and a module")
+
+
+def _shared_cores(ranks: int, threads: int | None) -> dict[str, str]:
+    """Variables for ranks that share this host, which take the place of none that the user set."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    variables = {"OMP_NUM_THREADS": str(threads or max(1, cores // ranks))}
+    if ranks > 1:
+        variables["OMP_WAIT_POLICY"] = "PASSIVE"  # a thread that spins takes the core of another rank
+        variables["GLOO_SOCKET_IFNAME"] = "lo" if sys.platform.startswith("linux") else "lo0"
+    return {name: value for name, value in variables.items() if name not in os.environ}
+
+
+@contextlib.contextmanager
+def _variables(variables: Mapping[str, str]) -> Iterator[None]:
+    """Environment variables for the ranks, which inherit this process's."""
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name in variables:
+            os.environ.pop(name, None)
+
+
+@contextlib.contextmanager
+def _restored_signals() -> Iterator[None]:
+    """Put back the signal handlers that the agent replaces."""
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+    before = {number: signal.getsignal(number) for number in numbers}
+    try:
+        yield
+    finally:
+        with contextlib.suppress(ValueError):  # not the main thread: then the agent replaced none
+            for number, action in before.items():
+                signal.signal(number, action)
+
+
+@contextlib.contextmanager
+def _quiet_agent() -> Iterator[None]:
+    """The agent would log what the report says. Its loggers set their own levels, so their way out is closed."""
+    logger = logging.getLogger("torch.distributed.elastic")
+    propagate, handlers = logger.propagate, logger.handlers
+    logger.propagate, logger.handlers = False, [logging.NullHandler()]
+    try:
+        yield
+    finally:
+        logger.propagate, logger.handlers = propagate, handlers
+
+
+class _Loopback(RendezvousHandler):
+    """The meeting of one agent with itself. Its store, which ranks use, too, listens on loopback; torch's anywhere."""
+
+    def __init__(self) -> None:
+        self._run_id = uuid.uuid4().hex
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        listener = socket.create_server((LOOPBACK, 0))
+        port = listener.getsockname()[1]
+        store = TCPStore(LOOPBACK, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
+        return RendezvousInfo(store, 0, 1, RendezvousStoreInfo(LOOPBACK, port))
+
+    @property
+    def use_agent_store(self) -> bool:
+        return True
+
+    def get_backend(self) -> str:
+        return "loopback"
+
+    def get_run_id(self) -> str:
+        return self._run_id
+
+    def is_closed(self) -> bool:
+        return False
+
+    def set_closed(self) -> None:
+        """Nobody else could join."""
+
+    def num_nodes_waiting(self) -> int:
+        return 0
+
+    def shutdown(self) -> bool:
+        return True
+
+
+class _Agent(LocalElasticAgent):
+    """torchrun's agent, which also notes who failed first and gives the others PATIENCE, not half a minute, to end."""
+
+    ended_first: tuple[int, ...] = ()  # ranks that had ended badly when the first failure was seen
+
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        context = self._pcontext
+        assert isinstance(context, SubprocessContext)
+        rank_of = {worker.local_rank: worker.global_rank for worker in worker_group.workers}
+        processes = {rank_of[local]: handler.proc for local, handler in context.subprocess_handlers.items()}
+        # A rank that raised waits (see polyreme.launch.rank): one that ended did so by itself, not for its peer.
+        raised = any(Path(file).exists() for file in context.error_files.values())
+        if raised:  # perhaps because a dying peer closed its connections, which it does just before it has ended
+            time.sleep(POLL)
+        self.ended_first = tuple(rank for rank, process in processes.items() if process.poll() not in (None, 0))
+        if raised or self.ended_first:
+            _end(list(processes.values()))
+        result: RunResult = super()._monitor_workers(worker_group)
+        return result
+
+
+def _end(processes: Sequence[subprocess.Popen[bytes]]) -> None:
+    """SIGTERM, PATIENCE, SIGKILL, each to the rank and what it started."""
+    for process in processes:
+        signal_group(process.pid, signal.SIGTERM)
+    deadline = time.monotonic() + PATIENCE
+    while any(process.poll() is None for process in processes) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    for process in processes:
+        signal_group(process.pid, signal.SIGKILL)
+
+
+def _stopped_by(number: signal.Signals) -> RanksFailedError:
+    return RanksFailedError(f"stopped by {number.name}; every rank has ended", exit_status=128 + number)
+
+
+@dataclass(frozen=True)
+class _Failure:
+    """How one rank failed. `at` is when it raised, in seconds, or infinity if it left no word of it."""
+
+    rank: int
+    end: str
+    message: str | None = None
+    traceback: str | None = None
+    expected: bool = False
+    exit_status: int = 1
+    at: float = math.inf
+
+    @classmethod
+    def read(cls, rank: int, failure: ProcessFailure) -> _Failure:
+        code = failure.exitcode
+        end = f"was ended by {failure.signal_name()}" if code < 0 else f"ended with exit status {code}"
+        message = failure.error_file_data.get("message")
+        if not isinstance(message, dict):
+            return cls(rank, end)
+        facts = message["extraInfo"]
+        return cls(
+            rank,
+            end,
+            message["message"],
+            facts["py_callstack"],
+            facts.get("expected", False),  # these are not in a file that torch's own `record` wrote
+            facts.get("exit_status", 1),
+            float(facts.get("at", facts["timestamp"])),
+        )
+
+
+def _report(failures: Mapping[int, ProcessFailure], ended_first: Sequence[int], ranks: int) -> RanksFailedError:
+    """One error for all ranks. First are `ended_first`, who ended before any was told to, then who raised first."""
+    all_failures = [_Failure.read(rank, failure) for rank, failure in failures.items()]
+    first, *others = sorted(all_failures, key=lambda f: (f.rank not in ended_first, f.at, f.rank))
+    name = f"rank {first.rank} of {ranks}"
+    if first.message is None:
+        text = f"{name} failed first: it {first.end}"
+    elif first.expected:
+        text = f"{name} failed first: {first.message}"
+    else:
+        text = f"{name} failed first:\n{(first.traceback or first.message).rstrip()}"
+    same = [f.rank for f in others if f.message is not None and f.message == first.message]
+    if same:
+        text += f"\nrank{'s' if len(same) > 1 else ''} {', '.join(map(str, sorted(same)))} failed in the same way"
+    for failure in others:
+        if failure.message is not None and failure.message != first.message:
+            text += f"\nthen rank {failure.rank} failed: {failure.message.splitlines()[0]}"
+    return RanksFailedError(text, first.exit_status, first.rank, first.traceback)

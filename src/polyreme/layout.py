@@ -1,0 +1,165 @@
+"""Where every number of every tensor lives: named tensors packed into a flat buffer that is cut into one shard per rank.
+
+Invariant: the shards partition the buffer exactly, and every number of every tensor lies in exactly one shard at one place.
+All arithmetic is in ranges; nothing assumes that a tensor, or the buffer, divides by the world size.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
+
+ALIGN = 64
+"""Slots and shards begin at multiples of this many elements, so that a vectorised elementwise kernel never meets a tail
+inside them: the same number then goes through the same instructions wherever it lies, and results are bitwise equal."""
+
+Boundary = Literal["element", "tensor"]
+
+
+def align(count: int) -> int:
+    """`count` rounded up to a multiple of ALIGN."""
+    return -(-count // ALIGN) * ALIGN
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """One tensor to be placed: its name, shape, and the optimizer group (any small integer) that it belongs to."""
+
+    name: str
+    shape: tuple[int, ...]
+    group: int = 0
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True)
+class Slot:
+    """A tensor at its place: elements [start, stop) of the flat buffer."""
+
+    name: str
+    shape: tuple[int, ...]
+    group: int
+    start: int
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def stop(self) -> int:
+        return self.start + self.size
+
+
+@dataclass(frozen=True)
+class Range:
+    """Elements [start, stop) of the flattened tensor `name` lie at [offset, offset + stop - start) of a shard."""
+
+    name: str
+    start: int
+    stop: int
+    offset: int
+
+
+@dataclass(frozen=True)
+class Run:
+    """A contiguous part [start, stop) of the flat buffer whose elements are all of one optimizer group.
+
+    `slot` is given where the run is exactly one whole tensor (boundary="tensor")."""
+
+    group: int
+    start: int
+    stop: int
+    slot: Slot | None = None
+
+
+@dataclass(frozen=True)
+class BucketLayout:
+    """The placement of tensors in one flat buffer of `world` shards of `shard_size` elements each.
+
+    boundary="element" cuts the buffer into equal shards wherever the cut falls (at most ALIGN-1 elements of padding behind each
+    tensor); boundary="tensor" gives every tensor whole to one rank, for optimizers that need whole matrices.
+    """
+
+    slots: tuple[Slot, ...]
+    shard_size: int
+    world: int
+    boundary: Boundary = "element"
+
+    @classmethod
+    def build(cls, tensors: Iterable[TensorSpec], world: int, boundary: Boundary = "element") -> BucketLayout:
+        """Place `tensors` for `world` ranks. Tensors of a group lie together, otherwise in the order given."""
+        specs = sorted(tensors, key=lambda t: t.group)
+        if boundary == "element":
+            slots, used = _pack(specs, 0)
+            return cls(tuple(slots), align(math.ceil(used / world)), world, boundary)
+        shares: list[list[TensorSpec]] = [[] for _ in range(world)]
+        for spec in sorted(specs, key=lambda t: -t.size):  # largest first, to the least loaded rank
+            min(shares, key=lambda share: sum(align(t.size) for t in share)).append(spec)
+        shard_size = max(sum(align(t.size) for t in share) for share in shares)
+        placed: list[Slot] = []
+        for rank, share in enumerate(shares):
+            placed += _pack(sorted(share, key=specs.index), rank * shard_size)[0]
+        return cls(tuple(placed), shard_size, world, boundary)
+
+    @property
+    def size(self) -> int:
+        """Elements of the whole buffer, padding included."""
+        return self.shard_size * self.world
+
+    @cached_property
+    def used(self) -> int:
+        """Elements of the tensors alone, without padding."""
+        return sum(slot.size for slot in self.slots)
+
+    def shard(self, rank: int) -> tuple[int, int]:
+        """The part [start, stop) of the buffer that is rank's shard."""
+        return rank * self.shard_size, (rank + 1) * self.shard_size
+
+    def ranges(self, rank: int) -> list[Range]:
+        """What rank's shard holds of each tensor."""
+        low, high = self.shard(rank)
+        found = []
+        for slot in self.slots:
+            start, stop = max(slot.start, low), min(slot.stop, high)
+            if start < stop:
+                found.append(Range(slot.name, start - slot.start, stop - slot.start, start - low))
+        return found
+
+    def gaps(self) -> list[tuple[int, int]]:
+        """The padding: parts [start, stop) of the buffer that belong to no tensor."""
+        found, at = [], 0
+        for slot in sorted(self.slots, key=lambda s: s.start):
+            if slot.start > at:
+                found.append((at, slot.start))
+            at = max(at, slot.stop)
+        if at < self.size:
+            found.append((at, self.size))
+        return found
+
+    def runs(self, start: int, stop: int) -> list[Run]:
+        """The runs of [start, stop), which covers whole shards. Padding is part of the run before it (its values stay zero)."""
+        ordered = [s for s in sorted(self.slots, key=lambda s: s.start) if s.size and s.start < stop and s.stop > start]
+        if self.boundary == "tensor":
+            return [Run(s.group, s.start, s.stop, s) for s in ordered]
+        runs: list[Run] = []
+        for slot in ordered:
+            low, high = max(slot.start, start), min(align(slot.stop), stop)
+            if runs and runs[-1].group == slot.group and runs[-1].stop == low:
+                runs[-1] = Run(slot.group, runs[-1].start, high)
+            else:
+                runs.append(Run(slot.group, low, high))
+        return runs
+
+
+def _pack(specs: Sequence[TensorSpec], start: int) -> tuple[list[Slot], int]:
+    """Slots for `specs` one behind the other from `start`, and where the next would begin."""
+    slots = []
+    for spec in specs:
+        slots.append(Slot(spec.name, spec.shape, spec.group, start))
+        start += align(spec.size)
+    return slots, start

@@ -1,0 +1,65 @@
+"""The learning rate over time, as a fraction of its highest value.
+
+Invariant: the factor depends only on what was done so far (steps, samples, tokens), so a schedule in samples or
+tokens is the same curve for any number of ranks and any batch size. It is at most 1, reaches 1 when the warm-up
+ends, changes without jumps, and stays at its last value after the end. Pure.
+"""
+
+from __future__ import annotations
+
+import math
+
+from polyreme.config import LRScheduleSection, Progress, Span
+from polyreme.errors import ConfigError, Problem
+
+
+class LRSchedule:
+    """One of constant, linear, cosine (arXiv:1608.03983, one period), wsd (warm-up, stable, decay: arXiv:2404.06395,
+    with a linear decay) and one-cycle (arXiv:1708.07120), after a warm-up.
+
+    The warm-up, the whole schedule and wsd's decay may each be in their own unit. A length in another unit than the
+    schedule's is converted at the rate seen so far (such as tokens per step), which is exact for equal steps.
+    Raises ConfigError where `section` was not resolved.
+    """
+
+    def __init__(self, section: LRScheduleSection) -> None:
+        if isinstance(section.total, str):
+            fix = "use the section of a config after resolve(world_size), or write a span"
+            raise ConfigError([Problem("lr_schedule.total", section.total, "the length is not known yet", fix)])
+        self.section = section
+        self.total: Span = section.total
+        self.decay: Span = section.decay or self.total.scaled(0.1)
+
+    def factor(self, progress: Progress) -> float:
+        """The fraction of the highest learning rate for the step that follows `progress`, in [0, 1]."""
+        section = self.section
+        done = section.warmup.count(progress)
+        if done < section.warmup.amount:
+            rise = done / section.warmup.amount
+            if section.name == "one-cycle":
+                rise = (1 - math.cos(math.pi * rise)) / 2
+            return section.start + (1 - section.start) * rise
+        if section.name == "constant":
+            return 1.0
+        fall = self._fall(progress)
+        if section.name in ("cosine", "one-cycle"):
+            fall = (1 - math.cos(math.pi * fall)) / 2
+        return 1 - (1 - section.final) * fall
+
+    def _fall(self, progress: Progress) -> float:
+        """How much of the falling phase is done, in [0, 1]."""
+        if self.section.name == "wsd":
+            begin = self.total.amount - self._length(self.decay, progress)
+        else:
+            begin = self._length(self.section.warmup, progress)
+        done = self.total.count(progress)
+        if done >= self.total.amount:
+            return 1.0
+        return max(0.0, (done - begin) / (self.total.amount - begin)) if done > begin else 0.0
+
+    def _length(self, span: Span, progress: Progress) -> float:
+        """`span` in the unit of the whole schedule, 0 where nothing was counted in its own yet."""
+        if span.unit == self.total.unit:
+            return span.amount
+        counted = span.count(progress)
+        return span.amount * self.total.count(progress) / counted if counted else 0.0

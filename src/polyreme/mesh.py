@@ -1,0 +1,262 @@
+"""Named axes over the ranks, and every collective that Polyreme uses. The one importer of `torch.distributed` in the engine.
+
+Invariants: every rank of an axis issues the same operations on it in the same order; a sum over ranks is taken in rank order for
+each element by itself, so that it does not depend on where in a buffer the element lies; an axis of size 1 moves nothing.
+
+Communication: on CPU ranks (gloo) all-gather and reduce-scatter are direct exchanges between each pair of ranks, which send
+(n-1)/n of the buffer, half of what gloo's own reduce-scatter sends, and sum in the output's dtype whatever the dtype on the
+wire. On other backends they are the backend's own.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from itertools import product
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from polyreme.errors import TransportError
+
+AXES = ("pp", "dp", "cp", "ep", "tp")
+CHUNK = 1 << 18
+"""Elements summed at a time: small enough that a chunk and its conversion stay in the cache."""
+
+
+@dataclass
+class Count:
+    """Calls of one operation on one axis, and the bytes that this rank sent in them."""
+
+    calls: int = 0
+    bytes: int = 0
+
+
+class Work:
+    """An operation under way. `wait` returns when its output is complete; a second `wait` does nothing."""
+
+    def __init__(self, pending: Sequence[dist.Work] = (), finish: Callable[[], None] | None = None, what: str = "") -> None:
+        self._pending = list(pending)
+        self._finish = finish
+        self._what = what
+
+    def wait(self) -> None:
+        try:
+            while self._pending:
+                self._pending.pop(0).wait()
+        except RuntimeError as error:
+            raise TransportError(f"{self._what} failed, because another rank ended or cannot be reached: {error}") from error
+        if self._finish is not None:
+            finish, self._finish = self._finish, None
+            finish()
+
+
+DONE = Work()
+
+
+class Axis:
+    """One named axis of the mesh as this rank sees it: the ranks that differ only in this coordinate.
+
+    All tensors are flat and contiguous. Bytes are counted as sent by this rank: (n-1) shards for an all-gather and for a
+    reduce-scatter, 2(n-1)/n of the tensor for an all-reduce.
+    """
+
+    def __init__(self, name: str, size: int = 1, rank: int = 0, group: dist.ProcessGroup | None = None) -> None:
+        self.name, self.size, self.rank = name, size, rank
+        self.counts: dict[str, Count] = defaultdict(Count)
+        self._group = group
+        self._direct = group is not None and dist.get_backend(group) == "gloo"
+
+    def __repr__(self) -> str:
+        return f"Axis({self.name!r}, size={self.size}, rank={self.rank})"
+
+    def all_gather(self, full: Tensor, shard: Tensor) -> Work:
+        """Fill `full` (n * s elements) with every rank's `shard` (s elements) in rank order.
+
+        `shard` may be this rank's part of `full`; then it is not copied."""
+        own = full[self.rank * shard.numel() : (self.rank + 1) * shard.numel()]
+        if own.data_ptr() != shard.data_ptr():
+            own.copy_(shard)
+        if self.size == 1 or shard.numel() == 0:
+            return DONE
+        self._count("all_gather", (self.size - 1) * _bytes(shard))
+        if self._direct:
+            return Work(self._exchange([shard] * self.size, full.chunk(self.size)), what=f"all-gather over {self.name}")
+        gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # renamed in torch 2.13
+        return Work([gather(full, shard, group=self._group, async_op=True)])
+
+    def reduce_scatter(self, out: Tensor, full: Tensor, accumulate: bool = False) -> Work:
+        """Sum `full` (n * s elements) over the ranks; this rank's part of the sum goes to `out` (s elements), in `out`'s dtype.
+
+        With `accumulate` the sum is added to what `out` holds. `full` must stay untouched until the work is done; `out` may be
+        this rank's part of it."""
+        parts = full.chunk(self.size)
+        if self.size == 1 or out.numel() == 0:
+            _sum_into(out, parts, accumulate)
+            return DONE
+        self._count("reduce_scatter", (self.size - 1) * _bytes(parts[0]))
+        if self._direct:
+            received = [part if rank == self.rank else torch.empty_like(part) for rank, part in enumerate(parts)]
+            pending = self._exchange(parts, received)
+            return Work(pending, lambda: _sum_into(out, received, accumulate), f"reduce-scatter over {self.name}")
+        scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+        if out.dtype == full.dtype and not accumulate:
+            return Work([scatter(out, full, group=self._group, async_op=True)])
+        wide = full if full.dtype == out.dtype else full.to(out.dtype)
+        part = torch.empty_like(out)
+        pending = [scatter(part, wide, group=self._group, async_op=True)]
+        return Work(pending, lambda: _sum_into(out, [part], accumulate))
+
+    def all_reduce(self, tensor: Tensor) -> None:
+        """Sum a small `tensor` over the ranks in place; the result is the same to the last bit on every rank."""
+        if self.size == 1:
+            return
+        self._count("all_reduce", 2 * (self.size - 1) * _bytes(tensor) // self.size)
+        if not self._direct:
+            dist.all_reduce(tensor, group=self._group)
+            return
+        flat = tensor.reshape(-1)
+        received = [flat.clone() if rank == self.rank else torch.empty_like(flat) for rank in range(self.size)]
+        Work(self._exchange([flat] * self.size, received), what=f"all-reduce over {self.name}").wait()
+        _sum_into(flat, received, accumulate=False)
+        tensor.copy_(flat.view_as(tensor))
+
+    def broadcast(self, tensor: Tensor, source: int = 0) -> None:
+        """Copy `tensor` of rank `source` of this axis to all its ranks."""
+        if self.size > 1 and tensor.numel():
+            self._count("broadcast", _bytes(tensor) * (self.rank == source))
+            dist.broadcast(tensor, group=self._group, group_src=source)
+
+    def gather_objects(self, value: object) -> list[object]:
+        """Every rank's `value` (plain data), in rank order. For set-up and error reports, not for training."""
+        if self.size == 1:
+            return [value]
+        values: list[object] = [None] * self.size
+        dist.all_gather_object(values, value, group=self._group)
+        return values
+
+    def barrier(self) -> None:
+        """Wait until every rank of the axis is here."""
+        if self.size > 1:
+            self.all_reduce(torch.zeros(1))
+
+    def _exchange(self, out: Sequence[Tensor], into: Sequence[Tensor]) -> list[dist.Work]:
+        """Send out[r] to rank r and receive into[r] from it, for every other rank of the axis."""
+        pending = []
+        for step in range(1, self.size):  # each rank starts with another peer, so that none is everybody's first
+            to, source = (self.rank + step) % self.size, (self.rank - step) % self.size
+            pending.append(dist.irecv(into[source], group=self._group, group_src=source))
+            pending.append(dist.isend(out[to], group=self._group, group_dst=to))
+        return [work for work in pending if work is not None]
+
+    def _count(self, operation: str, sent: int) -> None:
+        count = self.counts[operation]
+        count.calls += 1
+        count.bytes += sent
+
+
+@dataclass
+class Mesh:
+    """All axes of a run. `mesh.dp`, `mesh.tp`, ... are Axis; axes that a run does not use have size 1."""
+
+    rank: int
+    world_size: int
+    device: torch.device
+    axes: Mapping[str, Axis] = field(default_factory=dict)
+
+    def __getattr__(self, name: str) -> Axis:
+        try:
+            return self.__dict__["axes"][name]
+        except KeyError:
+            raise AttributeError(f"no axis {name!r}; the axes are {', '.join(AXES)}") from None
+
+    @classmethod
+    def open(cls, sizes: Mapping[str, int], order: Sequence[str] = AXES, timeout: timedelta = timedelta(minutes=10)) -> Mesh:
+        """Build the axes over all ranks; `sizes` gives each axis' size and their product is the world size.
+
+        Joins the process group that exists, or else the one that the environment (RANK, WORLD_SIZE, MASTER_ADDR, ...) describes;
+        without either, one process is the whole world. Raises TransportError where the ranks cannot meet.
+        """
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if torch.cuda.is_available() else torch.device("cpu")
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+        if not dist.is_initialized() and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+            try:
+                dist.init_process_group("cuda:nccl,cpu:gloo" if device.type == "cuda" else "gloo", timeout=timeout)
+            except (RuntimeError, ValueError) as error:
+                raise TransportError(f"the ranks could not meet: {error}") from error
+        world_size, rank = world()
+        if math.prod(sizes.values()) != world_size:
+            raise TransportError(f"the axes {dict(sizes)} make {math.prod(sizes.values())} ranks, but there are {world_size}")
+        axes = {name: Axis(name) for name in AXES}
+        for name in order:
+            for ranks in lines(sizes, order, name):
+                if len(ranks) > 1:
+                    group = dist.new_group(ranks, timeout=timeout)  # every rank takes part in making every group
+                    if rank in ranks:
+                        axes[name] = Axis(name, len(ranks), ranks.index(rank), group)
+        return cls(rank, world_size, device, axes)
+
+    def traffic(self) -> dict[str, dict[str, tuple[int, int]]]:
+        """Since the start, by axis and operation: (calls, bytes sent by this rank)."""
+        return {
+            name: {operation: (count.calls, count.bytes) for operation, count in axis.counts.items()}
+            for name, axis in self.axes.items()
+            if axis.counts
+        }
+
+
+def lines(sizes: Mapping[str, int], order: Sequence[str], name: str) -> list[list[int]]:
+    """The lists of global ranks that form axis `name`; the last axis of `order` is innermost (its ranks are neighbours)."""
+    strides, stride = {}, 1
+    for axis in reversed(order):
+        strides[axis] = stride
+        stride *= sizes.get(axis, 1)
+    others = [axis for axis in order if axis != name]
+    corners = product(*(range(0, sizes.get(axis, 1) * strides[axis], strides[axis]) for axis in others))
+    return [[sum(corner) + i * strides[name] for i in range(sizes.get(name, 1))] for corner in corners]
+
+
+def world() -> tuple[int, int]:
+    """(world size, rank) of the process group, or (1, 0) without one; before it is opened, as the environment says."""
+    if dist.is_initialized():
+        return dist.get_world_size(), dist.get_rank()
+    return int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
+
+
+def close() -> None:
+    """Leave the process group, if there is one."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _bytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def _sum_into(out: Tensor, parts: Sequence[Tensor], accumulate: bool) -> None:
+    """out = (out +) parts[0] + parts[1] + ..., in that order, element by element, in `out`'s dtype. Parts may alias `out`."""
+    if len(parts) == 1 and not accumulate:
+        if out.data_ptr() != parts[0].data_ptr():
+            out.copy_(parts[0])
+        return
+    if len(parts) == 2 and not accumulate and all(part.dtype == out.dtype for part in parts):
+        torch.add(parts[0], parts[1], out=out)
+        return
+    size = min(CHUNK, out.numel())
+    total, wide = torch.empty(2, size, dtype=out.dtype, device=out.device)
+    for start in range(0, out.numel(), CHUNK):
+        stop = min(start + CHUNK, out.numel())
+        acc, operand = total[: stop - start], wide[: stop - start]
+        acc.copy_(parts[0][start:stop])
+        for part in parts[1:]:  # converted first: a mixed-dtype add is several times slower than a copy and an add
+            acc.add_(part[start:stop] if part.dtype == out.dtype else operand.copy_(part[start:stop]))
+        if accumulate:
+            out[start:stop].add_(acc)
+        else:
+            out[start:stop].copy_(acc)

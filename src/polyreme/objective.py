@@ -1,0 +1,125 @@
+"""How a micro-batch becomes a loss: the model's own or a loss function's, always as a sum and the weight that it is the sum over.
+
+Invariant: the sum of all losses over the sum of all weights is the mean over the global batch, however the batch is split over
+micro-batches and ranks. Where the loss is a mean over labels, its weight is their number; otherwise the number of samples.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from polyreme.errors import BatchError
+from polyreme.model_map import ForwardSignature, count_labels, training_arguments
+
+LossFn = Callable[[Any, Any], Tensor | tuple[Tensor, float | Tensor]]
+"""loss_fn(output, target) -> mean loss (scalar), or (sum of losses, weight). `target` is the batch's last element where the batch is a
+tuple, and the whole batch otherwise."""
+
+
+class Objective:
+    """Calls the model on a micro-batch and reads its loss.
+
+    A mapping is passed to the model as keyword arguments (with a `loss_fn`, only those that its forward takes, and no `labels`),
+    a tuple or list as positional arguments (with a `loss_fn`, all but the last), anything else as the one argument.
+    """
+
+    def __init__(self, model: nn.Module, loss_fn: LossFn | None = None) -> None:
+        self._model, self._loss_fn = model, loss_fn
+        self._signature = ForwardSignature.of(model)
+        self.fixed = training_arguments(model, self._signature)
+
+    def __call__(self, batch: Any) -> tuple[Tensor, float]:
+        """(sum of losses with its graph, weight). Raises BatchError for a loss that is not a scalar."""
+        output = self._model(*self._positional(batch), **self._keywords(batch))
+        return self.loss(output, batch)
+
+    def loss(self, output: Any, batch: Any) -> tuple[Tensor, float]:
+        """The sum of losses and the weight of a model's output for `batch`."""
+        if self._loss_fn is None:
+            loss = _own_loss(output)
+        else:
+            result = self._loss_fn(output, batch[-1] if isinstance(batch, tuple | list) else batch)
+            if isinstance(result, tuple) and len(result) == 2:
+                return _scalar(result[0]), float(result[1])
+            loss = result  # type: ignore[assignment]
+        loss = _scalar(loss)
+        weight = self.weight(batch)
+        if weight == 0:  # no label: the mean is 0/0, and its gradient too; keep the graph, for the other ranks' sake
+            return _zero(output), 0.0
+        return loss * weight, float(weight)
+
+    def weight(self, batch: Any) -> int:
+        """What a mean loss over `batch` is the mean of: its labels, or else its samples."""
+        labels = count_labels(self._model, batch) if self._loss_fn is None else None
+        return leading_size(batch) if labels is None else labels
+
+    def _positional(self, batch: Any) -> Sequence[Any]:
+        if isinstance(batch, Mapping):
+            return ()
+        if isinstance(batch, tuple | list):
+            return batch if self._loss_fn is None else batch[:-1]
+        return (batch,)
+
+    def _keywords(self, batch: Any) -> dict[str, Any]:
+        if not isinstance(batch, Mapping):
+            return {}
+        if self._loss_fn is None:
+            return {**self.fixed, **batch}
+        takes = self._signature
+        inputs = {k: v for k, v in batch.items() if k != "labels" and (takes.any_name or k in takes.names)}
+        return {**self.fixed, **inputs}
+
+
+def leading_size(batch: Any) -> int:
+    """The number of samples of a batch: the first dimension that all its tensors (but scalars) share.
+
+    Raises BatchError where there is none, or where tensors differ."""
+    sizes = {leaf.shape[0] for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.dim()}
+    if len(sizes) != 1:
+        what = f"tensors with first dimensions {sorted(sizes)}" if sizes else "no tensor"
+        raise BatchError(f"a batch needs tensors that share their first dimension, the samples; this one has {what}")
+    return sizes.pop()
+
+
+def split(batch: Any, parts: int) -> list[Any]:
+    """`batch` cut along its samples into `parts` equal micro-batches; what is not a tensor goes into each."""
+    if parts == 1:
+        return [batch]
+    leaves, spec = pytree.tree_flatten(batch)
+    cut = [leaf.chunk(parts) if isinstance(leaf, Tensor) and leaf.dim() else [leaf] * parts for leaf in leaves]
+    return [pytree.tree_unflatten([pieces[i] for pieces in cut], spec) for i in range(parts)]
+
+
+def _own_loss(output: Any) -> Any:
+    """The loss in a model's output: `.loss`, ["loss"], the first of a tuple, or the output itself."""
+    loss = getattr(output, "loss", None)
+    if loss is None and isinstance(output, Mapping):
+        loss = output.get("loss")
+    elif loss is None and isinstance(output, tuple | list) and output:
+        loss = output[0]
+    elif loss is None:
+        loss = output
+    if loss is None:
+        raise BatchError("the model returned no loss: give it `labels` in the batch, or give initialize() a loss_fn")
+    return loss
+
+
+def _scalar(loss: Any) -> Tensor:
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        what = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+        raise BatchError(f"the loss must be a scalar tensor, but is {what}: return a mean loss, or (loss_sum, weight) from loss_fn")
+    if loss.grad_fn is None and torch.is_grad_enabled():
+        raise BatchError("the loss does not depend on any trainable parameter (it has no gradient)")
+    return loss.reshape(()) if loss.dtype.itemsize >= 4 else loss.reshape(()).float()
+
+
+def _zero(output: Any) -> Tensor:
+    """A zero that depends on all of `output` but whose gradient is zero, even where `output` has NaN."""
+    tensors = [t for t in pytree.tree_leaves(output) if isinstance(t, Tensor) and t.is_floating_point() and t.dim()]
+    total = sum((torch.nan_to_num(t).sum() for t in tensors), torch.zeros(()))
+    return total * 0.0

@@ -1,0 +1,1 @@
+"""What a run will cost, known before it runs."""

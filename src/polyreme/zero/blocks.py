@@ -1,0 +1,210 @@
+"""Which parameters are gathered when: the model's blocks pass through memory one behind the other, in forward and in backward.
+
+Invariants: a block's parameters are whole whenever its forward or backward runs; beside the root's, at most 1 + `prefetch` blocks are
+gathered at a time; gathers are issued in the order of use, which is the same on every rank.
+
+The root (everything outside the blocks) is gathered when the model's forward begins. release="auto" keeps it and the last block from
+forward to backward, where they are needed first; release="always" gathers everything once in forward and once in backward, so that
+stage 3 moves exactly 3Ψ(n-1)/n.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+
+from polyreme.zero.bucket import Bucket
+
+
+@dataclass(eq=False)
+class Unit:
+    """Buckets that are gathered and released together, for the modules (whole blocks) that use them."""
+
+    name: str
+    modules: Sequence[nn.Module]
+    buckets: list[Bucket] = field(default_factory=list)
+    pinned: bool = False  # stays gathered like the root: its parameters are used outside its modules
+
+    @property
+    def sharded(self) -> bool:
+        return any(bucket.sharded for bucket in self.buckets)
+
+    def gather(self) -> None:
+        for bucket in self.buckets:
+            bucket.gather()
+
+    def ensure(self) -> None:
+        self.gather()
+        for bucket in self.buckets:
+            bucket.ensure()
+
+    def release(self) -> None:
+        for bucket in self.buckets:
+            bucket.release()
+
+
+class Blocks:
+    """Gathers and releases the units of `model` by hooks; does nothing at all unless a bucket is sharded."""
+
+    def __init__(
+        self, model: nn.Module, root: Unit, units: Sequence[Unit], prefetch: int = 1, release: Literal["auto", "always"] = "auto"
+    ) -> None:
+        self.root, self.units = root, list(units)
+        self._prefetch, self._release = prefetch, release
+        self._current: Unit | None = None
+        self._order: list[Unit] = []  # of the forward under way, or the last one
+        self._expected: list[Unit] = []  # of the last complete forward: where to prefetch from
+        self._position = 0  # in the backward under way
+        self._checked = False
+        if not any(unit.sharded for unit in (root, *self.units)):
+            return
+        model.register_forward_pre_hook(self._begin_forward, prepend=True)
+        model.register_forward_hook(self._end_forward, always_call=True)
+        for unit in self.units:
+            for module in unit.modules:
+                module.register_forward_pre_hook(self._before(unit), prepend=True)
+                module.register_forward_hook(self._after(unit))
+        self._guard = _Guard({id(p): unit for unit in self.units for b in unit.buckets for p in b.parameters}, self._pin)
+
+    def release_all(self) -> None:
+        """Free every gathered parameter: after a backward for release="always", before an update in any case."""
+        self._current = None
+        for unit in (self.root, *self.units):
+            unit.release()
+
+    def end_backward(self) -> None:
+        """After a backward: free all but what the next forward would gather first."""
+        for unit in self.units:
+            if not unit.pinned or self._release == "always":
+                unit.release()
+        self._current = None
+        if self._release == "always":
+            self.root.release()
+
+    @contextmanager
+    def gathered(self) -> Iterator[None]:
+        """All parameters whole."""
+        for unit in (self.root, *self.units):
+            unit.ensure()
+        try:
+            yield
+        finally:
+            self.release_all()
+
+    # ---- forward
+
+    def _begin_forward(self, model: nn.Module, args: object) -> None:
+        if _in_backward():
+            return
+        self._order, self._current = [], None
+        self.root.gather()
+        if self._expected:
+            self._expected[0].gather()
+        self.root.ensure()
+        for unit in self.units:
+            if unit.pinned:
+                unit.ensure()
+        if not self._checked:
+            self._guard.__enter__()
+
+    def _end_forward(self, model: nn.Module, args: object, output: object) -> None:
+        if _in_backward():
+            return
+        if not self._checked:
+            self._guard.__exit__(None, None, None)
+            self._checked = output is not None
+        self._expected = self._order
+        self._position = len(self._order)
+        if self._release == "always" or not torch.is_grad_enabled():
+            self.release_all()
+        self._watch(output, self.root)
+
+    def _before(self, unit: Unit) -> Callable[[nn.Module, object], None]:
+        def enter(module: nn.Module, args: object) -> None:
+            if _in_backward():  # recomputation by a checkpoint of the model's own
+                unit.ensure()
+                return
+            if unit is not self._current:
+                self._leave()
+                self._current = unit
+                self._order.append(unit)
+                unit.gather()
+                at = len(self._order)
+                if self._expected[:at] == self._order:
+                    for ahead in self._expected[at : at + self._prefetch]:
+                        ahead.gather()
+            unit.ensure()
+
+        return enter
+
+    def _after(self, unit: Unit) -> Callable[[nn.Module, object, object], None]:
+        def leave(module: nn.Module, args: object, output: object) -> None:
+            self._watch(output, unit)
+
+        return leave
+
+    # ---- backward
+
+    def _watch(self, output: object, unit: Unit) -> None:
+        """Have `unit` gathered before the backward of what made `output`."""
+        if torch.is_grad_enabled():
+            for leaf in pytree.tree_leaves(output):
+                if isinstance(leaf, Tensor) and leaf.grad_fn is not None:
+                    leaf.register_hook(self._before_backward(unit))
+
+    def _before_backward(self, unit: Unit) -> Callable[[Tensor], None]:
+        def enter(_: Tensor) -> None:
+            if unit is self.root:
+                unit.ensure()
+                return
+            if unit is not self._current:
+                self._leave()
+                self._current = unit
+            unit.gather()
+            if self._order[self._position : self._position + 1] != [unit]:  # not here yet: go back to where it was used
+                at = self._position
+                while at > 0 and self._order[at - 1] is not unit:
+                    at -= 1
+                self._position = max(at - 1, 0)
+            for ahead in self._order[max(self._position - self._prefetch, 0) : self._position][::-1]:
+                ahead.gather()
+            unit.ensure()
+
+        return enter
+
+    def _leave(self) -> None:
+        """Free the unit that forward or backward was in. Autograd runs nodes made later first, so once the backward of another
+        block begins, none of this one's is left."""
+        if self._current is not None and not self._current.pinned:
+            self._current.release()
+
+    def _pin(self, unit: Unit) -> None:
+        unit.pinned = True
+        unit.ensure()
+
+
+class _Guard(TorchFunctionMode):
+    """During the first forward: finds parameters that are used while they are not gathered (outside their block's forward), and
+    has their unit gathered for the whole forward from then on. Reading them would otherwise read freed memory."""
+
+    def __init__(self, owners: dict[int, Unit], pin: Callable[[Unit], None]) -> None:
+        super().__init__()
+        self._owners, self._pin = owners, pin
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        for leaf in pytree.tree_leaves((args, kwargs or {})):
+            unit = self._owners.get(id(leaf)) if isinstance(leaf, nn.Parameter) else None
+            if unit is not None and any(bucket.released for bucket in unit.buckets):
+                self._pin(unit)
+        return func(*args, **(kwargs or {}))
+
+
+def _in_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1

@@ -1,0 +1,560 @@
+"""Building a model too big to build whole: record how it is built, then make its tensors one at a time.
+
+Invariant: `record(build, seed).replay(sink)` hands out bit for bit the tensors of `torch.manual_seed(seed); build()`, and leaves
+the generator where that leaves it, whatever the number of ranks. No communication: every rank walks the same tape.
+
+While recording, every tensor is fake: it claims to be on the CPU (so that libraries which skip initialisation on the meta device do
+not) and holds no numbers. Each operator that makes or writes numbers goes on a tape in terms of *values*: a value is what one storage
+holds between two writes, so views, slices and `.data` need no rows of their own. Replay is driven by demand, from the last value of each
+parameter and buffer: what was overwritten is never computed, except that its random draws are still made on scrap memory, because they
+move the generator. The generator's state before each draw is remembered (5 KB each), so a value that was let go to save memory, or one
+that the build reads (`.item()`, `if mask.any()`), can be made again at any time.
+"""
+
+from __future__ import annotations
+
+import gc
+import warnings
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, UntypedStorage, nn
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+    UnsupportedFakeTensorException,
+    UnsupportedOperatorException,
+)
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from polyreme.errors import ModelError
+
+aten = torch.ops.aten
+Sink = Callable[[str, Tensor], None]
+
+_UNFAKEABLE = (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    UnsupportedFakeTensorException,
+    UnsupportedOperatorException,
+)
+# In-place operators whose result does not depend on what the tensor held before.
+_FILLS = {
+    *(aten.zero_, aten.fill_, aten.copy_, aten.normal_, aten.uniform_, aten.random_, aten.bernoulli_),
+    *(aten.exponential_, aten.geometric_, aten.cauchy_, aten.log_normal_),
+}
+# Operators that look at the shape of their tensor argument and never at its numbers.
+_SHAPE_ONLY = {
+    *(aten.empty_like, aten.zeros_like, aten.ones_like, aten.full_like, aten.rand_like, aten.randn_like),
+    *(aten.randint_like, aten.new_empty, aten.new_empty_strided, aten.new_zeros, aten.new_ones, aten.new_full),
+}
+_MARK = 1 << 62
+
+
+@dataclass(frozen=True, slots=True)
+class _View:
+    """A tensor as a window on one value; `offset` and `stride` count elements."""
+
+    value: int
+    dtype: torch.dtype
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+    conj: bool
+    neg: bool
+
+    def on(self, storage: UntypedStorage) -> Tensor:
+        tensor = torch.empty(0, dtype=self.dtype).set_(storage, self.offset, self.size, self.stride)
+        tensor = tensor.conj() if self.conj else tensor
+        return torch._neg_view(tensor) if self.neg else tensor
+
+
+@dataclass(slots=True, eq=False)
+class _Op:
+    """One row of the tape. Tensors in `args` and `kwargs` are `_View`s."""
+
+    func: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    reads: frozenset[int]  # values whose numbers decide the result or the number of random draws
+    needs: frozenset[int]  # reads, and values that are written in part only
+    writes: tuple[tuple[int, int], ...]  # for each storage written: the value before, the value after
+    creates: tuple[tuple[int, _View], ...]  # for each new storage: which output, and its window
+    default_dtype: torch.dtype
+    random: bool = False
+    private: bool = False  # draws from a generator of the build's own
+    start: int | Tensor | None = None  # generator state before the draw: where an earlier row ended, or the state itself
+
+
+class _Tape:
+    """The rows in order, and for each value the row that makes it and its size in bytes."""
+
+    def __init__(self) -> None:
+        self.ops: list[_Op] = []
+        self.producer: list[int] = []
+        self.nbytes: list[int] = []
+        self.largest = 0
+
+    def new_value(self, nbytes: int) -> int:
+        self.producer.append(len(self.ops))
+        self.nbytes.append(nbytes)
+        self.largest = max(self.largest, nbytes)
+        return len(self.nbytes) - 1
+
+    def live(self, targets: Iterable[int]) -> tuple[set[int], dict[int, list[int]]]:
+        """The rows that `targets` depend on, and for each value the rows that will ask for it."""
+        draws = {i for i, op in enumerate(self.ops) if op.random and not op.private}
+        live: set[int] = set()
+        stack = [*targets, *(v for i in draws for v in self.ops[i].reads)]
+        while stack:
+            row = self.producer[stack.pop()]
+            if row not in live:
+                live.add(row)
+                stack.extend(self.ops[row].needs)
+        consumers: dict[int, list[int]] = defaultdict(list)
+        for row in sorted(live | draws):
+            for value in self.ops[row].needs if row in live else self.ops[row].reads:
+                consumers[value].append(row)
+        return live, consumers
+
+
+class _Evaluator:
+    """Computes values of a tape on demand.
+
+    A value stays in memory while `pending(value)`; but if these are together larger than the largest value of the tape, the oldest go,
+    and are made again when asked for.
+    """
+
+    def __init__(self, tape: _Tape, pending: Callable[[int], bool]) -> None:
+        self.tape = tape
+        self.pending = pending
+        self.executed: set[int] = set()
+        self.ends: dict[int, Tensor] = {}  # generator state after each random row
+        self._kept: dict[int, UntypedStorage] = {}
+        self._kept_bytes = 0
+
+    def tensor(self, view: _View) -> Tensor:
+        """The real tensor behind `view`, on memory that this evaluator may keep."""
+        if view.value not in self._kept:
+            self.run(self.tape.producer[view.value], full=True, result=view.value)
+        return view.on(self._kept[view.value])
+
+    def release(self, value: int) -> None:
+        """Forget `value` unless it is pending."""
+        if value in self._kept and not self.pending(value):
+            self._drop(value)
+
+    def state(self, position: int | Tensor) -> Tensor:
+        """The generator state at `position`: a state, or where the row of that number ends."""
+        return position if isinstance(position, Tensor) else self.ends[position]
+
+    def run(self, row: int, full: bool, result: int | None = None) -> None:
+        """Execute `row` and what it depends on; not `full` means for its random draws only. Keeps the value `result`."""
+        plan = self._plan(row, full)
+        uses = Counter(v for i, whole in plan.items() for v in self._inputs(i, whole))
+        for i in sorted(plan):
+            self._execute(i, plan[i], uses, result)
+            for value in self._inputs(i, plan[i]):
+                uses[value] -= 1
+                if not uses[value] and value != result:
+                    self.release(value)
+        for value in list(self._kept):
+            if self._kept_bytes <= self.tape.largest:
+                break
+            if value != result:
+                self._drop(value)
+
+    def _inputs(self, row: int, full: bool) -> frozenset[int]:
+        return self.tape.ops[row].needs if full else self.tape.ops[row].reads
+
+    def _plan(self, row: int, full: bool) -> dict[int, bool]:
+        plan: dict[int, bool] = {}
+        stack = [(row, full)]
+        while stack:
+            i, full = stack.pop()
+            if i in plan and plan[i] >= full:
+                continue
+            plan[i] = full
+            stack.extend((self.tape.producer[v], True) for v in self._inputs(i, full) if v not in self._kept)
+            start = self.tape.ops[i].start
+            if isinstance(start, int) and start not in self.ends:
+                stack.append((start, False))
+        return plan
+
+    def _execute(self, row: int, full: bool, uses: Counter[int], result: int | None) -> None:
+        op = self.tape.ops[row]
+        inputs = self._inputs(row, full)
+        self.executed.add(row)
+        storages = {value: self._kept[value] for value in inputs}
+        for old, _ in op.writes:
+            if old in inputs and (uses[old] > 1 or old == result or self.pending(old)):
+                storages[old] = storages[old].clone()
+
+        def real(view: _View) -> Tensor:
+            if view.value not in storages:  # only its shape matters
+                storages[view.value] = UntypedStorage(self.tape.nbytes[view.value])
+            return view.on(storages[view.value])
+
+        outputs = self._call(row, op, *tree_map_only(_View, real, (op.args, op.kwargs)))
+        made = {new: storages[old] for old, new in op.writes}
+        made |= {view.value: self._as_recorded(op, outputs[i], view) for i, view in op.creates}
+        for value, storage in made.items():
+            if full and (uses[value] or value == result or self.pending(value)) and value not in self._kept:
+                self._kept[value] = storage
+                self._kept_bytes += self.tape.nbytes[value]
+
+    def _call(self, row: int, op: _Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+        """Call the operator with the default dtype and the generator state it had in the build; returns its outputs."""
+        dtype, state = torch.get_default_dtype(), torch.get_rng_state()
+        torch.set_default_dtype(op.default_dtype)
+        try:
+            if not op.random:
+                return tree_leaves(op.func(*args, **kwargs))
+            assert op.start is not None  # set for every random row by the recorder
+            start = self.state(op.start)
+            if op.private:
+                generator = torch.Generator().set_state(start)
+                outputs = tree_leaves(op.func(*args, **kwargs | {"generator": generator}))
+                self.ends[row] = generator.get_state()
+            else:
+                torch.set_rng_state(start)
+                outputs = tree_leaves(op.func(*args, **kwargs))
+                self.ends[row] = torch.get_rng_state()
+            return outputs
+        finally:
+            torch.set_default_dtype(dtype)
+            torch.set_rng_state(state)
+
+    def _as_recorded(self, op: _Op, tensor: Tensor, view: _View) -> UntypedStorage:
+        """The output's storage, laid out as the views recorded on it expect."""
+        if tuple(tensor.shape) != view.size or tensor.dtype != view.dtype:
+            raise ModelError(
+                f"{op.func} gave {tensor.dtype} {tuple(tensor.shape)} but {view.dtype} {view.size} when the model was recorded; "
+                "build the model whole and pass the module"
+            )
+        storage = tensor.untyped_storage()
+        nbytes = self.tape.nbytes[view.value]
+        same = (tensor.stride(), tensor.storage_offset(), storage.nbytes()) == (view.stride, view.offset, nbytes)
+        if same and (tensor.is_conj(), tensor.is_neg()) == (view.conj, view.neg):
+            return storage
+        storage = UntypedStorage(nbytes)
+        view.on(storage).copy_(tensor)
+        return storage
+
+    def _drop(self, value: int) -> None:
+        self._kept_bytes -= self.tape.nbytes[value]
+        del self._kept[value]
+
+
+class _Recorder(TorchDispatchMode):
+    """Runs every operator on fake tensors and tapes those that make or write numbers.
+
+    The default generator does not draw meanwhile: after each random row it is set to a mark that stands for "where that row ended", so
+    that `torch.manual_seed`, `fork_rng` and `set_rng_state` in the build are noticed by the next draw.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fake = FakeTensorMode(allow_fallback_kernels=False)
+        self.tape = _Tape()
+        self.evaluator = _Evaluator(self.tape, pending=lambda value: value not in self._superseded)
+        self._superseded: set[int] = set()
+        self._current: dict[int, int] = {}  # address of a storage -> its latest value
+        self._storages: dict[int, UntypedStorage] = {}  # kept, so that no address is used twice
+        self._marks: dict[bytes, int] = {}
+
+    def __torch_dispatch__(
+        self, func: Any, types: Collection[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func.namespace == "prim":
+            return func(*args, **kwargs)
+        if func is aten.lift_fresh.default and not isinstance(args[0], FakeTensor):
+            return self._constant(args[0])
+        tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+        written = {id(t) for t in _leaves(func, args, kwargs, Tensor, _is_written)}
+        random = torch.Tag.nondeterministic_seeded in func.tags
+        outside = tensors and not random and not any(isinstance(t, FakeTensor) for t in tensors)
+        if not outside and all(isinstance(t, FakeTensor) for t in tensors if id(t) in written):
+            try:
+                return self._tape(func, *tree_map_only(Tensor, self._as_fake, (args, kwargs)), random=random)
+            except _UNFAKEABLE:
+                pass
+        if random or any(isinstance(t, FakeTensor) for t in tensors if id(t) in written):
+            raise ModelError(f"{func} cannot be recorded while the model is built; build the model whole and pass the module")
+        return func(*tree_map_only(Tensor, self.read, args), **tree_map_only(Tensor, self.read, kwargs))
+
+    def view(self, tensor: Tensor) -> _View:
+        """`tensor`, which may be a real one, as a window on the latest value of its storage."""
+        tensor = self._as_fake(tensor)
+        address = tensor.untyped_storage()._cdata
+        if address not in self._current:
+            raise ModelError(
+                f"a tensor of shape {tuple(tensor.shape)} got its memory unseen while the model was built, as torch.load does; "
+                "build the model whole and pass the module, or load after building"
+            )
+        where = (tuple(tensor.shape), tuple(tensor.stride()), int(tensor.storage_offset()))
+        return _View(self._current[address], tensor.dtype, *where, tensor.is_conj(), tensor.is_neg())
+
+    def read(self, tensor: Tensor) -> Tensor:
+        """The numbers that `tensor` holds at this point of the build."""
+        return self.evaluator.tensor(self.view(tensor)) if isinstance(tensor, FakeTensor) else tensor
+
+    def position(self) -> int | Tensor:
+        """Where the default generator stands: at the end of a row, or in a state that the build set."""
+        state = torch.get_rng_state()
+        return self._marks.get(state.numpy().tobytes(), state)
+
+    def _tape(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], random: bool) -> Any:
+        views = tree_map_only(Tensor, self.view, (args, kwargs))
+        reads = frozenset(v.value for v in _leaves(func, *views, _View, _is_read))
+        written = [(t.untyped_storage()._cdata, _covers(t)) for t in _leaves(func, args, kwargs, Tensor, _is_written)]
+        covers = any(covered for _, covered in written) and len(written) == 1 and _is_filled(func)
+        old = {address: self._current[address] for address, _ in written}
+        needs = reads if covers else reads | set(old.values())
+        blind = {"generator": None} if "generator" in kwargs else {}  # fake kernels refuse a generator of another device
+        with self.fake:
+            result = func(*args, **kwargs | blind)
+        outputs = tree_leaves(result)
+        fresh = {}
+        for i, tensor in enumerate(outputs):
+            if isinstance(tensor, Tensor) and tensor.untyped_storage()._cdata not in self._current:
+                fresh.setdefault(tensor.untyped_storage()._cdata, i)
+        if not old and not fresh:
+            return result
+        writes = tuple((value, self._new_value(address)) for address, value in old.items())
+        creates = tuple((i, self._adopt(func, outputs[i])) for i in fresh.values())
+        op = _Op(func, views[0], views[1] | blind, reads, needs, writes, creates, torch.get_default_dtype(), random)
+        if random:
+            self._draw(op, kwargs.get("generator"))
+        else:
+            self.tape.ops.append(op)
+        return result
+
+    def _draw(self, op: _Op, generator: torch.Generator | None) -> None:
+        """Append a random row, and put the generator where it can be recognised, or (one of the build's own) where the draw leaves it."""
+        row = len(self.tape.ops)
+        self.tape.ops.append(op)
+        if generator is None or generator is torch.default_generator:
+            op.start = self.position()
+            mark = torch.Generator().manual_seed(_MARK + row).get_state()
+            self._marks[mark.numpy().tobytes()] = row
+            torch.set_rng_state(mark)
+            return
+        if generator.device.type != "cpu":
+            raise ModelError(f"{op.func} draws from a generator on {generator.device} while the model is built; build it on the CPU")
+        op.private, op.start = True, generator.get_state()
+        self.evaluator.run(row, full=False)
+        generator.set_state(self.evaluator.ends[row])
+
+    def _constant(self, real: Tensor) -> Tensor:
+        """A fake tensor for one that the build took from elsewhere: Python numbers, an array, a file."""
+        if real.device.type != "cpu" or real.layout != torch.strided:
+            raise ModelError(
+                f"the build uses a {real.layout} tensor on {real.device} made outside it; only dense tensors on the CPU can be recorded"
+            )
+        held = real.detach().resolve_conj().resolve_neg().clone()
+        with self.fake:
+            fake = torch.empty_strided(held.shape, held.stride(), dtype=held.dtype, device="cpu")
+        view = self._adopt("a constant", fake)
+        self.tape.ops.append(_Op(held.clone, (), {}, frozenset(), frozenset(), (), ((0, view),), torch.get_default_dtype()))
+        return fake
+
+    def _as_fake(self, tensor: Tensor) -> Tensor:
+        return tensor if isinstance(tensor, FakeTensor) else self._constant(tensor)
+
+    def _adopt(self, maker: object, tensor: Tensor) -> _View:
+        if tensor.device.type != "cpu" or tensor.layout != torch.strided:
+            raise ModelError(
+                f"{maker} makes a {tensor.layout} tensor on {tensor.device} while the model is built; only dense tensors on the CPU "
+                "can be recorded: build it there, or build the model whole and pass the module"
+            )
+        storage = tensor.untyped_storage()
+        self._storages[storage._cdata] = storage
+        self._new_value(storage._cdata)
+        return self.view(tensor)
+
+    def _new_value(self, address: int) -> int:
+        """The value that the row about to be appended gives to this storage."""
+        if address in self._current:
+            self._superseded.add(self._current[address])
+        self._current[address] = self.tape.new_value(self._storages[address].nbytes())
+        return self._current[address]
+
+
+def _leaves(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], kind: type, chosen: Callable[[Any, Any], bool]) -> list[Any]:
+    """The leaves of type `kind` among the arguments that `chosen(func, argument of the schema)` accepts."""
+    schema = func._schema.arguments
+    named = {argument.name: argument for argument in schema}
+    pairs = [*zip(schema, args, strict=False), *((named[name], value) for name, value in kwargs.items())]
+    return [leaf for argument, value in pairs if chosen(func, argument) for leaf in tree_leaves(value) if isinstance(leaf, kind)]
+
+
+def _is_written(func: Any, argument: Any) -> bool:
+    return argument.alias_info is not None and argument.alias_info.is_write
+
+
+def _is_read(func: Any, argument: Any) -> bool:
+    if _is_written(func, argument):
+        return not (_is_filled(func) or argument.kwarg_only)  # a keyword that is written is an `out=`
+    return func.overloadpacket not in _SHAPE_ONLY
+
+
+def _is_filled(func: Any) -> bool:
+    """Whether what `func` writes owes nothing to what was there."""
+    return func.overloadpacket in _FILLS or any(a.kwarg_only and _is_written(func, a) for a in func._schema.arguments)
+
+
+def _covers(tensor: Tensor) -> bool:
+    """Whether `tensor` reaches each byte of its storage: dense, without overlap, and as large."""
+    step = 1
+    for stride, size in sorted((st, si) for st, si in zip(tensor.stride(), tensor.shape, strict=True) if si != 1):
+        if stride != step:
+            return False
+        step *= size
+    return tensor.numel() * tensor.element_size() == tensor.untyped_storage().nbytes()
+
+
+class _Reads(TorchFunctionMode):
+    """Answers the reads that no operator stands for: `.numpy()` and `numpy.asarray`. The array is a copy, and read-only."""
+
+    def __init__(self, recorder: _Recorder) -> None:
+        super().__init__()
+        self._recorder = recorder
+
+    def __torch_function__(
+        self, func: Any, types: Collection[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func not in (Tensor.numpy, Tensor.__array__) or not isinstance(args[0], FakeTensor):
+            return func(*args, **(kwargs or {}))
+        with _disable_current_modes():
+            array = func(self._recorder.read(args[0]).clone(), *args[1:], **(kwargs or {}))
+        array.flags.writeable = False
+        return array
+
+
+class Recording:
+    """A module whose tensors are on the meta device, and how to make them.
+
+    parameters, buffers: by first name, in the order of registration; meta tensors, those that the module holds.
+    aliases: for each tied parameter or buffer, its first name and the others.
+    order: names in the order in which `replay` completes them, the same on every rank.
+    """
+
+    def __init__(self, module: nn.Module, seed: int, tape: _Tape, views: dict[str, _View], final: int | Tensor) -> None:
+        self.module = module
+        self.parameters: dict[str, Tensor] = dict(module.named_parameters())
+        self.buffers: dict[str, Tensor] = dict(module.named_buffers())
+        self.aliases: dict[str, tuple[str, ...]] = {}
+        first: dict[int, str] = {}
+        for named in (module.named_parameters, module.named_buffers):
+            for name, tensor in named(remove_duplicate=False):
+                known = first.setdefault(id(tensor), name)
+                if known != name:
+                    self.aliases[known] = (*self.aliases.get(known, ()), name)
+        self.order = sorted(views, key=lambda name: tape.producer[views[name].value])
+        self._seed, self._tape, self._views, self._final = seed, tape, views, final
+
+    def replay(self, sink: Sink) -> None:
+        """Make each parameter and buffer and give it to `sink(name, tensor)`, once, under its first name.
+
+        The tensor is whole, on the CPU, without gradient. It is let go after the call unless the sink keeps it; while the replay goes on,
+        the sink must not write it (later tensors may be computed from it). Afterwards the generators are where
+        `torch.manual_seed(seed); build()` leaves them; an exception of the sink leaves them as they were. May be called again.
+        """
+        tape = self._tape
+        undelivered = Counter(view.value for view in self._views.values())
+        live, consumers = tape.live(undelivered)
+
+        def pending(value: int) -> bool:
+            return undelivered[value] > 0 or any(row not in evaluator.executed for row in consumers.get(value, ()))
+
+        def deliver(name: str) -> None:
+            view = self._views[name]
+            tensor = evaluator.tensor(view)
+            undelivered[view.value] -= 1
+            evaluator.release(view.value)
+            sink(name, tensor)
+
+        evaluator = _Evaluator(tape, pending)
+        names = deque(self.order)
+        with torch.no_grad():
+            for row, op in enumerate(tape.ops):
+                if op.random and not op.private:
+                    evaluator.run(row, full=row in live)
+                while names and tape.producer[self._views[names[0]].value] == row:
+                    deliver(names.popleft())
+        torch.manual_seed(self._seed)  # the generators of other devices, too
+        torch.set_rng_state(evaluator.state(self._final))
+
+
+def record(build: Callable[[], nn.Module], seed: int) -> Recording:
+    """Run `build` without memory for its tensors, and record how `torch.manual_seed(seed); build()` makes them.
+
+    build: makes the module on the CPU. It runs once, without gradients, on fake tensors. Where it reads numbers (`.item()`, `if
+        mask.any()`, `.numpy()`), these are computed on the spot, at the cost of the random draws that lead there.
+    seed: for the default generator. Generators of the build's own are followed as well; those of Python and NumPy are the caller's.
+
+    Tensors that the module keeps outside its parameters and buffers are made at once. Generator states are left as they were. A build on
+    meta tensors, on another device or of sparse tensors, in-place operators that cannot run on fake tensors, and parameters that are
+    kept outside the module as well, raise ModelError; whatever `build` raises goes through.
+    """
+    recorder = _Recorder()
+    state = torch.get_rng_state()
+    torch.default_generator.manual_seed(seed)
+    try:
+        with torch.no_grad(), warnings.catch_warnings(), _Reads(recorder), recorder:
+            warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
+            module = build()
+        final = recorder.position()
+    except Exception as error:
+        error.add_note("raised while the model's building was recorded on fake tensors; if it builds otherwise, pass the built module")
+        raise
+    finally:
+        torch.set_rng_state(state)
+    if not isinstance(module, nn.Module):
+        raise ModelError(f"the function given as the model returned {type(module).__name__}, not a torch.nn.Module; return the module")
+    views = {name: recorder.view(t) for named in (module.named_parameters, module.named_buffers) for name, t in named()}
+    names = _put_on_meta(module, recorder)
+    _make_others(recorder, names)
+    return Recording(module, seed, recorder.tape, views, final)
+
+
+def _put_on_meta(module: nn.Module, recorder: _Recorder) -> dict[int, str]:
+    """Replace the module's parameters and buffers by meta tensors with the same ties; returns the first name of each one replaced, by id."""
+    with recorder.fake:
+        internal = vars(torch.empty(0)).keys() | {"_is_param"}
+    old = {id(t): (name, t) for named in (module.named_buffers, module.named_parameters) for name, t in named()}
+    new: dict[int, Tensor] = {}
+    for key, (_, tensor) in old.items():
+        meta = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+        if isinstance(tensor, nn.Parameter):
+            meta = nn.Parameter(meta, tensor.requires_grad)
+        meta.__dict__.update({k: v for k, v in vars(tensor).items() if k not in internal})
+        new[key] = meta
+    for owner in list(module.modules()):
+        for held in (owner._parameters, owner._buffers):
+            for attribute, tensor in list(held.items()):
+                if tensor is not None:
+                    setattr(owner, attribute, new[id(tensor)])  # not into `held`: recurrent modules follow assignments
+    return {key: name for key, (name, _) in old.items()}
+
+
+def _make_others(recorder: _Recorder, names: dict[int, str]) -> None:
+    """Give their numbers to the fake tensors that outlive the build: plain attributes, items of lists, variables of closures."""
+    gc.collect()
+    for tensor in [o for o in gc.get_objects() if type(o) is FakeTensor and o.fake_mode is recorder.fake]:
+        if id(tensor) in names:
+            raise ModelError(
+                f"parameter {names[id(tensor)]} is also kept outside the module's parameters (in a plain list, attribute or closure), where "
+                "it cannot be followed: keep it in an nn.ParameterList or not at all, or build the model whole and pass the module"
+            )
+        real = recorder.read(tensor).requires_grad_(tensor.requires_grad)
+        torch.utils.swap_tensors(tensor, real)

@@ -1,0 +1,24 @@
+"""Fixtures of the whole suite, and a time limit for every test that sets none itself."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from pool import Ranks
+
+TIME_LIMIT = 120  # seconds
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.get_closest_marker("timeout") is None:
+            item.add_marker(pytest.mark.timeout(TIME_LIMIT))
+
+
+@pytest.fixture(scope="session")
+def ranks() -> Iterator[Ranks]:
+    """`ranks(world_size, function, *args)` runs a function on real gloo ranks; see pool.Ranks."""
+    pools = Ranks()
+    yield pools
+    pools.close()

@@ -1,0 +1,197 @@
+"""The command: what it refuses, what it hands on, and how it says so. No ranks are started here."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import subprocess
+import sys
+import types
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from polyreme import cli
+from polyreme.config import Config
+from polyreme.errors import BatchError, LaunchError
+from polyreme.launch import torchrun
+
+GOOD = """
+[model]
+config = {model_type = "llama", hidden_size = 8}
+[data]
+path = "corpus.txt"
+[batch]
+size = 8
+"""
+RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+@dataclasses.dataclass
+class Summary:
+    loss: float
+
+
+@pytest.fixture(autouse=True)
+def outside_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in RANK_VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> str:
+    path = tmp_path / "run.toml"
+    path.write_text(GOOD)
+    return str(path)
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Sequence[str], int]]:
+    """Every call of `launch`, in place of starting ranks."""
+    calls: list[tuple[Sequence[str], int]] = []
+    monkeypatch.setattr(torchrun, "launch", lambda command, ranks, threads=None: calls.append((command, ranks)))
+    return calls
+
+
+@pytest.fixture
+def trained(monkeypatch: pytest.MonkeyPatch) -> list[Config]:
+    """Every config that `polyreme.train.run` would get."""
+    configs: list[Config] = []
+
+    def run(config: Config) -> Summary:
+        configs.append(config)
+        if config.seed == 13:
+            raise BatchError("a batch of 13")
+        if config.seed == 14:
+            raise KeyboardInterrupt
+        return Summary(loss=1.5)
+
+    module = types.ModuleType("polyreme.train")
+    module.run = run  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "polyreme.train", module)
+    monkeypatch.setattr("polyreme.train", module, raising=False)
+    return configs
+
+
+def polyreme(*words: str, env: Mapping[str, str] | None = None) -> tuple[int, str, str]:
+    """Exit status, stdout, stderr."""
+    result = CliRunner().invoke(cli.app, words, env=env)
+    if result.exception and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    return result.exit_code, result.stdout, result.stderr
+
+
+def test_help_needs_no_torch() -> None:
+    code = "import sys, polyreme.cli; sys.exit(any(name in sys.modules for name in ('torch', 'transformers', 'numpy')))"
+    assert subprocess.run([sys.executable, "-c", code], env={"PYTHONPATH": ":".join(sys.path)}).returncode == 0
+
+
+@pytest.mark.parametrize(
+    "words", [["--help"], *([name, "--help"] for name in ("train", "launch", "inspect", "doctor"))]
+)
+def test_every_command_has_help(words: list[str]) -> None:
+    status, output, _ = polyreme(*words)
+    assert status == 0 and "Usage: " in output and "--help" in output
+
+
+@pytest.mark.parametrize(
+    "words", [["train"], ["none"], ["train", "x.toml", "-n", "0"], ["launch", "-n", "two", "x.py"]]
+)
+def test_bad_usage_is_exit_status_2(words: list[str]) -> None:
+    status, output, errors = polyreme(*words)
+    assert (status, output) == (2, "") and "Usage: " in errors
+
+
+def test_train_in_this_process(config: str, trained: list[Config], launched: list[object]) -> None:
+    status, output, _ = polyreme("train", config, "--set", "batch.size=4", "--set", "seed=7")
+    assert (status, output, launched) == (0, "", [])
+    assert (trained[0].batch.size, trained[0].seed, trained[0].monitor.console) == (4, 7, True)
+
+
+def test_train_writes_its_summary_as_json(config: str, trained: list[Config]) -> None:
+    status, output, _ = polyreme("train", config, "--json")
+    assert (status, json.loads(output)) == (0, {"loss": 1.5})
+    assert trained[0].monitor.console is False
+
+
+def test_train_starts_its_ranks(config: str, trained: list[Config], launched: list[tuple[Sequence[str], int]]) -> None:
+    assert polyreme("train", config, "-n", "2", "--set", "seed=7", "--json")[0] == 0
+    assert launched == [(["-m", "polyreme", "train", config, "--set", "seed=7", "--json"], 2)]
+    assert trained == []
+
+
+def test_train_as_one_of_several_ranks(config: str, trained: list[Config], launched: list[object]) -> None:
+    ranks = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_PORT": "1"}
+    assert polyreme("train", config, "--json", env=ranks)[:2] == (0, "")  # rank 0 writes the summary
+    assert (len(trained), launched) == (1, [])
+    with pytest.raises(LaunchError, match="-n 4, but torchrun has already started 2 ranks"):
+        polyreme("train", config, "-n", "4", env=ranks)
+    with pytest.raises(BatchError):  # left for whoever started the ranks, who makes one report of all
+        polyreme("train", config, "--set", "seed=13", env=ranks)
+
+
+def test_bad_configs_are_refused_before_a_rank_starts(
+    config: str, trained: list[Config], launched: list[object]
+) -> None:
+    status, output, errors = polyreme("train", config, "-n", "3")
+    assert (status, output) == (2, "") and "batch.size = 8" in errors and "fix:" in errors
+    status, _, errors = polyreme("train", config, "-n", "2", "--set", "batch.sise=4", "--set", "optimizer.name=none")
+    assert status == 2 and "batch.sise" in errors and "Traceback" not in errors
+    status, _, errors = polyreme("train", config + ".toml", "-n", "2")
+    assert status == 2 and "there is no such file" in errors
+    assert (trained, launched) == ([], [])
+
+
+def test_an_error_is_a_message_and_with_debug_a_traceback(config: str, trained: list[Config]) -> None:
+    status, output, errors = polyreme("train", config, "--set", "seed=13")
+    assert (status, output, errors) == (1, "", "error: a batch of 13\n")
+    status, _, errors = polyreme("--debug", "train", config, "--set", "seed=13")
+    assert status == 1 and "Traceback" in errors and errors.endswith("error: a batch of 13\n")
+
+
+def test_an_interrupt_is_exit_status_130(config: str, trained: list[Config]) -> None:
+    assert polyreme("train", config, "--set", "seed=14") == (130, "", "")
+
+
+def test_contradicting_variables_are_an_error_not_a_crash(config: str) -> None:
+    status, _, errors = polyreme("train", config, env={"RANK": "2", "WORLD_SIZE": "2", "MASTER_PORT": "1"})
+    assert status == 1 and errors.startswith("error: torchrun gave rank = 2 with world_size = 2")
+
+
+def test_launch_hands_on_all_that_follows_the_script(launched: list[tuple[Sequence[str], int]]) -> None:
+    polyreme("launch", "-n", "2", "script.py", "--d", "3", "-n", "5", "--help", "--", "-m")
+    polyreme("launch", "--ranks", "4", "-m", "package.module", "--json")
+    assert launched == [
+        (["script.py", "--d", "3", "-n", "5", "--help", "--", "-m"], 2),
+        (["-m", "package.module", "--json"], 4),
+    ]
+
+
+def test_inspect(config: str) -> None:
+    status, output, _ = polyreme("inspect", config, "-n", "2", "--set", "seed=7")
+    assert status == 0 and "batch.micro" in output and "derived" in output
+    status, output, _ = polyreme("inspect", config, "-n", "2", "--set", "seed=7", "--json")
+    told = json.loads(output)
+    assert (told["world_size"], told["config"]["seed"], told["origins"]["seed"]) == (2, 7, "user")
+    assert polyreme("inspect", config, "-n", "3")[0] == 2
+
+
+def test_doctor_says_what_is_wrong(monkeypatch: pytest.MonkeyPatch, launched: list[tuple[Sequence[str], int]]) -> None:
+    status, output, _ = polyreme("doctor")
+    assert status == 0 and [line.split()[0] for line in output.splitlines()] == ["ok"] * 8
+    assert launched == [(["-m", "polyreme.launch.probe"], 2)]
+
+    def fails(command: Sequence[str], ranks: int) -> None:
+        raise LaunchError("no loopback")
+
+    monkeypatch.setattr(torchrun, "launch", fails)
+    status, output, _ = polyreme("doctor", "--json")
+    checks = {check["name"]: check for check in json.loads(output)}
+    assert status == 1 and checks["torch"]["ok"]
+    assert checks["ranks"] == {
+        "name": "ranks",
+        "ok": False,
+        "found": "two gloo ranks could not all-reduce: no loopback",
+    }

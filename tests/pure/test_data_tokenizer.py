@@ -1,0 +1,108 @@
+"""Tokenizers: lossless for any text, deterministic, and equal after saving and loading."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from polyreme.data import Part, load_tokenizer, open_tokenizer, train_tokenizer
+from polyreme.data.tokenizer import END, fingerprint
+from polyreme.errors import DataError
+
+transformers = pytest.importorskip("transformers")
+
+TEXTS = ["the quick brown fox jumps over the lazy dog. " * 3, "def f(x):\n    return x + 1\n" * 3, "naïve café ☕ " * 3]
+
+
+@pytest.fixture(scope="module")
+def tokenizers(tmp_path_factory: pytest.TempPathFactory) -> list:
+    folder = tmp_path_factory.mktemp("tokenizer")
+    trained = train_tokenizer(TEXTS, 300)
+    trained.save_pretrained(folder)
+    return [trained, load_tokenizer(folder), transformers.AutoTokenizer.from_pretrained(folder)]
+
+
+@settings(max_examples=300, deadline=None)
+@given(s=st.one_of(st.text(), st.text(" \t\r\n\u00a0\u3000.,'é☕n"), st.sampled_from([END, f"a {END}b", "n't  .", "\0"])))
+def test_every_text_comes_back(tokenizers: list, s: str) -> None:
+    ids = [tokenizer.encode(s) for tokenizer in tokenizers]
+    assert ids[0] == ids[1] == ids[2]
+    for tokenizer in tokenizers:
+        assert tokenizer.decode(ids[0]) == s
+
+
+def test_vocabulary(tokenizers: list) -> None:
+    for tokenizer in tokenizers:
+        assert len(tokenizer) == 300
+        assert tokenizer.bos_token == tokenizer.eos_token == tokenizer.pad_token == END
+        assert tokenizer.eos_token_id == 0
+        assert tokenizer.unk_token is None
+        assert len(tokenizer.encode("the quick")) < len("the quick")  # it did merge
+
+
+def test_equal_in_another_process(tokenizers: list) -> None:
+    code = f"from polyreme.data import train_tokenizer\nprint(train_tokenizer({TEXTS!r}, 300).backend_tokenizer.to_str().encode().hex())"
+    other = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment())
+    assert bytes.fromhex(other.stdout.strip()).decode() == tokenizers[0].backend_tokenizer.to_str()
+
+
+def environment() -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "PYTHONHASHSEED": "7"}
+
+
+def test_too_small_a_vocabulary() -> None:
+    with pytest.raises(DataError, match=r"data.vocab_size = 256.*257"):
+        train_tokenizer(TEXTS, 256)
+
+
+def test_trained_once_for_the_same_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def opened(digest: str, size: int) -> str:
+        return fingerprint(open_tokenizer(Part(TEXTS, digest), folder=None, vocab_size=size, cache=tmp_path))
+
+    first = opened("d", 300)
+    assert opened("d", 290) != first
+    monkeypatch.setattr("polyreme.data.tokenizer.train_tokenizer", lambda *_: pytest.fail("trained again"))
+    assert opened("d", 300) == first
+    with pytest.raises(pytest.fail.Exception):
+        opened("other text", 300)
+
+
+def test_directory_of_ones_own(tmp_path: Path) -> None:
+    train_tokenizer(TEXTS, 280).save_pretrained(tmp_path / "mine")
+    opened = open_tokenizer(Part([], "d"), folder=str(tmp_path / "mine"), vocab_size=2048, cache=tmp_path / "cache")
+    assert len(opened) == 280
+    assert not (tmp_path / "cache").exists()
+
+
+def test_bad_directories(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="no such directory"):
+        load_tokenizer(tmp_path / "missing")
+    with pytest.raises(DataError, match="no tokenizer can be loaded"):
+        load_tokenizer(tmp_path)
+    (tmp_path / "tokenizer.json").write_text("{")
+    with pytest.raises(DataError, match="no tokenizer can be loaded"):
+        load_tokenizer(tmp_path)
+
+
+def test_code_in_a_directory_is_not_run(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer_config.json").write_text('{"auto_map": {"AutoTokenizer": ["evil.Evil", null]}}')
+    (tmp_path / "evil.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\nclass Evil: pass\n")
+    with pytest.raises(DataError):
+        load_tokenizer(tmp_path)
+    assert not (tmp_path / "ran").exists()
+
+
+def test_end_of_document_is_needed(tmp_path: Path) -> None:
+    plain = transformers.PreTrainedTokenizerFast(tokenizer_object=train_tokenizer(TEXTS, 280).backend_tokenizer)
+    plain.save_pretrained(tmp_path / "plain")
+    with pytest.raises(DataError, match="neither an eos nor a sep"):
+        load_tokenizer(tmp_path / "plain")
+    plain.add_special_tokens({"sep_token": END})
+    plain.save_pretrained(tmp_path / "sep")
+    assert load_tokenizer(tmp_path / "sep").sep_token_id == 0

@@ -1,0 +1,332 @@
+"""Real processes under the launcher: what reaches them, who is named when they fail, and that none is left."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+
+import polyreme.errors
+from polyreme.errors import LaunchError
+from polyreme.launch import torchrun
+from polyreme.launch.torchrun import RanksFailedError, launch
+
+END_WITHIN = 15.0  # seconds from a failure to the end of the run
+
+
+def until(condition: Callable[[], bool], what: str, seconds: float = 60) -> None:
+    """Wait for `condition`; the limit only matters when it never comes."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, f"not within {seconds} s: {what}"
+        time.sleep(0.02)
+
+
+def gone(pid: int) -> bool:
+    """Whether the process has ended, counting one that nobody has waited for yet."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
+    except (FileNotFoundError, ProcessLookupError):
+        return True
+
+
+class Script:
+    """A script for ranks that leaves its process id and, if told so, facts, in a folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.path = folder / "script.py"
+
+    def write(self, body: str) -> str:
+        """A script with `rank`, `tell(fact)` and `wait()` (for as long as a hung rank would) at hand."""
+        head = f"""
+            import json, os, signal, sys, time
+            from pathlib import Path
+            folder, rank = Path({str(self.folder)!r}), int(os.environ["RANK"])
+
+            def tell(fact, name="fact"):
+                draft = folder / f"draft-{{rank}}"
+                draft.write_text(json.dumps(fact))
+                draft.replace(folder / f"{{name}}-{{rank}}")
+
+            def wait():
+                time.sleep(600)
+
+            def both_are_up():
+                while len(list(folder.glob("pid-*"))) < 2:
+                    time.sleep(0.01)
+
+            tell(os.getpid(), "pid")
+        """
+        self.path.write_text(textwrap.dedent(head) + textwrap.dedent(body))
+        return str(self.path)
+
+    def facts(self, name: str = "fact") -> dict[int, Any]:
+        paths = self.folder.glob(f"{name}-*")
+        return {int(path.name.rpartition("-")[2]): json.loads(path.read_text()) for path in paths}
+
+    def pids(self) -> list[int]:
+        return list(self.facts("pid").values())
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Iterator[Script]:
+    made = Script(tmp_path)
+    yield made
+    left = [pid for pid in made.pids() if not gone(pid)]
+    for pid in left:
+        os.kill(pid, signal.SIGKILL)
+    assert not left, "ranks outlived the test"
+
+
+def failure(command: list[str], ranks: int = 2) -> RanksFailedError:
+    """How a launch fails."""
+    with pytest.raises(RanksFailedError) as caught:
+        launch(command, ranks)
+    return caught.value
+
+
+def command(folder: Path, *words: str) -> subprocess.Popen[str]:
+    """The command itself, in a process of its own; what it leaves behind when it is killed lies in `folder`."""
+    source = str(Path(polyreme.errors.__file__).parents[1])
+    return subprocess.Popen(
+        [sys.executable, "-m", "polyreme", *words],
+        env={
+            **os.environ,
+            "TMPDIR": str(folder),
+            "PYTHONPATH": os.pathsep.join([source, os.environ.get("PYTHONPATH", "")]),
+        },
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def test_arguments_and_variables_reach_the_script(script: Script, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    names = ("WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "OMP_NUM_THREADS", "OMP_WAIT_POLICY")
+    body = f"tell([sys.argv[1:], [os.environ[name] for name in {names!r}], __name__, sys.path[0]])"
+    arguments = ["--d", "3", "--nproc", "x", "-n", "5", "--help", "--", "$HOME $$ ${local_rank}", "", "-m"]
+    before = dict(os.environ), signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
+    launch([script.write(body), *arguments], 2, threads=3)
+    expected = {
+        rank: [arguments, ["2", str(rank), "2", "127.0.0.1", "3", "PASSIVE"], "__main__", str(script.folder)]
+        for rank in range(2)
+    }
+    assert script.facts() == expected
+    assert (dict(os.environ), signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before
+
+
+def test_the_users_own_number_of_threads_stays(script: Script, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "7")
+    launch([script.write("tell(os.environ['OMP_NUM_THREADS'])")], 1)
+    assert script.facts() == {0: "7"}
+
+
+def test_a_module_with_arguments(capfd: pytest.CaptureFixture[str]) -> None:
+    launch(["-m", "this", "--d"], 1)
+    assert "Namespaces are one honking great idea" in capfd.readouterr().out
+
+
+def test_a_rank_that_raises_is_named_with_its_traceback(script: Script, capfd: pytest.CaptureFixture[str]) -> None:
+    path = script.write("""
+        def deep():
+            raise ValueError("no good")
+        both_are_up()
+        deep() if rank == 1 else wait()
+    """)
+    start = time.monotonic()
+    error = failure([path])
+    assert time.monotonic() - start < END_WITHIN
+    assert (error.rank, error.exit_status) == (1, 1)
+    text = str(error)
+    assert text.startswith("rank 1 of 2 failed first:\nTraceback")
+    assert "in deep" in text and text.endswith("ValueError: no good")
+    assert "runpy" not in text and "polyreme" not in text
+    assert capfd.readouterr().err == "", "one report, by whoever catches the error"
+
+
+def test_a_killed_rank_is_named_though_its_peer_raises_at_once(script: Script) -> None:
+    path = script.write("""
+        import torch.distributed as dist
+        dist.init_process_group("gloo")
+        dist.barrier()
+        if rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        dist.barrier()
+    """)
+    error = failure([path])
+    assert (error.rank, error.exit_status) == (1, 1)
+    assert str(error).startswith("rank 1 of 2 failed first: it was ended by SIGKILL")
+    assert "Traceback" not in str(error)
+
+
+def test_the_first_of_two_that_raise_is_named_first(script: Script) -> None:
+    path = script.write("""
+        both_are_up()
+        if rank == 1:
+            raise KeyError("the cause")
+        report = Path(os.environ["TORCHELASTIC_ERROR_FILE"])
+        while not (report.parents[1] / "1" / report.name).exists():
+            time.sleep(0.001)
+        raise RuntimeError("a consequence")
+    """)
+    error = failure([path])
+    assert error.rank == 1
+    assert str(error).startswith("rank 1 of 2 failed first:\nTraceback") and "KeyError: 'the cause'" in str(error)
+
+
+def test_one_report_for_many_ranks(tmp_path: Path) -> None:
+    def failed(rank: int, exit_status: int, message: str | None = None, at: float = 0.0) -> ProcessFailure:
+        file = tmp_path / f"{rank}.json"
+        if message is not None:
+            facts = {"py_callstack": f"Traceback of {rank}", "timestamp": str(int(at)), "at": at}
+            file.write_text(json.dumps({"message": {"message": message, "extraInfo": facts}}))
+        return ProcessFailure(rank, 1000 + rank, exit_status, str(file))
+
+    failures = {
+        0: failed(0, 1, "RuntimeError: connection lost\nmore", at=100.75),
+        1: failed(1, -signal.SIGTERM),
+        2: failed(2, 1, "KeyError: 7", at=100.5),
+        3: failed(3, 1, "KeyError: 7", at=100.9),
+    }
+    expected = "Traceback of 2\nrank 3 failed in the same way\nthen rank 0 failed: RuntimeError: connection lost"
+    assert str(torchrun._report(failures, (), 4)) == f"rank 2 of 4 failed first:\n{expected}"
+    failures[1] = failed(1, -signal.SIGSEGV)
+    assert str(torchrun._report(failures, (1,), 4)).startswith(
+        "rank 1 of 4 failed first: it was ended by SIGSEGV\nthen"
+    )
+
+
+def test_an_error_of_ours_is_a_message_with_its_exit_status(script: Script) -> None:
+    path = script.write("""
+        from polyreme.errors import ConfigError, Problem
+        both_are_up()
+        raise ConfigError([Problem("batch.size", 3, "cannot be divided by 2 ranks", "batch.size = 4")])
+    """)
+    error = failure([path])
+    assert error.exit_status == 2
+    assert "batch.size = 3: cannot be divided by 2 ranks" in str(error) and "Traceback" not in str(error)
+    assert error.traceback is not None and "raise ConfigError" in error.traceback
+
+
+def test_an_exit_status_is_a_failure(script: Script) -> None:
+    error = failure([script.write("both_are_up()\nsys.exit(3) if rank == 1 else wait()")])
+    assert (error.rank, str(error)) == (1, "rank 1 of 2 failed first: it called sys.exit(3)")
+    error = failure([script.write("both_are_up()\nos._exit(4) if rank == 1 else wait()")])
+    assert (error.rank, str(error)) == (1, "rank 1 of 2 failed first: it ended with exit status 4")
+
+
+def test_a_script_may_exit_with_zero(script: Script) -> None:
+    launch([script.write("sys.exit(0)")], 2)
+    assert len(script.pids()) == 2
+
+
+def test_a_rank_that_will_not_end_is_killed(script: Script, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torchrun, "PATIENCE", 1)
+    path = script.write("""
+        signal.signal(signal.SIGTERM, lambda *_: tell("asked to end"))
+        tell(0, "ready")
+        while len(list(folder.glob("ready-*"))) < 2:
+            time.sleep(0.01)
+        if rank == 1:
+            raise ValueError("no good")
+        while True:
+            wait()
+    """)
+    start = time.monotonic()
+    assert failure([path]).rank == 1
+    assert time.monotonic() - start < END_WITHIN
+    assert script.facts()[0] == "asked to end"
+
+
+def test_clean_up_at_exit_runs_on_the_rank_that_failed(script: Script) -> None:
+    failure([script.write("import atexit; atexit.register(tell, 'tidy'); raise ValueError")], ranks=1)
+    assert script.facts() == {0: "tidy"}
+
+
+def test_nothing_listens_beyond_loopback(script: Script) -> None:
+    path = script.write("""
+        import torch.distributed as dist
+        dist.init_process_group("gloo")
+        dist.barrier()
+        links = [link for pid in ("self", os.getppid()) for link in Path(f"/proc/{pid}/fd").iterdir()]
+        mine = {os.readlink(link) for link in links if link.is_symlink()}
+        tables = [Path("/proc/net", name).read_text().splitlines()[1:] for name in ("tcp", "tcp6")]
+        rows = [line.split() for table in tables for line in table]
+        tell([row[1].split(":")[0] for row in rows if row[3] == "0A" and f"socket:[{row[9]}]" in mine])
+        dist.barrier()
+    """)
+    launch([path], 2)
+    listening = [address for rank in script.facts().values() for address in rank]
+    assert listening and set(listening) == {"0100007F"}
+
+
+@pytest.mark.parametrize(
+    ("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)], ids=["interrupt", "terminate"]
+)
+def test_a_signal_reaches_the_ranks_and_ends_the_run(script: Script, number: signal.Signals, status: int) -> None:
+    path = script.write("""
+        def note(number, frame):
+            tell(number)
+            signal.signal(number, signal.SIG_DFL if number == signal.SIGTERM else signal.default_int_handler)
+            os.kill(os.getpid(), number)
+        signal.signal(signal.SIGINT, note)
+        signal.signal(signal.SIGTERM, note)
+        tell(0, "ready")
+        wait()
+    """)
+    process = command(script.folder, "launch", "-n", "2", path)
+    until(lambda: len(script.facts("ready")) == 2, "both ranks run")
+    process.send_signal(number)
+    output, errors = process.communicate(timeout=END_WITHIN)
+    assert (process.returncode, output) == (status, "")
+    assert errors.strip() == f"error: stopped by {number.name}; every rank has ended"
+    assert script.facts() == {0: number, 1: number}
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the kernel's parent death signal is Linux's")
+def test_a_killed_launcher_leaves_no_rank(script: Script) -> None:
+    process = command(script.folder, "launch", "-n", "2", script.write("wait()"))
+    until(lambda: len(script.pids()) == 2, "both ranks run")
+    process.kill()
+    process.wait()
+    until(lambda: all(gone(pid) for pid in script.pids()), "the ranks have ended", END_WITHIN)
+
+
+def test_the_command_reports_once_and_passes_output_on(script: Script) -> None:
+    path = script.write("""
+        print("rank", rank, sys.argv[1:])
+        both_are_up()
+        from polyreme.errors import BatchError
+        raise BatchError("a batch of 3")
+    """)
+    process = command(script.folder, "launch", "-n", "2", path, "--d", "3")
+    output, errors = process.communicate()
+    assert process.returncode == 1
+    assert sorted(output.splitlines()) == ["rank 0 ['--d', '3']", "rank 1 ['--d', '3']"]
+    assert errors.count("a batch of 3") == 1 and "failed in the same way" in errors and "Traceback" not in errors
+
+
+@pytest.mark.parametrize(
+    ("words", "ranks", "named"),
+    [
+        (["none.py"], 2, "'none.py' is not a file"),
+        ([], 2, "nothing to launch"),
+        (["-m"], 2, "nothing"),
+        (["x"], 0, "ranks = 0"),
+    ],
+)
+def test_what_cannot_be_launched(words: list[str], ranks: int, named: str) -> None:
+    with pytest.raises(LaunchError, match=named):
+        launch(words, ranks)
