@@ -75,7 +75,7 @@ def build_model(size: str) -> LlamaForCausalLM:
         max_position_embeddings=2048,
         tie_word_embeddings=False,
         use_cache=False,
-        attn_implementation="sdpa",
+        attn_implementation="sdpa",  # type: ignore[call-arg]
     )
     return LlamaForCausalLM(config).train()
 

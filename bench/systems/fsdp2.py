@@ -31,7 +31,7 @@ def build(model: Any, job: Job, *, reshard: bool, reduce: str = "fp32") -> Calla
     def step(batch: Batch) -> Outcome:
         loss = model(**batch).loss
         loss.backward()
-        norm = nn.utils.get_total_norm([p.grad for p in params]).full_tensor()
+        norm = nn.utils.get_total_norm([p.grad for p in params]).full_tensor()  # type: ignore[attr-defined]
         nn.utils.clip_grads_with_norm_(params, CLIP, norm)
         optimizer.step()
         optimizer.zero_grad()

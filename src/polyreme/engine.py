@@ -40,6 +40,7 @@ from polyreme.precision import (
 )
 from polyreme.zero.blocks import Blocks
 from polyreme.zero.bucket import Formats
+from polyreme.zero.deferred import record
 from polyreme.zero.optimizers import Make, recipe
 from polyreme.zero.place import Placement, place
 from polyreme.zero.reduce import Reducer
@@ -134,11 +135,7 @@ class Engine:
         self._dtype = DTYPES[config.precision.compute]
         if isinstance(model, str | Path):
             model = model_map.build(str(model), None, config.model.trust_remote_code)
-        recording = None
-        if not isinstance(model, nn.Module):
-            from polyreme.zero.deferred import record
-
-            recording = record(model, config.seed)
+        recording = None if isinstance(model, nn.Module) else record(model, config.seed)
         self.module: nn.Module = model if isinstance(model, nn.Module) else recording.module  # type: ignore[union-attr]
         blocks = model_map.find_blocks(self.module)
         made = recipe(self.module, config.optimizer, optimizer)
@@ -248,6 +245,11 @@ class Engine:
         return self._result(self._began)
 
     # ---- around training
+
+    @property
+    def parameters(self) -> int:
+        """Distinct parameters of the whole model."""
+        return sum(bucket.layout.used for bucket in self._placement.buckets)
 
     def loader(self, dataset: Any, **options: Any) -> Loader:
         """Batches of `dataset` for this rank: shuffled by the config's seed, the same global batches at any number of ranks,

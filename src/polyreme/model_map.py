@@ -57,11 +57,11 @@ class ForwardSignature:
         )
 
 
-def training_arguments(model: nn.Module, signature: ForwardSignature) -> dict[str, Any]:
+def training_arguments(model: nn.Module) -> dict[str, Any]:
     """Arguments that a Hugging Face model wants in training whatever the batch: no key-value cache, which only generation reads
     (and which a recomputed block would fill twice)."""
     config = getattr(model, "config", None)
-    return {"use_cache": False} if hasattr(config, "use_cache") and "use_cache" in signature.names else {}
+    return {"use_cache": False} if hasattr(config, "use_cache") and "use_cache" in ForwardSignature.of(model).names else {}
 
 
 def count_labels(model: nn.Module, batch: object) -> int | None:
@@ -108,16 +108,30 @@ def build(path: str | None, config: Mapping[str, Any] | None, trust_remote_code:
                                        "give a directory that save_pretrained wrote, or model.config")])  # fmt: skip
         loaded = transformers.AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
         return _architecture(loaded).from_pretrained(path, dtype=torch.float32, trust_remote_code=trust_remote_code)
+    return skeleton(None, config, trust_remote_code, vocab_size)
+
+
+def skeleton(
+    path: str | None, config: Mapping[str, Any] | None, trust_remote_code: bool = False, vocab_size: int | None = None
+) -> nn.Module:
+    """The model that `build` builds, newly initialised in any case: under `torch.device("meta")`, its shapes alone."""
+    import transformers
+
+    if path is not None:
+        return _new(transformers.AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code))
     values = dict(config or {})
     kind = values.pop("model_type", None)
     if vocab_size is not None:
         values.setdefault("vocab_size", vocab_size)
     try:
-        made = transformers.AutoConfig.for_model(kind, **values)
-        return _architecture(made).from_config(made)
+        return _new(transformers.AutoConfig.for_model(kind, **values))
     except (ValueError, TypeError, KeyError) as error:
         raise ConfigError([Problem("model.config", dict(config or {}), f"transformers cannot build it: {error}",
                                    "write the keys of that model's transformers config")]) from error  # fmt: skip
+
+
+def _new(config: Any) -> nn.Module:
+    return _architecture(config).from_config(config)
 
 
 def _architecture(config: Any) -> Any:

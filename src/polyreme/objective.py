@@ -31,7 +31,7 @@ class Objective:
     def __init__(self, model: nn.Module, loss_fn: LossFn | None = None) -> None:
         self._model, self._loss_fn = model, loss_fn
         self._signature = ForwardSignature.of(model)
-        self.fixed = training_arguments(model, self._signature)
+        self.fixed = training_arguments(model)
 
     def __call__(self, batch: Any) -> tuple[Tensor, float]:
         """(sum of losses with its graph, weight). Raises BatchError for a loss that is not a scalar."""

@@ -1,6 +1,7 @@
 """The picture of a run: losses and learning rate over steps, from the run's log file.
 
-Invariant: drawn off screen, with no global state of matplotlib touched.
+Invariant: drawn off screen, with no global state of matplotlib touched. Importing this module without matplotlib raises
+`ConfigError`, so a run that is to end with a plot imports it before it begins.
 """
 
 from __future__ import annotations
@@ -9,15 +10,19 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import matplotlib.ticker
-import numpy as np
-from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
-from numpy.typing import NDArray
-
-from polyreme.errors import DataError
+from polyreme.errors import ConfigError, DataError, Problem
 from polyreme.monitor import read_log
+
+try:
+    import matplotlib.ticker
+    import numpy as np
+    from matplotlib.axes import Axes
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+    from numpy.typing import NDArray
+except ImportError as error:
+    fix = "pip install matplotlib, or set monitor.plot = false"
+    raise ConfigError([Problem("monitor.plot", True, f"a plot needs matplotlib ({error})", fix)]) from error
 
 Floats = NDArray[np.float64]
 TRAINING, VALIDATION, RATE, INK, MUTED = "#3b6fb6", "#d1602b", "#5a8f5a", "#222222", "#707070"
@@ -31,9 +36,7 @@ def plot_losses(jsonl: Path, png: Path) -> None:
     rate. Steps without a finite loss leave a gap. Raises `DataError` if the log holds no step with a loss.
     """
     run, steps = read_log(jsonl)
-    series = {
-        name: _column(steps, name) for name in ("step", "tokens", "loss", "validation_loss", "bits_per_byte", "lr")
-    }
+    series = {name: _column(steps, name) for name in ("step", "tokens", "loss", "validation_loss", "bits_per_byte", "lr")}
     if not np.isfinite(series["loss"]).any():
         raise DataError(f"{jsonl}: no step with a loss to plot; train for at least one step")
     figure = Figure(figsize=(9, 5.6), dpi=150, layout="constrained", facecolor="white")

@@ -87,9 +87,7 @@ def test_convolution_with_groups(groups: int, transposed: bool) -> None:
 
 
 def test_gpt2_ties_the_head_once() -> None:
-    config = GPT2Config(
-        n_embd=HIDDEN, n_layer=2, n_head=HEADS, vocab_size=VOCABULARY, n_positions=32, bos_token_id=0, eos_token_id=0
-    )
+    config = GPT2Config(n_embd=HIDDEN, n_layer=2, n_head=HEADS, vocab_size=VOCABULARY, n_positions=32, bos_token_id=0, eos_token_id=0)
     matrices = 2 * 12 * HIDDEN * HIDDEN + HIDDEN * VOCABULARY
     forward = 2 * 16 * (2 * matrices + 2 * 4 * 16 * HIDDEN)
     assert count_flops(GPT2LMHeadModel(config), tokens(2, 16)) == Flops(forward, 2 * forward, 0)

@@ -59,9 +59,7 @@ def test_rows_without_a_terminal() -> None:
     monitor.close({})
     title, header, *rows = out.getvalue().splitlines()
     assert title == "Llama: 2.1M parameters, 2 ranks, ZeRO stage 2, bf16, 1,000 steps"
-    assert header.split() == [
-        *("step", "loss", "val", "loss", "bits/byte", "tok/s", "grad", "norm", "lr", "memory", "left")
-    ]
+    assert header.split() == [*("step", "loss", "val", "loss", "bits/byte", "tok/s", "grad", "norm", "lr", "memory", "left")]
     # The first step, each tenth, and the last one at the end.
     assert [row.split()[0] for row in rows] == ["1/1000", "10/1000", "20/1000", "25/1000"]
     assert rows[1].split()[1:] == ["7.4900", "18.4k", "0.5231", "2.00e-03", "702MiB", "1:39"]
@@ -71,12 +69,8 @@ def test_rows_without_a_terminal() -> None:
 def test_rows_are_aligned_and_fit_80_columns() -> None:
     monitor, out = plain_console(1)
     monitor.start(run(steps=99_999))
-    monitor.log(
-        record(1, loss=12345.6, grad_norm=float("nan"), seconds=1e6, validation_loss=99.9999, bits_per_byte=9.5)
-    )
-    monitor.log(
-        record(99_998, loss=2.5, tokens_per_second=999_949.0, memory_bytes={"parameters": 999 << 30}, skipped=True)
-    )
+    monitor.log(record(1, loss=12345.6, grad_norm=float("nan"), seconds=1e6, validation_loss=99.9999, bits_per_byte=9.5))
+    monitor.log(record(99_998, loss=2.5, tokens_per_second=999_949.0, memory_bytes={"parameters": 999 << 30}, skipped=True))
     monitor.close({})
     header, *rows = out.getvalue().splitlines()[1:]
     assert {len(row) for row in rows} == {len(header)}

@@ -57,9 +57,7 @@ def test_one_that_fails_is_dropped_with_one_message(method: str, capsys: pytest.
     assert bad.calls[-1] == "close"  # it may hold a file
     assert [call for call in good.calls if call != "message"] == ["start", "log", "log", "close"]
     notes = [text for text in good.texts if text != "hello"]
-    assert notes == [
-        "monitor Recorder stopped (OSError: [Errno 28] No space left on device); training goes on without it"
-    ]
+    assert notes == ["monitor Recorder stopped (OSError: [Errno 28] No space left on device); training goes on without it"]
     assert capsys.readouterr().err.splitlines() == notes  # no console among the monitors, so it is told there as well
 
 

@@ -14,9 +14,7 @@ from polyreme.monitor.jsonl import JSONL
 
 
 def run(step: int = 0, **config: object) -> Run:
-    return Run(
-        model="Llama", parameters=10, ranks=2, stage=3, dtype="bf16", steps=100, step=step, config={"model": config}
-    )
+    return Run(model="Llama", parameters=10, ranks=2, stage=3, dtype="bf16", steps=100, step=step, config={"model": config})
 
 
 def record(step: int, loss: float = 2.0, **changes: Any) -> Record:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import math
+import sys
 import warnings
 from pathlib import Path
 from typing import Any
@@ -10,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from polyreme.errors import DataError
+from polyreme.errors import ConfigError, DataError
 from polyreme.monitor import LOG_NAME, Record, Run
 from polyreme.monitor.jsonl import JSONL
 from polyreme.plot import TRAINING, _running_mean, plot_losses
@@ -87,6 +89,14 @@ def test_curves_hold_the_logged_numbers(tmp_path: Path, monkeypatch: pytest.Monk
 def test_running_mean_passes_over_nan() -> None:
     values = np.array([1.0, np.nan, 3.0, 5.0, np.nan, np.nan, np.nan, 2.0])
     assert np.allclose(_running_mean(values, 3), [1, 2, 4, 4, 5, np.nan, 2, 2], equal_nan=True)
+
+
+def test_without_matplotlib(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "polyreme.plot")
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.setitem(sys.modules, "matplotlib.ticker", None)
+    with pytest.raises(ConfigError, match=r"pip install matplotlib, or set monitor\.plot = false"):
+        importlib.import_module("polyreme.plot")
 
 
 def test_nothing_to_plot(tmp_path: Path) -> None:

@@ -102,9 +102,7 @@ def test_mlflow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, server_is_set: 
     calls: list[Any] = []
     module = ModuleType("mlflow")
     for name in ("set_tracking_uri", "set_experiment", "start_run", "log_params", "log_metrics", "set_tags", "end_run"):
-        monkeypatch.setattr(
-            module, name, lambda *args, _name=name, **options: calls.append((_name, *args, options)), raising=False
-        )
+        monkeypatch.setattr(module, name, lambda *args, _name=name, **options: calls.append((_name, *args, options)), raising=False)
     monkeypatch.setattr(module, "is_tracking_uri_set", lambda: server_is_set, raising=False)
     monkeypatch.setitem(sys.modules, "mlflow", module)
     many = {f"key{i}": i for i in range(250)}

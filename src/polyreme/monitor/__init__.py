@@ -55,9 +55,7 @@ class FanOut:
         self._monitors.remove(monitor)
         with contextlib.suppress(Exception):
             monitor.close({})
-        text = (
-            f"monitor {type(monitor).__name__} stopped ({type(error).__name__}: {error}); training goes on without it"
-        )
+        text = f"monitor {type(monitor).__name__} stopped ({type(error).__name__}: {error}); training goes on without it"
         if not any(isinstance(other, Console) for other in self._monitors):
             with contextlib.suppress(OSError, ValueError):
                 print(text, file=sys.stderr)

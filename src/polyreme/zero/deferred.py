@@ -253,6 +253,13 @@ class _Evaluator:
         del self._kept[value]
 
 
+class _Fakes(FakeTensorMode):
+    """One set of fake tensors; a deep copy of one of them belongs to it as well."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Fakes:
+        return self
+
+
 class _Recorder(TorchDispatchMode):
     """Runs every operator on fake tensors and tapes those that make or write numbers.
 
@@ -262,7 +269,7 @@ class _Recorder(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.fake = FakeTensorMode(allow_fallback_kernels=False)
+        self.fake = _Fakes(allow_fallback_kernels=False)
         self.tape = _Tape()
         self.evaluator = _Evaluator(self.tape, pending=lambda value: value not in self._superseded)
         self._superseded: set[int] = set()
@@ -284,7 +291,7 @@ class _Recorder(TorchDispatchMode):
         outside = tensors and not random and not any(isinstance(t, FakeTensor) for t in tensors)
         if not outside and all(isinstance(t, FakeTensor) for t in tensors if id(t) in written):
             try:
-                return self._tape(func, *tree_map_only(Tensor, self._as_fake, (args, kwargs)), random=random)
+                return self._tape(func, tree_map_only(Tensor, self._as_fake, args), tree_map_only(Tensor, self._as_fake, kwargs), random)
             except _UNFAKEABLE:
                 pass
         if random or any(isinstance(t, FakeTensor) for t in tensors if id(t) in written):
@@ -313,8 +320,8 @@ class _Recorder(TorchDispatchMode):
         return self._marks.get(state.numpy().tobytes(), state)
 
     def _tape(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], random: bool) -> Any:
-        views = tree_map_only(Tensor, self.view, (args, kwargs))
-        reads = frozenset(v.value for v in _leaves(func, *views, _View, _is_read))
+        seen_args, seen_kwargs = tree_map_only(Tensor, self.view, args), tree_map_only(Tensor, self.view, kwargs)
+        reads = frozenset(v.value for v in _leaves(func, seen_args, seen_kwargs, _View, _is_read))
         written = [(t.untyped_storage()._cdata, _covers(t)) for t in _leaves(func, args, kwargs, Tensor, _is_written)]
         covers = any(covered for _, covered in written) and len(written) == 1 and _is_filled(func)
         old = {address: self._current[address] for address, _ in written}
@@ -323,7 +330,7 @@ class _Recorder(TorchDispatchMode):
         with self.fake:
             result = func(*args, **kwargs | blind)
         outputs = tree_leaves(result)
-        fresh = {}
+        fresh: dict[int, int] = {}
         for i, tensor in enumerate(outputs):
             if isinstance(tensor, Tensor) and tensor.untyped_storage()._cdata not in self._current:
                 fresh.setdefault(tensor.untyped_storage()._cdata, i)
@@ -331,7 +338,7 @@ class _Recorder(TorchDispatchMode):
             return result
         writes = tuple((value, self._new_value(address)) for address, value in old.items())
         creates = tuple((i, self._adopt(func, outputs[i])) for i in fresh.values())
-        op = _Op(func, views[0], views[1] | blind, reads, needs, writes, creates, torch.get_default_dtype(), random)
+        op = _Op(func, seen_args, seen_kwargs | blind, reads, needs, writes, creates, torch.get_default_dtype(), random)
         if random:
             self._draw(op, kwargs.get("generator"))
         else:
@@ -528,7 +535,7 @@ def record(build: Callable[[], nn.Module], seed: int) -> Recording:
 
 
 def _put_on_meta(module: nn.Module, recorder: _Recorder) -> dict[int, str]:
-    """Replace the module's parameters and buffers by meta tensors with the same ties; returns the first name of each one replaced, by id."""
+    """Replace the module's parameters and buffers by meta tensors, tied alike; returns the first names of the old parameters, by id."""
     with recorder.fake:
         internal = vars(torch.empty(0)).keys() | {"_is_param"}
     old = {id(t): (name, t) for named in (module.named_buffers, module.named_parameters) for name, t in named()}
@@ -541,10 +548,10 @@ def _put_on_meta(module: nn.Module, recorder: _Recorder) -> dict[int, str]:
         new[key] = meta
     for owner in list(module.modules()):
         for held in (owner._parameters, owner._buffers):
-            for attribute, tensor in list(held.items()):
-                if tensor is not None:
-                    setattr(owner, attribute, new[id(tensor)])  # not into `held`: recurrent modules follow assignments
-    return {key: name for key, (name, _) in old.items()}
+            for attribute, current in list(held.items()):
+                if current is not None:
+                    setattr(owner, attribute, new[id(current)])  # not into `held`: recurrent modules follow assignments
+    return {key: name for key, (name, tensor) in old.items() if isinstance(tensor, nn.Parameter)}
 
 
 def _make_others(recorder: _Recorder, names: dict[int, str]) -> None:
@@ -553,8 +560,8 @@ def _make_others(recorder: _Recorder, names: dict[int, str]) -> None:
     for tensor in [o for o in gc.get_objects() if type(o) is FakeTensor and o.fake_mode is recorder.fake]:
         if id(tensor) in names:
             raise ModelError(
-                f"parameter {names[id(tensor)]} is also kept outside the module's parameters (in a plain list, attribute or closure), where "
-                "it cannot be followed: keep it in an nn.ParameterList or not at all, or build the model whole and pass the module"
+                f"parameter {names[id(tensor)]} is also kept outside the module's parameters (in a plain list, attribute or closure), "
+                "where it cannot be followed: keep it in an nn.ParameterList or not at all, or build the model whole and pass the module"
             )
         real = recorder.read(tensor).requires_grad_(tensor.requires_grad)
         torch.utils.swap_tensors(tensor, real)

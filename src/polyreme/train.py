@@ -1,0 +1,309 @@
+"""The job that `polyreme train` runs on each rank: text, model, engine, loop, checkpoint. Reads from top to bottom.
+
+Invariant: every rank runs the same loop over the same global batches; rank 0 alone shows, logs and plots.
+"""
+
+from __future__ import annotations
+
+import math
+import resource
+import shutil
+import time
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from polyreme import model_map
+from polyreme.config import Config
+from polyreme.data import Loader, PackedDataset, TextData, open_text
+from polyreme.engine import Engine, StepResult, initialize
+from polyreme.errors import ConfigError, DataError, ModelError, Problem
+from polyreme.mesh import close, world
+from polyreme.monitor import LOG_NAME, FanOut, Monitor, Record, Run, open_monitors
+from polyreme.planner.cost import count_flops, mfu, peak_flops
+from polyreme.precision import DTYPES
+
+WINDOW = 20
+"""Steps over which the rate of tokens is taken."""
+
+
+@dataclass(frozen=True)
+class Summary:
+    """How a run ended."""
+
+    steps: int
+    tokens: int
+    seconds: float
+    loss: float
+    validation_loss: float | None
+    bits_per_byte: float | None
+    first_bits_per_byte: float | None
+    tokens_per_second: float
+    checkpoint: str
+    log: str | None
+    plot: str | None
+
+
+@dataclass(frozen=True)
+class _Rate:
+    """What turns tokens per second into FLOP/s and MFU."""
+
+    flops_per_token: float
+    peak: float
+
+
+def run(config: Config) -> Summary:
+    """Train as `config` says and return how it ended; every rank of the run calls this.
+
+    Raises ConfigError, DataError and what `initialize` and `Engine.train_step` raise.
+    """
+    world_size, rank = world()
+    config = config.resolve(world_size)
+    _check_sources(config)
+    folder = Path(config.checkpoint.folder)
+    if config.monitor.plot:
+        from polyreme.plot import plot_losses
+    text = open_text(config.data, config.seed)
+    vocabulary = len(text.tokenizer)
+    model = _model(config, vocabulary)
+    rate = _rate(config, vocabulary, model)
+    engine = initialize(model, config)
+    loader = engine.loader(text.train, workers=config.data.workers)
+    monitors = open_monitors(config.monitor, folder) if rank == 0 else FanOut([])
+    monitors.start(_run_info(config, engine, world_size))
+    try:
+        _show_sample(config, engine, text, monitors, "before training")
+        job = _Loop(config, engine, text, loader, monitors, rate)
+        job.train()
+        _show_sample(config, engine, text, monitors, "after training")
+        checkpoint = _save(config, engine, text)
+        plot = None
+        if config.monitor.plot and config.monitor.jsonl and rank == 0:
+            plot = folder / "loss.png"
+            plot_losses(folder / LOG_NAME, plot)
+        summary = job.summary(checkpoint, plot)
+        if rank == 0:
+            monitors.message(_ending(summary, text.validation))
+            monitors.close({k: v for k, v in vars(summary).items() if isinstance(v, int | float)})
+    finally:
+        monitors.close({})
+    close()
+    return summary
+
+
+class _Loop:
+    """Steps, validations and checkpoints, each when it is due."""
+
+    def __init__(
+        self, config: Config, engine: Engine, text: TextData, loader: Loader, monitors: Monitor, rate: _Rate | None
+    ) -> None:
+        self._config, self._engine, self._text, self._loader = config, engine, text, loader
+        self._monitors, self._rate = monitors, rate
+        self._recent: deque[tuple[int, float]] = deque(maxlen=WINDOW)
+        self._began = time.perf_counter()
+        self._memory: dict[str, int] = {}
+        self._training_seconds = 0.0
+        self._losses: list[float] = []
+        self._validations: list[float] = []
+
+    def train(self) -> None:
+        config, engine = self._config, self._engine
+        validation = self._validate()
+        for batch in self._loader:
+            before = engine.state.progress
+            result = engine.train_step(batch)
+            after = engine.state.progress
+            done = config.train.length.reached(after)
+            every = config.train.validate_every
+            if done or (every is not None and every.due(before, after)):
+                validation = self._validate()
+            self._record(result, validation)
+            validation = None
+            if not done and config.checkpoint.every is not None and config.checkpoint.every.due(before, after):
+                self._monitors.message(f"saved {_save(config, engine, self._text)}")
+            if done:
+                return
+
+    def _validate(self) -> float | None:
+        data = self._text.validation
+        if data is None:
+            return None
+        loss = validate(self._engine, data, self._config)
+        self._validations.append(loss)
+        return loss
+
+    def _record(self, result: StepResult, validation: float | None) -> None:
+        self._recent.append((result.tokens, result.seconds))
+        self._training_seconds += result.seconds
+        self._losses.append(result.loss)
+        engine, state = self._engine, self._engine.state
+        if len(self._losses) % self._config.monitor.every == 1 or not self._memory:
+            self._memory = engine.memory() | peak_memory(engine.mesh.device)
+        tokens, seconds = (sum(column) for column in zip(*self._recent, strict=True))
+        speed = tokens / seconds
+        own = speed / engine.mesh.world_size
+        self._monitors.log(
+            Record(
+                step=result.step,
+                samples=state.samples,
+                tokens=state.tokens,
+                loss=result.loss,
+                grad_norm=result.grad_norm,
+                lr=result.lr,
+                tokens_per_second=speed,
+                seconds=time.perf_counter() - self._began,
+                skipped=result.skipped,
+                loss_scale=result.loss_scale if self._config.precision.compute == "fp16" else None,
+                validation_loss=validation,
+                bits_per_byte=self._bits(validation),
+                flops_per_second=self._rate.flops_per_token * own if self._rate else None,
+                mfu=mfu(self._rate.flops_per_token, own, self._rate.peak) if self._rate else None,
+                memory_bytes=self._memory,
+                traffic=engine.traffic(),
+            )
+        )
+
+    def _bits(self, loss: float | None) -> float | None:
+        data = self._text.validation
+        return None if loss is None or data is None else loss / math.log(2) / data.bytes_per_token
+
+    def summary(self, checkpoint: Path, plot: Path | None) -> Summary:
+        state, last = self._engine.state, self._validations[-1] if self._validations else None
+        return Summary(
+            steps=state.step,
+            tokens=state.tokens,
+            seconds=self._training_seconds,
+            loss=self._losses[-1],
+            validation_loss=last,
+            bits_per_byte=self._bits(last),
+            first_bits_per_byte=self._bits(self._validations[0]) if self._validations else None,
+            tokens_per_second=state.tokens / self._training_seconds,
+            checkpoint=str(checkpoint),
+            log=str(Path(self._config.checkpoint.folder) / LOG_NAME) if self._config.monitor.jsonl else None,
+            plot=None if plot is None else str(plot),
+        )
+
+
+def validate(engine: Engine, data: PackedDataset, config: Config) -> float:
+    """Mean loss, in nats per token, over the first `train.validate_batches` global batches of `data`."""
+    ranks = engine.mesh.dp.size
+    size = min(config.batch.size, len(data) // ranks * ranks)
+    if not size:
+        raise DataError(
+            f"the validation text has {len(data)} sequences of data.sequence = {config.data.sequence} tokens, fewer than "
+            f"{ranks} ranks: raise data.validation, or shorten data.sequence"
+        )
+    loader = engine.loader(data, batch_size=size, shuffle=False, epochs=1, workers=0)
+    total = weight = 0.0
+    for at, batch in enumerate(loader):
+        result = engine.eval_step(batch)
+        total, weight = total + result.loss * result.weight, weight + result.weight
+        if at + 1 == config.train.validate_batches:
+            break
+    return total / weight
+
+
+def sample(engine: Engine, tokenizer: Any, prompt: str, length: int, seed: int) -> str:
+    """`prompt` continued by `length` tokens, drawn at temperature 0.8 from the 50 likeliest. All ranks must call: where parameters
+    are sharded they gather them together, and draw the same tokens."""
+    ids = tokenizer(prompt, return_tensors="pt", add_special_tokens=False).input_ids.to(engine.mesh.device)
+    modes = {module: module.training for module in engine.module.modules()}
+    engine.module.eval()
+    with torch.random.fork_rng(), torch.no_grad():
+        torch.manual_seed(seed)
+        out = engine.module.generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=length, do_sample=True, temperature=0.8, top_k=50,
+            pad_token_id=tokenizer.eos_token_id,
+        )  # fmt: skip
+    for module, mode in modes.items():
+        module.training = mode
+    return tokenizer.decode(out[0], skip_special_tokens=True)
+
+
+def peak_memory(device: torch.device) -> dict[str, int]:
+    """The most bytes that this process ever used: on the accelerator, or resident in memory."""
+    if device.type == "cuda":
+        return {"peak_device": torch.cuda.max_memory_allocated(device)}
+    return {"peak_rss": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024}
+
+
+def _check_sources(config: Config) -> None:
+    problems = []
+    if config.model.path is None and config.model.config is None:
+        problems.append(Problem("model", None, "says nothing of the model", 'set model.path, or model.config = {model_type = "llama", ...}'))
+    if config.data.path is None:
+        problems.append(Problem("data.path", None, "says nothing of the text", 'set a file, a folder, a datasets name, or "python-stdlib"'))
+    if problems:
+        raise ConfigError(problems)
+
+
+def _model(config: Config, vocabulary: int) -> Any:
+    """What `initialize` takes: the directory, or a function that builds the model (which is then never built whole)."""
+    if config.model.path is not None:
+        return config.model.path
+    return lambda: model_map.build(None, config.model.config, vocab_size=vocabulary)
+
+
+def _rate(config: Config, vocabulary: int, model: Any) -> _Rate | None:
+    """FLOPs a token, counted on a model without memory, and the device's peak; None where they cannot be counted."""
+    dtype = DTYPES[config.precision.compute]
+    ids = torch.zeros(1, config.data.sequence, dtype=torch.long, device="meta")
+    try:
+        with torch.device("meta"):
+            twin: nn.Module = model_map.skeleton(config.model.path, config.model.config, config.model.trust_remote_code, vocabulary)
+        flops = count_flops(twin, {"input_ids": ids, "labels": ids, **model_map.training_arguments(twin)}, dtype=dtype)
+    except ModelError:
+        return None
+    device = torch.device("cuda") if torch.cuda.is_available() else torch.device("cpu")
+    return _Rate(flops.model / config.data.sequence, peak_flops(device, dtype).flops)
+
+
+def _run_info(config: Config, engine: Engine, world_size: int) -> Run:
+    name = config.model.path or f"{(config.model.config or {}).get('model_type')} (new)"
+    return Run(
+        model=str(name), parameters=engine.parameters, ranks=world_size, stage=int(config.zero.stage), dtype=config.precision.compute,
+        steps=config.steps(config.train.length), config=config.model_dump(mode="json"),
+    )  # fmt: skip
+
+
+def _show_sample(config: Config, engine: Engine, text: TextData, monitors: Monitor, when: str) -> None:
+    if config.train.sample is not None:
+        continued = sample(engine, text.tokenizer, config.train.sample, config.train.sample_tokens, config.seed)
+        monitors.message(f"{when}: {continued!r}")
+
+
+def _save(config: Config, engine: Engine, text: TextData) -> Path:
+    """Write the model under its step's name, and remove the oldest beyond `checkpoint.keep`."""
+    folder = Path(config.checkpoint.folder)
+    path = engine.save(folder / f"step-{engine.state.step}", text.tokenizer)
+    if engine.mesh.rank == 0 and config.checkpoint.keep is not None:
+        for old in list(_saved(folder))[: -config.checkpoint.keep]:
+            shutil.rmtree(old)
+    return path
+
+
+def _saved(folder: Path) -> Iterator[Path]:
+    """The checkpoints in `folder`, oldest first."""
+    found = {int(p.name.removeprefix("step-")): p for p in folder.glob("step-*") if p.name.removeprefix("step-").isdecimal()}
+    return (found[step] for step in sorted(found))
+
+
+def _ending(summary: Summary, validation: PackedDataset | None) -> str:
+    lines = [f"trained {summary.steps:,} steps, {summary.tokens:,} tokens in {summary.seconds:.0f} s"]
+    if validation is not None and summary.bits_per_byte is not None and summary.first_bits_per_byte is not None:
+        lines.append(f"validation: {summary.first_bits_per_byte:.2f} -> {summary.bits_per_byte:.2f} bits per byte")
+    if summary.plot:
+        lines.append(f"loss plot: {summary.plot}")
+    lines += [
+        f"checkpoint: {summary.checkpoint}",
+        "load it with:",
+        "  from transformers import AutoModelForCausalLM, AutoTokenizer",
+        f'  model = AutoModelForCausalLM.from_pretrained("{summary.checkpoint}")',
+        f'  tokenizer = AutoTokenizer.from_pretrained("{summary.checkpoint}")',
+    ]
+    return "\n".join(lines)
