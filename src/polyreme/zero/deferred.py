@@ -329,6 +329,7 @@ class _Recorder(TorchDispatchMode):
         blind = {"generator": None} if "generator" in kwargs else {}  # fake kernels refuse a generator of another device
         with self.fake:
             result = func(*args, **kwargs | blind)
+        self.fake.fake_tensor_converter.tensor_memo.clear()  # its weak references keep `module.half()` from swapping parameters
         outputs = tree_leaves(result)
         fresh: dict[int, int] = {}
         for i, tensor in enumerate(outputs):
