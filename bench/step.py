@@ -63,6 +63,7 @@ class Pair:
                     stdout=subprocess.PIPE,
                     stderr=log,
                     text=True,
+                    start_new_session=True,  # Ctrl-C is for the conductor, which ends the ranks
                     env=worker_environment(rank, world, port, job["threads"], malloc),
                 )
             )
@@ -89,7 +90,7 @@ class Pair:
         for rank, line in enumerate(lines):
             if not line:
                 late = time.monotonic() - started >= self.timeout
-                why = f"gave no answer in {self.timeout:.0f} s" if late else "ended"
+                why = f"gave no answer in {self.timeout:g} s" if late else "ended"
                 raise WorkerError(f"{self.system}: rank {rank} {why}\n{self.tail(rank)}")
         return [json.loads(line) for line in lines]
 
@@ -141,7 +142,8 @@ class Group:
 
     def __init__(self, args: argparse.Namespace, job: dict[str, Any], found: dict[str, dict[str, Any]]) -> None:
         self.args, self.job, self.found = args, job, found
-        self.pairs: dict[str, Pair] = {}
+        self.started: list[Pair] = []
+        self.pairs: dict[str, Pair] = {}  # those that still run
         self.largest = 0
 
     def fits_another(self) -> bool:
@@ -153,6 +155,7 @@ class Group:
         say(f"  starting {system}")
         record = self.found.setdefault(system, {"turns": {}})
         started = Pair(system, self.job, self.args.ranks, self.args.malloc, self.args.timeout)
+        self.started.append(started)
         try:
             ready = started.replies()
             checked = started.ask(do="check", steps=CHECKED_STEPS)
@@ -161,9 +164,6 @@ class Group:
             say(f"  failed: {error}")
             started.close()
             return
-        except BaseException:
-            started.close()
-            raise
         self.pairs[system] = started
         self.largest = max(self.largest, sum(reply["rss"] for reply in checked))
         record["rss_imported"] = max(reply["rss_imported"] for reply in ready)
@@ -185,7 +185,7 @@ class Group:
         say(f"    {turn} {system}: {sum(replies[0]['seconds']) / self.args.steps * 1e3:.1f} ms")
 
     def close(self) -> None:
-        for started in self.pairs.values():
+        for started in self.started:
             started.close()
 
 

@@ -56,7 +56,7 @@ def test_the_mean_over_ranks_then_the_median_over_steps() -> None:
     assert report.turn_seconds(replies) == 2.0
 
 
-@pytest.mark.parametrize(("apart", "equal"), [(0.0, True), (1e-5, True), (1e-4, False), (float("nan"), False)])
+@pytest.mark.parametrize(("apart", "equal"), [(0.0, True), (5e-6, True), (1e-4, False), (float("nan"), False)])
 def test_a_different_loss_in_the_checked_steps_is_found(apart: float, equal: bool) -> None:
     floor = system({"0.0": turn(1.0)})
     found = report.compare_losses(case(floor=floor, ddp=system({"0.0": turn(1.0)}, (6.0, 5.5 * (1 + apart)))))
@@ -73,7 +73,7 @@ def test_later_losses_are_compared_with_the_first_rival_and_not_with_the_floor()
 
 def test_bf16_is_looser_and_the_known_fault_looser_still() -> None:
     floor = system({"0.0": turn(1.0)})
-    apart = {name: system({"0.0": turn(1.0)}, (6.0, 5.5 * 1.01)) for name in ("deepspeed0", "deepspeed1")}
+    apart = {name: system({"0.0": turn(1.0)}, (6.0, 5.5 * 1.005)) for name in ("deepspeed0", "deepspeed1")}
     found = report.compare_losses(case("bf16", floor=floor, **apart))
     assert found["deepspeed0"]["equal"]
     assert not found["deepspeed1"]["equal"]

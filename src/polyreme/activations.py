@@ -7,11 +7,14 @@ Chen et al., "Training Deep Nets with Sublinear Memory Cost", 2016.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from polyreme.errors import ConfigError, Problem
@@ -27,14 +30,14 @@ OPERATORS = {
 """Names for `memory.recompute_save`, each for a family of aten operators. A single aten operator's name does as well."""
 
 
-def wrap_blocks(blocks: Mapping[str, nn.Module], recompute: bool, every: int, keep: Sequence[str], compiled: bool) -> None:
+def wrap_blocks(blocks: Mapping[str, nn.Module], recompute: bool, every: int, keep: Sequence[str], compiled: bool) -> list[nn.Module]:
     """Set each block's `forward`: compiled, where asked; recomputed in backward, every `every`-th block, but for the outputs of the
-    operators `keep`. Module hooks stay outside both.
+    operators `keep`. Module hooks stay outside both. Returns the blocks that are recomputed.
 
     Raises ConfigError where the model has no blocks to treat, or for an unknown operator.
     """
     if not (recompute or compiled):
-        return
+        return []
     if not blocks:
         key, value = ("memory.activations", "recompute") if recompute else ("compile", True)
         raise ConfigError([Problem(key, value, "the model has no repeated blocks (no nn.ModuleList or nn.Sequential of them)",
@@ -42,13 +45,50 @@ def wrap_blocks(blocks: Mapping[str, nn.Module], recompute: bool, every: int, ke
     options: dict[str, Any] = {"use_reentrant": False}
     if keep:
         options["context_fn"] = functools.partial(create_selective_checkpoint_contexts, _overloads(keep))
+    recomputed = []
     for index, block in enumerate(blocks.values()):
         forward = block.forward
         if compiled:
             forward = torch.compile(forward)
         if recompute and index % every == 0:
             forward = _recomputed(forward, options)
-        block.forward = forward  # type: ignore[method-assign]
+            recomputed.append(block)
+        block.forward = forward
+    return recomputed
+
+
+@dataclass
+class Saved:
+    """Bytes that a forward kept for its backward."""
+
+    bytes: int = 0
+
+
+@contextmanager
+def measure(recomputed: Iterable[nn.Module], parameters: Iterable[Tensor]) -> Iterator[Saved]:
+    """Count what the forwards inside keep for backward: each storage once, `parameters`' not; of a recomputed block its inputs."""
+    saved = Saved()
+    seen = {p.untyped_storage().data_ptr() for p in parameters}
+
+    def count(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in seen:
+            seen.add(storage.data_ptr())
+            saved.bytes += storage.nbytes()
+        return tensor
+
+    def count_inputs(_: nn.Module, args: Any, kwargs: Any) -> None:
+        for leaf in pytree.tree_leaves((args, kwargs)):
+            if isinstance(leaf, Tensor):
+                count(leaf)
+
+    handles = [block.register_forward_pre_hook(count_inputs, with_kwargs=True) for block in recomputed]
+    try:
+        with torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor):
+            yield saved
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 def _recomputed(forward: Callable[..., Any], options: Mapping[str, Any]) -> Callable[..., Any]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import traceback
 from collections.abc import Mapping
 from pathlib import Path
@@ -18,7 +19,7 @@ import typer
 from typer.core import TyperGroup
 
 from polyreme.errors import LaunchError, PolyremeError
-from polyreme.launch.environment import detect
+from polyreme.launch.environment import LAUNCHED, Environment, detect
 
 
 class _Commands(TyperGroup):
@@ -30,20 +31,22 @@ class _Commands(TyperGroup):
         except KeyboardInterrupt:
             ctx.exit(130)
         except PolyremeError as error:
-            if _one_of_several_ranks():
-                raise  # whoever started the ranks makes one report of them all
+            if LAUNCHED in os.environ:
+                raise  # our launcher makes one report of all ranks
             if ctx.params["debug"]:
                 typer.echo(getattr(error, "traceback", None) or traceback.format_exc(), err=True)
-            typer.secho("error: ", fg=typer.colors.RED, bold=True, nl=False, err=True)
+            typer.secho(f"{_rank_of_several()}error: ", fg=typer.colors.RED, bold=True, nl=False, err=True)
             typer.echo(str(error), err=True)
             ctx.exit(error.exit_status)
 
 
-def _one_of_several_ranks() -> bool:
+def _rank_of_several() -> str:
+    """Which rank speaks, where torchrun or the like started several and reports nothing of them but their exit status."""
     try:
-        return detect().world_size > 1
+        place = detect()
     except LaunchError:
-        return False
+        return ""
+    return f"rank {place.rank}: " if place.world_size > 1 else ""
 
 
 app = typer.Typer(cls=_Commands, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
@@ -68,7 +71,8 @@ def train(
     config: ConfigFile,
     overrides: Overrides = None,
     ranks: Annotated[
-        int | None, typer.Option("-n", "--ranks", min=1, help="Ranks to start on this host.", show_default="1")
+        int | None,
+        typer.Option("-n", "--ranks", min=1, help="Ranks to start on this host.", show_default="launch.ranks, or else 1"),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -79,23 +83,31 @@ def train(
     from polyreme.config import Config
 
     place = detect()
-    if ranks is not None and place.world_size > 1 and ranks != place.world_size:
-        raise LaunchError(f"-n {ranks}, but {place.name} has already started {place.world_size} ranks; leave -n out")
-    world_size = ranks or place.world_size
     changes = [*(overrides or []), *(["monitor.console=false"] if as_json else [])]
     checked = Config.load(config, changes)
+    world_size = _world_size(ranks, checked.launch.ranks, place)
     checked.resolve(world_size)
+    from polyreme import train as job
+
     if world_size > place.world_size:
         from polyreme.launch.torchrun import launch as start
 
+        job.check_sources(checked)
         sets = [word for change in overrides or [] for word in ("--set", change)]
         start(["-m", "polyreme", "train", str(config), *sets, *(["--json"] if as_json else [])], world_size)
         return
-    from polyreme import train as job
-
     summary = job.run(checked)
     if as_json and place.rank == 0:
         typer.echo(json.dumps(_plain(summary)))
+
+
+def _world_size(asked: int | None, configured: int | None, place: Environment) -> int:
+    """How many ranks train: those that were started already, or else `asked` (-n), or else `configured` (launch.ranks)."""
+    if place.address is None:
+        return asked or configured or 1
+    if asked not in (None, place.world_size):
+        raise LaunchError(f"-n {asked}, but {place.name} has already started {place.world_size} ranks; leave -n out")
+    return place.world_size
 
 
 def _plain(summary: Any) -> Mapping[str, Any]:

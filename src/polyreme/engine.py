@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from polyreme import model_map
-from polyreme.activations import wrap_blocks
+from polyreme.activations import measure, wrap_blocks
 from polyreme.checkpoint.save import save
 from polyreme.config import Config, Progress
 from polyreme.data import Loader
@@ -41,7 +41,7 @@ from polyreme.precision import (
 from polyreme.zero.blocks import Blocks
 from polyreme.zero.bucket import Formats
 from polyreme.zero.deferred import record
-from polyreme.zero.optimizers import Make, recipe
+from polyreme.zero.optimizers import Make, Options, recipe
 from polyreme.zero.place import Placement, place
 from polyreme.zero.reduce import Reducer
 from polyreme.zero.residency import Residency
@@ -60,7 +60,7 @@ class StepResult:
     lr: float
     loss_scale: float
     skipped: bool
-    """Whether an overflow (NaN or Inf in a gradient) made this step leave the weights alone."""
+    """Whether an overflow (NaN or Inf in a gradient), or a batch without any label, made this step leave the weights alone."""
     samples: int
     """Of this step, over all ranks; `tokens` too."""
     tokens: int
@@ -103,8 +103,10 @@ def initialize(
     model: a module (rank 0's weights count), a function without arguments that builds one (then never built whole: its own
         initialisation is replayed tensor by tensor, with the config's seed), or a Hugging Face model directory.
     config: a file, a mapping, or a Config.
-    optimizer: a torch.optim class (lr, weight decay and options from the config), a factory over parameter groups, or None: the config's.
-    lr_scheduler: a torch scheduler, whose learning rates are followed in place of the config's schedule and which is stepped every step.
+    optimizer: a torch.optim class (lr, weight decay, groups and options from the config), a factory such as
+        `lambda params: torch.optim.AdamW(params, lr=3e-4)` (which decides all that itself), or None: the config's.
+    lr_scheduler: a torch scheduler, or a function of an optimizer that returns one: followed in place of the config's schedule, and
+        stepped after every step.
     loss_fn: see `polyreme.objective.LossFn`; None: the model returns its loss.
 
     Raises ConfigError with every problem of the config, and ModelError for a model that cannot be trained.
@@ -144,22 +146,25 @@ class Engine:
             recording.replay(self._write)
         self._finish_buffers()
         memory = config.memory
-        wrap_blocks(blocks, recompute=memory.activations == "recompute", every=memory.recompute_every,
+        self._recomputed = wrap_blocks(blocks, recompute=memory.activations == "recompute", every=memory.recompute_every,
                     keep=memory.recompute_save, compiled=config.compile)  # fmt: skip
-        self._blocks = Blocks(self.module, self._placement.root, self._placement.units, config.zero.prefetch, config.zero.release)
         self._reducer = Reducer(self._placement.trainable)
-        self._updates = [Update(bucket, made.makers, made.groups) for bucket in self._placement.trainable]
+        self._blocks = Blocks(self.module, self._placement.root, self._placement.units, config.zero.prefetch, config.zero.release,
+                              self._reducer.complete)  # fmt: skip
+        self._updates = [Update(bucket, made.groups) for bucket in self._placement.trainable]
         self._objective = Objective(self.module, loss_fn)
         self._schedule = single_stage(config.accumulation)
         check(self._schedule, config.accumulation)
-        self._lr_schedule = LRSchedule(config.lr_schedule)
-        self._lr_scheduler = lr_scheduler
+        self._options = Options(made, LRSchedule(config.lr_schedule), lr_scheduler)
         fp16 = config.precision.compute == "fp16"
         p = config.precision
         dynamic = fp16 and p.loss_scale == "dynamic"
         first = p.initial_scale if dynamic else p.loss_scale if fp16 and isinstance(p.loss_scale, float) else 1.0
         self._scale = LossScale(first, dynamic, p.growth, p.backoff, p.growth_interval, p.min_scale)
-        self.state.loss_scale, self.state.lr = self._scale.value, self._lr_factor() * self._base_lr()
+        self.state.loss_scale, self.state.lr = self._scale.value, self._options.lr
+        self._activations: int | None = None if not config.compile else 0
+        self._last_batch: Any = None
+        self._last_output: Any = None
         self._hint = 0.0  # a power of two near the weight of a global batch, by which losses are divided until it is known
         self._begin_step()
         torch.manual_seed(config.seed + mesh.dp.rank)  # dropout differs between ranks
@@ -187,7 +192,12 @@ class Engine:
         losses: dict[int, tuple[Tensor, float]] = {}
 
         def forward(action: Action) -> None:
-            losses[action.microbatch or 0] = self._objective(batches[action.microbatch or 0])
+            if self._activations is not None:
+                losses[action.microbatch or 0] = self._objective(batches[action.microbatch or 0])
+                return
+            with measure(self._recomputed, self.module.parameters()) as saved:
+                losses[action.microbatch or 0] = self._objective(batches[action.microbatch or 0])
+            self._activations = saved.bytes
 
         def backward(action: Action) -> None:
             loss, weight = losses.pop(action.microbatch or 0)
@@ -219,9 +229,10 @@ class Engine:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The model's output for one micro-batch (its floating-point inputs cast to the compute dtype)."""
-        args, kwargs = cast_floating((args, kwargs), self._dtype, self.mesh.device)  # type: ignore[misc, assignment]
+        args, kwargs = cast_floating((args, kwargs), self._dtype, self.mesh.device)  # type: ignore[misc]
         self._last_batch = kwargs or (args[0] if len(args) == 1 else args)
-        return self.module(*args, **{**self._objective.fixed, **kwargs})
+        self._last_output = self.module(*args, **{**self._objective.fixed, **kwargs})
+        return self._last_output
 
     def backward(self, loss: Tensor, weight: float | None = None) -> None:
         """Backward of one micro-batch's mean loss; call it batch.size / (dp x micro) times a step.
@@ -231,8 +242,9 @@ class Engine:
             raise BatchError("backward() without a forward: call engine(...) first")
         if weight is None:
             weight = float(self._objective.weight(self._last_batch))
-        tokens, self._last_batch = model_map.count_tokens(self._last_batch), None
-        self._backward(loss * weight, weight, tokens)
+        loss_sum, weight = self._objective.sum_of(loss, weight, self._last_output)
+        tokens, self._last_batch, self._last_output = model_map.count_tokens(self._last_batch), None, None
+        self._backward(loss_sum, weight, tokens)
 
     def step(self) -> StepResult:
         """The optimizer step that ends a loop of forward and backward calls. Raises BatchError before the last of them."""
@@ -280,12 +292,14 @@ class Engine:
             yield self.module
 
     def memory(self) -> dict[str, int]:
-        """Live bytes of this rank by category: parameters, gradients, states, buffers."""
+        """Bytes of this rank by category: parameters, gradients, states and buffers that are alive now, and activations, which is what
+        the first micro-batch kept for its backward (0 before it, and for compiled blocks)."""
         found = {"parameters": 0, "gradients": self._placement.pool.nbytes(), "states": 0}
         for bucket in self._placement.buckets:
             for category, size in bucket.nbytes().items():
                 found[category] += size
         found["states"] += sum(update.nbytes() for update in self._updates)
+        found["activations"] = self._activations or 0
         found["buffers"] = sum(buffer.nbytes for buffer in self.module.buffers())
         return found
 
@@ -299,7 +313,7 @@ class Engine:
         self._microbatches_done = 0
         self._loss_sum = self._weight = 0.0
         self._tokens = 0
-        self._last_batch: Any = None
+        self._last_batch = self._last_output = None
         self._began = time.perf_counter()
         for bucket in self._placement.trainable:
             bucket.clear_grad()
@@ -336,29 +350,31 @@ class Engine:
         """Clip, update the shards, publish the parameters; or skip all that after an overflow."""
         squares, loss_sum, weight, missing, tokens = self._totals.tolist()
         self._loss = loss_sum / weight if weight else math.nan
-        self._skipped = not math.isfinite(squares) or not weight
-        self._lr = self._lr_factor() * self._base_lr()
+        self._skipped = not (math.isfinite(squares) and math.isfinite(loss_sum)) or not weight
+        self._lr = self._options.lr
         to_mean = self._hint / (weight * self._scale.value) if weight else 0.0
         self._norm = norm_of(squares, to_mean, master_dtype(self._dtype))
-        if self._skipped and not self._scale.dynamic and self.config.precision.on_nonfinite == "error":
+        overflow = self._skipped and bool(weight)  # a batch without a single label is skipped too, but is nobody's fault
+        if overflow and not self._scale.dynamic and self.config.precision.on_nonfinite == "error":
             self._begin_step()
-            raise NumericsError(f"step {self.state.step + 1}: a gradient is NaN or Inf (the loss is {self._loss:g})")
+            raise NumericsError(f"step {self.state.step + 1}: the loss or a gradient is NaN or Inf (the loss is {self._loss:g})")
         self._blocks.release_all()
         if not self._skipped:
             factor = to_mean * clip_factor(self._norm, self.config.optimizer.clip)
             unused = self._unused() if missing else {}
-            lr_factor = self._lr_factor()
             works = []
             for bucket, update in zip(self._placement.trainable, self._updates, strict=True):
-                update.step(factor, lr_factor, unused.get(bucket, ()))
+                update.step(factor, self._options.groups, unused.get(bucket, ()))
                 works.append(bucket.publish())
             for work in works:
                 work.wait()
-        self._scale.update(overflow=self._skipped)
-        self.state.lr = self._lr_factor() * self._base_lr()
+        if weight:
+            self._scale.update(overflow)
         self.state.step += 1
         self.state.samples += self.config.batch.size
         self.state.tokens += int(tokens)
+        self._options.advance(self.state.progress)
+        self.state.lr = self._options.lr
 
     def _unused(self) -> dict[Any, set[int]]:
         """By bucket, the parameters that got a gradient on no rank in this step."""
@@ -373,8 +389,6 @@ class Engine:
         result = StepResult(self.state.step, self._loss, self._norm, self._lr, self.state.loss_scale, self._skipped,
                             self.config.batch.size, tokens, time.perf_counter() - began)  # fmt: skip
         self.state.loss_scale = self._scale.value
-        if self._lr_scheduler is not None:
-            self._lr_scheduler.step()
         self._hint = 2.0 ** round(math.log2(max(float(self._totals[2]), 1.0)))
         self._begin_step()
         return result
@@ -395,14 +409,6 @@ class Engine:
         reports = self.mesh.dp.gather_objects(found[:1])
         lines = [f"\n  rank {rank}: first made by {report[0]}" for rank, report in enumerate(reports) if report]  # type: ignore[index]
         return "".join(lines) + "\n  lower the learning rate, check the data, or set precision.on_nonfinite = \"skip\""
-
-    def _lr_factor(self) -> float:
-        if self._lr_scheduler is not None:
-            return float(self._lr_scheduler.get_last_lr()[0]) / self._base_lr()
-        return self._lr_schedule.factor(self.state.progress)
-
-    def _base_lr(self) -> float:
-        return next((float(o.param_groups[0]["initial_lr"]) for u in self._updates for o in u.optimizers), self.config.optimizer.lr)
 
     def _all_reduce(self, totals: Tensor) -> None:
         on_device = totals.to(self.mesh.device)
@@ -435,8 +441,8 @@ class Engine:
         for module in self.module.modules():
             for name, buffer in module._buffers.items():
                 if buffer is not None:
-                    module._buffers[name] = buffer.to(self.mesh.device)
-                    self.mesh.dp.broadcast(module._buffers[name])
+                    module._buffers[name] = buffer = buffer.to(self.mesh.device).contiguous()
+                    self.mesh.dp.broadcast(buffer)
 
     def _tensors(self, master: bool = False) -> Iterator[tuple[list[str], Tensor]]:
         """Every parameter and persistent buffer, whole, with all its names; one bucket in memory at a time, valid until the next."""

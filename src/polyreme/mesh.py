@@ -13,7 +13,8 @@ from __future__ import annotations
 import math
 import os
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from itertools import product
@@ -46,11 +47,9 @@ class Work:
         self._what = what
 
     def wait(self) -> None:
-        try:
+        with _reporting(self._what):
             while self._pending:
                 self._pending.pop(0).wait()
-        except RuntimeError as error:
-            raise TransportError(f"{self._what} failed, because another rank ended or cannot be reached: {error}") from error
         if self._finish is not None:
             finish, self._finish = self._finish, None
             finish()
@@ -63,7 +62,9 @@ class Axis:
     """One named axis of the mesh as this rank sees it: the ranks that differ only in this coordinate.
 
     All tensors are flat and contiguous. Bytes are counted as sent by this rank: (n-1) shards for an all-gather and for a
-    reduce-scatter, 2(n-1)/n of the tensor for an all-reduce.
+    reduce-scatter, and for an all-reduce (n-1) times the tensor in a direct exchange, 2(n-1)/n of it by a backend.
+
+    Every operation raises TransportError where a rank has ended or cannot be reached.
     """
 
     def __init__(self, name: str, size: int = 1, rank: int = 0, group: dist.ProcessGroup | None = None) -> None:
@@ -86,9 +87,9 @@ class Axis:
             return DONE
         self._count("all_gather", (self.size - 1) * _bytes(shard))
         if self._direct:
-            return Work(self._exchange([shard] * self.size, full.chunk(self.size)), what=f"all-gather over {self.name}")
+            return self._exchange([shard] * self.size, full.chunk(self.size), "all-gather")
         gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # renamed in torch 2.13
-        return Work([gather(full, shard, group=self._group, async_op=True)])
+        return Work([gather(full, shard, group=self._group, async_op=True)], what=f"all-gather over {self.name}")
 
     def reduce_scatter(self, out: Tensor, full: Tensor, accumulate: bool = False) -> Work:
         """Sum `full` (n * s elements) over the ranks; this rank's part of the sum goes to `out` (s elements), in `out`'s dtype.
@@ -102,42 +103,45 @@ class Axis:
         self._count("reduce_scatter", (self.size - 1) * _bytes(parts[0]))
         if self._direct:
             received = [part if rank == self.rank else torch.empty_like(part) for rank, part in enumerate(parts)]
-            pending = self._exchange(parts, received)
-            return Work(pending, lambda: _sum_into(out, received, accumulate), f"reduce-scatter over {self.name}")
+            return self._exchange(parts, received, "reduce-scatter", lambda: _sum_into(out, received, accumulate))
         scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+        what = f"reduce-scatter over {self.name}"
         if out.dtype == full.dtype and not accumulate:
-            return Work([scatter(out, full, group=self._group, async_op=True)])
+            return Work([scatter(out, full, group=self._group, async_op=True)], what=what)
         wide = full if full.dtype == out.dtype else full.to(out.dtype)
         part = torch.empty_like(out)
         pending = [scatter(part, wide, group=self._group, async_op=True)]
-        return Work(pending, lambda: _sum_into(out, [part], accumulate))
+        return Work(pending, lambda: _sum_into(out, [part], accumulate), what)
 
     def all_reduce(self, tensor: Tensor) -> None:
         """Sum a small `tensor` over the ranks in place; the result is the same to the last bit on every rank."""
         if self.size == 1:
             return
-        self._count("all_reduce", 2 * (self.size - 1) * _bytes(tensor) // self.size)
         if not self._direct:
+            self._count("all_reduce", 2 * (self.size - 1) * _bytes(tensor) // self.size)
             dist.all_reduce(tensor, group=self._group)
             return
+        self._count("all_reduce", (self.size - 1) * _bytes(tensor))
         flat = tensor.reshape(-1)
         received = [flat.clone() if rank == self.rank else torch.empty_like(flat) for rank in range(self.size)]
-        Work(self._exchange([flat] * self.size, received), what=f"all-reduce over {self.name}").wait()
+        self._exchange([flat] * self.size, received, "all-reduce").wait()
         _sum_into(flat, received, accumulate=False)
         tensor.copy_(flat.view_as(tensor))
 
     def broadcast(self, tensor: Tensor, source: int = 0) -> None:
-        """Copy `tensor` of rank `source` of this axis to all its ranks."""
+        """Copy `tensor` (contiguous, of any shape and dtype) of rank `source` of this axis to all its ranks."""
         if self.size > 1 and tensor.numel():
             self._count("broadcast", _bytes(tensor) * (self.rank == source))
-            dist.broadcast(tensor, group=self._group, group_src=source)
+            with _reporting(f"broadcast over {self.name}"):
+                dist.broadcast(tensor.view(-1).view(torch.uint8), group=self._group, group_src=source)
 
     def gather_objects(self, value: object) -> list[object]:
         """Every rank's `value` (plain data), in rank order. For set-up and error reports, not for training."""
         if self.size == 1:
             return [value]
         values: list[object] = [None] * self.size
-        dist.all_gather_object(values, value, group=self._group)
+        with _reporting(f"gathering reports over {self.name}"):
+            dist.all_gather_object(values, value, group=self._group)
         return values
 
     def barrier(self) -> None:
@@ -145,14 +149,16 @@ class Axis:
         if self.size > 1:
             self.all_reduce(torch.zeros(1))
 
-    def _exchange(self, out: Sequence[Tensor], into: Sequence[Tensor]) -> list[dist.Work]:
-        """Send out[r] to rank r and receive into[r] from it, for every other rank of the axis."""
+    def _exchange(self, out: Sequence[Tensor], into: Sequence[Tensor], what: str, finish: Callable[[], None] | None = None) -> Work:
+        """Begin to send out[r] to rank r and to receive into[r] from it, for every other rank of the axis; then `finish`."""
         pending = []
-        for step in range(1, self.size):  # each rank starts with another peer, so that none is everybody's first
-            to, source = (self.rank + step) % self.size, (self.rank - step) % self.size
-            pending.append(dist.irecv(into[source], group=self._group, group_src=source))
-            pending.append(dist.isend(out[to], group=self._group, group_dst=to))
-        return [work for work in pending if work is not None]
+        what = f"{what} over {self.name}"
+        with _reporting(what):
+            for step in range(1, self.size):  # each rank starts with another peer, so that none is everybody's first
+                to, source = (self.rank + step) % self.size, (self.rank - step) % self.size
+                pending.append(dist.irecv(into[source], group=self._group, group_src=source))
+                pending.append(dist.isend(out[to], group=self._group, group_dst=to))
+        return Work([work for work in pending if work is not None], finish, what)
 
     def _count(self, operation: str, sent: int) -> None:
         count = self.counts[operation]
@@ -233,6 +239,15 @@ def close() -> None:
     """Leave the process group, if there is one."""
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+@contextmanager
+def _reporting(what: str) -> Iterator[None]:
+    """Turns a backend's errors into TransportError."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise TransportError(f"{what} failed, because another rank ended or cannot be reached: {error}") from error
 
 
 def _bytes(tensor: Tensor) -> int:

@@ -5,19 +5,34 @@ Pure: looks at modules and signatures, changes nothing.
 
 from __future__ import annotations
 
+import difflib
 import inspect
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from polyreme.errors import ConfigError, ModelError, Problem
 
 IGNORED_LABEL = -100
 """The label that takes no part in a loss, in torch and in transformers."""
+
+
+def tensors_in(value: object) -> list[Tensor]:
+    """Every tensor in what a module takes or returns: nested tuples, lists, mappings and dataclasses, transformers' outputs too."""
+    found: list[Tensor] = []
+    for leaf in pytree.tree_leaves(value):
+        if isinstance(leaf, Tensor):
+            found.append(leaf)
+        elif is_dataclass(leaf) and not isinstance(leaf, type):
+            found += tensors_in([getattr(leaf, field.name) for field in fields(leaf)])
+        elif isinstance(leaf, Mapping):
+            found += tensors_in(list(leaf.values()))
+    return found
 
 
 def find_blocks(model: nn.Module) -> dict[str, nn.Module]:
@@ -100,38 +115,101 @@ def build(path: str | None, config: Mapping[str, Any] | None, trust_remote_code:
 
     Raises ConfigError where neither can be built.
     """
-    import transformers
-
-    if path is not None:
-        if not (Path(path) / "config.json").is_file():
-            raise ConfigError([Problem("model.path", path, "is not a Hugging Face model directory (no config.json in it)",
-                                       "give a directory that save_pretrained wrote, or model.config")])  # fmt: skip
-        loaded = transformers.AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
-        return _architecture(loaded).from_pretrained(path, dtype=torch.float32, trust_remote_code=trust_remote_code)
-    return skeleton(None, config, trust_remote_code, vocab_size)
+    if path is None:
+        return skeleton(None, config, trust_remote_code, vocab_size)
+    loaded = read_config(path, None, trust_remote_code)
+    auto = _architecture(loaded)
+    try:
+        return auto.from_pretrained(path, dtype=torch.float32, trust_remote_code=trust_remote_code)
+    except Exception as error:  # each format of weights has errors of its own
+        raise ConfigError([Problem("model.path", path, f"its weights cannot be loaded: {error}",
+                                   "give a directory that save_pretrained wrote, or model.config to start anew")]) from error  # fmt: skip
 
 
 def skeleton(
     path: str | None, config: Mapping[str, Any] | None, trust_remote_code: bool = False, vocab_size: int | None = None
 ) -> nn.Module:
     """The model that `build` builds, newly initialised in any case: under `torch.device("meta")`, its shapes alone."""
+    loaded = read_config(path, config, trust_remote_code, vocab_size)
+    try:
+        return _architecture(loaded).from_config(loaded)
+    except (ValueError, TypeError, KeyError, AttributeError, ArithmeticError) as error:
+        raise _unfit(path, config, error) from error
+
+
+def read_config(
+    path: str | None, config: Mapping[str, Any] | None, trust_remote_code: bool = False, vocab_size: int | None = None
+) -> Any:
+    """The transformers config of the directory `path`, or that `config` describes, as for `build`. Raises ConfigError."""
     import transformers
 
     if path is not None:
-        return _new(transformers.AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code))
+        if not (Path(path) / "config.json").is_file():
+            raise ConfigError([Problem("model.path", path, "is not a Hugging Face model directory (no config.json in it)",
+                                       "give a directory that save_pretrained wrote, or model.config")])  # fmt: skip
+        try:
+            return transformers.AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+        except Exception as error:  # what is wrong in a directory comes out as any kind
+            raise _unfit(path, None, error) from error
     values = dict(config or {})
     kind = values.pop("model_type", None)
+    if kind not in transformers.CONFIG_MAPPING:
+        near = difflib.get_close_matches(str(kind), list(transformers.CONFIG_MAPPING), n=1, cutoff=0.0)[0]
+        raise ConfigError([Problem("model.config.model_type", kind, "transformers has no such architecture",
+                                   f'write model_type = "{near}", or another of transformers')])  # fmt: skip
     if vocab_size is not None:
         values.setdefault("vocab_size", vocab_size)
     try:
-        return _new(transformers.AutoConfig.for_model(kind, **values))
-    except (ValueError, TypeError, KeyError) as error:
-        raise ConfigError([Problem("model.config", dict(config or {}), f"transformers cannot build it: {error}",
-                                   "write the keys of that model's transformers config")]) from error  # fmt: skip
+        made = transformers.AutoConfig.for_model(kind, **values)
+    except Exception as error:  # its classes check themselves, each with errors of its own
+        raise _unfit(None, config, error) from error
+    if problems := _misspelt(kind, values, type(made)()):
+        raise ConfigError(problems)
+    return made
 
 
-def _new(config: Any) -> nn.Module:
-    return _architecture(config).from_config(config)
+def _misspelt(kind: str, values: Mapping[str, Any], default: Any) -> list[Problem]:
+    """transformers takes keys that it does not know, without a word; those that are nearly one that it knows are mistakes."""
+    known = {*vars(default), *default.attribute_map}
+    found = []
+    for key in values:
+        near = difflib.get_close_matches(key, known, n=1, cutoff=0.85)
+        if near and key not in known and not hasattr(default, key):
+            reason = f"{kind} has no such key"
+            found.append(Problem(f"model.config.{key}", values[key], reason, f'did you mean "model.config.{near[0]}"?'))
+    return found
+
+
+def text_problems(path: str | None, config: Any, sequence: int, vocabulary: int | None = None) -> list[Problem]:
+    """Why the model of a transformers config cannot learn texts of `sequence` tokens out of `vocabulary` (None: not known yet)."""
+    text, found = config.get_text_config(), []
+    owner = "model.path" if path is not None else "model.config"
+    longest, tokens = getattr(text, "max_position_embeddings", None), getattr(text, "vocab_size", None)
+    heads, shared = getattr(text, "num_attention_heads", None), getattr(text, "num_key_value_heads", None)
+    if isinstance(longest, int) and 0 < longest < sequence:
+        longer = "" if path is not None else f", or model.config.max_position_embeddings = {sequence}"
+        reason = f"the model takes at most {longest} tokens (max_position_embeddings)"
+        found.append(Problem("data.sequence", sequence, reason, f"write data.sequence = {longest} or less{longer}"))
+    if vocabulary is not None and isinstance(tokens, int) and tokens < vocabulary:
+        if path is None:
+            fix = f"remove model.config.vocab_size (it then follows the tokenizer), or write {vocabulary} or more"
+        else:
+            fix = "set data.tokenizer to the tokenizer that the model was made with, often the same directory"
+        reason = f"the tokenizer has {vocabulary} tokens, so some ids would be out of range"
+        found.append(Problem(f"{owner}.vocab_size", tokens, reason, fix))
+    if isinstance(heads, int) and isinstance(shared, int) and shared > 0 and heads % shared:
+        fix = f"write {' or '.join(str(n) for n in range(1, heads + 1) if heads % n == 0)}"
+        found.append(Problem(f"{owner}.num_key_value_heads", shared, f"does not divide num_attention_heads = {heads}", fix))
+    return found
+
+
+def _unfit(path: str | None, config: Mapping[str, Any] | None, error: Exception) -> ConfigError:
+    key, value = ("model.config", dict(config or {})) if path is None else ("model.path", path)
+    said = str(error).strip() or type(error).__name__
+    if not isinstance(error, ValueError | RuntimeError) and type(error).__module__ == "builtins":
+        said = f"{type(error).__name__}: {said}"  # KeyError: 'swish' says more than 'swish'
+    return ConfigError([Problem(key, value, f"transformers cannot build it: {' '.join(said.split())}",
+                                "write the keys of that model's transformers config")])  # fmt: skip
 
 
 def _architecture(config: Any) -> Any:

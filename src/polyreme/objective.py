@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from polyreme.errors import BatchError
-from polyreme.model_map import ForwardSignature, count_labels, training_arguments
+from polyreme.model_map import ForwardSignature, count_labels, tensors_in, training_arguments
 
 LossFn = Callable[[Any, Any], Tensor | tuple[Tensor, float | Tensor]]
 """loss_fn(output, target) -> mean loss (scalar), or (sum of losses, weight). `target` is the batch's last element where the batch is a
@@ -46,12 +46,15 @@ class Objective:
             result = self._loss_fn(output, batch[-1] if isinstance(batch, tuple | list) else batch)
             if isinstance(result, tuple) and len(result) == 2:
                 return _scalar(result[0]), float(result[1])
-            loss = result  # type: ignore[assignment]
+            loss = result
+        return self.sum_of(loss, float(self.weight(batch)), output)
+
+    def sum_of(self, loss: Any, weight: float, output: Any) -> tuple[Tensor, float]:
+        """The sum that a mean loss of `weight` stands for, and that weight. Raises BatchError for a loss that is not a scalar."""
         loss = _scalar(loss)
-        weight = self.weight(batch)
         if weight == 0:  # no label: the mean is 0/0, and its gradient too; keep the graph, for the other ranks' sake
             return _zero(output), 0.0
-        return loss * weight, float(weight)
+        return loss * weight, weight
 
     def weight(self, batch: Any) -> int:
         """What a mean loss over `batch` is the mean of: its labels, or else its samples."""
@@ -120,6 +123,5 @@ def _scalar(loss: Any) -> Tensor:
 
 def _zero(output: Any) -> Tensor:
     """A zero that depends on all of `output` but whose gradient is zero, even where `output` has NaN."""
-    tensors = [t for t in pytree.tree_leaves(output) if isinstance(t, Tensor) and t.is_floating_point() and t.dim()]
-    total = sum((torch.nan_to_num(t).sum() for t in tensors), torch.zeros(()))
-    return total * 0.0
+    tensors = [t for t in tensors_in(output) if t.is_floating_point() and t.dim()]
+    return sum(((torch.nan_to_num(t) * 0.0).sum().float() for t in tensors), torch.zeros(()))

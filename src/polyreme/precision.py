@@ -2,21 +2,23 @@
 
 Invariant: the squared norm of a shard is summed in rows of ALIGN elements that never straddle two tensors, then in float64, so
 that it does not depend on how tensors are laid out in buckets and shards (to the precision of a float32 norm).
-Communication: one all-reduce of four float64 numbers a step carries norm, overflow, loss and weight together.
+Communication: none; the engine's one all-reduce of float64 totals a step carries norm, overflow, loss and weight together.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from polyreme.layout import ALIGN
+from polyreme.model_map import tensors_in
 
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -56,7 +58,8 @@ class LossScale:
 
 def squared_norm(flat: Tensor) -> Tensor:
     """Sum of squares of a flat tensor whose size is a multiple of ALIGN: a float64 scalar, not finite if any element is not."""
-    rows = torch.linalg.vector_norm(flat.view(-1, ALIGN), dim=1)
+    dtype = flat.dtype if flat.dtype.itemsize >= 4 else torch.float32  # 64 elements of fp16 can overflow where each fits
+    rows = torch.linalg.vector_norm(flat.view(-1, ALIGN), dim=1, dtype=dtype)
     return rows.double().square_().sum()
 
 
@@ -84,30 +87,45 @@ def cast_floating(value: object, dtype: torch.dtype, device: torch.device | None
 
 @contextmanager
 def watch_nonfinite(model: nn.Module) -> Iterator[list[str]]:
-    """While open, notes in the yielded list what first makes a NaN or an Inf: a module from finite inputs in forward,
-    or a module's backward from finite output gradients. Slow: for the diagnosis of a step that failed."""
+    """While open, notes in the yielded list what first makes a NaN or an Inf: a module from finite inputs in forward, a module's
+    backward from finite output gradients, or the gradient of a parameter. Slow: for the diagnosis of a step that failed."""
     found: list[str] = []
 
-    def forward(name: str, module: nn.Module) -> Callable[[nn.Module, tuple[object, ...], object], None]:
-        def check(_: nn.Module, inputs: tuple[object, ...], output: object) -> None:
-            if not found and not _finite(output) and _finite(inputs):
-                weights = "" if _finite(list(module.parameters(recurse=False))) else "; its parameters are not finite"
-                found.append(f"the forward of {name or 'the model'} ({type(module).__name__}) from finite inputs{weights}")
+    def note(what: str) -> None:
+        if not found:
+            found.append(what)
+
+    def forward(name: str, module: nn.Module) -> Callable[[nn.Module, Any, Any, object], None]:
+        title = f"{name or 'the model'} ({type(module).__name__})"
+        leaf = not any(True for _ in module.children())
+
+        def check(_: nn.Module, args: Any, kwargs: Any, output: object) -> None:
+            inputs = (args, kwargs)
+            if not _finite(output):
+                if _finite(inputs):
+                    held = [p for p in module.parameters(recurse=False) if p.untyped_storage().nbytes()]  # else released already
+                    note(f"the forward of {title} from finite inputs" + ("" if _finite(held) else "; its parameters are not finite"))
+            elif leaf and torch.is_grad_enabled():
+                backward(title, inputs, output)
 
         return check
 
-    def backward(name: str, module: nn.Module) -> Callable[[nn.Module, object, object], None]:
-        def check(_: nn.Module, grad_input: object, grad_output: object) -> None:
-            if not found and not _finite(grad_input) and _finite(grad_output):
-                found.append(f"the backward of {name or 'the model'} ({type(module).__name__}) from finite output gradients")
+    def backward(title: str, inputs: object, output: object) -> None:
+        """On tensors: module hooks of torch wrap outputs, which forbids models to change them in place."""
+        healthy: list[bool] = []
+        for tensor in tensors_in(output):
+            if tensor.requires_grad:
+                tensor.register_hook(lambda gradient: healthy.append(_finite(gradient)))
+        for tensor in tensors_in(inputs):
+            if tensor.requires_grad:
+                tensor.register_hook(lambda gradient: note(f"the backward of {title} from finite output gradients")
+                                     if healthy and all(healthy) and not _finite(gradient) else None)  # fmt: skip
 
-        return check
+    def gradient_of(name: str) -> Callable[[Tensor], None]:
+        return lambda gradient: None if _finite(gradient) else note(f"the gradient of the parameter {name}")
 
-    handles = []
-    for name, module in model.named_modules():
-        handles.append(module.register_forward_hook(forward(name, module)))
-        if not any(True for _ in module.children()):
-            handles.append(module.register_full_backward_hook(backward(name, module)))
+    handles: list[Any] = [m.register_forward_hook(forward(name, m), with_kwargs=True) for name, m in model.named_modules()]
+    handles += [p.register_hook(gradient_of(name)) for name, p in model.named_parameters() if p.requires_grad]
     try:
         yield found
     finally:
@@ -116,5 +134,4 @@ def watch_nonfinite(model: nn.Module) -> Iterator[list[str]]:
 
 
 def _finite(value: object) -> bool:
-    leaves: Iterable[object] = pytree.tree_leaves(value)
-    return all(bool(torch.isfinite(t).all()) for t in leaves if isinstance(t, Tensor) and t.is_floating_point())
+    return all(bool(torch.isfinite(t).all()) for t in tensors_in(value) if t.is_floating_point())

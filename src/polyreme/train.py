@@ -13,14 +13,14 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any
 
 import torch
-from torch import nn
 
 from polyreme import model_map
 from polyreme.config import Config
-from polyreme.data import Loader, PackedDataset, TextData, open_text
+from polyreme.data import Loader, PackedDataset, TextData, documents, open_text
 from polyreme.engine import Engine, StepResult, initialize
 from polyreme.errors import ConfigError, DataError, ModelError, Problem
 from polyreme.mesh import close, world
@@ -64,15 +64,18 @@ def run(config: Config) -> Summary:
     """
     world_size, rank = world()
     config = config.resolve(world_size)
-    _check_sources(config)
+    check_sources(config)
+    _quiet_libraries(rank)
+    _check_model(config)
     folder = Path(config.checkpoint.folder)
     if config.monitor.plot:
         from polyreme.plot import plot_losses
     text = open_text(config.data, config.seed)
     vocabulary = len(text.tokenizer)
-    model = _model(config, vocabulary)
-    rate = _rate(config, vocabulary, model)
-    engine = initialize(model, config)
+    _check_model(config, vocabulary)
+    rate = _rate(config, vocabulary)
+    _check_lengths(config, text, world_size)
+    engine = initialize(_model(config, vocabulary), config)
     loader = engine.loader(text.train, workers=config.data.workers)
     monitors = open_monitors(config.monitor, folder) if rank == 0 else FanOut([])
     monitors.start(_run_info(config, engine, world_size))
@@ -193,11 +196,6 @@ def validate(engine: Engine, data: PackedDataset, config: Config) -> float:
     """Mean loss, in nats per token, over the first `train.validate_batches` global batches of `data`."""
     ranks = engine.mesh.dp.size
     size = min(config.batch.size, len(data) // ranks * ranks)
-    if not size:
-        raise DataError(
-            f"the validation text has {len(data)} sequences of data.sequence = {config.data.sequence} tokens, fewer than "
-            f"{ranks} ranks: raise data.validation, or shorten data.sequence"
-        )
     loader = engine.loader(data, batch_size=size, shuffle=False, epochs=1, workers=0)
     total = weight = 0.0
     for at, batch in enumerate(loader):
@@ -216,7 +214,8 @@ def sample(engine: Engine, tokenizer: Any, prompt: str, length: int, seed: int) 
     engine.module.eval()
     with torch.random.fork_rng(), torch.no_grad():
         torch.manual_seed(seed)
-        out = engine.module.generate(
+        model: Any = engine.module
+        out = model.generate(
             ids, attention_mask=torch.ones_like(ids), max_new_tokens=length, do_sample=True, temperature=0.8, top_k=50,
             pad_token_id=tokenizer.eos_token_id,
         )  # fmt: skip
@@ -232,14 +231,69 @@ def peak_memory(device: torch.device) -> dict[str, int]:
     return {"peak_rss": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024}
 
 
-def _check_sources(config: Config) -> None:
-    problems = []
-    if config.model.path is None and config.model.config is None:
-        problems.append(Problem("model", None, "says nothing of the model", 'set model.path, or model.config = {model_type = "llama", ...}'))
-    if config.data.path is None:
+def check_sources(config: Config) -> None:
+    """What can be said of the model, the text and the folder before any rank starts. Raises ConfigError and DataError."""
+    model, data, problems = config.model, config.data, []
+    if model.path is None and model.config is None:
+        fix = 'set model.path, or model.config = {model_type = "llama", ...}'
+        problems.append(Problem("model", None, "says nothing of the model", fix))
+    if model.path is not None and not (Path(model.path) / "config.json").is_file():
+        problems.append(Problem("model.path", model.path, "is not a Hugging Face model directory (no config.json in it)",
+                                "give a directory that save_pretrained wrote, or model.config"))  # fmt: skip
+    if data.path is None:
         problems.append(Problem("data.path", None, "says nothing of the text", 'set a file, a folder, a datasets name, or "python-stdlib"'))
+    if data.tokenizer is not None and not Path(data.tokenizer).expanduser().is_dir():
+        fix = "give a directory that save_pretrained wrote, or remove it to train a tokenizer on the text"
+        problems.append(Problem("data.tokenizer", data.tokenizer, "there is no such directory", fix))
+    if reason := _not_writable(Path(config.checkpoint.folder)):
+        problems.append(Problem("checkpoint.folder", config.checkpoint.folder, reason, "give a folder that can be written"))
     if problems:
         raise ConfigError(problems)
+    for path in (data.path, data.validation):
+        if isinstance(path, str):
+            documents(path, pattern=data.pattern, field=data.field)
+
+
+def _not_writable(folder: Path) -> str | None:
+    """Why nothing can be written to `folder`, found by making it and a file in it."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with TemporaryFile(dir=folder):
+            return None
+    except OSError as error:
+        return f"it cannot be written: {error}"
+
+
+def _check_model(config: Config, vocabulary: int | None = None) -> None:
+    """Whether the model can be built, and takes such texts; without `vocabulary`, what is known before there is a tokenizer."""
+    model = config.model
+    loaded = model_map.read_config(model.path, model.config, model.trust_remote_code, vocabulary)
+    if problems := model_map.text_problems(model.path, loaded, config.data.sequence, vocabulary):
+        raise ConfigError(problems)
+
+
+def _check_lengths(config: Config, text: TextData, ranks: int) -> None:
+    """Whether each part of the text, now packed, is enough for one batch."""
+    sequence, size = config.data.sequence, config.batch.size
+    if len(text.train) < size:
+        raise DataError(
+            f"the training text has {len(text.train)} sequences of data.sequence = {sequence} tokens, fewer than batch.size = {size}: "
+            "use more text, shorten data.sequence, or lower batch.size"
+        )
+    if text.validation is not None and len(text.validation) < ranks:
+        raise DataError(
+            f"the validation text has {len(text.validation)} sequences of data.sequence = {sequence} tokens, fewer than {ranks} ranks: "
+            "raise data.validation, or shorten data.sequence"
+        )
+
+
+def _quiet_libraries(rank: int) -> None:
+    """No progress bars of transformers across ours, and its warnings from one rank only."""
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    if rank != 0:
+        logging.set_verbosity_error()
 
 
 def _model(config: Config, vocabulary: int) -> Any:
@@ -249,13 +303,13 @@ def _model(config: Config, vocabulary: int) -> Any:
     return lambda: model_map.build(None, config.model.config, vocab_size=vocabulary)
 
 
-def _rate(config: Config, vocabulary: int, model: Any) -> _Rate | None:
+def _rate(config: Config, vocabulary: int) -> _Rate | None:
     """FLOPs a token, counted on a model without memory, and the device's peak; None where they cannot be counted."""
-    dtype = DTYPES[config.precision.compute]
+    dtype, section = DTYPES[config.precision.compute], config.model
     ids = torch.zeros(1, config.data.sequence, dtype=torch.long, device="meta")
+    with torch.device("meta"):
+        twin = model_map.skeleton(section.path, section.config, section.trust_remote_code, vocabulary)
     try:
-        with torch.device("meta"):
-            twin: nn.Module = model_map.skeleton(config.model.path, config.model.config, config.model.trust_remote_code, vocabulary)
         flops = count_flops(twin, {"input_ids": ids, "labels": ids, **model_map.training_arguments(twin)}, dtype=dtype)
     except ModelError:
         return None

@@ -346,7 +346,7 @@ CONFLICTS: list[tuple[dict[str, Any], str, str]] = [
     ({"optimizer": {"name": "RMSProb"}}, "optimizer.name", '"RMSprop"'),
     ({"optimizer": {"name": "Optimizer"}}, "optimizer.name", "ours are"),
     ({"optimizer": {"name": "LBFGS"}}, "optimizer.name", '"adamw"'),
-    ({"optimizer": {"name": "Adafactor"}}, "optimizer.name", '"adamw"'),
+    ({"optimizer": {"name": "SparseAdam"}}, "optimizer.name", '"adamw"'),
     ({"optimizer": {"momentum": 0.9}}, "optimizer.momentum", "remove"),
     ({"optimizer": {"name": "sgd", "betas": [0.8, 0.9]}}, "optimizer.betas", "remove"),
     ({"optimizer": {"name": "sgd", "nesterov": True}}, "optimizer.nesterov", "momentum = 0.9"),

@@ -46,8 +46,9 @@ def _write(module: nn.Module, tensors: dict[str, Tensor], path: Path, tokenizer:
     for leftover in (unfinished, old):
         shutil.rmtree(leftover, ignore_errors=True)
     unfinished.mkdir(parents=True)
-    if hasattr(module, "save_pretrained"):
-        module.save_pretrained(unfinished, state_dict=tensors)
+    save_pretrained: Any = getattr(module, "save_pretrained", None)
+    if save_pretrained is not None:
+        save_pretrained(unfinished, state_dict=tensors)
     else:
         _write_plain(tensors, unfinished / "model.safetensors")
     if tokenizer is not None:

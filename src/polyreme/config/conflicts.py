@@ -142,7 +142,6 @@ SPECIFIC_KEYS = ("betas", "eps", "momentum", "nesterov", "matrix_lr", "matrix_mo
 UNSUITED = {
     "LBFGS": "it evaluates the loss several times a step",
     "SparseAdam": "it takes sparse gradients only",
-    "Adafactor": "it is not elementwise, so it cannot update a flat shard",
 }
 
 
@@ -155,7 +154,8 @@ def _optimizer(optimizer: OptimizerSection) -> Iterator[Conflict]:
         class_name, reads = OPTIMIZERS[name]
         arguments = _arguments(class_name) if class_name and optimizer.options else set()
     else:
-        reads = frozenset(arguments := _arguments(name))
+        arguments = _arguments(name)
+        reads = frozenset(arguments - {"eps"} if name == "Adafactor" else arguments)  # whose eps is a pair
         if not arguments:
             yield _unknown_optimizer(name)
             return
@@ -165,7 +165,7 @@ def _optimizer(optimizer: OptimizerSection) -> Iterator[Conflict]:
     if name == "sgd" and optimizer.nesterov and optimizer.momentum == 0:
         yield "optimizer.nesterov", "it needs a momentum", "write optimizer.momentum = 0.9"
     for option, value in optimizer.options.items():
-        if option in OptimizerSection.model_fields:
+        if option in OptimizerSection.model_fields and not (option in SPECIFIC_KEYS and option in arguments - reads):
             yield "optimizer.options", f"{option} has a key of its own", f"write optimizer.{option} = {toml(value)}"
         elif option not in arguments:
             near = difflib.get_close_matches(option, arguments, n=1)

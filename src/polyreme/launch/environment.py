@@ -13,6 +13,9 @@ from dataclasses import dataclass
 
 from polyreme.errors import LaunchError
 
+LAUNCHED = "POLYREME_LAUNCHED"
+"""The variable that tells a rank that `polyreme.launch.torchrun` started it, and reports its errors."""
+
 
 @dataclass(frozen=True)
 class Environment:

@@ -19,6 +19,7 @@ import sys
 import time
 import traceback
 from pathlib import Path
+from types import TracebackType
 from typing import NoReturn
 
 from polyreme.errors import PolyremeError
@@ -82,18 +83,24 @@ def _write(error: Exception | SystemExit, at: float) -> None:
     if isinstance(error, PolyremeError):
         message = str(error)
     elif isinstance(error, SystemExit):
-        message = f"it called sys.exit({error.code!r})"
+        message = f"the script called sys.exit({error.code!r})"
     draft = Path(f"{path}.draft")
     draft.write_text(json.dumps({"message": {"message": message, "extraInfo": facts}}))
     draft.replace(path)  # whoever sees the file sees all of it
 
 
 def _traceback(error: BaseException) -> str:
-    """The traceback as from a plain `python script.py`: without the frames of this module and runpy."""
+    """The traceback as from a plain `python script.py`: without the first frames, of this module, runpy and our own command."""
+    here = str(Path(__file__).parents[1])
+    starters = (__file__, runpy.__file__, "<frozen runpy>", f"{here}/__main__.py", f"{here}/cli.py")
     frames = error.__traceback__
-    while frames and frames.tb_frame.f_code.co_filename in (__file__, runpy.__file__, "<frozen runpy>"):
+    while frames and (_file(frames) in starters or frames.tb_frame.f_globals.get("__name__", "").startswith("typer.")):
         frames = frames.tb_next
     return "".join(traceback.format_exception(type(error), error, frames or error.__traceback__))
+
+
+def _file(frames: TracebackType) -> str:
+    return frames.tb_frame.f_code.co_filename
 
 
 if __name__ == "__main__":

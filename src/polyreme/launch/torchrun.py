@@ -22,7 +22,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
+from torch.distributed import TCPStore
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, SubprocessContext
@@ -31,11 +31,15 @@ from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousIn
 from torch.distributed.elastic.rendezvous.api import RendezvousStoreInfo
 
 from polyreme.errors import LaunchError
+from polyreme.launch.environment import LAUNCHED
 from polyreme.launch.processes import signal_group
 
 PATIENCE = 8  # seconds that ranks get to end by themselves before SIGKILL
 POLL = 0.1  # seconds between looks at the ranks
 LOOPBACK = "127.0.0.1"
+KEPT = str(1 << 40)
+"""Bytes up to which glibc is to keep freed memory: by default it gives large tensors back to the kernel at once, and every step
+faults them in again, page by page."""
 
 
 class RanksFailedError(LaunchError):
@@ -66,7 +70,7 @@ def launch(command: Sequence[str], ranks: int, *, threads: int | None = None) ->
     arguments = ("-m", "polyreme.launch.rank", str(os.getpid()), *(a.replace("$", "$$") for a in command))
     with (
         tempfile.TemporaryDirectory(prefix="polyreme-launch-") as folder,
-        _variables(_shared_cores(ranks, threads)),
+        _variables(_for_ranks(ranks, threads)),
         _restored_signals(),
         _quiet_agent(),
     ):
@@ -101,10 +105,12 @@ def _check(command: Sequence[str], ranks: int) -> None:
         raise LaunchError(f"the script {command[0]!r} is not a file; give a Python script, or -m and a module")
 
 
-def _shared_cores(ranks: int, threads: int | None) -> dict[str, str]:
+def _for_ranks(ranks: int, threads: int | None) -> dict[str, str]:
     """Variables for ranks that share this host, which take the place of none that the user set."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    variables = {"OMP_NUM_THREADS": str(threads or max(1, cores // ranks))}
+    variables = {"OMP_NUM_THREADS": str(threads or max(1, cores // ranks)), LAUNCHED: "1"}
+    if not any(name.startswith("MALLOC_") or name == "GLIBC_TUNABLES" for name in os.environ):
+        variables |= {"MALLOC_MMAP_THRESHOLD_": KEPT, "MALLOC_TRIM_THRESHOLD_": KEPT}
     if ranks > 1:
         variables["OMP_WAIT_POLICY"] = "PASSIVE"  # a thread that spins takes the core of another rank
         variables["GLOO_SOCKET_IFNAME"] = "lo" if sys.platform.startswith("linux") else "lo0"
@@ -250,17 +256,21 @@ class _Failure:
 
 
 def _report(failures: Mapping[int, ProcessFailure], ended_first: Sequence[int], ranks: int) -> RanksFailedError:
-    """One error for all ranks. First are `ended_first`, who ended before any was told to, then who raised first."""
+    """One error for all ranks: the bare message where all say the same of bad input.
+
+    First are `ended_first`, who ended before any was told to, then who raised first."""
     all_failures = [_Failure.read(rank, failure) for rank, failure in failures.items()]
     first, *others = sorted(all_failures, key=lambda f: (f.rank not in ended_first, f.at, f.rank))
     name = f"rank {first.rank} of {ranks}"
+    same = [f.rank for f in others if f.message is not None and f.message == first.message]
+    if first.expected and len(same) + 1 == ranks and first.message is not None:
+        return RanksFailedError(first.message, first.exit_status, first.rank, first.traceback)
     if first.message is None:
         text = f"{name} failed first: it {first.end}"
     elif first.expected:
         text = f"{name} failed first: {first.message}"
     else:
         text = f"{name} failed first:\n{(first.traceback or first.message).rstrip()}"
-    same = [f.rank for f in others if f.message is not None and f.message == first.message]
     if same:
         text += f"\nrank{'s' if len(same) > 1 else ''} {', '.join(map(str, sorted(same)))} failed in the same way"
     for failure in others:

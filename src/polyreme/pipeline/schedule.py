@@ -31,7 +31,7 @@ Schedule = tuple[tuple[Action, ...], ...]
 
 def single_stage(microbatches: int) -> Schedule:
     """The table of one stage: gradient accumulation over `microbatches`, then reduce and update."""
-    row = [Action(op, 0, i) for i in range(microbatches) for op in ("F", "B")]  # type: ignore[arg-type]
+    row = [Action(op, 0, i) for i in range(microbatches) for op in ("F", "B")]
     return ((*row, Action("R", 0), Action("U", 0)),)
 
 

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
+from polyreme.model_map import tensors_in
 from polyreme.zero.bucket import Bucket
 
 
@@ -54,14 +55,22 @@ class Blocks:
     """Gathers and releases the units of `model` by hooks; does nothing at all unless a bucket is sharded."""
 
     def __init__(
-        self, model: nn.Module, root: Unit, units: Sequence[Unit], prefetch: int = 1, release: Literal["auto", "always"] = "auto"
+        self,
+        model: nn.Module,
+        root: Unit,
+        units: Sequence[Unit],
+        prefetch: int = 1,
+        release: Literal["auto", "always"] = "auto",
+        finished: Callable[[Sequence[Bucket]], None] = lambda _: None,
     ) -> None:
         self.root, self.units = root, list(units)
-        self._prefetch, self._release = prefetch, release
+        self._prefetch, self._release, self._finished = prefetch, release, finished
         self._current: Unit | None = None
+        self._inside: Unit | None = None  # whose module's forward is running
         self._order: list[Unit] = []  # of the forward under way, or the last one
         self._expected: list[Unit] = []  # of the last complete forward: where to prefetch from
-        self._position = 0  # in the backward under way
+        self._trail: list[Unit] = []  # through all forwards since the last backward, which goes along it from its end
+        self._position = 0  # in the backward under way, on the trail
         self._checked = False
         if not any(unit.sharded for unit in (root, *self.units)):
             return
@@ -70,8 +79,8 @@ class Blocks:
         for unit in self.units:
             for module in unit.modules:
                 module.register_forward_pre_hook(self._before(unit), prepend=True)
-                module.register_forward_hook(self._after(unit))
-        self._guard = _Guard({id(p): unit for unit in self.units for b in unit.buckets for p in b.parameters}, self._pin)
+                module.register_forward_hook(self._after(unit), with_kwargs=True, always_call=True)
+        self._guard = _Guard({id(p): unit for unit in self.units for b in unit.buckets for p in b.parameters}, self._pin_outside)
 
     def release_all(self) -> None:
         """Free every gathered parameter: after a backward for release="always", before an update in any case."""
@@ -85,6 +94,7 @@ class Blocks:
             if not unit.pinned or self._release == "always":
                 unit.release()
         self._current = None
+        self._trail.clear()
         if self._release == "always":
             self.root.release()
 
@@ -107,10 +117,7 @@ class Blocks:
         self.root.gather()
         if self._expected:
             self._expected[0].gather()
-        self.root.ensure()
-        for unit in self.units:
-            if unit.pinned:
-                unit.ensure()
+        self._ensure_root()
         if not self._checked:
             self._guard.__enter__()
 
@@ -121,10 +128,12 @@ class Blocks:
             self._guard.__exit__(None, None, None)
             self._checked = output is not None
         self._expected = self._order
-        self._position = len(self._order)
+        if torch.is_grad_enabled():
+            self._trail += self._order
+            self._position = len(self._trail)
         if self._release == "always" or not torch.is_grad_enabled():
             self.release_all()
-        self._watch(output, self.root)
+        self._watch(tensors_in(output), self.root)
 
     def _before(self, unit: Unit) -> Callable[[nn.Module, object], None]:
         def enter(module: nn.Module, args: object) -> None:
@@ -141,39 +150,50 @@ class Blocks:
                     for ahead in self._expected[at : at + self._prefetch]:
                         ahead.gather()
             unit.ensure()
+            self._inside = unit
 
         return enter
 
-    def _after(self, unit: Unit) -> Callable[[nn.Module, object, object], None]:
-        def leave(module: nn.Module, args: object, output: object) -> None:
-            self._watch(output, unit)
+    def _after(self, unit: Unit) -> Callable[[nn.Module, object, object, object], None]:
+        def leave(module: nn.Module, args: object, kwargs: object, output: object) -> None:
+            if not _in_backward():
+                self._inside = None
+            handed_on = {id(t) for t in tensors_in((args, kwargs))}  # whose gradient does not lead into this unit
+            self._watch([t for t in tensors_in(output) if id(t) not in handed_on], unit)
 
         return leave
 
+    def _ensure_root(self) -> None:
+        for unit in (self.root, *self.units):
+            if unit is self.root or unit.pinned:
+                unit.ensure()
+
     # ---- backward
 
-    def _watch(self, output: object, unit: Unit) -> None:
-        """Have `unit` gathered before the backward of what made `output`."""
+    def _watch(self, outputs: Sequence[Tensor], unit: Unit) -> None:
+        """Have `unit` gathered before the backward of what made `outputs`."""
         if torch.is_grad_enabled():
-            for leaf in pytree.tree_leaves(output):
-                if isinstance(leaf, Tensor) and leaf.grad_fn is not None:
-                    leaf.register_hook(self._before_backward(unit))
+            for tensor in outputs:
+                if tensor.grad_fn is not None:
+                    tensor.register_hook(self._before_backward(unit))
 
     def _before_backward(self, unit: Unit) -> Callable[[Tensor], None]:
         def enter(_: Tensor) -> None:
             if unit is self.root:
-                unit.ensure()
+                self._ensure_root()
                 return
-            if unit is not self._current:
-                self._leave()
-                self._current = unit
-            unit.gather()
-            if self._order[self._position : self._position + 1] != [unit]:  # not here yet: go back to where it was used
+            if self._trail[self._position : self._position + 1] != [unit]:  # not here yet: go back to where it was used
                 at = self._position
-                while at > 0 and self._order[at - 1] is not unit:
+                while at > 0 and self._trail[at - 1] is not unit:
                     at -= 1
                 self._position = max(at - 1, 0)
-            for ahead in self._order[max(self._position - self._prefetch, 0) : self._position][::-1]:
+            if (left := self._current) is not unit:
+                self._leave()
+                self._current = unit
+                if left is not None and not left.pinned and left not in self._trail[: self._position]:
+                    self._finished(left.buckets)
+            unit.gather()
+            for ahead in self._trail[max(self._position - self._prefetch, 0) : self._position][::-1]:
                 ahead.gather()
             unit.ensure()
 
@@ -185,24 +205,26 @@ class Blocks:
         if self._current is not None and not self._current.pinned:
             self._current.release()
 
-    def _pin(self, unit: Unit) -> None:
-        unit.pinned = True
-        unit.ensure()
+    def _pin_outside(self, unit: Unit) -> None:
+        """Note a use of `unit`'s parameters."""
+        if unit is not self._inside:
+            unit.pinned = True
+            unit.ensure()
 
 
 class _Guard(TorchFunctionMode):
-    """During the first forward: finds parameters that are used while they are not gathered (outside their block's forward), and
-    has their unit gathered for the whole forward from then on. Reading them would otherwise read freed memory."""
+    """During the first forward: finds parameters that are used outside their block's forward, whose unit then stays gathered like
+    the root. Reading them, there or in the backward of that use, would otherwise read freed memory."""
 
-    def __init__(self, owners: dict[int, Unit], pin: Callable[[Unit], None]) -> None:
+    def __init__(self, owners: dict[int, Unit], used: Callable[[Unit], None]) -> None:
         super().__init__()
-        self._owners, self._pin = owners, pin
+        self._owners, self._used = owners, used
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         for leaf in pytree.tree_leaves((args, kwargs or {})):
             unit = self._owners.get(id(leaf)) if isinstance(leaf, nn.Parameter) else None
-            if unit is not None and any(bucket.released for bucket in unit.buckets):
-                self._pin(unit)
+            if unit is not None:
+                self._used(unit)
         return func(*args, **(kwargs or {}))
 
 

@@ -128,8 +128,8 @@ class _Tape:
 class _Evaluator:
     """Computes values of a tape on demand.
 
-    A value stays in memory while `pending(value)`; but if these are together larger than the largest value of the tape, the oldest go,
-    and are made again when asked for.
+    A value stays in memory while `pending(value)`; but if these (the one just asked for apart) are together larger than the largest value
+    of the tape, the oldest go, and are made again when asked for.
     """
 
     def __init__(self, tape: _Tape, pending: Callable[[int], bool]) -> None:
@@ -137,6 +137,7 @@ class _Evaluator:
         self.pending = pending
         self.executed: set[int] = set()
         self.ends: dict[int, Tensor] = {}  # generator state after each random row
+        self._slab = torch.empty(0)
         self._kept: dict[int, UntypedStorage] = {}
         self._kept_bytes = 0
 
@@ -153,7 +154,7 @@ class _Evaluator:
 
     def state(self, position: int | Tensor) -> Tensor:
         """The generator state at `position`: a state, or where the row of that number ends."""
-        return position if isinstance(position, Tensor) else self.ends[position]
+        return (position if isinstance(position, Tensor) else self.ends[position]).clone()  # torch reads a state from its storage's start
 
     def run(self, row: int, full: bool, result: int | None = None) -> None:
         """Execute `row` and what it depends on; not `full` means for its random draws only. Keeps the value `result`."""
@@ -165,8 +166,9 @@ class _Evaluator:
                 uses[value] -= 1
                 if not uses[value] and value != result:
                     self.release(value)
+        limit = self.tape.largest + (0 if result is None else self.tape.nbytes[result])
         for value in list(self._kept):
-            if self._kept_bytes <= self.tape.largest:
+            if self._kept_bytes <= limit:
                 break
             if value != result:
                 self._drop(value)
@@ -222,15 +224,23 @@ class _Evaluator:
             if op.private:
                 generator = torch.Generator().set_state(start)
                 outputs = tree_leaves(op.func(*args, **kwargs | {"generator": generator}))
-                self.ends[row] = generator.get_state()
+                self._remember(row, generator.get_state())
             else:
                 torch.set_rng_state(start)
                 outputs = tree_leaves(op.func(*args, **kwargs))
-                self.ends[row] = torch.get_rng_state()
+                self._remember(row, torch.get_rng_state())
             return outputs
         finally:
             torch.set_default_dtype(dtype)
             torch.set_rng_state(state)
+
+    def _remember(self, row: int, state: Tensor) -> None:
+        if row in self.ends:
+            return
+        slot = len(self.ends) % 64
+        if slot == 0:  # in slabs: many small blocks that stay would leave holes too small for the tensors that come and go between them
+            self._slab = torch.empty(64, state.numel(), dtype=state.dtype)
+        self.ends[row] = self._slab[slot].copy_(state)
 
     def _as_recorded(self, op: _Op, tensor: Tensor, view: _View) -> UntypedStorage:
         """The output's storage, laid out as the views recorded on it expect."""
@@ -285,9 +295,15 @@ class _Recorder(TorchDispatchMode):
             return func(*args, **kwargs)
         if func is aten.lift_fresh.default and not isinstance(args[0], FakeTensor):
             return self._constant(args[0])
-        tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+        leaves = tree_leaves((args, kwargs))
+        tensors = [t for t in leaves if isinstance(t, Tensor)]
         written = {id(t) for t in _leaves(func, args, kwargs, Tensor, _is_written)}
         random = torch.Tag.nondeterministic_seeded in func.tags
+        if any(isinstance(leaf, UntypedStorage) and leaf._cdata not in self._current for leaf in leaves):
+            raise ModelError(
+                f"{func} puts a tensor on memory that was not seen being made, as torch.load does, while the model is built; load after "
+                "building, or build the model whole and pass the module"
+            )
         outside = tensors and not random and not any(isinstance(t, FakeTensor) for t in tensors)
         if not outside and all(isinstance(t, FakeTensor) for t in tensors if id(t) in written):
             try:
@@ -301,12 +317,7 @@ class _Recorder(TorchDispatchMode):
     def view(self, tensor: Tensor) -> _View:
         """`tensor`, which may be a real one, as a window on the latest value of its storage."""
         tensor = self._as_fake(tensor)
-        address = tensor.untyped_storage()._cdata
-        if address not in self._current:
-            raise ModelError(
-                f"a tensor of shape {tuple(tensor.shape)} got its memory unseen while the model was built, as torch.load does; "
-                "build the model whole and pass the module, or load after building"
-            )
+        address = _storage(tensor, "the build")._cdata
         where = (tuple(tensor.shape), tuple(tensor.stride()), int(tensor.storage_offset()))
         return _View(self._current[address], tensor.dtype, *where, tensor.is_conj(), tensor.is_neg())
 
@@ -333,12 +344,12 @@ class _Recorder(TorchDispatchMode):
         outputs = tree_leaves(result)
         fresh: dict[int, int] = {}
         for i, tensor in enumerate(outputs):
-            if isinstance(tensor, Tensor) and tensor.untyped_storage()._cdata not in self._current:
+            if isinstance(tensor, Tensor) and _storage(tensor, func)._cdata not in self._current:
                 fresh.setdefault(tensor.untyped_storage()._cdata, i)
         if not old and not fresh:
             return result
         writes = tuple((value, self._new_value(address)) for address, value in old.items())
-        creates = tuple((i, self._adopt(func, outputs[i])) for i in fresh.values())
+        creates = tuple((i, self._adopt(outputs[i])) for i in fresh.values())
         op = _Op(func, seen_args, seen_kwargs | blind, reads, needs, writes, creates, torch.get_default_dtype(), random)
         if random:
             self._draw(op, kwargs.get("generator"))
@@ -350,7 +361,7 @@ class _Recorder(TorchDispatchMode):
         """Append a random row, and put the generator where it can be recognised, or (one of the build's own) where the draw leaves it."""
         row = len(self.tape.ops)
         self.tape.ops.append(op)
-        if generator is None or generator is torch.default_generator:
+        if generator is None or _same(generator, torch.default_generator):
             op.start = self.position()
             mark = torch.Generator().manual_seed(_MARK + row).get_state()
             self._marks[mark.numpy().tobytes()] = row
@@ -360,30 +371,22 @@ class _Recorder(TorchDispatchMode):
             raise ModelError(f"{op.func} draws from a generator on {generator.device} while the model is built; build it on the CPU")
         op.private, op.start = True, generator.get_state()
         self.evaluator.run(row, full=False)
-        generator.set_state(self.evaluator.ends[row])
+        generator.set_state(self.evaluator.state(row))
 
     def _constant(self, real: Tensor) -> Tensor:
         """A fake tensor for one that the build took from elsewhere: Python numbers, an array, a file."""
-        if real.device.type != "cpu" or real.layout != torch.strided:
-            raise ModelError(
-                f"the build uses a {real.layout} tensor on {real.device} made outside it; only dense tensors on the CPU can be recorded"
-            )
+        _storage(real, "something outside")
         held = real.detach().resolve_conj().resolve_neg().clone()
         with self.fake:
             fake = torch.empty_strided(held.shape, held.stride(), dtype=held.dtype, device="cpu")
-        view = self._adopt("a constant", fake)
+        view = self._adopt(fake)
         self.tape.ops.append(_Op(held.clone, (), {}, frozenset(), frozenset(), (), ((0, view),), torch.get_default_dtype()))
         return fake
 
     def _as_fake(self, tensor: Tensor) -> Tensor:
         return tensor if isinstance(tensor, FakeTensor) else self._constant(tensor)
 
-    def _adopt(self, maker: object, tensor: Tensor) -> _View:
-        if tensor.device.type != "cpu" or tensor.layout != torch.strided:
-            raise ModelError(
-                f"{maker} makes a {tensor.layout} tensor on {tensor.device} while the model is built; only dense tensors on the CPU "
-                "can be recorded: build it there, or build the model whole and pass the module"
-            )
+    def _adopt(self, tensor: Tensor) -> _View:
         storage = tensor.untyped_storage()
         self._storages[storage._cdata] = storage
         self._new_value(storage._cdata)
@@ -395,6 +398,20 @@ class _Recorder(TorchDispatchMode):
             self._superseded.add(self._current[address])
         self._current[address] = self.tape.new_value(self._storages[address].nbytes())
         return self._current[address]
+
+
+def _storage(tensor: Tensor, maker: object) -> UntypedStorage:
+    """The tensor's memory. Raises ModelError for one that cannot be recorded."""
+    if tensor.device.type != "cpu" or tensor.layout != torch.strided:
+        raise ModelError(
+            f"{maker} makes a {tensor.layout} tensor on {tensor.device} while the model is built; only dense tensors on the CPU can be "
+            "recorded: build it there, or build the model whole and pass the module"
+        )
+    return tensor.untyped_storage()
+
+
+def _same(a: torch.Generator, b: torch.Generator) -> bool:
+    return getattr(a, "_cdata", a) == getattr(b, "_cdata", b)  # operators are given a new wrapper each time
 
 
 def _leaves(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], kind: type, chosen: Callable[[Any, Any], bool]) -> list[Any]:
@@ -507,7 +524,8 @@ def record(build: Callable[[], nn.Module], seed: int) -> Recording:
     """Run `build` without memory for its tensors, and record how `torch.manual_seed(seed); build()` makes them.
 
     build: makes the module on the CPU. It runs once, without gradients, on fake tensors. Where it reads numbers (`.item()`, `if
-        mask.any()`, `.numpy()`), these are computed on the spot, at the cost of the random draws that lead there.
+        mask.any()`, `.numpy()`), these are computed on the spot, at the cost of the random draws that lead there. Its subclasses of
+        nn.Parameter become plain ones.
     seed: for the default generator. Generators of the build's own are followed as well; those of Python and NumPy are the caller's.
 
     Tensors that the module keeps outside its parameters and buffers are made at once. Generator states are left as they were. A build on
@@ -523,12 +541,14 @@ def record(build: Callable[[], nn.Module], seed: int) -> Recording:
             module = build()
         final = recorder.position()
     except Exception as error:
+        if "FakeTensor" in str(error):
+            raise ModelError(f"the model's building cannot be recorded; build it whole and pass the module ({error})") from error
         error.add_note("raised while the model's building was recorded on fake tensors; if it builds otherwise, pass the built module")
         raise
     finally:
         torch.set_rng_state(state)
     if not isinstance(module, nn.Module):
-        raise ModelError(f"the function given as the model returned {type(module).__name__}, not a torch.nn.Module; return the module")
+        raise ModelError(f"the function given as the model returned {type(module)}, not a torch.nn.Module; return the module")
     views = {name: recorder.view(t) for named in (module.named_parameters, module.named_buffers) for name, t in named()}
     names = _put_on_meta(module, recorder)
     _make_others(recorder, names)
@@ -557,8 +577,14 @@ def _put_on_meta(module: nn.Module, recorder: _Recorder) -> dict[int, str]:
 
 def _make_others(recorder: _Recorder, names: dict[int, str]) -> None:
     """Give their numbers to the fake tensors that outlive the build: plain attributes, items of lists, variables of closures."""
+
+    def survivors() -> list[FakeTensor]:
+        return [o for o in gc.get_objects() if type(o) is FakeTensor and o.fake_mode is recorder.fake]
+
+    if not survivors():
+        return
     gc.collect()
-    for tensor in [o for o in gc.get_objects() if type(o) is FakeTensor and o.fake_mode is recorder.fake]:
+    for tensor in survivors():
         if id(tensor) in names:
             raise ModelError(
                 f"parameter {names[id(tensor)]} is also kept outside the module's parameters (in a plain list, attribute or closure), "

@@ -1,53 +1,64 @@
-"""Which torch optimizer updates which parameters, from the config or from what the caller passed.
+"""Which torch optimizer updates which parameters, from the config or from what the caller passed, and the options it has in each step.
 
-Elementwise optimizers run on flat shards (boundary "element"); those that look at whole matrices get whole tensors ("tensor").
+Invariant: an optimizer runs on flat shards (boundary "element") only if cutting a tensor changes nothing of its update, which is tried
+out on small tensors; one that looks at whole tensors gets them whole ("tensor"), and one that looks at all of them at once is refused.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
+from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
+from polyreme.config import Progress
 from polyreme.config.keys import OptimizerSection
 from polyreme.errors import ConfigError, Problem
 from polyreme.layout import Boundary
+from polyreme.lr_schedule import LRSchedule
 from polyreme.model_map import matrices, no_decay
 
-Make = Callable[[list[dict[str, Any]]], Optimizer]
-"""Builds a torch optimizer over parameter groups."""
+Make = Callable[[Any], Optimizer]
+"""Builds a torch optimizer over parameters or parameter groups."""
 
-WHOLE_TENSORS = {"Muon", "Adafactor"}
-"""Optimizers of torch.optim whose update of a number depends on others of its tensor."""
-FUSED = {"Adam", "AdamW", "SGD", "Adagrad"}
-"""Optimizers of torch.optim with a fused kernel for CPU and CUDA."""
+Scheduler = LRScheduler | Callable[[Optimizer], LRScheduler]
+"""A torch scheduler, or what builds one on an optimizer."""
+
+FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad)
+"""Optimizers of torch.optim with a fused kernel."""
 
 
 @dataclass(frozen=True)
 class Group:
-    """One optimizer group: which maker its parameters go to, with which options in place of the maker's own."""
+    """One optimizer group: what makes its optimizer, with which options in place of the maker's own, and where shards may cut."""
 
-    maker: int = 0
-    options: Mapping[str, Any] | None = None
+    make: Make
+    boundary: Boundary
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    def optimizer(self, tensors: Sequence[Tensor]) -> Optimizer:
+        """A torch optimizer of this one group."""
+        return self.make([{**self.options, "params": list(tensors)}])
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """How the parameters of a model are updated: makers, groups, the group of each parameter by name, and where shards may cut."""
+    """How the parameters of a model are updated: groups, and the group of each parameter by name."""
 
-    makers: tuple[Make, ...]
     groups: tuple[Group, ...]
     group_of: Mapping[str, int]
-    boundary_of: tuple[Boundary, ...]  # by maker
 
     def boundary(self, group: int) -> Boundary:
-        return self.boundary_of[self.groups[group].maker]
+        return self.groups[group].boundary
 
 
 class Lion(Optimizer):
@@ -75,49 +86,47 @@ class Lion(Optimizer):
         return loss
 
 
-
 def recipe(model: nn.Module, section: OptimizerSection, given: type[Optimizer] | Make | None = None) -> Recipe:
-    """The recipe of the config section, or of `given`: a torch optimizer class (called with lr and options of the section) or a
-    factory over parameter groups (which decides everything itself; weight-decay groups are the section's only).
+    """The recipe of the config section, or of `given`: a torch optimizer class in place of the section's `name`, or a factory, which is
+    called with the model's trainable parameters and decides everything itself (groups, learning rates, options).
 
-    Raises ConfigError for an optimizer that cannot run on shards, or for options that it does not take.
+    A class that is not one of the section's names keeps its own defaults for those of betas, eps, momentum and nesterov that the
+    section does not set. Raises ConfigError for an optimizer that cannot run here, and for options that it does not take.
     """
-    names = [name for name, _ in model.named_parameters()]
-    if given is not None:
-        is_class = isinstance(given, type)
-        make = _class_maker(given, section, {}) if is_class else given  # type: ignore[arg-type]
-        kind = given.__name__ if is_class else type(_probe(make)).__name__  # type: ignore[union-attr]
-        _refuse(kind)
-        return Recipe((make,), (Group(),), dict.fromkeys(names, 0), ("tensor" if kind in WHOLE_TENSORS else "element",))
-    spared = _spared(model, section)
-    groups = [Group(0), Group(0, {"weight_decay": 0.0})]
-    group_of = {name: int(name in spared) for name in names}
+    if isinstance(given, Optimizer) or not (given is None or callable(given)):
+        raise ConfigError([Problem("optimizer", type(given).__name__, "its parameters are to move into buckets",
+                                   "pass its class, or a factory such as lambda params: torch.optim.AdamW(params, lr=3e-4)")])  # fmt: skip
+    if given is not None and not isinstance(given, type):
+        return _from_factory(model, given)
+    spared, spare = _spared(model, section), {"weight_decay": 0.0}
     adam = {"betas": section.betas, "eps": section.eps}
-    if section.name == "muon":
+    if given is None and section.name == "muon":
         whole = matrices(model)
-        groups.append(Group(1))
-        group_of |= dict.fromkeys(whole, 2)
-        rest = _class_maker(torch.optim.AdamW, section, adam, own_options=False)
-        muon = _class_maker(torch.optim.Muon, section, {"lr": section.matrix_lr, "momentum": section.matrix_momentum})
-        return Recipe((rest, muon), tuple(groups), group_of, ("element", "tensor"))
-    known: dict[str, tuple[type[Optimizer], dict[str, Any]]] = {
+        muon = _configured(torch.optim.Muon, section, {"lr": section.matrix_lr, "momentum": section.matrix_momentum})
+        _boundary(muon, {2})
+        rest = _configured(torch.optim.AdamW, section, adam, own_options=False)
+        groups = Group(rest, "element"), Group(rest, "element", spare), Group(muon, "tensor"), Group(muon, "tensor", spare)
+        return Recipe(groups, {name: 2 * (name in whole) + (name in spared) for name, _ in model.named_parameters()})
+    ours: dict[str, tuple[type[Optimizer], dict[str, Any]]] = {
         "adamw": (torch.optim.AdamW, adam),
         "adam": (torch.optim.Adam, adam),
         "sgd": (torch.optim.SGD, {"momentum": section.momentum, "nesterov": section.nesterov}),
         "adagrad": (torch.optim.Adagrad, {"eps": section.eps}),
         "lion": (Lion, {"betas": section.betas}),
     }
-    cls, arguments = known.get(section.name) or (getattr(torch.optim, section.name), {})
-    _refuse(cls.__name__)
-    boundary: Boundary = "tensor" if cls.__name__ in WHOLE_TENSORS else "element"
-    return Recipe((_class_maker(cls, section, arguments),), tuple(groups), group_of, (boundary,))
+    if given is None and section.name in ours:
+        make = _configured(ours[section.name][0], section, ours[section.name][1])
+    else:
+        written = {key: getattr(section, key) for key in section.model_fields_set & {"betas", "eps", "momentum", "nesterov"}}
+        make = _configured(given or getattr(torch.optim, section.name), section, written)
+    boundary = _boundary(make, {p.dim() for p in model.parameters() if p.requires_grad})
+    return Recipe((Group(make, boundary), Group(make, boundary, spare)), {n: int(n in spared) for n, _ in model.named_parameters()})
 
 
-def _class_maker(cls: type[Optimizer], section: OptimizerSection, arguments: Mapping[str, Any], own_options: bool = True) -> Make:
+def _configured(cls: type[Optimizer], section: OptimizerSection, arguments: Mapping[str, Any], own_options: bool = True) -> Make:
+    """`cls` with the section's learning rate, weight decay and options."""
     taken = inspect.signature(cls).parameters
     options = {"lr": section.lr, "weight_decay": section.weight_decay, **arguments}
-    if cls.__name__ in FUSED:
-        options["fused"] = True
     options = {key: value for key, value in options.items() if key in taken}
     if own_options:
         unknown = sorted(set(section.options) - set(taken))
@@ -125,29 +134,79 @@ def _class_maker(cls: type[Optimizer], section: OptimizerSection, arguments: Map
             raise ConfigError([Problem(f"optimizer.options.{key}", section.options[key], f"{cls.__name__} does not take it",
                                        f"one of {', '.join(k for k in taken if k != 'params')}") for key in unknown])  # fmt: skip
         options |= section.options
-        if options.get("foreach") or options.get("differentiable"):
-            options.pop("fused", None)
-    make = lambda groups: cls(groups, **options)  # noqa: E731
+    return partial(cls, **_fused(cls, options))
+
+
+def _from_factory(model: nn.Module, factory: Make) -> Recipe:
+    """The groups that the caller's factory makes of the model's own parameters, to be made again of shards."""
+    trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
     try:
-        _probe(make)
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise ConfigError([Problem("optimizer", options, f"{cls.__name__} refuses it: {error}", "change the options")]) from error
-    return make
-
-
-def _probe(make: Make) -> Optimizer:
-    """An optimizer over one small matrix: to see what a factory makes, and that it makes it."""
-    made = make([{"params": [torch.zeros(2, 2)]}])
+        made = factory(list(trainable.values()))
+    except Exception as error:
+        raise ConfigError([Problem("optimizer", getattr(factory, "__name__", factory), f"the factory failed: {error}",
+                                   "it is called with a list of the trainable parameters")]) from error  # fmt: skip
     if not isinstance(made, Optimizer):
         raise ConfigError([Problem("optimizer", made, "the factory did not return a torch optimizer",
-                                   "pass a torch.optim class, or a function of parameter groups that returns an optimizer")])  # fmt: skip
-    return made
+                                   "pass a torch.optim class, or a function of a list of parameters that returns one")])  # fmt: skip
+    at = {id(p): index for index, group in enumerate(made.param_groups) for p in group["params"]}
+    if left_out := [name for name, p in trainable.items() if id(p) not in at]:
+        raise ConfigError([Problem("optimizer", type(made).__name__, f"the factory leaves out {', '.join(left_out[:3])} "
+                                   f"({len(left_out)} in all)", "call requires_grad_(False) on what is not to be trained")])  # fmt: skip
+    cls = type(made)
+    taken = inspect.signature(cls).parameters
+    make = partial(cls, **_fused(cls, {key: value for key, value in made.defaults.items() if key in taken}))
+    groups = []
+    for group in made.param_groups:
+        options = _fused(cls, {key: value for key, value in group.items() if key not in ("params", "param_names", "initial_lr")})
+        if "initial_lr" in group:  # a scheduler has changed lr already
+            options["lr"] = group["initial_lr"]
+        groups.append(Group(make, _boundary(make, {p.dim() for p in group["params"]}, options), options))
+    return Recipe(tuple(groups), {name: at.get(id(p), 0) for name, p in model.named_parameters()})
 
 
-def _refuse(kind: str) -> None:
-    reasons = {"LBFGS": "needs the whole model's gradient and several evaluations a step", "SparseAdam": "takes sparse gradients only"}
-    if kind in reasons:
-        raise ConfigError([Problem("optimizer.name", kind, reasons[kind], 'use an elementwise optimizer such as "adamw"')])
+def _fused(cls: type[Optimizer], options: dict[str, Any]) -> dict[str, Any]:
+    """`options`, with the fused kernel where `cls` has one and they do not choose another way."""
+    chosen = options.get("fused") is not None or options.get("foreach") or options.get("differentiable")
+    return options if cls not in FUSED or chosen else {**options, "fused": True}
+
+
+def _boundary(make: Make, dims: AbstractSet[int], options: Mapping[str, Any] | None = None) -> Boundary:
+    """Where shards may cut tensors of these numbers of dimensions, found by trying. Raises ConfigError if the optimizer does not work."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(4,) * dim for dim in sorted(dims or {2}) for _ in range(2)]
+    tensors = [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
+    group = Group(make, "tensor", options or {})
+    name = make.func.__name__ if isinstance(make, partial) else str(make)
+    try:
+        together = _trial(group, tensors)
+        alone = torch.cat([_trial(group, [tensor]) for tensor in tensors])
+    except Exception as error:  # whatever a class of the caller's raises
+        reason = f"it fails on tensors of {' or '.join(map(str, sorted(dims)))} dimensions with its options: {error}"
+        raise ConfigError([Problem("optimizer", name, reason, 'change the options, or use another one such as "adamw"')]) from error
+    if not _same(together, alone):
+        raise ConfigError([Problem("optimizer", name, "its update of one tensor depends on the others, which are in other buckets",
+                                   'use an optimizer that treats tensors one by one, such as "adamw"')])  # fmt: skip
+    try:
+        cut = _trial(group, [half for tensor in tensors for half in tensor.flatten().chunk(2)])
+    except Exception:  # such as Muon's, which takes matrices only
+        return "tensor"
+    return "element" if _same(together, cut) else "tensor"
+
+
+def _trial(group: Group, tensors: Sequence[Tensor]) -> Tensor:
+    """All numbers of copies of `tensors` after three steps, with gradients that are a function of each number alone."""
+    copies = [tensor.clone() for tensor in tensors]
+    made = group.optimizer(copies)
+    made.param_groups[0]["lr"] = 0.1  # one of 0, as a warm-up begins with, would show nothing
+    for step in range(3):
+        for copy in copies:
+            copy.grad = torch.sin(7 * copy + step)
+        made.step()
+    return torch.cat([copy.flatten() for copy in copies])
+
+
+def _same(a: Tensor, b: Tensor) -> bool:
+    return torch.allclose(a, b, rtol=1e-9, atol=1e-12, equal_nan=True)
 
 
 def _spared(model: nn.Module, section: OptimizerSection) -> set[str]:
@@ -158,3 +217,76 @@ def _spared(model: nn.Module, section: OptimizerSection) -> set[str]:
         return no_decay(model)
     names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
     return {name for name in names if any(fnmatchcase(name, pattern) for pattern in section.no_decay)}
+
+
+class Options:
+    """The options of every group in the coming step (lr, betas, ...), which the optimizers of all shards follow.
+
+    The learning rate is each group's own times the factor of `schedule`; or, with `scheduler`, what that torch scheduler makes of it: a
+    scheduler on any optimizer of the caller's (with one group, whose learning rate leads all groups in proportion, or with as many as
+    the recipe), or a factory that builds one on the optimizer that it is given, which has the recipe's groups.
+
+    Raises ConfigError for anything else, and for ReduceLROnPlateau.
+    """
+
+    def __init__(self, made: Recipe, schedule: LRSchedule, scheduler: Scheduler | None = None) -> None:
+        self._schedule = schedule
+        probes = [group.optimizer([torch.zeros(2, 2)]) for group in made.groups]
+        self._lead = Optimizer([probe.param_groups[0] for probe in probes], probes[0].defaults)
+        self._base = [float(group["lr"]) for group in self.groups]
+        for group, base in zip(self._lead.param_groups, self._base, strict=True):
+            group["lr"] = base  # a number, where the caller gave a tensor
+        self._scheduler = None if scheduler is None else self._built(scheduler)
+        self._follow(Progress(0, 0, 0))
+
+    @property
+    def groups(self) -> Sequence[Mapping[str, Any]]:
+        """The options by group of the recipe."""
+        return self._lead.param_groups
+
+    @property
+    def lr(self) -> float:
+        """The learning rate of the first group."""
+        return float(self.groups[0]["lr"])
+
+    def advance(self, progress: Progress) -> None:
+        """To the step that follows `progress`, by one step of the torch scheduler where there is one."""
+        if self._scheduler is not None:
+            with warnings.catch_warnings():  # that it is stepped before its optimizer: ours are others
+                warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step", UserWarning)
+                self._scheduler.step()
+        self._follow(progress)
+
+    def _follow(self, progress: Progress) -> None:
+        """Set the learning rates, unless the scheduler has set them itself."""
+        if self._scheduler is None:
+            factor = self._schedule.factor(progress)
+            rates = [base * factor for base in self._base]
+        elif self._scheduler.optimizer is not self._lead:
+            rates = [float(group["lr"]) for group in self._scheduler.optimizer.param_groups]
+            if len(rates) == 1:
+                rates = [rates[0] if base == self._base[0] else rates[0] * (base / self._base[0]) for base in self._base]
+        else:
+            return
+        for group, rate in zip(self._lead.param_groups, rates, strict=True):
+            group["lr"] = rate
+
+    def _built(self, scheduler: Any) -> LRScheduler:
+        made, reason = scheduler, ""
+        if not isinstance(made, LRScheduler) and callable(scheduler):
+            try:
+                made = scheduler(self._lead)
+            except Exception as error:
+                made, reason = scheduler, f"it fails on an optimizer of {len(self._base)} groups: {error}"
+        if isinstance(made, ReduceLROnPlateau):
+            reason = "it waits for a metric, which a training step does not have"
+        elif not isinstance(made, LRScheduler):
+            reason = reason or "it is no torch scheduler"
+        elif (count := len(made.optimizer.param_groups)) not in (1, len(self._base)):
+            reason = f"it has {count} groups, but the optimizer {len(self._base)}"
+        elif count == 1 < len(self._base) and not self._base[0]:
+            reason = "the first group's learning rate is 0, so the others cannot be in proportion to it"
+        if reason:
+            fix = "pass a function such as lambda optimizer: CosineAnnealingLR(optimizer, 1000), or use the config's lr_schedule"
+            raise ConfigError([Problem("lr_scheduler", getattr(made, "__name__", type(made).__name__), reason, fix)])
+        return made

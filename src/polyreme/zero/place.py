@@ -7,15 +7,16 @@ config alone, so that it is the same on every rank.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from polyreme.config.keys import ZeroSection
 from polyreme.errors import ModelError
-from polyreme.layout import BucketLayout, Slot, TensorSpec
+from polyreme.layout import Boundary, BucketLayout, Slot, TensorSpec
 from polyreme.mesh import Axis
 from polyreme.zero.blocks import Unit
 from polyreme.zero.bucket import Bucket, Formats, Pool
@@ -75,34 +76,47 @@ def place(
     units = [Unit(names[0], [blocks[name] for name in names]) for names in _coalesce(blocks, members, formats.compute, section.min_bucket)]
     first_block = min((e.at for name in blocks for e in members[name]), default=0)
     pool = Pool(device)
-    trainable: list[tuple[int, Bucket]] = []
+    found: list[tuple[int, Bucket]] = []
     where: dict[str, tuple[Bucket, Slot]] = {}
     for unit in (root, *units):
-        if unit is root:
-            mine = members[""]
-        else:
-            mine = [e for name, block in blocks.items() if any(block is m for m in unit.modules) for e in members[name]]
-        sorts: dict[object, list[_Entry]] = defaultdict(list)
-        for entry in sorted(mine, key=lambda e: e.at):
-            p = entry.parameter
-            boundary = recipe.boundary(recipe.group_of[entry.names[0]])
-            sorts[p.requires_grad, _compute(p, formats), boundary, entry.at < first_block].append(entry)
-        for (train, dtype, boundary, _), group in sorts.items():  # type: ignore[misc]
-            for part in _split(group, dtype, section.bucket_size):
+        names = [""] if unit is root else [name for name, block in blocks.items() if any(block is m for m in unit.modules)]
+        mine = sorted((e for name in names for e in members[name]), key=lambda e: e.at)
+        for kind, entries_of_kind in _sorted(mine, formats, recipe, first_block):
+            for part in _split(entries_of_kind, kind.dtype, section.bucket_size):
                 specs = [TensorSpec(e.names[0], tuple(e.parameter.shape), recipe.group_of[e.names[0]]) for e in part]
-                layout = BucketLayout.build(specs, axis.size, boundary)
+                layout = BucketLayout.build(specs, axis.size, kind.boundary)
                 by_name = {e.names[0]: e for e in part}
                 ordered = [by_name[slot.name] for slot in layout.slots]
-                kind = formats if train else Formats(dtype, dtype, dtype, dtype)
-                bucket = _fill(model, ordered, layout, axis, residency, kind, pool, device, train, reduces_microbatches)
+                own = formats if kind.trainable else Formats(kind.dtype, kind.dtype, kind.dtype, kind.dtype)
+                bucket = _fill(model, ordered, layout, axis, residency, own, pool, device, kind.trainable, reduces_microbatches)
                 unit.buckets.append(bucket)
+                found.append((part[0].at, bucket))
                 for entry, slot in zip(ordered, layout.slots, strict=True):
                     where |= dict.fromkeys(entry.names, (bucket, slot))
-                if train:
-                    trainable.append((min(e.at for e in part), bucket))
+    trainable = [bucket for _, bucket in sorted(found, key=lambda pair: pair[0]) if bucket.trainable]
     if not trainable:
         raise ModelError("every parameter of the model is frozen: set requires_grad on those to train")
-    return Placement(root, units, [b for _, b in sorted(trainable, key=lambda pair: pair[0])], where, pool)
+    return Placement(root, units, trainable, where, pool)
+
+
+class _Kind(NamedTuple):
+    """What the parameters of one bucket have in common."""
+
+    trainable: bool
+    dtype: torch.dtype
+    boundary: Boundary
+    before_blocks: bool  # those of the root are used either at the beginning of forward or at its end
+
+
+def _sorted(entries: list[_Entry], formats: Formats, recipe: Recipe, first_block: int) -> Iterable[tuple[_Kind, list[_Entry]]]:
+    """`entries` by kind, in order within each."""
+    kinds: dict[_Kind, list[_Entry]] = defaultdict(list)
+    for entry in entries:
+        parameter = entry.parameter
+        dtype = formats.compute if parameter.is_floating_point() else parameter.dtype
+        boundary = recipe.boundary(recipe.group_of[entry.names[0]])
+        kinds[_Kind(parameter.requires_grad, dtype, boundary, entry.at < first_block)].append(entry)
+    return kinds.items()
 
 
 def _entries(model: nn.Module) -> list[_Entry]:
@@ -149,10 +163,6 @@ def _coalesce(
     return units
 
 
-def _compute(parameter: nn.Parameter, formats: Formats) -> torch.dtype:
-    return formats.compute if parameter.is_floating_point() else parameter.dtype
-
-
 def _split(entries: list[_Entry], dtype: torch.dtype, limit: int) -> list[list[_Entry]]:
     """`entries` in order, cut into parts of at most `limit` bytes each (a larger tensor is a part by itself)."""
     parts: list[list[_Entry]] = []
@@ -181,7 +191,7 @@ def _fill(
             entry.parameter.__dict__.update(old.__dict__)
             for name in entry.names:
                 owner, _, attribute = name.rpartition(".")
-                model.get_submodule(owner)._parameters[attribute] = entry.parameter
+                setattr(model.get_submodule(owner), attribute, entry.parameter)  # recurrent modules follow assignments
     bucket = Bucket(layout, [e.parameter for e in entries], axis, residency, formats, pool, device, train, reduces_microbatches)
     for slot, value in zip(layout.slots, values, strict=True):
         if value is not None:

@@ -1,8 +1,13 @@
 """When gradients are reduced: as soon as a bucket's are complete in backward, in an order that is the same on every rank.
 
-Invariant: buckets are reduced in the reverse of the order in which the model registers their parameters, each exactly once per
-reduction, whatever order autograd finishes them in and whether or not every parameter got a gradient. So no two ranks can ever
-wait for different buckets. At most IN_FLIGHT reductions hold their buffers at a time.
+Invariant: each bucket is reduced exactly once per reduction, whether or not every parameter got a gradient on this rank, and no two
+ranks ever wait for different operations:
+- Without sharded parameters nothing else is communicated in backward. Buckets are reduced when their last gradient arrives, in the
+  reverse of the order in which the model registers their parameters (one that is complete early waits for its turn).
+- With sharded parameters the order against the gathers matters too, so a block's buckets are reduced when backward has left the
+  block (`complete`), the root's at the end; the arrival of gradients, which may differ between ranks, decides nothing.
+
+At most IN_FLIGHT reductions hold their buffers at a time.
 """
 
 from __future__ import annotations
@@ -15,7 +20,8 @@ from torch import Tensor
 from polyreme.errors import ModelError
 from polyreme.zero.bucket import Bucket
 
-IN_FLIGHT = 2
+IN_FLIGHT = 1
+"""One block's reduction overlaps with the next one's backward; more would hold more than two blocks' gradients."""
 
 
 class Reducer:
@@ -23,46 +29,47 @@ class Reducer:
 
     def __init__(self, buckets: Sequence[Bucket]) -> None:
         self._order = list(reversed(buckets))
-        self._waiting: list[set[int]] = [set() for _ in self._order]  # parameters without a gradient yet in this backward
-        self._next = len(self._order)
+        self._by_arrival = not any(bucket.sharded for bucket in buckets)
+        self._waiting: dict[Bucket, set[int]] = {}  # not reduced yet: parameters without a gradient in this backward
         self._in_flight: deque[Bucket] = deque()
         self._armed = False
-        for at, bucket in enumerate(self._order):
+        for bucket in self._order:
             for index, parameter in enumerate(bucket.parameters):
-                parameter.register_post_accumulate_grad_hook(self._arrival(at, bucket, index))
+                parameter.register_post_accumulate_grad_hook(self._arrival(bucket, index))
 
     def begin(self, reduce: bool) -> None:
         """Before a backward: `reduce` says whether its gradients complete a reduction (else they are added up on this rank)."""
-        self._waiting = [set(range(len(bucket.parameters))) for bucket in self._order]
-        self._next, self._armed = 0, reduce
+        self._waiting = {bucket: set(range(len(bucket.parameters))) for bucket in self._order}
+        self._armed = reduce
+
+    def complete(self, buckets: Sequence[Bucket]) -> None:
+        """In a backward: `buckets` (frozen ones among them count for nothing) get no more gradients."""
+        if self._armed:
+            for bucket in [b for b in self._waiting if b in buckets]:
+                self._reduce(bucket)
 
     def end(self) -> None:
         """After a backward: reduce what it left, parameters without gradient as zero, and wait for all reductions."""
-        if self._armed:
-            self._waiting = [set() for _ in self._order]
-            self._advance()
+        self.complete(self._order)
         while self._in_flight:
             self._in_flight.popleft().finish_reduce()
         self._armed = False
 
-    def _arrival(self, at: int, bucket: Bucket, index: int) -> Callable[[Tensor], None]:
+    def _arrival(self, bucket: Bucket, index: int) -> Callable[[Tensor], None]:
         def arrived(_: Tensor) -> None:
-            if self._armed and at < self._next:
+            if bucket not in self._waiting:
                 raise ModelError(f"parameter {bucket.layout.slots[index].name} got a second gradient after its reduction began: "
                                  "call backward once a micro-batch, and use non-reentrant checkpoints")  # fmt: skip
             bucket.take_grad(index)
-            self._waiting[at].discard(index)
-            if self._armed and at == self._next:
-                self._advance()
+            self._waiting[bucket].discard(index)
+            while self._armed and self._by_arrival and self._waiting and not self._waiting[first := next(iter(self._waiting))]:
+                self._reduce(first)
 
         return arrived
 
-    def _advance(self) -> None:
-        """Begin the reduction of every complete bucket that is next in order."""
-        while self._next < len(self._order) and not self._waiting[self._next]:
-            while len(self._in_flight) >= IN_FLIGHT:
-                self._in_flight.popleft().finish_reduce()
-            bucket = self._order[self._next]
-            bucket.reduce()
-            self._in_flight.append(bucket)
-            self._next += 1
+    def _reduce(self, bucket: Bucket) -> None:
+        del self._waiting[bucket]
+        while len(self._in_flight) >= IN_FLIGHT:
+            self._in_flight.popleft().finish_reduce()
+        bucket.reduce()
+        self._in_flight.append(bucket)

@@ -1,0 +1,209 @@
+"""Whatever is wrong with a config, a text, a model or a batch: one message that says what to change, early, on every rank alike."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from command import TINY, polyreme, write_text
+from pool import Ranks
+from torch import nn
+
+import polyreme as library
+from polyreme import train
+from polyreme.config import Config
+from polyreme.errors import BatchError, ConfigError, DataError, ModelError, PolyremeError
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A folder with a config that would train, and some things that are not what they should be."""
+    write_text(tmp_path)
+    (tmp_path / "tiny.toml").write_text(TINY + "[launch]\nranks = 2\n")
+    (tmp_path / "blank.txt").write_text(" \n")
+    (tmp_path / "one-line.txt").write_text("There is but one line here, and it is a short one.")
+    (tmp_path / "nothing").mkdir()
+    return tmp_path
+
+
+# Words of the command, its exit status, and what the message says: found before any rank starts.
+BEFORE_RANKS: dict[str, tuple[list[str], int, list[str]]] = {
+    "no config": (["none.toml"], 2, ["'none.toml'", "there is no such file"]),
+    "unknown key, wrong type, unknown optimizer": (
+        ["tiny.toml", "--set", "optimizer.lr=fast", "--set", "batch.sise=3", "--set", "zero.stage=4"],
+        2,
+        ["3 problems", "optimizer.lr = 'fast': must be a number above 0", 'did you mean "batch.size"?', "zero.stage = 4"],
+    ),
+    "unknown optimizer": (["tiny.toml", "--set", "optimizer.name=adamv"], 2, ["neither one of ours", '"adamw"']),
+    "ranks that do not divide": (["tiny.toml", "-n", "3"], 2, ["batch.size = 4", "write batch.size = 3 or 6"]),
+    "no model directory, no tokenizer directory, no folder": (
+        ["tiny.toml", "--set", "model.path=nothing", "--set", "model.config=none", "--set", "data.tokenizer=text.txt", "--set",
+         "checkpoint.folder=text.txt/run"],
+        2,
+        ["3 problems", "model.path = 'nothing'", "no config.json in it", "data.tokenizer", "checkpoint.folder", "cannot be written"],
+    ),
+    "no text": (["tiny.toml", "--set", "data.path=missing.txt"], 1, ["data.path = 'missing.txt': there is no such file", "python-stdlib"]),
+    "no validation text": (["tiny.toml", "--set", "data.validation=missing/"], 1, ["'missing/'", "there is no such file"]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", BEFORE_RANKS)
+def test_found_before_any_rank_starts(folder: Path, case: str) -> None:
+    words, expected, said = BEFORE_RANKS[case]
+    status, output, errors = polyreme(folder, "train", *words)
+    assert (status, output) == (expected, "")
+    assert errors.startswith("error: ") and errors.count("error: ") == 1
+    assert "Traceback" not in errors and " rank " not in errors
+    for words_of_it in said:
+        assert words_of_it in errors
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected", "said"),
+    [
+        (["model.config.vocab_size=200"], 2, "the tokenizer has 300 tokens"),
+        (["data.path=blank.txt"], 1, "no text in it"),
+    ],
+    ids=["config", "data"],
+)
+def test_what_all_ranks_find_is_said_once(folder: Path, changes: list[str], expected: int, said: str) -> None:
+    status, output, errors = polyreme(folder, "train", "tiny.toml", *(word for c in changes for word in ("--set", c)))
+    assert (status, output) == (expected, "")
+    assert errors.startswith("error: ") and errors.count(said) == 1
+    assert "Traceback" not in errors and "rank" not in errors.lower().replace("ranks", "")
+
+
+# Changes to the config, the error, and what it says: found by the ranks, each before the model is built.
+IN_RANKS: dict[str, tuple[list[str], type[PolyremeError], list[str]]] = {
+    "empty corpus": (["data.path=blank.txt"], DataError, ["no text in it"]),
+    "sequence longer than the text": (
+        ["data.sequence=50000", "model.config.max_position_embeddings=60000"], DataError, ["data.sequence = 50000", "less than one sequence"],
+    ),
+    "text shorter than a batch": (["batch.size=4000"], DataError, ["the training text has", "fewer than batch.size = 4000"]),
+    "validation shorter than a sequence": (["data.validation=one-line.txt"], DataError, ["validation text has", "data.sequence"]),
+    "validation shorter than the ranks": (
+        ["data.validation=one-line.txt", "data.sequence=16"], DataError, ["the validation text has 1 sequences", "fewer than 2 ranks"],
+    ),
+    "unknown architecture": (["model.config.model_type=lama"], ConfigError, ["'lama'", 'write model_type = "llama"']),
+    "value of a wrong type": (["model.config.hidden_size=wide"], ConfigError, ["cannot build it", "hidden_size", "expected int"]),
+    "values that do not fit": (["model.config.num_attention_heads=3"], ConfigError, ["not a multiple of the number of attention heads (3)"]),
+    "no heads": (["model.config.num_attention_heads=0"], ConfigError, ["ZeroDivisionError"]),
+    "unknown activation": (["model.config.hidden_act=swich"], ConfigError, ["KeyError: 'swich'"]),
+    "shared heads that do not divide": (
+        ["model.config.num_attention_heads=4", "model.config.num_key_value_heads=3"], ConfigError, ["num_key_value_heads", "1 or 2 or 4"],
+    ),
+    "misspelt key": (["model.config.hidden_sice=64"], ConfigError, ['did you mean "model.config.hidden_size"?']),
+    "no language model": (["model.config.model_type=resnet"], ConfigError, ["cannot build it"]),
+    "tokens out of range": (["model.config.vocab_size=299"], ConfigError, ["the tokenizer has 300 tokens", "write 300 or more"]),
+    "sequence longer than the positions": (
+        ["data.sequence=65"], ConfigError, ["at most 64 tokens", "write data.sequence = 64 or less", "max_position_embeddings = 65"],
+    ),
+    "no tokenizer in the directory": (["data.tokenizer=nothing"], DataError, ["no tokenizer can be loaded"]),
+    "a model without its weights": (
+        ["model.config=none", "model.path=weightless", "data.vocab_size=257"], ConfigError, ["its weights cannot be loaded"],
+    ),
+    "another model's tokenizer": (
+        ["model.config=none", "model.path=weightless"], ConfigError, ["model.path.vocab_size = 257", "set data.tokenizer"],
+    ),
+    "cache that cannot be written": (["data.cache=text.txt/cache"], DataError, ["cannot write the data cache", "Set data.cache"]),
+}  # fmt: skip
+
+
+def refusals(rank: int, world_size: int, folder: str) -> dict[str, tuple[str, str]]:
+    """By case, the error's class and message, or what happened instead."""
+    found = {}
+    for case, (changes, _, _) in IN_RANKS.items():
+        paths = [f"checkpoint.folder={folder}/run", f"data.cache={folder}/cache"]
+        changes = [*paths, *(c.replace("=text.txt/", f"={folder}/text.txt/") for c in changes)]
+        config = Config.load(f"{folder}/tiny.toml", changes)
+        tree = config.model_dump(exclude_unset=True)
+        for section, key in (("data", "path"), ("data", "validation"), ("data", "tokenizer"), ("model", "path")):
+            if isinstance(tree[section].get(key), str):
+                tree[section][key] = str(Path(folder, tree[section][key]))
+        try:
+            train.run(Config.load(tree))
+            found[case] = ("none", "it trained")
+        except PolyremeError as error:
+            found[case] = (type(error).__name__, str(error))
+        except Exception as error:
+            found[case] = (type(error).__name__, f"not one of ours: {error}")
+    return found
+
+
+def test_found_by_every_rank_alike(ranks: Ranks, folder: Path) -> None:
+    keys = {"hidden_size": 32, "num_attention_heads": 2, "num_hidden_layers": 1, "intermediate_size": 8, "vocab_size": 257}
+    transformers.LlamaConfig(**keys).save_pretrained(folder / "weightless")
+    first, second = ranks(2, refusals, str(folder))
+    for case, (_, expected, said) in IN_RANKS.items():
+        assert first[case] == second[case], case
+        kind, message = first[case]
+        assert kind == expected.__name__, (case, message)
+        for words in said:
+            assert words in message, (case, message)
+
+
+class Bare(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+
+def mean(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return (output - target).square().mean()
+
+
+def each(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return (output - target).square().mean(dim=1)
+
+
+def train_once(model: nn.Module, config: dict[str, Any], loss_fn: Any, samples: int) -> None:
+    engine = library.initialize(model, {"batch": {"size": 4}, **config}, loss_fn=loss_fn)
+    engine.train_step((torch.randn(samples, 3), torch.randn(samples, 3)))
+
+
+def tokenless() -> dict[str, Any]:
+    return {"train": {"length": "1000 tokens"}, "lr_schedule": {"name": "cosine"}}
+
+
+TRAINING: dict[str, tuple[Callable[[], None], type[PolyremeError], str]] = {
+    "a model without parameters": (lambda: train_once(Bare(), {}, mean, 2), ModelError, "no parameters"),
+    "a batch of the wrong size": (lambda: train_once(nn.Linear(3, 3), {}, mean, 3), BatchError, "has 3 samples, but batch.size = 4"),
+    "a loss for each sample": (lambda: train_once(nn.Linear(3, 3), {}, each, 2), BatchError, "must be a scalar tensor, but is a tensor of shape (2,)"),
+    "a loss that is a number": (lambda: train_once(nn.Linear(3, 3), {}, lambda o, t: 0.5, 2), BatchError, "must be a scalar tensor, but is float"),
+    "a model that returns no loss": (lambda: train_once(nn.Linear(3, 3), {}, None, 2), BatchError, ""),
+    "a length in tokens of batches without": (lambda: train_once(nn.Linear(3, 3), tokenless(), mean, 2), BatchError, "carry no tokens"),
+}  # fmt: skip
+
+
+def failures(rank: int, world_size: int) -> dict[str, tuple[str, str]]:
+    found = {}
+    for case, (attempt, _, _) in TRAINING.items():
+        try:
+            attempt()
+            found[case] = ("none", "it trained")
+        except Exception as error:
+            found[case] = (type(error).__name__, str(error))
+    return found
+
+
+def test_models_batches_and_losses_of_two_ranks(ranks: Ranks) -> None:
+    first, second = ranks(2, failures)
+    assert first == second
+    for case, (_, expected, said) in TRAINING.items():
+        assert first[case][0] == expected.__name__ and said in first[case][1], (case, first[case])
+
+
+def test_a_wrong_batch_on_one_rank_is_that_ranks_error(folder: Path) -> None:
+    (folder / "script.py").write_text("""
+import os, torch, polyreme
+rank = int(os.environ["RANK"])
+engine = polyreme.initialize(torch.nn.Linear(3, 3), {"batch": {"size": 4}}, loss_fn=lambda output, target: (output - target).square().mean())
+engine.train_step((torch.randn(2 + rank, 3), torch.randn(2 + rank, 3)))
+""")
+    status, output, errors = polyreme(folder, "launch", "-n", "2", "script.py")
+    assert (status, output) == (1, "")
+    assert errors.startswith("error: rank 1 of 2 failed first: this rank's share of the batch has 3 samples, but batch.size = 4")
+    assert "Traceback" not in errors

@@ -1,0 +1,126 @@
+"""Ranks that raise, are killed or interrupted in the middle of training: the run ends soon, says who it was, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from command import TINY, Command, running, until, write_text
+
+END_WITHIN = 15.0  # seconds from the failure to the end of the run
+
+SCRIPT = """
+import os, signal, sys
+from pathlib import Path
+import torch
+from torch import nn
+import polyreme
+
+stage, how, rank = int(sys.argv[1]), sys.argv[2], int(os.environ["RANK"])
+steps = 0
+
+def loss_fn(output, target):
+    if rank == 1 and steps == 3 and how != "wait":
+        Path("failed").touch()
+        if how == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        raise ValueError(f"no good at step {steps}")
+    return (output - target).square().mean()
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x).tanh()
+        return x
+
+engine = polyreme.initialize(Model(), {"zero": {"stage": stage, "min_bucket": 0}, "batch": {"size": 4}}, loss_fn=loss_fn)
+while True:
+    steps += 1
+    engine.train_step((torch.randn(2, 8), torch.randn(2, 8)))
+    if steps == 3:
+        Path(f"ready-{rank}").touch()
+"""
+
+
+def ended(command: Command, since: Callable[[], float]) -> tuple[int, str, str]:
+    """As `Command.end`, within the promised time after `since`, and with nothing in shared memory that is of any rank."""
+    ranks = {pid for pid, rank in command.descendants().items() if rank is not None}
+    result = command.end()
+    seconds = time.time() - since()
+    assert seconds < END_WITHIN, f"ended only {seconds:.1f} s later"
+    left = [entry.name for entry in Path("/dev/shm").glob("*") if any(str(pid) in entry.name for pid in ranks)]
+    assert not left, "shared memory outlived the run"
+    return result
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("how", ["raise", "kill"])
+def test_a_rank_fails_while_its_peer_waits_in_a_collective(tmp_path: Path, stage: int, how: str) -> None:
+    (tmp_path / "script.py").write_text(SCRIPT)
+    with running(tmp_path, "launch", "-n", "2", "script.py", str(stage), how) as command:
+        until((tmp_path / "failed").exists, "rank 1 fails")
+        status, output, errors = ended(command, lambda: (tmp_path / "failed").stat().st_mtime)
+    assert (status, output) == (1, "")
+    assert errors.startswith("error: rank 1 of 2 failed first")
+    if how == "kill":
+        assert "it was ended by SIGKILL" in errors and "Traceback" not in errors
+    else:
+        assert "in loss_fn" in errors and "ValueError: no good at step 3" in errors
+        assert errors.count("Traceback") == 1 and "runpy" not in errors
+
+
+@pytest.mark.parametrize(
+    ("stage", "number", "whole_group"),
+    [(1, signal.SIGTERM, False), (2, signal.SIGINT, True), (3, signal.SIGINT, False)],
+    ids=["terminate", "interrupt-group", "interrupt-launcher"],
+)
+def test_a_signal_in_the_middle_of_training(tmp_path: Path, stage: int, number: signal.Signals, whole_group: bool) -> None:
+    (tmp_path / "script.py").write_text(SCRIPT)
+    with running(tmp_path, "launch", "-n", "2", "script.py", str(stage), "wait") as command:
+        until(lambda: len(list(tmp_path.glob("ready-*"))) == 2, "both ranks train")
+        at = time.time()
+        (os.killpg if whole_group else os.kill)(command.process.pid, number)
+        status, output, errors = ended(command, lambda: at)
+    assert (status, output, errors) == (128 + number, "", f"error: stopped by {number.name}; every rank has ended\n")
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Path:
+    """A folder with a config of a run that does not end by itself."""
+    write_text(tmp_path)
+    (tmp_path / "tiny.toml").write_text(TINY + "[launch]\nranks = 2\n")
+    return tmp_path
+
+
+def is_training(folder: Path) -> bool:
+    log = folder / "run" / "log.jsonl"
+    return log.exists() and '"kind": "step"' in log.read_text()
+
+
+def test_the_rank_that_shows_the_training_job_is_killed(job: Path) -> None:
+    with running(job, "train", "tiny.toml", "--set", "train.length=1000000", "--set", "zero.stage=3") as command:
+        until(lambda: is_training(job), "training")
+        at = time.time()
+        os.kill(next(pid for pid, rank in command.descendants().items() if rank == 0), signal.SIGKILL)
+        status, _, errors = ended(command, lambda: at)
+    assert status == 1 and errors.startswith("error: rank 0 of 2 failed first: it was ended by SIGKILL")
+    assert "Traceback" not in errors
+
+
+def test_the_training_job_is_interrupted(job: Path) -> None:
+    with running(job, "train", "tiny.toml", "--set", "train.length=1000000") as command:
+        until(lambda: is_training(job), "training")
+        at = time.time()
+        os.killpg(command.process.pid, signal.SIGINT)
+        status, output, errors = ended(command, lambda: at)
+    assert (status, errors) == (130, "error: stopped by SIGINT; every rank has ended\n")
+    assert "ZeRO stage 2" in output and "Traceback" not in output
+    assert sorted(path.name for path in (job / "run").iterdir()) == ["log.jsonl"], "no half-written checkpoint"
+    assert not list((job / ".polyreme-cache").glob("*unfinished*"))

@@ -1,0 +1,74 @@
+"""Stages, bucket sizes, prefetching, releasing and recomputing change no bit of the losses, the gradient norms or the weights."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import training
+from pool import Ranks
+
+STAGES: list[dict[str, Any]] = [{"zero": {"stage": stage}} for stage in (0, 1, 2, 3)]
+RECOMPUTE = {"activations": "recompute"}
+VARIATIONS: list[dict[str, Any]] = [
+    {"zero": {"stage": 1, "bucket_size": "4 KiB"}},
+    {"zero": {"stage": 2, "bucket_size": "4 KiB"}, "memory": RECOMPUTE},
+    {"zero": {"stage": 0, "min_bucket": "1 MiB"}},
+    {"zero": {"stage": 2, "min_bucket": "30 KiB"}},
+    {"zero": {"stage": 3, "bucket_size": "4 KiB", "prefetch": 2}},
+    {"zero": {"stage": 3, "min_bucket": "30 KiB", "release": "always"}, "memory": RECOMPUTE},
+    {"zero": {"stage": 3, "min_bucket": "1 MiB"}},
+    {"zero": {"stage": 3, "prefetch": 0}, "memory": RECOMPUTE},
+    {"zero": {"stage": 3, "prefetch": 4, "release": "always"}},
+    {"zero": {"stage": 3, "prefetch": 2, "release": "always"}, "memory": {**RECOMPUTE, "recompute_every": 2}},
+]
+OPTIMIZERS: list[dict[str, Any]] = [
+    {"name": "sgd", "lr": 0.1, "momentum": 0.9, "nesterov": True, "weight_decay": 0.1, "clip": 0.5},
+    {"name": "lion", "lr": 1e-3, "weight_decay": 0.1, "clip": 0.5},
+]
+
+
+def assert_all_equal(ranks: Ranks, world: int, case: str, settings: list[dict[str, Any]]) -> training.Run:
+    """The run that all of `settings` make."""
+    runs = ranks(world, training.train, case, settings, timeout=100)[0]
+    found = {i: different for i, run in enumerate(runs) if (different := training.differences(runs[0], run))}
+    assert not found, "\n".join(f"{settings[i]} differs from {settings[0]}: {found[i]}" for i in found)
+    return runs[0]
+
+
+@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("case", ["llama", "gpt2", "dag"])
+def test_layout_changes_nothing(ranks: Ranks, case: str, world: int) -> None:
+    different = []
+    for every in ("step", "microbatch"):
+        settings = [training.config(world, 2, **{**each, "zero": {**each["zero"], "reduce_every": every, "min_bucket": each["zero"].get("min_bucket", 0)}},
+                                    optimizer={"name": "adamw", "lr": 1e-2, "weight_decay": 0.1, "clip": 0.5})
+                    for each in STAGES + VARIATIONS]  # fmt: skip
+        different.append(assert_all_equal(ranks, world, case, settings))
+    for records, weights in different:
+        assert records[0][1] > 0.5, "the clip has to cut for this test to test it"
+        assert all(torch.isfinite(t).all() for t in weights.values())
+
+
+@pytest.mark.parametrize("case", ["llama", "dag"])
+@pytest.mark.parametrize("options", OPTIMIZERS, ids=lambda options: options["name"])
+def test_other_optimizers(ranks: Ranks, case: str, options: dict[str, Any]) -> None:
+    assert_all_equal(ranks, 2, case, [training.config(2, **each, optimizer=options) for each in [*STAGES, VARIATIONS[0], VARIATIONS[4]]])
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_bf16_with_fp32_masters(ranks: Ranks, world: int) -> None:
+    for reduce, every in (("fp32", "step"), ("fp32", "microbatch"), ("bf16", "step")):
+        precision = {"compute": "bf16", "reduce": reduce}
+        settings = [training.config(world, 2, **{**each, "zero": {"min_bucket": 0, **each["zero"], "reduce_every": every}}, precision=precision)
+                    for each in STAGES + VARIATIONS[:3] + VARIATIONS[4:6]]  # fmt: skip
+        _, weights = assert_all_equal(ranks, world, "llama", settings)
+        assert all(t.dtype == torch.float32 for t in weights.values())
+
+
+def test_optimizer_options_differ(ranks: Ranks) -> None:
+    """So that equal runs above cannot come from runs that ignore their config."""
+    settings = [training.config(2, optimizer=o) for o in [{"name": "adamw", "lr": 1e-2}, *OPTIMIZERS, {**OPTIMIZERS[0], "clip": "none"}]]
+    runs = ranks(2, training.train, "llama", settings)[0]
+    assert all(training.differences(a, b) for i, a in enumerate(runs) for b in runs[:i])

@@ -1,0 +1,143 @@
+"""Live bytes of model state equal the ZeRO formula between steps, and within a step exceed it by the root's and two blocks' at most.
+
+Counted twice: by `engine.memory()`, and from outside, by the storages of all tensors that the interpreter knows."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import models
+import pytest
+import torch
+import training
+from pool import Ranks
+from torch import Tensor
+
+import polyreme
+
+BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
+STATE = ("parameters", "gradients", "states")
+LAYERS = 5
+
+
+def live_bytes() -> int:
+    """Bytes of every storage behind a live tensor."""
+    gc.collect()
+    found = {}
+    for thing in gc.get_objects():
+        if isinstance(thing, Tensor) and thing.device.type == "cpu" and thing.layout == torch.strided:
+            storage = thing.untyped_storage()
+            found[storage._cdata] = storage.nbytes()
+    return sum(found.values())
+
+
+def start(world: int, sections: dict[str, Any]) -> tuple[polyreme.Engine, Any]:
+    torch.manual_seed(0)
+    model = models.llama(num_hidden_layers=LAYERS)
+    engine = polyreme.initialize(model, training.config(world, **sections), loss_fn=models.causal_loss)
+    return engine, models.batch_of("llama", training.SAMPLES)
+
+
+def formula(engine: polyreme.Engine, stage: int, compute: str) -> dict[str, int]:
+    """Bytes by category between steps: Ψ numbers in the compute dtype, Ψ gradients in float32, and float32 moments (and, beside a
+    half-precision model, a float32 copy); each divided by n from the stage on that shards it. Padding included."""
+    found = dict.fromkeys(STATE, 0)
+    for bucket in engine._placement.trainable:
+        layout, wire, half = bucket.layout, BYTES[compute], compute != "fp32"
+        whole, shard = layout.size, layout.shard_size
+        found["parameters"] += wire * (shard if stage == 3 else whole)
+        region = whole if stage == 0 else shard
+        found["gradients"] += 4 * (region if stage >= 2 or half else whole)  # fp32 at stages 0 and 1: reduced in place
+        if half and stage < 2:
+            found["gradients"] += wire * whole  # before reduction, in the dtype of the model
+        found["states"] += 4 * region * half
+        updated = sum(run.stop - run.start for run in layout.runs(*((0, whole) if stage == 0 else layout.shard(bucket.axis.rank))))
+        found["states"] += 8 * updated
+    return found
+
+
+def between_steps(rank: int, world: int, stage: int, compute: str) -> list[str]:
+    """What is wrong with the bytes that live between steps."""
+    before = live_bytes()
+    engine, batch = start(world, {"zero": {"stage": stage}, "precision": {"compute": compute, "initial_scale": 8.0}})
+    for _ in range(2):
+        assert not engine.train_step(models.share(batch, rank, world)).skipped
+    del batch
+    wrong, told, outside = [], engine.memory(), live_bytes() - before
+    steps = sum(t.nbytes for u in engine._updates for _, s in u.state_of() for t in s.values() if isinstance(t, Tensor) and not t.dim())
+    transient = engine._placement.pool.nbytes()
+    counted = {key: told[key] - {"gradients": transient, "states": steps}.get(key, 0) for key in STATE}
+    if counted != (wanted := formula(engine, stage, compute)):
+        wrong.append(f"{counted} is not {wanted}")
+    if not 0 <= outside - (told["buffers"] + sum(told[key] for key in STATE)) < 256:
+        wrong.append(f"{outside} bytes from outside, told {told}")
+    sizes = [sum(bucket.layout.size for bucket in unit.buckets) for unit in (engine._placement.root, *engine._placement.units)]
+    if transient > (sizes[0] + 2 * max(sizes[1:])) * BYTES[compute] or (stage < 2 and transient):
+        wrong.append(f"{transient} bytes wait in the pool")
+    emptied = [p.untyped_storage().nbytes() == 0 for p in engine.module.parameters()]
+    if (stage == 3) != all(emptied) or (stage < 3) != (not any(emptied)):
+        wrong.append(f"{sum(emptied)} of {len(emptied)} parameters have no memory")
+    return [f"rank {rank} of {world}, stage {stage}, {compute}: {problem}" for problem in wrong]
+
+
+def all_between_steps(rank: int, world: int) -> list[str]:
+    return [problem for stage in (0, 1, 2, 3) for compute in BYTES for problem in between_steps(rank, world, stage, compute)]
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_state_between_steps(ranks: Ranks, world: int) -> None:
+    wrong = sum(ranks(world, all_between_steps), [])
+    assert not wrong, "\n".join(wrong)
+
+
+def within_step(rank: int, world: int, sections: dict[str, Any]) -> dict[str, int]:
+    """The most bytes at any module's forward or backward in a step: whole parameters, and gradients beyond the shards; and sizes."""
+    engine, batch = start(world, sections)
+    share = models.share(batch, rank, world)
+    engine.train_step(share)
+    peak = {"parameters": 0, "gradients": 0, "samples": 0}
+    shards = sum(b.grad.nbytes for b in engine._placement.trainable if b.grad is not None)
+
+    def sample(*_: Any) -> None:
+        whole = {p.untyped_storage()._cdata: p.untyped_storage().nbytes() for p in engine.module.parameters()}
+        now = {"parameters": sum(whole.values()), "gradients": engine.memory()["gradients"] - shards}
+        peak["samples"] += 1
+        for key, value in now.items():
+            peak[key] = max(peak[key], value)
+
+    def watch(_: Any, args: Any, output: Any) -> None:
+        sample()
+        for leaf in output if isinstance(output, tuple) else (output,):
+            if isinstance(leaf, Tensor) and leaf.requires_grad:
+                leaf.register_hook(sample)
+
+    for module in engine.module.modules():
+        module.register_forward_pre_hook(sample)
+        module.register_forward_hook(watch)
+    for parameter in engine.module.parameters():
+        parameter.register_post_accumulate_grad_hook(sample)
+    engine.train_step(share)
+    wire = BYTES[engine.config.precision.compute]
+    sizes = {"root": sum(b.layout.size for b in engine._placement.root.buckets) * wire,
+             "block": max(sum(b.layout.size for b in unit.buckets) for unit in engine._placement.units) * wire}  # fmt: skip
+    assert len(engine._placement.units) == LAYERS
+    return peak | sizes
+
+
+@pytest.mark.parametrize("prefetch", [0, 1, 2])
+def test_working_set_of_stage_3(ranks: Ranks, prefetch: int) -> None:
+    """Beside its shards a rank holds the root and 1 + prefetch gathered blocks (two by default), and two blocks' gradients."""
+    for release, compute, activations in (("auto", "fp32", "keep"), ("always", "bf16", "recompute")):
+        sections = {"zero": {"stage": 3, "prefetch": prefetch, "release": release}, "precision": {"compute": compute},
+                    "memory": {"activations": activations}}  # fmt: skip
+        for peak in ranks(2, within_step, sections):
+            assert peak["samples"] > 100
+            assert peak["parameters"] == peak["root"] + (1 + prefetch) * peak["block"]
+            assert peak["gradients"] <= peak["root"] + 2 * peak["block"]
+
+
+def test_gradients_of_stage_2(ranks: Ranks) -> None:
+    """Whole gradients exist for two blocks at a time, beside the root's."""
+    for peak in ranks(2, within_step, {"zero": {"stage": 2}}):
+        assert 2 * peak["block"] <= peak["gradients"] <= peak["root"] + 2 * peak["block"]

@@ -1,0 +1,365 @@
+"""Models that are built unlike a plain stack of blocks train as they do in plain PyTorch, at every stage."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import models
+import pytest
+import torch
+import torch.nn.functional as F
+import training
+from pool import Ranks
+from torch import Tensor, nn
+
+import polyreme
+from polyreme.errors import ConfigError
+
+WIDTH, STEPS = 9, 3
+LAYOUTS: list[dict[str, Any]] = [
+    {"zero": {"stage": 0, "min_bucket": 0}},
+    {"zero": {"stage": 2, "min_bucket": 0, "bucket_size": 700}},
+    {"zero": {"stage": 3, "min_bucket": 0, "reduce_every": "step"}},
+    {"zero": {"stage": 3, "min_bucket": 0, "release": "always", "prefetch": 2}},
+    {"zero": {"stage": 3, "min_bucket": 0, "prefetch": 0}, "memory": {"activations": "recompute"}},
+]
+
+
+class Block(nn.Module):
+    """A residual MLP with odd sizes."""
+
+    def __init__(self, width: int = WIDTH) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(width, width + 4), nn.Linear(width + 4, width, bias=False)
+
+    def forward(self, x: Tensor) -> Any:
+        return x + self.down(torch.tanh(self.up(x)))
+
+
+class Stack(nn.Module):
+    """Four blocks between an input and an output layer; the cases below change one thing of it each."""
+
+    def __init__(self, block: Callable[[], nn.Module] = Block) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.ModuleList(block() for _ in range(4))
+        self.last = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.last(x)
+
+
+class Adapter(Block):
+    """A frozen base with a trainable low-rank correction (LoRA)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.requires_grad_(False)
+        self.a, self.b = nn.Linear(WIDTH, 2, bias=False), nn.Linear(2, WIDTH, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + self.b(self.a(x))
+
+
+class Adapted(Stack):
+    """Everything but the adapters is frozen, so that the first block's input needs no gradient."""
+
+    def __init__(self) -> None:
+        super().__init__(Adapter)
+        self.first.requires_grad_(False)
+        self.last.requires_grad_(False)
+
+
+class Quantized(Block):
+    """A frozen int8 matrix and its frozen scale beside trainable half-precision ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up.half()
+        self.down.bfloat16()
+        self.matrix = nn.Parameter(torch.randint(-100, 100, (WIDTH, WIDTH), dtype=torch.int8), requires_grad=False)
+        self.scale = nn.Parameter(torch.rand(WIDTH) / 100, requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + F.linear(x, self.matrix.to(x.dtype) * self.scale[:, None])
+
+
+class Optional(Block):
+    """Parameters that only some inputs use: those whose `column` starts with a positive number (in `inputs`, by step and rank)."""
+
+    def __init__(self, column: int = 0) -> None:
+        super().__init__()
+        self.extra, self.after, self.column = nn.Parameter(torch.rand(WIDTH)), nn.Parameter(torch.rand(3, WIDTH)), column
+
+    def forward(self, x: Tensor, flags: Tensor) -> Tensor:
+        x = super().forward(x) + self.after.sum(0)
+        return x * self.extra if flags[0, self.column] > 0 else x
+
+
+class Conditional(Stack):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Optional(i) for i in range(4))
+        self.never = nn.Parameter(torch.ones(70))
+
+    def forward(self, x: Tensor) -> Tensor:
+        flags, x = x, self.first(x)
+        for block in self.blocks:
+            x = block(x, flags)
+        return self.last(x)
+
+
+class Repeated(Stack):
+    """Blocks called twice, in another order than registered, in forward."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for at in (1, 0, 1, 3, 2, 2, 0):
+            x = self.blocks[at](x)
+        return self.last(x)
+
+
+class Buffered(Stack):
+    """Buffers of every kind, and a batch norm that only reads its statistics."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(WIDTH).eval()
+        self.norm.running_mean.uniform_()
+        self.register_buffer("mask", torch.rand(WIDTH) > 0.3)
+        self.register_buffer("phase", torch.polar(torch.ones(WIDTH), torch.rand(WIDTH)), persistent=False)
+        self.register_buffer("row", torch.rand(1, dtype=torch.float64).expand(WIDTH))
+        self.register_buffer("nothing", None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(self.norm(x) * self.mask + self.phase.real.to(x.dtype) * self.row)
+
+
+class Odd(Stack):
+    """Parameters of size zero (used and unused), scalars, and a zero-sized one that lies where the next one begins."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.empty_unused = nn.Parameter(torch.empty(0))
+        self.scalar = nn.Parameter(torch.tensor(0.7))
+        self.empty = nn.Parameter(torch.empty(5, 0))
+        for block in self.blocks:
+            block.none = nn.Parameter(torch.empty(0, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.scalar + self.empty.sum()
+
+
+class OnlyEmptyOutside(nn.Module):
+    """Outside the blocks there is nothing but a parameter of size zero."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.nothing = nn.Parameter(torch.empty(0))
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x + self.nothing.sum()
+
+
+class Outside(Stack):
+    """Weights of blocks that are used outside their forward: before it, right after it, and at the end."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x) @ self.blocks[2].up.weight[:WIDTH]
+        x = self.blocks[0](x)
+        x = torch.tanh(x @ self.blocks[0].up.weight[:WIDTH])
+        for block in self.blocks[1:]:
+            x = block(x)
+        x = torch.tanh(x @ self.blocks[3].up.weight[:WIDTH])
+        return self.last(x) @ self.blocks[1].up.weight[:WIDTH]
+
+
+@dataclass
+class Out:
+    hidden: Tensor
+    more: dict[str, Tensor]
+
+
+class InDataclass(Block):
+    def forward(self, x: Tensor) -> Out:
+        return Out(super().forward(x), {"used": self.up.bias})
+
+
+class InTuple(Block):
+    def forward(self, x: Tensor) -> Any:
+        return super().forward(x), None, [self.down.weight.sum()]
+
+
+class Structured(Stack):
+    """Blocks that return a dataclass, a tuple, a dict."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([InDataclass(), InTuple(), InDataclass(), InTuple()])
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            out = block(x)
+            x, more = (out.hidden, out.more["used"].sum()) if isinstance(out, Out) else (out[0], out[2][0])
+            x = x + more
+        return self.last(x)
+
+
+class InOut(Stack):
+    """The model's own output is a dataclass."""
+
+    def forward(self, x: Tensor) -> Out:  # type: ignore[override]
+        return Out(super().forward(x), {})
+
+
+class Passing(Block):
+    """Hands on a tensor that the first block made, as T5 does with its position bias."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bias = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        bias = torch.tanh(self.bias(x)) @ self.down.weight @ self.up.weight if bias is None else bias
+        return super().forward(x) * bias, bias
+
+
+class Passed(Stack):
+    def __init__(self) -> None:
+        super().__init__(Passing)
+        for block in self.blocks[1:]:
+            del block.bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        x, bias = self.first(x), None
+        for block in self.blocks:
+            x, bias = block(x, bias=bias)
+        return self.last(x)
+
+
+class InPlace(Stack):
+    """Activations that are changed in place between blocks."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x).add_(1.0).mul_(0.9)
+        return self.last(x.relu_())
+
+
+class Lookup(nn.Module):
+    """An embedding, with sparse gradients where asked."""
+
+    def __init__(self, sparse: bool) -> None:
+        super().__init__()
+        self.table = nn.Embedding(21, WIDTH, sparse=sparse)
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.table((x[:, :3] * 5).long().clamp(-10, 10) + 10).sum(1)
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+class TiedToBlock(Stack):
+    """A weight that a block shares with the model's outside, and one that two blocks share."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(WIDTH, WIDTH + 4, bias=False)
+        self.head.weight = self.blocks[0].up.weight
+        self.blocks[3].down.weight = self.blocks[1].down.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(super().forward(x))[:, :WIDTH]
+
+
+CASES: dict[str, Callable[[], nn.Module]] = {
+    "stack": Stack, "adapted": Adapted, "quantized": lambda: Stack(Quantized), "conditional": Conditional, "repeated": Repeated,
+    "buffered": Buffered, "odd": Odd, "only-empty-outside": OnlyEmptyOutside, "outside": Outside, "structured": Structured,
+    "in-out": InOut, "passed": Passed, "in-place": InPlace, "dense-lookup": lambda: Lookup(False), "tied-to-block": TiedToBlock,
+}  # fmt: skip
+
+
+def build(name: str, seed: int = 0) -> nn.Module:
+    torch.manual_seed(seed)
+    return CASES[name]()
+
+
+def loss_fn(output: Any, target: Tensor) -> Tensor:
+    return F.mse_loss(output.hidden if isinstance(output, Out) else output, target)
+
+
+def inputs(step: int, world: int) -> tuple[Tensor, Tensor]:
+    """A global batch. The sign of the first row of each rank's micro-batches in columns 0 to 3 says what `Conditional` uses: never,
+    always, in the second step only, on the last rank only (in the block whose gradients come first, so that ranks differ in when
+    they reduce it)."""
+    generator = torch.Generator().manual_seed(step)
+    x, y = (torch.randn(training.SAMPLES, WIDTH, generator=generator, dtype=torch.float64) for _ in range(2))
+    for rank, part in enumerate(x.chunk(world)):
+        part[:, :4] = part[:, :4].abs() * torch.tensor([-1, 1, 1 if step == 1 else -1, 1 if rank == world - 1 else -1])
+    return x, y
+
+
+def reference(model: nn.Module, world: int) -> training.Run:
+    """Plain PyTorch on the same micro-batches; parameters that none of them uses have no gradient."""
+    model = model.double()
+    trainable = [p for p in model.parameters() if p.requires_grad]
+    groups = [{"params": [p for p in trainable if p.dim() >= 2]}, {"params": [p for p in trainable if p.dim() < 2], "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=1e-2, betas=(0.9, 0.95), weight_decay=0.1)
+    records = []
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        parts = [t.chunk(world) for t in inputs(step, world)]
+        losses = [loss_fn(model(x), y) / world for x, y in zip(*parts, strict=True)]
+        for loss in losses:
+            loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(trainable, 1.0)
+        optimizer.step()
+        records.append((sum(losses).item(), norm.item()))
+    return records, model.state_dict()
+
+
+def train(rank: int, world: int, name: str, layouts: list[dict[str, Any]]) -> list[training.Run]:
+    runs = []
+    for layout in layouts:
+        config = training.config(world, **layout, precision={"compute": "fp64"})
+        engine = polyreme.initialize(build(name, seed=100 * rank).double() if name == "buffered" else build(name, 100 * rank), config, loss_fn=loss_fn)
+        records = []
+        for step in range(STEPS):
+            result = engine.train_step(models.share(inputs(step, world), rank, world))
+            records.append((result.loss, result.grad_norm))
+            before = engine.state_dict(rank0_only=True)
+            engine.eval_step(models.share(inputs(step + 10, world), rank, world))
+            after = engine.state_dict(rank0_only=True)
+            assert all(torch.equal(t, before[key]) for key, t in after.items())
+        runs.append((records, engine.state_dict()))
+    return runs
+
+
+def assert_equals(run: training.Run, expected: training.Run, what: object) -> None:
+    torch.testing.assert_close(run[0], expected[0], rtol=1e-10, atol=1e-10, msg=lambda m: f"{what}: {m}")
+    assert run[1].keys() == expected[1].keys(), what
+    for name, tensor in expected[1].items():
+        torch.testing.assert_close(run[1][name], tensor, rtol=1e-10, atol=1e-10, check_dtype=False, msg=lambda m, n=name: f"{what}, {n}: {m}")
+
+
+@pytest.mark.parametrize("name", list(CASES))
+def test_trains_as_in_plain_pytorch(ranks: Ranks, name: str) -> None:
+    """On ranks that begin with different weights: rank 0's count, everywhere and for buffers too."""
+    by_rank = ranks(2, train, name, LAYOUTS)
+    expected = reference(build(name), 2)
+    for rank, runs in enumerate(by_rank):
+        for layout, run in zip(LAYOUTS, runs, strict=True):
+            assert_equals(run, expected, (rank, layout))

@@ -1,0 +1,209 @@
+"""The documentation tells the truth: every Python snippet of it runs, every config in it is valid, every example does what it
+says, every link leads somewhere.
+
+A Python block runs in its page's namespace, one after the other, on as many ranks as RANKS says; one inside an HTML comment is
+set-up that readers need not see. A block whose first line is `# name.py` or `# name.toml` is a file: one of examples/ must be in the
+page as it is; any other is put where the page's snippets run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import io
+import json
+import os
+import re
+import runpy
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+from polyreme import Config
+from pool import Ranks
+
+ROOT = Path(__file__).parents[1]
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
+EXAMPLES = sorted(p for p in (ROOT / "examples").iterdir() if p.is_file())
+RANKS = {"README.md": 2, "docs/zero.md": 2, "docs/mesh.md": 2, "docs/checkpoint.md": 2}
+"""Ranks that a page's snippets run on, where it is more than one."""
+
+
+class Block(NamedTuple):
+    """A fenced block: its language, its text, and the file it stands for."""
+
+    language: str
+    text: str
+    file: str | None
+
+
+def name_of(page: Path) -> str:
+    return page.relative_to(ROOT).as_posix()
+
+
+def blocks(page: Path) -> Iterator[Block]:
+    for language, text in re.findall(r"^```(\w+)\n(.*?)^```", page.read_text("utf-8"), re.DOTALL | re.MULTILINE):
+        file = re.match(r"# ([\w/.-]+\.(?:py|toml))\b", text)
+        yield Block(language, text, file[1] if file else None)
+
+
+def run_snippets(rank: int, world_size: int, snippets: list[tuple[str, str]], files: dict[str, str], folder: Path) -> None:
+    """On one rank: all snippets of a page, with a folder of its own for what they read and write."""
+    here = folder / str(rank)
+    here.mkdir()
+    for name, text in files.items():
+        (here / name).write_text(text, "utf-8")
+    namespace: dict[str, Any] = {"__name__": "snippet"}
+    with contextlib.chdir(here):
+        for where, snippet in snippets:
+            exec(compile(snippet, where, "exec"), namespace)
+
+
+def run_example(rank: int, world_size: int, example: Path, folder: Path) -> str:
+    """On one rank: an example as it stands, and what it prints."""
+    printed = io.StringIO()
+    with contextlib.chdir(folder), contextlib.redirect_stdout(printed):
+        runpy.run_path(str(example), run_name="__main__")
+    return printed.getvalue()
+
+
+def run_config(rank: int, world_size: int, example: Path, overrides: list[str]) -> dict[str, Any]:
+    """On one rank: what `polyreme train` runs there, from the root of the repository."""
+    from polyreme import train
+
+    with contextlib.chdir(ROOT):
+        return dict(vars(train.run(Config.load(example, overrides))))
+
+
+def tiny_model(rank: int, world_size: int, folder: Path) -> None:
+    """A new model of a few thousand parameters, and a tokenizer trained on the documentation."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from polyreme import data
+
+    corpus = data.whole(data.documents(str(ROOT / "docs"), pattern=["*.md"]))
+    tokenizer = data.open_tokenizer(corpus, folder=None, vocab_size=300, cache=folder / "cache")
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    LlamaForCausalLM(LlamaConfig(vocab_size=len(tokenizer), **sizes)).save_pretrained(folder / "model")
+    tokenizer.save_pretrained(folder / "model")
+
+
+def anchors(page: Path) -> list[str]:
+    """The names by which headings are linked to."""
+    headings = re.findall(r"^#+ (.*)$", page.read_text("utf-8"), re.MULTILINE)
+    return [re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings]
+
+
+def folders(folder: Path) -> list[str]:
+    """Where a run of `polyreme train` writes."""
+    return [f"checkpoint.folder={folder / 'run'}", f"data.cache={folder / 'cache'}"]
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if any(b.language == "python" and not b.file for b in blocks(page))], ids=name_of)
+def test_snippets_run(page: Path, ranks: Ranks, tmp_path: Path) -> None:
+    snippets = [(f"{name_of(page)}, snippet {i}", b.text) for i, b in enumerate(blocks(page)) if b.language == "python" and not b.file]
+    files = {b.file: b.text for b in blocks(page) if b.file and not (ROOT / b.file).exists()}
+    ranks(RANKS.get(name_of(page), 1), run_snippets, snippets, files, tmp_path)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_files_and_configs_are_valid(page: Path) -> None:
+    for block in blocks(page):
+        if block.file and (ROOT / block.file).exists():
+            assert block.text == (ROOT / block.file).read_text("utf-8"), f"{name_of(page)} shows another {block.file}"
+        if block.language == "toml":
+            config = Config.load(tomllib.loads(block.text))
+            assert config.problems(world_size=2) == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_links_lead_somewhere(page: Path) -> None:
+    for target, anchor in re.findall(r"\]\(([^)#]*)#?([^)]*)\)", page.read_text("utf-8")):
+        if not target.startswith("https://"):
+            file = page.parent / target if target else page
+            assert file.exists(), f"{name_of(page)} links to {target}"
+            assert not anchor or anchor in anchors(file), f"{name_of(page)} links to {target}#{anchor}"
+
+
+def test_readme_script_is_short() -> None:
+    shown = {block.file: block.text for block in blocks(ROOT / "README.md")}
+    for script in ("examples/plain_module.py", "examples/huggingface.py"):
+        assert len(shown[script].splitlines()) < 25
+
+
+def test_every_package_has_a_place_in_the_architecture() -> None:
+    page = (ROOT / "docs" / "architecture.md").read_text("utf-8")
+    parts = {path.stem for path in (ROOT / "src" / "polyreme").iterdir() if not path.name.startswith("_") and path.suffix in ("", ".py")}
+    assert [part for part in sorted(parts) if f"`{part}" not in page] == []
+
+
+def test_every_decision_is_listed() -> None:
+    index = (ROOT / "docs" / "README.md").read_text("utf-8")
+    assert [p.name for p in sorted((ROOT / "docs" / "decisions").glob("*.md")) if f"(decisions/{p.name})" not in index] == []
+
+
+def test_every_example_is_run_by_a_test() -> None:
+    assert [example.name for example in EXAMPLES] == ["big_model.py", "demo.toml", "finetune.toml", "huggingface.py", "plain_module.py"]
+
+
+def test_plain_module(ranks: Ranks, tmp_path: Path) -> None:
+    printed, silent = ranks(2, run_example, ROOT / "examples" / "plain_module.py", tmp_path)
+    right = re.search(r"([\d.]+)% of the points", printed)
+    assert right is not None and float(right[1]) > 90
+    assert silent == ""
+    assert (tmp_path / "run/plain_module/model.safetensors").is_file()
+
+
+def test_huggingface(ranks: Ranks, tmp_path: Path) -> None:
+    printed = ranks(2, run_example, ROOT / "examples" / "huggingface.py", tmp_path)[0]
+    losses = [float(loss) for loss in re.findall(r"loss ([\d.]+)", printed)]
+    assert losses[0] < 4.5 and losses[-1] < losses[0] - 0.3  # an even guess at a byte is ln 256 = 5.5
+    assert json.loads((tmp_path / "run/huggingface/config.json").read_text())["architectures"] == ["LlamaForCausalLM"]
+
+
+def test_big_model(ranks: Ranks, tmp_path: Path) -> None:
+    printed = ranks(2, run_example, ROOT / "examples" / "big_model.py", tmp_path)[0]
+    whole, share = (float(size) for size in re.findall(r"([\d.]+) MiB", printed.splitlines()[0]))
+    assert share == pytest.approx(whole / 2, rel=0.02)
+    sent = {name: float(size) for name, size in re.findall(r"(\w+): \d+ calls, ([\d.]+) MiB", printed)}
+    assert sent["all_gather"] == pytest.approx(2 * sent["reduce_scatter"], rel=0.02)
+
+
+def test_demo(ranks: Ranks, tmp_path: Path) -> None:
+    """The demo, on less text and for a few steps."""
+    smaller = "data.vocab_size=300 model.config.hidden_size=64 model.config.intermediate_size=128"
+    shorter = "train.length=4 train.validate_every=2 train.validate_batches=2 train.sample_tokens=4 lr_schedule.warmup=1"
+    overrides = ["data.path=docs", "data.pattern=*.md", *smaller.split(), *shorter.split(), *folders(tmp_path)]
+    summary = ranks(2, run_config, ROOT / "examples" / "demo.toml", overrides)[0]
+    assert summary["steps"] == 4 and summary["bits_per_byte"] < summary["first_bits_per_byte"]
+    assert Path(summary["checkpoint"], "model.safetensors").is_file() and Path(summary["plot"]).is_file()
+
+
+def test_finetune(ranks: Ranks, tmp_path: Path) -> None:
+    """The fine-tuning example, from a tiny model in place of the demo's."""
+    ranks(1, tiny_model, tmp_path)
+    model = [f"model.path={tmp_path / 'model'}", f"data.tokenizer={tmp_path / 'model'}"]
+    overrides = [*model, "train.length=8", "train.sample_tokens=4", "optimizer.lr=0.01", *folders(tmp_path)]
+    summary = ranks(2, run_config, ROOT / "examples" / "finetune.toml", overrides)[0]
+    assert summary["steps"] == 8 and summary["bits_per_byte"] < summary["first_bits_per_byte"]
+
+
+def test_finetune_begins_where_the_demo_ends() -> None:
+    demo, finetune = (Config.load(ROOT / "examples" / f"{name}.toml") for name in ("demo", "finetune"))
+    end = f"{demo.checkpoint.folder}/step-{int(demo.train.length.amount)}"
+    assert (finetune.model.path, finetune.data.tokenizer) == (end, end)
+
+
+@pytest.mark.skipif(os.name != "posix", reason="the pictures are made in a Unix terminal")
+def test_the_picture_shows_what_a_terminal_shows(tmp_path: Path) -> None:
+    spec = importlib.util.spec_from_file_location("make", ROOT / "docs" / "images" / "make.py")
+    assert spec is not None and spec.loader is not None
+    make = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(make)
+    live = "first\r\n1/2\r\n\x1b[1mloss 5\x1b[0m\r\x1b[2K\x1b[1A\x1b[2Ksaved\r\n2/2\r\n\x1b[1mloss 4\x1b[0m"
+    assert make.screen(live) == ["first", "saved", "2/2", "\x1b[1mloss 4\x1b[0m"]
+    make.draw(make.screen(live), tmp_path / "picture.png")
+    assert (tmp_path / "picture.png").read_bytes().startswith(b"\x89PNG")
