@@ -15,7 +15,7 @@ from pathlib import Path
 import polyreme.errors
 
 SOURCE = str(Path(polyreme.errors.__file__).parents[1])
-RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+RANK_VARIABLES = ("POLYREME_LAUNCHED", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 TINY = """
 [model.config]

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-import models
 import torch
 
+import models
 import polyreme
 
 Run = tuple[list[tuple[float, float]], dict[str, torch.Tensor]]

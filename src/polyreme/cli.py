@@ -7,9 +7,11 @@ is quick.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
+import sys
 import traceback
 from collections.abc import Mapping
 from pathlib import Path
@@ -96,7 +98,8 @@ def train(
         sets = [word for change in overrides or [] for word in ("--set", change)]
         start(["-m", "polyreme", "train", str(config), *sets, *(["--json"] if as_json else [])], world_size)
         return
-    summary = job.run(checked)
+    with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():  # libraries print there, too
+        summary = job.run(checked)
     if as_json and place.rank == 0:
         typer.echo(json.dumps(_plain(summary)))
 

@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from polyreme import model_map
 from polyreme.activations import measure, wrap_blocks
 from polyreme.checkpoint.save import save
-from polyreme.config import Config, Progress
+from polyreme.config import Config, Progress, Span
 from polyreme.data import Loader
 from polyreme.errors import BatchError, ConfigError, ModelError, NumericsError, Problem
 from polyreme.lr_schedule import LRSchedule
@@ -154,6 +154,10 @@ class Engine:
         self._updates = [Update(bucket, made.groups) for bucket in self._placement.trainable]
         self._objective = Objective(self.module, loss_fn)
         self._schedule = single_stage(config.accumulation)
+        rate = config.lr_schedule
+        spans = [rate.warmup] if rate.name == "constant" else [rate.warmup, rate.total, rate.decay]
+        in_tokens = any(isinstance(span, Span) and span.amount and span.unit == "tokens" for span in spans)
+        self._needs_tokens = in_tokens and lr_scheduler is None
         check(self._schedule, config.accumulation)
         self._options = Options(made, LRSchedule(config.lr_schedule), lr_scheduler)
         fp16 = config.precision.compute == "fp16"
@@ -349,6 +353,11 @@ class Engine:
     def _update(self) -> None:
         """Clip, update the shards, publish the parameters; or skip all that after an overflow."""
         squares, loss_sum, weight, missing, tokens = self._totals.tolist()
+        if self._needs_tokens and not tokens:
+            raise BatchError(
+                "the learning rate schedule is measured in tokens, but the batches carry no tokens (`input_ids`): "
+                "give lr_schedule.total and lr_schedule.warmup (or train.length) in steps or samples"
+            )
         self._loss = loss_sum / weight if weight else math.nan
         self._skipped = not (math.isfinite(squares) and math.isfinite(loss_sum)) or not weight
         self._lr = self._options.lr

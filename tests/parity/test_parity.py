@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 from itertools import product
 from typing import Any
 
-import models
 import pytest
 import torch
+
+import models
+import polyreme
 from pool import Ranks
 
-import polyreme
-
-STEPS, SAMPLES = 3, 12
+STEPS, SAMPLES = 2, 12
 LAYOUTS = list(product((0, 1, 2, 3), (1, 3), (False, True), (None, 0.05), ("adamw", "sgd")))
 """stage, accumulation, recompute, clip, optimizer"""
 
@@ -41,6 +42,7 @@ def train(rank: int, world: int, case: str, settings: list[dict[str, Any]]) -> l
     return results
 
 
+@functools.cache
 def expected(case: str, clip: float | None, name: str) -> tuple[list[tuple[float, float]], dict[str, Any]]:
     if name == "adamw":
         optimizer = lambda groups: torch.optim.AdamW(groups, lr=1e-2, betas=(0.9, 0.95), weight_decay=0.1)  # noqa: E731

@@ -26,7 +26,7 @@ path = "corpus.txt"
 [batch]
 size = 8
 """
-RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+RANK_VARIABLES = ("POLYREME_LAUNCHED", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 @dataclasses.dataclass
@@ -70,6 +70,7 @@ def trained(monkeypatch: pytest.MonkeyPatch) -> list[Config]:
 
     module = types.ModuleType("polyreme.train")
     module.run = run  # type: ignore[attr-defined]
+    module.check_sources = lambda config: None  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "polyreme.train", module)
     monkeypatch.setattr("polyreme.train", module, raising=False)
     return configs
@@ -126,10 +127,23 @@ def test_train_as_one_of_several_ranks(config: str, trained: list[Config], launc
     ranks = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_PORT": "1"}
     assert polyreme("train", config, "--json", env=ranks)[:2] == (0, "")  # rank 0 writes the summary
     assert (len(trained), launched) == (1, [])
-    with pytest.raises(LaunchError, match="-n 4, but torchrun has already started 2 ranks"):
-        polyreme("train", config, "-n", "4", env=ranks)
-    with pytest.raises(BatchError):  # left for whoever started the ranks, who makes one report of all
-        polyreme("train", config, "--set", "seed=13", env=ranks)
+    status, _, errors = polyreme("train", config, "-n", "4", env=ranks)
+    assert (status, errors) == (1, "rank 1: error: -n 4, but torchrun has already started 2 ranks; leave -n out\n")
+    with pytest.raises(BatchError):  # our launcher makes one report of all ranks
+        polyreme("train", config, "--set", "seed=13", env={**ranks, "POLYREME_LAUNCHED": "1"})
+
+
+def test_the_config_says_how_many_ranks_where_nobody_else_does(
+    config: str, trained: list[Config], launched: list[tuple[Sequence[str], int]]
+) -> None:
+    two = ["--set", "launch.ranks=2"]
+    polyreme("train", config, *two)
+    polyreme("train", config, *two, "-n", "4")
+    assert [ranks for _, ranks in launched] == [2, 4] and trained == []
+    assert polyreme("train", config, *two, "-n", "1")[0] == 0
+    for world_size in ("1", "4"):  # started already, by whoever
+        assert polyreme("train", config, *two, env={"RANK": "0", "WORLD_SIZE": world_size, "MASTER_PORT": "1"})[0] == 0
+    assert (len(launched), len(trained)) == (2, 3)
 
 
 def test_bad_configs_are_refused_before_a_rank_starts(

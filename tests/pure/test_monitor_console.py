@@ -109,11 +109,14 @@ def test_time_left_of_a_resumed_run_counts_its_own_steps() -> None:
     assert out.getvalue().splitlines()[-1].endswith("16:20")
 
 
-def test_summary_is_printed_at_the_end() -> None:
+def test_the_heading_comes_with_the_first_row() -> None:
     monitor, out = plain_console()
     monitor.start(run())
-    monitor.close({"checkpoint": "run/step-10", "validation loss": 4.21987})
-    assert out.getvalue().splitlines()[-2:] == ["checkpoint       run/step-10", "validation loss  4.22"]
+    monitor.message("a sample")
+    monitor.log(record(1))
+    monitor.close({"checkpoint": "run/step-10"})
+    _, sample, heading, row = out.getvalue().splitlines()
+    assert sample == "a sample" and heading.split()[0] == "step" and row.split()[0] == "1/1000"
 
 
 def test_messages_are_printed_as_they_are() -> None:
@@ -156,7 +159,7 @@ def test_live_output_has_messages_above_the_bar(monkeypatch: pytest.MonkeyPatch)
     monitor.log(record(2))
     monitor.close({"done": "yes"})
     text = out.getvalue()
-    assert text.index("1/1000") < text.index("saved run/step-1") < text.index("2/1000") < text.index("done  yes")
+    assert text.index("1/1000") < text.index("saved run/step-1") < text.index("2/1000")
     assert text.count("\x1b[?25l") == text.count("\x1b[?25h") == 1  # the cursor is given back
     lines = re.sub(r"\x1b\[[?0-9;]*[a-zA-Z]", "", text).replace("\r", "\n").splitlines()
     assert max(map(len, lines)) <= 80

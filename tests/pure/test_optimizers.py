@@ -6,12 +6,12 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
-import models
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.optim import lr_scheduler as schedulers
 
+import models
 from polyreme.config import Config, Progress
 from polyreme.config.keys import OptimizerSection
 from polyreme.errors import ConfigError
@@ -25,6 +25,8 @@ from polyreme.zero.residency import Residency
 from polyreme.zero.update import Update
 
 ELEMENTWISE = ["adam", "adamw", "sgd", "lion", "adagrad", "NAdam", "RAdam", "Adamax", "Adadelta", "RMSprop", "Rprop", "ASGD"]
+
+NAMES = ("embed.weight", "blocks.0.weight", "blocks.0.bias", "scale")
 
 
 class Small(nn.Module):
@@ -67,17 +69,17 @@ def test_fused_kernels_are_used_where_they_exist(name: str) -> None:
 def test_a_class_has_the_sections_groups_and_its_own_defaults() -> None:
     made = recipe(Small(), section(lr=0.5, weight_decay=0.25, no_decay=("*.bias", "scale")), torch.optim.NAdam)
     assert options_of(made, "embed.weight")["betas"] == (0.9, 0.999)
-    assert [options_of(made, n)["weight_decay"] for n in ("embed.weight", "blocks.0.weight", "blocks.0.bias", "scale")] == [0.25, 0.25, 0, 0]
+    assert [options_of(made, n)["weight_decay"] for n in NAMES] == [0.25, 0.25, 0, 0]
     assert options_of(made, "scale")["lr"] == 0.5
     assert options_of(recipe(Small(), section(betas=(0.5, 0.6)), torch.optim.NAdam), "scale")["betas"] == (0.5, 0.6)
     assert options_of(recipe(Small(), section(name="NAdam", betas=(0.5, 0.6))), "scale")["betas"] == (0.5, 0.6)
     assert options_of(recipe(Small(), section()), "scale")["betas"] == (0.9, 0.95)
 
 
-@pytest.mark.parametrize(("no_decay", "expected"), [("vectors", [0.1, 0.1, 0, 0]), ("none", [0.1] * 4), (("blocks.1.*",), [0.1, 0.1, 0.1, 0.1])])
+@pytest.mark.parametrize(("no_decay", "expected"), [("vectors", [0.1, 0.1, 0, 0]), ("none", [0.1] * 4), (("blocks.1.*",), [0.1] * 4)])
 def test_weight_decay_groups(no_decay: Any, expected: list[float]) -> None:
     made = recipe(Small(), section(weight_decay=0.1, no_decay=no_decay))
-    assert [options_of(made, n)["weight_decay"] for n in ("embed.weight", "blocks.0.weight", "blocks.0.bias", "scale")] == expected
+    assert [options_of(made, n)["weight_decay"] for n in NAMES] == expected
     assert (options_of(made, "blocks.1.weight")["weight_decay"] == 0) == (no_decay == ("blocks.1.*",))
 
 
@@ -143,7 +145,7 @@ def test_an_optimizer_that_looks_at_whole_tensors_gets_them_whole() -> None:
         ({}, torch.optim.SparseAdam, "dense"),
         ({}, torch.optim.Muon, "2D"),
         ({}, lambda params: torch.optim.LBFGS(params), "closure"),
-        ({}, lambda params: torch.optim.SGD(params[:2], lr=0.1), r"leaves out blocks.0.weight, blocks.0.bias, blocks.1.weight \(4 in all\)"),
+        ({}, lambda params: torch.optim.SGD(params[:2], lr=0.1), r"leaves out blocks.0.weight, .* \(4 in all\)"),
         ({}, lambda params: None, "did not return"),
         ({}, lambda: None, "list of the trainable parameters"),
         ({}, lambda params: torch.optim.SGD(params, lr=-1.0), "Invalid learning rate"),
@@ -253,7 +255,7 @@ def test_without_a_scheduler_the_configs_schedule_scales_each_groups_own_rate() 
     [
         (lambda o: schedulers.ReduceLROnPlateau(o), "metric"),
         (schedulers.ReduceLROnPlateau(torch.optim.SGD([torch.zeros(1)], lr=0.1)), "metric"),
-        (schedulers.StepLR(torch.optim.SGD([{"params": [torch.zeros(1)]} for _ in range(3)], lr=0.1), 1), "it has 3 groups, but the optimizer 2"),
+        (schedulers.StepLR(torch.optim.SGD([{"params": [torch.zeros(1)]} for _ in range(3)], lr=0.1), 1), "3 groups, but the optimizer 2"),
         (lambda o: schedulers.LambdaLR(o, [lambda s: 1.0]), "2 groups"),
         (lambda o: None, "no torch scheduler"),
         ("cosine", "no torch scheduler"),
@@ -279,7 +281,9 @@ def bucket_of(values: dict[str, Tensor], boundary: Boundary, dtype: torch.dtype,
     return bucket
 
 
-def run_bucket(made: Recipe, steps: list[dict[str, Tensor]], boundary: Boundary, factor: float = 0.5, **formats: Any) -> tuple[dict[str, Tensor], Update]:
+def run_bucket(
+    made: Recipe, steps: list[dict[str, Tensor]], boundary: Boundary, factor: float = 0.5, **formats: Any
+) -> tuple[dict[str, Tensor], Update]:
     """Weights after updates from gradients by name, of which some are missing in some steps."""
     values = initial(steps[0])
     bucket = bucket_of(values, boundary, values["f"].dtype, **formats)
@@ -300,7 +304,8 @@ def run_bucket(made: Recipe, steps: list[dict[str, Tensor]], boundary: Boundary,
 
 def initial(like: dict[str, Tensor]) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(5)
-    return {name: torch.randn(shape, generator=generator, dtype=torch.float64).to(next(iter(like.values())).dtype) for name, shape in SHAPES.items()}
+    dtype = next(iter(like.values())).dtype
+    return {name: torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for name, shape in SHAPES.items()}
 
 
 def gradients_of(steps: int, dtype: torch.dtype, missing: list[str] | None = None) -> list[dict[str, Tensor]]:

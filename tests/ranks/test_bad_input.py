@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from command import TINY, polyreme, write_text
-from pool import Ranks
 from torch import nn
 
 import polyreme as library
+from command import TINY, polyreme, write_text
 from polyreme import train
 from polyreme.config import Config
 from polyreme.errors import BatchError, ConfigError, DataError, ModelError, PolyremeError
+from pool import Ranks
 
 
 @pytest.fixture
@@ -38,7 +38,7 @@ BEFORE_RANKS: dict[str, tuple[list[str], int, list[str]]] = {
         2,
         ["3 problems", "optimizer.lr = 'fast': must be a number above 0", 'did you mean "batch.size"?', "zero.stage = 4"],
     ),
-    "unknown optimizer": (["tiny.toml", "--set", "optimizer.name=adamv"], 2, ["neither one of ours", '"adamw"']),
+    "unknown optimizer": (["tiny.toml", "--set", "optimizer.name=adamv"], 2, ["neither one of ours", 'write optimizer.name = "adam']),
     "ranks that do not divide": (["tiny.toml", "-n", "3"], 2, ["batch.size = 4", "write batch.size = 3 or 6"]),
     "no model directory, no tokenizer directory, no folder": (
         ["tiny.toml", "--set", "model.path=nothing", "--set", "model.config=none", "--set", "data.tokenizer=text.txt", "--set",
@@ -73,31 +73,33 @@ def test_found_before_any_rank_starts(folder: Path, case: str) -> None:
 def test_what_all_ranks_find_is_said_once(folder: Path, changes: list[str], expected: int, said: str) -> None:
     status, output, errors = polyreme(folder, "train", "tiny.toml", *(word for c in changes for word in ("--set", c)))
     assert (status, output) == (expected, "")
-    assert errors.startswith("error: ") and errors.count(said) == 1
-    assert "Traceback" not in errors and "rank" not in errors.lower().replace("ranks", "")
+    assert errors.count("error: ") == errors.count(said) == 1 and "Traceback" not in errors
+    assert expected == 1 or "rank" not in errors, "a config is the same on every rank"
 
 
 # Changes to the config, the error, and what it says: found by the ranks, each before the model is built.
 IN_RANKS: dict[str, tuple[list[str], type[PolyremeError], list[str]]] = {
     "empty corpus": (["data.path=blank.txt"], DataError, ["no text in it"]),
     "sequence longer than the text": (
-        ["data.sequence=50000", "model.config.max_position_embeddings=60000"], DataError, ["data.sequence = 50000", "less than one sequence"],
+        ["data.sequence=50000", "model.config.max_position_embeddings=60000"], DataError, ["= 50000: the training text", "less than one"],
     ),
     "text shorter than a batch": (["batch.size=4000"], DataError, ["the training text has", "fewer than batch.size = 4000"]),
-    "validation shorter than a sequence": (["data.validation=one-line.txt"], DataError, ["validation text has", "data.sequence"]),
+    "validation shorter than a sequence": (
+        ["data.validation=one-line.txt", "data.sequence=64"], DataError, ["the validation text has", "less than one sequence"],
+    ),
     "validation shorter than the ranks": (
-        ["data.validation=one-line.txt", "data.sequence=16"], DataError, ["the validation text has 1 sequences", "fewer than 2 ranks"],
+        ["data.validation=one-line.txt"], DataError, ["the validation text has 1 sequences", "fewer than 2 ranks"],
     ),
     "unknown architecture": (["model.config.model_type=lama"], ConfigError, ["'lama'", 'write model_type = "llama"']),
     "value of a wrong type": (["model.config.hidden_size=wide"], ConfigError, ["cannot build it", "hidden_size", "expected int"]),
-    "values that do not fit": (["model.config.num_attention_heads=3"], ConfigError, ["not a multiple of the number of attention heads (3)"]),
+    "values that do not fit": (["model.config.num_attention_heads=3"], ConfigError, ["not a multiple of the number of attention"]),
     "no heads": (["model.config.num_attention_heads=0"], ConfigError, ["ZeroDivisionError"]),
     "unknown activation": (["model.config.hidden_act=swich"], ConfigError, ["KeyError: 'swich'"]),
     "shared heads that do not divide": (
         ["model.config.num_attention_heads=4", "model.config.num_key_value_heads=3"], ConfigError, ["num_key_value_heads", "1 or 2 or 4"],
     ),
     "misspelt key": (["model.config.hidden_sice=64"], ConfigError, ['did you mean "model.config.hidden_size"?']),
-    "no language model": (["model.config.model_type=resnet"], ConfigError, ["cannot build it"]),
+    "no language model": (["model.config.model_type=vit"], ConfigError, ["cannot build it", "ViTConfig"]),
     "tokens out of range": (["model.config.vocab_size=299"], ConfigError, ["the tokenizer has 300 tokens", "write 300 or more"]),
     "sequence longer than the positions": (
         ["data.sequence=65"], ConfigError, ["at most 64 tokens", "write data.sequence = 64 or less", "max_position_embeddings = 65"],
@@ -171,9 +173,8 @@ def tokenless() -> dict[str, Any]:
 TRAINING: dict[str, tuple[Callable[[], None], type[PolyremeError], str]] = {
     "a model without parameters": (lambda: train_once(Bare(), {}, mean, 2), ModelError, "no parameters"),
     "a batch of the wrong size": (lambda: train_once(nn.Linear(3, 3), {}, mean, 3), BatchError, "has 3 samples, but batch.size = 4"),
-    "a loss for each sample": (lambda: train_once(nn.Linear(3, 3), {}, each, 2), BatchError, "must be a scalar tensor, but is a tensor of shape (2,)"),
-    "a loss that is a number": (lambda: train_once(nn.Linear(3, 3), {}, lambda o, t: 0.5, 2), BatchError, "must be a scalar tensor, but is float"),
-    "a model that returns no loss": (lambda: train_once(nn.Linear(3, 3), {}, None, 2), BatchError, ""),
+    "a loss for each sample": (lambda: train_once(nn.Linear(3, 3), {}, each, 2), BatchError, "but is a tensor of shape (2,)"),
+    "a loss that is a number": (lambda: train_once(nn.Linear(3, 3), {}, lambda o, t: 0.5, 2), BatchError, "but is float"),
     "a length in tokens of batches without": (lambda: train_once(nn.Linear(3, 3), tokenless(), mean, 2), BatchError, "carry no tokens"),
 }  # fmt: skip
 
@@ -200,7 +201,9 @@ def test_a_wrong_batch_on_one_rank_is_that_ranks_error(folder: Path) -> None:
     (folder / "script.py").write_text("""
 import os, torch, polyreme
 rank = int(os.environ["RANK"])
-engine = polyreme.initialize(torch.nn.Linear(3, 3), {"batch": {"size": 4}}, loss_fn=lambda output, target: (output - target).square().mean())
+def loss_fn(output, target):
+    return (output - target).square().mean()
+engine = polyreme.initialize(torch.nn.Linear(3, 3), {"batch": {"size": 4}}, loss_fn=loss_fn)
 engine.train_step((torch.randn(2 + rank, 3), torch.randn(2 + rank, 3)))
 """)
     status, output, errors = polyreme(folder, "launch", "-n", "2", "script.py")

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+
 from command import TINY, Command, running, until, write_text
 
 END_WITHIN = 15.0  # seconds from the failure to the end of the run

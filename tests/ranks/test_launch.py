@@ -127,6 +127,18 @@ def test_arguments_and_variables_reach_the_script(script: Script, monkeypatch: p
     assert (dict(os.environ), signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before
 
 
+def test_freed_memory_is_kept_unless_the_user_decides(script: Script, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("MALLOC_ARENA_MAX", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "GLIBC_TUNABLES"):
+        monkeypatch.delenv(name, raising=False)
+    path = script.write("tell({k: v for k, v in os.environ.items() if k.startswith('MALLOC_')})")
+    launch([path], 1)
+    assert set(script.facts()[0]) == {"MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_"}
+    monkeypatch.setenv("MALLOC_ARENA_MAX", "1")
+    launch([path], 1)
+    assert script.facts()[0] == {"MALLOC_ARENA_MAX": "1"}
+    assert "MALLOC_MMAP_THRESHOLD_" not in os.environ
+
+
 def test_the_users_own_number_of_threads_stays(script: Script, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "7")
     launch([script.write("tell(os.environ['OMP_NUM_THREADS'])")], 1)

@@ -5,17 +5,17 @@ from __future__ import annotations
 import math
 from typing import Any
 
-import models
 import pytest
 import torch
 import torch.nn.functional as F
-import training
-from pool import Ranks
 from torch import Tensor, nn
 
+import models
 import polyreme
+import training
 from polyreme.errors import NumericsError
 from polyreme.layout import ALIGN
+from pool import Ranks
 
 WORLD, STEPS, SCALE = 2, 3, 1024.0
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -36,7 +36,8 @@ def by_hand(dtype: torch.dtype, accumulation: int, reduced: torch.dtype, scale: 
     model = models.build("llama", torch.float32)
     masters = {name: padded(p) for name, p in model.named_parameters()}
     matrices = {name for name, p in model.named_parameters() if p.dim() >= 2}
-    model = model.to(dtype)
+    for p in model.parameters():  # and no buffers: the rotary frequencies stay float32
+        p.data = p.data.to(dtype)
     groups = [{"params": [p for name, p in masters.items() if name in matrices]},
               {"params": [p for name, p in masters.items() if name not in matrices], "weight_decay": 0.0}]  # fmt: skip
     optimizer = torch.optim.AdamW(groups, lr=1e-2, betas=(0.9, 0.95), weight_decay=0.1, fused=True)

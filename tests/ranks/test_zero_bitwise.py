@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+
 import training
 from pool import Ranks
 
@@ -41,10 +42,11 @@ def assert_all_equal(ranks: Ranks, world: int, case: str, settings: list[dict[st
 @pytest.mark.parametrize("case", ["llama", "gpt2", "dag"])
 def test_layout_changes_nothing(ranks: Ranks, case: str, world: int) -> None:
     different = []
+    variations = VARIATIONS if world == 2 else VARIATIONS[1::3]
     for every in ("step", "microbatch"):
         settings = [training.config(world, 2, **{**each, "zero": {**each["zero"], "reduce_every": every, "min_bucket": each["zero"].get("min_bucket", 0)}},
                                     optimizer={"name": "adamw", "lr": 1e-2, "weight_decay": 0.1, "clip": 0.5})
-                    for each in STAGES + VARIATIONS]  # fmt: skip
+                    for each in STAGES + variations]  # fmt: skip
         different.append(assert_all_equal(ranks, world, case, settings))
     for records, weights in different:
         assert records[0][1] > 0.5, "the clip has to cut for this test to test it"
@@ -62,7 +64,7 @@ def test_bf16_with_fp32_masters(ranks: Ranks, world: int) -> None:
     for reduce, every in (("fp32", "step"), ("fp32", "microbatch"), ("bf16", "step")):
         precision = {"compute": "bf16", "reduce": reduce}
         settings = [training.config(world, 2, **{**each, "zero": {"min_bucket": 0, **each["zero"], "reduce_every": every}}, precision=precision)
-                    for each in STAGES + VARIATIONS[:3] + VARIATIONS[4:6]]  # fmt: skip
+                    for each in STAGES + VARIATIONS[1:6:3]]  # fmt: skip
         _, weights = assert_all_equal(ranks, world, "llama", settings)
         assert all(t.dtype == torch.float32 for t in weights.values())
 

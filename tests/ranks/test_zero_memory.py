@@ -7,14 +7,14 @@ from __future__ import annotations
 import gc
 from typing import Any
 
-import models
 import pytest
 import torch
-import training
-from pool import Ranks
 from torch import Tensor
 
+import models
 import polyreme
+import training
+from pool import Ranks
 
 BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 STATE = ("parameters", "gradients", "states")

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-import copy
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import models
 import pytest
 import torch
 import torch.nn.functional as F
-import training
-from pool import Ranks
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
+import models
 import polyreme
+import training
 from polyreme.errors import ConfigError
+from pool import Ranks
 
 WIDTH, STEPS = 9, 3
 LAYOUTS: list[dict[str, Any]] = [
@@ -130,7 +131,7 @@ class Buffered(Stack):
 
     def __init__(self) -> None:
         super().__init__()
-        self.norm = nn.BatchNorm1d(WIDTH).eval()
+        self.norm = nn.BatchNorm1d(WIDTH, dtype=torch.float64).eval()
         self.norm.running_mean.uniform_()
         self.register_buffer("mask", torch.rand(WIDTH) > 0.3)
         self.register_buffer("phase", torch.polar(torch.ones(WIDTH), torch.rand(WIDTH)), persistent=False)
@@ -335,7 +336,7 @@ def train(rank: int, world: int, name: str, layouts: list[dict[str, Any]]) -> li
     runs = []
     for layout in layouts:
         config = training.config(world, **layout, precision={"compute": "fp64"})
-        engine = polyreme.initialize(build(name, seed=100 * rank).double() if name == "buffered" else build(name, 100 * rank), config, loss_fn=loss_fn)
+        engine = polyreme.initialize(build(name, seed=100 * rank), config, loss_fn=loss_fn)
         records = []
         for step in range(STEPS):
             result = engine.train_step(models.share(inputs(step, world), rank, world))
@@ -363,3 +364,133 @@ def test_trains_as_in_plain_pytorch(ranks: Ranks, name: str) -> None:
     for rank, runs in enumerate(by_rank):
         for layout, run in zip(LAYOUTS, runs, strict=True):
             assert_equals(run, expected, (rank, layout))
+
+
+def sparse(rank: int, world: int) -> list[training.Run]:
+    runs = []
+    for is_sparse in (False, True):
+        for layout in (LAYOUTS[1], LAYOUTS[3]):
+            torch.manual_seed(0)
+            engine = polyreme.initialize(Lookup(is_sparse), training.config(world, 2, **layout, precision={"compute": "fp64"}), loss_fn=loss_fn)
+            results = [engine.train_step(models.share(inputs(step, world), rank, world)) for step in range(2)]
+            runs.append(([(r.loss, r.grad_norm) for r in results], engine.state_dict()))
+    return runs
+
+
+def test_sparse_gradients(ranks: Ranks) -> None:
+    """Of an embedding, over several micro-batches, equal dense ones."""
+    for runs in ranks(2, sparse):
+        for run in runs[1:]:
+            assert_equals(run, runs[0], "sparse")
+
+
+def own_checkpoints(rank: int, world: int) -> list[training.Run]:
+    runs = []
+    for checkpointed in (False, True):
+        for stage in (0, 3):
+            model = models.build("llama", torch.float32)
+            if checkpointed:
+                model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+            engine = polyreme.initialize(model, training.config(world, 2, zero={"stage": stage, "reduce_every": "step"}), loss_fn=models.causal_loss)
+            results = [engine.train_step(models.share(models.batch_of("llama", training.SAMPLES, step), rank, world)) for step in range(2)]
+            runs.append(([(r.loss, r.grad_norm) for r in results], engine.state_dict()))
+    return runs
+
+
+def test_the_models_own_checkpoints(ranks: Ranks) -> None:
+    """Hugging Face's gradient checkpointing, whose recomputation calls whole blocks with their hooks, changes no bit."""
+    for runs in ranks(2, own_checkpoints):
+        assert not [d for run in runs[1:] for d in training.differences(runs[0], run)]
+
+
+class Counting(TorchDispatchMode):
+    """Counts matrix products."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.bmm.default)
+        return func(*args, **(kwargs or {}))
+
+
+def recomputation(rank: int, world: int) -> tuple[list[training.Run], list[tuple[int, int]]]:
+    """Runs with nothing, everything, every second and (of three blocks) only the first block recomputed, then with kept operators; and
+    how often each ran its MLPs' forward and its matrix products in a step."""
+    runs, counts = [], []
+    recompute = {"activations": "recompute"}
+    for memory in ({}, recompute, {**recompute, "recompute_every": 2}, {**recompute, "recompute_every": 3},
+                   {**recompute, "recompute_save": ["mm"]}, {**recompute, "recompute_save": ["attention", "aten.silu"]}):  # fmt: skip
+        engine = polyreme.initialize(models.build("llama", torch.float32), training.config(world, zero={"stage": 3}, memory=memory), loss_fn=models.causal_loss)
+        calls = [0]
+        for block in engine.module.model.layers:
+            block.mlp.register_forward_pre_hook(lambda *_, calls=calls: calls.__setitem__(0, calls[0] + 1))
+        share = models.share(models.batch_of("llama", training.SAMPLES), rank, world)
+        results = [engine.train_step(share)]
+        with Counting() as products:
+            results.append(engine.train_step(share))
+        runs.append(([(r.loss, r.grad_norm) for r in results], engine.state_dict()))
+        counts.append((calls[0] // 2, products.count))
+    return runs, counts
+
+
+def test_recomputation_changes_no_bit(ranks: Ranks) -> None:
+    for runs, counts in ranks(2, recomputation):
+        assert not [d for run in runs[1:] for d in training.differences(runs[0], run)]
+        assert [forwards for forwards, _ in counts] == [3, 6, 5, 4, 6, 6]
+        plain, everything, half, _, kept, _ = (products for _, products in counts)
+        assert plain == kept < half < everything, counts
+
+
+def unknown_operator(rank: int, world: int) -> list[str]:
+    messages = []
+    for case, memory in (("dag", {"activations": "recompute", "recompute_save": ["no_such_operator"]}), ("convnet", {"activations": "recompute"})):
+        with pytest.raises(ConfigError) as caught:
+            polyreme.initialize(models.build(case), training.config(world, memory=memory))
+        messages.append(str(caught.value))
+    return messages
+
+
+def test_what_cannot_be_recomputed_is_refused(ranks: Ranks) -> None:
+    operator, blocks = ranks(1, unknown_operator)[0]
+    assert "no_such_operator" in operator and "memory.recompute_save" in operator
+    assert "no repeated blocks" in blocks
+
+
+def compiled(rank: int, world: int) -> list[training.Run]:
+    runs = []
+    monkeypatch = pytest.MonkeyPatch()
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))  # all but the C++ compiler
+    for compile in (False, True):
+        torch.manual_seed(0)
+        config = {**training.config(world, zero={"stage": 3}, precision={"compute": "fp64"}), "compile": compile}
+        engine = polyreme.initialize(Stack(), config, loss_fn=loss_fn)
+        results = [engine.train_step(models.share(inputs(step, world), rank, world)) for step in range(2)]
+        runs.append(([(r.loss, r.grad_norm) for r in results], engine.state_dict()))
+    monkeypatch.undo()
+    return runs
+
+
+def test_compiled_blocks(ranks: Ranks) -> None:
+    for plain, made in ranks(2, compiled, timeout=110):
+        assert_equals(made, plain, "compiled")
+
+
+def forwards_before_backward(rank: int, world: int) -> list[float]:
+    """Two forwards of the engine for one backward, after one whose backward never comes."""
+    norms = []
+    for stage in (0, 3):
+        torch.manual_seed(0)
+        engine = polyreme.initialize(Stack(), training.config(world, zero={"stage": stage}, precision={"compute": "fp64"}))
+        for step in range(2):
+            x, y = models.share(inputs(step, world), rank, world)
+            engine(y)
+            engine.backward(loss_fn(engine(x) - engine(x.flip(0)), y))
+            norms.append(engine.step().grad_norm)
+    return norms
+
+
+def test_several_forwards_for_one_backward(ranks: Ranks) -> None:
+    for norms in ranks(2, forwards_before_backward):
+        assert norms[:2] == norms[2:]

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-import models
 import pytest
 import torch
-import training
-from pool import Ranks
 
+import models
 import polyreme
+import training
 from polyreme.layout import ALIGN
+from pool import Ranks
 
 BYTES = {"fp32": 4, "bf16": 2}
 TOTALS = 5 * 8

@@ -30,7 +30,7 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo
 from torch.distributed.elastic.rendezvous.api import RendezvousStoreInfo
 
-from polyreme.errors import LaunchError
+from polyreme.errors import ConfigError, LaunchError
 from polyreme.launch.environment import LAUNCHED
 from polyreme.launch.processes import signal_group
 
@@ -256,14 +256,14 @@ class _Failure:
 
 
 def _report(failures: Mapping[int, ProcessFailure], ended_first: Sequence[int], ranks: int) -> RanksFailedError:
-    """One error for all ranks: the bare message where all say the same of bad input.
+    """One error for all ranks: the bare message where it is the config, or where all say the same of bad input.
 
     First are `ended_first`, who ended before any was told to, then who raised first."""
     all_failures = [_Failure.read(rank, failure) for rank, failure in failures.items()]
     first, *others = sorted(all_failures, key=lambda f: (f.rank not in ended_first, f.at, f.rank))
     name = f"rank {first.rank} of {ranks}"
     same = [f.rank for f in others if f.message is not None and f.message == first.message]
-    if first.expected and len(same) + 1 == ranks and first.message is not None:
+    if first.expected and first.message is not None and (first.exit_status == ConfigError.exit_status or len(same) + 1 == ranks):
         return RanksFailedError(first.message, first.exit_status, first.rank, first.traceback)
     if first.message is None:
         text = f"{name} failed first: it {first.end}"

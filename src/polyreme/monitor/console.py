@@ -54,8 +54,6 @@ class Console:
         if self._terminal.is_terminal and not self._terminal.is_dumb_terminal:
             self._live = Live(console=self._terminal, auto_refresh=False, get_renderable=self._bar)
             self._live.start()
-        else:
-            self.message(self._row(dict.fromkeys(_WIDTHS, ""), "step", header=True))
 
     def log(self, record: Record) -> None:
         self._last = record
@@ -74,17 +72,17 @@ class Console:
         self._terminal.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def close(self, summary: Mapping[str, object]) -> None:
+        """Leave the bar; the summary is for logs, people are told the end of a run in a message."""
         if self._live is not None:
             self._live.refresh()
             self._live.stop()
             self._live = None
         elif self._last is not None and self._last.step != self._row_step:
             self._print_row(self._last)
-        width = max(map(len, summary), default=0)
-        for name, value in summary.items():
-            self.message(f"{name:<{width}}  {value:.4g}" if isinstance(value, float) else f"{name:<{width}}  {value}")
 
     def _print_row(self, record: Record) -> None:
+        if self._row_step == 0:
+            self.message(self._row(dict.fromkeys(_WIDTHS, ""), "step", header=True))
         self._row_step = record.step
         values = self._values(record, record.validation_loss, record.bits_per_byte)
         self.message(self._row(values, self._progress(record)))

@@ -20,7 +20,7 @@ from polyreme.layout import Run, Slot, align
 from polyreme.zero.bucket import Bucket
 from polyreme.zero.optimizers import Group
 
-CHUNK = 1 << 20
+CHUNK = 1 << 19
 """Most elements of a piece on a CPU, a multiple of ALIGN: scaling, conversion and every pass of an update then find it in the cache."""
 
 

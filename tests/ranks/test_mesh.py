@@ -1,0 +1,215 @@
+"""Collectives equal plain sums in rank order, to the last bit, at every size and dtype; and what they sent is counted exactly."""
+
+from __future__ import annotations
+
+import os
+import signal
+import warnings
+from collections.abc import Sequence
+from itertools import permutations
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from polyreme.errors import TransportError
+from polyreme.mesh import AXES, CHUNK, Axis, Mesh, lines
+from pool import Ranks, RanksFailed
+
+SIZES = [0, 1, 7, 64, 1003, CHUNK + 5]
+"""Elements of a shard; the last one is summed in two chunks."""
+DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
+
+
+def numbers(rank: int, size: int, dtype: torch.dtype) -> Tensor:
+    """Of very different magnitudes, so that another order of addition gives another sum."""
+    generator = torch.Generator().manual_seed(1000 * size + rank)
+    return (torch.randn(size, generator=generator) * 10.0 ** torch.randint(-3, 3, (size,), generator=generator)).to(dtype)
+
+
+def in_order(parts: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+    total = parts[0].to(dtype)
+    for part in parts[1:]:
+        total = total + part.to(dtype)
+    return total
+
+
+def collectives(rank: int, world: int) -> None:
+    axis = Mesh.open({"dp": world}).dp
+    assert (axis.name, axis.size, axis.rank) == ("dp", world, rank)
+    for size in SIZES:
+        for dtype in DTYPES:
+            everyone = [numbers(r, size, dtype) for r in range(world)]
+            full = torch.full((world * size,), float("nan"), dtype=dtype)
+            axis.all_gather(full, everyone[rank]).wait()
+            assert torch.equal(full, torch.cat(everyone)), ("all_gather", size, dtype)
+            full = torch.full((world * size,), float("nan"), dtype=dtype)
+            own = full[rank * size : (rank + 1) * size]
+            own.copy_(everyone[rank])
+            work = axis.all_gather(full, own)  # in place
+            work.wait()
+            work.wait()
+            assert torch.equal(full, torch.cat(everyone)), ("in place", size, dtype)
+
+            fulls = [numbers(r, world * size, dtype) for r in range(world)]
+            mine = [f[rank * size : (rank + 1) * size] for f in fulls]
+            for out_dtype in {dtype, torch.float32, torch.float64} if dtype.itemsize < 8 else {dtype}:
+                out = torch.full((size,), float("nan"), dtype=out_dtype)
+                axis.reduce_scatter(out, fulls[rank]).wait()
+                wanted = in_order(mine, out_dtype)
+                assert torch.equal(out, wanted), ("reduce_scatter", size, dtype, out_dtype)
+                axis.reduce_scatter(out, fulls[rank], accumulate=True).wait()
+                assert torch.equal(out, wanted + wanted), ("accumulate", size, dtype, out_dtype)
+            full = fulls[rank].clone()
+            axis.reduce_scatter(full[rank * size : (rank + 1) * size], full).wait()  # in place
+            assert torch.equal(full[rank * size : (rank + 1) * size], in_order(mine, dtype)), ("in place", size, dtype)
+
+            tensor = everyone[rank].clone()
+            axis.all_reduce(tensor)
+            assert torch.equal(tensor, in_order(everyone, dtype)), ("all_reduce", size, dtype)
+    several = [(torch.empty(world * 5), numbers(rank, 5, torch.float32) + i) for i in range(6)]
+    works = [axis.all_gather(full, shard) for full, shard in several]
+    for work in reversed(works):  # many at a time, in any order of waiting
+        work.wait()
+    for i, (full, _) in enumerate(several):
+        assert torch.equal(full, torch.cat([numbers(r, 5, torch.float32) + i for r in range(world)]))
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_collectives_are_sums_in_rank_order(ranks: Ranks, world: int) -> None:
+    """With no deprecated name of torch among them (the pool makes each warning an error)."""
+    ranks(world, collectives)
+
+
+def broadcasts(rank: int, world: int) -> None:
+    axis = Mesh.open({"dp": world}).dp
+    for source in range(world):
+        for made in (torch.tensor(1.5), torch.arange(3), torch.ones(2, 3, dtype=torch.bfloat16), torch.tensor([True, False]),
+                     torch.ones(2, dtype=torch.complex64), torch.ones(3, dtype=torch.int8), torch.empty(0, 2),
+                     torch.ones(4).to(torch.float8_e4m3fn), torch.ones(2, dtype=torch.uint16)):  # fmt: skip
+            tensor = made.clone() if rank == source else torch.zeros_like(made)
+            axis.broadcast(tensor, source)
+            assert tensor.dtype == made.dtype and torch.equal(tensor.view(-1).view(torch.uint8), made.view(-1).view(torch.uint8)), made
+    values = axis.gather_objects({"rank": rank, "text": "x" * (100 * rank)})
+    assert values == [{"rank": r, "text": "x" * (100 * r)} for r in range(world)]
+    axis.barrier()
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_broadcast_any_dtype_and_gather_objects(ranks: Ranks, world: int) -> None:
+    ranks(world, broadcasts)
+
+
+def counting(rank: int, world: int) -> dict[str, dict[str, tuple[int, int]]]:
+    mesh = Mesh.open({"dp": world})
+    full = torch.ones(world * 10)
+    mesh.dp.all_gather(full, torch.ones(10)).wait()
+    mesh.dp.all_gather(full.bfloat16(), torch.ones(10).bfloat16()).wait()
+    mesh.dp.reduce_scatter(torch.zeros(10, dtype=torch.float64), full.half()).wait()  # counted as sent: in float16
+    mesh.dp.all_reduce(torch.ones(3, dtype=torch.float64))
+    mesh.dp.broadcast(torch.ones(5))
+    mesh.dp.all_gather(torch.empty(0), torch.empty(0)).wait()
+    return mesh.traffic()
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_counters_are_exact(ranks: Ranks, world: int) -> None:
+    for rank, traffic in enumerate(ranks(world, counting)):
+        others = world - 1
+        expected = {
+            "all_gather": (2, others * (40 + 20)),
+            "reduce_scatter": (1, others * 20),
+            "all_reduce": (1, others * 24),
+            "broadcast": (1, 20 if rank == 0 else 0),
+        }
+        assert traffic == ({"dp": expected} if others else {})
+
+
+def two_axes(rank: int, world: int, order: tuple[str, ...]) -> dict[str, tuple[int, list[Any]]]:
+    mesh = Mesh.open({"dp": 2, "tp": 2}, order)
+    assert (mesh.rank, mesh.world_size) == (rank, world)
+    assert [getattr(mesh, name).size for name in AXES] == [2 if name in ("dp", "tp") else 1 for name in AXES]
+    found = {}
+    for axis in (mesh.dp, mesh.tp, mesh.pp):
+        summed = torch.tensor([float(rank)])
+        axis.all_reduce(summed)
+        members = axis.gather_objects(rank)
+        assert summed.item() == sum(members)
+        found[axis.name] = (axis.rank, members)
+    assert mesh.dp.counts["all_reduce"].bytes == 4 and "all_reduce" not in mesh.pp.counts
+    with pytest.raises(AttributeError, match="no axis 'xp'"):
+        mesh.xp  # noqa: B018
+    return found
+
+
+@pytest.mark.parametrize("order", [AXES, ("tp", "pp", "cp", "ep", "dp")])
+def test_two_axes(ranks: Ranks, order: tuple[str, ...]) -> None:
+    neighbours, strided = {0: [0, 1], 1: [0, 1], 2: [2, 3], 3: [2, 3]}, {0: [0, 2], 1: [1, 3], 2: [0, 2], 3: [1, 3]}
+    inner, outer = ("tp", "dp") if order.index("tp") > order.index("dp") else ("dp", "tp")
+    for rank, found in enumerate(ranks(4, two_axes, order)):
+        assert found == {inner: (rank % 2, neighbours[rank]), outer: (rank // 2, strided[rank]), "pp": (0, [rank])}
+
+
+def test_lines_partition_the_ranks() -> None:
+    for order in permutations(AXES, 5):
+        sizes = {"pp": 2, "dp": 3, "tp": 4}
+        members = {name: lines(sizes, order, name) for name in AXES}
+        for name in AXES:
+            assert sorted(sum(members[name], [])) == list(range(24))
+            assert {len(line) for line in members[name]} == {sizes.get(name, 1)}
+        for one in members["dp"]:  # two axes' lines have one rank in common at most
+            assert all(len({*one} & {*other}) <= 1 for other in members["tp"])
+        innermost = [name for name in order if name in sizes][-1]
+        assert members[innermost][0] == list(range(sizes[innermost]))
+
+
+def wrong_size(rank: int, world: int) -> str:
+    with pytest.raises(TransportError) as caught:
+        Mesh.open({"dp": world + 1})
+    return str(caught.value)
+
+
+def test_sizes_that_do_not_make_the_world(ranks: Ranks) -> None:
+    assert "make 3 ranks, but there are 2" in ranks(2, wrong_size)[0]
+
+
+def with_a_dead_peer(rank: int, world: int, operation: str, folder: Path) -> None:
+    axis = Mesh.open({"dp": world}).dp
+    axis.barrier()
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    try:
+        for _ in range(3):  # what is sent first may still find room in a buffer
+            if operation == "all_gather":
+                axis.all_gather(torch.empty(world * 10), torch.ones(10)).wait()
+            elif operation == "reduce_scatter":
+                axis.reduce_scatter(torch.empty(10), torch.ones(world * 10)).wait()
+            elif operation == "all_reduce":
+                axis.all_reduce(torch.ones(3))
+            elif operation == "broadcast":
+                axis.broadcast(torch.ones(3), source=1)
+            else:
+                axis.gather_objects(rank)
+    except TransportError as error:
+        (folder / f"{operation}-{rank}").write_text(str(error))
+    signal.pause()
+
+
+@pytest.mark.parametrize("operation", ["all_gather", "reduce_scatter", "all_reduce", "broadcast", "gather_objects"])
+def test_a_dead_peer_is_an_error_and_no_hang(ranks: Ranks, operation: str, tmp_path: Path) -> None:
+    with pytest.raises(RanksFailed, match="SIGKILL"):
+        ranks(2, with_a_dead_peer, operation, tmp_path, timeout=30)
+    assert "another rank ended" in (tmp_path / f"{operation}-0").read_text()
+
+
+def test_one_process_needs_no_group() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        mesh = Mesh.open({"dp": 1})
+    assert not dist.is_initialized() and (mesh.rank, mesh.world_size) == (0, 1)
+    out = torch.zeros(3)
+    mesh.dp.reduce_scatter(out, torch.ones(3, dtype=torch.bfloat16), accumulate=True).wait()
+    assert out.tolist() == [1, 1, 1] and repr(Axis("dp")) == "Axis('dp', size=1, rank=0)"

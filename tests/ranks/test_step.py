@@ -1,0 +1,303 @@
+"""The step as a user sees it: three styles of loop, losses weighted by labels, evaluation, whole parameters, saving, and errors."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+import transformers
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+import models
+import polyreme
+import training
+from polyreme.errors import BatchError, ModelError
+from pool import Ranks
+
+FP64 = {"precision": {"compute": "fp64"}}
+
+
+def uneven(step: int) -> dict[str, Tensor]:
+    """A global batch whose samples have 11, 10, ... labels; the third and fourth have none."""
+    batch = models.tokens(training.SAMPLES, seed=step)
+    for i, labels in enumerate(batch["labels"]):
+        labels[: i + 1 if i not in (2, 3) else len(labels)] = -100
+    return batch
+
+
+def mean_loss(output: Any, batch: Any) -> Tensor:
+    total, weight = models.causal_loss(output, batch)
+    return total / weight
+
+
+def global_mean(steps: int = 2) -> training.Run:
+    """Plain PyTorch over the whole batch's labels."""
+    return training_of(models.build("llama"), [uneven(step) for step in range(steps)])
+
+
+def training_of(model: nn.Module, batches: list[Any]) -> training.Run:
+    optimizer = lambda groups: torch.optim.AdamW(groups, lr=1e-2, betas=(0.9, 0.95), weight_decay=0.1)  # noqa: E731
+    return models.plain_training(model, models.causal_loss, batches, optimizer, 1.0)
+
+
+def in_style(engine: polyreme.Engine, style: str, batch: dict[str, Tensor], accumulation: int) -> polyreme.StepResult:
+    if style == "train_step":
+        return engine.train_step(batch)
+    for micro in range(accumulation):
+        part = models.share(batch, micro, accumulation)
+        output = engine(**part)
+        if style == "own loss":
+            engine.backward(output.loss)
+        else:
+            weight = int((part["labels"][:, 1:] != -100).sum())
+            engine.backward(mean_loss(output, part), weight)
+    return engine.step()
+
+
+def styles(rank: int, world: int, accumulation: int) -> list[training.Run]:
+    """With a loss_fn, through the model's own loss, and by hand; the micro-batch of rank and accumulation may have no label."""
+    runs = []
+    for style, loss_fn in (("train_step", models.causal_loss), ("train_step", None), ("own loss", None), ("by hand", None)):
+        for stage in (1, 3):
+            config = training.config(world, accumulation, zero={"stage": stage}, **FP64)
+            engine = polyreme.initialize(models.build("llama"), config, loss_fn=loss_fn)
+            records = []
+            for step in range(2):
+                result = in_style(engine, style, models.share(uneven(step), rank, world), accumulation)
+                records.append((result.loss, result.grad_norm))
+                assert result.step == step + 1 and result.samples == training.SAMPLES and result.tokens == training.SAMPLES * 12
+                assert engine.state.step == step + 1 and engine.state.samples == result.samples * (step + 1)
+                assert engine.state.tokens == result.tokens * (step + 1)
+            runs.append((records, engine.state_dict(rank0_only=True)))
+    return runs
+
+
+@pytest.mark.parametrize(("world", "accumulation"), [(1, 1), (1, 4), (2, 1), (2, 4), (4, 1), (4, 2)])
+def test_mean_over_all_labels_in_every_style(ranks: Ranks, world: int, accumulation: int) -> None:
+    by_rank = ranks(world, styles, accumulation)
+    records, weights = global_mean()
+    for rank, runs in enumerate(by_rank):
+        for i, (got, _) in enumerate(runs):
+            # transformers computes its loss in float32 whatever the model's dtype
+            tolerance = 1e-10 if i in (0, 1, 6, 7) else 1e-5
+            torch.testing.assert_close(got, records, rtol=tolerance, atol=0, msg=lambda m, i=i: f"rank {rank}, run {i}: {m}")
+    for i, (_, got) in enumerate(by_rank[0]):
+        for name, tensor in weights.items():
+            torch.testing.assert_close(got[name], tensor, rtol=0, atol=1e-10 if i in (0, 1, 6, 7) else 1e-3, msg=lambda m, i=i: f"run {i}: {m}")
+
+
+def vectors(output: Tensor, target: Tensor) -> Tensor:
+    return F.mse_loss(output, target)
+
+
+def vectors_sum(output: Tensor, target: Tensor) -> tuple[Tensor, int]:
+    return F.mse_loss(output, target, reduction="sum"), target.numel()
+
+
+class WithLoss(nn.Module):
+    """Returns its loss in the way that `kind` says."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.layer, self.kind = nn.Linear(9, 9).double(), kind
+
+    def forward(self, x: Tensor, y: Tensor) -> Any:
+        loss = F.mse_loss(self.layer(x), y)
+        return {"alone": loss, "tuple": (loss, x), "dict": {"loss": loss, "x": x}}[self.kind]
+
+
+def loss_forms(rank: int, world: int) -> list[list[float]]:
+    batches = [models.share(models.vectors(8, seed), rank, world) for seed in range(2)]
+    batches = [tuple(t.double() for t in b) for b in batches]
+    found = []
+    for form in ("alone", "tuple", "dict", "mean", "sum"):
+        torch.manual_seed(1)
+        model = WithLoss(form)
+        loss_fn = {"mean": vectors, "sum": vectors_sum}.get(form)
+        engine = polyreme.initialize(model if loss_fn is None else model.layer, training.config(world, **FP64), loss_fn=loss_fn)
+        found.append([value for b in batches for r in [engine.train_step(b)] for value in (r.loss, r.grad_norm)])
+    return found
+
+
+def test_every_form_of_a_loss(ranks: Ranks) -> None:
+    for found in ranks(2, loss_forms):
+        for other in found[1:]:
+            torch.testing.assert_close(other, found[0], rtol=1e-12, atol=0)
+
+
+def evaluation(rank: int, world: int) -> list[tuple[float, float]]:
+    found = []
+    for stage in (2, 3):
+        model = models.build("gpt2")
+        model.transformer.drop.p = 0.9
+        engine = polyreme.initialize(model, training.config(world, zero={"stage": stage}, **FP64), loss_fn=models.causal_loss)
+        results = [engine.eval_step(models.share(uneven(7), rank, world)) for _ in range(2)]
+        assert results[0] == results[1] and engine.module.training and engine.state.step == 0
+        engine.train_step(models.share(uneven(0), rank, world))
+        found.append((results[0].loss, results[0].weight))
+    return found
+
+
+def test_eval_step(ranks: Ranks) -> None:
+    """Over the global batch's labels, without dropout, and training goes on."""
+    model = models.build("gpt2").eval()
+    total, weight = models.causal_loss(model(input_ids=uneven(7)["input_ids"]), uneven(7))
+    for found in ranks(2, evaluation):
+        for loss, by in found:
+            assert by == int(weight)
+            assert loss == pytest.approx((total / weight).item(), rel=1e-12)
+
+
+def whole(rank: int, world: int, folder: Path) -> None:
+    for case in ("gpt2", "dag"):
+        for stage in (0, 3):
+            model = models.build(case, torch.float32)
+            names, before = list(model.state_dict()), copy.deepcopy(model.state_dict())
+            engine = polyreme.initialize(model, training.config(world, zero={"stage": stage}), loss_fn=models.CASES[case][2])
+            for name, tensor in engine.state_dict().items():
+                assert torch.equal(tensor, before[name]), name
+            engine.train_step(models.share(models.batch_of(case, training.SAMPLES, dtype=torch.float32), rank, world))
+            after = engine.state_dict()
+            assert sorted(after) == sorted(names)
+            assert any(not torch.equal(tensor, before[name]) for name, tensor in after.items())
+            with engine.full_parameters() as module:
+                for name, parameter in module.named_parameters(remove_duplicate=False):
+                    assert torch.equal(parameter, after[name]), (case, stage, name)
+            assert engine.state_dict(rank0_only=True).keys() == (after.keys() if rank == 0 else {}.keys())
+            for first, second in (("transformer.wte.weight", "lm_head.weight"), ("nodes.0.1.weight", "nodes.0.3.weight")):
+                assert first not in after or torch.equal(after[first], after[second])
+    saved = engine.save(folder / "dag")  # no transformers model: weights alone
+    if rank == 0:
+        assert [file.name for file in saved.iterdir()] == ["model.safetensors"]
+        stored = load_file(saved / "model.safetensors")
+        assert all(torch.equal(tensor, after[name]) for name, tensor in stored.items())
+        assert {"nodes.0.1.weight", "unused", "offset"} <= stored.keys() and "nodes.0.3.weight" not in stored
+
+
+def test_whole_parameters(ranks: Ranks, tmp_path: Path) -> None:
+    ranks(2, whole, tmp_path)
+
+
+def save_language_model(rank: int, world: int, folder: Path, case: str, stage: int, compute: str) -> Tensor:
+    model = models.CASES[case][0]()
+    engine = polyreme.initialize(model, training.config(world, zero={"stage": stage}, precision={"compute": compute}))
+    engine.train_step(models.share(models.tokens(training.SAMPLES), rank, world))
+    for _ in range(2):  # the second replaces the first
+        engine.save(folder)
+    with engine.full_parameters() as module, torch.no_grad():
+        return module.eval()(input_ids=models.tokens(2)["input_ids"]).logits
+
+
+@pytest.mark.parametrize(("case", "stage", "compute"), [("gpt2", 3, "fp32"), ("llama", 2, "bf16"), ("llama", 3, "fp32")])
+def test_transformers_opens_what_was_saved(ranks: Ranks, tmp_path: Path, case: str, stage: int, compute: str) -> None:
+    logits = ranks(2, save_language_model, tmp_path / "model", case, stage, compute)
+    assert sorted(file.name for file in (tmp_path / "model").iterdir()) == ["config.json", "generation_config.json", "model.safetensors"]
+    assert [file.name for file in tmp_path.iterdir()] == ["model"]
+    with_dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[compute]
+    opened, report = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=with_dtype, output_loading_info=True)
+    assert not any(report.values()), report
+    with torch.no_grad():
+        again = opened.eval()(input_ids=models.tokens(2)["input_ids"]).logits
+    assert torch.equal(logits[0], logits[1])
+    if case == "gpt2":  # of the same modules as the one that was trained
+        assert torch.equal(again, logits[0])
+    else:  # the tests' llama has torch's RMSNorm in place of transformers'
+        torch.testing.assert_close(again, logits[0], rtol=0.05, atol=0.05 if compute == "bf16" else 1e-5)
+
+
+def error_of(act: Callable[[], object]) -> str:
+    with pytest.raises(polyreme.PolyremeError) as caught:
+        act()
+    return f"{type(caught.value).__name__}: {caught.value}"
+
+
+def bad_use(rank: int, world: int) -> dict[str, str]:
+    engine = polyreme.initialize(models.build("dag", torch.float32), training.config(world, 2), loss_fn=F.mse_loss)
+    x, y = models.share(models.vectors(training.SAMPLES), rank, world)
+    half = len(x) // 2
+    found = {
+        "too small": error_of(lambda: engine.train_step((x[:1], y[:1]))),
+        "ragged": error_of(lambda: engine.train_step((x, y[:1]))),
+        "no tensor": error_of(lambda: engine.train_step({"x": "text"})),
+        "early": error_of(engine.step),
+        "no forward": error_of(lambda: engine.backward(x.sum())),
+    }
+    out = engine(x[:half])
+    found["vector"] = error_of(lambda: engine.backward((out - y[:half]).square().mean(0)))
+    engine.backward(F.mse_loss(out, y[:half]))
+    found["half"] = error_of(engine.step)
+    found["middle"] = error_of(lambda: engine.train_step((x, y)))
+    engine.backward(F.mse_loss(engine(x[half:]), y[half:]))
+    engine(x)
+    found["late"] = error_of(lambda: engine.backward(F.mse_loss(engine(x[:half]), y[:half])))
+    assert engine.step().step == 1
+    unreduced = polyreme.initialize(models.build("dag", torch.float32), training.config(world), loss_fn=unreduced_loss)
+    found["unreduced"] = error_of(lambda: unreduced.train_step((x, y)))
+    no_loss = polyreme.initialize(models.build("llama", torch.float32), training.config(world))
+    ids = models.share(models.tokens(training.SAMPLES), rank, world)["input_ids"]
+    found["no loss"] = error_of(lambda: no_loss.train_step({"input_ids": ids}))
+    for name, model in (("empty", nn.ReLU()), ("frozen", nn.Linear(2, 2).requires_grad_(False))):
+        found[name] = error_of(lambda model=model: polyreme.initialize(model, training.config(world)))
+    whole_numbers = nn.Linear(2, 2)
+    whole_numbers.weight = nn.Parameter(torch.ones(2, 2, dtype=torch.complex64))
+    found["complex"] = error_of(lambda: polyreme.initialize(whole_numbers, training.config(world)))
+    return found
+
+
+def unreduced_loss(output: Tensor, target: Tensor) -> Tensor:
+    return (output - target).square()
+
+
+def test_bad_use_is_explained(ranks: Ranks) -> None:
+    for found in ranks(2, bad_use):
+        for case, (kind, words) in {
+            "too small": (BatchError, "has 1 samples, but batch.size = 8 over 2 data-parallel ranks makes 4"),
+            "ragged": (BatchError, "share their first dimension"),
+            "no tensor": (BatchError, "no tensor"),
+            "early": (BatchError, "after 0 backward() calls"),
+            "no forward": (BatchError, "without a forward"),
+            "vector": (BatchError, "must be a scalar"),
+            "half": (BatchError, "after 1 backward() calls"),
+            "middle": (BatchError, "in the middle of a step"),
+            "late": (BatchError, "call step() before the next backward()"),
+            "unreduced": (BatchError, "must be a scalar tensor, but is a tensor of shape (4, 9)"),
+            "no loss": (BatchError, "loss_fn"),
+            "empty": (ModelError, "no parameters"),
+            "frozen": (ModelError, "requires_grad"),
+            "complex": (ModelError, "only real floating-point"),
+        }.items():
+            assert found[case].startswith(kind.__name__ + ": ") and words in found[case], (case, found[case])
+
+
+def scheduled(rank: int, world: int) -> tuple[list[float], dict[str, Tensor]]:
+    dummy = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.5)
+    scheduler = torch.optim.lr_scheduler.StepLR(dummy, step_size=2, gamma=0.1)
+    config = training.config(world, **FP64, optimizer={"name": "sgd", "lr": 0.5, "weight_decay": 0.0, "clip": "none"})
+    engine = polyreme.initialize(models.build("dag"), config, lr_scheduler=scheduler, loss_fn=F.mse_loss)
+    rates = [engine.train_step(models.share(models.batch_of("dag", training.SAMPLES, step), rank, world)).lr for step in range(5)]
+    return rates, engine.state_dict(rank0_only=True)
+
+
+def test_a_torch_scheduler_is_followed(ranks: Ranks) -> None:
+    model = models.build("dag")
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.5)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=2, gamma=0.1)
+    for step in range(5):
+        x, y = models.batch_of("dag", training.SAMPLES, step)
+        optimizer.zero_grad()
+        F.mse_loss(model(x), y).backward()
+        optimizer.step()
+        scheduler.step()
+    results = ranks(2, scheduled)
+    for rates, _ in results:
+        assert rates == pytest.approx([0.5, 0.5, 0.05, 0.05, 0.005])
+    for name, tensor in model.state_dict().items():
+        torch.testing.assert_close(results[0][1][name], tensor, rtol=1e-10, atol=1e-10, check_dtype=False)
+    assert not math.isnan(results[0][0][0])
