@@ -37,6 +37,7 @@ import traceback
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -193,9 +194,9 @@ class Gauge:
     def seconds(self, marks: Sequence[Any]) -> list[float]:
         """Between each mark and the next."""
         if not self.cuda:
-            return [after - before for before, after in zip(marks, marks[1:], strict=False)]
+            return [after - before for before, after in pairwise(marks)]
         torch.cuda.synchronize()
-        return [before.elapsed_time(after) / 1e3 for before, after in zip(marks, marks[1:], strict=False)]
+        return [before.elapsed_time(after) / 1e3 for before, after in pairwise(marks)]
 
     def begin(self) -> None:
         """Before what `peak` is to be the peak of."""
@@ -212,9 +213,9 @@ class Gauge:
         the first three are the process' resident memory.)"""
         if self.cuda:
             gc.collect()
-            found = {"live": torch.cuda.memory_allocated(), "peak": torch.cuda.max_memory_allocated(), "taken": torch.cuda.max_memory_reserved()}
+            live, peak, taken = torch.cuda.memory_allocated(), torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
             torch.cuda.empty_cache()
-            return found | {"free": torch.cuda.mem_get_info()[0]}
+            return {"live": live, "peak": peak, "taken": taken, "free": torch.cuda.mem_get_info()[0]}
         from worker import peak_rss
 
         resident = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
@@ -341,7 +342,7 @@ class Process:
 
     def __init__(self, job: Job, device: str, timeout: float) -> None:
         self.timeout = timeout
-        self.log = tempfile.TemporaryFile()
+        self.log = tempfile.TemporaryFile()  # noqa: SIM115  # closed with the process
         self.process = subprocess.Popen(
             [sys.executable, str(Path(__file__).resolve()), "--worker", json.dumps(asdict(job)), "--device", device],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.log, text=True, env=environment_of(device),
@@ -385,7 +386,8 @@ def environment_of(device: str) -> dict[str, str]:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     paths = [str(BENCH), str(BENCH.parent / "src"), *filter(None, [os.environ.get("PYTHONPATH")])]
-    rank = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    rank = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
+    rank |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     cpu = {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu", "GLOO_SOCKET_IFNAME": "lo"} if device == "cpu" else {}
     return {**os.environ, **rank, **cpu, "HF_HUB_OFFLINE": "1", "PYTHONPATH": os.pathsep.join(paths)}
 
@@ -552,7 +554,8 @@ def table(case: dict[str, Any]) -> list[str]:
     profiled = {name: record["profile"] for name, record in case["systems"].items() if "profile" in record}
     if profiled:
         lines += ["", "| under the profiler | ms a step | busy ms | kernels | host waits |", "|---|" + "--:|" * 4]
-        lines += [f"| {name} | {p['wall_ms']:.1f} | {p['busy_ms']:.1f} | {p['kernels']:.0f} | {p['waits']:.0f} |" for name, p in profiled.items()]
+        for name, p in profiled.items():
+            lines.append(f"| {name} | {p['wall_ms']:.1f} | {p['busy_ms']:.1f} | {p['kernels']:.0f} | {p['waits']:.0f} |")
     return [*lines, ""]
 
 

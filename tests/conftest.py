@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+
 from pool import Ranks
 
 TIME_LIMIT = 120  # seconds

@@ -205,7 +205,7 @@ class _Pool:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGUSR1)
         deadline = time.monotonic() + 3
-        stacks, last = {rank: "" for rank in ranks}, None
+        stacks, last = dict.fromkeys(ranks, ""), None
         while (stacks != last or not all(stacks.values())) and time.monotonic() < deadline:
             time.sleep(0.05)
             last, stacks = stacks, {rank: self._stack_file(rank).read_text() for rank in ranks}

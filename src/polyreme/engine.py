@@ -6,7 +6,6 @@ A step is a table (`pipeline.schedule`) executed by `pipeline.run`: forward and 
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,24 +19,16 @@ from torch.optim import Optimizer
 from polyreme import model_map
 from polyreme.activations import measure, wrap_blocks
 from polyreme.checkpoint.save import save
-from polyreme.config import Config, Progress, Span
+from polyreme.config import Config
 from polyreme.data import Loader
-from polyreme.errors import BatchError, ConfigError, ModelError, NumericsError, Problem
+from polyreme.errors import BatchError, NumericsError
 from polyreme.lr_schedule import LRSchedule
 from polyreme.mesh import Mesh, world
 from polyreme.objective import LossFn, Objective, leading_size, split
 from polyreme.pipeline.run import run
-from polyreme.pipeline.schedule import Action, check, single_stage
-from polyreme.precision import (
-    DTYPES,
-    LossScale,
-    cast_floating,
-    clip_factor,
-    master_dtype,
-    norm_of,
-    squared_norm,
-    watch_nonfinite,
-)
+from polyreme.pipeline.schedule import Action, Op, check, single_stage
+from polyreme.precision import DTYPES, cast_floating, loss_scale, master_dtype, watch_nonfinite
+from polyreme.step import State, Step, StepResult
 from polyreme.zero.blocks import Blocks
 from polyreme.zero.bucket import Formats
 from polyreme.zero.deferred import record
@@ -49,45 +40,11 @@ from polyreme.zero.update import Update
 
 
 @dataclass(frozen=True)
-class StepResult:
-    """What one optimizer step did; the same on every rank but for `seconds`."""
-
-    step: int
-    loss: float
-    """Mean over the whole global batch (over its labels, for language models)."""
-    grad_norm: float
-    """Global norm before clipping."""
-    lr: float
-    loss_scale: float
-    skipped: bool
-    """Whether an overflow (NaN or Inf in a gradient), or a batch without any label, made this step leave the weights alone."""
-    samples: int
-    """Of this step, over all ranks; `tokens` too."""
-    tokens: int
-    seconds: float
-
-
-@dataclass(frozen=True)
 class EvalResult:
     """Mean loss over the global batch, and the weight (labels, or samples) that it is the mean of."""
 
     loss: float
     weight: float
-
-
-@dataclass
-class State:
-    """How far training has come."""
-
-    step: int = 0
-    samples: int = 0
-    tokens: int = 0
-    lr: float = 0.0
-    loss_scale: float = 1.0
-
-    @property
-    def progress(self) -> Progress:
-        return Progress(self.step, self.samples, self.tokens)
 
 
 def initialize(
@@ -120,8 +77,7 @@ def initialize(
 class Engine:
     """A model under training. Made by `initialize`.
 
-    `module` is the user's model (its parameters live in buckets now), `config` the resolved config, `mesh` the axes, `state` how
-    far training has come.
+    `module` is the user's model (its parameters live in buckets now), `config` the resolved config, `mesh` the axes.
     """
 
     def __init__(
@@ -133,7 +89,7 @@ class Engine:
         lr_scheduler: Any = None,
         loss_fn: LossFn | None = None,
     ) -> None:
-        self.config, self.mesh, self.state = config, mesh, State()
+        self.config, self.mesh = config, mesh
         self._dtype = DTYPES[config.precision.compute]
         if isinstance(model, str | Path):
             model = model_map.build(str(model), None, config.model.trust_remote_code)
@@ -146,32 +102,27 @@ class Engine:
             recording.replay(self._write)
         self._finish_buffers()
         memory = config.memory
-        self._recomputed = wrap_blocks(blocks, recompute=memory.activations == "recompute", every=memory.recompute_every,
-                    keep=memory.recompute_save, compiled=config.compile)  # fmt: skip
-        self._reducer = Reducer(self._placement.trainable)
-        self._blocks = Blocks(self.module, self._placement.root, self._placement.units, config.zero.prefetch, config.zero.release,
-                              self._reducer.complete)  # fmt: skip
+        recompute = memory.activations == "recompute"
+        self._recomputed = wrap_blocks(blocks, recompute, memory.recompute_every, memory.recompute_save, config.compile)
+        reducer = Reducer(self._placement.trainable)
+        self._blocks = Blocks(
+            self.module, self._placement.root, self._placement.units, config.zero.prefetch, config.zero.release, reducer.complete
+        )
         self._updates = [Update(bucket, made.groups) for bucket in self._placement.trainable]
         self._objective = Objective(self.module, loss_fn)
         self._schedule = single_stage(config.accumulation)
-        rate = config.lr_schedule
-        spans = [rate.warmup] if rate.name == "constant" else [rate.warmup, rate.total, rate.decay]
-        in_tokens = any(isinstance(span, Span) and span.amount and span.unit == "tokens" for span in spans)
-        self._needs_tokens = in_tokens and lr_scheduler is None
         check(self._schedule, config.accumulation)
-        self._options = Options(made, LRSchedule(config.lr_schedule), lr_scheduler)
-        fp16 = config.precision.compute == "fp16"
-        p = config.precision
-        dynamic = fp16 and p.loss_scale == "dynamic"
-        first = p.initial_scale if dynamic else p.loss_scale if fp16 and isinstance(p.loss_scale, float) else 1.0
-        self._scale = LossScale(first, dynamic, p.growth, p.backoff, p.growth_interval, p.min_scale)
-        self.state.loss_scale, self.state.lr = self._scale.value, self._options.lr
-        self._activations: int | None = None if not config.compile else 0
-        self._last_batch: Any = None
-        self._last_output: Any = None
-        self._hint = 0.0  # a power of two near the weight of a global batch, by which losses are divided until it is known
-        self._begin_step()
+        options = Options(made, LRSchedule(config.lr_schedule), lr_scheduler)
+        self._step = Step(config, mesh.dp, mesh.device, self._placement.trainable, reducer, self._blocks, self._updates, options,
+                          loss_scale(config.precision))  # fmt: skip
+        self._activations: int | None = 0 if config.compile else None  # bytes; None before they are measured
+        self._last: tuple[Any, Any] | None = None  # micro-batch and output of the last engine(...)
         torch.manual_seed(config.seed + mesh.dp.rank)  # dropout differs between ranks
+
+    @property
+    def state(self) -> State:
+        """How far training has come: step, samples, tokens, lr, loss_scale."""
+        return self._step.state
 
     # ---- one optimizer step
 
@@ -188,30 +139,30 @@ class Engine:
                 f"this rank's share of the batch has {size} samples, but batch.size = {self.config.batch.size} over "
                 f"{self.mesh.dp.size} data-parallel ranks makes {expected}: change batch.size, or give each rank {expected}"
             )
-        if self._microbatches_done:
+        if self._step.microbatches:
             raise BatchError("train_step in the middle of a step: call step() after the backward() calls before it")
-        began = time.perf_counter()
         random_state = torch.get_rng_state()
         batches = split(cast_floating(batch, self._dtype, self.mesh.device), self.config.accumulation)
-        losses: dict[int, tuple[Tensor, float]] = {}
+        losses: dict[int | None, tuple[Tensor, float]] = {}
+        results: list[StepResult] = []
 
         def forward(action: Action) -> None:
-            if self._activations is not None:
-                losses[action.microbatch or 0] = self._objective(batches[action.microbatch or 0])
-                return
-            with measure(self._recomputed, self.module.parameters()) as saved:
-                losses[action.microbatch or 0] = self._objective(batches[action.microbatch or 0])
-            self._activations = saved.bytes
+            losses[action.microbatch] = self._forward(batches[action.microbatch or 0])
 
         def backward(action: Action) -> None:
-            loss, weight = losses.pop(action.microbatch or 0)
-            self._backward(loss, weight, model_map.count_tokens(batches[action.microbatch or 0]))
+            self._step.backward(*losses.pop(action.microbatch), model_map.count_tokens(batches[action.microbatch or 0]))
 
+        perform: dict[Op, Callable[[Action], None]] = {
+            "F": forward,
+            "B": backward,
+            "R": lambda _: self._step.reduce(),
+            "U": lambda _: results.append(self._step.update()),
+        }
         try:
-            run(self._schedule[0], {"F": forward, "B": backward, "R": lambda _: self._reduce(), "U": lambda _: self._update()})
+            run(self._schedule[0], perform)
         except NumericsError as error:
             raise NumericsError(f"{error}{self._diagnose(batches, random_state)}") from None
-        return self._result(began)
+        return results[0]
 
     def eval_step(self, batch: Any) -> EvalResult:
         """The mean loss over a global batch of any size, of which `batch` is this rank's share; nothing is updated.
@@ -225,40 +176,41 @@ class Engine:
         finally:
             for module, mode in modes.items():
                 module.training = mode
-        totals = torch.tensor([float(loss), weight], dtype=torch.float64)
-        self._all_reduce(totals)
-        return EvalResult(float(totals[0] / totals[1]) if totals[1] else math.nan, float(totals[1]))
+        totals = torch.tensor([float(loss), weight], dtype=torch.float64, device=self.mesh.device)
+        self.mesh.dp.all_reduce(totals)
+        loss_sum, total = totals.tolist()
+        return EvalResult(loss_sum / total if total else math.nan, total)
 
     # ---- the loop people already have
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The model's output for one micro-batch (its floating-point inputs cast to the compute dtype)."""
         args, kwargs = cast_floating((args, kwargs), self._dtype, self.mesh.device)  # type: ignore[misc]
-        self._last_batch = kwargs or (args[0] if len(args) == 1 else args)
-        self._last_output = self.module(*args, **{**self._objective.fixed, **kwargs})
-        return self._last_output
+        batch = kwargs or (args[0] if len(args) == 1 else args)
+        output = self.module(*args, **{**self._objective.fixed, **kwargs})
+        self._last = batch, output
+        return output
 
     def backward(self, loss: Tensor, weight: float | None = None) -> None:
         """Backward of one micro-batch's mean loss; call it batch.size / (dp x micro) times a step.
 
         weight: what the loss is the mean of; by default the labels of the last micro-batch, or its samples."""
-        if self._last_batch is None:
+        if self._last is None:
             raise BatchError("backward() without a forward: call engine(...) first")
+        (batch, output), self._last = self._last, None
         if weight is None:
-            weight = float(self._objective.weight(self._last_batch))
-        loss_sum, weight = self._objective.sum_of(loss, weight, self._last_output)
-        tokens, self._last_batch, self._last_output = model_map.count_tokens(self._last_batch), None, None
-        self._backward(loss_sum, weight, tokens)
+            weight = float(self._objective.weight(batch))
+        self._step.backward(*self._objective.sum_of(loss, weight, output), model_map.count_tokens(batch))
 
     def step(self) -> StepResult:
         """The optimizer step that ends a loop of forward and backward calls. Raises BatchError before the last of them."""
-        if self._microbatches_done != self.config.accumulation:
+        if self._step.microbatches != self.config.accumulation:
             raise BatchError(
-                f"step() after {self._microbatches_done} backward() calls, but batch.size = {self.config.batch.size} over "
+                f"step() after {self._step.microbatches} backward() calls, but batch.size = {self.config.batch.size} over "
                 f"{self.mesh.dp.size} ranks with batch.micro = {self.config.batch.micro} makes {self.config.accumulation} a step"
             )
-        run(self._schedule[0][-2:], {"R": lambda _: self._reduce(), "U": lambda _: self._update()})
-        return self._result(self._began)
+        self._step.reduce()
+        return self._step.update()
 
     # ---- around training
 
@@ -311,96 +263,16 @@ class Engine:
         """Since the start, by mesh axis and operation: (calls, bytes sent by this rank)."""
         return self.mesh.traffic()
 
-    # ---- the parts of a step
+    # ---- parts
 
-    def _begin_step(self) -> None:
-        self._microbatches_done = 0
-        self._loss_sum = self._weight = 0.0
-        self._tokens = 0
-        self._last_batch = self._last_output = None
-        self._began = time.perf_counter()
-        for bucket in self._placement.trainable:
-            bucket.clear_grad()
-
-    def _backward(self, loss_sum: Tensor, weight: float, tokens: int) -> None:
-        """Backward of a sum of losses, scaled to about the size of a mean over the global batch."""
-        if self._microbatches_done == self.config.accumulation:
-            raise BatchError(f"a step has {self.config.accumulation} micro-batches: call step() before the next backward()")
-        if not self._hint:
-            total = torch.tensor([weight * self.config.accumulation], dtype=torch.float64)
-            self._all_reduce(total)
-            self._hint = 2.0 ** round(math.log2(max(float(total), 1.0)))
-        last = self._microbatches_done + 1 == self.config.accumulation
-        self._reducer.begin(reduce=last or self._by_microbatch)
-        (loss_sum * (self._scale.value / self._hint)).backward()
-        self._reducer.end()
-        self._blocks.end_backward()
-        self._microbatches_done += 1
-        self._loss_sum += float(loss_sum.detach())
-        self._weight += weight
-        self._tokens += tokens
-
-    def _reduce(self) -> None:
-        """What is left to reduce after the last backward: the step's totals, and whole gradients where states are whole."""
-        works = [bucket.gather_grad() for bucket in self._placement.trainable]
-        squares = sum((squared_norm(b.own_grad) for b in self._placement.trainable), torch.zeros((), dtype=torch.float64))
-        missing = sum(len(b.parameters) - len(b.ever_arrived) for b in self._placement.trainable)
-        self._totals = torch.tensor([float(squares), self._loss_sum, self._weight, missing, self._tokens], dtype=torch.float64)
-        self._all_reduce(self._totals)
-        for work in works:
-            work.wait()
-
-    def _update(self) -> None:
-        """Clip, update the shards, publish the parameters; or skip all that after an overflow."""
-        squares, loss_sum, weight, missing, tokens = self._totals.tolist()
-        if self._needs_tokens and not tokens:
-            raise BatchError(
-                "the learning rate schedule is measured in tokens, but the batches carry no tokens (`input_ids`): "
-                "give lr_schedule.total and lr_schedule.warmup (or train.length) in steps or samples"
-            )
-        self._loss = loss_sum / weight if weight else math.nan
-        self._skipped = not (math.isfinite(squares) and math.isfinite(loss_sum)) or not weight
-        self._lr = self._options.lr
-        to_mean = self._hint / (weight * self._scale.value) if weight else 0.0
-        self._norm = norm_of(squares, to_mean, master_dtype(self._dtype))
-        overflow = self._skipped and bool(weight)  # a batch without a single label is skipped too, but is nobody's fault
-        if overflow and not self._scale.dynamic and self.config.precision.on_nonfinite == "error":
-            self._begin_step()
-            raise NumericsError(f"step {self.state.step + 1}: the loss or a gradient is NaN or Inf (the loss is {self._loss:g})")
-        self._blocks.release_all()
-        if not self._skipped:
-            factor = to_mean * clip_factor(self._norm, self.config.optimizer.clip)
-            unused = self._unused() if missing else {}
-            works = []
-            for bucket, update in zip(self._placement.trainable, self._updates, strict=True):
-                update.step(factor, self._options.groups, unused.get(bucket, ()))
-                works.append(bucket.publish())
-            for work in works:
-                work.wait()
-        if weight:
-            self._scale.update(overflow)
-        self.state.step += 1
-        self.state.samples += self.config.batch.size
-        self.state.tokens += int(tokens)
-        self._options.advance(self.state.progress)
-        self.state.lr = self._options.lr
-
-    def _unused(self) -> dict[Any, set[int]]:
-        """By bucket, the parameters that got a gradient on no rank in this step."""
-        buckets = self._placement.trainable
-        arrived = torch.tensor([float(i in b.ever_arrived) for b in buckets for i in range(len(b.parameters))])
-        self._all_reduce(arrived)
-        flags = iter(arrived.tolist())
-        return {b: {i for i, flag in enumerate([next(flags) for _ in b.parameters]) if not flag} for b in buckets}
-
-    def _result(self, began: float) -> StepResult:
-        tokens = int(self._totals[4])
-        result = StepResult(self.state.step, self._loss, self._norm, self._lr, self.state.loss_scale, self._skipped,
-                            self.config.batch.size, tokens, time.perf_counter() - began)  # fmt: skip
-        self.state.loss_scale = self._scale.value
-        self._hint = 2.0 ** round(math.log2(max(float(self._totals[2]), 1.0)))
-        self._begin_step()
-        return result
+    def _forward(self, batch: Any) -> tuple[Tensor, float]:
+        """Loss and weight of one micro-batch; the first time, also how much memory its activations take."""
+        if self._activations is not None:
+            return self._objective(batch)
+        with measure(self._recomputed, self.module.parameters()) as saved:
+            loss = self._objective(batch)
+        self._activations = saved.bytes
+        return loss
 
     def _diagnose(self, batches: list[Any], random_state: Tensor) -> str:
         """Run the step's forwards and backwards again, watched, and tell which module first made a NaN or Inf, and on which rank."""
@@ -409,32 +281,24 @@ class Engine:
         with watch_nonfinite(self.module) as first:
             for batch in batches:
                 loss, _ = self._objective(batch)
-                self._reducer.begin(reduce=False)
-                (loss / self._hint).backward()
-                self._reducer.end()
-                self._blocks.end_backward()
+                self._step.differentiate(loss, reduce=False)
                 found += first[:1]
-        self._begin_step()
+        self._step.begin()
         reports = self.mesh.dp.gather_objects(found[:1])
         lines = [f"\n  rank {rank}: first made by {report[0]}" for rank, report in enumerate(reports) if report]  # type: ignore[index]
         return "".join(lines) + "\n  lower the learning rate, check the data, or set precision.on_nonfinite = \"skip\""
-
-    def _all_reduce(self, totals: Tensor) -> None:
-        on_device = totals.to(self.mesh.device)
-        self.mesh.dp.all_reduce(on_device)
-        totals.copy_(on_device)
 
     # ---- set-up
 
     def _place(self, blocks: Mapping[str, nn.Module], made: Any) -> Placement:
         zero, precision, several = self.config.zero, self.config.precision, self.config.accumulation > 1
         assert zero.stage != "auto"
-        self._by_microbatch = several and zero.reduce_every == "microbatch" and self.mesh.dp.size > 1
+        by_microbatch = several and zero.reduce_every == "microbatch" and self.mesh.dp.size > 1
         reduce = DTYPES[precision.reduce]
-        local = reduce if several and not self._by_microbatch else self._dtype
+        local = reduce if several and not by_microbatch else self._dtype
         formats = Formats(self._dtype, master_dtype(self._dtype), reduce, local)
         return place(self.module, blocks, made, self.mesh.dp, zero, Residency.of_stage(zero.stage), formats,
-                     self.mesh.device, self._by_microbatch)  # fmt: skip
+                     self.mesh.device, by_microbatch)  # fmt: skip
 
     def _write(self, name: str, tensor: Tensor) -> None:
         """Take one initial value: into its bucket, or as a buffer."""
@@ -454,14 +318,8 @@ class Engine:
                     self.mesh.dp.broadcast(buffer)
 
     def _tensors(self, master: bool = False) -> Iterator[tuple[list[str], Tensor]]:
-        """Every parameter and persistent buffer, whole, with all its names; one bucket in memory at a time, valid until the next."""
-        names: dict[tuple[int, str], list[str]] = {}
-        for name, (bucket, slot) in self._placement.where.items():
-            names.setdefault((id(bucket), slot.name), []).append(name)
-        for bucket in self._placement.buckets:
-            full = bucket.whole(master)
-            for slot in bucket.layout.slots:
-                yield names[id(bucket), slot.name], full[slot.start : slot.stop].view(slot.shape)
+        """Every parameter and persistent buffer, whole, with all its names, each valid until the next."""
+        yield from self._placement.tensors(master)
         persistent = self.module.state_dict(keep_vars=True).keys()
         for name, buffer in self.module.named_buffers(remove_duplicate=False):
             if name in persistent:

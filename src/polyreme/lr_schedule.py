@@ -30,6 +30,12 @@ class LRSchedule:
         self.total: Span = section.total
         self.decay: Span = section.decay or self.total.scaled(0.1)
 
+    @property
+    def in_tokens(self) -> bool:
+        """Whether a length that matters is in tokens."""
+        spans = [self.section.warmup, *([] if self.section.name == "constant" else [self.total, self.decay])]
+        return any(span.amount and span.unit == "tokens" for span in spans)
+
     def factor(self, progress: Progress) -> float:
         """The fraction of the highest learning rate for the step that follows `progress`, in [0, 1]."""
         section = self.section

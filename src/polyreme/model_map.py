@@ -106,7 +106,7 @@ def matrices(model: nn.Module) -> set[str]:
     """Names of the block's weight matrices: what Muon is for. Embeddings, heads and everything outside the blocks are not among them."""
     inside = tuple(name + "." for name in find_blocks(model))
     embeddings = {id(p) for m in model.modules() if isinstance(m, nn.Embedding) for p in m.parameters(recurse=False)}
-    return {n for n, p in model.named_parameters() if p.dim() == 2 and n.startswith(inside) and id(p) not in embeddings} if inside else set()
+    return {name for name, p in model.named_parameters() if p.dim() == 2 and name.startswith(inside) and id(p) not in embeddings}
 
 
 def build(path: str | None, config: Mapping[str, Any] | None, trust_remote_code: bool = False, vocab_size: int | None = None) -> nn.Module:

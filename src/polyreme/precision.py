@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from polyreme.config.keys import PrecisionSection
 from polyreme.layout import ALIGN
 from polyreme.model_map import tensors_in
 
@@ -54,6 +55,15 @@ class LossScale:
         self.good_steps += 1
         if self.good_steps == self.interval:
             self.value, self.good_steps = self.value * self.growth, 0
+
+
+def loss_scale(section: PrecisionSection) -> LossScale:
+    """The loss scale that the config's section asks for: 1 but for fp16."""
+    if section.compute != "fp16" or section.loss_scale is None:
+        return LossScale()
+    dynamic = section.loss_scale == "dynamic"
+    first = section.initial_scale if section.loss_scale == "dynamic" else section.loss_scale
+    return LossScale(first, dynamic, section.growth, section.backoff, section.growth_interval, section.min_scale)
 
 
 def squared_norm(flat: Tensor) -> Tensor:

@@ -64,4 +64,5 @@ def test_equals_plain_pytorch(ranks: Ranks, case: str, world: int) -> None:
         for rank in range(world):
             torch.testing.assert_close(results[rank][i][0], records, rtol=1e-10, atol=1e-10, msg=lambda m, at=layout: f"{at}: {m}")
         for name, tensor in weights.items():
-            torch.testing.assert_close(results[0][i][1][name], tensor, rtol=1e-10, atol=1e-10, msg=lambda m, n=name, at=layout: f"{n} {at}: {m}")
+            torch.testing.assert_close(results[0][i][1][name], tensor, rtol=1e-10, atol=1e-10,
+                                       msg=lambda m, n=name, at=layout: f"{n} {at}: {m}")  # fmt: skip

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -36,14 +38,15 @@ def test_tensors_and_padding_partition_the_buffer(case: tuple[list[TensorSpec], 
 @settings(max_examples=150, deadline=None)
 def test_shards_partition_every_tensor(case: tuple[list[TensorSpec], BucketLayout]) -> None:
     specs, layout = case
-    assert [layout.shard(r) for r in range(layout.world)] == [(r * layout.shard_size, (r + 1) * layout.shard_size) for r in range(layout.world)]
+    edges = [r * layout.shard_size for r in range(layout.world + 1)]
+    assert [layout.shard(r) for r in range(layout.world)] == list(pairwise(edges))
     assert layout.size == layout.world * layout.shard_size
     held: dict[str, list[Range]] = {spec.name: [] for spec in specs}
     slots = {slot.name: slot for slot in layout.slots}
     for rank in range(layout.world):
         for piece in layout.ranges(rank):
             held[piece.name].append(piece)
-            assert 0 <= piece.offset and piece.offset + piece.stop - piece.start <= layout.shard_size
+            assert piece.offset >= 0 and piece.offset + piece.stop - piece.start <= layout.shard_size
             assert rank * layout.shard_size + piece.offset == slots[piece.name].start + piece.start
     for spec in specs:
         edges = [0, *(piece.stop for piece in held[spec.name])]
@@ -60,7 +63,7 @@ def test_runs_cover_their_shards(case: tuple[list[TensorSpec], BucketLayout]) ->
     for start, stop in [(0, layout.size), *(layout.shard(rank) for rank in range(layout.world))]:
         runs = layout.runs(start, stop)
         assert all(start <= run.start < run.stop <= stop for run in runs)
-        assert all(a.stop <= b.start for a, b in zip(runs, runs[1:], strict=False))
+        assert all(a.stop <= b.start for a, b in pairwise(runs))
         covered = 0
         for slot in layout.slots:
             low, high = max(slot.start, start), min(slot.stop, stop)
@@ -70,7 +73,7 @@ def test_runs_cover_their_shards(case: tuple[list[TensorSpec], BucketLayout]) ->
                 covered += high - low
         if layout.boundary == "element":
             assert all(run.start % ALIGN == 0 and run.stop % ALIGN == 0 and run.slot is None for run in runs)
-            assert all(a.group != b.group or a.stop < b.start for a, b in zip(runs, runs[1:], strict=False)), "as few as can be"
+            assert all(a.group != b.group or a.stop < b.start for a, b in pairwise(runs)), "as few as can be"
         else:
             assert all(run.slot is not None and (run.start, run.stop) == (run.slot.start, run.slot.stop) for run in runs)
         assert covered == sum(r.stop - r.start for rank in range(layout.world) for r in layout.ranges(rank)

@@ -41,7 +41,7 @@ def test_nothing_may_be_missing_or_done_twice(microbatches: int, data: st.DataOb
     at = data.draw(st.integers(0, len(row) - 1))
     assert not accepted((tuple(row[:at] + row[at + 1 :]),), microbatches)
     again = data.draw(st.integers(at, len(row)))
-    assert not accepted((tuple(row[:again] + [row[at]] + row[again:]),), microbatches)
+    assert not accepted(((*row[:again], row[at], *row[again:]),), microbatches)
 
 
 def accepted(schedule: Schedule, microbatches: int) -> bool:
@@ -55,5 +55,5 @@ def accepted(schedule: Schedule, microbatches: int) -> bool:
 def test_the_error_names_row_and_action() -> None:
     with pytest.raises(PolyremeError, match=r"row 1 .*0B0 needs 0F0 first"):
         check((single_stage(1)[0], (Action("B", 0, 0),)), 1)
-    with pytest.raises(PolyremeError, match="row 0 .*never updates"):
+    with pytest.raises(PolyremeError, match=r"row 0 .*never updates"):
         check(((Action("F", 0, 0), Action("B", 0, 0)),), 1)

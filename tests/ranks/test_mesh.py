@@ -6,7 +6,7 @@ import os
 import signal
 import warnings
 from collections.abc import Sequence
-from itertools import permutations
+from itertools import chain, permutations
 from pathlib import Path
 from typing import Any
 
@@ -158,7 +158,7 @@ def test_lines_partition_the_ranks() -> None:
         sizes = {"pp": 2, "dp": 3, "tp": 4}
         members = {name: lines(sizes, order, name) for name in AXES}
         for name in AXES:
-            assert sorted(sum(members[name], [])) == list(range(24))
+            assert sorted(chain(*members[name])) == list(range(24))
             assert {len(line) for line in members[name]} == {sizes.get(name, 1)}
         for one in members["dp"]:  # two axes' lines have one rank in common at most
             assert all(len({*one} & {*other}) <= 1 for other in members["tp"])

@@ -12,9 +12,9 @@ from typing import NoReturn
 import pytest
 import torch
 import torch.distributed as dist
-from pool import Ranks, RanksFailed
 
 from polyreme.errors import BatchError
+from pool import Ranks, RanksFailed
 
 
 def pid(rank: int, world_size: int) -> int:

@@ -77,8 +77,9 @@ def by_hand(dtype: torch.dtype, accumulation: int, reduced: torch.dtype, scale: 
 def test_equals_the_same_casts_by_hand(ranks: Ranks, compute: str, accumulation: int, reduce: str) -> None:
     """Bitwise weights; the norm is rounded once more here (see `precision.squared_norm`)."""
     reduce = compute if reduce == "same" else reduce
-    precision = {"compute": compute, "reduce": reduce, "loss_scale": SCALE} if compute == "fp16" else {"compute": compute, "reduce": reduce}
-    settings = [training.config(WORLD, accumulation, zero={"stage": stage, "reduce_every": "step"}, precision=precision) for stage in (0, 2, 3)]
+    precision = {"compute": compute, "reduce": reduce} | ({"loss_scale": SCALE} if compute == "fp16" else {})
+    zeros = [{"stage": stage, "reduce_every": "step"} for stage in (0, 2, 3)]
+    settings = [training.config(WORLD, accumulation, zero=zero, precision=precision) for zero in zeros]
     scale = SCALE if compute == "fp16" else 1.0
     expected = by_hand(DTYPES[compute], accumulation, torch.float32 if reduce == "fp32" else DTYPES[compute], scale)
     for run in ranks(WORLD, train, settings)[0]:

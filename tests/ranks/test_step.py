@@ -87,10 +87,11 @@ def test_mean_over_all_labels_in_every_style(ranks: Ranks, world: int, accumulat
         for i, (got, _) in enumerate(runs):
             # transformers computes its loss in float32 whatever the model's dtype
             tolerance = 1e-10 if i in (0, 1, 6, 7) else 1e-5
-            torch.testing.assert_close(got, records, rtol=tolerance, atol=0, msg=lambda m, i=i: f"rank {rank}, run {i}: {m}")
+            torch.testing.assert_close(got, records, rtol=tolerance, atol=0, msg=lambda m, at=(rank, i): f"rank, run {at}: {m}")
     for i, (_, got) in enumerate(by_rank[0]):
         for name, tensor in weights.items():
-            torch.testing.assert_close(got[name], tensor, rtol=0, atol=1e-10 if i in (0, 1, 6, 7) else 1e-3, msg=lambda m, i=i: f"run {i}: {m}")
+            tolerance = 1e-10 if i in (0, 1, 6, 7) else 1e-3
+            torch.testing.assert_close(got[name], tensor, rtol=0, atol=tolerance, msg=lambda m, i=i: f"run {i}: {m}")
 
 
 def vectors(output: Tensor, target: Tensor) -> Tensor:

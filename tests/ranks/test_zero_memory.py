@@ -5,6 +5,7 @@ Counted twice: by `engine.memory()`, and from outside, by the storages of all te
 from __future__ import annotations
 
 import gc
+from itertools import chain
 from typing import Any
 
 import pytest
@@ -87,7 +88,7 @@ def all_between_steps(rank: int, world: int) -> list[str]:
 
 @pytest.mark.parametrize("world", [2, 4])
 def test_state_between_steps(ranks: Ranks, world: int) -> None:
-    wrong = sum(ranks(world, all_between_steps), [])
+    wrong = list(chain(*ranks(world, all_between_steps)))
     assert not wrong, "\n".join(wrong)
 
 

@@ -353,7 +353,8 @@ def assert_equals(run: training.Run, expected: training.Run, what: object) -> No
     torch.testing.assert_close(run[0], expected[0], rtol=1e-10, atol=1e-10, msg=lambda m: f"{what}: {m}")
     assert run[1].keys() == expected[1].keys(), what
     for name, tensor in expected[1].items():
-        torch.testing.assert_close(run[1][name], tensor, rtol=1e-10, atol=1e-10, check_dtype=False, msg=lambda m, n=name: f"{what}, {n}: {m}")
+        torch.testing.assert_close(run[1][name], tensor, rtol=1e-10, atol=1e-10, check_dtype=False,
+                                   msg=lambda m, n=name: f"{what}, {n}: {m}")  # fmt: skip
 
 
 @pytest.mark.parametrize("name", list(CASES))
@@ -371,7 +372,8 @@ def sparse(rank: int, world: int) -> list[training.Run]:
     for is_sparse in (False, True):
         for layout in (LAYOUTS[1], LAYOUTS[3]):
             torch.manual_seed(0)
-            engine = polyreme.initialize(Lookup(is_sparse), training.config(world, 2, **layout, precision={"compute": "fp64"}), loss_fn=loss_fn)
+            config = training.config(world, 2, **layout, precision={"compute": "fp64"})
+            engine = polyreme.initialize(Lookup(is_sparse), config, loss_fn=loss_fn)
             results = [engine.train_step(models.share(inputs(step, world), rank, world)) for step in range(2)]
             runs.append(([(r.loss, r.grad_norm) for r in results], engine.state_dict()))
     return runs
@@ -391,8 +393,10 @@ def own_checkpoints(rank: int, world: int) -> list[training.Run]:
             model = models.build("llama", torch.float32)
             if checkpointed:
                 model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-            engine = polyreme.initialize(model, training.config(world, 2, zero={"stage": stage, "reduce_every": "step"}), loss_fn=models.causal_loss)
-            results = [engine.train_step(models.share(models.batch_of("llama", training.SAMPLES, step), rank, world)) for step in range(2)]
+            config = training.config(world, 2, zero={"stage": stage, "reduce_every": "step"})
+            engine = polyreme.initialize(model, config, loss_fn=models.causal_loss)
+            batches = [models.batch_of("llama", training.SAMPLES, step) for step in range(2)]
+            results = [engine.train_step(models.share(batch, rank, world)) for batch in batches]
             runs.append(([(r.loss, r.grad_norm) for r in results], engine.state_dict()))
     return runs
 
@@ -422,7 +426,8 @@ def recomputation(rank: int, world: int) -> tuple[list[training.Run], list[tuple
     recompute = {"activations": "recompute"}
     for memory in ({}, recompute, {**recompute, "recompute_every": 2}, {**recompute, "recompute_every": 3},
                    {**recompute, "recompute_save": ["mm"]}, {**recompute, "recompute_save": ["attention", "aten.silu"]}):  # fmt: skip
-        engine = polyreme.initialize(models.build("llama", torch.float32), training.config(world, zero={"stage": 3}, memory=memory), loss_fn=models.causal_loss)
+        config = training.config(world, zero={"stage": 3}, memory=memory)
+        engine = polyreme.initialize(models.build("llama", torch.float32), config, loss_fn=models.causal_loss)
         calls = [0]
         for block in engine.module.model.layers:
             block.mlp.register_forward_pre_hook(lambda *_, calls=calls: calls.__setitem__(0, calls[0] + 1))
@@ -445,7 +450,8 @@ def test_recomputation_changes_no_bit(ranks: Ranks) -> None:
 
 def unknown_operator(rank: int, world: int) -> list[str]:
     messages = []
-    for case, memory in (("dag", {"activations": "recompute", "recompute_save": ["no_such_operator"]}), ("convnet", {"activations": "recompute"})):
+    recompute = {"activations": "recompute"}
+    for case, memory in (("dag", {**recompute, "recompute_save": ["no_such_operator"]}), ("convnet", recompute)):
         with pytest.raises(ConfigError) as caught:
             polyreme.initialize(models.build(case), training.config(world, memory=memory))
         messages.append(str(caught.value))

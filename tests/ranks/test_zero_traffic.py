@@ -45,7 +45,9 @@ def measure(rank: int, world: int, settings: list[dict[str, Any]]) -> list[dict[
     return found
 
 
-def expected(found: dict[str, Any], world: int, gathers: list[int], gather_bytes: int, reductions: int, reduce_bytes: int) -> dict[str, Any]:
+def expected(
+    found: dict[str, Any], world: int, gathers: list[int], gather_bytes: int, reductions: int, reduce_bytes: int
+) -> dict[str, tuple[int, int]]:
     """`gathers` says how often each unit is gathered."""
     gathered = sum(times * size for times, size in zip(gathers, found["sizes"], strict=True)) * gather_bytes
     reduced = sum(found["sizes"]) * reductions * reduce_bytes

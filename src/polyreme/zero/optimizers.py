@@ -237,6 +237,8 @@ class Options:
         for group, base in zip(self._lead.param_groups, self._base, strict=True):
             group["lr"] = base  # a number, where the caller gave a tensor
         self._scheduler = None if scheduler is None else self._built(scheduler)
+        self.needs_tokens = scheduler is None and schedule.in_tokens
+        """Whether the learning rate follows the number of tokens, which only batches with `input_ids` carry."""
         self._follow(Progress(0, 0, 0))
 
     @property

@@ -7,7 +7,7 @@ config alone, so that it is the same on every rank.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -49,6 +49,16 @@ class Placement:
     @property
     def buckets(self) -> list[Bucket]:
         return [bucket for unit in (self.root, *self.units) for bucket in unit.buckets]
+
+    def tensors(self, master: bool = False) -> Iterator[tuple[list[str], Tensor]]:
+        """Every parameter, whole, with all its names; one bucket in memory at a time, valid until the next. All ranks must call."""
+        names: dict[tuple[int, str], list[str]] = defaultdict(list)
+        for name, (bucket, slot) in self.where.items():
+            names[id(bucket), slot.name].append(name)
+        for bucket in self.buckets:
+            full = bucket.whole(master)
+            for slot in bucket.layout.slots:
+                yield names[id(bucket), slot.name], full[slot.start : slot.stop].view(slot.shape)
 
 
 def place(

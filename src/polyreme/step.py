@@ -1,0 +1,190 @@
+"""One optimizer step on the buckets: what accumulates over its micro-batches, and how it ends.
+
+Invariant: losses and gradients are sums until the end of the step, then divided by the weight (labels, or samples) of the whole global
+batch; meanwhile they are divided by a power of two near it, which costs no digit. So a step does not depend on how its batch was split.
+Communication: the buckets' own, and one small all-reduce that carries norm, overflow, loss, weight and tokens together.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from polyreme.config import Config, Progress
+from polyreme.errors import BatchError, NumericsError
+from polyreme.mesh import Axis
+from polyreme.precision import LossScale, clip_factor, norm_of, squared_norm
+from polyreme.zero.blocks import Blocks
+from polyreme.zero.bucket import Bucket
+from polyreme.zero.optimizers import Options
+from polyreme.zero.reduce import Reducer
+from polyreme.zero.update import Update
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What one optimizer step did; the same on every rank but for `seconds`."""
+
+    step: int
+    loss: float
+    """Mean over the whole global batch (over its labels, for language models)."""
+    grad_norm: float
+    """Global norm before clipping."""
+    lr: float
+    loss_scale: float
+    skipped: bool
+    """Whether an overflow (NaN or Inf in a gradient), or a batch without any label, made this step leave the weights alone."""
+    samples: int
+    """Of this step, over all ranks; `tokens` too."""
+    tokens: int
+    seconds: float
+
+
+@dataclass
+class State:
+    """How far training has come."""
+
+    step: int = 0
+    samples: int = 0
+    tokens: int = 0
+    lr: float = 0.0
+    loss_scale: float = 1.0
+
+    @property
+    def progress(self) -> Progress:
+        return Progress(self.step, self.samples, self.tokens)
+
+
+@dataclass(frozen=True)
+class _Totals:
+    """Sums over the ranks."""
+
+    squares: float
+    loss: float
+    weight: float
+    missing: float  # gradients that did not arrive
+    tokens: float
+
+
+class Step:
+    """`backward` once for each micro-batch, then `reduce`, then `update`; and so on."""
+
+    def __init__(
+        self,
+        config: Config,
+        axis: Axis,
+        device: torch.device,
+        buckets: Sequence[Bucket],
+        reducer: Reducer,
+        blocks: Blocks,
+        updates: Sequence[Update],
+        options: Options,
+        scale: LossScale,
+    ) -> None:
+        self.state = State(lr=options.lr, loss_scale=scale.value)
+        self.microbatches = 0
+        """Backwards done in this step."""
+        self._config, self._axis, self._device, self._buckets = config, axis, device, buckets
+        self._reducer, self._blocks, self._updates, self._options, self._scale = reducer, blocks, updates, options, scale
+        self._hint = 0.0  # a power of two near the weight of a global batch; 0 before the first
+        self._totals = _Totals(0.0, 0.0, 0.0, 0.0, 0.0)
+        self.begin()
+
+    def begin(self) -> None:
+        """Forget all that this step has so far."""
+        self.microbatches = 0
+        self._loss = self._weight = 0.0
+        self._tokens = 0
+        self._began = time.perf_counter()
+        for bucket in self._buckets:
+            bucket.clear_grad()
+
+    def backward(self, loss_sum: Tensor, weight: float, tokens: int) -> None:
+        """Backward of one micro-batch's sum of losses."""
+        if self.microbatches == self._config.accumulation:
+            raise BatchError(f"a step has {self._config.accumulation} micro-batches: call step() before the next backward()")
+        if not self._hint:
+            self._hint = _power_of_two(self._sum([weight * self._config.accumulation])[0])
+        self.microbatches += 1
+        every_time = self._config.zero.reduce_every == "microbatch" and self._axis.size > 1
+        self.differentiate(loss_sum, reduce=every_time or self.microbatches == self._config.accumulation)
+        self._loss += float(loss_sum.detach())
+        self._weight += weight
+        self._tokens += tokens
+
+    def differentiate(self, loss_sum: Tensor, reduce: bool) -> None:
+        """Add the gradients of `loss_sum`, scaled, to what the step has, and `reduce` them over the ranks."""
+        self._reducer.begin(reduce)
+        (loss_sum * (self._scale.value / self._hint)).backward()
+        self._reducer.end()
+        self._blocks.end_backward()
+
+    def reduce(self) -> None:
+        """After the last backward: the totals over the ranks, and whole gradients where states are whole."""
+        works = [bucket.gather_grad() for bucket in self._buckets]
+        squares = sum((squared_norm(b.own_grad) for b in self._buckets), torch.zeros((), dtype=torch.float64, device=self._device))
+        missing = sum(len(b.parameters) - len(b.ever_arrived) for b in self._buckets)
+        self._totals = _Totals(*self._sum([float(squares), self._loss, self._weight, missing, self._tokens]))
+        for work in works:
+            work.wait()
+
+    def update(self) -> StepResult:
+        """Clip, update the shards and publish the parameters; or leave them alone after an overflow.
+
+        Raises NumericsError for NaN or Inf without a dynamic loss scale (unless precision.on_nonfinite = "skip"): nothing is updated.
+        """
+        totals, scale, began = self._totals, self._scale.value, self._began
+        if self._options.needs_tokens and not totals.tokens:
+            raise BatchError(
+                "the learning rate schedule is measured in tokens, but the batches carry no tokens (`input_ids`): "
+                "give lr_schedule.total and lr_schedule.warmup (or train.length) in steps or samples"
+            )
+        good = math.isfinite(totals.squares) and math.isfinite(totals.loss)
+        loss = totals.loss / totals.weight if totals.weight else math.nan
+        if not good and totals.weight and not self._scale.dynamic and self._config.precision.on_nonfinite == "error":
+            raise NumericsError(f"step {self.state.step + 1}: the loss or a gradient is NaN or Inf (the loss is {loss:g})")
+        to_mean = self._hint / (totals.weight * scale) if totals.weight else 0.0
+        norm = norm_of(totals.squares, to_mean, self._buckets[0].formats.master)
+        skipped = not (good and totals.weight)  # a batch without a single label is skipped too
+        self._blocks.release_all()
+        if not skipped:
+            self._apply(to_mean * clip_factor(norm, self._config.optimizer.clip))
+        if totals.weight:
+            self._scale.update(overflow=skipped)
+            self._hint = _power_of_two(totals.weight)
+        size, tokens, lr, state = self._config.batch.size, int(totals.tokens), self._options.lr, self.state
+        state.step, state.samples, state.tokens = state.step + 1, state.samples + size, state.tokens + tokens
+        self._options.advance(state.progress)
+        state.lr, state.loss_scale = self._options.lr, self._scale.value
+        self.begin()
+        return StepResult(state.step, loss, norm, lr, scale, skipped, size, tokens, time.perf_counter() - began)
+
+    def _apply(self, factor: float) -> None:
+        """Update every bucket from its gradients times `factor`; one bucket's parameters travel while the next is updated."""
+        unused = self._unused() if self._totals.missing else {}
+        works = []
+        for bucket, update in zip(self._buckets, self._updates, strict=True):
+            update.step(factor, self._options.groups, unused.get(bucket, ()))
+            works.append(bucket.publish())
+        for work in works:
+            work.wait()
+
+    def _unused(self) -> dict[Bucket, set[int]]:
+        """By bucket, the parameters that got a gradient on no rank in this step."""
+        arrived = iter(self._sum([float(i in b.ever_arrived) for b in self._buckets for i in range(len(b.parameters))]))
+        return {b: {i for i, count in enumerate([next(arrived) for _ in b.parameters]) if not count} for b in self._buckets}
+
+    def _sum(self, values: Sequence[float]) -> list[float]:
+        """`values` summed over the ranks."""
+        totals = torch.tensor(values, dtype=torch.float64, device=self._device)
+        self._axis.all_reduce(totals)
+        return totals.tolist()
+
+
+def _power_of_two(weight: float) -> float:
+    return 2.0 ** round(math.log2(max(weight, 1.0)))
