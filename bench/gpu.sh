@@ -59,6 +59,8 @@ for module, package in (needed | optional).items():
         print(f"  {package}: not here, goes without")
 if sys.version_info < (3, 11):
     sys.exit("Python 3.11 or later is needed")
+if "torch" in missing:
+    sys.exit(f"no torch in {sys.executable}: set PYTHON to the interpreter that holds it")
 if missing:
     python = f"{sys.version_info.major}.{sys.version_info.minor}"
     sys.exit(f"missing: {', '.join(missing)}. Where packages can be had, put their wheels into {wheels}/:\n"

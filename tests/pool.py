@@ -33,6 +33,7 @@ import torch
 import torch.distributed as dist
 
 from polyreme.launch.processes import die_with_parent
+from polyreme.mesh import GROUPS
 
 WARM_RANKS = 8  # idle ranks kept over all world sizes; beyond it the pool used longest ago goes
 _NOTHING = pickle.dumps(None)
@@ -276,5 +277,6 @@ def _tidy() -> None:
         for group in list(dist.distributed_c10d._world.pg_map):
             if group is not dist.group.WORLD:
                 dist.destroy_process_group(group)
+        GROUPS.forget()
     gc.collect()
     gc.freeze()  # what is left are imported modules; not to visit them again makes the next collection quick

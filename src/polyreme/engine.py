@@ -197,10 +197,12 @@ class Engine:
         weight: what the loss is the mean of; by default the labels of the last micro-batch, or its samples."""
         if self._last is None:
             raise BatchError("backward() without a forward: call engine(...) first")
-        (batch, output), self._last = self._last, None
+        batch, output = self._last
         if weight is None:
             weight = float(self._objective.weight(batch))
-        self._step.backward(*self._objective.sum_of(loss, weight, output), model_map.count_tokens(batch))
+        loss_sum, weight = self._objective.sum_of(loss, weight, output)
+        self._last = None
+        self._step.backward(loss_sum, weight, model_map.count_tokens(batch))
 
     def step(self) -> StepResult:
         """The optimizer step that ends a loop of forward and backward calls. Raises BatchError before the last of them."""

@@ -203,7 +203,7 @@ class Mesh:
         for name in order:
             for ranks in lines(sizes, order, name):
                 if len(ranks) > 1:
-                    group = dist.new_group(ranks, timeout=timeout)  # every rank takes part in making every group
+                    group = GROUPS.of(tuple(ranks), timeout)  # every rank takes part in making every group
                     if rank in ranks:
                         axes[name] = Axis(name, len(ranks), ranks.index(rank), group)
         return cls(rank, world_size, device, axes)
@@ -248,6 +248,30 @@ def _reporting(what: str) -> Iterator[None]:
         yield
     except RuntimeError as error:
         raise TransportError(f"{what} failed, because another rank ended or cannot be reached: {error}") from error
+
+
+class _Groups:
+    """The groups that meshes of this process made, by their ranks: a second engine talks over the first one's connections and threads."""
+
+    def __init__(self) -> None:
+        self._world: object = None
+        self._made: dict[tuple[int, ...], dist.ProcessGroup] = {}
+
+    def of(self, ranks: tuple[int, ...], timeout: timedelta) -> dist.ProcessGroup:
+        """A process group of `ranks`, apart from the default one, which is the user's."""
+        if self._world is not dist.group.WORLD:
+            self.forget()
+        if ranks not in self._made:
+            self._made[ranks] = dist.new_group(list(ranks), timeout=timeout)
+        return self._made[ranks]
+
+    def forget(self) -> None:
+        """Make groups anew from now on: the process group is another, or its groups were destroyed."""
+        self._world = dist.group.WORLD if dist.is_initialized() else None
+        self._made.clear()
+
+
+GROUPS = _Groups()
 
 
 def _bytes(tensor: Tensor) -> int:
