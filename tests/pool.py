@@ -164,9 +164,7 @@ class _Pool:
         deadline = time.monotonic() + timeout
         waiting = {connection: rank for rank, connection in enumerate(self.connections)}
         answers: dict[int, Answer] = {}
-        while waiting and (
-            ready := multiprocessing.connection.wait(list(waiting), max(0.0, deadline - time.monotonic()))
-        ):
+        while waiting and (ready := multiprocessing.connection.wait(list(waiting), max(0.0, deadline - time.monotonic()))):
             for connection in ready:
                 assert isinstance(connection, Connection)
                 rank = waiting.pop(connection)
@@ -177,10 +175,7 @@ class _Pool:
         if not failed and not waiting:
             return [answers[rank] for rank in range(len(self.connections))]
         world_size = len(self.connections)
-        report = [
-            f"rank {rank} of {world_size} failed{' first' if rank == failed[0] else ''}:\n{answers[rank].failure}"
-            for rank in failed
-        ]
+        report = [f"rank {rank} of {world_size} failed{' first' if rank == failed[0] else ''}:\n{answers[rank].failure}" for rank in failed]
         why = "after another rank failed" if failed else f"at the timeout of {timeout:g} s"
         stacks = self._stacks(sorted(waiting.values()))
         report += [f"rank {rank} of {world_size} still ran {why}; its stacks:\n{stacks[rank]}" for rank in stacks]

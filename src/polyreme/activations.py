@@ -14,10 +14,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from polyreme.errors import ConfigError, Problem
+from polyreme.model_map import tensors_in
 
 OPERATORS = {
     "mm": ("mm", "addmm", "bmm", "baddbmm", "linear"),
@@ -68,19 +68,18 @@ class Saved:
 def measure(recomputed: Iterable[nn.Module], parameters: Iterable[Tensor]) -> Iterator[Saved]:
     """Count what the forwards inside keep for backward: each storage once, `parameters`' not; of a recomputed block its inputs."""
     saved = Saved()
-    seen = {p.untyped_storage().data_ptr() for p in parameters}
+    seen = {p.untyped_storage()._cdata for p in parameters}  # not their addresses, which change when a block is gathered
 
     def count(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
-        if storage.data_ptr() not in seen:
-            seen.add(storage.data_ptr())
+        if storage._cdata not in seen:
+            seen.add(storage._cdata)
             saved.bytes += storage.nbytes()
         return tensor
 
     def count_inputs(_: nn.Module, args: Any, kwargs: Any) -> None:
-        for leaf in pytree.tree_leaves((args, kwargs)):
-            if isinstance(leaf, Tensor):
-                count(leaf)
+        for tensor in tensors_in((args, kwargs)):
+            count(tensor)
 
     handles = [block.register_forward_pre_hook(count_inputs, with_kwargs=True) for block in recomputed]
     try:
@@ -96,7 +95,8 @@ def _recomputed(forward: Callable[..., Any], options: Mapping[str, Any]) -> Call
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
-        return checkpoint(functools.partial(forward, *args, **kwargs), **options)
+        # the tensors are passed for their devices: checkpoint saves the random state of those
+        return checkpoint(lambda *_: forward(*args, **kwargs), *tensors_in((args, kwargs)), **options)
 
     return wrapped
 

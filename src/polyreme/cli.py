@@ -53,9 +53,7 @@ def _rank_of_several() -> str:
 
 app = typer.Typer(cls=_Commands, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 
-ConfigFile = Annotated[
-    Path, typer.Argument(metavar="CONFIG", help="A config: .toml, .yaml or .json.", show_default=False)
-]
+ConfigFile = Annotated[Path, typer.Argument(metavar="CONFIG", help="A config: .toml, .yaml or .json.", show_default=False)]
 Overrides = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Change one key of the config; may be given again."),
@@ -121,16 +119,10 @@ def _plain(summary: Any) -> Mapping[str, Any]:
 
 @app.command(context_settings={"allow_interspersed_args": False})
 def launch(
-    script: Annotated[
-        str, typer.Argument(metavar="SCRIPT", help="A Python script, or with -m a module.", show_default=False)
-    ],
-    arguments: Annotated[
-        list[str] | None, typer.Argument(metavar="ARGUMENT", help="All that follows is the script's.")
-    ] = None,
+    script: Annotated[str, typer.Argument(metavar="SCRIPT", help="A Python script, or with -m a module.", show_default=False)],
+    arguments: Annotated[list[str] | None, typer.Argument(metavar="ARGUMENT", help="All that follows is the script's.")] = None,
     ranks: Annotated[int, typer.Option("-n", "--ranks", min=1, help="Ranks to start on this host.")] = 1,
-    threads: Annotated[
-        int | None, typer.Option(min=1, help="Computing threads per rank.", show_default="cores / ranks")
-    ] = None,
+    threads: Annotated[int | None, typer.Option(min=1, help="Computing threads per rank.", show_default="cores / ranks")] = None,
     module: Annotated[bool, typer.Option("-m", "--module", help="SCRIPT is a module's name.")] = False,
 ) -> None:
     """Run any Python script as several ranks on this host.

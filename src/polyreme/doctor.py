@@ -52,9 +52,7 @@ def _transformers() -> Check:
     try:
         return Check("transformers", True, metadata.version("transformers"))
     except metadata.PackageNotFoundError:
-        return Check(
-            "transformers", True, "not installed, only Hugging Face models need it: pip install 'polyreme[hf]'"
-        )
+        return Check("transformers", True, "not installed, only Hugging Face models need it: pip install 'polyreme[hf]'")
 
 
 def _cores() -> Check:
@@ -65,26 +63,20 @@ def _cores() -> Check:
 def _memory() -> Check:
     total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     enough = total >= 2 * GIB
-    return Check(
-        "memory", enough, f"{total / GIB:.1f} GiB" + ("" if enough else "; 2 GiB is the least to train anything")
-    )
+    return Check("memory", enough, f"{total / GIB:.1f} GiB" + ("" if enough else "; 2 GiB is the least to train anything"))
 
 
 def _disk() -> Check:
     free = shutil.disk_usage(Path.cwd()).free
     enough = free >= GIB
-    return Check(
-        "disk", enough, f"{free / GIB:.1f} GiB free here" + ("" if enough else "; checkpoints need 1 GiB or more")
-    )
+    return Check("disk", enough, f"{free / GIB:.1f} GiB free here" + ("" if enough else "; checkpoints need 1 GiB or more"))
 
 
 def _accelerators() -> Check:
     import torch
 
     count = torch.cuda.device_count()
-    return Check(
-        "accelerators", True, f"{count} x {torch.cuda.get_device_name(0)}" if count else "none, training uses the cores"
-    )
+    return Check("accelerators", True, f"{count} x {torch.cuda.get_device_name(0)}" if count else "none, training uses the cores")
 
 
 def _ranks() -> Check:

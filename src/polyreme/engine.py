@@ -141,7 +141,7 @@ class Engine:
             )
         if self._step.microbatches:
             raise BatchError("train_step in the middle of a step: call step() after the backward() calls before it")
-        random_state = torch.get_rng_state()
+        random_state = self._random_state()
         batches = split(cast_floating(batch, self._dtype, self.mesh.device), self.config.accumulation)
         losses: dict[int | None, tuple[Tensor, float]] = {}
         results: list[StepResult] = []
@@ -276,9 +276,16 @@ class Engine:
         self._activations = saved.bytes
         return loss
 
-    def _diagnose(self, batches: list[Any], random_state: Tensor) -> str:
+    def _random_state(self) -> tuple[Tensor, Tensor | None]:
+        """Of the CPU, and of the GPU where there is one."""
+        device = self.mesh.device
+        return torch.get_rng_state(), torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+
+    def _diagnose(self, batches: list[Any], random_state: tuple[Tensor, Tensor | None]) -> str:
         """Run the step's forwards and backwards again, watched, and tell which module first made a NaN or Inf, and on which rank."""
-        torch.set_rng_state(random_state)
+        torch.set_rng_state(random_state[0])
+        if random_state[1] is not None:
+            torch.cuda.set_rng_state(random_state[1], self.mesh.device)
         found: list[str] = []
         with watch_nonfinite(self.module) as first:
             for batch in batches:
@@ -288,7 +295,7 @@ class Engine:
         self._step.begin()
         reports = self.mesh.dp.gather_objects(found[:1])
         lines = [f"\n  rank {rank}: first made by {report[0]}" for rank, report in enumerate(reports) if report]  # type: ignore[index]
-        return "".join(lines) + "\n  lower the learning rate, check the data, or set precision.on_nonfinite = \"skip\""
+        return "".join(lines) + '\n  lower the learning rate, check the data, or set precision.on_nonfinite = "skip"'
 
     # ---- set-up
 
@@ -313,11 +320,15 @@ class Engine:
 
     def _finish_buffers(self) -> None:
         """Buffers on the device, rank 0's everywhere."""
+        moved: dict[int, Tensor] = {}  # a buffer that modules share stays one
         for module in self.module.modules():
             for name, buffer in module._buffers.items():
+                if buffer is not None and id(buffer) not in moved:
+                    new = buffer.to(self.mesh.device).contiguous()
+                    self.mesh.dp.broadcast(new)
+                    moved |= {id(buffer): new, id(new): new}
                 if buffer is not None:
-                    module._buffers[name] = buffer = buffer.to(self.mesh.device).contiguous()
-                    self.mesh.dp.broadcast(buffer)
+                    module._buffers[name] = moved[id(buffer)]
 
     def _tensors(self, master: bool = False) -> Iterator[tuple[list[str], Tensor]]:
         """Every parameter and persistent buffer, whole, with all its names, each valid until the next."""

@@ -10,6 +10,7 @@ wire. On other backends they are the backend's own.
 
 from __future__ import annotations
 
+import atexit
 import math
 import os
 from collections import defaultdict
@@ -188,12 +189,11 @@ class Mesh:
         Joins the process group that exists, or else the one that the environment (RANK, WORLD_SIZE, MASTER_ADDR, ...) describes;
         without either, one process is the whole world. Raises TransportError where the ranks cannot meet.
         """
-        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if torch.cuda.is_available() else torch.device("cpu")
-        if device.type == "cuda":
-            torch.cuda.set_device(device)
+        device = _device()
         if not dist.is_initialized() and int(os.environ.get("WORLD_SIZE", "1")) > 1:
             try:
                 dist.init_process_group("cuda:nccl,cpu:gloo" if device.type == "cuda" else "gloo", timeout=timeout)
+                atexit.register(close)  # a group whose threads still run when the interpreter is gone aborts the process
             except (RuntimeError, ValueError) as error:
                 raise TransportError(f"the ranks could not meet: {error}") from error
         world_size, rank = world()
@@ -237,6 +237,7 @@ def world() -> tuple[int, int]:
 
 def close() -> None:
     """Leave the process group, if there is one."""
+    GROUPS.forget()
     if dist.is_initialized():
         dist.destroy_process_group()
 
@@ -248,6 +249,17 @@ def _reporting(what: str) -> Iterator[None]:
         yield
     except RuntimeError as error:
         raise TransportError(f"{what} failed, because another rank ended or cannot be reached: {error}") from error
+
+
+def _device() -> torch.device:
+    """This rank's GPU, where there are any and the process group, if there is one already, can use them; else the CPU."""
+    if not torch.cuda.is_available() or (dist.is_initialized() and "cuda:nccl" not in dist.get_backend_config()):
+        return torch.device("cpu")
+    local, count = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
+    if local >= count:
+        raise TransportError(f"local rank {local} has no GPU of its own: this host has {count}; start {count} ranks on it at most")
+    torch.cuda.set_device(local)
+    return torch.device("cuda", local)
 
 
 class _Groups:
@@ -272,6 +284,7 @@ class _Groups:
 
 
 GROUPS = _Groups()
+atexit.register(GROUPS.forget)
 
 
 def _bytes(tensor: Tensor) -> int:
@@ -287,10 +300,11 @@ def _sum_into(out: Tensor, parts: Sequence[Tensor], accumulate: bool) -> None:
     if len(parts) == 2 and not accumulate and all(part.dtype == out.dtype for part in parts):
         torch.add(parts[0], parts[1], out=out)
         return
-    size = min(CHUNK, out.numel())
+    chunk = CHUNK if out.device.type == "cpu" else max(out.numel(), 1)
+    size = min(chunk, out.numel())
     total, wide = torch.empty(2, size, dtype=out.dtype, device=out.device)
-    for start in range(0, out.numel(), CHUNK):
-        stop = min(start + CHUNK, out.numel())
+    for start in range(0, out.numel(), chunk):
+        stop = min(start + chunk, out.numel())
         acc, operand = total[: stop - start], wide[: stop - start]
         acc.copy_(parts[0][start:stop])
         for part in parts[1:]:  # converted first: a mixed-dtype add is several times slower than a copy and an add

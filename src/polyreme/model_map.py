@@ -137,9 +137,7 @@ def skeleton(
         raise _unfit(path, config, error) from error
 
 
-def read_config(
-    path: str | None, config: Mapping[str, Any] | None, trust_remote_code: bool = False, vocab_size: int | None = None
-) -> Any:
+def read_config(path: str | None, config: Mapping[str, Any] | None, trust_remote_code: bool = False, vocab_size: int | None = None) -> Any:
     """The transformers config of the directory `path`, or that `config` describes, as for `build`. Raises ConfigError."""
     import transformers
 
@@ -225,3 +223,12 @@ def _architecture(config: Any) -> Any:
     if names:
         raise ModelError(f"no Auto class of transformers builds {names[0]}: build the model in Python and pass it to initialize()")
     return transformers.AutoModelForCausalLM
+
+
+def quiet(rank: int) -> None:
+    """No progress bars of transformers across ours, and its warnings from one rank only."""
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    if rank != 0:
+        logging.set_verbosity_error()

@@ -90,7 +90,8 @@ def cast_floating(value: object, dtype: torch.dtype, device: torch.device | None
     def cast(leaf: object) -> object:
         if not isinstance(leaf, Tensor):
             return leaf
-        return leaf.to(device=device, dtype=dtype if leaf.is_floating_point() else None)
+        wanted = dtype if leaf.is_floating_point() else None
+        return leaf.to(device=device, dtype=wanted, non_blocking=device is not None and device.type == "cuda")
 
     return pytree.tree_map(cast, value)
 

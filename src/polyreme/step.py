@@ -98,7 +98,8 @@ class Step:
     def begin(self) -> None:
         """Forget all that this step has so far."""
         self.microbatches = 0
-        self._loss = self._weight = 0.0
+        self._loss = torch.zeros((), dtype=torch.float64, device=self._device)  # stays there: to read it would wait for the device
+        self._weight = 0.0
         self._tokens = 0
         self._began = time.perf_counter()
         for bucket in self._buckets:
@@ -113,7 +114,7 @@ class Step:
         self.microbatches += 1
         every_time = self._config.zero.reduce_every == "microbatch" and self._axis.size > 1
         self.differentiate(loss_sum, reduce=every_time or self.microbatches == self._config.accumulation)
-        self._loss += float(loss_sum.detach())
+        self._loss = self._loss + loss_sum.detach().double()
         self._weight += weight
         self._tokens += tokens
 
@@ -127,9 +128,12 @@ class Step:
     def reduce(self) -> None:
         """After the last backward: the totals over the ranks, and whole gradients where states are whole."""
         works = [bucket.gather_grad() for bucket in self._buckets]
-        squares = sum((squared_norm(b.own_grad) for b in self._buckets), torch.zeros((), dtype=torch.float64, device=self._device))
+        squares = torch.stack([squared_norm(bucket.own_grad) for bucket in self._buckets]).sum()
         missing = sum(len(b.parameters) - len(b.ever_arrived) for b in self._buckets)
-        self._totals = _Totals(*self._sum([float(squares), self._loss, self._weight, missing, self._tokens]))
+        counts = torch.tensor([self._weight, missing, self._tokens], dtype=torch.float64, device=self._device)
+        totals = torch.cat([torch.stack([squares, self._loss]), counts])
+        self._axis.all_reduce(totals)
+        self._totals = _Totals(*totals.tolist())
         for work in works:
             work.wait()
 

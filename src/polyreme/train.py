@@ -65,7 +65,7 @@ def run(config: Config) -> Summary:
     world_size, rank = world()
     config = config.resolve(world_size)
     check_sources(config)
-    _quiet_libraries(rank)
+    model_map.quiet(rank)
     _check_model(config)
     folder = Path(config.checkpoint.folder)
     if config.monitor.plot:
@@ -90,11 +90,11 @@ def run(config: Config) -> Summary:
             plot = folder / "loss.png"
             plot_losses(folder / LOG_NAME, plot)
         summary = job.summary(checkpoint, plot)
-        if rank == 0:
-            monitors.message(_ending(summary, text.validation))
-            monitors.close({k: v for k, v in vars(summary).items() if isinstance(v, int | float)})
+        monitors.close({k: v for k, v in vars(summary).items() if isinstance(v, int | float)})
     finally:
         monitors.close({})
+    if rank == 0 and config.monitor.console:
+        print(_ending(summary, text.validation), flush=True)
     close()
     return summary
 
@@ -102,9 +102,7 @@ def run(config: Config) -> Summary:
 class _Loop:
     """Steps, validations and checkpoints, each when it is due."""
 
-    def __init__(
-        self, config: Config, engine: Engine, text: TextData, loader: Loader, monitors: Monitor, rate: _Rate | None
-    ) -> None:
+    def __init__(self, config: Config, engine: Engine, text: TextData, loader: Loader, monitors: Monitor, rate: _Rate | None) -> None:
         self._config, self._engine, self._text, self._loader = config, engine, text, loader
         self._monitors, self._rate = monitors, rate
         self._recent: deque[tuple[int, float]] = deque(maxlen=WINDOW)
@@ -212,7 +210,8 @@ def sample(engine: Engine, tokenizer: Any, prompt: str, length: int, seed: int) 
     ids = tokenizer(prompt, return_tensors="pt", add_special_tokens=False).input_ids.to(engine.mesh.device)
     modes = {module: module.training for module in engine.module.modules()}
     engine.module.eval()
-    with torch.random.fork_rng(), torch.no_grad():
+    device = engine.mesh.device
+    with torch.random.fork_rng([device] if device.type == "cuda" else []), torch.no_grad():
         torch.manual_seed(seed)
         model: Any = engine.module
         out = model.generate(
@@ -285,15 +284,6 @@ def _check_lengths(config: Config, text: TextData, ranks: int) -> None:
             f"the validation text has {len(text.validation)} sequences of data.sequence = {sequence} tokens, fewer than {ranks} ranks: "
             "raise data.validation, or shorten data.sequence"
         )
-
-
-def _quiet_libraries(rank: int) -> None:
-    """No progress bars of transformers across ours, and its warnings from one rank only."""
-    from transformers.utils import logging
-
-    logging.disable_progress_bar()
-    if rank != 0:
-        logging.set_verbosity_error()
 
 
 def _model(config: Config, vocabulary: int) -> Any:

@@ -89,17 +89,13 @@ def test_help_needs_no_torch() -> None:
     assert subprocess.run([sys.executable, "-c", code], env={"PYTHONPATH": ":".join(sys.path)}).returncode == 0
 
 
-@pytest.mark.parametrize(
-    "words", [["--help"], *([name, "--help"] for name in ("train", "launch", "inspect", "doctor"))]
-)
+@pytest.mark.parametrize("words", [["--help"], *([name, "--help"] for name in ("train", "launch", "inspect", "doctor"))])
 def test_every_command_has_help(words: list[str]) -> None:
     status, output, _ = polyreme(*words)
     assert status == 0 and "Usage: " in output and "--help" in output
 
 
-@pytest.mark.parametrize(
-    "words", [["train"], ["none"], ["train", "x.toml", "-n", "0"], ["launch", "-n", "two", "x.py"]]
-)
+@pytest.mark.parametrize("words", [["train"], ["none"], ["train", "x.toml", "-n", "0"], ["launch", "-n", "two", "x.py"]])
 def test_bad_usage_is_exit_status_2(words: list[str]) -> None:
     status, output, errors = polyreme(*words)
     assert (status, output) == (2, "") and "Usage: " in errors
@@ -146,9 +142,7 @@ def test_the_config_says_how_many_ranks_where_nobody_else_does(
     assert (len(launched), len(trained)) == (2, 3)
 
 
-def test_bad_configs_are_refused_before_a_rank_starts(
-    config: str, trained: list[Config], launched: list[object]
-) -> None:
+def test_bad_configs_are_refused_before_a_rank_starts(config: str, trained: list[Config], launched: list[object]) -> None:
     status, output, errors = polyreme("train", config, "-n", "3")
     assert (status, output) == (2, "") and "batch.size = 8" in errors and "fix:" in errors
     status, _, errors = polyreme("train", config, "-n", "2", "--set", "batch.sise=4", "--set", "optimizer.name=none")

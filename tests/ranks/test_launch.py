@@ -119,10 +119,7 @@ def test_arguments_and_variables_reach_the_script(script: Script, monkeypatch: p
     arguments = ["--d", "3", "--nproc", "x", "-n", "5", "--help", "--", "$HOME $$ ${local_rank}", "", "-m"]
     before = dict(os.environ), signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
     launch([script.write(body), *arguments], 2, threads=3)
-    expected = {
-        rank: [arguments, ["2", str(rank), "2", "127.0.0.1", "3", "PASSIVE"], "__main__", str(script.folder)]
-        for rank in range(2)
-    }
+    expected = {rank: [arguments, ["2", str(rank), "2", "127.0.0.1", "3", "PASSIVE"], "__main__", str(script.folder)] for rank in range(2)}
     assert script.facts() == expected
     assert (dict(os.environ), signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before
 
@@ -215,9 +212,7 @@ def test_one_report_for_many_ranks(tmp_path: Path) -> None:
     expected = "Traceback of 2\nrank 3 failed in the same way\nthen rank 0 failed: RuntimeError: connection lost"
     assert str(torchrun._report(failures, (), 4)) == f"rank 2 of 4 failed first:\n{expected}"
     failures[1] = failed(1, -signal.SIGSEGV)
-    assert str(torchrun._report(failures, (1,), 4)).startswith(
-        "rank 1 of 4 failed first: it was ended by SIGSEGV\nthen"
-    )
+    assert str(torchrun._report(failures, (1,), 4)).startswith("rank 1 of 4 failed first: it was ended by SIGSEGV\nthen")
 
 
 def test_an_error_of_ours_is_a_message_with_its_exit_status(script: Script) -> None:
@@ -284,9 +279,7 @@ def test_nothing_listens_beyond_loopback(script: Script) -> None:
     assert listening and set(listening) == {"0100007F"}
 
 
-@pytest.mark.parametrize(
-    ("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)], ids=["interrupt", "terminate"]
-)
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)], ids=["interrupt", "terminate"])
 def test_a_signal_reaches_the_ranks_and_ends_the_run(script: Script, number: signal.Signals, status: int) -> None:
     path = script.write("""
         def note(number, frame):

@@ -17,9 +17,7 @@ from polyreme.errors import CheckpointError
 from polyreme.mesh import Axis
 
 
-def save(
-    module: nn.Module, tensors: Iterator[tuple[list[str], Tensor]], path: Path, tokenizer: Any, writer: bool, axis: Axis
-) -> Path:
+def save(module: nn.Module, tensors: Iterator[tuple[list[str], Tensor]], path: Path, tokenizer: Any, writer: bool, axis: Axis) -> Path:
     """Write `module`'s `tensors` (each with all names that share it) to the directory `path`; `writer` is true on one rank.
 
     A Hugging Face model gets config.json, generation_config.json and the names and ties that transformers would save; with

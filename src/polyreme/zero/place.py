@@ -156,9 +156,7 @@ def _units_of(entries: list[_Entry], blocks: Mapping[str, nn.Module]) -> dict[st
     return found
 
 
-def _coalesce(
-    blocks: Mapping[str, nn.Module], members: Mapping[str, list[_Entry]], dtype: torch.dtype, least: int
-) -> list[list[str]]:
+def _coalesce(blocks: Mapping[str, nn.Module], members: Mapping[str, list[_Entry]], dtype: torch.dtype, least: int) -> list[list[str]]:
     """Names of consecutive blocks that form one unit: each unit has at least `least` bytes, but for the last."""
     units: list[list[str]] = []
     size = least
