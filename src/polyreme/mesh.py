@@ -5,12 +5,14 @@ each element by itself, so that it does not depend on where in a buffer the elem
 
 Communication: on CPU ranks (gloo) all-gather and reduce-scatter are direct exchanges between each pair of ranks, which send
 (n-1)/n of the buffer, half of what gloo's own reduce-scatter sends, and sum in the output's dtype whatever the dtype on the
-wire. On other backends they are the backend's own.
+wire. On other backends they are the backend's own. Nothing goes through gloo's worker threads: one that still holds a tensor when the
+interpreter ends aborts the process.
 """
 
 from __future__ import annotations
 
 import atexit
+import json
 import math
 import os
 from collections import defaultdict
@@ -131,19 +133,42 @@ class Axis:
 
     def broadcast(self, tensor: Tensor, source: int = 0) -> None:
         """Copy `tensor` (contiguous, of any shape and dtype) of rank `source` of this axis to all its ranks."""
-        if self.size > 1 and tensor.numel():
-            self._count("broadcast", _bytes(tensor) * (self.rank == source))
-            with _reporting(f"broadcast over {self.name}"):
-                dist.broadcast(tensor.view(-1).view(torch.uint8), group=self._group, group_src=source)
+        if self.size == 1 or tensor.numel() == 0:
+            return
+        self._count("broadcast", _bytes(tensor) * (self.rank == source))
+        flat, what = tensor.view(-1).view(torch.uint8), f"broadcast over {self.name}"
+        with _reporting(what):
+            if not self._direct:
+                dist.broadcast(flat, group=self._group, group_src=source)
+                return
+            if self.rank == source:
+                pending = [dist.isend(flat, group=self._group, group_dst=to) for to in range(self.size) if to != source]
+            else:
+                pending = [dist.irecv(flat, group=self._group, group_src=source)]
+        Work([work for work in pending if work is not None], what=what).wait()
 
     def gather_objects(self, value: object) -> list[object]:
-        """Every rank's `value` (plain data), in rank order. For set-up and error reports, not for training."""
+        """Every rank's `value` (what JSON can hold), in rank order. For set-up and error reports, not for training."""
         if self.size == 1:
             return [value]
-        values: list[object] = [None] * self.size
+        text = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+        sizes = [int(size) for size in self._all(torch.tensor([text.numel()]))]
+        padded = torch.zeros(max(sizes), dtype=torch.uint8)
+        padded[: text.numel()] = text
+        texts = zip(self._all(padded), sizes, strict=True)
+        return [json.loads(bytes(received[:size].tolist())) for received, size in texts]
+
+    def _all(self, tensor: Tensor) -> list[Tensor]:
+        """Every rank's `tensor`, a small one on the CPU and of the same shape everywhere."""
+        if self._direct:
+            received = [tensor if rank == self.rank else torch.empty_like(tensor) for rank in range(self.size)]
+            self._exchange([tensor] * self.size, received, "gathering reports").wait()
+            return received
+        there = tensor.cuda()
+        received = [torch.empty_like(there) for _ in range(self.size)]
         with _reporting(f"gathering reports over {self.name}"):
-            dist.all_gather_object(values, value, group=self._group)
-        return values
+            dist.all_gather(received, there, group=self._group)
+        return [each.cpu() for each in received]
 
     def barrier(self) -> None:
         """Wait until every rank of the axis is here."""
@@ -193,7 +218,7 @@ class Mesh:
         if not dist.is_initialized() and int(os.environ.get("WORLD_SIZE", "1")) > 1:
             try:
                 dist.init_process_group("cuda:nccl,cpu:gloo" if device.type == "cuda" else "gloo", timeout=timeout)
-                atexit.register(close)  # a group whose threads still run when the interpreter is gone aborts the process
+                atexit.register(close)
             except (RuntimeError, ValueError) as error:
                 raise TransportError(f"the ranks could not meet: {error}") from error
         world_size, rank = world()
