@@ -46,7 +46,8 @@ sys.path[:0] = [str(BENCH), str(BENCH.parent / "src")]
 
 import torch  # noqa: E402
 
-from cases import ADAMW, CLIP, DTYPES, SIZES, Batch, Job, Llama, Outcome, build_batch, build_model  # noqa: E402
+import systems  # noqa: E402
+from cases import DTYPES, SIZES, Batch, Job, Llama, Outcome, build_batch, build_model  # noqa: E402
 from report import TOLERANCE, spread  # noqa: E402
 
 GIB = 2**30
@@ -111,71 +112,19 @@ def build(system: System, job: Job, device: torch.device) -> Trained:
     with device:
         model: Any = build_model(job.size)
     if system.kind == "polyreme":
-        return polyreme_system(model, job, system)
+        from systems import polyreme_zero
+
+        memory = {"activations": "recompute" if system.recompute else "keep"}
+        engine = polyreme_zero.initialize(model, job, stage=system.stage, memory=memory, compile=system.compile)
+        return Trained(polyreme_zero.step_of(engine), engine.memory)
     if system.recompute:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     if system.compile:
         for block in model.model.layers:
             block.compile()
-    if system.kind == "fsdp2":
-        step = fsdp2_system(model, job, device)
-    elif system.kind == "deepspeed":
-        from systems import deepspeed_zero
-
-        step = deepspeed_zero.build(model, job, stage=system.stage)
-    else:
-        from systems import floor
-
-        step = floor.build(model, job)
+    peer = {FLOOR: "floor", "deepspeed": f"deepspeed{system.stage}"}.get(system.kind, system.kind)
+    step = systems.SYSTEMS[peer].build(model, job)
     return Trained(lambda batch: step({key: value.to(device, non_blocking=True) for key, value in batch.items()}))
-
-
-def polyreme_system(model: Any, job: Job, system: System) -> Trained:
-    import polyreme
-
-    config: dict[str, Any] = {
-        "zero": {"stage": system.stage},
-        "memory": {"activations": "recompute" if system.recompute else "keep"},
-        "compile": system.compile,
-        "precision": {"compute": job.dtype, "reduce": "fp32"},
-        "batch": {"size": job.batch, "micro": job.batch},
-        "optimizer": {"name": "adamw", **ADAMW, "no_decay": "none", "clip": CLIP},
-        "lr_schedule": {"name": "constant", "warmup": 0},
-    }
-    engine = polyreme.initialize(model, config=config)
-
-    def step(batch: Batch) -> Outcome:
-        result = engine.train_step(batch)
-        return Outcome(result.loss, result.grad_norm)
-
-    return Trained(step, engine.memory)
-
-
-def fsdp2_system(model: Any, job: Job, device: torch.device) -> Callable[[Batch], Outcome]:
-    """As `systems/fsdp2.py`, on any device: each block and the root, parameters freed after forward."""
-    from torch import nn
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-
-    mesh = init_device_mesh(device.type, (job.world,))
-    policy = MixedPrecisionPolicy()
-    if job.dtype != "fp32":
-        policy = MixedPrecisionPolicy(param_dtype=DTYPES[job.dtype], reduce_dtype=torch.float32, cast_forward_inputs=False)
-    for module in (*model.model.layers, model):
-        fully_shard(module, mesh=mesh, mp_policy=policy)
-    params = list(model.parameters())
-    optimizer = torch.optim.AdamW(params, fused=True, **ADAMW)
-
-    def step(batch: Batch) -> Outcome:
-        loss = model(**batch).loss
-        loss.backward()
-        norm = nn.utils.get_total_norm([p.grad for p in params]).full_tensor()  # type: ignore[attr-defined]
-        nn.utils.clip_grads_with_norm_(params, CLIP, norm)
-        optimizer.step()
-        optimizer.zero_grad()
-        return Outcome(loss.item(), norm.item())
-
-    return step
 
 
 class Gauge:

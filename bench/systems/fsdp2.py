@@ -18,7 +18,7 @@ from cases import ADAMW, CLIP, DTYPES, Batch, Job, Outcome
 
 
 def build(model: Any, job: Job, *, reshard: bool, reduce: str = "fp32") -> Callable[[Batch], Outcome]:
-    mesh = init_device_mesh("cpu", (job.world,))
+    mesh = init_device_mesh(model.device.type, (job.world,))
     policy = MixedPrecisionPolicy()
     if job.dtype != "fp32":
         policy = MixedPrecisionPolicy(param_dtype=DTYPES[job.dtype], reduce_dtype=DTYPES[reduce], cast_forward_inputs=False)

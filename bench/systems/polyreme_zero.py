@@ -15,7 +15,8 @@ import polyreme
 from cases import ADAMW, CLIP, Batch, Job, Outcome
 
 
-def build(model: nn.Module, job: Job, *, stage: int, reduce: str = "fp32") -> Callable[[Batch], Outcome]:
+def initialize(model: nn.Module, job: Job, *, stage: int, reduce: str = "fp32", **sections: Any) -> polyreme.Engine:
+    """The engine; `sections` are further ones of its config."""
     config: dict[str, Any] = {
         "zero": {"stage": stage},
         "precision": {"compute": job.dtype, "reduce": reduce},
@@ -23,10 +24,16 @@ def build(model: nn.Module, job: Job, *, stage: int, reduce: str = "fp32") -> Ca
         "optimizer": {"name": "adamw", **ADAMW, "no_decay": "none", "clip": CLIP},
         "lr_schedule": {"name": "constant", "warmup": 0},
     }
-    engine = polyreme.initialize(model, config=config)
+    return polyreme.initialize(model, config=config | sections)
 
+
+def step_of(engine: polyreme.Engine) -> Callable[[Batch], Outcome]:
     def step(batch: Batch) -> Outcome:
         result = engine.train_step(batch)
         return Outcome(result.loss, result.grad_norm)
 
     return step
+
+
+def build(model: nn.Module, job: Job, *, stage: int, reduce: str = "fp32") -> Callable[[Batch], Outcome]:
+    return step_of(initialize(model, job, stage=stage, reduce=reduce))

@@ -1,12 +1,15 @@
 """What of a block's forward is kept for its backward: everything, or its inputs alone (recomputed), or some operators' outputs.
 
-Invariant: losses and gradients are the same to the last bit, dropout included: the random state is restored for recomputation.
+Invariant: losses, gradients and buffers are the same to the last bit, dropout and running means included: for a recomputation the random
+state and the buffers are put back to where the forward began, and afterwards to where they were.
 Chen et al., "Training Deep Nets with Sublinear Memory Cost", 2016.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -30,28 +33,30 @@ OPERATORS = {
 """Names for `memory.recompute_save`, each for a family of aten operators. A single aten operator's name does as well."""
 
 
-def wrap_blocks(blocks: Mapping[str, nn.Module], recompute: bool, every: int, keep: Sequence[str], compiled: bool) -> list[nn.Module]:
+def wrap_blocks(
+    model: nn.Module, blocks: Mapping[str, nn.Module], recompute: bool, every: int, keep: Sequence[str], compiled: bool
+) -> list[nn.Module]:
     """Set each block's `forward`: compiled, where asked; recomputed in backward, every `every`-th block, but for the outputs of the
     operators `keep`. Module hooks stay outside both. Returns the blocks that are recomputed.
 
-    Raises ConfigError where the model has no blocks to treat, or for an unknown operator.
+    Of a `model` without blocks its largest parts are recomputed, or all of it at once (see `_parts`). Raises ConfigError where there are
+    no blocks to compile, or for an unknown operator.
     """
     if not (recompute or compiled):
         return []
-    if not blocks:
-        key, value = ("memory.activations", "recompute") if recompute else ("compile", True)
-        raise ConfigError([Problem(key, value, "the model has no repeated blocks (no nn.ModuleList or nn.Sequential of them)",
-                                   f"leave {key} out, or put the model's repeated part into an nn.ModuleList")])  # fmt: skip
+    if compiled and not blocks:
+        raise ConfigError([Problem("compile", True, "the model has no repeated blocks (no nn.ModuleList or nn.Sequential of them)",
+                                   "leave compile out, or put the model's repeated part into an nn.ModuleList")])  # fmt: skip
     options: dict[str, Any] = {"use_reentrant": False}
     if keep:
         options["context_fn"] = functools.partial(create_selective_checkpoint_contexts, _overloads(keep))
     recomputed = []
-    for index, block in enumerate(blocks.values()):
+    for index, block in enumerate(blocks.values() if blocks else _parts(model)):
         forward = block.forward
         if compiled:
             forward = torch.compile(forward)
         if recompute and index % every == 0:
-            forward = _recomputed(forward, options)
+            forward = _recomputed(block, forward, options)
             recomputed.append(block)
         block.forward = forward
     return recomputed
@@ -90,15 +95,76 @@ def measure(recomputed: Iterable[nn.Module], parameters: Iterable[Tensor]) -> It
             handle.remove()
 
 
-def _recomputed(forward: Callable[..., Any], options: Mapping[str, Any]) -> Callable[..., Any]:
+def _parts(model: nn.Module) -> list[nn.Module]:
+    """What to recompute, one after the other, of a model without repeated blocks: its outermost modules that have modules of their own
+    and parameters, if there are several (the halves of an autoencoder); or else the whole model, with a warning."""
+    owner = model
+    while len(parts := [child for child in _children(owner) if _composed(child)]) == 1:
+        owner = parts[0]
+    if not parts:
+        warnings.warn(
+            'memory.activations = "recompute": the model has no repeated blocks, so it is recomputed as a whole, which costs time and '
+            "hardly lowers the peak of memory; put its repeated part into an nn.ModuleList",
+            stacklevel=2,
+        )
+    return parts or [model]
+
+
+def _children(module: nn.Module) -> Iterator[nn.Module]:
+    """Its children that have a forward: a list's or a dictionary's items in place of it."""
+    for child in module.children():
+        yield from _children(child) if isinstance(child, nn.ModuleList | nn.ModuleDict) else (child,)
+
+
+def _composed(module: nn.Module) -> bool:
+    return any(True for _ in module.children()) and any(True for _ in module.parameters())
+
+
+def _recomputed(block: nn.Module, forward: Callable[..., Any], options: Mapping[str, Any]) -> Callable[..., Any]:
     @functools.wraps(forward)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
+        buffers, times = _Buffers(block), itertools.count()
+
+        def run(*_: Tensor) -> Any:
+            with buffers.watched() if next(times) == 0 else buffers.put_back():
+                return forward(*args, **kwargs)
+
         # the tensors are passed for their devices: checkpoint saves the random state of those
-        return checkpoint(lambda *_: forward(*args, **kwargs), *tensors_in((args, kwargs)), **options)
+        return checkpoint(run, *tensors_in((args, kwargs)), **options)
 
     return wrapped
+
+
+class _Buffers:
+    """A block's buffers as its forward found them, such as running means: kept only where the forward changes them."""
+
+    def __init__(self, block: nn.Module) -> None:
+        self._places = [(module._buffers, name) for module in block.modules() for name, held in module._buffers.items() if held is not None]
+        self._changed: dict[int, Tensor] = {}  # by place
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """The forward: note what it changes."""
+        before = [(owner[name], owner[name]._version, owner[name].clone()) for owner, name in self._places]  # type: ignore[union-attr]
+        yield
+        for at, ((owner, name), (buffer, version, copy)) in enumerate(zip(self._places, before, strict=True)):
+            if owner[name] is not buffer or buffer._version != version:
+                self._changed[at] = copy
+
+    @contextmanager
+    def put_back(self) -> Iterator[None]:
+        """The forward once more: on copies, the changed ones as they were."""
+        held = [owner[name] for owner, name in self._places]
+        copies: dict[int, Tensor] = {}  # by buffer: one that modules share stays one
+        for at, ((owner, name), buffer) in enumerate(zip(self._places, held, strict=True)):
+            owner[name] = copies.setdefault(id(buffer), self._changed.get(at, buffer).clone())
+        try:
+            yield
+        finally:
+            for (owner, name), buffer in zip(self._places, held, strict=True):
+                owner[name] = buffer
 
 
 def _overloads(names: Sequence[str]) -> list[Any]:

@@ -139,20 +139,45 @@ def launch(
 def inspect(
     config: ConfigFile,
     overrides: Overrides = None,
-    ranks: Annotated[int, typer.Option("-n", "--ranks", min=1, help="The world size to resolve it for.")] = 1,
+    ranks: Annotated[
+        int | None,
+        typer.Option("-n", "--ranks", min=1, help="The world size to resolve it for.", show_default="1; --schedule: the fewest possible"),
+    ] = None,
     as_json: AsJson = False,
+    schedule: Annotated[bool, typer.Option("--schedule", help="Draw the timeline of a pipeline's step instead.")] = False,
+    svg: Annotated[Path | None, typer.Option(metavar="FILE", help="With --schedule: also write the timeline as an SVG file.")] = None,
 ) -> None:
-    """Show CONFIG with every key filled in, and where each value comes from."""
+    """Show CONFIG with every key filled in, and where each value comes from.
+
+    With --schedule, show what each pipeline rank does when, with the bubble (its share of the step without work) and how many
+    micro-batches' activations it keeps at once, if every stage takes the same time and a backward twice that of a forward.
+    """
     from rich.console import Console
 
     from polyreme import inspect as inspection
     from polyreme.config import Config
 
+    if svg and not schedule:
+        raise typer.BadParameter("it is a picture of the timeline: give --schedule, too", param_hint="--svg")
     loaded = Config.load(config, overrides or [])
-    if as_json:
-        typer.echo(inspection.as_json(loaded, ranks))
+    if schedule:
+        from polyreme.pipeline import timeline
+
+        title, table, simulation = inspection.step_table(loaded, ranks)
+        if svg:
+            try:
+                svg.write_text(timeline.svg(simulation, title), encoding="utf-8")
+            except OSError as error:
+                raise PolyremeError(f"cannot write --svg {svg}: {error.strerror}; name a file in a folder that can be written") from None
+        if as_json:
+            typer.echo(inspection.schedule_as_json(table, simulation))
+        else:
+            console = Console()
+            console.print(timeline.text(simulation, title, console.width), soft_wrap=True)
+    elif as_json:
+        typer.echo(inspection.as_json(loaded, ranks or 1))
     else:
-        Console().print(inspection.render(loaded, ranks))
+        Console().print(inspection.render(loaded, ranks or 1))
 
 
 @app.command()

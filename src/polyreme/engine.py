@@ -70,7 +70,8 @@ def initialize(
     """
     world_size, _ = world()
     config = Config.load(config).resolve(world_size)
-    mesh = Mesh.open({name: getattr(config.mesh, name) for name in ("dp", "tp", "pp", "cp", "ep")}, config.mesh.order)
+    mesh = Mesh.open({name: getattr(config.mesh, name) for name in ("dp", "tp", "pp", "cp", "ep")}, config.mesh.order,
+                     shared_memory=config.mesh.shared_memory)  # fmt: skip
     return Engine(model, config, mesh, optimizer, lr_scheduler, loss_fn)
 
 
@@ -103,7 +104,7 @@ class Engine:
         self._finish_buffers()
         memory = config.memory
         recompute = memory.activations == "recompute"
-        self._recomputed = wrap_blocks(blocks, recompute, memory.recompute_every, memory.recompute_save, config.compile)
+        self._recomputed = wrap_blocks(self.module, blocks, recompute, memory.recompute_every, memory.recompute_save, config.compile)
         reducer = Reducer(self._placement.trainable)
         self._blocks = Blocks(
             self.module, self._placement.root, self._placement.units, config.zero.prefetch, config.zero.release, reducer.complete
@@ -142,12 +143,13 @@ class Engine:
         if self._step.microbatches:
             raise BatchError("train_step in the middle of a step: call step() after the backward() calls before it")
         random_state = self._random_state()
+        weights = [self._objective.weight(part) for part in split(batch, self.config.accumulation)]  # on a device, it would wait for it
         batches = split(cast_floating(batch, self._dtype, self.mesh.device), self.config.accumulation)
         losses: dict[int | None, tuple[Tensor, float]] = {}
         results: list[StepResult] = []
 
         def forward(action: Action) -> None:
-            losses[action.microbatch] = self._forward(batches[action.microbatch or 0])
+            losses[action.microbatch] = self._forward(batches[action.microbatch or 0], weights[action.microbatch or 0])
 
         def backward(action: Action) -> None:
             self._step.backward(*losses.pop(action.microbatch), model_map.count_tokens(batches[action.microbatch or 0]))
@@ -177,7 +179,7 @@ class Engine:
             for module, mode in modes.items():
                 module.training = mode
         totals = torch.tensor([float(loss), weight], dtype=torch.float64, device=self.mesh.device)
-        self.mesh.dp.all_reduce(totals)
+        self.mesh.dp.all_reduce(totals).wait()
         loss_sum, total = totals.tolist()
         return EvalResult(loss_sum / total if total else math.nan, total)
 
@@ -185,8 +187,8 @@ class Engine:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The model's output for one micro-batch (its floating-point inputs cast to the compute dtype)."""
+        batch = kwargs or (args[0] if len(args) == 1 else args)  # the caller's, as its labels are counted without the device
         args, kwargs = cast_floating((args, kwargs), self._dtype, self.mesh.device)  # type: ignore[misc]
-        batch = kwargs or (args[0] if len(args) == 1 else args)
         output = self.module(*args, **{**self._objective.fixed, **kwargs})
         self._last = batch, output
         return output
@@ -267,12 +269,12 @@ class Engine:
 
     # ---- parts
 
-    def _forward(self, batch: Any) -> tuple[Tensor, float]:
+    def _forward(self, batch: Any, weight: int) -> tuple[Tensor, float]:
         """Loss and weight of one micro-batch; the first time, also how much memory its activations take."""
         if self._activations is not None:
-            return self._objective(batch)
+            return self._objective(batch, weight)
         with measure(self._recomputed, self.module.parameters()) as saved:
-            loss = self._objective(batch)
+            loss = self._objective(batch, weight)
         self._activations = saved.bytes
         return loss
 

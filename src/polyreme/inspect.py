@@ -1,4 +1,4 @@
-"""A config as people and programs read it. Rendering only: every fact comes from `polyreme.config`.
+"""A config as people and programs read it. Rendering only: every fact comes from `polyreme.config` and `polyreme.pipeline`.
 
 `python -m polyreme.inspect docs/config.md` writes the key reference into that page again.
 """
@@ -15,6 +15,9 @@ from rich.text import Text
 
 from polyreme.config import Config
 from polyreme.config.keys import LEAVES, SECTIONS, default, expects, toml
+from polyreme.errors import ConfigError, Problem
+from polyreme.pipeline.schedule import Schedule, build, check, stage_ranks
+from polyreme.pipeline.simulate import Costs, Simulation, simulate
 
 BEGIN, END = "<!-- keys: begin, written by python -m polyreme.inspect -->", "<!-- keys: end -->"
 STYLES = {"user": "bold green", "derived": "cyan", "default": "dim"}
@@ -49,6 +52,46 @@ def as_json(config: Config, world_size: int) -> str:
         "origins": resolved.origins,
     }
     return json.dumps(told, indent=2, ensure_ascii=False)
+
+
+def step_table(config: Config, world_size: int | None = None) -> tuple[str, Schedule, Simulation]:
+    """The table of one step of one pipeline, simulated with the same time for every stage, and a title for it.
+
+    world_size: None takes the smallest that the mesh fits. Raises ConfigError where the config cannot run on it.
+    """
+    mesh = config.mesh
+    others = mesh.tp * mesh.pp * mesh.cp * mesh.ep
+    ranks = world_size or others * (1 if mesh.dp == "auto" else mesh.dp)
+    dp = ranks // others if mesh.dp == "auto" else mesh.dp
+    if dp * others != ranks:
+        reason = f"tp x pp x cp x ep is {others}, and x dp not the world size, {ranks}"
+        raise ConfigError([Problem("mesh.dp", mesh.dp, reason, f"start {max(dp, 1) * others} ranks")])
+    # Every pipeline has the same table; how many micro-batches it has depends on dp alone.
+    alone = [f"mesh.{axis}=1" for axis in ("tp", "pp", "cp", "ep")]
+    microbatches = Config.load(config, [*alone, "mesh.sequence_parallel=false"]).resolve(dp).accumulation
+    name, virtual = config.pipeline.schedule, config.pipeline.virtual
+    schedule = build(name, mesh.pp, microbatches, virtual)
+    check(schedule, microbatches)
+    stages = len(stage_ranks(name, mesh.pp, virtual))
+    title = f"{name}: {_count(stages, 'stage')} on {_count(mesh.pp, 'rank')}, {_count(microbatches, 'micro-batch')}"
+    return title, schedule, simulate(schedule, Costs.even(schedule))
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}{'' if number == 1 else 'es' if what.endswith('ch') else 's'}"
+
+
+def schedule_as_json(schedule: Schedule, simulation: Simulation) -> str:
+    """A table as a JSON object: rows (each rank's actions, with spaces between), and of the simulation total (in forwards of a stage),
+    bubble (of all ranks), bubbles and peak_activations (of each)."""
+    told: dict[str, Any] = {
+        "rows": [" ".join(map(str, row)) for row in schedule],
+        "total": simulation.total,
+        "bubble": simulation.bubble_fraction,
+        "bubbles": simulation.bubble,
+        "peak_activations": simulation.peak,
+    }
+    return json.dumps(told, indent=2)
 
 
 def reference() -> str:

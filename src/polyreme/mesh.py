@@ -5,7 +5,8 @@ each element by itself, so that it does not depend on where in a buffer the elem
 
 Communication: on CPU ranks (gloo) all-gather and reduce-scatter are direct exchanges between each pair of ranks, which send
 (n-1)/n of the buffer, half of what gloo's own reduce-scatter sends, and sum in the output's dtype whatever the dtype on the
-wire. On other backends they are the backend's own. Nothing goes through gloo's worker threads: one that still holds a tensor when the
+wire. Ranks of one host only tell each other where a buffer lies (`transport.shared_memory`), if it came from `Axis.empty`, and read it
+there. On other backends they are the backend's own. Nothing goes through gloo's worker threads: one that still holds a tensor when the
 interpreter ends aborts the process.
 """
 
@@ -15,22 +16,30 @@ import atexit
 import json
 import math
 import os
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from itertools import product
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from polyreme.errors import TransportError
+from polyreme.transport.shared_memory import Board, heap, peer
 
 AXES = ("pp", "dp", "cp", "ep", "tp")
 CHUNK = 1 << 18
 """Elements summed at a time: small enough that a chunk and its conversion stay in the cache."""
+SMALL = 4096
+"""Bytes below which numbers are sent even to a rank of the same host: telling it where they lie takes as many messages."""
+STAGED = 4
+"""Copies of one size, of tensors that others cannot read where they are, which are kept to be used again."""
+TAGS = 1 << 28
+"""Numbers that tell messages of one exchange from those of another, whatever the order in which the exchanges are waited for."""
 
 
 @dataclass
@@ -42,20 +51,36 @@ class Count:
 
 
 class Work:
-    """An operation under way. `wait` returns when its output is complete; a second `wait` does nothing."""
+    """An operation under way. `wait` returns when its output is complete, and `settle` when its input may be overwritten, too: ranks of
+    this host may still read it where it lies. A second call does nothing."""
 
-    def __init__(self, pending: Sequence[dist.Work] = (), finish: Callable[[], None] | None = None, what: str = "") -> None:
-        self._pending = list(pending)
-        self._finish = finish
-        self._what = what
+    def __init__(
+        self,
+        pending: Sequence[dist.Work | None] = (),
+        finish: Callable[[], None] | None = None,
+        what: str = "",
+        settled: Callable[[bool], bool] = lambda block: True,
+    ) -> None:
+        """`finish` is called when `pending` is complete. `settled` tells whether the input is free; given True, it waits till then."""
+        self._pending, self._finish, self._what, self._settled = deque(pending), finish, what, settled
 
     def wait(self) -> None:
         with _reporting(self._what):
             while self._pending:
-                self._pending.pop(0).wait()
-        if self._finish is not None:
-            finish, self._finish = self._finish, None
-            finish()
+                if (work := self._pending.popleft()) is not None:
+                    work.wait()
+            if self._finish is not None:
+                finish, self._finish = self._finish, None
+                finish()
+
+    def settle(self) -> None:
+        self.wait()
+        with _reporting(self._what):
+            self._settled(True)
+
+    def is_settled(self) -> bool:
+        """Whether `settle` would return at once; that of an operation nobody has waited for would not."""
+        return not self._pending and self._finish is None and self._settled(False)
 
 
 DONE = Work()
@@ -70,11 +95,24 @@ class Axis:
     Every operation raises TransportError where a rank has ended or cannot be reached.
     """
 
-    def __init__(self, name: str, size: int = 1, rank: int = 0, group: dist.ProcessGroup | None = None) -> None:
+    def __init__(
+        self,
+        name: str,
+        size: int = 1,
+        rank: int = 0,
+        group: dist.ProcessGroup | None = None,
+        timeout: timedelta = timedelta(minutes=10),
+        shared_memory: bool = False,
+    ) -> None:
         self.name, self.size, self.rank = name, size, rank
         self.counts: dict[str, Count] = defaultdict(Count)
         self._group = group
         self._direct = group is not None and dist.get_backend(group) == "gloo"
+        self._board: Board | None = None  # shared with the ranks of this host, if there are others
+        self._staged: dict[tuple[int, torch.dtype], deque[tuple[Tensor, Work]]] = defaultdict(deque)
+        self._exchanges = self._notices = 0
+        if shared_memory and self._direct:
+            self._meet(timeout)
 
     def __repr__(self) -> str:
         return f"Axis({self.name!r}, size={self.size}, rank={self.rank})"
@@ -83,14 +121,21 @@ class Axis:
         """Fill `full` (n * s elements) with every rank's `shard` (s elements) in rank order.
 
         `shard` may be this rank's part of `full`; then it is not copied."""
-        own = full[self.rank * shard.numel() : (self.rank + 1) * shard.numel()]
-        if own.data_ptr() != shard.data_ptr():
-            own.copy_(shard)
+        places = full.chunk(self.size)
+
+        def fill(parts: Sequence[Tensor]) -> None:
+            for place, part in zip(places, parts, strict=True):
+                if place.data_ptr() != part.data_ptr():
+                    place.copy_(part)
+
         if self.size == 1 or shard.numel() == 0:
+            fill([shard] * self.size)
             return DONE
         self._count("all_gather", (self.size - 1) * _bytes(shard))
         if self._direct:
-            return self._exchange([shard] * self.size, full.chunk(self.size), "all-gather")
+            return self._exchange([shard] * self.size, places.__getitem__, fill, "all-gather")
+        if places[self.rank].data_ptr() != shard.data_ptr():
+            places[self.rank].copy_(shard)
         gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # renamed in torch 2.13
         return Work([gather(full, shard, group=self._group, async_op=True)], what=f"all-gather over {self.name}")
 
@@ -105,8 +150,8 @@ class Axis:
             return DONE
         self._count("reduce_scatter", (self.size - 1) * _bytes(parts[0]))
         if self._direct:
-            received = [part if rank == self.rank else torch.empty_like(part) for rank, part in enumerate(parts)]
-            return self._exchange(parts, received, "reduce-scatter", lambda: _sum_into(out, received, accumulate))
+            return self._exchange(parts, lambda _: torch.empty_like(out, dtype=full.dtype),
+                                  lambda received: _sum_into(out, received, accumulate), "reduce-scatter")  # fmt: skip
         scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
         what = f"reduce-scatter over {self.name}"
         if out.dtype == full.dtype and not accumulate:
@@ -116,20 +161,24 @@ class Axis:
         pending = [scatter(part, wide, group=self._group, async_op=True)]
         return Work(pending, lambda: _sum_into(out, [part], accumulate), what)
 
-    def all_reduce(self, tensor: Tensor) -> None:
-        """Sum a small `tensor` over the ranks in place; the result is the same to the last bit on every rank."""
-        if self.size == 1:
-            return
+    def all_reduce(self, tensor: Tensor) -> Work:
+        """Sum `tensor` (contiguous, of any shape) over the ranks in place; the result is the same to the last bit on every rank."""
+        if self.size == 1 or tensor.numel() == 0:
+            return DONE
         if not self._direct:
             self._count("all_reduce", 2 * (self.size - 1) * _bytes(tensor) // self.size)
-            dist.all_reduce(tensor, group=self._group)
-            return
+            return Work([dist.all_reduce(tensor, group=self._group, async_op=True)], what=f"all-reduce over {self.name}")
         self._count("all_reduce", (self.size - 1) * _bytes(tensor))
-        flat = tensor.reshape(-1)
-        received = [flat.clone() if rank == self.rank else torch.empty_like(flat) for rank in range(self.size)]
-        self._exchange([flat] * self.size, received, "all-reduce").wait()
-        _sum_into(flat, received, accumulate=False)
-        tensor.copy_(flat.view_as(tensor))
+        flat = tensor.view(-1)
+        if self._board is None or flat.nbytes < SMALL:
+            out = [flat] * self.size
+        else:  # others read a copy while the sum takes its place
+            copy = self._stage(flat)
+            out = [flat if rank == self.rank else copy for rank in range(self.size)]
+        work = self._exchange(out, lambda _: torch.empty_like(flat), lambda parts: _sum_into(flat, parts, False), "all-reduce")
+        if out[self.rank - 1] is not flat:
+            self._unstage(copy, work)
+        return work
 
     def broadcast(self, tensor: Tensor, source: int = 0) -> None:
         """Copy `tensor` (contiguous, of any shape and dtype) of rank `source` of this axis to all its ranks."""
@@ -145,46 +194,124 @@ class Axis:
                 pending = [dist.isend(flat, group=self._group, group_dst=to) for to in range(self.size) if to != source]
             else:
                 pending = [dist.irecv(flat, group=self._group, group_src=source)]
-        Work([work for work in pending if work is not None], what=what).wait()
+        Work(pending, what=what).wait()
 
     def gather_objects(self, value: object) -> list[object]:
         """Every rank's `value` (what JSON can hold), in rank order. For set-up and error reports, not for training."""
         if self.size == 1:
             return [value]
         text = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
-        sizes = [int(size) for size in self._all(torch.tensor([text.numel()]))]
+        sizes = [int(size) for size in self._all(torch.tensor([text.numel()]), "gathering reports")]
         padded = torch.zeros(max(sizes), dtype=torch.uint8)
         padded[: text.numel()] = text
-        texts = zip(self._all(padded), sizes, strict=True)
+        texts = zip(self._all(padded, "gathering reports"), sizes, strict=True)
         return [json.loads(bytes(received[:size].tolist())) for received, size in texts]
 
-    def _all(self, tensor: Tensor) -> list[Tensor]:
-        """Every rank's `tensor`, a small one on the CPU and of the same shape everywhere."""
+    def _all(self, tensor: Tensor, what: str) -> list[Tensor]:
+        """Every rank's `tensor`, one on the CPU and of the same shape everywhere."""
         if self._direct:
-            received = [tensor if rank == self.rank else torch.empty_like(tensor) for rank in range(self.size)]
-            self._exchange([tensor] * self.size, received, "gathering reports").wait()
+            received: list[Tensor] = []
+            out = [tensor] * self.size
+            self._exchange(out, lambda _: torch.empty_like(tensor), lambda parts: received.extend(p.clone() for p in parts), what).settle()
             return received
         there = tensor.cuda()
         received = [torch.empty_like(there) for _ in range(self.size)]
-        with _reporting(f"gathering reports over {self.name}"):
+        with _reporting(f"{what} over {self.name}"):
             dist.all_gather(received, there, group=self._group)
         return [each.cpu() for each in received]
 
     def barrier(self) -> None:
         """Wait until every rank of the axis is here."""
         if self.size > 1:
-            self.all_reduce(torch.zeros(1))
+            self.all_reduce(torch.zeros(1)).settle()
 
-    def _exchange(self, out: Sequence[Tensor], into: Sequence[Tensor], what: str, finish: Callable[[], None] | None = None) -> Work:
-        """Begin to send out[r] to rank r and to receive into[r] from it, for every other rank of the axis; then `finish`."""
-        pending = []
+    def empty(self, size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """A flat tensor, not initialised, that ranks of this host can read: it is exchanged without a copy."""
+        if self._board is not None and device.type == "cpu":
+            return self._board.heap.empty(size, dtype)
+        return torch.empty(size, dtype=dtype, device=device)
+
+    def _meet(self, timeout: timedelta) -> None:
+        """Find the ranks of this axis that are on this host."""
+        mine = heap()
+        board = None if mine is None else Board(mine, self.rank, self.size, timeout.total_seconds())
+        addresses: list[Any] = self.gather_objects(None if mine is None or board is None else (mine.address, board.offset))
+        peers = {rank: peer(*address[0]) for rank, address in enumerate(addresses) if address and rank != self.rank}
+        can_read: list[Any] = self.gather_objects([rank for rank, found in peers.items() if found])
+        for rank, found in peers.items():
+            if found and self.rank in can_read[rank] and board is not None:
+                board.meet(rank, found, addresses[rank][1])
+                self._board = board
+
+    def _exchange(
+        self,
+        out: Sequence[Tensor],
+        into: Callable[[int], Tensor],
+        finish: Callable[[Sequence[Tensor]], None],
+        what: str,
+    ) -> Work:
+        """Begin to give out[r] to every rank r of the axis and to get theirs, all of one size; `finish` is called with what came, in rank
+        order (out[own rank] among it).
+
+        A peer on this host gets told where out[r] lies, and says when it has read it. Others, and all where it is little, get the numbers,
+        received in into(r).
+        """
         what = f"{what} over {self.name}"
+        board = None if out[0].nbytes < SMALL else self._board
+        near = board.ranks if board is not None else ()
+        tag, notice = self._exchanges % TAGS, self._notices
+        self._exchanges += 1
+        self._notices += board is not None
+        parts, ready = list(out), {id(out[rank]): out[rank] for rank in near}
+        for key, each in ready.items():
+            if board is not None and board.heap.offset(each) < 0:
+                ready[key] = self._stage(each)
+        pending = []
         with _reporting(what):
             for step in range(1, self.size):  # each rank starts with another peer, so that none is everybody's first
                 to, source = (self.rank + step) % self.size, (self.rank - step) % self.size
-                pending.append(dist.irecv(into[source], group=self._group, group_src=source))
-                pending.append(dist.isend(out[to], group=self._group, group_dst=to))
-        return Work([work for work in pending if work is not None], finish, what)
+                if source not in near:
+                    parts[source] = into(source)
+                    pending.append(dist.irecv(parts[source], group=self._group, group_src=source, tag=tag))
+                if board is not None and to in near:
+                    board.post(to, notice, ready[id(out[to])])
+                else:
+                    pending.append(dist.isend(out[to], group=self._group, group_dst=to, tag=tag))
+        if board is None:
+            return Work(pending, lambda: finish(parts), what)
+
+        def complete() -> None:
+            for source in near:
+                parts[source] = board.await_post(source, notice, out[source].numel(), out[source].dtype)
+            finish(parts)
+            for source in near:
+                board.acknowledge(source, notice)
+
+        def settled(block: bool) -> bool:
+            for to in near if block else ():
+                board.await_read(to, notice)
+            return all(board.was_read(to, notice) for to in near)
+
+        work = Work(pending, complete, what, settled)
+        UNSETTLED.hold(work, list(ready.values()))
+        for key, each in ready.items():
+            if key != id(each):
+                self._unstage(each, work)
+        return work
+
+    def _stage(self, tensor: Tensor) -> Tensor:
+        """A copy of `tensor` that ranks of this host can read."""
+        assert self._board is not None
+        copies = self._staged[tensor.numel(), tensor.dtype]
+        reusable = bool(copies) and copies[0][1].is_settled()
+        copy = copies.popleft()[0] if reusable else self._board.heap.empty(tensor.numel(), tensor.dtype)
+        return copy.copy_(tensor)
+
+    def _unstage(self, copy: Tensor, last: Work) -> None:
+        """Keep `copy` for another tensor of its size, to which it can be given once `last` is settled."""
+        copies = self._staged[copy.numel(), copy.dtype]
+        if len(copies) < STAGED:
+            copies.append((copy, last))
 
     def _count(self, operation: str, sent: int) -> None:
         count = self.counts[operation]
@@ -208,11 +335,18 @@ class Mesh:
             raise AttributeError(f"no axis {name!r}; the axes are {', '.join(AXES)}") from None
 
     @classmethod
-    def open(cls, sizes: Mapping[str, int], order: Sequence[str] = AXES, timeout: timedelta = timedelta(minutes=10)) -> Mesh:
+    def open(
+        cls,
+        sizes: Mapping[str, int],
+        order: Sequence[str] = AXES,
+        timeout: timedelta = timedelta(minutes=10),
+        shared_memory: bool = True,
+    ) -> Mesh:
         """Build the axes over all ranks; `sizes` gives each axis' size and their product is the world size.
 
         Joins the process group that exists, or else the one that the environment (RANK, WORLD_SIZE, MASTER_ADDR, ...) describes;
-        without either, one process is the whole world. Raises TransportError where the ranks cannot meet.
+        without either, one process is the whole world. With `shared_memory`, CPU ranks of one host read each other's memory.
+        Raises TransportError where the ranks cannot meet.
         """
         device = _device()
         if not dist.is_initialized() and int(os.environ.get("WORLD_SIZE", "1")) > 1:
@@ -230,7 +364,7 @@ class Mesh:
                 if len(ranks) > 1:
                     group = GROUPS.of(tuple(ranks), timeout)  # every rank takes part in making every group
                     if rank in ranks:
-                        axes[name] = Axis(name, len(ranks), ranks.index(rank), group)
+                        axes[name] = Axis(name, len(ranks), ranks.index(rank), group, timeout, shared_memory)
         return cls(rank, world_size, device, axes)
 
     def traffic(self) -> dict[str, dict[str, tuple[int, int]]]:
@@ -310,6 +444,21 @@ class _Groups:
 
 GROUPS = _Groups()
 atexit.register(GROUPS.forget)
+
+
+class _Unsettled:
+    """Keeps the inputs of operations that others of this host may still have to read, whatever becomes of who began them."""
+
+    def __init__(self) -> None:
+        self._held: deque[tuple[Work, Sequence[Tensor]]] = deque()
+
+    def hold(self, work: Work, inputs: Sequence[Tensor]) -> None:
+        while self._held and self._held[0][0].is_settled():
+            self._held.popleft()
+        self._held.append((work, inputs))
+
+
+UNSETTLED = _Unsettled()
 
 
 def _bytes(tensor: Tensor) -> int:

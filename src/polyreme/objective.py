@@ -33,12 +33,13 @@ class Objective:
         self._signature = ForwardSignature.of(model)
         self.fixed = training_arguments(model)
 
-    def __call__(self, batch: Any) -> tuple[Tensor, float]:
-        """(sum of losses with its graph, weight). Raises BatchError for a loss that is not a scalar."""
+    def __call__(self, batch: Any, weight: int | None = None) -> tuple[Tensor, float]:
+        """(sum of losses with its graph, weight). `weight` is `self.weight(batch)`, where that is known already: to count the labels of
+        a batch that is on a device waits for the device. Raises BatchError for a loss that is not a scalar."""
         output = self._model(*self._positional(batch), **self._keywords(batch))
-        return self.loss(output, batch)
+        return self.loss(output, batch, weight)
 
-    def loss(self, output: Any, batch: Any) -> tuple[Tensor, float]:
+    def loss(self, output: Any, batch: Any, weight: int | None = None) -> tuple[Tensor, float]:
         """The sum of losses and the weight of a model's output for `batch`."""
         if self._loss_fn is None:
             loss = _own_loss(output)
@@ -47,7 +48,7 @@ class Objective:
             if isinstance(result, tuple) and len(result) == 2:
                 return _scalar(result[0]), float(result[1])
             loss = result
-        return self.sum_of(loss, float(self.weight(batch)), output)
+        return self.sum_of(loss, float(self.weight(batch) if weight is None else weight), output)
 
     def sum_of(self, loss: Any, weight: float, output: Any) -> tuple[Tensor, float]:
         """The sum that a mean loss of `weight` stands for, and that weight. Raises BatchError for a loss that is not a scalar."""

@@ -132,10 +132,10 @@ class Step:
         missing = sum(len(b.parameters) - len(b.ever_arrived) for b in self._buckets)
         counts = torch.tensor([self._weight, missing, self._tokens], dtype=torch.float64, device=self._device)
         totals = torch.cat([torch.stack([squares, self._loss]), counts])
-        self._axis.all_reduce(totals)
+        self._axis.all_reduce(totals).wait()
         self._totals = _Totals(*totals.tolist())
         for work in works:
-            work.wait()
+            work.settle()  # the update scales gradients in place
 
     def update(self) -> StepResult:
         """Clip, update the shards and publish the parameters; or leave them alone after an overflow.
@@ -156,6 +156,8 @@ class Step:
         norm = norm_of(totals.squares, to_mean, self._buckets[0].formats.master)
         skipped = not (good and totals.weight)  # a batch without a single label is skipped too
         self._blocks.release_all()
+        for bucket in self._buckets:
+            bucket.settle()
         if not skipped:
             self._apply(to_mean * clip_factor(norm, self._config.optimizer.clip))
         if totals.weight:
@@ -186,7 +188,7 @@ class Step:
     def _sum(self, values: Sequence[float]) -> list[float]:
         """`values` summed over the ranks."""
         totals = torch.tensor(values, dtype=torch.float64, device=self._device)
-        self._axis.all_reduce(totals)
+        self._axis.all_reduce(totals).wait()
         return totals.tolist()
 
 

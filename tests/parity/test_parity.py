@@ -55,11 +55,9 @@ def expected(case: str, clip: float | None, name: str) -> tuple[list[tuple[float
 @pytest.mark.parametrize("world", [1, 2, 4])
 @pytest.mark.parametrize("case", list(models.CASES))
 def test_equals_plain_pytorch(ranks: Ranks, case: str, world: int) -> None:
-    recomputable = case in ("llama", "gpt2", "dag")
-    layouts = [layout for layout in LAYOUTS if recomputable or not layout[2]]
-    results = ranks(world, train, case, [config(world, *layout) for layout in layouts], timeout=300)
-    references = {key: expected(case, *key) for key in {layout[3:] for layout in layouts}}
-    for i, layout in enumerate(layouts):
+    results = ranks(world, train, case, [config(world, *layout) for layout in LAYOUTS], timeout=300)
+    references = {key: expected(case, *key) for key in {layout[3:] for layout in LAYOUTS}}
+    for i, layout in enumerate(LAYOUTS):
         records, weights = references[layout[3:]]
         for rank in range(world):
             torch.testing.assert_close(results[rank][i][0], records, rtol=1e-10, atol=1e-10, msg=lambda m, at=layout: f"{at}: {m}")

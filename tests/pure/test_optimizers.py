@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.optim import lr_scheduler as schedulers
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import models
 from polyreme.config import Config, Progress
@@ -275,19 +276,24 @@ def bucket_of(values: dict[str, Tensor], boundary: Boundary, dtype: torch.dtype,
     layout = BucketLayout.build([TensorSpec(n, tuple(t.shape), int(t.dim() < 2)) for n, t in values.items()], 1, boundary)
     formats = Formats(dtype, dtype, reduce or dtype, dtype)
     parameters = [nn.Parameter(values[slot.name].clone()) for slot in layout.slots]
-    bucket = Bucket(layout, parameters, Axis("dp"), Residency.of_stage(0), formats, Pool(torch.device("cpu")), torch.device("cpu"))
+    bucket = Bucket(
+        layout, parameters, Axis("dp"), Residency.of_stage(0), formats, Pool(Axis("dp"), torch.device("cpu")), torch.device("cpu")
+    )
     for slot in layout.slots:
         bucket.write(slot, values[slot.name])
     return bucket
 
 
 def run_bucket(
-    made: Recipe, steps: list[dict[str, Tensor]], boundary: Boundary, factor: float = 0.5, **formats: Any
+    made: Recipe, steps: list[dict[str, Tensor]], boundary: Boundary, factor: float = 0.5, together: bool = False, **formats: Any
 ) -> tuple[dict[str, Tensor], Update]:
-    """Weights after updates from gradients by name, of which some are missing in some steps."""
+    """Weights after updates from gradients by name, of which some are missing in some steps. `together` as on a GPU: a group's pieces
+    are updated at once."""
     values = initial(steps[0])
     bucket = bucket_of(values, boundary, values["f"].dtype, **formats)
     update = Update(bucket, made.groups)
+    assert update.one_by_one
+    update.one_by_one = not together
     for gradients in steps:
         for index, slot in enumerate(bucket.layout.slots):
             if slot.name in gradients:
@@ -361,6 +367,27 @@ def test_pieces_of_any_size_give_the_same_bits(name: str, monkeypatch: pytest.Mo
         assert all(torch.equal(cut[n], whole[n]) for n in SHAPES)
         sizes = [(run.stop - run.start) * 4 for run, _ in update.state_of()]
         assert name != "adamw" or update.nbytes() == sum(2 * size + 4 for size in sizes)  # two states and a step count
+
+
+@pytest.mark.parametrize("name", [*ELEMENTWISE, "Adafactor"])
+def test_pieces_that_are_updated_at_once_give_the_same_bits(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    steps = gradients_of(4, torch.float32, missing=["", "", "a", "bcef"])
+    made = recipe(Small(), section(name=name, lr=0.1, weight_decay=0.1))
+    boundary: Boundary = "tensor" if name == "Adafactor" else "element"
+    monkeypatch.setattr(update_module, "CHUNK", ALIGN)
+    calls = []
+    hook = register_optimizer_step_post_hook(lambda optimizer, *_: calls.append(len(optimizer.param_groups[0]["params"])))
+    try:
+        apart, _ = run_bucket(made, steps, boundary)
+        one_by_one = len(calls)
+        together, update = run_bucket(made, steps, boundary, together=True)
+    finally:
+        hook.remove()
+    assert all(torch.equal(together[n], apart[n]) for n in SHAPES)
+    assert one_by_one > 2 * len(steps) and set(calls[:one_by_one]) == {1}
+    assert len(calls) - one_by_one == 2 * len(steps) - 1, "one for each group and step, but for the vectors in the last"
+    assert sum(calls[one_by_one:]) == one_by_one
+    assert update.nbytes() > 0 or name == "sgd"
 
 
 def test_gradients_of_a_narrower_dtype_are_widened_before_they_are_scaled() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import warnings
@@ -37,16 +38,22 @@ def in_order(parts: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
     return total
 
 
-def collectives(rank: int, world: int) -> None:
-    axis = Mesh.open({"dp": world}).dp
+def collectives(rank: int, world: int, shared: list[bool]) -> None:
+    """`shared` says which ranks keep what they send in memory that the others read."""
+    axis = Mesh.open({"dp": world}, shared_memory=any(shared)).dp
     assert (axis.name, axis.size, axis.rank) == ("dp", world, rank)
+    assert (axis._board is not None) == (world > 1 and any(shared))
+
+    def placed(tensor: Tensor) -> Tensor:
+        return axis.empty(tensor.numel(), tensor.dtype, tensor.device).copy_(tensor) if shared[rank] else tensor.clone()
+
     for size in SIZES:
         for dtype in DTYPES:
             everyone = [numbers(r, size, dtype) for r in range(world)]
             full = torch.full((world * size,), float("nan"), dtype=dtype)
-            axis.all_gather(full, everyone[rank]).wait()
+            axis.all_gather(full, placed(everyone[rank])).wait()  # whose input nobody here holds while others read it
             assert torch.equal(full, torch.cat(everyone)), ("all_gather", size, dtype)
-            full = torch.full((world * size,), float("nan"), dtype=dtype)
+            full = placed(torch.full((world * size,), float("nan"), dtype=dtype))
             own = full[rank * size : (rank + 1) * size]
             own.copy_(everyone[rank])
             work = axis.all_gather(full, own)  # in place
@@ -58,30 +65,53 @@ def collectives(rank: int, world: int) -> None:
             mine = [f[rank * size : (rank + 1) * size] for f in fulls]
             for out_dtype in {dtype, torch.float32, torch.float64} if dtype.itemsize < 8 else {dtype}:
                 out = torch.full((size,), float("nan"), dtype=out_dtype)
-                axis.reduce_scatter(out, fulls[rank]).wait()
+                axis.reduce_scatter(out, placed(fulls[rank])).wait()
                 wanted = in_order(mine, out_dtype)
                 assert torch.equal(out, wanted), ("reduce_scatter", size, dtype, out_dtype)
-                axis.reduce_scatter(out, fulls[rank], accumulate=True).wait()
+                full = placed(fulls[rank])
+                axis.reduce_scatter(out, full, accumulate=True).settle()
+                full.fill_(float("nan"))  # nobody reads it any more
                 assert torch.equal(out, wanted + wanted), ("accumulate", size, dtype, out_dtype)
-            full = fulls[rank].clone()
+            full = placed(fulls[rank])
             axis.reduce_scatter(full[rank * size : (rank + 1) * size], full).wait()  # in place
             assert torch.equal(full[rank * size : (rank + 1) * size], in_order(mine, dtype)), ("in place", size, dtype)
 
             tensor = everyone[rank].clone()
-            axis.all_reduce(tensor)
+            axis.all_reduce(tensor).wait()
             assert torch.equal(tensor, in_order(everyone, dtype)), ("all_reduce", size, dtype)
-    several = [(torch.empty(world * 5), numbers(rank, 5, torch.float32) + i) for i in range(6)]
+    several = [(torch.empty(world * 2000), placed(numbers(rank, 2000, torch.float32) + i)) for i in range(6)]
     works = [axis.all_gather(full, shard) for full, shard in several]
     for work in reversed(works):  # many at a time, in any order of waiting
         work.wait()
     for i, (full, _) in enumerate(several):
-        assert torch.equal(full, torch.cat([numbers(r, 5, torch.float32) + i for r in range(world)]))
+        assert torch.equal(full, torch.cat([numbers(r, 2000, torch.float32) + i for r in range(world)]))
 
 
-@pytest.mark.parametrize("world", [1, 2, 4])
-def test_collectives_are_sums_in_rank_order(ranks: Ranks, world: int) -> None:
+@pytest.mark.parametrize(("world", "shared"), [(1, "all"), (2, "all"), (2, "none"), (4, "some"), (4, "none")])
+def test_collectives_are_sums_in_rank_order(ranks: Ranks, world: int, shared: str) -> None:
     """With no deprecated name of torch among them (the pool makes each warning an error)."""
-    ranks(world, collectives)
+    ranks(world, collectives, [shared == "all" or (shared == "some" and rank % 2 == 1) for rank in range(world)])
+
+
+def reading_late(rank: int, world: int) -> None:
+    axis = Mesh.open({"dp": world}).dp
+    full, mine = torch.empty(world * 5000), axis.empty(5000, torch.float32, torch.device("cpu")).fill_(rank + 1.0)
+    work = axis.all_gather(full, mine)
+    if rank == 0:
+        del mine
+        work.wait()
+        del work, axis  # before the others have read it
+        gc.collect()
+        dist.barrier()
+    else:
+        dist.barrier()
+        work.wait()
+    assert torch.equal(full.view(world, -1)[:, 0], torch.arange(1.0, world + 1))
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_memory_that_others_still_read_stays(ranks: Ranks, world: int) -> None:
+    ranks(world, reading_late)
 
 
 def broadcasts(rank: int, world: int) -> None:
@@ -109,7 +139,7 @@ def counting(rank: int, world: int) -> dict[str, dict[str, tuple[int, int]]]:
     mesh.dp.all_gather(full, torch.ones(10)).wait()
     mesh.dp.all_gather(full.bfloat16(), torch.ones(10).bfloat16()).wait()
     mesh.dp.reduce_scatter(torch.zeros(10, dtype=torch.float64), full.half()).wait()  # counted as sent: in float16
-    mesh.dp.all_reduce(torch.ones(3, dtype=torch.float64))
+    mesh.dp.all_reduce(torch.ones(3, dtype=torch.float64)).wait()
     mesh.dp.broadcast(torch.ones(5))
     mesh.dp.all_gather(torch.empty(0), torch.empty(0)).wait()
     return mesh.traffic()
@@ -135,7 +165,7 @@ def two_axes(rank: int, world: int, order: tuple[str, ...]) -> dict[str, tuple[i
     found = {}
     for axis in (mesh.dp, mesh.tp, mesh.pp):
         summed = torch.tensor([float(rank)])
-        axis.all_reduce(summed)
+        axis.all_reduce(summed).wait()
         members = axis.gather_objects(rank)
         assert summed.item() == sum(members)
         found[axis.name] = (axis.rank, members)
@@ -188,7 +218,7 @@ def with_a_dead_peer(rank: int, world: int, operation: str, folder: Path) -> Non
             elif operation == "reduce_scatter":
                 axis.reduce_scatter(torch.empty(10), torch.ones(world * 10)).wait()
             elif operation == "all_reduce":
-                axis.all_reduce(torch.ones(3))
+                axis.all_reduce(torch.ones(3)).wait()
             elif operation == "broadcast":
                 axis.broadcast(torch.ones(3), source=1)
             else:

@@ -208,6 +208,9 @@ class MeshSection(Section):
     order: Annotated[tuple[str, ...], AfterValidator(_axis_order)] = Field(
         default=AXES, description="The axes, innermost last: ranks of the last axis are neighbours."
     )
+    shared_memory: Bool = Field(
+        default=True, description="CPU ranks of one host read each other's memory, where the system allows it; else all goes over sockets."
+    )
 
 
 class ZeroSection(Section):
@@ -243,7 +246,7 @@ class MemorySection(Section):
 
     states: Tier = Field(default="device", description='Optimizer states ("device" in this version).')
     params: Tier = Field(default="device", description='Parameters ("device" in this version).')
-    activations: Tier = Field(default="keep", description='"keep", or "recompute" in backward (activation checkpointing).')
+    activations: Tier = Field(default="keep", description='"keep", or "recompute" in backward (activation checkpointing), block by block.')
     recompute_every: Count = Field(default=1, description="Recompute every n-th block only.")
     recompute_save: Names = Field(
         default=(),
@@ -284,9 +287,14 @@ class BatchSection(Section):
 
 
 class PipelineSection(Section):
-    """Order of the micro-batches on pipeline stages."""
+    """Order of the micro-batches on pipeline stages. `polyreme inspect CONFIG --schedule` draws it."""
 
-    schedule: Literal["1f1b"] = Field(default="1f1b", description="One forward, one backward.")
+    schedule: Literal["gpipe", "1f1b", "interleaved", "zb-h1", "zb-v"] = Field(
+        default="1f1b",
+        description="gpipe: all forwards, then all backwards; 1f1b: in turn, which keeps fewer activations; interleaved: 1f1b with several "
+        "stages a rank, for a smaller bubble; zb-h1, zb-v: weight gradients fill the bubble (zb-v: two stages a rank).",
+    )
+    virtual: Annotated[int, Strict(), Field(ge=2)] = Field(default=2, description="interleaved: stages on each rank.")
 
 
 class OptimizerSection(Section):
@@ -294,13 +302,18 @@ class OptimizerSection(Section):
 
     name: Annotated[str, AfterValidator(_optimizer_name)] = Field(
         default="adamw",
-        description="adamw, adam, sgd, lion, adagrad, muon, or an elementwise class of torch.optim such as NAdam.",
+        description="adamw, adam, sgd, lion, adagrad, muon, or a class of torch.optim: any elementwise one such as NAdam, or one that "
+        "treats tensors one by one, such as Adafactor, which gets them whole.",
     )
     lr: Positive = Field(default=3e-4, description="Highest learning rate.")
-    betas: tuple[Beta, Beta] = Field(default=(0.9, 0.95), description="Decay of the running means (Adam's, Lion's).")
-    eps: Positive = Field(default=1e-8, description="Added to the denominator.")
-    momentum: Beta = Field(default=0.0, description="Momentum of sgd.")
-    nesterov: Bool = Field(default=False, description="Nesterov momentum of sgd.")
+    betas: tuple[Beta, Beta] = Field(
+        default=(0.9, 0.95),
+        description="Decay of the running means (Adam's, Lion's). A class of torch.optim has its own betas, eps and momentum unless these "
+        "keys are written.",
+    )
+    eps: Positive = Field(default=1e-8, description="Added to the denominator; see betas.")
+    momentum: Beta = Field(default=0.0, description="Momentum of sgd; see betas.")
+    nesterov: Bool = Field(default=False, description="Nesterov momentum of sgd; see betas.")
     matrix_lr: Positive = Field(default=0.02, description="muon: learning rate of the blocks' matrices; `lr` is for the rest, by AdamW.")
     matrix_momentum: Beta = Field(default=0.95, description="muon: momentum of the blocks' matrices.")
     weight_decay: NotNegative = Field(default=0.01, description="Weight decay.")
@@ -341,12 +354,19 @@ class CheckpointSection(Section):
     folder: str = Field(default="run", description="Folder of the run: checkpoints, logs, plot.")
     every: PositiveSpan | None = Field(default=Span(amount=500), description="Between checkpoints; none saves only at the end.")
     keep: Count | None = Field(default=3, description="Latest checkpoints kept; none keeps all.")
+    replace: Bool = Field(
+        default=False,
+        description="Whether an earlier run's checkpoints in the folder may go, when the first new one is there; otherwise a folder that "
+        "has any is refused.",
+    )
 
 
 class MonitorSection(Section):
     """What is shown and recorded."""
 
-    every: Count = Field(default=10, description="Steps between records.")
+    every: Count = Field(
+        default=10, description="Steps between lines where output is not a terminal. A terminal's bar and the records have every step."
+    )
     console: Bool = Field(default=True, description="A live line in the terminal.")
     jsonl: Bool = Field(default=True, description="One JSON object per record, in the run's folder.")
     tensorboard: Bool = Field(default=False, description="TensorBoard events.")

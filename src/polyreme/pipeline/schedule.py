@@ -1,22 +1,40 @@
 """A training step as a table: one row of actions per pipeline rank. Pure data; `pipeline.run` executes a row.
 
-Invariant: a row that `check` accepts runs every micro-batch forward once and then backward once, reduces after the last backward
-and updates after the reduction.
+Two steps make a table. A rule says in which order a rank computes (`_pattern`, one line for each schedule). One function (`_lower`) adds
+what does not depend on the schedule: messages, reductions and updates.
+
+Invariant: every row of a built table is a part of one order of the whole step. Messages between two ranks therefore stand in the same
+order in both rows, in both directions together, and no row waits in a circle, even if every send and receive waited for its other end.
+`check` refuses a table that does not have this property, that is incomplete, or that keeps more activations than it may.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Literal, NamedTuple
+from collections import Counter, deque
+from collections.abc import Iterator, Sequence
+from math import inf
+from typing import Literal, NamedTuple, get_args
 
 from polyreme.errors import PolyremeError
 
-Op = Literal["F", "B", "R", "U"]
-"""F forward, B backward, R reduce (what of the gradients is not reduced yet), U update."""
+Op = Literal["F", "B", "W", "SA", "RA", "SG", "RG", "R", "U"]
+"""F forward, B backward (where the schedule has W: the gradients of the inputs only), W gradients of the weights.
+SA, RA send and receive activations; SG, RG send and receive their gradients: sends begin and do not wait; receives are posted, and the F or
+B that uses what comes waits for it. R reduce (what of a stage's gradients is not reduced yet), U update."""
+
+Name = Literal["gpipe", "1f1b", "interleaved", "zb-h1", "zb-v"]
+NAMES: tuple[Name, ...] = get_args(Name)
+TRANSFER = 0.25
+"""How long a message takes where receives are placed, in forwards of a stage. A receive is posted before the action during which its
+message would begin to pass, so that the transfer hides behind that action: a step takes about 5% longer at worst than if every receive
+were posted at the start, while a rank has no more than two that wait (zb-v: three, interleaved on 16 ranks: five)."""
 
 
 class Action(NamedTuple):
-    """One cell of the table; prints as "2F0": stage 2, forward, micro-batch 0."""
+    """One cell of the table; prints as "2F0": stage 2, forward, micro-batch 0.
+
+    A send names the stage whose output (SA) or input gradient (SG) is sent, a receive the stage that needs it, a U its rank.
+    """
 
     op: Op
     stage: int
@@ -28,33 +46,259 @@ class Action(NamedTuple):
 
 Schedule = tuple[tuple[Action, ...], ...]
 
+MESSAGES: dict[Op, tuple[Op, int]] = {"SA": ("RA", 1), "RA": ("SA", -1), "SG": ("RG", -1), "RG": ("SG", 1)}
+"""Sends and receives, each with its other end and how many stages further that is."""
+
+
+def other_end(message: Action) -> Action:
+    """The receive that belongs to a send, or the send that belongs to a receive."""
+    op, step = MESSAGES[message.op]
+    return Action(op, message.stage + step, message.microbatch)
+
+
+def splits_backward(schedule: Sequence[Sequence[Action]]) -> bool:
+    """Whether B computes the gradients of the inputs only, and W those of the weights."""
+    return any(action.op == "W" for row in schedule for action in row)
+
+
+def stage_ranks(name: Name, pp: int, virtual: int = 2) -> tuple[int, ...]:
+    """The rank of each stage. Interleaved: `virtual` rounds over the ranks; zb-v: down the ranks and up again; else stage = rank."""
+    if name == "zb-v":
+        return (*range(pp), *reversed(range(pp)))
+    return tuple(range(pp)) * (virtual if name == "interleaved" else 1)
+
+
+def build(name: Name, pp: int, microbatches: int, virtual: int = 2) -> Schedule:
+    """The table of a step of `microbatches` on `pp` ranks, any number of either; `virtual` stages on each rank if interleaved.
+
+    gpipe: arXiv:1811.06965. 1f1b and interleaved: arXiv:2104.04473. zb-h1: arXiv:2401.10241. zb-v: arXiv:2405.15362, two stages a rank.
+    Raises PolyremeError for an unknown name or a number that is too small.
+    """
+    if name not in NAMES:
+        raise PolyremeError(f"there is no schedule {name!r}: choose one of {', '.join(NAMES)}")
+    for what, number, least in (("pp", pp, 1), ("microbatches", microbatches, 1), ("virtual", virtual, 2)):
+        if number < least:
+            raise PolyremeError(f"a schedule of {what} = {number}: it must be at least {least}")
+    ranks = stage_ranks(name, pp, virtual)
+    chunks = virtual if name == "interleaved" else 1
+    orders = []
+    for rank in range(pp):
+        stages = [stage for stage, owner in enumerate(ranks) if owner == rank]
+        orders.append(tuple(_order(_pattern(name, pp, rank, microbatches, chunks), stages, pp, microbatches, chunks)))
+    return _lower(orders, ranks)
+
 
 def single_stage(microbatches: int) -> Schedule:
     """The table of one stage: gradient accumulation over `microbatches`, then reduce and update."""
-    row = [Action(op, 0, i) for i in range(microbatches) for op in ("F", "B")]
-    return ((*row, Action("R", 0), Action("U", 0)),)
+    return build("1f1b", 1, microbatches)
 
 
-def check(schedule: Schedule, microbatches: int) -> None:
-    """Raise PolyremeError, naming the row and the action, unless every row is complete and in a possible order."""
+def activation_limits(name: Name, pp: int, microbatches: int, virtual: int = 2) -> tuple[int, ...]:
+    """For each rank: how many micro-batches' activations (of one stage each) it keeps at once, at most."""
+    chunks = len(stage_ranks(name, pp, virtual)) // pp
+    limits = {
+        "gpipe": lambda rank: microbatches,
+        "1f1b": lambda rank: pp - rank,
+        "interleaved": lambda rank: 2 * (pp - 1 - rank) + (chunks - 1) * pp + 1,
+        "zb-h1": lambda rank: pp,
+        "zb-v": lambda rank: 2 * pp,
+    }
+    return tuple(min(chunks * microbatches, limits[name](rank)) for rank in range(pp))
+
+
+# ---- the order in which a rank computes
+
+
+def _pattern(name: Name, pp: int, rank: int, m: int, chunks: int) -> str:
+    """A rank's order: each letter is the next of its kind; small letters are zb-v's second stage. Those beyond the last are left out."""
+    after = pp - 1 - rank
+    if name == "gpipe":
+        return "F" * m + "B" * m
+    if name == "1f1b":
+        return "F" * after + "FB" * m
+    if name == "interleaved":
+        return "F" * (2 * after + (chunks - 1) * pp) + "FB" * (chunks * (m + pp - 1))
+    if name == "zb-h1":  # weight gradients wait until they fill what would be a bubble, as long as no rank keeps more than the first
+        return "F" * after + "FB" * rank + "FBW" * m + "W" * rank
+    rounds = max(m, 2 * pp - 1) - pp
+    warmup = "F" * (2 * after + 1) + "fF" * rank + "fbw" * (after + 1)
+    return warmup + "FBWfbw" * rounds + "Bb" * rank + "BW" * (after + 1) + "w" * m + "W" * m
+
+
+def _order(pattern: str, stages: Sequence[int], pp: int, microbatches: int, chunks: int) -> Iterator[Action]:
+    """The actions of a pattern. With several chunks, each takes `pp` micro-batches in turn, backward from the last chunk on; a group that
+    the micro-batches do not fill is passed through all the same, without those that are not there."""
+    turns: Counter[str] = Counter()
+    for letter in pattern:
+        group, place = divmod(turns[letter], pp * chunks)
+        turns[letter] += 1
+        chunk, within = divmod(place, pp)
+        op: Op = letter.upper()  # type: ignore[assignment]
+        stage = stages[1] if letter.islower() else stages[chunk if op == "F" else chunks - 1 - chunk]
+        if group * pp + within < microbatches:
+            yield Action(op, stage, group * pp + within)
+
+
+# ---- messages, reductions, updates
+
+
+def _lower(orders: Sequence[Sequence[Action]], ranks: Sequence[int]) -> Schedule:
+    """The whole table: actions one by one in the order in which they would end, and each message into both rows when its sender ends.
+
+    A reduction follows the last backward part of its stage.
+    """
+    split = splits_backward(orders)
+    lasts = {a.stage: a for order in orders for a in order if a.op == ("W" if split else "B")}
+    rows: list[list[Action]] = [[] for _ in orders]
+    todo = [deque(order) for order in orders]
+    ends: dict[Action, float] = {}
+    free = [0.0] * len(orders)
+
+    def end(rank: int) -> float:
+        """When the next action of a rank would end; never, if what it needs has not been computed yet."""
+        action = todo[rank][0]
+        source = _source(action, len(ranks))
+        if source is None:
+            start = free[rank]
+        elif source in ends:
+            start = max(free[rank], ends[source] + TRANSFER * (ranks[source.stage] != rank))
+        else:
+            return inf
+        return start + (2 if action.op == "B" and not split else 1)
+
+    while waiting := [rank for rank, actions in enumerate(todo) if actions]:
+        when, rank = min((end(rank), rank) for rank in waiting)
+        action = todo[rank].popleft()
+        free[rank] = ends[action] = when
+        rows[rank].append(action)
+        for message in _message(action, ranks):
+            rows[ranks[message.stage]].append(message)
+        if action == lasts[action.stage]:
+            rows[rank].append(Action("R", action.stage))
+    return tuple((*row, Action("U", rank)) for rank, row in enumerate(rows))
+
+
+def _source(action: Action, stages: int) -> Action | None:
+    """The action of the neighbouring stage whose output this one needs."""
+    if action.op == "F" and action.stage > 0:
+        return action._replace(stage=action.stage - 1)
+    if action.op == "B" and action.stage < stages - 1:
+        return action._replace(stage=action.stage + 1)
+    return None
+
+
+def _message(action: Action, ranks: Sequence[int]) -> tuple[Action, ...]:
+    """The send that follows an action and the receive that belongs to it; nothing, unless another rank needs what the action gives."""
+    to = action.stage + {"F": 1, "B": -1}.get(action.op, 0)
+    if to in (-1, len(ranks)) or ranks[to] == ranks[action.stage]:
+        return ()
+    send = action._replace(op="SA" if action.op == "F" else "SG")
+    return send, other_end(send)
+
+
+# ---- the validator
+
+
+def check(schedule: Schedule, microbatches: int, limits: Sequence[int] | None = None) -> None:
+    """Raise PolyremeError, naming row, action and reason, unless the table is a whole step that cannot stop half-way.
+
+    Complete: every micro-batch forward, then backward (then W) once at every stage, each output sent to where it is needed and received
+    before it is used, every stage reduced after its last backward, every row ended by its update. No deadlock: it runs to the end even if
+    every send waited for its receive and every receive for its send, so all the more with sends and receives that do not.
+    `limits`: micro-batches' activations that each rank may keep at once (see `activation_limits`); None leaves them unlimited.
+    """
+    ranks = _stage_rows(schedule)
+    split = splits_backward(schedule)
     for rank, row in enumerate(schedule):
-        done: set[Action] = set()
+        _check_row(rank, row, ranks, microbatches, split)
+        if limits is not None and (peak := peak_activations(row)) > limits[rank]:
+            raise PolyremeError(
+                f"row {rank} of the schedule keeps the activations of {peak} micro-batches at once, above its limit, {limits[rank]}"
+            )
+    _check_messages(schedule, ranks)
+
+
+def _stage_rows(schedule: Schedule) -> list[int]:
+    """The row of each stage."""
+    rows: dict[int, int] = {}
+    for rank, row in enumerate(schedule):
         for action in row:
-            missing = [need for need in _needs(action, microbatches) if need not in done]
-            if missing or action in done:
-                why = f"needs {', '.join(map(str, missing))} first" if missing else "is done twice"
-                raise PolyremeError(f"row {rank} of the schedule: {action} {why}")
-            done.add(action)
-        if not any(action.op == "U" for action in row):
-            raise PolyremeError(f"row {rank} of the schedule never updates")
+            if action.op == "F" and rows.setdefault(action.stage, rank) != rank:
+                raise PolyremeError(f"row {rank} of the schedule: {action} is of a stage that row {rows[action.stage]} computes")
+    if missing := set(range(len(rows))) - set(rows):
+        raise PolyremeError(f"no row of the schedule computes stage {min(missing)}")
+    return [rows[stage] for stage in sorted(rows)]
 
 
-def _needs(action: Action, microbatches: int) -> Sequence[Action]:
-    """What must come earlier in the same row."""
-    if action.op == "B":
-        return [Action("F", action.stage, action.microbatch)]
-    if action.op == "R":
-        return [Action("B", action.stage, i) for i in range(microbatches)]
-    if action.op == "U":
-        return [Action("R", action.stage)]
-    return []
+def _check_row(rank: int, row: Sequence[Action], ranks: Sequence[int], microbatches: int, split: bool) -> None:
+    """One row by itself: complete, nothing twice, and everything after what it needs."""
+    needs = _needs(rank, ranks, microbatches, split)
+    present = frozenset(row)
+    if lacking := [action for action in needs if action not in present]:
+        raise PolyremeError(f"row {rank} of the schedule lacks {lacking[0]}")
+    done: set[Action] = set()
+    for action in row:
+        if action not in needs:
+            raise PolyremeError(
+                f"row {rank} of the schedule: {action} has no place in it (micro-batches: {microbatches}, stages: {len(ranks)})"
+            )
+        if action in done:
+            raise PolyremeError(f"row {rank} of the schedule: {action} is done twice")
+        if missing := [need for need in needs[action] if need not in done]:
+            raise PolyremeError(f"row {rank} of the schedule: {action} needs {missing[0]} first")
+        done.add(action)
+
+
+def _needs(rank: int, ranks: Sequence[int], microbatches: int, split: bool) -> dict[Action, list[Action]]:
+    """Every action that a row must have, and what must come earlier in the same row."""
+    needs: dict[Action, list[Action]] = {}
+    for stage in [stage for stage, owner in enumerate(ranks) if owner == rank]:
+        for i in range(microbatches):
+            forward, backward, weight = Action("F", stage, i), Action("B", stage, i), Action("W", stage, i)
+            needs |= {forward: [], backward: [forward]} | ({weight: [backward]} if split else {})
+            for action in (forward, backward):
+                if source := _source(action, len(ranks)):
+                    receive = _message(source, ranks)[1:]
+                    needs |= {message: [] for message in receive}
+                    needs[action] += receive or (source,)
+                needs |= {message: [action] for message in _message(action, ranks)[:1]}
+        needs[Action("R", stage)] = [Action("W" if split else "B", stage, i) for i in range(microbatches)]
+    return {**needs, Action("U", rank): list(needs)}
+
+
+def _check_messages(schedule: Schedule, ranks: Sequence[int]) -> None:
+    """Run the rows side by side, each message when both of its ends are next."""
+    at = [0] * len(schedule)
+    moved = True
+    while moved:
+        moved = False
+        for rank, row in enumerate(schedule):
+            while at[rank] < len(row):
+                action = row[at[rank]]
+                if action.op in MESSAGES:
+                    end = other_end(action)
+                    peer = ranks[end.stage]
+                    if schedule[peer][at[peer]] != end:
+                        break
+                    at[peer] += 1
+                at[rank] += 1
+                moved = True
+    for rank, row in enumerate(schedule):
+        if at[rank] < len(row):
+            end = other_end(row[at[rank]])
+            peer = ranks[end.stage]
+            raise PolyremeError(
+                f"deadlock in the schedule: row {rank} stands at {row[at[rank]]} and waits for {end} of row {peer}, "
+                f"which stands at {schedule[peer][at[peer]]}"
+            )
+
+
+def peak_activations(row: Sequence[Action], size: Sequence[int] | None = None) -> int:
+    """What a rank keeps at once, at most, from forwards whose backward has not ended (with W: whose W has not): a number of micro-batches,
+    or the sum of `size`, one number for each stage."""
+    last = "W" if splits_backward([row]) else "B"
+    kept = peak = 0
+    for action in row:
+        kept += ((action.op == "F") - (action.op == last)) * (size[action.stage] if size else 1)
+        peak = max(peak, kept)
+    return peak

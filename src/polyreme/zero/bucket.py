@@ -8,7 +8,7 @@ Communication over the bucket's axis: `gather` and `publish` all-gather, `reduce
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -33,26 +33,31 @@ class Formats:
 
 
 class Pool:
-    """Flat buffers that are used again: freshly mapped memory costs a page fault every 4 KiB."""
+    """Flat buffers of gradients that are used again: freshly mapped memory costs a page fault every 4 KiB. They are given to `axis` to
+    reduce. On a GPU the allocator does the same, for all sizes at once."""
 
-    def __init__(self, device: torch.device, keep: int = 2) -> None:
-        self._device, self._keep = device, keep
-        self._free: dict[tuple[int, torch.dtype], list[Tensor]] = defaultdict(list)
+    def __init__(self, axis: Axis, device: torch.device, keep: int = 2) -> None:
+        self._axis, self._device, self._keep = axis, device, keep if device.type == "cpu" else 0
+        self._free: dict[tuple[int, torch.dtype], deque[tuple[Tensor, Work]]] = defaultdict(deque)
 
     def take(self, size: int, dtype: torch.dtype) -> Tensor:
         """An uninitialised flat tensor."""
         free = self._free[size, dtype]
-        return free.pop() if free else torch.empty(size, dtype=dtype, device=self._device)
+        if not free:
+            return self._axis.empty(size, dtype, self._device)
+        buffer, last = free.popleft()
+        last.settle()
+        return buffer
 
-    def give(self, buffer: Tensor) -> None:
-        """Hand `buffer` back for the next `take` of its size and dtype."""
+    def give(self, buffer: Tensor, last: Work) -> None:
+        """Hand `buffer`, which `last` reads, back for the next `take` of its size and dtype."""
         free = self._free[buffer.numel(), buffer.dtype]
         if len(free) < self._keep:
-            free.append(buffer)
+            free.append((buffer, last))
 
     def nbytes(self) -> int:
         """Bytes that wait here for their next use."""
-        return sum(buffer.nbytes for free in self._free.values() for buffer in free)
+        return sum(buffer.nbytes for free in self._free.values() for buffer, _ in free)
 
 
 class Bucket:
@@ -85,10 +90,14 @@ class Bucket:
         self.region = slice(0, layout.size) if residency.states == "full" else self.own
         self._pool = pool
         self._state: Literal["full", "gathering", "released"] = "full"
-        self._gathering: Work = DONE
+        self._gathering: Work = DONE  # the last all-gather of parameters, which others may still read
 
-        self.full = torch.zeros(layout.size, dtype=formats.compute, device=device)
-        self.shard = torch.zeros(layout.shard_size, dtype=formats.compute, device=device) if self.sharded else self.full[self.own]
+        if self.sharded:  # the full buffer's memory comes and goes
+            self.full = torch.zeros(layout.size, dtype=formats.compute, device=device)
+            self.shard = axis.empty(layout.shard_size, formats.compute, device).zero_()
+        else:
+            self.full = axis.empty(layout.size, formats.compute, device).zero_()
+            self.shard = self.full[self.own]
         self.master = self.shard if self.region == self.own else self.full
         if trainable and formats.master != formats.compute:
             self.master = torch.zeros(self.master.numel(), dtype=formats.master, device=device)
@@ -108,6 +117,7 @@ class Bucket:
 
     def write(self, slot: Slot, tensor: Tensor) -> None:
         """Set one parameter to `tensor` (its full shape, any dtype): in the master, the shard, and the full buffer if it is there."""
+        self.settle()
         flat = tensor.detach().reshape(-1)
         targets = [(self.master, self.region.start), (self.shard, self.own.start)]
         if self._state == "full":
@@ -151,7 +161,12 @@ class Bucket:
         if self.sharded or self.residency.states == "full":
             self.release()
             return DONE
-        return self.axis.all_gather(self.full, self.shard)
+        self._gathering = self.axis.all_gather(self.full, self.shard)
+        return self._gathering
+
+    def settle(self) -> None:
+        """Return when this rank may write to its parameters: no other is still reading them."""
+        self._gathering.settle()
 
     def whole(self, master: bool = False) -> Tensor:
         """A full buffer of current values, in the compute dtype or the master's; valid until the bucket's next gather or update."""
@@ -161,7 +176,7 @@ class Bucket:
         if source.numel() == self.layout.size:
             return source
         full = torch.empty(self.layout.size, dtype=source.dtype, device=source.device)
-        self.axis.all_gather(full, source).wait()
+        self.axis.all_gather(full, source).settle()
         return full
 
     # ---- gradients
@@ -195,17 +210,17 @@ class Bucket:
                 self._local[slot.start : slot.stop].zero_()
         if self.grad is None:
             in_place = self.formats.local == self.formats.reduce and not self._transient
-            self.grad = self._local[self.region] if in_place else torch.empty_like(self.master, dtype=self.formats.reduce)
+            self.grad = self._local[self.region] if in_place else self.axis.empty(
+                self.master.numel(), self.formats.reduce, self.master.device)  # fmt: skip
         self._reducing = self.axis.reduce_scatter(self.own_grad, self._local, accumulate=self._reduced)
         self._reduced = True
 
     def finish_reduce(self) -> None:
         """Return when the reduction that `reduce` began is complete."""
         self._reducing.wait()
-        self._reducing = DONE
         self._arrived.clear()
         if self._local is not None and self._transient:
-            self._pool.give(self._local)
+            self._pool.give(self._local, self._reducing)
             self._local = None
 
     @property
@@ -224,6 +239,7 @@ class Bucket:
     def clear_grad(self) -> None:
         """Forget all gradients, reduced or not."""
         self.finish_reduce()
+        self._reducing.settle()
         self.ever_arrived.clear()
         self._reduced = False
 

@@ -85,7 +85,7 @@ def place(
     root = Unit("root", [model])
     units = [Unit(names[0], [blocks[name] for name in names]) for names in _coalesce(blocks, members, formats.compute, section.min_bucket)]
     first_block = min((e.at for name in blocks for e in members[name]), default=0)
-    pool = Pool(device)
+    pool = Pool(axis, device)
     found: list[tuple[int, Bucket]] = []
     where: dict[str, tuple[Bucket, Slot]] = {}
     for unit in (root, *units):

@@ -1,5 +1,7 @@
 """Optimizers on flat shards: any elementwise torch.optim class runs on the contiguous pieces of a bucket's master shard.
 
+On a CPU one piece after another, each small enough to stay in the cache; on a device all pieces of a group at once, in one fused kernel.
+
 Invariants: a piece is of one optimizer group and begins and ends at multiples of ALIGN, so that results do not depend on the cut; a
 parameter that got no gradient on any rank in a step is left alone in that step, its step count too, as torch does.
 Communication: none here but what `Bucket.publish` begins.
@@ -33,11 +35,13 @@ class _Piece:
 
 
 class Update:
-    """The optimizer of one bucket: a torch optimizer for each group in it, which is given one piece after another."""
+    """The optimizer of one bucket: a torch optimizer for each group in it."""
 
     def __init__(self, bucket: Bucket, groups: Sequence[Group]) -> None:
         self.bucket = bucket
-        chunk = CHUNK if bucket.master.device.type == "cpu" else bucket.layout.size
+        self.one_by_one = bucket.master.device.type == "cpu"
+        """Whether a piece is scaled and updated before the next one is read; else all of a group are at once."""
+        chunk = CHUNK if self.one_by_one else bucket.layout.size
         self._pieces = [_Piece(part, self._view(bucket.master, part))
                         for run in bucket.layout.runs(bucket.region.start, bucket.region.stop) for part in _cut(run, chunk)]  # fmt: skip
         self._optimizers: dict[int, Optimizer] = {}
@@ -59,15 +63,22 @@ class Update:
         for at, optimizer in self._optimizers.items():
             for group in optimizer.param_groups:
                 group.update({key: options[at][key] for key in group if key != "params" and key in options[at]})
-        for piece in self._pieces:
-            if any(slot.start < piece.run.stop and piece.run.start < slot.stop for slot in absent):
-                continue
-            gradient = self._view(grad, piece.run).to(piece.tensor.dtype)
-            piece.tensor.grad = gradient.mul_(factor) if factor != 1.0 else gradient
-            optimizer = self._optimizers[piece.run.group]
-            optimizer.param_groups[0]["params"] = [piece.tensor]
+        pieces = [p for p in self._pieces if not any(slot.start < p.run.stop and p.run.start < slot.stop for slot in absent)]
+        if self.one_by_one:
+            turns = [[piece] for piece in pieces]
+        else:
+            turns = [[piece for piece in pieces if piece.run.group == at] for at in self._optimizers]
+        for turn in filter(None, turns):
+            gradients = [self._view(grad, piece.run).to(piece.tensor.dtype) for piece in turn]
+            if factor != 1.0:
+                torch._foreach_mul_(gradients, factor)
+            for piece, gradient in zip(turn, gradients, strict=True):
+                piece.tensor.grad = gradient
+            optimizer = self._optimizers[turn[0].run.group]
+            optimizer.param_groups[0]["params"] = [piece.tensor for piece in turn]
             optimizer.step()
-            piece.tensor.grad = None
+            for piece in turn:
+                piece.tensor.grad = None
 
     def nbytes(self) -> int:
         """Bytes of the optimizer's own states."""

@@ -1,0 +1,106 @@
+"""A heap gives out ranges that another process reads where they lie, and takes them back; a board's words last beyond its ring."""
+
+from __future__ import annotations
+
+import gc
+import os
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from polyreme.errors import TransportError
+from polyreme.transport import shared_memory
+from polyreme.transport.shared_memory import NUMBERS, RING, SEGMENT, Board, Heap, Peer, heap, peer
+
+pytestmark = pytest.mark.skipif(heap() is None, reason="this system has no memory to share, or orders writes too weakly")
+
+
+def opened(home: Heap) -> Peer:
+    found = Peer.open(*home.address)
+    assert found is not None
+    return found
+
+
+@pytest.mark.filterwarnings("ignore:The given buffer is not writable")
+def test_what_is_written_shows_at_the_peer() -> None:
+    home = Heap()
+    other = opened(home)
+    small, large = home.empty(1000, torch.float64), home.empty(SEGMENT // 4 + 7, torch.float32)  # the second one spans two segments
+    for tensor in (small, large):
+        assert not tensor[:5].any() and not tensor[-5:].any()
+        tensor[-3:] = torch.tensor([1, 2, 3], dtype=tensor.dtype)
+        part = tensor[-4:-1]
+        seen = torch.frombuffer(other.read(home.offset(part), part.nbytes), dtype=part.dtype)
+        assert seen.tolist() == [0, 1, 2]
+        part.fill_(5)
+        assert seen.tolist() == [5, 5, 5]
+    assert home.offset(torch.ones(3)) == -1 and home.empty(0, torch.int8).numel() == 0
+
+
+def test_freed_ranges_go_back_and_are_used_again() -> None:
+    home = Heap()
+    blocks = os.fstat(home._file).st_blocks
+    tensor = home.empty(1 << 20, torch.uint8).fill_(7)
+    offset, view = home.offset(tensor), tensor[5:]
+    del tensor
+    gc.collect()
+    assert home.offset(view) == offset + 5 and os.fstat(home._file).st_blocks >= blocks + (1 << 20) // 512  # a view holds it
+    del view
+    gc.collect()
+    assert os.fstat(home._file).st_blocks <= blocks + 16
+    again = home.empty(1 << 18, torch.float32)
+    assert home.offset(again) == offset and not again.any()
+
+
+def test_a_heap_is_told_from_anything_else() -> None:
+    home, impostor = Heap(), Heap()
+    pid, file, token = home.address
+    assert Peer.open(pid, impostor.address[1], token) is None
+    assert Peer.open(pid, 10**6, token) is None
+    assert Peer.open(2**22 + 1, file, token) is None
+    reader, writer = os.pipe()
+    try:
+        assert Peer.open(pid, reader, token) is None  # and it does not wait for a writer
+    finally:
+        os.close(reader)
+        os.close(writer)
+    assert peer(pid, file, token) is peer(pid, file, token)
+
+
+def boards() -> tuple[Board, Board]:
+    homes = Heap(), Heap()
+    made = [Board(home, rank, 2, 0.3) for rank, home in enumerate(homes)]
+    for rank in (0, 1):
+        made[rank].meet(1 - rank, opened(homes[1 - rank]), made[1 - rank].offset)
+    return made[0], made[1]
+
+
+def test_notices_and_acknowledgements() -> None:
+    ours, theirs = boards()
+    buffer = ours.heap.empty(10, torch.float32).fill_(4)
+    for exchange in range(3 * RING):
+        ours.post(1, exchange, buffer)
+        assert theirs.await_post(0, exchange, 10, torch.float32).tolist() == [4.0] * 10
+        assert not ours.was_read(1, exchange)
+        theirs.acknowledge(0, exchange)
+        assert ours.was_read(1, exchange)
+        ours.await_read(1, max(exchange - RING // 2, 0))  # earlier ones stay read
+
+
+def test_waiting_ends_with_an_error() -> None:
+    ours, theirs = boards()
+    with pytest.raises(TransportError, match=r"rank 1 of the axis did not come within 0\.3 s"):
+        ours.await_post(1, 0, 1, torch.float32)
+    os.close(theirs.heap._file)  # as the end of its process would
+    with pytest.raises(TransportError, match="rank 1 of the axis ended"):
+        ours.await_post(1, 0, 1, torch.float32)
+
+
+@given(st.integers(0, 10 * NUMBERS), st.integers(0, 1 << 43), st.integers(-RING, RING))
+def test_words(exchange: int, offset: int, later: int) -> None:
+    word = shared_memory._word(exchange, offset)
+    assert 0 < word < 1 << 63 and not shared_memory._is_about(0, exchange)
+    if exchange + later >= 0:
+        assert shared_memory._is_about(word, exchange + later) == (later <= 0)
