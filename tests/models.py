@@ -27,9 +27,9 @@ def llama(**changes: Any) -> nn.Module:
     return model
 
 
-def gpt2() -> nn.Module:
+def gpt2(blocks: int = 3) -> nn.Module:
     """Conv1D layers and a head tied to the embedding; no dropout, so that every rank computes alike."""
-    config = transformers.GPT2Config(vocab_size=VOCABULARY, n_positions=32, n_embd=24, n_layer=3, n_head=4,
+    config = transformers.GPT2Config(vocab_size=VOCABULARY, n_positions=32, n_embd=24, n_layer=blocks, n_head=4,
                                      resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)  # fmt: skip
     return transformers.GPT2LMHeadModel(config)
 
@@ -72,7 +72,7 @@ class Dag(nn.Module):
         self.register_buffer("offset", torch.full((width,), 0.1))
 
     def forward(self, x: Tensor) -> Tensor:
-        outputs = [x + self.offset]
+        outputs = [x + self.offset.to(x.dtype)]  # buffers keep their dtype whatever the compute dtype is
         for i, node in enumerate(self.nodes):
             total = sum((outputs[j] for j in self.inputs[i]), torch.zeros_like(x))
             result = node(total)

@@ -28,7 +28,7 @@ from pool import Ranks
 ROOT = Path(__file__).parents[1]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 EXAMPLES = sorted(p for p in (ROOT / "examples").iterdir() if p.is_file())
-RANKS = {"README.md": 2, "docs/zero.md": 2, "docs/mesh.md": 2, "docs/transport.md": 2, "docs/checkpoint.md": 2}
+RANKS = {"README.md": 2, "docs/zero.md": 2, "docs/mesh.md": 2, "docs/transport.md": 2, "docs/tensor.md": 2, "docs/checkpoint.md": 2}
 """Ranks that a page's snippets run on, where it is more than one."""
 
 

@@ -141,30 +141,32 @@ class _Buffers:
     """A block's buffers as its forward found them, such as running means: kept only where the forward changes them."""
 
     def __init__(self, block: nn.Module) -> None:
-        self._places = [(module._buffers, name) for module in block.modules() for name, held in module._buffers.items() if held is not None]
+        self._found = [
+            (module._buffers, name, held) for module in block.modules() for name, held in module._buffers.items() if held is not None
+        ]
         self._changed: dict[int, Tensor] = {}  # by place
 
     @contextmanager
     def watched(self) -> Iterator[None]:
         """The forward: note what it changes."""
-        before = [(owner[name], owner[name]._version, owner[name].clone()) for owner, name in self._places]  # type: ignore[union-attr]
+        before = [(buffer._version, buffer.clone()) for _, _, buffer in self._found]
         yield
-        for at, ((owner, name), (buffer, version, copy)) in enumerate(zip(self._places, before, strict=True)):
+        for at, ((owner, name, buffer), (version, copy)) in enumerate(zip(self._found, before, strict=True)):
             if owner[name] is not buffer or buffer._version != version:
                 self._changed[at] = copy
 
     @contextmanager
     def put_back(self) -> Iterator[None]:
         """The forward once more: on copies, the changed ones as they were."""
-        held = [owner[name] for owner, name in self._places]
+        now = [owner[name] for owner, name, _ in self._found]
         copies: dict[int, Tensor] = {}  # by buffer: one that modules share stays one
-        for at, ((owner, name), buffer) in enumerate(zip(self._places, held, strict=True)):
+        for at, (owner, name, buffer) in enumerate(self._found):
             owner[name] = copies.setdefault(id(buffer), self._changed.get(at, buffer).clone())
         try:
             yield
         finally:
-            for (owner, name), buffer in zip(self._places, held, strict=True):
-                owner[name] = buffer
+            for (owner, name, _), held in zip(self._found, now, strict=True):
+                owner[name] = held
 
 
 def _overloads(names: Sequence[str]) -> list[Any]:

@@ -1,12 +1,13 @@
 """initialize() and Engine: puts the mechanisms together. Reads like a table of contents; the work is done in the modules it names.
 
-A step is a table (`pipeline.schedule`) executed by `pipeline.run`: forward and backward of every micro-batch, reduce, update.
+A step is a table (`pipeline.schedule`) executed by `pipeline.run`: forward and backward of every micro-batch, reduce, update. A model is
+divided in this order: over pipeline stages, over tensor parallelism, and what is left of it over data parallelism, by ZeRO.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils import _pytree as pytree
 
 from polyreme import model_map
 from polyreme.activations import measure, wrap_blocks
@@ -22,18 +24,22 @@ from polyreme.checkpoint.save import save
 from polyreme.config import Config
 from polyreme.data import Loader
 from polyreme.errors import BatchError, NumericsError
+from polyreme.layout import Cut
 from polyreme.lr_schedule import LRSchedule
 from polyreme.mesh import Mesh, world
 from polyreme.objective import LossFn, Objective, leading_size, split
-from polyreme.pipeline.run import run
-from polyreme.pipeline.schedule import Action, Op, check, single_stage
+from polyreme.pipeline.run import Calls, Runner, RunStage, whole
+from polyreme.pipeline.schedule import build, check, stage_ranks
+from polyreme.pipeline.split import Split, Stage, keep, plan
 from polyreme.precision import DTYPES, cast_floating, loss_scale, master_dtype, watch_nonfinite
 from polyreme.step import State, Step, StepResult
+from polyreme.tensor import rules
+from polyreme.tensor.surgery import parallelize
 from polyreme.zero.blocks import Blocks
 from polyreme.zero.bucket import Formats
 from polyreme.zero.deferred import record
 from polyreme.zero.optimizers import Make, Options, recipe
-from polyreme.zero.place import Placement, place
+from polyreme.zero.place import Division, Part, Placement, place
 from polyreme.zero.reduce import Reducer
 from polyreme.zero.residency import Residency
 from polyreme.zero.update import Update
@@ -98,27 +104,43 @@ class Engine:
         self.module: nn.Module = model if isinstance(model, nn.Module) else recording.module  # type: ignore[union-attr]
         blocks = model_map.find_blocks(self.module)
         made = recipe(self.module, config.optimizer, optimizer)
-        self._placement = self._place(blocks, made)
+        self.parameters = sum(p.numel() for p in self.module.parameters())
+        """Distinct parameters of the whole model."""
+        rank_of = stage_ranks(config.pipeline.schedule, mesh.pp.size, config.pipeline.virtual) if mesh.pp.size > 1 else (0,)
+        mine = [stage for stage, rank in enumerate(rank_of) if rank == mesh.pp.rank]
+        split = plan(self.module, len(rank_of), counts=config.pipeline.blocks) if len(rank_of) > 1 else None
+        division = self._divide(rank_of, split)
+        if split is not None:
+            blocks = split.blocks_of(self.module, mine)
+        self._placement = self._place(blocks, made, division)
         if recording is not None:
             recording.replay(self._write)
         self._finish_buffers()
         memory = config.memory
         recompute = memory.activations == "recompute"
         self._recomputed = wrap_blocks(self.module, blocks, recompute, memory.recompute_every, memory.recompute_save, config.compile)
-        reducer = Reducer(self._placement.trainable)
+        every_time = config.zero.reduce_every == "microbatch" and mesh.dp.size > 1
+        reducer = Reducer(self._placement.trainable, config.accumulation, every_time, mine)
         self._blocks = Blocks(
             self.module, self._placement.root, self._placement.units, config.zero.prefetch, config.zero.release, reducer.complete
         )
         self._updates = [Update(bucket, made.groups) for bucket in self._placement.trainable]
         self._objective = Objective(self.module, loss_fn)
-        self._schedule = single_stage(config.accumulation)
-        check(self._schedule, config.accumulation)
+        schedule = build(config.pipeline.schedule if split else "1f1b", mesh.pp.size, config.accumulation, config.pipeline.virtual)
+        check(schedule, config.accumulation)
+        self._row = schedule[mesh.pp.rank]
+        self._forward_row = [a for a in build("gpipe" if len(rank_of) == mesh.pp.size else config.pipeline.schedule, mesh.pp.size, 1,
+                                              config.pipeline.virtual)[mesh.pp.rank] if a.op in ("F", "SA", "RA")]  # fmt: skip
+        stages: dict[int, RunStage] = {stage: Stage(self.module, split, stage) for stage in mine} if split else {0: whole}
+        self._runner = Runner(rank_of, mesh.pp, mesh.device, stages)
+        self._tells = mesh.tp.rank == 0 and len(rank_of) - 1 in mine
         options = Options(made, LRSchedule(config.lr_schedule), lr_scheduler)
-        self._step = Step(config, mesh.dp, mesh.device, self._placement.trainable, reducer, self._blocks, self._updates, options,
+        self._step = Step(config, mesh, self._tells, self._placement.trainable, reducer, self._blocks, self._updates, options,
                           loss_scale(config.precision))  # fmt: skip
         self._activations: int | None = 0 if config.compile else None  # bytes; None before they are measured
+        self._saved = 0  # of them, so far
         self._last: tuple[Any, Any] | None = None  # micro-batch and output of the last engine(...)
-        torch.manual_seed(config.seed + mesh.dp.rank)  # dropout differs between ranks
+        torch.manual_seed(config.seed + mesh.dp.rank + mesh.dp.size * mesh.pp.rank)  # dropout differs between ranks, but not over tp
 
     @property
     def state(self) -> State:
@@ -145,24 +167,32 @@ class Engine:
         random_state = self._random_state()
         weights = [self._objective.weight(part) for part in split(batch, self.config.accumulation)]  # on a device, it would wait for it
         batches = split(cast_floating(batch, self._dtype, self.mesh.device), self.config.accumulation)
-        losses: dict[int | None, tuple[Tensor, float]] = {}
+        losses: dict[int, tuple[Tensor, float]] = {}
         results: list[StepResult] = []
 
-        def forward(action: Action) -> None:
-            losses[action.microbatch] = self._forward(batches[action.microbatch or 0], weights[action.microbatch or 0])
+        def loss(i: int, output: Any) -> None:
+            with self._measured():
+                losses[i] = self._objective.loss(output, batches[i], weights[i])
+            if self._activations is None:
+                self._activations = self._saved
 
-        def backward(action: Action) -> None:
-            self._step.backward(*losses.pop(action.microbatch), model_map.count_tokens(batches[action.microbatch or 0]))
+        def update() -> None:
+            self._step.reduce()
+            results.append(self._step.update())
 
-        perform: dict[Op, Callable[[Action], None]] = {
-            "F": forward,
-            "B": backward,
-            "R": lambda _: self._step.reduce(),
-            "U": lambda _: results.append(self._step.update()),
-        }
+        calls = Calls(
+            enter=self._blocks.at,
+            forward=lambda i: self._output(batches[i]),
+            loss=loss,
+            root=lambda i: self._step.root(*losses.pop(i), model_map.count_tokens(batches[i])),
+            differentiate=self._step.differentiate,
+            update=update,
+        )
         try:
-            run(self._schedule[0], perform)
+            self._runner.run(self._row, calls, _shape(batches[0]))
         except NumericsError as error:
+            if self.mesh.pp.size > 1:
+                raise
             raise NumericsError(f"{error}{self._diagnose(batches, random_state)}") from None
         return results[0]
 
@@ -172,14 +202,22 @@ class Engine:
         The modules are in evaluation mode meanwhile."""
         modes = {module: module.training for module in self.module.modules()}
         self.module.eval()
+        totals = torch.zeros(2, dtype=torch.float64, device=self.mesh.device)
+        moved = cast_floating(batch, self._dtype, self.mesh.device)
+
+        def loss(i: int, output: Any) -> None:
+            loss_sum, weight = self._objective.loss(output, moved)
+            totals.copy_(torch.stack([loss_sum.double(), totals.new_tensor(weight)]))
+
         try:
             with torch.no_grad():
-                loss, weight = self._objective(cast_floating(batch, self._dtype, self.mesh.device))
+                self._runner.run(self._forward_row, Calls(self._blocks.at, lambda i: self._objective.output(moved), loss), _shape(moved))
         finally:
             for module, mode in modes.items():
                 module.training = mode
-        totals = torch.tensor([float(loss), weight], dtype=torch.float64, device=self.mesh.device)
-        self.mesh.dp.all_reduce(totals).wait()
+        totals *= self._tells
+        for axis in (self.mesh.dp, self.mesh.tp, self.mesh.pp):
+            axis.all_reduce(totals).wait()
         loss_sum, total = totals.tolist()
         return EvalResult(loss_sum / total if total else math.nan, total)
 
@@ -187,6 +225,9 @@ class Engine:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The model's output for one micro-batch (its floating-point inputs cast to the compute dtype)."""
+        if self.mesh.pp.size > 1:
+            raise BatchError("engine(...) calls the whole model, which is cut into pipeline stages: use train_step and eval_step")
+        self._blocks.at(0, 0)
         batch = kwargs or (args[0] if len(args) == 1 else args)  # the caller's, as its labels are counted without the device
         args, kwargs = cast_floating((args, kwargs), self._dtype, self.mesh.device)  # type: ignore[misc]
         output = self.module(*args, **{**self._objective.fixed, **kwargs})
@@ -217,11 +258,6 @@ class Engine:
         return self._step.update()
 
     # ---- around training
-
-    @property
-    def parameters(self) -> int:
-        """Distinct parameters of the whole model."""
-        return sum(bucket.layout.used for bucket in self._placement.buckets)
 
     def loader(self, dataset: Any, **options: Any) -> Loader:
         """Batches of `dataset` for this rank: shuffled by the config's seed, the same global batches at any number of ranks,
@@ -269,14 +305,20 @@ class Engine:
 
     # ---- parts
 
-    def _forward(self, batch: Any, weight: int) -> tuple[Tensor, float]:
-        """Loss and weight of one micro-batch; the first time, also how much memory its activations take."""
+    def _output(self, batch: Any) -> Any:
+        """The model's output for one micro-batch; the first time, also how much memory its activations take."""
+        with self._measured():
+            return self._objective.output(batch)
+
+    @contextmanager
+    def _measured(self) -> Iterator[None]:
+        """Count what is saved for backward, until that is known."""
         if self._activations is not None:
-            return self._objective(batch, weight)
+            yield
+            return
         with measure(self._recomputed, self.module.parameters()) as saved:
-            loss = self._objective(batch, weight)
-        self._activations = saved.bytes
-        return loss
+            yield
+        self._saved += saved.bytes
 
     def _random_state(self) -> tuple[Tensor, Tensor | None]:
         """Of the CPU, and of the GPU where there is one."""
@@ -291,8 +333,9 @@ class Engine:
         found: list[str] = []
         with watch_nonfinite(self.module) as first:
             for batch in batches:
+                self._blocks.at(0, 0)
                 loss, _ = self._objective(batch)
-                self._step.differentiate(loss, reduce=False)
+                self._step.differentiate(0, [loss], [None], reduce=False)
                 found += first[:1]
         self._step.begin()
         reports = self.mesh.dp.gather_objects(found[:1])
@@ -301,7 +344,30 @@ class Engine:
 
     # ---- set-up
 
-    def _place(self, blocks: Mapping[str, nn.Module], made: Any) -> Placement:
+    def _divide(self, rank_of: Sequence[int], split: Split | None) -> Division:
+        """Leave of the model this rank's pipeline stages, and of their parameters its part for tensor parallelism."""
+        module, mesh = self.module, self.mesh
+        if mesh.tp.size * mesh.pp.size > 1:
+            for tensor in (*module.parameters(), *module.buffers()):
+                for axis in (mesh.tp, mesh.pp):
+                    if not tensor.is_meta:
+                        axis.broadcast(tensor.data)
+        cuts = {name: Cut.whole(p.shape, 1) for name, p in module.named_parameters(remove_duplicate=False)}
+        if mesh.tp.size > 1:
+            asked = self.config.mesh
+            cuts = parallelize(
+                module, mesh.tp, rules.plan(module, mesh.tp.size, asked.tp_plan, asked.sequence_parallel), asked.sequence_parallel
+            )
+        if split is None:
+            return Division({name: Part(cut) for name, cut in cuts.items()}, mesh.tp, mesh.pp)
+        keep(module, split, [stage for stage, rank in enumerate(rank_of) if rank == mesh.pp.rank], mesh.device, self._dtype)
+        parts = {name: Part(cut, split.stages_of[name]) for name, cut in cuts.items()}
+        shared = sorted({tuple(sorted({rank_of[stage] for stage in stages})) for stages in split.tied.values()})
+        ties = {ranks: mesh.part("pp", ranks) for ranks in shared if len(ranks) > 1}
+        mine = {ranks: axis for ranks, axis in ties.items() if axis.size > 1}
+        return Division(parts, mesh.tp, mesh.pp, rank_of, mine)
+
+    def _place(self, blocks: Mapping[str, nn.Module], made: Any, division: Division) -> Placement:
         zero, precision, several = self.config.zero, self.config.precision, self.config.accumulation > 1
         assert zero.stage != "auto"
         by_microbatch = several and zero.reduce_every == "microbatch" and self.mesh.dp.size > 1
@@ -309,16 +375,17 @@ class Engine:
         local = reduce if several and not by_microbatch else self._dtype
         formats = Formats(self._dtype, master_dtype(self._dtype), reduce, local)
         return place(self.module, blocks, made, self.mesh.dp, zero, Residency.of_stage(zero.stage), formats,
-                     self.mesh.device, by_microbatch)  # fmt: skip
+                     self.mesh.device, by_microbatch, division)  # fmt: skip
 
     def _write(self, name: str, tensor: Tensor) -> None:
         """Take one initial value: into its bucket, or as a buffer."""
         if name in self._placement.where:
-            bucket, slot = self._placement.where[name]
-            bucket.write(slot, tensor)
+            self._placement.write(name, tensor)
             return
-        owner, _, attribute = name.rpartition(".")
-        self.module.get_submodule(owner)._buffers[attribute] = tensor.detach().clone()
+        path, _, attribute = name.rpartition(".")
+        owner = self.module.get_submodule(path)
+        if attribute in owner._buffers:  # else another pipeline stage has it
+            owner._buffers[attribute] = tensor.detach().clone()
 
     def _finish_buffers(self) -> None:
         """Buffers on the device, rank 0's everywhere."""
@@ -339,3 +406,8 @@ class Engine:
         for name, buffer in self.module.named_buffers(remove_duplicate=False):
             if name in persistent:
                 yield [name], buffer
+
+
+def _shape(batch: Any) -> Hashable:
+    """Of every tensor in a batch."""
+    return tuple((tuple(leaf.shape), leaf.dtype) for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor))

@@ -1,4 +1,5 @@
-"""Where every number of every tensor lives: named tensors packed into a flat buffer that is cut into one shard per rank.
+"""Where every number of every tensor lives: named tensors packed into a flat buffer that is cut into one shard per rank, and single
+tensors cut along a dimension over the ranks of tensor parallelism.
 
 Invariant: the shards partition the buffer exactly, and every number of every tensor lies in exactly one shard at one place.
 All arithmetic is in ranges; nothing assumes that a tensor, or the buffer, divides by the world size.
@@ -10,7 +11,11 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from typing import Literal
+
+import torch
+from torch import Tensor
 
 ALIGN = 64
 """Slots and shards begin at multiples of this many elements, so that a vectorised elementwise kernel never meets a tail
@@ -163,3 +168,112 @@ def _pack(specs: Sequence[TensorSpec], start: int) -> tuple[list[Slot], int]:
         slots.append(Slot(spec.name, spec.shape, spec.group, start))
         start += align(spec.size)
     return slots, start
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How a whole tensor of `shape` is divided over ranks along `dim`: rank r holds the ranges `pieces[r]` of it, one behind the other,
+    and zeros behind them up to `length`, so that every rank's tensor has the same shape.
+
+    Ranks may hold the same numbers (a key-value head that several need); every number is held by one rank at least.
+    """
+
+    shape: tuple[int, ...]
+    dim: int
+    pieces: tuple[tuple[tuple[int, int], ...], ...]
+    length: int
+
+    @classmethod
+    def whole(cls, shape: Sequence[int], ways: int) -> Cut:
+        """Every rank holds all of it."""
+        length = shape[0] if len(shape) else 1
+        return cls(tuple(shape), 0, (((0, length),),) * ways, length)
+
+    @classmethod
+    def packed(cls, shape: Sequence[int], dim: int, ways: int, sections: Sequence[tuple[int, int]]) -> Cut:
+        """Several sections one behind the other, each divided by itself: (elements, units that cannot be divided, such as heads).
+
+        A section of fewer units than ranks is replicated by rule: `ways / units` neighbours hold the same unit. Raises ValueError where
+        neither number divides the other."""
+        ranges: list[list[tuple[int, int]]] = [[] for _ in range(ways)]
+        start = 0
+        for size, units in sections:
+            if size % units or (units % ways and ways % units):
+                raise ValueError(f"{units} units of {size} elements cannot be divided by {ways}")
+            unit, each = size // units, max(units // ways, 1)
+            for rank in range(ways):
+                first = start + rank * units // ways * unit
+                ranges[rank].append((first, first + each * unit))
+            start += size
+        pieces = tuple(tuple(held) for held in ranges)
+        return cls(tuple(shape), dim, pieces, sum(stop - begin for begin, stop in pieces[0]))
+
+    @classmethod
+    def even(cls, shape: Sequence[int], dim: int, ways: int) -> Cut:
+        """Equal parts. Raises ValueError where `ways` does not divide the dimension."""
+        size = shape[dim]
+        if size % ways:
+            raise ValueError(f"{size} elements cannot be divided by {ways}")
+        return cls.packed(shape, dim, ways, [(size, ways)])
+
+    @classmethod
+    def padded(cls, shape: Sequence[int], dim: int, ways: int) -> Cut:
+        """Parts that differ by one element at most; the shorter ones are padded. Raises ValueError for fewer elements than ranks."""
+        size = shape[dim]
+        if size < ways:
+            raise ValueError(f"{size} elements cannot be divided by {ways}")
+        bounds = [rank * size // ways for rank in range(ways + 1)]
+        return cls(tuple(shape), dim, tuple(((a, b),) for a, b in pairwise(bounds)), -(-size // ways))
+
+    @property
+    def is_whole(self) -> bool:
+        return all(held == ((0, self.length),) for held in self.pieces) and self.shape[self.dim : self.dim + 1] in ((self.length,), ())
+
+    @property
+    def local(self) -> tuple[int, ...]:
+        """The shape of each rank's tensor."""
+        return self.shape if not self.shape else (*self.shape[: self.dim], self.length, *self.shape[self.dim + 1 :])
+
+    def used(self, rank: int) -> int:
+        """Elements of the rank's tensor along `dim` that are not padding."""
+        return sum(stop - start for start, stop in self.pieces[rank])
+
+    def owned(self, rank: int) -> list[tuple[int, int]]:
+        """Ranges along `dim` of the rank's tensor that no rank before it holds: what it counts in a sum over all ranks' numbers."""
+        taken = {piece for held in self.pieces[:rank] for piece in held}
+        found: list[tuple[int, int]] = []
+        at = 0
+        for piece in self.pieces[rank]:
+            size = piece[1] - piece[0]
+            if piece not in taken and found and found[-1][1] == at:
+                found[-1] = (found[-1][0], at + size)
+            elif piece not in taken:
+                found.append((at, at + size))
+            at += size
+        return found
+
+    def split(self, whole: Tensor, rank: int) -> Tensor:
+        """The rank's tensor, in memory of its own; `whole` itself where every rank holds all."""
+        if self.is_whole:
+            return whole
+        parts = [whole.narrow(self.dim, start, stop - start) for start, stop in self.pieces[rank]]
+        if missing := self.length - self.used(rank):
+            parts.append(whole.new_zeros((*self.shape[: self.dim], missing, *self.shape[self.dim + 1 :])))
+        return parts[0].clone(memory_format=torch.contiguous_format) if len(parts) == 1 else torch.cat(parts, self.dim)
+
+    def put(self, local: Tensor, rank: int, whole: Tensor) -> Tensor:
+        """Write the rank's numbers to their place in `whole`, without the padding; returns `whole`."""
+        if not self.shape:
+            return whole.copy_(local)
+        at = 0
+        for start, stop in self.pieces[rank]:
+            whole.narrow(self.dim, start, stop - start).copy_(local.narrow(self.dim, at, stop - start))
+            at += stop - start
+        return whole
+
+    def join(self, locals_: Sequence[Tensor]) -> Tensor:
+        """The whole tensor, from every rank's in rank order."""
+        whole = locals_[0].new_empty(self.shape)
+        for rank, local in enumerate(locals_):
+            self.put(local, rank, whole)
+        return whole

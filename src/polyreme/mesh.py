@@ -196,6 +196,32 @@ class Axis:
                 pending = [dist.irecv(flat, group=self._group, group_src=source)]
         Work(pending, what=what).wait()
 
+    def send(self, tensor: Tensor, to: int) -> Work:
+        """Begin to send a contiguous `tensor` to rank `to` of this axis. Sends between two ranks arrive in the order of their receives."""
+        self._count("send", _bytes(tensor))
+        with _reporting(what := f"send over {self.name}"):
+            return Work([dist.isend(tensor, group=self._group, group_dst=to, tag=TAGS)], what=what)
+
+    def receive(self, tensor: Tensor, source: int) -> Work:
+        """Begin to fill a contiguous `tensor` with what rank `source` sends."""
+        with _reporting(what := f"receive over {self.name}"):
+            return Work([dist.irecv(tensor, group=self._group, group_src=source, tag=TAGS)], what=what)
+
+    def send_object(self, value: object, to: int) -> None:
+        """Send `value` (what JSON can hold) to rank `to`, and wait until it has it."""
+        text = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+        for tensor in (torch.tensor([text.numel()]), text):
+            self.send(tensor if self._direct else tensor.cuda(), to).settle()
+
+    def receive_object(self, source: int) -> Any:
+        """What rank `source` sends."""
+        device = None if self._direct else torch.device("cuda")
+        size = torch.empty(1, dtype=torch.int64, device=device)
+        self.receive(size, source).wait()
+        text = torch.empty(int(size), dtype=torch.uint8, device=device)
+        self.receive(text, source).wait()
+        return json.loads(bytes(text.tolist()))
+
     def gather_objects(self, value: object) -> list[object]:
         """Every rank's `value` (what JSON can hold), in rank order. For set-up and error reports, not for training."""
         if self.size == 1:
@@ -327,6 +353,8 @@ class Mesh:
     world_size: int
     device: torch.device
     axes: Mapping[str, Axis] = field(default_factory=dict)
+    _lines: Mapping[str, Sequence[Sequence[int]]] = field(default_factory=dict)
+    _timeout: timedelta = timedelta(minutes=10)
 
     def __getattr__(self, name: str) -> Axis:
         try:
@@ -359,13 +387,27 @@ class Mesh:
         if math.prod(sizes.values()) != world_size:
             raise TransportError(f"the axes {dict(sizes)} make {math.prod(sizes.values())} ranks, but there are {world_size}")
         axes = {name: Axis(name) for name in AXES}
+        all_lines = {name: lines(sizes, order, name) for name in order}
         for name in order:
-            for ranks in lines(sizes, order, name):
+            for ranks in all_lines[name]:
                 if len(ranks) > 1:
                     group = GROUPS.of(tuple(ranks), timeout)  # every rank takes part in making every group
                     if rank in ranks:
                         axes[name] = Axis(name, len(ranks), ranks.index(rank), group, timeout, shared_memory)
-        return cls(rank, world_size, device, axes)
+        return cls(rank, world_size, device, axes, all_lines, timeout)
+
+    def part(self, name: str, ranks: Sequence[int]) -> Axis:
+        """An axis of its own over some `ranks` of axis `name`; of size 1 on the others. All ranks of the mesh must call."""
+        mine = self.axes[name]
+        if len(ranks) == 1 or mine.size == 1:
+            return Axis(name)
+        found = Axis(name)
+        for line in self._lines[name]:
+            group = GROUPS.of(tuple(line[rank] for rank in ranks), self._timeout)
+            if self.rank in line and mine.rank in ranks:
+                found = Axis(name, len(ranks), list(ranks).index(mine.rank), group, self._timeout)
+                found.counts = mine.counts
+        return found
 
     def traffic(self) -> dict[str, dict[str, tuple[int, int]]]:
         """Since the start, by axis and operation: (calls, bytes sent by this rank)."""

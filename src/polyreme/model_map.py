@@ -38,9 +38,18 @@ def tensors_in(value: object) -> list[Tensor]:
 def find_blocks(model: nn.Module) -> dict[str, nn.Module]:
     """The repeated blocks, by name in registration order: the elements of the largest outermost ModuleList, and of every other one
     that holds a tenth of the model's parameters (an encoder beside a decoder). Without a ModuleList, of nn.Sequential alike."""
+    return {
+        f"{name}.{child}": block
+        for name in _block_lists(model)
+        for child, block in model.get_submodule(name).named_children()
+        if any(True for _ in block.parameters())
+    }
+
+
+def _block_lists(model: nn.Module) -> list[str]:
+    """Names of the lists whose elements are the repeated blocks."""
     total = sum(p.numel() for p in model.parameters())
     for kind in (nn.ModuleList, nn.Sequential):
-        found: dict[str, nn.Module] = {}
         lists: list[str] = []
         for name, module in model.named_modules():
             nested = any(name.startswith(outer + ".") for outer in lists)
@@ -48,12 +57,50 @@ def find_blocks(model: nn.Module) -> dict[str, nn.Module]:
                 continue
             if sum(p.numel() for p in module.parameters()) * 10 >= total > 0:
                 lists.append(name)
-                for child, block in module.named_children():
-                    if any(True for _ in block.parameters()):
-                        found[f"{name}.{child}"] = block
-        if found:
-            return found
-    return {}
+        if lists:
+            return lists
+    return []
+
+
+def pipeline_list(model: nn.Module, name: str | None = None) -> str:
+    """The name of the one list of blocks that a pipeline cuts: `name`, or "" for a model that is an nn.Sequential itself, or else the
+    model's only list of repeated blocks. Raises ModelError where that is none, or where there are several."""
+    if name is not None:
+        if not isinstance(dict(model.named_modules()).get(name), nn.ModuleList | nn.Sequential):
+            raise ModelError(f"the model has no nn.ModuleList or nn.Sequential named {name!r}: give the name of the list of its blocks")
+        return name
+    if isinstance(model, nn.Sequential) and type(model).forward is nn.Sequential.forward:
+        return ""
+    lists = _block_lists(model)
+    if not lists:
+        raise ModelError(
+            "the model has no repeated blocks to cut into pipeline stages: put them into an nn.ModuleList, make the model an "
+            "nn.Sequential, or set mesh.pp = 1"
+        )
+    if len(lists) > 1:
+        raise ModelError(
+            f"the model has several lists of blocks, {', '.join(lists)}, and a pipeline cuts one of them: name it, or set mesh.pp = 1"
+        )
+    return lists[0]
+
+
+def sample_inputs(model: nn.Module) -> dict[str, Tensor] | None:
+    """The smallest inputs that a Hugging Face model of texts or images accepts, on the CPU; None for any other model."""
+    config: Any = getattr(model, "config", None)
+    name = getattr(model, "main_input_name", None)
+    if name == "input_ids":
+        return {"input_ids": torch.full((1, 2), 3)}  # 0, 1 and 2 often mean padding
+    if name == "pixel_values" and hasattr(config, "num_channels") and hasattr(config, "image_size"):
+        size = config.image_size
+        height, width = (size, size) if isinstance(size, int) else size
+        return {"pixel_values": torch.zeros(1, config.num_channels, height, width)}
+    return None
+
+
+def loss_over_all_blocks(model: nn.Module) -> str | None:
+    """The setting by which a Hugging Face model's loss takes something from every block, not from the last alone; None without one."""
+    config = getattr(model, "config", None)
+    return "output_router_logits" if getattr(config, "output_router_logits", False) else None
 
 
 @dataclass(frozen=True)

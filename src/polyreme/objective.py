@@ -36,8 +36,11 @@ class Objective:
     def __call__(self, batch: Any, weight: int | None = None) -> tuple[Tensor, float]:
         """(sum of losses with its graph, weight). `weight` is `self.weight(batch)`, where that is known already: to count the labels of
         a batch that is on a device waits for the device. Raises BatchError for a loss that is not a scalar."""
-        output = self._model(*self._positional(batch), **self._keywords(batch))
-        return self.loss(output, batch, weight)
+        return self.loss(self.output(batch), batch, weight)
+
+    def output(self, batch: Any) -> Any:
+        """What the model returns for a micro-batch."""
+        return self._model(*self._positional(batch), **self._keywords(batch))
 
     def loss(self, output: Any, batch: Any, weight: int | None = None) -> tuple[Tensor, float]:
         """The sum of losses and the weight of a model's output for `batch`."""

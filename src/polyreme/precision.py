@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from polyreme.config.keys import PrecisionSection
-from polyreme.layout import ALIGN
 from polyreme.model_map import tensors_in
 
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -64,13 +63,6 @@ def loss_scale(section: PrecisionSection) -> LossScale:
     dynamic = section.loss_scale == "dynamic"
     first = section.initial_scale if section.loss_scale == "dynamic" else section.loss_scale
     return LossScale(first, dynamic, section.growth, section.backoff, section.growth_interval, section.min_scale)
-
-
-def squared_norm(flat: Tensor) -> Tensor:
-    """Sum of squares of a flat tensor whose size is a multiple of ALIGN: a float64 scalar, not finite if any element is not."""
-    dtype = flat.dtype if flat.dtype.itemsize >= 4 else torch.float32  # 64 elements of fp16 can overflow where each fits
-    rows = torch.linalg.vector_norm(flat.view(-1, ALIGN), dim=1, dtype=dtype)
-    return rows.double().square_().sum()
 
 
 def clip_factor(norm: float, limit: float | None) -> float:

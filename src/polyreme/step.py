@@ -2,7 +2,8 @@
 
 Invariant: losses and gradients are sums until the end of the step, then divided by the weight (labels, or samples) of the whole global
 batch; meanwhile they are divided by a power of two near it, which costs no digit. So a step does not depend on how its batch was split.
-Communication: the buckets' own, and one small all-reduce that carries norm, overflow, loss, weight and tokens together.
+Communication: the buckets' own, and one small all-reduce for each axis that carries norm, overflow, loss, weight and tokens together. Loss,
+weight and tokens come from the ranks of the last pipeline stage, one of each tensor-parallel group; what several ranks have counts once.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ from torch import Tensor
 
 from polyreme.config import Config, Progress
 from polyreme.errors import BatchError, NumericsError
-from polyreme.mesh import Axis
-from polyreme.precision import LossScale, clip_factor, norm_of, squared_norm
+from polyreme.mesh import Mesh
+from polyreme.precision import LossScale, clip_factor, norm_of
 from polyreme.zero.blocks import Blocks
 from polyreme.zero.bucket import Bucket
 from polyreme.zero.optimizers import Options
@@ -69,6 +70,7 @@ class _Totals:
     weight: float
     missing: float  # gradients that did not arrive
     tokens: float
+    hint: float
 
 
 class Step:
@@ -77,8 +79,8 @@ class Step:
     def __init__(
         self,
         config: Config,
-        axis: Axis,
-        device: torch.device,
+        mesh: Mesh,
+        tells: bool,
         buckets: Sequence[Bucket],
         reducer: Reducer,
         blocks: Blocks,
@@ -86,13 +88,14 @@ class Step:
         options: Options,
         scale: LossScale,
     ) -> None:
+        """`tells`: whether the loss that this rank has counts; there is one such rank for each data-parallel one."""
         self.state = State(lr=options.lr, loss_scale=scale.value)
         self.microbatches = 0
         """Backwards done in this step."""
-        self._config, self._axis, self._device, self._buckets = config, axis, device, buckets
+        self._config, self._mesh, self._tells, self._device, self._buckets = config, mesh, tells, mesh.device, buckets
         self._reducer, self._blocks, self._updates, self._options, self._scale = reducer, blocks, updates, options, scale
         self._hint = 0.0  # a power of two near the weight of a global batch; 0 before the first
-        self._totals = _Totals(0.0, 0.0, 0.0, 0.0, 0.0)
+        self._totals = _Totals(0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
         self.begin()
 
     def begin(self) -> None:
@@ -104,35 +107,44 @@ class Step:
         self._began = time.perf_counter()
         for bucket in self._buckets:
             bucket.clear_grad()
+        self._reducer.restart()
 
     def backward(self, loss_sum: Tensor, weight: float, tokens: int) -> None:
         """Backward of one micro-batch's sum of losses."""
         if self.microbatches == self._config.accumulation:
             raise BatchError(f"a step has {self._config.accumulation} micro-batches: call step() before the next backward()")
+        self.microbatches += 1
+        self.differentiate(0, [self.root(loss_sum, weight, tokens)], [None])
+
+    def root(self, loss_sum: Tensor, weight: float, tokens: int) -> Tensor:
+        """What the backward of a micro-batch begins with, from its sum of losses, which is counted."""
         if not self._hint:
             self._hint = _power_of_two(self._sum([weight * self._config.accumulation])[0])
-        self.microbatches += 1
-        every_time = self._config.zero.reduce_every == "microbatch" and self._axis.size > 1
-        self.differentiate(loss_sum, reduce=every_time or self.microbatches == self._config.accumulation)
         self._loss = self._loss + loss_sum.detach().double()
         self._weight += weight
         self._tokens += tokens
+        return loss_sum * (self._scale.value / self._hint)
 
-    def differentiate(self, loss_sum: Tensor, reduce: bool) -> None:
-        """Add the gradients of `loss_sum`, scaled, to what the step has, and `reduce` them over the ranks."""
-        self._reducer.begin(reduce)
-        (loss_sum * (self._scale.value / self._hint)).backward()
+    def differentiate(self, stage: int, roots: Sequence[Tensor], gradients: Sequence[Tensor | None], reduce: bool = True) -> None:
+        """A backward of a pipeline stage: add to what the step has, and `reduce` over the ranks what is complete."""
+        self._reducer.begin(stage, reduce)
+        torch.autograd.backward(roots, gradients)
         self._reducer.end()
         self._blocks.end_backward()
 
     def reduce(self) -> None:
         """After the last backward: the totals over the ranks, and whole gradients where states are whole."""
+        for work in [bucket.tie.all_reduce(bucket.own_grad) for bucket in self._buckets if bucket.tie is not None]:
+            work.wait()  # copies of a parameter on other stages
         works = [bucket.gather_grad() for bucket in self._buckets]
-        squares = torch.stack([squared_norm(bucket.own_grad) for bucket in self._buckets]).sum()
+        squares = torch.stack([bucket.squares() for bucket in self._buckets]).sum()
         missing = sum(len(b.parameters) - len(b.ever_arrived) for b in self._buckets)
-        counts = torch.tensor([self._weight, missing, self._tokens], dtype=torch.float64, device=self._device)
-        totals = torch.cat([torch.stack([squares, self._loss]), counts])
-        self._axis.all_reduce(totals).wait()
+        hint = self._hint if self._tells and self._mesh.dp.rank == 0 else 0.0
+        told = [self._weight * self._tells, missing, self._tokens * self._tells, hint]
+        counts = torch.tensor(told, dtype=torch.float64, device=self._device)
+        totals = torch.cat([torch.stack([squares, self._loss * self._tells]), counts])
+        for axis in (self._mesh.dp, self._mesh.tp, self._mesh.pp):
+            axis.all_reduce(totals).wait()
         self._totals = _Totals(*totals.tolist())
         for work in works:
             work.settle()  # the update scales gradients in place
@@ -152,7 +164,7 @@ class Step:
         loss = totals.loss / totals.weight if totals.weight else math.nan
         if not good and totals.weight and not self._scale.dynamic and self._config.precision.on_nonfinite == "error":
             raise NumericsError(f"step {self.state.step + 1}: the loss or a gradient is NaN or Inf (the loss is {loss:g})")
-        to_mean = self._hint / (totals.weight * scale) if totals.weight else 0.0
+        to_mean = totals.hint / (totals.weight * scale) if totals.weight else 0.0
         norm = norm_of(totals.squares, to_mean, self._buckets[0].formats.master)
         skipped = not (good and totals.weight)  # a batch without a single label is skipped too
         self._blocks.release_all()
@@ -186,9 +198,9 @@ class Step:
         return {b: {i for i, count in enumerate([next(arrived) for _ in b.parameters]) if not count} for b in self._buckets}
 
     def _sum(self, values: Sequence[float]) -> list[float]:
-        """`values` summed over the ranks."""
+        """`values` summed over the data-parallel ranks."""
         totals = torch.tensor(values, dtype=torch.float64, device=self._device)
-        self._axis.all_reduce(totals).wait()
+        self._mesh.dp.all_reduce(totals).wait()
         return totals.tolist()
 
 

@@ -10,7 +10,6 @@ import resource
 import shutil
 import time
 from collections import deque
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryFile
@@ -73,18 +72,24 @@ def run(config: Config) -> Summary:
     text = open_text(config.data, config.seed)
     vocabulary = len(text.tokenizer)
     _check_model(config, vocabulary)
-    rate = _rate(config, vocabulary)
+    flops = _flops_per_token(config, vocabulary)
     _check_lengths(config, text, world_size)
     engine = initialize(_model(config, vocabulary), config)
+    dtype = DTYPES[config.precision.compute]
+    rate = None if flops is None else _Rate(flops, peak_flops(engine.mesh.device, dtype).flops)
+    checkpoints = _Checkpoints(config)
     loader = engine.loader(text.train, workers=config.data.workers)
     monitors = open_monitors(config.monitor, folder) if rank == 0 else FanOut([])
     monitors.start(_run_info(config, engine, world_size))
     try:
         _show_sample(config, engine, text, monitors, "before training")
-        job = _Loop(config, engine, text, loader, monitors, rate)
+        if checkpoints.earlier:
+            names = ", ".join(path.name for path in checkpoints.earlier)
+            monitors.message(f"{names} in {folder}, of an earlier run, will go when the first checkpoint is there (checkpoint.replace)")
+        job = _Loop(config, engine, text, loader, monitors, rate, checkpoints)
         job.train()
         _show_sample(config, engine, text, monitors, "after training")
-        checkpoint = _save(config, engine, text)
+        checkpoint = checkpoints.save(engine, text)
         plot = None
         if config.monitor.plot and config.monitor.jsonl and rank == 0:
             plot = folder / "loss.png"
@@ -102,9 +107,18 @@ def run(config: Config) -> Summary:
 class _Loop:
     """Steps, validations and checkpoints, each when it is due."""
 
-    def __init__(self, config: Config, engine: Engine, text: TextData, loader: Loader, monitors: Monitor, rate: _Rate | None) -> None:
+    def __init__(
+        self,
+        config: Config,
+        engine: Engine,
+        text: TextData,
+        loader: Loader,
+        monitors: Monitor,
+        rate: _Rate | None,
+        checkpoints: _Checkpoints,
+    ) -> None:
         self._config, self._engine, self._text, self._loader = config, engine, text, loader
-        self._monitors, self._rate = monitors, rate
+        self._monitors, self._rate, self._checkpoints = monitors, rate, checkpoints
         self._recent: deque[tuple[int, float]] = deque(maxlen=WINDOW)
         self._began = time.perf_counter()
         self._memory: dict[str, int] = {}
@@ -126,7 +140,7 @@ class _Loop:
             self._record(result, validation)
             validation = None
             if not done and config.checkpoint.every is not None and config.checkpoint.every.due(before, after):
-                self._monitors.message(f"saved {_save(config, engine, self._text)}")
+                self._monitors.message(f"saved {self._checkpoints.save(engine, self._text)}")
             if done:
                 return
 
@@ -143,7 +157,7 @@ class _Loop:
         self._training_seconds += result.seconds
         self._losses.append(result.loss)
         engine, state = self._engine, self._engine.state
-        if len(self._losses) % self._config.monitor.every == 1 or not self._memory:
+        if (len(self._losses) - 1) % self._config.monitor.every == 0:
             self._memory = engine.memory() | peak_memory(engine.mesh.device)
         tokens, seconds = (sum(column) for column in zip(*self._recent, strict=True))
         speed = tokens / seconds
@@ -244,8 +258,13 @@ def check_sources(config: Config) -> None:
     if data.tokenizer is not None and not Path(data.tokenizer).expanduser().is_dir():
         fix = "give a directory that save_pretrained wrote, or remove it to train a tokenizer on the text"
         problems.append(Problem("data.tokenizer", data.tokenizer, "there is no such directory", fix))
-    if reason := _not_writable(Path(config.checkpoint.folder)):
+    folder = Path(config.checkpoint.folder)
+    if reason := _not_writable(folder):
         problems.append(Problem("checkpoint.folder", config.checkpoint.folder, reason, "give a folder that can be written"))
+    elif (earlier := _saved(folder)) and not config.checkpoint.replace:
+        reason = f"it has checkpoints of an earlier run ({', '.join(path.name for path in earlier)}), which would be mixed with this one's"
+        fix = "give another folder, or write checkpoint.replace = true to have them removed once there is a new one"
+        problems.append(Problem("checkpoint.folder", config.checkpoint.folder, reason, fix))
     if problems:
         raise ConfigError(problems)
     for path in (data.path, data.validation):
@@ -293,8 +312,8 @@ def _model(config: Config, vocabulary: int) -> Any:
     return lambda: model_map.build(None, config.model.config, vocab_size=vocabulary)
 
 
-def _rate(config: Config, vocabulary: int) -> _Rate | None:
-    """FLOPs a token, counted on a model without memory, and the device's peak; None where they cannot be counted."""
+def _flops_per_token(config: Config, vocabulary: int) -> float | None:
+    """Counted on a model without memory; None where they cannot be counted."""
     dtype, section = DTYPES[config.precision.compute], config.model
     ids = torch.zeros(1, config.data.sequence, dtype=torch.long, device="meta")
     with torch.device("meta"):
@@ -303,8 +322,7 @@ def _rate(config: Config, vocabulary: int) -> _Rate | None:
         flops = count_flops(twin, {"input_ids": ids, "labels": ids, **model_map.training_arguments(twin)}, dtype=dtype)
     except ModelError:
         return None
-    device = torch.device("cuda") if torch.cuda.is_available() else torch.device("cpu")
-    return _Rate(flops.model / config.data.sequence, peak_flops(device, dtype).flops)
+    return flops.model / config.data.sequence
 
 
 def _run_info(config: Config, engine: Engine, world_size: int) -> Run:
@@ -316,25 +334,37 @@ def _run_info(config: Config, engine: Engine, world_size: int) -> Run:
 
 
 def _show_sample(config: Config, engine: Engine, text: TextData, monitors: Monitor, when: str) -> None:
-    if config.train.sample is not None:
+    if config.train.sample is not None and (engine.mesh.pp.size > 1 or config.mesh.sequence_parallel):
+        monitors.message(f"no sample {when}: a model cut into pipeline stages, or along the sequence, does not generate text yet")
+    elif config.train.sample is not None:
         continued = sample(engine, text.tokenizer, config.train.sample, config.train.sample_tokens, config.seed)
         monitors.message(f"{when}: {continued!r}")
 
 
-def _save(config: Config, engine: Engine, text: TextData) -> Path:
-    """Write the model under its step's name, and remove the oldest beyond `checkpoint.keep`."""
-    folder = Path(config.checkpoint.folder)
-    path = engine.save(folder / f"step-{engine.state.step}", text.tokenizer)
-    if engine.mesh.rank == 0 and config.checkpoint.keep is not None:
-        for old in list(_saved(folder))[: -config.checkpoint.keep]:
-            shutil.rmtree(old)
-    return path
+class _Checkpoints:
+    """The run's checkpoints in its folder. Those of an earlier run, which the config then allows to go, stay until there is a new one."""
+
+    def __init__(self, config: Config) -> None:
+        self._folder, self._keep = Path(config.checkpoint.folder), config.checkpoint.keep
+        self.earlier = _saved(self._folder)
+
+    def save(self, engine: Engine, text: TextData) -> Path:
+        """Write the model under its step's name, and remove the oldest beyond `checkpoint.keep`."""
+        path = engine.save(self._folder / f"step-{engine.state.step}", text.tokenizer)
+        if engine.mesh.rank == 0:
+            for old in self.earlier:
+                if old != path:
+                    shutil.rmtree(old)
+            self.earlier = []
+            for old in [] if self._keep is None else _saved(self._folder)[: -self._keep]:
+                shutil.rmtree(old)
+        return path
 
 
-def _saved(folder: Path) -> Iterator[Path]:
+def _saved(folder: Path) -> list[Path]:
     """The checkpoints in `folder`, oldest first."""
     found = {int(p.name.removeprefix("step-")): p for p in folder.glob("step-*") if p.name.removeprefix("step-").isdecimal()}
-    return (found[step] for step in sorted(found))
+    return [found[step] for step in sorted(found)]
 
 
 def _ending(summary: Summary, validation: PackedDataset | None) -> str:

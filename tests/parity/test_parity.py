@@ -13,7 +13,7 @@ import models
 import polyreme
 from pool import Ranks
 
-STEPS, SAMPLES = 2, 12
+STEPS, SAMPLES = 3, 12
 LAYOUTS = list(product((0, 1, 2, 3), (1, 3), (False, True), (None, 0.05), ("adamw", "sgd")))
 """stage, accumulation, recompute, clip, optimizer"""
 

@@ -321,8 +321,13 @@ def test_the_defaults_run_on_any_rank_count_that_divides_the_batch() -> None:
 
 CONFLICTS: list[tuple[dict[str, Any], str, str]] = [
     ({"mesh": {"dp": 4}}, "mesh.dp", "mesh.dp = 2"),
-    ({"mesh": {"tp": 2}}, "mesh.tp", "mesh.tp = 1"),
-    ({"mesh": {"pp": 2}}, "mesh.pp", "mesh.pp = 1"),
+    ({"mesh": {"tp": 3}}, "mesh.tp", "mesh.tp = 2, or start 3 ranks"),
+    ({"mesh": {"pp": 4}}, "mesh.pp", "mesh.pp = 2, or start 4 ranks"),
+    ({"mesh": {"tp": 2, "dp": 3}}, "mesh.dp", 'mesh.dp = 1 or mesh.dp = "auto", or start 6 ranks'),
+    ({"mesh": {"tp": 2}, "optimizer": {"name": "muon"}}, "optimizer.name", "mesh.tp = 1"),
+    ({"mesh": {"pp": 2}, "pipeline": {"schedule": "zb-v"}}, "pipeline.schedule", '"1f1b"'),
+    ({"mesh": {"pp": 2}, "pipeline": {"blocks": [3]}}, "pipeline.blocks", "give 2 numbers"),
+    ({"mesh": {"pp": 2}, "batch": {"size": 6, "micro": 4}}, "batch.micro", "2 or 3"),
     ({"mesh": {"cp": 2}}, "mesh.cp", "mesh.cp = 1"),
     ({"mesh": {"ep": 2}}, "mesh.ep", "mesh.ep = 1"),
     ({"mesh": {"sequence_parallel": True}}, "mesh.sequence_parallel", "= false"),
@@ -400,18 +405,33 @@ def test_what_is_no_conflict(source: dict[str, Any]) -> None:
     assert conflicts(source) == {}
 
 
+@given(st.integers(1, 64), st.integers(1, 4), st.integers(1, 4), st.integers(1, 8))
+def test_ranks_are_divided_among_the_axes(world: int, tp: int, pp: int, samples: int) -> None:
+    config = Config.load({"mesh": {"tp": tp, "pp": pp}, "batch": {"size": 64 * samples}})
+    if world % (tp * pp):
+        keys = {problem.key for problem in config.problems(world)}
+        assert keys == {"mesh.tp" if tp > 1 else "mesh.pp"}
+    elif not (problems := config.problems(world)):
+        resolved = config.resolve(world)
+        assert resolved.mesh.dp == world // (tp * pp)
+        assert resolved.accumulation * resolved.batch.micro * resolved.mesh.dp == resolved.batch.size
+        assert pp == 1 or resolved.accumulation >= 4 * pp or resolved.batch.micro == 1
+    else:
+        assert {problem.key for problem in problems} == {"batch.size"}
+
+
 def test_every_conflict_is_listed_at_once() -> None:
     source: dict[str, Any] = {
-        "mesh": {"tp": 2, "dp": 3, "sequence_parallel": True},
+        "mesh": {"ep": 2, "dp": 3, "sequence_parallel": True},
         "memory": {"states": "host", "activations": "host"},
         "precision": {"compute": "fp16", "loss_scale": "none", "reduce": "bf16"},
-        "batch": {"size": 7},
+        "batch": {"size": 7, "micro": 2},
         "optimizer": {"name": "adamm"},
         "lr_schedule": {"name": "cosine", "warmup": "2000 steps"},
     }
     assert set(conflicts(source)) == {
-        *("mesh.tp", "mesh.dp", "mesh.sequence_parallel", "memory.states", "memory.activations", "precision.reduce"),
-        *("precision.loss_scale", "batch.size", "optimizer.name", "lr_schedule.warmup"),
+        *("mesh.ep", "mesh.dp", "mesh.sequence_parallel", "memory.states", "memory.activations", "precision.reduce"),
+        *("precision.loss_scale", "batch.micro", "optimizer.name", "lr_schedule.warmup"),
     }
 
 

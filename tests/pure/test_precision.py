@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from polyreme.layout import ALIGN, BucketLayout, TensorSpec
-from polyreme.precision import LossScale, cast_floating, clip_factor, master_dtype, norm_of, squared_norm, watch_nonfinite
+from polyreme.precision import LossScale, cast_floating, clip_factor, master_dtype, norm_of, watch_nonfinite
+from polyreme.zero.bucket import squared_norm
 
 
 @given(st.lists(st.booleans(), max_size=60), st.integers(1, 5))

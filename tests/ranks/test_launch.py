@@ -133,7 +133,24 @@ def test_freed_memory_is_kept_unless_the_user_decides(script: Script, monkeypatc
     monkeypatch.setenv("MALLOC_ARENA_MAX", "1")
     launch([path], 1)
     assert script.facts()[0] == {"MALLOC_ARENA_MAX": "1"}
+    monkeypatch.delenv("MALLOC_ARENA_MAX")
+    monkeypatch.setenv("GLIBC_TUNABLES", "")
+    launch([path], 1)
+    assert script.facts()[0] == {}
     assert "MALLOC_MMAP_THRESHOLD_" not in os.environ
+
+
+def test_ranks_of_one_host_meet_on_the_loopback_unless_the_user_decides(script: Script, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "eth7")
+    path = script.write("tell({k: v for k, v in os.environ.items() if k.endswith('_SOCKET_IFNAME')})")
+    launch([path], 2)
+    assert script.facts() == {rank: {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "eth7"} for rank in range(2)}
+    monkeypatch.delenv("NCCL_SOCKET_IFNAME")
+    launch([path], 2)
+    assert script.facts()[1] == {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
+    launch([path], 1)
+    assert script.facts()[0] == {}
 
 
 def test_the_users_own_number_of_threads_stays(script: Script, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,10 +14,13 @@ import torch.nn.functional as F
 import transformers
 from safetensors.torch import load_file
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 import models
 import polyreme
 import training
+from polyreme import engine as engine_module
+from polyreme import objective as objective_module
 from polyreme.errors import BatchError, ModelError
 from pool import Ranks
 
@@ -92,6 +95,31 @@ def test_mean_over_all_labels_in_every_style(ranks: Ranks, world: int, accumulat
         for name, tensor in weights.items():
             tolerance = 1e-10 if i in (0, 1, 6, 7) else 1e-3
             torch.testing.assert_close(got[name], tensor, rtol=0, atol=tolerance, msg=lambda m, i=i: f"run {i}: {m}")
+
+
+def counted(rank: int, world: int) -> list[bool]:
+    """Of every count of labels in steps of two styles: whether it read the caller's own tensor. Nothing else is on the host where
+    training is on a device, and to read from there would wait for it."""
+    counts, own = [], uneven(0)
+    cast, count = engine_module.cast_floating, objective_module.count_labels
+
+    def move(value: object, *to: Any) -> Any:
+        return pytree.tree_map_only(Tensor, Tensor.clone, cast(value, *to))
+
+    def note(model: nn.Module, batch: dict[str, Tensor]) -> int | None:
+        counts.append(batch["labels"].untyped_storage()._cdata == own["labels"].untyped_storage()._cdata)
+        return count(model, batch)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine_module, "cast_floating", move)
+        patch.setattr(objective_module, "count_labels", note)
+        for style in ("train_step", "own loss"):
+            in_style(polyreme.initialize(models.build("llama"), training.config(world, 2, **FP64)), style, own, 2)
+    return counts
+
+
+def test_labels_are_counted_before_they_are_on_the_device(ranks: Ranks) -> None:
+    assert ranks(1, counted)[0] == [True] * 4
 
 
 def vectors(output: Tensor, target: Tensor) -> Tensor:

@@ -14,8 +14,8 @@ from polyreme.layout import ALIGN
 from pool import Ranks
 
 BYTES = {"fp32": 4, "bf16": 2}
-TOTALS = 5 * 8
-"""The one small all-reduce of a step, in bytes: squared norm, loss, weight, parameters without gradient, tokens."""
+TOTALS = 6 * 8
+"""The one small all-reduce of a step, in bytes: squared norm, loss, weight, parameters without gradient, tokens, the loss's divisor."""
 
 
 def measure(rank: int, world: int, settings: list[dict[str, Any]]) -> list[dict[str, Any]]:

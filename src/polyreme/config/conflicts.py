@@ -31,8 +31,9 @@ def derive(keys: Keys, world_size: int) -> dict[str, object]:
     derived: dict[str, object] = {}
     stage = 2 if keys.zero.stage == "auto" else keys.zero.stage
     schedule, total = keys.lr_schedule, _total(keys)
+    dp = data_parallel(keys, world_size) or 1
     if keys.mesh.dp == "auto":
-        derived["mesh.dp"] = world_size
+        derived["mesh.dp"] = dp
     if keys.zero.stage == "auto":
         derived["zero.stage"] = stage
     if keys.zero.reduce_every == "auto":
@@ -40,7 +41,7 @@ def derive(keys: Keys, world_size: int) -> dict[str, object]:
     if keys.precision.reduce == "auto":
         derived["precision.reduce"] = "fp64" if keys.precision.compute == "fp64" else "fp32"
     if keys.batch.micro == "auto":
-        derived["batch.micro"] = keys.batch.size // world_size
+        derived["batch.micro"] = _micro(keys.batch.size // dp, keys.mesh.pp)
     if schedule.total == "auto":
         derived["lr_schedule.total"] = total
     if schedule.name == "wsd" and schedule.decay is None:
@@ -50,13 +51,20 @@ def derive(keys: Keys, world_size: int) -> dict[str, object]:
     return derived
 
 
+def _micro(share: int, pp: int) -> int:
+    """Samples of a micro-batch: all of a rank's share; in a pipeline, so few that the bubble stays below a fifth, if that can be."""
+    return next(n for n in range(share, 0, -1) if share % n == 0 and (n == 1 or share // n >= (4 * pp if pp > 1 else 1)))
+
+
 def conflicts(keys: Keys, world_size: int) -> Iterator[Conflict]:
     """Every conflict between the keys, and with `world_size` ranks."""
     yield from _model(keys)
     yield from _mesh(keys, world_size)
     yield from _memory(keys)
     yield from _precision(keys)
-    yield from _batch(keys.batch, world_size)
+    yield from _pipeline(keys)
+    if dp := data_parallel(keys, world_size):
+        yield from _batch(keys.batch, dp)
     yield from _optimizer(keys.optimizer)
     yield from _lr_schedule(keys)
 
@@ -76,16 +84,46 @@ def _model(keys: Keys) -> Iterator[Conflict]:
 
 def _mesh(keys: Keys, world_size: int) -> Iterator[Conflict]:
     mesh = keys.mesh
-    for axis in ("tp", "pp", "cp", "ep"):
+    for axis in ("cp", "ep"):
         if getattr(mesh, axis) > 1:
-            yield f"mesh.{axis}", "this version divides ranks by data parallelism only", f"write mesh.{axis} = 1"
-    if mesh.sequence_parallel:
-        reason = "it needs tensor parallelism, which this version does not have"
-        yield "mesh.sequence_parallel", reason, "write mesh.sequence_parallel = false"
-    if mesh.dp != "auto" and mesh.dp != world_size:
-        product = mesh.dp * mesh.tp * mesh.pp * mesh.cp * mesh.ep
-        reason = f"dp x tp x pp x cp x ep is {product}, but the world size is {world_size}"
-        yield "mesh.dp", reason, f'write mesh.dp = {world_size} or mesh.dp = "auto", or start {mesh.dp} ranks'
+            yield f"mesh.{axis}", "this version does not divide ranks in this way", f"write mesh.{axis} = 1"
+    if mesh.sequence_parallel and mesh.tp == 1:
+        yield "mesh.sequence_parallel", "it needs tensor parallelism", "write mesh.tp = 2 or more, or mesh.sequence_parallel = false"
+    others = mesh.tp * mesh.pp * mesh.cp * mesh.ep
+    dp = data_parallel(keys, world_size)
+    if dp is None:
+        fit = [f"mesh.{axis} = {n}" for axis in ("tp", "pp") if (n := _nearest_divisor(world_size, others, getattr(mesh, axis)))]
+        reason = f"tp x pp x cp x ep is {others}, which does not divide the world size, {world_size}"
+        key = "mesh.tp" if mesh.tp > 1 else "mesh.pp" if mesh.pp > 1 else "mesh.cp" if mesh.cp > 1 else "mesh.ep"
+        yield key, reason, f"write {' or '.join(fit)}, or start {others * max(1, world_size // others)} ranks"
+    elif mesh.dp != "auto" and mesh.dp != dp:
+        reason = f"dp x tp x pp x cp x ep is {mesh.dp * others}, but the world size is {world_size}"
+        yield "mesh.dp", reason, f'write mesh.dp = {dp} or mesh.dp = "auto", or start {mesh.dp * others} ranks'
+    if mesh.tp > 1 and keys.optimizer.name == "muon":
+        reason = "it needs whole matrices, of which tensor parallelism gives each rank a part"
+        yield "optimizer.name", reason, 'write optimizer.name = "adamw", or mesh.tp = 1'
+
+
+def _pipeline(keys: Keys) -> Iterator[Conflict]:
+    pipeline, pp = keys.pipeline, keys.mesh.pp
+    if pipeline.schedule in ("zb-h1", "zb-v") and pp > 1:
+        reason = "this version draws it, but does not compute the gradients of weights apart from those of inputs"
+        yield "pipeline.schedule", reason, 'write pipeline.schedule = "1f1b" or "interleaved"'
+    stages = pp * (pipeline.virtual if pipeline.schedule == "interleaved" else 1)
+    if pipeline.blocks is not None and pp > 1 and len(pipeline.blocks) != stages:
+        yield "pipeline.blocks", f"{len(pipeline.blocks)} numbers for {stages} stages", f"give {stages} numbers, or remove it"
+
+
+def data_parallel(keys: Keys, world_size: int) -> int | None:
+    """Data-parallel ranks of a world of this size; None where the other axes do not divide it."""
+    others = keys.mesh.tp * keys.mesh.pp * keys.mesh.cp * keys.mesh.ep
+    return None if world_size % others else world_size // others
+
+
+def _nearest_divisor(world_size: int, others: int, size: int) -> int | None:
+    """The size of an axis nearest below `size` with which the product of all would divide the world size."""
+    rest = others // size
+    return next((n for n in range(size - 1, 0, -1) if world_size % (rest * n) == 0), None)
 
 
 def _memory(keys: Keys) -> Iterator[Conflict]:

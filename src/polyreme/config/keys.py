@@ -200,11 +200,19 @@ class MeshSection(Section):
     """How the ranks are divided: dp x tp x pp x cp x ep is the world size."""
 
     dp: Count | Literal["auto"] = Field(default="auto", description="Data-parallel ranks; auto takes what is left.")
-    tp: Count = Field(default=1, description="Tensor-parallel ranks (1 in this version).")
-    pp: Count = Field(default=1, description="Pipeline stages (1 in this version).")
+    tp: Count = Field(default=1, description="Tensor-parallel ranks: each has a part of every block.")
+    pp: Count = Field(default=1, description="Pipeline ranks: each has some of the blocks.")
     cp: Count = Field(default=1, description="Context-parallel ranks (1 in this version).")
     ep: Count = Field(default=1, description="Expert-parallel ranks (1 in this version).")
-    sequence_parallel: Bool = Field(default=False, description="Split activations between tensor-parallel regions (false in this version).")
+    sequence_parallel: Bool = Field(
+        default=False, description="Split activations between the tensor-parallel regions along the sequence (arXiv:2205.05198)."
+    )
+    tp_plan: dict[str, str] = Field(
+        default={},
+        description="How tensor parallelism divides modules, where neither the model nor we know it, or in another way: a style for each "
+        "path (* is any one component), one of transformers' tensor-parallel plans or fused_qkv, vocabulary, replicate.",
+        examples=[{"layers.*.mixer.in_proj": "colwise"}],
+    )
     order: Annotated[tuple[str, ...], AfterValidator(_axis_order)] = Field(
         default=AXES, description="The axes, innermost last: ranks of the last axis are neighbours."
     )
@@ -293,6 +301,9 @@ class PipelineSection(Section):
         default="1f1b",
         description="gpipe: all forwards, then all backwards; 1f1b: in turn, which keeps fewer activations; interleaved: 1f1b with several "
         "stages a rank, for a smaller bubble; zb-h1, zb-v: weight gradients fill the bubble (zb-v: two stages a rank).",
+    )
+    blocks: list[Annotated[int, Strict(), Field(ge=1)]] | None = Field(
+        default=None, description="Blocks of each stage; by default the parameters are balanced.", examples=[[3, 2]]
     )
     virtual: Annotated[int, Strict(), Field(ge=2)] = Field(default=2, description="interleaved: stages on each rank.")
 

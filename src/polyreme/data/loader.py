@@ -39,8 +39,8 @@ def permutation(size: int, seed: int, epoch: int) -> torch.Tensor:
 class Loader:
     """This rank's share of each global batch of a dataset.
 
-    A `for` loop goes on from the current position, for `epochs` epochs or without end; so a loop left in the middle
-    is resumed by the next one. `len` is the number of batches of one epoch. One loop at a time.
+    A `for` loop goes on from the current position and, unless `epochs` is given, never ends: leave it with `break`. A
+    loop left in the middle is resumed by the next one. `len` is the number of batches of one epoch. One loop at a time.
 
     Args:
         dataset: anything with `len` and `[i]` (torch's map-style datasets, Hugging Face `datasets`, a list), or
@@ -57,7 +57,7 @@ class Loader:
         prefetch: batches prepared ahead in the background; 0 prepares each when it is asked for.
         pin: put tensors into page-locked memory, for copies to a GPU that do not wait. No effect without CUDA.
         workers: threads that prepare batches (one for a stream); 0 turns prefetch off.
-        epochs: epochs of one `for` loop; None is without end.
+        epochs: epochs of one `for` loop. None, the default, is without end: epoch after epoch, each in a new order.
 
     Raises:
         BatchError: `batch_size` that cannot be shared equally, or samples that cannot be stacked.

@@ -113,7 +113,7 @@ def _for_ranks(ranks: int, threads: int | None) -> dict[str, str]:
         variables |= {"MALLOC_MMAP_THRESHOLD_": KEPT, "MALLOC_TRIM_THRESHOLD_": KEPT}
     if ranks > 1:
         variables["OMP_WAIT_POLICY"] = "PASSIVE"  # a thread that spins takes the core of another rank
-        variables["GLOO_SOCKET_IFNAME"] = "lo" if sys.platform.startswith("linux") else "lo0"
+        variables |= dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), "lo" if sys.platform.startswith("linux") else "lo0")
     return {name: value for name, value in variables.items() if name not in os.environ}
 
 

@@ -88,11 +88,6 @@ def build(name: Name, pp: int, microbatches: int, virtual: int = 2) -> Schedule:
     return _lower(orders, ranks)
 
 
-def single_stage(microbatches: int) -> Schedule:
-    """The table of one stage: gradient accumulation over `microbatches`, then reduce and update."""
-    return build("1f1b", 1, microbatches)
-
-
 def activation_limits(name: Name, pp: int, microbatches: int, virtual: int = 2) -> tuple[int, ...]:
     """For each rank: how many micro-batches' activations (of one stage each) it keeps at once, at most."""
     chunks = len(stage_ranks(name, pp, virtual)) // pp

@@ -68,10 +68,10 @@ class Blocks:
         self._current: Unit | None = None
         self._inside: Unit | None = None  # whose module's forward is running
         self._order: list[Unit] = []  # of the forward under way, or the last one
-        self._expected: list[Unit] = []  # of the last complete forward: where to prefetch from
-        self._trail: list[Unit] = []  # through all forwards since the last backward, which goes along it from its end
-        self._position = 0  # in the backward under way, on the trail
-        self._checked = False
+        self._last: dict[int, list[Unit]] = {}  # of each stage's last complete forward: where to prefetch from
+        self._trails: dict[tuple[int, int], list[Unit]] = {}  # of forwards whose backward is still to come
+        self._checked: set[int] = set()  # stages
+        self.at(0, 0)
         if not any(unit.sharded for unit in (root, *self.units)):
             return
         model.register_forward_pre_hook(self._begin_forward, prepend=True)
@@ -81,6 +81,13 @@ class Blocks:
                 module.register_forward_pre_hook(self._before(unit), prepend=True)
                 module.register_forward_hook(self._after(unit), with_kwargs=True, always_call=True)
         self._guard = _Guard({id(p): unit for unit in self.units for b in unit.buckets for p in b.parameters}, self._pin_outside)
+
+    def at(self, stage: int, microbatch: int) -> None:
+        """Before a forward or a backward: which one comes. A backward goes along the trail of its forwards, from its end."""
+        self._stage, self._key = stage, (stage, microbatch)
+        self._trail = self._trails.setdefault(self._key, [])
+        self._position = len(self._trail)
+        self._current = None
 
     def release_all(self) -> None:
         """Free every gathered parameter: after a backward for release="always", before an update in any case."""
@@ -95,6 +102,7 @@ class Blocks:
                 unit.release()
         self._current = None
         self._trail.clear()
+        self._trails = {key: trail for key, trail in self._trails.items() if trail or key == self._key}
         if self._release == "always":
             self.root.release()
 
@@ -114,20 +122,21 @@ class Blocks:
         if _in_backward():
             return
         self._order, self._current = [], None
+        self._expected = self._last.get(self._stage, [])
         self.root.gather()
         if self._expected:
             self._expected[0].gather()
         self._ensure_root()
-        if not self._checked:
+        if self._stage not in self._checked:
             self._guard.__enter__()
 
     def _end_forward(self, model: nn.Module, args: object, output: object) -> None:
         if _in_backward():
             return
-        if not self._checked:
+        if self._stage not in self._checked:
             self._guard.__exit__(None, None, None)
-            self._checked = output is not None
-        self._expected = self._order
+            self._checked |= {self._stage} if output is not None else set()
+        self._last[self._stage] = self._order
         if torch.is_grad_enabled():
             self._trail += self._order
             self._position = len(self._trail)

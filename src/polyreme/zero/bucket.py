@@ -16,7 +16,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from polyreme.layout import BucketLayout, Slot
+from polyreme.layout import ALIGN, BucketLayout, Slot
 from polyreme.mesh import DONE, Axis, Work
 from polyreme.zero.residency import Residency
 
@@ -60,12 +60,27 @@ class Pool:
         return sum(buffer.nbytes for free in self._free.values() for buffer, _ in free)
 
 
+def squared_norm(flat: Tensor) -> Tensor:
+    """Sum of squares of a flat tensor whose size is a multiple of ALIGN: a float64 scalar, not finite if any element is not."""
+    dtype = flat.dtype if flat.dtype.itemsize >= 4 else torch.float32  # 64 elements of fp16 can overflow where each fits
+    rows = torch.linalg.vector_norm(flat.view(-1, ALIGN), dim=1, dtype=dtype)
+    return rows.double().square_().sum()
+
+
 class Bucket:
     """The parameters of one block (or a part of one), of one dtype, all trainable or all frozen.
 
     `parameters[i]` belongs to `layout.slots[i]`. `region` is the part of the flat buffer whose optimizer states this rank holds
     (everything at stage 0, its shard otherwise); `master` (master dtype) and `grad` (reduce dtype) cover it.
     """
+
+    counted: bool | Tensor = True
+    """Which of this rank's numbers count in a sum over all ranks of the model: all, none, or (a mask over its shard) those that no other
+    rank holds."""
+    stages: tuple[int, ...] = (0,)
+    """The pipeline stages that use the bucket."""
+    tie: Axis | None = None
+    """The ranks of the pipeline that have a copy of this bucket, if others do."""
 
     def __init__(
         self,
@@ -229,6 +244,12 @@ class Bucket:
         if self.grad is None:
             raise RuntimeError("the bucket has no reduced gradients")
         return self.grad[self.own] if self.region != self.own else self.grad
+
+    def squares(self) -> Tensor:
+        """Of this rank's shard of the reduced gradients, the sum of squares of what counts: a float64 scalar."""
+        if self.counted is False:
+            return torch.zeros((), dtype=torch.float64, device=self.own_grad.device)
+        return squared_norm(self.own_grad if self.counted is True else self.own_grad * self.counted)
 
     def gather_grad(self) -> Work:
         """Where states are full (stage 0): begin to give every rank the whole reduced gradient."""

@@ -4,20 +4,18 @@ Invariant: `record(build, seed).replay(sink)` hands out bit for bit the tensors 
 the generator where that leaves it, whatever the number of ranks. No communication: every rank walks the same tape.
 
 While recording, every tensor is fake: it claims to be on the CPU (so that libraries which skip initialisation on the meta device do
-not) and holds no numbers. Each operator that makes or writes numbers goes on a tape in terms of *values*: a value is what one storage
-holds between two writes, so views, slices and `.data` need no rows of their own. Replay is driven by demand, from the last value of each
-parameter and buffer: what was overwritten is never computed, except that its random draws are still made on scrap memory, because they
-move the generator. The generator's state before each draw is remembered (5 KB each), so a value that was let go to save memory, or one
-that the build reads (`.item()`, `if mask.any()`), can be made again at any time.
+not) and holds no numbers. Each operator that makes or writes numbers goes on a tape (`zero.tape`). Replay is driven by demand, from the
+last value of each parameter and buffer: what was overwritten is never computed, except that its random draws are still made on scrap
+memory, because they move the generator. The generator's state before each draw is remembered (5 KB each), so a value that was let go to
+save memory, or one that the build reads (`.item()`, `if mask.any()`), can be made again at any time.
 """
 
 from __future__ import annotations
 
 import gc
 import warnings
-from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Collection, Iterable
-from dataclasses import dataclass
+from collections import Counter, deque
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
@@ -35,6 +33,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from polyreme.errors import ModelError
+from polyreme.zero.tape import Evaluator, Op, Tape, View
 
 aten = torch.ops.aten
 Sink = Callable[[str, Tensor], None]
@@ -58,211 +57,6 @@ _SHAPE_ONLY = {
 _MARK = 1 << 62
 
 
-@dataclass(frozen=True, slots=True)
-class _View:
-    """A tensor as a window on one value; `offset` and `stride` count elements."""
-
-    value: int
-    dtype: torch.dtype
-    size: tuple[int, ...]
-    stride: tuple[int, ...]
-    offset: int
-    conj: bool
-    neg: bool
-
-    def on(self, storage: UntypedStorage) -> Tensor:
-        tensor = torch.empty(0, dtype=self.dtype).set_(storage, self.offset, self.size, self.stride)
-        tensor = tensor.conj() if self.conj else tensor
-        return torch._neg_view(tensor) if self.neg else tensor
-
-
-@dataclass(slots=True, eq=False)
-class _Op:
-    """One row of the tape. Tensors in `args` and `kwargs` are `_View`s."""
-
-    func: Callable[..., Any]
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    reads: frozenset[int]  # values whose numbers decide the result or the number of random draws
-    needs: frozenset[int]  # reads, and values that are written in part only
-    writes: tuple[tuple[int, int], ...]  # for each storage written: the value before, the value after
-    creates: tuple[tuple[int, _View], ...]  # for each new storage: which output, and its window
-    default_dtype: torch.dtype
-    random: bool = False
-    private: bool = False  # draws from a generator of the build's own
-    start: int | Tensor | None = None  # generator state before the draw: where an earlier row ended, or the state itself
-
-
-class _Tape:
-    """The rows in order, and for each value the row that makes it and its size in bytes."""
-
-    def __init__(self) -> None:
-        self.ops: list[_Op] = []
-        self.producer: list[int] = []
-        self.nbytes: list[int] = []
-        self.largest = 0
-
-    def new_value(self, nbytes: int) -> int:
-        self.producer.append(len(self.ops))
-        self.nbytes.append(nbytes)
-        self.largest = max(self.largest, nbytes)
-        return len(self.nbytes) - 1
-
-    def live(self, targets: Iterable[int]) -> tuple[set[int], dict[int, list[int]]]:
-        """The rows that `targets` depend on, and for each value the rows that will ask for it."""
-        draws = {i for i, op in enumerate(self.ops) if op.random and not op.private}
-        live: set[int] = set()
-        stack = [*targets, *(v for i in draws for v in self.ops[i].reads)]
-        while stack:
-            row = self.producer[stack.pop()]
-            if row not in live:
-                live.add(row)
-                stack.extend(self.ops[row].needs)
-        consumers: dict[int, list[int]] = defaultdict(list)
-        for row in sorted(live | draws):
-            for value in self.ops[row].needs if row in live else self.ops[row].reads:
-                consumers[value].append(row)
-        return live, consumers
-
-
-class _Evaluator:
-    """Computes values of a tape on demand.
-
-    A value stays in memory while `pending(value)`; but if these (the one just asked for apart) are together larger than the largest value
-    of the tape, the oldest go, and are made again when asked for.
-    """
-
-    def __init__(self, tape: _Tape, pending: Callable[[int], bool]) -> None:
-        self.tape = tape
-        self.pending = pending
-        self.executed: set[int] = set()
-        self.ends: dict[int, Tensor] = {}  # generator state after each random row
-        self._slab = torch.empty(0)
-        self._kept: dict[int, UntypedStorage] = {}
-        self._kept_bytes = 0
-
-    def tensor(self, view: _View) -> Tensor:
-        """The real tensor behind `view`, on memory that this evaluator may keep."""
-        if view.value not in self._kept:
-            self.run(self.tape.producer[view.value], full=True, result=view.value)
-        return view.on(self._kept[view.value])
-
-    def release(self, value: int) -> None:
-        """Forget `value` unless it is pending."""
-        if value in self._kept and not self.pending(value):
-            self._drop(value)
-
-    def state(self, position: int | Tensor) -> Tensor:
-        """The generator state at `position`: a state, or where the row of that number ends."""
-        return (position if isinstance(position, Tensor) else self.ends[position]).clone()  # torch reads a state from its storage's start
-
-    def run(self, row: int, full: bool, result: int | None = None) -> None:
-        """Execute `row` and what it depends on; not `full` means for its random draws only. Keeps the value `result`."""
-        plan = self._plan(row, full)
-        uses = Counter(v for i, whole in plan.items() for v in self._inputs(i, whole))
-        for i in sorted(plan):
-            self._execute(i, plan[i], uses, result)
-            for value in self._inputs(i, plan[i]):
-                uses[value] -= 1
-                if not uses[value] and value != result:
-                    self.release(value)
-        limit = self.tape.largest + (0 if result is None else self.tape.nbytes[result])
-        for value in list(self._kept):
-            if self._kept_bytes <= limit:
-                break
-            if value != result:
-                self._drop(value)
-
-    def _inputs(self, row: int, full: bool) -> frozenset[int]:
-        return self.tape.ops[row].needs if full else self.tape.ops[row].reads
-
-    def _plan(self, row: int, full: bool) -> dict[int, bool]:
-        plan: dict[int, bool] = {}
-        stack = [(row, full)]
-        while stack:
-            i, full = stack.pop()
-            if i in plan and plan[i] >= full:
-                continue
-            plan[i] = full
-            stack.extend((self.tape.producer[v], True) for v in self._inputs(i, full) if v not in self._kept)
-            start = self.tape.ops[i].start
-            if isinstance(start, int) and start not in self.ends:
-                stack.append((start, False))
-        return plan
-
-    def _execute(self, row: int, full: bool, uses: Counter[int], result: int | None) -> None:
-        op = self.tape.ops[row]
-        inputs = self._inputs(row, full)
-        self.executed.add(row)
-        storages = {value: self._kept[value] for value in inputs}
-        for old, _ in op.writes:
-            if old in inputs and (uses[old] > 1 or old == result or self.pending(old)):
-                storages[old] = storages[old].clone()
-
-        def real(view: _View) -> Tensor:
-            if view.value not in storages:  # only its shape matters
-                storages[view.value] = UntypedStorage(self.tape.nbytes[view.value])
-            return view.on(storages[view.value])
-
-        outputs = self._call(row, op, *tree_map_only(_View, real, (op.args, op.kwargs)))
-        made = {new: storages[old] for old, new in op.writes}
-        made |= {view.value: self._as_recorded(op, outputs[i], view) for i, view in op.creates}
-        for value, storage in made.items():
-            if full and (uses[value] or value == result or self.pending(value)) and value not in self._kept:
-                self._kept[value] = storage
-                self._kept_bytes += self.tape.nbytes[value]
-
-    def _call(self, row: int, op: _Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-        """Call the operator with the default dtype and the generator state it had in the build; returns its outputs."""
-        dtype, state = torch.get_default_dtype(), torch.get_rng_state()
-        torch.set_default_dtype(op.default_dtype)
-        try:
-            if not op.random:
-                return tree_leaves(op.func(*args, **kwargs))
-            assert op.start is not None  # set for every random row by the recorder
-            start = self.state(op.start)
-            if op.private:
-                generator = torch.Generator().set_state(start)
-                outputs = tree_leaves(op.func(*args, **kwargs | {"generator": generator}))
-                self._remember(row, generator.get_state())
-            else:
-                torch.set_rng_state(start)
-                outputs = tree_leaves(op.func(*args, **kwargs))
-                self._remember(row, torch.get_rng_state())
-            return outputs
-        finally:
-            torch.set_default_dtype(dtype)
-            torch.set_rng_state(state)
-
-    def _remember(self, row: int, state: Tensor) -> None:
-        if row in self.ends:
-            return
-        slot = len(self.ends) % 64
-        if slot == 0:  # in slabs: many small blocks that stay would leave holes too small for the tensors that come and go between them
-            self._slab = torch.empty(64, state.numel(), dtype=state.dtype)
-        self.ends[row] = self._slab[slot].copy_(state)
-
-    def _as_recorded(self, op: _Op, tensor: Tensor, view: _View) -> UntypedStorage:
-        """The output's storage, laid out as the views recorded on it expect."""
-        if tuple(tensor.shape) != view.size or tensor.dtype != view.dtype:
-            raise ModelError(
-                f"{op.func} gave {tensor.dtype} {tuple(tensor.shape)} but {view.dtype} {view.size} when the model was recorded; "
-                "build the model whole and pass the module"
-            )
-        storage = tensor.untyped_storage()
-        nbytes = self.tape.nbytes[view.value]
-        same = (tensor.stride(), tensor.storage_offset(), storage.nbytes()) == (view.stride, view.offset, nbytes)
-        if same and (tensor.is_conj(), tensor.is_neg()) == (view.conj, view.neg):
-            return storage
-        storage = UntypedStorage(nbytes)
-        view.on(storage).copy_(tensor)
-        return storage
-
-    def _drop(self, value: int) -> None:
-        self._kept_bytes -= self.tape.nbytes[value]
-        del self._kept[value]
-
-
 class _Fakes(FakeTensorMode):
     """One set of fake tensors; a deep copy of one of them belongs to it as well."""
 
@@ -280,8 +74,8 @@ class _Recorder(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.fake = _Fakes(allow_fallback_kernels=False)
-        self.tape = _Tape()
-        self.evaluator = _Evaluator(self.tape, pending=lambda value: value not in self._superseded)
+        self.tape = Tape()
+        self.evaluator = Evaluator(self.tape, pending=lambda value: value not in self._superseded)
         self._superseded: set[int] = set()
         self._current: dict[int, int] = {}  # address of a storage -> its latest value
         self._storages: dict[int, UntypedStorage] = {}  # kept, so that no address is used twice
@@ -314,12 +108,12 @@ class _Recorder(TorchDispatchMode):
             raise ModelError(f"{func} cannot be recorded while the model is built; build the model whole and pass the module")
         return func(*tree_map_only(Tensor, self.read, args), **tree_map_only(Tensor, self.read, kwargs))
 
-    def view(self, tensor: Tensor) -> _View:
+    def view(self, tensor: Tensor) -> View:
         """`tensor`, which may be a real one, as a window on the latest value of its storage."""
         tensor = self._as_fake(tensor)
         address = _storage(tensor, "the build")._cdata
         where = (tuple(tensor.shape), tuple(tensor.stride()), int(tensor.storage_offset()))
-        return _View(self._current[address], tensor.dtype, *where, tensor.is_conj(), tensor.is_neg())
+        return View(self._current[address], tensor.dtype, *where, tensor.is_conj(), tensor.is_neg())
 
     def read(self, tensor: Tensor) -> Tensor:
         """The numbers that `tensor` holds at this point of the build."""
@@ -332,7 +126,7 @@ class _Recorder(TorchDispatchMode):
 
     def _tape(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], random: bool) -> Any:
         seen_args, seen_kwargs = tree_map_only(Tensor, self.view, args), tree_map_only(Tensor, self.view, kwargs)
-        reads = frozenset(v.value for v in _leaves(func, seen_args, seen_kwargs, _View, _is_read))
+        reads = frozenset(v.value for v in _leaves(func, seen_args, seen_kwargs, View, _is_read))
         written = [(t.untyped_storage()._cdata, _covers(t)) for t in _leaves(func, args, kwargs, Tensor, _is_written)]
         covers = any(covered for _, covered in written) and len(written) == 1 and _is_filled(func)
         old = {address: self._current[address] for address, _ in written}
@@ -350,14 +144,14 @@ class _Recorder(TorchDispatchMode):
             return result
         writes = tuple((value, self._new_value(address)) for address, value in old.items())
         creates = tuple((i, self._adopt(outputs[i])) for i in fresh.values())
-        op = _Op(func, seen_args, seen_kwargs | blind, reads, needs, writes, creates, torch.get_default_dtype(), random)
+        op = Op(func, seen_args, seen_kwargs | blind, reads, needs, writes, creates, torch.get_default_dtype(), random)
         if random:
             self._draw(op, kwargs.get("generator"))
         else:
             self.tape.ops.append(op)
         return result
 
-    def _draw(self, op: _Op, generator: torch.Generator | None) -> None:
+    def _draw(self, op: Op, generator: torch.Generator | None) -> None:
         """Append a random row, and put the generator where it can be recognised, or (one of the build's own) where the draw leaves it."""
         row = len(self.tape.ops)
         self.tape.ops.append(op)
@@ -380,13 +174,13 @@ class _Recorder(TorchDispatchMode):
         with self.fake:
             fake = torch.empty_strided(held.shape, held.stride(), dtype=held.dtype, device="cpu")
         view = self._adopt(fake)
-        self.tape.ops.append(_Op(held.clone, (), {}, frozenset(), frozenset(), (), ((0, view),), torch.get_default_dtype()))
+        self.tape.ops.append(Op(held.clone, (), {}, frozenset(), frozenset(), (), ((0, view),), torch.get_default_dtype()))
         return fake
 
     def _as_fake(self, tensor: Tensor) -> Tensor:
         return tensor if isinstance(tensor, FakeTensor) else self._constant(tensor)
 
-    def _adopt(self, tensor: Tensor) -> _View:
+    def _adopt(self, tensor: Tensor) -> View:
         storage = tensor.untyped_storage()
         self._storages[storage._cdata] = storage
         self._new_value(storage._cdata)
@@ -473,7 +267,7 @@ class Recording:
     order: names in the order in which `replay` completes them, the same on every rank.
     """
 
-    def __init__(self, module: nn.Module, seed: int, tape: _Tape, views: dict[str, _View], final: int | Tensor) -> None:
+    def __init__(self, module: nn.Module, seed: int, tape: Tape, views: dict[str, View], final: int | Tensor) -> None:
         self.module = module
         self.parameters: dict[str, Tensor] = dict(module.named_parameters())
         self.buffers: dict[str, Tensor] = dict(module.named_buffers())
@@ -508,7 +302,7 @@ class Recording:
             evaluator.release(view.value)
             sink(name, tensor)
 
-        evaluator = _Evaluator(tape, pending)
+        evaluator = Evaluator(tape, pending)
         names = deque(self.order)
         with torch.no_grad():
             for row, op in enumerate(tape.ops):

@@ -7,16 +7,16 @@ config alone, so that it is the same on every rank.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
-from typing import NamedTuple
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from polyreme.config.keys import ZeroSection
 from polyreme.errors import ModelError
-from polyreme.layout import Boundary, BucketLayout, Slot, TensorSpec
+from polyreme.layout import Boundary, BucketLayout, Cut, Slot, TensorSpec
 from polyreme.mesh import Axis
 from polyreme.zero.blocks import Unit
 from polyreme.zero.bucket import Bucket, Formats, Pool
@@ -36,29 +36,103 @@ class _Entry:
         return self.parameter.numel() * dtype.itemsize
 
 
+@dataclass(frozen=True)
+class Part:
+    """What this rank has of a parameter: its cut over the ranks of tensor parallelism; and the pipeline stages that have it."""
+
+    cut: Cut
+    stages: tuple[int, ...] = (0,)
+
+
+@dataclass(frozen=True)
+class Division:
+    """How the model is divided before ZeRO divides what each rank has.
+
+    parts: every parameter's, by each of its names. rank_of: of each pipeline stage. ties: the axes over ranks whose stages share
+    parameters, by those ranks."""
+
+    parts: Mapping[str, Part]
+    tp: Axis
+    pp: Axis
+    rank_of: Sequence[int] = (0,)
+    ties: Mapping[tuple[int, ...], Axis] = field(default_factory=dict)
+
+    def local(self, name: str, whole: Tensor) -> Tensor:
+        """This rank's part of a parameter."""
+        return self.parts[name].cut.split(whole, self.tp.rank)
+
+    def ranks_of(self, stages: Sequence[int]) -> tuple[int, ...]:
+        """The ranks of the pipeline that have these stages."""
+        return tuple(sorted({self.rank_of[stage] for stage in stages}))
+
+
 @dataclass
 class Placement:
-    """All units and buckets of a model. `trainable` is in registration order; `where` finds a parameter by any of its names."""
+    """All units and buckets of this rank's part of a model. `trainable` is in registration order; `where` finds a parameter by any of its
+    names."""
 
     root: Unit
     units: list[Unit]
     trainable: list[Bucket]
     where: Mapping[str, tuple[Bucket, Slot]]
     pool: Pool
+    division: Division
 
     @property
     def buckets(self) -> list[Bucket]:
         return [bucket for unit in (self.root, *self.units) for bucket in unit.buckets]
 
+    def write(self, name: str, whole: Tensor) -> None:
+        """Set a parameter to `whole`, of which this rank keeps its part."""
+        bucket, slot = self.where[name]
+        bucket.write(slot, self.division.local(name, whole))
+
     def tensors(self, master: bool = False) -> Iterator[tuple[list[str], Tensor]]:
-        """Every parameter, whole, with all its names; one bucket in memory at a time, valid until the next. All ranks must call."""
-        names: dict[tuple[int, str], list[str]] = defaultdict(list)
-        for name, (bucket, slot) in self.where.items():
-            names[id(bucket), slot.name].append(name)
+        """Every parameter of the whole model, whole, with all its names; each valid until the next. All ranks must call."""
+        pp = self.division.pp
+        if pp.size == 1:
+            yield from self._of_stage(master)
+            return
+        mine = [
+            (names, list(self.division.parts[names[0]].cut.shape), bucket) for bucket in self.buckets for names, _ in self._named(bucket)
+        ]
+        told: list[Any] = pp.gather_objects([(names, shape, str(self._format(b, master))) for names, shape, b in mine])
+        known: set[str] = set()
+        for rank, entries in enumerate(told):
+            own = self._of_stage(master) if rank == pp.rank else iter(())
+            for names, shape, dtype in entries:
+                local = next(own, None)
+                if names[0] in known:
+                    continue
+                known.update(names)
+                tensor = local[1].contiguous() if local else torch.empty(shape, dtype=getattr(torch, dtype.removeprefix("torch.")),
+                                                                         device=self.buckets[0].master.device)  # fmt: skip
+                pp.broadcast(tensor, rank)
+                yield names, tensor
+
+    def _of_stage(self, master: bool) -> Iterator[tuple[list[str], Tensor]]:
+        """The parameters of this rank's stages, joined over tensor parallelism; one bucket in memory at a time."""
+        tp = self.division.tp
         for bucket in self.buckets:
             full = bucket.whole(master)
-            for slot in bucket.layout.slots:
-                yield names[id(bucket), slot.name], full[slot.start : slot.stop].view(slot.shape)
+            for names, slot in self._named(bucket):
+                local, cut = full[slot.start : slot.stop], self.division.parts[names[0]].cut
+                if cut.is_whole or tp.size == 1:
+                    yield names, local.view(slot.shape)
+                    continue
+                everyone = torch.empty(tp.size * local.numel(), dtype=local.dtype, device=local.device)
+                tp.all_gather(everyone, local).settle()
+                yield names, cut.join([part.view(slot.shape) for part in everyone.chunk(tp.size)])
+
+    def _named(self, bucket: Bucket) -> list[tuple[list[str], Slot]]:
+        names: dict[str, list[str]] = defaultdict(list)
+        for name, (owner, slot) in self.where.items():
+            if owner is bucket:
+                names[slot.name].append(name)
+        return [(names[slot.name], slot) for slot in bucket.layout.slots]
+
+    def _format(self, bucket: Bucket, master: bool) -> torch.dtype:
+        return (bucket.master if master else bucket.shard).dtype
 
 
 def place(
@@ -71,9 +145,10 @@ def place(
     formats: Formats,
     device: torch.device,
     reduces_microbatches: bool,
+    division: Division,
 ) -> Placement:
     """Move every parameter of `model` into a bucket. A parameter that has data keeps its values (those of the axis' rank 0); one on
-    the meta device is replaced by a real one, to be filled by `Bucket.write`.
+    the meta device is replaced by a real one, to be filled by `Placement.write`. `division` tells what the parameters are parts of.
 
     Raises ModelError for a model without parameters, or with trainable parameters that are not real floating-point numbers.
     """
@@ -83,7 +158,9 @@ def place(
     for entry in entries:
         members[unit_of[entry.names[0]]].append(entry)
     root = Unit("root", [model])
-    units = [Unit(names[0], [blocks[name] for name in names]) for names in _coalesce(blocks, members, formats.compute, section.min_bucket)]
+    stage_of = {name: division.parts[members[name][0].names[0]].stages for name in blocks if members.get(name)}
+    units = [Unit(names[0], [blocks[name] for name in names])
+             for names in _coalesce(blocks, members, stage_of, formats.compute, section.min_bucket)]  # fmt: skip
     first_block = min((e.at for name in blocks for e in members[name]), default=0)
     pool = Pool(axis, device)
     found: list[tuple[int, Bucket]] = []
@@ -91,7 +168,7 @@ def place(
     for unit in (root, *units):
         names = [""] if unit is root else [name for name, block in blocks.items() if any(block is m for m in unit.modules)]
         mine = sorted((e for name in names for e in members[name]), key=lambda e: e.at)
-        for kind, entries_of_kind in _sorted(mine, formats, recipe, first_block):
+        for kind, entries_of_kind in _sorted(mine, formats, recipe, first_block, division):
             for part in _split(entries_of_kind, kind.dtype, section.bucket_size):
                 specs = [TensorSpec(e.names[0], tuple(e.parameter.shape), recipe.group_of[e.names[0]]) for e in part]
                 layout = BucketLayout.build(specs, axis.size, kind.boundary)
@@ -99,6 +176,9 @@ def place(
                 ordered = [by_name[slot.name] for slot in layout.slots]
                 own = formats if kind.trainable else Formats(kind.dtype, kind.dtype, kind.dtype, kind.dtype)
                 bucket = _fill(model, ordered, layout, axis, residency, own, pool, device, kind.trainable, reduces_microbatches)
+                bucket.stages = kind.stages
+                bucket.tie = division.ties.get(division.ranks_of(kind.stages))
+                bucket.counted = _counted(bucket, kind, division)
                 unit.buckets.append(bucket)
                 found.append((part[0].at, bucket))
                 for entry, slot in zip(ordered, layout.slots, strict=True):
@@ -106,7 +186,11 @@ def place(
     trainable = [bucket for _, bucket in sorted(found, key=lambda pair: pair[0]) if bucket.trainable]
     if not trainable:
         raise ModelError("every parameter of the model is frozen: set requires_grad on those to train")
-    return Placement(root, units, trainable, where, pool)
+    return Placement(root, units, trainable, where, pool, division)
+
+
+Owned = Literal["all", "some", "none"]
+"""How much of its part of a parameter a tensor-parallel rank has that no rank before it has."""
 
 
 class _Kind(NamedTuple):
@@ -116,17 +200,46 @@ class _Kind(NamedTuple):
     dtype: torch.dtype
     boundary: Boundary
     before_blocks: bool  # those of the root are used either at the beginning of forward or at its end
+    stages: tuple[int, ...]
+    owned: tuple[Owned, ...]  # by each tensor-parallel rank, so that buckets are the same on all of them
 
 
-def _sorted(entries: list[_Entry], formats: Formats, recipe: Recipe, first_block: int) -> Iterable[tuple[_Kind, list[_Entry]]]:
+def _sorted(
+    entries: list[_Entry], formats: Formats, recipe: Recipe, first_block: int, division: Division
+) -> Iterable[tuple[_Kind, list[_Entry]]]:
     """`entries` by kind, in order within each."""
     kinds: dict[_Kind, list[_Entry]] = defaultdict(list)
     for entry in entries:
         parameter = entry.parameter
         dtype = formats.compute if parameter.is_floating_point() else parameter.dtype
         boundary = recipe.boundary(recipe.group_of[entry.names[0]])
-        kinds[_Kind(parameter.requires_grad, dtype, boundary, entry.at < first_block)].append(entry)
+        part = division.parts[entry.names[0]]
+        if boundary == "tensor" and not part.cut.is_whole:
+            raise ModelError(f"the optimizer of {entry.names[0]} needs whole tensors, and tensor parallelism gives each rank a part of it: "
+                             "use an elementwise optimizer such as adamw, or write mesh.tp = 1")  # fmt: skip
+        owned = tuple(_owned(part.cut, rank) for rank in range(division.tp.size))
+        kinds[_Kind(parameter.requires_grad, dtype, boundary, entry.at < first_block, part.stages, owned)].append(entry)
     return kinds.items()
+
+
+def _owned(cut: Cut, rank: int) -> Owned:
+    owned, used = sum(stop - start for start, stop in cut.owned(rank)), cut.used(rank)
+    return "all" if owned == used else "some" if owned else "none"
+
+
+def _counted(bucket: Bucket, kind: _Kind, division: Division) -> bool | Tensor:
+    """For `Bucket.counted`: what no tensor-parallel rank before this one has, on the first of the stages that share it."""
+    owned = kind.owned[division.tp.rank]
+    if owned == "none" or (division.pp.size > 1 and division.pp.rank != division.ranks_of(kind.stages)[0]):
+        return False
+    if owned == "all":
+        return True
+    mask = torch.zeros(bucket.layout.size, dtype=bucket.formats.reduce)
+    for slot in bucket.layout.slots:
+        cut = division.parts[slot.name].cut
+        for start, stop in cut.owned(division.tp.rank):
+            mask[slot.start : slot.stop].view(slot.shape).narrow(cut.dim, start, stop - start).fill_(1)
+    return mask[bucket.own].to(bucket.master.device)
 
 
 def _entries(model: nn.Module) -> list[_Entry]:
@@ -156,14 +269,16 @@ def _units_of(entries: list[_Entry], blocks: Mapping[str, nn.Module]) -> dict[st
     return found
 
 
-def _coalesce(blocks: Mapping[str, nn.Module], members: Mapping[str, list[_Entry]], dtype: torch.dtype, least: int) -> list[list[str]]:
-    """Names of consecutive blocks that form one unit: each unit has at least `least` bytes, but for the last."""
+def _coalesce(
+    blocks: Mapping[str, nn.Module], members: Mapping[str, list[_Entry]], stage_of: Mapping[str, object], dtype: torch.dtype, least: int
+) -> list[list[str]]:
+    """Names of consecutive blocks of a pipeline stage that form one unit: each has at least `least` bytes, but for a stage's last."""
     units: list[list[str]] = []
     size = least
     for name in blocks:
         if not members.get(name):
             continue
-        if size >= least:
+        if size >= least or stage_of[name] != stage_of[units[-1][-1]]:
             units.append([])
             size = 0
         units[-1].append(name)

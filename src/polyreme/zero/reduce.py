@@ -7,13 +7,16 @@ ranks ever wait for different operations:
 - With sharded parameters the order against the gathers matters too, so a block's buckets are reduced when backward has left the
   block (`complete`), the root's at the end; the arrival of gradients, which may differ between ranks, decides nothing.
 
+With several micro-batches or pipeline stages, a bucket's gradients are added up on the rank until the last backward that has some for it,
+unless every backward reduces its own.
+
 At most IN_FLIGHT reductions hold their buffers at a time.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from torch import Tensor
 
@@ -27,42 +30,55 @@ IN_FLIGHT = 1
 class Reducer:
     """Follows the gradients of `buckets` (trainable ones, in registration order) through backward."""
 
-    def __init__(self, buckets: Sequence[Bucket]) -> None:
+    def __init__(self, buckets: Sequence[Bucket], microbatches: int = 1, every_time: bool = False, stages: Collection[int] = (0,)) -> None:
+        """`every_time`: reduce after each of the `microbatches`, not after the last. `stages`: those of this rank."""
         self._order = list(reversed(buckets))
+        self._every_time = every_time
+        self._uses = {bucket: microbatches * len({*bucket.stages} & {*stages}) for bucket in buckets}  # backwards of a step
+        self._left: dict[Bucket, int] = {}
         self._by_arrival = not any(bucket.sharded for bucket in buckets)
-        self._waiting: dict[Bucket, set[int]] = {}  # not reduced yet: parameters without a gradient in this backward
+        self._waiting: dict[Bucket, set[int]] = {}  # to be reduced in this backward: parameters without a gradient in it
+        self._adding: set[Bucket] = set()  # whose gradients of this backward are only added up
         self._in_flight: deque[Bucket] = deque()
-        self._armed = False
         for bucket in self._order:
             for index, parameter in enumerate(bucket.parameters):
                 parameter.register_post_accumulate_grad_hook(self._arrival(bucket, index))
 
-    def begin(self, reduce: bool) -> None:
-        """Before a backward: `reduce` says whether its gradients complete a reduction (else they are added up on this rank)."""
-        self._waiting = {bucket: set(range(len(bucket.parameters))) for bucket in self._order}
-        self._armed = reduce
+    def restart(self) -> None:
+        """Before the first backward of a step."""
+        self._left = dict(self._uses)
+
+    def begin(self, stage: int = 0, reduce: bool = True) -> None:
+        """Before a backward of `stage`; its gradients are not reduced at all without `reduce`."""
+        used = [bucket for bucket in self._order if stage in bucket.stages]
+        for bucket in used:
+            self._left[bucket] -= 1
+        last = [bucket for bucket in used if reduce and (self._every_time or not self._left[bucket])]
+        self._waiting = {bucket: set(range(len(bucket.parameters))) for bucket in last}
+        self._adding = {*used} - {*last}
 
     def complete(self, buckets: Sequence[Bucket]) -> None:
-        """In a backward: `buckets` (frozen ones among them count for nothing) get no more gradients."""
-        if self._armed:
-            for bucket in [b for b in self._waiting if b in buckets]:
-                self._reduce(bucket)
+        """In a backward: `buckets` (those that are not to be reduced count for nothing) get no more gradients."""
+        for bucket in [b for b in self._waiting if b in buckets]:
+            self._reduce(bucket)
 
     def end(self) -> None:
         """After a backward: reduce what it left, parameters without gradient as zero, and wait for all reductions."""
         self.complete(self._order)
         while self._in_flight:
             self._in_flight.popleft().finish_reduce()
-        self._armed = False
 
     def _arrival(self, bucket: Bucket, index: int) -> Callable[[Tensor], None]:
         def arrived(_: Tensor) -> None:
+            if bucket in self._adding:
+                bucket.take_grad(index)
+                return
             if bucket not in self._waiting:
                 raise ModelError(f"parameter {bucket.layout.slots[index].name} got a second gradient after its reduction began: "
                                  "call backward once a micro-batch, and use non-reentrant checkpoints")  # fmt: skip
             bucket.take_grad(index)
             self._waiting[bucket].discard(index)
-            while self._armed and self._by_arrival and self._waiting and not self._waiting[first := next(iter(self._waiting))]:
+            while self._by_arrival and self._waiting and not self._waiting[first := next(iter(self._waiting))]:
                 self._reduce(first)
 
         return arrived

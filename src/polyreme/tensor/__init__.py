@@ -1,0 +1,1 @@
+"""Tensor and sequence parallelism on plain tensors, in models that are not rewritten. `surgery.parallelize` is the way in."""

@@ -1,0 +1,271 @@
+"""The styles in which a module can be divided over a tensor-parallel axis: how each of its parameters is cut, and its new forward.
+
+A module stays the object that it is and keeps the names of its parameters; its parameters get local shapes and its `forward` is replaced.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from polyreme.errors import BatchError, ModelError
+from polyreme.layout import Cut
+from polyreme.mesh import Axis
+from polyreme.tensor import ops
+from polyreme.tensor.loss import SplitLogits
+from polyreme.tensor.randomness import Fork
+
+
+def is_linear(module: nn.Module) -> bool:
+    return isinstance(module, nn.Linear) or is_transposed(module)
+
+
+def is_transposed(module: nn.Module) -> bool:
+    """GPT-2's `Conv1D`: a linear layer whose weight is (in, out)."""
+    return type(module).__name__ == "Conv1D" and hasattr(module, "nf") and hasattr(module, "nx")
+
+
+def linear_sizes(module: nn.Module) -> tuple[int, int]:
+    """(inputs, outputs) of a linear layer."""
+    shape: Sequence[int] = module.weight.shape  # type: ignore[assignment]
+    return (shape[0], shape[1]) if is_transposed(module) else (shape[1], shape[0])
+
+
+@dataclass
+class Site:
+    """Where styles are installed: the axis, and the random state of split regions (None where nothing random happens in them, or whole
+    blocks are forked)."""
+
+    axis: Axis
+    fork: Fork | None
+
+
+class Style(Protocol):
+    def cuts(self, module: nn.Module, ways: int) -> dict[str, Cut]:
+        """How each of the module's own parameters is divided, by its name in the module. Raises ValueError where it cannot be."""
+        ...
+
+
+@dataclass(frozen=True)
+class Column:
+    """A linear layer of which each rank has a part of the outputs.
+
+    sections: (outputs, units that cannot be divided) of each of the parts that are packed into it; () for one section that divides evenly.
+    gathered: each rank gets all outputs.
+    """
+
+    sections: tuple[tuple[int, int], ...] = ()
+    gathered: bool = False
+
+    def cuts(self, module: nn.Module, ways: int) -> dict[str, Cut]:
+        outputs = linear_sizes(module)[1]
+        sections = self.sections or ((outputs, ways),)
+        if sum(size for size, _ in sections) != outputs:
+            raise ValueError(f"its {outputs} outputs are not {' + '.join(str(size) for size, _ in sections)}")
+        return {
+            name: Cut.packed(p.shape, 1 if is_transposed(module) and p.dim() == 2 else 0, ways, sections)
+            for name, p in module.named_parameters(recurse=False)
+        }
+
+
+@dataclass(frozen=True)
+class Row:
+    """A linear layer of which each rank has a part of the inputs; its outputs are summed. `split_input`: its input arrives whole."""
+
+    split_input: bool = False
+
+    def cuts(self, module: nn.Module, ways: int) -> dict[str, Cut]:
+        return {
+            name: Cut.even(p.shape, 0 if is_transposed(module) else 1, ways) if p.dim() == 2 else Cut.whole(p.shape, ways)
+            for name, p in module.named_parameters(recurse=False)
+        }
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """An embedding, or the linear layer of a head, of which each rank has a part of the vocabulary (uneven parts are padded)."""
+
+    def cuts(self, module: nn.Module, ways: int) -> dict[str, Cut]:
+        return {name: Cut.padded(p.shape, 0, ways) for name, p in module.named_parameters(recurse=False)}
+
+
+@dataclass(frozen=True)
+class EmbeddingColumns:
+    """An embedding of which each rank has a part of the width, such as one number for each attention head."""
+
+    def cuts(self, module: nn.Module, ways: int) -> dict[str, Cut]:
+        return {name: Cut.even(p.shape, 1, ways) for name, p in module.named_parameters(recurse=False)}
+
+
+@dataclass(frozen=True)
+class Replicate:
+    """Whole on every rank. `summed`: used in a split region, so that each rank's gradient is a part of the whole one."""
+
+    summed: bool = False
+
+    def cuts(self, module: nn.Module, ways: int) -> dict[str, Cut]:
+        return {name: Cut.whole(p.shape, ways) for name, p in module.named_parameters()}
+
+
+class Columns:
+    """Column layers that a module calls with the same input: computed at the first one's call, so that backward sums one gradient.
+
+    Layers that turn out to be called with different inputs (cross-attention) are computed one by one from the next `settle` on: not
+    before, so that a recomputed forward is what it was."""
+
+    def __init__(self, site: Site, modules: Sequence[nn.Module], styles: Sequence[Column], gathers: bool) -> None:
+        """gathers: inputs are parts of the sequence that no one gathered before."""
+        self._site, self._modules, self._styles, self._gathers = site, modules, styles, gathers
+        self._together = self._same_inputs = True
+        self._input: Tensor | None = None
+        self._outputs: dict[int, Tensor] = {}
+        self._entered: tuple[Tensor, Tensor] | None = None
+        for index, module in enumerate(modules):
+            module.forward = functools.partial(self._call, index)
+            _resize(module)
+
+    def settle(self) -> None:
+        """Called before each forward of the model."""
+        self._together = self._same_inputs
+        self._input, self._outputs = None, {}
+
+    def enter(self, full: Tensor, part: Tensor) -> None:
+        """`full` is the whole of the sequence of which this rank has `part`."""
+        self._entered = full, part
+
+    def leave(self) -> None:
+        self._entered = None
+
+    def _call(self, index: int, x: Tensor) -> Tensor:
+        if self._input is not x or index not in self._outputs:
+            self._same_inputs &= not self._outputs
+            members = range(len(self._modules)) if self._together else [index]
+            self._input, self._outputs = x, dict(zip(members, self._compute(x, members), strict=True))
+        out = self._outputs.pop(index)
+        if not self._outputs:
+            self._input = None
+        if self._styles[index].gathered:
+            return ops.gather(self._site.axis, out, -1)
+        if self._site.fork is not None and self._modules[index].training:
+            self._site.fork.enter(out.device)
+        return out
+
+    def _compute(self, x: Tensor, members: Sequence[int]) -> tuple[Tensor, ...]:
+        modules = [self._modules[i] for i in members]
+        weights, biases = [m.weight for m in modules], [m.bias for m in modules]
+        shapes = [ops.Shape(is_transposed(m)) for m in modules]
+        sequence, full = self._gathers, None
+        if self._entered is not None and self._entered[0] is x:
+            full, x = self._entered
+            sequence = True
+        return ops.columns(self._site.axis, x, weights, biases, shapes, sequence, full)  # type: ignore[arg-type]
+
+
+def install_row(site: Site, module: nn.Module, style: Row, sequence: bool) -> None:
+    """sequence: each rank gets its part of the sequence of the output."""
+    shape = ops.Shape(is_transposed(module))
+
+    def forward(x: Tensor) -> Tensor:
+        if site.fork is not None:
+            site.fork.leave()
+        if style.split_input:
+            x = ops.split(site.axis, x, -1)
+        return ops.row(site.axis, x, module.weight, module.bias, shape, sequence)  # type: ignore[arg-type]
+
+    module.forward = forward
+    _resize(module)
+
+
+def install_head(site: Site, module: nn.Module, cut: Cut) -> None:
+    """A head whose output is `SplitLogits`."""
+    used = cut.used(site.axis.rank)
+    shape = ops.Shape(used=None if used == cut.length else used)
+
+    def forward(x: Tensor) -> Tensor:
+        (out,) = ops.columns(site.axis, x, [module.weight], [module.bias], [shape])  # type: ignore[list-item]
+        return SplitLogits.of(out, site.axis, cut)
+
+    module.forward = forward
+    _resize(module)
+
+
+def install_embedding(site: Site, module: nn.Embedding, cut: Cut) -> None:
+    """Each rank looks up the rows that it has; the others' are zeros in the sum. What a subclass does to the rows stays as it is.
+
+    Raises ModelError for options of nn.Embedding that look at other rows than their own."""
+    if module.max_norm is not None or module.sparse or module.scale_grad_by_freq:
+        raise ModelError("an embedding with max_norm, sparse or scale_grad_by_freq cannot be divided by its vocabulary: turn them off, "
+                         'or place it whole on every rank with "replicate"')  # fmt: skip
+    (start, stop), size = cut.pieces[site.axis.rank][0], cut.shape[0]
+    look_up = module.forward
+    padding = module.padding_idx
+    module.padding_idx = padding - start if padding is not None and start <= padding < stop else None
+
+    def forward(ids: Tensor) -> Tensor:
+        if ids.device.type == "cpu" and ids.numel():
+            low, high = torch.aminmax(ids)
+            if low < 0 or high >= size:
+                raise BatchError(f"token {int(low if low < 0 else high)} is outside of the vocabulary of {size}")
+        elsewhere = (ids < start) | (ids >= stop)
+        rows = look_up((ids - start).masked_fill_(elsewhere, 0))
+        return ops.reduce(site.axis, rows.masked_fill(elsewhere.unsqueeze(-1), 0))
+
+    module.forward = forward  # type: ignore[assignment]
+    module.num_embeddings = stop - start
+
+
+def install_summed(axis: Axis, block: nn.Module, held: Sequence[tuple[nn.Module, str, Cut]]) -> None:
+    """While `block` runs, parameters of its modules are replaced by tensors whose gradients are summed over the axis, all at once."""
+    forward = block.forward
+
+    @functools.wraps(forward)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        trained = [each for each in held if each[0].get_parameter(each[1]).requires_grad]
+        parameters = [module.get_parameter(name) for module, name, _ in trained]
+        summed = ops.sum_gradients(axis, parameters, [cut for _, _, cut in trained])
+        try:
+            for (module, name, _), tensor in zip(trained, summed, strict=True):
+                module._parameters[name] = tensor  # type: ignore[assignment]
+            return forward(*args, **kwargs)
+        finally:
+            for (module, name, _), parameter in zip(trained, parameters, strict=True):
+                module._parameters[name] = parameter
+
+    block.forward = wrapped
+
+
+def install_argument(module: nn.Module, change: Callable[[Tensor], Tensor], name: str | None = None) -> None:
+    """`change` the argument of the module's forward that is called `name`, where it is a tensor; or (None) its first, which must be one."""
+    forward = module.forward
+    names = list(inspect.signature(forward).parameters)
+    position = names.index(name) if name is not None else 0
+    key = names[position]
+
+    @functools.wraps(forward)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        given = args[position] if position < len(args) else kwargs.get(key)
+        if not isinstance(given, Tensor):
+            if name is None:
+                raise ModelError(f"{type(module).__name__} was called without hidden states as its first argument ({key}), whose sequence "
+                                 "was to be split: set mesh.sequence_parallel = false")  # fmt: skip
+        elif position < len(args):
+            args = (*args[:position], change(given), *args[position + 1 :])
+        else:
+            kwargs[key] = change(given)
+        return forward(*args, **kwargs)
+
+    module.forward = wrapped
+
+
+def _resize(module: nn.Module) -> None:
+    """Make a linear layer's sizes those of its weight, for whoever prints it."""
+    inputs, outputs = linear_sizes(module)
+    names = ("nx", "nf") if is_transposed(module) else ("in_features", "out_features")
+    for name, size in zip(names, (inputs, outputs), strict=True):
+        setattr(module, name, size)

@@ -1,0 +1,306 @@
+"""Autograd pairs over an axis: what one does in forward, its twin does in backward; and the two linear layers made of them.
+
+Contract: outside of a split region (between a column and its row layer) every rank of the axis holds the same activations, or its part
+of the sequence of them, and after backward complete gradients of them. All ranks call the same operations in the same order.
+
+Communication, Shoeybi et al. 2019 ("Megatron-LM") and Korthikanti et al. 2022 ("Reducing Activation Recomputation"): a row layer sums
+its output (all-reduce, or a reduce-scatter along the sequence), a column layer the gradient of its input, while it computes the
+gradients of its weights. With the sequence split, the column layer gathers its input; for backward it keeps its own part and gathers
+again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+
+from polyreme.errors import BatchError
+from polyreme.layout import Cut
+from polyreme.mesh import Axis, Work
+
+
+def sequence_dim(hidden: Tensor) -> int:
+    """Which dimension of hidden states is the sequence: of (batch, sequence, width) the second, of (batch * sequence, width) the first."""
+    return 1 if hidden.dim() > 2 else 0
+
+
+# ---- moving a dimension: every rank's part in rank order
+
+
+class Moved:
+    """A tensor on its way: `finish` waits and returns it."""
+
+    def __init__(self, work: Work, ranks_first: Tensor, dim: int | None) -> None:
+        self._work, self._tensor, self._dim = work, ranks_first, dim
+
+    def finish(self) -> Tensor:
+        self._work.wait()
+        if self._dim is None:
+            return self._tensor
+        return self._tensor.movedim(0, self._dim).flatten(self._dim, self._dim + 1)
+
+
+def start_gather(axis: Axis, part: Tensor, dim: int) -> Moved:
+    """Begin to put every rank's `part` one behind the other along `dim`."""
+    dim %= part.dim()
+    part = part.contiguous()
+    full = part.new_empty((axis.size, *part.shape))
+    return Moved(axis.all_gather(full.view(-1), part.view(-1)), full, dim)
+
+
+def start_scatter_sum(axis: Axis, full: Tensor, dim: int) -> Moved:
+    """Begin to sum `full` over the axis; the result is this rank's part of the sum along `dim`."""
+    ranks_first = _by_rank(axis, full, dim)
+    part = torch.empty_like(ranks_first[0])
+    return Moved(axis.reduce_scatter(part.view(-1), ranks_first.view(-1)), part, None)
+
+
+def own_part(axis: Axis, full: Tensor, dim: int) -> Tensor:
+    """This rank's equal part of `full` along `dim`, in memory of its own."""
+    part = full.unflatten(dim, (axis.size, -1)).select(dim % full.dim(), axis.rank)
+    return part.clone(memory_format=torch.contiguous_format)
+
+
+def _by_rank(axis: Axis, full: Tensor, dim: int) -> Tensor:
+    return full.unflatten(dim, (axis.size, -1)).movedim(dim % full.dim(), 0).contiguous()
+
+
+class _Gather(Function):
+    """all-gather / own part: the gradient that comes back is complete."""
+
+    @staticmethod
+    def forward(ctx: Any, part: Tensor, axis: Axis, dim: int) -> Tensor:
+        ctx.axis, ctx.dim = axis, dim
+        return start_gather(axis, part, dim).finish()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        return own_part(ctx.axis, grad, ctx.dim), None, None
+
+
+class _Split(Function):
+    """Own part / all-gather."""
+
+    @staticmethod
+    def forward(ctx: Any, full: Tensor, axis: Axis, dim: int) -> Tensor:
+        ctx.axis, ctx.dim = axis, dim
+        return own_part(axis, full, dim)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        return start_gather(ctx.axis, grad, ctx.dim).finish(), None, None
+
+
+class _Reduce(Function):
+    """all-reduce / identity."""
+
+    @staticmethod
+    def forward(ctx: Any, partial: Tensor, axis: Axis) -> Tensor:
+        total = partial.clone(memory_format=torch.contiguous_format)
+        axis.all_reduce(total).wait()
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        return grad, None
+
+
+class _Summed(Function):
+    """Identity / all-reduce, of several tensors at once: of those that a Cut divides, each number over the ranks that hold it."""
+
+    @staticmethod
+    def forward(ctx: Any, axis: Axis, cuts: Sequence[Cut], *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.axis, ctx.cuts = axis, cuts
+        ctx.set_materialize_grads(False)
+        return tuple(tensor.view_as(tensor) for tensor in tensors)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+        axis, cuts = ctx.axis, ctx.cuts
+        summed: list[Tensor | None] = [None] * len(grads)
+        came = {i: grad for i, grad in enumerate(grads) if grad is not None}  # of the same tensors on every rank
+        for dtype in dict.fromkeys(grad.dtype for grad in came.values()):
+            mine = {i: grad for i, grad in came.items() if grad.dtype == dtype}
+            sizes = [torch.Size(cuts[i].shape).numel() for i in mine]
+            flat = next(iter(mine.values())).new_zeros(sum(sizes))
+            places = [place.view(cuts[i].shape) for i, place in zip(mine, flat.split(sizes), strict=True)]
+            for (i, grad), place in zip(mine.items(), places, strict=True):
+                cuts[i].put(grad, axis.rank, place)
+            axis.all_reduce(flat).wait()
+            for i, place in zip(mine, places, strict=True):
+                summed[i] = cuts[i].split(place, axis.rank)
+        return None, None, *summed
+
+
+def gather(axis: Axis, part: Tensor, dim: int) -> Tensor:
+    """Every rank's `part` along `dim`; backward keeps this rank's part of the (complete) gradient."""
+    return part if axis.size == 1 else _Gather.apply(part, axis, dim)
+
+
+def split(axis: Axis, full: Tensor, dim: int) -> Tensor:
+    """This rank's equal part of `full` along `dim`; backward gathers the gradient."""
+    return full if axis.size == 1 else _Split.apply(full, axis, dim)
+
+
+def reduce(axis: Axis, partial: Tensor) -> Tensor:
+    """The sum of every rank's `partial`; backward passes the gradient on."""
+    return partial if axis.size == 1 else _Reduce.apply(partial, axis)
+
+
+def sum_gradients(axis: Axis, tensors: Sequence[Tensor], cuts: Sequence[Cut]) -> tuple[Tensor, ...]:
+    """`tensors` as they are; in backward their gradients are summed over the ranks that hold them, all in one all-reduce."""
+    return tuple(tensors) if axis.size == 1 or not tensors else _Summed.apply(axis, cuts, *tensors)
+
+
+def split_sequence(axis: Axis, hidden: Tensor) -> Tensor:
+    """This rank's part of the sequence. Raises BatchError where it cannot be divided."""
+    dim = sequence_dim(hidden)
+    if hidden.shape[dim] % axis.size:
+        raise BatchError(
+            f"a sequence of {hidden.shape[dim]} positions cannot be divided over {axis.size} tensor-parallel ranks: pad it to a multiple "
+            f"of {axis.size}, or set mesh.sequence_parallel = false"
+        )
+    return split(axis, hidden, dim)
+
+
+# ---- linear layers
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Of a linear layer's weight: (in, out) where `transposed`, else (out, in). Outputs behind the first `used` are padding."""
+
+    transposed: bool = False
+    used: int | None = None
+
+    def product(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return F.linear(x, self.matrix(weight), bias if bias is None else bias[: self.used])
+
+    def matrix(self, weight: Tensor) -> Tensor:
+        """(used outputs, inputs)"""
+        return (weight.t() if self.transposed else weight)[: self.used]
+
+    def weight_grad(self, grad: Tensor, x: Tensor, weight: Tensor) -> Tensor:
+        """grad: (rows, outputs), x: (rows, inputs)"""
+        if self.used is None:
+            return x.t() @ grad if self.transposed else grad.t() @ x
+        out = torch.zeros_like(weight)
+        torch.mm(grad.t(), x, out=self.matrix(out))
+        return out
+
+
+PLAIN = Shape()
+
+
+class _Columns(Function):
+    """Linear layers with one input, each with this rank's part of its outputs.
+
+    The input is replicated, or with `sequence` this rank's part of the sequence; then `full` may be the whole one, if it is known."""
+
+    @staticmethod
+    def forward(ctx: Any, axis: Axis, sequence: bool, shapes: Sequence[Shape], full: Tensor | None, x: Tensor,
+                *parameters: Tensor | None) -> tuple[Tensor, ...]:  # fmt: skip
+        ctx.axis, ctx.sequence, ctx.shapes = axis, sequence, shapes
+        ctx.set_materialize_grads(False)
+        count = len(shapes)
+        weights, biases = parameters[:count], parameters[count:]
+        ctx.save_for_backward(x, *weights)
+        ctx.biases = [None if bias is None else bias.shape for bias in biases]
+        if sequence and full is None:
+            full = start_gather(axis, x, sequence_dim(x)).finish()
+        whole = x if full is None else full
+        return tuple(s.product(whole, w, b) for s, w, b in zip(shapes, weights, biases, strict=True))  # type: ignore[arg-type]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+        x, *weights = ctx.saved_tensors
+        count, axis, dim = len(weights), ctx.axis, sequence_dim(x)
+        needs = ctx.needs_input_grad[5:]
+        gathering = start_gather(axis, x, dim) if ctx.sequence and any(needs[:count]) else None
+        flat = [None if grad is None else grad.reshape(-1, grad.shape[-1]) for grad in grads]
+        came = [(g, shape.matrix(w)) for g, shape, w in zip(flat, ctx.shapes, weights, strict=True) if g is not None]
+        grad_x: Tensor | None = None
+        moving: Moved | None = None
+        if ctx.needs_input_grad[4] and came:
+            total = came[0][0] @ came[0][1]
+            for other, matrix in came[1:]:
+                total.addmm_(other, matrix)
+            if ctx.sequence:
+                whole = list(x.shape)
+                whole[dim] *= axis.size
+                moving = start_scatter_sum(axis, total.view(whole), dim)
+            else:
+                moving = Moved(axis.all_reduce(total), total.view(x.shape), None)
+        inputs = x if gathering is None else gathering.finish()
+        inputs = inputs.reshape(-1, inputs.shape[-1])
+        weight_grads = [
+            shape.weight_grad(grad, inputs, weight) if grad is not None and needed else None
+            for shape, grad, weight, needed in zip(ctx.shapes, flat, weights, needs, strict=False)
+        ]
+        bias_grads = [
+            F.pad(grad.sum(0), (0, size[0] - grad.shape[1])) if grad is not None and needed else None
+            for grad, size, needed in zip(flat, ctx.biases, needs[count:], strict=True)
+        ]
+        if moving is not None:
+            grad_x = moving.finish()
+        return None, None, None, None, grad_x, *weight_grads, *bias_grads
+
+
+class _Row(Function):
+    """A linear layer with this rank's part of its inputs; the sum of all ranks' outputs, or with `sequence` this rank's part of it."""
+
+    @staticmethod
+    def forward(ctx: Any, axis: Axis, sequence: bool, shape: Shape, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.axis, ctx.sequence, ctx.shape = axis, sequence, shape
+        ctx.save_for_backward(x, weight)
+        partial = shape.product(x, weight, None)
+        if sequence:
+            out = start_scatter_sum(axis, partial, sequence_dim(partial)).finish()
+        else:
+            out = partial.contiguous()
+            axis.all_reduce(out).wait()
+        return out if bias is None else out.add_(bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        x, weight = ctx.saved_tensors
+        bias_grad = grad.flatten(0, -2).sum(0) if ctx.needs_input_grad[5] else None
+        if ctx.sequence:
+            grad = start_gather(ctx.axis, grad, sequence_dim(grad)).finish()
+        flat = grad.reshape(-1, grad.shape[-1])
+        grad_x = (flat @ ctx.shape.matrix(weight)).view(x.shape) if ctx.needs_input_grad[3] else None
+        weight_grad = ctx.shape.weight_grad(flat, x.reshape(-1, x.shape[-1]), weight) if ctx.needs_input_grad[4] else None
+        return None, None, None, grad_x, weight_grad, bias_grad
+
+
+def columns(
+    axis: Axis,
+    x: Tensor,
+    weights: Sequence[Tensor],
+    biases: Sequence[Tensor | None],
+    shapes: Sequence[Shape],
+    sequence: bool = False,
+    full: Tensor | None = None,
+) -> tuple[Tensor, ...]:
+    """This rank's outputs of column-parallel linear layers that share the input `x` (..., in): one sum of its gradient for all of them,
+    under the products for the gradients of the weights.
+
+    sequence: `x` is this rank's part of the sequence, and outputs are of all of it; `full` is the whole input where it is known already."""
+    return _Columns.apply(axis, sequence, shapes, None if full is None else full.detach(), x, *weights, *biases)
+
+
+def row(axis: Axis, x: Tensor, weight: Tensor, bias: Tensor | None, shape: Shape = PLAIN, sequence: bool = False) -> Tensor:
+    """A row-parallel linear layer: `x` (..., in / size) is this rank's part of the input. The bias is added once, after the sum."""
+    return _Row.apply(axis, sequence, shape, x, weight, bias)

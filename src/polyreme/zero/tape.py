@@ -1,0 +1,225 @@
+"""What building a model did to its tensors, as a tape of operators, and the evaluator that computes any of it again, on demand.
+
+The tape speaks of *values*: a value is what one storage holds between two writes, so views, slices and `.data` need no rows of their own.
+
+Invariant: a value comes out with the bits that it had in the build, however often and in whatever order values are asked for: each random
+row is given the generator state that it began with, made by the row that ended there. No communication.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, UntypedStorage
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from polyreme.errors import ModelError
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """A tensor as a window on one value; `offset` and `stride` count elements."""
+
+    value: int
+    dtype: torch.dtype
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+    conj: bool
+    neg: bool
+
+    def on(self, storage: UntypedStorage) -> Tensor:
+        tensor = torch.empty(0, dtype=self.dtype).set_(storage, self.offset, self.size, self.stride)
+        tensor = tensor.conj() if self.conj else tensor
+        return torch._neg_view(tensor) if self.neg else tensor
+
+
+@dataclass(slots=True, eq=False)
+class Op:
+    """One row of the tape. Tensors in `args` and `kwargs` are `View`s."""
+
+    func: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    reads: frozenset[int]  # values whose numbers decide the result or the number of random draws
+    needs: frozenset[int]  # reads, and values that are written in part only
+    writes: tuple[tuple[int, int], ...]  # for each storage written: the value before, the value after
+    creates: tuple[tuple[int, View], ...]  # for each new storage: which output, and its window
+    default_dtype: torch.dtype
+    random: bool = False
+    private: bool = False  # draws from a generator of the build's own
+    start: int | Tensor | None = None  # generator state before the draw: where an earlier row ended, or the state itself
+
+
+class Tape:
+    """The rows in order, and for each value the row that makes it and its size in bytes."""
+
+    def __init__(self) -> None:
+        self.ops: list[Op] = []
+        self.producer: list[int] = []
+        self.nbytes: list[int] = []
+        self.largest = 0
+
+    def new_value(self, nbytes: int) -> int:
+        self.producer.append(len(self.ops))
+        self.nbytes.append(nbytes)
+        self.largest = max(self.largest, nbytes)
+        return len(self.nbytes) - 1
+
+    def live(self, targets: Iterable[int]) -> tuple[set[int], dict[int, list[int]]]:
+        """The rows that `targets` depend on, and for each value the rows that will ask for it."""
+        draws = {i for i, op in enumerate(self.ops) if op.random and not op.private}
+        live: set[int] = set()
+        stack = [*targets, *(v for i in draws for v in self.ops[i].reads)]
+        while stack:
+            row = self.producer[stack.pop()]
+            if row not in live:
+                live.add(row)
+                stack.extend(self.ops[row].needs)
+        consumers: dict[int, list[int]] = defaultdict(list)
+        for row in sorted(live | draws):
+            for value in self.ops[row].needs if row in live else self.ops[row].reads:
+                consumers[value].append(row)
+        return live, consumers
+
+
+class Evaluator:
+    """Computes values of a tape on demand.
+
+    A value stays in memory while `pending(value)`; but if these (the one just asked for apart) are together larger than the largest value
+    of the tape, the oldest go, and are made again when asked for.
+    """
+
+    def __init__(self, tape: Tape, pending: Callable[[int], bool]) -> None:
+        self.tape = tape
+        self.pending = pending
+        self.executed: set[int] = set()
+        self.ends: dict[int, Tensor] = {}  # generator state after each random row
+        self._slab = torch.empty(0)
+        self._kept: dict[int, UntypedStorage] = {}
+        self._kept_bytes = 0
+
+    def tensor(self, view: View) -> Tensor:
+        """The real tensor behind `view`, on memory that this evaluator may keep."""
+        if view.value not in self._kept:
+            self.run(self.tape.producer[view.value], full=True, result=view.value)
+        return view.on(self._kept[view.value])
+
+    def release(self, value: int) -> None:
+        """Forget `value` unless it is pending."""
+        if value in self._kept and not self.pending(value):
+            self._drop(value)
+
+    def state(self, position: int | Tensor) -> Tensor:
+        """The generator state at `position`: a state, or where the row of that number ends."""
+        return (position if isinstance(position, Tensor) else self.ends[position]).clone()  # torch reads a state from its storage's start
+
+    def run(self, row: int, full: bool, result: int | None = None) -> None:
+        """Execute `row` and what it depends on; not `full` means for its random draws only. Keeps the value `result`."""
+        plan = self._plan(row, full)
+        uses = Counter(v for i, whole in plan.items() for v in self._inputs(i, whole))
+        for i in sorted(plan):
+            self._execute(i, plan[i], uses, result)
+            for value in self._inputs(i, plan[i]):
+                uses[value] -= 1
+                if not uses[value] and value != result:
+                    self.release(value)
+        limit = self.tape.largest + (0 if result is None else self.tape.nbytes[result])
+        for value in list(self._kept):
+            if self._kept_bytes <= limit:
+                break
+            if value != result:
+                self._drop(value)
+
+    def _inputs(self, row: int, full: bool) -> frozenset[int]:
+        return self.tape.ops[row].needs if full else self.tape.ops[row].reads
+
+    def _plan(self, row: int, full: bool) -> dict[int, bool]:
+        plan: dict[int, bool] = {}
+        stack = [(row, full)]
+        while stack:
+            i, full = stack.pop()
+            if i in plan and plan[i] >= full:
+                continue
+            plan[i] = full
+            stack.extend((self.tape.producer[v], True) for v in self._inputs(i, full) if v not in self._kept)
+            start = self.tape.ops[i].start
+            if isinstance(start, int) and start not in self.ends:
+                stack.append((start, False))
+        return plan
+
+    def _execute(self, row: int, full: bool, uses: Counter[int], result: int | None) -> None:
+        op = self.tape.ops[row]
+        inputs = self._inputs(row, full)
+        self.executed.add(row)
+        storages = {value: self._kept[value] for value in inputs}
+        for old, _ in op.writes:
+            if old in inputs and (uses[old] > 1 or old == result or self.pending(old)):
+                storages[old] = storages[old].clone()
+
+        def real(view: View) -> Tensor:
+            if view.value not in storages:  # only its shape matters
+                storages[view.value] = UntypedStorage(self.tape.nbytes[view.value])
+            return view.on(storages[view.value])
+
+        outputs = self._call(row, op, *tree_map_only(View, real, (op.args, op.kwargs)))
+        made = {new: storages[old] for old, new in op.writes}
+        made |= {view.value: self._as_recorded(op, outputs[i], view) for i, view in op.creates}
+        for value, storage in made.items():
+            if full and (uses[value] or value == result or self.pending(value)) and value not in self._kept:
+                self._kept[value] = storage
+                self._kept_bytes += self.tape.nbytes[value]
+
+    def _call(self, row: int, op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+        """Call the operator with the default dtype and the generator state it had in the build; returns its outputs."""
+        dtype, state = torch.get_default_dtype(), torch.get_rng_state()
+        torch.set_default_dtype(op.default_dtype)
+        try:
+            if not op.random:
+                return tree_leaves(op.func(*args, **kwargs))
+            assert op.start is not None  # set for every random row by the recorder
+            start = self.state(op.start)
+            if op.private:
+                generator = torch.Generator().set_state(start)
+                outputs = tree_leaves(op.func(*args, **kwargs | {"generator": generator}))
+                self._remember(row, generator.get_state())
+            else:
+                torch.set_rng_state(start)
+                outputs = tree_leaves(op.func(*args, **kwargs))
+                self._remember(row, torch.get_rng_state())
+            return outputs
+        finally:
+            torch.set_default_dtype(dtype)
+            torch.set_rng_state(state)
+
+    def _remember(self, row: int, state: Tensor) -> None:
+        if row in self.ends:
+            return
+        slot = len(self.ends) % 64
+        if slot == 0:  # in slabs: many small blocks that stay would leave holes too small for the tensors that come and go between them
+            self._slab = torch.empty(64, state.numel(), dtype=state.dtype)
+        self.ends[row] = self._slab[slot].copy_(state)
+
+    def _as_recorded(self, op: Op, tensor: Tensor, view: View) -> UntypedStorage:
+        """The output's storage, laid out as the views recorded on it expect."""
+        if tuple(tensor.shape) != view.size or tensor.dtype != view.dtype:
+            raise ModelError(
+                f"{op.func} gave {tensor.dtype} {tuple(tensor.shape)} but {view.dtype} {view.size} when the model was recorded; "
+                "build the model whole and pass the module"
+            )
+        storage = tensor.untyped_storage()
+        nbytes = self.tape.nbytes[view.value]
+        same = (tensor.stride(), tensor.storage_offset(), storage.nbytes()) == (view.stride, view.offset, nbytes)
+        if same and (tensor.is_conj(), tensor.is_neg()) == (view.conj, view.neg):
+            return storage
+        storage = UntypedStorage(nbytes)
+        view.on(storage).copy_(tensor)
+        return storage
+
+    def _drop(self, value: int) -> None:
+        self._kept_bytes -= self.tape.nbytes[value]
+        del self._kept[value]
