@@ -26,6 +26,8 @@ RIVALS = [
     ("polyreme2", "fsdp2-keep", 1.0),
     ("polyreme3", "fsdp2", 1.15),
     *((f"polyreme{stage}", f"deepspeed{stage}", 1.15) for stage in range(4)),
+    *((f"polyreme{stage}-sockets", "ddp", 1.0) for stage in (0, 1, 2)),
+    ("polyreme3-sockets", "fsdp2", 1.15),
     ("polyreme0-bf16", "ddp-bf16", 1.0),
     ("polyreme3-bf16", "fsdp2-bf16", 1.15),
 ]

@@ -57,4 +57,6 @@ SYSTEMS: dict[str, System] = {
     "deepspeed2-bf16": System("deepspeed_zero", {"stage": 2, "reduce": "bf16"}, ("bf16",), variant=True),
     "deepspeed3-bf16": System("deepspeed_zero", {"stage": 3, "reduce": "bf16"}, ("bf16",), variant=True),
     **{f"polyreme{stage}-bf16": System("polyreme_zero", {"stage": stage, "reduce": "bf16"}, ("bf16",), variant=True) for stage in range(4)},
+    # over gloo's sockets alone, as ranks of different hosts would
+    **{f"polyreme{stage}-sockets": System("polyreme_zero", {"stage": stage, "shared_memory": False}, variant=True) for stage in range(4)},
 }

@@ -2,6 +2,7 @@
 
 bf16: bf16 compute, fp32 masters in the flat shard, gradients reduced in fp32 (`reduce="bf16"`: in bf16). Its loss is
 already the mean over the whole global batch, which costs it a reduction that the other systems are spared.
+Ranks of one host read each other's buffers; without `shared_memory`, all goes over gloo's sockets, as it does in the other systems.
 """
 
 from __future__ import annotations
@@ -35,5 +36,5 @@ def step_of(engine: polyreme.Engine) -> Callable[[Batch], Outcome]:
     return step
 
 
-def build(model: nn.Module, job: Job, *, stage: int, reduce: str = "fp32") -> Callable[[Batch], Outcome]:
-    return step_of(initialize(model, job, stage=stage, reduce=reduce))
+def build(model: nn.Module, job: Job, *, stage: int, reduce: str = "fp32", shared_memory: bool = True) -> Callable[[Batch], Outcome]:
+    return step_of(initialize(model, job, stage=stage, reduce=reduce, mesh={"shared_memory": shared_memory}))
