@@ -23,7 +23,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
@@ -31,10 +31,11 @@ from typing import IO, Any
 import psutil
 
 from report import compare_losses, markdown, summarise
-from systems import FLOOR, SYSTEMS
+from systems import FLOOR, SUITES
 
 BENCH = Path(__file__).resolve().parent
-SIZES = ("tiny", "12m", "60m")
+MODELS = ("tiny", "12m", "60m")
+SIZES = {"step": MODELS, "tensor": ("h64", "h256", "h512", "h1024"), "pipeline": MODELS}
 KEEP = str(2**34)  # glibc: never mmap an allocation, never give pages back
 CHECKED_STEPS = 3  # and one more, whose collectives are counted
 
@@ -189,12 +190,18 @@ class Group:
             started.close()
 
 
+def job_of(args: argparse.Namespace, size: str, dtype: str) -> dict[str, Any]:
+    """What all ranks of all systems are told; see `cases.Job`."""
+    options = ("suite", "batch", "sequence", "threads", "microbatches")
+    return {"size": size, "dtype": dtype, "world": args.ranks, **{name: getattr(args, name) for name in options}}
+
+
 def measure(args: argparse.Namespace, size: str, dtype: str, systems: Sequence[str]) -> dict[str, Any]:
     """All rounds of all systems at one size and dtype, in as few groups as memory allows; each has the floor in it."""
-    job = {"size": size, "dtype": dtype, "batch": args.batch, "sequence": args.sequence}
-    job |= {"world": args.ranks, "threads": args.threads}
+    job = job_of(args, size, dtype)
+    systems_of = SUITES[args.suite]
     found: dict[str, dict[str, Any]] = {}
-    waiting = [name for name in SYSTEMS if name in systems and name != FLOOR and dtype in SYSTEMS[name].dtypes]
+    waiting = [name for name in systems_of if name in systems and name != FLOOR and dtype in systems_of[name].dtypes]
     order = random.Random(args.seed)
     groups: list[list[str]] = []
     while waiting or not groups:
@@ -218,8 +225,7 @@ def measure(args: argparse.Namespace, size: str, dtype: str, systems: Sequence[s
 
 def show_profiles(args: argparse.Namespace, size: str, dtype: str, systems: Sequence[str]) -> None:
     """Prints, for each system, where a step's time goes on rank 0."""
-    job = {"size": size, "dtype": dtype, "batch": args.batch, "sequence": args.sequence}
-    job |= {"world": args.ranks, "threads": args.threads}
+    job = job_of(args, size, dtype)
     for system in systems:
         with pair(system, job, args.ranks, args.malloc, args.timeout) as started:
             started.ask(do="check", steps=1)
@@ -257,24 +263,24 @@ def environment() -> dict[str, Any]:
         "cores": os.cpu_count(),
         "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
         "libc": " ".join(platform.libc_ver()),
-        "command": shlex.join(["python", "bench/step.py", *sys.argv[1:]]),
+        "command": shlex.join(["python", f"bench/{Path(sys.argv[0]).name}", *sys.argv[1:]]),
     }
 
 
-def choose(patterns: str, parser: argparse.ArgumentParser) -> list[str]:
+def choose(patterns: str, suite: str, parser: argparse.ArgumentParser) -> list[str]:
     """The systems that the patterns name; "all" is each that is not a variant."""
     chosen: list[str] = []
     for pattern in patterns.split(","):
-        names = [n for n, s in SYSTEMS.items() if (not s.variant if pattern == "all" else fnmatch.fnmatch(n, pattern))]
+        names = [n for n, s in SUITES[suite].items() if (not s.variant if pattern == "all" else fnmatch.fnmatch(n, pattern))]
         if not names:
-            parser.error(f"--systems {pattern!r} names no system; there are all, {', '.join(SYSTEMS)}")
+            parser.error(f"--systems {pattern!r} names no system; there are all, {', '.join(SUITES[suite])}")
         chosen += [name for name in names if name not in chosen]
     return chosen
 
 
-def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--size", default="12m", help="comma list of " + ", ".join(SIZES))
+def parse(suite: str, description: str | None, defaults: Mapping[str, Any], argv: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--size", default="12m", help="comma list of " + ", ".join(SIZES[suite]))
     parser.add_argument("--dtype", default="fp32", help="comma list of fp32, bf16")
     parser.add_argument("--systems", default="all", help="comma list of names or patterns, such as 'ddp,polyreme*'")
     parser.add_argument("--rounds", type=int, default=5, help="turns of each system")
@@ -282,6 +288,8 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--settle", type=int, default=1, help="untimed steps at the start of a turn")
     parser.add_argument("--batch", type=int, default=4, help="samples per rank and step")
     parser.add_argument("--sequence", type=int, default=256, help="tokens per sample")
+    if suite == "pipeline":
+        parser.add_argument("--microbatches", type=int, default=8, help="of the batch of all ranks")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--threads", type=int, default=1, help="of each rank")
     parser.add_argument("--malloc", choices=("keep", "default"), default="default", help="glibc settings of all ranks")
@@ -289,23 +297,27 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--timeout", type=float, default=600.0, help="seconds for one answer of a rank")
     parser.add_argument("--out", type=Path, help="the JSON result; a table is written beside it as .md")
     parser.add_argument("--profile", action="store_true", help="time nothing; show where each system's time goes")
+    parser.set_defaults(suite=suite, **({} if suite == "pipeline" else {"microbatches": 1}), **defaults)
     args = parser.parse_args(argv)
-    args.systems = choose(args.systems, parser)
+    args.systems = choose(args.systems, suite, parser)
     args.size, args.dtype = args.size.split(","), args.dtype.split(",")
-    for option, allowed in (("size", SIZES), ("dtype", ("fp32", "bf16"))):
+    for option, allowed in (("size", SIZES[suite]), ("dtype", ("fp32", "bf16"))):
         for value in getattr(args, option):
             if value not in allowed:
                 parser.error(f"--{option} {value!r}: choose from {', '.join(allowed)}")
-    for option in ("rounds", "steps", "batch", "sequence", "ranks", "threads"):
+    for option in ("rounds", "steps", "batch", "sequence", "ranks", "threads", "microbatches"):
         if getattr(args, option) < 1:
             parser.error(f"--{option} {getattr(args, option)}: must be at least 1")
+    if (args.batch * args.ranks) % args.microbatches:
+        parser.error(f"--microbatches {args.microbatches} does not divide the {args.batch * args.ranks} samples of all ranks")
     return args
 
 
-def main() -> int:
-    args = parse()
+def main(suite: str = "step", description: str | None = __doc__, argv: Sequence[str] | None = None, **defaults: Any) -> int:
+    """Measure what the arguments say of `suite`; `defaults` are those of the options."""
+    args = parse(suite, description, defaults, argv)
     started = time.monotonic()
-    result: dict[str, Any] = {"environment": environment(), "malloc": args.malloc, "cases": []}
+    result: dict[str, Any] = {"suite": suite, "environment": environment(), "malloc": args.malloc, "cases": []}
     failed = False
     for size in args.size:
         for dtype in args.dtype:

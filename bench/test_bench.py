@@ -1,7 +1,9 @@
-"""The arithmetic of the benchmark: ratios stay within a round, and losses that differ do not pass."""
+"""The arithmetic of the benchmark: ratios stay within a round, and losses that differ do not pass. And its short ways, at a tiny size."""
 
 from __future__ import annotations
 
+import json
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -11,6 +13,9 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 
 import report
+from systems import SUITES
+
+BENCH = Path(__file__).parent
 
 
 def turn(seconds: float, loss: float = 5.0) -> list[dict[str, Any]]:
@@ -34,7 +39,7 @@ def system(turns: dict[str, list[dict[str, Any]]], losses: tuple[float, float] =
 
 
 def case(dtype: str = "fp32", **systems: dict[str, Any]) -> dict[str, Any]:
-    job = {"size": "12m", "dtype": dtype, "world": 2, "threads": 1, "batch": 4, "sequence": 256}
+    job = {"size": "12m", "dtype": dtype, "world": 2, "threads": 1, "batch": 4, "sequence": 256, "suite": "step"}
     return {"job": job, "groups": [list(systems)], "systems": systems}
 
 
@@ -87,3 +92,30 @@ def test_the_table_has_a_row_per_system_and_names_what_failed() -> None:
     assert "| ddp | 1250.0 | 1250.0 to 1250.0 | **1.250** |" in table
     assert "| 200 | 1 | 3 | 2.0 | 2.0 | 7 | 0.0e+00 |" in table  # peak less imports, live, collectives, payload, sent
     assert "**fsdp2 failed**: fsdp2: rank 0 ended: ValueError: no" in table
+
+
+def test_rivals_and_titles_are_of_what_each_script_compares() -> None:
+    assert report.RIVALS.keys() == report.TITLES.keys() == SUITES.keys()
+    for suite, rivals in report.RIVALS.items():
+        assert {name for ours, theirs, _ in rivals for name in (ours, theirs)} <= SUITES[suite].keys()
+
+
+@pytest.mark.parametrize(
+    ("script", "systems", "options"),
+    [
+        ("tensor", ["floor", "polyreme", "dtensor", "polyreme-sequence", "polyreme-silent"], ["--size", "h64", "--sequence", "32"]),
+        ("pipeline", ["floor", "polyreme", "torch", "deepspeed"], ["--size", "tiny", "--sequence", "32", "--microbatches", "4"]),
+    ],
+)
+def test_divided_models_compute_the_same(script: str, systems: list[str], options: list[str], tmp_path: Path) -> None:
+    """Every system starts, and its losses are those of the undivided model; but for the one that leaves out its sums."""
+    if "deepspeed" in systems:
+        pytest.importorskip("deepspeed")
+    out = tmp_path / "found.json"
+    command = [sys.executable, str(BENCH / f"{script}.py"), *options, "--rounds", "1", "--steps", "1", "--settle", "0", "--out", str(out)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=110)
+    assert done.returncode == 0, done.stdout + done.stderr
+    case = json.loads(out.read_text())["cases"][0]
+    assert list(case["summary"]) == systems
+    assert {name for name, found in case["losses"].items() if found["largest"] > 1e-5} == {"polyreme-silent"} & set(systems)
+    assert f"| {systems[1]} | {systems[2]} |" in out.with_suffix(".md").read_text()

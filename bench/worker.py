@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from cases import Job, build_batch, build_model
-from systems import FLOOR, SYSTEMS
+from systems import FLOOR, SUITES
 
 MIB = 2**20
 
@@ -123,7 +123,9 @@ class Rank:
         self.next_step = 0
         if job.system != FLOOR:
             dist.init_process_group("gloo", rank=job.rank, world_size=job.world)
-        self.train_step = SYSTEMS[job.system].build(build_model(job.size), job)
+        system = SUITES[job.suite][job.system]
+        self.ranks = list(range(job.world)) if system.divides_model else [job.rank]  # whose samples this one gets
+        self.train_step = system.build(build_model(job.size), job)
         self.rest()
 
     def rest(self) -> None:
@@ -132,7 +134,7 @@ class Rank:
 
     def step(self, ranks: list[int] | None = None) -> tuple[float, Any]:
         """Trains one step and returns its seconds and its outcome."""
-        batch = build_batch(self.job, self.next_step, ranks or [self.job.rank])
+        batch = build_batch(self.job, self.next_step, ranks or self.ranks)
         self.next_step += 1
         started = time.perf_counter()
         outcome = self.train_step(batch)
@@ -220,7 +222,7 @@ def serve(replies: IO[str]) -> None:
     """Answers each command on standard input until it ends."""
     job = Job(**json.loads(sys.argv[1]))
     torch.set_num_threads(job.threads)
-    SYSTEMS[job.system].load()
+    SUITES[job.suite][job.system].load()
     imported = psutil.Process().memory_info().rss
     rank = Rank(job)
     print(json.dumps({"ready": job.system, "rss_imported": imported}), file=replies, flush=True)

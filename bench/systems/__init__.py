@@ -24,6 +24,7 @@ class System:
     options: dict[str, Any] = field(default_factory=dict)
     dtypes: tuple[str, ...] = ("fp32", "bf16")
     variant: bool = False  # measured only when named, not under "all"
+    divides_model: bool = False  # so every rank gets the whole global batch
 
     def load(self) -> ModuleType:
         """Imports the system; raises what its import raises where it is not installed."""
@@ -60,3 +61,27 @@ SYSTEMS: dict[str, System] = {
     # over gloo's sockets alone, as ranks of different hosts would
     **{f"polyreme{stage}-sockets": System("polyreme_zero", {"stage": stage, "shared_memory": False}, variant=True) for stage in range(4)},
 }
+
+# Blocks alone, forward and backward, divided over the ranks.
+TENSOR: dict[str, System] = {
+    FLOOR: System("layers"),
+    "polyreme": System("layers", {"by": "polyreme"}, divides_model=True),
+    "dtensor": System("layers", {"by": "dtensor"}, divides_model=True),
+    "polyreme-sequence": System("layers", {"by": "polyreme", "sequence_parallel": True}, divides_model=True),
+    "polyreme-silent": System("layers", {"by": "polyreme", "silent": True}, divides_model=True),  # sums left out: wrong numbers
+}
+
+# The whole model, one stage on each rank.
+PIPELINE: dict[str, System] = {
+    FLOOR: System("floor"),
+    "polyreme": System("polyreme_pipeline", divides_model=True),
+    "torch": System("torch_pipeline", divides_model=True),
+    "deepspeed": System("deepspeed_pipeline", dtypes=("fp32",), divides_model=True),
+    **{
+        f"polyreme-{schedule}": System("polyreme_pipeline", {"schedule": schedule}, variant=True, divides_model=True)
+        for schedule in ("gpipe", "interleaved", "zb-h1", "zb-v")
+    },
+}
+
+SUITES: dict[str, dict[str, System]] = {"step": SYSTEMS, "tensor": TENSOR, "pipeline": PIPELINE}
+"""What is compared, by the script that compares it."""

@@ -24,7 +24,8 @@ def build(model: Any, job: Job, *, reshard: bool, reduce: str = "fp32") -> Calla
         policy = MixedPrecisionPolicy(param_dtype=DTYPES[job.dtype], reduce_dtype=DTYPES[reduce], cast_forward_inputs=False)
     for block in model.model.layers:
         fully_shard(block, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy)
-    fully_shard(model, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy)
+    root = {} if reshard else {"reshard_after_forward": False}  # by default torch keeps the root gathered until backward
+    fully_shard(model, mesh=mesh, mp_policy=policy, **root)
     params = list(model.parameters())
     optimizer = torch.optim.AdamW(params, fused=True, **ADAMW)
 
