@@ -75,10 +75,15 @@ SIZES: dict[str, int] = {
 LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "encoder_layers", "decoder_layers", "num_decoder_layers", "depth", "n_layers")
 
 OWN: dict[str, dict[str, Any]] = {
+    **{f"{kind}_text": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}}
+       for kind in ("qwen2_vl", "qwen2_5_vl", "glm4v", "glm_image", "glm_ocr", "cosmos3_edge")},
+    "cohere_compass_text": {"rope_parameters": {kind: {"rope_type": "default", "rope_theta": 1e4}
+                                                for kind in ("sliding_attention", "full_attention")}},
     "gemma4_text": {"global_head_dim": 16},
     "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
+    "ministral": {"head_dim": 8},
     "phi": {"qk_layernorm": True},
-}
+}  # fmt: skip
 """By model_type, what a family needs besides."""
 
 UNPADDED = ("bloom",)  # counts positions from the mask
@@ -101,10 +106,14 @@ def declared() -> list[str]:
 
 
 def _parts(config: type) -> dict[str, type]:
-    """The classes of a composite config's parts."""
-    specs = config.sub_configs_defaults  # type: ignore[attr-defined]
-    own = transformers.PreTrainedConfig
-    return {key: s.config_class if issubclass(s.config_class, own) else s.get_config_class(s.model_type) for key, s in specs.items()}
+    """The classes of a composite config's parts, as far as transformers registers them."""
+    found = {}
+    for key, spec in config.sub_configs_defaults.items():  # type: ignore[attr-defined]
+        if issubclass(spec.config_class, transformers.PreTrainedConfig):
+            found[key] = spec.config_class
+        elif spec.model_type in transformers.CONFIG_MAPPING:
+            found[key] = transformers.CONFIG_MAPPING[spec.model_type]
+    return found
 
 
 def tiny(config: type, **values: Any) -> Any:

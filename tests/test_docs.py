@@ -146,7 +146,8 @@ def test_every_decision_is_listed() -> None:
 
 
 def test_every_example_is_run_by_a_test() -> None:
-    assert [example.name for example in EXAMPLES] == ["big_model.py", "demo.toml", "finetune.toml", "huggingface.py", "plain_module.py"]
+    names = ["big_model.py", "demo.toml", "finetune.toml", "huggingface.py", "layouts.py", "plain_module.py"]
+    assert [example.name for example in EXAMPLES] == names
 
 
 def test_plain_module(ranks: Ranks, tmp_path: Path) -> None:
@@ -170,6 +171,21 @@ def test_big_model(ranks: Ranks, tmp_path: Path) -> None:
     assert share == pytest.approx(whole / 2, rel=0.02)
     sent = {name: float(size) for name, size in re.findall(r"(\w+): \d+ calls, ([\d.]+) MiB", printed)}
     assert sent["all_gather"] == pytest.approx(2 * sent["reduce_scatter"], rel=0.02)
+
+
+def test_layouts(ranks: Ranks, tmp_path: Path) -> None:
+    printed, *silent = ranks(4, run_example, ROOT / "examples" / "layouts.py", tmp_path, timeout=110)
+    curves = json.loads((tmp_path / "run/layouts/losses.json").read_text())
+    assert list(curves) == re.findall(r"^(.*): loss", printed, re.MULTILINE) and len(curves) == 3
+    for step in zip(*curves.values(), strict=True):
+        assert max(step) - min(step) < 1e-3
+    first, last = (next(iter(curves.values()))[i] for i in (0, -1))
+    assert last < first - 1
+    parts = [float(size) for size in re.findall(r"([\d.]+) KiB of parameters", printed)]
+    assert parts[0] > 1.8 * parts[1] > 3 * parts[2], "a half, then a quarter of the parameters"
+    assert re.findall(r"over (\w+)", printed) == ["dp", "dp", "tp", "pp", "tp"]
+    assert (tmp_path / "run/layouts/losses.png").read_bytes().startswith(b"\x89PNG")
+    assert silent == [""] * 3
 
 
 def test_demo(ranks: Ranks, tmp_path: Path) -> None:

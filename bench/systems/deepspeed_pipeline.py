@@ -1,6 +1,7 @@
 """DeepSpeed's `PipelineModule` (1F1B), each stage one of its layers, so that its cut is everybody's; its own defaults otherwise.
 
-A rank names the other ranks' stages only by a placeholder, so that it does not hold them.
+A rank names the other ranks' stages only by a placeholder, so that it does not hold them. Its gradient norm counts the parameters of the
+first stage alone, unless those of the others are marked as not being copies: they are.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ def build(model: Any, job: Job) -> Callable[[Batch], Outcome]:
     samples = job.batch * job.world
     stages = [Stage(model, index, job.world) if index == job.rank else nn.Identity() for index in range(job.world)]
     module = PipelineModule(stages, num_stages=job.world, loss_fn=loss_of(model), partition_method="uniform")
+    for parameter in module.parameters():
+        parameter.model_parallel = True  # type: ignore[attr-defined]
     config = {
         "train_batch_size": samples,
         "train_micro_batch_size_per_gpu": samples // job.microbatches,

@@ -147,7 +147,7 @@ def inspect(
     schedule: Annotated[bool, typer.Option("--schedule", help="Draw the timeline of a pipeline's step instead.")] = False,
     svg: Annotated[Path | None, typer.Option(metavar="FILE", help="With --schedule: also write the timeline as an SVG file.")] = None,
 ) -> None:
-    """Show CONFIG with every key filled in, and where each value comes from.
+    """Show CONFIG with every key filled in, where each value comes from, and which of several ranks form which axis.
 
     With --schedule, show what each pipeline rank does when, with the bubble (its share of the step without work) and how many
     micro-batches' activations it keeps at once, if every stage takes the same time and a backward twice that of a forward.
@@ -177,7 +177,7 @@ def inspect(
     elif as_json:
         typer.echo(inspection.as_json(loaded, ranks or 1))
     else:
-        Console().print(inspection.render(loaded, ranks or 1))
+        Console().print(inspection.render(loaded, ranks or 1), inspection.render_axes(loaded, ranks or 1), sep="")
 
 
 @app.command()

@@ -29,11 +29,12 @@ from polyreme.lr_schedule import LRSchedule
 from polyreme.mesh import Mesh, world
 from polyreme.objective import LossFn, Objective, leading_size, split
 from polyreme.pipeline.run import Calls, Runner, RunStage, whole
-from polyreme.pipeline.schedule import build, check, stage_ranks
+from polyreme.pipeline.schedule import build, check, splits_backward, stage_ranks
 from polyreme.pipeline.split import Split, Stage, keep, plan
 from polyreme.precision import DTYPES, cast_floating, loss_scale, master_dtype, watch_nonfinite
 from polyreme.step import State, Step, StepResult
 from polyreme.tensor import rules
+from polyreme.tensor.layers import put_off_weights
 from polyreme.tensor.surgery import parallelize
 from polyreme.zero.blocks import Blocks
 from polyreme.zero.bucket import Formats
@@ -109,9 +110,14 @@ class Engine:
         rank_of = stage_ranks(config.pipeline.schedule, mesh.pp.size, config.pipeline.virtual) if mesh.pp.size > 1 else (0,)
         mine = [stage for stage, rank in enumerate(rank_of) if rank == mesh.pp.rank]
         split = plan(self.module, len(rank_of), counts=config.pipeline.blocks) if len(rank_of) > 1 else None
+        schedule = build(config.pipeline.schedule if split else "1f1b", mesh.pp.size, config.accumulation, config.pipeline.virtual)
+        check(schedule, config.accumulation)
         division = self._divide(rank_of, split)
         if split is not None:
             blocks = split.blocks_of(self.module, mine)
+        self._splits_backward = splits_backward(schedule)
+        if self._splits_backward:
+            put_off_weights(self.module)
         self._placement = self._place(blocks, made, division)
         if recording is not None:
             recording.replay(self._write)
@@ -126,14 +132,13 @@ class Engine:
         )
         self._updates = [Update(bucket, made.groups) for bucket in self._placement.trainable]
         self._objective = Objective(self.module, loss_fn)
-        schedule = build(config.pipeline.schedule if split else "1f1b", mesh.pp.size, config.accumulation, config.pipeline.virtual)
-        check(schedule, config.accumulation)
         self._row = schedule[mesh.pp.rank]
         self._forward_row = [a for a in build("gpipe" if len(rank_of) == mesh.pp.size else config.pipeline.schedule, mesh.pp.size, 1,
                                               config.pipeline.virtual)[mesh.pp.rank] if a.op in ("F", "SA", "RA")]  # fmt: skip
         stages: dict[int, RunStage] = {stage: Stage(self.module, split, stage) for stage in mine} if split else {0: whole}
         self._runner = Runner(rank_of, mesh.pp, mesh.device, stages)
-        self._tells = mesh.tp.rank == 0 and len(rank_of) - 1 in mine
+        self._has_loss = len(rank_of) - 1 in mine
+        self._tells = mesh.tp.rank == 0 and self._has_loss
         options = Options(made, LRSchedule(config.lr_schedule), lr_scheduler)
         self._step = Step(config, mesh, self._tells, self._placement.trainable, reducer, self._blocks, self._updates, options,
                           loss_scale(config.precision))  # fmt: skip
@@ -185,7 +190,7 @@ class Engine:
             forward=lambda i: self._output(batches[i]),
             loss=loss,
             root=lambda i: self._step.root(*losses.pop(i), model_map.count_tokens(batches[i])),
-            differentiate=self._step.differentiate,
+            differentiate=self._step.differentiate_inputs if self._splits_backward else self._step.differentiate,
             update=update,
         )
         try:
@@ -308,7 +313,10 @@ class Engine:
     def _output(self, batch: Any) -> Any:
         """The model's output for one micro-batch; the first time, also how much memory its activations take."""
         with self._measured():
-            return self._objective.output(batch)
+            output = self._objective.output(batch)
+        if self._activations is None and not self._has_loss:
+            self._activations = self._saved
+        return output
 
     @contextmanager
     def _measured(self) -> Iterator[None]:

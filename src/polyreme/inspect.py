@@ -10,9 +10,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
+from polyreme.axes import lines
 from polyreme.config import Config
 from polyreme.config.keys import LEAVES, SECTIONS, default, expects, toml
 from polyreme.errors import ConfigError, Problem
@@ -21,6 +23,8 @@ from polyreme.pipeline.simulate import Costs, Simulation, simulate
 
 BEGIN, END = "<!-- keys: begin, written by python -m polyreme.inspect -->", "<!-- keys: end -->"
 STYLES = {"user": "bold green", "derived": "cyan", "default": "dim"}
+SHOWN = 8
+"""Lines of an axis, and ranks of a line, that the terminal gets to see; JSON has all."""
 
 
 def render(config: Config, world_size: int) -> Table:
@@ -42,12 +46,54 @@ def render(config: Config, world_size: int) -> Table:
     return table
 
 
+def axes(config: Config, world_size: int) -> dict[str, list[list[int]]]:
+    """The ranks that form each axis which has several, outermost axis first. Raises ConfigError where the config cannot run."""
+    mesh = config.resolve(world_size).mesh
+    sizes: dict[str, int] = {name: getattr(mesh, name) for name in mesh.order}
+    return {name: lines(sizes, mesh.order, name) for name in mesh.order if sizes[name] > 1}
+
+
+def rank_stages(config: Config) -> tuple[tuple[int, ...], ...]:
+    """The pipeline stages of each rank of axis pp, in its order: first stages first."""
+    pipeline, pp = config.pipeline, config.mesh.pp
+    rank_of = stage_ranks(pipeline.schedule, pp, pipeline.virtual) if pp > 1 else (0,)
+    return tuple(tuple(stage for stage, at in enumerate(rank_of) if at == rank) for rank in range(pp))
+
+
+def render_axes(config: Config, world_size: int) -> Group:
+    """Which ranks form which axis, as a table, and which of a pipeline's ranks has which stages; nothing for a single rank.
+
+    Raises ConfigError where the config cannot run."""
+    found = axes(config, world_size)
+    if not found:
+        return Group()
+    table = Table(title="ranks that form each axis, outermost first", title_justify="left")
+    table.add_column("axis")
+    table.add_column("size", justify="right")
+    table.add_column("ranks", overflow="fold")
+    for name, members in found.items():
+        shown = [_some([str(rank) for rank in line], " ") for line in members]
+        table.add_row(name, str(len(members[0])), _some(shown, "  |  "))
+    if config.mesh.pp == 1:
+        return Group(table)
+    each = [_some([str(stage) for stage in own], " ") for own in rank_stages(config)]
+    return Group(table, f"pipeline stages on the ranks of a pp line: {_some(each, '  |  ')}")
+
+
+def _some(words: list[str], between: str) -> str:
+    """The words joined; of many, the first and the last."""
+    return between.join(words if len(words) <= SHOWN else [*words[: SHOWN - 1], "...", words[-1]])
+
+
 def as_json(config: Config, world_size: int) -> str:
-    """The same as a JSON object: world_size, accumulation, config, and origins by dotted key."""
+    """The same as a JSON object: world_size, accumulation, axes (each axis of several ranks: the lists of ranks that form it), stages (of
+    each rank of axis pp), config, and origins by dotted key."""
     resolved = config.resolve(world_size)
     told: dict[str, Any] = {
         "world_size": world_size,
         "accumulation": resolved.accumulation,
+        "axes": axes(config, world_size),
+        "stages": rank_stages(resolved),
         "config": resolved.model_dump(mode="json"),
         "origins": resolved.origins,
     }

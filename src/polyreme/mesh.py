@@ -21,17 +21,16 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
-from itertools import product
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from polyreme.axes import AXES, lines
 from polyreme.errors import TransportError
 from polyreme.transport.shared_memory import Board, heap, peer
 
-AXES = ("pp", "dp", "cp", "ep", "tp")
 CHUNK = 1 << 18
 """Elements summed at a time: small enough that a chunk and its conversion stay in the cache."""
 SMALL = 4096
@@ -416,17 +415,6 @@ class Mesh:
             for name, axis in self.axes.items()
             if axis.counts
         }
-
-
-def lines(sizes: Mapping[str, int], order: Sequence[str], name: str) -> list[list[int]]:
-    """The lists of global ranks that form axis `name`; the last axis of `order` is innermost (its ranks are neighbours)."""
-    strides, stride = {}, 1
-    for axis in reversed(order):
-        strides[axis] = stride
-        stride *= sizes.get(axis, 1)
-    others = [axis for axis in order if axis != name]
-    corners = product(*(range(0, sizes.get(axis, 1) * strides[axis], strides[axis]) for axis in others))
-    return [[sum(corner) + i * strides[name] for i in range(sizes.get(name, 1))] for corner in corners]
 
 
 def world() -> tuple[int, int]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -20,6 +20,7 @@ from polyreme.config import Config, Progress
 from polyreme.errors import BatchError, NumericsError
 from polyreme.mesh import Mesh
 from polyreme.precision import LossScale, clip_factor, norm_of
+from polyreme.weight_gradients import WeightGradients
 from polyreme.zero.blocks import Blocks
 from polyreme.zero.bucket import Bucket
 from polyreme.zero.optimizers import Options
@@ -131,6 +132,21 @@ class Step:
         torch.autograd.backward(roots, gradients)
         self._reducer.end()
         self._blocks.end_backward()
+
+    def differentiate_inputs(self, stage: int, roots: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> Callable[[], None]:
+        """The first half of a backward: only what the stage before needs. Returns the second, which gives the parameters their gradients
+        and may be called at any later time of the step."""
+        weights = WeightGradients()
+        with weights.put_off():
+            torch.autograd.backward(roots, gradients)
+        self._blocks.end_backward()
+
+        def rest() -> None:
+            self._reducer.begin(stage, gathers=False)
+            weights.accumulate()
+            self._reducer.end()
+
+        return rest
 
     def reduce(self) -> None:
         """After the last backward: the totals over the ranks, and whole gradients where states are whole."""

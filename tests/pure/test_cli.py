@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import subprocess
 import sys
 import types
@@ -184,6 +185,30 @@ def test_inspect(config: str) -> None:
     told = json.loads(output)
     assert (told["world_size"], told["config"]["seed"], told["origins"]["seed"]) == (2, 7, "user")
     assert polyreme("inspect", config, "-n", "3")[0] == 2
+
+
+def test_inspect_tells_which_ranks_form_which_axis(config: str) -> None:
+    divided = ["inspect", config, "-n", "8", "--set", "mesh.tp=2", "--set", "mesh.pp=2"]
+    status, output, _ = polyreme(*divided)
+    rows = [line for line in output.splitlines() if "|" in line]
+    assert status == 0 and [re.split(r"[\s│]+", row.strip(" │"), maxsplit=2) for row in rows] == [
+        ["pp", "2", "0 4  |  1 5  |  2 6  |  3 7"],
+        ["dp", "2", "0 2  |  1 3  |  4 6  |  5 7"],
+        ["tp", "2", "0 1  |  2 3  |  4 5  |  6 7"],
+        ["pipeline", "stages", "on the ranks of a pp line: 0  |  1"],
+    ]
+    told = json.loads(polyreme(*divided, "--json", "--set", "pipeline.schedule=interleaved")[1])
+    assert told["axes"]["dp"] == [[0, 2], [1, 3], [4, 6], [5, 7]] and list(told["axes"]) == ["pp", "dp", "tp"]
+    assert told["stages"] == [[0, 2], [1, 3]]
+    reordered = polyreme(*divided, "--json", "--set", 'mesh.order=["tp","pp","cp","ep","dp"]')[1]
+    assert json.loads(reordered)["axes"] == {
+        "tp": [[0, 4], [1, 5], [2, 6], [3, 7]],
+        "pp": [[0, 2], [1, 3], [4, 6], [5, 7]],
+        "dp": [[0, 1], [2, 3], [4, 5], [6, 7]],
+    }
+    status, output, _ = polyreme("inspect", config, "-n", "64", "--set", "mesh.tp=16", "--set", "batch.size=64")
+    assert "0 4 8" not in output and "0 1 2 3 4 5 6 ... 15  |  16 17" in output and "0 16 32 48  |  1 17 33 49" in output
+    assert "ranks that form" not in polyreme("inspect", config)[1], "one rank forms none"
 
 
 def test_doctor_says_what_is_wrong(monkeypatch: pytest.MonkeyPatch, launched: list[tuple[Sequence[str], int]]) -> None:

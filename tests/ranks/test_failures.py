@@ -77,6 +77,66 @@ def test_a_rank_fails_while_its_peer_waits_in_a_collective(tmp_path: Path, stage
         assert errors.count("Traceback") == 1 and "runpy" not in errors
 
 
+PIPELINE = """
+import sys
+from pathlib import Path
+import torch
+from torch import nn
+import polyreme
+from polyreme.errors import BatchError
+
+bad_stage, where = int(sys.argv[1]), sys.argv[2]
+steps = calls = 0
+
+def fail(gradient=None):
+    Path("failed").touch()
+    raise BatchError("no good") if where == "refused" else ValueError("no good")
+
+class Block(nn.Module):
+    def __init__(self, stage):
+        super().__init__()
+        self.stage, self.linear = stage, nn.Linear(8, 8)
+    def forward(self, x):
+        global calls
+        x = self.linear(x).tanh()
+        if self.stage == bad_stage and steps == 3:
+            calls += 1
+            if calls == 3:
+                x.register_hook(fail) if where == "backward" else fail()
+        return x
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(stage) for stage in range(2))
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+config = {"mesh": {"pp": 2}, "batch": {"size": 8, "micro": 2}}
+engine = polyreme.initialize(Model(), config, loss_fn=nn.functional.mse_loss)
+while True:
+    steps += 1
+    engine.train_step((torch.randn(8, 8), torch.randn(8, 8)))
+"""
+
+
+@pytest.mark.parametrize(("stage", "where"), [(1, "forward"), (0, "backward"), (1, "refused")])
+def test_a_pipeline_stage_fails_while_the_others_wait_for_it(tmp_path: Path, stage: int, where: str) -> None:
+    (tmp_path / "script.py").write_text(PIPELINE)
+    with running(tmp_path, "launch", "-n", "2", "script.py", str(stage), where) as command:
+        until((tmp_path / "failed").exists, f"stage {stage} fails")
+        status, output, errors = ended(command, lambda: (tmp_path / "failed").stat().st_mtime)
+    assert (status, output) == (1, "")
+    assert errors.startswith(f"error: rank {stage} of 2 failed first")
+    assert f"in pipeline stage {stage}, micro-batch 2 of the step" in errors
+    if where == "refused":  # an error that explains itself, for which no traceback is shown
+        assert "no good" in errors and "Traceback" not in errors
+    else:
+        assert "in fail" in errors and "ValueError: no good" in errors and errors.count("Traceback") == 1
+
+
 @pytest.mark.parametrize(
     ("stage", "number", "whole_group"),
     [(1, signal.SIGTERM, False), (2, signal.SIGINT, True), (3, signal.SIGINT, False)],

@@ -106,9 +106,9 @@ def _mesh(keys: Keys, world_size: int) -> Iterator[Conflict]:
 
 def _pipeline(keys: Keys) -> Iterator[Conflict]:
     pipeline, pp = keys.pipeline, keys.mesh.pp
-    if pipeline.schedule in ("zb-h1", "zb-v") and pp > 1:
-        reason = "this version draws it, but does not compute the gradients of weights apart from those of inputs"
-        yield "pipeline.schedule", reason, 'write pipeline.schedule = "1f1b" or "interleaved"'
+    if pipeline.schedule in ("zb-h1", "zb-v") and pp > 1 and keys.compile:
+        reason = "it computes gradients of weights apart from those of inputs, which compiled blocks compute together"
+        yield "pipeline.schedule", reason, 'write pipeline.schedule = "1f1b" or "interleaved", or compile = false'
     stages = pp * (pipeline.virtual if pipeline.schedule == "interleaved" else 1)
     if pipeline.blocks is not None and pp > 1 and len(pipeline.blocks) != stages:
         yield "pipeline.blocks", f"{len(pipeline.blocks)} numbers for {stages} stages", f"give {stages} numbers, or remove it"

@@ -27,9 +27,10 @@ from pydantic import (
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticCustomError
 
+from polyreme.axes import AXES
+
 Unit = Literal["steps", "samples", "tokens"]
 DType = Literal["fp32", "bf16", "fp16", "fp64"]
-AXES = ("pp", "dp", "cp", "ep", "tp")
 
 
 class Progress(NamedTuple):

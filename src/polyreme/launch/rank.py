@@ -81,7 +81,7 @@ def _write(error: Exception | SystemExit, at: float) -> None:
     }
     message = f"{type(error).__name__}: {error}"
     if isinstance(error, PolyremeError):
-        message = str(error)
+        message = "\n".join([str(error), *getattr(error, "__notes__", ())])
     elif isinstance(error, SystemExit):
         message = f"the script called sys.exit({error.code!r})"
     draft = Path(f"{path}.draft")

@@ -1,7 +1,8 @@
 """The interpreter: executes a row of a schedule, action by action. The only step path of the engine.
 
-Invariant: a micro-batch's tensors are kept from its forward to its backward at a stage, and no longer; what arrives is used by the stage
-that the table names. The shapes of what crosses a cut are sent once for each shape of batch, before the first such tensor.
+Invariant: a micro-batch's tensors are kept from its forward to its backward at a stage, and no longer, but for what a W needs of them;
+what arrives is used by the stage that the table names. The shapes of what crosses a cut are sent once for each shape of batch, before the
+first such tensor.
 
 Communication: activations to the next stage's rank, their gradients back; nothing between stages of one rank. Sends are not waited for
 before the row ends, receives not before their value is needed.
@@ -34,15 +35,15 @@ class Calls:
     """What the actions do with micro-batch i.
 
     enter(stage, i) comes before a forward or backward. forward(i) calls the model. loss(i, output) takes note of the last stage's
-    output; root(i) is what its backward begins with. differentiate(stage, roots, gradients) is a backward. update() ends the row.
-    The last three are None where there is no backward.
+    output; root(i) is what its backward begins with. differentiate(stage, roots, gradients) is a backward; where the
+    table has W, it returns what that is to do. update() ends the row. The last three are None where there is no backward.
     """
 
     enter: Callable[[int, int], None]
     forward: Callable[[int], Any]
     loss: Callable[[int, Any], None]
     root: Callable[[int], Tensor] | None = None
-    differentiate: Callable[[int, Sequence[Tensor], Sequence[Tensor | None]], None] | None = None
+    differentiate: Callable[[int, Sequence[Tensor], Sequence[Tensor | None]], Callable[[], None] | None] | None = None
     update: Callable[[], None] | None = None
 
 
@@ -65,6 +66,7 @@ class Runner:
         self._ranks, self._axis, self._device, self._stages = ranks, axis, device, stages
         self._forms: dict[tuple[int, Hashable], Any] = {}  # of what a stage hands on, for each shape of batch
         self._passes: dict[tuple[int, int], _Pass] = {}
+        self._weights: dict[tuple[int, int], Callable[[], None] | None] = {}  # what W is to do
         self._sending: list[tuple[Work, Tensor]] = []
         self._shape: Hashable = None
         self._calls: Calls
@@ -73,8 +75,9 @@ class Runner:
         """Perform every action of `row`. `shape` tells batches apart whose activations differ in shape."""
         self._calls, self._shape = calls, (shape, torch.is_grad_enabled())
         self._passes.clear()
-        perform = {"F": self._forward, "B": self._backward, "SA": self._send, "RA": self._receive, "SG": self._send_gradient,
-                   "RG": self._receive_gradient, "R": lambda action: None, "U": self._update}  # fmt: skip
+        self._weights.clear()
+        perform = {"F": self._forward, "B": self._backward, "W": self._weigh, "SA": self._send, "RA": self._receive,
+                   "SG": self._send_gradient, "RG": self._receive_gradient, "R": lambda action: None, "U": self._update}  # fmt: skip
         for action in row:  # R: a stage's last backward has reduced its gradients
             perform[action.op](action)
         while self._sending:
@@ -110,16 +113,21 @@ class Runner:
         assert self._calls.root is not None and self._calls.differentiate is not None
         self._calls.enter(stage, i)
         if stage == len(self._ranks) - 1:
-            self._calls.differentiate(stage, [self._calls.root(i)], [None])
+            self._weights[stage, i] = self._calls.differentiate(stage, [self._calls.root(i)], [None])
         else:
             _wait(here.arriving)
-            self._calls.differentiate(stage, _differentiable(here.output), here.gradients)
+            self._weights[stage, i] = self._calls.differentiate(stage, _differentiable(here.output), here.gradients)
         if stage and self._ranks[stage - 1] == self._axis.rank:
             self._pass(stage - 1, i).gradients = _gradients(here.received)
         if not stage or self._ranks[stage - 1] == self._axis.rank:
             del self._passes[stage, i]
         else:
             here.output, here.value = [], None
+
+    def _weigh(self, action: Action) -> None:
+        compute = self._weights.pop((action.stage, action.microbatch or 0))
+        assert compute is not None
+        compute()
 
     def _send(self, action: Action) -> None:
         here, to = self._pass(action.stage, action.microbatch), self._ranks[action.stage + 1]

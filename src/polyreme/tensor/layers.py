@@ -195,6 +195,22 @@ def install_head(site: Site, module: nn.Module, cut: Cut) -> None:
     _resize(module)
 
 
+def put_off_weights(model: nn.Module) -> None:
+    """Let linear layers that are not divided have the gradients of their weights put off (`weight_gradients`): columns of one rank. Classes
+    with a forward of their own are left alone."""
+    alone = Axis("tp")
+    for module in model.modules():
+        plain = type(module).forward is nn.Linear.forward or is_transposed(module)
+        if not plain or "forward" in vars(module):
+            continue
+        shape = ops.Shape(is_transposed(module))
+
+        def forward(x: Tensor, module: nn.Module = module, shape: ops.Shape = shape) -> Tensor:
+            return ops.columns(alone, x, [module.weight], [module.bias], [shape])[0]  # type: ignore[list-item]
+
+        module.forward = forward
+
+
 def install_embedding(site: Site, module: nn.Embedding, cut: Cut) -> None:
     """Each rank looks up the rows that it has; the others' are zeros in the sum. What a subclass does to the rows stays as it is.
 

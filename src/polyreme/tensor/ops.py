@@ -6,12 +6,14 @@ of the sequence of them, and after backward complete gradients of them. All rank
 Communication, Shoeybi et al. 2019 ("Megatron-LM") and Korthikanti et al. 2022 ("Reducing Activation Recomputation"): a row layer sums
 its output (all-reduce, or a reduce-scatter along the sequence), a column layer the gradient of its input, while it computes the
 gradients of its weights. With the sequence split, the column layer gathers its input; for backward it keeps its own part and gathers
-again.
+again. In a backward that puts off the gradients of weights (`weight_gradients`), sums are waited for at once and the gather, too, is put
+off.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +26,7 @@ from torch.autograd.function import once_differentiable
 from polyreme.errors import BatchError
 from polyreme.layout import Cut
 from polyreme.mesh import Axis, Work
+from polyreme.weight_gradients import current, now_or_later
 
 
 def sequence_dim(hidden: Tensor) -> int:
@@ -202,6 +205,11 @@ class Shape:
 PLAIN = Shape()
 
 
+def _leaf(parameter: Tensor | None) -> Tensor | None:
+    """A parameter itself; None for what is computed of one."""
+    return parameter if parameter is not None and parameter.is_leaf else None
+
+
 class _Columns(Function):
     """Linear layers with one input, each with this rank's part of its outputs.
 
@@ -216,6 +224,7 @@ class _Columns(Function):
         weights, biases = parameters[:count], parameters[count:]
         ctx.save_for_backward(x, *weights)
         ctx.biases = [None if bias is None else bias.shape for bias in biases]
+        ctx.leaves = [_leaf(parameter) for parameter in parameters]
         if sequence and full is None:
             full = start_gather(axis, x, sequence_dim(x)).finish()
         whole = x if full is None else full
@@ -224,10 +233,11 @@ class _Columns(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        x, *weights = ctx.saved_tensors
-        count, axis, dim = len(weights), ctx.axis, sequence_dim(x)
+        x, *weights = (tensor.detach() for tensor in ctx.saved_tensors)
+        count, axis, sequence, dim = len(weights), ctx.axis, ctx.sequence, sequence_dim(x)
         needs = ctx.needs_input_grad[5:]
-        gathering = start_gather(axis, x, dim) if ctx.sequence and any(needs[:count]) else None
+        now = current() is None and any(need and grad is not None for need, grad in zip(needs, grads, strict=False))
+        gathering = start_gather(axis, x, dim) if sequence and now else None
         flat = [None if grad is None else grad.reshape(-1, grad.shape[-1]) for grad in grads]
         came = [(g, shape.matrix(w)) for g, shape, w in zip(flat, ctx.shapes, weights, strict=True) if g is not None]
         grad_x: Tensor | None = None
@@ -236,25 +246,38 @@ class _Columns(Function):
             total = came[0][0] @ came[0][1]
             for other, matrix in came[1:]:
                 total.addmm_(other, matrix)
-            if ctx.sequence:
+            if sequence:
                 whole = list(x.shape)
                 whole[dim] *= axis.size
                 moving = start_scatter_sum(axis, total.view(whole), dim)
             else:
                 moving = Moved(axis.all_reduce(total), total.view(x.shape), None)
-        inputs = x if gathering is None else gathering.finish()
-        inputs = inputs.reshape(-1, inputs.shape[-1])
+
+        @functools.cache
+        def inputs() -> Tensor:
+            whole = (gathering or start_gather(axis, x, dim)).finish() if sequence else x
+            return whole.reshape(-1, whole.shape[-1])
+
         weight_grads = [
-            shape.weight_grad(grad, inputs, weight) if grad is not None and needed else None
-            for shape, grad, weight, needed in zip(ctx.shapes, flat, weights, needs, strict=False)
+            now_or_later(leaf, functools.partial(_weight_grad, shape, grad, inputs, weight)) if grad is not None and needed else None
+            for shape, grad, weight, needed, leaf in zip(ctx.shapes, flat, weights, needs, ctx.leaves, strict=False)
         ]
         bias_grads = [
-            F.pad(grad.sum(0), (0, size[0] - grad.shape[1])) if grad is not None and needed else None
-            for grad, size, needed in zip(flat, ctx.biases, needs[count:], strict=True)
+            now_or_later(leaf, functools.partial(_bias_grad, grad, size[0])) if grad is not None and needed else None
+            for grad, size, needed, leaf in zip(flat, ctx.biases, needs[count:], ctx.leaves[count:], strict=True)
         ]
         if moving is not None:
             grad_x = moving.finish()
         return None, None, None, None, grad_x, *weight_grads, *bias_grads
+
+
+def _weight_grad(shape: Shape, grad: Tensor, inputs: Callable[[], Tensor], weight: Tensor) -> Tensor:
+    return shape.weight_grad(grad, inputs(), weight)
+
+
+def _bias_grad(grad: Tensor, size: int) -> Tensor:
+    """Of (rows, outputs), padded to `size` outputs."""
+    return F.pad(grad.sum(0), (0, size - grad.shape[1]))
 
 
 class _Row(Function):
@@ -264,6 +287,7 @@ class _Row(Function):
     def forward(ctx: Any, axis: Axis, sequence: bool, shape: Shape, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         ctx.axis, ctx.sequence, ctx.shape = axis, sequence, shape
         ctx.save_for_backward(x, weight)
+        ctx.leaves = _leaf(weight), _leaf(bias)
         partial = shape.product(x, weight, None)
         if sequence:
             out = start_scatter_sum(axis, partial, sequence_dim(partial)).finish()
@@ -275,13 +299,18 @@ class _Row(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        x, weight = ctx.saved_tensors
-        bias_grad = grad.flatten(0, -2).sum(0) if ctx.needs_input_grad[5] else None
+        x, weight = (tensor.detach() for tensor in ctx.saved_tensors)
+        bias_grad = None
+        if ctx.needs_input_grad[5]:
+            bias_grad = now_or_later(ctx.leaves[1], functools.partial(grad.flatten(0, -2).sum, 0))
         if ctx.sequence:
             grad = start_gather(ctx.axis, grad, sequence_dim(grad)).finish()
         flat = grad.reshape(-1, grad.shape[-1])
         grad_x = (flat @ ctx.shape.matrix(weight)).view(x.shape) if ctx.needs_input_grad[3] else None
-        weight_grad = ctx.shape.weight_grad(flat, x.reshape(-1, x.shape[-1]), weight) if ctx.needs_input_grad[4] else None
+        inputs, shape = x.reshape(-1, x.shape[-1]), ctx.shape
+        weight_grad = None
+        if ctx.needs_input_grad[4]:
+            weight_grad = now_or_later(ctx.leaves[0], lambda: shape.weight_grad(flat, inputs, weight))
         return None, None, None, grad_x, weight_grad, bias_grad
 
 

@@ -7,6 +7,8 @@ ranks ever wait for different operations:
 - With sharded parameters the order against the gathers matters too, so a block's buckets are reduced when backward has left the
   block (`complete`), the root's at the end; the arrival of gradients, which may differ between ranks, decides nothing.
 
+Of a backward in two halves (`weight_gradients`) gradients come in the second alone, which gathers nothing.
+
 With several micro-batches or pipeline stages, a bucket's gradients are added up on the rank until the last backward that has some for it,
 unless every backward reduces its own.
 
@@ -21,6 +23,7 @@ from collections.abc import Callable, Collection, Sequence
 from torch import Tensor
 
 from polyreme.errors import ModelError
+from polyreme.weight_gradients import current
 from polyreme.zero.bucket import Bucket
 
 IN_FLIGHT = 1
@@ -36,7 +39,8 @@ class Reducer:
         self._every_time = every_time
         self._uses = {bucket: microbatches * len({*bucket.stages} & {*stages}) for bucket in buckets}  # backwards of a step
         self._left: dict[Bucket, int] = {}
-        self._by_arrival = not any(bucket.sharded for bucket in buckets)
+        self._sharded = any(bucket.sharded for bucket in buckets)
+        self._by_arrival = not self._sharded
         self._waiting: dict[Bucket, set[int]] = {}  # to be reduced in this backward: parameters without a gradient in it
         self._adding: set[Bucket] = set()  # whose gradients of this backward are only added up
         self._in_flight: deque[Bucket] = deque()
@@ -48,8 +52,10 @@ class Reducer:
         """Before the first backward of a step."""
         self._left = dict(self._uses)
 
-    def begin(self, stage: int = 0, reduce: bool = True) -> None:
-        """Before a backward of `stage`; its gradients are not reduced at all without `reduce`."""
+    def begin(self, stage: int = 0, reduce: bool = True, gathers: bool = True) -> None:
+        """Before a backward of `stage`, or before its second half, which does not gather parameters (`gathers`). Its gradients are not
+        reduced at all without `reduce`."""
+        self._by_arrival = not (self._sharded and gathers)
         used = [bucket for bucket in self._order if stage in bucket.stages]
         for bucket in used:
             self._left[bucket] -= 1
@@ -69,7 +75,10 @@ class Reducer:
             self._in_flight.popleft().finish_reduce()
 
     def _arrival(self, bucket: Bucket, index: int) -> Callable[[Tensor], None]:
-        def arrived(_: Tensor) -> None:
+        def arrived(parameter: Tensor) -> None:
+            if (later := current()) is not None:
+                later.hold(parameter, arrived)
+                return
             if bucket in self._adding:
                 bucket.take_grad(index)
                 return

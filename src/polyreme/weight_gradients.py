@@ -1,0 +1,93 @@
+"""A backward in two halves: first the gradients of inputs, then, whenever it suits, those of weights.
+
+Invariant: when both halves are done, every parameter has got the gradient that one backward would have given it, in one piece, and its
+hooks ran once; before the second half none has any.
+
+The first half keeps, of each layer that asks `now_or_later`, what its product is made of (the layer's input and the gradient of its
+output). All else (norms, embeddings, layers that do not ask) has its gradients computed in the first half and held until the second.
+Qi et al., "Zero Bubble Pipeline Parallelism", 2023 (arXiv:2401.10241).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+
+_current: WeightGradients | None = None  # for all threads: a device's nodes run in one of its own
+
+
+class WeightGradients:
+    """Those of one backward."""
+
+    def __init__(self) -> None:
+        self._products: list[tuple[Tensor, Callable[[], Tensor]]] = []
+        self._held: dict[Tensor, tuple[Tensor, Callable[[Tensor], None]]] = {}
+
+    @contextmanager
+    def put_off(self) -> Iterator[None]:
+        """The first half runs inside."""
+        global _current
+        _current = self
+        try:
+            yield
+        finally:
+            _current = None
+
+    def hold(self, parameter: Tensor, arrived: Callable[[Tensor], None]) -> None:
+        """Take `parameter.grad` away until the second half, which calls `arrived(parameter)` where no product adds to it."""
+        gradient, parameter.grad = parameter.grad, None
+        if gradient is not None:
+            self._held[parameter] = gradient if parameter not in self._held else self._held[parameter][0] + gradient, arrived
+
+    def later(self, parameter: Tensor, compute: Callable[[], Tensor]) -> None:
+        """`compute()` is (a part of) the gradient of `parameter`."""
+        self._products.append((parameter, compute))
+
+    def accumulate(self) -> None:
+        """The second half: every gradient goes the way of autograd, with all hooks, one parameter after the other."""
+        products, held = self._products, self._held
+        self._products, self._held = [], {}
+        computed = {parameter for parameter, _ in products}
+        for parameter, (gradient, arrived) in held.items():
+            parameter.grad = gradient
+            if parameter not in computed:
+                arrived(parameter)
+        roots = [_Product.apply(parameter, compute) for parameter, compute in reversed(products)]  # autograd runs the last one first
+        products.clear()
+        if roots:
+            torch.autograd.backward(roots)
+
+
+class _Product(Function):
+    """Nothing, whose gradient is `compute()`. In a graph, so that products of one parameter are added up before it gets them."""
+
+    @staticmethod
+    def forward(ctx: Any, parameter: Tensor, compute: Callable[[], Tensor]) -> Tensor:
+        ctx.compute = compute
+        return parameter.new_empty(())
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        compute, ctx.compute = ctx.compute, None  # with what it is made of
+        return compute(), None
+
+
+def current() -> WeightGradients | None:
+    """Where the backward under way puts gradients off to; None where it does not."""
+    return _current
+
+
+def now_or_later(parameter: Tensor | None, compute: Callable[[], Tensor]) -> Tensor | None:
+    """In a backward: the gradient `compute()` of `parameter`; or None where it is put off. None in place of `parameter` stands for a weight
+    that is computed itself, whose gradient is needed now."""
+    if _current is None or parameter is None:
+        return compute()
+    _current.later(parameter, compute)
+    return None

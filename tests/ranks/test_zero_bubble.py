@@ -1,0 +1,111 @@
+"""The zero-bubble schedules with real ranks: what B and W each do, and in which order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+import models
+import polyreme
+import training
+from polyreme.pipeline.schedule import build
+from polyreme.step import Step
+from polyreme.tensor import ops
+from polyreme.zero.bucket import Bucket
+from pool import Ranks
+
+ACCUMULATION = 4
+
+
+@contextmanager
+def watched(events: list[str]) -> Iterator[None]:
+    """Note each half of a backward when it begins, the products for weights, and the reductions of buckets."""
+    inputs, product, reduce = Step.differentiate_inputs, ops.Shape.weight_grad, Bucket.reduce
+
+    def differentiate_inputs(self: Step, stage: int, *rest: Any) -> Callable[[], None]:
+        events.append(f"{stage}B")
+        compute = inputs(self, stage, *rest)
+
+        def weights() -> None:
+            events.append(f"{stage}W")
+            compute()
+
+        return weights
+
+    def weight_grad(self: ops.Shape, *tensors: torch.Tensor) -> torch.Tensor:
+        events.append("product")
+        return product(self, *tensors)
+
+    def noted(self: Bucket) -> None:
+        events.append("reduction")
+        reduce(self)
+
+    with (
+        mock.patch.object(Step, "differentiate_inputs", differentiate_inputs),
+        mock.patch.object(ops.Shape, "weight_grad", weight_grad),
+        mock.patch.object(Bucket, "reduce", noted),
+    ):
+        yield
+
+
+def halves(rank: int, world: int, schedule: Any, stage: int, recompute: bool) -> tuple[list[str], int, int]:
+    """What happened in one step; how many linear layers the rank's stages have, and how many buckets."""
+    engine = polyreme.initialize(
+        models.llama(num_hidden_layers=5),
+        training.config(
+            world // 2,
+            ACCUMULATION,
+            mesh={"pp": 2},
+            zero={"stage": stage, "reduce_every": "microbatch" if stage == 3 else "step"},
+            pipeline={"schedule": schedule},
+            memory={"activations": "recompute" if recompute else "keep"},
+        ),
+        loss_fn=models.causal_loss,
+    )
+    dp = engine.mesh.dp
+    events: list[str] = []
+    with watched(events):
+        engine.train_step(models.share(models.batch_of("llama", training.SAMPLES, 0, torch.float32), dp.rank, dp.size))
+    linear = sum(isinstance(m, torch.nn.Linear) and isinstance(m.weight, torch.nn.Parameter) for m in engine.module.modules())
+    return events, linear, len(engine._placement.trainable)
+
+
+@pytest.mark.parametrize(("schedule", "stage", "recompute"), [("zb-h1", 3, True), ("zb-v", 1, False)])
+def test_b_leaves_products_and_reductions_to_w(ranks: Ranks, schedule: Any, stage: int, recompute: bool) -> None:
+    rows = build(schedule, 2, ACCUMULATION)
+    pp_rank = lambda rank: rank // 2  # noqa: E731  pp is outermost
+    for rank, (events, linear, buckets) in enumerate(ranks(4, halves, schedule, stage, recompute)):
+        parts: list[tuple[str, list[str]]] = []  # each half with what happened in it
+        for event in events:
+            if event in ("product", "reduction"):
+                parts[-1][1].append(event)
+            else:
+                parts.append((event, []))
+        assert [half for half, _ in parts] == [f"{a.stage}{a.op}" for a in rows[pp_rank(rank)] if a.op in "BW"]
+        assert all(done == [] for half, done in parts if half.endswith("B"))
+        done = [event for _, events in parts for event in events]
+        assert linear > 0 and done.count("product") == linear * ACCUMULATION
+        assert done.count("reduction") == buckets * (ACCUMULATION if stage == 3 else 1)
+        last = parts[-1][1]
+        if schedule == "zb-h1":  # whose stages have several blocks: the last's gradients are reduced while others are computed
+            assert last.index("reduction") < len(last) - 1 - last[::-1].index("product")
+
+
+def precisions(rank: int, world: int, schedule: str) -> list[list[float]]:
+    found = []
+    for precision in ({"compute": "bf16"}, {"compute": "fp16", "loss_scale": "dynamic"}):
+        config = training.config(1, ACCUMULATION, mesh={"pp": 2}, precision=precision, pipeline={"schedule": schedule})
+        engine = polyreme.initialize(models.llama(num_hidden_layers=5), config, loss_fn=models.causal_loss)
+        found.append([engine.train_step(models.batch_of("llama", training.SAMPLES, step)).loss for step in range(3)])
+    return found
+
+
+def test_low_precision(ranks: Ranks) -> None:
+    """Losses as of 1F1B, but for the order in which gradients are added up."""
+    for schedule in ("zb-h1", "zb-v"):
+        torch.testing.assert_close(ranks(2, precisions, schedule)[0], ranks(2, precisions, "1f1b")[0], rtol=5e-3, atol=0)
