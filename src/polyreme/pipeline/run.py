@@ -79,7 +79,12 @@ class Runner:
         perform = {"F": self._forward, "B": self._backward, "W": self._weigh, "SA": self._send, "RA": self._receive,
                    "SG": self._send_gradient, "RG": self._receive_gradient, "R": lambda action: None, "U": self._update}  # fmt: skip
         for action in row:  # R: a stage's last backward has reduced its gradients
-            perform[action.op](action)
+            try:
+                perform[action.op](action)
+            except Exception as error:
+                if len(self._ranks) > 1 and action.microbatch is not None:
+                    error.add_note(f"in pipeline stage {action.stage}, micro-batch {action.microbatch} of the step")
+                raise
         while self._sending:
             self._sending.pop()[0].settle()
         self._passes.clear()
