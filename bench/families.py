@@ -39,8 +39,7 @@ from polyreme.tensor.surgery import parallelize
 BENCH = Path(__file__).resolve().parent
 sys.path += [str(BENCH.parent / "tests"), str(BENCH.parent / "tests/ranks")]
 
-from test_tensor_models import VOCABULARY, Wide  # noqa: E402
-
+from models import VOCABULARY, Wide  # noqa: E402
 from pool import Ranks, RanksFailed  # noqa: E402
 
 WAYS = 2

@@ -9,8 +9,22 @@ import torch
 import torch.nn.functional as F
 import transformers
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 VOCABULARY = 97
+
+
+class Wide(TorchFunctionMode):
+    """Keeps float64 where transformers goes to float32, which would hide what float64 is to show."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if args and isinstance(args[0], Tensor) and args[0].dtype == torch.float64:
+            if func is Tensor.float or (func is Tensor.to and args[1:2] == (torch.float32,)):
+                return args[0]
+            if kwargs.get("dtype") == torch.float32:
+                kwargs = {**kwargs, "dtype": torch.float64}
+        return func(*args, **kwargs)
 
 
 def llama(**changes: Any) -> nn.Module:

@@ -14,7 +14,6 @@ import torch
 import torch.nn.functional as F
 import transformers
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 import models
 import polyreme
@@ -24,19 +23,6 @@ from pool import Ranks
 STEPS, SAMPLES, CLIP, BLOCKS = 5, 12, 0.05, 5
 
 Record = tuple[float, float]
-
-
-class Wide(TorchFunctionMode):
-    """Keeps float64 where transformers goes to float32, which would hide what float64 is to show."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if args and isinstance(args[0], Tensor) and args[0].dtype == torch.float64:
-            if func is Tensor.float or (func is Tensor.to and args[1:2] == (torch.float32,)):
-                return args[0]
-            if kwargs.get("dtype") == torch.float32:
-                kwargs = {**kwargs, "dtype": torch.float64}
-        return func(*args, **kwargs)
 
 
 SMALL = {"vocab_size": models.VOCABULARY, "hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": BLOCKS,
@@ -114,7 +100,7 @@ def train(rank: int, world: int, family: str, each: list[dict[str, Any]]) -> lis
         engine = polyreme.initialize(model_of(family), config, loss_fn=loss_of(family))
         dp = engine.mesh.dp
         records = []
-        with Wide():
+        with models.Wide():
             for step in range(STEPS):
                 result = engine.train_step(models.share(batch_of(family, step), dp.rank, dp.size))
                 records.append((result.loss, result.grad_norm))
@@ -127,7 +113,7 @@ def train(rank: int, world: int, family: str, each: list[dict[str, Any]]) -> lis
 def expected(family: str) -> tuple[list[Record], dict[str, Any]]:
     optimizer = lambda groups: torch.optim.AdamW(groups, lr=1e-2, betas=(0.9, 0.95), weight_decay=0.1)  # noqa: E731
     model, loss_fn, batch = model_of(family), loss_of(family), batch_of(family, STEPS)
-    with Wide():
+    with models.Wide():
         records, weights = models.plain_training(model, loss_fn, [batch_of(family, step) for step in range(STEPS)], optimizer, CLIP)
         model.eval()
         with torch.no_grad():

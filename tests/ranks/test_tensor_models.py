@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 import transformers
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
+from models import VOCABULARY, Wide
 from polyreme.activations import wrap_blocks
 from polyreme.layout import Cut
 from polyreme.mesh import Axis, Mesh
@@ -22,21 +22,7 @@ from polyreme.tensor.surgery import parallelize
 from polyreme.zero.deferred import record
 from pool import Ranks, RanksFailed
 
-VOCABULARY = 97
 TOLERANCE = 1e-10
-
-
-class Wide(TorchFunctionMode):
-    """Keeps float64 where transformers goes to float32, which would hide what float64 is to show."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if args and isinstance(args[0], Tensor) and args[0].dtype == torch.float64:
-            if func is Tensor.float or (func is Tensor.to and args[1:2] == (torch.float32,)):
-                return args[0]
-            if kwargs.get("dtype") == torch.float32:
-                kwargs = {**kwargs, "dtype": torch.float64}
-        return func(*args, **kwargs)
 
 
 SMALL = {"vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 2, "num_attention_heads": 4,
