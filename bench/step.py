@@ -148,7 +148,9 @@ class Group:
         self.largest = 0
 
     def fits_another(self) -> bool:
-        """Whether half as much again as the largest pair so far, and 1 GiB, are free. Nothing is swapped."""
+        """Whether half as much again as the largest pair so far, and 1 GiB, are free, and --at-once allows it. Nothing is swapped."""
+        if self.args.at_once is not None and len(self.pairs) > self.args.at_once:
+            return False
         return len(self.pairs) < 2 or psutil.virtual_memory().available > 1.5 * self.largest + 2**30
 
     def start(self, system: str) -> None:
@@ -293,6 +295,7 @@ def parse(suite: str, description: str | None, defaults: Mapping[str, Any], argv
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--threads", type=int, default=1, help="of each rank")
     parser.add_argument("--malloc", choices=("keep", "default"), default="default", help="glibc settings of all ranks")
+    parser.add_argument("--at-once", type=int, help="systems in memory beside the floor; as many as seem to fit")
     parser.add_argument("--seed", type=int, default=0, help="of the order of turns")
     parser.add_argument("--timeout", type=float, default=600.0, help="seconds for one answer of a rank")
     parser.add_argument("--out", type=Path, help="the JSON result; a table is written beside it as .md")

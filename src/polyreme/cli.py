@@ -93,6 +93,7 @@ def train(
         from polyreme.launch.torchrun import launch as start
 
         job.check_sources(checked)
+        job.check_division(checked)
         sets = [word for change in overrides or [] for word in ("--set", change)]
         start(["-m", "polyreme", "train", str(config), *sets, *(["--json"] if as_json else [])], world_size)
         return

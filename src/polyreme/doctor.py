@@ -30,7 +30,7 @@ class Check:
 
 def examine() -> list[Check]:
     """Every check, in the order they are shown."""
-    checks: list[Callable[[], Check]] = [_python, _torch, _transformers, _cores, _memory, _disk, _accelerators, _ranks]
+    checks: list[Callable[[], Check]] = [_python, _torch, _transformers, _cores, _memory, _disk, _accelerators, _bf16, _ranks]
     return [check() for check in checks]
 
 
@@ -77,6 +77,17 @@ def _accelerators() -> Check:
 
     count = torch.cuda.device_count()
     return Check("accelerators", True, f"{count} x {torch.cuda.get_device_name(0)}" if count else "none, training uses the cores")
+
+
+def _bf16() -> Check:
+    import torch
+
+    from polyreme.planner.cost import peak_flops
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    ratio = peak_flops(device, torch.bfloat16).flops / peak_flops(device, torch.float32).flops
+    advice = '; precision.compute = "fp32" trains faster here' if ratio < 1 else ""
+    return Check("bf16", True, f"matrix products at {ratio:.1f} times the speed of fp32{advice}")
 
 
 def _ranks() -> Check:

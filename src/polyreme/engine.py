@@ -7,7 +7,7 @@ divided in this order: over pipeline stages, over tensor parallelism, and what i
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,27 +23,32 @@ from polyreme.activations import measure, wrap_blocks
 from polyreme.checkpoint.save import save
 from polyreme.config import Config
 from polyreme.data import Loader
-from polyreme.errors import BatchError, NumericsError
+from polyreme.errors import BatchError, ConfigError, ModelError, NumericsError, Problem
 from polyreme.layout import Cut
 from polyreme.lr_schedule import LRSchedule
-from polyreme.mesh import Mesh, world
-from polyreme.objective import LossFn, Objective, leading_size, split
+from polyreme.mesh import Axis, Mesh, world
+from polyreme.objective import LossFn, Objective, digest, leading_size, split
+from polyreme.pipeline.measure import block_seconds, copy_to
 from polyreme.pipeline.run import Calls, Runner, RunStage, whole
 from polyreme.pipeline.schedule import build, check, splits_backward, stage_ranks
-from polyreme.pipeline.split import Split, Stage, keep, plan
-from polyreme.precision import DTYPES, cast_floating, loss_scale, master_dtype, watch_nonfinite
+from polyreme.pipeline.split import Split, keep, layers, plan
+from polyreme.pipeline.stage import Stage
+from polyreme.precision import DTYPES, GRADIENT, MODEL, cast_floating, loss_scale, master_dtype, watch_nonfinite
 from polyreme.step import State, Step, StepResult
 from polyreme.tensor import rules
 from polyreme.tensor.layers import put_off_weights
 from polyreme.tensor.surgery import parallelize
 from polyreme.zero.blocks import Blocks
 from polyreme.zero.bucket import Formats
-from polyreme.zero.deferred import record
+from polyreme.zero.deferred import Recording, record
 from polyreme.zero.optimizers import Make, Options, recipe
 from polyreme.zero.place import Division, Part, Placement, place
 from polyreme.zero.reduce import Reducer
 from polyreme.zero.residency import Residency
 from polyreme.zero.update import Update
+
+Layer = nn.Module | Callable[[], nn.Module]
+Model = Layer | Sequence[Layer] | str | Path
 
 
 @dataclass(frozen=True)
@@ -55,7 +60,7 @@ class EvalResult:
 
 
 def initialize(
-    model: nn.Module | Callable[[], nn.Module] | str | Path,
+    model: Model,
     config: str | Path | Mapping[str, Any] | Config,
     *,
     optimizer: type[Optimizer] | Make | None = None,
@@ -65,7 +70,8 @@ def initialize(
     """Make `model` ready to train as `config` says, on all ranks of the process group (or of the environment; or this one process).
 
     model: a module (rank 0's weights count), a function without arguments that builds one (then never built whole: its own
-        initialisation is replayed tensor by tensor, with the config's seed), or a Hugging Face model directory.
+        initialisation is replayed tensor by tensor, with the config's seed), a sequence of layers or of such functions, one for each
+        layer, to be called one after the other, or a Hugging Face model directory.
     config: a file, a mapping, or a Config.
     optimizer: a torch.optim class (lr, weight decay, groups and options from the config), a factory such as
         `lambda params: torch.optim.AdamW(params, lr=3e-4)` (which decides all that itself), or None: the config's.
@@ -90,7 +96,7 @@ class Engine:
 
     def __init__(
         self,
-        model: nn.Module | Callable[[], nn.Module] | str | Path,
+        model: Model,
         config: Config,
         mesh: Mesh,
         optimizer: type[Optimizer] | Make | None = None,
@@ -99,19 +105,20 @@ class Engine:
     ) -> None:
         self.config, self.mesh = config, mesh
         self._dtype = DTYPES[config.precision.compute]
-        if isinstance(model, str | Path):
-            model = model_map.build(str(model), None, config.model.trust_remote_code)
-        recording = None if isinstance(model, nn.Module) else record(model, config.seed)
-        self.module: nn.Module = model if isinstance(model, nn.Module) else recording.module  # type: ignore[union-attr]
+        self.module, recording = self._build(model)
         blocks = model_map.find_blocks(self.module)
         made = recipe(self.module, config.optimizer, optimizer)
         self.parameters = sum(p.numel() for p in self.module.parameters())
         """Distinct parameters of the whole model."""
-        rank_of = stage_ranks(config.pipeline.schedule, mesh.pp.size, config.pipeline.virtual) if mesh.pp.size > 1 else (0,)
+        name = config.pipeline.schedule if mesh.pp.size > 1 else "1f1b"
+        rank_of = stage_ranks(name, mesh.pp.size, config.pipeline.virtual)
         mine = [stage for stage, rank in enumerate(rank_of) if rank == mesh.pp.rank]
-        split = plan(self.module, len(rank_of), counts=config.pipeline.blocks) if len(rank_of) > 1 else None
-        schedule = build(config.pipeline.schedule if split else "1f1b", mesh.pp.size, config.accumulation, config.pipeline.virtual)
+        split = plan(self.module, len(rank_of), **self._balance(recording)) if len(rank_of) > 1 else None
+        schedule = build(name, mesh.pp.size, config.accumulation, config.pipeline.virtual)
         check(schedule, config.accumulation)
+        if recording is None:
+            self._take_from_rank_0(self.module.parameters(), mesh.tp, mesh.pp)  # over dp they are shared out, by ZeRO
+            self._take_from_rank_0(self.module.buffers(), mesh.dp, mesh.tp, mesh.pp)
         division = self._divide(rank_of, split)
         if split is not None:
             blocks = split.blocks_of(self.module, mine)
@@ -120,8 +127,9 @@ class Engine:
             put_off_weights(self.module)
         self._placement = self._place(blocks, made, division)
         if recording is not None:
-            recording.replay(self._write)
-        self._finish_buffers()
+            self._replay(recording)
+        for buffer in self.module.buffers():
+            buffer.data = buffer.data.to(mesh.device).contiguous()
         memory = config.memory
         recompute = memory.activations == "recompute"
         self._recomputed = wrap_blocks(self.module, blocks, recompute, memory.recompute_every, memory.recompute_save, config.compile)
@@ -133,8 +141,8 @@ class Engine:
         self._updates = [Update(bucket, made.groups) for bucket in self._placement.trainable]
         self._objective = Objective(self.module, loss_fn)
         self._row = schedule[mesh.pp.rank]
-        self._forward_row = [a for a in build("gpipe" if len(rank_of) == mesh.pp.size else config.pipeline.schedule, mesh.pp.size, 1,
-                                              config.pipeline.virtual)[mesh.pp.rank] if a.op in ("F", "SA", "RA")]  # fmt: skip
+        one = build(name, mesh.pp.size, 1, config.pipeline.virtual)
+        self._forward_row = [action for action in one[mesh.pp.rank] if action.op in ("F", "SA", "RA")]
         stages: dict[int, RunStage] = {stage: Stage(self.module, split, stage) for stage in mine} if split else {0: whole}
         self._runner = Runner(rank_of, mesh.pp, mesh.device, stages)
         self._has_loss = len(rank_of) - 1 in mine
@@ -145,6 +153,8 @@ class Engine:
         self._activations: int | None = 0 if config.compile else None  # bytes; None before they are measured
         self._saved = 0  # of them, so far
         self._last: tuple[Any, Any] | None = None  # micro-batch and output of the last engine(...)
+        self._unfinished = False  # the last train_step, which ended in an error
+        self._compared = False  # a batch, with those of the ranks that have to have the same
         torch.manual_seed(config.seed + mesh.dp.rank + mesh.dp.size * mesh.pp.rank)  # dropout differs between ranks, but not over tp
 
     @property
@@ -158,8 +168,8 @@ class Engine:
         """One optimizer step on this data-parallel rank's share of one global batch.
 
         batch: mapping, tuple or tensor whose tensors have the leading dimension batch.size / dp (micro-batch x accumulation).
-        Raises BatchError for a batch of another size, and NumericsError for NaN or Inf outside fp16 (unless
-        precision.on_nonfinite = "skip").
+        Raises BatchError for a batch of another size, or where ranks of a tp or pp line have different ones in the first step; and
+        NumericsError for NaN or Inf outside fp16 (unless precision.on_nonfinite = "skip").
         """
         expected = self.config.batch.size // self.mesh.dp.size
         if (size := leading_size(batch)) != expected:
@@ -169,36 +179,18 @@ class Engine:
             )
         if self._step.microbatches:
             raise BatchError("train_step in the middle of a step: call step() after the backward() calls before it")
+        self._compare(batch)
+        if self._unfinished:
+            self._step.begin()
+        self._unfinished = True
         random_state = self._random_state()
         weights = [self._objective.weight(part) for part in split(batch, self.config.accumulation)]  # on a device, it would wait for it
         batches = split(cast_floating(batch, self._dtype, self.mesh.device), self.config.accumulation)
-        losses: dict[int, tuple[Tensor, float]] = {}
-        results: list[StepResult] = []
-
-        def loss(i: int, output: Any) -> None:
-            with self._measured():
-                losses[i] = self._objective.loss(output, batches[i], weights[i])
-            if self._activations is None:
-                self._activations = self._saved
-
-        def update() -> None:
-            self._step.reduce()
-            results.append(self._step.update())
-
-        calls = Calls(
-            enter=self._blocks.at,
-            forward=lambda i: self._output(batches[i]),
-            loss=loss,
-            root=lambda i: self._step.root(*losses.pop(i), model_map.count_tokens(batches[i])),
-            differentiate=self._step.differentiate_inputs if self._splits_backward else self._step.differentiate,
-            update=update,
-        )
         try:
-            self._runner.run(self._row, calls, _shape(batches[0]))
+            results = self._run(batches, weights)
         except NumericsError as error:
-            if self.mesh.pp.size > 1:
-                raise
-            raise NumericsError(f"{error}{self._diagnose(batches, random_state)}") from None
+            raise NumericsError(f"{error}{self._diagnose(batches, weights, random_state)}") from None
+        self._unfinished = False
         return results[0]
 
     def eval_step(self, batch: Any) -> EvalResult:
@@ -234,6 +226,7 @@ class Engine:
             raise BatchError("engine(...) calls the whole model, which is cut into pipeline stages: use train_step and eval_step")
         self._blocks.at(0, 0)
         batch = kwargs or (args[0] if len(args) == 1 else args)  # the caller's, as its labels are counted without the device
+        self._compare(batch)
         args, kwargs = cast_floating((args, kwargs), self._dtype, self.mesh.device)  # type: ignore[misc]
         output = self.module(*args, **{**self._objective.fixed, **kwargs})
         self._last = batch, output
@@ -310,6 +303,42 @@ class Engine:
 
     # ---- parts
 
+    def _compare(self, batch: Any) -> None:
+        """The first time, refuse a batch that is not the same on all ranks that compute it together."""
+        for axis in () if self._compared else (self.mesh.tp, self.mesh.pp):
+            if axis.size > 1 and len({*axis.gather_objects(digest(batch))}) > 1:
+                raise BatchError(
+                    f"ranks of one {axis.name} line have different batches, but compute one together: give each rank the share of its "
+                    "place in data parallelism (engine.mesh.dp.rank of engine.mesh.dp.size, not of the world), as engine.loader does"
+                )
+        self._compared = True
+
+    def _run(self, batches: Sequence[Any], weights: Sequence[int], update: bool = True) -> list[StepResult]:
+        """Perform this rank's row of the schedule on the micro-batches; all but its end without `update`."""
+        losses: dict[int, tuple[Tensor, float]] = {}
+        results: list[StepResult] = []
+
+        def loss(i: int, output: Any) -> None:
+            with self._measured():
+                losses[i] = self._objective.loss(output, batches[i], weights[i])
+            if self._activations is None:
+                self._activations = self._saved
+
+        def end() -> None:
+            self._step.reduce()
+            results.append(self._step.update())
+
+        calls = Calls(
+            enter=self._blocks.at,
+            forward=lambda i: self._output(batches[i]),
+            loss=loss,
+            root=lambda i: self._step.root(*losses.pop(i), model_map.count_tokens(batches[i])),
+            differentiate=self._step.differentiate_inputs if self._splits_backward else self._step.differentiate,
+            update=end if update else None,
+        )
+        self._runner.run(self._row, calls, _shape(batches[0]))
+        return results
+
     def _output(self, batch: Any) -> Any:
         """The model's output for one micro-batch; the first time, also how much memory its activations take."""
         with self._measured():
@@ -333,33 +362,88 @@ class Engine:
         device = self.mesh.device
         return torch.get_rng_state(), torch.cuda.get_rng_state(device) if device.type == "cuda" else None
 
-    def _diagnose(self, batches: list[Any], random_state: tuple[Tensor, Tensor | None]) -> str:
+    def _diagnose(self, batches: list[Any], weights: Sequence[int], random_state: tuple[Tensor, Tensor | None]) -> str:
         """Run the step's forwards and backwards again, watched, and tell which module first made a NaN or Inf, and on which rank."""
         torch.set_rng_state(random_state[0])
         if random_state[1] is not None:
             torch.cuda.set_rng_state(random_state[1], self.mesh.device)
-        found: list[str] = []
-        with watch_nonfinite(self.module) as first:
-            for batch in batches:
-                self._blocks.at(0, 0)
-                loss, _ = self._objective(batch)
-                self._step.differentiate(0, [loss], [None], reduce=False)
-                found += first[:1]
         self._step.begin()
-        reports = self.mesh.dp.gather_objects(found[:1])
-        lines = [f"\n  rank {rank}: first made by {report[0]}" for rank, report in enumerate(reports) if report]  # type: ignore[index]
+        with watch_nonfinite(self.module) as found:
+            self._run(batches, weights, update=False)
+        reports: list[Any] = [(self.mesh.rank, *found[:1])] if found else []
+        for axis in self.mesh.axes.values():
+            reports = [report for each in axis.gather_objects(reports) for report in each]  # type: ignore[attr-defined]
+        for later in (GRADIENT, MODEL):  # what another stage made spoils the gradients of those before it, and the outputs of those after
+            reports = [report for report in reports if later not in report[1]] or reports
+        lines = [f"\n  rank {rank}: first made by {what}" for rank, what in sorted(reports)]
         return "".join(lines) + '\n  lower the learning rate, check the data, or set precision.on_nonfinite = "skip"'
 
     # ---- set-up
 
+    def _build(self, given: Model) -> tuple[nn.Module, Recording | None]:
+        """The model, and how to make its numbers if it is on the meta device, as what builds it was given."""
+        mesh = self.mesh
+        if isinstance(given, str | Path):
+            return model_map.build(str(given), None, self.config.model.trust_remote_code), None
+        model: Layer | Sequence[Layer] = given
+        if isinstance(model, Sequence) and not isinstance(model, nn.Module):
+            built = nn.ModuleList(layer for layer in model if isinstance(layer, nn.Module))
+            model = layers(model)
+            if not isinstance(model, nn.Module):  # these are copied into the recording
+                self._take_from_rank_0([*built.parameters(), *built.buffers()], mesh.dp, mesh.tp, mesh.pp)
+        if isinstance(model, nn.Module):
+            if empty := [name for name, tensor in (*model.named_parameters(), *model.named_buffers()) if tensor.is_meta]:
+                raise ModelError(f"{empty[0]} is on the meta device, without numbers: give initialize() the function that builds the model")
+            return model, None
+        if not callable(model):
+            raise ModelError(f"the model is a {type(model).__name__}: give initialize() a torch.nn.Module, a function that builds one, a "
+                             "list of layers, or the path of a Hugging Face directory")  # fmt: skip
+        recording = record(model, self.config.seed)
+        return recording.module, recording
+
+    def _take_from_rank_0(self, tensors: Iterable[Tensor], *axes: Axis) -> None:
+        """Give `tensors`, where they are, the numbers of the axes' rank 0. Those that are not contiguous become so."""
+        several = [axis for axis in axes if axis.size > 1]
+        for tensor in tensors if several else ():
+            numbers = tensor.data.to(self.mesh.device).contiguous()
+            for axis in several:
+                axis.broadcast(numbers)
+            tensor.data = numbers.to(tensor.device)
+
+    def _balance(self, recording: Recording | None) -> dict[str, Any]:
+        """What decides on the pipeline's cuts, as arguments of `plan`; the same on every rank."""
+        blocks = self.config.pipeline.blocks
+        if not isinstance(blocks, str):
+            return {"counts": blocks}
+        return {"costs": self._block_seconds(recording)} if blocks == "time" else {}
+
+    def _block_seconds(self, recording: Recording | None) -> list[float]:
+        """Of each block, for one micro-batch: measured by rank 0, on a whole model, for all."""
+        micro = self.config.batch.micro
+        assert micro != "auto"
+        batch: Any = model_map.sample_batch(self.module, micro, self.config.data.sequence)
+        if batch is None:
+            reason = "to be measured, the model has to be called, but only of Hugging Face models of texts or images is known with what"
+            fix = 'write pipeline.blocks = "parameters", or how many blocks each stage has'
+            raise ConfigError([Problem("pipeline.blocks", "time", reason, fix)])
+        found: Any = None
+        if self.mesh.rank == 0:
+            try:
+                batch = cast_floating(batch, self._dtype, self.mesh.device)
+                trial = copy_to(self.mesh.device, self._dtype, self.module, recording.replay if recording else None)
+                found = block_seconds(trial, batch)
+            except Exception as error:  # whatever a forward raises; the other ranks wait to hear of it
+                found = f"{type(error).__name__}: {error}"
+        for axis in self.mesh.axes.values():
+            found = axis.gather_objects(found)[0]
+        if isinstance(found, str):
+            raise ModelError(f'pipeline.blocks = "time": the blocks could not be measured ({found}); write "parameters", or how many '
+                             "blocks each stage has")  # fmt: skip
+        return found
+
     def _divide(self, rank_of: Sequence[int], split: Split | None) -> Division:
         """Leave of the model this rank's pipeline stages, and of their parameters its part for tensor parallelism."""
         module, mesh = self.module, self.mesh
-        if mesh.tp.size * mesh.pp.size > 1:
-            for tensor in (*module.parameters(), *module.buffers()):
-                for axis in (mesh.tp, mesh.pp):
-                    if not tensor.is_meta:
-                        axis.broadcast(tensor.data)
         cuts = {name: Cut.whole(p.shape, 1) for name, p in module.named_parameters(remove_duplicate=False)}
         if mesh.tp.size > 1:
             asked = self.config.mesh
@@ -385,27 +469,20 @@ class Engine:
         return place(self.module, blocks, made, self.mesh.dp, zero, Residency.of_stage(zero.stage), formats,
                      self.mesh.device, by_microbatch, division)  # fmt: skip
 
-    def _write(self, name: str, tensor: Tensor) -> None:
-        """Take one initial value: into its bucket, or as a buffer."""
-        if name in self._placement.where:
-            self._placement.write(name, tensor)
-            return
-        path, _, attribute = name.rpartition(".")
-        owner = self.module.get_submodule(path)
-        if attribute in owner._buffers:  # else another pipeline stage has it
-            owner._buffers[attribute] = tensor.detach().clone()
+    def _replay(self, recording: Recording) -> None:
+        """Make the initial values of what this rank has: into its buckets, or as buffers."""
 
-    def _finish_buffers(self) -> None:
-        """Buffers on the device, rank 0's everywhere."""
-        moved: dict[int, Tensor] = {}  # a buffer that modules share stays one
-        for module in self.module.modules():
-            for name, buffer in module._buffers.items():
-                if buffer is not None and id(buffer) not in moved:
-                    new = buffer.to(self.mesh.device).contiguous()
-                    self.mesh.dp.broadcast(new)
-                    moved |= {id(buffer): new, id(new): new}
-                if buffer is not None:
-                    module._buffers[name] = moved[id(buffer)]
+        def write(name: str, tensor: Tensor) -> None:
+            if name in self._placement.where:
+                self._placement.write(name, tensor)
+                return
+            made = tensor.clone()
+            for each in (name, *recording.aliases.get(name, ())):
+                path, _, attribute = each.rpartition(".")
+                self.module.get_submodule(path)._buffers[attribute] = made
+
+        recording.replay(write, {*self._placement.where, *(name for name, _ in self.module.named_buffers(remove_duplicate=False))})
+        self._take_from_rank_0(self.module.buffers(), self.mesh.dp, self.mesh.tp)
 
     def _tensors(self, master: bool = False) -> Iterator[tuple[list[str], Tensor]]:
         """Every parameter and persistent buffer, whole, with all its names, each valid until the next."""

@@ -1,4 +1,4 @@
-"""A config as people and programs read it. Rendering only: every fact comes from `polyreme.config` and `polyreme.pipeline`.
+"""A config as people and programs read it. Rendering only: facts come from `polyreme.config`, `polyreme.pipeline`, `polyreme.twin`.
 
 `python -m polyreme.inspect docs/config.md` writes the key reference into that page again.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -60,10 +61,59 @@ def rank_stages(config: Config) -> tuple[tuple[int, ...], ...]:
     return tuple(tuple(stage for stage, at in enumerate(rank_of) if at == rank) for rank in range(pp))
 
 
-def render_axes(config: Config, world_size: int) -> Group:
-    """Which ranks form which axis, as a table, and which of a pipeline's ranks has which stages; nothing for a single rank.
+@dataclass(frozen=True)
+class StagePart:
+    """What a pipeline stage has: its rank on axis pp, its blocks by name, the parameters of these and of what comes before and after all
+    blocks (a parameter that several stages have counts on each), and their share of the model's."""
 
-    Raises ConfigError where the config cannot run."""
+    stage: int
+    rank: int
+    blocks: list[str]
+    parameters: int
+    share: float
+
+
+def stage_parts(config: Config) -> list[StagePart]:
+    """What each pipeline stage has, in their order; nothing without a pipeline, or where the config's model is not known on this machine.
+
+    Raises ConfigError for a model that cannot be built, and ModelError for one that the mesh cannot divide."""
+    if config.mesh.tp * config.mesh.pp == 1:
+        return []
+    from polyreme.twin import divide, expected  # only here: most configs are shown without torch
+
+    model = expected(config)
+    split = divide(model, config) if model is not None else None
+    if model is None or split is None:
+        return []
+    sizes = {name: p.numel() for name, p in model.named_parameters()}
+    rank_of = {stage: rank for rank, own in enumerate(rank_stages(config)) for stage in own}
+    found = []
+    for stage in range(split.stages):
+        numel = sum(size for name, size in sizes.items() if stage in split.stages_of[name])
+        blocks = list(split.blocks[split.bounds[stage] : split.bounds[stage + 1]])
+        found.append(StagePart(stage, rank_of[stage], blocks, numel, numel / sum(sizes.values())))
+    return found
+
+
+def _stage_table(parts: list[StagePart], measured: bool) -> Table:
+    title = "pipeline stages on the ranks of a pp line" + (", by parameters until blocks are measured" if measured else "")
+    table = Table(title=title, title_justify="left")
+    for column in ("rank", "stage"):
+        table.add_column(column, justify="right")
+    table.add_column("blocks", overflow="fold")
+    for column in ("parameters", "share"):
+        table.add_column(column, justify="right")
+    for part in sorted(parts, key=lambda part: (part.rank, part.stage)):
+        blocks = part.blocks[0] if len(part.blocks) == 1 else f"{part.blocks[0]} to {part.blocks[-1]}"
+        table.add_row(str(part.rank), str(part.stage), Text(blocks), f"{part.parameters:,}", f"{part.share:.1%}")
+    return table
+
+
+def render_axes(config: Config, world_size: int) -> Group:
+    """Which ranks form which axis, as a table, and which of a pipeline's ranks has which stages, with what is in them where the model is
+    known; nothing for a single rank.
+
+    Raises ConfigError where the config cannot run, and what `stage_parts` raises."""
     found = axes(config, world_size)
     if not found:
         return Group()
@@ -74,6 +124,9 @@ def render_axes(config: Config, world_size: int) -> Group:
     for name, members in found.items():
         shown = [_some([str(rank) for rank in line], " ") for line in members]
         table.add_row(name, str(len(members[0])), _some(shown, "  |  "))
+    parts = stage_parts(config)
+    if parts:
+        return Group(table, _stage_table(parts, config.pipeline.blocks == "time"))
     if config.mesh.pp == 1:
         return Group(table)
     each = [_some([str(stage) for stage in own], " ") for own in rank_stages(config)]
@@ -87,13 +140,14 @@ def _some(words: list[str], between: str) -> str:
 
 def as_json(config: Config, world_size: int) -> str:
     """The same as a JSON object: world_size, accumulation, axes (each axis of several ranks: the lists of ranks that form it), stages (of
-    each rank of axis pp), config, and origins by dotted key."""
+    each rank of axis pp), pipeline (what `stage_parts` tells of each stage), config, and origins by dotted key."""
     resolved = config.resolve(world_size)
     told: dict[str, Any] = {
         "world_size": world_size,
         "accumulation": resolved.accumulation,
         "axes": axes(config, world_size),
         "stages": rank_stages(resolved),
+        "pipeline": [asdict(part) for part in stage_parts(resolved)],
         "config": resolved.model_dump(mode="json"),
         "origins": resolved.origins,
     }

@@ -1,13 +1,10 @@
-"""Named axes over the ranks, and every collective that Polyreme uses. The one importer of `torch.distributed` in the engine.
+"""Named axes over the ranks, and every collective that Polyreme uses. With `transport`, on which it stands, the one importer of
+`torch.distributed` in the engine.
 
-Invariants: every rank of an axis issues the same operations on it in the same order; a sum over ranks is taken in rank order for
-each element by itself, so that it does not depend on where in a buffer the element lies; an axis of size 1 moves nothing.
+Invariants: every rank of an axis issues the same operations on it in the same order; an axis of size 1 moves nothing.
 
-Communication: on CPU ranks (gloo) all-gather and reduce-scatter are direct exchanges between each pair of ranks, which send
-(n-1)/n of the buffer, half of what gloo's own reduce-scatter sends, and sum in the output's dtype whatever the dtype on the
-wire. Ranks of one host only tell each other where a buffer lies (`transport.shared_memory`), if it came from `Axis.empty`, and read it
-there. On other backends they are the backend's own. Nothing goes through gloo's worker threads: one that still holds a tensor when the
-interpreter ends aborts the process.
+Communication: on CPU ranks (gloo) all-gather, reduce-scatter and all-reduce are direct exchanges (`transport.direct`), whose sums do not
+depend on where in a buffer a number lies; on other backends they are the backend's own.
 """
 
 from __future__ import annotations
@@ -16,9 +13,8 @@ import atexit
 import json
 import math
 import os
-from collections import defaultdict, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -29,16 +25,8 @@ from torch import Tensor
 
 from polyreme.axes import AXES, lines
 from polyreme.errors import TransportError
-from polyreme.transport.shared_memory import Board, heap, peer
-
-CHUNK = 1 << 18
-"""Elements summed at a time: small enough that a chunk and its conversion stay in the cache."""
-SMALL = 4096
-"""Bytes below which numbers are sent even to a rank of the same host: telling it where they lie takes as many messages."""
-STAGED = 4
-"""Copies of one size, of tensors that others cannot read where they are, which are kept to be used again."""
-TAGS = 1 << 28
-"""Numbers that tell messages of one exchange from those of another, whatever the order in which the exchanges are waited for."""
+from polyreme.transport.direct import TAGS, DirectExchange, put, sum_into
+from polyreme.transport.work import DONE, Work, reporting
 
 
 @dataclass
@@ -47,42 +35,6 @@ class Count:
 
     calls: int = 0
     bytes: int = 0
-
-
-class Work:
-    """An operation under way. `wait` returns when its output is complete, and `settle` when its input may be overwritten, too: ranks of
-    this host may still read it where it lies. A second call does nothing."""
-
-    def __init__(
-        self,
-        pending: Sequence[dist.Work | None] = (),
-        finish: Callable[[], None] | None = None,
-        what: str = "",
-        settled: Callable[[bool], bool] = lambda block: True,
-    ) -> None:
-        """`finish` is called when `pending` is complete. `settled` tells whether the input is free; given True, it waits till then."""
-        self._pending, self._finish, self._what, self._settled = deque(pending), finish, what, settled
-
-    def wait(self) -> None:
-        with _reporting(self._what):
-            while self._pending:
-                if (work := self._pending.popleft()) is not None:
-                    work.wait()
-            if self._finish is not None:
-                finish, self._finish = self._finish, None
-                finish()
-
-    def settle(self) -> None:
-        self.wait()
-        with _reporting(self._what):
-            self._settled(True)
-
-    def is_settled(self) -> bool:
-        """Whether `settle` would return at once; that of an operation nobody has waited for would not."""
-        return not self._pending and self._finish is None and self._settled(False)
-
-
-DONE = Work()
 
 
 class Axis:
@@ -106,12 +58,11 @@ class Axis:
         self.name, self.size, self.rank = name, size, rank
         self.counts: dict[str, Count] = defaultdict(Count)
         self._group = group
-        self._direct = group is not None and dist.get_backend(group) == "gloo"
-        self._board: Board | None = None  # shared with the ranks of this host, if there are others
-        self._staged: dict[tuple[int, torch.dtype], deque[tuple[Tensor, Work]]] = defaultdict(deque)
-        self._exchanges = self._notices = 0
-        if shared_memory and self._direct:
-            self._meet(timeout)
+        self._direct: DirectExchange | None = None
+        if group is not None and dist.get_backend(group) == "gloo":
+            self._direct = DirectExchange(name, size, rank, group)
+            if shared_memory:
+                self._direct.meet(self.gather_objects, timeout)
 
     def __repr__(self) -> str:
         return f"Axis({self.name!r}, size={self.size}, rank={self.rank})"
@@ -120,21 +71,13 @@ class Axis:
         """Fill `full` (n * s elements) with every rank's `shard` (s elements) in rank order.
 
         `shard` may be this rank's part of `full`; then it is not copied."""
-        places = full.chunk(self.size)
-
-        def fill(parts: Sequence[Tensor]) -> None:
-            for place, part in zip(places, parts, strict=True):
-                if place.data_ptr() != part.data_ptr():
-                    place.copy_(part)
-
         if self.size == 1 or shard.numel() == 0:
-            fill([shard] * self.size)
+            put(full, shard)
             return DONE
         self._count("all_gather", (self.size - 1) * _bytes(shard))
-        if self._direct:
-            return self._exchange([shard] * self.size, places.__getitem__, fill, "all-gather")
-        if places[self.rank].data_ptr() != shard.data_ptr():
-            places[self.rank].copy_(shard)
+        if self._direct is not None:
+            return self._direct.all_gather(full, shard)
+        put(full.chunk(self.size)[self.rank], shard)
         gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # renamed in torch 2.13
         return Work([gather(full, shard, group=self._group, async_op=True)], what=f"all-gather over {self.name}")
 
@@ -143,14 +86,12 @@ class Axis:
 
         With `accumulate` the sum is added to what `out` holds. `full` must stay untouched until the work is done; `out` may be
         this rank's part of it."""
-        parts = full.chunk(self.size)
         if self.size == 1 or out.numel() == 0:
-            _sum_into(out, parts, accumulate)
+            sum_into(out, [full], accumulate)
             return DONE
-        self._count("reduce_scatter", (self.size - 1) * _bytes(parts[0]))
-        if self._direct:
-            return self._exchange(parts, lambda _: torch.empty_like(out, dtype=full.dtype),
-                                  lambda received: _sum_into(out, received, accumulate), "reduce-scatter")  # fmt: skip
+        self._count("reduce_scatter", (self.size - 1) * _bytes(full) // self.size)
+        if self._direct is not None:
+            return self._direct.reduce_scatter(out, full, accumulate)
         scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
         what = f"reduce-scatter over {self.name}"
         if out.dtype == full.dtype and not accumulate:
@@ -158,26 +99,17 @@ class Axis:
         wide = full if full.dtype == out.dtype else full.to(out.dtype)
         part = torch.empty_like(out)
         pending = [scatter(part, wide, group=self._group, async_op=True)]
-        return Work(pending, lambda: _sum_into(out, [part], accumulate), what)
+        return Work(pending, lambda: sum_into(out, [part], accumulate), what)
 
     def all_reduce(self, tensor: Tensor) -> Work:
         """Sum `tensor` (contiguous, of any shape) over the ranks in place; the result is the same to the last bit on every rank."""
         if self.size == 1 or tensor.numel() == 0:
             return DONE
-        if not self._direct:
-            self._count("all_reduce", 2 * (self.size - 1) * _bytes(tensor) // self.size)
-            return Work([dist.all_reduce(tensor, group=self._group, async_op=True)], what=f"all-reduce over {self.name}")
-        self._count("all_reduce", (self.size - 1) * _bytes(tensor))
-        flat = tensor.view(-1)
-        if self._board is None or flat.nbytes < SMALL:
-            out = [flat] * self.size
-        else:  # others read a copy while the sum takes its place
-            copy = self._stage(flat)
-            out = [flat if rank == self.rank else copy for rank in range(self.size)]
-        work = self._exchange(out, lambda _: torch.empty_like(flat), lambda parts: _sum_into(flat, parts, False), "all-reduce")
-        if out[self.rank - 1] is not flat:
-            self._unstage(copy, work)
-        return work
+        if self._direct is not None:
+            self._count("all_reduce", (self.size - 1) * _bytes(tensor))
+            return self._direct.all_reduce(tensor.view(-1))
+        self._count("all_reduce", 2 * (self.size - 1) * _bytes(tensor) // self.size)
+        return Work([dist.all_reduce(tensor, group=self._group, async_op=True)], what=f"all-reduce over {self.name}")
 
     def broadcast(self, tensor: Tensor, source: int = 0) -> None:
         """Copy `tensor` (contiguous, of any shape and dtype) of rank `source` of this axis to all its ranks."""
@@ -185,8 +117,8 @@ class Axis:
             return
         self._count("broadcast", _bytes(tensor) * (self.rank == source))
         flat, what = tensor.view(-1).view(torch.uint8), f"broadcast over {self.name}"
-        with _reporting(what):
-            if not self._direct:
+        with reporting(what):
+            if self._direct is None:
                 dist.broadcast(flat, group=self._group, group_src=source)
                 return
             if self.rank == source:
@@ -198,23 +130,23 @@ class Axis:
     def send(self, tensor: Tensor, to: int) -> Work:
         """Begin to send a contiguous `tensor` to rank `to` of this axis. Sends between two ranks arrive in the order of their receives."""
         self._count("send", _bytes(tensor))
-        with _reporting(what := f"send over {self.name}"):
+        with reporting(what := f"send over {self.name}"):
             return Work([dist.isend(tensor, group=self._group, group_dst=to, tag=TAGS)], what=what)
 
     def receive(self, tensor: Tensor, source: int) -> Work:
         """Begin to fill a contiguous `tensor` with what rank `source` sends."""
-        with _reporting(what := f"receive over {self.name}"):
+        with reporting(what := f"receive over {self.name}"):
             return Work([dist.irecv(tensor, group=self._group, group_src=source, tag=TAGS)], what=what)
 
     def send_object(self, value: object, to: int) -> None:
         """Send `value` (what JSON can hold) to rank `to`, and wait until it has it."""
         text = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
         for tensor in (torch.tensor([text.numel()]), text):
-            self.send(tensor if self._direct else tensor.cuda(), to).settle()
+            self.send(tensor.cuda() if self._direct is None else tensor, to).settle()
 
     def receive_object(self, source: int) -> Any:
         """What rank `source` sends."""
-        device = None if self._direct else torch.device("cuda")
+        device = torch.device("cuda") if self._direct is None else None
         size = torch.empty(1, dtype=torch.int64, device=device)
         self.receive(size, source).wait()
         text = torch.empty(int(size), dtype=torch.uint8, device=device)
@@ -234,14 +166,11 @@ class Axis:
 
     def _all(self, tensor: Tensor, what: str) -> list[Tensor]:
         """Every rank's `tensor`, one on the CPU and of the same shape everywhere."""
-        if self._direct:
-            received: list[Tensor] = []
-            out = [tensor] * self.size
-            self._exchange(out, lambda _: torch.empty_like(tensor), lambda parts: received.extend(p.clone() for p in parts), what).settle()
-            return received
+        if self._direct is not None:
+            return self._direct.gather(tensor, what)
         there = tensor.cuda()
         received = [torch.empty_like(there) for _ in range(self.size)]
-        with _reporting(f"{what} over {self.name}"):
+        with reporting(f"{what} over {self.name}"):
             dist.all_gather(received, there, group=self._group)
         return [each.cpu() for each in received]
 
@@ -252,91 +181,9 @@ class Axis:
 
     def empty(self, size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """A flat tensor, not initialised, that ranks of this host can read: it is exchanged without a copy."""
-        if self._board is not None and device.type == "cpu":
-            return self._board.heap.empty(size, dtype)
+        if self._direct is not None and device.type == "cpu":
+            return self._direct.empty(size, dtype)
         return torch.empty(size, dtype=dtype, device=device)
-
-    def _meet(self, timeout: timedelta) -> None:
-        """Find the ranks of this axis that are on this host."""
-        mine = heap()
-        board = None if mine is None else Board(mine, self.rank, self.size, timeout.total_seconds())
-        addresses: list[Any] = self.gather_objects(None if mine is None or board is None else (mine.address, board.offset))
-        peers = {rank: peer(*address[0]) for rank, address in enumerate(addresses) if address and rank != self.rank}
-        can_read: list[Any] = self.gather_objects([rank for rank, found in peers.items() if found])
-        for rank, found in peers.items():
-            if found and self.rank in can_read[rank] and board is not None:
-                board.meet(rank, found, addresses[rank][1])
-                self._board = board
-
-    def _exchange(
-        self,
-        out: Sequence[Tensor],
-        into: Callable[[int], Tensor],
-        finish: Callable[[Sequence[Tensor]], None],
-        what: str,
-    ) -> Work:
-        """Begin to give out[r] to every rank r of the axis and to get theirs, all of one size; `finish` is called with what came, in rank
-        order (out[own rank] among it).
-
-        A peer on this host gets told where out[r] lies, and says when it has read it. Others, and all where it is little, get the numbers,
-        received in into(r).
-        """
-        what = f"{what} over {self.name}"
-        board = None if out[0].nbytes < SMALL else self._board
-        near = board.ranks if board is not None else ()
-        tag, notice = self._exchanges % TAGS, self._notices
-        self._exchanges += 1
-        self._notices += board is not None
-        parts, ready = list(out), {id(out[rank]): out[rank] for rank in near}
-        for key, each in ready.items():
-            if board is not None and board.heap.offset(each) < 0:
-                ready[key] = self._stage(each)
-        pending = []
-        with _reporting(what):
-            for step in range(1, self.size):  # each rank starts with another peer, so that none is everybody's first
-                to, source = (self.rank + step) % self.size, (self.rank - step) % self.size
-                if source not in near:
-                    parts[source] = into(source)
-                    pending.append(dist.irecv(parts[source], group=self._group, group_src=source, tag=tag))
-                if board is not None and to in near:
-                    board.post(to, notice, ready[id(out[to])])
-                else:
-                    pending.append(dist.isend(out[to], group=self._group, group_dst=to, tag=tag))
-        if board is None:
-            return Work(pending, lambda: finish(parts), what)
-
-        def complete() -> None:
-            for source in near:
-                parts[source] = board.await_post(source, notice, out[source].numel(), out[source].dtype)
-            finish(parts)
-            for source in near:
-                board.acknowledge(source, notice)
-
-        def settled(block: bool) -> bool:
-            for to in near if block else ():
-                board.await_read(to, notice)
-            return all(board.was_read(to, notice) for to in near)
-
-        work = Work(pending, complete, what, settled)
-        UNSETTLED.hold(work, list(ready.values()))
-        for key, each in ready.items():
-            if key != id(each):
-                self._unstage(each, work)
-        return work
-
-    def _stage(self, tensor: Tensor) -> Tensor:
-        """A copy of `tensor` that ranks of this host can read."""
-        assert self._board is not None
-        copies = self._staged[tensor.numel(), tensor.dtype]
-        reusable = bool(copies) and copies[0][1].is_settled()
-        copy = copies.popleft()[0] if reusable else self._board.heap.empty(tensor.numel(), tensor.dtype)
-        return copy.copy_(tensor)
-
-    def _unstage(self, copy: Tensor, last: Work) -> None:
-        """Keep `copy` for another tensor of its size, to which it can be given once `last` is settled."""
-        copies = self._staged[copy.numel(), copy.dtype]
-        if len(copies) < STAGED:
-            copies.append((copy, last))
 
     def _count(self, operation: str, sent: int) -> None:
         count = self.counts[operation]
@@ -354,6 +201,7 @@ class Mesh:
     axes: Mapping[str, Axis] = field(default_factory=dict)
     _lines: Mapping[str, Sequence[Sequence[int]]] = field(default_factory=dict)
     _timeout: timedelta = timedelta(minutes=10)
+    _shared_memory: bool = False
 
     def __getattr__(self, name: str) -> Axis:
         try:
@@ -393,7 +241,7 @@ class Mesh:
                     group = GROUPS.of(tuple(ranks), timeout)  # every rank takes part in making every group
                     if rank in ranks:
                         axes[name] = Axis(name, len(ranks), ranks.index(rank), group, timeout, shared_memory)
-        return cls(rank, world_size, device, axes, all_lines, timeout)
+        return cls(rank, world_size, device, axes, all_lines, timeout, shared_memory)
 
     def part(self, name: str, ranks: Sequence[int]) -> Axis:
         """An axis of its own over some `ranks` of axis `name`; of size 1 on the others. All ranks of the mesh must call."""
@@ -404,7 +252,7 @@ class Mesh:
         for line in self._lines[name]:
             group = GROUPS.of(tuple(line[rank] for rank in ranks), self._timeout)
             if self.rank in line and mine.rank in ranks:
-                found = Axis(name, len(ranks), list(ranks).index(mine.rank), group, self._timeout)
+                found = Axis(name, len(ranks), list(ranks).index(mine.rank), group, self._timeout, self._shared_memory)
                 found.counts = mine.counts
         return found
 
@@ -429,15 +277,6 @@ def close() -> None:
     GROUPS.forget()
     if dist.is_initialized():
         dist.destroy_process_group()
-
-
-@contextmanager
-def _reporting(what: str) -> Iterator[None]:
-    """Turns a backend's errors into TransportError."""
-    try:
-        yield
-    except RuntimeError as error:
-        raise TransportError(f"{what} failed, because another rank ended or cannot be reached: {error}") from error
 
 
 def _device() -> torch.device:
@@ -476,44 +315,5 @@ GROUPS = _Groups()
 atexit.register(GROUPS.forget)
 
 
-class _Unsettled:
-    """Keeps the inputs of operations that others of this host may still have to read, whatever becomes of who began them."""
-
-    def __init__(self) -> None:
-        self._held: deque[tuple[Work, Sequence[Tensor]]] = deque()
-
-    def hold(self, work: Work, inputs: Sequence[Tensor]) -> None:
-        while self._held and self._held[0][0].is_settled():
-            self._held.popleft()
-        self._held.append((work, inputs))
-
-
-UNSETTLED = _Unsettled()
-
-
 def _bytes(tensor: Tensor) -> int:
     return tensor.numel() * tensor.element_size()
-
-
-def _sum_into(out: Tensor, parts: Sequence[Tensor], accumulate: bool) -> None:
-    """out = (out +) parts[0] + parts[1] + ..., in that order, element by element, in `out`'s dtype. Parts may alias `out`."""
-    if len(parts) == 1 and not accumulate:
-        if out.data_ptr() != parts[0].data_ptr():
-            out.copy_(parts[0])
-        return
-    if len(parts) == 2 and not accumulate and all(part.dtype == out.dtype for part in parts):
-        torch.add(parts[0], parts[1], out=out)
-        return
-    chunk = CHUNK if out.device.type == "cpu" else max(out.numel(), 1)
-    size = min(chunk, out.numel())
-    total, wide = torch.empty(2, size, dtype=out.dtype, device=out.device)
-    for start in range(0, out.numel(), chunk):
-        stop = min(start + chunk, out.numel())
-        acc, operand = total[: stop - start], wide[: stop - start]
-        acc.copy_(parts[0][start:stop])
-        for part in parts[1:]:  # converted first: a mixed-dtype add is several times slower than a copy and an add
-            acc.add_(part[start:stop] if part.dtype == out.dtype else operand.copy_(part[start:stop]))
-        if accumulate:
-            out[start:stop].add_(acc)
-        else:
-            out[start:stop].copy_(acc)

@@ -36,8 +36,8 @@ def tensors_in(value: object) -> list[Tensor]:
 
 
 def find_blocks(model: nn.Module) -> dict[str, nn.Module]:
-    """The repeated blocks, by name in registration order: the elements of the largest outermost ModuleList, and of every other one
-    that holds a tenth of the model's parameters (an encoder beside a decoder). Without a ModuleList, of nn.Sequential alike."""
+    """The repeated blocks, by name in registration order: the elements of every outermost ModuleList that holds a tenth of the model's
+    parameters (an encoder beside a decoder); or else of nn.Sequential alike; or else of the largest ModuleList of modules of one class."""
     return {
         f"{name}.{child}": block
         for name in _block_lists(model)
@@ -59,7 +59,13 @@ def _block_lists(model: nn.Module) -> list[str]:
                 lists.append(name)
         if lists:
             return lists
-    return []
+    alike = {  # in a small model with a large vocabulary
+        name: sum(p.numel() for p in module.parameters())
+        for name, module in model.named_modules()
+        if isinstance(module, nn.ModuleList) and len(module) > 1 and len({type(block) for block in module}) == 1
+    }
+    largest = max(alike, key=lambda name: alike[name], default="")
+    return [largest] if alike.get(largest) else []
 
 
 def pipeline_list(model: nn.Module, name: str | None = None) -> str:
@@ -79,7 +85,8 @@ def pipeline_list(model: nn.Module, name: str | None = None) -> str:
         )
     if len(lists) > 1:
         raise ModelError(
-            f"the model has several lists of blocks, {', '.join(lists)}, and a pipeline cuts one of them: name it, or set mesh.pp = 1"
+            f"the model has several lists of blocks, {', '.join(lists)}, and a pipeline cuts only one: set mesh.pp = 1 (mesh.tp divides "
+            "them all)"
         )
     return lists[0]
 
@@ -97,10 +104,36 @@ def sample_inputs(model: nn.Module) -> dict[str, Tensor] | None:
     return None
 
 
-def loss_over_all_blocks(model: nn.Module) -> str | None:
-    """The setting by which a Hugging Face model's loss takes something from every block, not from the last alone; None without one."""
-    config = getattr(model, "config", None)
-    return "output_router_logits" if getattr(config, "output_router_logits", False) else None
+def sample_batch(model: nn.Module, samples: int, sequence: int) -> dict[str, Tensor] | None:
+    """Random numbers on the CPU, of the shapes of a micro-batch for a Hugging Face model of texts or images; None for any other model.
+
+    Texts are `sequence` tokens long, or as long as the model takes; with them go a language model's labels."""
+    smallest = sample_inputs(model)
+    if smallest is None:
+        return None
+    generator = torch.Generator().manual_seed(0)
+    if (images := smallest.get("pixel_values")) is not None:
+        return {"pixel_values": torch.rand(samples, *images.shape[1:], generator=generator)}
+    config: Any = model.config
+    text = config.get_text_config()
+    longest = getattr(text, "max_position_embeddings", None)
+    length = min(sequence, longest) if isinstance(longest, int) and longest > 0 else sequence
+    ids = torch.randint(3, text.vocab_size, (samples, length), generator=generator)  # 0, 1 and 2 often mean padding
+    predicts_tokens = "labels" in ForwardSignature.of(model).names and model.get_output_embeddings() is not None  # type: ignore[operator]
+    return {"input_ids": ids, "labels": ids} if predicts_tokens else {"input_ids": ids}
+
+
+def takes_from_all_blocks(model: nn.Module) -> str | None:
+    """The setting by which a Hugging Face model's loss or output takes something from every block, not from the last alone; or None."""
+    settings = ("output_router_logits", "output_hidden_states", "output_attentions")
+    return next((name for name in settings if getattr(getattr(model, "config", None), name, False)), None)
+
+
+def skips_blocks(model: nn.Module) -> str | None:
+    """The setting by which a Hugging Face model skips whole blocks at random, such as "layerdrop = 0.1"; None without one."""
+    values = getattr(getattr(model, "config", None), "__dict__", {})
+    found = (f"{key} = {value}" for key, value in values.items() if "layerdrop" in key and isinstance(value, int | float) and value > 0)
+    return next(found, None)
 
 
 @dataclass(frozen=True)
@@ -250,7 +283,7 @@ def text_problems(path: str | None, config: Any, sequence: int, vocabulary: int 
 
 def _unfit(path: str | None, config: Mapping[str, Any] | None, error: Exception) -> ConfigError:
     key, value = ("model.config", dict(config or {})) if path is None else ("model.path", path)
-    said = str(error).strip() or type(error).__name__
+    said = str(error).partition("Model type should be one of")[0].strip() or type(error).__name__  # a list of all that there are
     if not isinstance(error, ValueError | RuntimeError) and type(error).__module__ == "builtins":
         said = f"{type(error).__name__}: {said}"  # KeyError: 'swish' says more than 'swish'
     return ConfigError([Problem(key, value, f"transformers cannot build it: {' '.join(said.split())}",

@@ -20,6 +20,8 @@ from torch.utils import _pytree as pytree
 from polyreme.config.keys import PrecisionSection
 from polyreme.model_map import tensors_in
 
+GRADIENT, MODEL = "the gradient of the parameter", "the forward of the model ("
+"""How `watch_nonfinite` names a gradient, and the whole model's forward."""
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -125,7 +127,7 @@ def watch_nonfinite(model: nn.Module) -> Iterator[list[str]]:
                                      if healthy and all(healthy) and not _finite(gradient) else None)  # fmt: skip
 
     def gradient_of(name: str) -> Callable[[Tensor], None]:
-        return lambda gradient: None if _finite(gradient) else note(f"the gradient of the parameter {name}")
+        return lambda gradient: None if _finite(gradient) else note(f"{GRADIENT} {name}")
 
     handles: list[Any] = [m.register_forward_hook(forward(name, m), with_kwargs=True) for name, m in model.named_modules()]
     handles += [p.register_hook(gradient_of(name)) for name, p in model.named_parameters() if p.requires_grad]

@@ -19,7 +19,7 @@ from torch import Tensor
 from polyreme.config import Config, Progress
 from polyreme.errors import BatchError, NumericsError
 from polyreme.mesh import Mesh
-from polyreme.precision import LossScale, clip_factor, norm_of
+from polyreme.precision import DTYPES, LossScale, clip_factor, master_dtype, norm_of
 from polyreme.weight_gradients import WeightGradients
 from polyreme.zero.blocks import Blocks
 from polyreme.zero.bucket import Bucket
@@ -109,6 +109,7 @@ class Step:
         for bucket in self._buckets:
             bucket.clear_grad()
         self._reducer.restart()
+        self._blocks.restart()
 
     def backward(self, loss_sum: Tensor, weight: float, tokens: int) -> None:
         """Backward of one micro-batch's sum of losses."""
@@ -126,10 +127,11 @@ class Step:
         self._tokens += tokens
         return loss_sum * (self._scale.value / self._hint)
 
-    def differentiate(self, stage: int, roots: Sequence[Tensor], gradients: Sequence[Tensor | None], reduce: bool = True) -> None:
-        """A backward of a pipeline stage: add to what the step has, and `reduce` over the ranks what is complete."""
-        self._reducer.begin(stage, reduce)
-        torch.autograd.backward(roots, gradients)
+    def differentiate(self, stage: int, roots: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> None:
+        """A backward of a pipeline stage: add to what the step has, and reduce over the ranks what is complete."""
+        self._reducer.begin(stage)
+        if roots:  # else nothing up to here is to be trained
+            torch.autograd.backward(roots, gradients)
         self._reducer.end()
         self._blocks.end_backward()
 
@@ -138,7 +140,8 @@ class Step:
         and may be called at any later time of the step."""
         weights = WeightGradients()
         with weights.put_off():
-            torch.autograd.backward(roots, gradients)
+            if roots:
+                torch.autograd.backward(roots, gradients)
         self._blocks.end_backward()
 
         def rest() -> None:
@@ -153,7 +156,7 @@ class Step:
         for work in [bucket.tie.all_reduce(bucket.own_grad) for bucket in self._buckets if bucket.tie is not None]:
             work.wait()  # copies of a parameter on other stages
         works = [bucket.gather_grad() for bucket in self._buckets]
-        squares = torch.stack([bucket.squares() for bucket in self._buckets]).sum()
+        squares = torch.stack([bucket.squares() for bucket in self._buckets] or [self._loss.new_zeros(())]).sum()
         missing = sum(len(b.parameters) - len(b.ever_arrived) for b in self._buckets)
         hint = self._hint if self._tells and self._mesh.dp.rank == 0 else 0.0
         told = [self._weight * self._tells, missing, self._tokens * self._tells, hint]
@@ -181,7 +184,7 @@ class Step:
         if not good and totals.weight and not self._scale.dynamic and self._config.precision.on_nonfinite == "error":
             raise NumericsError(f"step {self.state.step + 1}: the loss or a gradient is NaN or Inf (the loss is {loss:g})")
         to_mean = totals.hint / (totals.weight * scale) if totals.weight else 0.0
-        norm = norm_of(totals.squares, to_mean, self._buckets[0].formats.master)
+        norm = norm_of(totals.squares, to_mean, master_dtype(DTYPES[self._config.precision.compute]))
         skipped = not (good and totals.weight)  # a batch without a single label is skipped too
         self._blocks.release_all()
         for bucket in self._buckets:
@@ -200,7 +203,7 @@ class Step:
 
     def _apply(self, factor: float) -> None:
         """Update every bucket from its gradients times `factor`; one bucket's parameters travel while the next is updated."""
-        unused = self._unused() if self._totals.missing else {}
+        unused = self._unused() if self._totals.missing and self._buckets else {}
         works = []
         for bucket, update in zip(self._buckets, self._updates, strict=True):
             update.step(factor, self._options.groups, unused.get(bucket, ()))

@@ -26,6 +26,7 @@ from polyreme.mesh import close, world
 from polyreme.monitor import LOG_NAME, FanOut, Monitor, Record, Run, open_monitors
 from polyreme.planner.cost import count_flops, mfu, peak_flops
 from polyreme.precision import DTYPES
+from polyreme.twin import divide, expected, twin
 
 WINDOW = 20
 """Steps over which the rate of tokens is taken."""
@@ -66,6 +67,7 @@ def run(config: Config) -> Summary:
     check_sources(config)
     model_map.quiet(rank)
     _check_model(config)
+    check_division(config)
     folder = Path(config.checkpoint.folder)
     if config.monitor.plot:
         from polyreme.plot import plot_losses
@@ -73,15 +75,21 @@ def run(config: Config) -> Summary:
     vocabulary = len(text.tokenizer)
     _check_model(config, vocabulary)
     flops = _flops_per_token(config, vocabulary)
-    _check_lengths(config, text, world_size)
+    _check_lengths(config, text, int(config.mesh.dp))
     engine = initialize(_model(config, vocabulary), config)
     dtype = DTYPES[config.precision.compute]
-    rate = None if flops is None else _Rate(flops, peak_flops(engine.mesh.device, dtype).flops)
+    peak, single = (peak_flops(engine.mesh.device, each).flops for each in (dtype, torch.float32))
+    rate = None if flops is None else _Rate(flops, peak)
     checkpoints = _Checkpoints(config)
     loader = engine.loader(text.train, workers=config.data.workers)
     monitors = open_monitors(config.monitor, folder) if rank == 0 else FanOut([])
     monitors.start(_run_info(config, engine, world_size))
     try:
+        if peak < single and dtype.itemsize < 4:
+            monitors.message(
+                f"this processor takes {single / peak:.1f} times as long for a matrix product in {config.precision.compute} as in fp32: "
+                'precision.compute = "fp32" trains faster on it'
+            )
         _show_sample(config, engine, text, monitors, "before training")
         if checkpoints.earlier:
             names = ", ".join(path.name for path in checkpoints.earlier)
@@ -290,7 +298,13 @@ def _check_model(config: Config, vocabulary: int | None = None) -> None:
         raise ConfigError(problems)
 
 
-def _check_lengths(config: Config, text: TextData, ranks: int) -> None:
+def check_division(config: Config) -> None:
+    """Whether the mesh can divide the model. Raises ConfigError for a model that cannot be built, and ModelError."""
+    if config.mesh.tp * config.mesh.pp > 1 and (model := expected(config)) is not None:
+        divide(model, config)
+
+
+def _check_lengths(config: Config, text: TextData, dp: int) -> None:
     """Whether each part of the text, now packed, is enough for one batch."""
     sequence, size = config.data.sequence, config.batch.size
     if len(text.train) < size:
@@ -298,10 +312,10 @@ def _check_lengths(config: Config, text: TextData, ranks: int) -> None:
             f"the training text has {len(text.train)} sequences of data.sequence = {sequence} tokens, fewer than batch.size = {size}: "
             "use more text, shorten data.sequence, or lower batch.size"
         )
-    if text.validation is not None and len(text.validation) < ranks:
+    if text.validation is not None and len(text.validation) < dp:
         raise DataError(
-            f"the validation text has {len(text.validation)} sequences of data.sequence = {sequence} tokens, fewer than {ranks} ranks: "
-            "raise data.validation, or shorten data.sequence"
+            f"the validation text has {len(text.validation)} sequences of data.sequence = {sequence} tokens, fewer than {dp} "
+            "data-parallel ranks: raise data.validation, or shorten data.sequence"
         )
 
 
@@ -314,12 +328,11 @@ def _model(config: Config, vocabulary: int) -> Any:
 
 def _flops_per_token(config: Config, vocabulary: int) -> float | None:
     """Counted on a model without memory; None where they cannot be counted."""
-    dtype, section = DTYPES[config.precision.compute], config.model
+    dtype = DTYPES[config.precision.compute]
     ids = torch.zeros(1, config.data.sequence, dtype=torch.long, device="meta")
-    with torch.device("meta"):
-        twin = model_map.skeleton(section.path, section.config, section.trust_remote_code, vocabulary)
+    model = twin(config, vocabulary)
     try:
-        flops = count_flops(twin, {"input_ids": ids, "labels": ids, **model_map.training_arguments(twin)}, dtype=dtype)
+        flops = count_flops(model, {"input_ids": ids, "labels": ids, **model_map.training_arguments(model)}, dtype=dtype)
     except ModelError:
         return None
     return flops.model / config.data.sequence

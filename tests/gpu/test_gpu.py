@@ -24,8 +24,9 @@ import training
 from polyreme.config import Config
 from polyreme.engine import Engine
 from polyreme.errors import NumericsError
-from polyreme.mesh import AXES, DONE, Axis, Mesh, Work
+from polyreme.mesh import AXES, Axis, Mesh
 from polyreme.train import sample
+from polyreme.transport.work import DONE, Work
 
 STEPS = 3
 RECOMPUTE = {"activations": "recompute"}

@@ -223,7 +223,7 @@ WORLDS = {**dict.fromkeys(EACH, (2, 4)), "llama of 6 heads": (3,)}
 @functools.cache
 def matrix() -> list[Case]:
     """Few runs that have every pair which any run can have; each is one that has most of the pairs that are still missing."""
-    cases = [case for family, sizes in WORLDS.items() for size in sizes for case in _cases(family, size)]
+    cases = [case for family, sizes in WORLDS.items() for size in sizes for case in cases_of(family, size)]
     random.Random(0).shuffle(cases)
     left = {case: case.pairs() for case in cases}
     missing = set().union(*left.values())
@@ -234,7 +234,7 @@ def matrix() -> list[Case]:
     return found
 
 
-def _cases(family: str, world_size: int) -> list[Case]:
+def cases_of(family: str, world_size: int) -> list[Case]:
     return [
         Case(family, sizes, stage, schedule, sequence, count)
         for sizes in itertools.product((1, 2, 3, 4), repeat=3)

@@ -21,7 +21,7 @@ from polyreme.launch import torchrun
 
 GOOD = """
 [model]
-config = {model_type = "llama", hidden_size = 8}
+config = {model_type = "llama", hidden_size = 64, intermediate_size = 64, num_attention_heads = 16, num_hidden_layers = 5}
 [data]
 path = "corpus.txt"
 [batch]
@@ -71,7 +71,7 @@ def trained(monkeypatch: pytest.MonkeyPatch) -> list[Config]:
 
     module = types.ModuleType("polyreme.train")
     module.run = run  # type: ignore[attr-defined]
-    module.check_sources = lambda config: None  # type: ignore[attr-defined]
+    module.check_sources = module.check_division = lambda config: None  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "polyreme.train", module)
     monkeypatch.setattr("polyreme.train", module, raising=False)
     return configs
@@ -188,7 +188,7 @@ def test_inspect(config: str) -> None:
 
 
 def test_inspect_tells_which_ranks_form_which_axis(config: str) -> None:
-    divided = ["inspect", config, "-n", "8", "--set", "mesh.tp=2", "--set", "mesh.pp=2"]
+    divided = ["inspect", config, "-n", "8", "--set", "mesh.tp=2", "--set", "mesh.pp=2", "--set", "model.config=none"]
     status, output, _ = polyreme(*divided)
     rows = [line for line in output.splitlines() if "|" in line]
     assert status == 0 and [re.split(r"[\s│]+", row.strip(" │"), maxsplit=2) for row in rows] == [
@@ -211,9 +211,49 @@ def test_inspect_tells_which_ranks_form_which_axis(config: str) -> None:
     assert "ranks that form" not in polyreme("inspect", config)[1], "one rank forms none"
 
 
+def test_inspect_tells_what_each_pipeline_stage_has(config: str) -> None:
+    """The vocabulary is that of the tokenizer to come: 2048 x 64 numbers in the embedding and in the head."""
+    divided = ["inspect", config, "-n", "2", "--set", "mesh.pp=2"]
+    block = 4 * 64 * 64 + 3 * 64 * 64 + 2 * 64
+    status, output, _ = polyreme(*divided, "--set", "pipeline.blocks=[3,2]")
+    rows = [line.strip(" │").split("│") for line in output.splitlines() if "model.layers" in line]
+    total = 5 * block + 2 * 2048 * 64 + 64
+    assert status == 0 and [[cell.strip() for cell in row] for row in rows] == [
+        ["0", "0", "model.layers.0 to model.layers.2", f"{3 * block + 2048 * 64:,}", f"{(3 * block + 2048 * 64) / total:.1%}"],
+        ["1", "1", "model.layers.3 to model.layers.4", f"{2 * block + 2048 * 64 + 64:,}", f"{(2 * block + 2048 * 64 + 64) / total:.1%}"],
+    ]
+    told = json.loads(polyreme(*divided, "--set", "pipeline.schedule=zb-v", "--json")[1])["pipeline"]
+    assert [(part["stage"], part["rank"]) for part in told] == [(0, 0), (1, 1), (2, 1), (3, 0)]
+    assert [block for part in told for block in part["blocks"]] == [f"model.layers.{i}" for i in range(5)]
+    assert sum(part["share"] for part in told) == pytest.approx(1)
+    tied = ["--set", "model.config.tie_word_embeddings=true", "--set", "pipeline.blocks=time"]
+    told = json.loads(polyreme(*divided, *tied, "--json")[1])["pipeline"]
+    assert sum(part["parameters"] for part in told) == total, "both stages have the tied matrix"
+    assert "until blocks are measured" in " ".join(polyreme(*divided, *tied)[1].split())
+    gone = ["--set", "model.config=none", "--set", "model.path=elsewhere"]
+    status, output, _ = polyreme(*divided, *gone)
+    assert status == 0 and "pipeline stages on the ranks of a pp line: 0  |  1" in output
+    assert json.loads(polyreme(*divided, *gone, "--json")[1])["pipeline"] == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "status", "said"),
+    [
+        (["mesh.pp=6"], 1, "the model has 5 blocks, too few for 6 stages"),
+        (["mesh.pp=2", "pipeline.blocks=[2,2]"], 1, "2 numbers of at least 1 with the sum 5, the model's blocks: change pipeline.blocks"),
+        (["mesh.tp=3"], 1, "model.layers.*.self_attn: its 16 attention heads cannot be divided over 3 ranks"),
+        (["mesh.pp=2", "model.config.num_attention_heads=3"], 2, "not a multiple of the number of attention heads"),
+    ],
+)
+def test_inspect_refuses_a_model_that_the_mesh_cannot_divide(config: str, changes: list[str], status: int, said: str) -> None:
+    words = [word for change in ["batch.size=12", *changes] for word in ("--set", change)]
+    found, output, errors = polyreme("inspect", config, "-n", "6", *words)
+    assert (found, output) == (status, "") and errors.count("error: ") == 1 and said in errors
+
+
 def test_doctor_says_what_is_wrong(monkeypatch: pytest.MonkeyPatch, launched: list[tuple[Sequence[str], int]]) -> None:
     status, output, _ = polyreme("doctor")
-    assert status == 0 and [line.split()[0] for line in output.splitlines()] == ["ok"] * 8
+    assert status == 0 and [line.split()[0] for line in output.splitlines()] == ["ok"] * 9
     assert launched == [(["-m", "polyreme.launch.probe"], 2)]
 
     def fails(command: Sequence[str], ranks: int) -> None:

@@ -233,6 +233,7 @@ WRONG: dict[str, list[Any]] = {
     "batch.size": [0, 1.5, None],
     "batch.micro": [0, "half"],
     "pipeline.schedule": ["dualpipe"],
+    "pipeline.blocks": ["times", [0], [1.5], 3, None],
     "optimizer.lr": ["fast", 0, -1, float("nan"), float("inf"), True, None, [1.0]],
     "optimizer.betas": [[0.9], [0.9, 1.0], 0.9, ["a", "b"]],
     "optimizer.momentum": [1.0],
@@ -319,6 +320,13 @@ def test_the_defaults_run_on_any_rank_count_that_divides_the_batch() -> None:
         assert resolved.mesh.dp == world_size
 
 
+def test_a_word_that_is_none_of_those_is_told_the_nearest() -> None:
+    problems = refused({"pipeline": {"schedule": "interleave"}, "lr_schedule": {"name": "cosinus"}, "precision": {"compute": "half"}})
+    assert [problem.fix for problem in problems.values()] == [
+        *('write precision.compute = "fp32"', 'write pipeline.schedule = "interleaved"', 'write lr_schedule.name = "cosine"'),
+    ]
+
+
 CONFLICTS: list[tuple[dict[str, Any], str, str]] = [
     ({"mesh": {"dp": 4}}, "mesh.dp", "mesh.dp = 2"),
     ({"mesh": {"tp": 3}}, "mesh.tp", "mesh.tp = 2, or start 3 ranks"),
@@ -327,10 +335,17 @@ CONFLICTS: list[tuple[dict[str, Any], str, str]] = [
     ({"mesh": {"tp": 2}, "optimizer": {"name": "muon"}}, "optimizer.name", "mesh.tp = 1"),
     ({"mesh": {"pp": 2}, "pipeline": {"schedule": "zb-v"}, "compile": True}, "pipeline.schedule", "compile = false"),
     ({"mesh": {"pp": 2}, "pipeline": {"blocks": [3]}}, "pipeline.blocks", "give 2 numbers"),
+    ({"mesh": {"pp": 2}, "pipeline": {"blocks": [3, 2], "schedule": "zb-v"}}, "pipeline.blocks", "give 4 numbers"),
+    ({"mesh": {"pp": 2}, "pipeline": {"virtual": 4}}, "pipeline.virtual", 'pipeline.schedule = "interleaved"'),
     ({"mesh": {"pp": 2}, "batch": {"size": 6, "micro": 4}}, "batch.micro", "2 or 3"),
     ({"mesh": {"cp": 2}}, "mesh.cp", "mesh.cp = 1"),
     ({"mesh": {"ep": 2}}, "mesh.ep", "mesh.ep = 1"),
     ({"mesh": {"sequence_parallel": True}}, "mesh.sequence_parallel", "= false"),
+    (
+        {"mesh": {"tp": 2, "sequence_parallel": True}, "data": {"path": "text", "sequence": 127}},
+        "data.sequence",
+        "data.sequence = 126 or 128, or mesh.sequence_parallel = false",
+    ),
     ({"model": {"path": "a", "config": {"model_type": "llama"}}}, "model.path", "remove model.path"),
     ({"model": {"config": {"hidden_size": 3}}}, "model.config", "model_type"),
     ({"zero": {"bucket_size": "1 KiB"}}, "zero.min_bucket", '"1 KiB" or less'),

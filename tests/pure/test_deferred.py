@@ -468,6 +468,18 @@ def test_a_source_cut_into_many_is_made_once() -> None:
     check(Cut)
 
 
+class Operators(TorchDispatchMode):
+    """Names of the operators that were called meanwhile."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
 def test_overwritten_values_are_not_computed() -> None:
     def build() -> nn.Module:
         module = nn.Linear(8, 8)
@@ -475,17 +487,29 @@ def test_overwritten_values_are_not_computed() -> None:
         nn.init.normal_(module.weight)
         return module
 
-    class Names(TorchDispatchMode):
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            seen.append(str(func))
-            return func(*args, **(kwargs or {}))
-
-    seen: list[str] = []
     recording = check(build)
-    with Names():
+    with Operators() as operators:
         recording.replay(lambda name, tensor: None)
-    assert not any("qr" in name for name in seen)
-    assert sum("normal_" in name for name in seen) == 2
+    assert not any("qr" in name for name in operators.seen)
+    assert sum("normal_" in name for name in operators.seen) == 2
+
+
+def test_of_what_is_not_wanted_only_the_draws_are_made() -> None:
+    def build() -> nn.Module:
+        module = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+        nn.init.orthogonal_(module[0].weight)
+        return module
+
+    recording = check(build)
+    made: dict[str, Tensor] = {}
+    with Operators() as operators:
+        recording.replay(lambda name, tensor: made.update({name: tensor.clone()}), {"1.weight", "1.bias"})
+    assert not any("qr" in name for name in operators.seen) and sum("normal_" in name for name in operators.seen) == 1
+    state = torch.get_rng_state()
+    torch.manual_seed(3)
+    expected = build().state_dict()
+    assert torch.equal(torch.get_rng_state(), state)
+    assert made.keys() == {"1.weight", "1.bias"} and all(torch.equal(tensor, expected[name]) for name, tensor in made.items())
 
 
 # ---- any program

@@ -71,7 +71,7 @@ def test_a_heap_is_told_from_anything_else() -> None:
 
 def boards() -> tuple[Board, Board]:
     homes = Heap(), Heap()
-    made = [Board(home, rank, 2, 0.3) for rank, home in enumerate(homes)]
+    made = [Board(home, "dp", rank, 2, 0.3) for rank, home in enumerate(homes)]
     for rank in (0, 1):
         made[rank].meet(1 - rank, opened(homes[1 - rank]), made[1 - rank].offset)
     return made[0], made[1]
@@ -91,10 +91,10 @@ def test_notices_and_acknowledgements() -> None:
 
 def test_waiting_ends_with_an_error() -> None:
     ours, theirs = boards()
-    with pytest.raises(TransportError, match=r"rank 1 of the axis did not come within 0\.3 s"):
+    with pytest.raises(TransportError, match=r"rank 1 of axis dp did not come within 0\.3 s"):
         ours.await_post(1, 0, 1, torch.float32)
     os.close(theirs.heap._file)  # as the end of its process would
-    with pytest.raises(TransportError, match="rank 1 of the axis ended"):
+    with pytest.raises(TransportError, match="rank 1 of axis dp ended"):
         ours.await_post(1, 0, 1, torch.float32)
 
 

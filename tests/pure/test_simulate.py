@@ -106,6 +106,12 @@ def test_times_by_hand() -> None:
     assert (simulation.peak, simulation.peak_bytes) == ((2, 1), (200, 10))
 
 
+def test_the_time_of_a_single_action_comes_before_that_of_its_kind() -> None:
+    schedule = build("gpipe", 1, 3)
+    costs = Costs({("F", 0): 1, ("B", 0): 2, Action("B", 0, 1): 7, Action("U", 0): 4})
+    assert [cell.end - cell.start for cell in simulate(schedule, costs).cells[0]] == [1, 1, 1, 2, 7, 2, 0, 4]
+
+
 def test_activations_of_split_backward_are_kept_until_the_weight_gradients() -> None:
     simulation = simulate(build("zb-v", 2, 8), Costs({}, activations=(1, 10, 100, 1000)))
     assert simulation.peak == (4, 4)

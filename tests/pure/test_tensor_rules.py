@@ -117,9 +117,12 @@ def test_an_unknown_model_is_told_what_to_add() -> None:
 
 
 @pytest.mark.parametrize(("mapping", "expected"), [
-    ({"blocks.*.nothing": "colwise"}, "blocks.*.nothing: mesh.tp_plan names it, but the model has no such module"),
-    ({"blocks.*.up": "columns"}, "blocks.*.up: there is no style 'columns'"),
+    ({"nothing.at.all": "colwise"}, "nothing.at.all: mesh.tp_plan names it, but the model has no such module\n  or set"),
+    ({"blocks.*.atention.qkv": "fusedqkv"}, 'has no such module\n    fix: mesh.tp_plan."blocks.*.attention.qkv" = "fused_qkv"'),
+    ({"blocks.*.up": "columns"}, "blocks.*.up: there is no style 'columns'; there are colwise,"),
+    ({"blocks.*.up": "colwize"}, 'fix: mesh.tp_plan."blocks.*.up" = "colwise"'),
     ({"blocks.*.mix": "colwise"}, "blocks.*.mix: is Conv1d, no linear layer"),
+    ({"blocks": "replicate", "embed": "replicate", "head": "replicate"}, "Own: nothing of it would be divided"),
     ({"blocks.*.attention.qkv": "packed_colwise", "blocks.*.attention": "replicate"}, "no error"),
     ({"blocks.*.up": "packed_colwise"}, "no error"),
 ])  # fmt: skip

@@ -46,6 +46,11 @@ BEFORE_RANKS: dict[str, tuple[list[str], int, list[str]]] = {
         2,
         ["3 problems", "model.path = 'nothing'", "no config.json in it", "data.tokenizer", "checkpoint.folder", "cannot be written"],
     ),
+    "heads that cannot be divided, on three ranks": (
+        ["tiny.toml", "-n", "3", "--set", "mesh.tp=3"],
+        1,
+        ["cannot be divided over mesh.tp = 3 ranks", "its 2 attention heads cannot be divided over 3 ranks", "fix: mesh.tp = 1 or 2"],
+    ),
     "no text": (["tiny.toml", "--set", "data.path=missing.txt"], 1, ["data.path = 'missing.txt': there is no such file", "python-stdlib"]),
     "no validation text": (["tiny.toml", "--set", "data.validation=missing/"], 1, ["'missing/'", "there is no such file"]),
 }  # fmt: skip
@@ -88,7 +93,7 @@ IN_RANKS: dict[str, tuple[list[str], type[PolyremeError], list[str]]] = {
         ["data.validation=one-line.txt", "data.sequence=64"], DataError, ["the validation text has", "less than one sequence"],
     ),
     "validation shorter than the ranks": (
-        ["data.validation=one-line.txt"], DataError, ["the validation text has 1 sequences", "fewer than 2 ranks"],
+        ["data.validation=one-line.txt"], DataError, ["the validation text has 1 sequences", "fewer than 2 data-parallel ranks"],
     ),
     "unknown architecture": (["model.config.model_type=lama"], ConfigError, ["'lama'", 'write model_type = "llama"']),
     "value of a wrong type": (["model.config.hidden_size=wide"], ConfigError, ["cannot build it", "hidden_size", "expected int"]),
@@ -161,7 +166,7 @@ def each(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     return (output - target).square().mean(dim=1)
 
 
-def train_once(model: nn.Module, config: dict[str, Any], loss_fn: Any, samples: int) -> None:
+def train_once(model: Any, config: dict[str, Any], loss_fn: Any, samples: int) -> None:
     engine = library.initialize(model, {"batch": {"size": 4}, **config}, loss_fn=loss_fn)
     engine.train_step((torch.randn(samples, 3), torch.randn(samples, 3)))
 
@@ -171,6 +176,7 @@ def tokenless() -> dict[str, Any]:
 
 
 TRAINING: dict[str, tuple[Callable[[], None], type[PolyremeError], str]] = {
+    "no model": (lambda: train_once(None, {}, mean, 2), ModelError, "the model is a NoneType: give initialize() a torch.nn.Module"),
     "a model without parameters": (lambda: train_once(Bare(), {}, mean, 2), ModelError, "no parameters"),
     "a batch of the wrong size": (lambda: train_once(nn.Linear(3, 3), {}, mean, 3), BatchError, "has 3 samples, but batch.size = 4"),
     "a loss for each sample": (lambda: train_once(nn.Linear(3, 3), {}, each, 2), BatchError, "but is a tensor of shape (2,)"),

@@ -118,7 +118,8 @@ config = {"mesh": {"pp": 2}, "batch": {"size": 8, "micro": 2}}
 engine = polyreme.initialize(Model(), config, loss_fn=nn.functional.mse_loss)
 while True:
     steps += 1
-    engine.train_step((torch.randn(8, 8), torch.randn(8, 8)))
+    batches = torch.Generator().manual_seed(steps)  # the same on both ranks
+    engine.train_step((torch.randn(8, 8, generator=batches), torch.randn(8, 8, generator=batches)))
 """
 
 

@@ -17,7 +17,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from polyreme.errors import TransportError
-from polyreme.mesh import AXES, CHUNK, Axis, Mesh, lines
+from polyreme.mesh import AXES, Axis, Mesh, lines
+from polyreme.transport.direct import CHUNK
+from polyreme.transport.shared_memory import heap
 from pool import Ranks, RanksFailed
 
 SIZES = [0, 1, 7, 64, 1003, CHUNK + 5]
@@ -42,7 +44,7 @@ def collectives(rank: int, world: int, shared: list[bool]) -> None:
     """`shared` says which ranks keep what they send in memory that the others read."""
     axis = Mesh.open({"dp": world}, shared_memory=any(shared)).dp
     assert (axis.name, axis.size, axis.rank) == ("dp", world, rank)
-    assert (axis._board is not None) == (world > 1 and any(shared))
+    assert (axis._direct is not None and axis._direct.reads) == (world > 1 and any(shared) and heap() is not None)
 
     def placed(tensor: Tensor) -> Tensor:
         return axis.empty(tensor.numel(), tensor.dtype, tensor.device).copy_(tensor) if shared[rank] else tensor.clone()
@@ -175,6 +177,29 @@ def two_axes(rank: int, world: int, order: tuple[str, ...]) -> dict[str, tuple[i
     return found
 
 
+def parts(rank: int, world: int, members: list[int]) -> None:
+    """A sum over a part of an axis sends its numbers only where the mesh does not share memory."""
+    messages: list[int] = []
+    isend = dist.isend
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "isend", lambda tensor, *args, **named: messages.append(tensor.nbytes) or isend(tensor, *args, **named))
+        for shared in (True, False):
+            mesh = Mesh.open({"pp": world}, shared_memory=shared)
+            part = mesh.part("pp", members)
+            assert (part.size, part.rank) == ((len(members), members.index(rank)) if rank in members else (1, 0))
+            messages.clear()
+            summed = torch.full((5000,), rank + 1.0)
+            part.all_reduce(summed).settle()
+            assert summed.unique().tolist() == [sum(r + 1 for r in members) if rank in members else rank + 1]
+            assert messages == ([20_000] * (part.size - 1) if not shared or heap() is None else [])
+            assert mesh.traffic().get("pp", {}).get("all_reduce") == ((1, 20_000 * (part.size - 1)) if rank in members else None)
+
+
+@pytest.mark.parametrize(("world", "members"), [(2, [0, 1]), (4, [0, 1, 3])])
+def test_parts_of_an_axis_share_memory_as_the_mesh_does(ranks: Ranks, world: int, members: list[int]) -> None:
+    ranks(world, parts, members)
+
+
 @pytest.mark.parametrize("order", [AXES, ("tp", "pp", "cp", "ep", "dp")])
 def test_two_axes(ranks: Ranks, order: tuple[str, ...]) -> None:
     neighbours, strided = {0: [0, 1], 1: [0, 1], 2: [2, 3], 3: [2, 3]}, {0: [0, 2], 1: [1, 3], 2: [0, 2], 3: [1, 3]}
@@ -221,6 +246,8 @@ def with_a_dead_peer(rank: int, world: int, operation: str, folder: Path) -> Non
                 axis.all_reduce(torch.ones(3)).wait()
             elif operation == "broadcast":
                 axis.broadcast(torch.ones(3), source=1)
+            elif operation == "reading":  # where rank 1 has it
+                axis.all_gather(torch.empty(world * 5000), torch.ones(5000)).wait()
             else:
                 axis.gather_objects(rank)
     except TransportError as error:
@@ -233,6 +260,13 @@ def test_a_dead_peer_is_an_error_and_no_hang(ranks: Ranks, operation: str, tmp_p
     with pytest.raises(RanksFailed, match="SIGKILL"):
         ranks(2, with_a_dead_peer, operation, tmp_path, timeout=30)
     assert "another rank ended" in (tmp_path / f"{operation}-0").read_text()
+
+
+@pytest.mark.skipif(heap() is None, reason="this system has no memory to share")
+def test_a_dead_peer_whose_memory_is_read_is_named(ranks: Ranks, tmp_path: Path) -> None:
+    with pytest.raises(RanksFailed, match="SIGKILL"):
+        ranks(2, with_a_dead_peer, "reading", tmp_path, timeout=30)
+    assert (tmp_path / "reading-0").read_text() == "all-gather over dp failed, because rank 1 of axis dp ended"
 
 
 def test_one_process_needs_no_group() -> None:

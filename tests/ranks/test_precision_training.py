@@ -187,6 +187,28 @@ def test_nan_names_the_first_module_and_the_rank(ranks: Ranks, stage: int, compu
         assert unchanged and goes_on
 
 
+def pipelined_nan(rank: int, world: int, schedule: str, layer: int) -> tuple[str, bool]:
+    model = nn.Sequential(*(nn.Linear(6, 6) for _ in range(4)))
+    if rank == 0:
+        with torch.no_grad():
+            model[layer].weight.mul_(1e35)  # its output overflows
+    config = training.config(1, 2, mesh={"pp": 2}, pipeline={"schedule": schedule}, precision={"compute": "fp32"})
+    engine = polyreme.initialize(model, config, loss_fn=F.mse_loss)
+    batch = (torch.full((training.SAMPLES, 6), 1e10), torch.zeros(training.SAMPLES, 6))
+    before = engine.state_dict(master=True)
+    with pytest.raises(NumericsError) as caught:
+        engine.train_step(batch)
+    return str(caught.value), all(torch.equal(t, before[name]) for name, t in engine.state_dict(master=True).items())
+
+
+@pytest.mark.parametrize(("schedule", "layer"), [("1f1b", 2), ("1f1b", 1), ("zb-h1", 2)])
+def test_nan_in_a_pipeline_names_the_module_and_its_rank(ranks: Ranks, schedule: str, layer: int) -> None:
+    at, other = layer // 2, 1 - layer // 2
+    for message, unchanged in ranks(2, pipelined_nan, schedule, layer):
+        assert f"rank {at}: first made by the forward of {layer} (Linear) from finite inputs" in message, message
+        assert f"rank {other}" not in message and unchanged, message
+
+
 def no_label(rank: int, world: int) -> None:
     engine = polyreme.initialize(models.build("llama", torch.float32), training.config(world, precision={"compute": "fp16"}))
     silent = models.batch_of("llama", training.SAMPLES // world)

@@ -21,7 +21,7 @@ import polyreme
 import training
 from polyreme import engine as engine_module
 from polyreme import objective as objective_module
-from polyreme.errors import BatchError, ModelError
+from polyreme.errors import BatchError, ModelError, NumericsError
 from pool import Ranks
 
 FP64 = {"precision": {"compute": "fp64"}}
@@ -278,6 +278,45 @@ def bad_use(rank: int, world: int) -> dict[str, str]:
     whole_numbers.weight = nn.Parameter(torch.ones(2, 2, dtype=torch.complex64))
     found["complex"] = error_of(lambda: polyreme.initialize(whole_numbers, training.config(world)))
     return found
+
+
+def interrupted(rank: int, world: int, changes: dict[str, Any], where: str) -> None:
+    """A step that ended in an error leaves nothing behind: the next ones are those of an engine that never saw it."""
+    dp = world // changes.get("mesh", {}).get("pp", 1)
+    runs = []
+    armed = False
+
+    def loss_fn(output: Any, batch: Any) -> tuple[Tensor, Tensor | int]:
+        loss, weight = models.causal_loss(output, batch)
+        if armed and where == "loss" and batch["input_ids"][0, 0] == 1:
+            raise ValueError("a loss that fails")
+        return loss * math.nan if armed and where == "update" else loss, weight
+
+    for fails in (True, False):
+        engine = polyreme.initialize(models.build("llama"), training.config(dp, 2, **FP64, **changes), loss_fn=loss_fn)
+        records = []
+        for step in range(2):
+            batch = models.share(models.tokens(training.SAMPLES, seed=step), engine.mesh.dp.rank, dp)
+            batch["input_ids"][len(batch["input_ids"]) // 2, 0] = 1  # the second micro-batch
+            armed = fails and step == 1
+            if armed:
+                with pytest.raises((ValueError, NumericsError)):
+                    engine.train_step(batch)
+                armed = False
+            result = engine.train_step(batch)
+            records.append((result.loss, result.grad_norm))
+        runs.append((records, engine.state_dict(master=True)))
+    assert not training.differences(*runs)
+
+
+@pytest.mark.parametrize("where", ["loss", "update"])
+@pytest.mark.parametrize("zero", [{"stage": 1}, {"stage": 3}, {"stage": 2, "reduce_every": "microbatch"}], ids=str)
+def test_a_step_that_failed_leaves_nothing_behind(ranks: Ranks, zero: dict[str, Any], where: str) -> None:
+    ranks(2, interrupted, {"zero": zero}, where)
+
+
+def test_a_pipelined_step_that_failed_leaves_nothing_behind(ranks: Ranks) -> None:
+    ranks(2, interrupted, {"mesh": {"pp": 2}}, "update")
 
 
 def unreduced_loss(output: Tensor, target: Tensor) -> Tensor:

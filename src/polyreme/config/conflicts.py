@@ -84,11 +84,16 @@ def _model(keys: Keys) -> Iterator[Conflict]:
 
 def _mesh(keys: Keys, world_size: int) -> Iterator[Conflict]:
     mesh = keys.mesh
-    for axis in ("cp", "ep"):
+    for axis, kind in (("cp", "context"), ("ep", "expert")):
         if getattr(mesh, axis) > 1:
-            yield f"mesh.{axis}", "this version does not divide ranks in this way", f"write mesh.{axis} = 1"
+            yield f"mesh.{axis}", f"this version has no {kind} parallelism", f"write mesh.{axis} = 1"
     if mesh.sequence_parallel and mesh.tp == 1:
         yield "mesh.sequence_parallel", "it needs tensor parallelism", "write mesh.tp = 2 or more, or mesh.sequence_parallel = false"
+    length, tp = keys.data.sequence, mesh.tp
+    if mesh.sequence_parallel and keys.data.path is not None and length % tp:  # else the samples are not ours
+        near = " or ".join(str(n) for n in (length // tp * tp, (length // tp + 1) * tp) if n > 1)
+        reason = f"mesh.tp = {tp} ranks cannot share it evenly, as mesh.sequence_parallel asks"
+        yield "data.sequence", reason, f"write data.sequence = {near}, or mesh.sequence_parallel = false"
     others = mesh.tp * mesh.pp * mesh.cp * mesh.ep
     dp = data_parallel(keys, world_size)
     if dp is None:
@@ -109,8 +114,11 @@ def _pipeline(keys: Keys) -> Iterator[Conflict]:
     if pipeline.schedule in ("zb-h1", "zb-v") and pp > 1 and keys.compile:
         reason = "it computes gradients of weights apart from those of inputs, which compiled blocks compute together"
         yield "pipeline.schedule", reason, 'write pipeline.schedule = "1f1b" or "interleaved", or compile = false'
-    stages = pp * (pipeline.virtual if pipeline.schedule == "interleaved" else 1)
-    if pipeline.blocks is not None and pp > 1 and len(pipeline.blocks) != stages:
+    if pipeline.virtual != default(LEAVES["pipeline.virtual"]) and pipeline.schedule != "interleaved":
+        fix = 'write pipeline.schedule = "interleaved", or remove pipeline.virtual'
+        yield "pipeline.virtual", f"{pipeline.schedule} does not use it", fix
+    stages = pp * {"interleaved": pipeline.virtual, "zb-v": 2}.get(pipeline.schedule, 1)
+    if not isinstance(pipeline.blocks, str) and pp > 1 and len(pipeline.blocks) != stages:
         yield "pipeline.blocks", f"{len(pipeline.blocks)} numbers for {stages} stages", f"give {stages} numbers, or remove it"
 
 

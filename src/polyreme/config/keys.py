@@ -303,8 +303,11 @@ class PipelineSection(Section):
         description="gpipe: all forwards, then all backwards; 1f1b: in turn, which keeps fewer activations; interleaved: 1f1b with several "
         "stages a rank, for a smaller bubble; zb-h1, zb-v: weight gradients fill the bubble (zb-v: two stages a rank).",
     )
-    blocks: list[Annotated[int, Strict(), Field(ge=1)]] | None = Field(
-        default=None, description="Blocks of each stage; by default the parameters are balanced.", examples=[[3, 2]]
+    blocks: Literal["parameters", "time"] | list[Count] = Field(
+        default="parameters",
+        description="How the blocks are shared out: parameters and time make the largest stage as small as can be, by what each block has "
+        "of parameters or takes of time, measured at the start; a list gives the number of blocks of each stage.",
+        examples=[[3, 2]],
     )
     virtual: Annotated[int, Strict(), Field(ge=2)] = Field(default=2, description="interleaved: stages on each rank.")
 
@@ -462,6 +465,8 @@ def _in_words(annotation: Any, metadata: Sequence[Any] = ()) -> str:
         return " or ".join(toml(value) for value in args)
     if origin is tuple:
         return "a list of names" if str in args else f"a list of {len(args)}, each {_in_words(args[0])}"
+    if origin is list:
+        return f"a list, each {_in_words(args[0])}"
     simple = {
         int: "an integer", float: "a number", bool: "true or false", str: "text", types.NoneType: '"none"',
         Span: '"100 steps", "5000 samples" or "1e6 tokens"', ByteSize: 'bytes (1048576 or "1 MiB")',

@@ -8,9 +8,10 @@ import tomllib
 import types
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args, get_origin
 
 from pydantic import ValidationError
+from pydantic.fields import FieldInfo
 
 from polyreme.config.keys import LEAVES, SECTIONS, Section, example, expects, toml
 from polyreme.errors import ConfigError, Problem
@@ -103,12 +104,18 @@ def problems_of(error: ValidationError, tree: Mapping[str, Any]) -> list[Problem
             reason = f"must be {expects(field)}, not {_named(found)}"
             if detail["type"] == "axis_order":
                 reason = detail["msg"]
-            problems[key] = Problem(key, found, reason, f"write {key} = {toml(example(field))}")
+            problems[key] = Problem(key, found, reason, f"write {key} = {toml(_nearest(field, found))}")
         else:
             keys = [k for k in LEAVES if k.startswith(f"{key}.")]
             fix = f"write for example {keys[0]} = {toml(example(LEAVES[keys[0]]))}"
             problems[key] = Problem(key, found, f"must be a table of keys, not {_named(found)}", fix)
     return list(problems.values())
+
+
+def _nearest(field: FieldInfo, value: object) -> object:
+    """The word that the key may have and that is most like `value`, or else an example of what it may have."""
+    words = [word for word in get_args(field.annotation) if isinstance(word, str)] if get_origin(field.annotation) is Literal else []
+    return next(iter(difflib.get_close_matches(str(value), words, n=1)), example(field))
 
 
 def _unknown(key: str, value: object) -> Problem:

@@ -17,12 +17,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from polyreme.mesh import Axis, Work
+from polyreme.errors import ModelError
+from polyreme.mesh import Axis
+from polyreme.pipeline.message import buffers, put_together, take_apart
 from polyreme.pipeline.schedule import Action
-from polyreme.pipeline.split import buffers, put_together, take_apart
+from polyreme.transport.work import Work
 
 RunStage = Callable[[Callable[[], Any], Any], Any]
-"""Calls a forward as one stage, with what the stage before handed on: `split.Stage`, or for a model in one piece `whole`."""
+"""Calls a forward as one stage, with what the stage before handed on: `stage.Stage`, or for a model in one piece `whole`."""
 
 
 def whole(forward: Callable[[], Any], received: Any) -> Any:
@@ -139,6 +141,11 @@ class Runner:
         if (action.stage, self._shape) not in self._forms:
             self._forms[action.stage, self._shape] = here.form
             self._axis.send_object(here.form, to)
+        elif self._forms[action.stage, self._shape] != here.form:
+            raise ModelError(
+                f"stage {action.stage} hands on other shapes, dtypes or constants than for an earlier batch of the same shape; a pipeline "
+                "needs what goes from block to block to follow from the shapes of the batch alone: pad it, or set mesh.pp = 1"
+            )
         self._post([tensor.detach() for tensor in here.output], to)
 
     def _receive(self, action: Action) -> None:

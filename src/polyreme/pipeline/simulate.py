@@ -22,14 +22,18 @@ RECEIVED: dict[Op, Op] = {"F": "RA", "B": "RG"}
 class Costs:
     """What actions cost, in any unit of time.
 
-    duration: of one action of (op, stage); of those left out, none.
+    duration: of one action of (op, stage), or of the very Action, which comes first; of those left out, none.
     transfer: of one message, from when both ends are posted.
     activations: bytes that a stage keeps of one micro-batch between forward and backward, one number for each stage.
     """
 
-    duration: Mapping[tuple[Op, int], float]
+    duration: Mapping[tuple[Op, int] | Action, float]
     transfer: float = 0.0
     activations: Sequence[int] = ()
+
+    def of(self, action: Action) -> float:
+        """How long an action takes."""
+        return self.duration.get(action, self.duration.get((action.op, action.stage), 0.0))
 
     @classmethod
     def even(cls, schedule: Schedule, transfer: float = 0.0) -> Costs:
@@ -85,7 +89,7 @@ def simulate(schedule: Schedule, costs: Costs) -> Simulation:
                     start = max(start, passes(receive)[1])
                 if start == inf:
                     break
-                done.append(Cell(action, start, start + costs.duration.get((action.op, action.stage), 0.0)))
+                done.append(Cell(action, start, start + costs.of(action)))
                 moved = True
     if any(len(done) < len(row) for row, done in zip(schedule, cells, strict=True)):
         raise PolyremeError("the schedule stops half-way: check(schedule, microbatches) says where")

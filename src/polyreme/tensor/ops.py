@@ -25,7 +25,8 @@ from torch.autograd.function import once_differentiable
 
 from polyreme.errors import BatchError
 from polyreme.layout import Cut
-from polyreme.mesh import Axis, Work
+from polyreme.mesh import Axis
+from polyreme.transport.work import Work
 from polyreme.weight_gradients import current, now_or_later
 
 

@@ -7,6 +7,7 @@ The words are those of transformers' tensor-parallel plans: a path, in which `*`
 
 from __future__ import annotations
 
+import difflib
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -15,7 +16,7 @@ from dataclasses import dataclass, field
 from torch import nn
 
 from polyreme.errors import ModelError
-from polyreme.model_map import find_blocks
+from polyreme.model_map import find_blocks, skips_blocks
 from polyreme.tensor.layers import Column, EmbeddingColumns, Replicate, Row, Style, Vocabulary, is_linear, linear_sizes
 
 WORDS: dict[str, Style] = {
@@ -142,12 +143,17 @@ def plan(model: nn.Module, ways: int, user: Mapping[str, str] | None = None, seq
     found = Plan(ways, {name: WORDS[word] for name, word in words.items()})
     for parent, names in _by_parent(name for name, style in found.styles.items() if isinstance(style, Column)).items():
         problems += _columns(found, words, modules, parent, names)
+    told = {problem.path for problem in problems}
     for name, style in found.styles.items():
+        if name in told or _parent(name) in told:
+            continue
         try:
             style.cuts(modules[name], ways)
         except (ValueError, IndexError, AttributeError, ZeroDivisionError) as error:
             problems.append(_Problem(name, f"cannot be divided as {words[name]!r}: {error}"))
     problems += _unplaced(found, modules, blocks)
+    if ways > 1 and not problems and all(isinstance(style, Replicate) for style in found.styles.values()):
+        problems.append(_Problem("", "nothing of it would be divided, so that every rank would compute the same"))
     if sequence_parallel:
         problems += _not_by_position(model, found, modules, blocks)
     found.by_head = BY_HEAD.get(_model_type(model), ())
@@ -182,10 +188,13 @@ def _words(
     for path, word in user.items():
         hits = [name for name in modules if re.fullmatch(_pattern(path), name)]
         problems = [problem for problem in problems if not f"{problem.path}.".startswith(f"{path}.")]
+        style = difflib.get_close_matches(word, WORDS, n=1, cutoff=0)[0]
         if not hits:
-            problems.append(_Problem(path, "mesh.tp_plan names it, but the model has no such module"))
-        elif word not in WORDS:
-            problems.append(_Problem(path, f"there is no style {word!r}", f'"{path}" = one of {", ".join(WORDS)}'))
+            near = difflib.get_close_matches(path, dict.fromkeys(_starred(name) for name in modules), n=1)
+            fix = f'mesh.tp_plan."{near[0]}" = "{style}"' if near else ""
+            problems.append(_Problem(path, "mesh.tp_plan names it, but the model has no such module", fix))
+        elif word != style:
+            problems.append(_Problem(path, f"there is no style {word!r}; there are {', '.join(WORDS)}", f'= "{style}"'))
         else:  # a style for a module is one for all that is in it
             found = {name: other for name, other in found.items() if not any(name.startswith(hit + ".") for hit in hits)}
             found |= dict.fromkeys(hits, word)
@@ -286,9 +295,8 @@ def _unplaced(plan: Plan, modules: Mapping[str, nn.Module], blocks: Mapping[str,
 def _not_by_position(model: nn.Module, plan: Plan, modules: Mapping[str, nn.Module], blocks: Mapping[str, nn.Module]) -> Iterator[_Problem]:
     """What may mix positions of which a rank has a part only: everything but norms, and what gets the whole sequence."""
     fix = "mesh.sequence_parallel = false"
-    for key, value in getattr(getattr(model, "config", None), "__dict__", {}).items():
-        if "layerdrop" in key and isinstance(value, int | float) and value > 0:
-            yield _Problem("", f"skips whole blocks at random ({key} = {value})", fix)
+    if setting := skips_blocks(model):
+        yield _Problem("", f"skips whole blocks at random ({setting})", fix)
     if not blocks:
         yield _Problem("", "has no repeated blocks to split the sequence between", fix)
     for block in blocks:
@@ -315,7 +323,7 @@ def _message(model: nn.Module, ways: int, problems: Iterable[_Problem]) -> str:
     lines = dict.fromkeys(
         f"  - {path}: {problem.reason}" + (f"\n    fix: {_fix(path, problem.line)}" if problem.line else "")
         for problem in problems
-        for path in [re.sub(r"\.\d+(?=\.|$)", ".*", problem.path) or type(model).__name__]
+        for path in [_starred(problem.path) or type(model).__name__]
     )
     return (
         f"{type(model).__name__} cannot be divided over mesh.tp = {ways} ranks:\n" + "\n".join(lines) + "\n  or set mesh.tp = 1; "
@@ -345,6 +353,11 @@ def _parent(name: str) -> str:
 
 def _pattern(path: str) -> str:
     return re.escape(path).replace(r"\*", r"[^.]+")
+
+
+def _starred(name: str) -> str:
+    """The path that repeated blocks share."""
+    return re.sub(r"\.\d+(?=\.|$)", ".*", name)
 
 
 def _model_type(model: nn.Module) -> str:

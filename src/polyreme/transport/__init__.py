@@ -1,1 +1,1 @@
-"""How numbers travel between ranks, where the backends of torch.distributed are not the best way."""
+"""How numbers travel between ranks, where the backends of torch.distributed are not the best way, and how that fails."""

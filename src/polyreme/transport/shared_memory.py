@@ -142,8 +142,8 @@ class Board:
     Words `[0, to, exchange % RING]` say that a buffer for rank `to` is ready, and where; words `[1, of, exchange % RING]` that rank `of`'s
     buffer has been read. `offset` is where the board lies in this process' heap."""
 
-    def __init__(self, home: Heap, rank: int, size: int, timeout: float) -> None:
-        self.heap, self._rank, self._timeout = home, rank, timeout
+    def __init__(self, home: Heap, axis: str, rank: int, size: int, timeout: float) -> None:
+        self.heap, self._axis, self._rank, self._timeout = home, axis, rank, timeout
         self._shape = (2, size, RING)
         self._memory, self.offset = home.reserve(8 * math.prod(self._shape))
         self._mine = np.ndarray(self._shape, np.int64, self._memory)
@@ -195,9 +195,9 @@ class Board:
             if _is_about(word, exchange):
                 return word
             if not alive:
-                raise TransportError(f"rank {rank} of the axis ended")
+                raise TransportError(f"rank {rank} of axis {self._axis} ended")
             if now - began > self._timeout:
-                raise TransportError(f"rank {rank} of the axis did not come within {self._timeout:g} s")
+                raise TransportError(f"rank {rank} of axis {self._axis} did not come within {self._timeout:g} s")
             if now - began < PATIENCE:
                 os.sched_yield()
             else:

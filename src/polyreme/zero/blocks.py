@@ -71,7 +71,7 @@ class Blocks:
         self._last: dict[int, list[Unit]] = {}  # of each stage's last complete forward: where to prefetch from
         self._trails: dict[tuple[int, int], list[Unit]] = {}  # of forwards whose backward is still to come
         self._checked: set[int] = set()  # stages
-        self.at(0, 0)
+        self.restart()
         if not any(unit.sharded for unit in (root, *self.units)):
             return
         model.register_forward_pre_hook(self._begin_forward, prepend=True)
@@ -88,6 +88,11 @@ class Blocks:
         self._trail = self._trails.setdefault(self._key, [])
         self._position = len(self._trail)
         self._current = None
+
+    def restart(self) -> None:
+        """Before the first forward of a step: forget forwards that had no backward."""
+        self._trails.clear()
+        self.at(0, 0)
 
     def release_all(self) -> None:
         """Free every gathered parameter: after a backward for release="always", before an update in any case."""

@@ -17,7 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from polyreme.layout import ALIGN, BucketLayout, Slot
-from polyreme.mesh import DONE, Axis, Work
+from polyreme.mesh import Axis
+from polyreme.transport.work import DONE, Work
 from polyreme.zero.residency import Residency
 
 

@@ -281,15 +281,17 @@ class Recording:
         self.order = sorted(views, key=lambda name: tape.producer[views[name].value])
         self._seed, self._tape, self._views, self._final = seed, tape, views, final
 
-    def replay(self, sink: Sink) -> None:
-        """Make each parameter and buffer and give it to `sink(name, tensor)`, once, under its first name.
+    def replay(self, sink: Sink, names: Collection[str] | None = None) -> None:
+        """Make each parameter and buffer, or those whose first name is in `names`, and give it to `sink(name, tensor)`, once, under its
+        first name. Of the others only the random draws are made, one at a time, because they move the generator.
 
         The tensor is whole, on the CPU, without gradient. It is let go after the call unless the sink keeps it; while the replay goes on,
         the sink must not write it (later tensors may be computed from it). Afterwards the generators are where
         `torch.manual_seed(seed); build()` leaves them; an exception of the sink leaves them as they were. May be called again.
         """
         tape = self._tape
-        undelivered = Counter(view.value for view in self._views.values())
+        wanted = deque(name for name in self.order if names is None or name in names)
+        undelivered = Counter(self._views[name].value for name in wanted)
         live, consumers = tape.live(undelivered)
 
         def pending(value: int) -> bool:
@@ -303,13 +305,12 @@ class Recording:
             sink(name, tensor)
 
         evaluator = Evaluator(tape, pending)
-        names = deque(self.order)
         with torch.no_grad():
             for row, op in enumerate(tape.ops):
                 if op.random and not op.private:
                     evaluator.run(row, full=row in live)
-                while names and tape.producer[self._views[names[0]].value] == row:
-                    deliver(names.popleft())
+                while wanted and tape.producer[self._views[wanted[0]].value] == row:
+                    deliver(wanted.popleft())
         torch.manual_seed(self._seed)  # the generators of other devices, too
         torch.set_rng_state(evaluator.state(self._final))
 

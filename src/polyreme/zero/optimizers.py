@@ -22,7 +22,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from polyreme.config import Progress
 from polyreme.config.keys import OptimizerSection
-from polyreme.errors import ConfigError, Problem
+from polyreme.errors import ConfigError, ModelError, Problem
 from polyreme.layout import Boundary
 from polyreme.lr_schedule import LRSchedule
 from polyreme.model_map import matrices, no_decay
@@ -91,8 +91,13 @@ def recipe(model: nn.Module, section: OptimizerSection, given: type[Optimizer] |
     called with the model's trainable parameters and decides everything itself (groups, learning rates, options).
 
     A class that is not one of the section's names keeps its own defaults for those of betas, eps, momentum and nesterov that the
-    section does not set. Raises ConfigError for an optimizer that cannot run here, and for options that it does not take.
+    section does not set. Raises ConfigError for an optimizer that cannot run here, and for options that it does not take; and ModelError
+    for a model with nothing to train.
     """
+    if not any(p.requires_grad for p in model.parameters()):
+        if any(True for _ in model.parameters()):
+            raise ModelError("every parameter of the model is frozen: set requires_grad on those to train")
+        raise ModelError("the model has no parameters: there is nothing to train")
     if isinstance(given, Optimizer) or not (given is None or callable(given)):
         raise ConfigError([Problem("optimizer", type(given).__name__, "its parameters are to move into buckets",
                                    "pass its class, or a factory such as lambda params: torch.optim.AdamW(params, lr=3e-4)")])  # fmt: skip

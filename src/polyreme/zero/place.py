@@ -77,6 +77,7 @@ class Placement:
     where: Mapping[str, tuple[Bucket, Slot]]
     pool: Pool
     division: Division
+    device: torch.device
 
     @property
     def buckets(self) -> list[Bucket]:
@@ -106,7 +107,7 @@ class Placement:
                     continue
                 known.update(names)
                 tensor = local[1].contiguous() if local else torch.empty(shape, dtype=getattr(torch, dtype.removeprefix("torch.")),
-                                                                         device=self.buckets[0].master.device)  # fmt: skip
+                                                                         device=self.device)  # fmt: skip
                 pp.broadcast(tensor, rank)
                 yield names, tensor
 
@@ -148,9 +149,10 @@ def place(
     division: Division,
 ) -> Placement:
     """Move every parameter of `model` into a bucket. A parameter that has data keeps its values (those of the axis' rank 0); one on
-    the meta device is replaced by a real one, to be filled by `Placement.write`. `division` tells what the parameters are parts of.
+    the meta device is replaced by a real one, to be filled by `Placement.write`. `division` tells what the parameters are parts of. A
+    pipeline stage may have none, or none to train.
 
-    Raises ModelError for a model without parameters, or with trainable parameters that are not real floating-point numbers.
+    Raises ModelError for trainable parameters that are not real floating-point numbers.
     """
     entries = _entries(model)
     unit_of = _units_of(entries, blocks)
@@ -184,9 +186,7 @@ def place(
                 for entry, slot in zip(ordered, layout.slots, strict=True):
                     where |= dict.fromkeys(entry.names, (bucket, slot))
     trainable = [bucket for _, bucket in sorted(found, key=lambda pair: pair[0]) if bucket.trainable]
-    if not trainable:
-        raise ModelError("every parameter of the model is frozen: set requires_grad on those to train")
-    return Placement(root, units, trainable, where, pool, division)
+    return Placement(root, units, trainable, where, pool, division, device)
 
 
 Owned = Literal["all", "some", "none"]
@@ -251,8 +251,6 @@ def _entries(model: nn.Module) -> list[_Entry]:
         found[id(parameter)] = _Entry([name], parameter, at)
         if parameter.requires_grad and not parameter.is_floating_point():
             raise ModelError(f"parameter {name} is trainable and {parameter.dtype}; only real floating-point parameters can be trained")
-    if not found:
-        raise ModelError("the model has no parameters: there is nothing to train")
     return list(found.values())
 
 

@@ -49,17 +49,19 @@ class Reducer:
                 parameter.register_post_accumulate_grad_hook(self._arrival(bucket, index))
 
     def restart(self) -> None:
-        """Before the first backward of a step."""
+        """Before the first backward of a step. Of the step before, if it did not end, nothing is under way any more."""
         self._left = dict(self._uses)
+        self._waiting.clear()
+        self._adding.clear()
+        self._in_flight.clear()
 
-    def begin(self, stage: int = 0, reduce: bool = True, gathers: bool = True) -> None:
-        """Before a backward of `stage`, or before its second half, which does not gather parameters (`gathers`). Its gradients are not
-        reduced at all without `reduce`."""
+    def begin(self, stage: int = 0, gathers: bool = True) -> None:
+        """Before a backward of `stage`, or before its second half, which does not gather parameters (`gathers`)."""
         self._by_arrival = not (self._sharded and gathers)
         used = [bucket for bucket in self._order if stage in bucket.stages]
         for bucket in used:
             self._left[bucket] -= 1
-        last = [bucket for bucket in used if reduce and (self._every_time or not self._left[bucket])]
+        last = [bucket for bucket in used if self._every_time or not self._left[bucket]]
         self._waiting = {bucket: set(range(len(bucket.parameters))) for bucket in last}
         self._adding = {*used} - {*last}
 

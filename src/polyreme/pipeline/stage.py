@@ -1,0 +1,112 @@
+"""Running one stage of a cut model: the model's own forward, from where the stage before ended to where the next one begins.
+
+Until its first block a stage computes only what does not depend on other stages (masks, positions, rotary embeddings); then the block is
+given what the stage before sent, and at the next stage's first block the forward ends.
+
+Invariant: what a stage puts out is computed from what it received and from its own parameters. Its first forward follows the graph to make
+sure. No communication: what goes from stage to stage is passed in and returned (`pipeline.run` sends it).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from polyreme.errors import ModelError
+from polyreme.model_map import tensors_in
+from polyreme.pipeline.gates import answer_with, argument, gates, wrapped
+from polyreme.pipeline.hollow import Alias, foreign, output_of
+from polyreme.pipeline.split import Split
+
+
+class Stage:
+    """Stage `index` of `split`: calls `model`, which may be whole or what `keep` left, as that stage.
+
+    Several stages of one rank (interleaved schedules) are several `Stage`s on one model.
+    """
+
+    def __init__(self, model: nn.Module, split: Split, index: int) -> None:
+        self.index = index
+        self.is_first, self.is_last = index == 0, index == split.stages - 1
+        self._model, self._split = model, split
+        self._first, self._stop = split.bounds[index : index + 2]
+        self._received: Any = None
+        self._next = 0  # the block to be called next
+        self._checked = self.is_first and self.is_last
+
+    def __call__(self, forward: Callable[[], Any], received: Any = None) -> Any:
+        """Call `forward`, in which the model is to be called once, with the whole micro-batch, on every stage alike.
+
+        On the last stage the model returns what it always returns; on others, what the next stage is to receive: the first argument of
+        its first block, a tensor or whatever else the model hands from block to block. Its hooks see that as its output.
+
+        received: what the stage before returned; nothing on the first. For the backward through a cut see `message.put_together`.
+
+        Raises ModelError for a model whose blocks are not called once each, in order (layer drop), or in which something else than the
+        first argument reaches over a cut (skip connections, position biases that only the first block makes).
+        """
+        self._received, self._next = received, 0
+        try:
+            with wrapped(self._model, self._forward):
+                return forward()
+        finally:
+            self._received = None
+
+    def _forward(self, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """The model's forward as this stage."""
+        names = self._split.blocks
+        with gates(self._model, self._split.owner, self._through) if names else nullcontext():
+            try:
+                output = inner(*args, **kwargs)
+            except _Cut as cut:
+                output = cut.value
+        if self._next != self._stop + (not self.is_last):
+            raise ModelError(
+                f"stage {self.index}: the model's forward did not call {names[self._next]}; a pipeline needs every block to be called "
+                "once, in order (turn layer drop off)"
+            )
+        if not self._checked and torch.is_grad_enabled():
+            if (what := foreign(tensors_in(output))) is not None:
+                raise ModelError(
+                    f"stage {self.index} computes with {what}: only the blocks' first argument is sent from stage to stage. Cut the model "
+                    "elsewhere (pipeline.blocks), or have the blocks pass all they need in that argument, and do x + block(x) themselves"
+                )
+            self._checked = True
+        return output
+
+    def _through(self, index: int, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A call of block `index` by the model."""
+        names = self._split.blocks
+        if index != self._next:
+            due = names[self._next] if self._next < len(names) else "no block"
+            raise ModelError(
+                f"stage {self.index}: the model's forward calls {names[index]} when {due} is due; a pipeline needs every block to be "
+                "called once, in order (turn layer drop off)"
+            )
+        self._next += 1
+        key, value = argument(args, kwargs)
+        if index < self._first:
+            return answer_with(self._split.answer, pytree.tree_map_only(Tensor, partial(output_of, names[index]), value))
+        if index == self._stop:
+            raise _Cut(value)
+        if index == self._first and not self.is_first:
+            received = pytree.tree_map_only(Tensor, Alias.apply, self._received)
+            if isinstance(key, int):
+                args = (*args[:key], received, *args[key + 1 :])
+            else:
+                kwargs = {**kwargs, key: received}
+        return block(*args, **kwargs)
+
+
+class _Cut(Exception):
+    """Ends a stage's forward where the next stage begins."""
+
+    def __init__(self, value: Any) -> None:
+        super().__init__()
+        self.value = value

@@ -1,0 +1,50 @@
+"""The model that a config describes, without memory for it: whether and how it can be divided, said before anything of it is built.
+
+Invariant: what `divide` refuses, `initialize` would refuse on every rank.
+Communication: none.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from polyreme import model_map
+from polyreme.config import Config
+from polyreme.data import load_tokenizer
+from polyreme.pipeline.schedule import stage_ranks
+from polyreme.pipeline.split import Split, plan
+from polyreme.tensor import rules
+
+
+def twin(config: Config, vocabulary: int | None = None) -> nn.Module:
+    """The model on the meta device; with `vocabulary` tokens, where its own config leaves that open. Raises ConfigError."""
+    section = config.model
+    with torch.device("meta"):
+        return model_map.skeleton(section.path, section.config, section.trust_remote_code, vocabulary)
+
+
+def expected(config: Config) -> nn.Module | None:
+    """The twin before there is a tokenizer, with as many tokens as it may have; None where the config names no model, or a directory
+    that is not on this machine."""
+    model, data = config.model, config.data
+    if model.path is None and model.config is None:
+        return None
+    if any(folder is not None and not Path(folder).expanduser().is_dir() for folder in (model.path, data.tokenizer)):
+        return None
+    return twin(config, data.vocab_size if data.tokenizer is None else len(load_tokenizer(data.tokenizer)))
+
+
+def divide(model: nn.Module, config: Config) -> Split | None:
+    """Which pipeline stage has what of `model`, by parameters or by the list that `config` gives; None where there is one stage.
+
+    Raises ModelError where the mesh of `config` cannot divide the model, over tensor-parallel or over pipeline ranks."""
+    mesh, pipeline = config.mesh, config.pipeline
+    if mesh.tp > 1:
+        rules.plan(model, mesh.tp, mesh.tp_plan, mesh.sequence_parallel)
+    if mesh.pp == 1:
+        return None
+    stages = len(stage_ranks(pipeline.schedule, mesh.pp, pipeline.virtual))
+    return plan(model, stages, counts=None if isinstance(pipeline.blocks, str) else pipeline.blocks)
