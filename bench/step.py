@@ -231,9 +231,9 @@ def show_profiles(args: argparse.Namespace, size: str, dtype: str, systems: Sequ
     for system in systems:
         with pair(system, job, args.ranks, args.malloc, args.timeout) as started:
             started.ask(do="check", steps=1)
-            profile = started.ask(do="profile", steps=args.steps)[0]
+            profile = started.ask(do="profile", steps=args.steps)[-1]
         print(
-            f"\n{system}, {size} {dtype}: {profile['wall_ms']:.1f} ms a step on rank 0, under the profiler; "
+            f"\n{system}, {size} {dtype}: {profile['wall_ms']:.1f} ms a step on the last rank, under the profiler; "
             f"other threads (gloo) used {profile['other_cpu_ms']:.1f} ms of processor time"
         )
         for kind, ms in sorted(profile["split_ms"].items(), key=lambda item: -item[1]):

@@ -1,4 +1,7 @@
-"""Polyreme's pipeline, through its public interface: the unmodified model, cut where everybody's is, and a schedule of the config."""
+"""Polyreme's pipeline, through its public interface: the unmodified model, and a schedule of the config.
+
+It is cut where everybody's is, or (`blocks="time"`) where it finds the stages to take equally long.
+"""
 
 from __future__ import annotations
 
@@ -10,10 +13,13 @@ from systems.polyreme_zero import initialize, step_of
 from systems.stages import counts
 
 
-def build(model: Any, job: Job, *, schedule: str = "1f1b") -> Callable[[Batch], Outcome]:
+def build(model: Any, job: Job, *, schedule: str = "1f1b", blocks: str | None = None) -> Callable[[Batch], Outcome]:
     pipeline: dict[str, Any] = {"schedule": schedule}
-    if schedule not in ("interleaved", "zb-v"):  # whose stages are not one for each rank
+    if blocks is not None:
+        pipeline["blocks"] = blocks
+    elif schedule not in ("interleaved", "zb-v"):  # whose stages are not one for each rank
         pipeline["blocks"] = counts(SIZES[job.size].blocks, job.world)
     samples = job.batch * job.world
     batch = {"size": samples, "micro": samples // job.microbatches}
-    return step_of(initialize(model, job, stage=0, mesh={"pp": job.world}, pipeline=pipeline, batch=batch))
+    data = {"sequence": job.sequence}
+    return step_of(initialize(model, job, stage=0, mesh={"pp": job.world}, pipeline=pipeline, batch=batch, data=data))
