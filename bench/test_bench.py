@@ -12,7 +12,10 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+import bubble
 import report
+from polyreme.pipeline.schedule import NAMES, Action, Name, build
+from polyreme.pipeline.simulate import Costs, simulate
 from systems import SUITES
 
 BENCH = Path(__file__).parent
@@ -119,3 +122,56 @@ def test_divided_models_compute_the_same(script: str, systems: list[str], option
     assert list(case["summary"]) == systems
     assert {name for name, found in case["losses"].items() if found["largest"] > 1e-5} == {"polyreme-silent"} & set(systems)
     assert f"| {systems[1]} | {systems[2]} |" in out.with_suffix(".md").read_text()
+
+
+def stepped(name: Name) -> bubble.Step:
+    """A simulated step of 4 ranks as they would have noted it: posting takes no time, and what begins later than the action before it ended
+    has waited."""
+    table = build(name, 4, 8)
+    cells = simulate(table, Costs.even(table)).cells
+    step = []
+    for row in cells:
+        at, spans = 0.0, []
+        for cell in row:
+            start, end = (cell.start, cell.end) if cell.action.op in bubble.COMPUTES else (at, at)
+            spans.append(bubble.Span(cell.action, at, end, start - at))
+            at = end
+        step.append(spans)
+    return step
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_measured_bubble_of_a_simulated_step_is_the_simulated_one(name: Name) -> None:
+    table, step = build(name, 4, 8), stepped(name)
+    expected = simulate(table, Costs.even(table)).bubble_fraction
+    assert expected == pytest.approx(bubble.published(name, 4, 8))
+    assert set(bubble.transfers(step)) == {0}
+    assert bubble.bubbles(table, step, transfer=0) == dict.fromkeys(bubble.KINDS, pytest.approx(expected))
+
+
+def test_the_bubbles_of_a_step_by_hand() -> None:
+    """Two ranks, from 0 to 23 without the update; 10 of it are computed on the first, 9 on the second."""
+    first = [("F", 0, 0, 2, 0), ("SA", 0, 2, 2.5, 0), ("F", 1, 2.5, 4.5, 0), ("SA", 1, 4.5, 5, 0), ("RG", 0, 5, 5, 0), ("B", 0, 5, 15, 8),
+             ("RG", 1, 15, 15, 0), ("B", 1, 15, 23, 4), ("U", None, 23, 40, 0)]  # fmt: skip
+    second = [("RA", 0, 1, 1, 0), ("RA", 1, 1, 1, 0), ("F", 0, 1, 5, 3), ("B", 0, 5, 10, 0), ("SG", 0, 10, 11, 0), ("F", 1, 11, 12, 0),
+              ("B", 1, 12, 14, 0), ("SG", 1, 14, 15, 0)]  # fmt: skip
+    step = [[bubble.Span(Action(op, stage, i), *times) for op, i, *times in row] for stage, row in enumerate((first, second))]
+    assert sorted(bubble.transfers(step)) == [2, 3]  # sent at 2 and arrived at 4, sent at 10 and arrived at 13
+    assert bubble.means(step) == {("F", 0): 2, ("B", 0): 3, ("F", 1): 1, ("B", 1): 3.5}
+    found = bubble.bubbles(build("1f1b", 2, 2), step, transfer=2)
+    lengths = {kind: 19 / 2 / (1 - share) for kind, share in found.items()}
+    assert lengths == pytest.approx({"simulated": 14, "own times": 15, "with messages": 20, "measured": 23})
+
+
+def test_bubbles_are_measured(tmp_path: Path) -> None:
+    """Every schedule of sleeping blocks, and one that computes, as small as can be."""
+    out = tmp_path / "found.json"
+    for options in (["--models", "sleep"], ["--models", "tiny", "--schedules", "zb-h1"]):
+        command = [sys.executable, str(BENCH / "bubble.py"), *options, "--microbatches", "4", "--steps", "1", "--milliseconds", "0.5"]
+        done = subprocess.run([*command, "--out", str(out)], capture_output=True, text=True, timeout=110)
+        assert done.returncode == 0, done.stdout + done.stderr
+        cases = json.loads(out.read_text())["cases"]
+        assert [case["schedule"] for case in cases] == (["zb-h1"] if "tiny" in options else list(NAMES))
+        assert all(case["blocks"] == ([1, 1] if "tiny" in options else [2] * 4) for case in cases)
+        assert all(0 < case[kind]["median"] < 1 for case in cases for kind in bubble.KINDS)
+        assert out.with_suffix(".md").read_text().count("| zb-h1 | 4 |") == 1

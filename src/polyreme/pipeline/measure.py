@@ -31,8 +31,7 @@ def measure(
     count = len(blocks_in(model, blocks))
     split = plan(model, count, counts=[1] * count, blocks=blocks, sample=sample)
     parameters = [p for p in model.parameters() if p.requires_grad]
-    seconds: list[float] = []
-    form, tensors = take_apart(None)
+    timed: list[tuple[Stage, list[float]]] = [(Stage(model, split, index), []) for index in range(count)]
     devices = {p.device for p in parameters if p.is_cuda}
 
     def now() -> float:
@@ -41,9 +40,9 @@ def measure(
         return time.perf_counter()
 
     with torch.random.fork_rng(devices=list(devices)):
-        for index in range(count):
-            stage, times = Stage(model, split, index), []
-            for _ in range(1 + repeats):  # the first warms up
+        for _ in range(1 + repeats):  # all blocks in turn, so that what else the machine does slows none of them each time
+            form, tensors = take_apart(None)
+            for stage, times in timed:
                 received = put_together(form, [t.detach().clone() for t in tensors])
                 start = now()
                 output = stage(forward, received)
@@ -52,9 +51,8 @@ def measure(
                 if ends and inputs:
                     torch.autograd.grad(ends, inputs, [torch.ones_like(t) for t in ends], allow_unused=True)
                 times.append(now() - start)
-            seconds.append(min(times[1:]))
-            form, tensors = take_apart(output if index < count - 1 else None)
-    return seconds
+                form, tensors = take_apart(None if stage.is_last else output)
+    return [min(times[1:]) for _, times in timed]  # the first warms up
 
 
 def block_seconds(model: nn.Module, batch: Mapping[str, Any]) -> list[float]:
