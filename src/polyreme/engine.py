@@ -7,7 +7,7 @@ divided in this order: over pipeline stages, over tensor parallelism, and what i
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,32 +23,21 @@ from polyreme.activations import measure, wrap_blocks
 from polyreme.checkpoint.save import save
 from polyreme.config import Config
 from polyreme.data import Loader
-from polyreme.errors import BatchError, ConfigError, ModelError, NumericsError, Problem
-from polyreme.layout import Cut
+from polyreme.errors import BatchError, NumericsError
 from polyreme.lr_schedule import LRSchedule
-from polyreme.mesh import Axis, Mesh, world
+from polyreme.mesh import Mesh, world
 from polyreme.objective import LossFn, Objective, digest, leading_size, split
-from polyreme.pipeline.measure import block_seconds, copy_to
 from polyreme.pipeline.run import Calls, Runner, RunStage, whole
 from polyreme.pipeline.schedule import build, check, splits_backward, stage_ranks
-from polyreme.pipeline.split import Split, keep, layers, plan
 from polyreme.pipeline.stage import Stage
-from polyreme.precision import DTYPES, GRADIENT, MODEL, cast_floating, loss_scale, master_dtype, watch_nonfinite
+from polyreme.precision import DTYPES, GRADIENT, MODEL, cast_floating, loss_scale, watch_nonfinite
+from polyreme.prepare import Model, cut, divide, make_numbers, open_model, share_out, take_from_rank_0
 from polyreme.step import State, Step, StepResult
-from polyreme.tensor import rules
 from polyreme.tensor.layers import put_off_weights
-from polyreme.tensor.surgery import parallelize
 from polyreme.zero.blocks import Blocks
-from polyreme.zero.bucket import Formats
-from polyreme.zero.deferred import Recording, record
 from polyreme.zero.optimizers import Make, Options, recipe
-from polyreme.zero.place import Division, Part, Placement, place
 from polyreme.zero.reduce import Reducer
-from polyreme.zero.residency import Residency
 from polyreme.zero.update import Update
-
-Layer = nn.Module | Callable[[], nn.Module]
-Model = Layer | Sequence[Layer] | str | Path
 
 
 @dataclass(frozen=True)
@@ -105,7 +94,7 @@ class Engine:
     ) -> None:
         self.config, self.mesh = config, mesh
         self._dtype = DTYPES[config.precision.compute]
-        self.module, recording = self._build(model)
+        self.module, recording = open_model(model, config, mesh)
         blocks = model_map.find_blocks(self.module)
         made = recipe(self.module, config.optimizer, optimizer)
         self.parameters = sum(p.numel() for p in self.module.parameters())
@@ -113,21 +102,21 @@ class Engine:
         name = config.pipeline.schedule if mesh.pp.size > 1 else "1f1b"
         rank_of = stage_ranks(name, mesh.pp.size, config.pipeline.virtual)
         mine = [stage for stage, rank in enumerate(rank_of) if rank == mesh.pp.rank]
-        split = plan(self.module, len(rank_of), **self._balance(recording)) if len(rank_of) > 1 else None
         schedule = build(name, mesh.pp.size, config.accumulation, config.pipeline.virtual)
         check(schedule, config.accumulation)
+        split = cut(self.module, recording, len(rank_of), config, mesh)
         if recording is None:
-            self._take_from_rank_0(self.module.parameters(), mesh.tp, mesh.pp)  # over dp they are shared out, by ZeRO
-            self._take_from_rank_0(self.module.buffers(), mesh.dp, mesh.tp, mesh.pp)
-        division = self._divide(rank_of, split)
+            take_from_rank_0(self.module.parameters(), mesh.device, mesh.tp, mesh.pp)  # over dp they are shared out, by ZeRO
+            take_from_rank_0(self.module.buffers(), mesh.device, mesh.dp, mesh.tp, mesh.pp)
+        division = divide(self.module, split, rank_of, config, mesh)
         if split is not None:
             blocks = split.blocks_of(self.module, mine)
         self._splits_backward = splits_backward(schedule)
         if self._splits_backward:
             put_off_weights(self.module)
-        self._placement = self._place(blocks, made, division)
+        self._placement = share_out(self.module, blocks, made, division, config, mesh)
         if recording is not None:
-            self._replay(recording)
+            make_numbers(self.module, recording, self._placement, mesh)
         for buffer in self.module.buffers():
             buffer.data = buffer.data.to(mesh.device).contiguous()
         memory = config.memory
@@ -377,112 +366,6 @@ class Engine:
             reports = [report for report in reports if later not in report[1]] or reports
         lines = [f"\n  rank {rank}: first made by {what}" for rank, what in sorted(reports)]
         return "".join(lines) + '\n  lower the learning rate, check the data, or set precision.on_nonfinite = "skip"'
-
-    # ---- set-up
-
-    def _build(self, given: Model) -> tuple[nn.Module, Recording | None]:
-        """The model, and how to make its numbers if it is on the meta device, as what builds it was given."""
-        mesh = self.mesh
-        if isinstance(given, str | Path):
-            return model_map.build(str(given), None, self.config.model.trust_remote_code), None
-        model: Layer | Sequence[Layer] = given
-        if isinstance(model, Sequence) and not isinstance(model, nn.Module):
-            built = nn.ModuleList(layer for layer in model if isinstance(layer, nn.Module))
-            model = layers(model)
-            if not isinstance(model, nn.Module):  # these are copied into the recording
-                self._take_from_rank_0([*built.parameters(), *built.buffers()], mesh.dp, mesh.tp, mesh.pp)
-        if isinstance(model, nn.Module):
-            if empty := [name for name, tensor in (*model.named_parameters(), *model.named_buffers()) if tensor.is_meta]:
-                raise ModelError(f"{empty[0]} is on the meta device, without numbers: give initialize() the function that builds the model")
-            return model, None
-        if not callable(model):
-            raise ModelError(f"the model is a {type(model).__name__}: give initialize() a torch.nn.Module, a function that builds one, a "
-                             "list of layers, or the path of a Hugging Face directory")  # fmt: skip
-        recording = record(model, self.config.seed)
-        return recording.module, recording
-
-    def _take_from_rank_0(self, tensors: Iterable[Tensor], *axes: Axis) -> None:
-        """Give `tensors`, where they are, the numbers of the axes' rank 0. Those that are not contiguous become so."""
-        several = [axis for axis in axes if axis.size > 1]
-        for tensor in tensors if several else ():
-            numbers = tensor.data.to(self.mesh.device).contiguous()
-            for axis in several:
-                axis.broadcast(numbers)
-            tensor.data = numbers.to(tensor.device)
-
-    def _balance(self, recording: Recording | None) -> dict[str, Any]:
-        """What decides on the pipeline's cuts, as arguments of `plan`; the same on every rank."""
-        blocks = self.config.pipeline.blocks
-        if not isinstance(blocks, str):
-            return {"counts": blocks}
-        return {"costs": self._block_seconds(recording)} if blocks == "time" else {}
-
-    def _block_seconds(self, recording: Recording | None) -> list[float]:
-        """Of each block, for one micro-batch: measured by rank 0, on a whole model, for all."""
-        micro = self.config.batch.micro
-        assert micro != "auto"
-        batch: Any = model_map.sample_batch(self.module, micro, self.config.data.sequence)
-        if batch is None:
-            reason = "to be measured, the model has to be called, but only of Hugging Face models of texts or images is known with what"
-            fix = 'write pipeline.blocks = "parameters", or how many blocks each stage has'
-            raise ConfigError([Problem("pipeline.blocks", "time", reason, fix)])
-        found: Any = None
-        if self.mesh.rank == 0:
-            try:
-                batch = cast_floating(batch, self._dtype, self.mesh.device)
-                trial = copy_to(self.mesh.device, self._dtype, self.module, recording.replay if recording else None)
-                found = block_seconds(trial, batch)
-            except Exception as error:  # whatever a forward raises; the other ranks wait to hear of it
-                found = f"{type(error).__name__}: {error}"
-        for axis in self.mesh.axes.values():
-            found = axis.gather_objects(found)[0]
-        if isinstance(found, str):
-            raise ModelError(f'pipeline.blocks = "time": the blocks could not be measured ({found}); write "parameters", or how many '
-                             "blocks each stage has")  # fmt: skip
-        return found
-
-    def _divide(self, rank_of: Sequence[int], split: Split | None) -> Division:
-        """Leave of the model this rank's pipeline stages, and of their parameters its part for tensor parallelism."""
-        module, mesh = self.module, self.mesh
-        cuts = {name: Cut.whole(p.shape, 1) for name, p in module.named_parameters(remove_duplicate=False)}
-        if mesh.tp.size > 1:
-            asked = self.config.mesh
-            cuts = parallelize(
-                module, mesh.tp, rules.plan(module, mesh.tp.size, asked.tp_plan, asked.sequence_parallel), asked.sequence_parallel
-            )
-        if split is None:
-            return Division({name: Part(cut) for name, cut in cuts.items()}, mesh.tp, mesh.pp)
-        keep(module, split, [stage for stage, rank in enumerate(rank_of) if rank == mesh.pp.rank], mesh.device, self._dtype)
-        parts = {name: Part(cut, split.stages_of[name]) for name, cut in cuts.items()}
-        shared = sorted({tuple(sorted({rank_of[stage] for stage in stages})) for stages in split.tied.values()})
-        ties = {ranks: mesh.part("pp", ranks) for ranks in shared if len(ranks) > 1}
-        mine = {ranks: axis for ranks, axis in ties.items() if axis.size > 1}
-        return Division(parts, mesh.tp, mesh.pp, rank_of, mine)
-
-    def _place(self, blocks: Mapping[str, nn.Module], made: Any, division: Division) -> Placement:
-        zero, precision, several = self.config.zero, self.config.precision, self.config.accumulation > 1
-        assert zero.stage != "auto"
-        by_microbatch = several and zero.reduce_every == "microbatch" and self.mesh.dp.size > 1
-        reduce = DTYPES[precision.reduce]
-        local = reduce if several and not by_microbatch else self._dtype
-        formats = Formats(self._dtype, master_dtype(self._dtype), reduce, local)
-        return place(self.module, blocks, made, self.mesh.dp, zero, Residency.of_stage(zero.stage), formats,
-                     self.mesh.device, by_microbatch, division)  # fmt: skip
-
-    def _replay(self, recording: Recording) -> None:
-        """Make the initial values of what this rank has: into its buckets, or as buffers."""
-
-        def write(name: str, tensor: Tensor) -> None:
-            if name in self._placement.where:
-                self._placement.write(name, tensor)
-                return
-            made = tensor.clone()
-            for each in (name, *recording.aliases.get(name, ())):
-                path, _, attribute = each.rpartition(".")
-                self.module.get_submodule(path)._buffers[attribute] = made
-
-        recording.replay(write, {*self._placement.where, *(name for name, _ in self.module.named_buffers(remove_duplicate=False))})
-        self._take_from_rank_0(self.module.buffers(), self.mesh.dp, self.mesh.tp)
 
     def _tensors(self, master: bool = False) -> Iterator[tuple[list[str], Tensor]]:
         """Every parameter and persistent buffer, whole, with all its names, each valid until the next."""

@@ -154,20 +154,15 @@ def test_pipeline_equals_plain_pytorch(ranks: Ranks, world: int) -> None:
     compare(ranks(world, train, "llama tied", PIPELINES[world], timeout=120), "llama tied", PIPELINES[world])
 
 
+# With recomputation; without it the families below run.
 TENSORS: dict[int, list[dict[str, Any]]] = {
     2: [
-        settings({"tp": 2}),
-        settings({"tp": 2, "sequence_parallel": True}),
+        settings({"tp": 2}, memory={"activations": "recompute"}),
         settings({"tp": 2, "sequence_parallel": True}, memory={"activations": "recompute"}),
     ],
     4: [
-        *(settings({"tp": 2}, zero={"stage": stage}) for stage in (0, 1)),
-        *(settings({"tp": 2, "sequence_parallel": True}, zero={"stage": stage}) for stage in (2, 3)),
-        settings({"tp": 2, "pp": 2}),
-        settings({"tp": 2, "pp": 2, "sequence_parallel": True}, pipeline={"schedule": "interleaved"}),
-        settings({"tp": 2, "pp": 2}, pipeline={"schedule": "zb-h1"}),
+        settings({"tp": 2, "sequence_parallel": True}, zero={"stage": 3}, memory={"activations": "recompute"}),
         settings({"tp": 2, "pp": 2, "sequence_parallel": True}, pipeline={"schedule": "zb-v"}, memory={"activations": "recompute"}),
-        settings({"tp": 4}),
     ],
 }
 

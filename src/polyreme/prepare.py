@@ -1,0 +1,148 @@
+"""From the model that a user gave to this rank's part of it, ready to train: the engine's set-up, in the order of the functions.
+
+Invariant: rank 0's numbers count, whatever the other ranks were given; a model given as a function is never whole on a rank (but to be
+measured, on rank 0, for `pipeline.blocks = "time"`).
+Communication: broadcasts of what the user's model holds; the measured seconds; what `zero.place` needs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from polyreme import model_map
+from polyreme.config import Config
+from polyreme.errors import ConfigError, ModelError, Problem
+from polyreme.layout import Cut
+from polyreme.mesh import Axis, Mesh
+from polyreme.pipeline.measure import block_seconds, copy_to
+from polyreme.pipeline.split import Split, keep, layers, plan
+from polyreme.precision import DTYPES, cast_floating, master_dtype
+from polyreme.tensor import rules
+from polyreme.tensor.surgery import parallelize
+from polyreme.zero.bucket import Formats
+from polyreme.zero.deferred import Recording, record
+from polyreme.zero.optimizers import Recipe
+from polyreme.zero.place import Division, Part, Placement, place
+from polyreme.zero.residency import Residency
+
+Layer = nn.Module | Callable[[], nn.Module]
+Model = Layer | Sequence[Layer] | str | Path
+"""What `polyreme.initialize` takes."""
+
+
+def open_model(given: Model, config: Config, mesh: Mesh) -> tuple[nn.Module, Recording | None]:
+    """The model, and how to make its numbers if it is on the meta device, as what builds it was given."""
+    if isinstance(given, str | Path):
+        return model_map.build(str(given), None, config.model.trust_remote_code), None
+    model: Layer | Sequence[Layer] = given
+    if isinstance(model, Sequence) and not isinstance(model, nn.Module):
+        built = nn.ModuleList(layer for layer in model if isinstance(layer, nn.Module))
+        model = layers(model)
+        if not isinstance(model, nn.Module):  # these are copied into the recording
+            take_from_rank_0([*built.parameters(), *built.buffers()], mesh.device, mesh.dp, mesh.tp, mesh.pp)
+    if isinstance(model, nn.Module):
+        if empty := [name for name, tensor in (*model.named_parameters(), *model.named_buffers()) if tensor.is_meta]:
+            raise ModelError(f"{empty[0]} is on the meta device, without numbers: give initialize() the function that builds the model")
+        return model, None
+    if not callable(model):
+        raise ModelError(f"the model is a {type(model).__name__}: give initialize() a torch.nn.Module, a function that builds one, a "
+                         "list of layers, or the path of a Hugging Face directory")  # fmt: skip
+    recording = record(model, config.seed)
+    return recording.module, recording
+
+
+def cut(module: nn.Module, recording: Recording | None, stages: int, config: Config, mesh: Mesh) -> Split | None:
+    """Which pipeline stage has what, the same on every rank; None for one stage."""
+    if stages == 1:
+        return None
+    blocks = config.pipeline.blocks
+    if not isinstance(blocks, str):
+        return plan(module, stages, counts=blocks)
+    return plan(module, stages, costs=_block_seconds(module, recording, config, mesh) if blocks == "time" else None)
+
+
+def _block_seconds(module: nn.Module, recording: Recording | None, config: Config, mesh: Mesh) -> list[float]:
+    """Of each block, for one micro-batch: measured by rank 0, on a whole model, for all."""
+    micro, dtype = config.batch.micro, DTYPES[config.precision.compute]
+    assert micro != "auto"
+    batch: Any = model_map.sample_batch(module, micro, config.data.sequence)
+    if batch is None:
+        reason = "to be measured, the model has to be called, but only of Hugging Face models of texts or images is known with what"
+        fix = 'write pipeline.blocks = "parameters", or how many blocks each stage has'
+        raise ConfigError([Problem("pipeline.blocks", "time", reason, fix)])
+    found: Any = None
+    if mesh.rank == 0:
+        try:
+            batch = cast_floating(batch, dtype, mesh.device)
+            trial = copy_to(mesh.device, dtype, module, recording.replay if recording else None)
+            found = block_seconds(trial, batch)
+        except Exception as error:  # whatever a forward raises; the other ranks wait to hear of it
+            found = f"{type(error).__name__}: {error}"
+    for axis in mesh.axes.values():
+        found = axis.gather_objects(found)[0]
+    if isinstance(found, str):
+        raise ModelError(f'pipeline.blocks = "time": the blocks could not be measured ({found}); write "parameters", or how many '
+                         "blocks each stage has")  # fmt: skip
+    return found
+
+
+def take_from_rank_0(tensors: Iterable[Tensor], device: torch.device, *axes: Axis) -> None:
+    """Give `tensors`, where they are, the numbers of the axes' rank 0, sent from and to `device`. Those that are not contiguous become
+    so."""
+    several = [axis for axis in axes if axis.size > 1]
+    for tensor in tensors if several else ():
+        numbers = tensor.data.to(device).contiguous()
+        for axis in several:
+            axis.broadcast(numbers)
+        tensor.data = numbers.to(tensor.device)
+
+
+def divide(module: nn.Module, split: Split | None, rank_of: Sequence[int], config: Config, mesh: Mesh) -> Division:
+    """Leave of the model this rank's pipeline stages (those s with rank_of[s] its rank), and of their parameters its part for tensor
+    parallelism."""
+    cuts = {name: Cut.whole(p.shape, 1) for name, p in module.named_parameters(remove_duplicate=False)}
+    if mesh.tp.size > 1:
+        sequence = config.mesh.sequence_parallel
+        cuts = parallelize(module, mesh.tp, rules.plan(module, mesh.tp.size, config.mesh.tp_plan, sequence), sequence)
+    if split is None:
+        return Division({name: Part(each) for name, each in cuts.items()}, mesh.tp, mesh.pp)
+    mine = [stage for stage, rank in enumerate(rank_of) if rank == mesh.pp.rank]
+    keep(module, split, mine, mesh.device, DTYPES[config.precision.compute])
+    parts = {name: Part(each, split.stages_of[name]) for name, each in cuts.items()}
+    shared = sorted({tuple(sorted({rank_of[stage] for stage in stages})) for stages in split.tied.values()})
+    ties = {ranks: mesh.part("pp", ranks) for ranks in shared if len(ranks) > 1}
+    return Division(parts, mesh.tp, mesh.pp, rank_of, {ranks: axis for ranks, axis in ties.items() if axis.size > 1})
+
+
+def share_out(
+    module: nn.Module, blocks: Mapping[str, nn.Module], recipe: Recipe, division: Division, config: Config, mesh: Mesh
+) -> Placement:
+    """Move what is left of the model into buckets, shared out over the data-parallel ranks as the ZeRO stage says."""
+    zero, dtype, several = config.zero, DTYPES[config.precision.compute], config.accumulation > 1
+    assert zero.stage != "auto"
+    by_microbatch = several and zero.reduce_every == "microbatch" and mesh.dp.size > 1
+    reduce = DTYPES[config.precision.reduce]
+    formats = Formats(dtype, master_dtype(dtype), reduce, local=reduce if several and not by_microbatch else dtype)
+    residency = Residency.of_stage(zero.stage)
+    return place(module, blocks, recipe, mesh.dp, zero, residency, formats, mesh.device, by_microbatch, division)
+
+
+def make_numbers(module: nn.Module, recording: Recording, placement: Placement, mesh: Mesh) -> None:
+    """Make the initial values of what this rank has: into its buckets, or as buffers."""
+
+    def write(name: str, tensor: Tensor) -> None:
+        if name in placement.where:
+            placement.write(name, tensor)
+            return
+        made = tensor.clone()
+        for each in (name, *recording.aliases.get(name, ())):
+            path, _, attribute = each.rpartition(".")
+            module.get_submodule(path)._buffers[attribute] = made
+
+    recording.replay(write, {*placement.where, *(name for name, _ in module.named_buffers(remove_duplicate=False))})
+    take_from_rank_0(module.buffers(), mesh.device, mesh.dp, mesh.tp)
