@@ -115,7 +115,8 @@ def test_divided_models_compute_the_same(script: str, systems: list[str], option
     if "deepspeed" in systems:
         pytest.importorskip("deepspeed")
     out = tmp_path / "found.json"
-    command = [sys.executable, str(BENCH / f"{script}.py"), *options, "--rounds", "1", "--steps", "1", "--settle", "0", "--out", str(out)]
+    options = [*options, "--systems", ",".join(systems), "--rounds", "1", "--steps", "1", "--settle", "0", "--out", str(out)]
+    command = [sys.executable, str(BENCH / f"{script}.py"), *options]
     done = subprocess.run(command, capture_output=True, text=True, timeout=110)
     assert done.returncode == 0, done.stdout + done.stderr
     case = json.loads(out.read_text())["cases"][0]

@@ -25,6 +25,7 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from cases import Job, build_batch, build_model
+from polyreme.launch.processes import die_with_parent
 from systems import FLOOR, SUITES
 
 MIB = 2**20
@@ -235,6 +236,7 @@ def serve(replies: IO[str]) -> None:
 
 
 if __name__ == "__main__":
+    die_with_parent()
     replies = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     serve(replies)
