@@ -162,13 +162,22 @@ def training_arguments(model: nn.Module) -> dict[str, Any]:
 def count_labels(model: nn.Module, batch: object) -> int | None:
     """How many labels of `batch` the model's own loss is the mean of; None where the batch carries no `labels` tensor.
 
-    A causal language model predicts the next token, so the first label of each sequence is never predicted."""
+    A causal language model predicts the next token, so the first label of each sequence is never predicted; a decoder whose loss does
+    not shift the labels itself is given them shifted."""
     labels = batch.get("labels") if isinstance(batch, Mapping) else None
     if not isinstance(labels, Tensor) or labels.is_floating_point():
         return None
-    if getattr(model, "loss_type", None) == "ForCausalLM" and labels.dim() >= 2:
+    if labels.dim() >= 2 and _shifts_labels(model):
         labels = labels[..., 1:]
     return int((labels != IGNORED_LABEL).sum())
+
+
+def _shifts_labels(model: nn.Module) -> bool:
+    """Whether the model's forward calls transformers' loss for causal language models, which is also that of models of no known kind."""
+    if getattr(model, "loss_type", "") not in ("ForCausalLM", "ForConditionalGeneration", None):
+        return False
+    forwards = [inspect.unwrap(vars(kind)["forward"]) for kind in type(model).__mro__ if "forward" in vars(kind)]
+    return any("loss_function" in code.co_names for forward in forwards if (code := getattr(forward, "__code__", None)))
 
 
 def count_tokens(batch: object) -> int:
