@@ -39,7 +39,7 @@ RIVALS: dict[str, list[tuple[str, str, float | None]]] = {
     "pipeline": [
         ("polyreme", "torch", 1.0),
         ("polyreme", "deepspeed", 1.1),
-        *((f"polyreme-{cut}", rival, aim) for cut in ("time", "time-zb-h1") for rival, aim in (("torch", 1.0), ("deepspeed", 1.1))),
+        *((f"polyreme-{cut}", rival, aim) for cut in ("even", "time") for rival, aim in (("torch", 1.0), ("deepspeed", 1.1))),
         *((f"polyreme-{schedule}", "polyreme", None) for schedule in ("gpipe", "interleaved", "zb-h1", "zb-v")),
     ],
 }

@@ -47,7 +47,7 @@ class WorkerError(Exception):
 class Pair:
     """The ranks of one system: started once, then asked to do things, all ranks at the same time."""
 
-    def __init__(self, system: str, job: dict[str, Any], world: int, malloc: str, timeout: float) -> None:
+    def __init__(self, system: str, job: dict[str, Any], world: int, malloc: str, timeout: float, script: str = "worker.py") -> None:
         self.system, self.timeout = system, timeout
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
@@ -59,7 +59,7 @@ class Pair:
             self.logs.append(log)
             self.processes.append(
                 subprocess.Popen(
-                    [sys.executable, str(BENCH / "worker.py"), json.dumps({**job, "system": system, "rank": rank})],
+                    [sys.executable, str(BENCH / script), json.dumps({**job, "system": system, "rank": rank})],
                     stdin=subprocess.PIPE,
                     stdout=subprocess.PIPE,
                     stderr=log,
@@ -203,7 +203,8 @@ def measure(args: argparse.Namespace, size: str, dtype: str, systems: Sequence[s
     job = job_of(args, size, dtype)
     systems_of = SUITES[args.suite]
     found: dict[str, dict[str, Any]] = {}
-    waiting = [name for name in systems_of if name in systems and name != FLOOR and dtype in systems_of[name].dtypes]
+    chosen = [name for name in systems_of if name in systems and name != FLOOR and dtype in systems_of[name].dtypes]
+    waiting = chosen * args.starts
     order = random.Random(args.seed)
     groups: list[list[str]] = []
     while waiting or not groups:
@@ -212,7 +213,7 @@ def measure(args: argparse.Namespace, size: str, dtype: str, systems: Sequence[s
             group.start(FLOOR)
             if FLOOR not in group.pairs:
                 break
-            while waiting and group.fits_another():
+            while waiting and waiting[0] not in group.pairs and group.fits_another():
                 group.start(waiting.pop(0))
             for number in range(args.rounds):
                 names = list(group.pairs)
@@ -286,6 +287,7 @@ def parse(suite: str, description: str | None, defaults: Mapping[str, Any], argv
     parser.add_argument("--dtype", default="fp32", help="comma list of fp32, bf16")
     parser.add_argument("--systems", default="all", help="comma list of names or patterns, such as 'ddp,polyreme*'")
     parser.add_argument("--rounds", type=int, default=5, help="turns of each system")
+    parser.add_argument("--starts", type=int, default=1, help="times that the ranks are started anew, for as many rounds each")
     parser.add_argument("--steps", type=int, default=4, help="timed steps in a turn")
     parser.add_argument("--settle", type=int, default=1, help="untimed steps at the start of a turn")
     parser.add_argument("--batch", type=int, default=4, help="samples per rank and step")
@@ -308,7 +310,7 @@ def parse(suite: str, description: str | None, defaults: Mapping[str, Any], argv
         for value in getattr(args, option):
             if value not in allowed:
                 parser.error(f"--{option} {value!r}: choose from {', '.join(allowed)}")
-    for option in ("rounds", "steps", "batch", "sequence", "ranks", "threads", "microbatches"):
+    for option in ("rounds", "starts", "steps", "batch", "sequence", "ranks", "threads", "microbatches"):
         if getattr(args, option) < 1:
             parser.error(f"--{option} {getattr(args, option)}: must be at least 1")
     if (args.batch * args.ranks) % args.microbatches:

@@ -75,8 +75,8 @@ TENSOR: dict[str, System] = {
 PIPELINE: dict[str, System] = {
     FLOOR: System("floor"),
     "polyreme": System("polyreme_pipeline", divides_model=True),
-    "polyreme-time": System("polyreme_pipeline", {"blocks": "time"}, divides_model=True),  # its own cut
-    "polyreme-time-zb-h1": System("polyreme_pipeline", {"blocks": "time", "schedule": "zb-h1"}, divides_model=True),
+    "polyreme-even": System("polyreme_pipeline", {"blocks": "even"}, divides_model=True),  # cut where the others are
+    "polyreme-time": System("polyreme_pipeline", {"blocks": "time"}, divides_model=True),
     "torch": System("torch_pipeline", divides_model=True),
     "deepspeed": System("deepspeed_pipeline", dtypes=("fp32",), divides_model=True),
     **{

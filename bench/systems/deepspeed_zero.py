@@ -18,7 +18,8 @@ from torch import nn
 from cases import ADAMW, CLIP, Batch, Job, Outcome
 
 
-def build(model: nn.Module, job: Job, *, stage: int, reduce: str = "fp32") -> Callable[[Batch], Outcome]:
+def initialize(model: nn.Module, job: Job, *, stage: int, reduce: str = "fp32") -> Any:
+    """Its engine."""
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": job.batch,
         "train_batch_size": job.batch * job.world,
@@ -32,7 +33,10 @@ def build(model: nn.Module, job: Job, *, stage: int, reduce: str = "fp32") -> Ca
     engine, *_ = deepspeed.initialize(model=model, optimizer=torch.optim.AdamW(model.parameters(), fused=True, **ADAMW), config=config)
     for name, buffer in engine.module.named_buffers():
         buffer.data = buffers[name]
+    return engine
 
+
+def step_of(engine: Any) -> Callable[[Batch], Outcome]:
     def step(batch: Batch) -> Outcome:
         loss = engine(**batch).loss
         engine.backward(loss)
@@ -41,3 +45,7 @@ def build(model: nn.Module, job: Job, *, stage: int, reduce: str = "fp32") -> Ca
         return Outcome(loss.item(), None if norm is None else float(norm))
 
     return step
+
+
+def build(model: nn.Module, job: Job, *, stage: int, reduce: str = "fp32") -> Callable[[Batch], Outcome]:
+    return step_of(initialize(model, job, stage=stage, reduce=reduce))

@@ -17,7 +17,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from cases import ADAMW, CLIP, DTYPES, Batch, Job, Outcome
 
 
-def build(model: Any, job: Job, *, reshard: bool, reduce: str = "fp32") -> Callable[[Batch], Outcome]:
+def initialize(model: Any, job: Job, *, reshard: bool, reduce: str = "fp32") -> torch.optim.Optimizer:
+    """Shards the model in place, and gives its optimizer."""
     mesh = init_device_mesh(model.device.type, (job.world,))
     policy = MixedPrecisionPolicy()
     if job.dtype != "fp32":
@@ -26,8 +27,11 @@ def build(model: Any, job: Job, *, reshard: bool, reduce: str = "fp32") -> Calla
         fully_shard(block, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy)
     root = {} if reshard else {"reshard_after_forward": False}  # by default torch keeps the root gathered until backward
     fully_shard(model, mesh=mesh, mp_policy=policy, **root)
+    return torch.optim.AdamW(model.parameters(), fused=True, **ADAMW)
+
+
+def step_of(model: Any, optimizer: torch.optim.Optimizer) -> Callable[[Batch], Outcome]:
     params = list(model.parameters())
-    optimizer = torch.optim.AdamW(params, fused=True, **ADAMW)
 
     def step(batch: Batch) -> Outcome:
         loss = model(**batch).loss
@@ -39,3 +43,7 @@ def build(model: Any, job: Job, *, reshard: bool, reduce: str = "fp32") -> Calla
         return Outcome(loss.item(), norm.item())
 
     return step
+
+
+def build(model: Any, job: Job, *, reshard: bool, reduce: str = "fp32") -> Callable[[Batch], Outcome]:
+    return step_of(model, initialize(model, job, reshard=reshard, reduce=reduce))

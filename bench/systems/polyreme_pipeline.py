@@ -1,6 +1,6 @@
 """Polyreme's pipeline, through its public interface: the unmodified model, and a schedule of the config.
 
-It is cut where everybody's is, or (`blocks="time"`) where it finds the stages to take equally long.
+It is cut where the config's default does, or as `blocks` says: "even" is everybody's cut.
 """
 
 from __future__ import annotations
@@ -16,9 +16,7 @@ from systems.stages import counts
 def build(model: Any, job: Job, *, schedule: str = "1f1b", blocks: str | None = None) -> Callable[[Batch], Outcome]:
     pipeline: dict[str, Any] = {"schedule": schedule}
     if blocks is not None:
-        pipeline["blocks"] = blocks
-    elif schedule not in ("interleaved", "zb-v"):  # whose stages are not one for each rank
-        pipeline["blocks"] = counts(SIZES[job.size].blocks, job.world)
+        pipeline["blocks"] = counts(SIZES[job.size].blocks, job.world) if blocks == "even" else blocks
     samples = job.batch * job.world
     batch = {"size": samples, "micro": samples // job.microbatches}
     data = {"sequence": job.sequence}

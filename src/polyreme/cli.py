@@ -74,32 +74,44 @@ def train(
         int | None,
         typer.Option("-n", "--ranks", min=1, help="Ranks to start on this host.", show_default="launch.ranks, or else 1"),
     ] = None,
+    resume: Annotated[
+        str | None,
+        typer.Option(metavar="PATH", help="Go on from this checkpoint, or another run's folder.", show_default="the run's own folder"),
+    ] = None,
+    anew: Annotated[bool, typer.Option("--no-resume", help="Begin anew, though the run's folder has checkpoints.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Train the model that CONFIG describes.
+    """Train the model that CONFIG describes, from where its checkpoints in the run's folder end.
 
-    Started by torchrun or `polyreme launch`, it is one rank of those; otherwise it starts the ranks itself.
+    Started by torchrun or `polyreme launch`, it is one rank of those; otherwise it starts the ranks itself. SIGTERM and SIGUSR1
+    have it save, and end with status 0; the same command then goes on.
     """
     from polyreme.config import Config
 
+    if resume is not None and anew:
+        raise typer.BadParameter("begin anew, or go on from PATH: give one of the two", param_hint="--no-resume")
     place = detect()
-    changes = [*(overrides or []), *(["monitor.console=false"] if as_json else [])]
-    checked = Config.load(config, changes)
+    changes = list(overrides or [])
+    if anew or resume is not None:
+        changes.append(f"checkpoint.resume={json.dumps('never' if anew else resume, ensure_ascii=False)}")
+    checked = Config.load(config, [*changes, *(["monitor.console=false"] if as_json else [])])
     world_size = _world_size(ranks, checked.launch.ranks, place)
-    checked.resolve(world_size)
+    resolved = checked.resolve(world_size)
     from polyreme import train as job
 
-    if world_size > place.world_size:
+    with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():  # libraries print there, too
+        if world_size > place.world_size:
+            job.check_sources(checked)
+            job.check_division(checked)
+            summary = job.finished(resolved)
+        else:
+            summary = job.run(checked)
+    if summary is None:
         from polyreme.launch.torchrun import launch as start
 
-        job.check_sources(checked)
-        job.check_division(checked)
-        sets = [word for change in overrides or [] for word in ("--set", change)]
-        start(["-m", "polyreme", "train", str(config), *sets, *(["--json"] if as_json else [])], world_size)
-        return
-    with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():  # libraries print there, too
-        summary = job.run(checked)
-    if as_json and place.rank == 0:
+        sets = [word for change in changes for word in ("--set", change)]
+        start(["-m", "polyreme", "train", str(config), *sets, *(["--json"] if as_json else [])], world_size, saves=True)
+    elif as_json and place.rank == 0:
         typer.echo(json.dumps(_plain(summary)))
 
 
@@ -138,7 +150,7 @@ def launch(
 
 @app.command()
 def inspect(
-    config: ConfigFile,
+    path: Annotated[Path, typer.Argument(metavar="CONFIG|DIR", help="A config, or the folder of a checkpoint or run.", show_default=False)],
     overrides: Overrides = None,
     ranks: Annotated[
         int | None,
@@ -152,15 +164,23 @@ def inspect(
 
     With --schedule, show what each pipeline rank does when, with the bubble (its share of the step without work) and how many
     micro-batches' activations it keeps at once, if every stage takes the same time and a backward twice that of a forward.
+
+    Of DIR, a checkpoint of Polyreme, Hugging Face, DeepSpeed or torch.distributed.checkpoint (or a run's folder, for its newest one), show
+    tensors, sizes, the ranks that wrote it and how far training was, and compare all bytes with their checksums: status 1 if any differ.
     """
     from rich.console import Console
 
     from polyreme import inspect as inspection
     from polyreme.config import Config
 
+    if path.is_dir():
+        if overrides or ranks or schedule or svg:
+            raise typer.BadParameter(f"{path} is a folder, so that a checkpoint is shown: of the options only --json applies")
+        _inspect_checkpoint(path, as_json)
+        return
     if svg and not schedule:
         raise typer.BadParameter("it is a picture of the timeline: give --schedule, too", param_hint="--svg")
-    loaded = Config.load(config, overrides or [])
+    loaded = Config.load(path, overrides or [])
     if schedule:
         from polyreme.pipeline import timeline
 
@@ -179,6 +199,23 @@ def inspect(
         typer.echo(inspection.as_json(loaded, ranks or 1))
     else:
         Console().print(inspection.render(loaded, ranks or 1), inspection.render_axes(loaded, ranks or 1), sep="")
+
+
+def _inspect_checkpoint(path: Path, as_json: bool) -> None:
+    from rich.console import Console
+    from rich.progress import track
+
+    from polyreme import inspect as inspection
+    from polyreme.checkpoint.contents import contents
+
+    errors = Console(stderr=True)
+    found = contents(path, lambda shares: track(range(shares), "comparing checksums", console=errors, transient=True, disable=shares == 1))
+    if as_json:
+        typer.echo(json.dumps(found.as_json(), indent=2))
+    else:
+        Console().print(inspection.render_checkpoint(found))
+    if found.problem:
+        raise typer.Exit(1)
 
 
 @app.command()

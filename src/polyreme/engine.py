@@ -20,18 +20,19 @@ from torch.utils import _pytree as pytree
 
 from polyreme import model_map
 from polyreme.activations import measure, wrap_blocks
-from polyreme.checkpoint.save import save
+from polyreme.checkpoint.save import Saver
 from polyreme.config import Config
 from polyreme.data import Loader
 from polyreme.errors import BatchError, NumericsError
 from polyreme.lr_schedule import LRSchedule
-from polyreme.mesh import Mesh, world
+from polyreme.mesh import Axis, Mesh, world
 from polyreme.objective import LossFn, Objective, digest, leading_size, split
 from polyreme.pipeline.run import Calls, Runner, RunStage, whole
 from polyreme.pipeline.schedule import build, check, splits_backward, stage_ranks
 from polyreme.pipeline.stage import Stage
 from polyreme.precision import DTYPES, GRADIENT, MODEL, cast_floating, loss_scale, watch_nonfinite
 from polyreme.prepare import Model, cut, divide, make_numbers, open_model, share_out, take_from_rank_0
+from polyreme.state import Loaded, Parts, content, restore
 from polyreme.step import State, Step, StepResult
 from polyreme.tensor.layers import put_off_weights
 from polyreme.zero.blocks import Blocks
@@ -94,7 +95,7 @@ class Engine:
     ) -> None:
         self.config, self.mesh = config, mesh
         self._dtype = DTYPES[config.precision.compute]
-        self.module, recording = open_model(model, config, mesh)
+        self.module, recording, weights = open_model(model, config, mesh)
         blocks = model_map.find_blocks(self.module)
         made = recipe(self.module, config.optimizer, optimizer)
         self.parameters = sum(p.numel() for p in self.module.parameters())
@@ -116,7 +117,7 @@ class Engine:
             put_off_weights(self.module)
         self._placement = share_out(self.module, blocks, made, division, config, mesh)
         if recording is not None:
-            make_numbers(self.module, recording, self._placement, mesh)
+            make_numbers(self.module, recording, self._placement, mesh, parameters=weights is None)
         for buffer in self.module.buffers():
             buffer.data = buffer.data.to(mesh.device).contiguous()
         memory = config.memory
@@ -139,6 +140,11 @@ class Engine:
         options = Options(made, LRSchedule(config.lr_schedule), lr_scheduler)
         self._step = Step(config, mesh, self._tells, self._placement.trainable, reducer, self._blocks, self._updates, options,
                           loss_scale(config.precision))  # fmt: skip
+        self._parts = Parts(self.module, config, mesh, self._placement, self._updates, self._step)
+        self._saver: Saver | None = None
+        self._all: Axis | None = None
+        if weights is not None:
+            restore(self._parts, weights, strict=False, weights_only=True, axis=self._aside())
         self._activations: int | None = 0 if config.compile else None  # bytes; None before they are measured
         self._saved = 0  # of them, so far
         self._last: tuple[Any, Any] | None = None  # micro-batch and output of the last engine(...)
@@ -160,6 +166,7 @@ class Engine:
         Raises BatchError for a batch of another size, or where ranks of a tp or pp line have different ones in the first step; and
         NumericsError for NaN or Inf outside fp16 (unless precision.on_nonfinite = "skip").
         """
+        self._tell_unsaved()
         expected = self.config.batch.size // self.mesh.dp.size
         if (size := leading_size(batch)) != expected:
             raise BatchError(
@@ -241,22 +248,60 @@ class Engine:
                 f"step() after {self._step.microbatches} backward() calls, but batch.size = {self.config.batch.size} over "
                 f"{self.mesh.dp.size} ranks with batch.micro = {self.config.batch.micro} makes {self.config.accumulation} a step"
             )
+        self._tell_unsaved()
         self._step.reduce()
-        return self._step.update()
+        return self._update()
 
     # ---- around training
 
+    def ask_to_stop(self) -> None:
+        """Have every rank hear, in the `StepResult.stop` of the step that is being done or of the next one, that this rank is to stop.
+
+        For signal handlers: it communicates nothing itself. What to do is the caller's: to save, and to leave the loop."""
+        self._step.stop = True
+
     def loader(self, dataset: Any, **options: Any) -> Loader:
-        """Batches of `dataset` for this rank: shuffled by the config's seed, the same global batches at any number of ranks,
-        resumable. Options are those of `polyreme.data.Loader`."""
+        """Batches of `dataset` for this rank: shuffled by the config's seed, the same global batches at any number of ranks. Options are
+        those of `polyreme.data.Loader`. Of those without an end (`epochs`), checkpoints keep the place."""
         dp = self.mesh.dp
         defaults = {"batch_size": self.config.batch.size, "seed": self.config.seed, "shuffle": self.config.data.shuffle,
                     "pin": self.mesh.device.type == "cuda"}  # fmt: skip
-        return Loader(dataset, rank=dp.rank, world=dp.size, **{**defaults, **options})
+        made = Loader(dataset, rank=dp.rank, world=dp.size, **{**defaults, **options})
+        if made.epochs is None:
+            if self._parts.positions:
+                made.load_state_dict(self._parts.positions.pop(0))
+            self._parts.loaders.append(made)
+        return made
 
-    def save(self, path: str | Path, tokenizer: Any = None) -> Path:
-        """Write the model as a Hugging Face directory at `path` (rank 0 writes; all ranks call). See `polyreme.checkpoint.save`."""
-        return save(self.module, self._tensors(), Path(path), tokenizer, self.mesh.rank == 0, self.mesh.dp)
+    def save(self, path: str | Path, tokenizer: Any = None, *, extra: Mapping[str, Any] | None = None, wait: bool = True) -> Path:
+        """Write a checkpoint: a Hugging Face directory, with all that `load` goes on from. All ranks must call, and each writes its part.
+
+        tokenizer: its files are written, too. extra: of the caller's, what JSON can hold; `load` returns it. wait: return when it is
+        there; without, it is copied to host memory and written while training goes on, and an error comes with a later step or call.
+        Raises CheckpointError on every rank; what was at the path before is then still there."""
+        if self._saver is None:
+            self._saver = Saver(self._aside())
+        self._saver.save(Path(path), lambda: content(self._parts, tokenizer, extra or {}), background=not wait)
+        return Path(path)
+
+    def load(self, path: str | Path, *, strict: bool = True, weights_only: bool = False) -> Loaded:
+        """Go on from a checkpoint of any layout, or from the newest complete one in a run's folder; or take the weights of any Hugging
+        Face directory. All ranks must call.
+
+        strict: the checkpoint has all tensors of the model, and no others. weights_only: leave optimizer states, random numbers and the
+        place in the data aside. Raises CheckpointError on every rank where that cannot be; nothing has changed then."""
+        if self._step.microbatches:
+            raise BatchError("load in the middle of a step: call step() after the backward() calls before it")
+        if self._saver is not None:
+            self._saver.wait()
+        found = restore(self._parts, Path(path), strict, weights_only, self._aside())
+        self._unfinished = False
+        return found
+
+    def wait(self) -> None:
+        """Return when the checkpoint that is being written in the background is there. Raises CheckpointError where it failed."""
+        if self._saver is not None:
+            self._saver.wait()
 
     def state_dict(self, rank0_only: bool = False, master: bool = False) -> dict[str, Tensor]:
         """Whole tensors under the model's own names, tied ones under each of theirs; buffers too. Every rank must call.
@@ -292,6 +337,27 @@ class Engine:
 
     # ---- parts
 
+    def _update(self) -> StepResult:
+        """The end of a step, once what is being saved was copied."""
+        if self._saver is not None:
+            self._saver.taken()
+        return self._step.update()
+
+    def _aside(self) -> Axis:
+        """All ranks, for what may go on beside training, where nothing does now. All must call."""
+        Saver.idle()
+        if self._all is None:
+            self._all = self.mesh.aside()
+        return self._all
+
+    def _tell_unsaved(self) -> None:
+        """Raise CheckpointError on every rank, before one and the same step, if one being written in the background failed."""
+        if self._saver is not None:
+            if self._step.heard_unsaved:
+                self._step.heard_unsaved = False
+                self._saver.wait()
+            self._step.unsaved = self._saver.failed
+
     def _compare(self, batch: Any) -> None:
         """The first time, refuse a batch that is not the same on all ranks that compute it together."""
         for axis in () if self._compared else (self.mesh.tp, self.mesh.pp):
@@ -315,7 +381,7 @@ class Engine:
 
         def end() -> None:
             self._step.reduce()
-            results.append(self._step.update())
+            results.append(self._update())
 
         calls = Calls(
             enter=self._blocks.at,

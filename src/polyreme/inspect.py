@@ -1,4 +1,5 @@
-"""A config as people and programs read it. Rendering only: facts come from `polyreme.config`, `polyreme.pipeline`, `polyreme.twin`.
+"""A config, or a checkpoint, as people and programs read it. Rendering only: facts come from `polyreme.config`, `polyreme.pipeline`,
+`polyreme.twin` and `polyreme.checkpoint`.
 
 `python -m polyreme.inspect docs/config.md` writes the key reference into that page again.
 """
@@ -6,10 +7,13 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from math import prod
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Group
 from rich.table import Table
@@ -22,10 +26,15 @@ from polyreme.errors import ConfigError, Problem
 from polyreme.pipeline.schedule import Schedule, build, check, stage_ranks
 from polyreme.pipeline.simulate import Costs, Simulation, simulate
 
+if TYPE_CHECKING:  # it needs torch, and most of what is shown does not
+    from polyreme.checkpoint.contents import Contents, Row
+
 BEGIN, END = "<!-- keys: begin, written by python -m polyreme.inspect -->", "<!-- keys: end -->"
 STYLES = {"user": "bold green", "derived": "cyan", "default": "dim"}
 SHOWN = 8
 """Lines of an axis, and ranks of a line, that the terminal gets to see; JSON has all."""
+SHORT = {"float64": "fp64", "float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
+NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")  # between dots
 
 
 def render(config: Config, world_size: int) -> Table:
@@ -192,6 +201,100 @@ def schedule_as_json(schedule: Schedule, simulation: Simulation) -> str:
         "peak_activations": simulation.peak,
     }
     return json.dumps(told, indent=2)
+
+
+def render_checkpoint(found: Contents) -> Group:
+    """What is in a checkpoint: how it came about, sizes by kind, and tensors; those of blocks that differ by numbers alone in one line."""
+    top = Table.grid(padding=(0, 2))
+    for label, text in _summary(found):
+        style = "bold red" if label == "damaged" else ""
+        top.add_row(Text(label, style=style or "dim"), Text(text, style=style, overflow="fold"))
+    kinds = Table(title="by kind", title_justify="left")
+    kinds.add_column("kind")
+    for column in ("tensors", "elements", "size"):
+        kinds.add_column(column, justify="right")
+    kinds.add_column("dtype")
+    for kind in found.kinds:
+        dtypes = ", ".join(SHORT.get(dtype, dtype) for dtype in kind.dtypes)
+        kinds.add_row(Text(kind.name), f"{kind.tensors:,}", f"{kind.elements:,}", _binary(kind.bytes), dtypes)
+    tensors = Table(title="tensors", title_justify="left")
+    tensors.add_column("count", justify="right")
+    tensors.add_column("name", overflow="fold")
+    tensors.add_column("shape", overflow="fold")
+    tensors.add_column("dtype", overflow="fold")
+    tensors.add_column("states", overflow="fold")
+    every = [kind.name for kind in found.kinds if kind.name != "model"]
+    for rows in _alike(found.tensors):
+        first = rows[0].kinds.get("model") or next(iter(rows[0].kinds.values()))
+        states = [kind for kind in rows[0].kinds if kind != "model"]
+        told = "all" if states == every else ", ".join(states) or "none"
+        dtype = str(first.dtype).removeprefix("torch.")
+        name = _common_name([row.name for row in rows]) + (f" = {rows[0].same_as}" if rows[0].same_as else "")
+        shape = "x".join(map(str, first.shape)) or "()"
+        tensors.add_row(str(len(rows)), Text(name), shape, SHORT.get(dtype, dtype), *([Text(told)] if every else []))
+    if not every:
+        tensors.columns.pop()
+    return Group(top, kinds, tensors)
+
+
+def _summary(found: Contents) -> list[tuple[str, str]]:
+    lines = [("checkpoint", str(found.path)), ("format", found.format)]
+    if found.mesh:
+        axes = [f"{name} {size}" for name, size in found.mesh.items() if size > 1 and name != "ranks"]
+        ranks = f"{_count(prod(found.mesh.values()), 'rank')}{': ' if axes else ''}{' x '.join(axes)}"
+        lines.append(("written by", ranks + (f", ZeRO stage {found.zero_stage}" if found.zero_stage is not None else "")))
+    lines += [(label, _values(values)) for label, values in (("state", found.state), ("versions", found.versions)) if _values(values)]
+    if found.others:
+        lines.append(("not read", _some(list(found.others), ", ")))
+    if found.problem:
+        lines.append(("damaged", found.problem))
+    elif found.checksums:
+        lines.append(("integrity", f"whole: all {found.checksums:,} checksums are as written"))
+    else:
+        lines.append(("integrity", "the files have their sizes; there are no checksums"))
+    return lines
+
+
+def _values(values: Mapping[str, Any]) -> str:
+    """What of them is one number or word."""
+    told = []
+    for name, value in values.items():
+        if isinstance(value, int) and not isinstance(value, bool):
+            told.append(f"{name} {value:,}")
+        elif isinstance(value, float | str):
+            told.append(f"{name} {value:g}" if isinstance(value, float) else f"{name} {value}")
+    return ", ".join(told)
+
+
+def _alike(rows: Sequence[Row]) -> list[list[Row]]:
+    """Tensors that differ in the numbers of their names alone, together, in the order of the first of each."""
+    groups: dict[Any, list[Row]] = {}
+    for row in rows:
+        kinds = tuple((kind, info.shape, info.dtype) for kind, info in row.kinds.items())
+        groups.setdefault((NUMBER.sub("#", row.name), kinds, row.same_as), []).append(row)
+    return list(groups.values())
+
+
+def _common_name(names: Sequence[str]) -> str:
+    """Of names that differ in numbers alone: "layers.{0-31}.weight"."""
+    columns = iter(sorted({int(number) for number in numbers}) for numbers in zip(*map(NUMBER.findall, names), strict=True))
+
+    def told(_: re.Match[str]) -> str:
+        numbers = next(columns)
+        if len(numbers) == 1:
+            return str(numbers[0])
+        dense = numbers[-1] - numbers[0] == len(numbers) - 1
+        return "{" + (f"{numbers[0]}-{numbers[-1]}" if dense else _some([str(number) for number in numbers], ",")) + "}"
+
+    return NUMBER.sub(told, names[0])
+
+
+def _binary(size: float) -> str:
+    units = iter(("B", "KiB", "MiB", "GiB", "TiB"))
+    unit = next(units)
+    while size >= 1000 and unit != "TiB":
+        size, unit = size / 1024, next(units)
+    return f"{size:.3g} {unit}"
 
 
 def reference() -> str:

@@ -127,7 +127,10 @@ class BucketLayout:
 
     def ranges(self, rank: int) -> list[Range]:
         """What rank's shard holds of each tensor."""
-        low, high = self.shard(rank)
+        return self.within(*self.shard(rank))
+
+    def within(self, low: int, high: int) -> list[Range]:
+        """What the part [low, high) of the buffer holds of each tensor."""
         found = []
         for slot in self.slots:
             start, stop = max(slot.start, low), min(slot.stop, high)

@@ -256,6 +256,13 @@ class Mesh:
                 found.counts = mine.counts
         return found
 
+    def aside(self) -> Axis:
+        """An axis over all ranks, between CPUs, for what goes on beside training in another thread. All ranks must call."""
+        size, rank = world()
+        if size == 1:
+            return Axis("aside")
+        return Axis("aside", size, rank, GROUPS.of(tuple(range(size)), self._timeout, "gloo"), self._timeout)
+
     def traffic(self) -> dict[str, dict[str, tuple[int, int]]]:
         """Since the start, by axis and operation: (calls, bytes sent by this rank)."""
         return {
@@ -295,15 +302,15 @@ class _Groups:
 
     def __init__(self) -> None:
         self._world: object = None
-        self._made: dict[tuple[int, ...], dist.ProcessGroup] = {}
+        self._made: dict[tuple[tuple[int, ...], str | None], dist.ProcessGroup] = {}
 
-    def of(self, ranks: tuple[int, ...], timeout: timedelta) -> dist.ProcessGroup:
-        """A process group of `ranks`, apart from the default one, which is the user's."""
+    def of(self, ranks: tuple[int, ...], timeout: timedelta, backend: str | None = None) -> dist.ProcessGroup:
+        """A process group of `ranks`, apart from the default one, which is the user's; with `backend`, also from those without."""
         if self._world is not dist.group.WORLD:
             self.forget()
-        if ranks not in self._made:
-            self._made[ranks] = dist.new_group(list(ranks), timeout=timeout)
-        return self._made[ranks]
+        if (ranks, backend) not in self._made:
+            self._made[ranks, backend] = dist.new_group(list(ranks), timeout=timeout, backend=backend)
+        return self._made[ranks, backend]
 
     def forget(self) -> None:
         """Make groups anew from now on: the process group is another, or its groups were destroyed."""

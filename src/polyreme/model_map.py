@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import difflib
 import inspect
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import Any
@@ -186,6 +186,31 @@ def count_tokens(batch: object) -> int:
     return ids.numel() if isinstance(ids, Tensor) else 0
 
 
+def save_config(model: nn.Module, folder: Path) -> None:
+    """Write what transformers saves of a model (config, generation settings, code of its own) without any weights."""
+    from transformers.utils import logging
+
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        model.save_pretrained(folder, state_dict={})  # type: ignore[operator]
+    finally:
+        if shown:
+            logging.enable_progress_bar()
+
+
+def saved_name(model: nn.Module, names: Sequence[str]) -> str:
+    """Of all names of a tensor the one under which transformers saves it: not one that it ties to another when it loads the model."""
+    tied = getattr(model, "all_tied_weights_keys", None) or {}
+    return next((name for name in names if name not in tied), names[0])
+
+
+def base_prefix(model: nn.Module) -> str:
+    """What the names of a model with a head have before those of the model without one, with its dot; "" for other modules."""
+    prefix = getattr(model, "base_model_prefix", "")
+    return f"{prefix}." if prefix else ""
+
+
 def no_decay(model: nn.Module) -> set[str]:
     """Names of the parameters that weight decay should leave alone by default: vectors and scalars, which all norms and biases are."""
     return {name for name, p in model.named_parameters(remove_duplicate=False) if p.dim() < 2}
@@ -213,6 +238,19 @@ def build(path: str | None, config: Mapping[str, Any] | None, trust_remote_code:
     except Exception as error:  # each format of weights has errors of its own
         raise ConfigError([Problem("model.path", path, f"its weights cannot be loaded: {error}",
                                    "give a directory that save_pretrained wrote, or model.config to start anew")]) from error  # fmt: skip
+
+
+def shell(path: str, trust_remote_code: bool = False) -> nn.Module:
+    """The model that `build` builds from a directory, in training mode, with new weights. Raises ModelError where they are quantized."""
+    import transformers
+
+    loaded = read_config(path, None, trust_remote_code)
+    if getattr(loaded, "quantization_config", None) is not None:
+        raise ModelError(f"{path} has quantized weights")
+    model = _architecture(loaded).from_config(loaded)
+    if model.can_generate() and (Path(path) / "generation_config.json").is_file():
+        model.generation_config = transformers.GenerationConfig.from_pretrained(path)
+    return model.train()
 
 
 def skeleton(

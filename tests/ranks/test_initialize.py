@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 import torch.nn.functional as F
+import transformers
 from torch import Tensor, nn
 
 import models
@@ -177,3 +179,38 @@ def test_lists_of_layers(ranks: Ranks) -> None:
                 assert found.bytes <= sum(8 * (sizes[name] + 64) for name in found.names)  # slots begin at multiples of 64
             if mesh["pp"] == 2:
                 assert not first.names & last.names and first.names | last.names == sizes.keys()
+
+
+# ---- a Hugging Face directory
+
+DIRECTORIES = {
+    "llama": lambda: models.llama(tie_word_embeddings=False),
+    "gpt2 without its head": lambda: models.gpt2().transformer,  # of the same config, whose names have no prefix
+    "mixtral": lambda: transformers.MixtralForCausalLM(  # its experts are saved one by one, and fused by transformers
+        transformers.MixtralConfig(vocab_size=models.VOCABULARY, hidden_size=16, intermediate_size=16, num_hidden_layers=2,
+                                   num_attention_heads=4, num_key_value_heads=2, num_local_experts=4)),
+}  # fmt: skip
+
+
+def opened(rank: int, world: int, folder: str, meshes: list[dict[str, int]]) -> list[tuple[bool, dict[str, Tensor]]]:
+    found = []
+    for mesh in meshes:
+        engine = polyreme.initialize(folder, {"batch": {"size": 4}, "zero": {"stage": 3}, "mesh": mesh})
+        found.append((all(module.training for module in engine.module.modules()), engine.state_dict()))
+    return found
+
+
+@pytest.mark.parametrize("kind", DIRECTORIES)
+def test_a_directory_has_the_weights_that_transformers_reads(ranks: Ranks, kind: str, tmp_path: Path) -> None:
+    """In training mode, in every layout."""
+    torch.manual_seed(1)
+    saved = DIRECTORIES[kind]()
+    saved.to(torch.bfloat16).save_pretrained(tmp_path)
+    written = tmp_path / "config.json"
+    written.write_text(written.read_text().replace("GPT2Model", "GPT2LMHeadModel"))
+    expected = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).state_dict()
+    meshes = [{"dp": 2}] if kind == "mixtral" else [{"dp": 2}, {"dp": 1, "tp": 2}, {"dp": 1, "pp": 2}]
+    for is_training, weights in ranks(2, opened, str(tmp_path), meshes)[0]:
+        assert is_training
+        assert weights.keys() == expected.keys()
+        assert all(torch.equal(weights[name], tensor) for name, tensor in expected.items())

@@ -98,9 +98,13 @@ def failure(command: list[str], ranks: int = 2) -> RanksFailedError:
 
 def command(folder: Path, *words: str) -> subprocess.Popen[str]:
     """The command itself, in a process of its own; what it leaves behind when it is killed lies in `folder`."""
+    return python(folder, "-m", "polyreme", *words)
+
+
+def python(folder: Path, *words: str) -> subprocess.Popen[str]:
     source = str(Path(polyreme.errors.__file__).parents[1])
     return subprocess.Popen(
-        [sys.executable, "-m", "polyreme", *words],
+        [sys.executable, *words],
         env={
             **os.environ,
             "TMPDIR": str(folder),
@@ -315,6 +319,98 @@ def test_a_signal_reaches_the_ranks_and_ends_the_run(script: Script, number: sig
     assert (process.returncode, output) == (status, "")
     assert errors.strip() == f"error: stopped by {number.name}; every rank has ended"
     assert script.facts() == {0: number, 1: number}
+
+
+SAVES = """
+from polyreme.errors import PolyremeError
+from polyreme.launch import torchrun
+for name, value in {limits!r}.items():
+    setattr(torchrun, name, value)
+try:
+    torchrun.launch([{path!r}], 2, saves=True)
+except PolyremeError as error:
+    sys.exit(f"{{error.exit_status}}: {{error}}")
+"""
+RANK_THAT_SAVES = """
+def note(number, frame):
+    asked.append(number)
+    tell(0, "asked")
+asked = []
+signal.signal(signal.SIGUSR1, note)
+signal.signal(signal.SIGTERM, note)
+tell(0, "ready")
+while not asked or (folder / "hold").exists():
+    time.sleep(0.01)
+tell(asked)
+"""
+
+
+def saving(script: Script, body: str = RANK_THAT_SAVES, **limits: float) -> subprocess.Popen[str]:
+    """A launcher of two ranks that save when they are asked to, as soon as they run."""
+    path = script.write(body)
+    process = python(script.folder, "-c", "import sys\n" + SAVES.format(limits=limits, path=path))
+    until(lambda: len(script.facts("ready")) == 2, "both ranks run")
+    return process
+
+
+def test_ranks_that_save_are_asked_once_and_waited_for(script: Script) -> None:
+    process = saving(script)
+    process.send_signal(signal.SIGTERM)
+    process.send_signal(signal.SIGTERM)  # as a scheduler does that signals every process, of which some forward it
+    assert (*process.communicate(timeout=END_WITHIN), process.returncode) == ("", "", 0)
+    assert script.facts() == {0: [signal.SIGTERM], 1: [signal.SIGTERM]}
+
+
+def test_a_second_wish_of_another_kind_does_not_disturb_saving(script: Script) -> None:
+    hold = script.folder / "hold"
+    hold.touch()
+    process = saving(script, ONE_SIGNAL=0)
+    process.send_signal(signal.SIGUSR1)
+    until(lambda: len(script.facts("asked")) == 2, "both ranks were asked")
+    process.send_signal(signal.SIGTERM)
+    hold.unlink()
+    assert (*process.communicate(timeout=END_WITHIN), process.returncode) == ("", "", 0)
+    assert script.facts() == {0: [signal.SIGUSR1], 1: [signal.SIGUSR1]}
+
+
+def test_a_second_sigterm_ends_ranks_that_save(script: Script) -> None:
+    (script.folder / "hold").touch()
+    process = saving(script, ONE_SIGNAL=0)
+    process.send_signal(signal.SIGTERM)
+    until(lambda: len(script.facts("asked")) == 2, "both ranks were asked")
+    process.send_signal(signal.SIGTERM)
+    assert process.communicate(timeout=END_WITHIN)[1] == "143: stopped by SIGTERM; every rank has ended\n"
+    assert script.facts() == {}
+
+
+def test_ranks_that_take_too_long_to_save_are_killed(script: Script) -> None:
+    (script.folder / "hold").touch()
+    process = saving(script, SAVING=0.3)
+    process.send_signal(signal.SIGUSR1)
+    errors = process.communicate(timeout=END_WITHIN)[1]
+    assert errors == "138: stopped by SIGUSR1; its ranks had not saved and ended 0.3 s later, and were killed\n"
+
+
+def test_a_wish_before_ranks_listen_ends_them(script: Script) -> None:
+    process = saving(script, body='tell(0, "ready")\nwait()')
+    process.send_signal(signal.SIGTERM)
+    assert process.communicate(timeout=END_WITHIN)[1] == "143: stopped by SIGTERM; every rank has ended\n"
+
+
+def test_where_one_fails_those_that_would_go_on_to_the_end_of_their_step_are_ended(script: Script) -> None:
+    process = saving(script, body="""
+def note(number, frame):
+    tell("asked to end")
+signal.signal(signal.SIGTERM, note)
+tell(0, "ready")
+both_are_up()
+if rank == 1:
+    raise ValueError("no good")
+while True:
+    wait()
+""")  # fmt: skip
+    assert process.communicate(timeout=END_WITHIN)[1].startswith("1: rank 1 of 2 failed first:\nTraceback")
+    assert script.facts() == {}
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the kernel's parent death signal is Linux's")

@@ -88,5 +88,5 @@ def refused(rank: int, world: int) -> list[str]:
 
 def test_what_cannot_be_measured_is_refused_on_every_rank(ranks: Ranks) -> None:
     for unknown, failed in ranks(2, refused):
-        assert "only of Hugging Face models" in unknown and 'write pipeline.blocks = "parameters"' in unknown
+        assert "only of Hugging Face models" in unknown and 'write pipeline.blocks = "work"' in unknown
         assert "could not be measured (ValueError: too long a text)" in failed

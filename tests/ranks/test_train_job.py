@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -66,7 +65,7 @@ def test_the_demo_from_end_to_end(tmp_path: Path) -> None:
     assert output.count("trained 30 steps") == 1 and 'AutoModelForCausalLM.from_pretrained("run/step-30")' in output
     assert output.rstrip().endswith('AutoTokenizer.from_pretrained("run/step-30")'), "nothing repeats the summary"
     run = tmp_path / "run"
-    assert sorted(path.name for path in run.iterdir()) == ["log.jsonl", "loss.png", "step-24", "step-30"]
+    assert sorted(path.name for path in run.iterdir()) == ["latest", "log.jsonl", "loss.png", "step-24", "step-30"]
     assert (run / "loss.png").read_bytes().startswith(b"\x89PNG")
     steps = log(run)
     assert [step["step"] for step in steps] == list(range(1, 31))
@@ -114,22 +113,6 @@ def test_a_checkpoint_is_a_start(fp32: Path) -> None:
     # Validated before the first step, so on the weights of the checkpoint.
     assert first["validation_loss"] == pytest.approx(log(fp32 / "run")[-1]["validation_loss"], rel=1e-5)
     assert log(fp32 / "tuned", "run")[0]["model"] == "run/step-20"
-
-
-def test_an_earlier_runs_checkpoints_stay_unless_they_may_go(fp32: Path) -> None:
-    earlier = [fp32 / "again" / name for name in ("step-7", "step-20")]
-    for path in earlier:
-        shutil.copytree(fp32 / "run" / "step-20", path)
-    short = {"checkpoint.folder": "again", "checkpoint.every": 2, "checkpoint.keep": 2, "train.length": 5}
-    for words in (("-n", "2"), ()):
-        status, _, errors = polyreme(fp32, "train", "tiny.toml", *words, *sets(short))
-        assert status == 2 and "checkpoint.folder" in errors and "step-7, step-20" in " ".join(errors.split())
-        assert "checkpoint.replace = true" in " ".join(errors.split())
-    assert sorted((fp32 / "again").iterdir()) == sorted(earlier)
-    train(fp32, "tiny.toml", "-n", "2", *sets({**short, "checkpoint.replace": "true"}))
-    assert sorted(path.name for path in (fp32 / "again").iterdir()) == ["log.jsonl", "step-4", "step-5"]
-    said = [line["text"] for line in log(fp32 / "again", "message")]
-    assert "step-7, step-20 in again" in said[0]
 
 
 def test_datasets_of_other_kinds_in_a_launched_script(tmp_path: Path) -> None:

@@ -1,67 +1,287 @@
-"""Writes the model as a Hugging Face directory, which `from_pretrained` opens as it is.
+"""Writes a checkpoint: a Hugging Face directory with the optimizer's states beside the weights.
 
-Invariant: the directory at the path is complete, old or new, at any instant; a failure on rank 0 is an error on every rank.
-Communication: rank 0 gathers whole tensors, one bucket at a time; one exchange at the end tells all ranks how it went.
+Invariants: the directory at the path is complete, old or new, at any instant; a failure on one rank is an error on every rank; each number
+is written by one rank, which has it.
+Communication (over an axis of its own, as all of it may go on beside training): what tensors there are; whether rank 0 made the files; what
+each rank added to their checksums; whether rank 0 gave the directory its name.
 """
 
 from __future__ import annotations
 
+import atexit
+import errno
+import os
 import shutil
-from collections.abc import Iterator
+import sys
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
+import torch
 from torch import Tensor, nn
 
+from polyreme.checkpoint import crc, resume
+from polyreme.checkpoint.folder import exchange, sync
+from polyreme.checkpoint.header import CODES, DTYPES
+from polyreme.checkpoint.resume import File, Resume
+from polyreme.checkpoint.source import MODEL, TensorInfo
+from polyreme.checkpoint.write import Name, Plan, Writer, combine
 from polyreme.errors import CheckpointError
+from polyreme.layout import Cut
 from polyreme.mesh import Axis
+from polyreme.model_map import save_config
+from polyreme.region import Region
 
 
-def save(module: nn.Module, tensors: Iterator[tuple[list[str], Tensor]], path: Path, tokenizer: Any, writer: bool, axis: Axis) -> Path:
-    """Write `module`'s `tensors` (each with all names that share it) to the directory `path`; `writer` is true on one rank.
+@dataclass(frozen=True)
+class Content:
+    """What this rank gives to a checkpoint.
 
-    A Hugging Face model gets config.json, generation_config.json and the names and ties that transformers would save; with
-    `tokenizer`, its files too. Any other module gets model.safetensors alone. Raises CheckpointError on every rank.
-    """
-    whole = {}
-    for names, tensor in tensors:
-        if writer:
-            whole.update(dict.fromkeys(names, tensor.detach().cpu().clone()))
-    failure = None
-    if writer:
+    regions: what it holds of parameters and states. buffers: with all their names; several ranks have each, and the first writes it.
+    saved_name: of all names of a tensor the one in the file. small: writes the other files (rank 0). resume: all but the files and the
+    states of random numbers; `rng`: this rank's."""
+
+    regions: Sequence[Region]
+    buffers: Sequence[tuple[Sequence[str], Tensor]]
+    saved_name: Callable[[Sequence[str]], str]
+    small: Callable[[Path], None]
+    resume: Resume
+    rng: Mapping[str, Any]
+    limit: int
+    shared_files: bool
+
+
+class Saver:
+    """Writes the checkpoints of one engine, one after the other; in the background, if asked to."""
+
+    _writing: ClassVar[list[threading.Thread]] = []
+    """In this process, of all engines: they share the connections between the ranks."""
+
+    def __init__(self, axis: Axis) -> None:
+        self._axis = axis
+        self._thread: threading.Thread | None = None
+        self._error: Exception | None = None
+        self._taken = threading.Event()
+        atexit.register(self._tell)
+
+    def save(self, path: Path, make: Callable[[], Content], background: bool = False) -> None:
+        """Write the checkpoint `path` of what `make` returns. All ranks must call. In the background, it is copied to host memory and then
+        written, and an error comes with the next `wait` or `save`: call `taken` before anything but buffers changes. Raises
+        CheckpointError."""
+        self.wait()
+        self.idle()
+        made: list[Content] = []
+        _together(path, self._axis, lambda: made.append(with_buffers(make()) if background else make()), ())
+        if not background:
+            write(path, made[0], self._axis)
+            return
+        self._taken.clear()
+        stream = side_stream()
+        self._thread = threading.Thread(target=self._run, args=(path, made[0], stream), name=f"polyreme-save-{path.name}")
+        self._thread.start()
+        self._writing.append(self._thread)
+
+    def wait(self) -> None:
+        """Return when what is being written is there. Raises what went wrong with it."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        if self._error is not None:
+            error, self._error = self._error, None
+            raise error
+
+    def taken(self) -> None:
+        """Return when the background has a copy of what it writes: weights and states may change then."""
+        if self._thread is not None:
+            self._taken.wait()
+
+    @property
+    def failed(self) -> bool:
+        """Whether something went wrong in the background that nobody was told of yet."""
+        return self._error is not None
+
+    @classmethod
+    def idle(cls) -> None:
+        """Return when no engine of this process is writing."""
+        while cls._writing:
+            cls._writing.pop().join()
+
+    def _tell(self) -> None:
+        """At the end of the process, when its threads have ended: an error that nobody asked for, but for the end of another rank."""
+        if isinstance(self._error, CheckpointError):
+            print(f"polyreme: {self._error}", file=sys.stderr)
+
+    def _run(self, path: Path, content: Content, stream: torch.cuda.Stream | None) -> None:
+        copies: list[Content] = []
+
+        def copy() -> None:
+            try:
+                with torch.cuda.stream(stream):  # type: ignore[arg-type]
+                    copies.append(with_regions(content))
+            finally:
+                self._taken.set()
+
         try:
-            _write(module, whole, path, tokenizer)
+            _together(path, self._axis, copy, ())
+            write(path, copies[0], self._axis)
         except Exception as error:
-            failure = f"{type(error).__name__}: {error}"
-    for report in axis.gather_objects(failure):
-        if report is not None:
-            raise CheckpointError(f"the checkpoint {path} was not written: {report}")
-    return path
+            self._error = error
 
 
-def _write(module: nn.Module, tensors: dict[str, Tensor], path: Path, tokenizer: Any) -> None:
-    unfinished, old = path.with_name(path.name + ".tmp"), path.with_name(path.name + ".old")
-    for leftover in (unfinished, old):
-        shutil.rmtree(leftover, ignore_errors=True)
-    unfinished.mkdir(parents=True)
-    save_pretrained: Any = getattr(module, "save_pretrained", None)
-    if save_pretrained is not None:
-        save_pretrained(unfinished, state_dict=tensors)
+def with_buffers(content: Content) -> Content:
+    """With a copy of the buffers, which forward may change, in host memory."""
+    return replace(content, buffers=[(names, buffer.detach().to("cpu", copy=True)) for names, buffer in content.buffers])
+
+
+def with_regions(content: Content) -> Content:
+    """With a copy of weights and states, which only an update changes, in host memory."""
+    return replace(content, regions=[replace(each, data=each.data.detach().to("cpu", copy=True)) for each in content.regions])
+
+
+def side_stream() -> torch.cuda.Stream | None:
+    """On a GPU, one that goes on from what the current one was asked so far."""
+    if not torch.cuda.is_initialized():
+        return None
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    return stream
+
+
+def write(path: Path, content: Content, axis: Axis) -> None:
+    """Write the checkpoint, with all ranks of the axis. Raises CheckpointError on each of them, whichever failed."""
+    unfinished = path.with_name(path.name + ".tmp")
+    regions = [((region.kind, content.saved_name(region.names)), region) for region in content.regions]
+    buffers = [((MODEL, content.saved_name(names)), _whole(names, buffer)) for names, buffer in content.buffers]
+    mine = [[*name, list(region.whole), CODES.get(region.data.dtype, str(region.data.dtype))] for name, region in (*regions, *buffers)]
+    reports: list[Any] = axis.gather_objects({"tensors": mine, "rng": content.rng})
+    seen: set[Name] = set()
+    for rank, report in enumerate(reports):
+        for kind, name, *_ in report["tensors"]:
+            if rank == axis.rank and (kind, name) not in seen:
+                regions += [(key, region) for key, region in buffers if key == (kind, name)]
+            seen.add((kind, name))
+    plan: list[Plan] = []
+
+    def prepare() -> None:
+        tensors: dict[str, dict[str, TensorInfo]] = {}
+        for report in reports:
+            for kind, name, shape, code in report["tensors"]:
+                if code not in DTYPES:
+                    raise CheckpointError(f"tensor {name!r} of {code} cannot be saved: safetensors has no such dtype")
+                tensors.setdefault(kind, {})[name] = TensorInfo(tuple(shape), DTYPES[code])
+        plan.append(Plan.of(tensors, content.limit))
+        if axis.rank == 0:
+            shutil.rmtree(unfinished, ignore_errors=True)
+            unfinished.mkdir(parents=True)
+            plan[0].create(unfinished)
+            content.small(unfinished)
+
+    def fill() -> dict[int, int]:
+        writer = Writer(plan[0], unfinished)
+        return writer.write(regions) if content.shared_files or axis.size == 1 else writer.collect(regions, axis)
+
+    def finish() -> None:
+        if axis.rank == 0:
+            rng = {str(rank): report["rng"] for rank, report in enumerate(reports)}
+            parts = [{int(file): part for file, part in each.items()} for each in contributions]
+            _finish(path, unfinished, plan[0], parts, replace(content.resume, rng=rng))
+
+    try:
+        _together(path, axis, prepare, plan)
+        contributions = _together(path, axis, fill, plan)
+        _together(path, axis, finish, plan)
+    except CheckpointError:
+        if axis.rank == 0:
+            shutil.rmtree(unfinished, ignore_errors=True)
+        raise
+
+
+def _whole(names: Sequence[str], buffer: Tensor) -> Region:
+    return Region(MODEL, names, Cut.whole(tuple(buffer.shape), 1), 0, 0, buffer.detach().contiguous().view(-1))
+
+
+def _together(path: Path, axis: Axis, work: Callable[[], Any], plan: Sequence[Plan]) -> list[Any]:
+    """What `work` returned on every rank. Raises CheckpointError on all of them where it failed on one. plan: one, once it is known."""
+    result, failure = None, None
+    try:
+        result = work()
+    except Exception as error:
+        failure = _reason(error, path, sum(plan[0].sizes) if plan else 0)
+    reports: list[Any] = axis.gather_objects({"result": result, "failure": failure})
+    for rank, report in enumerate(reports):
+        if report["failure"] is not None:
+            raise CheckpointError(f"the checkpoint {path} was not written, rank {rank}: {report['failure']}")
+    return [report["result"] for report in reports]
+
+
+def _reason(error: Exception, path: Path, needed: int) -> str:
+    """Why the checkpoint was not written, whose tensors need so many bytes."""
+    if isinstance(error, CheckpointError):
+        return str(error)
+    in_rust = f"(os error {errno.ENOSPC})" in str(error)  # in tokenizers
+    number = errno.ENOSPC if in_rust else getattr(error, "errno", None)
+    if number not in (errno.ENOSPC, errno.EDQUOT):
+        return f"{type(error).__name__}: {error}"
+    written = sum(each.stat().st_blocks * 512 for each in path.with_name(path.name + ".tmp").rglob("*"))
+    folder = next(each for each in path.parents if each.is_dir())
+    free = shutil.disk_usage(folder).free + written
+    return f"{os.strerror(number)}: its tensors need {needed:,} bytes, and {free:,} are free in {folder}"
+
+
+def _finish(path: Path, unfinished: Path, plan: Plan, contributions: Sequence[Mapping[int, int]], done: Resume) -> None:
+    """Write resume.json, and give the directory its name."""
+    files = {}
+    for i, (file, size, beginning) in enumerate(zip(plan.files, plan.sizes, plan.headers, strict=True)):
+        own = crc.contribution(beginning, size - len(beginning))
+        files[file] = File(size, crc.total(size, [own, combine(each.get(i, 0) for each in contributions)]))
+    for small in sorted(each for each in unfinished.rglob("*") if each.is_file()):
+        name = small.relative_to(unfinished).as_posix()
+        if name not in files:
+            text = small.read_bytes()
+            files[name] = File(len(text), crc.total(len(text), [crc.contribution(text, 0)]))
+            _sync_file(small)
+    resume.write(unfinished, replace(done, files=files))
+    _sync_file(unfinished / resume.NAME)
+    for folder in (*(each for each in unfinished.rglob("*") if each.is_dir()), unfinished):
+        sync(folder)
+    _put(unfinished, path)
+    sync(path.parent)
+
+
+def _put(unfinished: Path, path: Path) -> None:
+    """Give the directory the name `path`; what had it is deleted. Where the file system cannot exchange two names, there is an instant
+    in which what had it is called `path.old`."""
+    old = path.with_name(path.name + ".old")
+    shutil.rmtree(old, ignore_errors=True)
+    if not path.exists():
+        unfinished.rename(path)
+    elif exchange(unfinished, path):
+        unfinished.rename(old)
     else:
-        _write_plain(tensors, unfinished / "model.safetensors")
-    if tokenizer is not None:
-        tokenizer.save_pretrained(unfinished)
-    if path.exists():
         path.rename(old)
-    unfinished.rename(path)
+        try:
+            unfinished.rename(path)
+        except OSError:
+            old.rename(path)
+            raise
     shutil.rmtree(old, ignore_errors=True)
 
 
-def _write_plain(tensors: dict[str, Tensor], file: Path) -> None:
-    """One safetensors file; of names that share a tensor the first is written, as the format has no sharing."""
-    from safetensors.torch import save_file
+def _sync_file(file: Path) -> None:
+    with file.open("rb") as opened:
+        os.fsync(opened.fileno())
 
-    distinct: dict[int, str] = {}
-    for name, tensor in tensors.items():
-        distinct.setdefault(id(tensor), name)
-    save_file({name: tensors[name].contiguous() for name in distinct.values()}, file, metadata={"format": "pt"})
+
+def small_files(module: nn.Module, tokenizer: Any, folder: Path) -> None:
+    """What a Hugging Face model has beside its weights, and the tokenizer's files, written to `folder`."""
+    if hasattr(module, "save_pretrained"):
+        aside = folder / "config"
+        save_config(module, aside)
+        for file in aside.iterdir():
+            if not file.name.startswith("model.safetensors"):
+                file.rename(folder / file.name)
+        shutil.rmtree(aside)
+    if tokenizer is not None:
+        tokenizer.save_pretrained(folder)

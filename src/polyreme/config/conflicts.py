@@ -67,6 +67,8 @@ def conflicts(keys: Keys, world_size: int) -> Iterator[Conflict]:
         yield from _batch(keys.batch, dp)
     yield from _optimizer(keys.optimizer)
     yield from _lr_schedule(keys)
+    if keys.checkpoint.keep_every is not None and keys.checkpoint.keep is None:
+        yield "checkpoint.keep_every", "checkpoint.keep keeps all of them", "write checkpoint.keep = 3, or remove it"
 
 
 def _model(keys: Keys) -> Iterator[Conflict]:

@@ -303,10 +303,11 @@ class PipelineSection(Section):
         description="gpipe: all forwards, then all backwards; 1f1b: in turn, which keeps fewer activations; interleaved: 1f1b with several "
         "stages a rank, for a smaller bubble; zb-h1, zb-v: weight gradients fill the bubble (zb-v: two stages a rank).",
     )
-    blocks: Literal["parameters", "time"] | list[Count] = Field(
-        default="parameters",
-        description="How the blocks are shared out: parameters and time make the largest stage as small as can be, by what each block has "
-        "of parameters or takes of time, measured at the start; a list gives the number of blocks of each stage.",
+    blocks: Literal["work", "parameters", "time"] | list[Count] = Field(
+        default="work",
+        description="How the blocks are shared out: the first three make the largest stage as small as can be, by the parameters that it "
+        "multiplies by (all but embeddings), by all its parameters (for the least memory), or by the time it takes, measured at the start; "
+        "a list gives the number of blocks of each stage.",
         examples=[[3, 2]],
     )
     virtual: Annotated[int, Strict(), Field(ge=2)] = Field(default=2, description="interleaved: stages on each rank.")
@@ -369,10 +370,24 @@ class CheckpointSection(Section):
     folder: str = Field(default="run", description="Folder of the run: checkpoints, logs, plot.")
     every: PositiveSpan | None = Field(default=Span(amount=500), description="Between checkpoints; none saves only at the end.")
     keep: Count | None = Field(default=3, description="Latest checkpoints kept; none keeps all.")
-    replace: Bool = Field(
-        default=False,
-        description="Whether an earlier run's checkpoints in the folder may go, when the first new one is there; otherwise a folder that "
-        "has any is refused.",
+    keep_every: PositiveSpan | None = Field(
+        default=None, examples=["5000 steps"], description="Of older ones, the first of each such span of training is kept, too."
+    )
+    file_size: Annotated[Size, Field(gt=0)] = Field(
+        default=ByteSize(5 * 2**30), examples=["5 GiB"], description="Most bytes of tensors in a file, but for one larger tensor."
+    )
+    shared_files: Bool = Field(
+        default=True,
+        description="Whether ranks write into one file at the same time; false, for file systems that cannot: each file is written by one "
+        "rank, to which the others send what they have.",
+    )
+    background: Bool = Field(
+        default=False, description="Write from a copy in host memory while training goes on; otherwise training waits for the disk."
+    )
+    resume: Literal["auto", "never"] | str = Field(
+        default="auto",
+        description="Where the run begins: auto goes on from the newest checkpoint in the folder, if there is one; never begins anew, and "
+        "those in the folder go when the first new one is there; or the path of a checkpoint, or of another run's folder, to go on from.",
     )
 
 

@@ -16,11 +16,14 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
+from typing import Any
 
 from torch.distributed import TCPStore
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec
@@ -33,8 +36,11 @@ from torch.distributed.elastic.rendezvous.api import RendezvousStoreInfo
 from polyreme.errors import ConfigError, LaunchError
 from polyreme.launch.environment import LAUNCHED
 from polyreme.launch.processes import signal_group
+from polyreme.launch.signals import WISHES
 
 PATIENCE = 8  # seconds that ranks get to end by themselves before SIGKILL
+SAVING = 15 * 60  # and those that were asked to save before
+ONE_SIGNAL = 2.0  # seconds in which the same signal again is no second one: schedulers send theirs to every process, and some forward it
 POLL = 0.1  # seconds between looks at the ranks
 LOOPBACK = "127.0.0.1"
 KEPT = str(1 << 40)
@@ -55,12 +61,15 @@ class RanksFailedError(LaunchError):
         self.traceback = traceback
 
 
-def launch(command: Sequence[str], ranks: int, *, threads: int | None = None) -> None:
+def launch(command: Sequence[str], ranks: int, *, threads: int | None = None, saves: bool = False) -> None:
     """Run `python COMMAND` as `ranks` ranks on this host and wait for their end.
 
     `command` is a script and its arguments, or "-m", a module and its arguments; arguments reach it as they are. Each
     rank computes with `threads` threads, by default its part of the cores; OMP_NUM_THREADS, if set, decides instead.
     The ranks' output passes through line by line.
+
+    `saves`: the ranks take SIGTERM and SIGUSR1 as the wish to save and to end with status 0. Each is forwarded, and they get SAVING
+    seconds; a second SIGTERM kills them.
 
     Raises LaunchError for a command that cannot be started, and RanksFailedError (naming the rank that failed first,
     with the exit status that fits) when a rank ends with a status other than 0 or a signal (SIGINT, SIGTERM, SIGHUP,
@@ -85,6 +94,7 @@ def launch(command: Sequence[str], ranks: int, *, threads: int | None = None) ->
             local_addr=LOOPBACK,
         )
         agent = _Agent(spec, DefaultLogsSpecs(log_dir=folder), shutdown_timeout=PATIENCE)
+        agent.saves = saves
         try:
             result = agent.run()
         except SignalException as caught:
@@ -92,6 +102,9 @@ def launch(command: Sequence[str], ranks: int, *, threads: int | None = None) ->
         except KeyboardInterrupt:  # before the agent took over the signals
             raise _stopped_by(signal.SIGINT) from None
         if result.is_failed():
+            ends = {-result.failures[rank].exitcode for rank in agent.ended_first}
+            if agent.wish is not None and (agent.late or ends == {agent.wish}):
+                raise _stopped_by(agent.wish, agent.late)
             raise _report(result.failures, agent.ended_first, ranks)
 
 
@@ -131,8 +144,8 @@ def _variables(variables: Mapping[str, str]) -> Iterator[None]:
 @contextlib.contextmanager
 def _restored_signals() -> Iterator[None]:
     """Put back the signal handlers that the agent replaces."""
-    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
-    before = {number: signal.getsignal(number) for number in numbers}
+    numbers = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, *WISHES}
+    before = {number: action for number in numbers if (action := signal.getsignal(number)) is not None}
     try:
         yield
     finally:
@@ -189,21 +202,56 @@ class _Loopback(RendezvousHandler):
 
 
 class _Agent(LocalElasticAgent):
-    """torchrun's agent, which also notes who failed first and gives the others PATIENCE, not half a minute, to end."""
+    """torchrun's agent, which also notes who failed first, gives the others PATIENCE, not half a minute, to end, and passes wishes on."""
 
     ended_first: tuple[int, ...] = ()  # ranks that had ended badly when the first failure was seen
+    saves = False  # whether ranks save and end by themselves when they are asked to
+    wish: signal.Signals | None = None  # how they were
+    late = False  # whether they were killed because they did not
+    _asked_at = math.inf  # seconds of the monotonic clock
+    _terminated_at = math.inf
+
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        started: dict[int, Any] = super()._start_workers(worker_group)
+        if self.saves and threading.current_thread() is threading.main_thread():
+            for number in WISHES:
+                signal.signal(number, self._ask)
+        return started
+
+    def _ask(self, number: int, frame: FrameType | None) -> None:
+        """Forward a wish; end at once where it comes again."""
+        now = time.monotonic()
+        if self.wish is None:
+            self.wish, self._asked_at = signal.Signals(number), now
+            for process in self._processes().values():
+                with contextlib.suppress(ProcessLookupError):
+                    process.send_signal(number)  # to the rank alone: what it started would not save, but end
+        if number == signal.SIGTERM:
+            if now > self._terminated_at + ONE_SIGNAL:
+                _kill(self._processes().values())
+                raise SignalException("again", signal.SIGTERM)
+            self._terminated_at = min(self._terminated_at, now)
+
+    def _processes(self) -> dict[int, subprocess.Popen[bytes]]:
+        """By local rank."""
+        assert isinstance(self._pcontext, SubprocessContext)
+        return {local: handler.proc for local, handler in self._pcontext.subprocess_handlers.items()}
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
-        context = self._pcontext
-        assert isinstance(context, SubprocessContext)
-        rank_of = {worker.local_rank: worker.global_rank for worker in worker_group.workers}
-        processes = {rank_of[local]: handler.proc for local, handler in context.subprocess_handlers.items()}
+        assert self._pcontext is not None
+        processes = self._processes()
+        if time.monotonic() > self._asked_at + SAVING and not self.late:
+            self.late = True
+            _kill(processes.values())
         # A rank that raised waits (see polyreme.launch.rank): one that ended did so by itself, not for its peer.
-        raised = any(Path(file).exists() for file in context.error_files.values())
+        raised = {local for local, file in self._pcontext.error_files.items() if Path(file).exists()}
         if raised:  # perhaps because a dying peer closed its connections, which it does just before it has ended
             time.sleep(POLL)
-        self.ended_first = tuple(rank for rank, process in processes.items() if process.poll() not in (None, 0))
+        rank_of = {worker.local_rank: worker.global_rank for worker in worker_group.workers}
+        self.ended_first = tuple(rank_of[local] for local, process in processes.items() if process.poll() not in (None, 0))
         if raised or self.ended_first:
+            if self.saves:  # SIGTERM would have them go on to the end of their step, which will not come
+                _kill(process for local, process in processes.items() if local not in raised)
             _end(list(processes.values()))
         result: RunResult = super()._monitor_workers(worker_group)
         return result
@@ -216,12 +264,17 @@ def _end(processes: Sequence[subprocess.Popen[bytes]]) -> None:
     deadline = time.monotonic() + PATIENCE
     while any(process.poll() is None for process in processes) and time.monotonic() < deadline:
         time.sleep(0.01)
+    _kill(processes)
+
+
+def _kill(processes: Iterable[subprocess.Popen[bytes]]) -> None:
     for process in processes:
         signal_group(process.pid, signal.SIGKILL)
 
 
-def _stopped_by(number: signal.Signals) -> RanksFailedError:
-    return RanksFailedError(f"stopped by {number.name}; every rank has ended", exit_status=128 + number)
+def _stopped_by(number: signal.Signals, late: bool = False) -> RanksFailedError:
+    how = f"its ranks had not saved and ended {SAVING} s later, and were killed" if late else "every rank has ended"
+    return RanksFailedError(f"stopped by {number.name}; {how}", exit_status=128 + number)
 
 
 @dataclass(frozen=True)

@@ -1,18 +1,20 @@
 """The log file of a run: one JSON object per line.
 
-Invariant: each line is complete as soon as its step ends, and the file only grows. A process killed while writing costs
-the one line it was writing; a run resumed in the same folder goes on in the same file.
+Invariant: each line is complete as soon as its step ends, or, where the disk is full, as soon as there is room. A process killed while
+writing costs the one line it was writing. A run resumed in the same folder goes on in the same file, from which the
+steps go that it does again.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import errno
 import json
 import os
 from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, BinaryIO
 
 from polyreme.errors import DataError
 from polyreme.monitor.record import Record, Run, plain
@@ -25,14 +27,16 @@ class JSONL:
 
     def __init__(self, folder: Path) -> None:
         self._path = folder / LOG_NAME
-        self._file: TextIO | None = None
+        self._file: BinaryIO | None = None
+        self._waiting = b""
 
     def start(self, run: Run) -> None:
         self._path.parent.mkdir(parents=True, exist_ok=True)
+        if run.step and self._path.exists():
+            os.truncate(self._path, _end_of(self._path, run.step))
         torn = _is_torn(self._path)
-        self._file = self._path.open("a", encoding="utf-8", buffering=1)
-        if torn:
-            self._file.write("\n")  # what a killed process left of its last line stays by itself
+        self._file = self._path.open("ab", buffering=0)
+        self._waiting = b"\n" if torn else b""  # what a killed process left of its last line stays by itself
         self._write("run", {"started": datetime.now(UTC).isoformat(timespec="seconds"), **dataclasses.asdict(run)})
 
     def log(self, record: Record) -> None:
@@ -46,10 +50,40 @@ class JSONL:
             self._write("summary", summary)
             self._file.close()
             self._file = None
+            if self._waiting:
+                raise OSError(errno.ENOSPC, f"the last {len(self._waiting)} bytes of the log were not written", str(self._path))
 
     def _write(self, kind: str, fields: Mapping[str, object]) -> None:
-        if self._file is not None:
-            self._file.write(json.dumps({"kind": kind, **plain(fields)}, ensure_ascii=False, allow_nan=False) + "\n")
+        if self._file is None:
+            return
+        line = json.dumps({"kind": kind, **plain(fields)}, ensure_ascii=False, allow_nan=False)
+        self._waiting += line.encode() + b"\n"
+        try:
+            while self._waiting:
+                self._waiting = self._waiting[self._file.write(self._waiting) :]
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise
+
+
+def _end_of(path: Path, step: int) -> int:
+    """The bytes of a log up to what its last run did after `step` steps, and up to the summary of its end, if it had one."""
+    end = at = 0
+    over = False
+    with path.open("rb") as lines:
+        for line in lines:
+            at += len(line)
+            try:
+                entry = json.loads(line)
+            except ValueError:
+                continue
+            kind = entry.get("kind") if isinstance(entry, dict) else None
+            if kind == "run" and not entry.get("step"):
+                over = False
+            over = over or kind == "summary" or (kind == "step" and entry.get("step", 0) > step)
+            if not over:
+                end = at
+    return end
 
 
 def _is_torn(path: Path) -> bool:

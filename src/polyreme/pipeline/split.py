@@ -70,13 +70,15 @@ def plan(
     *,
     counts: Sequence[int] | None = None,
     costs: Sequence[float] | None = None,
+    memory: bool = False,
     blocks: str | None = None,
     sample: Any = None,
 ) -> Split:
     """Cut `model` (real, or on the meta device; it is not changed) into `stages`, each a range of at least one block.
 
     counts: blocks of each stage; by default the most expensive stage is made as cheap as can be.
-    costs: of each block, such as `stage.measure` finds; by default the number of parameters, with what comes before and after the blocks.
+    costs: of each block, such as `stage.measure` finds; by default the number of parameters that it multiplies by.
+    memory: take as a block's cost the number of all its parameters instead.
     blocks: the name of the list of blocks, for a model that has several.
     sample: what to call the model with (a mapping: by keywords; a tuple: by position) to see, on a few numbers and without memory for
         the parameters, which of them come before the blocks and which after. Hugging Face models need none; for others without one, those
@@ -99,7 +101,7 @@ def plan(
     owner, found = pipeline_list(model, blocks), blocks_in(model, blocks)
     seen = _Seen() if owner == "" else _observe(model, owner, found, sample)
     use = _Use(model, found, seen)
-    bounds = _bounds(len(found), stages, counts, costs or use.numels())
+    bounds = _bounds(len(found), stages, counts, costs or use.numels(tables=memory))
     stages_of, tied = use.stages_of(bounds)
     return Split(owner, tuple(found), bounds, stages_of, tied, seen.answer)
 
@@ -192,6 +194,7 @@ class _Use:
         self._parameters, self._buffers = _named(model)
         self._block_of = {f"{name}.{leaf}": i for i, (name, block) in enumerate(blocks.items()) for leaf in _leaves(block)}
         self._count, self._seen = len(blocks), seen
+        self._tables = {f"{name}.weight" for name, module in model.named_modules() if isinstance(module, nn.Embedding)}
         self._early: set[str] = set()
         for name, _ in model.named_parameters(remove_duplicate=False):
             if name in self._block_of:
@@ -212,13 +215,14 @@ class _Use:
             return uses | ({"after"} if not uses or len(outside) > 1 else set())
         return {"before" if name in self._early else "after" for name in outside}
 
-    def numels(self) -> list[int]:
-        """Parameters of each block; of the first and the last with those before and after."""
+    def numels(self, tables: bool) -> list[int]:
+        """Parameters of each block; of the first and the last with those before and after. Without `tables`, an embedding before the
+        blocks, of which a forward only takes rows, is left out."""
         found = [0] * self._count
         for names, tensor in self._parameters:
             phases = self.phases(names, tensor)
             at = {self._block_of[name] for name in names if name in self._block_of}
-            at |= {0} if "before" in phases else set()
+            at |= {0} if "before" in phases and (tables or self._tables.isdisjoint(names)) else set()
             at |= {self._count - 1} if "after" in phases else set()
             for index in at:
                 found[index] += tensor.numel()

@@ -126,6 +126,7 @@ class Bucket:
         self._reducing: Work = DONE
         self._reduced = False  # grad holds a sum to which the next reduction is added
         self._arrived: set[int] = set()  # since the last reduction
+        self._in_place: set[int] = set()  # of those, to whose place in the buffer autograd adds itself
         self.ever_arrived: set[int] = set()
         """Indices of the parameters that got a gradient on this rank in this step."""
 
@@ -197,8 +198,9 @@ class Bucket:
 
     # ---- gradients
 
-    def take_grad(self, index: int) -> None:
-        """Move parameter `index`'s complete gradient into the flat gradient buffer, or add it to what is there."""
+    def take_grad(self, index: int, more: bool = False) -> None:
+        """Move parameter `index`'s complete gradient into the flat gradient buffer, or add it to what is there. With `more`, autograd adds
+        the next ones of this reduction itself, where that takes no conversion."""
         parameter, slot = self.parameters[index], self.layout.slots[index]
         gradient, parameter.grad = parameter.grad, None
         if gradient is None:
@@ -210,15 +212,24 @@ class Bucket:
             for start, stop in self.layout.gaps():
                 self._local[start:stop].zero_()
         view = self._local[slot.start : slot.stop].view(slot.shape)
-        if index in self._arrived:
+        if index in self._in_place:  # the gradient is the sum, and nearly always this view
+            if gradient.data_ptr() != view.data_ptr():
+                view.copy_(gradient)
+        elif index in self._arrived:
             view.add_(gradient.to(view.dtype))
         else:
             view.copy_(gradient)
             self._arrived.add(index)
             self.ever_arrived.add(index)
+        if more and view.dtype == parameter.dtype:
+            parameter.grad = view
+            self._in_place.add(index)
+        else:
+            self._in_place.discard(index)
 
     def reduce(self) -> None:
         """Begin to sum the gradients over the axis into this rank's part of `grad`. Parameters without a gradient count as zero."""
+        self._take_back()
         if self._local is None:
             self._local = self._pool.take(self.layout.size, self.formats.local).zero_()
         for index, slot in enumerate(self.layout.slots):
@@ -230,6 +241,11 @@ class Bucket:
                 self.master.numel(), self.formats.reduce, self.master.device)  # fmt: skip
         self._reducing = self.axis.reduce_scatter(self.own_grad, self._local, accumulate=self._reduced)
         self._reduced = True
+
+    def _take_back(self) -> None:
+        """Gradients are autograd's own again."""
+        while self._in_place:
+            self.parameters[self._in_place.pop()].grad = None
 
     def finish_reduce(self) -> None:
         """Return when the reduction that `reduce` began is complete."""
@@ -260,6 +276,7 @@ class Bucket:
 
     def clear_grad(self) -> None:
         """Forget all gradients, reduced or not."""
+        self._take_back()
         self.finish_reduce()
         self._reducing.settle()
         self.ever_arrived.clear()

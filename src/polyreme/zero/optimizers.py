@@ -7,9 +7,11 @@ out on small tensors; one that looks at whole tensors gets them whole ("tensor")
 from __future__ import annotations
 
 import inspect
+import json
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
+from contextlib import suppress
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import partial
@@ -214,6 +216,15 @@ def _same(a: Tensor, b: Tensor) -> bool:
     return torch.allclose(a, b, rtol=1e-9, atol=1e-12, equal_nan=True)
 
 
+def _json(values: Mapping[str, Any]) -> dict[str, Any]:
+    """What of `values` JSON can hold."""
+    found = {}
+    for key, value in values.items():
+        with suppress(TypeError, ValueError):
+            found[key] = json.loads(json.dumps(value))
+    return found
+
+
 def _spared(model: nn.Module, section: OptimizerSection) -> set[str]:
     """Names of the parameters without weight decay."""
     if section.no_decay == "none":
@@ -262,6 +273,21 @@ class Options:
             with warnings.catch_warnings():  # that it is stepped before its optimizer: ours are others
                 warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step", UserWarning)
                 self._scheduler.step()
+        self._follow(progress)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a torch scheduler knows of the past, as JSON can hold it; the config's schedule follows from how far training has come."""
+        if self._scheduler is None:
+            return {}
+        groups = [{key: value for key, value in group.items() if key != "params"} for group in self._scheduler.optimizer.param_groups]
+        return {"groups": [_json(group) for group in groups], "scheduler": _json(self._scheduler.state_dict())}
+
+    def load_state_dict(self, state: Mapping[str, Any], progress: Progress) -> None:
+        """Go on from `state`, and from `progress`."""
+        if self._scheduler is not None and state:
+            self._scheduler.load_state_dict({**self._scheduler.state_dict(), **state["scheduler"]})
+            for group, before in zip(self._scheduler.optimizer.param_groups, state["groups"], strict=False):
+                group.update({key: tuple(value) if isinstance(value, list) else value for key, value in before.items()})
         self._follow(progress)
 
     def _follow(self, progress: Progress) -> None:

@@ -95,7 +95,7 @@ class Placement:
             yield from self._of_stage(master)
             return
         mine = [
-            (names, list(self.division.parts[names[0]].cut.shape), bucket) for bucket in self.buckets for names, _ in self._named(bucket)
+            (names, list(self.division.parts[names[0]].cut.shape), bucket) for bucket in self.buckets for names, _ in self.named(bucket)
         ]
         told: list[Any] = pp.gather_objects([(names, shape, str(self._format(b, master))) for names, shape, b in mine])
         known: set[str] = set()
@@ -116,7 +116,7 @@ class Placement:
         tp = self.division.tp
         for bucket in self.buckets:
             full = bucket.whole(master)
-            for names, slot in self._named(bucket):
+            for names, slot in self.named(bucket):
                 local, cut = full[slot.start : slot.stop], self.division.parts[names[0]].cut
                 if cut.is_whole or tp.size == 1:
                     yield names, local.view(slot.shape)
@@ -125,7 +125,8 @@ class Placement:
                 tp.all_gather(everyone, local).settle()
                 yield names, cut.join([part.view(slot.shape) for part in everyone.chunk(tp.size)])
 
-    def _named(self, bucket: Bucket) -> list[tuple[list[str], Slot]]:
+    def named(self, bucket: Bucket) -> list[tuple[list[str], Slot]]:
+        """All names of each of the bucket's tensors, in the order of its layout."""
         names: dict[str, list[str]] = defaultdict(list)
         for name, (owner, slot) in self.where.items():
             if owner is bucket:

@@ -41,6 +41,7 @@ class Reducer:
         self._left: dict[Bucket, int] = {}
         self._sharded = any(bucket.sharded for bucket in buckets)
         self._by_arrival = not self._sharded
+        self._whole = True  # the backward under way has no second half
         self._waiting: dict[Bucket, set[int]] = {}  # to be reduced in this backward: parameters without a gradient in it
         self._adding: set[Bucket] = set()  # whose gradients of this backward are only added up
         self._in_flight: deque[Bucket] = deque()
@@ -57,7 +58,7 @@ class Reducer:
 
     def begin(self, stage: int = 0, gathers: bool = True) -> None:
         """Before a backward of `stage`, or before its second half, which does not gather parameters (`gathers`)."""
-        self._by_arrival = not (self._sharded and gathers)
+        self._by_arrival, self._whole = not (self._sharded and gathers), gathers
         used = [bucket for bucket in self._order if stage in bucket.stages]
         for bucket in used:
             self._left[bucket] -= 1
@@ -82,7 +83,7 @@ class Reducer:
                 later.hold(parameter, arrived)
                 return
             if bucket in self._adding:
-                bucket.take_grad(index)
+                bucket.take_grad(index, more=self._whole)
                 return
             if bucket not in self._waiting:
                 raise ModelError(f"parameter {bucket.layout.slots[index].name} got a second gradient after its reduction began: "

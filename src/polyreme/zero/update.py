@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from polyreme.layout import Run, Slot, align
+from polyreme.layout import ALIGN, Run, Slot, align
 from polyreme.zero.bucket import Bucket
 from polyreme.zero.optimizers import Group
 
@@ -44,7 +44,9 @@ class Update:
         chunk = CHUNK if self.one_by_one else bucket.layout.size
         self._pieces = [_Piece(part, self._view(bucket.master, part))
                         for run in bucket.layout.runs(bucket.region.start, bucket.region.stop) for part in _cut(run, chunk)]  # fmt: skip
+        self._groups = groups
         self._optimizers: dict[int, Optimizer] = {}
+        self._probes: dict[int, dict[str, Any]] = {}
         for group in sorted({piece.run.group for piece in self._pieces}):
             self._optimizers[group] = groups[group].optimizer([p.tensor for p in self._pieces if p.run.group == group])
 
@@ -87,6 +89,58 @@ class Update:
     def state_of(self) -> Iterable[tuple[Run, dict[str, Any]]]:
         """Every piece's run with the torch state of its parameter."""
         return [(piece.run, self._optimizers[piece.run.group].state.get(piece.tensor, {})) for piece in self._pieces]
+
+    def allocate(self, scalars: Mapping[str, Mapping[str, float] | None]) -> None:
+        """Make all states anew, as they are after a step, of zeros. `scalars` has by name of a parameter the states that are one number
+        (`step`, ...; see `states`), or None for one that is to have no state, like one that was never updated."""
+        slots = [s for s in self.bucket.layout.slots if s.size and s.start < self.bucket.region.stop and s.stop > self.bucket.region.start]
+        told = {slot.name: None if scalars[slot.name] is None else tuple(sorted(scalars[slot.name].items())) for slot in slots}  # type: ignore[union-attr]
+        for optimizer in self._optimizers.values():
+            optimizer.state.clear()
+        common = max(told.values(), key=list(told.values()).count, default=None)
+        for slot in slots:
+            if told[slot.name] != common:
+                self._isolate(slot)
+        for piece in self._pieces:
+            name = next(s.name for s in slots if s.start < piece.run.stop and align(s.stop) > piece.run.start)
+            if (numbers := scalars[name]) is not None:
+                self._optimizers[piece.run.group].state[piece.tensor] = self._fresh(piece, numbers)
+
+    def states(self, slot: Slot) -> dict[str, tuple[int, ...] | None]:
+        """The states that the optimizer has for a parameter once it was updated, by name: their shapes, or None for one number."""
+        state = self._probe(slot.group, slot.shape if self.bucket.layout.boundary == "tensor" else None)
+        found: dict[str, tuple[int, ...] | None] = {}
+        for kind, value in state.items():
+            if isinstance(value, Tensor) and value.dim():
+                found[kind] = slot.shape if self.bucket.layout.boundary == "element" else tuple(value.shape)
+            elif value is not None:
+                found[kind] = None
+        return found
+
+    def _fresh(self, piece: _Piece, numbers: Mapping[str, float]) -> dict[str, Any]:
+        """The states of a piece after a step on zeros, with `numbers`."""
+        flat = piece.run.slot is None
+        found: dict[str, Any] = {}
+        for key, value in self._probe(piece.run.group, None if flat else tuple(piece.tensor.shape)).items():
+            if isinstance(value, Tensor) and value.dim():
+                found[key] = torch.zeros(piece.tensor.shape if flat else value.shape, dtype=value.dtype, device=value.device)
+            elif isinstance(value, Tensor):
+                found[key] = torch.full_like(value, numbers.get(key, 0.0))
+            else:
+                found[key] = value if value is None or key not in numbers else type(value)(numbers[key])
+        return found
+
+    def _probe(self, group: int, shape: tuple[int, ...] | None) -> dict[str, Any]:
+        """The torch states of a parameter of this shape after a step on zeros; None: of a few elements of any."""
+        if shape is None and group in self._probes:
+            return self._probes[group]
+        probe = torch.zeros((ALIGN,) if shape is None else shape, dtype=self.bucket.master.dtype, device=self.bucket.master.device)
+        probe.grad = torch.zeros_like(probe)
+        optimizer = self._groups[group].optimizer([probe])
+        optimizer.step()
+        if shape is None:
+            self._probes[group] = optimizer.state[probe]
+        return optimizer.state[probe]
 
     def _view(self, region: Tensor, run: Run) -> Tensor:
         flat = region[run.start - self.bucket.region.start : run.stop - self.bucket.region.start]

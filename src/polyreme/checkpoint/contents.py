@@ -1,0 +1,151 @@
+"""What is in a checkpoint of any format: facts, to be shown to people and programs. No communication."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import prod
+from operator import xor
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from polyreme.checkpoint.dcp import DCPCheckpoint
+from polyreme.checkpoint.deepspeed import DeepSpeedCheckpoint
+from polyreme.checkpoint.directory import Directory
+from polyreme.checkpoint.folder import RunFolder
+from polyreme.checkpoint.open import open_source
+from polyreme.checkpoint.source import MASTER, MODEL, Source, TensorInfo
+from polyreme.errors import CheckpointError
+
+SHARE = 1 << 28  # bytes checked between two signs of progress
+
+
+@dataclass(frozen=True)
+class Kind:
+    """All tensors of a kind: how many, their elements, their bytes, their dtypes as torch names them."""
+
+    name: str
+    tensors: int
+    elements: int
+    bytes: int
+    dtypes: Sequence[str]
+
+
+@dataclass(frozen=True)
+class Row:
+    """A tensor: its shape and dtype by kind; and the name of another one that it is the same as."""
+
+    name: str
+    kinds: Mapping[str, TensorInfo]
+    same_as: str | None = None
+
+
+@dataclass(frozen=True)
+class Contents:
+    """mesh: the sizes of the axes of the ranks that wrote it. state: how far training had come. others: names that are there and not read.
+    checksums: how many there are; None if none was compared. problem: what the comparison found."""
+
+    path: Path
+    format: str
+    kinds: Sequence[Kind]
+    tensors: Sequence[Row]
+    mesh: Mapping[str, int] = field(default_factory=dict)
+    zero_stage: int | None = None
+    state: Mapping[str, Any] = field(default_factory=dict)
+    versions: Mapping[str, Any] = field(default_factory=dict)
+    others: Sequence[str] = ()
+    checksums: int = 0
+    problem: str | None = None
+
+    def as_json(self) -> dict[str, Any]:
+        """The same as JSON can hold it."""
+
+        def dtype(info: TensorInfo) -> str:
+            return str(info.dtype).removeprefix("torch.")
+
+        return {
+            "path": str(self.path),
+            "format": self.format,
+            "mesh": self.mesh,
+            "zero_stage": self.zero_stage,
+            "state": self.state,
+            "versions": self.versions,
+            "kinds": [vars(kind) for kind in self.kinds],
+            "tensors": [
+                {
+                    "name": row.name,
+                    "kinds": {kind: {"shape": list(info.shape), "dtype": dtype(info)} for kind, info in row.kinds.items()},
+                    "same_as": row.same_as,
+                }
+                for row in self.tensors
+            ],
+            "others": list(self.others),
+            "integrity": {"checksums": self.checksums, "problem": self.problem},
+        }
+
+
+def contents(path: Path, shares: Callable[[int], Iterable[int]] = range) -> Contents:
+    """Of the checkpoint at `path`, or the newest of the run's folder `path`. All of its bytes are compared with their checksums.
+
+    shares: of a number of equal shares of that work, the numbers from 0 on, as they are to be done. Raises CheckpointError for what cannot
+    be opened.
+    """
+    source = open_source(RunFolder(path).newest() or path if path.is_dir() else path)
+    checksums, problem = _check(source, shares)
+    aliases: Mapping[str, str] = getattr(source, "aliases", {})
+    by_name: dict[str, dict[str, TensorInfo]] = {}
+    order = sorted(source.tensors, key=lambda kind: ((MODEL, MASTER).index(kind) if kind in (MODEL, MASTER) else 2, kind))
+    for kind in order:
+        for name, info in source.tensors[kind].items():
+            by_name.setdefault(name, {})[kind] = info
+    return Contents(
+        path=source.path,
+        kinds=[_kind(kind, [info for name, info in source.tensors[kind].items() if name not in aliases]) for kind in order],
+        tensors=[Row(name, kinds, aliases.get(name)) for name, kinds in by_name.items()],
+        checksums=checksums,
+        problem=problem,
+        **_of_format(source),
+    )
+
+
+def _of_format(source: Source) -> dict[str, Any]:
+    if isinstance(source, DeepSpeedCheckpoint):
+        state = dict(source.state)
+        versions = {"deepspeed": state.pop("deepspeed")} if "deepspeed" in state else {}
+        return {"format": "DeepSpeed", "mesh": source.mesh, "zero_stage": source.zero_stage, "state": state, "versions": versions}
+    if isinstance(source, DCPCheckpoint):
+        return {"format": "torch.distributed.checkpoint", "mesh": {"ranks": source.ranks}, "state": source.state, "others": source.others}
+    resume = source.resume if isinstance(source, Directory) else None
+    if resume is None:
+        return {"format": "Hugging Face"}
+    mesh = {name: size for name, size in resume.mesh.items() if isinstance(size, int)}
+    return {"format": "Polyreme", "mesh": mesh, "zero_stage": resume.zero_stage, "state": resume.state, "versions": resume.versions}
+
+
+def _check(source: Source, shares: Callable[[int], Iterable[int]]) -> tuple[int, str | None]:
+    """How many checksums there are, and what is wrong."""
+    count = max(1, sum(_bytes(info) for infos in source.tensors.values() for info in infos.values()) // SHARE)
+    combined: list[int] = []
+    try:
+        for share in shares(count):
+            part = source.contributions(share, count)
+            combined = list(map(xor, combined, part)) if combined else part
+        if combined:
+            source.compare(combined)
+    except CheckpointError as error:
+        return len(combined), str(error)
+    return len(combined), None
+
+
+def _kind(name: str, infos: Sequence[TensorInfo]) -> Kind:
+    dtypes: dict[torch.dtype, int] = {}
+    for info in infos:
+        dtypes[info.dtype] = dtypes.get(info.dtype, 0) + _bytes(info)
+    names = [str(dtype).removeprefix("torch.") for dtype in sorted(dtypes, key=lambda dtype: -dtypes[dtype])]
+    return Kind(name, len(infos), sum(prod(info.shape) for info in infos), sum(dtypes.values()), names)
+
+
+def _bytes(info: TensorInfo) -> int:
+    return prod(info.shape) * info.dtype.itemsize

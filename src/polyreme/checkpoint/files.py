@@ -1,0 +1,98 @@
+"""Files that may be damaged or made to harm: whatever is wrong with one is a CheckpointError that names it. No communication."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from polyreme.errors import CheckpointError
+
+JSON_LIMIT = 1 << 30
+"""Bytes. A JSON file of a checkpoint that is larger than this is not read."""
+
+
+def damaged(file: Path, what: str) -> CheckpointError:
+    """The error that `file` is not what it must be."""
+    return CheckpointError(f"{file} is damaged: {what}. Copy it again from where it was whole, or use an earlier checkpoint")
+
+
+@contextmanager
+def reading(file: Path) -> Iterator[None]:
+    """What the system says against reading `file` is a CheckpointError."""
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointError(f"{file} cannot be read: {error.strerror or error}") from error
+
+
+def is_plain(name: object) -> bool:
+    """Whether `name` is that of a file within a folder on any system: parts between slashes, without `..`, drives, control characters."""
+    if not isinstance(name, str) or "\\" in name or ":" in name or not name.isprintable():
+        return False
+    return all(part not in ("", ".", "..") for part in name.split("/"))
+
+
+def locate(folder: Path, name: str) -> tuple[Path, int]:
+    """The regular file `name` (see `is_plain`) of `folder`, and its bytes.
+
+    Raises CheckpointError where there is none, and where a link leads out of the folder; but those of the Hugging Face cache, whose
+    folders `snapshots/*` are links to the files of `blobs` beside them, are followed."""
+    file = folder / name
+    with reading(file):
+        status = file.stat()
+        home, target = folder.resolve(), file.resolve()
+    blobs = home.parent.parent / "blobs"
+    if not target.is_relative_to(home) and not (home.parent.name == "snapshots" and target.parent == blobs):
+        raise CheckpointError(f"{file} is a link that leads out of the checkpoint, to {target}: put the file itself in its place")
+    if not stat.S_ISREG(status.st_mode):
+        raise CheckpointError(f"{file} is not a file")
+    return file, status.st_size
+
+
+def fill(file: Path, memory: memoryview, offset: int, ahead: int = 0) -> None:
+    """Read the bytes of `file` from `offset` on into the whole of `memory`; CheckpointError where there are fewer. ahead: how many bytes
+    behind them the system may begin to read, as they are the next."""
+    with reading(file), file.open("rb", buffering=0) as opened:
+        if ahead and hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(opened.fileno(), offset + len(memory), ahead, os.POSIX_FADV_WILLNEED)
+        opened.seek(offset)
+        while memory:
+            count = opened.readinto(memory)
+            if not count:
+                raise damaged(file, f"it ends {len(memory)} bytes early")
+            memory = memory[count:]
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    """The object that the JSON file holds."""
+    with reading(file):
+        size = file.stat().st_size
+    if size > JSON_LIMIT:
+        raise damaged(file, f"it has {size} bytes, and no more than {JSON_LIMIT} are read")
+    text = bytearray(size)
+    fill(file, memoryview(text), 0)
+    return parse_json(text, file)
+
+
+def parse_json(text: bytes | bytearray, file: Path) -> dict[str, Any]:
+    """The object that `text`, from `file`, holds. CheckpointError where a key comes twice, too: parsers differ in which counts."""
+    try:
+        value = json.loads(text.decode(), object_pairs_hook=_distinct)
+    except (ValueError, RecursionError) as error:
+        raise damaged(file, f"it holds no valid JSON ({error})") from None
+    if not isinstance(value, dict):
+        raise damaged(file, f"its JSON is a {type(value).__name__}, not an object")
+    return value
+
+
+def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise ValueError(f"the key {Counter(key for key, _ in pairs).most_common(1)[0][0]!r} comes twice")
+    return found

@@ -1,0 +1,168 @@
+"""Reads a checkpoint of any layout, or format, into what this rank has: only the ranges that it needs, straight to their place.
+
+Invariant: all that can be known to be wrong is known, on every rank, before any number of the model changes.
+Communication: what each rank read of the files' checksums; what each lacks; nothing while the numbers are read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from polyreme.checkpoint.source import MASTER, MODEL, Source, TensorInfo
+from polyreme.checkpoint.write import combine
+from polyreme.errors import CheckpointError
+from polyreme.mesh import Axis
+from polyreme.model_map import base_prefix
+from polyreme.region import Region, Runs
+
+BLOCK = 1 << 18  # elements
+THREADS = 2
+SPARSE = 8
+"""Runs that are this many times shorter than the distance between them are read one by one, others with what lies between them."""
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """A tensor of this rank's: all its names, and the shape of the whole."""
+
+    names: Sequence[str]
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Match:
+    """name_of: by the first name of each tensor of this rank that the checkpoint has, its name there. missing, unexpected, unlike: over all
+    ranks, what the checkpoint lacks, has besides, or has in another shape, each with the reason."""
+
+    name_of: Mapping[str, str]
+    missing: Sequence[str]
+    unexpected: Sequence[str]
+    unlike: Sequence[str]
+
+    @property
+    def is_exact(self) -> bool:
+        return not (self.missing or self.unexpected or self.unlike)
+
+    def __str__(self) -> str:
+        named = ("not in the checkpoint", "in the checkpoint, not in the model", "of another shape")
+        parts = zip((self.missing, self.unexpected, self.unlike), named, strict=True)
+        return "; ".join(
+            f"{len(names)} {what}: {', '.join(names[:4])}{', ...' if len(names) > 4 else ''}" for names, what in parts if names
+        )
+
+
+def together(axis: Axis, work: Callable[[], Any]) -> list[Any]:
+    """What `work` returned on every rank (as JSON). Where it raised CheckpointError on one, that is raised on all."""
+    result, failure = None, None
+    try:
+        result = work()
+    except CheckpointError as error:
+        failure = str(error)
+    except OSError as error:
+        failure = f"{type(error).__name__}: {error}"
+    reports: list[Any] = axis.gather_objects({"result": result, "failure": failure})
+    for report in reports:
+        if report["failure"] is not None:
+            raise CheckpointError(report["failure"])
+    return [report["result"] for report in reports]
+
+
+def verify(source: Source, axis: Axis) -> None:
+    """Compare all bytes with the checksums, each rank a part of them. Raises CheckpointError on every rank."""
+    parts = together(axis, lambda: source.contributions(axis.rank, axis.size))
+    together(axis, lambda: source.compare([combine(each) for each in zip(*parts, strict=True)]))
+
+
+def match(source: Source, wanted: Iterable[Wanted], prefix: str, axis: Axis) -> Match:
+    """Which of the source's tensors are this rank's, by name; `prefix` is what a model with a head has before the names of one without."""
+    found = _weights(source)
+    name_of: dict[str, str] = {}
+    missing, unlike = [], []
+    for tensor in wanted:
+        there = _name(found, tensor.names, prefix)
+        if there is None:
+            missing.append(tensor.names[0])
+        elif wrong := [info.shape for info in _all(source, there) if tuple(info.shape) != tuple(tensor.shape)]:
+            unlike.append(f"{tensor.names[0]} {_shape(wrong[0])}, in the model {_shape(tensor.shape)}")
+        else:
+            name_of[tensor.names[0]] = there
+    known = {name for each in wanted for name in each.names}
+    known |= {name.removeprefix(prefix) for name in known if prefix} | {prefix + name for name in known}
+    reports: list[Any] = axis.gather_objects([missing, unlike, sorted(known & found.keys())])
+    everywhere = {name for report in reports for name in report[2]}
+    told = [list(dict.fromkeys(name for report in reports for name in report[i])) for i in range(2)]
+    return Match(name_of, told[0], [name for name in found if name not in everywhere], told[1])
+
+
+def lacks(source: Source, model: nn.Module) -> list[str]:
+    """Parameters and persistent buffers of a whole model that the source does not have, or not in this shape. No communication."""
+    found, names_of, tensors = _weights(source), dict[int, list[str]](), model.state_dict(keep_vars=True)
+    for name, tensor in tensors.items():
+        names_of.setdefault(id(tensor), []).append(name)
+    prefix, wrong = base_prefix(model), []
+    for names in names_of.values():
+        there = _name(found, names, prefix)
+        if there is None or tuple(found[there].shape) != tuple(tensors[names[0]].shape):
+            wrong.append(names[0])
+    return wrong
+
+
+def _weights(source: Source) -> Mapping[str, TensorInfo]:
+    return source.tensors[MODEL] if MODEL in source.tensors else source.tensors.get(MASTER, {})
+
+
+def _all(source: Source, name: str) -> list[TensorInfo]:
+    """The weights of that name, of both kinds."""
+    return [source.tensors[kind][name] for kind in (MODEL, MASTER) if name in source.tensors.get(kind, {})]
+
+
+def _name(found: Mapping[str, TensorInfo], names: Sequence[str], prefix: str) -> str | None:
+    """Under which of its names, with or without `prefix`, a tensor is there."""
+    others = [name.removeprefix(prefix) if name.startswith(prefix) else prefix + name for name in names] if prefix else []
+    return next((name for name in (*names, *others) if name in found), None)
+
+
+def fill(source: Source, regions: Iterable[tuple[str, str, Region]]) -> None:
+    """Read (kind, name in the source) into each region's memory, in its dtype."""
+    blocks = [(kind, name, region, block) for kind, name, region in regions for runs in region.runs() for block in _blocks(runs)]
+    with ThreadPoolExecutor(THREADS) as pool:
+        for _ in pool.map(lambda each: _read(source, *each), blocks):
+            pass
+
+
+def _blocks(runs: Runs) -> Iterable[Runs]:
+    """Pieces of which each, with what lies between its runs, is at most BLOCK elements."""
+    if runs.count == 1:
+        return runs.blocks(BLOCK)
+    return runs.blocks(max(BLOCK * runs.size // runs.whole_step, 1))
+
+
+def _read(source: Source, kind: str, name: str, region: Region, runs: Runs) -> None:
+    target = runs.of(region.data, region.start)
+    if runs.count == 1 or runs.whole_step >= SPARSE * runs.size:
+        for i, row in enumerate(target):
+            at = runs.whole + i * runs.whole_step
+            row.copy_(source.read(kind, name, at, at + runs.size))
+        return
+    stop = runs.whole + (runs.count - 1) * runs.whole_step + runs.size
+    cover = source.read(kind, name, runs.whole, stop)
+    target.copy_(cover.as_strided((runs.count, runs.size), (runs.whole_step, 1)))
+
+
+def fill_buffer(source: Source, name: str, buffer: Tensor) -> None:
+    """Read a whole tensor."""
+    buffer.data.copy_(source.read(MODEL, name, 0, buffer.numel()).view(buffer.shape))
+
+
+def listed(shapes: Mapping[str, Sequence[int]]) -> str:
+    """States by name, with their shapes."""
+    return ", ".join(f"{kind} {_shape(shape)}" for kind, shape in sorted(shapes.items())) or "none"
+
+
+def _shape(shape: Sequence[int]) -> str:
+    return "x".join(map(str, shape)) or "()"

@@ -1,0 +1,113 @@
+"""`resume.json`: what a checkpoint holds besides tensors, and the size and CRC-32 of each of its files.
+
+Invariant: `read` returns what `dump` was given, or raises; its names of files stay within the folder. No communication.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any, NamedTuple
+from zlib import crc32
+
+from polyreme.checkpoint.files import damaged, is_plain, locate, read_json, reading
+from polyreme.errors import CheckpointError
+
+NAME = "resume.json"
+FORMAT, VERSION = "polyreme", 1
+
+
+class File(NamedTuple):
+    """A file as it was written: its bytes, and their CRC-32."""
+
+    size: int
+    crc32: int
+
+
+@dataclass(frozen=True)
+class Resume:
+    """All but `files` and `zero_stage` are mappings of whatever JSON holds (NaN and infinities included), with keys that are strings."""
+
+    files: Mapping[str, File] = field(default_factory=dict)
+    """By path within the folder, with slashes: every file but resume.json itself."""
+    state: Mapping[str, Any] = field(default_factory=dict)
+    """Steps, samples, tokens, learning rate, loss scale."""
+    mesh: Mapping[str, Any] = field(default_factory=dict)
+    """The size of each axis."""
+    zero_stage: int = 0
+    rng: Mapping[str, Any] = field(default_factory=dict)
+    """The states of the ranks' random numbers."""
+    data: Mapping[str, Any] = field(default_factory=dict)
+    """The place in the training data."""
+    config: Mapping[str, Any] = field(default_factory=dict)
+    versions: Mapping[str, Any] = field(default_factory=dict)
+    """Of Polyreme, torch and what else wrote the checkpoint."""
+    extra: Mapping[str, Any] = field(default_factory=dict)
+    """The caller's own."""
+
+
+def dump(resume: Resume) -> bytes:
+    """The text of the file. Raises CheckpointError for what JSON cannot hold, and for names of files that would not be read again."""
+    tree: dict[str, Any] = {"format": FORMAT, "version": VERSION} | {each.name: getattr(resume, each.name) for each in fields(Resume)}
+    tree["files"] = {name: {"size": file.size, "crc32": f"{file.crc32:08x}"} for name, file in resume.files.items()}
+    try:
+        tree = json.loads(json.dumps(tree))
+    except (TypeError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"{NAME} cannot hold this state: {error}") from error
+    wrong = _wrong(tree)
+    if wrong:
+        raise CheckpointError(f"{NAME} cannot be written: {wrong}")
+    return json.dumps(tree | {"self": _checksum(tree)}, indent=1).encode() + b"\n"
+
+
+def write(folder: Path, resume: Resume) -> None:
+    """Write it into the folder; it is not synced."""
+    (folder / NAME).write_bytes(dump(resume))
+
+
+def read(folder: Path) -> Resume | None:
+    """What the folder's resume.json says; None where there is none. Raises CheckpointError for one that is damaged, or too new."""
+    file = folder / NAME
+    with reading(folder):
+        if NAME not in (entry.name for entry in folder.iterdir()):
+            return None
+    tree = read_json(locate(folder, NAME)[0])
+    version = tree.get("version")
+    if tree.get("format") == FORMAT and type(version) is int and version > VERSION:
+        raise CheckpointError(f"{file} has version {version} of the format, and this Polyreme reads up to version {VERSION}: "
+                              f"use a Polyreme as new as the one that wrote it ({tree.get('versions')!r:.200})")  # fmt: skip
+    if tree.get("format") != FORMAT or version != VERSION:
+        raise damaged(file, f"its format is {tree.get('format')!r:.200}, version {version!r:.200}, not {FORMAT!r}, version {VERSION}")
+    said = tree.pop("self", None)
+    if said != _checksum(tree):
+        raise damaged(file, f"its own checksum is {_checksum(tree)}, and it says {said!r:.200}")
+    wrong = _wrong(tree)
+    if wrong:
+        raise damaged(file, wrong)
+    table = {name: File(row["size"], int(row["crc32"], 16)) for name, row in tree["files"].items()}
+    return Resume(table, **{each.name: tree[each.name] for each in fields(Resume) if each.name != "files"})
+
+
+def _checksum(tree: Mapping[str, Any]) -> str:
+    """Of the canonical JSON of all keys but `self`: sorted, without spaces, in ASCII."""
+    return f"{crc32(json.dumps(tree, sort_keys=True, separators=(',', ':')).encode()):08x}"
+
+
+def _wrong(tree: Mapping[str, Any]) -> str | None:
+    """What keeps the content from being a Resume."""
+    for each in fields(Resume):
+        kind = int if each.name == "zero_stage" else dict
+        if type(tree.get(each.name)) is not kind:
+            return f"{each.name!r} is not {'a number' if kind is int else 'an object'}"
+    for name, row in tree["files"].items():
+        if not is_plain(name) or name == NAME:
+            return f"{name!r} is not the name of a file within the folder"
+        if not isinstance(row, dict) or type(row.get("size")) is not int or row["size"] < 0 or not _is_checksum(row.get("crc32")):
+            return f"the file {name!r} is without its size or its checksum of 8 hexadecimal digits"
+    return None
+
+
+def _is_checksum(value: object) -> bool:
+    return isinstance(value, str) and len(value) == 8 and all(digit in "0123456789abcdef" for digit in value)

@@ -1,0 +1,35 @@
+"""The signals that ask a run to save and stop: schedulers send them some time before they end a job.
+
+Invariant: while nobody listens they do what they always do, which is to end the process.
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+WISHES = (signal.SIGTERM, signal.SIGUSR1)
+"""What `docker stop`, systemd, Kubernetes and Slurm send, and what Slurm can be told to send."""
+
+
+@contextmanager
+def listening(told: Callable[[signal.Signals], None]) -> Iterator[None]:
+    """Call `told` with each of WISHES that this process gets. It runs between two of the main thread's Python instructions.
+
+    In any other thread, and for a signal whose handler is not Python's, nothing changes."""
+    here = threading.current_thread() is threading.main_thread()
+    before = {number: action for number in WISHES if here and (action := signal.getsignal(number)) is not None}
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        told(signal.Signals(number))
+
+    for number in before:
+        signal.signal(number, handle)
+    try:
+        yield
+    finally:
+        for number, action in before.items():
+            signal.signal(number, action)

@@ -1,0 +1,169 @@
+"""The checkpoints of `polyreme train`: which one its run begins from, when they are written, which go.
+
+Invariant: all ranks begin from the same one, and what is in the folder is changed by rank 0 alone, after every rank has what it needs.
+Communication: rank 0 tells where to begin; loading and saving, as `Engine` does it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, fields
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from polyreme.checkpoint.folder import RunFolder
+from polyreme.config import Config
+from polyreme.data import load_tokenizer
+from polyreme.engine import Engine
+from polyreme.errors import CheckpointError, DataError
+from polyreme.mesh import Mesh
+from polyreme.resumption import Beginning, origin, plan
+
+
+@dataclass
+class Account:
+    """What a run that goes on has to know of its past beyond the engine's state, kept in its checkpoints."""
+
+    origin: str | None = None
+    """What the config named to begin from; see `resumption.origin`."""
+    seconds: float = 0.0
+    """Spent in training steps."""
+    loss: float = math.nan
+    """Of the last step."""
+    first_validation: float | None = None
+    last_validation: float | None = None
+    bytes_per_token: float | None = None
+    """Of the validation text."""
+
+    @classmethod
+    def of(cls, extra: Mapping[str, Any]) -> Account:
+        return cls(**{each.name: extra[each.name] for each in fields(cls) if each.name in extra})
+
+
+class Checkpoints:
+    """Those in the run's folder. `say` is how people hear of them."""
+
+    def __init__(self, config: Config, engine: Engine, tokenizer: Any, say: Callable[[str], None]) -> None:
+        self._config, self._engine, self._tokenizer, self._say = config, engine, tokenizer, say
+        self._folder = RunFolder(config.checkpoint.folder)
+        self._writing: Path | None = None
+
+    def begin(self) -> Beginning:
+        """Where this run begins, the same on every rank. Nothing is loaded yet.
+
+        Raises ConfigError where that cannot be, and DataError where the text has another tokenizer now."""
+        beginning = Beginning(**from_rank_0(self._engine.mesh, self._plan))
+        if beginning.checkpoints:
+            self._check_tokenizer(Path(beginning.checkpoints[0]))
+        return beginning
+
+    def load(self, beginning: Beginning) -> tuple[Account, list[str]]:
+        """Put the engine where the run begins. Returns what is known of its past, and what there is to say of it."""
+        unreadable = dict(beginning.damaged)
+        for name in beginning.checkpoints:
+            try:
+                loaded = self._engine.load(name)
+            except CheckpointError as error:
+                unreadable[name] = str(error)
+                continue
+            account = Account.of(loaded.extra)
+            account.origin = origin(self._config) or account.origin
+            return account, [*self._pass_over(unreadable), *self._resumed(Path(name), beginning), *loaded.notes]
+        if unreadable:
+            reasons = "".join(f"\n  {name}: {reason}" for name, reason in unreadable.items())
+            raise CheckpointError(f"the run cannot go on, as no checkpoint of it can be read:{reasons}\n"
+                                  "give another checkpoint.folder, or --no-resume to begin anew in this one")  # fmt: skip
+        aside = self._folder.set_aside() if self._engine.mesh.rank == 0 else []
+        notes = [f"{_names(aside)} in {self._folder.path}, of an earlier run, will go when the first checkpoint is there"] if aside else []
+        return Account(origin(self._config)), notes
+
+    def save(self, account: Account, wait: bool = True) -> Path:
+        """Write a checkpoint of this step; without `wait`, in the background. Every rank must call. Raises CheckpointError."""
+        path = self._folder.path / f"step-{self._engine.state.step}"
+        self.finish()
+        self._say(f"saving {path}")
+        self._engine.save(path, self._tokenizer, extra=asdict(account), wait=wait)
+        self._writing = path
+        self.settle()
+        return path
+
+    def finish(self) -> None:
+        """Wait for what is being written in the background. If that fails, it is said, and training goes on."""
+        try:
+            self._engine.wait()
+        except CheckpointError as error:
+            self.failed(error)
+        self.settle()
+
+    def failed(self, error: CheckpointError) -> None:
+        """Say that a checkpoint could not be written; those before it are still there."""
+        self._writing = None
+        self._say(f"{error}; training goes on")
+
+    def settle(self) -> None:
+        """Once the checkpoint that is being written is there, point to it and remove those that are to go."""
+        path = self._writing
+        if path is None or self._engine.mesh.rank != 0 or not path.is_dir():
+            return
+        self._writing = None
+        section = self._config.checkpoint
+        prune = partial(self._folder.prune, section.keep, section.keep_every)
+        for change in (partial(self._folder.point, path), self._folder.drop_earlier, prune):
+            try:
+                change()
+            except OSError as error:  # on a full disk there may be room when older ones have gone
+                self._say(f"{self._folder.path} could not be brought up to date: {error}")
+
+    def _plan(self) -> dict[str, Any]:
+        self._folder.tidy()
+        return asdict(plan(self._config))
+
+    def _check_tokenizer(self, checkpoint: Path) -> None:
+        try:
+            tokenizer = load_tokenizer(checkpoint)
+        except DataError:  # it was saved without one
+            return
+        if tokenizer.get_vocab() != self._tokenizer.get_vocab():
+            raise DataError(
+                f"the tokens of the text are not those that the model of {checkpoint} knows: its tokenizer is another now, as the text or "
+                f'the config has changed. Set data.tokenizer = "{checkpoint}" (or a copy of it), or --no-resume to begin anew'
+            )
+
+    def _pass_over(self, unreadable: Mapping[str, str]) -> list[str]:
+        notes = []
+        for name, reason in unreadable.items() if self._engine.mesh.rank == 0 else ():
+            now = f" (it is now {self._folder.pass_over(Path(name)).name})" if self._is_ours(Path(name)) else ""
+            notes.append(f"{name} cannot be used{now}: {reason}")
+        return notes
+
+    def _resumed(self, checkpoint: Path, beginning: Beginning) -> list[str]:
+        state = self._engine.state
+        after = state.step if self._is_ours(checkpoint) else -1
+        aside = self._folder.set_aside(after) if self._engine.mesh.rank == 0 else []
+        notes = [f"resumed from {checkpoint}: {state.step:,} steps, {state.tokens:,} tokens"]
+        notes += [f"changed since then: {change}" for change in beginning.changes]
+        if aside:
+            notes.append(f"{_names(aside)} in {self._folder.path} will go when the first new checkpoint is there")
+        return notes
+
+    def _is_ours(self, checkpoint: Path) -> bool:
+        return checkpoint.resolve().parent == self._folder.path.resolve()
+
+
+def from_rank_0(mesh: Mesh, question: Callable[[], Any]) -> Any:
+    """Rank 0's answer (what JSON can hold), on every rank."""
+    return from_all_ranks(mesh, question() if mesh.rank == 0 else None)[0]
+
+
+def from_all_ranks(mesh: Mesh, value: Any) -> list[Any]:
+    """Every rank's `value` (what JSON can hold), rank 0's first."""
+    values = [value]
+    for axis in mesh.axes.values():
+        values = [each for there in axis.gather_objects(values) for each in there]  # type: ignore[attr-defined]
+    return values
+
+
+def _names(paths: list[Path]) -> str:
+    return ", ".join(path.name for path in paths)

@@ -1,0 +1,246 @@
+"""All that an engine is at one moment, to a checkpoint and back: weights, optimizer states, how far training has come, random numbers, the
+place in the data.
+
+Invariant: an engine that loads what another of the same layout saved goes on as that one would have, to the last bit; on any other layout
+it goes on with the same numbers, and other random ones.
+Communication: that of `checkpoint.save` and `checkpoint.load`.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from polyreme import model_map
+from polyreme.checkpoint import load
+from polyreme.checkpoint.folder import RunFolder
+from polyreme.checkpoint.open import open_source
+from polyreme.checkpoint.resume import Resume
+from polyreme.checkpoint.save import Content, small_files
+from polyreme.checkpoint.source import MASTER, MODEL, Source
+from polyreme.config import Config
+from polyreme.data import Loader
+from polyreme.errors import CheckpointError, DataError
+from polyreme.mesh import Axis, Mesh
+from polyreme.step import Step
+from polyreme.zero.place import Placement
+from polyreme.zero.state import loaded, saved
+from polyreme.zero.update import Update
+
+
+@dataclass
+class Parts:
+    """Of an engine. loaders: those whose place in the data is kept; positions: places that wait for loaders to be made."""
+
+    module: nn.Module
+    config: Config
+    mesh: Mesh
+    placement: Placement
+    updates: Sequence[Update]
+    step: Step
+    loaders: list[Loader] = field(default_factory=list)
+    positions: list[Mapping[str, Any]] = field(default_factory=list)
+
+    def buffers(self) -> list[tuple[list[str], Tensor]]:
+        """The persistent ones, with all their names."""
+        persistent = self.module.state_dict(keep_vars=True).keys()
+        found: dict[int, tuple[list[str], Tensor]] = {}
+        for name, buffer in self.module.named_buffers(remove_duplicate=False):
+            if name in persistent:
+                found.setdefault(id(buffer), ([], buffer))[0].append(name)
+        return list(found.values())
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """What `engine.load` found. path: the checkpoint. state: steps, samples, tokens, ... of its run; empty for weights alone. extra: what
+    `engine.save` was given. notes: what there is to say of it."""
+
+    path: Path
+    state: Mapping[str, Any]
+    extra: Mapping[str, Any]
+    notes: Sequence[str]
+
+
+def content(parts: Parts, tokenizer: Any, extra: Mapping[str, Any]) -> Content:
+    """What this rank gives to a checkpoint. Raises CheckpointError for what a checkpoint cannot hold."""
+    module, config, mesh = parts.module, parts.config, parts.mesh
+    try:
+        extra = json.loads(json.dumps(extra))  # the caller may change it while it is written
+    except (TypeError, ValueError) as error:
+        raise CheckpointError(f"extra= is kept as JSON, which cannot hold it: {error}") from error
+    resume = Resume(
+        state=parts.step.state_dict(),
+        mesh={**{name: axis.size for name, axis in mesh.axes.items()}, "order": list(config.mesh.order)},
+        zero_stage=int(config.zero.stage),
+        data={"loaders": [loader.state_dict() for loader in parts.loaders] or list(parts.positions)},
+        config=config.model_dump(mode="json"),
+        versions={name: version(name) for name in ("polyreme", "torch")},
+        extra=extra,
+    )
+    return Content(
+        regions=list(saved(parts.placement, parts.updates)),
+        buffers=parts.buffers(),
+        saved_name=partial(model_map.saved_name, module),
+        small=partial(small_files, module, tokenizer),
+        resume=resume,
+        rng={name: base64.b64encode(state.numpy().tobytes()).decode() for name, state in _random_states(mesh).items()},
+        limit=int(config.checkpoint.file_size),
+        shared_files=config.checkpoint.shared_files,
+    )
+
+
+def restore(parts: Parts, path: Path, strict: bool, weights_only: bool, axis: Axis) -> Loaded:
+    """Make the engine what the checkpoint at `path` says; or the newest complete one of the run's folder `path`, as rank 0 sees it.
+
+    Raises CheckpointError on every rank, and then nothing has changed."""
+    names = load.together(axis, lambda: [each.name for each in RunFolder(path).candidates()] if path.is_dir() else [])[0]
+    candidates = [path / name for name in names] or [path]
+    problems: list[str] = []
+    for each in candidates:
+        try:
+            source = _open(each, axis)
+            found, scalars = _look(parts, source, strict, weights_only, axis)
+        except CheckpointError as error:
+            problems.append(f"{each} was passed over: {error}")
+            if len(problems) == len(candidates):
+                raise CheckpointError("\n".join([*problems[:-1], str(error)])) from error
+        else:
+            return _take(parts, source, found, scalars, weights_only, axis, problems)
+    raise AssertionError  # one of them was the last
+
+
+def _open(path: Path, axis: Axis) -> Source:
+    found: list[Source] = []
+    load.together(axis, lambda: found.append(open_source(path)))
+    load.verify(found[0], axis)
+    return found[0]
+
+
+Scalars = dict[str, dict[str, float] | None]
+"""By the first name of a parameter: its states that are one number; None for one without states."""
+
+
+def _look(parts: Parts, source: Source, strict: bool, weights_only: bool, axis: Axis) -> tuple[load.Match, Scalars]:
+    """What of the source is for this rank. Raises CheckpointError where that is not what was asked for; nothing changes."""
+    placement = parts.placement
+    named = [names for bucket in placement.buckets for names, _ in placement.named(bucket)]
+    tensors = [load.Wanted(names, placement.division.parts[names[0]].cut.shape) for names in named]
+    wanted = [*tensors, *(load.Wanted(names, tuple(buffer.shape)) for names, buffer in parts.buffers())]
+    found = load.match(source, wanted, model_map.base_prefix(parts.module), axis)
+    if strict and not found.is_exact:
+        raise CheckpointError(f"{source.path} is not of this model: {found}. With strict=False, what is in both is loaded")
+    scalars: Scalars = dict.fromkeys(names[0] for names in named)
+    load.together(axis, lambda: None if weights_only else scalars.update(_scalars(parts, source, found)))
+    return found, scalars
+
+
+def _scalars(parts: Parts, source: Source, found: load.Match) -> Scalars:
+    """Of each parameter that is to be trained and has states. Raises CheckpointError where these are not those that the optimizer has."""
+    kinds = sorted(source.tensors.keys() - {MODEL, MASTER})
+    scalars: Scalars = {}
+    for update in parts.updates:
+        for names, slot in parts.placement.named(update.bucket):
+            name = found.name_of.get(names[0], "")
+            there = {kind: source.tensors[kind][name].shape for kind in kinds if name in source.tensors[kind]}
+            if not there:
+                continue
+            cut, expected = parts.placement.division.parts[names[0]].cut, update.states(slot)
+            needed = {kind: () if shape is None else cut.shape if shape == slot.shape else shape for kind, shape in expected.items()}
+            if there != needed:
+                raise CheckpointError(
+                    f"{source.path} has the optimizer states {load.listed(there)} of {name}, but this optimizer has {load.listed(needed)}: "
+                    "use the optimizer that it was saved with, or load with weights_only=True"
+                )
+            numbers = (kind for kind, shape in expected.items() if shape is None)
+            scalars[names[0]] = {kind: float(source.read(kind, name, 0, 1)) for kind in numbers}
+    return scalars
+
+
+def _take(
+    parts: Parts, source: Source, found: load.Match, scalars: Scalars, weights_only: bool, axis: Axis, problems: Sequence[str]
+) -> Loaded:
+    """Read what was found. A file that can no longer be read is an error on every rank, but then numbers have changed."""
+    placement, masters = parts.placement, source.tensors.get(MASTER, {})
+    resume: Resume | None = getattr(source, "resume", None)
+    parts.step.begin()
+    for bucket in placement.buckets:
+        bucket.settle()
+    for update in parts.updates:
+        update.allocate({slot.name: scalars[names[0]] for names, slot in placement.named(update.bucket)})
+    regions = [(region, found.name_of[region.names[0]]) for region in loaded(placement, parts.updates) if region.names[0] in found.name_of]
+
+    def read() -> None:
+        kind_of = lambda kind, name: MODEL if kind == MASTER and name not in masters else kind  # noqa: E731
+        load.fill(source, ((kind_of(region.kind, name), name, region) for region, name in regions))
+        for names, buffer in parts.buffers():
+            if names[0] in found.name_of:
+                load.fill_buffer(source, found.name_of[names[0]], buffer)
+
+    load.together(axis, read)
+    for work in [bucket.publish() for bucket in placement.buckets]:
+        work.wait()
+    notes = [*problems, *([str(found)] if not found.is_exact else [])]
+    if resume is None or weights_only:
+        if any(scalars.values()):
+            notes += _count_on(parts, source)
+        return Loaded(source.path, {}, resume.extra if resume else {}, notes)
+    notes += _go_on(parts, resume)
+    return Loaded(source.path, resume.state, resume.extra, notes)
+
+
+def _go_on(parts: Parts, resume: Resume) -> list[str]:
+    """Take over how far training has come, the random numbers and the place in the data. Returns what there is to say of that."""
+    config, mesh = parts.config, parts.mesh
+    notes = []
+    parts.step.load_state_dict(resume.state)
+    sizes = {**{name: axis.size for name, axis in mesh.axes.items()}, "order": list(config.mesh.order)}
+    own = resume.rng.get(str(mesh.rank))
+    if sizes == resume.mesh and own is not None:
+        torch.set_rng_state(_bytes(own["cpu"]))
+        if mesh.device.type == "cuda" and "cuda" in own:
+            torch.cuda.set_rng_state(_bytes(own["cuda"]), mesh.device)
+    else:
+        torch.manual_seed(config.seed + mesh.dp.rank + mesh.dp.size * mesh.pp.rank + 1_000_003 * parts.step.state.step)
+        notes.append("saved on another mesh: the weights are the same, random numbers such as dropout's are others from here on")
+    before = resume.config.get("batch", {}).get("size")
+    if before != config.batch.size:
+        notes.append(f"batch.size is {config.batch.size}, and was {before}: steps count on, the data goes on at the sample where it was")
+    positions = list(resume.data.get("loaders", []))
+    for loader, position in zip(parts.loaders, positions, strict=False):
+        try:
+            loader.load_state_dict(position)
+        except DataError as error:
+            notes.append(f"the data begins anew: {error}")
+    parts.positions[:] = positions[len(parts.loaders) :]
+    return notes
+
+
+def _count_on(parts: Parts, source: Source) -> list[str]:
+    """Take over the steps behind a checkpoint of another program, which says no more of the past."""
+    steps = getattr(source, "state", {}).get("step")
+    if steps is None:
+        return ["the checkpoint does not say how many steps it has behind it: the learning rate's schedule begins anew"]
+    samples = steps * parts.config.batch.size
+    parts.step.load_state_dict({**parts.step.state_dict(), "step": steps, "samples": samples, "options": {}})
+    return [f"goes on after {steps} steps, of batch.size = {parts.config.batch.size}; random numbers and the data begin anew"]
+
+
+def _random_states(mesh: Mesh) -> dict[str, Tensor]:
+    found = {"cpu": torch.get_rng_state()}
+    if mesh.device.type == "cuda":
+        found["cuda"] = torch.cuda.get_rng_state(mesh.device)
+    return found
+
+
+def _bytes(text: str) -> Tensor:
+    return torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.uint8)

@@ -1,0 +1,75 @@
+"""The numbers that ranks hold, and where they are in the whole tensors."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from polyreme.layout import Cut
+from polyreme.region import Runs, held
+
+
+@st.composite
+def cuts(draw: st.DrawFn) -> tuple[Cut, int]:
+    """A cut of any kind, and over how many ranks."""
+    ways = draw(st.integers(1, 4))
+    shape = draw(st.lists(st.integers(1, 5), max_size=3))
+    kind = draw(st.sampled_from(["whole", "even", "padded", "packed"])) if shape else "whole"
+    if kind == "whole":
+        return Cut.whole(shape, ways), ways
+    dim = draw(st.integers(0, len(shape) - 1))
+    if kind == "even":
+        shape[dim] *= ways
+        return Cut.even(shape, dim, ways), ways
+    if kind == "padded":
+        shape[dim] += ways
+        return Cut.padded(shape, dim, ways), ways
+    sections = []
+    for _ in range(draw(st.integers(1, 3))):
+        units = draw(st.sampled_from([u for u in (1, 2, 3, 4, 6, 8) if u % ways == 0 or ways % u == 0]))
+        sections.append((units * draw(st.integers(1, 3)), units))
+    shape[dim] = sum(size for size, _ in sections)
+    return Cut.packed(shape, dim, ways, sections), ways
+
+
+def put(runs: Runs, part: torch.Tensor, base: int, whole: torch.Tensor, counts: torch.Tensor) -> None:
+    for i, values in enumerate(runs.of(part, base)):
+        at = runs.whole + i * runs.whole_step
+        whole[at : at + runs.size] = values
+        counts[at : at + runs.size] += 1
+
+
+@settings(max_examples=200)
+@given(cuts(), st.integers(1, 4), st.booleans(), st.integers(1, 7))
+def test_what_all_ranks_hold_is_the_whole(made: tuple[Cut, int], shards: int, owned: bool, most: int) -> None:
+    cut, ways = made
+    size = math.prod(cut.shape)
+    original = torch.arange(1, size + 1).view(cut.shape)
+    whole, counts = torch.zeros(size, dtype=torch.long), torch.zeros(size, dtype=torch.long)
+    for rank in range(ways):
+        local = cut.split(original, rank).reshape(-1)
+        bounds = [i * local.numel() // shards for i in range(shards + 1)]
+        for start, stop in itertools.pairwise(bounds):
+            own = torch.cat([torch.full((3,), -1), local[start:stop]])[3:]  # as if in the middle of a shard
+            for runs in held(cut, rank, start, stop, owned):
+                for block in runs.blocks(most):
+                    assert block.elements <= most
+                    put(block, own, start, whole, counts)
+    assert torch.equal(whole.view(cut.shape), original)
+    assert (counts == 1).all() or not owned
+    assert (counts >= 1).all()
+
+
+def test_a_tensor_that_is_not_cut_is_one_run() -> None:
+    assert held(Cut.whole((6, 5), 2), 1, 7, 22) == [Runs(7, 7, 15)]
+    assert held(Cut.even((6, 5), 0, 2), 1, 0, 15) == [Runs(0, 15, 15)]
+    assert held(Cut.whole((6, 5), 2), 1, 7, 22, owned=True) == []
+
+
+def test_rows_of_a_tensor_cut_along_its_last_dim_are_equal_runs() -> None:
+    assert held(Cut.even((4, 6), 1, 2), 1, 0, 12) == [Runs(0, 3, 3, 4, 3, 6)]
+    assert held(Cut.even((4, 6), 1, 2), 1, 2, 8) == [Runs(2, 5, 1), Runs(3, 9, 3), Runs(6, 15, 2)]

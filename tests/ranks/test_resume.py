@@ -1,0 +1,235 @@
+"""A run of `polyreme train` that is killed, stopped or damaged, and goes on: with the numbers of one that never was."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from command import TINY, running, until, write_text
+from polyreme import train
+from polyreme.checkpoint import save as saving
+from polyreme.config import Config
+from polyreme.engine import Engine
+from polyreme.errors import CheckpointError, DataError
+from polyreme.monitor import read_log
+from pool import Ranks, RanksFailed
+
+CONFIG = """
+[model.config]
+model_type = "gpt2"
+n_positions = 32
+n_embd = 16
+n_layer = 2
+n_head = 2
+resid_pdrop = 0.1
+embd_pdrop = 0.1
+attn_pdrop = 0.1
+[data]
+path = "text.txt"
+sequence = 16
+vocab_size = 300
+[batch]
+size = 4
+micro = 1
+[optimizer]
+lr = 1e-2
+[lr_schedule]
+name = "cosine"
+warmup = 3
+total = 20
+[train]
+length = 8
+validate_every = 3
+validate_batches = 2
+[checkpoint]
+every = 3
+keep = "none"
+[monitor]
+plot = false
+console = false
+"""
+OF_THE_PROCESS = ("seconds", "tokens_per_second", "flops_per_second", "mfu", "memory_bytes", "traffic")
+"""What differs between two processes that compute the same."""
+
+
+def job(rank: int, world: int, folder: Path, changes: list[str], patch: str | None = None, at: int = 0) -> dict[str, Any]:
+    """What `polyreme train` runs on a rank, where after step `at` rank 1 gets a signal, or the disk is full."""
+    step, write = Engine.train_step, saving.write
+
+    def train_step(engine: Engine, batch: Any) -> Any:
+        if engine.state.step == at and rank == 1 and patch in ("kill", "stop"):
+            os.kill(os.getpid(), signal.SIGKILL if patch == "kill" else signal.SIGTERM)
+        return step(engine, batch)
+
+    def fill(path: Path, *args: Any) -> None:
+        if patch == "full" and path.name == f"step-{at}":
+            raise CheckpointError(f"the checkpoint {path} was not written: the disk is full")
+        write(path, *args)
+
+    with contextlib.chdir(folder), pytest.MonkeyPatch.context() as patches:
+        patches.setattr(Engine, "train_step", train_step)
+        patches.setattr(saving, "write", fill)
+        patches.setattr(train, "close", lambda: None)  # the ranks are used again
+        return dict(vars(train.run(Config.load("run.toml", changes))))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory, ranks: Ranks) -> Path:
+    """A folder with the run `whole`, of 8 steps on two ranks, which nothing disturbed."""
+    made = tmp_path_factory.mktemp("resume")
+    write_text(made)
+    (made / "run.toml").write_text(CONFIG)
+    ranks(2, job, made, ["checkpoint.folder=whole"])
+    return made
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def said(run: Path) -> list[str]:
+    lines = [json.loads(line) for line in (run / "log.jsonl").read_text().splitlines()]
+    return [line["text"] for line in lines if line["kind"] == "message"]
+
+
+def numbers(run: Path) -> list[dict[str, Any]]:
+    """The log, without what is of the process."""
+    return [{k: v for k, v in step.items() if k not in OF_THE_PROCESS} for step in read_log(run / "log.jsonl")[1]]
+
+
+def tensors(checkpoint: Path) -> dict[str, bytes]:
+    return {path.relative_to(checkpoint).as_posix(): path.read_bytes() for path in checkpoint.rglob("*.safetensors")}
+
+
+def assert_same(run: Path, whole: Path) -> None:
+    assert tensors(run / "step-8") == tensors(whole / "step-8") and len(tensors(run / "step-8")) > 2
+    assert numbers(run) == numbers(whole) and len(numbers(run)) == 8
+
+
+def test_a_killed_run_goes_on_as_if_it_had_not_been(folder: Path, ranks: Ranks) -> None:
+    run, sets = folder / "killed", ["checkpoint.folder=killed"]
+    for at in (5, 7):  # before any of step 7 is saved, step 4 is done a second time
+        with pytest.raises(RanksFailed, match="SIGKILL"):
+            ranks(2, job, folder, sets, "kill", at)
+    summaries = ranks(2, job, folder, sets)
+    assert_same(run, folder / "whole")
+    assert names(run) == ["latest", "log.jsonl", "step-3", "step-6", "step-8"]
+    assert [line for line in said(run) if line.startswith("resumed")] == [
+        "resumed from killed/step-3: 3 steps, 192 tokens", "resumed from killed/step-6: 6 steps, 384 tokens",
+    ]  # fmt: skip
+    assert summaries[0]["steps"] == summaries[1]["steps"] == 8
+
+
+def test_a_run_that_is_asked_to_stop_saves_and_goes_on(folder: Path, ranks: Ranks) -> None:
+    """One rank alone gets the signal."""
+    run, sets = folder / "stopped", ["checkpoint.folder=stopped", "checkpoint.every=2", "checkpoint.background=true", "checkpoint.keep=2"]
+    before = signal.getsignal(signal.SIGTERM)
+    for summary in ranks(2, job, folder, sets, "stop", 4):
+        assert (summary["stopped"], summary["steps"], summary["checkpoint"]) == ("SIGTERM", 5, "stopped/step-5")
+    assert signal.getsignal(signal.SIGTERM) == before
+    for summary in ranks(2, job, folder, sets):
+        assert (summary["stopped"], summary["steps"]) == (None, 8)
+    assert_same(run, folder / "whole")
+    assert names(run) == ["latest", "log.jsonl", "step-6", "step-8"] and (run / "latest").read_text() == "step-8\n"
+
+
+def test_a_damaged_checkpoint_is_passed_over_on_every_rank(folder: Path, ranks: Ranks) -> None:
+    run, sets = folder / "damaged", ["checkpoint.folder=damaged"]
+    shutil.copytree(folder / "whole", run)
+    for name in ("step-8", "step-6"):  # one that is seen to be damaged when it is opened, one only when all of it is read
+        file = run / name / "model.safetensors"
+        data = file.read_bytes()
+        file.write_bytes(data[:-100] if name == "step-8" else data[:-100] + bytes(100))
+    ranks(2, job, folder, sets)
+    assert_same(run, folder / "whole")
+    assert names(run) == ["latest", "log.jsonl", "step-3", "step-6", "step-6.damaged", "step-8", "step-8.damaged"]
+    told = said(run)
+    at = told.index("resumed from damaged/step-3: 3 steps, 192 tokens")
+    assert told[at - 2].startswith("damaged/step-8 cannot be used (it is now step-8.damaged): ") and "model.safetensors" in told[at - 2]
+    assert told[at - 1].startswith("damaged/step-6 cannot be used (it is now step-6.damaged): ")
+    for name in ("step-3", "step-6", "step-8"):
+        (run / name / "model.safetensors").unlink()
+    with pytest.raises(RanksFailed, match="no run can go on from the checkpoints in it"):
+        ranks(2, job, folder, sets)
+    assert {"step-3", "step-6", "step-8"} < set(names(run))
+
+
+@pytest.mark.parametrize("background", ["false", "true"])
+def test_training_goes_on_where_a_checkpoint_cannot_be_written(folder: Path, ranks: Ranks, background: str) -> None:
+    run = folder / f"full-{background}"
+    ranks(2, job, folder, [f"checkpoint.folder={run.name}", f"checkpoint.background={background}"], "full", 6)
+    assert_same(run, folder / "whole")
+    assert names(run) == ["latest", "log.jsonl", "step-3", "step-8"] and (run / "latest").read_text() == "step-8\n"
+    assert f"the checkpoint {run.name}/step-6 was not written: the disk is full; training goes on" in said(run)
+
+
+def test_a_run_that_has_ended_goes_on_where_it_is_made_longer(
+    folder: Path, ranks: Ranks, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, sets = folder / "longer", ["checkpoint.folder=longer", "checkpoint.keep=1"]
+    shutil.copytree(folder / "whole", run)
+    before = (run / "log.jsonl").read_bytes()
+    for summary in ranks(2, job, folder, sets):
+        assert (summary["steps"], summary["tokens"], summary["checkpoint"]) == (8, 512, "longer/step-8")
+        assert summary["validation_loss"] == numbers(run)[-1]["validation_loss"] and summary["bits_per_byte"] > 0
+    assert (run / "log.jsonl").read_bytes() == before
+    monkeypatch.chdir(folder)
+    config = Config.load("run.toml", [*sets, "monitor.console=true", "optimizer.lr=1e-3"]).resolve(2)
+    assert vars(train.finished(config)) == summary, "found before any rank starts"
+    assert capsys.readouterr().out == (
+        "nothing to do: longer/step-8 is the end of this run, with 8 steps and 512 tokens\n"
+        "changed since then: optimizer.lr = 0.001, and was 0.01\n"
+        "raise train.length (now 8 steps) to go on from there, or begin anew with --no-resume\n"
+    )
+    sets += ["train.length=9", "batch.size=8", "batch.micro=2", "data.shuffle=false", "optimizer.lr=1e-3"]
+    ranks(1, job, folder, sets)
+    assert names(run) == ["latest", "log.jsonl", "step-9"]
+    assert [step["tokens"] for step in numbers(run)[-2:]] == [512, 640]
+    told = said(run)
+    assert "changed since then: data.shuffle = false, and was true: the training data begins anew" in told
+    assert "changed since then: optimizer.lr = 0.001, and was 0.01" in told
+    assert any(line.startswith("batch.size is 8, and was 4") for line in told)
+    assert any(line.startswith("saved on another mesh") for line in told)
+
+
+def test_begun_anew_or_from_elsewhere(folder: Path, ranks: Ranks) -> None:
+    run, sets = folder / "other", ["checkpoint.folder=other", "train.length=7"]
+    for name in ("step-6", "step-8"):
+        shutil.copytree(folder / "whole" / name, run / name)
+    ranks(2, job, folder, [*sets, "checkpoint.resume=never", "checkpoint.every=none", "train.length=2"])
+    assert names(run) == ["latest", "log.jsonl", "step-2"]
+    assert "step-6, step-8 in other, of an earlier run, will go when the first checkpoint is there" in said(run)
+    ranks(2, job, folder, [*sets, "checkpoint.resume=whole/step-6"])
+    assert names(run) == ["latest", "log.jsonl", "step-7"]
+    shutil.rmtree(run / "step-7")
+    shutil.copytree(folder / "whole" / "step-8", run / "step-8")
+    ranks(2, job, folder, [*sets, "checkpoint.resume=whole/step-6"])  # which goes before what is in the folder
+    assert names(run) == ["latest", "log.jsonl", "step-7"] and len(numbers(run)) == 2 + 1
+
+
+def test_another_tokenizer_is_refused(folder: Path, ranks: Ranks) -> None:
+    (folder / "changed.txt").write_text((folder / "text.txt").read_text() + "Quite another text, with words of its own. " * 40)
+    with pytest.raises(RanksFailed, match=r'Set data\.tokenizer = "whole/step-8"') as caught:
+        ranks(2, job, folder, ["checkpoint.folder=changed", "checkpoint.resume=whole", "data.path=changed.txt", "train.length=9"])
+    assert all(isinstance(error, DataError) for error in caught.value.exceptions.values())
+
+
+def test_sigterm_to_the_command(tmp_path: Path) -> None:
+    write_text(tmp_path)
+    (tmp_path / "tiny.toml").write_text(TINY)
+    log = tmp_path / "run" / "log.jsonl"
+    sets = ("--set", "train.validate_every=none", "--set", "train.length=100000")
+    with running(tmp_path, "train", "tiny.toml", "-n", "2", *sets) as command:
+        until(lambda: log.exists() and '"step"' in log.read_text(), "a step is done")
+        command.process.send_signal(signal.SIGTERM)
+        status, output, errors = command.end()
+    last = read_log(log)[1][-1]["step"]
+    assert status == 0 and f"stopped by SIGTERM after step {last}; the same command goes on from run/step-{last}\n" in output, errors
+    assert names(tmp_path / "run") == ["latest", "log.jsonl", f"step-{last}"]
