@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -176,3 +177,66 @@ def test_bubbles_are_measured(tmp_path: Path) -> None:
         assert all(case["blocks"] == ([1, 1] if "tiny" in options else [2] * 4) for case in cases)
         assert all(0 < case[kind]["median"] < 1 for case in cases for kind in bubble.KINDS)
         assert out.with_suffix(".md").read_text().count("| zb-h1 | 4 |") == 1
+
+
+def test_checkpoints_are_measured(tmp_path: Path) -> None:
+    """Every system saves, loads the same again, and saves in the background."""
+    systems = ["polyreme", "dcp", *(["deepspeed"] if find_spec("deepspeed") else [])]
+    command = [
+        sys.executable,
+        str(BENCH / "checkpoint.py"),
+        "--size",
+        "tiny",
+        "--batch",
+        "1",
+        "--sequence",
+        "16",
+        "--steps",
+        "1",
+        "--rounds",
+        "1",
+    ]
+    out = tmp_path / "found.json"
+    options = ["--settle", "0", "--systems", ",".join(systems), "--folder", str(tmp_path), "--out", str(out)]
+    done = subprocess.run([*command, *options], capture_output=True, text=True, timeout=110)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (found,) = json.loads(out.read_text())["rounds"]
+    assert {f"{name} {action}" for name in systems for action in ("save", "load", "load, cached")} < set(found)
+    assert found["polyreme save aside"]["call"] > 0 and found["dcp save aside"]["call"] > 0
+    assert "| polyreme load, cached | dcp load, cached |" in out.with_suffix(".md").read_text()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["found.json", "found.md"]
+
+
+def test_a_run_that_ends_otherwise_is_seen(tmp_path: Path) -> None:
+    import crash
+
+    def make(name: str, weights: bytes, seconds: float, loss: float) -> Path:
+        run = tmp_path / name
+        (run / "step-1").mkdir(parents=True)
+        (run / "step-1" / "model.safetensors").write_bytes(weights)
+        (run / "step-1" / "resume.json").write_text(json.dumps({"self": f"{seconds}", "state": {"step": 1}, "extra": {"seconds": seconds}}))
+        lines = [{"kind": "run", "step": 0}, {"kind": "step", "step": 1, "loss": loss, "seconds": seconds}]
+        (run / "log.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        return run
+
+    whole = make("whole", b"1", 3.0, 0.5)
+    assert crash.differences(make("slower", b"1", 4.0, 0.5), whole) == []
+    assert crash.differences(make("other", b"2", 3.0, 0.25), whole) == ["step-1/model.safetensors is another", "the logs differ"]
+    kill = {"moment": "writing", "target": "rank 1", "writing": True, "deleting": False, "step": 5, "seconds": 0.5, "newest": "step-3"}
+    environment = {
+        "date": "",
+        "commit": "",
+        "python": "",
+        "versions": {"torch": "", "transformers": ""},
+        "cpu": "",
+        "cores": 2,
+        "command": "",
+    }
+    runs = [{"case": "stage 1, waiting", "kills": [kill, kill], "problems": ["it hung"]}]
+    page = crash.markdown({"environment": environment, "runs": runs, "corruptions": {"found flip": 2}})
+    assert "killed by SIGKILL 2 times" in page and "Steps done again: 4, at most 2 after one kill. 0 of 1 runs ended" in page
+    assert (
+        "| stage 1, waiting | 1 | 2 | 2 | 0 | 2 | 0 | 0 |" in page
+        and "- **stage 1, waiting: it hung**" in page
+        and "| flip | 2 | 0 |" in page
+    )

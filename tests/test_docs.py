@@ -50,14 +50,10 @@ def blocks(page: Path) -> Iterator[Block]:
         yield Block(language, text, file[1] if file else None)
 
 
-def run_snippets(rank: int, world_size: int, snippets: list[tuple[str, str]], files: dict[str, str], folder: Path) -> None:
-    """On one rank: all snippets of a page, with a folder of its own for what they read and write."""
-    here = folder / str(rank)
-    here.mkdir()
-    for name, text in files.items():
-        (here / name).write_text(text, "utf-8")
+def run_snippets(rank: int, world_size: int, snippets: list[tuple[str, str]], folder: Path) -> None:
+    """On one rank: all snippets of a page, in the folder."""
     namespace: dict[str, Any] = {"__name__": "snippet"}
-    with contextlib.chdir(here):
+    with contextlib.chdir(folder):
         for where, snippet in snippets:
             exec(compile(snippet, where, "exec"), namespace)
 
@@ -106,7 +102,9 @@ def folders(folder: Path) -> list[str]:
 def test_snippets_run(page: Path, ranks: Ranks, tmp_path: Path) -> None:
     snippets = [(f"{name_of(page)}, snippet {i}", b.text) for i, b in enumerate(blocks(page)) if b.language == "python" and not b.file]
     files = {b.file: b.text for b in blocks(page) if b.file and not (ROOT / b.file).exists()}
-    ranks(RANKS.get(name_of(page), 1), run_snippets, snippets, files, tmp_path)
+    for name, text in files.items():
+        (tmp_path / name).write_text(text, "utf-8")
+    ranks(RANKS.get(name_of(page), 1), run_snippets, snippets, tmp_path)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)

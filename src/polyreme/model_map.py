@@ -205,6 +205,24 @@ def saved_name(model: nn.Module, names: Sequence[str]) -> str:
     return next((name for name in names if name not in tied), names[0])
 
 
+def file_names(model: nn.Module, shapes: Mapping[str, Sequence[int]]) -> dict[str, str]:
+    """Of tensors, by name: what transformers calls them in files, where that is another name. Tensors that it would also divide or join
+    keep theirs, which it reads as well."""
+    try:
+        from transformers.core_model_loading import revert_weight_conversion
+    except ImportError:
+        return {}
+    if not hasattr(model, "base_model_prefix"):
+        return {}
+    given = {name: torch.empty(tuple(shape), device="meta") for name, shape in shapes.items()}
+    try:
+        saved = revert_weight_conversion(model, given)  # type: ignore[arg-type]
+    except Exception:  # of a conversion that needs the numbers
+        return {}
+    names = {id(tensor): name for name, tensor in given.items()}
+    return {names[id(tensor)]: name for name, tensor in saved.items() if names.get(id(tensor), name) != name}
+
+
 def base_prefix(model: nn.Module) -> str:
     """What the names of a model with a head have before those of the model without one, with its dot; "" for other modules."""
     prefix = getattr(model, "base_model_prefix", "")

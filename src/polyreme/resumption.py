@@ -19,7 +19,7 @@ from polyreme.config.keys import LEAVES, toml
 from polyreme.data import load_tokenizer
 from polyreme.errors import CheckpointError, ConfigError, DataError, Problem
 from polyreme.mesh import Axis
-from polyreme.model_map import base_prefix
+from polyreme.model_map import base_prefix, file_names
 from polyreme.twin import twin
 
 ORDER = ("seed", "data.path", "data.pattern", "data.field", "data.sequence", "data.tokenizer", "data.vocab_size", "data.validation",
@@ -128,7 +128,8 @@ def _check_model(config: Config, source: Directory) -> None:
     for name, tensor in tensors.items():
         names.setdefault(id(tensor), []).append(name)
     wanted = [Wanted(each, tuple(tensors[each[0]].shape)) for each in names.values()]
-    found = match(source, wanted, base_prefix(model), Axis("dp"))
+    renamed = file_names(model, {name: tensor.shape for name, tensor in tensors.items()})
+    found = match(source, wanted, renamed, base_prefix(model), Axis("dp"))
     if not found.is_exact:
         key = "model.path" if config.model.path is not None else "model.config"
         fix = "give this model another checkpoint.folder, or --no-resume to begin anew in this one"

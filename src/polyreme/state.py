@@ -12,7 +12,7 @@ import base64
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -49,6 +49,18 @@ class Parts:
     step: Step
     loaders: list[Loader] = field(default_factory=list)
     positions: list[Mapping[str, Any]] = field(default_factory=list)
+
+    @cached_property
+    def file_names(self) -> Mapping[str, str]:
+        """What tensors are called in files, where that is not their name."""
+        shapes = {name: part.cut.shape for name, part in self.placement.division.parts.items()}
+        shapes |= {name: tuple(buffer.shape) for names, buffer in self.buffers() for name in names}
+        return model_map.file_names(self.module, shapes)
+
+    def saved_name(self, names: Sequence[str]) -> str:
+        """Of all names of a tensor the one in files."""
+        name = model_map.saved_name(self.module, names)
+        return self.file_names.get(name, name)
 
     def buffers(self) -> list[tuple[list[str], Tensor]]:
         """The persistent ones, with all their names."""
@@ -90,7 +102,7 @@ def content(parts: Parts, tokenizer: Any, extra: Mapping[str, Any]) -> Content:
     return Content(
         regions=list(saved(parts.placement, parts.updates)),
         buffers=parts.buffers(),
-        saved_name=partial(model_map.saved_name, module),
+        saved_name=parts.saved_name,
         small=partial(small_files, module, tokenizer),
         resume=resume,
         rng={name: base64.b64encode(state.numpy().tobytes()).decode() for name, state in _random_states(mesh).items()},
@@ -136,7 +148,7 @@ def _look(parts: Parts, source: Source, strict: bool, weights_only: bool, axis: 
     named = [names for bucket in placement.buckets for names, _ in placement.named(bucket)]
     tensors = [load.Wanted(names, placement.division.parts[names[0]].cut.shape) for names in named]
     wanted = [*tensors, *(load.Wanted(names, tuple(buffer.shape)) for names, buffer in parts.buffers())]
-    found = load.match(source, wanted, model_map.base_prefix(parts.module), axis)
+    found = load.match(source, wanted, parts.file_names, model_map.base_prefix(parts.module), axis)
     if strict and not found.is_exact:
         raise CheckpointError(f"{source.path} is not of this model: {found}. With strict=False, what is in both is loaded")
     scalars: Scalars = dict.fromkeys(names[0] for names in named)

@@ -2,9 +2,9 @@
 
 Invariant: losses and gradients are sums until the end of the step, then divided by the weight (labels, or samples) of the whole global
 batch; meanwhile they are divided by a power of two near it, which costs no digit. So a step does not depend on how its batch was split.
-Communication: the buckets' own, and one small all-reduce for each axis that carries norm, overflow, loss, weight, tokens, the wish to
-stop and a checkpoint's failure together. Loss, weight and tokens come from the ranks of the last pipeline stage, one of each
-tensor-parallel group; what several ranks have counts once.
+Communication: the buckets' own, and one small all-reduce for each axis that carries norm, overflow, loss, weight, tokens, the wish to stop
+and a checkpoint's failure together. Loss, weight and tokens come from the ranks of the last pipeline stage, one of each tensor-parallel
+group; what several ranks have counts once.
 """
 
 from __future__ import annotations

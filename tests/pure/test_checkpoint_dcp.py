@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 
-from polyreme.checkpoint.dcp import DCPCheckpoint, _boxes, write
+from polyreme.checkpoint.dcp import DCPCheckpoint, _boxes, write_dcp
 from polyreme.checkpoint.deepspeed import DeepSpeedCheckpoint
 from polyreme.checkpoint.source import MODEL
 from polyreme.errors import CheckpointError
@@ -249,7 +249,7 @@ DEEPSPEED = Path(__file__).parent.parent / "data" / "deepspeed" / "stage3-bf16"
 
 def test_what_is_written_is_read_again(tmp_path: Path) -> None:
     source = DeepSpeedCheckpoint(DEEPSPEED)
-    written = DCPCheckpoint(write(source, tmp_path / "written"))
+    written = DCPCheckpoint(write_dcp(source, tmp_path / "written"))
     assert set(written.tensors) == set(source.tensors) - {"master"}
     for kind, infos in written.tensors.items():
         assert set(infos) == set(source.tensors[kind])
@@ -257,7 +257,7 @@ def test_what_is_written_is_read_again(tmp_path: Path) -> None:
             of = "master" if kind == MODEL and name in source.tensors["master"] else kind
             assert torch.equal(whole(written, kind, name), whole(source, of, name))  # type: ignore[arg-type]
     with pytest.raises(CheckpointError, match="is not empty"):
-        write(source, tmp_path / "written")
+        write_dcp(source, tmp_path / "written")
 
 
 def test_torch_loads_what_is_written(tmp_path: Path) -> None:
@@ -265,7 +265,7 @@ def test_torch_loads_what_is_written(tmp_path: Path) -> None:
     names = [name for name, _ in model.named_parameters()]
     source = DCPCheckpoint(save(forms()["model and optim"], tmp_path / "torch"))
     group = {key: value for key, value in optimizer.param_groups[0].items() if key != "params"}
-    path = write(source, tmp_path / "ours", [{**group, "lr": 0.5, "params": names}])
+    path = write_dcp(source, tmp_path / "ours", [{**group, "lr": 0.5, "params": names}])
 
     other = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3)).to(torch.bfloat16)
     other.register_buffer("count", torch.zeros(4, dtype=torch.int64))

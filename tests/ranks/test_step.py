@@ -204,7 +204,7 @@ def whole(rank: int, world: int, folder: Path) -> None:
                 assert first not in after or torch.equal(after[first], after[second])
     saved = engine.save(folder / "dag")  # no transformers model: weights alone
     if rank == 0:
-        assert [file.name for file in saved.iterdir()] == ["model.safetensors"]
+        assert sorted(file.name for file in saved.iterdir()) == ["model.safetensors", "optimizer", "resume.json"]
         stored = load_file(saved / "model.safetensors")
         assert all(torch.equal(tensor, after[name]) for name, tensor in stored.items())
         assert {"nodes.0.1.weight", "unused", "offset"} <= stored.keys() and "nodes.0.3.weight" not in stored
@@ -227,7 +227,8 @@ def save_language_model(rank: int, world: int, folder: Path, case: str, stage: i
 @pytest.mark.parametrize(("case", "stage", "compute"), [("gpt2", 3, "fp32"), ("llama", 2, "bf16"), ("llama", 3, "fp32")])
 def test_transformers_opens_what_was_saved(ranks: Ranks, tmp_path: Path, case: str, stage: int, compute: str) -> None:
     logits = ranks(2, save_language_model, tmp_path / "model", case, stage, compute)
-    assert sorted(file.name for file in (tmp_path / "model").iterdir()) == ["config.json", "generation_config.json", "model.safetensors"]
+    files = ["config.json", "generation_config.json", "model.safetensors", "optimizer", "resume.json"]
+    assert sorted(file.name for file in (tmp_path / "model").iterdir()) == files
     assert [file.name for file in tmp_path.iterdir()] == ["model"]
     with_dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[compute]
     opened, report = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=with_dtype, output_loading_info=True)

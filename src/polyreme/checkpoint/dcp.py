@@ -322,7 +322,7 @@ def _covered(shape: tuple[int, ...], chunks: Sequence[_Chunk]) -> bool:
     return bool((cells == 1).all())
 
 
-def write(source: Source, path: str | Path, param_groups: Sequence[Mapping[str, Any]] = ()) -> Path:
+def write_dcp(source: Source, path: str | Path, param_groups: Sequence[Mapping[str, Any]] = ()) -> Path:
     """Write a checkpoint of any format as a directory of `torch.distributed.checkpoint`, by this process alone, one tensor at a time.
 
     Its keys are those of `{"model": ..., "optim": ...}` with what torch's `get_state_dict` returns: "model.NAME", in full precision where

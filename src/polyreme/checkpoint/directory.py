@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from polyreme.checkpoint import crc
-from polyreme.checkpoint.files import damaged, fill, is_plain, locate, read_json, reading
+from polyreme.checkpoint.files import chunks, damaged, fill, is_plain, locate, read_json, reading
 from polyreme.checkpoint.header import Entry, Header, parse
 from polyreme.checkpoint.resume import NAME as RESUME
 from polyreme.checkpoint.resume import File, read
@@ -26,7 +26,6 @@ from polyreme.errors import CheckpointError
 OPTIMIZER = "optimizer"
 """The folder of the optimizer's states."""
 CHUNK = 1 << 20  # bytes read at once for a checksum
-AHEAD = 4 << 20  # bytes that the system reads meanwhile
 FILE = re.compile(r"(?<=[^/])(-\d+-of-\d+)?\.safetensors(\.index\.json)?$")  # what follows the stem
 
 
@@ -93,10 +92,8 @@ class Directory:
             raise damaged(self.path, f"other bytes than were written (by their CRC-32) are in {'; '.join(map(self._describe, wrong))}")
 
     def _contribution(self, name: str, start: int, stop: int, size: int) -> int:
-        memory, state = memoryview(bytearray(min(CHUNK, stop - start))), 0
-        for at in range(start, stop, CHUNK):
-            chunk = memory[: min(CHUNK, stop - at)]
-            fill(self.path / name, chunk, at, ahead=max(min(AHEAD, stop - at - len(chunk)), 0))
+        state = 0
+        for chunk in chunks(self.path / name, start, stop, memoryview(bytearray(min(CHUNK, stop - start)))):
             state = crc.linear(chunk, state)
         return crc.shift(state, size - stop)
 

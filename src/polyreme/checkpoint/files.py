@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import stat
 from collections import Counter
 from collections.abc import Iterator
@@ -55,18 +54,26 @@ def locate(folder: Path, name: str) -> tuple[Path, int]:
     return file, status.st_size
 
 
-def fill(file: Path, memory: memoryview, offset: int, ahead: int = 0) -> None:
-    """Read the bytes of `file` from `offset` on into the whole of `memory`; CheckpointError where there are fewer. ahead: how many bytes
-    behind them the system may begin to read, as they are the next."""
+def fill(file: Path, memory: memoryview, offset: int) -> None:
+    """Read the bytes of `file` from `offset` on into the whole of `memory`; CheckpointError where there are fewer."""
+    for _ in chunks(file, offset, offset + len(memory), memory):
+        pass
+
+
+def chunks(file: Path, start: int, stop: int, memory: memoryview) -> Iterator[memoryview]:
+    """The bytes [start, stop) of `file`, one part of `memory` after the other. CheckpointError where there are fewer."""
     with reading(file), file.open("rb", buffering=0) as opened:
-        if ahead and hasattr(os, "posix_fadvise"):
-            os.posix_fadvise(opened.fileno(), offset + len(memory), ahead, os.POSIX_FADV_WILLNEED)
-        opened.seek(offset)
-        while memory:
-            count = opened.readinto(memory)
-            if not count:
-                raise damaged(file, f"it ends {len(memory)} bytes early")
-            memory = memory[count:]
+        opened.seek(start)
+        while start < stop:
+            chunk = memory[: min(len(memory), stop - start)]
+            start += len(chunk)
+            rest = chunk
+            while rest:
+                count = opened.readinto(rest)
+                if not count:
+                    raise damaged(file, f"it ends {len(rest) + stop - start} bytes early")
+                rest = rest[count:]
+            yield chunk
 
 
 def read_json(file: Path) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from polyreme.checkpoint.source import MASTER, MODEL, Source, TensorInfo
 from polyreme.checkpoint.write import combine
 from polyreme.errors import CheckpointError
 from polyreme.mesh import Axis
-from polyreme.model_map import base_prefix
+from polyreme.model_map import base_prefix, file_names
 from polyreme.region import Region, Runs
 
 BLOCK = 1 << 18  # elements
@@ -78,9 +78,11 @@ def verify(source: Source, axis: Axis) -> None:
     together(axis, lambda: source.compare([combine(each) for each in zip(*parts, strict=True)]))
 
 
-def match(source: Source, wanted: Iterable[Wanted], prefix: str, axis: Axis) -> Match:
-    """Which of the source's tensors are this rank's, by name; `prefix` is what a model with a head has before the names of one without."""
+def match(source: Source, wanted: Iterable[Wanted], renamed: Mapping[str, str], prefix: str, axis: Axis) -> Match:
+    """Which of the source's tensors are this rank's, by name. renamed: other names of some. prefix: what a model with a head has before the
+    names of one without."""
     found = _weights(source)
+    wanted = [Wanted(_with(renamed, tensor.names), tensor.shape) for tensor in wanted]
     name_of: dict[str, str] = {}
     missing, unlike = [], []
     for tensor in wanted:
@@ -105,11 +107,16 @@ def lacks(source: Source, model: nn.Module) -> list[str]:
     for name, tensor in tensors.items():
         names_of.setdefault(id(tensor), []).append(name)
     prefix, wrong = base_prefix(model), []
-    for names in names_of.values():
+    renamed = file_names(model, {name: tensor.shape for name, tensor in tensors.items()})
+    for names in (_with(renamed, names) for names in names_of.values()):
         there = _name(found, names, prefix)
         if there is None or tuple(found[there].shape) != tuple(tensors[names[0]].shape):
             wrong.append(names[0])
     return wrong
+
+
+def _with(renamed: Mapping[str, str], names: Sequence[str]) -> list[str]:
+    return [*names, *(renamed[name] for name in names if name in renamed)]
 
 
 def _weights(source: Source) -> Mapping[str, TensorInfo]:

@@ -118,7 +118,7 @@ class Saver:
 
         def copy() -> None:
             try:
-                with torch.cuda.stream(stream):  # type: ignore[arg-type]
+                with torch.cuda.stream(stream):
                     copies.append(with_regions(content))
             finally:
                 self._taken.set()
@@ -179,6 +179,8 @@ def write(path: Path, content: Content, axis: Axis) -> None:
             content.small(unfinished)
 
     def fill() -> dict[int, int]:
+        if not unfinished.is_dir():
+            raise CheckpointError(f"it does not see {unfinished}, which rank 0 made: give a folder that all hosts share")
         writer = Writer(plan[0], unfinished)
         return writer.write(regions) if content.shared_files or axis.size == 1 else writer.collect(regions, axis)
 

@@ -25,7 +25,7 @@ from polyreme.checkpoint.source import MODEL, TensorInfo
 from polyreme.mesh import Axis
 from polyreme.region import Region, Runs
 
-BLOCK = 1 << 20  # bytes; as large as it stays in a cache, and the kernel need not look for large pages
+BLOCK = 1 << 20  # bytes; writes of 4 MiB took four times as long (docs/LOG.md)
 THREADS = 2
 _SYNC_FILE_RANGE_WRITE = 2
 _begin_writing = getattr(ctypes.CDLL(None), "sync_file_range", None)

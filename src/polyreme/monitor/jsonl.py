@@ -1,8 +1,8 @@
 """The log file of a run: one JSON object per line.
 
 Invariant: each line is complete as soon as its step ends, or, where the disk is full, as soon as there is room. A process killed while
-writing costs the one line it was writing. A run resumed in the same folder goes on in the same file, from which the
-steps go that it does again.
+writing costs the one line it was writing. A run resumed in the same folder goes on in the same file, from which the steps go that it does
+again.
 """
 
 from __future__ import annotations

@@ -1,0 +1,375 @@
+"""Checkpoints of real ranks: from any layout to any other, and on the same one to the last bit."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.nn.functional as F
+import transformers
+from torch import nn
+
+import models
+import polyreme
+import training
+from polyreme.checkpoint import resume, save
+from polyreme.engine import Engine
+from polyreme.errors import CheckpointError
+from pool import Ranks
+
+GROUPED = {"num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2}
+
+
+def tied() -> nn.Module:
+    return models.llama(**GROUPED, tie_word_embeddings=True)
+
+
+class Sometimes(nn.Module):
+    """Of its layers, one is used in every second step, and one from step 4 on: the first number of a sample is the step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(9, 9) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        at = int(x[0, 0])
+        x = self.layers[1](self.layers[0](x[:, 1:]) if at % 2 else x[:, 1:])
+        return self.layers[3](self.layers[2](x) if at >= 4 else x)
+
+
+def numbered(samples: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    x, y = models.vectors(samples, seed)
+    return torch.cat([torch.full((samples, 1), float(seed)), x], 1), y
+
+
+MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[..., Any], Callable[..., Any]]] = {
+    **models.CASES,
+    "llama": (lambda: models.llama(**GROUPED), models.tokens, models.causal_loss),
+    "llama-tied": (tied, models.tokens, models.causal_loss),
+    "gpt2": (lambda: models.gpt2(4), models.tokens, models.causal_loss),
+    "sometimes": (Sometimes, numbered, F.mse_loss),
+}
+
+
+def build(case: str, dtype: torch.dtype = torch.float64) -> nn.Module:
+    torch.manual_seed(0)
+    return MODELS[case][0]().to(dtype).train()
+
+
+def batch(case: str, step: int, dtype: torch.dtype = torch.float64) -> Any:
+    made = MODELS[case][1](training.SAMPLES, seed=step)
+    return made if isinstance(made, dict) else tuple(t.to(dtype) if t.is_floating_point() else t for t in made)
+
+
+def engine_of(case: str, layout: Mapping[str, Any], seed: int = 0) -> Engine:
+    """`layout`: sections of the config; its `micro` is the micro-batch. The weights are such that only loading makes them right."""
+    sections = {key: value for key, value in layout.items() if key != "micro"}
+    settings = {"precision": {"compute": "fp64"}, **training.config(1, **sections)}
+    settings["batch"] = {"size": training.SAMPLES, "micro": layout.get("micro", 2)}
+    model = build(case)
+    if seed:
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(1)
+    return polyreme.initialize(model, settings, loss_fn=MODELS[case][2])
+
+
+def step(engine: Engine, case: str) -> float:
+    """One step on the batch that comes next; its loss."""
+    dp, whole = engine.mesh.dp, batch(case, engine.state.step)
+    with models.Wide() if engine.config.precision.compute == "fp64" else nullcontext():
+        return engine.train_step(models.share(whole, dp.rank, dp.size)).loss
+
+
+def contents(path: Path) -> dict[str, bytes]:
+    """The files of tensors."""
+    return {str(file.relative_to(path)): file.read_bytes() for file in path.rglob("*.safetensors*")}
+
+
+def chain(rank: int, world: int, case: str, sections: Mapping[str, Any], layouts: Sequence[Mapping[str, Any]], source: Path) -> Any:
+    """Through the layouts, each of which loads what the one before it saved, saves it again, trains a step and saves that. The first one
+    goes on from `source`. Returns the losses, and the last checkpoint."""
+    losses, folder = [], source.parent
+    for i, layout in enumerate(layouts):
+        engine = engine_of(case, {**sections, **layout}, seed=1)
+        engine.load(source)
+        again = engine.save(folder / f"again-{world}-{i}")
+        if rank == 0:
+            before, after = contents(source), contents(again)
+            assert sorted(before) == sorted(after), layout
+            assert not (different := [name for name in before if before[name] != after[name]]), (layout, different)
+        losses.append(step(engine, case))
+        source = engine.save(folder / f"{world}-{i}")
+    return losses, source
+
+
+def z(stage: int, **sections: Any) -> dict[str, Any]:
+    return {"zero": {"stage": stage, "min_bucket": 0}, **sections}
+
+
+def tp(stage: int, ways: int, **sections: Any) -> dict[str, Any]:
+    return z(stage, mesh={"tp": ways}, **sections)
+
+
+def pp(schedule: str, stage: int, tp: int = 1) -> dict[str, Any]:
+    return z(stage, mesh={"pp": 2, "tp": tp}, pipeline={"schedule": schedule})
+
+
+MUON = {"optimizer": {"name": "muon", "lr": 1e-3, "matrix_lr": 1e-2}}
+SGD = {"optimizer": {"name": "sgd", "lr": 0.05, "momentum": 0.9}}
+LION = {"optimizer": {"name": "lion", "lr": 1e-3, "weight_decay": 0.1}}
+ADAFACTOR = {"optimizer": {"name": "Adafactor", "lr": 1e-2}}
+CHAINS: list[tuple[str, dict[str, Any], list[dict[str, Any]], list[dict[str, Any]]]] = [
+    ("llama", {}, [z(0), z(3), tp(1, 2), pp("1f1b", 2), pp("interleaved", 3)], [z(1, micro=1), tp(2, 2), tp(1, 4), pp("1f1b", 2, 2)]),
+    ("llama-tied", LION, [pp("1f1b", 3), tp(0, 2), pp("zb-v", 0)], [pp("interleaved", 1, 2), pp("1f1b", 3)]),
+    ("gpt2", SGD, [z(2), tp(3, 2), pp("interleaved", 1)], [tp(2, 2), pp("zb-h1", 3)]),
+    ("gpt2", MUON, [z(3), pp("1f1b", 1), z(0)], [z(2)]),
+    ("llama", ADAFACTOR, [z(3), pp("zb-v", 1)], [z(1)]),
+    ("dag", {}, [z(3), z(0), z(2, micro=1)], [z(3), z(1)]),
+    ("convnet", LION, [z(3), z(1)], [z(2)]),
+    ("sometimes", {}, [z(3), z(0), z(2)], [z(1)]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("case", "sections", "two", "four"), CHAINS, ids=lambda value: value if isinstance(value, str) else None)
+def test_any_layout_goes_on_from_any_other(
+    ranks: Ranks, tmp_path: Path, case: str, sections: dict[str, Any], two: list[dict[str, Any]], four: list[dict[str, Any]]
+) -> None:
+    engine = engine_of(case, {**sections, **z(0)})
+    for _ in range(2):
+        step(engine, case)
+    start = engine.save(tmp_path / "start")
+    expected = [step(engine, case) for _ in range(len(two) + len(four) + 1)]
+    losses, middle = ranks(2, chain, case, sections, two, start)[0]
+    more, end = ranks(4, chain, case, sections, four, middle)[1]
+    alone = engine_of(case, {**sections, **z(2)}, seed=1)
+    alone.load(end)
+    torch.testing.assert_close([*losses, *more, step(alone, case)], expected, rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(alone.state_dict(), engine.state_dict(), rtol=1e-9, atol=1e-9)
+
+
+def dropping() -> nn.Module:
+    config = transformers.GPT2Config(vocab_size=models.VOCABULARY, n_positions=32, n_embd=24, n_layer=4, n_head=4)
+    return transformers.GPT2LMHeadModel(config)
+
+
+MODELS["dropout"] = (dropping, models.tokens, models.causal_loss)
+FP32, BF16 = {"precision": {"compute": "fp32"}}, {"precision": {"compute": "bf16"}}
+FP16 = {"precision": {"compute": "fp16", "growth_interval": 3, "initial_scale": 256.0}}
+
+
+def same_layout(rank: int, world: int, runs: Sequence[tuple[str, Mapping[str, Any]]], folder: Path) -> None:
+    """A run that goes on from a checkpoint is that which was never stopped, to the last bit; and so is one that wrote it meanwhile."""
+    for i, (case, layout) in enumerate(runs):
+        engine = engine_of(case, layout)
+        for _ in range(2):
+            step(engine, case)
+        saved = engine.save(folder / str(i), wait=i % 2 == 0, extra={"i": i})
+        expected = [step(engine, case) for _ in range(3)]
+        engine.wait()
+        weights, state = engine.state_dict(master=True), asdict(engine.state)
+        other = engine_of(case, layout, seed=1)
+        assert other.load(saved).extra == {"i": i}
+        assert [step(other, case) for _ in range(3)] == expected, (case, layout)
+        different = [name for name, tensor in other.state_dict(master=True).items() if not torch.equal(tensor, weights[name])]
+        assert not different and asdict(other.state) == state, (case, layout, different)
+
+
+def test_the_same_layout_goes_on_to_the_last_bit(ranks: Ranks, tmp_path: Path) -> None:
+    two = [("dropout", z(3, **BF16)), ("dropout", tp(1, 2, **FP32)), ("llama", tp(3, 2, **FP16)), ("dropout", {**pp("1f1b", 0), **FP16}),
+           ("dag", z(2, **FP32)), ("dropout", z(0, **FP32, **MUON)), ("dag", z(1, **BF16, **ADAFACTOR))]  # fmt: skip
+    ranks(2, same_layout, two, tmp_path)
+    ranks(4, same_layout, [("dropout", {**pp("interleaved", 3), **BF16}), ("dropout", tp(2, 2, **BF16, **LION))], tmp_path)
+
+
+def shared_or_not(rank: int, world: int, folder: Path) -> None:
+    saved = []
+    for shared in (True, False):
+        torch.manual_seed(0)
+        engine = engine_of("llama", tp(3, 2, **BF16, checkpoint={"file_size": "10 KiB", "shared_files": shared}))
+        step(engine, "llama")
+        saved.append(engine.save(folder / str(shared)))
+    found = engine.state_dict()
+    if rank:
+        return
+    one, other = (resume.read(path) for path in saved)
+    assert one and other and one.files == other.files and len(one.files) > 20
+    index = json.loads((saved[1] / "model.safetensors.index.json").read_text())
+    assert len(set(index["weight_map"].values())) > 2
+    model = transformers.AutoModelForCausalLM.from_pretrained(saved[1], dtype=torch.bfloat16)
+    assert all(torch.equal(tensor, found[name]) for name, tensor in model.state_dict().items())
+
+
+def test_one_writer_for_each_file_writes_the_same(ranks: Ranks, tmp_path: Path) -> None:
+    ranks(4, shared_or_not, tmp_path)
+
+
+def snapshot_of(engine: Engine) -> tuple[Any, ...]:
+    """All that a load that fails must leave alone."""
+    weights = [tensor.clone() for bucket in engine._placement.buckets for tensor in (bucket.master, bucket.shard)]
+    states = [value.clone() for update in engine._updates for _, state in update.state_of() for value in state.values()]
+    return asdict(engine.state), torch.get_rng_state(), weights, states
+
+
+def refused(engine: Engine, path: Path, *expected: str, **options: Any) -> None:
+    """Loading raises an error that says all that is expected, and nothing has changed."""
+    before = snapshot_of(engine)
+    with pytest.raises(CheckpointError) as caught:
+        engine.load(path, **options)
+    assert all(text in str(caught.value) for text in expected), (expected, str(caught.value))
+    torch.testing.assert_close(snapshot_of(engine), before, rtol=0, atol=0)
+
+
+def flip(file: Path) -> None:
+    content = bytearray(file.read_bytes())
+    content[-3] ^= 4
+    file.write_bytes(content)
+
+
+def newer(file: Path) -> None:
+    file.write_text(file.read_text().replace('"version": 1', '"version": 2'))
+
+
+DAMAGES: list[tuple[str, Callable[[Path], Any], list[str]]] = [
+    ("model.safetensors", flip, ["other bytes than were written", "model.safetensors ('"]),
+    ("optimizer/exp_avg.safetensors", flip, ["other bytes than were written", "optimizer/exp_avg.safetensors ('"]),
+    ("model.safetensors", lambda file: os.truncate(file, file.stat().st_size - 8), ["model.safetensors was written with"]),
+    ("optimizer/exp_avg_sq.safetensors", Path.unlink, ["optimizer/exp_avg_sq.safetensors cannot be read"]),
+    ("optimizer/extra.safetensors", Path.touch, ["optimizer/extra.safetensors' was not written with it"]),
+    ("resume.json", newer, ["has version 2 of the format"]),
+]
+
+
+def damaged(rank: int, world: int, folder: Path) -> None:
+    engine = engine_of("llama", z(3, **FP32))
+    for i in range(2):
+        step(engine, "llama")
+        engine.save(folder / f"step-{i + 1}")
+    for i, (name, damage, expected) in enumerate(DAMAGES):
+        copy = folder / f"damaged-{i}"
+        if rank == 0:
+            shutil.copytree(folder / "step-2", copy)
+            damage(copy / name)
+        engine._aside().barrier()
+        refused(engine, copy, copy.name, *expected)
+    refused(engine, folder if rank == 0 else folder / "elsewhere", "elsewhere/step-2", "is not a folder")  # not one file system
+    if rank == 0:
+        flip(folder / "step-2/model.safetensors")
+    engine._aside().barrier()
+    found = engine.load(folder)
+    assert found.path == folder / "step-1" and engine.state.step == 1
+    assert "step-2 was passed over: " in found.notes[0] and "model.safetensors ('" in found.notes[0]
+
+    other = engine_of("llama", z(1, **FP32, **SGD))
+    refused(other, folder / "step-1", "has the optimizer states exp_avg", "this optimizer has momentum_buffer")
+    assert other.load(folder / "step-1", weights_only=True).state == {}
+    lion = engine_of("llama", z(2, **FP32, **LION))
+    refused(lion, folder / "step-1", "exp_avg_sq", "weights_only=True")
+    refused(engine_of("gpt2", z(2, **FP32)), folder / "step-1", "not in the checkpoint: ", "not in the model: ")
+    MODELS["wider"] = (lambda: models.llama(**{**GROUPED, "vocab_size": 101}), models.tokens, models.causal_loss)
+    wider = engine_of("wider", tp(1, 2, **FP32))
+    refused(wider, folder / "step-1", "2 of another shape: ", "embed_tokens.weight 97x24, in the model 101x24")
+    assert "2 of another shape" in wider.load(folder / "step-1", strict=False).notes[0]
+    found, expected = wider.state_dict(), engine.state_dict()
+    assert torch.equal(found["model.norm.weight"], expected["model.norm.weight"])
+    step(wider, "wider")  # the embedding, which has no states, too
+
+
+def test_what_cannot_be_loaded_changes_nothing(ranks: Ranks, tmp_path: Path) -> None:
+    ranks(2, damaged, tmp_path)
+
+
+def background(rank: int, world: int, folder: Path) -> None:
+    engine = engine_of("llama", z(2, **BF16))
+    go, written = threading.Event(), save.write
+
+    def held_up(*args: Any) -> None:
+        go.wait()
+        written(*args)
+
+    step(engine, "llama")
+    first = engine.save(folder / "first")
+    with patch.object(save, "write", held_up):
+        moment = engine.save(folder / "moment", wait=False)
+        losses = [step(engine, "llama") for _ in range(2)]
+        assert not moment.exists()
+        go.set()
+    second = engine.save(folder / "second")
+    assert contents(moment) == contents(first) != contents(second)
+    again = engine_of("llama", z(2, **BF16), seed=1)
+    again.load(moment)
+    assert [step(again, "llama") for _ in range(2)] == losses
+
+    copied, taken, needed = save.with_regions, save.Saver.taken, threading.Event()
+
+    def late(given: Any) -> Any:
+        needed.wait(30)
+        return copied(given)
+
+    def need(saver: Any) -> None:
+        needed.set()
+        taken(saver)
+
+    with patch.object(save, "with_regions", late), patch.object(save.Saver, "taken", need):
+        engine.save(folder / "late", wait=False)
+        step(engine, "llama")
+    engine.wait()
+    assert contents(folder / "late") == contents(second)
+    engine.load(second)
+    if rank == 0:
+        shutil.rmtree(folder / "late")
+
+    def full(*args: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    told = []
+    with patch.object(os, "pwrite", full) if rank == 1 else nullcontext():
+        engine.save(second, wait=False)
+        save.Saver.idle()
+        for i in range(4):
+            try:
+                step(engine, "llama")
+            except CheckpointError as error:
+                told.append((i, str(error)))
+    assert told == [(1, told[0][1])] and "rank 1: No space left" in told[0][1]
+    assert sorted(path.name for path in folder.iterdir()) == ["first", "moment", "second"]
+    for raising in (lambda: engine.save(folder / "third"), engine.wait, lambda: engine.load(first)):
+        with patch.object(os, "pwrite", full) if rank == 1 else nullcontext():
+            engine.save(second, wait=False)
+            save.Saver.idle()
+        with pytest.raises(CheckpointError, match="No space left"):
+            raising()
+    assert engine.load(second).path == second
+    engine.save(folder / "third")
+
+
+def test_in_the_background(ranks: Ranks, tmp_path: Path) -> None:
+    ranks(2, background, tmp_path)
+
+
+def eight(rank: int, world: int, path: Path) -> float:
+    engine = engine_of("llama", {**z(3), "mesh": {"dp": 2, "tp": 2, "pp": 2}})
+    step(engine, "llama")
+    engine.save(path)
+    with models.Wide():
+        return engine.eval_step(models.share(batch("llama", 7), engine.mesh.dp.rank, 2)).loss
+
+
+def test_transformers_opens_what_eight_ranks_wrote(ranks: Ranks, tmp_path: Path) -> None:
+    found = ranks(8, eight, tmp_path / "saved")
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "saved", dtype=torch.float64).eval()
+    whole = batch("llama", 7)
+    with models.Wide(), torch.no_grad():
+        loss, weight = models.causal_loss(model(input_ids=whole["input_ids"]), whole)
+    torch.testing.assert_close(found, [float(loss / weight)] * 8, rtol=1e-10, atol=1e-10)
