@@ -275,7 +275,7 @@ def test_without_a_sample_the_order_of_registration_tells() -> None:
 def test_what_cannot_be_cut_is_refused(switch: str, message: str) -> None:
     model, ids = Plain(**{switch: True}), torch.randint(0, 9, (3, 4))
     with pytest.raises(ModelError, match=message):
-        staged(model, plan(model, 2), lambda m: m(ids))
+        staged(model, plan(model, 2, counts=[2, 2]), lambda m: m(ids))
 
 
 @pytest.mark.parametrize(("ids", "error"), [(torch.tensor([[1, 2]]), ModelError), (torch.tensor([[1, 99]]), IndexError)])
