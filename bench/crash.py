@@ -194,7 +194,9 @@ class Job:
             self.problems.append(f"{target} killed: status {status}, {errors[-2000:]}")
 
     def _check_beginning(self, newest: Path | None) -> None:
-        """Whether the last command went on from what was the newest checkpoint when it began."""
+        """Whether the last command went on from what was the newest checkpoint when it began, if that was not the last of the run."""
+        if newest is not None and newest.name == f"step-{STEPS}":
+            return
         resumed = [line for line in said(self.run.path) if line.startswith("resumed from ")]
         if newest is not None and (not resumed or not resumed[-1].startswith(f"resumed from run/{newest.name}: ")):
             self.problems.append(f"{newest.name} was the newest, but: {resumed[-1:] or 'begun anew'}")
