@@ -27,6 +27,7 @@ from polyreme.checkpoint.open import open_source
 from polyreme.checkpoint.resume import Resume
 from polyreme.checkpoint.save import Content, small_files
 from polyreme.checkpoint.source import MASTER, MODEL, Source
+from polyreme.checkpoint.together import together
 from polyreme.config import Config
 from polyreme.data import Loader
 from polyreme.errors import CheckpointError, DataError
@@ -62,6 +63,10 @@ class Parts:
         name = model_map.saved_name(self.module, names)
         return self.file_names.get(name, name)
 
+    def layout(self) -> dict[str, Any]:
+        """The size of each axis of the mesh, and their order: where random numbers are the same."""
+        return {**{name: axis.size for name, axis in self.mesh.axes.items()}, "order": list(self.config.mesh.order)}
+
     def buffers(self) -> list[tuple[list[str], Tensor]]:
         """The persistent ones, with all their names."""
         persistent = self.module.state_dict(keep_vars=True).keys()
@@ -92,7 +97,7 @@ def content(parts: Parts, tokenizer: Any, extra: Mapping[str, Any]) -> Content:
         raise CheckpointError(f"extra= is kept as JSON, which cannot hold it: {error}") from error
     resume = Resume(
         state=parts.step.state_dict(),
-        mesh={**{name: axis.size for name, axis in mesh.axes.items()}, "order": list(config.mesh.order)},
+        mesh=parts.layout(),
         zero_stage=int(config.zero.stage),
         data={"loaders": [loader.state_dict() for loader in parts.loaders] or list(parts.positions)},
         config=config.model_dump(mode="json"),
@@ -115,7 +120,7 @@ def restore(parts: Parts, path: Path, strict: bool, weights_only: bool, axis: Ax
     """Make the engine what the checkpoint at `path` says; or the newest complete one of the run's folder `path`, as rank 0 sees it.
 
     Raises CheckpointError on every rank, and then nothing has changed."""
-    names = load.together(axis, lambda: [each.name for each in RunFolder(path).candidates()] if path.is_dir() else [])[0]
+    names = together(axis, lambda: [each.name for each in RunFolder(path).candidates()] if path.is_dir() else [])[0]
     candidates = [path / name for name in names] or [path]
     problems: list[str] = []
     for each in candidates:
@@ -133,7 +138,7 @@ def restore(parts: Parts, path: Path, strict: bool, weights_only: bool, axis: Ax
 
 def _open(path: Path, axis: Axis) -> Source:
     found: list[Source] = []
-    load.together(axis, lambda: found.append(open_source(path)))
+    together(axis, lambda: found.append(open_source(path)))
     load.verify(found[0], axis)
     return found[0]
 
@@ -152,7 +157,7 @@ def _look(parts: Parts, source: Source, strict: bool, weights_only: bool, axis: 
     if strict and not found.is_exact:
         raise CheckpointError(f"{source.path} is not of this model: {found}. With strict=False, what is in both is loaded")
     scalars: Scalars = dict.fromkeys(names[0] for names in named)
-    load.together(axis, lambda: None if weights_only else scalars.update(_scalars(parts, source, found)))
+    together(axis, lambda: None if weights_only else scalars.update(_scalars(parts, source, found)))
     return found, scalars
 
 
@@ -198,7 +203,7 @@ def _take(
             if names[0] in found.name_of:
                 load.fill_buffer(source, found.name_of[names[0]], buffer)
 
-    load.together(axis, read)
+    together(axis, read)
     for work in [bucket.publish() for bucket in placement.buckets]:
         work.wait()
     notes = [*problems, *([str(found)] if not found.is_exact else [])]
@@ -215,9 +220,8 @@ def _go_on(parts: Parts, resume: Resume) -> list[str]:
     config, mesh = parts.config, parts.mesh
     notes = []
     parts.step.load_state_dict(resume.state)
-    sizes = {**{name: axis.size for name, axis in mesh.axes.items()}, "order": list(config.mesh.order)}
     own = resume.rng.get(str(mesh.rank))
-    if sizes == resume.mesh and own is not None:
+    if parts.layout() == resume.mesh and own is not None:
         torch.set_rng_state(_bytes(own["cpu"]))
         if mesh.device.type == "cuda" and "cuda" in own:
             torch.cuda.set_rng_state(_bytes(own["cuda"]), mesh.device)

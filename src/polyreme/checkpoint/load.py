@@ -6,7 +6,7 @@ Communication: what each rank read of the files' checksums; what each lacks; not
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -14,8 +14,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from polyreme.checkpoint.source import MASTER, MODEL, Source, TensorInfo
+from polyreme.checkpoint.together import together
 from polyreme.checkpoint.write import combine
-from polyreme.errors import CheckpointError
 from polyreme.mesh import Axis
 from polyreme.model_map import base_prefix, file_names
 from polyreme.region import Region, Runs
@@ -54,22 +54,6 @@ class Match:
         return "; ".join(
             f"{len(names)} {what}: {', '.join(names[:4])}{', ...' if len(names) > 4 else ''}" for names, what in parts if names
         )
-
-
-def together(axis: Axis, work: Callable[[], Any]) -> list[Any]:
-    """What `work` returned on every rank (as JSON). Where it raised CheckpointError on one, that is raised on all."""
-    result, failure = None, None
-    try:
-        result = work()
-    except CheckpointError as error:
-        failure = str(error)
-    except OSError as error:
-        failure = f"{type(error).__name__}: {error}"
-    reports: list[Any] = axis.gather_objects({"result": result, "failure": failure})
-    for report in reports:
-        if report["failure"] is not None:
-            raise CheckpointError(report["failure"])
-    return [report["result"] for report in reports]
 
 
 def verify(source: Source, axis: Axis) -> None:

@@ -27,6 +27,7 @@ from polyreme.checkpoint.folder import exchange, sync
 from polyreme.checkpoint.header import CODES, DTYPES
 from polyreme.checkpoint.resume import File, Resume
 from polyreme.checkpoint.source import MODEL, TensorInfo
+from polyreme.checkpoint.together import reason, together
 from polyreme.checkpoint.write import Name, Plan, Writer, combine
 from polyreme.errors import CheckpointError
 from polyreme.layout import Cut
@@ -206,26 +207,19 @@ def _whole(names: Sequence[str], buffer: Tensor) -> Region:
 
 def _together(path: Path, axis: Axis, work: Callable[[], Any], plan: Sequence[Plan]) -> list[Any]:
     """What `work` returned on every rank. Raises CheckpointError on all of them where it failed on one. plan: one, once it is known."""
-    result, failure = None, None
-    try:
-        result = work()
-    except Exception as error:
-        failure = _reason(error, path, sum(plan[0].sizes) if plan else 0)
-    reports: list[Any] = axis.gather_objects({"result": result, "failure": failure})
-    for rank, report in enumerate(reports):
-        if report["failure"] is not None:
-            raise CheckpointError(f"the checkpoint {path} was not written, rank {rank}: {report['failure']}")
-    return [report["result"] for report in reports]
+
+    def why(rank: int, error: Exception) -> str:
+        return f"the checkpoint {path} was not written, rank {rank}: {_reason(error, path, sum(plan[0].sizes) if plan else 0)}"
+
+    return together(axis, work, why)
 
 
 def _reason(error: Exception, path: Path, needed: int) -> str:
     """Why the checkpoint was not written, whose tensors need so many bytes."""
-    if isinstance(error, CheckpointError):
-        return str(error)
     in_rust = f"(os error {errno.ENOSPC})" in str(error)  # in tokenizers
     number = errno.ENOSPC if in_rust else getattr(error, "errno", None)
     if number not in (errno.ENOSPC, errno.EDQUOT):
-        return f"{type(error).__name__}: {error}"
+        return reason(error)
     written = sum(each.stat().st_blocks * 512 for each in path.with_name(path.name + ".tmp").rglob("*"))
     folder = next(each for each in path.parents if each.is_dir())
     free = shutil.disk_usage(folder).free + written

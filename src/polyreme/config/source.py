@@ -32,13 +32,13 @@ def read(path: Path) -> dict[str, Any]:
     def failed(reason: str, fix: str) -> ConfigError:
         return ConfigError([Problem("config", str(path), reason, fix)])
 
+    if not path.exists():
+        raise failed("there is no such file", f"check the path; it is taken from {Path.cwd()}")
     suffix = path.suffix.lower()
     if suffix not in (".toml", ".yaml", ".yml", ".json"):
         raise failed(f"cannot tell its format from the suffix {suffix!r}", "use a .toml, .yaml, .yml or .json file")
     try:
         text = path.read_text(encoding="utf-8")
-    except FileNotFoundError:
-        raise failed("there is no such file", f"check the path; it is taken from {Path.cwd()}") from None
     except (OSError, UnicodeDecodeError) as error:
         raise failed(f"cannot be read: {error}", "give a readable text file in UTF-8") from None
     try:
