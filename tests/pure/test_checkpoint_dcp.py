@@ -23,6 +23,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 
+from damage import damage
 from polyreme.checkpoint.dcp import DCPCheckpoint, _boxes, write_dcp
 from polyreme.checkpoint.deepspeed import DeepSpeedCheckpoint
 from polyreme.checkpoint.source import MODEL
@@ -227,13 +228,7 @@ def test_corruption_is_found_or_harmless(tmp_path: Path) -> None:
     for trial in range(60):
         path = Path(shutil.copytree(good, tmp_path / str(trial)))
         file = path / rng.choice([".metadata", "__0_0.distcp"])
-        data = bytearray(file.read_bytes())
-        at = rng.randrange(len(data))
-        if trial % 4:
-            data[at] ^= 1 << rng.randrange(8)
-        else:
-            del data[at:]
-        file.write_bytes(data)
+        damage(file, rng, truncate=trial % 4 == 0)
         try:
             check(path)
             source = DCPCheckpoint(path)

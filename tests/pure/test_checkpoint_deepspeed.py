@@ -14,6 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from damage import damage
 from polyreme.checkpoint import archive
 from polyreme.checkpoint.deepspeed import DeepSpeedCheckpoint
 from polyreme.checkpoint.source import MASTER, MODEL
@@ -156,13 +157,7 @@ def test_corruption_is_found_or_harmless(tmp_path: Path, case: str) -> None:
     for trial in range(40):
         folder = Path(shutil.copytree(DATA / case, tmp_path / str(trial)))
         file = rng.choice(sorted(folder.glob("*/*.pt")))
-        data = bytearray(file.read_bytes())
-        at = rng.randrange(len(data))
-        if trial % 4:
-            data[at] ^= 1 << rng.randrange(8)
-        else:
-            del data[at:]
-        file.write_bytes(data)
+        damage(file, rng, truncate=trial % 4 == 0)
         try:
             check(folder)
             source = DeepSpeedCheckpoint(folder)

@@ -98,6 +98,7 @@ def test_yaml_writes_numbers_and_empty_sections_its_own_way(tmp_path: Path) -> N
     ("name", "content", "reason"),
     [
         ("none.toml", None, "no such file"),
+        ("none", None, "no such file"),
         ("run.ini", b"a = 1", "suffix"),
         ("run.toml", b"a = = 1", "not valid TOML"),
         ("run.json", b"{", "not valid JSON"),
