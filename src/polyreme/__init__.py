@@ -14,6 +14,7 @@ from polyreme.errors import (
     ModelError,
     NumericsError,
     PolyremeError,
+    TierError,
     TransportError,
 )
 
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 __all__ = [
     "BatchError", "CheckpointError", "Config", "ConfigError", "DataError", "Engine", "EvalResult", "LaunchError", "ModelError",
-    "NumericsError", "PolyremeError", "StepResult", "TransportError", "initialize",
+    "NumericsError", "PolyremeError", "StepResult", "TierError", "TransportError", "initialize",
 ]  # fmt: skip
 
 

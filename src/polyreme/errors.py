@@ -60,6 +60,10 @@ class CheckpointError(PolyremeError):
     """A checkpoint that cannot be written or read."""
 
 
+class TierError(PolyremeError):
+    """Host memory or files that hold states, parameters or activations: too little room, a folder in use, or a transfer that failed."""
+
+
 class TransportError(PolyremeError):
     """A failure of the communication between ranks."""
 

@@ -1,0 +1,164 @@
+"""Files without a name, for numbers that outlive no run, and the page-aligned memory that they are read into and written from.
+
+Invariants: a file's space is really taken when it is made, so no write fails for want of it; a transfer is whole, or a TierError. Nothing
+is left behind when the process ends, however it ends: the kernel frees what has no name. No communication.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import mmap
+import os
+import tempfile
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from polyreme.errors import TierError
+
+ALIGNMENT = 4096
+"""Bytes. Memory, places in a file and sizes of transfers are multiples, as O_DIRECT wants them of every disk in use."""
+HUGE_PAGE = 2 << 20
+_O_TMPFILE, _O_DIRECT = getattr(os, "O_TMPFILE", 0), getattr(os, "O_DIRECT", 0)  # Linux has them
+
+
+def padded(nbytes: int) -> int:
+    """The next multiple of ALIGNMENT."""
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT
+
+
+def aligned(nbytes: int, pin: bool = False) -> Tensor:
+    """`nbytes` (a multiple of ALIGNMENT) zeros in memory that begins at a page, uint8; with `pin` locked for transfers to a CUDA device.
+
+    No page is taken before it is touched, unless it is pinned. Raises TierError where the system gives no such memory."""
+    if nbytes % ALIGNMENT:
+        raise ValueError(f"{nbytes} bytes are no multiple of {ALIGNMENT}")
+    if not nbytes:
+        return torch.empty(0, dtype=torch.uint8)
+    try:
+        memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError as error:
+        raise TierError(f"{nbytes:,} bytes of host memory were refused: {error.strerror}") from error
+    if nbytes >= HUGE_PAGE and hasattr(mmap, "MADV_HUGEPAGE"):
+        with contextlib.suppress(OSError):  # a kernel without them
+            memory.madvise(mmap.MADV_HUGEPAGE)
+    view = memoryview(memory)
+    tensor = torch.frombuffer(view, dtype=torch.uint8)
+    if pin:
+        _pin(view, memory, tensor)
+    return tensor
+
+
+def _pin(view: memoryview, memory: mmap.mmap, tensor: Tensor) -> None:
+    """Lock the memory until `tensor`'s last view is gone. torch's own pinned memory would be rounded up to a power of two."""
+    runtime, address = torch.cuda.cudart(), tensor.data_ptr()
+    status = int(runtime.cudaHostRegister(address, tensor.nbytes, 0))
+    if status:
+        raise TierError(
+            f"{tensor.nbytes:,} bytes of host memory could not be pinned (CUDA error {status}): is the limit of `ulimit -l` too low?"
+        )
+
+    def unpin(memory: mmap.mmap) -> None:  # which is unmapped when this returns, not before
+        runtime.cudaHostUnregister(address)
+
+    weakref.finalize(view, unpin, memory).atexit = False
+
+
+def check_space(needed: Mapping[Path, int]) -> None:
+    """TierError unless the file systems of these folders have that many bytes free; those of one file system are added up."""
+    systems: dict[int, list[Path]] = {}
+    free: dict[Path, int] = {}
+    for folder in needed:
+        try:
+            systems.setdefault(folder.stat().st_dev, []).append(folder)
+            free[folder] = _free(folder)
+        except OSError as error:
+            raise TierError(f"{folder} cannot be used: {error.strerror}. {needed[folder]:,} bytes are needed there") from error
+    for folders in systems.values():
+        total, left = sum(needed[folder] for folder in folders), free[folders[0]]
+        if total > left:
+            where = ", ".join(map(str, folders))
+            raise TierError(f"{where}: {total:,} bytes needed, {left:,} free. Free some, or choose a folder of another disk")
+
+
+class File:
+    """A nameless file of `nbytes` (rounded up to ALIGNMENT), of zeros, in an existing `folder`. Several threads may use it.
+
+    `direct`: transfers go past the page cache (O_DIRECT); False where that is not wanted, or the file system refuses it.
+    Raises TierError where the folder cannot be used or has too little room."""
+
+    def __init__(self, folder: Path | str, nbytes: int, direct: bool = True) -> None:
+        self.folder, self.nbytes = Path(folder), padded(nbytes)
+        check_space({self.folder: self.nbytes})
+        try:
+            self._descriptor = _nameless(self.folder)
+            self.close: Callable[[], object] = weakref.finalize(self, os.close, self._descriptor)
+            """Give the space back. Further calls do nothing."""
+            if self.nbytes:
+                os.posix_fallocate(self._descriptor, 0, self.nbytes)
+        except OSError as error:
+            raise TierError(
+                f"{self.folder}: no file of {self.nbytes:,} bytes can be made ({_free(self.folder):,} free): {error.strerror}"
+            ) from error
+        self.direct = direct and _go_direct(self._descriptor)
+
+    def read(self, memory: Tensor, at: int) -> None:
+        """Fill all of `memory` (of any dtype, contiguous, as from `aligned`) with the bytes of the file from `at` on."""
+        self._transfer("read", os.preadv, memory, at)
+
+    def write(self, memory: Tensor, at: int) -> None:
+        """Write all of `memory` into the file from `at` on."""
+        self._transfer("write", os.pwritev, memory, at)
+
+    def _transfer(self, what: str, call: Callable[[int, Sequence[memoryview], int], int], memory: Tensor, at: int) -> None:
+        if memory.data_ptr() % ALIGNMENT or memory.nbytes % ALIGNMENT or at % ALIGNMENT or not 0 <= at <= self.nbytes - memory.nbytes:
+            raise ValueError(f"{memory.nbytes} bytes at address {memory.data_ptr():#x} and {at} of a file of {self.nbytes}: all are to be "
+                             f"multiples of {ALIGNMENT}, and within the file")  # fmt: skip
+        rest, reason = memory.view(torch.uint8).numpy().data, "it ended early"
+        while rest:
+            try:
+                count = call(self._descriptor, [rest], at) // ALIGNMENT * ALIGNMENT  # what is over is done again, at an aligned place
+            except OSError as error:
+                count, reason = 0, error.strerror or str(error)
+            if not count:
+                raise TierError(
+                    f"{self.folder}: {what} of {memory.nbytes:,} bytes failed with {len(rest):,} to go ({reason}); "
+                    f"the file has {self.nbytes:,} bytes, {_free(self._descriptor):,} are free"
+                )
+            rest, at = rest[count:], at + count
+
+
+def _nameless(folder: Path) -> int:
+    """The descriptor of a new file that has no name (any more)."""
+    if _O_TMPFILE:
+        try:
+            return os.open(folder, _O_TMPFILE | os.O_RDWR | os.O_EXCL, 0o600)
+        except OSError as error:
+            if error.errno not in (errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL):  # all else is no matter of the file system's kind
+                raise
+    descriptor, name = tempfile.mkstemp(prefix=".polyreme-", dir=folder)
+    os.unlink(name)  # noqa: PTH108
+    return descriptor
+
+
+def _go_direct(descriptor: int) -> bool:
+    """Turn O_DIRECT on; False, and it is off, where that is refused, at once or when something is read."""
+    flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
+    try:
+        fcntl.fcntl(descriptor, fcntl.F_SETFL, flags | _O_DIRECT)
+        os.preadv(descriptor, [aligned(ALIGNMENT).numpy().data], 0)
+    except OSError:
+        fcntl.fcntl(descriptor, fcntl.F_SETFL, flags)
+        return False
+    return bool(_O_DIRECT)
+
+
+def _free(where: Path | int) -> int:
+    """Bytes that the file system of a folder or of an open file has left for this user."""
+    status = os.statvfs(where)
+    return status.f_bavail * status.f_frsize
