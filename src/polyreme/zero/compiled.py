@@ -1,0 +1,272 @@
+"""Optimizer updates of a flat float32 piece in one pass over memory, compiled by numba, an optional extra (importing this fails without).
+
+Every function reads a gradient in any of three formats, scales it, updates the parameter and its states in place and writes the rounded
+parameter, number by number. The order of operations, and which of them are fused, is that of torch's vectorised CPU kernels, so that the
+bits are equal; `kernels` tries that before it relies on it. Options that are None are compiled away.
+
+float32 is itself, bfloat16 comes as uint16 and float16 as int16, as numpy and numba have no type for them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from typing import Any
+
+import numpy as np
+import torch
+from llvmlite import ir
+from numba import njit, types
+from numba.extending import intrinsic, overload
+from torch import Tensor
+
+from polyreme.layout import ALIGN
+
+LEAST = 1 << 19
+"""Fewest elements that are worth another thread, which takes about 0.3 ms to wake up."""
+VIEWS = {torch.float32: np.float32, torch.bfloat16: np.uint16, torch.float16: np.int16}
+"""Formats of gradients and of rounded parameters, and how they are passed."""
+INT, FLOAT = ir.IntType(32), ir.FloatType()
+
+
+def run(function: Callable[..., None], tensors: Sequence[Tensor | None], numbers: Sequence[float | None], place: int | None = None) -> None:
+    """Call `function` on flat tensors, in parts on torch's number of threads, on `numbers` in float32, and on the place of the first
+    number, if that is given. The tensors have one size, but for scales of blocks."""
+    views = [None if t is None else _array(t) for t in tensors]
+    scalars = [None if x is None else np.float32(x) for x in numbers]
+    size = views[0].size  # type: ignore[union-attr]
+    threads = max(1, min(torch.get_num_threads(), size // LEAST))
+    part = -(-size // (threads * ALIGN)) * ALIGN
+    calls = []
+    for at in range(0, size, part):
+        inside = [v if v is None or threads == 1 else v[at * v.size // size : min(at + part, size) * v.size // size] for v in views]
+        calls.append((*inside, *scalars, *(() if place is None else (np.uint32(place + at & 0xFFFFFFFF),))))
+    others = [_pool(threads - 1).submit(function, *call) for call in calls[1:]]
+    function(*calls[0])
+    for other in others:
+        other.result()
+
+
+def each(function: Callable[[int], None], starts: Sequence[int]) -> None:
+    """Call `function`, which calls compiled loops on less than 2 * LEAST elements, with each of `starts`, on torch's number of threads."""
+    threads = min(torch.get_num_threads(), len(starts))
+    for _ in map(function, starts) if threads < 2 else _pool(threads).map(function, starts):
+        pass
+
+
+@cache
+def _pool(threads: int) -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(threads, "polyreme-update")
+
+
+def _array(tensor: Tensor) -> np.ndarray:
+    if tensor.dtype not in (torch.bfloat16, torch.float16):
+        return tensor.numpy()
+    return tensor.view(torch.int16).numpy().view(VIEWS[tensor.dtype])
+
+
+@intrinsic
+def fma(context: Any, a: Any, b: Any, c: Any) -> Any:
+    """a * b + c, rounded once."""
+    return types.float32(types.float32, types.float32, types.float32), lambda _, build, __, values: build.fma(*values)
+
+
+@intrinsic
+def bits(context: Any, x: Any) -> Any:
+    """The bits of a float32."""
+    return types.uint32(types.float32), lambda _, build, __, values: build.bitcast(values[0], INT)
+
+
+@intrinsic
+def number(context: Any, x: Any) -> Any:
+    """The float32 of these bits."""
+    return types.float32(types.uint32), lambda _, build, __, values: build.bitcast(values[0], FLOAT)
+
+
+@intrinsic
+def widen(context: Any, x: Any) -> Any:
+    """A number of any of the three formats as float32."""
+
+    def emit(_: Any, build: Any, __: Any, values: Any) -> Any:
+        if x == types.uint16:
+            return build.bitcast(build.shl(build.zext(values[0], INT), ir.Constant(INT, 16)), FLOAT)
+        return build.fpext(build.bitcast(values[0], ir.HalfType()), FLOAT) if x == types.int16 else values[0]
+
+    return types.float32(x), emit
+
+
+@intrinsic
+def half(context: Any, x: Any) -> Any:
+    """A float32 rounded to float16, as int16."""
+    narrow, wide = ir.HalfType(), ir.IntType(16)
+    return types.int16(types.float32), lambda _, build, __, values: build.bitcast(build.fptrunc(values[0], narrow), wide)
+
+
+@njit(inline="always")
+def brain(x: Any) -> Any:
+    """A float32 rounded to bfloat16, as uint16."""
+    whole = bits(x)
+    rounded = np.uint16((whole + np.uint32(0x7FFF) + ((whole >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16))
+    return rounded if x == x else np.uint16(0xFFFF)
+
+
+def put(out: Any, at: int, x: Any) -> None:
+    """Write x to out[at] in its format, if there is an `out`."""
+
+
+@overload(put, inline="always")
+def _put(out: Any, at: Any, x: Any) -> Callable[..., None]:
+    def nothing(out: Any, at: Any, x: Any) -> None:
+        pass
+
+    def wide(out: Any, at: Any, x: Any) -> None:
+        out[at] = x
+
+    def as_brain(out: Any, at: Any, x: Any) -> None:
+        out[at] = brain(x)
+
+    def as_half(out: Any, at: Any, x: Any) -> None:
+        out[at] = half(x)
+
+    if isinstance(out, types.NoneType):
+        return nothing
+    return {types.float32: wide, types.uint16: as_brain, types.int16: as_half}[out.dtype]
+
+
+@njit
+def lerp(a: Any, b: Any, weight: Any) -> Any:
+    """torch's: from the nearer of the two ends."""
+    if abs(weight) < np.float32(0.5):
+        return fma(weight, b - a, a)
+    return fma(weight - np.float32(1), b - a, b)
+
+
+@njit(nogil=True, error_model="numpy")
+def adam(p, g, m, v, out, factor, keep, decay, rate1, beta2, rate2, root2, eps, size):  # type: ignore[no-untyped-def]
+    """Adam (`decay`: L2) and AdamW (`keep`: 1 - lr * decay), rate = 1 - beta, root2 the root of the second bias correction, size of a
+    step lr / the first."""
+    for i in range(p.size):
+        x, grad = p[i], widen(g[i]) * factor
+        if keep is not None:
+            x *= keep
+        if decay is not None:
+            grad = fma(x, decay, grad)
+        first = lerp(m[i], grad, rate1)
+        second = fma(rate2 * grad, grad, v[i] * beta2)
+        m[i], v[i] = first, second
+        x -= size * first / (math.sqrt(second) / root2 + eps)
+        p[i] = x
+        put(out, i, x)
+
+
+@njit(nogil=True, error_model="numpy")
+def sgd(p, g, m, out, factor, decay, momentum, damped, ahead, size):  # type: ignore[no-untyped-def]
+    """SGD, `m` None without momentum; damped = 1 - dampening, `ahead` the momentum again for Nesterov's, size = -lr."""
+    for i in range(p.size):
+        x, grad = p[i], widen(g[i]) * factor
+        if decay is not None:
+            grad = fma(x, decay, grad)
+        if m is not None:
+            mean = fma(grad, damped, m[i] * momentum)
+            m[i] = mean
+            grad = fma(mean, ahead, grad) if ahead is not None else mean
+        x = fma(grad, size, x)
+        p[i] = x
+        put(out, i, x)
+
+
+@njit(nogil=True, error_model="numpy")
+def adagrad(p, g, total, out, factor, decay, eps, size):  # type: ignore[no-untyped-def]
+    """Adagrad, size of a step with lr_decay in it."""
+    for i in range(p.size):
+        x, grad = p[i], widen(g[i]) * factor
+        if decay is not None:
+            grad = fma(x, decay, grad)
+        square = fma(grad, grad, total[i])
+        total[i] = square
+        x -= size * grad / (math.sqrt(square) + eps)
+        p[i] = x
+        put(out, i, x)
+
+
+@njit(nogil=True, error_model="numpy")
+def lion(p, g, m, out, factor, keep, beta1, rate2, size):  # type: ignore[no-untyped-def]
+    """`optimizers.Lion`: keep = 1 - lr * weight_decay, rate2 = 1 - beta2."""
+    for i in range(p.size):
+        grad = widen(g[i]) * factor
+        mean = m[i]
+        towards = lerp(grad, mean, beta1)
+        x = p[i] * keep - size * np.float32((towards > 0) - (towards < 0))
+        m[i] = lerp(mean, grad, rate2)
+        p[i] = x
+        put(out, i, x)
+
+
+# ---- compact states; see `compact`
+
+
+@njit(inline="always")
+def mixed(x: Any) -> Any:
+    """`compact.mixed` of a uint32."""
+    x = np.uint32((x ^ (x >> np.uint32(16))) * np.uint32(0x7FEB352D))  # numba widens every product
+    x = np.uint32((x ^ (x >> np.uint32(15))) * np.uint32(0x846CA68B))
+    return np.uint32(x ^ (x >> np.uint32(16)))
+
+
+@njit(nogil=True, error_model="numpy")
+def brains(values, stored, place):  # type: ignore[no-untyped-def]
+    """`compact.Brain.encode`."""
+    for i in range(values.size):
+        chance = mixed(np.uint32(place + np.uint32(i))) & np.uint32(0xFFFF)
+        stored[i] = np.uint16(np.uint32(bits(values[i]) + chance) >> np.uint32(16))
+
+
+def rooted(signed: bool) -> tuple[Callable[..., None], Callable[..., None]]:
+    """`compact.Root(signed)`: encode, decode."""
+
+    @njit(inline="always")
+    def value(code, square):  # type: ignore[no-untyped-def]
+        x = code * code / square
+        return x if signed else x * x
+
+    @njit(nogil=True, error_model="numpy")
+    def encode(values, codes, scales, top, square, nudge, place):  # type: ignore[no-untyped-def]
+        numbers, stored = values.reshape(-1, ALIGN), codes.reshape(-1, ALIGN)
+        for block in range(scales.size):
+            row, kept = numbers[block], stored[block]
+            most = np.uint32(0)
+            for i in range(ALIGN):
+                most = max(most, bits(abs(row[i])))  # as integers, which takes no care of NaN
+            scale = number(most)
+            scales[block] = scale
+            safe = scale if scale > 0 else np.float32(1)
+            first = np.uint32(place + np.uint32(block * ALIGN))
+            for i in range(ALIGN):
+                size = abs(row[i])
+                root = math.sqrt(size / safe)
+                if not signed:
+                    root = math.sqrt(root)
+                low = min(np.float32(np.int32(root * top + nudge)), top - np.float32(1))
+                below, above = value(low, square) * scale, value(low + np.float32(1), square) * scale
+                uniform = np.float32(np.int32(mixed(np.uint32(first + np.uint32(i))) >> np.uint32(8))) * np.float32(2.0**-24)
+                code = np.int32(low) + np.int32(uniform < (size - below) / (above - below))
+                if signed:
+                    kept[i] = -code if row[i] < 0 else code
+                else:
+                    kept[i] = max(code, np.int32(size > 0))
+
+    @njit(nogil=True, error_model="numpy")
+    def decode(values, codes, scales, square):  # type: ignore[no-untyped-def]
+        numbers, stored = values.reshape(-1, ALIGN), codes.reshape(-1, ALIGN)
+        for block in range(scales.size):
+            row, kept, scale = numbers[block], stored[block], scales[block]
+            for i in range(ALIGN):
+                code = np.float32(kept[i])
+                row[i] = (code * abs(code) / square if signed else value(code, square)) * scale
+
+    return encode, decode
+
+
+ROOTS = {signed: rooted(signed) for signed in (True, False)}
