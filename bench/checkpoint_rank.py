@@ -54,7 +54,8 @@ class Polyreme:
     def held(self) -> Iterable[Tensor]:
         from polyreme.zero.state import saved
 
-        return [region.data for region in saved(self.engine._parts.placement, self.engine._parts.updates)]
+        regions = saved(self.engine._parts.placement, self.engine._parts.updates)
+        return [region.data for region in sorted(regions, key=lambda region: (region.kind, region.names))]  # states have no order
 
     def save(self, path: Path) -> None:
         self.engine.save(path)

@@ -247,7 +247,7 @@ def show_profiles(args: argparse.Namespace, size: str, dtype: str, systems: Sequ
 def environment() -> dict[str, Any]:
     """What the numbers depend on, besides the code."""
     versions = {}
-    for name in ("torch", "transformers", "deepspeed", "polyreme", "numpy"):
+    for name in ("torch", "transformers", "deepspeed", "polyreme", "numpy", "numba"):
         try:
             versions[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:

@@ -207,6 +207,42 @@ def test_checkpoints_are_measured(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["found.json", "found.md"]
 
 
+def test_the_file_tier_is_measured(tmp_path: Path) -> None:
+    """With fio or without; nothing is left."""
+    out = tmp_path / "found.json"
+    options = ["--record", "1", "--records", "3", "--rounds", "1", "--folder", str(tmp_path), "--out", str(out)]
+    done = subprocess.run([sys.executable, str(BENCH / "tiers.py"), *options], capture_output=True, text=True, timeout=110)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (found,) = json.loads(out.read_text())["rounds"]
+    assert list(found) == ["read", "write", "update"]
+    assert all(way["FileTier.stream"] > 0 and way["loop, threads: 2"] > 0 for way in found.values())
+    assert out.with_suffix(".md").read_text().count("| FileTier.stream |") == 3
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["found.json", "found.md"]
+
+
+def test_a_model_trains_from_files_as_predicted(tmp_path: Path) -> None:
+    out = tmp_path / "found.json"
+    options = ["--size", "tiny", "--ranks", "1", "--steps", "1", "--tokens", "16", "--folder", str(tmp_path / "tier"), "--out", str(out)]
+    done = subprocess.run([sys.executable, str(BENCH / "large.py"), *options], capture_output=True, text=True, timeout=110)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (told,) = json.loads(out.read_text())
+    assert told["steps"][0]["tiers"]["states"]["read"] == told["traffic"]["states"][0] > 0
+    assert told["losses"][1] < told["losses"][0]
+
+
+def test_the_optimizers_step_is_measured(tmp_path: Path) -> None:
+    """Its bits are compared with torch's first."""
+    out = tmp_path / "found.json"
+    options = ["--numbers", "1", "--rounds", "2", "--threads", "1", "--rivals", "torch fused", "--out", str(out)]
+    done = subprocess.run([sys.executable, str(BENCH / "optimizer.py"), *options], capture_output=True, text=True, timeout=110)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (run,) = json.loads(out.read_text())["runs"]
+    assert {f"{case}/{name}" for case in ("fp32", "bf16, clipped") for name in ("polyreme", "torch fused", "polyreme, Lion")} < set(
+        run["seconds"]
+    )
+    assert "| bf16, clipped: polyreme | the stream |" in out.with_suffix(".md").read_text()
+
+
 def test_a_run_that_ends_otherwise_is_seen(tmp_path: Path) -> None:
     import crash
 

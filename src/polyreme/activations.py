@@ -1,4 +1,5 @@
 """What of a block's forward is kept for its backward: everything, or its inputs alone (recomputed), or some operators' outputs.
+The inputs are kept on the device, or elsewhere (`offload`).
 
 Invariant: losses, gradients and buffers are the same to the last bit, dropout and running means included: for a recomputation the random
 state and the buffers are put back to where the forward began, and afterwards to where they were.
@@ -11,17 +12,20 @@ import functools
 import itertools
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts, noop_context_fn
 
 from polyreme.errors import ConfigError, Problem
 from polyreme.model_map import tensors_in
+from polyreme.offload import Offload
 
+Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
+"""Of a block's forward and of its recomputation."""
 OPERATORS = {
     "mm": ("mm", "addmm", "bmm", "baddbmm", "linear"),
     "attention": (
@@ -34,10 +38,16 @@ OPERATORS = {
 
 
 def wrap_blocks(
-    model: nn.Module, blocks: Mapping[str, nn.Module], recompute: bool, every: int, keep: Sequence[str], compiled: bool
+    model: nn.Module,
+    blocks: Mapping[str, nn.Module],
+    recompute: bool,
+    every: int,
+    keep: Sequence[str],
+    compiled: bool,
+    offload: Offload | None = None,
 ) -> list[nn.Module]:
     """Set each block's `forward`: compiled, where asked; recomputed in backward, every `every`-th block, but for the outputs of the
-    operators `keep`. Module hooks stay outside both. Returns the blocks that are recomputed.
+    operators `keep`, from inputs that `offload` has meanwhile. Module hooks stay outside both. Returns the blocks that are recomputed.
 
     Of a `model` without blocks its largest parts are recomputed, or all of it at once (see `_parts`). Raises ConfigError where there are
     no blocks to compile, or for an unknown operator.
@@ -47,16 +57,16 @@ def wrap_blocks(
     if compiled and not blocks:
         raise ConfigError([Problem("compile", True, "the model has no repeated blocks (no nn.ModuleList or nn.Sequential of them)",
                                    "leave compile out, or put the model's repeated part into an nn.ModuleList")])  # fmt: skip
-    options: dict[str, Any] = {"use_reentrant": False}
-    if keep:
-        options["context_fn"] = functools.partial(create_selective_checkpoint_contexts, _overloads(keep))
+    contexts: Callable[[], Contexts] = (
+        functools.partial(create_selective_checkpoint_contexts, _overloads(keep)) if keep else noop_context_fn
+    )
     recomputed = []
     for index, block in enumerate(blocks.values() if blocks else _parts(model)):
         forward = block.forward
         if compiled:
             forward = torch.compile(forward)
         if recompute and index % every == 0:
-            forward = _recomputed(block, forward, options)
+            forward = _recomputed(block, forward, contexts, offload)
             recomputed.append(block)
         block.forward = forward
     return recomputed
@@ -67,24 +77,29 @@ class Saved:
     """Bytes that a forward kept for its backward."""
 
     bytes: int = 0
+    """On the device."""
+    moved: int = 0
+    """In host memory or in files."""
 
 
 @contextmanager
-def measure(recomputed: Iterable[nn.Module], parameters: Iterable[Tensor]) -> Iterator[Saved]:
-    """Count what the forwards inside keep for backward: each storage once, `parameters`' not; of a recomputed block its inputs."""
+def measure(recomputed: Iterable[nn.Module], parameters: Iterable[Tensor], offload: Offload | None = None) -> Iterator[Saved]:
+    """Count what the forwards inside keep for backward, as it is at the end: each storage once, `parameters`' not; of a recomputed block
+    its inputs, which `offload` may have."""
     saved = Saved()
-    seen = {p.untyped_storage()._cdata for p in parameters}  # not their addresses, which change when a block is gathered
+    fixed = {p.untyped_storage()._cdata for p in parameters}  # not their addresses, which change when a block is gathered
+    kept: dict[int, int] = {}  # bytes by storage
+    inputs: dict[int, int] = {}
 
-    def count(tensor: Tensor) -> Tensor:
+    def count(tensor: Tensor, into: dict[int, int] = kept) -> Tensor:
         storage = tensor.untyped_storage()
-        if storage._cdata not in seen:
-            seen.add(storage._cdata)
-            saved.bytes += storage.nbytes()
+        if storage._cdata not in fixed:
+            into.setdefault(storage._cdata, storage.nbytes())
         return tensor
 
     def count_inputs(_: nn.Module, args: Any, kwargs: Any) -> None:
         for tensor in tensors_in((args, kwargs)):
-            count(tensor)
+            count(tensor, inputs)
 
     handles = [block.register_forward_pre_hook(count_inputs, with_kwargs=True) for block in recomputed]
     try:
@@ -93,6 +108,11 @@ def measure(recomputed: Iterable[nn.Module], parameters: Iterable[Tensor]) -> It
     finally:
         for handle in handles:
             handle.remove()
+        for storage, nbytes in inputs.items():
+            here, out = offload.where(storage) if offload is not None else (True, False)
+            saved.bytes += nbytes * (here and storage not in kept)
+            saved.moved += nbytes * out
+        saved.bytes += sum(kept.values())
 
 
 def _parts(model: nn.Module) -> list[nn.Module]:
@@ -120,21 +140,51 @@ def _composed(module: nn.Module) -> bool:
     return any(True for _ in module.children()) and any(True for _ in module.parameters())
 
 
-def _recomputed(block: nn.Module, forward: Callable[..., Any], options: Mapping[str, Any]) -> Callable[..., Any]:
+def _recomputed(
+    block: nn.Module, forward: Callable[..., Any], contexts: Callable[[], Contexts], offload: Offload | None
+) -> Callable[..., Any]:
     @functools.wraps(forward)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
-        buffers, times = _Buffers(block), itertools.count()
+        if offload is None:
+            kept: Callable[[], Any] = functools.partial(_same, (args, kwargs))
+        else:
+            kept = offload.keep((args, kwargs)).back
+        tensors = tensors_in((args, kwargs)) if offload is None else [offload.marker]
+        buffers, times, given = _Buffers(block), itertools.count(), [(args, kwargs)]  # emptied by each run, so as not to keep it alive
 
         def run(*_: Tensor) -> Any:
+            positional, named = given.pop()
             with buffers.watched() if next(times) == 0 else buffers.put_back():
-                return forward(*args, **kwargs)
+                return forward(*positional, **named)
 
-        # the tensors are passed for their devices: checkpoint saves the random state of those
-        return checkpoint(run, *tensors_in((args, kwargs)), **options)
+        def contexts_of_runs() -> Contexts:
+            first, again = contexts()
+            return first, _After(lambda: given.append(kept()), again)
+
+        # the tensors are passed for their devices, of which checkpoint saves the random state, and to find changes of them in place
+        return checkpoint(run, *tensors, use_reentrant=False, context_fn=contexts_of_runs)
 
     return wrapped
+
+
+def _same(value: Any) -> Any:
+    return value
+
+
+class _After(AbstractContextManager[Any]):
+    """A context that is entered after something was done, which it is not to see."""
+
+    def __init__(self, before: Callable[[], object], inner: AbstractContextManager[Any]) -> None:
+        self._before, self._inner = before, inner
+
+    def __enter__(self) -> Any:
+        self._before()
+        return self._inner.__enter__()
+
+    def __exit__(self, *error: Any) -> bool | None:
+        return self._inner.__exit__(*error)
 
 
 class _Buffers:

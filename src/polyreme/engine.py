@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
 from polyreme import model_map
-from polyreme.activations import measure, wrap_blocks
+from polyreme.activations import Saved, measure, wrap_blocks
 from polyreme.checkpoint.save import Saver
 from polyreme.config import Config
 from polyreme.data import Loader
@@ -27,14 +27,16 @@ from polyreme.errors import BatchError, NumericsError
 from polyreme.lr_schedule import LRSchedule
 from polyreme.mesh import Axis, Mesh, world
 from polyreme.objective import LossFn, Objective, digest, leading_size, split
+from polyreme.offload import Offload
 from polyreme.pipeline.run import Calls, Runner, RunStage, whole
-from polyreme.pipeline.schedule import build, check, splits_backward, stage_ranks
+from polyreme.pipeline.schedule import build, check, next_backwards, splits_backward, stage_ranks
 from polyreme.pipeline.stage import Stage
 from polyreme.precision import DTYPES, GRADIENT, MODEL, cast_floating, loss_scale, watch_nonfinite
 from polyreme.prepare import Model, cut, divide, make_numbers, open_model, share_out, take_from_rank_0
 from polyreme.state import Loaded, Parts, content, restore
 from polyreme.step import State, Step, StepResult
 from polyreme.tensor.layers import put_off_weights
+from polyreme.tensor.loss import with_own_cross_entropy
 from polyreme.zero.blocks import Blocks
 from polyreme.zero.optimizers import Make, Options, recipe
 from polyreme.zero.reduce import Reducer
@@ -115,22 +117,30 @@ class Engine:
         self._splits_backward = splits_backward(schedule)
         if self._splits_backward:
             put_off_weights(self.module)
+        if mesh.device.type == "cpu" and (loss := model_map.own_loss(self.module)) is not None:
+            self.module.loss_function = with_own_cross_entropy(loss)  # type: ignore[assignment]
         self._placement = share_out(self.module, blocks, made, division, config, mesh)
         if recording is not None:
             make_numbers(self.module, recording, self._placement, mesh, parameters=weights is None)
         for buffer in self.module.buffers():
             buffer.data = buffer.data.to(mesh.device).contiguous()
         memory = config.memory
-        recompute = memory.activations == "recompute"
-        self._recomputed = wrap_blocks(self.module, blocks, recompute, memory.recompute_every, memory.recompute_save, config.compile)
+        self._offload: Offload | None = None
+        if memory.activations not in ("keep", "recompute"):
+            folder = None if memory.activations == "host" else Path(str(memory.activations))
+            self._offload = Offload(mesh.device, folder, [*self.module.parameters(), *self.module.buffers()])
+        self._recomputed = wrap_blocks(self.module, blocks, memory.activations != "keep", memory.recompute_every, memory.recompute_save,
+                                       config.compile, self._offload)  # fmt: skip
         every_time = config.zero.reduce_every == "microbatch" and mesh.dp.size > 1
         reducer = Reducer(self._placement.trainable, config.accumulation, every_time, mine)
         self._blocks = Blocks(
             self.module, self._placement.root, self._placement.units, config.zero.prefetch, config.zero.release, reducer.complete
         )
-        self._updates = [Update(bucket, made.groups) for bucket in self._placement.trainable]
+        compact = None if config.optimizer.states == "fp32" else config.optimizer.states
+        self._updates = [Update(bucket, made.groups, compact) for bucket in self._placement.trainable]
         self._objective = Objective(self.module, loss_fn)
         self._row = schedule[mesh.pp.rank]
+        self._coming = next_backwards(self._row)
         one = build(name, mesh.pp.size, 1, config.pipeline.virtual)
         self._forward_row = [action for action in one[mesh.pp.rank] if action.op in ("F", "SA", "RA")]
         stages: dict[int, RunStage] = {stage: Stage(self.module, split, stage) for stage in mine} if split else {0: whole}
@@ -139,14 +149,14 @@ class Engine:
         self._tells = mesh.tp.rank == 0 and self._has_loss
         options = Options(made, LRSchedule(config.lr_schedule), lr_scheduler)
         self._step = Step(config, mesh, self._tells, self._placement.trainable, reducer, self._blocks, self._updates, options,
-                          loss_scale(config.precision))  # fmt: skip
+                          loss_scale(config.precision), self._placement.homes.tier)  # fmt: skip
         self._parts = Parts(self.module, config, mesh, self._placement, self._updates, self._step)
         self._saver: Saver | None = None
         self._all: Axis | None = None
         if weights is not None:
             restore(self._parts, weights, strict=False, weights_only=True, axis=self._aside())
-        self._activations: int | None = 0 if config.compile else None  # bytes; None before they are measured
-        self._saved = 0  # of them, so far
+        self._activations: Saved | None = Saved() if config.compile else None  # None before they are measured
+        self._saved = Saved()  # so far
         self._last: tuple[Any, Any] | None = None  # micro-batch and output of the last engine(...)
         self._unfinished = False  # the last train_step, which ended in an error
         self._compared = False  # a batch, with those of the ranks that have to have the same
@@ -220,7 +230,7 @@ class Engine:
         """The model's output for one micro-batch (its floating-point inputs cast to the compute dtype)."""
         if self.mesh.pp.size > 1:
             raise BatchError("engine(...) calls the whole model, which is cut into pipeline stages: use train_step and eval_step")
-        self._blocks.at(0, 0)
+        self._enter(0, 0)
         batch = kwargs or (args[0] if len(args) == 1 else args)  # the caller's, as its labels are counted without the device
         self._compare(batch)
         args, kwargs = cast_floating((args, kwargs), self._dtype, self.mesh.device)  # type: ignore[misc]
@@ -321,15 +331,42 @@ class Engine:
 
     def memory(self) -> dict[str, int]:
         """Bytes of this rank by category: parameters, gradients, states and buffers that are alive now, and activations, which is what
-        the first micro-batch kept for its backward (0 before it, and for compiled blocks)."""
+        the first micro-batch kept for its backward (0 before it, and for compiled blocks): on the device, and if memory.activations says
+        so, in "activations_host" or "activations_files"."""
         found = {"parameters": 0, "gradients": self._placement.pool.nbytes(), "states": 0}
         for bucket in self._placement.buckets:
             for category, size in bucket.nbytes().items():
                 found[category] += size
         found["states"] += sum(update.nbytes() for update in self._updates)
-        found["activations"] = self._activations or 0
+        kept = self._activations or Saved()
+        found["activations"] = kept.bytes
+        if self._offload is not None:
+            found[f"activations_{self._offload.place}"] = kept.moved
         found["buffers"] = sum(buffer.nbytes for buffer in self.module.buffers())
         return found
+
+    def working_set(self) -> dict[str, int]:
+        """The most bytes of memory that a step takes on this rank, by category, once one was trained: what `memory` counts, and what comes
+        and goes within a step. Without what the model's operators take for a moment, and without the buffers."""
+        found = self._placement.working_set(self.config.zero.prefetch)
+        found["states"] += sum(update.nbytes() for update in self._updates)
+        found["activations"] = (self._activations or Saved()).bytes
+        return found
+
+    def tiers(self) -> dict[str, dict[str, float]]:
+        """Of `states` and `params` that are not in the device's memory, and of activations: `bytes` held there, `memory` (bytes of host
+        memory taken for it), and since the start bytes `read` from it and `written` to it, and seconds `waited`."""
+        found = self._placement.homes.report()
+        if (kept := self._offload) is not None:
+            held = {"bytes": kept.disk if kept.place == "files" else kept.memory, "memory": kept.memory}
+            found["activations"] = {**held, **asdict(kept.traffic)}
+        return found
+
+    def close(self) -> None:
+        """Give back what the engine has outside of its memory: folders of `memory`. A process that ends does so anyway; the engine cannot
+        be used any more."""
+        self.wait()
+        self._placement.homes.close()
 
     def traffic(self) -> dict[str, dict[str, tuple[int, int]]]:
         """Since the start, by mesh axis and operation: (calls, bytes sent by this rank)."""
@@ -383,8 +420,9 @@ class Engine:
             self._step.reduce()
             results.append(self._update())
 
+        coming = iter(self._coming)
         calls = Calls(
-            enter=self._blocks.at,
+            enter=lambda stage, i: self._enter(stage, i, next(coming)),
             forward=lambda i: self._output(batches[i]),
             loss=loss,
             root=lambda i: self._step.root(*losses.pop(i), model_map.count_tokens(batches[i])),
@@ -393,6 +431,12 @@ class Engine:
         )
         self._runner.run(self._row, calls, _shape(batches[0]))
         return results
+
+    def _enter(self, stage: int, microbatch: int, coming: tuple[int, int] | None = None) -> None:
+        """Before a forward or backward for training: which one comes, and whose backward is next."""
+        self._blocks.at(stage, microbatch)
+        if self._offload is not None:
+            self._offload.at(stage, microbatch, coming)
 
     def _output(self, batch: Any) -> Any:
         """The model's output for one micro-batch; the first time, also how much memory its activations take."""
@@ -408,9 +452,9 @@ class Engine:
         if self._activations is not None:
             yield
             return
-        with measure(self._recomputed, self.module.parameters()) as saved:
+        with measure(self._recomputed, self.module.parameters(), self._offload) as saved:
             yield
-        self._saved += saved.bytes
+        self._saved = Saved(self._saved.bytes + saved.bytes, self._saved.moved + saved.moved)
 
     def _random_state(self) -> tuple[Tensor, Tensor | None]:
         """Of the CPU, and of the GPU where there is one."""

@@ -7,6 +7,7 @@ Communication: broadcasts of what the user's model holds; the measured seconds; 
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from polyreme import model_map
 from polyreme.checkpoint.directory import Directory
 from polyreme.checkpoint.load import lacks
 from polyreme.config import Config
+from polyreme.config.keys import home
 from polyreme.errors import CheckpointError, ConfigError, ModelError, Problem
 from polyreme.layout import Cut
 from polyreme.mesh import Axis, Mesh
@@ -26,11 +28,17 @@ from polyreme.pipeline.split import Split, keep, layers, plan
 from polyreme.precision import DTYPES, cast_floating, master_dtype
 from polyreme.tensor import rules
 from polyreme.tensor.surgery import parallelize
+from polyreme.tiers import FileTier, HostTier
+from polyreme.tiers.file import BUFFERS
+from polyreme.zero.away import Away
 from polyreme.zero.bucket import Formats
 from polyreme.zero.deferred import Recording, record
 from polyreme.zero.optimizers import Recipe
-from polyreme.zero.place import Division, Part, Placement, place
+from polyreme.zero.place import Division, Homes, Part, Placement, place
 from polyreme.zero.residency import Residency
+
+RUN = uuid.uuid4().hex
+"""The name of the runs that this process leads, as rank 0: engines that are made one after the other may use the same folders."""
 
 Layer = nn.Module | Callable[[], nn.Module]
 Model = Layer | Sequence[Layer] | str | Path
@@ -154,7 +162,21 @@ def share_out(
     reduce = DTYPES[config.precision.reduce]
     formats = Formats(dtype, master_dtype(dtype), reduce, local=reduce if several and not by_microbatch else dtype)
     residency = Residency.of_stage(zero.stage)
-    return place(module, blocks, recipe, mesh.dp, zero, residency, formats, mesh.device, by_microbatch, division)
+    run: Any = RUN
+    for axis in mesh.axes.values():
+        run = axis.gather_objects(run)[0]
+    folders, share = home(config.memory.states)
+    params = _tier(home(config.memory.params)[0], mesh, run, buffers=1)  # it is not streamed
+    compact = None if config.optimizer.states == "fp32" else config.optimizer.states
+    homes = Homes(_tier(folders, mesh, run), share, None if params is None else Away(params), compact)
+    return place(module, blocks, recipe, mesh.dp, zero, residency, formats, mesh.device, by_microbatch, division, homes)
+
+
+def _tier(where: Sequence[str], mesh: Mesh, run: str, buffers: int = BUFFERS) -> HostTier | FileTier | None:
+    """This rank's tier in the host's memory, or in folders, claimed for `run`; None for the device."""
+    if where in (["device"], ["host"]):
+        return HostTier(mesh.device) if where == ["host"] else None
+    return FileTier(where, mesh.rank, run, buffers=buffers, pin=mesh.device.type == "cuda")
 
 
 def make_numbers(module: nn.Module, recording: Recording, placement: Placement, mesh: Mesh, parameters: bool = True) -> None:

@@ -8,8 +8,8 @@ Invariant: `held` over all ranks covers every number of the tensor; with `owned`
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -57,19 +57,35 @@ class Runs:
 
 
 @dataclass(frozen=True)
+class Stored:
+    """Numbers of a tensor that are not in memory: `fetch(start, stop)` returns some of them, flat."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    fetch: Callable[[int, int], Tensor]
+
+    def numel(self) -> int:
+        return _product(self.shape)
+
+    def part(self, start: int, stop: int) -> Stored:
+        """The elements [start, stop), flat."""
+        return Stored(self.dtype, (stop - start,), lambda low, high: self.fetch(start + low, start + high))
+
+
+@dataclass(frozen=True)
 class Region:
-    """A range of one of the model's tensors, and the memory in which this rank has it.
+    """A range of one of the model's tensors, and where this rank has it.
 
     kind: what the numbers are (MODEL, MASTER, or the name of an optimizer's state). names: all that the model has for the tensor.
     cut: how tensor parallelism divides it, and `rank` this rank's place in that. data: flat, the elements from `start` on of this rank's
-    flattened part."""
+    flattened part, in memory or not."""
 
     kind: str
     names: Sequence[str]
     cut: Cut
     rank: int
     start: int
-    data: Tensor
+    data: Tensor | Stored
 
     @property
     def whole(self) -> tuple[int, ...]:
@@ -79,6 +95,13 @@ class Region:
     def runs(self, owned: bool = False) -> list[Runs]:
         """Where they are in the whole tensor; with `owned`, those that no rank of tensor parallelism before this one has."""
         return held(self.cut, self.rank, self.start, self.start + self.data.numel(), owned)
+
+    def read(self, runs: Runs) -> Tensor:
+        """The numbers of `runs`, which are of this region, of shape (count, size); of memory a view."""
+        if isinstance(self.data, Tensor):
+            return runs.of(self.data, self.start)
+        first = runs.local - self.start
+        return replace(runs, local=0).of(self.data.fetch(first, first + (runs.count - 1) * runs.local_step + runs.size))
 
 
 def held(cut: Cut, rank: int, start: int, stop: int, owned: bool = False) -> list[Runs]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import base64
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from importlib.metadata import version
@@ -32,9 +32,10 @@ from polyreme.config import Config
 from polyreme.data import Loader
 from polyreme.errors import CheckpointError, DataError
 from polyreme.mesh import Axis, Mesh
+from polyreme.region import Region
 from polyreme.step import Step
 from polyreme.zero.place import Placement
-from polyreme.zero.state import loaded, saved
+from polyreme.zero.state import frozen, loaded, saved
 from polyreme.zero.update import Update
 
 
@@ -126,7 +127,9 @@ def restore(parts: Parts, path: Path, strict: bool, weights_only: bool, axis: Ax
     for each in candidates:
         try:
             source = _open(each, axis)
-            found, scalars = _look(parts, source, strict, weights_only, axis)
+            found = _match(parts, source, axis)
+            source = load.verify(source, _needs(parts, source, found, weights_only), axis)
+            scalars = _look(parts, source, found, strict, weights_only, axis)
         except CheckpointError as error:
             problems.append(f"{each} was passed over: {error}")
             if len(problems) == len(candidates):
@@ -139,7 +142,6 @@ def restore(parts: Parts, path: Path, strict: bool, weights_only: bool, axis: Ax
 def _open(path: Path, axis: Axis) -> Source:
     found: list[Source] = []
     together(axis, lambda: found.append(open_source(path)))
-    load.verify(found[0], axis)
     return found[0]
 
 
@@ -147,18 +149,39 @@ Scalars = dict[str, dict[str, float] | None]
 """By the first name of a parameter: its states that are one number; None for one without states."""
 
 
-def _look(parts: Parts, source: Source, strict: bool, weights_only: bool, axis: Axis) -> tuple[load.Match, Scalars]:
-    """What of the source is for this rank. Raises CheckpointError where that is not what was asked for; nothing changes."""
+def _match(parts: Parts, source: Source, axis: Axis) -> load.Match:
+    """Which of the source's tensors are this rank's."""
     placement = parts.placement
     named = [names for bucket in placement.buckets for names, _ in placement.named(bucket)]
     tensors = [load.Wanted(names, placement.division.parts[names[0]].cut.shape) for names in named]
     wanted = [*tensors, *(load.Wanted(names, tuple(buffer.shape)) for names, buffer in parts.buffers())]
-    found = load.match(source, wanted, parts.file_names, model_map.base_prefix(parts.module), axis)
+    return load.match(source, wanted, parts.file_names, model_map.base_prefix(parts.module), axis)
+
+
+def _needs(parts: Parts, source: Source, found: load.Match, weights_only: bool) -> Iterator[tuple[str, str, int, int]]:
+    """What this rank will read of the source; see `load.verify`."""
+    placement = parts.placement
+    for bucket in placement.buckets:
+        names_of = {slot.name: names for names, slot in placement.named(bucket)}
+        for part in bucket.layout.within(bucket.region.start, bucket.region.stop):
+            first = names_of[part.name][0]
+            if first in found.name_of:
+                cut, rank = placement.division.parts[first].cut, placement.division.tp.rank
+                for need in load.needs(source, found.name_of[first], cut, rank, part.start, part.stop):
+                    if not weights_only or need[0] in (MODEL, MASTER):
+                        yield need
+    for names, buffer in parts.buffers():
+        if names[0] in found.name_of:
+            yield MODEL, found.name_of[names[0]], 0, buffer.numel()
+
+
+def _look(parts: Parts, source: Source, found: load.Match, strict: bool, weights_only: bool, axis: Axis) -> Scalars:
+    """The states of the source that are one number. Raises CheckpointError where it is not what was asked for; nothing changes."""
     if strict and not found.is_exact:
         raise CheckpointError(f"{source.path} is not of this model: {found}. With strict=False, what is in both is loaded")
-    scalars: Scalars = dict.fromkeys(names[0] for names in named)
+    scalars: Scalars = dict.fromkeys(names[0] for bucket in parts.placement.buckets for names, _ in parts.placement.named(bucket))
     together(axis, lambda: None if weights_only else scalars.update(_scalars(parts, source, found)))
-    return found, scalars
+    return scalars
 
 
 def _scalars(parts: Parts, source: Source, found: load.Match) -> Scalars:
@@ -192,13 +215,21 @@ def _take(
     parts.step.begin()
     for bucket in placement.buckets:
         bucket.settle()
-    for update in parts.updates:
-        update.allocate({slot.name: scalars[names[0]] for names, slot in placement.named(update.bucket)})
-    regions = [(region, found.name_of[region.names[0]]) for region in loaded(placement, parts.updates) if region.names[0] in found.name_of]
+
+    def fill(regions: Iterable[Region]) -> None:
+        there = [(region, found.name_of[region.names[0]]) for region in regions if region.names[0] in found.name_of]
+        kind_of = lambda kind, name: MODEL if kind == MASTER and name not in masters else kind  # noqa: E731
+        load.fill(source, ((kind_of(region.kind, name), name, region) for region, name in there))
 
     def read() -> None:
-        kind_of = lambda kind, name: MODEL if kind == MASTER and name not in masters else kind  # noqa: E731
-        load.fill(source, ((kind_of(region.kind, name), name, region) for region, name in regions))
+        for bucket in placement.buckets:
+            if not bucket.trainable:
+                fill(frozen(placement, bucket))
+                bucket.store()
+        for update in parts.updates:
+            with update.loading({slot.name: scalars[names[0]] for names, slot in placement.named(update.bucket)}):
+                fill(loaded(placement, update))
+            update.bucket.store()
         for names, buffer in parts.buffers():
             if names[0] in found.name_of:
                 load.fill_buffer(source, found.name_of[names[0]], buffer)

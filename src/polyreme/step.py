@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing, nullcontext
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -22,6 +23,7 @@ from polyreme.config import Config, Progress
 from polyreme.errors import BatchError, NumericsError
 from polyreme.mesh import Mesh
 from polyreme.precision import DTYPES, LossScale, clip_factor, master_dtype, norm_of
+from polyreme.tiers import Tier
 from polyreme.weight_gradients import WeightGradients
 from polyreme.zero.blocks import Blocks
 from polyreme.zero.bucket import Bucket
@@ -94,6 +96,7 @@ class Step:
         updates: Sequence[Update],
         options: Options,
         scale: LossScale,
+        tier: Tier | None = None,
     ) -> None:
         """`tells`: whether the loss that this rank has counts; there is one such rank for each data-parallel one."""
         self.state = State(lr=options.lr, loss_scale=scale.value)
@@ -106,6 +109,7 @@ class Step:
         self.heard_unsaved = False
         self._config, self._mesh, self._tells, self._device, self._buckets = config, mesh, tells, mesh.device, buckets
         self._reducer, self._blocks, self._updates, self._options, self._scale = reducer, blocks, updates, options, scale
+        self._tier = tier
         self._hint = 0.0  # a power of two near the weight of a global batch; 0 before the first
         self._totals = _Totals(*[0.0] * 8)
         self.begin()
@@ -231,9 +235,12 @@ class Step:
         """Update every bucket from its gradients times `factor`; one bucket's parameters travel while the next is updated."""
         unused = self._unused() if self._totals.missing and self._buckets else {}
         works = []
-        for bucket, update in zip(self._buckets, self._updates, strict=True):
-            update.step(factor, self._options.groups, unused.get(bucket, ()))
-            works.append(bucket.publish())
+        order = [record for update in self._updates for record in update.order]
+        stream = self._tier.stream(order) if self._tier is not None else None
+        with closing(stream) if stream is not None else nullcontext():
+            for bucket, update in zip(self._buckets, self._updates, strict=True):
+                update.step(factor, self._options.groups, unused.get(bucket, ()), stream or (), self.state.step)
+                works.append(bucket.publish())
         for work in works:
             work.wait()
 

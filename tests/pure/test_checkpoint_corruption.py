@@ -28,7 +28,7 @@ def everything(engine: polyreme.Engine) -> tuple[Any, ...]:
     """All that a load may change."""
     found = content(engine._parts, None, {})
     tensors = [(region.kind, region.names, region.data.detach().clone().view(torch.uint8).numpy().tobytes()) for region in found.regions]
-    return tensors, dict(found.resume.state), dict(found.resume.data), dict(found.rng)
+    return sorted(tensors), dict(found.resume.state), dict(found.resume.data), dict(found.rng)
 
 
 def fuzz(folder: Path, corruptions: int, limit: int) -> Counter[str]:

@@ -21,6 +21,7 @@ from polyreme.pipeline.schedule import (
     activation_limits,
     build,
     check,
+    next_backwards,
     other_end,
     peak_activations,
     splits_backward,
@@ -279,3 +280,8 @@ def test_the_error_names_row_action_and_reason() -> None:
 def test_a_schedule_that_cannot_be_built(arguments: tuple[Any, ...], words: str) -> None:
     with pytest.raises(PolyremeError, match=words):
         build(*arguments)
+
+
+def test_the_next_backward() -> None:
+    row = build("1f1b", 2, 3)[0]  # F0 F1 B0 F2 B1 B2
+    assert next_backwards(row) == [(0, 0), (0, 0), (0, 1), (0, 1), (0, 2), None]

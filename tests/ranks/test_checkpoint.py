@@ -102,6 +102,8 @@ def chain(rank: int, world: int, case: str, sections: Mapping[str, Any], layouts
     goes on from `source`. Returns the losses, and the last checkpoint."""
     losses, folder = [], source.parent
     for i, layout in enumerate(layouts):
+        homes = {key: str(folder / f"tier-{world}") if home == FILES else home for key, home in layout.get("memory", {}).items()}
+        layout = {**layout, "memory": homes}
         engine = engine_of(case, {**sections, **layout}, seed=1)
         engine.load(source)
         again = engine.save(folder / f"again-{world}-{i}")
@@ -126,6 +128,11 @@ def pp(schedule: str, stage: int, tp: int = 1) -> dict[str, Any]:
     return z(stage, mesh={"pp": 2, "tp": tp}, pipeline={"schedule": schedule})
 
 
+def homes(states: str, params: str = "device") -> dict[str, Any]:
+    return {"memory": {"states": states, "params": params}}
+
+
+FILES = "files"  # in a layout: a folder of the test's
 MUON = {"optimizer": {"name": "muon", "lr": 1e-3, "matrix_lr": 1e-2}}
 SGD = {"optimizer": {"name": "sgd", "lr": 0.05, "momentum": 0.9}}
 LION = {"optimizer": {"name": "lion", "lr": 1e-3, "weight_decay": 0.1}}
@@ -139,6 +146,11 @@ CHAINS: list[tuple[str, dict[str, Any], list[dict[str, Any]], list[dict[str, Any
     ("dag", {}, [z(3), z(0), z(2, micro=1)], [z(3), z(1)]),
     ("convnet", LION, [z(3), z(1)], [z(2)]),
     ("sometimes", {}, [z(3), z(0), z(2)], [z(1)]),
+    ("llama", {}, [z(0, **homes(FILES)), z(3, **homes("device", FILES)), {**tp(1, 2), **homes("host")}],
+     [{**pp("1f1b", 3, 2), **homes(FILES, FILES)}, z(3, **homes("host", "host"))]),
+    ("gpt2", MUON, [z(1, **homes(FILES)), z(3, **homes("host", FILES))], [z(2, **homes(FILES))]),
+    ("sometimes", LION, [z(1, **homes(FILES)), z(3, **homes("host", FILES))], [z(0, **homes("host"))]),
+    ("llama", ADAFACTOR, [z(3, **homes(FILES, FILES))], [z(1)]),
 ]  # fmt: skip
 
 

@@ -83,6 +83,7 @@ def between_steps(rank: int, world: int, stage: int, compute: str) -> list[str]:
 
 
 def all_between_steps(rank: int, world: int) -> list[str]:
+    between_steps(rank, world, 0, "fp32")  # what a process has once, such as the scratch memory of kernels
     return [problem for stage in (0, 1, 2, 3) for compute in BYTES for problem in between_steps(rank, world, stage, compute)]
 
 

@@ -12,7 +12,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from functools import cache, lru_cache
-from zlib import crc32
+
+try:
+    from isal.isal_zlib import crc32  # the same as zlib's, by carry-less products: 4 to 20 times as fast
+except ImportError:  # it has no wheels for this platform
+    from zlib import crc32
 
 POLYNOMIAL = 0xEDB88320  # x^32 + x^26 + ... + 1, without the x^32
 ALL = 0xFFFFFFFF  # zlib begins with this state, and inverts the last one
@@ -29,9 +33,10 @@ def shift(state: int, nbytes: int) -> int:
     """The state after another `nbytes` zero bytes: `state` times x^(8 nbytes). Takes microseconds, whatever their number."""
     place = 0
     while nbytes:
-        if digit := nbytes & 15:
-            state = _multiply(state, _power(place, digit))
-        nbytes >>= 4
+        if nbytes & 1:
+            a, b, c, d = _doubling(place)
+            state = a[state & 255] ^ b[state >> 8 & 255] ^ c[state >> 16 & 255] ^ d[state >> 24]
+        nbytes >>= 1
         place += 1
     return state
 
@@ -77,22 +82,31 @@ def _multiply(a: int, b: int) -> int:
 
 
 @cache
-def _power(place: int, digit: int) -> int:
-    """x^(8 n), n = digit * 16^place, digit from 1 to 15."""
-    if digit > 1:
-        return _multiply(_power(place, digit - 1), _power(place, 1))
-    return _multiply(_power(place - 1, 15), _power(place - 1, 1)) if place else 1 << 31 - 8
+def _power(place: int) -> int:
+    """x^(8 * 2^place)."""
+    return _multiply(_power(place - 1), _power(place - 1)) if place else 1 << 31 - 8
+
+
+@cache
+def _doubling(place: int) -> list[list[int]]:
+    """`shift` by 2^place bytes."""
+    return _tables(_power(place))
 
 
 @lru_cache(maxsize=64)
 def _shift_inverted(nbytes: int) -> list[list[int]]:
-    """`shift` by `nbytes` of a state that comes and goes inverted, as zlib's do: the XOR of four look-ups, one for each byte of it."""
-    tables, power = [], shift(1 << 31, nbytes)
+    """`shift` by `nbytes` of a state that comes and goes inverted, as zlib's do."""
+    tables, inversion = _tables(shift(1 << 31, nbytes)), shift(ALL, nbytes) ^ ALL
+    return [[entry ^ inversion for entry in tables[0]], *tables[1:]]
+
+
+def _tables(power: int) -> list[list[int]]:
+    """The product of a state with `power`: the XOR of four look-ups, one for each byte of the state."""
+    tables = []
     for byte in range(4):
         table = [0]
         for bit in range(8):
             moved = _multiply(1 << 8 * byte + bit, power)
             table += [moved ^ other for other in table]
         tables.append(table)
-    inversion = shift(ALL, nbytes) ^ ALL
-    return [[entry ^ inversion for entry in tables[0]], *tables[1:]]
+    return tables

@@ -8,6 +8,7 @@ Invariant: opening reads headers alone, and `read` the bytes asked for alone, st
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path, PurePosixPath
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor
 
 from polyreme.checkpoint import crc
+from polyreme.checkpoint.direct import DirectFile
 from polyreme.checkpoint.files import chunks, damaged, fill, is_plain, locate, read_json, reading
 from polyreme.checkpoint.header import Entry, Header, parse
 from polyreme.checkpoint.resume import NAME as RESUME
@@ -31,7 +33,7 @@ FILE = re.compile(r"(?<=[^/])(-\d+-of-\d+)?\.safetensors(\.index\.json)?$")  # w
 
 class Directory:
     """An open Hugging Face directory: a `Source`. `headers` are those of its safetensors files, by path within it; `resume` is what
-    resume.json says, or None.
+    resume.json says, or None; `files` those that it names, in the order of their paths.
 
     Opening raises CheckpointError for all that is wrong with it but for the bytes of tensors and other files: those `contributions` and
     `compare` find, where there is a resume.json."""
@@ -43,7 +45,9 @@ class Directory:
                 raise CheckpointError(f"{self.path} is not a folder")
         self._names = _listing(self.path, ".") + _listing(self.path, OPTIMIZER)
         self.resume = read(self.path)
-        self._files: Mapping[str, File] = self.resume.files if self.resume else {}
+        self._files: Mapping[str, File] = dict(sorted(self.resume.files.items())) if self.resume else {}
+        self._paths, self.files = list(self._files), list(self._files.values())
+        self._numbers = {name: i for i, name in enumerate(self._paths)}
         states = sorted({FILE.sub("", name) for name in self._names if name.startswith(f"{OPTIMIZER}/") and FILE.search(name)})
         if self.resume:
             self._check_files()
@@ -60,25 +64,44 @@ class Directory:
 
     def read(self, kind: str, name: str, start: int, stop: int) -> Tensor:
         """See `Source`."""
+        file, begin, end = self._range(kind, name, start, stop)
+        memory = torch.empty(end - begin, dtype=torch.uint8)
+        try:
+            fill(self.path / file, memory.numpy().data, begin)
+        except CheckpointError as error:
+            raise CheckpointError(f"tensor {name!r}: {error}") from error
+        return memory.view(self.tensors[kind][name].dtype)
+
+    def place(self, kind: str, name: str, start: int, stop: int) -> tuple[int, int, int]:
+        """Where the elements [start, stop) of a tensor are: the number of the file in `files`, from which byte, to which. CheckpointError
+        where there are none."""
+        file, begin, end = self._range(kind, name, start, stop)
+        return self._numbers[file], begin, end
+
+    def contribution(self, file: int, begin: int, end: int, memory: memoryview, others: bool) -> int:
+        """Reads the bytes [begin, end) of `files[file]`: what they add to its checksum. memory: see `DirectFile.read`; it has them then.
+        others: others will read them, too."""
+        path = self.path / self._paths[file]
+        with reading(path), contextlib.closing(DirectFile(path)) as opened:
+            data = opened.read(memory, begin, end, others)
+        return crc.contribution(data, self.files[file].size - end)
+
+    def _range(self, kind: str, name: str, start: int, stop: int) -> tuple[str, int, int]:
+        """As `place`, with the path of the file."""
         if name not in self._places.get(kind, {}):
             raise CheckpointError(f"{self.path} has no {kind} of {name!r}")
         file, (info, begin, end) = self._places[kind][name]
         size = info.dtype.itemsize
         if not 0 <= start <= stop <= (end - begin) // size:
             raise CheckpointError(f"{self.path / file}: {name!r} has {(end - begin) // size} elements, not [{start}, {stop})")
-        memory = torch.empty((stop - start) * size, dtype=torch.uint8)
-        try:
-            fill(self.path / file, memory.numpy().data, begin + start * size)
-        except CheckpointError as error:
-            raise CheckpointError(f"tensor {name!r}: {error}") from error
-        return memory.view(info.dtype)
+        return file, begin + start * size, begin + stop * size
 
     def contributions(self, part: int, parts: int) -> list[int]:
         """See `Source`; the files are in the order of their paths."""
         total = sum(file.size for file in self._files.values())
         low, high = total * part // parts, total * (part + 1) // parts
         found, before = [], 0
-        for name, file in sorted(self._files.items()):
+        for name, file in self._files.items():
             start, stop = max(low - before, 0), min(high - before, file.size)
             found.append(self._contribution(name, start, stop, file.size) if start < stop else 0)
             before += file.size
@@ -86,7 +109,7 @@ class Directory:
 
     def compare(self, contributions: Sequence[int]) -> None:
         """See `Source`."""
-        files = sorted(self._files.items())
+        files = self._files.items()
         wrong = [name for (name, file), each in zip(files, contributions, strict=True) if crc.total(file.size, [each]) != file.crc32]
         if wrong:
             raise damaged(self.path, f"other bytes than were written (by their CRC-32) are in {'; '.join(map(self._describe, wrong))}")
@@ -107,7 +130,7 @@ class Directory:
     def _check_files(self) -> None:
         """Against resume.json: each of its files is there, with its size, and no other that could be taken for one of the checkpoint."""
         problems = []
-        for name, file in sorted(self._files.items()):
+        for name, file in self._files.items():
             try:
                 size = locate(self.path, name)[1]
             except CheckpointError as error:

@@ -1,24 +1,28 @@
 """Reads a checkpoint of any layout, or format, into what this rank has: only the ranges that it needs, straight to their place.
 
 Invariant: all that can be known to be wrong is known, on every rank, before any number of the model changes.
-Communication: what each rank read of the files' checksums; what each lacks; nothing while the numbers are read.
+Communication: what each rank needs, and read of the files' checksums; what each lacks; nothing while the model is filled.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 from torch import Tensor, nn
 
+from polyreme.checkpoint.directory import Directory
+from polyreme.checkpoint.kept import keep
 from polyreme.checkpoint.source import MASTER, MODEL, Source, TensorInfo
 from polyreme.checkpoint.together import together
 from polyreme.checkpoint.write import combine
+from polyreme.layout import Cut
 from polyreme.mesh import Axis
 from polyreme.model_map import base_prefix, file_names
-from polyreme.region import Region, Runs
+from polyreme.region import Region, Runs, held
 
 BLOCK = 1 << 18  # elements
 THREADS = 2
@@ -56,10 +60,28 @@ class Match:
         )
 
 
-def verify(source: Source, axis: Axis) -> None:
-    """Compare all bytes with the checksums, each rank a part of them. Raises CheckpointError on every rank."""
+def verify(source: Source, needed: Iterable[tuple[str, str, int, int]], axis: Axis) -> Source:
+    """Compare all bytes with the checksums, each rank a part of them. Returns the source, which has in memory what it could keep of what is
+    needed: (kind, name, from which element, to which). Raises CheckpointError on every rank."""
+    if isinstance(source, Directory):
+        return keep(source, needed, axis) if source.resume else source
     parts = together(axis, lambda: source.contributions(axis.rank, axis.size))
     together(axis, lambda: source.compare([combine(each) for each in zip(*parts, strict=True)]))
+    return source
+
+
+def needs(source: Source, name: str, cut: Cut, rank: int, start: int, stop: int) -> Iterator[tuple[str, str, int, int]]:
+    """What of a tensor of the source, of all its kinds, those will read who have the elements [start, stop) of the flattened part that
+    tensor-parallel rank `rank` has of it; for `verify`. A guess where a state has a shape of its own: all of it."""
+    for kind, tensors in source.tensors.items():
+        if name not in tensors or (kind == MODEL and name in source.tensors.get(MASTER, {})):
+            continue
+        shape = tuple(tensors[name].shape)
+        for runs in held(cut, rank, start, stop) if shape == tuple(cut.shape) else [Runs(0, 0, prod(shape))]:
+            if runs.count == 1:
+                yield kind, name, runs.whole, runs.whole + runs.size
+            elif not _is_sparse(runs):
+                yield kind, name, runs.whole, _stop(runs)
 
 
 def match(source: Source, wanted: Iterable[Wanted], renamed: Mapping[str, str], prefix: str, axis: Axis) -> Match:
@@ -134,15 +156,24 @@ def _blocks(runs: Runs) -> Iterable[Runs]:
 
 
 def _read(source: Source, kind: str, name: str, region: Region, runs: Runs) -> None:
-    target = runs.of(region.data, region.start)
-    if runs.count == 1 or runs.whole_step >= SPARSE * runs.size:
+    target = region.read(runs)
+    if runs.count == 1 or _is_sparse(runs):
         for i, row in enumerate(target):
             at = runs.whole + i * runs.whole_step
             row.copy_(source.read(kind, name, at, at + runs.size))
         return
-    stop = runs.whole + (runs.count - 1) * runs.whole_step + runs.size
-    cover = source.read(kind, name, runs.whole, stop)
+    cover = source.read(kind, name, runs.whole, _stop(runs))
     target.copy_(cover.as_strided((runs.count, runs.size), (runs.whole_step, 1)))
+
+
+def _is_sparse(runs: Runs) -> bool:
+    """Whether several are to be read one by one."""
+    return runs.whole_step >= SPARSE * runs.size
+
+
+def _stop(runs: Runs) -> int:
+    """Where the last one ends in the whole tensor."""
+    return runs.whole + (runs.count - 1) * runs.whole_step + runs.size
 
 
 def fill_buffer(source: Source, name: str, buffer: Tensor) -> None:

@@ -33,7 +33,7 @@ from polyreme.errors import CheckpointError
 from polyreme.layout import Cut
 from polyreme.mesh import Axis
 from polyreme.model_map import save_config
-from polyreme.region import Region
+from polyreme.region import Region, Stored
 
 
 @dataclass(frozen=True)
@@ -69,13 +69,13 @@ class Saver:
 
     def save(self, path: Path, make: Callable[[], Content], background: bool = False) -> None:
         """Write the checkpoint `path` of what `make` returns. All ranks must call. In the background, it is copied to host memory and then
-        written, and an error comes with the next `wait` or `save`: call `taken` before anything but buffers changes. Raises
-        CheckpointError."""
+        written, and an error comes with the next `wait` or `save`: call `taken` before anything but buffers changes. What is not in memory
+        is written at once, as memory may have no room for a copy. Raises CheckpointError."""
         self.wait()
         self.idle()
         made: list[Content] = []
         _together(path, self._axis, lambda: made.append(with_buffers(make()) if background else make()), ())
-        if not background:
+        if not background or any(isinstance(region.data, Stored) for region in made[0].regions):
             write(path, made[0], self._axis)
             return
         self._taken.clear()
@@ -138,7 +138,8 @@ def with_buffers(content: Content) -> Content:
 
 def with_regions(content: Content) -> Content:
     """With a copy of weights and states, which only an update changes, in host memory."""
-    return replace(content, regions=[replace(each, data=each.data.detach().to("cpu", copy=True)) for each in content.regions])
+    copies = [replace(each, data=each.data.detach().to("cpu", copy=True)) for each in content.regions if isinstance(each.data, Tensor)]
+    return replace(content, regions=copies)
 
 
 def side_stream() -> torch.cuda.Stream | None:

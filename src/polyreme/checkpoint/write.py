@@ -8,12 +8,14 @@ Communication: none; or, where one rank writes a whole file, blocks that are sen
 
 from __future__ import annotations
 
-import ctypes
+import contextlib
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import reduce
+from functools import partial, reduce
 from operator import xor
 from pathlib import Path
 
@@ -21,17 +23,14 @@ import torch
 from torch import Tensor
 
 from polyreme.checkpoint import crc, header
+from polyreme.checkpoint.direct import SMALL, DirectFile
 from polyreme.checkpoint.source import MODEL, TensorInfo
+from polyreme.disk import ALIGNMENT, HUGE_PAGE, aligned
 from polyreme.mesh import Axis
 from polyreme.region import Region, Runs
 
-BLOCK = 1 << 20  # bytes; writes of 4 MiB took four times as long (docs/LOG.md)
-THREADS = 2
-_SYNC_FILE_RANGE_WRITE = 2
-_begin_writing = getattr(ctypes.CDLL(None), "sync_file_range", None)
-"""Has the disk begin with pages that would otherwise wait in memory for the fsync. Linux."""
-if _begin_writing is not None:
-    _begin_writing.argtypes = [ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint]
+BLOCK = 1 << 21  # bytes
+THREADS = 3
 
 Name = tuple[str, str]
 """Of a tensor: its kind, and its name in the checkpoint."""
@@ -90,25 +89,58 @@ class Plan:
             (folder / file).write_bytes(text)
 
 
+@dataclass(frozen=True)
+class Stretch:
+    """The bytes [begin, end) of a file, within one of its BLOCKs; `parts`: the runs that they consist of, in order, each a single one."""
+
+    file: int
+    begin: int
+    end: int
+    parts: Sequence[tuple[Runs, Region]]
+
+    @property
+    def is_direct(self) -> bool:
+        """Whether it goes past the page cache."""
+        return self.begin % ALIGNMENT == self.end % ALIGNMENT == 0 and self.end - self.begin >= SMALL
+
+
 class Writer:
     """What one rank writes into the plan's files in `folder`."""
 
     def __init__(self, plan: Plan, folder: Path) -> None:
         self._plan, self._folder = plan, folder
-        self._open: dict[int, int] = {}
+        self._open: dict[int, DirectFile] = {}
+        self._lock, self._own = threading.Lock(), threading.local()
 
     def write(self, regions: Iterable[tuple[Name, Region]]) -> dict[int, int]:
         """Write what this rank owns of `regions`. Returns the contribution to the checksum of each file that got something."""
-        blocks = [(self._plan.places[name], block, region) for name, region in regions for block in _blocks(region)]
+        single: list[tuple[Place, Runs, Region]] = []
+        several: list[tuple[Place, Runs, Region]] = []
+        for name, region in regions:
+            for runs in region.runs(owned=True):
+                (single if runs.count == 1 else several).append((self._plan.places[name], runs, region))
+        jobs: list[tuple[int, Callable[[], tuple[int, int]]]] = []
+        for place, runs, region in several:
+            jobs += [(place.file, partial(self._packed_block, place, block, region)) for block in runs.blocks(BLOCK // place.itemsize)]
+        jobs += [(stretch.file, partial(self._stretch, stretch)) for stretch in _stretches(single)]
+        jobs.sort(key=lambda job: job[0])
+        left = Counter(file for file, _ in jobs)
 
-        def put(each: tuple[Place, Runs, Region]) -> tuple[int, int]:
-            place, block, region = each
-            return self._block(place, block, _packed(block, region.data, region.start))
+        def perform(job: tuple[int, Callable[[], tuple[int, int]]]) -> tuple[int, int]:
+            found = job[1]()
+            with self._lock:
+                left[job[0]] -= 1
+                done = self._open.pop(job[0]) if not left[job[0]] else None
+            if done is not None:
+                with contextlib.closing(done):
+                    done.sync()
+            return found
 
-        for place, _, _ in blocks:
-            self._descriptor(place.file)
-        with ThreadPoolExecutor(THREADS) as pool:
-            return self._sum(pool.map(put, blocks))
+        try:
+            with ThreadPoolExecutor(THREADS) as pool:
+                return _sums(pool.map(perform, jobs))
+        finally:
+            self._close()
 
     def collect(self, regions: Sequence[tuple[Name, Region]], axis: Axis) -> dict[int, int]:
         """The same where each file is written by one rank alone, to which the others send what they own. All ranks must call."""
@@ -125,7 +157,7 @@ class Writer:
                     for i, block in enumerate(held.get(name, ())):
                         if source == axis.rank:
                             region, _ = mine[name][i]
-                            packed = _packed(block, region.data, region.start)
+                            packed = _packed(block, region)
                             if source == writer:
                                 yield place, block, packed
                             else:
@@ -144,41 +176,121 @@ class Writer:
                 except OSError as error:
                     failed.append(error)
 
-        found = self._sum(written())
-        if failed:
-            raise failed[0]
-        return found
-
-    def _sum(self, written: Iterable[tuple[int, int]]) -> dict[int, int]:
-        """What was written, by file; which is synced."""
-        found: dict[int, int] = {}
         try:
-            for file, contribution in written:
-                found[file] = found.get(file, 0) ^ contribution
-            for descriptor in self._open.values():
-                os.fsync(descriptor)
+            found = _sums(written())
+            if failed:
+                raise failed[0]
+            for opened in self._open.values():
+                opened.sync()
+            return found
         finally:
-            while self._open:
-                os.close(self._open.popitem()[1])
-        return found
+            self._close()
+
+    def _close(self) -> None:
+        while self._open:
+            self._open.popitem()[1].close()
+
+    def _stretch(self, stretch: Stretch) -> tuple[int, int]:
+        """Write it. Returns the file, and the contribution to its checksum."""
+        memory = self._memory()
+        begin = stretch.begin % ALIGNMENT
+        end = begin
+        for runs, region in stretch.parts:
+            size = runs.size * region.data.dtype.itemsize
+            memory[end : end + size].view(region.data.dtype).copy_(region.read(runs).view(-1))
+            end += size
+        view = memory.numpy().data
+        if stretch.is_direct:
+            self._file(stretch.file).write(view[:end], stretch.begin)
+        else:
+            self._file(stretch.file).write_cached(view[begin:end], stretch.begin)
+        return stretch.file, crc.contribution(view[begin:end], self._plan.sizes[stretch.file] - stretch.end)
+
+    def _memory(self) -> Tensor:
+        """Of this thread: room for the pages of a BLOCK."""
+        if not hasattr(self._own, "memory"):
+            self._own.memory = aligned(HUGE_PAGE)
+        return self._own.memory
+
+    def _packed_block(self, place: Place, runs: Runs, region: Region) -> tuple[int, int]:
+        return self._block(place, runs, _packed(runs, region))
 
     def _block(self, place: Place, runs: Runs, packed: Tensor) -> tuple[int, int]:
         """Write the runs, of which `packed` are the bytes. Returns the file, and the contribution to its checksum."""
         memory = packed.reshape(-1).numpy().data
         size, step = runs.size * place.itemsize, runs.whole_step * place.itemsize
-        descriptor = self._descriptor(place.file)
+        opened = self._file(place.file)
         begin = place.begin + runs.whole * place.itemsize
         for i in range(runs.count):
-            _write(descriptor, memory[i * size : (i + 1) * size], begin + i * step)
-        if _begin_writing is not None and runs.count == 1:
-            _begin_writing(descriptor, begin, (runs.count - 1) * step + size, _SYNC_FILE_RANGE_WRITE)
+            opened.write_cached(memory[i * size : (i + 1) * size], begin + i * step)
         behind = self._plan.sizes[place.file] - (begin + (runs.count - 1) * step + size)
         return place.file, crc.comb(memory, size, step - size if runs.count > 1 else 0, behind)
 
-    def _descriptor(self, file: int) -> int:
-        if file not in self._open:
-            self._open[file] = os.open(self._folder / self._plan.files[file], os.O_WRONLY)
-        return self._open[file]
+    def _file(self, file: int) -> DirectFile:
+        with self._lock:
+            if file not in self._open:
+                self._open[file] = DirectFile(self._folder / self._plan.files[file], write=True)
+            return self._open[file]
+
+
+def _sums(written: Iterable[tuple[int, int]]) -> dict[int, int]:
+    """The contributions of what was written, by file."""
+    found: dict[int, int] = {}
+    for file, contribution in written:
+        found[file] = found.get(file, 0) ^ contribution
+    return found
+
+
+def _stretches(runs: Iterable[tuple[Place, Runs, Region]]) -> list[Stretch]:
+    """Of single runs, those that lie end to end in a file together, cut at the ends of BLOCKs. Many whole pages are one by themselves. What
+    is less comes first: it goes through the cache, for which the system waits until all other writing to the file has ended."""
+    cut: list[tuple[int, int, int, Runs, Region]] = []
+    for place, run, region in runs:
+        first, size = place.begin + run.whole * place.itemsize, place.itemsize
+        for begin, end in _cut(first, first + run.size * size):
+            cut.append((place.file, begin, end, _within(run, begin - first, end - first, size), region))
+    cut.sort(key=lambda part: part[:3])
+    whole: list[list[tuple[int, int, int, Runs, Region]]] = []
+    for part in cut:
+        if whole and (whole[-1][-1][0], whole[-1][-1][2]) == part[:2] and part[1] % BLOCK:
+            whole[-1].append(part)
+        else:
+            whole.append([part])
+    stretches = [Stretch(parts[0][0], parts[0][1], parts[-1][2], [part[3:] for part in parts]) for parts in whole]
+    return sorted((part for each in stretches for part in _paged(each)), key=lambda each: each.is_direct)
+
+
+def _cut(begin: int, end: int) -> Iterator[tuple[int, int]]:
+    """[begin, end) in parts that end at multiples of BLOCK."""
+    while begin < end:
+        stop = min(end, begin - begin % BLOCK + BLOCK)
+        yield begin, stop
+        begin = stop
+
+
+def _paged(stretch: Stretch) -> Iterator[Stretch]:
+    """The pages of which all bytes are there, if they are many, and what is before and behind them; or the stretch as it is."""
+    low, high = -(-stretch.begin // ALIGNMENT) * ALIGNMENT, stretch.end // ALIGNMENT * ALIGNMENT
+    if high - low < SMALL or (low, high) == (stretch.begin, stretch.end):
+        yield stretch
+        return
+    for begin, end in ((stretch.begin, low), (low, high), (high, stretch.end)):
+        parts, at = [], stretch.begin
+        for run, region in stretch.parts:
+            size = region.data.dtype.itemsize
+            start, stop = max(begin - at, 0), min(end - at, run.size * size)
+            if start < stop:
+                parts.append((_within(run, start, stop, size), region))
+            at += run.size * size
+        if parts:
+            yield Stretch(stretch.file, begin, end, parts)
+
+
+def _within(run: Runs, start: int, stop: int, itemsize: int) -> Runs:
+    """The bytes [start, stop) of a single run."""
+    if start == 0 and stop == run.size * itemsize:
+        return run
+    return Runs(run.local + start // itemsize, run.whole + start // itemsize, (stop - start) // itemsize)
 
 
 def _blocks(region: Region) -> Iterator[Runs]:
@@ -186,15 +298,9 @@ def _blocks(region: Region) -> Iterator[Runs]:
         yield from runs.blocks(BLOCK // region.data.dtype.itemsize)
 
 
-def _packed(runs: Runs, data: Tensor, start: int) -> Tensor:
+def _packed(runs: Runs, region: Region) -> Tensor:
     """The bytes of the runs, one behind the other, on the CPU; those of one run are where they were, if they were there."""
-    return runs.of(data, start).cpu().contiguous().view(torch.uint8)
-
-
-def _write(descriptor: int, memory: memoryview, at: int) -> None:
-    while memory:
-        count = os.pwrite(descriptor, memory, at)
-        memory, at = memory[count:], at + count
+    return region.read(runs).cpu().contiguous().view(torch.uint8)
 
 
 def combine(contributions: Iterable[int]) -> int:

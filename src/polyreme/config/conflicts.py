@@ -7,12 +7,17 @@ from __future__ import annotations
 
 import difflib
 import inspect
+import math
 from collections.abc import Iterator
 
-from polyreme.config.keys import LEAVES, OPTIMIZERS, BatchSection, Keys, OptimizerSection, Span, default, toml
+from polyreme.config.keys import LEAVES, OPTIMIZERS, BatchSection, Keys, OptimizerSection, Span, default, home, toml
 
 Conflict = tuple[str, str, str]
 
+COMPACT = ("adam", "adamw", "adagrad", "lion", "sgd")
+"""Optimizers whose moments can be kept in fewer bits."""
+
+ACTIVATIONS = ("keep", "recompute", "host")
 DTYPE_BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
 
 
@@ -141,13 +146,23 @@ def _memory(keys: Keys) -> Iterator[Conflict]:
     if zero.min_bucket > zero.bucket_size:
         limit = toml(zero.bucket_size)
         yield "zero.min_bucket", f"larger than zero.bucket_size, {limit}", f"write zero.min_bucket = {limit} or less"
+    if memory.params != "device" and zero.stage not in (3, "auto"):
+        reason = "only ZeRO stage 3 brings each block's parameters to the device when they are needed"
+        yield "memory.params", reason, 'write zero.stage = 3, or memory.params = "device"'
+    if isinstance(memory.params, dict):
+        yield "memory.params", "all parameters have one home, or are striped over folders", 'write "device", "host", a folder or several'
+    if isinstance(memory.states, dict) and (len({*memory.states} - {"device"}) != 1 or not math.isclose(sum(memory.states.values()), 1)):
+        fix = 'write {host = 0.7, device = 0.3}, or another home than "host" in its place'
+        yield "memory.states", "shares are of the device and of one other home, and add up to 1", fix
     for key in ("states", "params"):
-        if getattr(memory, key) != "device":
-            reason = "this version keeps them on the device only"
-            yield f"memory.{key}", reason, f'write memory.{key} = "device"'
-    if memory.activations not in ("keep", "recompute"):
-        fix = 'write memory.activations = "recompute" (less memory) or "keep" (faster)'
-        yield "memory.activations", "this version can only keep or recompute them", fix
+        for name in home(getattr(memory, key))[0]:
+            if name not in ("device", "host") and "/" not in name:
+                yield f"memory.{key}", f"{name!r} is no home", f'write "device", "host", or "./{name}" for a folder'
+    if memory.activations not in ACTIVATIONS and "/" not in memory.activations:  # a folder made by mistake would fill unseen
+        near = difflib.get_close_matches(memory.activations, ACTIVATIONS, n=1, cutoff=0.5)
+        words = f'"{near[0]}"' if near else " or ".join(f'"{name}"' for name in ACTIVATIONS)
+        fix = f'write memory.activations = {words}, or a folder with a slash in it, such as "/nvme/run" or "./here"'
+        yield "memory.activations", "it is none of the words, and a folder is told by a slash", fix
     elif memory.activations == "keep":
         for key in ("memory.recompute_every", "memory.recompute_save"):
             if keys.value(key) != default(LEAVES[key]):
@@ -164,6 +179,8 @@ def _precision(keys: Keys) -> Iterator[Conflict]:
     if compute == "fp16" and precision.loss_scale is None:
         fix = 'write precision.loss_scale = "dynamic" (or 1.0 to do without it all the same)'
         yield "precision.loss_scale", "small fp16 gradients become zero without a loss scale", fix
+    if compute == "fp64" and keys.optimizer.states != "fp32":
+        yield "optimizer.states", "computing in fp64 keeps them in fp64", 'write optimizer.states = "fp32"'
     if precision.initial_scale < precision.min_scale:
         reason = f"below precision.min_scale, {precision.min_scale}"
         yield "precision.initial_scale", reason, f"write precision.initial_scale = {precision.min_scale} or more"
@@ -212,6 +229,8 @@ def _optimizer(optimizer: OptimizerSection) -> Iterator[Conflict]:
             yield key, f"{name} does not use it", f"remove {key}"
     if name == "sgd" and optimizer.nesterov and optimizer.momentum == 0:
         yield "optimizer.nesterov", "it needs a momentum", "write optimizer.momentum = 0.9"
+    if optimizer.states != "fp32" and (name not in COMPACT or (name == "sgd" and not optimizer.momentum)):
+        yield "optimizer.states", f"of {name} in {optimizer.states} none are kept", 'write optimizer.states = "fp32", or use adamw'
     for option, value in optimizer.options.items():
         if option in OptimizerSection.model_fields and not (option in SPECIFIC_KEYS and option in arguments - reads):
             yield "optimizer.options", f"{option} has a key of its own", f"write optimizer.{option} = {toml(value)}"

@@ -140,7 +140,7 @@ Beta = Annotated[float, BeforeValidator(_real), Field(ge=0, lt=1)]
 Size = Annotated[ByteSize, BeforeValidator(_not_bool)]
 Names = Annotated[tuple[str, ...], BeforeValidator(_list_of_names)]
 PositiveSpan = Annotated[Span, AfterValidator(_positive)]
-Tier = str | dict[str, float]
+Tier = str | list[str] | dict[str, Fraction]
 
 
 class Section(BaseModel):
@@ -253,15 +253,37 @@ class ZeroSection(Section):
 class MemorySection(Section):
     """Where state, parameters and activations live."""
 
-    states: Tier = Field(default="device", description='Optimizer states ("device" in this version).')
-    params: Tier = Field(default="device", description='Parameters ("device" in this version).')
-    activations: Tier = Field(default="keep", description='"keep", or "recompute" in backward (activation checkpointing), block by block.')
+    states: Tier = Field(
+        default="device",
+        description='Optimizer states and the full-precision weights that they belong to: "device", "host" (its memory), a folder (such as '
+        "./offload; of a fast local disk), a list of folders on several disks, or how much of them is where.",
+        examples=[{"host": 0.7, "device": 0.3}],
+    )
+    params: Tier = Field(
+        default="device",
+        description='Parameters between their uses: "device", "host", a folder or several; the last two with zero.stage = 3, whose blocks '
+        "come to the device one by one, zero.prefetch ahead.",
+    )
+    activations: str = Field(
+        default="keep",
+        description='"keep"; "recompute" in backward (activation checkpointing), block by block; or that, with what each block was given '
+        'kept in "host" memory or in files in a folder ("/nvme/run", "./here").',
+    )
     recompute_every: Count = Field(default=1, description="Recompute every n-th block only.")
     recompute_save: Names = Field(
         default=(),
         examples=[["mm", "attention"]],
         description="Operators whose outputs are kept although the block is recomputed.",
     )
+
+
+def home(value: Tier) -> tuple[list[str], float]:
+    """Where `memory.states` or `memory.params` are: ["device"], ["host"] or folders; and the share of them that is there, if not on the
+    device."""
+    if isinstance(value, dict):
+        place = next((name for name in value if name != "device"), "device")
+        return [place], value[place]
+    return ([value] if isinstance(value, str) else value), 1.0
 
 
 class PrecisionSection(Section):
@@ -338,6 +360,11 @@ class OptimizerSection(Section):
         description="Parameters without weight decay: vectors (norms, biases, all of one dimension), none, or a list of name patterns.",
     )
     clip: Positive | None = Field(default=1.0, description="Largest global gradient norm; none clips nothing.")
+    states: Literal["fp32", "bf16", "8bit"] = Field(
+        default="fp32",
+        description="How moments are kept between steps: fp32 (fp64 when computing in it), or in 2 bytes or about 1 a number, rounded at "
+        "random (adamw, adam, lion, adagrad, and sgd with momentum).",
+    )
     options: dict[str, Any] = Field(default={}, description="More keyword arguments of the optimizer's class.")
 
 

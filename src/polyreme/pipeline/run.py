@@ -19,6 +19,7 @@ from torch import Tensor
 
 from polyreme.errors import ModelError
 from polyreme.mesh import Axis
+from polyreme.pipeline.hollow import hollow
 from polyreme.pipeline.message import buffers, put_together, take_apart
 from polyreme.pipeline.schedule import Action
 from polyreme.transport.work import Work
@@ -101,6 +102,9 @@ class Runner:
         _wait(here.arriving)
         self._calls.enter(stage, i)
         output = self._stages[stage](lambda: self._calls.forward(i), here.value)
+        here.value = None
+        for tensor in here.received:  # its numbers are with whoever needs them for the backward: here only its gradient is of use now
+            tensor.data = hollow(tensor, tensor.device, tensor.dtype)
         if stage == len(self._ranks) - 1:
             self._calls.loss(i, output)
             return
@@ -129,7 +133,7 @@ class Runner:
         if not stage or self._ranks[stage - 1] == self._axis.rank:
             del self._passes[stage, i]
         else:
-            here.output, here.value = [], None
+            here.output = []
 
     def _weigh(self, action: Action) -> None:
         compute = self._weights.pop((action.stage, action.microbatch or 0))

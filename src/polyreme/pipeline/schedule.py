@@ -297,3 +297,15 @@ def peak_activations(row: Sequence[Action], size: Sequence[int] | None = None) -
         kept += ((action.op == "F") - (action.op == last)) * (size[action.stage] if size else 1)
         peak = max(peak, kept)
     return peak
+
+
+def next_backwards(row: Sequence[Action]) -> list[tuple[int, int] | None]:
+    """For each forward and each backward of `row`: the stage and micro-batch of the first backward behind it."""
+    found: list[tuple[int, int] | None] = []
+    coming: tuple[int, int] | None = None
+    for action in reversed(row):
+        if action.op in ("F", "B"):
+            found.insert(0, coming)
+        if action.op == "B":
+            coming = action.stage, action.microbatch or 0
+    return found

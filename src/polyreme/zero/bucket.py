@@ -18,7 +18,10 @@ from torch import Tensor, nn
 
 from polyreme.layout import ALIGN, BucketLayout, Slot
 from polyreme.mesh import Axis
+from polyreme.region import Stored
 from polyreme.transport.work import DONE, Work
+from polyreme.zero.away import AwayShard
+from polyreme.zero.records import Records
 from polyreme.zero.residency import Residency
 
 
@@ -61,6 +64,11 @@ class Pool:
         return sum(buffer.nbytes for free in self._free.values() for buffer, _ in free)
 
 
+def region_of(layout: BucketLayout, axis: Axis, residency: Residency) -> slice:
+    """The part of a bucket's flat buffer whose optimizer states this rank holds."""
+    return slice(0, layout.size) if residency.states == "full" and axis.size > 1 else slice(*layout.shard(axis.rank))
+
+
 def squared_norm(flat: Tensor) -> Tensor:
     """Sum of squares of a flat tensor whose size is a multiple of ALIGN: a float64 scalar, not finite if any element is not."""
     dtype = flat.dtype if flat.dtype.itemsize >= 4 else torch.float32  # 64 elements of fp16 can overflow where each fits
@@ -72,7 +80,8 @@ class Bucket:
     """The parameters of one block (or a part of one), of one dtype, all trainable or all frozen.
 
     `parameters[i]` belongs to `layout.slots[i]`. `region` is the part of the flat buffer whose optimizer states this rank holds
-    (everything at stage 0, its shard otherwise); `master` (master dtype) and `grad` (reduce dtype) cover it.
+    (everything at stage 0, its shard otherwise); `grad` (reduce dtype) covers it, and so does `master` (master dtype), where it is on the
+    device, or `records`.
     """
 
     counted: bool | Tensor = True
@@ -94,29 +103,36 @@ class Bucket:
         device: torch.device,
         trainable: bool = True,
         reduces_microbatches: bool = False,
+        records: Records | None = None,
+        away: AwayShard | None = None,
     ) -> None:
         if axis.size == 1:  # its shard is the whole
-            residency = Residency("full", "full", "shard")
+            residency = Residency("full" if away is None else "shard", "full", "shard")
         self.layout, self.parameters, self.axis, self.residency, self.formats = layout, list(parameters), axis, residency, formats
-        self.trainable = trainable
+        self.trainable, self.device = trainable, device
+        self.records = records
+        """The home of masters and states, if that is not the device's memory."""
+        self._away = away  # the home of the shard, if that is not the device's memory
         self.sharded = residency.params == "shard"
         # whether unreduced gradients give their buffer back after every reduction
         self._transient = residency.grads == "shard" or reduces_microbatches
         self.own = slice(*layout.shard(axis.rank))
-        self.region = slice(0, layout.size) if residency.states == "full" else self.own
+        self.region = region_of(layout, axis, residency)
         self._pool = pool
-        self._state: Literal["full", "gathering", "released"] = "full"
+        self._state: Literal["full", "fetching", "gathering", "released"] = "full"
         self._gathering: Work = DONE  # the last all-gather of parameters, which others may still read
 
         if self.sharded:  # the full buffer's memory comes and goes
             self.full = torch.zeros(layout.size, dtype=formats.compute, device=device)
-            self.shard = axis.empty(layout.shard_size, formats.compute, device).zero_()
+            self._shard = None if away else axis.empty(layout.shard_size, formats.compute, device).zero_()
         else:
             self.full = axis.empty(layout.size, formats.compute, device).zero_()
-            self.shard = self.full[self.own]
-        self.master = self.shard if self.region == self.own else self.full
-        if trainable and formats.master != formats.compute:
-            self.master = torch.zeros(self.master.numel(), dtype=formats.master, device=device)
+            self._shard = self.full[self.own]
+        self.master: Tensor | None = None
+        if records is None and (away is not None or formats.master != formats.compute) and trainable:
+            self.master = torch.zeros(self.region.stop - self.region.start, dtype=formats.master, device=device)
+        elif records is None and away is None:
+            self.master = self.rounded()
         for slot, parameter in zip(layout.slots, self.parameters, strict=True):
             # through .data: a view that shares autograd's version counter would make every later gather an error in backward
             parameter.data = self.full.data[slot.start : slot.stop].view(slot.shape)
@@ -132,24 +148,69 @@ class Bucket:
 
     # ---- parameters
 
+    @property
+    def resident(self) -> Tensor:
+        """The master, which is in the device's memory."""
+        assert self.master is not None, "the master is in a tier"
+        return self.master
+
+    @property
+    def shard(self) -> Tensor | Stored:
+        """This rank's part of the parameters, between their uses."""
+        return self._shard if self._away is None else self._away.stored()  # type: ignore[return-value]
+
+    def rounded(self, keep: bool = True) -> Tensor:
+        """The part `region` of the parameters, in the compute dtype: where what an update makes of the master goes. In a tier it is open
+        until it is stored; without `keep` it may hold anything then."""
+        if self.region != self.own:
+            return self.full
+        return self._shard if self._away is None else self._away.open(keep)  # type: ignore[return-value]
+
     def write(self, slot: Slot, tensor: Tensor) -> None:
         """Set one parameter to `tensor` (its full shape, any dtype): in the master, the shard, and the full buffer if it is there."""
         self.settle()
         flat = tensor.detach().reshape(-1)
-        targets = [(self.master, self.region.start), (self.shard, self.own.start)]
+        targets = []
+        if self._shard is not None:
+            targets += [(self.rounded(), self.region.start), (self._shard, self.own.start)]
+        if self.master is not None:
+            targets.append((self.master, self.region.start))
+        if self.records is not None:
+            self.records.write_master(slot.start, flat)
         if self._state == "full":
             targets.append((self.full, 0))
         for target, base in targets:
             start, stop = max(slot.start, base), min(slot.stop, base + target.numel())
             if start < stop:
                 target[start - base : stop - base].copy_(flat[start - slot.start : stop - slot.start])
+        low, high = max(slot.start, self.own.start), min(slot.stop, self.own.stop)
+        if self._away is not None and low < high:
+            self._away.write(low - self.own.start, flat[low - slot.start : high - slot.start])
 
     def gather(self) -> None:
         """Begin to fill the full buffer from the ranks' shards, unless it is filled already."""
         if self._state == "released":
-            self.full.untyped_storage().resize_(self.full.nbytes)
-            self._gathering = self.axis.all_gather(self.full, self.shard)
-            self._state = "gathering"
+            self._state = "fetching"
+            if self._away is not None:
+                self._away.fetch()
+            if self._away is None or self._away.is_near:
+                self._begin()
+
+    def _begin(self) -> None:
+        """The shard is here, or near: give it to the others, and get theirs."""
+        self.full.untyped_storage().resize_(self.full.nbytes)
+        if self._away is None:
+            assert self._shard is not None
+            self._gathering = self.axis.all_gather(self.full, self._shard)
+        elif self.axis.size == 1:
+            self.full.copy_(self._away.arrive(), non_blocking=True)
+            self._away.leave()
+        else:
+            here = self._pool.take(self.layout.shard_size, self.formats.compute).copy_(self._away.arrive(), non_blocking=True)
+            self._away.leave()
+            self._gathering = self.axis.all_gather(self.full, here)
+            self._pool.give(here, self._gathering)
+        self._state = "gathering"
 
     @property
     def released(self) -> bool:
@@ -159,27 +220,41 @@ class Bucket:
     def ensure(self) -> None:
         """Return when the full buffer is filled."""
         self.gather()
+        if self._state == "fetching":
+            self._begin()
         if self._state == "gathering":
             self._gathering.wait()
             self._state = "full"
 
     def release(self) -> None:
         """Free the full buffer where parameters are sharded. Tensors that autograd saved keep pointing to it, empty."""
-        if self.sharded and self._state != "released":
+        if self._state == "fetching" and self._away is not None:
+            self._away.leave()
+            self._state = "released"
+        elif self.sharded and self._state != "released":
             self._gathering.wait()
             self.full.untyped_storage().resize_(0)
             self._state = "released"
 
+    def round(self) -> None:
+        """Give the parameters what the resident master has, in their dtype."""
+        if (target := self.rounded(keep=False)).data_ptr() != self.resident.data_ptr():
+            target.copy_(self.resident)
+
     def publish(self) -> Work:
-        """After an update: round the master to the compute dtype and begin to give the others this rank's part."""
-        target = self.full if self.region != self.own else self.shard
-        if self.master.data_ptr() != target.data_ptr():
-            target.copy_(self.master)
+        """After this rank's part of the parameters changed: begin to give it to the others."""
+        self.store()
         if self.sharded or self.residency.states == "full":
             self.release()
             return DONE
-        self._gathering = self.axis.all_gather(self.full, self.shard)
+        assert self._shard is not None
+        self._gathering = self.axis.all_gather(self.full, self._shard)
         return self._gathering
+
+    def store(self) -> None:
+        """Keep what was written to `rounded`, which other ranks do not get."""
+        if self._away is not None:
+            self._away.store()
 
     def settle(self) -> None:
         """Return when this rank may write to its parameters: no other is still reading them."""
@@ -187,14 +262,29 @@ class Bucket:
 
     def whole(self, master: bool = False) -> Tensor:
         """A full buffer of current values, in the compute dtype or the master's; valid until the bucket's next gather or update."""
-        source = self.master if master else self.shard
         if not master and self._state == "full":
             return self.full
+        if master and (self.master is not None or self.records is not None):
+            source = self.master if self.master is not None else self._recorded()
+        elif self._away is not None:
+            self._away.fetch()
+            source = self._away.arrive().to(self.device, copy=True)
+            self._away.leave()
+        else:
+            assert self._shard is not None
+            source = self._shard
         if source.numel() == self.layout.size:
             return source
         full = torch.empty(self.layout.size, dtype=source.dtype, device=source.device)
         self.axis.all_gather(full, source).settle()
         return full
+
+    def _recorded(self) -> Tensor:
+        """The master, from its records."""
+        assert self.records is not None
+        master = torch.zeros(self.region.stop - self.region.start, dtype=self.formats.master, device=self.device)
+        self.records.read_master(master, self.region.start)
+        return master
 
     # ---- gradients
 
@@ -238,7 +328,7 @@ class Bucket:
         if self.grad is None:
             in_place = self.formats.local == self.formats.reduce and not self._transient
             self.grad = self._local[self.region] if in_place else self.axis.empty(
-                self.master.numel(), self.formats.reduce, self.master.device)  # fmt: skip
+                self.region.stop - self.region.start, self.formats.reduce, self.device)  # fmt: skip
         self._reducing = self.axis.reduce_scatter(self.own_grad, self._local, accumulate=self._reduced)
         self._reduced = True
 
@@ -284,12 +374,30 @@ class Bucket:
 
     # ---- accounting
 
+    def coming(self) -> tuple[int, int, int]:
+        """Bytes that come for its uses and go again: the full parameters, gradients before they are reduced, the shard on its way."""
+        full = self.layout.size * self.formats.compute.itemsize if self.sharded else 0
+        local = self.layout.size * self.formats.local.itemsize if self.trainable and self._transient else 0
+        return full, local, self.layout.shard_size * self.formats.compute.itemsize if self._away is not None else 0
+
+    def staying(self) -> tuple[int, int, int]:
+        """Bytes that it always has: parameters, gradients, the master where it is a copy."""
+        itemsize, region = self.formats.compute.itemsize, self.region.stop - self.region.start
+        parameters = (self.layout.shard_size if self._away is None else 0) if self.sharded else self.layout.size
+        gradients = 0
+        if self.trainable:
+            in_place = self.formats.local == self.formats.reduce and not self._transient
+            gradients = self.layout.size * self.formats.local.itemsize * (not self._transient)
+            gradients += 0 if in_place else region * self.formats.reduce.itemsize
+        master = self.master is not None and (self._away is not None or self.formats.master != self.formats.compute)
+        return parameters * itemsize, gradients, region * self.formats.master.itemsize * master
+
     def nbytes(self) -> dict[str, int]:
         """Live bytes of this rank by category: parameters, gradients, states (the master where it is a copy)."""
         storages = {
-            "parameters": [self.full, self.shard],
+            "parameters": [self.full] if self._shard is None else [self.full, self._shard],
             "gradients": [t for t in (self._local, self.grad) if t is not None],
-            "states": [self.master],
+            "states": [self.master] if self.master is not None else [],
         }
         seen: set[int] = set()
         found = {}

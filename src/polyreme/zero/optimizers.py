@@ -25,7 +25,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from polyreme.config import Progress
 from polyreme.config.keys import OptimizerSection
 from polyreme.errors import ConfigError, ModelError, Problem
-from polyreme.layout import Boundary
+from polyreme.layout import ALIGN, Boundary
 from polyreme.lr_schedule import LRSchedule
 from polyreme.model_map import matrices, no_decay
 
@@ -50,6 +50,15 @@ class Group:
     def optimizer(self, tensors: Sequence[Tensor]) -> Optimizer:
         """A torch optimizer of this one group."""
         return self.make([{**self.options, "params": list(tensors)}])
+
+
+def trial_state(group: Group, shape: tuple[int, ...] | None, dtype: torch.dtype, device: torch.device | None = None) -> dict[str, Any]:
+    """What torch's optimizer keeps of a parameter of this shape after a step on zeros; None: of a few elements of any."""
+    trial = torch.zeros((ALIGN,) if shape is None else shape, dtype=dtype, device=device)
+    trial.grad = torch.zeros_like(trial)
+    optimizer = group.optimizer([trial])
+    optimizer.step()
+    return optimizer.state[trial]
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -18,9 +18,13 @@ from polyreme.config.keys import ZeroSection
 from polyreme.errors import ModelError
 from polyreme.layout import Boundary, BucketLayout, Cut, Slot, TensorSpec
 from polyreme.mesh import Axis
+from polyreme.tiers import Tier
+from polyreme.zero.away import Away, AwayShard
 from polyreme.zero.blocks import Unit
-from polyreme.zero.bucket import Bucket, Formats, Pool
+from polyreme.zero.bucket import Bucket, Formats, Pool, region_of
+from polyreme.zero.compact import States
 from polyreme.zero.optimizers import Recipe
+from polyreme.zero.records import Records
 from polyreme.zero.residency import Residency
 
 
@@ -78,10 +82,37 @@ class Placement:
     pool: Pool
     division: Division
     device: torch.device
+    homes: Homes
 
     @property
     def buckets(self) -> list[Bucket]:
         return [bucket for unit in (self.root, *self.units) for bucket in unit.buckets]
+
+    def working_set(self, prefetch: int) -> dict[str, int]:
+        """The most bytes of memory that a step takes by category: beside all that stays, the root's parameters and gradients, and of blocks
+        the parameters of 1 + `prefetch` (of files 1, and the shards of the others), and the gradients of two before they are reduced, and
+        one that autograd has just made. `exchange`: of CPU ranks, what they read or receive of each other's."""
+        stay = [bucket for unit in (self.root, *self.units) if unit is self.root or unit.pinned for bucket in unit.buckets]
+        blocks = [unit.buckets for unit in self.units if not unit.pinned]
+
+        def most(what: int, count: int) -> int:
+            """Of what comes and goes."""
+            sizes = sorted((sum(bucket.coming()[what] for bucket in buckets) for buckets in blocks), reverse=True)
+            return sum(bucket.coming()[what] for bucket in stay) + sum(sizes[:count])
+
+        parameters, gradients, masters = (sum(bucket.staying()[i] for bucket in self.buckets) for i in range(3))
+        away, ranks = self.homes.away, max((bucket.axis.size for bucket in self.buckets), default=1)
+        local, coming = most(1, 2), most(2, 1 + prefetch)
+        single = max((slot.size * b.formats.compute.itemsize for b in self.trainable for slot in b.layout.slots), default=0)
+        read = coming if away is not None else sum(b.layout.shard_size * b.formats.compute.itemsize for b in self.buckets)
+        waiting = sum(b.layout.size * b.formats.local.itemsize for b in self.trainable if not b.coming()[1])
+        return {
+            "parameters": parameters + most(0, 1 if away is not None and away.is_far else 1 + prefetch) + coming * (ranks > 1),
+            "gradients": gradients + local + single,
+            "states": masters,
+            "tiers": self.homes.memory(coming),
+            "exchange": (ranks - 1) * ((local + waiting) // ranks + read) if self.device.type == "cpu" else 0,
+        }
 
     def write(self, name: str, whole: Tensor) -> None:
         """Set a parameter to `whole`, of which this rank keeps its part."""
@@ -134,7 +165,7 @@ class Placement:
         return [(names[slot.name], slot) for slot in bucket.layout.slots]
 
     def _format(self, bucket: Bucket, master: bool) -> torch.dtype:
-        return (bucket.master if master else bucket.shard).dtype
+        return bucket.formats.master if master else bucket.formats.compute
 
 
 def place(
@@ -148,10 +179,11 @@ def place(
     device: torch.device,
     reduces_microbatches: bool,
     division: Division,
+    homes: Homes,
 ) -> Placement:
     """Move every parameter of `model` into a bucket. A parameter that has data keeps its values (those of the axis' rank 0); one on
     the meta device is replaced by a real one, to be filled by `Placement.write`. `division` tells what the parameters are parts of. A
-    pipeline stage may have none, or none to train.
+    pipeline stage may have none, or none to train. The tiers of `homes` get their records, and take the space.
 
     Raises ModelError for trainable parameters that are not real floating-point numbers.
     """
@@ -165,9 +197,7 @@ def place(
     units = [Unit(names[0], [blocks[name] for name in names])
              for names in _coalesce(blocks, members, stage_of, formats.compute, section.min_bucket)]  # fmt: skip
     first_block = min((e.at for name in blocks for e in members[name]), default=0)
-    pool = Pool(axis, device)
-    found: list[tuple[int, Bucket]] = []
-    where: dict[str, tuple[Bucket, Slot]] = {}
+    planned: list[_Planned] = []
     for unit in (root, *units):
         names = [""] if unit is root else [name for name, block in blocks.items() if any(block is m for m in unit.modules)]
         mine = sorted((e for name in names for e in members[name]), key=lambda e: e.at)
@@ -177,17 +207,89 @@ def place(
                 layout = BucketLayout.build(specs, axis.size, kind.boundary)
                 by_name = {e.names[0]: e for e in part}
                 ordered = [by_name[slot.name] for slot in layout.slots]
-                own = formats if kind.trainable else Formats(kind.dtype, kind.dtype, kind.dtype, kind.dtype)
-                bucket = _fill(model, ordered, layout, axis, residency, own, pool, device, kind.trainable, reduces_microbatches)
-                bucket.stages = kind.stages
-                bucket.tie = division.ties.get(division.ranks_of(kind.stages))
-                bucket.counted = _counted(bucket, kind, division)
-                unit.buckets.append(bucket)
-                found.append((part[0].at, bucket))
-                for entry, slot in zip(ordered, layout.slots, strict=True):
-                    where |= dict.fromkeys(entry.names, (bucket, slot))
+                records = None
+                if kind.trainable and (tier := homes.next(layout.size)) is not None:
+                    records = Records(layout, region_of(layout, axis, residency), recipe.groups, formats.master, tier, homes.compact)
+                away = homes.away.shard(layout.shard_size, kind.dtype) if homes.away is not None else None
+                planned.append(_Planned(unit, kind, part[0].at, ordered, layout, records, away))
+    homes.commit()
+    pool = Pool(axis, device)
+    found: list[tuple[int, Bucket]] = []
+    where: dict[str, tuple[Bucket, Slot]] = {}
+    for plan in planned:
+        kind = plan.kind
+        own = formats if kind.trainable else Formats(kind.dtype, kind.dtype, kind.dtype, kind.dtype)
+        bucket = _fill(model, plan, axis, residency, own, pool, device, reduces_microbatches)
+        bucket.stages = kind.stages
+        bucket.tie = division.ties.get(division.ranks_of(kind.stages))
+        bucket.counted = _counted(bucket, kind, division)
+        plan.unit.buckets.append(bucket)
+        found.append((plan.at, bucket))
+        for entry, slot in zip(plan.entries, plan.layout.slots, strict=True):
+            where |= dict.fromkeys(entry.names, (bucket, slot))
     trainable = [bucket for _, bucket in sorted(found, key=lambda pair: pair[0]) if bucket.trainable]
-    return Placement(root, units, trainable, where, pool, division, device)
+    return Placement(root, units, trainable, where, pool, division, device, homes)
+
+
+class Homes:
+    """What is not in the device's memory: masters and states of `share` of all elements, as near as whole buckets come to it, which are in
+    `tier` (`compact`: see Records); and the shards of all parameters, where there is `away`."""
+
+    def __init__(self, tier: Tier | None = None, share: float = 1.0, away: Away | None = None, compact: States | None = None) -> None:
+        self.tier, self.away, self._share, self.compact = tier, away, share, compact
+        self._seen = self._taken = 0
+
+    def next(self, elements: int) -> Tier | None:
+        """The home of the states of the next bucket, of so many elements; None: the device."""
+        self._seen += elements
+        if self.tier is None or self._taken + elements / 2 > self._share * self._seen:
+            return None
+        self._taken += elements
+        return self.tier
+
+    def commit(self) -> None:
+        """Take the space of all that was reserved."""
+        for tier in self._tiers().values():
+            tier.commit()
+
+    def close(self) -> None:
+        """Give the space back."""
+        for tier in self._tiers().values():
+            tier.close()
+
+    def memory(self, shards: int) -> int:
+        """Bytes of host memory that tiers take, or what it takes to move theirs; of parameters in files as many as `shards`."""
+        states = self.tier.buffers if self.tier is not None else 0
+        if self.away is None:
+            return states
+        return states + (shards + self.away.tier.buffers if self.away.is_far else self.away.tier.buffers)
+
+    def report(self) -> dict[str, dict[str, float]]:
+        """For `Engine.tiers`."""
+        if self.away is not None:
+            self.away.settle()
+        found = {}
+        for name, tier in self._tiers().items():
+            memory = tier.buffers if self.away is None or tier is not self.away.tier else self.away.memory
+            found[name] = {"bytes": tier.nbytes, "memory": memory, **asdict(tier.traffic)}
+        return found
+
+    def _tiers(self) -> dict[str, Tier]:
+        named = {"states": self.tier, "params": self.away.tier if self.away is not None else None}
+        return {name: tier for name, tier in named.items() if tier is not None}
+
+
+@dataclass
+class _Planned:
+    """A bucket that is to be made. at: where its first parameter comes in the order of registration."""
+
+    unit: Unit
+    kind: _Kind
+    at: int
+    entries: list[_Entry]
+    layout: BucketLayout
+    records: Records | None
+    away: AwayShard | None
 
 
 Owned = Literal["all", "some", "none"]
@@ -240,7 +342,7 @@ def _counted(bucket: Bucket, kind: _Kind, division: Division) -> bool | Tensor:
         cut = division.parts[slot.name].cut
         for start, stop in cut.owned(division.tp.rank):
             mask[slot.start : slot.stop].view(slot.shape).narrow(cut.dim, start, stop - start).fill_(1)
-    return mask[bucket.own].to(bucket.master.device)
+    return mask[bucket.own].to(bucket.device)
 
 
 def _entries(model: nn.Module) -> list[_Entry]:
@@ -300,12 +402,12 @@ def _split(entries: list[_Entry], dtype: torch.dtype, limit: int) -> list[list[_
 
 
 def _fill(
-    model: nn.Module, entries: list[_Entry], layout: BucketLayout, axis: Axis, residency: Residency, formats: Formats,
-    pool: Pool, device: torch.device, train: bool, reduces_microbatches: bool,
+    model: nn.Module, plan: _Planned, axis: Axis, residency: Residency, formats: Formats, pool: Pool, device: torch.device,
+    reduces_microbatches: bool,
 ) -> Bucket:  # fmt: skip
-    """The bucket for `entries`, holding their values where they have any."""
+    """The planned bucket, holding the values of its entries where they have any."""
     values: list[Tensor | None] = []
-    for entry in entries:
+    for entry in plan.entries:
         old = entry.parameter
         values.append(None if old.is_meta else old.data.to(device).contiguous())
         if old.is_meta:  # a meta parameter cannot be given data of another device
@@ -314,8 +416,9 @@ def _fill(
             for name in entry.names:
                 owner, _, attribute = name.rpartition(".")
                 setattr(model.get_submodule(owner), attribute, entry.parameter)  # recurrent modules follow assignments
-    bucket = Bucket(layout, [e.parameter for e in entries], axis, residency, formats, pool, device, train, reduces_microbatches)
-    for slot, value in zip(layout.slots, values, strict=True):
+    bucket = Bucket(plan.layout, [e.parameter for e in plan.entries], axis, residency, formats, pool, device, plan.kind.trainable,
+                    reduces_microbatches, plan.records, plan.away)  # fmt: skip
+    for slot, value in zip(plan.layout.slots, values, strict=True):
         if value is not None:
             axis.broadcast(value)
             bucket.write(slot, value)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from polyreme.errors import CheckpointError
 from polyreme.layout import Cut, Range, Slot
-from polyreme.region import MASTER, MODEL, Region
+from polyreme.region import MASTER, MODEL, Region, Stored
 from polyreme.zero.bucket import Bucket
 from polyreme.zero.place import Placement
 from polyreme.zero.update import Update
@@ -26,29 +26,52 @@ def saved(placement: Placement, updates: Iterable[Update]) -> Iterator[Region]:
         if placement.division.ranks_of(bucket.stages)[0] != placement.division.pp.rank:
             continue  # another pipeline stage has it, too, and saves it
         yield from _flat(placement, bucket, MODEL, bucket.shard, bucket.own)
-        if bucket.master.dtype != bucket.shard.dtype:
-            own = slice(bucket.own.start - bucket.region.start, bucket.own.stop - bucket.region.start)
-            yield from _flat(placement, bucket, MASTER, bucket.master[own], bucket.own)
     for update in updates:
         if placement.division.ranks_of(update.bucket.stages)[0] == placement.division.pp.rank:
+            if update.bucket.formats.master != update.bucket.formats.compute:
+                yield from _masters(placement, update, update.bucket.own)
             yield from _states(placement, update, update.bucket.own)
 
 
-def loaded(placement: Placement, updates: Iterable[Update]) -> Iterator[Region]:
-    """All that this rank computes with: the weights that are updated (or frozen), of kind MASTER, and the states. Scalars are not among
-    them: see `Update.allocate`."""
-    for bucket in placement.buckets:
-        yield from _flat(placement, bucket, MASTER, bucket.master, bucket.region)
-    for update in updates:
-        yield from _states(placement, update, update.bucket.region, numbers=False)
+def loaded(placement: Placement, update: Update) -> Iterator[Region]:
+    """All of a bucket that this rank updates: the weights, of kind MASTER, and the states. Scalars are not among them. To be filled while
+    `Update.loading`."""
+    yield from _masters(placement, update, update.bucket.region)
+    yield from _states(placement, update, update.bucket.region, numbers=False)
 
 
-def _flat(placement: Placement, bucket: Bucket, kind: str, data: Tensor, part: slice) -> Iterator[Region]:
+def frozen(placement: Placement, bucket: Bucket) -> Iterator[Region]:
+    """All of a bucket that nothing updates, of kind MASTER. To be filled, and then stored."""
+    yield from _flat(placement, bucket, MASTER, bucket.rounded(), bucket.region)
+
+
+def _flat(placement: Placement, bucket: Bucket, kind: str, data: Tensor | Stored, part: slice) -> Iterator[Region]:
     """The regions of `data`, which is the part of the bucket's flat buffer; and one of each tensor without elements."""
     named = _named(placement, bucket)
-    empty = [Range(slot.name, 0, 0, 0) for slot in bucket.layout.slots if not slot.size]
-    for held in (*bucket.layout.within(part.start, part.stop), *empty):
-        yield _region(placement, named, kind, held, data[held.offset : held.offset + held.stop - held.start])
+    for held in (*bucket.layout.within(part.start, part.stop), *_empty(bucket)):
+        yield _region(placement, named, kind, held, _part(data, held.offset, held.offset + held.stop - held.start))
+
+
+def _masters(placement: Placement, update: Update, part: slice) -> Iterator[Region]:
+    """Those that lie in the part of the bucket's flat buffer; and one of each tensor without elements."""
+    bucket = update.bucket
+    named = _named(placement, bucket)
+    for run, data in update.masters():
+        start, stop = max(run.start, part.start), min(run.stop, part.stop)
+        for held in bucket.layout.within(start, stop) if start < stop else ():
+            at = start - run.start + held.offset
+            yield _region(placement, named, MASTER, held, _part(data, at, at + held.stop - held.start))
+    for held in _empty(bucket):
+        yield _region(placement, named, MASTER, held, torch.empty(0, dtype=bucket.formats.master))
+
+
+def _empty(bucket: Bucket) -> list[Range]:
+    return [Range(slot.name, 0, 0, 0) for slot in bucket.layout.slots if not slot.size]
+
+
+def _part(data: Tensor | Stored, start: int, stop: int) -> Tensor | Stored:
+    """The elements [start, stop) of what is flattened."""
+    return data.detach().view(-1)[start:stop] if isinstance(data, Tensor) else data.part(start, stop)
 
 
 def _states(placement: Placement, update: Update, part: slice, numbers: bool = True) -> Iterator[Region]:
@@ -64,11 +87,11 @@ def _states(placement: Placement, update: Update, part: slice, numbers: bool = T
                 if (number := _number(value)) is not None:
                     if numbers and held.start == 0:
                         yield Region(kind, names, Cut.whole((), tp.size), tp.rank, 0, number.reshape(1))
-                elif isinstance(value, Tensor) and value.numel() == size and (run.slot is None or value.shape == slot.shape):
+                elif isinstance(value, Tensor | Stored) and value.numel() == size and (run.slot is None or value.shape == slot.shape):
                     at = start - run.start + held.offset
-                    yield _region(placement, named, kind, held, value.detach().view(-1)[at : at + held.stop - held.start])
-                elif isinstance(value, Tensor):  # of an optimizer of whole tensors, with a shape of its own
-                    yield Region(kind, names, Cut.whole(tuple(value.shape), tp.size), tp.rank, 0, value.detach().view(-1))
+                    yield _region(placement, named, kind, held, _part(value, at, at + held.stop - held.start))
+                elif isinstance(value, Tensor | Stored):  # of an optimizer of whole tensors, with a shape of its own
+                    yield Region(kind, names, Cut.whole(tuple(value.shape), tp.size), tp.rank, 0, _part(value, 0, value.numel()))
                 elif value is not None:
                     raise CheckpointError(
                         f"the optimizer's state {kind!r} of {names[0]} is a {type(value).__name__}: only tensors and numbers can be saved"
@@ -79,7 +102,7 @@ def _named(placement: Placement, bucket: Bucket) -> Mapping[str, tuple[Sequence[
     return {slot.name: (names, slot) for names, slot in placement.named(bucket)}
 
 
-def _region(placement: Placement, named: Mapping[str, tuple[Sequence[str], Slot]], kind: str, held: Range, data: Tensor) -> Region:
+def _region(placement: Placement, named: Mapping[str, tuple[Sequence[str], Slot]], kind: str, held: Range, data: Tensor | Stored) -> Region:
     names, _ = named[held.name]
     return Region(kind, names, placement.division.parts[names[0]].cut, placement.division.tp.rank, held.start, data)
 

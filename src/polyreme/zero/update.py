@@ -1,6 +1,7 @@
 """Optimizers on flat shards: any elementwise torch.optim class runs on the contiguous pieces of a bucket's master shard.
 
 On a CPU one piece after another, each small enough to stay in the cache; on a device all pieces of a group at once, in one fused kernel.
+Masters and states are in the memory of the device, or in a tier, from which they come record by record to be updated on the CPU.
 
 Invariants: a piece is of one optimizer group and begins and ends at multiples of ALIGN, so that results do not depend on the cut; a
 parameter that got no gradient on any rank in a step is left alone in that step, its step count too, as torch does.
@@ -9,52 +10,100 @@ Communication: none here but what `Bucket.publish` begins.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from itertools import pairwise
+import zlib
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import groupby, pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from polyreme.layout import ALIGN, Run, Slot, align
+from polyreme.errors import ConfigError, Problem
+from polyreme.layout import Run, Slot, align
+from polyreme.region import MASTER, Stored
 from polyreme.zero.bucket import Bucket
-from polyreme.zero.optimizers import Group
+from polyreme.zero.compact import SCALE, Compact, Key, States
+from polyreme.zero.kernels import Kernel, kernel
+from polyreme.zero.optimizers import Group, trial_state
+from polyreme.zero.records import CHUNK, Record, cut, within
 
-CHUNK = 1 << 19
-"""Most elements of a piece on a CPU, a multiple of ALIGN: scaling, conversion and every pass of an update then find it in the cache."""
+Numbers = Mapping[str, float]
+"""The states of a parameter that are one number (`step`, ...), by name."""
 
 
 @dataclass(eq=False)
 class _Piece:
-    """A run and the master's memory under it, which is what the torch optimizer takes for a parameter."""
+    """A run, the master's memory under it and all of its states; or the record that has them, and `state`: what of the states is not in the
+    record. `fresh`: it was never updated."""
 
     run: Run
-    tensor: Tensor
+    tensor: Tensor | None = None
+    record: Record | None = None
+    state: dict[str, Any] = field(default_factory=dict)
+    fresh: bool = True
+
+    def within(self, record: Record, numbers: Tensor) -> Tensor:
+        """This piece's part of a record's numbers of one kind."""
+        return numbers if self.run.slot is not None else numbers[slice(*within(record.run, self.run, numbers.numel()))]
 
 
 class Update:
     """The optimizer of one bucket: a torch optimizer for each group in it."""
 
-    def __init__(self, bucket: Bucket, groups: Sequence[Group]) -> None:
-        self.bucket = bucket
-        self.one_by_one = bucket.master.device.type == "cpu"
+    def __init__(self, bucket: Bucket, groups: Sequence[Group], compact: States | None = None) -> None:
+        """`compact`: how moments are kept, if not as torch does. Raises ConfigError where an optimizer's cannot be."""
+        self.bucket, self._groups, self._compact = bucket, groups, compact
+        self.records = bucket.records
+        """Where masters and states are, if they are not in the device's memory."""
+        self.one_by_one = bucket.device.type == "cpu" or self.records is not None
         """Whether a piece is scaled and updated before the next one is read; else all of a group are at once."""
-        chunk = CHUNK if self.one_by_one else bucket.layout.size
-        self._pieces = [_Piece(part, self._view(bucket.master, part))
-                        for run in bucket.layout.runs(bucket.region.start, bucket.region.stop) for part in _cut(run, chunk)]  # fmt: skip
-        self._groups = groups
+        self._staged: dict[int, Tensor] = {}  # bytes of all records by number, while they are loaded
+        self._wide: dict[_Piece, dict[str, Tensor]] = {}  # states that are kept in fewer bits, while they are loaded
+        self._trials: dict[int, dict[str, Any]] = {}
+        if self.records is not None:
+            self._pieces = [_Piece(record.run, record=record) for record in self.records]
+        else:
+            chunk = CHUNK if self.one_by_one else bucket.layout.size
+            runs = [part for run in bucket.layout.runs(bucket.region.start, bucket.region.stop) for part in cut(run, chunk)]
+            self._pieces = [_Piece(run, self._view(bucket.resident, run)) for run in runs]
         self._optimizers: dict[int, Optimizer] = {}
-        self._probes: dict[int, dict[str, Any]] = {}
         for group in sorted({piece.run.group for piece in self._pieces}):
-            self._optimizers[group] = groups[group].optimizer([p.tensor for p in self._pieces if p.run.group == group])
+            pieces = [piece for piece in self._pieces if piece.run.group == group]
+            tensors = [piece.tensor for piece in pieces if piece.tensor is not None]
+            stand_in = torch.zeros([1] * len(slot.shape) if (slot := pieces[0].run.slot) is not None else 1, dtype=bucket.formats.master)
+            optimizer = self._optimizers[group] = groups[group].optimizer(tensors or [stand_in])
+            for piece in pieces if compact is None else ():  # some make states at once
+                piece.state = optimizer.state.pop(piece.tensor, {})  # type: ignore[arg-type]
+                piece.fresh = not piece.state
+        self._kernels = {group: _kernel(optimizer, compact) for group, optimizer in self._optimizers.items()}
+        name = bucket.layout.slots[0].name if bucket.layout.slots else ""
+        self._place = zlib.crc32(name.encode()) << 32  # for random bits, which are others in every bucket
+        if compact is not None and not self.one_by_one:
+            raise ConfigError([Problem("optimizer.states", compact, "moments that are kept in fewer bits are updated by the CPU",
+                                       'write memory.states = "host" (or a folder), or optimizer.states = "fp32"')])  # fmt: skip
+
+    @property
+    def order(self) -> list[int]:
+        """The records in the order in which `step` takes them, if it does anything."""
+        return [] if self.records is None or self.bucket.grad is None else [record.number for record in self.records]
 
     @torch.no_grad()
-    def step(self, factor: float, options: Sequence[Mapping[str, Any]], unused: Collection[int] = ()) -> None:
-        """One optimizer step from the bucket's reduced gradients times `factor`, with these `options` (lr, ...) of each group.
+    def step(
+        self,
+        factor: float,
+        options: Sequence[Mapping[str, Any]],
+        unused: Collection[int] = (),
+        stream: Iterable[Tensor] = (),
+        count: int = 0,
+    ) -> None:
+        """One optimizer step from the bucket's reduced gradients times `factor`, with these `options` (lr, ...) of each group; and the new
+        parameters, rounded.
 
-        `unused` are the indices of parameters that no rank has a gradient for. The gradients are consumed.
+        `unused` are the indices of parameters that no rank has a gradient for. `stream`: an iterator over records, from this
+        bucket's on. `count`: steps before this one.
         """
         grad = self.bucket.grad
         if grad is None:
@@ -65,38 +114,154 @@ class Update:
         for at, optimizer in self._optimizers.items():
             for group in optimizer.param_groups:
                 group.update({key: options[at][key] for key in group if key != "params" and key in options[at]})
-        pieces = [p for p in self._pieces if not any(slot.start < p.run.stop and p.run.start < slot.stop for slot in absent)]
-        if self.one_by_one:
-            turns = [[piece] for piece in pieces]
-        else:
-            turns = [[piece for piece in pieces if piece.run.group == at] for at in self._optimizers]
-        for turn in filter(None, turns):
-            gradients = [self._view(grad, piece.run).to(piece.tensor.dtype) for piece in turn]
-            if factor != 1.0:
-                torch._foreach_mul_(gradients, factor)
-            for piece, gradient in zip(turn, gradients, strict=True):
-                piece.tensor.grad = gradient
-            optimizer = self._optimizers[turn[0].run.group]
-            optimizer.param_groups[0]["params"] = [piece.tensor for piece in turn]
-            optimizer.step()
+        left_out = {p for p in self._pieces if any(slot.start < p.run.stop and p.run.start < slot.stop for slot in absent)}
+        if not self.one_by_one:
+            for at in self._optimizers:
+                if pieces := [piece for piece in self._pieces if piece.run.group == at and piece not in left_out]:
+                    self._at_once(at, pieces, grad, factor)
+            self.bucket.round()
+            return
+        target, coming = self.bucket.rounded(keep=bool(left_out)), iter(stream)
+        for record, turn in groupby(self._pieces, lambda piece: piece.record):
+            memory = None if record is None else next(coming)
             for piece in turn:
-                piece.tensor.grad = None
+                if piece not in left_out:
+                    self._one(piece, memory, self._view(grad, piece.run), factor, self._view(target, piece.run), count)
+
+    def _one(self, piece: _Piece, memory: Tensor | None, gradient: Tensor, factor: float, target: Tensor, count: int) -> None:
+        """The step of a piece, whose record's bytes are in `memory` where it has one; `target` gets the new parameters."""
+        tensor = piece.tensor
+        recorded: dict[str, Tensor] = {}
+        if piece.record is not None and memory is not None:
+            recorded = {kind: piece.within(piece.record, place.of(memory)) for kind, place in piece.record.fields.items()}
+            tensor = recorded.pop(MASTER)
+            if self._compact is None and piece.fresh and (made := self._groups[piece.run.group].optimizer([tensor]).state.get(tensor)):
+                piece.state, piece.fresh = made, False  # by the optimizer itself, not by its first step
+                for kind, place in recorded.items():
+                    place.copy_(made[kind])
+        assert tensor is not None
+        state, kernel = {**piece.state, **recorded}, self._kernels[piece.run.group]
+        if isinstance(kernel, Compact) and not kernel.counts and not piece.fresh:
+            state["step"] = torch.tensor(float(count))
+        here = target.device == tensor.device
+        out = target if here and target.data_ptr() != tensor.data_ptr() else None
+        kernel.step(tensor, gradient.to(tensor.device), state, factor, out, first=piece.fresh, at=self._place + piece.run.start)
+        if not here:
+            target.copy_(tensor)
+        left_out = {*recorded, *(("step",) if isinstance(kernel, Compact) and not kernel.counts else ())}
+        piece.state, piece.fresh = {kind: value for kind, value in state.items() if kind not in left_out}, False
+
+    def _at_once(self, group: int, pieces: Sequence[_Piece], grad: Tensor, factor: float) -> None:
+        """The step of pieces of one group, in one kernel."""
+        optimizer = self._optimizers[group]
+        tensors = [piece.tensor for piece in pieces if piece.tensor is not None]
+        gradients = [self._view(grad, piece.run).to(tensor.dtype) for piece, tensor in zip(pieces, tensors, strict=True)]
+        if factor != 1.0:
+            torch._foreach_mul_(gradients, factor)
+        for piece, tensor, gradient in zip(pieces, tensors, gradients, strict=True):
+            tensor.grad, piece.fresh = gradient, False
+            optimizer.state[tensor] = piece.state
+        optimizer.param_groups[0]["params"] = tensors
+        optimizer.step()
+        for tensor in tensors:
+            tensor.grad = None
 
     def nbytes(self) -> int:
-        """Bytes of the optimizer's own states."""
-        return sum(t.nbytes for _, state in self.state_of() for t in state.values() if isinstance(t, Tensor))
+        """Bytes of the optimizer's own states in the device's memory."""
+        return sum(t.nbytes for piece in self._pieces for t in piece.state.values() if isinstance(t, Tensor))
+
+    # ---- to a checkpoint and back
+
+    def masters(self) -> Iterable[tuple[Run, Tensor | Stored]]:
+        """Every run with its masters, in their own memory or stored."""
+        for run, numbers in self._held():
+            yield run, numbers[MASTER]
 
     def state_of(self) -> Iterable[tuple[Run, dict[str, Any]]]:
-        """Every piece's run with the torch state of its parameter."""
-        return [(piece.run, self._optimizers[piece.run.group].state.get(piece.tensor, {})) for piece in self._pieces]
+        """Every run with the torch state of its parameter."""
+        for run, numbers in self._held():
+            yield run, {kind: value for kind, value in numbers.items() if kind != MASTER}
 
-    def allocate(self, scalars: Mapping[str, Mapping[str, float] | None]) -> None:
-        """Make all states anew, as they are after a step, of zeros. `scalars` has by name of a parameter the states that are one number
-        (`step`, ...; see `states`), or None for one that is to have no state, like one that was never updated."""
+    def _held(self) -> Iterator[tuple[Run, dict[str, Any]]]:
+        for piece in self._pieces:
+            if (record := piece.record) is None or self.records is None:
+                yield piece.run, self._widened(piece, {MASTER: piece.tensor, **piece.state})
+                continue
+            numbers: dict[str, Any] = {}
+            for kind, place in record.fields.items():
+                if kind != MASTER and piece.fresh:
+                    continue
+                if (staged := self._staged.get(record.number)) is not None:
+                    numbers[kind] = piece.within(record, place.of(staged))
+                else:
+                    numbers[kind] = self.records.stored(record, kind, None if piece.run.slot is not None else piece.run)
+            yield piece.run, self._widened(piece, {**numbers, **piece.state})
+
+    def _widened(self, piece: _Piece, numbers: dict[str, Any]) -> dict[str, Any]:
+        """`numbers`, with the states that are kept in fewer bits as float32: to be read when they are needed, or loaded."""
+        kernel, size = self._kernels[piece.run.group], piece.run.stop - piece.run.start
+        if not isinstance(kernel, Compact) or piece.fresh:
+            return numbers
+        kept = {kind: value for kind, value in numbers.items() if kind.removesuffix(SCALE) in kernel.names}
+        found = {kind: value for kind, value in numbers.items() if kind not in kept}
+        for name in kernel.names:
+
+            def fetch(start: int, stop: int, name: str = name) -> Tensor:
+                state = {kind: value if isinstance(value, Tensor) else value.fetch(0, value.numel()) for kind, value in kept.items()}
+                return kernel.widened(state, name, size)[start:stop]
+
+            wide = self._wide.get(piece, {}).get(name)
+            found[name] = Stored(torch.float32, (size,), fetch) if wide is None else wide
+        return found
+
+    @contextmanager
+    def loading(self, scalars: Mapping[str, Numbers | None]) -> Iterator[None]:
+        """Make all states anew, of zeros; what `masters` and `state_of` give inside may be written to, and counts from the end on.
+
+        `scalars` has by name of a parameter the states that are one number, or None for one that is to have no state, like one that was
+        never updated."""
+        self._allocate(scalars)
+        tier = None if self.records is None else self.records.tier
+        for record in self.records or ():
+            assert tier is not None
+            memory = self._staged[record.number] = tier.read(record.number, 0, record.nbytes)
+            for kind, place in record.fields.items():
+                if kind != MASTER:
+                    place.of(memory).zero_()
+        for piece in self._pieces:
+            if isinstance(kernel := self._kernels[piece.run.group], Compact) and not piece.fresh:
+                size = piece.run.stop - piece.run.start
+                self._wide[piece] = {name: torch.zeros(size, dtype=torch.float32) for name in kernel.names}
+        try:
+            yield
+            for piece, wide in self._wide.items():
+                self._narrow(piece, wide)
+            if self.records is None:
+                self.bucket.round()
+                return
+            target = self.bucket.rounded(keep=False)
+            for record in self.records:
+                self.records.tier.write(record.number, 0, self._staged[record.number])
+                self._view(target, record.run).copy_(record.fields[MASTER].of(self._staged[record.number]))
+        finally:
+            self._staged.clear()
+            self._wide.clear()
+
+    def _narrow(self, piece: _Piece, wide: Mapping[str, Tensor]) -> None:
+        """Keep the states of a piece, which were loaded, in fewer bits."""
+        kernel, state = self._kernels[piece.run.group], piece.state
+        assert isinstance(kernel, Compact)
+        if (record := piece.record) is not None:
+            memory = self._staged[record.number]
+            state = {kind: piece.within(record, place.of(memory)) for kind, place in record.fields.items()}
+        for name, values in wide.items():
+            kernel.keep(state, name, values, Key(name, 0, self._place + piece.run.start))
+
+    def _allocate(self, scalars: Mapping[str, Numbers | None]) -> None:
         slots = [s for s in self.bucket.layout.slots if s.size and s.start < self.bucket.region.stop and s.stop > self.bucket.region.start]
         told = {slot.name: None if scalars[slot.name] is None else tuple(sorted(scalars[slot.name].items())) for slot in slots}  # type: ignore[union-attr]
-        for optimizer in self._optimizers.values():
-            optimizer.state.clear()
+        for piece in self._pieces:
+            piece.state, piece.fresh = {}, True
         common = max(told.values(), key=list(told.values()).count, default=None)
         for slot in slots:
             if told[slot.name] != common:
@@ -104,11 +269,11 @@ class Update:
         for piece in self._pieces:
             name = next(s.name for s in slots if s.start < piece.run.stop and align(s.stop) > piece.run.start)
             if (numbers := scalars[name]) is not None:
-                self._optimizers[piece.run.group].state[piece.tensor] = self._fresh(piece, numbers)
+                piece.state, piece.fresh = self._fresh(piece, numbers), False
 
     def states(self, slot: Slot) -> dict[str, tuple[int, ...] | None]:
         """The states that the optimizer has for a parameter once it was updated, by name: their shapes, or None for one number."""
-        state = self._probe(slot.group, slot.shape if self.bucket.layout.boundary == "tensor" else None)
+        state = self._trial(slot.group, slot.shape if self.bucket.layout.boundary == "tensor" else None)
         found: dict[str, tuple[int, ...] | None] = {}
         for kind, value in state.items():
             if isinstance(value, Tensor) and value.dim():
@@ -117,30 +282,32 @@ class Update:
                 found[kind] = None
         return found
 
-    def _fresh(self, piece: _Piece, numbers: Mapping[str, float]) -> dict[str, Any]:
-        """The states of a piece after a step on zeros, with `numbers`."""
+    def _fresh(self, piece: _Piece, numbers: Numbers) -> dict[str, Any]:
+        """The states of a piece after a step on zeros, with `numbers`; without those that are in its record."""
         flat = piece.run.slot is None
         found: dict[str, Any] = {}
-        for key, value in self._probe(piece.run.group, None if flat else tuple(piece.tensor.shape)).items():
+        kernel = self._kernels[piece.run.group]
+        if isinstance(kernel, Compact):
+            fields = kernel.fields(piece.run.stop - piece.run.start) if piece.record is None else {}
+            found = {kind: torch.zeros(size, dtype=form) for kind, (form, size) in fields.items()}
+            return found | ({"step": torch.tensor(float(numbers["step"]))} if kernel.counts else {})
+        for key, value in self._trial(piece.run.group, None if piece.run.slot is None else piece.run.slot.shape).items():
             if isinstance(value, Tensor) and value.dim():
-                found[key] = torch.zeros(piece.tensor.shape if flat else value.shape, dtype=value.dtype, device=value.device)
+                if piece.tensor is not None:
+                    found[key] = torch.zeros(piece.tensor.shape if flat else value.shape, dtype=value.dtype, device=value.device)
             elif isinstance(value, Tensor):
                 found[key] = torch.full_like(value, numbers.get(key, 0.0))
             else:
                 found[key] = value if value is None or key not in numbers else type(value)(numbers[key])
         return found
 
-    def _probe(self, group: int, shape: tuple[int, ...] | None) -> dict[str, Any]:
-        """The torch states of a parameter of this shape after a step on zeros; None: of a few elements of any."""
-        if shape is None and group in self._probes:
-            return self._probes[group]
-        probe = torch.zeros((ALIGN,) if shape is None else shape, dtype=self.bucket.master.dtype, device=self.bucket.master.device)
-        probe.grad = torch.zeros_like(probe)
-        optimizer = self._groups[group].optimizer([probe])
-        optimizer.step()
-        if shape is None:
-            self._probes[group] = optimizer.state[probe]
-        return optimizer.state[probe]
+    def _trial(self, group: int, shape: tuple[int, ...] | None) -> dict[str, Any]:
+        device = torch.device("cpu") if self.records is not None else self.bucket.device
+        if shape is not None:
+            return trial_state(self._groups[group], shape, self.bucket.formats.master, device)
+        if group not in self._trials:
+            self._trials[group] = trial_state(self._groups[group], None, self.bucket.formats.master, device)
+        return self._trials[group]
 
     def _view(self, region: Tensor, run: Run) -> Tensor:
         flat = region[run.start - self.bucket.region.start : run.stop - self.bucket.region.start]
@@ -155,27 +322,30 @@ class Update:
             if len(cuts) == 2 or piece.run.slot is not None:
                 pieces.append(piece)
                 continue
-            states = self._optimizers[piece.run.group].state
-            state = states.pop(piece.tensor, {})
             for start, stop in pairwise(cuts):
                 run = Run(piece.run.group, start, stop)
-                part = _Piece(run, self._view(self.bucket.master, run))
-                inside = slice(start - piece.run.start, stop - piece.run.start)
-                if state:
-                    states[part.tensor] = {key: _part(value, inside, piece.tensor) for key, value in state.items()}
-                pieces.append(part)
+                inside, whole = slice(start - piece.run.start, stop - piece.run.start), piece.run.stop - piece.run.start
+                state = {key: _part(value, inside, whole) for key, value in piece.state.items()}
+                tensor = None if piece.tensor is None else self._view(self.bucket.resident, run)
+                pieces.append(_Piece(run, tensor, piece.record, state, piece.fresh))
         self._pieces = pieces
 
 
-def _cut(run: Run, chunk: int) -> list[Run]:
-    """`run` in parts of at most `chunk` elements each, or as it is where it is one whole tensor."""
-    if run.slot is not None:
-        return [run]
-    return [Run(run.group, start, min(start + chunk, run.stop)) for start in range(run.start, run.stop, chunk)]
-
-
-def _part(value: Any, inside: slice, whole: Tensor) -> Any:
-    """The part of a state that belongs to `inside` of the flat parameter `whole`: of a number per element theirs, of others a copy."""
+def _part(value: Any, inside: slice, whole: int) -> Any:
+    """The part of a state that belongs to `inside` of a piece of `whole` elements: of a number per element (or per
+    ALIGN of them) theirs, of a single number a copy."""
     if not isinstance(value, Tensor):
         return value
-    return value[inside] if value.shape == whole.shape else value.clone()
+    if not value.dim():
+        return value.clone()
+    return value[inside.start * value.numel() // whole : inside.stop * value.numel() // whole]
+
+
+def _kernel(optimizer: Optimizer, compact: States | None) -> Kernel:
+    if compact is None:
+        return kernel(optimizer)
+    try:
+        return Compact(optimizer, compact)
+    except ValueError as error:
+        fix = 'use adamw, adam, lion, adagrad, or sgd with momentum, or write optimizer.states = "fp32"'
+        raise ConfigError([Problem("optimizer.states", compact, str(error), fix)]) from error

@@ -1,0 +1,116 @@
+"""Files that are read and written past the page cache, where the system lets them: no copy is made then, and no page taken for it.
+
+Invariant: a page of a file goes through the cache or past it, never both ways at a time, if those who write it have bytes of their own.
+No communication.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import os
+import threading
+from pathlib import Path
+
+from polyreme.checkpoint.files import damaged
+from polyreme.disk import ALIGNMENT
+
+SMALL = 1 << 16
+"""Bytes. Fewer than these go through the cache, which collects them."""
+_O_DIRECT = getattr(os, "O_DIRECT", 0)
+_SYNC_FILE_RANGE_WRITE = 2
+_begin_writing = getattr(ctypes.CDLL(None), "sync_file_range", None)
+"""Has the disk begin with pages that would otherwise wait in memory for the fsync. Linux."""
+if _begin_writing is not None:
+    _begin_writing.argtypes = [ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint]
+
+
+def cover(begin: int, end: int) -> tuple[int, int]:
+    """The pages that the bytes [begin, end) are in: from where, to where."""
+    return begin // ALIGNMENT * ALIGNMENT, -(-end // ALIGNMENT) * ALIGNMENT
+
+
+class DirectFile:
+    """An open file, of which threads read or write different parts. `write`: it is to be written, and not read.
+
+    What goes past the cache begins and ends at multiples of ALIGNMENT, in the file and in memory: so memory that is read into is to have
+    room for whole pages (see `cover`), and to begin with a page."""
+
+    def __init__(self, path: Path, write: bool = False) -> None:
+        self.path, self._flags = path, os.O_WRONLY if write else os.O_RDONLY
+        self.descriptor = os.open(path, self._flags)
+        self._close = contextlib.ExitStack()
+        self._close.callback(os.close, self.descriptor)
+        self._past: int | None = None if _O_DIRECT else self.descriptor
+        self._opening = threading.Lock()
+
+    def close(self) -> None:
+        """Further calls do nothing."""
+        self._close.close()
+
+    def sync(self) -> None:
+        """Return when all that was written is on the disk."""
+        os.fsync(self.descriptor)
+
+    def _direct(self) -> int:
+        """The descriptor for what is to go past the cache: of a file system that has no such thing, the other one."""
+        with self._opening:
+            if self._past is None:
+                try:
+                    self._past = os.open(self.path, self._flags | _O_DIRECT)
+                    self._close.callback(os.close, self._past)
+                except OSError as error:
+                    if error.errno != errno.EINVAL:
+                        raise
+                    self._past = self.descriptor
+            return self._past
+
+    def _refused(self, descriptor: int, error: OSError) -> bool:
+        """Whether it was refused because it would have gone past the cache. Then nothing does any more."""
+        if descriptor == self.descriptor or error.errno != errno.EINVAL:
+            return False
+        self._past = self.descriptor
+        return True
+
+    def write(self, memory: memoryview, begin: int) -> None:
+        """Whole pages, to the file from `begin` on, past the cache."""
+        self._write(self._direct(), memory, begin)
+
+    def write_cached(self, memory: memoryview, begin: int) -> None:
+        """All of `memory`, wherever that begins, to the file from `begin` on, through the cache."""
+        self._write(self.descriptor, memory, begin)
+
+    def _write(self, descriptor: int, memory: memoryview, at: int) -> None:
+        begin, end = at, at + len(memory)
+        while at < end:
+            try:
+                count = os.pwrite(descriptor, memory[at - begin :], at)
+            except OSError as error:
+                if not self._refused(descriptor, error):
+                    raise
+                descriptor, count = self.descriptor, 0
+            at += count if descriptor == self.descriptor else count // ALIGNMENT * ALIGNMENT  # what is over is done again, at a whole page
+        if _begin_writing is not None and descriptor == self.descriptor and end - begin >= SMALL:
+            _begin_writing(descriptor, begin, end - begin, _SYNC_FILE_RANGE_WRITE)
+
+    def read(self, memory: memoryview, begin: int, end: int, keep: bool = False) -> memoryview:
+        """The bytes [begin, end) of the file, in the memory, which has room for their pages. keep: others will read them, too, so let them
+        stay in the cache. Raises CheckpointError where there are fewer."""
+        base, stop = cover(begin, end)
+        descriptor = self.descriptor if keep or end - begin < SMALL else self._direct()
+        at = base
+        while at < end:
+            try:
+                count = os.preadv(descriptor, [memory[at - base : stop - base]], at)
+            except OSError as error:
+                if not self._refused(descriptor, error):
+                    raise
+                descriptor = self.descriptor
+                continue
+            if not count:
+                raise damaged(self.path, f"it ends {end - at} bytes early")
+            at += count
+            if at < end and descriptor != self.descriptor:
+                at = at // ALIGNMENT * ALIGNMENT
+        return memory[begin - base : end - base]

@@ -1,0 +1,107 @@
+"""All bytes of a checkpoint are read once, compared, and kept where they are needed."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import math
+import os
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from test_checkpoint_directory import make, seal
+
+from polyreme.checkpoint import kept
+from polyreme.checkpoint.directory import Directory
+from polyreme.checkpoint.kept import Range, divide, joined, keep
+from polyreme.errors import CheckpointError
+from polyreme.mesh import Axis
+
+SIZES = st.lists(st.integers(0, 60), min_size=1, max_size=3)
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> tuple[list[int], list[list[Range]]]:
+    """Files, and what each rank needs of them."""
+    sizes = draw(SIZES)
+    place = st.integers(0, len(sizes) - 1).flatmap(
+        lambda file: st.tuples(st.just(file), st.integers(0, sizes[file]), st.integers(0, sizes[file]))
+    )
+    needed = draw(st.lists(st.lists(place, max_size=5), min_size=1, max_size=4))
+    return sizes, [joined((file, min(a, b), max(a, b)) for file, a, b in ranges) for ranges in needed]
+
+
+@given(cases(), st.integers(1, 70))
+def test_every_byte_is_read_by_one_rank_and_by_one_that_needs_it(case: tuple[list[int], list[list[Range]]], share: int) -> None:
+    sizes, needed = case
+    with patch.object(kept, "SHARE", share):
+        parts = divide(sizes, needed)
+    for file, size in enumerate(sizes):
+        ranges = sorted((part.begin, part.end) for each in parts for part in each if part.file == file)
+        assert [at for part in ranges for at in range(*part)] == list(range(size))
+    for rank, each in enumerate(parts):
+        for part in each:
+            for at in range(part.begin, part.end):
+                by = [r for r, ranges in enumerate(needed) if any(file == part.file and a <= at < b for file, a, b in ranges)]
+                assert part.wanted == (rank in by) == bool(by) and part.others == (len(by) > 1)
+        assert [(part.file, part.begin) for part in each] == sorted((part.file, part.begin) for part in each)
+
+
+def test_shares_are_alike_where_there_is_a_choice() -> None:
+    with patch.object(kept, "SHARE", 10):
+        for needed in ([[], [], []], [[(0, 0, 1000)]] * 3):
+            read = [sum(part.end - part.begin for part in parts) for parts in divide([1000], needed)]
+            assert max(read) - min(read) <= 10
+
+
+def everything(source: Directory) -> list[tuple[str, str, int, int]]:
+    return [(kind, name, 0, math.prod(info.shape)) for kind, tensors in source.tensors.items() for name, info in tensors.items()]
+
+
+@pytest.mark.parametrize("room", [0, 10_000, 1 << 30])
+def test_what_is_kept_is_what_is_there(tmp_path: Path, room: int) -> None:
+    make(tmp_path, limit=100)
+    source = Directory(tmp_path)
+    wanted = everything(source)
+    with patch.object(kept, "available", lambda: 2 * room):
+        found = keep(source, wanted, Axis("dp"))
+    assert sum(memory.nbytes for _, memory in found._ranges) <= room
+    with patch.object(source, "read", wraps=source.read) as again:
+        for kind, name, start, stop in wanted:
+            assert torch.equal(found.read(kind, name, start, stop), Directory(tmp_path).read(kind, name, start, stop))
+    assert again.called == (room < 1 << 30)
+    with pytest.raises(CheckpointError, match="has no exp_avg of 'other'"):
+        found.read("exp_avg", "other", 0, 1)
+
+
+def test_what_is_not_needed_is_compared_too(tmp_path: Path) -> None:
+    make(tmp_path)
+    file = tmp_path / "optimizer/exp_avg.safetensors"
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+    with pytest.raises(CheckpointError, match=r"other bytes than were written .* optimizer/exp_avg\.safetensors"):
+        keep(Directory(tmp_path), [], Axis("dp"))
+
+
+@pytest.mark.parametrize("refused", ["open", "preadv"])
+def test_where_nothing_can_go_past_the_cache(tmp_path: Path, refused: str) -> None:
+    make(tmp_path)
+    (tmp_path / "big.txt").write_bytes(os.urandom(300_001))
+    seal(tmp_path)
+    original, direct = getattr(os, refused), set[int]()
+
+    def refusing(*args: Any, **kwargs: Any) -> Any:
+        if (refused == "open" and args[1] & os.O_DIRECT) or (refused == "preadv" and fcntl.fcntl(args[0], fcntl.F_GETFL) & os.O_DIRECT):
+            direct.add(args[0])
+            raise OSError(errno.EINVAL, "Invalid argument")
+        return original(*args, **kwargs)
+
+    with patch.object(os, refused, refusing):
+        keep(Directory(tmp_path), [], Axis("dp"))
+    assert direct

@@ -1,0 +1,85 @@
+"""A process that may not have the memory for a model's states trains it from files, within what `Engine.working_set` says."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+PROGRAM = """
+import gc, json, re, resource, sys
+from pathlib import Path
+import torch
+from torch import nn
+import polyreme
+
+states, limit = sys.argv[1], int(sys.argv[2])
+WIDTH, BLOCKS = 1024, 16
+torch.set_num_threads(1)
+
+
+def told(name):
+    return int(re.search(name + r":\\s+(\\d+)", Path("/proc/self/status").read_text())[1]) * 1024
+
+
+class Stack(nn.Module):
+    def __init__(self, width=WIDTH):
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(width, width), nn.Tanh(), nn.Linear(width, width)) for _ in range(BLOCKS))
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def loss(output, batch):
+    return output.square().mean()
+
+
+config = {
+    "batch": {"size": 4, "micro": 4},
+    "zero": {"stage": 3, "min_bucket": 0},
+    "memory": {"states": states, "params": states},
+    "optimizer": {"name": "adamw", "lr": 1e-3},
+}
+small = polyreme.initialize(lambda: Stack(64), config, loss_fn=loss)  # what libraries and threads take once
+small.train_step(torch.ones(4, 64))
+small.close()
+del small
+gc.collect()
+base, data = told("VmRSS"), told("VmData")
+if limit:
+    resource.setrlimit(resource.RLIMIT_DATA, (data + limit, data + limit))
+engine = polyreme.initialize(Stack, config, loss_fn=loss)
+losses = [engine.train_step(torch.ones(4, WIDTH)).loss for _ in range(3)]
+print(json.dumps({"losses": losses, "base": base, "peak": told("VmHWM"), "working": engine.working_set(), "parameters": engine.parameters}))
+"""
+
+
+def train(states: str, limit: int = 0) -> subprocess.CompletedProcess[str]:
+    # glibc would keep what was freed, and reserve 64 MiB for every thread
+    env = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "1000000", "MALLOC_TRIM_THRESHOLD_": "1000000", "MALLOC_ARENA_MAX": "1"}
+    command = [sys.executable, "-c", PROGRAM, states, str(limit)]
+    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=120, check=False)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="limits of memory and /proc are Linux's")
+def test_what_does_not_fit_trains_from_files(tmp_path: Path) -> None:
+    free: dict[str, Any] = json.loads(train("device").stdout)
+    needed = 16 * free["parameters"]  # parameters, gradients and two moments in float32
+    limit = int(0.6 * needed)
+    refused = train("device", limit)
+    assert refused.returncode and "memory" in refused.stderr.lower(), "on the device the states must not fit"
+    made = train(str(tmp_path), limit)
+    assert not made.returncode, made.stderr
+    found = json.loads(made.stdout)
+    assert found["losses"] == free["losses"]
+    expected = found["base"] + sum(found["working"].values())
+    assert found["peak"] < 1.1 * expected, (found, expected)
+    assert sum(found["working"].values()) < 0.6 * needed

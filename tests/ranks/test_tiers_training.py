@@ -1,0 +1,217 @@
+"""Where states and parameters live changes no bit of the losses, the gradient norms or the weights; and what a tier says it moved is what
+must move."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import models
+import polyreme
+import training
+from polyreme.errors import TierError
+from polyreme.tiers.claim import Claim
+from pool import Ranks, RanksFailed
+
+OPTIMIZERS: dict[str, dict[str, Any]] = {
+    "adamw": {},
+    "sgd": {"name": "sgd", "lr": 0.1, "momentum": 0.9, "nesterov": True, "clip": 0.5},
+    "lion": {"name": "lion", "lr": 1e-3, "clip": 0.5},
+    "adagrad": {"name": "adagrad", "lr": 1e-2},
+}
+FILES = "files"  # in a config here: the test's own folder
+
+
+def homes(stage: int) -> list[dict[str, Any]]:
+    """`memory` sections, first of all that of the device."""
+    found: list[dict[str, Any]] = [{}, {"states": "host"}, {"states": FILES}, {"states": {"host": 0.5, "device": 0.5}}]
+    if stage == 3:
+        found += [{"params": "host"}, {"params": FILES}, {"states": FILES, "params": FILES}, {"states": "host", "params": FILES}]
+    return found
+
+
+def placed(value: Any, folder: Path) -> Any:
+    """The config with folders for FILES: two, which are striped."""
+    if isinstance(value, dict):
+        return {key: placed(each, folder) for key, each in value.items()}
+    return [str(folder / "a"), str(folder / "b")] if value == FILES else value
+
+
+def assert_equal(ranks: Ranks, world: int, case: str, settings: list[dict[str, Any]], folder: Path, steps: int = 2) -> training.Run:
+    """All of `settings` make the same run."""
+    runs = ranks(world, training.train, case, placed_all(settings, folder), steps, timeout=100)[0]
+    found = {i: different for i, run in enumerate(runs) if (different := training.differences(runs[0], run))}
+    assert not found, "\n".join(f"{settings[i]} differs from {settings[0]}: {found[i]}" for i in found)
+    return runs[0]
+
+
+def placed_all(settings: list[dict[str, Any]], folder: Path) -> list[dict[str, Any]]:
+    return [placed(each, folder) for each in settings]
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_every_home_makes_the_same_bits(ranks: Ranks, tmp_path: Path, world: int, stage: int) -> None:
+    """Over optimizers, precisions and accumulation, of which each is met with each home; fp16 begins with a scale that overflows."""
+    precisions: list[dict[str, Any]] = [{"compute": "fp32"}, {"compute": "bf16"}, {"compute": "fp16", "initial_scale": 2.0**24}]
+    names, sections = list(OPTIMIZERS), {"stage": stage, "min_bucket": 0}
+    if world > 1 and stage in (1, 2):
+        names = names[stage::2]
+    for i, (name, precision) in enumerate(zip(names, (precisions * 2)[: len(names)], strict=True)):
+        settings = [training.config(world, 1 + i % 2, zero=sections, precision=precision, optimizer=OPTIMIZERS[name], memory=memory)
+                    for memory in homes(stage)]  # fmt: skip
+        records, weights = assert_equal(ranks, world, "llama", settings, tmp_path, steps=3)
+        assert all(torch.isfinite(t).all() for t in weights.values())
+        if precision["compute"] == "fp16":
+            assert not all(loss == loss and norm < float("inf") for loss, norm in records), "a step has to overflow"
+
+
+@pytest.mark.parametrize("mesh", [{"tp": 2}, {"pp": 2}, {"tp": 2, "sequence_parallel": True, "pp": 2}], ids=str)
+def test_with_a_divided_model(ranks: Ranks, tmp_path: Path, mesh: dict[str, Any]) -> None:
+    world = mesh.get("tp", 1) * mesh.get("pp", 1)
+    for stage, memory in ((1, homes(1)), (3, homes(3)[::3])):
+        settings = [training.config(1, 2, zero={"stage": stage, "min_bucket": 0}, mesh=mesh, memory=each) for each in memory]
+        runs = ranks(world, whole_batch, placed_all(settings, tmp_path), timeout=100)
+        assert not any(training.differences(each[0], run) for each in runs for run in each)
+
+
+def whole_batch(rank: int, world: int, settings: list[dict[str, Any]]) -> list[training.Run]:
+    """As `training.train` where no rank has a share of its own."""
+    runs = []
+    for each in settings:
+        torch.manual_seed(0)
+        engine = polyreme.initialize(models.llama(num_hidden_layers=4), each, loss_fn=models.causal_loss)
+        results = [engine.train_step(models.tokens(training.SAMPLES, seed=step)) for step in range(2)]
+        runs.append(([(r.loss, r.grad_norm) for r in results], engine.state_dict(master=True)))
+    return runs
+
+
+def without_gradients(rank: int, world: int, settings: list[dict[str, Any]]) -> list[training.Run]:
+    runs = []
+    for each in settings:
+        engine = polyreme.initialize(models.build("dag", torch.float32), each, loss_fn=models.CASES["dag"][2])
+        batch = models.share(models.batch_of("dag", training.SAMPLES, 0, torch.float32), rank, world)
+        losses = [engine.eval_step(batch).loss]
+        unused = [p for n, p in engine.module.named_parameters() if n.endswith("bias")][:2]
+        for step in range(4):
+            for parameter in unused:  # in the second step nobody has a gradient for them
+                parameter.requires_grad_(step != 1)
+            losses.append(engine.train_step(batch).loss)
+        losses.append(engine.eval_step(batch).loss)
+        runs.append(([(loss, 0.0) for loss in losses], engine.state_dict(master=True)))
+    return runs
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_parameters_without_a_gradient_and_evaluation(ranks: Ranks, tmp_path: Path, stage: int) -> None:
+    settings = [training.config(2, zero={"stage": stage, "min_bucket": 0}, memory=memory) for memory in homes(stage)]
+    runs = ranks(2, without_gradients, placed_all(settings, tmp_path), timeout=100)[0]
+    assert not [training.differences(runs[0], run) for run in runs[1:] if training.differences(runs[0], run)]
+
+
+def narrow(rank: int, world: int, folder: Path) -> list[str]:
+    """What is wrong with moments in fewer bits: in any home they go on from a checkpoint as they would have without it."""
+    wrong = []
+    batches = [models.share(models.batch_of("llama", training.SAMPLES, step, torch.float32), rank, world) for step in range(4)]
+    for states, (name, options) in zip(["bf16", "8bit"] * 2, OPTIMIZERS.items(), strict=True):
+        optimizer = {"momentum": 0.9} | options | {"states": states} if name == "sgd" else {**options, "states": states}
+        made = [training.config(world, 1, optimizer=optimizer, zero={"stage": 2, "min_bucket": 0}, memory=placed(memory, folder))
+                for memory in homes(2)]  # fmt: skip
+        first = polyreme.initialize(models.build("llama", torch.float32), made[0], loss_fn=models.causal_loss)
+        for batch in batches[:2]:
+            first.train_step(batch)
+        path = first.save(folder / name)
+        expected = [first.train_step(batch).loss for batch in batches[2:]]
+        size = first.memory()["states"]
+        for each in made[1:]:
+            other = polyreme.initialize(models.build("llama", torch.float32, seed=1), each, loss_fn=models.causal_loss)
+            other.load(path)
+            if [other.train_step(batch).loss for batch in batches[2:]] != expected:
+                wrong.append(f"{name} {states} in {each['memory']} goes on with other losses")
+            if [n for n, t in first.state_dict().items() if not torch.equal(t, other.state_dict()[n])]:
+                wrong.append(f"{name} {states} in {each['memory']} ends with other weights")
+        wide = {**made[0], "optimizer": {**made[0]["optimizer"], "states": "fp32"}}
+        whole = polyreme.initialize(models.build("llama", torch.float32), wide, loss_fn=models.causal_loss)
+        whole.load(path)  # which widens them
+        torch.testing.assert_close([whole.train_step(batch).loss for batch in batches[2:]], expected, rtol=1e-2, atol=1e-2)
+        bits = {"bf16": 0.51, "8bit": 0.28}[states]
+        if size > bits * whole.memory()["states"]:
+            wrong.append(f"{name} {states} takes {size} bytes of {whole.memory()['states']}")
+    return wrong
+
+
+def test_moments_in_fewer_bits(ranks: Ranks, tmp_path: Path) -> None:
+    assert not [problem for told in ranks(2, narrow, tmp_path, timeout=100) for problem in told]
+
+
+def moved(rank: int, world: int, folder: str, compute: str) -> dict[str, Any]:
+    sections = {"zero": {"stage": 3, "min_bucket": 0}, "precision": {"compute": compute}}
+    made = training.config(world, memory={"states": folder, "params": folder}, **sections)
+    torch.manual_seed(0)
+    engine = polyreme.initialize(models.llama(num_hidden_layers=4), made, loss_fn=models.causal_loss)
+    batch = models.share(models.tokens(training.SAMPLES), rank, world)
+    engine.train_step(batch)
+    before = {name: dict(each) for name, each in engine.tiers().items()}
+    engine.train_step(batch)
+    shards = [bucket.layout.shard_size for bucket in engine._placement.buckets]
+    records = [record.nbytes for update in engine._updates for record in update.records or ()]
+    after = engine.tiers()
+    found = {name: (after[name]["read"] - before[name]["read"], after[name]["written"] - before[name]["written"]) for name in after}
+    return {"moved": found, "shards": shards, "records": records, "memory": engine.memory(), "root": [
+        b.layout.shard_size for b in engine._placement.root.buckets], "last": [
+        b.layout.shard_size for b in engine._placement.units[-1].buckets]}  # fmt: skip
+
+
+@pytest.mark.parametrize("compute", ["fp32", "bf16"])
+def test_what_moves_is_what_must(ranks: Ranks, tmp_path: Path, compute: str) -> None:
+    """States once each way; parameters in twice (but the root and the last block, which stay from forward to backward) and out once."""
+
+    def padded(nbytes: int) -> int:
+        return -(-nbytes // 4096) * 4096
+
+    size = {"fp32": 4, "bf16": 2}[compute]
+    for told in ranks(2, moved, str(tmp_path), compute):
+        states = sum(padded(nbytes) for nbytes in told["records"])
+        assert told["moved"]["states"] == (states, states)
+        shards = sum(padded(each * size) for each in told["shards"])
+        stay = sum(padded(each * size) for each in told["root"] + told["last"])
+        assert told["moved"]["params"] == (2 * shards - stay, shards)
+        assert told["memory"]["states"] < 100, "step counts"
+        assert not told["memory"]["parameters"], "between steps none is on the device"
+
+
+def opened(rank: int, world: int, folder: str) -> None:
+    made = training.config(world, memory={"states": folder})
+    for _ in range(2):  # one after the other
+        polyreme.initialize(models.llama(), made, loss_fn=models.causal_loss).close()
+
+
+def test_a_folder_is_one_run_s(ranks: Ranks, tmp_path: Path) -> None:
+    ranks(2, opened, str(tmp_path))
+    claim = Claim(tmp_path, "another run")
+    with pytest.raises(RanksFailed, match=rf"{tmp_path} is in use by another run, which process {os.getpid()} on host"):
+        ranks(2, opened, str(tmp_path))
+    claim.close()
+
+
+def failing(rank: int, world: int, folder: str) -> None:
+    engine = polyreme.initialize(models.llama(), training.config(world, memory={"states": folder}), loss_fn=models.causal_loss)
+    batch = models.share(models.tokens(training.SAMPLES), rank, world)
+    engine.train_step(batch)
+    if rank == 1:
+
+        def broken(*_: Any) -> int:
+            raise OSError(5, "Input/output error")
+
+        os.preadv = broken
+    engine.train_step(batch)
+
+
+def test_an_error_of_the_disk_ends_all_ranks_with_its_path(ranks: Ranks, tmp_path: Path) -> None:
+    with pytest.raises(RanksFailed, match=rf"{tmp_path}.*Input/output error") as failed:
+        ranks(2, failing, str(tmp_path), timeout=60)
+    assert isinstance(failed.value.exceptions[1], TierError)
