@@ -362,6 +362,7 @@ def test_pieces_of_any_size_give_the_same_bits(name: str, monkeypatch: pytest.Mo
     pieces = len(list(update.state_of()))
     for chunk in (ALIGN, 3 * ALIGN):
         monkeypatch.setattr(update_module, "CHUNK", chunk)
+        monkeypatch.setattr(update_module, "IN_CACHE", chunk)
         cut, update = run_bucket(made, steps, "element")
         assert len(list(update.state_of())) > pieces
         assert all(torch.equal(cut[n], whole[n]) for n in SHAPES)

@@ -19,8 +19,8 @@ from polyreme.tiers import Tier
 from polyreme.zero.compact import Compact, States
 from polyreme.zero.optimizers import Group, trial_state
 
-CHUNK = 1 << 19
-"""Most elements of a piece on a CPU, a multiple of ALIGN: scaling, conversion and every pass of an update then find it in the cache."""
+RECORD = 1 << 20
+"""Most elements of a record, a multiple of ALIGN: AdamW's are 12 MiB, of which a stream holds five."""
 
 _ALIGNED = 64  # bytes
 
@@ -69,7 +69,7 @@ class Records:
         self.tier = tier
         self._all: list[Record] = []
         for run in layout.runs(region.start, region.stop):
-            for part in cut(run, CHUNK):
+            for part in cut(run, RECORD):
                 fields = _fields(part, groups[part.group], dtype, compact)
                 self._all.append(Record(part, tier.reserve(max(field.end for field in fields.values())), fields))
 

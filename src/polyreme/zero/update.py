@@ -1,7 +1,8 @@
 """Optimizers on flat shards: any elementwise torch.optim class runs on the contiguous pieces of a bucket's master shard.
 
-On a CPU one piece after another, each small enough to stay in the cache; on a device all pieces of a group at once, in one fused kernel.
-Masters and states are in the memory of the device, or in a tier, from which they come record by record to be updated on the CPU.
+On a CPU one piece after another, by a kernel that goes through memory once where there is one (`kernels`); on a device all pieces of a
+group at once, in one fused kernel. Masters and states are in the memory of the device, or in a tier, from which they come record by record
+to be updated on the CPU.
 
 Invariants: a piece is of one optimizer group and begins and ends at multiples of ALIGN, so that results do not depend on the cut; a
 parameter that got no gradient on any rank in a step is left alone in that step, its step count too, as torch does.
@@ -26,9 +27,14 @@ from polyreme.layout import Run, Slot, align
 from polyreme.region import MASTER, Stored
 from polyreme.zero.bucket import Bucket
 from polyreme.zero.compact import SCALE, Compact, Key, States
-from polyreme.zero.kernels import Kernel, kernel
+from polyreme.zero.kernels import Kernel, Walk, kernel
 from polyreme.zero.optimizers import Group, trial_state
-from polyreme.zero.records import CHUNK, Record, cut, within
+from polyreme.zero.records import Record, cut, within
+
+CHUNK = 1 << 22
+"""Most elements of a piece on a CPU, a multiple of ALIGN: enough for the threads of a kernel, which walks it in parts that the cache holds."""
+IN_CACHE = 1 << 19
+"""The same where an optimizer makes its own step: every pass of it then finds the piece in the cache."""
 
 Numbers = Mapping[str, float]
 """The states of a parameter that are one number (`step`, ...), by name."""
@@ -66,8 +72,9 @@ class Update:
         if self.records is not None:
             self._pieces = [_Piece(record.run, record=record) for record in self.records]
         else:
-            chunk = CHUNK if self.one_by_one else bucket.layout.size
-            runs = [part for run in bucket.layout.runs(bucket.region.start, bucket.region.stop) for part in cut(run, chunk)]
+            whole = bucket.layout.runs(bucket.region.start, bucket.region.stop)
+            chunks = {run.group: self._chunk(run) for run in whole}
+            runs = [part for run in whole for part in cut(run, chunks[run.group])]
             self._pieces = [_Piece(run, self._view(bucket.resident, run)) for run in runs]
         self._optimizers: dict[int, Optimizer] = {}
         for group in sorted({piece.run.group for piece in self._pieces}):
@@ -84,6 +91,13 @@ class Update:
         if compact is not None and not self.one_by_one:
             raise ConfigError([Problem("optimizer.states", compact, "moments that are kept in fewer bits are updated by the CPU",
                                        'write memory.states = "host" (or a folder), or optimizer.states = "fp32"')])  # fmt: skip
+
+    def _chunk(self, run: Run) -> int:
+        """Most elements of a piece of the run's group."""
+        if not self.one_by_one or run.slot is not None:
+            return self.bucket.layout.size
+        walked = isinstance(_kernel(self._groups[run.group].optimizer([torch.zeros(1)]), self._compact), Walk | Compact)
+        return CHUNK if walked else IN_CACHE
 
     @property
     def order(self) -> list[int]:
