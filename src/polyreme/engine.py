@@ -36,7 +36,6 @@ from polyreme.prepare import Model, cut, divide, make_numbers, open_model, share
 from polyreme.state import Loaded, Parts, content, restore
 from polyreme.step import State, Step, StepResult
 from polyreme.tensor.layers import put_off_weights
-from polyreme.tensor.loss import with_own_cross_entropy
 from polyreme.zero.blocks import Blocks
 from polyreme.zero.optimizers import Make, Options, recipe
 from polyreme.zero.reduce import Reducer
@@ -117,8 +116,6 @@ class Engine:
         self._splits_backward = splits_backward(schedule)
         if self._splits_backward:
             put_off_weights(self.module)
-        if mesh.device.type == "cpu" and (loss := model_map.own_loss(self.module)) is not None:
-            self.module.loss_function = with_own_cross_entropy(loss)  # type: ignore[assignment]
         self._placement = share_out(self.module, blocks, made, division, config, mesh)
         if recording is not None:
             make_numbers(self.module, recording, self._placement, mesh, parameters=weights is None)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import difflib
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import Any
@@ -178,16 +178,6 @@ def _shifts_labels(model: nn.Module) -> bool:
         return False
     forwards = [inspect.unwrap(vars(kind)["forward"]) for kind in type(model).__mro__ if "forward" in vars(kind)]
     return any("loss_function" in code.co_names for forward in forwards if (code := getattr(forward, "__code__", None)))
-
-
-def own_loss(model: nn.Module) -> Callable[..., Tensor] | None:
-    """transformers' function of (logits, ...) by which a language model computes its loss, which may be set anew as `model.loss_function`;
-    None for another model, or one whose loss somebody has set already."""
-    described = getattr(type(model), "loss_function", None)
-    kinds = ("ForCausalLM", "ForMaskedLM", "ForConditionalGeneration")
-    if not isinstance(described, property) or hasattr(model, "_loss_function") or getattr(model, "loss_type", None) not in kinds:
-        return None
-    return model.loss_function  # type: ignore[return-value]
 
 
 def count_tokens(batch: object) -> int:

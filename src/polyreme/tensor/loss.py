@@ -9,7 +9,6 @@ Communication: two numbers per token all-gathered in forward, none in backward.
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -26,51 +25,45 @@ from polyreme.layout import Cut
 from polyreme.mesh import Axis
 from polyreme.tensor import ops
 
-BLOCK = {"cpu": 1 << 18}
-"""Logits that are worked on at a time, by type of device: as many as stay in a core's cache; elsewhere so many that they take no memory
-to speak of."""
+ROWS = 1 << 20
+"""Logits that are converted to the dtype of the sum at a time."""
 
 
 class _CrossEntropy(Function):
     """logits: (tokens, this rank's part of the vocabulary, which begins at `start`), labels: (tokens,). Losses: (tokens,), zero for
-    ignored labels, in float32 at least.
-
-    For backward it keeps each logit's exponential, taken once, and turns them into the gradient where they lie."""
+    ignored labels, in float32 at least."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, labels: Tensor, axis: Axis, start: int, ignored: int) -> Tensor:
         wide = torch.promote_types(logits.dtype, torch.float32)
+        rows = max(ROWS // max(logits.shape[1], 1), 1)
         mine = labels - start
         here = (mine >= 0) & (mine < logits.shape[1]) & (labels != ignored)
         mine = mine.masked_fill(~here, 0)
-        kept = torch.empty_like(logits, dtype=wide) if ctx.needs_input_grad[0] else None
-        sums = torch.empty(len(labels), dtype=wide, device=logits.device)
+        ctx.axis = axis
         part = torch.empty(2, len(labels), dtype=wide, device=logits.device)
-        rows = max(BLOCK.get(logits.device.type, 1 << 24) // max(logits.shape[1], 1), 1)
-        for each in (slice(i, i + rows) for i in range(0, len(labels), rows)):
-            largest = logits[each].amax(1, keepdim=True).to(wide).clamp_(min=torch.finfo(wide).min)
-            exponentials = torch.sub(logits[each], largest, out=None if kept is None else kept[each]).exp_()
-            torch.sum(exponentials, 1, out=sums[each])
-            torch.add(sums[each].log(), largest[:, 0], out=part[0, each])
+        for i in range(0, len(labels), rows):
+            torch.logsumexp(logits[i : i + rows].to(wide), 1, out=part[0, i : i + rows])
         part[1] = logits.gather(1, mine[:, None])[:, 0].to(wide).masked_fill_(~here, 0)
-        log_total, label_logits = part
-        if axis.size > 1:
-            parts = part.new_empty(axis.size, 2, len(labels))
-            axis.all_gather(parts.view(-1), part.view(-1)).wait()
-            log_total, label_logits = torch.logsumexp(parts[:, 0], 0), parts[:, 1].sum(0)
-        if kept is not None:
-            ctx.dtype = logits.dtype
-            ctx.save_for_backward(kept, sums, part[0] - log_total, mine, here, labels != ignored)
-        return (log_total - label_logits).masked_fill_(labels == ignored, 0)
+        parts = part.new_empty(axis.size, 2, len(labels))
+        axis.all_gather(parts.view(-1), part.view(-1)).wait()
+        log_total = torch.logsumexp(parts[:, 0], 0)
+        ctx.save_for_backward(logits, mine, here, log_total, labels != ignored)
+        return (log_total - parts[:, 1].sum(0)).masked_fill_(labels == ignored, 0)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        exponentials, sums, log_share, mine, here, counted = ctx.saved_tensors  # again: an error, as they are not the same any more
-        grad = grad.masked_fill(~counted, 0)
-        exponentials.mul_((grad * log_share.exp() / sums)[:, None])
-        exponentials.scatter_add_(1, mine[:, None], -(grad * here)[:, None])
-        return exponentials.to(ctx.dtype), None, None, None, None
+        logits, mine, here, log_total, counted = ctx.saved_tensors
+        grad = grad.masked_fill(~counted, 0)[:, None]
+        out = torch.empty_like(logits)
+        rows = max(ROWS // max(logits.shape[1], 1), 1)
+        for i in range(0, len(mine), rows):
+            each = slice(i, i + rows)
+            probability = logits[each].to(log_total.dtype, copy=True).sub_(log_total[each, None]).exp_()
+            probability.scatter_add_(1, mine[each, None], here[each, None].to(probability.dtype).neg_())
+            out[each] = probability.mul_(grad[each])
+        return out, None, None, None, None
 
 
 def cross_entropy(logits: Tensor, labels: Tensor, axis: Axis, cut: Cut, ignore_index: int = -100, reduction: str = "mean") -> Tensor:
@@ -91,19 +84,6 @@ def cross_entropy(logits: Tensor, labels: Tensor, axis: Axis, cut: Cut, ignore_i
     if reduction == "mean":
         total = total / (labels != ignore_index).sum()
     return total.to(logits.dtype)
-
-
-def with_own_cross_entropy(loss: Callable[..., Any]) -> Callable[..., Any]:
-    """`loss`, a function of (logits, ...), whose `torch.nn.functional.cross_entropy` of whole logits is this module's, too."""
-    alone = Axis("tp")
-
-    @functools.wraps(loss)
-    def wrapped(logits: Tensor, *args: Any, **kwargs: Any) -> Any:
-        if not isinstance(logits, SplitLogits):
-            logits = SplitLogits.of(logits, alone, Cut.padded(logits.shape[-1:], 0, 1))
-        return loss(logits, *args, **kwargs)
-
-    return wrapped
 
 
 class SplitLogits(Tensor):
