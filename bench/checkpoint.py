@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from cases import SIZES
-from checkpoint_rank import DISK, SYSTEMS, files_of, forget, remove
+from checkpoint_rank import DISK, SYSTEMS, files_of, forget, remember, remove
 from report import MIB, spread
 from step import Pair, WorkerError, environment, say
 
@@ -86,6 +86,8 @@ def measure_system(name: str, ranks: Pair, folder: Path, steps: int, settle: flo
         found[f"{name} save, synced"] = {"seconds": slowest(saved, "synced"), "bytes": nbytes}
     forget(path)
     for action in ("load", "load, cached"):
+        if action != "load":
+            remember(path)
         loaded = ranks.ask(do="load", path=str(path))
         found[f"{name} {action}"] = {"seconds": slowest(loaded), "bytes": nbytes}
         if [reply["digest"] for reply in loaded] != [reply["digest"] for reply in saved]:

@@ -207,7 +207,7 @@ class Rank:
     def write(self, path: str, nbytes: int, ranks: int, direct: bool) -> dict[str, Any]:
         """The disk alone: as many processes write a file each."""
         share = max(nbytes // ranks // BLOCK, 1) * BLOCK if self.job.rank < ranks else 0
-        memory = mmap.mmap(-1, BLOCK)  # at a page's beginning, as O_DIRECT wants
+        memory = block()
         memory.write(os.urandom(BLOCK))
         dist.barrier()
         began = time.perf_counter()
@@ -221,7 +221,8 @@ class Rank:
 
     def read(self, path: str, ranks: int, direct: bool) -> dict[str, Any]:
         """What `write` wrote."""
-        memory, done = mmap.mmap(-1, BLOCK), 0
+        memory, done = block(), 0
+        memory.write(bytes(BLOCK))
         dist.barrier()
         began = time.perf_counter()
         if self.job.rank < ranks:
@@ -236,6 +237,21 @@ def timed(work: Callable[[], object]) -> float:
     began = time.perf_counter()
     work()
     return time.perf_counter() - began
+
+
+def block() -> mmap.mmap:
+    """Memory at a page's beginning, as O_DIRECT wants it; of huge pages, with which the disk is faster: it is told of fewer of them."""
+    memory = mmap.mmap(-1, BLOCK, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    memory.madvise(mmap.MADV_HUGEPAGE)
+    return memory
+
+
+def remember(path: Path) -> None:
+    """Have the system keep the files in memory."""
+    for file in files_of(path):
+        with file.open("rb", buffering=0) as opened:
+            while opened.read(BLOCK):
+                pass
 
 
 def forget(path: Path) -> None:

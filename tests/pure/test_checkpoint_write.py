@@ -16,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from polyreme.checkpoint import crc, write
+from polyreme.checkpoint.loan import Loan
 from polyreme.checkpoint.source import TensorInfo
 from polyreme.checkpoint.write import BLOCK, Plan, Writer
 from polyreme.disk import ALIGNMENT
@@ -45,7 +46,7 @@ def written(folder: Path, cuts: list[int], ranks: int, limit: int) -> None:
     plan = Plan.of({MODEL: {name: TensorInfo(tuple(t.shape), t.dtype) for name, t in tensors.items()}}, limit)
     folder.mkdir()
     plan.create(folder)
-    parts = [Writer(plan, folder).write(regions_of(tensors, cuts, rank, ranks)) for rank in range(ranks)]
+    parts = [Writer(plan, folder).write(regions_of(tensors, cuts, rank, ranks), Loan()) for rank in range(ranks)]
     for i, (name, size, beginning) in enumerate(zip(plan.files, plan.sizes, plan.headers, strict=True)):
         content = (folder / name).read_bytes()
         assert len(content) == size and content.startswith(beginning)
@@ -85,7 +86,7 @@ def test_other_errors_are_not_hidden(tmp_path: Path) -> None:
 
 def test_whole_pages_go_past_the_cache() -> None:
     """And whatever is less through it, before them."""
-    tensor = torch.zeros(3 * BLOCK // 4 + 11)
+    tensor = torch.zeros(3 * BLOCK // 4 + 50_011)
     place = write.Place(0, ALIGNMENT + 8, 4)
     region = Region(MODEL, ["x"], Cut.whole((tensor.numel(),), 1), 0, 0, tensor)
     found = write._stretches([(place, *region.runs(), region)])

@@ -23,7 +23,7 @@ from torch import nn
 import models
 import polyreme
 import training
-from polyreme.checkpoint import resume, save
+from polyreme.checkpoint import resume, save, write
 from polyreme.engine import Engine
 from polyreme.errors import CheckpointError
 from pool import Ranks
@@ -304,15 +304,15 @@ def test_what_cannot_be_loaded_changes_nothing(ranks: Ranks, tmp_path: Path) -> 
 
 def background(rank: int, world: int, folder: Path) -> None:
     engine = engine_of("llama", z(2, **BF16))
-    go, written = threading.Event(), save.write
+    go, written = threading.Event(), write.Writer._stretch
 
     def held_up(*args: Any) -> None:
-        go.wait()
+        go.wait(30)
         written(*args)
 
     step(engine, "llama")
     first = engine.save(folder / "first")
-    with patch.object(save, "write", held_up):
+    with patch.object(write.Writer, "_stretch", held_up):
         moment = engine.save(folder / "moment", wait=False)
         losses = [step(engine, "llama") for _ in range(2)]
         assert not moment.exists()
@@ -323,17 +323,17 @@ def background(rank: int, world: int, folder: Path) -> None:
     again.load(moment)
     assert [step(again, "llama") for _ in range(2)] == losses
 
-    copied, taken, needed = save.with_regions, save.Saver.taken, threading.Event()
+    fill, taken, needed = write._fill, save.Saver.taken, threading.Event()
 
-    def late(given: Any) -> Any:
+    def late(*args: Any) -> Any:
         needed.wait(30)
-        return copied(given)
+        return fill(*args)
 
     def need(saver: Any) -> None:
         needed.set()
         taken(saver)
 
-    with patch.object(save, "with_regions", late), patch.object(save.Saver, "taken", need):
+    with patch.object(write, "_fill", late), patch.object(save.Saver, "taken", need):
         engine.save(folder / "late", wait=False)
         step(engine, "llama")
     engine.wait()

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from polyreme.checkpoint import crc, resume
 from polyreme.checkpoint.folder import exchange, sync
 from polyreme.checkpoint.header import CODES, DTYPES
+from polyreme.checkpoint.loan import Loan
 from polyreme.checkpoint.resume import File, Resume
 from polyreme.checkpoint.source import MODEL, TensorInfo
 from polyreme.checkpoint.together import reason, together
@@ -64,23 +65,23 @@ class Saver:
         self._axis = axis
         self._thread: threading.Thread | None = None
         self._error: Exception | None = None
-        self._taken = threading.Event()
+        self._loan = Loan()
         atexit.register(self._tell)
 
     def save(self, path: Path, make: Callable[[], Content], background: bool = False) -> None:
-        """Write the checkpoint `path` of what `make` returns. All ranks must call. In the background, it is copied to host memory and then
-        written, and an error comes with the next `wait` or `save`: call `taken` before anything but buffers changes. What is not in memory
-        is written at once, as memory may have no room for a copy. Raises CheckpointError."""
+        """Write the checkpoint `path` of what `make` returns. All ranks must call. In the background, an error comes with the next
+        `wait` or `save`: call `taken` before anything but buffers changes. What is not in memory is written at once, as memory may have
+        no room for a copy. Raises CheckpointError."""
         self.wait()
         self.idle()
         made: list[Content] = []
         _together(path, self._axis, lambda: made.append(with_buffers(make()) if background else make()), ())
         if not background or any(isinstance(region.data, Stored) for region in made[0].regions):
-            write(path, made[0], self._axis)
+            write(path, made[0], self._axis, Loan())
             return
-        self._taken.clear()
-        stream = side_stream()
-        self._thread = threading.Thread(target=self._run, args=(path, made[0], stream), name=f"polyreme-save-{path.name}")
+        self._loan = Loan()
+        arguments = (path, made[0], self._loan, side_stream())
+        self._thread = threading.Thread(target=self._run, args=arguments, name=f"polyreme-save-{path.name}")
         self._thread.start()
         self._writing.append(self._thread)
 
@@ -94,9 +95,9 @@ class Saver:
             raise error
 
     def taken(self) -> None:
-        """Return when the background has a copy of what it writes: weights and states may change then."""
+        """Return when the background has written what it was given, or copied it: weights and states may change then."""
         if self._thread is not None:
-            self._taken.wait()
+            self._loan.take_back()
 
     @property
     def failed(self) -> bool:
@@ -114,21 +115,19 @@ class Saver:
         if isinstance(self._error, CheckpointError):
             print(f"polyreme: {self._error}", file=sys.stderr)
 
-    def _run(self, path: Path, content: Content, stream: torch.cuda.Stream | None) -> None:
-        copies: list[Content] = []
-
-        def copy() -> None:
-            try:
-                with torch.cuda.stream(stream):
-                    copies.append(with_regions(content))
-            finally:
-                self._taken.set()
-
+    def _run(self, path: Path, content: Content, loan: Loan, stream: torch.cuda.Stream | None) -> None:
         try:
-            _together(path, self._axis, copy, ())
-            write(path, copies[0], self._axis)
+            if not content.shared_files:  # then ranks wait for each other, and nobody knows how long
+                copies: list[Content] = []
+                with torch.cuda.stream(stream):
+                    _together(path, self._axis, lambda: copies.append(with_regions(content)), ())
+                content = copies[0]
+                loan.give_back()
+            write(path, content, self._axis, loan, stream)
         except Exception as error:
             self._error = error
+        finally:
+            loan.give_back()
 
 
 def with_buffers(content: Content) -> Content:
@@ -137,7 +136,7 @@ def with_buffers(content: Content) -> Content:
 
 
 def with_regions(content: Content) -> Content:
-    """With a copy of weights and states, which only an update changes, in host memory."""
+    """With a copy of weights and states, which an update changes, in host memory."""
     copies = [replace(each, data=each.data.detach().to("cpu", copy=True)) for each in content.regions if isinstance(each.data, Tensor)]
     return replace(content, regions=copies)
 
@@ -151,8 +150,9 @@ def side_stream() -> torch.cuda.Stream | None:
     return stream
 
 
-def write(path: Path, content: Content, axis: Axis) -> None:
-    """Write the checkpoint, with all ranks of the axis. Raises CheckpointError on each of them, whichever failed."""
+def write(path: Path, content: Content, axis: Axis, loan: Loan, stream: torch.cuda.Stream | None = None) -> None:
+    """Write the checkpoint, with all ranks of the axis. loan: of the regions' memory; see `Writer.write`. Raises CheckpointError on each
+    rank, whichever failed."""
     unfinished = path.with_name(path.name + ".tmp")
     regions = [((region.kind, content.saved_name(region.names)), region) for region in content.regions]
     buffers = [((MODEL, content.saved_name(names)), _whole(names, buffer)) for names, buffer in content.buffers]
@@ -184,7 +184,9 @@ def write(path: Path, content: Content, axis: Axis) -> None:
         if not unfinished.is_dir():
             raise CheckpointError(f"it does not see {unfinished}, which rank 0 made: give a folder that all hosts share")
         writer = Writer(plan[0], unfinished)
-        return writer.write(regions) if content.shared_files or axis.size == 1 else writer.collect(regions, axis)
+        if content.shared_files or axis.size == 1:
+            return writer.write(regions, loan, stream)
+        return writer.collect(regions, axis)
 
     def finish() -> None:
         if axis.rank == 0:

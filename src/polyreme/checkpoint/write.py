@@ -2,7 +2,7 @@
 
 All headers are known before: so is every number's place in a file. The checksum of a file is made of what each rank wrote, without reading
 it again (`crc`).
-Invariant: a rank holds at most THREADS blocks of BLOCK bytes beside what it is given.
+Invariant: a rank holds at most THREADS blocks of BLOCK bytes beside what it is given, if that is not wanted back meanwhile.
 Communication: none; or, where one rank writes a whole file, blocks that are sent to it.
 """
 
@@ -12,8 +12,7 @@ import contextlib
 import os
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial, reduce
 from operator import xor
@@ -23,13 +22,13 @@ import torch
 from torch import Tensor
 
 from polyreme.checkpoint import crc, header
-from polyreme.checkpoint.direct import SMALL, DirectFile
+from polyreme.checkpoint.direct import SMALL, DirectFile, cover
+from polyreme.checkpoint.loan import BLOCK, Job, Line, Loan
 from polyreme.checkpoint.source import MODEL, TensorInfo
-from polyreme.disk import ALIGNMENT, HUGE_PAGE, aligned
+from polyreme.disk import ALIGNMENT, padded
 from polyreme.mesh import Axis
 from polyreme.region import Region, Runs
 
-BLOCK = 1 << 21  # bytes
 THREADS = 3
 
 Name = tuple[str, str]
@@ -110,37 +109,34 @@ class Writer:
     def __init__(self, plan: Plan, folder: Path) -> None:
         self._plan, self._folder = plan, folder
         self._open: dict[int, DirectFile] = {}
-        self._lock, self._own = threading.Lock(), threading.local()
+        self._found: dict[int, int] = {}
+        self._left: Counter[int] = Counter()  # what is still to be written to each file, if that is known
+        self._lock = threading.Lock()
 
-    def write(self, regions: Iterable[tuple[Name, Region]]) -> dict[int, int]:
-        """Write what this rank owns of `regions`. Returns the contribution to the checksum of each file that got something."""
+    def write(self, regions: Iterable[tuple[Name, Region]], loan: Loan, stream: torch.cuda.Stream | None = None) -> dict[int, int]:
+        """Write what this rank owns of `regions`, which are lent. Returns the contribution to the checksum of each file that got something.
+        stream: for copies from a GPU."""
         single: list[tuple[Place, Runs, Region]] = []
-        several: list[tuple[Place, Runs, Region]] = []
+        jobs: list[tuple[int, Job]] = []
         for name, region in regions:
+            place = self._plan.places[name]
             for runs in region.runs(owned=True):
-                (single if runs.count == 1 else several).append((self._plan.places[name], runs, region))
-        jobs: list[tuple[int, Callable[[], tuple[int, int]]]] = []
-        for place, runs, region in several:
-            jobs += [(place.file, partial(self._packed_block, place, block, region)) for block in runs.blocks(BLOCK // place.itemsize)]
-        jobs += [(stretch.file, partial(self._stretch, stretch)) for stretch in _stretches(single)]
+                if runs.count == 1:
+                    single.append((place, runs, region))
+                    continue
+                for block in runs.blocks(BLOCK // place.itemsize):
+                    size = padded(block.elements * place.itemsize)
+                    jobs.append((place.file, Job(size, partial(_gather, block, region), partial(self._block, place, block))))
+        for stretch in _stretches(single):
+            low, high = cover(stretch.begin, stretch.end)
+            jobs.append((stretch.file, Job(high - low, partial(_fill, stretch), partial(self._stretch, stretch))))
         jobs.sort(key=lambda job: job[0])
-        left = Counter(file for file, _ in jobs)
-
-        def perform(job: tuple[int, Callable[[], tuple[int, int]]]) -> tuple[int, int]:
-            found = job[1]()
-            with self._lock:
-                left[job[0]] -= 1
-                done = self._open.pop(job[0]) if not left[job[0]] else None
-            if done is not None:
-                with contextlib.closing(done):
-                    done.sync()
-            return found
-
+        self._left = Counter(file for file, _ in jobs)
         try:
-            with ThreadPoolExecutor(THREADS) as pool:
-                return _sums(pool.map(perform, jobs))
+            Line((job for _, job in jobs), loan, stream).perform(THREADS)
         finally:
             self._close()
+        return self._found
 
     def collect(self, regions: Sequence[tuple[Name, Region]], axis: Axis) -> dict[int, int]:
         """The same where each file is written by one rank alone, to which the others send what they own. All ranks must call."""
@@ -168,55 +164,34 @@ class Writer:
                             yield place, block, packed
 
         failed: list[OSError] = []  # the others go on sending: so does receiving
-
-        def written() -> Iterator[tuple[int, int]]:
+        try:
             for block in blocks():
                 try:
-                    yield self._block(*block)
+                    self._block(*block)
                 except OSError as error:
                     failed.append(error)
-
-        try:
-            found = _sums(written())
             if failed:
                 raise failed[0]
             for opened in self._open.values():
                 opened.sync()
-            return found
         finally:
             self._close()
+        return self._found
 
     def _close(self) -> None:
         while self._open:
             self._open.popitem()[1].close()
 
-    def _stretch(self, stretch: Stretch) -> tuple[int, int]:
-        """Write it. Returns the file, and the contribution to its checksum."""
-        memory = self._memory()
-        begin = stretch.begin % ALIGNMENT
-        end = begin
-        for runs, region in stretch.parts:
-            size = runs.size * region.data.dtype.itemsize
-            memory[end : end + size].view(region.data.dtype).copy_(region.read(runs).view(-1))
-            end += size
-        view = memory.numpy().data
+    def _stretch(self, stretch: Stretch, packed: Tensor) -> None:
+        """Write its bytes."""
         if stretch.is_direct:
-            self._file(stretch.file).write(view[:end], stretch.begin)
+            self._file(stretch.file).write(packed.numpy().data, stretch.begin)
         else:
-            self._file(stretch.file).write_cached(view[begin:end], stretch.begin)
-        return stretch.file, crc.contribution(view[begin:end], self._plan.sizes[stretch.file] - stretch.end)
+            self._file(stretch.file).write_cached(packed.numpy().data, stretch.begin)
+        self._wrote(stretch.file, crc.contribution(packed.numpy().data, self._plan.sizes[stretch.file] - stretch.end))
 
-    def _memory(self) -> Tensor:
-        """Of this thread: room for the pages of a BLOCK."""
-        if not hasattr(self._own, "memory"):
-            self._own.memory = aligned(HUGE_PAGE)
-        return self._own.memory
-
-    def _packed_block(self, place: Place, runs: Runs, region: Region) -> tuple[int, int]:
-        return self._block(place, runs, _packed(runs, region))
-
-    def _block(self, place: Place, runs: Runs, packed: Tensor) -> tuple[int, int]:
-        """Write the runs, of which `packed` are the bytes. Returns the file, and the contribution to its checksum."""
+    def _block(self, place: Place, runs: Runs, packed: Tensor) -> None:
+        """Write the runs, of which `packed` are the bytes."""
         memory = packed.reshape(-1).numpy().data
         size, step = runs.size * place.itemsize, runs.whole_step * place.itemsize
         opened = self._file(place.file)
@@ -224,21 +199,23 @@ class Writer:
         for i in range(runs.count):
             opened.write_cached(memory[i * size : (i + 1) * size], begin + i * step)
         behind = self._plan.sizes[place.file] - (begin + (runs.count - 1) * step + size)
-        return place.file, crc.comb(memory, size, step - size if runs.count > 1 else 0, behind)
+        self._wrote(place.file, crc.comb(memory, size, step - size if runs.count > 1 else 0, behind))
+
+    def _wrote(self, file: int, contribution: int) -> None:
+        """Add to the checksum; and when it was the last that there is for the file, have that on the disk."""
+        with self._lock:
+            self._found[file] = self._found.get(file, 0) ^ contribution
+            self._left[file] -= 1
+            done = None if self._left[file] else self._open.pop(file)
+        if done is not None:
+            with contextlib.closing(done):
+                done.sync()
 
     def _file(self, file: int) -> DirectFile:
         with self._lock:
             if file not in self._open:
                 self._open[file] = DirectFile(self._folder / self._plan.files[file], write=True)
             return self._open[file]
-
-
-def _sums(written: Iterable[tuple[int, int]]) -> dict[int, int]:
-    """The contributions of what was written, by file."""
-    found: dict[int, int] = {}
-    for file, contribution in written:
-        found[file] = found.get(file, 0) ^ contribution
-    return found
 
 
 def _stretches(runs: Iterable[tuple[Place, Runs, Region]]) -> list[Stretch]:
@@ -296,6 +273,23 @@ def _within(run: Runs, start: int, stop: int, itemsize: int) -> Runs:
 def _blocks(region: Region) -> Iterator[Runs]:
     for runs in region.runs(owned=True):
         yield from runs.blocks(BLOCK // region.data.dtype.itemsize)
+
+
+def _fill(stretch: Stretch, memory: Tensor) -> Tensor:
+    """Its bytes, in the memory: where they are in their first page."""
+    begin = end = stretch.begin % ALIGNMENT
+    for runs, region in stretch.parts:
+        size = runs.size * region.data.dtype.itemsize
+        memory[end : end + size].view(region.data.dtype).copy_(region.read(runs).view(-1))
+        end += size
+    return memory[begin:end]
+
+
+def _gather(runs: Runs, region: Region, memory: Tensor) -> Tensor:
+    """The bytes of the runs, one behind the other, in the memory."""
+    packed = memory[: runs.elements * region.data.dtype.itemsize]
+    packed.view(region.data.dtype).view(runs.count, runs.size).copy_(region.read(runs))
+    return packed
 
 
 def _packed(runs: Runs, region: Region) -> Tensor:

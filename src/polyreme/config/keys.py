@@ -409,7 +409,8 @@ class CheckpointSection(Section):
         "rank, to which the others send what they have.",
     )
     background: Bool = Field(
-        default=False, description="Write from a copy in host memory while training goes on; otherwise training waits for the disk."
+        default=False,
+        description="Write while training goes on, and what the next update would change from a copy; otherwise training waits for the disk.",
     )
     resume: Literal["auto", "never"] | str = Field(
         default="auto",

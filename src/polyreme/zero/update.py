@@ -32,7 +32,7 @@ from polyreme.zero.optimizers import Group, trial_state
 from polyreme.zero.records import Record, cut, within
 
 CHUNK = 1 << 22
-"""Most elements of a piece on a CPU, a multiple of ALIGN: enough for the threads of a kernel, which walks it in parts that the cache holds."""
+"""Most elements of a piece on a CPU, a multiple of ALIGN: enough for the threads of a kernel, which walks it in parts within the cache."""
 IN_CACHE = 1 << 19
 """The same where an optimizer makes its own step: every pass of it then finds the piece in the cache."""
 
