@@ -410,7 +410,7 @@ class CheckpointSection(Section):
     )
     background: Bool = Field(
         default=False,
-        description="Write while training goes on, and what the next update would change from a copy; otherwise training waits for the disk.",
+        description="Write while training goes on (what the next update changes from a copy); otherwise training waits for the disk.",
     )
     resume: Literal["auto", "never"] | str = Field(
         default="auto",
