@@ -53,10 +53,10 @@ def rank_main(args: argparse.Namespace) -> None:
         "optimizer": {"name": "adamw", "lr": 1e-4},
     }
     rank = int(os.environ.get("RANK", "0"))
-    small = LlamaConfig(hidden_size=64, num_hidden_layers=2, num_attention_heads=4, vocab_size=64, intermediate_size=64,
+    small = LlamaConfig(hidden_size=256, num_hidden_layers=2, num_attention_heads=4, vocab_size=64, intermediate_size=512,
                         use_cache=False)  # fmt: skip
     ids = torch.zeros(1, 8, dtype=torch.int64)
-    warm = polyreme.initialize(lambda: LlamaForCausalLM(small), config)  # what libraries and threads take once
+    warm = polyreme.initialize(lambda: LlamaForCausalLM(small), config)  # what libraries, threads and compiling take once
     warm.train_step({"input_ids": ids, "labels": ids})
     warm.close()
     del warm

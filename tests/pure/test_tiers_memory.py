@@ -48,8 +48,8 @@ config = {
     "memory": {"states": states, "params": states},
     "optimizer": {"name": "adamw", "lr": 1e-3},
 }
-small = polyreme.initialize(lambda: Stack(64), config, loss_fn=loss)  # what libraries and threads take once
-small.train_step(torch.ones(4, 64))
+small = polyreme.initialize(lambda: Stack(256), config, loss_fn=loss)  # what libraries, threads and compiling take once
+small.train_step(torch.ones(4, 256))
 small.close()
 del small
 gc.collect()
