@@ -7,6 +7,7 @@ Communication: broadcasts of what the user's model holds; the measured seconds; 
 
 from __future__ import annotations
 
+import os
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -38,7 +39,7 @@ from polyreme.zero.place import Division, Homes, Part, Placement, place
 from polyreme.zero.residency import Residency
 
 RUN = uuid.uuid4().hex
-"""The name of the runs that this process leads, as rank 0: engines that are made one after the other may use the same folders."""
+"""With the process' number the name of the runs that it leads, as rank 0: engines made one after the other may use the same folders."""
 
 Layer = nn.Module | Callable[[], nn.Module]
 Model = Layer | Sequence[Layer] | str | Path
@@ -162,7 +163,7 @@ def share_out(
     reduce = DTYPES[config.precision.reduce]
     formats = Formats(dtype, master_dtype(dtype), reduce, local=reduce if several and not by_microbatch else dtype)
     residency = Residency.of_stage(zero.stage)
-    run: Any = RUN
+    run: Any = f"{RUN}-{os.getpid()}"
     for axis in mesh.axes.values():
         run = axis.gather_objects(run)[0]
     folders, share = home(config.memory.states)

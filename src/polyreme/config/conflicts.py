@@ -155,9 +155,11 @@ def _memory(keys: Keys) -> Iterator[Conflict]:
         fix = 'write {host = 0.7, device = 0.3}, or another home than "host" in its place'
         yield "memory.states", "shares are of the device and of one other home, and add up to 1", fix
     for key in ("states", "params"):
-        for name in home(getattr(memory, key))[0]:
-            if name not in ("device", "host") and "/" not in name:
-                yield f"memory.{key}", f"{name!r} is no home", f'write "device", "host", or "./{name}" for a folder'
+        homes = home(getattr(memory, key))[0]
+        wrong = [name for name in homes if "/" not in name] if homes not in (["device"], ["host"]) else []
+        if wrong or not homes:
+            reason = f"{wrong[0]!r} is no folder" if wrong else "an empty list is no home"
+            yield f"memory.{key}", reason, 'write "device", "host", a folder such as "./offload", or a list of folders'
     if memory.activations not in ACTIVATIONS and "/" not in memory.activations:  # a folder made by mistake would fill unseen
         near = difflib.get_close_matches(memory.activations, ACTIVATIONS, n=1, cutoff=0.5)
         words = f'"{near[0]}"' if near else " or ".join(f'"{name}"' for name in ACTIVATIONS)
