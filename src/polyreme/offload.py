@@ -26,6 +26,7 @@ from torch.utils import _pytree as pytree
 from polyreme.disk import File, aligned, padded
 from polyreme.errors import ModelError, TierError
 from polyreme.tiers.host import available
+from polyreme.tiers.lane import lane_to
 from polyreme.tiers.tier import Traffic
 
 log = logging.getLogger(__name__)
@@ -51,7 +52,7 @@ class Offload:
         """Tells the device, in place of what is kept."""
         self._device = device
         self._stays = {tensor.untyped_storage()._cdata for tensor in stays}
-        self._lane: _Lane | _Streams = _Streams(device) if device.type == "cuda" else _Lane()
+        self._lane = lane_to(device)
         self._memory = _Space(self._open_memory, self._lane.finish)
         self._files: _Space | None = None
         if folder is not None:
@@ -321,77 +322,6 @@ class _View:
     def of(self, whole: Tensor) -> Tensor:
         tensor = torch.empty(0, dtype=self._dtype, device=whole.device).set_(whole.untyped_storage(), *self._geometry)
         return tensor.requires_grad_(self._requires_grad)
-
-
-# ---- copies between device and host memory
-
-
-class _Lane:
-    """On a CPU: done at once. What out and back return in place of an event is None."""
-
-    def out(self, source: Tensor, memory: Tensor) -> Any:
-        """Begin to copy `source` to memory; returns when it is complete."""
-        memory[: source.nbytes].copy_(source)
-
-    def back(self, memory: Tensor, after: Any) -> tuple[Tensor, Any]:
-        """Begin to copy memory, once `after` has come, to a new tensor; returns it, and when that is complete."""
-        return memory.clone(), None
-
-    def wait(self, event: Any) -> None:
-        """Before the copy is used."""
-
-    def returned(self) -> Any:
-        """When all copies that have begun so far will have left their memory."""
-
-    def settle(self) -> None:
-        """Now and then: let go of sources."""
-
-    def finish(self) -> None:
-        """Return when nothing is being copied."""
-
-
-class _Streams:
-    """On a GPU: on a stream in each direction, beside the one that computes. Memory is used again in the order of the streams."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device, self._out, self._back = device, torch.cuda.Stream(device), torch.cuda.Stream(device)
-        self._leaving: list[tuple[Tensor, torch.cuda.Event]] = []
-
-    def out(self, source: Tensor, memory: Tensor) -> torch.cuda.Event:
-        self._out.wait_stream(torch.cuda.current_stream(self._device))
-        self._out.wait_stream(self._back)  # it may still read what this memory had before
-        with torch.cuda.stream(self._out):
-            memory[: source.nbytes].copy_(source, non_blocking=True)
-        event = self._out.record_event()
-        self._leaving.append((source, event))
-        return event
-
-    def back(self, memory: Tensor, after: torch.cuda.Event | None) -> tuple[Tensor, torch.cuda.Event]:
-        copy = torch.empty(memory.nbytes, dtype=torch.uint8, device=self._device)
-        self._back.wait_stream(torch.cuda.current_stream(self._device))  # which may still use what the copy's memory had before
-        if after is not None:
-            self._back.wait_event(after)
-        with torch.cuda.stream(self._back):
-            copy.copy_(memory, non_blocking=True)
-        copy.record_stream(self._back)
-        return copy, self._back.record_event()
-
-    def wait(self, event: torch.cuda.Event | None) -> None:
-        if event is not None:
-            torch.cuda.current_stream(self._device).wait_event(event)
-
-    def returned(self) -> torch.cuda.Event:
-        return self._back.record_event()
-
-    def settle(self) -> None:
-        """The sources that left since the last time are freed: from here on the stream that computes waits for them to have left."""
-        for _, event in self._leaving:
-            torch.cuda.current_stream(self._device).wait_event(event)
-        self._leaving.clear()
-
-    def finish(self) -> None:
-        self._out.synchronize()
-        self._back.synchronize()
 
 
 # ---- space in host memory and in files

@@ -34,6 +34,7 @@ from polyreme.tiers.file import BUFFERS
 from polyreme.zero.away import Away
 from polyreme.zero.bucket import Formats
 from polyreme.zero.deferred import Recording, record
+from polyreme.zero.ferry import Ferry
 from polyreme.zero.optimizers import Recipe
 from polyreme.zero.place import Division, Homes, Part, Placement, place
 from polyreme.zero.residency import Residency
@@ -169,7 +170,9 @@ def share_out(
     folders, share = home(config.memory.states)
     params = _tier(home(config.memory.params)[0], mesh, run, buffers=1)  # it is not streamed
     compact = None if config.optimizer.states == "fp32" else config.optimizer.states
-    homes = Homes(_tier(folders, mesh, run), share, None if params is None else Away(params), compact)
+    states = _tier(folders, mesh, run)
+    ferry = Ferry.over(mesh.device) if states is not None else None
+    homes = Homes(states, share, None if params is None else Away(params), compact, ferry)
     return place(module, blocks, recipe, mesh.dp, zero, residency, formats, mesh.device, by_microbatch, division, homes)
 
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import closing, nullcontext
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -23,7 +22,7 @@ from polyreme.config import Config, Progress
 from polyreme.errors import BatchError, NumericsError
 from polyreme.mesh import Mesh
 from polyreme.precision import DTYPES, LossScale, clip_factor, master_dtype, norm_of
-from polyreme.tiers import Tier
+from polyreme.tiers import Stream, Tier
 from polyreme.weight_gradients import WeightGradients
 from polyreme.zero.blocks import Blocks
 from polyreme.zero.bucket import Bucket
@@ -110,6 +109,7 @@ class Step:
         self._config, self._mesh, self._tells, self._device, self._buckets = config, mesh, tells, mesh.device, buckets
         self._reducer, self._blocks, self._updates, self._options, self._scale = reducer, blocks, updates, options, scale
         self._tier = tier
+        self._coming: Stream | None = None  # records for the update, read ahead while the last backward computes
         self._hint = 0.0  # a power of two near the weight of a global batch; 0 before the first
         self._totals = _Totals(*[0.0] * 8)
         self.begin()
@@ -121,6 +121,9 @@ class Step:
         self._weight = 0.0
         self._tokens = 0
         self._began = time.perf_counter()
+        if self._coming is not None:
+            self._coming.close()
+            self._coming = None
         for bucket in self._buckets:
             bucket.clear_grad()
         self._reducer.restart()
@@ -159,6 +162,7 @@ class Step:
     def differentiate(self, stage: int, roots: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> None:
         """A backward of a pipeline stage: add to what the step has, and reduce over the ranks what is complete."""
         self._reducer.begin(stage)
+        self._read_ahead()
         if roots:  # else nothing up to here is to be trained
             torch.autograd.backward(roots, gradients)
         self._reducer.end()
@@ -175,6 +179,7 @@ class Step:
 
         def rest() -> None:
             self._reducer.begin(stage, gathers=False)
+            self._read_ahead()
             weights.accumulate()
             self._reducer.end()
 
@@ -235,14 +240,16 @@ class Step:
         """Update every bucket from its gradients times `factor`; one bucket's parameters travel while the next is updated."""
         unused = self._unused() if self._totals.missing and self._buckets else {}
         works = []
-        order = [record for update in self._updates for record in update.order]
-        stream = self._tier.stream(order) if self._tier is not None else None
-        with closing(stream) if stream is not None else nullcontext():
-            for bucket, update in zip(self._buckets, self._updates, strict=True):
-                update.step(factor, self._options.groups, unused.get(bucket, ()), stream or (), self.state.step)
-                works.append(bucket.publish())
+        for bucket, update in zip(self._buckets, self._updates, strict=True):
+            update.step(factor, self._options.groups, unused.get(bucket, ()), self._coming or (), self.state.step)
+            works.append(bucket.publish())
         for work in works:
             work.wait()
+
+    def _read_ahead(self) -> None:
+        """In the last backward: begin to read what the update begins with."""
+        if self._tier is not None and self._coming is None and self._reducer.is_last:
+            self._coming = self._tier.stream([record for update in self._updates for record in update.order])
 
     def _unused(self) -> dict[Bucket, set[int]]:
         """By bucket, the parameters that got a gradient on no rank in this step."""

@@ -303,7 +303,7 @@ def test_what_cannot_be_loaded_changes_nothing(ranks: Ranks, tmp_path: Path) -> 
 
 
 def background(rank: int, world: int, folder: Path) -> None:
-    engine = engine_of("llama", z(2, **BF16))
+    engine = engine_of("llama", z(2, **BF16, memory={"states": {"host": 0.5, "device": 0.5}}))
     go, written = threading.Event(), write.Writer._stretch
 
     def held_up(*args: Any) -> None:

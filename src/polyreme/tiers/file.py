@@ -76,9 +76,15 @@ class FileTier(Tier):
         self.ring = [memory[i * largest : (i + 1) * largest] for i in range(self._count)]
 
     def stream(self, order: Sequence[int], write: bool = True, read: bool = True) -> FileStream:
+        stream = FileStream(self, order, write, read)
+        self.begin(stream)
+        return stream
+
+    def begin(self, stream: FileStream) -> None:
+        """Have it be the open one, and read ahead."""
         self._settle()
-        self._stream = FileStream(self, order, write, read)
-        return self._stream
+        self._stream = stream
+        stream.begin()
 
     def read(self, record: int, start: int, stop: int) -> Tensor:
         self.check_range(record, start, stop)
@@ -144,9 +150,9 @@ class FileTier(Tier):
         """End the stream that may be open."""
         if not self._files:
             raise TierError("this tier is closed, or its space was never taken")
-        if self._stream is not None and not self._stream.closed:
-            self._stream.close()
-            self._stream.superseded = True
+        if self._stream is not None:
+            self._stream.give_way()
+            self._stream = None
         self.check()
 
 
@@ -157,17 +163,37 @@ class FileStream:
         self._tier, self._order, self._write, self._read = tier, list(order), write, read
         self._position, self._using = 0, False  # of the record in use, or else of the next one
         self._jobs: dict[int, Future[None]] = {}  # by the position that the buffer goes on to
-        self.closed = self.superseded = False
-        for position in range(-len(tier.ring), 0):
+        self._taken = self._superseded = self._waits = False
+        self.closed = False
+
+    def begin(self) -> None:
+        """Read ahead."""
+        self._waits = False
+        for position in range(-len(self._tier.ring), 0):
             self._pass_on(position)
+
+    def give_way(self) -> None:
+        """The tier is to be used for something else. If nothing was taken yet, this begins anew when something is."""
+        if self.closed:
+            return
+        if self._taken:
+            self.close()
+            self._superseded = True
+            return
+        self._waits = True
+        wait(self._jobs.values())
+        self._jobs.clear()
 
     def __iter__(self) -> Self:
         return self
 
     def __next__(self) -> Tensor:
+        if self._waits and not self.closed:
+            self._tier.begin(self)
+        self._taken = True
         if not self.closed:
             self._advance()
-        if self.superseded:
+        if self._superseded:
             raise TierError("this stream ended early, because the tier was asked for something else meanwhile")
         if self.closed:
             raise StopIteration
@@ -217,7 +243,7 @@ class FileStream:
     def _turn(self, old: int | None, new: int | None) -> None:
         if old is not None:
             self._tier.move("write", self._order[old], self._buffer(old))
-        if new is not None and not self.closed:
+        if new is not None and not self.closed and not self._waits:
             self._tier.move("read", self._order[new], self._buffer(new))
 
     def _is_late(self, position: int) -> bool:

@@ -37,7 +37,8 @@ class Tier(ABC):
     """First all records are reserved, then `commit` takes their space, then they are used; all are zeros at first.
 
     One stream is open at a time, and `read` and `write` find none open: each of these ends an earlier stream, whose user gets a TierError
-    if it asks for more. A failed transfer is a TierError, then and whenever the tier is asked again, because its records are not whole."""
+    if it asks for more; one that nothing was taken from yet begins anew instead. A failed transfer is a TierError, then and whenever the
+    tier is asked again, because its records are not whole."""
 
     def __init__(self) -> None:
         self.sizes: list[int] = []

@@ -21,6 +21,7 @@ from polyreme.mesh import Axis
 from polyreme.region import Stored
 from polyreme.transport.work import DONE, Work
 from polyreme.zero.away import AwayShard
+from polyreme.zero.ferry import Ferry
 from polyreme.zero.records import Records
 from polyreme.zero.residency import Residency
 
@@ -105,6 +106,7 @@ class Bucket:
         reduces_microbatches: bool = False,
         records: Records | None = None,
         away: AwayShard | None = None,
+        ferry: Ferry | None = None,
     ) -> None:
         if axis.size == 1:  # its shard is the whole
             residency = Residency("full" if away is None else "shard", "full", "shard")
@@ -121,6 +123,8 @@ class Bucket:
         self._pool = pool
         self._state: Literal["full", "fetching", "gathering", "released"] = "full"
         self._gathering: Work = DONE  # the last all-gather of parameters, which others may still read
+        self.ferry = ferry if records is not None else None
+        """To the CPU that updates this bucket, where that is another device."""
 
         if self.sharded:  # the full buffer's memory comes and goes
             self.full = torch.zeros(layout.size, dtype=formats.compute, device=device)
@@ -138,6 +142,10 @@ class Bucket:
             parameter.data = self.full.data[slot.start : slot.stop].view(slot.shape)
 
         self.grad: Tensor | None = None
+        # where reduced gradients go, if not every rank needs all of them
+        self._hold = self.ferry.hold(layout.shard_size, formats.reduce) if self.ferry is not None and self.region == self.own else None
+        self._leaves = self._hold is not None and not reduces_microbatches  # at once, not at the end of the step
+        self._squares: Tensor | None = None  # of gradients that have left the device
         self._local: Tensor | None = None
         self._reducing: Work = DONE
         self._reduced = False  # grad holds a sum to which the next reduction is added
@@ -153,6 +161,11 @@ class Bucket:
         """The master, which is in the device's memory."""
         assert self.master is not None, "the master is in a tier"
         return self.master
+
+    @property
+    def is_away(self) -> bool:
+        """Whether the shard is in host memory or in a file."""
+        return self._away is not None
 
     @property
     def shard(self) -> Tensor | Stored:
@@ -326,8 +339,7 @@ class Bucket:
             if index not in self._arrived:
                 self._local[slot.start : slot.stop].zero_()
         if self.grad is None:
-            in_place = self.formats.local == self.formats.reduce and not self._transient
-            self.grad = self._local[self.region] if in_place else self.axis.empty(
+            self.grad = self._local[self.region] if self._reduces_in_place else self.axis.empty(
                 self.region.stop - self.region.start, self.formats.reduce, self.device)  # fmt: skip
         self._reducing = self.axis.reduce_scatter(self.own_grad, self._local, accumulate=self._reduced)
         self._reduced = True
@@ -337,10 +349,15 @@ class Bucket:
         while self._in_place:
             self.parameters[self._in_place.pop()].grad = None
 
-    def finish_reduce(self) -> None:
-        """Return when the reduction that `reduce` began is complete."""
+    def finish_reduce(self, last: bool = False) -> None:
+        """Return when the reduction that `reduce` began is complete. `last`: no other one follows in this step, so that the gradients can
+        go to where they are used."""
         self._reducing.wait()
         self._arrived.clear()
+        if last and self._hold is not None and self.grad is not None and self.tie is None:
+            self._squares = self.squares()
+            self._hold.take(self.grad)
+            self.grad = None
         if self._local is not None and self._transient:
             self._pool.give(self._local, self._reducing)
             self._local = None
@@ -352,8 +369,18 @@ class Bucket:
             raise RuntimeError("the bucket has no reduced gradients")
         return self.grad[self.own] if self.region != self.own else self.grad
 
+    def gradients(self) -> Tensor:
+        """The reduced gradients of `region`, on the device or, where they went there, on the CPU."""
+        if self._squares is not None and self._hold is not None:
+            return self._hold.numbers()
+        if self.grad is None:
+            raise RuntimeError("the bucket has no reduced gradients")
+        return self.grad
+
     def squares(self) -> Tensor:
         """Of this rank's shard of the reduced gradients, the sum of squares of what counts: a float64 scalar."""
+        if self._squares is not None:
+            return self._squares
         if self.counted is False:
             return torch.zeros((), dtype=torch.float64, device=self.own_grad.device)
         return squared_norm(self.own_grad if self.counted is True else self.own_grad * self.counted)
@@ -369,15 +396,29 @@ class Bucket:
         self._take_back()
         self.finish_reduce()
         self._reducing.settle()
+        if self._squares is not None and self.ferry is not None:
+            self._squares = None
+            self.ferry.settle()
         self.ever_arrived.clear()
         self._reduced = False
 
     # ---- accounting
 
+    @property
+    def _reduces_in_place(self) -> bool:
+        """Whether reduced gradients are in the buffer of those before reduction."""
+        return self.formats.local == self.formats.reduce and not self._transient
+
+    @property
+    def _reduced_bytes(self) -> int:
+        """Of memory that reduced gradients take for themselves."""
+        return 0 if self._reduces_in_place or not self.trainable else (self.region.stop - self.region.start) * self.formats.reduce.itemsize
+
     def coming(self) -> tuple[int, int, int]:
         """Bytes that come for its uses and go again: the full parameters, gradients before they are reduced, the shard on its way."""
         full = self.layout.size * self.formats.compute.itemsize if self.sharded else 0
         local = self.layout.size * self.formats.local.itemsize if self.trainable and self._transient else 0
+        local += self._reduced_bytes if self._leaves else 0
         return full, local, self.layout.shard_size * self.formats.compute.itemsize if self._away is not None else 0
 
     def staying(self) -> tuple[int, int, int]:
@@ -386,9 +427,8 @@ class Bucket:
         parameters = (self.layout.shard_size if self._away is None else 0) if self.sharded else self.layout.size
         gradients = 0
         if self.trainable:
-            in_place = self.formats.local == self.formats.reduce and not self._transient
             gradients = self.layout.size * self.formats.local.itemsize * (not self._transient)
-            gradients += 0 if in_place else region * self.formats.reduce.itemsize
+            gradients += 0 if self._leaves else self._reduced_bytes
         master = self.master is not None and (self._away is not None or self.formats.master != self.formats.compute)
         return parameters * itemsize, gradients, region * self.formats.master.itemsize * master
 

@@ -23,6 +23,7 @@ from polyreme.zero.away import Away, AwayShard
 from polyreme.zero.blocks import Unit
 from polyreme.zero.bucket import Bucket, Formats, Pool, region_of
 from polyreme.zero.compact import States
+from polyreme.zero.ferry import Ferry
 from polyreme.zero.optimizers import Recipe
 from polyreme.zero.records import Records
 from polyreme.zero.residency import Residency
@@ -219,7 +220,7 @@ def place(
     for plan in planned:
         kind = plan.kind
         own = formats if kind.trainable else Formats(kind.dtype, kind.dtype, kind.dtype, kind.dtype)
-        bucket = _fill(model, plan, axis, residency, own, pool, device, reduces_microbatches)
+        bucket = _fill(model, plan, axis, residency, own, pool, device, reduces_microbatches, homes.ferry)
         bucket.stages = kind.stages
         bucket.tie = division.ties.get(division.ranks_of(kind.stages))
         bucket.counted = _counted(bucket, kind, division)
@@ -233,10 +234,18 @@ def place(
 
 class Homes:
     """What is not in the device's memory: masters and states of `share` of all elements, as near as whole buckets come to it, which are in
-    `tier` (`compact`: see Records); and the shards of all parameters, where there is `away`."""
+    `tier` (`compact`: see Records), from which the CPU updates them, and reaches the device by `ferry`; and the shards of all parameters,
+    where there is `away`."""
 
-    def __init__(self, tier: Tier | None = None, share: float = 1.0, away: Away | None = None, compact: States | None = None) -> None:
-        self.tier, self.away, self._share, self.compact = tier, away, share, compact
+    def __init__(
+        self,
+        tier: Tier | None = None,
+        share: float = 1.0,
+        away: Away | None = None,
+        compact: States | None = None,
+        ferry: Ferry | None = None,
+    ) -> None:
+        self.tier, self.away, self._share, self.compact, self.ferry = tier, away, share, compact, ferry
         self._seen = self._taken = 0
 
     def next(self, elements: int) -> Tier | None:
@@ -259,7 +268,7 @@ class Homes:
 
     def memory(self, shards: int) -> int:
         """Bytes of host memory that tiers take, or what it takes to move theirs; of parameters in files as many as `shards`."""
-        states = self.tier.buffers if self.tier is not None else 0
+        states = (self.tier.buffers if self.tier is not None else 0) + (self.ferry.memory if self.ferry is not None else 0)
         if self.away is None:
             return states
         return states + (shards + self.away.tier.buffers if self.away.is_far else self.away.tier.buffers)
@@ -272,6 +281,8 @@ class Homes:
         for name, tier in self._tiers().items():
             memory = tier.buffers if self.away is None or tier is not self.away.tier else self.away.memory
             found[name] = {"bytes": tier.nbytes, "memory": memory, **asdict(tier.traffic)}
+        if self.ferry is not None:
+            found["gradients"] = {"bytes": self.ferry.memory, "memory": self.ferry.memory, **asdict(self.ferry.traffic)}
         return found
 
     def _tiers(self) -> dict[str, Tier]:
@@ -403,7 +414,7 @@ def _split(entries: list[_Entry], dtype: torch.dtype, limit: int) -> list[list[_
 
 def _fill(
     model: nn.Module, plan: _Planned, axis: Axis, residency: Residency, formats: Formats, pool: Pool, device: torch.device,
-    reduces_microbatches: bool,
+    reduces_microbatches: bool, ferry: Ferry | None,
 ) -> Bucket:  # fmt: skip
     """The planned bucket, holding the values of its entries where they have any."""
     values: list[Tensor | None] = []
@@ -417,7 +428,7 @@ def _fill(
                 owner, _, attribute = name.rpartition(".")
                 setattr(model.get_submodule(owner), attribute, entry.parameter)  # recurrent modules follow assignments
     bucket = Bucket(plan.layout, [e.parameter for e in plan.entries], axis, residency, formats, pool, device, plan.kind.trainable,
-                    reduces_microbatches, plan.records, plan.away)  # fmt: skip
+                    reduces_microbatches, plan.records, plan.away, ferry)  # fmt: skip
     for slot, value in zip(plan.layout.slots, values, strict=True):
         if value is not None:
             axis.broadcast(value)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from polyreme.layout import BucketLayout, Run
 from polyreme.region import MASTER, Stored
-from polyreme.tiers import Tier
+from polyreme.tiers import HostTier, Tier
 from polyreme.zero.compact import Compact, States
 from polyreme.zero.optimizers import Group, trial_state
 
@@ -92,11 +92,15 @@ class Records:
             numbers = self._fetch(record, field, 0, field.size)
             flat[record.run.start - start :][: field.size].copy_(numbers)
 
-    def stored(self, record: Record, kind: str, part: Run | None) -> Stored:
-        """The record's numbers of one kind, or those of a part of its run, to be read when they are needed."""
+    def held(self, record: Record, kind: str, part: Run | None) -> Tensor | Stored:
+        """The record's numbers of one kind, or those of a part of its run: in host memory, or to be read when they are needed."""
         field = record.fields[kind]
+        span = None if part is None else within(record.run, part, field.size)
+        if isinstance(self.tier, HostTier):
+            numbers = field.of(self.tier.memory(record.number))
+            return numbers if span is None else numbers[slice(*span)]
         whole = Stored(field.dtype, field.shape, partial(self._fetch, record, field))
-        return whole if part is None else whole.part(*within(record.run, part, field.size))
+        return whole if span is None else whole.part(*span)
 
     def _fetch(self, record: Record, field: Field, start: int, stop: int) -> Tensor:
         size = field.dtype.itemsize

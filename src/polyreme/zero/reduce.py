@@ -49,6 +49,11 @@ class Reducer:
             for index, parameter in enumerate(bucket.parameters):
                 parameter.register_post_accumulate_grad_hook(self._arrival(bucket, index))
 
+    @property
+    def is_last(self) -> bool:
+        """Whether no backward of the step begins any more."""
+        return not any(self._left.values())
+
     def restart(self) -> None:
         """Before the first backward of a step. Of the step before, if it did not end, nothing is under way any more."""
         self._left = dict(self._uses)
@@ -75,7 +80,7 @@ class Reducer:
         """After a backward: reduce what it left, parameters without gradient as zero, and wait for all reductions."""
         self.complete(self._order)
         while self._in_flight:
-            self._in_flight.popleft().finish_reduce()
+            self._finish_first()
 
     def _arrival(self, bucket: Bucket, index: int) -> Callable[[Tensor], None]:
         def arrived(parameter: Tensor) -> None:
@@ -98,6 +103,10 @@ class Reducer:
     def _reduce(self, bucket: Bucket) -> None:
         del self._waiting[bucket]
         while len(self._in_flight) >= IN_FLIGHT:
-            self._in_flight.popleft().finish_reduce()
+            self._finish_first()
         bucket.reduce()
         self._in_flight.append(bucket)
+
+    def _finish_first(self) -> None:
+        bucket = self._in_flight.popleft()
+        bucket.finish_reduce(last=not self._left[bucket])

@@ -15,6 +15,7 @@ import zlib
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import groupby, pairwise
 from typing import Any
 
@@ -101,8 +102,8 @@ class Update:
 
     @property
     def order(self) -> list[int]:
-        """The records in the order in which `step` takes them, if it does anything."""
-        return [] if self.records is None or self.bucket.grad is None else [record.number for record in self.records]
+        """The records in the order in which `step` takes them."""
+        return [] if self.records is None else [record.number for record in self.records]
 
     @torch.no_grad()
     def step(
@@ -119,9 +120,7 @@ class Update:
         `unused` are the indices of parameters that no rank has a gradient for. `stream`: an iterator over records, from this
         bucket's on. `count`: steps before this one.
         """
-        grad = self.bucket.grad
-        if grad is None:
-            return
+        grad = self.bucket.gradients()
         absent = [slot for index in unused if (slot := self.bucket.layout.slots[index]).size]
         for slot in absent:
             self._isolate(slot)
@@ -141,6 +140,8 @@ class Update:
             for piece in turn:
                 if piece not in left_out:
                     self._one(piece, memory, self._view(grad, piece.run), factor, self._view(target, piece.run), count)
+        if self.bucket.ferry is not None:
+            self.bucket.ferry.arrive()
 
     def _one(self, piece: _Piece, memory: Tensor | None, gradient: Tensor, factor: float, target: Tensor, count: int) -> None:
         """The step of a piece, whose record's bytes are in `memory` where it has one; `target` gets the new parameters."""
@@ -157,11 +158,11 @@ class Update:
         state, kernel = {**piece.state, **recorded}, self._kernels[piece.run.group]
         if isinstance(kernel, Compact) and not kernel.counts and not piece.fresh:
             state["step"] = torch.tensor(float(count))
-        here = target.device == tensor.device
-        out = target if here and target.data_ptr() != tensor.data_ptr() else None
-        kernel.step(tensor, gradient.to(tensor.device), state, factor, out, first=piece.fresh, at=self._place + piece.run.start)
-        if not here:
-            target.copy_(tensor)
+        step = partial(kernel.step, tensor, gradient.to(tensor.device), state, factor, first=piece.fresh, at=self._place + piece.run.start)
+        if self.bucket.ferry is None or self.bucket.is_away:
+            step(out=target if target.data_ptr() != tensor.data_ptr() else None)
+        else:
+            self.bucket.ferry.send(target, lambda numbers: step(out=numbers))
         left_out = {*recorded, *(("step",) if isinstance(kernel, Compact) and not kernel.counts else ())}
         piece.state, piece.fresh = {kind: value for kind, value in state.items() if kind not in left_out}, False
 
@@ -208,7 +209,7 @@ class Update:
                 if (staged := self._staged.get(record.number)) is not None:
                     numbers[kind] = piece.within(record, place.of(staged))
                 else:
-                    numbers[kind] = self.records.stored(record, kind, None if piece.run.slot is not None else piece.run)
+                    numbers[kind] = self.records.held(record, kind, None if piece.run.slot is not None else piece.run)
             yield piece.run, self._widened(piece, {**numbers, **piece.state})
 
     def _widened(self, piece: _Piece, numbers: dict[str, Any]) -> dict[str, Any]:

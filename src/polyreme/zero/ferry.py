@@ -1,0 +1,101 @@
+"""What goes between a device and the CPU that updates its buckets: reduced gradients there, in backward, and rounded parameters back, while
+the update goes on.
+
+Invariant: memory is written again only when what it held has arrived. No communication between ranks.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from polyreme.disk import aligned, padded
+from polyreme.tiers import Traffic
+from polyreme.tiers.lane import Lane, lane_to
+
+BACK = 2
+"""Pieces of parameters that may be on their way back."""
+
+
+class Ferry:
+    """Of all buckets of a rank whose masters and states are in a tier."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.traffic = Traffic()
+        """`written`: bytes of gradients that left the device; `read`: of parameters that came back to it."""
+        self.memory = 0
+        """Bytes of host memory that it takes."""
+        self._pin = device.type == "cuda"
+        self._lane: Lane = lane_to(device)
+        self._back: deque[tuple[Any, Tensor]] = deque()  # when each piece of memory is free
+
+    @classmethod
+    def over(cls, device: torch.device) -> Ferry | None:
+        """None for a CPU, which has its gradients at hand."""
+        return None if device.type == "cpu" else cls(device)
+
+    def hold(self, elements: int, dtype: torch.dtype) -> Hold:
+        """Room for the gradients of one bucket."""
+        nbytes = elements * dtype.itemsize
+        return Hold(self, self.take(nbytes)[:nbytes].view(dtype))
+
+    def take(self, nbytes: int) -> Tensor:
+        """Host memory, of at least so many bytes."""
+        self.memory += padded(nbytes)
+        return aligned(padded(nbytes), self._pin)
+
+    def leave(self, gradient: Tensor, memory: Tensor) -> Any:
+        """Begin to copy a gradient, which is freed once it has left."""
+        self._lane.settle()
+        self.traffic.written += gradient.nbytes
+        return self._lane.out(gradient.view(torch.uint8), memory.view(torch.uint8))
+
+    def send(self, target: Tensor, fill: Callable[[Tensor], None]) -> None:
+        """Have `fill` write the numbers of `target` to host memory, and begin to copy them there."""
+        memory = self._next(target.nbytes)
+        numbers = memory[: target.nbytes].view(target.dtype).view(target.shape)
+        fill(numbers)
+        self.traffic.read += target.nbytes
+        self._back.append((self._lane.into(numbers, target), memory))
+
+    def arrive(self) -> None:
+        """Before what was sent is used."""
+        self._lane.arrive()
+
+    def settle(self) -> None:
+        """Before memory of the device that gradients were in is written again."""
+        self._lane.settle()
+
+    def _next(self, nbytes: int) -> Tensor:
+        if len(self._back) < BACK:
+            return self.take(nbytes)
+        event, memory = self._back.popleft()
+        if event is not None:
+            event.synchronize()
+        if memory.nbytes < nbytes:
+            self.memory -= memory.nbytes
+            memory = self.take(nbytes)
+        return memory
+
+
+class Hold:
+    """Where one bucket's reduced gradients are from their last reduction in a step to the update."""
+
+    def __init__(self, ferry: Ferry, memory: Tensor) -> None:
+        self._ferry, self._memory = ferry, memory
+        self._left: Any = None
+
+    def take(self, gradient: Tensor) -> None:
+        """Begin to copy `gradient` (of the memory's size and dtype) to host memory."""
+        self._left = self._ferry.leave(gradient, self._memory)
+
+    def numbers(self) -> Tensor:
+        """What was taken last, on the CPU."""
+        if self._left is not None:
+            self._left.synchronize()
+            self._left = None
+        return self._memory

@@ -1,0 +1,139 @@
+"""What goes between a device and the CPU that updates its buckets, where copies take place as late as they may: an order of steps that does
+not wait for one shows as a wrong number. On a GPU the same code has streams instead."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import models
+import polyreme
+import training
+from polyreme.tiers.lane import Lane
+from polyreme.zero.ferry import Ferry
+from pool import Ranks
+
+
+class Copy:
+    """A copy that is made when it is waited for; until then its target has NaN."""
+
+    def __init__(self, source: Tensor, target: Tensor) -> None:
+        target.view(torch.uint8).fill_(255)
+        self._copy: Callable[[], object] | None = lambda: target.copy_(source)
+
+    def synchronize(self) -> None:
+        if self._copy is not None:
+            copy, self._copy = self._copy, None
+            copy()
+
+
+class LateLane(Lane):
+    def __init__(self) -> None:
+        self._leaving: list[Copy] = []
+        self._coming: list[Copy] = []
+
+    def out(self, source: Tensor, memory: Tensor) -> Copy:
+        self._leaving.append(Copy(source, memory))
+        return self._leaving[-1]
+
+    def into(self, memory: Tensor, target: Tensor) -> Copy:
+        self._coming.append(Copy(memory, target))
+        return self._coming[-1]
+
+    def arrive(self) -> None:
+        for copy in self._coming:
+            copy.synchronize()
+        self._coming.clear()
+
+    def settle(self) -> None:
+        for copy in self._leaving:
+            copy.synchronize()
+        self._leaving.clear()
+
+
+class LateFerry(Ferry):
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
+        self._lane = LateLane()
+
+
+def train(rank: int, world: int, settings: list[dict[str, Any]], share: bool = True) -> list[training.Run]:
+    """A run of each config; all but the first with a ferry."""
+    runs, over = [], Ferry.over
+    for i, each in enumerate(settings):
+        Ferry.over = LateFerry if i else over  # type: ignore[assignment, method-assign]
+        try:
+            torch.manual_seed(0)
+            engine = polyreme.initialize(models.llama(num_hidden_layers=4, tie_word_embeddings=True), each, loss_fn=models.causal_loss)
+        finally:
+            Ferry.over = over  # type: ignore[method-assign]
+        records = []
+        for step in range(3):
+            batch = models.tokens(training.SAMPLES, seed=step)
+            result = engine.train_step(models.share(batch, rank, world) if share else batch)
+            records.append((result.loss, result.grad_norm))
+            assert i == 0 or engine.tiers()["gradients"]["written"] > 0
+        runs.append((records, engine.state_dict(master=True)))
+    return runs
+
+
+def assert_equal(runs: list[training.Run]) -> None:
+    assert not [found for run in runs[1:] if (found := training.differences(runs[0], run))]
+
+
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_ferry_changes_no_bit(ranks: Ranks, tmp_path: Path, world: int, stage: int) -> None:
+    """fp16 begins with steps that overflow."""
+    homes: list[dict[str, Any]] = [{}, {"states": "host"}, {"states": str(tmp_path)}, {"states": {"host": 0.5, "device": 0.5}}]
+    homes += [{"states": "host", "params": "host"}] if stage == 3 else []
+    for accumulation, zero, precision in (
+        (1, {}, {"compute": "bf16"}),
+        (2, {}, {"compute": "fp16", "initial_scale": 2.0**24}),
+        (2, {"reduce_every": "microbatch"}, {"compute": "fp32"}),
+    ):
+        sections = {"zero": {"stage": stage, "min_bucket": 0, **zero}, "precision": precision}
+        for told in ranks(world, train, [training.config(world, accumulation, memory=memory, **sections) for memory in homes]):
+            assert_equal(told)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+def test_with_a_pipeline(ranks: Ranks, schedule: str) -> None:
+    """The embedding is tied to the head, so that its gradients are summed over the stages before they go."""
+    settings = [training.config(1, 2, zero={"stage": 1, "min_bucket": 0}, mesh={"pp": 2}, pipeline={"schedule": schedule}, memory=memory)
+                for memory in ({}, {"states": "host"})]  # fmt: skip
+    for told in ranks(2, train, settings, False):
+        assert_equal(told)
+
+
+def account(rank: int, world: int, stage: int) -> dict[str, Any]:
+    made = training.config(world, zero={"stage": stage, "min_bucket": 0}, precision={"compute": "bf16"}, memory={"states": "host"})
+    over, Ferry.over = Ferry.over, LateFerry  # type: ignore[assignment, method-assign]
+    try:
+        engine = polyreme.initialize(models.llama(), made, loss_fn=models.causal_loss)
+    finally:
+        Ferry.over = over  # type: ignore[method-assign]
+    for _ in range(2):
+        engine.train_step(models.share(models.tokens(training.SAMPLES), rank, world))
+    shards = sum(bucket.layout.shard_size for bucket in engine._placement.trainable)
+    updated = sum(record.run.stop - record.run.start for bucket in engine._placement.trainable for record in bucket.records or ())
+    return {
+        "shards": shards,
+        "updated": updated,
+        "tier": engine.tiers()["gradients"],
+        "held": [bucket.grad for bucket in engine._placement.trainable],
+    }
+
+
+def test_what_goes_is_what_must_and_leaves_the_device(ranks: Ranks) -> None:
+    """Of bf16, gradients go in float32 and parameters come in bf16; between the last reduction and the next none is on the device."""
+    for told in ranks(2, account, 2):
+        assert told["tier"]["written"] == 2 * 4 * told["shards"]
+        assert told["tier"]["read"] == 2 * 2 * told["updated"]
+        assert told["tier"]["memory"] >= 4 * told["shards"]
+        assert told["held"] == [None] * len(told["held"])
