@@ -59,7 +59,7 @@ def assert_same(found: list[Tensor], records: list[Tensor]) -> None:
 @settings(max_examples=30, deadline=None)
 @given(st.data())
 def test_streams_one_after_the_other_are_as_plain_memory(tmp_path_factory: pytest.TempPathFactory, kind: str, data: st.DataObject) -> None:
-    """Records come again at any distance, streams end early, and are read only."""
+    """Records come again at any distance, streams end early, are read only, and begin anew after another use of the tier."""
     sizes = data.draw(st.lists(st.integers(0, 3 * ALIGNMENT), min_size=1, max_size=12))
     orders = st.lists(st.integers(0, len(sizes) - 1), max_size=40)
     records = [torch.zeros(size, dtype=torch.uint8) for size in sizes]
@@ -69,6 +69,10 @@ def test_streams_one_after_the_other_are_as_plain_memory(tmp_path_factory: pytes
         for order in data.draw(st.lists(orders, min_size=1, max_size=4)):
             write, stop = data.draw(st.booleans()), data.draw(st.integers(0, len(order)))
             stream = tier.stream(order, write=write)
+            if order and data.draw(st.booleans()):  # before anything is taken from it
+                last = order[0]
+                tier.write(last, 0, torch.full_like(records[last], 7))
+                records[last].fill_(7)
             given = 0
             for seed, record in enumerate(order[: stop + 1]):
                 memory = next(stream)

@@ -137,3 +137,26 @@ def test_what_goes_is_what_must_and_leaves_the_device(ranks: Ranks) -> None:
         assert told["tier"]["read"] == 2 * 2 * told["updated"]
         assert told["tier"]["memory"] >= 4 * told["shards"]
         assert told["held"] == [None] * len(told["held"])
+
+
+def looked_at(rank: int, world: int, folder: Path) -> None:
+    """What is read ahead of the update is not what it was, where something else was done with the tier meanwhile."""
+    results = []
+    for looks in (False, True):
+        torch.manual_seed(0)
+        engine = polyreme.initialize(models.llama(), training.config(world, memory={"states": str(folder)}))
+        for step in range(2):
+            engine.backward(engine(**models.share(models.tokens(training.SAMPLES, seed=step), rank, world)).loss)
+            if looks:
+                before = engine.state_dict(master=True)
+                engine.save(folder / "between") if step else None
+            results.append(engine.step().loss)
+        if looks:
+            assert any(not torch.equal(tensor, before[name]) for name, tensor in engine.state_dict(master=True).items())
+        results.append(sum(tensor.double().sum() for tensor in engine.state_dict(master=True).values()))
+        engine.close()
+    assert results[:3] == results[3:]
+
+
+def test_a_tier_may_be_used_between_backward_and_update(ranks: Ranks, tmp_path: Path) -> None:
+    ranks(2, looked_at, tmp_path)
