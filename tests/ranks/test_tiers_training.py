@@ -184,6 +184,36 @@ def test_what_moves_is_what_must(ranks: Ranks, tmp_path: Path, compute: str) -> 
         assert not told["memory"]["parameters"], "between steps none is on the device"
 
 
+def generated(rank: int, world: int, settings: list[dict[str, Any]]) -> list[tuple[list[list[int]], float]]:
+    """Under each of `settings`: tokens that the model likes best, before and after an update, and the loss of the next step."""
+    found = []
+    batch = models.share(models.tokens(training.SAMPLES), rank, world)
+    prompt = batch["input_ids"][:2, :5]
+    for each in settings:
+        torch.manual_seed(0)
+        engine = polyreme.initialize(models.llama(num_hidden_layers=4), each, loss_fn=models.causal_loss)
+        options = {"attention_mask": torch.ones_like(prompt), "max_new_tokens": 8, "do_sample": False, "eos_token_id": None}
+        texts = []
+        for _ in range(2):
+            with torch.no_grad():
+                texts += engine.module.generate(prompt, **options).tolist()
+            loss = engine.train_step(batch).loss
+        found.append((texts, loss))
+        if rank == 0 and "params" in each["memory"]:
+            assert not engine.memory()["parameters"], "none stays on the device"
+    return found
+
+
+def test_generating_text_with_parameters_away(ranks: Ranks, tmp_path: Path) -> None:
+    """A block comes for each token; the tokens, and the training around them, are those of parameters on the device."""
+    places: list[dict[str, Any]] = [{}, {"params": "host"}, {"params": FILES}, {"states": FILES, "params": FILES}]
+    settings = [training.config(2, zero={"stage": 3, "min_bucket": 0}, memory=memory) for memory in places]
+    for told in ranks(2, generated, placed_all(settings, tmp_path)):
+        texts, _ = told[0]
+        assert all(each == told[0] for each in told[1:])
+        assert len(texts) == 4 and all(len(text) == 5 + 8 for text in texts) and texts[:2] != texts[2:], "an update changes them"
+
+
 def opened(rank: int, world: int, folder: str) -> None:
     made = training.config(world, memory={"states": folder})
     for _ in range(2):  # one after the other
