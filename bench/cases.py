@@ -43,7 +43,7 @@ SIZES = {
 @dataclass(frozen=True)
 class Job:
     """What one rank of one system is asked to train. `batch` counts samples per rank, `sequence` tokens per sample, `microbatches` the
-    parts into which a pipeline cuts the batch of all ranks."""
+    parts into which a pipeline cuts the batch of all ranks. What a system keeps in files goes to `folder`."""
 
     system: str
     size: str
@@ -55,6 +55,7 @@ class Job:
     threads: int
     suite: str = "step"
     microbatches: int = 1
+    folder: str = ""
 
 
 class Outcome(NamedTuple):

@@ -10,7 +10,7 @@ import statistics
 from collections.abc import Sequence
 from typing import Any
 
-from systems import FLOOR, SUITES
+from systems import FLOOR, SUITES, TIERS
 
 MIB = 2**20
 
@@ -51,6 +51,12 @@ RIVALS["step"] = [
     *((f"polyreme{stage}", f"deepspeed{stage}", 1.15) for stage in range(4)),
     *((f"polyreme{stage}-sockets", "ddp", 1.0) for stage in (0, 1, 2)),
     ("polyreme3-sockets", "fsdp2", 1.15),
+    *((f"polyreme{stage}+{home}", f"polyreme{stage}", None) for stage in (2, 3) for home in TIERS),
+    *((f"polyreme3+{home}+params", "polyreme3", None) for home in TIERS),
+    *((f"polyreme{stage}+host", f"deepspeed{stage}+cpu", 1.0) for stage in (2, 3)),
+    ("polyreme3+host+params", "deepspeed3+cpu+params", 1.0),
+    ("polyreme3+file", "deepspeed3+nvme", 1.0),
+    ("polyreme3+file+params", "deepspeed3+nvme+params", 1.0),
     ("polyreme0-bf16", "ddp-bf16", 1.0),
     ("polyreme3-bf16", "fsdp2-bf16", 1.15),
 ]

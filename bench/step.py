@@ -17,6 +17,7 @@ import os
 import platform
 import random
 import shlex
+import signal
 import socket
 import subprocess
 import sys
@@ -195,7 +196,7 @@ class Group:
 def job_of(args: argparse.Namespace, size: str, dtype: str) -> dict[str, Any]:
     """What all ranks of all systems are told; see `cases.Job`."""
     options = ("suite", "batch", "sequence", "threads", "microbatches")
-    return {"size": size, "dtype": dtype, "world": args.ranks, **{name: getattr(args, name) for name in options}}
+    return {"size": size, "dtype": dtype, "world": args.ranks, "folder": str(args.folder), **{name: getattr(args, name) for name in options}}
 
 
 def measure(args: argparse.Namespace, size: str, dtype: str, systems: Sequence[str]) -> dict[str, Any]:
@@ -300,6 +301,7 @@ def parse(suite: str, description: str | None, defaults: Mapping[str, Any], argv
     parser.add_argument("--at-once", type=int, help="systems in memory beside the floor; as many as seem to fit")
     parser.add_argument("--seed", type=int, default=0, help="of the order of turns")
     parser.add_argument("--timeout", type=float, default=600.0, help="seconds for one answer of a rank")
+    parser.add_argument("--folder", type=Path, default=Path(), help="on the disk for files of systems; all that is made there is removed")
     parser.add_argument("--out", type=Path, help="the JSON result; a table is written beside it as .md")
     parser.add_argument("--profile", action="store_true", help="time nothing; show where each system's time goes")
     parser.set_defaults(suite=suite, **({} if suite == "pipeline" else {"microbatches": 1}), **defaults)
@@ -321,6 +323,14 @@ def parse(suite: str, description: str | None, defaults: Mapping[str, Any], argv
 def main(suite: str = "step", description: str | None = __doc__, argv: Sequence[str] | None = None, **defaults: Any) -> int:
     """Measure what the arguments say of `suite`; `defaults` are those of the options."""
     args = parse(suite, description, defaults, argv)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that nothing is left on the disk
+    with tempfile.TemporaryDirectory(prefix="step-", dir=args.folder) as folder:
+        args.folder = Path(folder).resolve()
+        return run(suite, args)
+
+
+def run(suite: str, args: argparse.Namespace) -> int:
+    """Measure, print and write all that `args` ask for; returns the exit status."""
     started = time.monotonic()
     result: dict[str, Any] = {"suite": suite, "environment": environment(), "malloc": args.malloc, "cases": []}
     failed = False

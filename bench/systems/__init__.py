@@ -36,6 +36,9 @@ class System:
         return step
 
 
+TIERS = {"host": "host", "file": "files"}
+"""By what a system's name says, where its numbers are."""
+
 # In this order they are started, so that rivals share a group (and its floor) when memory cannot hold all at once.
 SYSTEMS: dict[str, System] = {
     FLOOR: System("floor"),
@@ -60,7 +63,16 @@ SYSTEMS: dict[str, System] = {
     **{f"polyreme{stage}-bf16": System("polyreme_zero", {"stage": stage, "reduce": "bf16"}, ("bf16",), variant=True) for stage in range(4)},
     # over gloo's sockets alone, as ranks of different hosts would
     **{f"polyreme{stage}-sockets": System("polyreme_zero", {"stage": stage, "shared_memory": False}, variant=True) for stage in range(4)},
-}
+    # states, and with "+params" parameters too, in host memory or in files
+    **{f"polyreme{stage}+{name}": System("polyreme_zero", {"stage": stage, "states": home}, variant=True)
+       for stage in range(4) for name, home in TIERS.items()},
+    **{f"polyreme3+{name}+params": System("polyreme_zero", {"stage": 3, "states": home, "params": home}, variant=True)
+       for name, home in TIERS.items()},
+    "deepspeed2+cpu": System("deepspeed_zero", {"stage": 2, "states": "cpu"}, variant=True),
+    **{f"deepspeed3+{home}": System("deepspeed_zero", {"stage": 3, "states": home}, variant=True) for home in ("cpu", "nvme")},
+    **{f"deepspeed3+{home}+params": System("deepspeed_zero", {"stage": 3, "states": home, "params": home}, variant=True)
+       for home in ("cpu", "nvme")},
+}  # fmt: skip
 
 # Blocks alone, forward and backward, divided over the ranks.
 TENSOR: dict[str, System] = {

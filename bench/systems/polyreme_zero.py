@@ -3,17 +3,21 @@
 bf16: bf16 compute, fp32 masters in the flat shard, gradients reduced in fp32 (`reduce="bf16"`: in bf16). Its loss is
 already the mean over the whole global batch, which costs it a reduction that the other systems are spared.
 Ranks of one host read each other's buffers; without `shared_memory`, all goes over gloo's sockets, as it does in the other systems.
+`states` and `params`: where they are kept, FILES being the job's folder.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from torch import nn
 
 import polyreme
 from cases import ADAMW, CLIP, Batch, Job, Outcome
+
+FILES = "files"
 
 
 def initialize(model: nn.Module, job: Job, *, stage: int, reduce: str = "fp32", **sections: Any) -> polyreme.Engine:
@@ -36,5 +40,8 @@ def step_of(engine: polyreme.Engine) -> Callable[[Batch], Outcome]:
     return step
 
 
-def build(model: nn.Module, job: Job, *, stage: int, reduce: str = "fp32", shared_memory: bool = True) -> Callable[[Batch], Outcome]:
-    return step_of(initialize(model, job, stage=stage, reduce=reduce, mesh={"shared_memory": shared_memory}))
+def build(
+    model: nn.Module, job: Job, *, stage: int, reduce: str = "fp32", shared_memory: bool = True, **memory: str
+) -> Callable[[Batch], Outcome]:
+    homes = {what: str(Path(job.folder) / job.system) if home == FILES else home for what, home in memory.items()}
+    return step_of(initialize(model, job, stage=stage, reduce=reduce, mesh={"shared_memory": shared_memory}, memory=homes))
