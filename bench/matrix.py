@@ -19,9 +19,9 @@ import shlex
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 BENCH = Path(__file__).resolve().parent
 sys.path += [str(BENCH.parent / "tests"), str(BENCH.parent / "tests/parity")]
@@ -30,6 +30,7 @@ from test_parity_mesh import EACH, MODELS, Case, cases_of, compare, train  # noq
 
 from pool import Ranks, RanksFailed  # noqa: E402
 
+Item = TypeVar("Item")
 HEADS = {"llama of 6 heads": 6}  # of the others 4
 
 
@@ -90,16 +91,19 @@ def ranks_of(layout: str) -> int:
     return math.prod(map(int, layout.split("x")))
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
+def sweep(cases: Mapping[str, Item], attempt: Callable[[Ranks, Item], str], page: Callable[[Mapping[str, Any], int], str],
+          argv: Sequence[str] | None, description: str) -> int:  # fmt: skip
+    """Try each of `cases` that the result does not have yet, keep what `attempt` says is wrong with it, and write the page; returns the
+    exit status."""
+    parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--out", type=Path, required=True, help="JSON file; the page goes beside it as .md")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no other run after so long")
     args = parser.parse_args(argv)
     from step import environment
 
     result = json.loads(args.out.read_text()) if args.out.exists() else {"runs": {}}
-    result["environment"] = environment() | {"command": shlex.join(["python", "bench/matrix.py", "--out", str(args.out)])}
-    cases = {key(case): case for case in every_case()}
+    command = shlex.join(["python", f"bench/{Path(sys.argv[0]).name}", "--out", str(args.out)])
+    result["environment"] = environment() | {"command": command}
     began, ranks = time.monotonic(), Ranks()
     try:
         for name, case in cases.items():
@@ -112,8 +116,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             args.out.write_text(json.dumps(result, indent=0) + "\n")
     finally:
         ranks.close()
-    args.out.with_suffix(".md").write_text(markdown(result, len(cases)))
+    args.out.with_suffix(".md").write_text(page(result, len(cases)))
     return int(any(result["runs"].values()))
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    return sweep({key(case): case for case in every_case()}, attempt, markdown, argv, (__doc__ or "").split("\n\n")[0])
 
 
 if __name__ == "__main__":

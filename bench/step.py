@@ -196,7 +196,8 @@ class Group:
 def job_of(args: argparse.Namespace, size: str, dtype: str) -> dict[str, Any]:
     """What all ranks of all systems are told; see `cases.Job`."""
     options = ("suite", "batch", "sequence", "threads", "microbatches")
-    return {"size": size, "dtype": dtype, "world": args.ranks, "folder": str(args.folder), **{name: getattr(args, name) for name in options}}
+    chosen = {name: getattr(args, name) for name in options}
+    return {"size": size, "dtype": dtype, "world": args.ranks, "folder": str(args.folder), **chosen}
 
 
 def measure(args: argparse.Namespace, size: str, dtype: str, systems: Sequence[str]) -> dict[str, Any]:

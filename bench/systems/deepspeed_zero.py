@@ -5,8 +5,8 @@ bf16: its `bf16` mode keeps fp32 masters in the optimizer and is told to reduce 
 frequencies would differ from everybody else's. Its stage 0 in bf16 begins Adam's step count one too high, so its
 losses are off by more than rounding in the first steps.
 
-With an offload (`states` and `params`: "cpu" or "nvme") it is given its own CPU Adam and, where states are in files, parts of which one can be
-read and one written while a third is updated. Nothing is pinned, as nothing crosses to a device here.
+With an offload (`states` and `params`: "cpu" or "nvme") it is given its own CPU Adam and, where states are in files, parts of which one can
+be read and one written while a third is updated. Nothing is pinned, as nothing crosses to a device here.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from deepspeed.ops.adam import DeepSpeedCPUAdam
 from torch import nn
 
 from cases import ADAMW, CLIP, Batch, Job, Outcome
-
 
 PART = 2**22
 """Elements of the parts in which states in files are updated."""
