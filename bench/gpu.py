@@ -1,15 +1,20 @@
-"""One device, one rank: speed and memory of Polyreme beside plain torch, FSDP2 and DeepSpeed.
+"""One device, one rank: speed and memory of Polyreme beside plain torch, FSDP2 and DeepSpeed; and how large a model it can train.
 
     python bench/gpu.py --size 160m,410m,1.3b --out bench/results/gpu.json
+    python bench/gpu.py --size 1.3b --systems '*+host*,*+file*,*+cpu*' --largest 2048 --out bench/results/gpu-tiers.json
     python bench/gpu.py --device cpu --size tiny --batch 2 --sequence 64 --systems torch,polyreme2     # the same path without a GPU
 
 At a world size of 1 nothing is communicated, so the floor is a plain torch loop (`systems/floor.py`: bf16 model, fp32 masters, fused
-AdamW, clipping), and what is measured is what each system adds to it. A system's name is its kind, its ZeRO stage and its options:
-"polyreme3+recompute+compile". Each has a process of its own; one works at a time, a turn of `--steps` steps, all in a new random order
-each round, the floor in every round. A process that waits holds its weights and states and gives the rest of the device's memory back.
+AdamW, clipping), and what is measured is what each system adds to it. A system's name is its kind, its ZeRO stage, where its states are
+(and with "+params" its parameters) and its options: "polyreme3+host+params+recompute+compile". Each has a process of its own; one
+works at a time, a turn of `--steps` steps, all in a new random order each round, the floor in every round. A process that waits holds its weights and
+states and gives the rest of the device's memory back.
 
 Time is between CUDA events at the ends of steps (the host's clock on a CPU). All systems start from the same weights and see the same
 tokens; in the first steps every loss must be the floor's.
+
+`--largest N` then looks for the deepest model of at most N blocks that each system trains on 1 sample (three steps, in a process of their
+own): twice as deep until it fails, then between the last two.
 """
 
 from __future__ import annotations
@@ -26,6 +31,7 @@ import platform
 import random
 import re
 import shlex
+import signal
 import socket
 import statistics
 import subprocess
@@ -36,7 +42,8 @@ import time
 import traceback
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from contextlib import nullcontext, suppress
+from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -71,6 +78,15 @@ SYSTEMS = (
     "torch+compile", "polyreme2+compile", "polyreme3+compile", "fsdp2+compile",
     "torch+recompute+compile", "polyreme2+recompute+compile", "polyreme3+recompute+compile", "fsdp2+recompute+compile",
 )  # fmt: skip
+TIERS = (
+    "polyreme2+host", "polyreme3+host", "polyreme3+host+params", "deepspeed2+cpu", "deepspeed3+cpu", "deepspeed3+cpu+params", "fsdp2+cpu",
+    "polyreme2+file", "polyreme3+file", "polyreme3+file+params",
+)  # fmt: skip
+"""Those of which states are elsewhere; not among "all"."""
+
+HOMES = {**{("polyreme", stage): ("host", "file") for stage in "0123"}, ("deepspeed", "2"): ("cpu",), ("deepspeed", "3"): ("cpu",),
+         ("fsdp2", ""): ("cpu",)}  # fmt: skip
+"""Where states of a kind and stage can be but on the device."""
 
 
 @dataclass(frozen=True)
@@ -79,16 +95,25 @@ class System:
 
     kind: str
     stage: int
+    home: str  # "" is the device
+    params: bool
     recompute: bool
     compile: bool
 
     @classmethod
     def parse(cls, name: str) -> System:
         """Raises ValueError for a name that is no system's."""
-        match = re.fullmatch(r"(torch|fsdp2|(?:polyreme|deepspeed)(?=[0-3]))([0-3]?)(\+recompute)?(\+compile)?", name)
-        if not match or (match[1] in ("torch", "fsdp2") and match[2]):
-            raise ValueError(f"{name!r} is no system: torch, fsdp2, polyreme0 to 3 or deepspeed0 to 3, then +recompute, then +compile")
-        return cls(match[1], int(match[2] or 0), bool(match[3]), bool(match[4]))
+        match = re.fullmatch(r"(torch|fsdp2|polyreme|deepspeed)([0-3]?)(\+host|\+file|\+cpu)?(\+params)?(\+recompute)?(\+compile)?", name)
+        if match:
+            kind, stage, home, *options = [group or "" for group in match.groups()]
+            system = cls(kind, int(stage or 0), home.removeprefix("+"), *map(bool, options))
+            staged, placed = kind in ("polyreme", "deepspeed"), system.home in ("", *HOMES.get((kind, stage), ()))
+            if bool(stage) == staged and placed and (not system.params or (system.home and system.stage == 3)):
+                return system
+        raise ValueError(
+            f"{name!r} is no system: torch, fsdp2, polyreme0 to 3 or deepspeed0 to 3, then +host or +file of polyreme's, +cpu of fsdp2, "
+            "deepspeed2 and deepspeed3, +params of those of stage 3, then +recompute, then +compile"
+        )
 
     @property
     def floor(self) -> str:
@@ -107,24 +132,38 @@ class Trained:
     memory: Callable[[], dict[str, int]] = dict
 
 
-def build(system: System, job: Job, device: torch.device) -> Trained:
-    """The system around the model of this size, whose weights are the same for every system."""
-    with device:
-        model: Any = build_model(job.size)
+def build(system: System, job: Job, device: torch.device, whole: bool = True) -> Trained:
+    """The system around the model of this size, whose weights are the same for every system; unless not `whole`: then the model is never
+    on the device as a whole, where a system can do without, and its weights are others."""
     if system.kind == "polyreme":
-        from systems import polyreme_zero
-
-        memory = {"activations": "recompute" if system.recompute else "keep"}
-        engine = polyreme_zero.initialize(model, job, stage=system.stage, memory=memory, compile=system.compile)
-        return Trained(polyreme_zero.step_of(engine), engine.memory)
+        return _polyreme(system, job, device, whole)
+    with device if whole or not system.home else torch.device("cpu"):
+        model: Any = build_model(job.size)
     if system.recompute:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     if system.compile:
         for block in model.model.layers:
             block.compile()
     peer = {FLOOR: "floor", "deepspeed": f"deepspeed{system.stage}"}.get(system.kind, system.kind)
+    peer += f"+{system.home}" * bool(system.home) + "+params" * system.params
     step = systems.SYSTEMS[peer].build(model, job)
     return Trained(lambda batch: step({key: value.to(device, non_blocking=True) for key, value in batch.items()}))
+
+
+def _polyreme(system: System, job: Job, device: torch.device, whole: bool) -> Trained:
+    from systems import polyreme_zero
+
+    def model() -> Any:
+        with device if whole else nullcontext():
+            return build_model(job.size)
+
+    home = {"file": polyreme_zero.FILES}.get(system.home, system.home)
+    memory = polyreme_zero.homes(job, {"states": home} if home else {}) | ({"activations": "recompute"} if system.recompute else {})
+    if system.params:
+        memory["params"] = memory["states"]
+    made = model() if whole else model
+    engine = polyreme_zero.initialize(made, job, stage=system.stage, memory=memory, compile=system.compile)
+    return Trained(polyreme_zero.step_of(engine), engine.memory)
 
 
 class Gauge:
@@ -258,6 +297,23 @@ class Worker:
         return {"wall_ms": wall / steps * 1e3, "busy_ms": sum(busy.values()) / 1e3 / steps, "kernels": kernels / steps,
                 "waits": waits / steps, "top": top}  # fmt: skip
 
+    def fits(self, blocks: int) -> dict[str, Any]:
+        """Build the system around a model of so many blocks and train three steps."""
+        with suppress(OSError):  # where host memory ends, this process is to go, and not the conductor
+            Path("/proc/self/oom_score_adj").write_text("1000")
+        SIZES[self.job.size] = replace(SIZES[self.job.size], blocks=blocks)
+        trained = build(System.parse(self.job.system), self.job, self.device, whole=False)
+        trained.step(self._batch())
+        self.gauge.begin()
+        marks = [self.gauge.mark()]
+        for _ in range(2):
+            trained.step(self._batch())
+            marks.append(self.gauge.mark())
+        seconds = self.gauge.seconds(marks)
+        with torch.device("meta"):
+            parameters = sum(p.numel() for p in build_model(self.job.size).parameters())
+        return {"parameters": parameters, "seconds": seconds[-1], **self.gauge.memory()}
+
     def _batch(self) -> Batch:
         batch = build_batch(self.job, self.at, [0])
         self.at += 1
@@ -346,7 +402,8 @@ class Case:
 
     def __init__(self, args: argparse.Namespace, size: str, dtype: str, deadline: float) -> None:
         self.args, self.deadline = args, deadline
-        self.job = Job(FLOOR, size, dtype, args.batch or BATCH.get(size, 4), args.sequence, 0, 1, args.threads)
+        batch = args.batch or BATCH.get(size, 4)
+        self.job = Job(FLOOR, size, dtype, batch, args.sequence, 0, 1, args.threads, folder=str(args.folder))
         self.names = [FLOOR, *(name for name in args.systems if name != FLOOR)]
         self.found: dict[str, dict[str, Any]] = {name: {"turns": {}} for name in self.names}
         self.running: dict[str, Process] = {}
@@ -381,7 +438,32 @@ class Case:
         finally:
             for process in (*self.running.values(), *self.ahead.values()):
                 process.close()
+        if self.args.largest:
+            for name in self.names:
+                if "skipped" not in self.found[name]:
+                    self.found[name]["largest"] = self.largest_of(name)
         return self.result(about)
+
+    def largest_of(self, name: str) -> dict[str, Any]:
+        """What the deepest model told that a system trains, and why none is deeper."""
+        told: dict[int, dict[str, Any]] = {}
+        why = f"--largest {self.args.largest}"
+
+        def fits(blocks: int) -> bool:
+            nonlocal why
+            job = Job(**{**asdict(self.job), "system": name, "batch": 1})
+            process = Process(job, self.args.device, min(self.args.timeout, max(1.0, self.deadline - time.monotonic())))
+            try:
+                told[blocks] = process.ask(do="fits", blocks=blocks)
+            except SystemFailed as error:
+                why = f"{blocks} blocks: {' '.join(str(error).split())[:160]}"
+            finally:
+                process.close()
+            say(f"    {name}, {blocks} blocks: {'trains' if blocks in told else why}")
+            return blocks in told
+
+        blocks = deepest(fits, SIZES[self.job.size].blocks, self.args.largest, self.late)
+        return {"blocks": blocks, "why": f"the time was up; before: {why}" if self.late() else why, **told.get(blocks, {})}
 
     def fits_another(self) -> bool:
         """Whether what the largest system took at its peak is free, and a fifth more."""
@@ -433,6 +515,18 @@ class Case:
     def result(self, about: dict[str, Any]) -> dict[str, Any]:
         case = {"job": asdict(self.job), "about": about, "systems": self.found}
         return case | {"summary": summarise(case)}
+
+
+def deepest(fits: Callable[[int], bool], first: int, most: int, late: Callable[[], bool] = lambda: False) -> int:
+    """The largest number up to `most` that fits, to an eighth, as far as it was found before it was `late`: 0 if none. From `first` on,
+    each is twice the last until one does not fit, and then between the last two."""
+    good, bad, at = 0, most + 1, min(first, most)
+    while not late():
+        good, bad = (at, bad) if fits(at) else (good, at)
+        if bad - good <= max(1, good // 8):
+            break
+        at = min(2 * good, most) if bad > most else (good + bad) // 2
+    return good
 
 
 def seconds_of(record: dict[str, Any]) -> dict[str, float]:
@@ -500,6 +594,16 @@ def table(case: dict[str, Any]) -> list[str]:
         for outcome in ("skipped", "error"):
             if outcome in record:
                 lines += ["", f"**{name}** {'not run' if outcome == 'skipped' else 'failed'}: {record[outcome]}"]
+    largest = {name: record["largest"] for name, record in case["systems"].items() if "largest" in record}
+    if largest:
+        lines += ["", "| deepest model that trains, 1 sample a step | blocks | parameters | tokens/s | peak GiB | why not deeper |",
+                  "|---|" + "--:|" * 4 + "---|"]  # fmt: skip
+        for name, found in largest.items():
+            numbers = "| | |"
+            if found["blocks"]:
+                rate, size = job["sequence"] / found["seconds"], found["parameters"] / 1e9
+                numbers = f"| {size:,.2f}B | {rate:,.0f} | {found['peak'] / GIB:.2f}"
+            lines.append(f"| {name} | {found['blocks']} {numbers} | {found['why'].replace('|', '/')} |")
     profiled = {name: record["profile"] for name, record in case["systems"].items() if "profile" in record}
     if profiled:
         lines += ["", "| under the profiler | ms a step | busy ms | kernels | host waits |", "|---|" + "--:|" * 4]
@@ -555,6 +659,7 @@ def choose(patterns: str) -> list[str]:
     chosen: list[str] = []
     for pattern in patterns.split(","):
         names = [name for name in SYSTEMS if pattern == "all" or fnmatch.fnmatch(name, pattern)]
+        names += [name for name in TIERS if fnmatch.fnmatch(name, pattern)]
         if not names:
             System.parse(pattern)
             names = [pattern]
@@ -576,6 +681,8 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--threads", type=int, default=0, help="of each process; 0 leaves torch's default")
     parser.add_argument("--minutes", type=float, default=1e6, help="no system and no turn is begun after so long")
     parser.add_argument("--timeout", type=float, default=300.0, help="seconds for one answer of a system")
+    parser.add_argument("--largest", type=int, default=0, help="look for the deepest model of at most so many blocks, too")
+    parser.add_argument("--folder", type=Path, default=Path(), help="on the disk for files of systems; all that is made there is removed")
     parser.add_argument("--profile", action="store_true", help="three more steps of each system under torch.profiler")
     parser.add_argument("--out", type=Path, help="the JSON result; the tables are written beside it as .md")
     parser.add_argument("--worker", type=json.loads, help=argparse.SUPPRESS)
@@ -602,6 +709,14 @@ def main() -> int:
     if args.worker:
         serve(Job(**args.worker), args.device)
         return 0
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that nothing is left on the disk
+    with tempfile.TemporaryDirectory(prefix="gpu-", dir=args.folder) as folder:
+        args.folder = Path(folder).resolve()
+        return run(args)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measure, print and write all that `args` ask for; returns the exit status."""
     deadline = time.monotonic() + args.minutes * 60
     result: dict[str, Any] = {"environment": environment(args.device), "cases": []}
     for size in args.size:

@@ -55,6 +55,7 @@ RIVALS["step"] = [
     *((f"polyreme3+{home}+params", "polyreme3", None) for home in TIERS),
     *((f"polyreme{stage}+host", f"deepspeed{stage}+cpu", 1.0) for stage in (2, 3)),
     ("polyreme3+host+params", "deepspeed3+cpu+params", 1.0),
+    ("polyreme3+host+params", "fsdp2+cpu", 1.0),
     ("polyreme3+file", "deepspeed3+nvme", 1.0),
     ("polyreme3+file+params", "deepspeed3+nvme+params", 1.0),
     ("polyreme0-bf16", "ddp-bf16", 1.0),

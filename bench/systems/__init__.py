@@ -68,6 +68,7 @@ SYSTEMS: dict[str, System] = {
        for stage in range(4) for name, home in TIERS.items()},
     **{f"polyreme3+{name}+params": System("polyreme_zero", {"stage": 3, "states": home, "params": home}, variant=True)
        for name, home in TIERS.items()},
+    "fsdp2+cpu": System("fsdp2", {"reshard": True, "offload": True}, variant=True),
     "deepspeed2+cpu": System("deepspeed_zero", {"stage": 2, "states": "cpu"}, variant=True),
     **{f"deepspeed3+{home}": System("deepspeed_zero", {"stage": 3, "states": home}, variant=True) for home in ("cpu", "nvme")},
     **{f"deepspeed3+{home}+params": System("deepspeed_zero", {"stage": 3, "states": home, "params": home}, variant=True)

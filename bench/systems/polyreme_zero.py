@@ -8,7 +8,7 @@ Ranks of one host read each other's buffers; without `shared_memory`, all goes o
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,9 @@ from cases import ADAMW, CLIP, Batch, Job, Outcome
 FILES = "files"
 
 
-def initialize(model: nn.Module, job: Job, *, stage: int, reduce: str = "fp32", **sections: Any) -> polyreme.Engine:
+def initialize(
+    model: nn.Module | Callable[[], nn.Module], job: Job, *, stage: int, reduce: str = "fp32", **sections: Any
+) -> polyreme.Engine:
     """The engine; `sections` are further ones of its config."""
     config: dict[str, Any] = {
         "zero": {"stage": stage},
@@ -43,5 +45,9 @@ def step_of(engine: polyreme.Engine) -> Callable[[Batch], Outcome]:
 def build(
     model: nn.Module, job: Job, *, stage: int, reduce: str = "fp32", shared_memory: bool = True, **memory: str
 ) -> Callable[[Batch], Outcome]:
-    homes = {what: str(Path(job.folder) / job.system) if home == FILES else home for what, home in memory.items()}
-    return step_of(initialize(model, job, stage=stage, reduce=reduce, mesh={"shared_memory": shared_memory}, memory=homes))
+    return step_of(initialize(model, job, stage=stage, reduce=reduce, mesh={"shared_memory": shared_memory}, memory=homes(job, memory)))
+
+
+def homes(job: Job, memory: Mapping[str, str]) -> dict[str, str]:
+    """`memory` with the folder that FILES stands for."""
+    return {what: str(Path(job.folder) / job.system) if home == FILES else home for what, home in memory.items()}

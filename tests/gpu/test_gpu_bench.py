@@ -35,11 +35,18 @@ def test_a_name_says_kind_stage_and_options(bench: ModuleType) -> None:
     system = bench.System.parse("polyreme3+recompute+compile")
     assert (system.kind, system.stage, system.recompute, system.compile) == ("polyreme", 3, True, True)
     assert system.floor == "torch+recompute+compile"
+    away = bench.System.parse("polyreme3+host+params+recompute")
+    assert (away.home, away.params, away.floor) == ("host", True, "torch+recompute")
+    assert all(bench.System.parse(name).home and bench.System.parse(name).floor == "torch" for name in bench.TIERS)
     assert bench.System.parse("fsdp2").kind == "fsdp2" and bench.System.parse("fsdp2").floor == "torch"
     assert {bench.System.parse(name).floor for name in bench.SYSTEMS} <= set(bench.SYSTEMS)
 
 
-@pytest.mark.parametrize("name", ["polyreme", "polyreme4", "torch2", "fsdp23", "torch+compile+recompute", "ddp", ""])
+OTHERS = """polyreme polyreme4 torch2 fsdp23 torch+compile+recompute ddp torch+cpu deepspeed1+cpu deepspeed2+cpu+params polyreme3+cpu
+    polyreme3+params fsdp2+host"""
+
+
+@pytest.mark.parametrize("name", [*OTHERS.split(), ""])
 def test_other_names_are_refused(bench: ModuleType, name: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(ValueError, match="is no system"):
         bench.System.parse(name)
@@ -52,6 +59,7 @@ def test_patterns_choose_systems_in_order(bench: ModuleType) -> None:
     assert bench.choose("all") == list(bench.SYSTEMS)
     assert bench.choose("fsdp2,polyreme?,fsdp*")[:4] == ["fsdp2", "polyreme2", "polyreme3", "fsdp2+recompute"]
     assert bench.choose("polyreme0+compile") == ["polyreme0+compile"]
+    assert bench.choose("*3+host*,fsdp2+cpu") == ["polyreme3+host", "polyreme3+host+params", "fsdp2+cpu"]
 
 
 def record(seconds: dict[str, float], losses: list[float]) -> dict[str, Any]:
@@ -97,18 +105,37 @@ def test_a_system_that_failed_is_reported_and_no_row(bench: ModuleType) -> None:
     assert "**fsdp2** failed: out of memory" in text and "**deepspeed2** not run: not here" in text
 
 
+@pytest.mark.parametrize(
+    ("limit", "tried"), [(0, [4, 2, 1]), (3, [4, 2, 3]), (4, [4, 8, 6, 5]), (19, [4, 8, 16, 20, 18]), (99, [4, 8, 16, 20])]
+)
+def test_the_deepest_model_is_found_in_few_tries(bench: ModuleType, limit: int, tried: list[int]) -> None:
+    """Of at most 20 blocks, of which `limit` fit."""
+    seen: list[int] = []
+
+    def fits(blocks: int) -> bool:
+        seen.append(blocks)
+        return blocks <= limit
+
+    found = bench.deepest(fits, 4, 20)
+    assert seen == tried and found == max((blocks for blocks in tried if blocks <= limit), default=0)
+    assert bench.deepest(fits, 4, 20, late=lambda: len(seen) > 5) <= limit
+
+
 @pytest.mark.timeout(300)  # three processes import torch, on a machine that may be busy
 def test_a_run_without_a_gpu(tmp_path: Path) -> None:
     out = tmp_path / "result.json"
     options = "--device cpu --size tiny --dtype fp32 --batch 2 --sequence 32 --rounds 1 --steps 2 --settle 1 --threads 1 --profile"
-    command = [sys.executable, str(SCRIPT), *options.split(), "--systems", "polyreme3+recompute", "--out", str(out)]
+    options += f" --folder {tmp_path} --largest 3"
+    command = [sys.executable, str(SCRIPT), *options.split(), "--systems", "polyreme3+file+params+recompute", "--out", str(out)]
     run = subprocess.run(command, capture_output=True, text=True, check=False, env={**os.environ, "OMP_NUM_THREADS": "1"})
     assert run.returncode == 0, run.stderr
     assert run.stdout.strip() == out.with_suffix(".md").read_text().strip()
     found = json.loads(out.read_text())["cases"][0]
-    assert list(found["summary"]) == ["torch", "polyreme3+recompute"]
+    assert list(found["summary"]) == ["torch", "polyreme3+file+params+recompute"]
     for name, row in found["summary"].items():
         assert row["equal"] and row["tokens_per_second"] > 0 and 0 < row["mfu"] < 1, name
-    polyreme = found["systems"]["polyreme3+recompute"]
-    assert polyreme["checked"]["categories"]["parameters"] > 0 and polyreme["profile"]["kernels"] > 0
+    polyreme = found["systems"]["polyreme3+file+params+recompute"]
+    assert polyreme["checked"]["categories"] and polyreme["profile"]["kernels"] > 0
+    assert polyreme["largest"]["blocks"] == 3 and polyreme["largest"]["why"] == "--largest 3"
+    assert not [path for path in tmp_path.iterdir() if path.is_dir()], "nothing is left on the disk"
     assert polyreme["checked"]["losses"] == pytest.approx(found["systems"]["torch"]["checked"]["losses"], rel=1e-5)
