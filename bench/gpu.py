@@ -6,9 +6,9 @@
 
 At a world size of 1 nothing is communicated, so the floor is a plain torch loop (`systems/floor.py`: bf16 model, fp32 masters, fused
 AdamW, clipping), and what is measured is what each system adds to it. A system's name is its kind, its ZeRO stage, where its states are
-(and with "+params" its parameters) and its options: "polyreme3+host+params+recompute+compile". Each has a process of its own; one
-works at a time, a turn of `--steps` steps, all in a new random order each round, the floor in every round. A process that waits holds its weights and
-states and gives the rest of the device's memory back.
+(and with "+params" its parameters) and its options: "polyreme3+host+params+recompute+compile". Each has a process of its own; one works at
+a time, a turn of `--steps` steps, all in a new random order each round, the floor in every round. A process that waits holds its weights
+and states and gives the rest of the device's memory back.
 
 Time is between CUDA events at the ends of steps (the host's clock on a CPU). All systems start from the same weights and see the same
 tokens; in the first steps every loss must be the floor's.

@@ -90,16 +90,17 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     rounds: list[dict[str, float]] = []
     for number in range(args.rounds + 1):
         generator.shuffle(order)
-        before = engines[UPDATE].tiers()["states"]["waited"]
+        before = engines[UPDATE].tiers()["states"]
         seconds = {name: turns[name]() for name in order}
-        seconds["waited"] = engines[UPDATE].tiers()["states"]["waited"] - before
+        after = engines[UPDATE].tiers()["states"]
+        seconds["waited"] = after["waited"] - before["waited"]
         if number:  # the first compiles, and touches its memory
             rounds.append(seconds)
         else:
             began = clock()
-    moved = engines[UPDATE].tiers()["states"]
-    return {"threads": torch.get_num_threads(), "rounds": rounds, "moved": (moved["read"] + moved["written"]) / (args.rounds + 1),
-            "same": norms[UPDATE] == norms[COMPUTE], "others_cores": others_cores(began)}  # fmt: skip
+    moved = sum(after[way] - before[way] for way in ("read", "written"))
+    return {"threads": torch.get_num_threads(), "rounds": rounds, "moved": moved, "same": norms[UPDATE] == norms[COMPUTE],
+            "others_cores": others_cores(began)}  # fmt: skip
 
 
 def ratios(run: Mapping[str, Any]) -> list[float]:

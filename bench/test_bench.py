@@ -220,6 +220,30 @@ def test_the_file_tier_is_measured(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["found.json", "found.md"]
 
 
+def test_updates_from_files_are_measured(tmp_path: Path) -> None:
+    """They move every state once each way, and change what those from host memory do."""
+    out = tmp_path / "found.json"
+    options = ["--numbers", "4", "--rounds", "1", "--threads", "1", "--folder", str(tmp_path), "--out", str(out)]
+    done = subprocess.run([sys.executable, str(BENCH / "overlap.py"), *options], capture_output=True, text=True, timeout=110)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (run,) = json.loads(out.read_text())["runs"]
+    assert run["moved"] == 2 * 12 * 4 * 2**20 and run["same"]
+    assert "| 1 | the disk |" in out.with_suffix(".md").read_text()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["found.json", "found.md"]
+
+
+def test_steps_are_measured_in_every_home(tmp_path: Path) -> None:
+    """With the losses of numbers on the device; nothing is left."""
+    out = tmp_path / "found.json"
+    systems = ["floor", "polyreme2+host", "polyreme3+file+params", "fsdp2+cpu"]
+    options = ["--size", "tiny", "--sequence", "32", "--systems", ",".join(systems[1:]), "--rounds", "1", "--steps", "1", "--settle", "0"]
+    command = [sys.executable, str(BENCH / "step.py"), *options, "--folder", str(tmp_path), "--out", str(out)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=110)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert sorted(json.loads(out.read_text())["cases"][0]["summary"]) == sorted(systems)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["found.json", "found.md"]
+
+
 def test_a_model_trains_from_files_as_predicted(tmp_path: Path) -> None:
     out = tmp_path / "found.json"
     options = ["--size", "tiny", "--ranks", "1", "--steps", "1", "--tokens", "16", "--folder", str(tmp_path / "tier"), "--out", str(out)]
