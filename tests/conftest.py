@@ -11,6 +11,10 @@ from pool import Ranks
 TIME_LIMIT = 120  # seconds
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--all-cases", action="store_true", help="whole products where tests run a cover of them (tests/cover.py)")
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("timeout") is None:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 import models
 import polyreme
+from cover import cover
 from polyreme.pipeline.schedule import NAMES, Name, stage_ranks
 from pool import Ranks
 
@@ -217,16 +218,10 @@ WORLDS = {**dict.fromkeys(EACH, (2, 4)), "llama of 6 heads": (3,)}
 
 @functools.cache
 def matrix() -> list[Case]:
-    """Few runs that have every pair which any run can have; each is one that has most of the pairs that are still missing."""
+    """Few runs that have every pair which any run can have; `bench/matrix.py` runs them all."""
     cases = [case for family, sizes in WORLDS.items() for size in sizes for case in cases_of(family, size)]
     random.Random(0).shuffle(cases)
-    left = {case: case.pairs() for case in cases}
-    missing = set().union(*left.values())
-    found = []
-    while missing:
-        found.append(max(left, key=lambda case: len(left[case] & missing)))
-        missing -= left[found[-1]]
-    return found
+    return cover(cases, Case.pairs)
 
 
 def cases_of(family: str, world_size: int) -> list[Case]:

@@ -4,8 +4,9 @@ must move."""
 from __future__ import annotations
 
 import os
+from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ import torch
 import models
 import polyreme
 import training
+from cover import cover, together
 from polyreme.errors import TierError
 from polyreme.tiers.claim import Claim
 from pool import Ranks, RanksFailed
@@ -22,6 +24,11 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
     "sgd": {"name": "sgd", "lr": 0.1, "momentum": 0.9, "nesterov": True, "clip": 0.5},
     "lion": {"name": "lion", "lr": 1e-3, "clip": 0.5},
     "adagrad": {"name": "adagrad", "lr": 1e-2},
+}
+PRECISIONS: dict[str, dict[str, Any]] = {
+    "fp32": {"compute": "fp32"},
+    "bf16": {"compute": "bf16"},
+    "fp16": {"compute": "fp16", "initial_scale": 2.0**24},
 }
 FILES = "files"  # in a config here: the test's own folder
 
@@ -53,20 +60,38 @@ def placed_all(settings: list[dict[str, Any]], folder: Path) -> list[dict[str, A
     return [placed(each, folder) for each in settings]
 
 
+class Case(NamedTuple):
+    """What a run has besides the homes, which are all compared in each."""
+
+    world: int
+    stage: int
+    optimizer: str
+    precision: str
+    accumulation: int
+
+
+CASES = cover(
+    [Case(*each) for each in product((1, 2, 4), range(4), OPTIMIZERS, PRECISIONS, (1, 2))], lambda case: together(case._asdict(), 2)
+)
+"""Every two values of two kinds are in one."""
+
+
 @pytest.mark.parametrize("world", [1, 2, 4])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_every_home_makes_the_same_bits(ranks: Ranks, tmp_path: Path, world: int, stage: int) -> None:
-    """Over optimizers, precisions and accumulation, of which each is met with each home; fp16 begins with a scale that overflows."""
-    precisions: list[dict[str, Any]] = [{"compute": "fp32"}, {"compute": "bf16"}, {"compute": "fp16", "initial_scale": 2.0**24}]
-    names, sections = list(OPTIMIZERS), {"stage": stage, "min_bucket": 0}
-    if world > 1 and stage in (1, 2):
-        names = names[stage::2]
-    for i, (name, precision) in enumerate(zip(names, (precisions * 2)[: len(names)], strict=True)):
-        settings = [training.config(world, 1 + i % 2, zero=sections, precision=precision, optimizer=OPTIMIZERS[name], memory=memory)
-                    for memory in homes(stage)]  # fmt: skip
+    """fp16 begins with a scale that overflows."""
+    cases = [case for case in CASES if (case.world, case.stage) == (world, stage)]
+    assert cases
+    for case in cases:
+        sections = {
+            "zero": {"stage": stage, "min_bucket": 0},
+            "precision": PRECISIONS[case.precision],
+            "optimizer": OPTIMIZERS[case.optimizer],
+        }
+        settings = [training.config(world, case.accumulation, **sections, memory=memory) for memory in homes(stage)]
         records, weights = assert_equal(ranks, world, "llama", settings, tmp_path, steps=3)
         assert all(torch.isfinite(t).all() for t in weights.values())
-        if precision["compute"] == "fp16":
+        if case.precision == "fp16":
             assert not all(loss == loss and norm < float("inf") for loss, norm in records), "a step has to overflow"
 
 

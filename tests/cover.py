@@ -1,0 +1,26 @@
+"""Few of many cases that have together what all of them have: in place of a full product, a run for every pair or triple of values."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from typing import TypeVar
+
+T = TypeVar("T")
+
+
+def cover(cases: Sequence[T], has: Callable[[T], Iterable[Hashable]]) -> list[T]:
+    """Cases that have everything which any case has, each chosen as the first that has most of what is still missing."""
+    left = {i: set(has(case)) for i, case in enumerate(cases)}
+    missing = set().union(*left.values())
+    found = []
+    while missing:
+        best = max(left, key=lambda i: len(left[i] & missing))
+        missing -= left.pop(best)
+        found.append(cases[best])
+    return found
+
+
+def together(values: Mapping[str, Hashable], size: int) -> frozenset[Hashable]:
+    """Of named values, every `size` of them."""
+    return frozenset(itertools.combinations(sorted(values.items(), key=lambda item: item[0]), size))
