@@ -4,7 +4,7 @@ on and off, beside plain PyTorch: the whole matrix, of which the tests run a pai
     python bench/matrix.py --out bench/results/NAME.json                     # what NAME.json does not have yet
     python bench/matrix.py --out bench/results/NAME.json --seconds 600       # a part; the next run goes on
 
-Invariant: a run passes if the loss and gradient norm of each of 5 steps with clipping, an evaluation and every final weight are those of
+Invariant: a run passes if the loss and gradient norm of each step with clipping, an evaluation and every final weight are those of
 one process in float64 to 1e-10.
 Exit status: 0, 1 where a run is wrong, 2 for bad usage.
 """
@@ -26,7 +26,7 @@ from typing import Any, TypeVar
 BENCH = Path(__file__).resolve().parent
 sys.path += [str(BENCH.parent / "tests"), str(BENCH.parent / "tests/parity")]
 
-from test_parity_mesh import EACH, MODELS, Case, cases_of, compare, train  # noqa: E402
+from test_parity_mesh import EACH, MODELS, STEPS, Case, cases_of, compare, train  # noqa: E402
 
 from pool import Ranks, RanksFailed  # noqa: E402
 
@@ -73,7 +73,7 @@ def markdown(result: Mapping[str, Any], cases: int) -> str:
         "# The parity matrix", "",
         f"{env['date']}, commit {env['commit']}; Python {env['python']}, torch {env['versions']['torch']}, transformers "
         f"{env['versions']['transformers']}.", "", f"    {env['command']}", "",
-        f"{len(runs)} of {cases} runs of 5 steps with clipping, in float64: every loss, gradient norm, evaluation and final weight against "
+        f"{len(runs)} of {cases} runs of {STEPS} steps with clipping, in float64: every loss, gradient norm, evaluation and final weight against "
         f"one plain PyTorch process, to 1e-10. {len(runs) - len(wrong)} pass, {len(wrong)} are wrong. A layout is dp x tp x pp; each is "
         "run with ZeRO 0 to 3, with pp > 1 in every schedule that the 5 blocks have stages for, with tp > 1 with and without sequence "
         "parallelism (ViT, whose 17 positions cannot be divided, without).", "",
