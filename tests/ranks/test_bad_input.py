@@ -10,12 +10,14 @@ import pytest
 import torch
 import transformers
 from torch import nn
+from typer.testing import CliRunner
 
 import polyreme as library
-from command import TINY, polyreme, write_text
-from polyreme import train
+from command import RANK_VARIABLES, TINY, polyreme, write_text
+from polyreme import cli, train
 from polyreme.config import Config
 from polyreme.errors import BatchError, ConfigError, DataError, ModelError, PolyremeError
+from polyreme.launch import torchrun
 from pool import Ranks
 
 
@@ -57,29 +59,34 @@ BEFORE_RANKS: dict[str, tuple[list[str], int, list[str]]] = {
 
 
 @pytest.mark.parametrize("case", BEFORE_RANKS)
-def test_found_before_any_rank_starts(folder: Path, case: str) -> None:
+def test_found_before_any_rank_starts(folder: Path, monkeypatch: pytest.MonkeyPatch, case: str) -> None:
     words, expected, said = BEFORE_RANKS[case]
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(torchrun, "launch", lambda *_, **__: pytest.fail("ranks were started"))
+    result = CliRunner().invoke(cli.app, ["train", *words], env=dict.fromkeys(RANK_VARIABLES))
+    refused(result.exit_code, result.stdout, result.stderr, expected)
+    for words_of_it in said:
+        assert words_of_it in result.stderr
+
+
+def test_the_command_itself_refuses_alike(folder: Path) -> None:
+    words, expected, said = BEFORE_RANKS["no text"]
     status, output, errors = polyreme(folder, "train", *words)
-    assert (status, output) == (expected, "")
+    refused(status, output, errors, expected)
+    assert said[0] in errors
+
+
+def refused(status: int, output: str, errors: str, expected: int) -> None:
+    assert (status, output) == (expected, ""), errors
     assert errors.startswith("error: ") and errors.count("error: ") == 1
     assert "Traceback" not in errors and " rank " not in errors
-    for words_of_it in said:
-        assert words_of_it in errors
 
 
-@pytest.mark.parametrize(
-    ("changes", "expected", "said"),
-    [
-        (["model.config.vocab_size=200"], 2, "the tokenizer has 300 tokens"),
-        (["data.path=blank.txt"], 1, "no text in it"),
-    ],
-    ids=["config", "data"],
-)
-def test_what_all_ranks_find_is_said_once(folder: Path, changes: list[str], expected: int, said: str) -> None:
-    status, output, errors = polyreme(folder, "train", "tiny.toml", *(word for c in changes for word in ("--set", c)))
-    assert (status, output) == (expected, "")
-    assert errors.count("error: ") == errors.count(said) == 1 and "Traceback" not in errors
-    assert expected == 1 or "rank" not in errors, "a config is the same on every rank"
+def test_what_all_ranks_find_is_said_once(folder: Path) -> None:
+    status, output, errors = polyreme(folder, "train", "tiny.toml", "--set", "model.config.vocab_size=200")
+    assert (status, output) == (2, "")
+    assert errors.count("error: ") == errors.count("the tokenizer has 300 tokens") == 1
+    assert "Traceback" not in errors and "rank" not in errors, "a config is the same on every rank"
 
 
 # Changes to the config, the error, and what it says: found by the ranks, each before the model is built.

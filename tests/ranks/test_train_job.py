@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from pathlib import Path
 from typing import Any
@@ -11,8 +12,10 @@ import torch
 import transformers
 
 from command import TINY, polyreme, write_text
+from polyreme import train as train_module
 from polyreme.config import Config
 from polyreme.data import open_text
+from pool import Ranks
 
 DEMO = Path(__file__).parents[2] / "examples" / "demo.toml"
 SMALL = {
@@ -96,19 +99,26 @@ def test_the_checkpoint_has_the_loss_that_the_run_had(fp32: Path) -> None:
     assert validation_loss(fp32, Config.load(fp32 / "tiny.toml"), "run/step-20", torch.float32) == pytest.approx(loss, rel=1e-5)
 
 
-@pytest.mark.parametrize(("ranks", "stage"), [(2, 3), (1, 2)])
-def test_stages_and_numbers_of_ranks_learn_alike(fp32: Path, ranks: int, stage: int) -> None:
-    name = f"run-{ranks}-{stage}"
-    train(fp32, "tiny.toml", "-n", str(ranks), *sets({"zero.stage": stage, "checkpoint.folder": name}))
+def job(rank: int, world: int, folder: Path, changes: dict[str, Any]) -> None:
+    """What `polyreme train` runs on a rank."""
+    with contextlib.chdir(folder), pytest.MonkeyPatch.context() as patches:
+        patches.setattr(train_module, "close", lambda: None)  # the ranks are used again
+        train_module.run(Config.load("tiny.toml", [f"{key}={value}" for key, value in changes.items()]))
+
+
+@pytest.mark.parametrize(("world", "stage"), [(2, 3), (1, 2)])
+def test_stages_and_numbers_of_ranks_learn_alike(fp32: Path, ranks: Ranks, world: int, stage: int) -> None:
+    name = f"run-{world}-{stage}"
+    ranks(world, job, fp32, {"zero.stage": stage, "checkpoint.folder": name})
     for step, same in zip(log(fp32 / "run"), log(fp32 / name), strict=True):
         assert same["loss"] == pytest.approx(step["loss"], rel=1e-5)
         assert same["grad_norm"] == pytest.approx(step["grad_norm"], rel=1e-4)
         assert same["validation_loss"] == (pytest.approx(step["validation_loss"], rel=1e-5) if step["validation_loss"] else None)
 
 
-def test_a_checkpoint_is_a_start(fp32: Path) -> None:
+def test_a_checkpoint_is_a_start(fp32: Path, ranks: Ranks) -> None:
     start = {"model.config": "none", "model.path": "run/step-20", "data.tokenizer": "run/step-20", "checkpoint.folder": "tuned"}
-    train(fp32, "tiny.toml", "-n", "2", *sets({**start, "train.length": 2, "optimizer.lr": 1e-4}))
+    ranks(2, job, fp32, {**start, "train.length": 2, "optimizer.lr": 1e-4})
     first = log(fp32 / "tuned")[0]
     # Validated before the first step, so on the weights of the checkpoint.
     assert first["validation_loss"] == pytest.approx(log(fp32 / "run")[-1]["validation_loss"], rel=1e-5)

@@ -63,7 +63,9 @@ class Case(NamedTuple):
 
 def cases() -> list[Case]:
     """Every two values of two kinds are in one; but sums in bf16 depend on how often they are made, so they are made once a step."""
-    possible = [Case(*each) for each in product(("llama", "gpt2", "dag"), (2, 4), PRECISIONS, ("step", "microbatch"), range(1, len(LAYOUTS)))]
+    possible = [
+        Case(*each) for each in product(("llama", "gpt2", "dag"), (2, 4), PRECISIONS, ("step", "microbatch"), range(1, len(LAYOUTS)))
+    ]
     possible = [case for case in possible if (case.precision, case.every) != ("bf16 sums", "microbatch")]
     return cover(possible, lambda case: together(case._asdict(), 2))
 
