@@ -14,11 +14,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 import polyreme.errors
 from polyreme.errors import LaunchError
 from polyreme.launch import torchrun
+from polyreme.launch.cores import share
 from polyreme.launch.torchrun import RanksFailedError, launch
 
 END_WITHIN = 15.0  # seconds from a failure to the end of the run
@@ -161,6 +164,28 @@ def test_the_users_own_number_of_threads_stays(script: Script, monkeypatch: pyte
     monkeypatch.setenv("OMP_NUM_THREADS", "7")
     launch([script.write("tell(os.environ['OMP_NUM_THREADS'])")], 1)
     assert script.facts() == {0: "7"}
+
+
+def test_ranks_stay_on_their_share_of_the_cores_unless_the_user_decides(script: Script, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    mine = os.sched_getaffinity(0)
+    path = script.write("tell(sorted(os.sched_getaffinity(0)))")
+    launch([path], 2)
+    first, second = (set(cores) for cores in script.facts().values())
+    if len(mine) > 1:
+        assert len(first) == len(second) == len(mine) // 2 and not first & second and first | second <= mine
+    for name, value in (("POLYREME_PIN", "0"), ("OMP_NUM_THREADS", "1")):
+        monkeypatch.setenv(name, value)
+        launch([path], 2)
+        assert [set(cores) for cores in script.facts().values()] == [mine, mine]
+        monkeypatch.delenv(name)
+
+
+@given(st.integers(1, 64), st.integers(1, 16))
+def test_shares_of_the_cores_are_even_and_disjoint(cores: int, ranks: int) -> None:
+    shares = [share(range(cores), rank, ranks) for rank in range(ranks)]
+    assert {len(each) for each in shares} == {cores // ranks}
+    assert [core for each in shares for core in each] == list(range(cores // ranks * ranks))
 
 
 def test_a_module_with_arguments(capfd: pytest.CaptureFixture[str]) -> None:

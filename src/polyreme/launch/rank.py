@@ -23,6 +23,7 @@ from types import TracebackType
 from typing import NoReturn
 
 from polyreme.errors import PolyremeError
+from polyreme.launch.cores import pin
 from polyreme.launch.processes import die_with_parent
 
 HOLD = 20.0  # seconds to wait for the agent, which takes a tenth of one unless it is gone
@@ -31,6 +32,7 @@ HOLD = 20.0  # seconds to wait for the agent, which takes a tenth of one unless 
 def main(arguments: list[str]) -> None:
     """Become a rank; `arguments` as in the module's docstring, without the program's name."""
     die_with_parent(int(arguments[0]))
+    pin()
     if isinstance(sys.stdout, io.TextIOWrapper):
         # Into a pipe, too; and not less than a line, or the output of several ranks would mix within one.
         sys.stdout.reconfigure(line_buffering=True)

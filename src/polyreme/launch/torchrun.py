@@ -34,6 +34,7 @@ from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousIn
 from torch.distributed.elastic.rendezvous.api import RendezvousStoreInfo
 
 from polyreme.errors import ConfigError, LaunchError
+from polyreme.launch.cores import PIN
 from polyreme.launch.environment import LAUNCHED
 from polyreme.launch.processes import signal_group
 from polyreme.launch.signals import WISHES
@@ -65,7 +66,8 @@ def launch(command: Sequence[str], ranks: int, *, threads: int | None = None, sa
     """Run `python COMMAND` as `ranks` ranks on this host and wait for their end.
 
     `command` is a script and its arguments, or "-m", a module and its arguments; arguments reach it as they are. Each
-    rank computes with `threads` threads, by default its part of the cores; OMP_NUM_THREADS, if set, decides instead.
+    rank computes with `threads` threads, by default its part of the cores; OMP_NUM_THREADS, if set, decides instead. Otherwise ranks stay
+    on their part of the cores, unless the variable POLYREME_PIN is 0.
     The ranks' output passes through line by line.
 
     `saves`: the ranks take SIGTERM and SIGUSR1 as the wish to save and to end with status 0. Each is forwarded, and they get SAVING
@@ -124,6 +126,8 @@ def _for_ranks(ranks: int, threads: int | None) -> dict[str, str]:
     variables = {"OMP_NUM_THREADS": str(threads or max(1, cores // ranks)), LAUNCHED: "1"}
     if not any(name.startswith("MALLOC_") or name == "GLIBC_TUNABLES" for name in os.environ):
         variables |= {"MALLOC_MMAP_THRESHOLD_": KEPT, "MALLOC_TRIM_THRESHOLD_": KEPT}
+    if ranks > 1 and "OMP_NUM_THREADS" not in os.environ and (threads or 0) <= cores // ranks:
+        variables[PIN] = "1"
     if ranks > 1:
         variables["OMP_WAIT_POLICY"] = "PASSIVE"  # a thread that spins takes the core of another rank
         variables |= dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), "lo" if sys.platform.startswith("linux") else "lo0")
