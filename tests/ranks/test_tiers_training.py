@@ -253,10 +253,16 @@ def test_a_folder_is_one_run_s(ranks: Ranks, tmp_path: Path) -> None:
     claim.close()
 
 
-def failing(rank: int, world: int, folder: str) -> None:
-    engine = polyreme.initialize(models.llama(), training.config(world, memory={"states": folder}), loss_fn=models.causal_loss)
+def opened_for(world: int, folder: Path) -> polyreme.Engine:
+    made = training.config(world, memory={"states": str(folder / "tier")})
+    return polyreme.initialize(models.llama(), made, loss_fn=models.causal_loss)
+
+
+def failing(rank: int, world: int, folder: Path) -> None:
+    engine = opened_for(world, folder)
     batch = models.share(models.tokens(training.SAMPLES), rank, world)
     engine.train_step(batch)
+    engine.save(folder / "checkpoint")
     if rank == 1:
 
         def broken(*_: Any) -> int:
@@ -266,7 +272,26 @@ def failing(rank: int, world: int, folder: str) -> None:
     engine.train_step(batch)
 
 
-def test_an_error_of_the_disk_ends_all_ranks_with_its_path(ranks: Ranks, tmp_path: Path) -> None:
+def going_on(rank: int, world: int, folder: Path) -> int:
+    engine = opened_for(world, folder)
+    engine.load(folder / "checkpoint")
+    return engine.train_step(models.share(models.tokens(training.SAMPLES), rank, world)).step
+
+
+def test_an_error_of_the_disk_ends_all_ranks_with_its_path_and_the_last_checkpoint_is_whole(ranks: Ranks, tmp_path: Path) -> None:
     with pytest.raises(RanksFailed, match=rf"{tmp_path}.*Input/output error") as failed:
-        ranks(2, failing, str(tmp_path), timeout=60)
+        ranks(2, failing, tmp_path, timeout=60)
+    assert isinstance(failed.value.exceptions[1], TierError)
+    assert ranks(2, going_on, tmp_path) == [2, 2]
+
+
+def cramped(rank: int, world: int, folder: Path) -> None:
+    if rank == 1:
+        os.statvfs = lambda path: os.statvfs_result((4096, 4096, 10, 1, 1, 10, 10, 10, 0, 255))  # type: ignore[assignment]
+    opened_for(world, folder)
+
+
+def test_a_full_disk_ends_all_ranks_before_training(ranks: Ranks, tmp_path: Path) -> None:
+    with pytest.raises(RanksFailed, match=rf"{tmp_path}.* needed, .* free") as failed:
+        ranks(2, cramped, tmp_path, timeout=60)
     assert isinstance(failed.value.exceptions[1], TierError)
