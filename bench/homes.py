@@ -24,17 +24,12 @@ from matrix import BENCH, sweep
 
 sys.path += [str(BENCH.parent / "tests/ranks")]
 
-from test_tiers_training import OPTIMIZERS, assert_equal, homes
+from test_tiers_training import OPTIMIZERS, PRECISIONS, assert_equal, homes
 
 import training
 from pool import Ranks, RanksFailed
 
 STEPS = 4
-PRECISIONS: Mapping[str, dict[str, Any]] = {
-    "fp32": {"compute": "fp32"},
-    "bf16": {"compute": "bf16"},
-    "fp16": {"compute": "fp16", "initial_scale": 2.0**24},
-}
 
 
 class Case(NamedTuple):

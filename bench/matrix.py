@@ -75,8 +75,8 @@ def markdown(result: Mapping[str, Any], cases: int) -> str:
         f"{env['versions']['transformers']}.", "", f"    {env['command']}", "",
         f"{len(runs)} of {cases} runs of {STEPS} steps with clipping, in float64: every loss, gradient norm, evaluation and final weight "
         f"against one plain PyTorch process, to 1e-10. {len(runs) - len(wrong)} pass, {len(wrong)} are wrong. A layout is dp x tp x pp; "
-        "each is run with ZeRO 0 to 3, with pp > 1 in every schedule that the 5 blocks have stages for, with tp > 1 with and without sequence "
-        "parallelism (ViT, whose 17 positions cannot be divided, without).", "",
+        "each is run with ZeRO 0 to 3, with pp > 1 in every schedule that the 5 blocks have stages for, with tp > 1 with and without "
+        "sequence parallelism (ViT, whose 17 positions cannot be divided, without).", "",
         "| passed | " + " | ".join(layouts) + " |", "|---|" + "--:|" * len(layouts),
     ]  # fmt: skip
     for family in [name for name in MODELS if any(each == name for each, _ in counts)]:

@@ -243,6 +243,8 @@ class Step:
         for bucket, update in zip(self._buckets, self._updates, strict=True):
             update.step(factor, self._options.groups, unused.get(bucket, ()), self._coming or (), self.state.step)
             works.append(bucket.publish())
+        if self._coming is not None:
+            self._coming.close()  # which waits until all is written
         for work in works:
             work.wait()
 

@@ -3,6 +3,7 @@ must move."""
 
 from __future__ import annotations
 
+import math
 import os
 from itertools import product
 from pathlib import Path
@@ -28,7 +29,7 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
 PRECISIONS: dict[str, dict[str, Any]] = {
     "fp32": {"compute": "fp32"},
     "bf16": {"compute": "bf16"},
-    "fp16": {"compute": "fp16", "initial_scale": 2.0**24},
+    "fp16": {"compute": "fp16", "initial_scale": 2.0**20},  # of the first four steps some overflow
 }
 FILES = "files"  # in a config here: the test's own folder
 
@@ -92,7 +93,8 @@ def test_every_home_makes_the_same_bits(ranks: Ranks, tmp_path: Path, world: int
         records, weights = assert_equal(ranks, world, "llama", settings, tmp_path, steps=3)
         assert all(torch.isfinite(t).all() for t in weights.values())
         if case.precision == "fp16":
-            assert not all(loss == loss and norm < float("inf") for loss, norm in records), "a step has to overflow"
+            finite = {math.isfinite(loss) and math.isfinite(norm) for loss, norm in records}
+            assert len(finite) == 2, "some steps have to overflow, not all"
 
 
 @pytest.mark.parametrize("mesh", [{"tp": 2}, {"pp": 2}, {"tp": 2, "sequence_parallel": True, "pp": 2}], ids=str)
