@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from polyreme import model_map
 from polyreme.checkpoint import load
 from polyreme.checkpoint.folder import RunFolder
+from polyreme.checkpoint.kept import Need
 from polyreme.checkpoint.open import open_source
 from polyreme.checkpoint.resume import Resume
 from polyreme.checkpoint.save import Content, small_files
@@ -34,6 +35,7 @@ from polyreme.errors import CheckpointError, DataError
 from polyreme.mesh import Axis, Mesh
 from polyreme.region import Region
 from polyreme.step import Step
+from polyreme.zero.bucket import Bucket
 from polyreme.zero.place import Placement
 from polyreme.zero.state import frozen, loaded, saved
 from polyreme.zero.update import Update
@@ -128,14 +130,15 @@ def restore(parts: Parts, path: Path, strict: bool, weights_only: bool, axis: Ax
         try:
             source = _open(each, axis)
             found = _match(parts, source, axis)
-            source = load.verify(source, _needs(parts, source, found, weights_only), axis)
+            homes: Homes = {} if weights_only else {update.bucket: update.homes() for update in parts.updates}
+            source = load.verify(source, _needs(parts, source, found, homes, weights_only), axis)
             scalars = _look(parts, source, found, strict, weights_only, axis)
         except CheckpointError as error:
             problems.append(f"{each} was passed over: {error}")
             if len(problems) == len(candidates):
                 raise CheckpointError("\n".join([*problems[:-1], str(error)])) from error
         else:
-            return _take(parts, source, found, scalars, weights_only, axis, problems)
+            return _take(parts, source, found, scalars, homes, weights_only, axis, problems)
     raise AssertionError  # one of them was the last
 
 
@@ -147,6 +150,8 @@ def _open(path: Path, axis: Axis) -> Source:
 
 Scalars = dict[str, dict[str, float] | None]
 """By the first name of a parameter: its states that are one number; None for one without states."""
+Homes = Mapping[Bucket, Mapping[str, Tensor]]
+"""The memory for new states; see `Update.homes`."""
 
 
 def _match(parts: Parts, source: Source, axis: Axis) -> load.Match:
@@ -158,7 +163,7 @@ def _match(parts: Parts, source: Source, axis: Axis) -> load.Match:
     return load.match(source, wanted, parts.file_names, model_map.base_prefix(parts.module), axis)
 
 
-def _needs(parts: Parts, source: Source, found: load.Match, weights_only: bool) -> Iterator[tuple[str, str, int, int]]:
+def _needs(parts: Parts, source: Source, found: load.Match, homes: Homes, weights_only: bool) -> Iterator[Need]:
     """What this rank will read of the source; see `load.verify`."""
     placement = parts.placement
     for bucket in placement.buckets:
@@ -167,12 +172,13 @@ def _needs(parts: Parts, source: Source, found: load.Match, weights_only: bool) 
             first = names_of[part.name][0]
             if first in found.name_of:
                 cut, rank = placement.division.parts[first].cut, placement.division.tp.rank
-                for need in load.needs(source, found.name_of[first], cut, rank, part.start, part.stop):
-                    if not weights_only or need[0] in (MODEL, MASTER):
+                here = {kind: home[part.offset :][: part.stop - part.start] for kind, home in homes.get(bucket, {}).items()}
+                for need in load.needs(source, found.name_of[first], cut, rank, part.start, part.stop, here):
+                    if not weights_only or need.kind in (MODEL, MASTER):
                         yield need
     for names, buffer in parts.buffers():
         if names[0] in found.name_of:
-            yield MODEL, found.name_of[names[0]], 0, buffer.numel()
+            yield Need(MODEL, found.name_of[names[0]], 0, buffer.numel())
 
 
 def _look(parts: Parts, source: Source, found: load.Match, strict: bool, weights_only: bool, axis: Axis) -> Scalars:
@@ -207,9 +213,17 @@ def _scalars(parts: Parts, source: Source, found: load.Match) -> Scalars:
 
 
 def _take(
-    parts: Parts, source: Source, found: load.Match, scalars: Scalars, weights_only: bool, axis: Axis, problems: Sequence[str]
+    parts: Parts,
+    source: Source,
+    found: load.Match,
+    scalars: Scalars,
+    homes: Homes,
+    weights_only: bool,
+    axis: Axis,
+    problems: Sequence[str],
 ) -> Loaded:
-    """Read what was found. A file that can no longer be read is an error on every rank, but then numbers have changed."""
+    """Read what was found and is not yet in `homes`, which become the states. A file that can no longer be read is an error on every rank,
+    but then numbers have changed."""
     placement, masters = parts.placement, source.tensors.get(MASTER, {})
     resume: Resume | None = getattr(source, "resume", None)
     parts.step.begin()
@@ -227,7 +241,8 @@ def _take(
                 fill(frozen(placement, bucket))
                 bucket.store()
         for update in parts.updates:
-            with update.loading({slot.name: scalars[names[0]] for names, slot in placement.named(update.bucket)}):
+            numbers = {slot.name: scalars[names[0]] for names, slot in placement.named(update.bucket)}
+            with update.loading(numbers, homes.get(update.bucket, {})):
                 fill(loaded(placement, update))
             update.bucket.store()
         for names, buffer in parts.buffers():

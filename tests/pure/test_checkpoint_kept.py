@@ -18,7 +18,7 @@ from test_checkpoint_directory import make, seal
 
 from polyreme.checkpoint import kept
 from polyreme.checkpoint.directory import Directory
-from polyreme.checkpoint.kept import Range, divide, joined, keep
+from polyreme.checkpoint.kept import Need, Range, divide, joined, keep
 from polyreme.errors import CheckpointError
 from polyreme.mesh import Axis
 
@@ -59,11 +59,11 @@ def test_shares_are_alike_where_there_is_a_choice() -> None:
             assert max(read) - min(read) <= 10
 
 
-def everything(source: Directory) -> list[tuple[str, str, int, int]]:
-    return [(kind, name, 0, math.prod(info.shape)) for kind, tensors in source.tensors.items() for name, info in tensors.items()]
+def everything(source: Directory) -> list[Need]:
+    return [Need(kind, name, 0, math.prod(info.shape)) for kind, tensors in source.tensors.items() for name, info in tensors.items()]
 
 
-@pytest.mark.parametrize("room", [0, 10_000, 1 << 30])
+@pytest.mark.parametrize("room", [0, 200, 1 << 30])
 def test_what_is_kept_is_what_is_there(tmp_path: Path, room: int) -> None:
     make(tmp_path, limit=100)
     source = Directory(tmp_path)
@@ -72,11 +72,29 @@ def test_what_is_kept_is_what_is_there(tmp_path: Path, room: int) -> None:
         found = keep(source, wanted, Axis("dp"))
     assert sum(memory.nbytes for _, memory in found._ranges) <= room
     with patch.object(source, "read", wraps=source.read) as again:
-        for kind, name, start, stop in wanted:
+        for kind, name, start, stop, _ in wanted:
             assert torch.equal(found.read(kind, name, start, stop), Directory(tmp_path).read(kind, name, start, stop))
     assert again.called == (room < 1 << 30)
     with pytest.raises(CheckpointError, match="has no exp_avg of 'other'"):
         found.read("exp_avg", "other", 0, 1)
+
+
+@given(st.data())
+def test_a_need_is_read_into_the_memory_that_it_gives(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
+    path = tmp_path_factory.mktemp("saved")
+    make(path)
+    source, wanted = Directory(path), []
+    for kind, name, start, stop, _ in everything(source):
+        low = data.draw(st.integers(start, stop))
+        high = data.draw(st.integers(low, stop))
+        dtype = source.tensors[kind][name].dtype
+        wanted.append(Need(kind, name, low, high, data.draw(st.sampled_from([None, torch.zeros(high - low, dtype=dtype)]))))
+    with patch.object(kept, "SHARE", data.draw(st.sampled_from([8, 64, kept.SHARE]))), patch.object(kept, "BLOCK", kept.ALIGNMENT):
+        found = keep(source, wanted, Axis("dp"))
+    for kind, name, low, high, into in wanted:
+        there = source.read(kind, name, low, high)
+        assert torch.equal(found.read(kind, name, low, high), there)
+        assert into is None or torch.equal(into, there)
 
 
 def test_what_is_not_needed_is_compared_too(tmp_path: Path) -> None:

@@ -8,7 +8,6 @@ Invariant: opening reads headers alone, and `read` the bytes asked for alone, st
 
 from __future__ import annotations
 
-import contextlib
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path, PurePosixPath
@@ -78,11 +77,16 @@ class Directory:
         file, begin, end = self._range(kind, name, start, stop)
         return self._numbers[file], begin, end
 
-    def contribution(self, file: int, begin: int, end: int, memory: memoryview, others: bool) -> int:
+    def open(self, file: int) -> DirectFile:
+        """`files[file]`, for `contribution`; to be closed."""
+        path = self.path / self._paths[file]
+        with reading(path):
+            return DirectFile(path)
+
+    def contribution(self, opened: DirectFile, file: int, begin: int, end: int, memory: memoryview, others: bool) -> int:
         """Reads the bytes [begin, end) of `files[file]`: what they add to its checksum. memory: see `DirectFile.read`; it has them then.
         others: others will read them, too."""
-        path = self.path / self._paths[file]
-        with reading(path), contextlib.closing(DirectFile(path)) as opened:
+        with reading(opened.path):
             data = opened.read(memory, begin, end, others)
         return crc.contribution(data, self.files[file].size - end)
 

@@ -7,18 +7,19 @@ Communication: what each rank needs; what each read of the files' checksums.
 
 from __future__ import annotations
 
-import queue
+import contextlib
 import socket
-from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from bisect import bisect_left, bisect_right
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from itertools import pairwise
+from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
-from polyreme.checkpoint.direct import cover
 from polyreme.checkpoint.directory import Directory
 from polyreme.checkpoint.source import TensorInfo
 from polyreme.checkpoint.together import together
@@ -29,6 +30,8 @@ from polyreme.tiers.host import available
 
 BLOCK = 1 << 22  # bytes read at once
 THREADS = 2
+LARGEST = 16
+"""Bytes of the largest number."""
 SHARE = 1 << 26
 """Bytes. What several ranks need, or none, is divided among them in parts of at most as many."""
 
@@ -44,6 +47,16 @@ class Part(NamedTuple):
     end: int
     wanted: bool
     others: bool
+
+
+class Need(NamedTuple):
+    """The elements [start, stop) of a tensor. `into`: the memory that is to have them, flat and of the tensor's dtype, if that is known."""
+
+    kind: str
+    name: str
+    start: int
+    stop: int
+    into: Tensor | None = None
 
 
 class Kept:
@@ -75,18 +88,18 @@ class Kept:
         self._source.compare(contributions)
 
 
-def keep(source: Directory, needed: Iterable[tuple[str, str, int, int]], axis: Axis) -> Kept:
-    """Read and compare all of it, with all ranks. needed: (kind, name, from which element, to which) of what this rank will read. Raises
-    CheckpointError on every rank where anything is not as it was written."""
-    mine: list[Range] = []
-    together(axis, lambda: mine.extend(joined(source.place(*each) for each in needed)))
+def keep(source: Directory, needed: Iterable[Need], axis: Axis) -> Kept:
+    """Read and compare all of it, with all ranks. needed: what this rank will read. Raises CheckpointError on every rank where anything is
+    not as it was written; then what was to be read into the memory of others may be there, or not."""
+    mine: list[tuple[Range, Tensor | None]] = []
+    together(axis, lambda: mine.extend((source.place(*need[:4]), need.into) for need in needed))
     host, free = socket.gethostname(), available() or 0
-    reports: list[Any] = axis.gather_objects({"needed": mine, "host": host, "free": free})
+    reports: list[Any] = axis.gather_objects({"needed": joined(each for each, _ in mine), "host": host, "free": free})
     room = min(report["free"] for report in reports if report["host"] == host) // 2 // sum(report["host"] == host for report in reports)
     sizes = [file.size for file in source.files]
     parts = divide(sizes, [[tuple(each) for each in report["needed"]] for report in reports])[axis.rank]
-    kept: list[tuple[Range, Tensor]] = []
-    found = together(axis, lambda: _read(source, parts, room, kept))
+    kept = _places(parts, sorted(mine, key=lambda each: each[0]), room)
+    found = together(axis, lambda: _read(source, parts, kept))
     together(axis, lambda: source.compare([combine(each) for each in zip(*found, strict=True)]))
     return Kept(source, kept)
 
@@ -137,46 +150,69 @@ def _merged(parts: Sequence[Part]) -> list[Part]:
     return found
 
 
-def _read(source: Directory, parts: Sequence[Part], room: int, kept: list[tuple[Range, Tensor]]) -> list[int]:
-    """What the parts add to the checksum of each file. Adds to `kept` those that are wanted, as far as there is room."""
-    places: list[int | None] = []  # in one memory for all that is kept
-    size = 0
+def _places(parts: Sequence[Part], needed: Sequence[tuple[Range, Tensor | None]], room: int) -> list[tuple[Range, Tensor]]:
+    """Which bytes of the parts are to be kept, and where: those that are needed (in order), each once, and at most `room`."""
+    found: list[tuple[Range, Tensor]] = []
+    first, last = 0, (0, 0)
     for part in parts:
-        low, high = cover(part.begin, part.end)
-        fits = part.wanted and size + high - low <= room
-        places.append(size if fits else None)
-        size += high - low if fits else 0
-    memory = aligned(size)
-    for part, place in zip(parts, places, strict=True):
-        if place is not None:
-            kept.append((part[:3], memory[place + part.begin % ALIGNMENT :][: part.end - part.begin]))
+        while first < len(needed) and (needed[first][0][0], needed[first][0][2]) <= part[:2]:
+            first += 1
+        for (file, begin, end), into in islice(needed, first, None):
+            if (file, begin) >= (part.file, part.end):
+                break
+            low, high = max(begin, part.begin), min(end, part.end)
+            if last <= (file, low) < (file, high) and high - low <= room:
+                found.append(((file, low, high), _memory(low - begin, high - begin, into)))
+                room -= high - low
+                last = file, high
+    return found
+
+
+def _memory(low: int, high: int, into: Tensor | None) -> Tensor:
+    """For the bytes [low, high) of a need."""
+    if into is not None:
+        return into.view(torch.uint8)[low:high]
+    skip = low % LARGEST  # so that numbers are where their dtype may begin
+    return torch.empty(skip + high - low, dtype=torch.uint8)[skip:]
+
+
+def _read(source: Directory, parts: Sequence[Part], kept: Sequence[tuple[Range, Tensor]]) -> list[int]:
+    """What the parts add to the checksum of each file. Fills what is `kept` of them, in order."""
     found = [0] * len(source.files)
-    spare: queue.SimpleQueue[Tensor] = queue.SimpleQueue()
-    for _ in range(THREADS):
-        spare.put(aligned(BLOCK))
+    begins = [each[0][:2] for each in kept]
+    waiting = deque(
+        (part.file, max(begin, part.begin), min(begin + BLOCK, part.end), part.others)
+        for part in parts
+        for begin in range(part.begin - part.begin % BLOCK, part.end, BLOCK)
+    )
 
-    def blocks() -> Iterator[tuple[int, int, int, bool, Tensor | None]]:
-        for part, place in zip(parts, places, strict=True):
-            base, _ = cover(part.begin, part.end)
-            begin = part.begin
-            while begin < part.end:
-                end = min(part.end, begin - begin % BLOCK + BLOCK)
-                low, high = cover(begin, end)
-                yield part.file, begin, end, part.others, None if place is None else memory[place + low - base : place + high - base]
-                begin = end
-
-    def read(block: tuple[int, int, int, bool, Tensor | None]) -> tuple[int, int]:
-        file, begin, end, others, target = block
-        scratch = spare.get() if target is None else None
-        try:
-            into = scratch if scratch is not None else target
-            assert into is not None
-            return file, source.contribution(file, begin, end, into.numpy().data, others)
-        finally:
-            if scratch is not None:
-                spare.put(scratch)
+    def read_all() -> list[tuple[int, int]]:
+        """The contributions to files of the blocks that this thread got."""
+        memory, opened, contributions = aligned(BLOCK), -1, []
+        with contextlib.ExitStack() as files:
+            while waiting:
+                try:
+                    file, begin, end, others = waiting.popleft()
+                except IndexError:  # another was faster
+                    break
+                if file != opened:
+                    files.close()
+                    reading, opened = files.enter_context(contextlib.closing(source.open(file))), file
+                contributions.append((file, source.contribution(reading, file, begin, end, memory.numpy().data, others)))
+                data = memory[begin % ALIGNMENT :]
+                first, last = bisect_right(begins, (file, begin)) - 1, bisect_left(begins, (file, end))
+                for (other, low, high), place in kept[max(first, 0) : last]:
+                    start, stop = max(begin, low), min(end, high)
+                    if other == file and start < stop:
+                        place[start - low : stop - low].copy_(data[start - begin : stop - begin])
+        return contributions
 
     with ThreadPoolExecutor(THREADS) as pool:
-        for file, contribution in pool.map(read, blocks()):
-            found[file] ^= contribution
+        threads = [pool.submit(read_all) for _ in range(THREADS)]
+        try:
+            for thread in threads:
+                for file, contribution in thread.result():
+                    found[file] ^= contribution
+        finally:
+            waiting.clear()
     return found

@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from polyreme.checkpoint.directory import Directory
-from polyreme.checkpoint.kept import keep
+from polyreme.checkpoint.kept import Need, keep
 from polyreme.checkpoint.source import MASTER, MODEL, Source, TensorInfo
 from polyreme.checkpoint.together import together
 from polyreme.checkpoint.write import combine
@@ -24,7 +24,7 @@ from polyreme.mesh import Axis
 from polyreme.model_map import base_prefix, file_names
 from polyreme.region import Region, Runs, held
 
-BLOCK = 1 << 18  # elements
+BLOCK = 1 << 20  # elements
 THREADS = 2
 SPARSE = 8
 """Runs that are this many times shorter than the distance between them are read one by one, others with what lies between them."""
@@ -60,9 +60,9 @@ class Match:
         )
 
 
-def verify(source: Source, needed: Iterable[tuple[str, str, int, int]], axis: Axis) -> Source:
+def verify(source: Source, needed: Iterable[Need], axis: Axis) -> Source:
     """Compare all bytes with the checksums, each rank a part of them. Returns the source, which has in memory what it could keep of what is
-    needed: (kind, name, from which element, to which). Raises CheckpointError on every rank."""
+    needed. Raises CheckpointError on every rank."""
     if isinstance(source, Directory):
         return keep(source, needed, axis) if source.resume else source
     parts = together(axis, lambda: source.contributions(axis.rank, axis.size))
@@ -70,18 +70,22 @@ def verify(source: Source, needed: Iterable[tuple[str, str, int, int]], axis: Ax
     return source
 
 
-def needs(source: Source, name: str, cut: Cut, rank: int, start: int, stop: int) -> Iterator[tuple[str, str, int, int]]:
+def needs(source: Source, name: str, cut: Cut, rank: int, start: int, stop: int, homes: Mapping[str, Tensor]) -> Iterator[Need]:
     """What of a tensor of the source, of all its kinds, those will read who have the elements [start, stop) of the flattened part that
-    tensor-parallel rank `rank` has of it; for `verify`. A guess where a state has a shape of its own: all of it."""
+    tensor-parallel rank `rank` has of it; for `verify`. A guess where a state has a shape of its own: all of it. homes: by kind, the memory
+    that is to have those elements."""
     for kind, tensors in source.tensors.items():
         if name not in tensors or (kind == MODEL and name in source.tensors.get(MASTER, {})):
             continue
-        shape = tuple(tensors[name].shape)
-        for runs in held(cut, rank, start, stop) if shape == tuple(cut.shape) else [Runs(0, 0, prod(shape))]:
+        shape, dtype = tensors[name]
+        is_alike = tuple(shape) == tuple(cut.shape)
+        for runs in held(cut, rank, start, stop) if is_alike else [Runs(0, 0, prod(shape))]:
             if runs.count == 1:
-                yield kind, name, runs.whole, runs.whole + runs.size
+                home = homes.get(kind) if is_alike else None
+                into = home[runs.local - start :][: runs.size] if home is not None and home.dtype == dtype else None
+                yield Need(kind, name, runs.whole, runs.whole + runs.size, into)
             elif not _is_sparse(runs):
-                yield kind, name, runs.whole, _stop(runs)
+                yield Need(kind, name, runs.whole, _stop(runs))
 
 
 def match(source: Source, wanted: Iterable[Wanted], renamed: Mapping[str, str], prefix: str, axis: Axis) -> Match:
@@ -160,7 +164,9 @@ def _read(source: Source, kind: str, name: str, region: Region, runs: Runs) -> N
     if runs.count == 1 or _is_sparse(runs):
         for i, row in enumerate(target):
             at = runs.whole + i * runs.whole_step
-            row.copy_(source.read(kind, name, at, at + runs.size))
+            found = source.read(kind, name, at, at + runs.size)
+            if found.data_ptr() != row.data_ptr():  # else it was read into its place
+                row.copy_(found)
         return
     cover = source.read(kind, name, runs.whole, _stop(runs))
     target.copy_(cover.as_strided((runs.count, runs.size), (runs.whole_step, 1)))

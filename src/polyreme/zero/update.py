@@ -229,13 +229,30 @@ class Update:
             found[name] = Stored(torch.float32, (size,), fetch) if wide is None else wide
         return found
 
+    def homes(self) -> dict[str, Tensor]:
+        """Memory for new states, by name, which may be filled before `loading` is given it: of those with a number for each element, flat,
+        of the bucket's region, and zero where that is padding. Of states elsewhere than in host memory, or in formats of ours, none."""
+        bucket = self.bucket
+        if self.records is not None or self._compact is not None or bucket.device.type != "cpu" or bucket.layout.boundary == "tensor":
+            return {}
+        forms = [
+            {(k, v.dtype) for k, v in self._trial(group, None).items() if isinstance(v, Tensor) and v.dim()} for group in self._optimizers
+        ]
+        low, high = bucket.region.start, bucket.region.stop
+        found = {kind: torch.empty(high - low, dtype=form) for kind, form in sorted(set.intersection(*forms), key=str)} if forms else {}
+        for start, stop in bucket.layout.gaps():
+            for home in found.values():
+                home[max(start - low, 0) : max(stop - low, 0)].zero_()
+        return found
+
     @contextmanager
-    def loading(self, scalars: Mapping[str, Numbers | None]) -> Iterator[None]:
-        """Make all states anew, of zeros; what `masters` and `state_of` give inside may be written to, and counts from the end on.
+    def loading(self, scalars: Mapping[str, Numbers | None], homes: Mapping[str, Tensor] | None = None) -> Iterator[None]:
+        """Make all states anew, of `homes` or zeros; what `masters` and `state_of` give inside may be written to, and counts from the end
+        on.
 
         `scalars` has by name of a parameter the states that are one number, or None for one that is to have no state, like one that was
         never updated."""
-        self._allocate(scalars)
+        self._allocate(scalars, homes or {})
         tier = None if self.records is None else self.records.tier
         for record in self.records or ():
             assert tier is not None
@@ -272,7 +289,7 @@ class Update:
         for name, values in wide.items():
             kernel.keep(state, name, values, Key(name, 0, self._place + piece.run.start))
 
-    def _allocate(self, scalars: Mapping[str, Numbers | None]) -> None:
+    def _allocate(self, scalars: Mapping[str, Numbers | None], homes: Mapping[str, Tensor]) -> None:
         slots = [s for s in self.bucket.layout.slots if s.size and s.start < self.bucket.region.stop and s.stop > self.bucket.region.start]
         told = {slot.name: None if scalars[slot.name] is None else tuple(sorted(scalars[slot.name].items())) for slot in slots}  # type: ignore[union-attr]
         for piece in self._pieces:
@@ -284,7 +301,7 @@ class Update:
         for piece in self._pieces:
             name = next(s.name for s in slots if s.start < piece.run.stop and align(s.stop) > piece.run.start)
             if (numbers := scalars[name]) is not None:
-                piece.state, piece.fresh = self._fresh(piece, numbers), False
+                piece.state, piece.fresh = self._fresh(piece, numbers, homes), False
 
     def states(self, slot: Slot) -> dict[str, tuple[int, ...] | None]:
         """The states that the optimizer has for a parameter once it was updated, by name: their shapes, or None for one number."""
@@ -297,8 +314,8 @@ class Update:
                 found[kind] = None
         return found
 
-    def _fresh(self, piece: _Piece, numbers: Numbers) -> dict[str, Any]:
-        """The states of a piece after a step on zeros, with `numbers`; without those that are in its record."""
+    def _fresh(self, piece: _Piece, numbers: Numbers, homes: Mapping[str, Tensor]) -> dict[str, Any]:
+        """The states of a piece after a step on zeros, or what is in `homes`, with `numbers`; without those that are in its record."""
         flat = piece.run.slot is None
         found: dict[str, Any] = {}
         kernel = self._kernels[piece.run.group]
@@ -307,7 +324,9 @@ class Update:
             found = {kind: torch.zeros(size, dtype=form) for kind, (form, size) in fields.items()}
             return found | ({"step": torch.tensor(float(numbers["step"]))} if kernel.counts else {})
         for key, value in self._trial(piece.run.group, None if piece.run.slot is None else piece.run.slot.shape).items():
-            if isinstance(value, Tensor) and value.dim():
+            if key in homes:
+                found[key] = self._view(homes[key], piece.run)
+            elif isinstance(value, Tensor) and value.dim():
                 if piece.tensor is not None:
                     found[key] = torch.zeros(piece.tensor.shape if flat else value.shape, dtype=value.dtype, device=value.device)
             elif isinstance(value, Tensor):
