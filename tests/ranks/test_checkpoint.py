@@ -23,7 +23,7 @@ from torch import nn
 import models
 import polyreme
 import training
-from polyreme.checkpoint import resume, save, write
+from polyreme.checkpoint import kept, resume, save, write
 from polyreme.engine import Engine
 from polyreme.errors import CheckpointError
 from pool import Ranks
@@ -203,6 +203,18 @@ def test_the_same_layout_goes_on_to_the_last_bit(ranks: Ranks, tmp_path: Path) -
            ("dag", z(2, **FP32)), ("dropout", z(0, **FP32, **MUON)), ("dag", z(1, **BF16, **ADAFACTOR))]  # fmt: skip
     ranks(2, same_layout, two, tmp_path)
     ranks(4, same_layout, [("dropout", {**pp("interleaved", 3), **BF16}), ("dropout", tp(2, 2, **BF16, **LION))], tmp_path)
+
+
+@pytest.mark.parametrize("room", [0, 20_000, 1 << 40])
+def test_states_are_those_that_were_saved_however_little_memory_there_is(tmp_path: Path, room: int) -> None:
+    engine = engine_of("sometimes", z(2, **FP32))
+    step(engine, "sometimes")
+    saved = engine.save(tmp_path / "saved")
+    for _ in range(2):
+        step(engine, "sometimes")
+    with patch.object(kept, "available", lambda: room):
+        engine.load(saved)
+    assert contents(engine.save(tmp_path / "again")) == contents(saved)
 
 
 def shared_or_not(rank: int, world: int, folder: Path) -> None:

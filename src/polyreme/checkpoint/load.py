@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from polyreme.checkpoint.directory import Directory
-from polyreme.checkpoint.kept import Need, keep
+from polyreme.checkpoint.kept import Kept, Need, keep
 from polyreme.checkpoint.source import MASTER, MODEL, Source, TensorInfo
 from polyreme.checkpoint.together import together
 from polyreme.checkpoint.write import combine
@@ -147,6 +147,10 @@ def _name(found: Mapping[str, TensorInfo], names: Sequence[str], prefix: str) ->
 def fill(source: Source, regions: Iterable[tuple[str, str, Region]]) -> None:
     """Read (kind, name in the source) into each region's memory, in its dtype."""
     blocks = [(kind, name, region, block) for kind, name, region in regions for runs in region.runs() for block in _blocks(runs)]
+    if isinstance(source, Kept):  # nearly all of it is in memory, much already in its place
+        for block in blocks:
+            _read(source, *block)
+        return
     with ThreadPoolExecutor(THREADS) as pool:
         for _ in pool.map(lambda each: _read(source, *each), blocks):
             pass
