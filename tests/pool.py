@@ -44,6 +44,7 @@ PRELOAD = [  # imported once by the forkserver; ranks begin with them
     "transformers.models.gpt2.modeling_gpt2",
     "pydantic",
     "pytest",
+    "polyreme.train",
     "pool",
 ]
 

@@ -51,7 +51,7 @@ def test_bubble_of_interleaved(pp: int, groups: int, virtual: int, forward: int,
 
 
 @given(**SHAPES, virtual=st.integers(2, 4))
-@settings(deadline=None, max_examples=50)
+@settings(deadline=None, max_examples=25)
 def test_interleaved_takes_any_number_of_microbatches(pp: int, microbatches: int, virtual: int) -> None:
     """Never slower than a whole number of groups, nor than 1F1B with stages `virtual` times as long."""
     step = total("interleaved", pp, microbatches, virtual)
@@ -61,7 +61,7 @@ def test_interleaved_takes_any_number_of_microbatches(pp: int, microbatches: int
 
 
 @given(**SHAPES)
-@settings(deadline=None, max_examples=30)
+@settings(deadline=None, max_examples=20)
 def test_bubble_of_zb_h1(pp: int, microbatches: int) -> None:
     """For F = B = W, each rank idles p-1 in a step of 3m: a third of 1F1B's 3(p-1) (arXiv:2401.10241). With fewer micro-batches than
     ranks, the path of the last one there and back and what cannot overlap with it: 2m + 2p-1."""
@@ -73,7 +73,7 @@ def test_bubble_of_zb_h1(pp: int, microbatches: int) -> None:
 
 
 @given(**SHAPES)
-@settings(deadline=None, max_examples=30)
+@settings(deadline=None, max_examples=20)
 def test_bubble_of_zb_v(pp: int, microbatches: int) -> None:
     """For F = B = W of stages half as long, each rank idles p-1 of them in a step of 6m: a sixth of 1F1B's bubble, and none but what the
     first micro-batch takes to reach the last rank (arXiv:2405.15362). With few micro-batches, 4m + 4p-2."""

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 from test_resume import CONFIG, assert_same, names, numbers, said
 
-from command import polyreme, running, until, write_text
+from command import running, until, write_text
 from polyreme import train
 from polyreme.checkpoint import folder as run_folder
 from polyreme.checkpoint import resume
@@ -156,13 +156,14 @@ FULL = re.compile(
 )
 
 
-def test_a_rank_of_the_command_is_killed_while_it_saves(folder: Path, tmp_path: Path) -> None:
-    """The other ends soon, the exit status says it, and the same command goes on from the newest checkpoint."""
+def test_a_rank_of_the_command_is_killed_while_it_saves(folder: Path, ranks: Ranks, tmp_path: Path) -> None:
+    """The other ends soon, the exit status says it, and the same job goes on from the newest checkpoint."""
     for name in ("text.txt", "run.toml"):
         shutil.copy(folder / name, tmp_path)
     run = tmp_path / "run"
-    words = ["train", "run.toml", "-n", "2", *(word for change in [*BACKGROUND, "checkpoint.folder=run"] for word in ("--set", change))]
-    with running(tmp_path, *words, "--set", "train.length=100000") as command:
+    changes = [*BACKGROUND, "checkpoint.folder=run"]
+    words = [word for change in [*changes, "train.length=100000"] for word in ("--set", change)]
+    with running(tmp_path, "train", "run.toml", "-n", "2", *words) as command:
         until(lambda: (run / "latest").exists(), "there is a checkpoint")
         victim = next(pid for pid, rank in command.descendants().items() if rank == 1)
         until(lambda: any(run.glob("step-*.tmp")), "another is being written")
@@ -175,6 +176,6 @@ def test_a_rank_of_the_command_is_killed_while_it_saves(folder: Path, tmp_path: 
     newest = RunFolder(run).newest()
     assert newest is not None
     last = step_of(newest) + 1
-    status, _, errors = polyreme(tmp_path, *words, "--set", f"train.length={last}")
-    assert status == 0 and any(line.startswith(f"resumed from run/{newest.name}: ") for line in said(run)), errors
+    ranks(2, job, tmp_path, [*changes, f"train.length={last}"])
+    assert any(line.startswith(f"resumed from run/{newest.name}: ") for line in said(run))
     assert names(run) == ["latest", "log.jsonl", newest.name, f"step-{last}"]
