@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from polyreme import model_map
 from polyreme.checkpoint import load
+from polyreme.checkpoint.directory import Directory
 from polyreme.checkpoint.folder import RunFolder
 from polyreme.checkpoint.kept import Need
 from polyreme.checkpoint.open import open_source
@@ -130,7 +131,8 @@ def restore(parts: Parts, path: Path, strict: bool, weights_only: bool, axis: Ax
         try:
             source = _open(each, axis)
             found = _match(parts, source, axis)
-            homes: Homes = {} if weights_only else {update.bucket: update.homes() for update in parts.updates}
+            alike = isinstance(source, Directory) and not weights_only
+            homes: Homes = {update.bucket: update.homes() for update in parts.updates} if alike else {}
             source = load.verify(source, _needs(parts, source, found, homes, weights_only), axis)
             scalars = _look(parts, source, found, strict, weights_only, axis)
         except CheckpointError as error:
@@ -173,9 +175,11 @@ def _needs(parts: Parts, source: Source, found: load.Match, homes: Homes, weight
             if first in found.name_of:
                 cut, rank = placement.division.parts[first].cut, placement.division.tp.rank
                 here = {kind: home[part.offset :][: part.stop - part.start] for kind, home in homes.get(bucket, {}).items()}
-                for need in load.needs(source, found.name_of[first], cut, rank, part.start, part.stop, here):
-                    if not weights_only or need.kind in (MODEL, MASTER):
-                        yield need
+                needed = [*load.needs(source, found.name_of[first], cut, rank, part.start, part.stop, here)]
+                for kind, home in here.items():  # nobody reads padding
+                    if sum(need.into.numel() for need in needed if need.kind == kind and need.into is not None) < home.numel():
+                        home.zero_()
+                yield from (need for need in needed if not weights_only or need.kind in (MODEL, MASTER))
     for names, buffer in parts.buffers():
         if names[0] in found.name_of:
             yield Need(MODEL, found.name_of[names[0]], 0, buffer.numel())
