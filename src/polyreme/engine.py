@@ -20,6 +20,7 @@ from torch.utils import _pytree as pytree
 
 from polyreme import model_map
 from polyreme.activations import Saved, measure, wrap_blocks
+from polyreme.allocator import keep_freed_memory
 from polyreme.checkpoint.save import Saver
 from polyreme.config import Config
 from polyreme.data import Loader
@@ -157,6 +158,9 @@ class Engine:
         self._last: tuple[Any, Any] | None = None  # micro-batch and output of the last engine(...)
         self._unfinished = False  # the last train_step, which ended in an error
         self._compared = False  # a batch, with those of the ranks that have to have the same
+        homes = self._placement.homes
+        if mesh.device.type == "cpu" and homes.tier is None and homes.away is None and self._offload is None:
+            keep_freed_memory()  # not before: what was freed until here is more than a step needs
         torch.manual_seed(config.seed + mesh.dp.rank + mesh.dp.size * mesh.pp.rank)  # dropout differs between ranks, but not over tp
 
     @property
