@@ -25,6 +25,7 @@ from polyreme.checkpoint.save import Saver
 from polyreme.config import Config
 from polyreme.data import Loader
 from polyreme.errors import BatchError, NumericsError
+from polyreme.lookup import look_up_by_rows
 from polyreme.lr_schedule import LRSchedule
 from polyreme.mesh import Axis, Mesh, world
 from polyreme.objective import LossFn, Objective, digest, leading_size, split
@@ -96,6 +97,8 @@ class Engine:
         loss_fn: LossFn | None = None,
     ) -> None:
         self.config, self.mesh = config, mesh
+        if mesh.device.type == "cpu" and config.memory.all_on_device:
+            keep_freed_memory()
         self._dtype = DTYPES[config.precision.compute]
         self.module, recording, weights = open_model(model, config, mesh)
         blocks = model_map.find_blocks(self.module)
@@ -117,6 +120,8 @@ class Engine:
         self._splits_backward = splits_backward(schedule)
         if self._splits_backward:
             put_off_weights(self.module)
+        if mesh.device.type == "cpu" and not config.compile:
+            look_up_by_rows(self.module)
         self._placement = share_out(self.module, blocks, made, division, config, mesh)
         if recording is not None:
             make_numbers(self.module, recording, self._placement, mesh, parameters=weights is None)
@@ -158,9 +163,6 @@ class Engine:
         self._last: tuple[Any, Any] | None = None  # micro-batch and output of the last engine(...)
         self._unfinished = False  # the last train_step, which ended in an error
         self._compared = False  # a batch, with those of the ranks that have to have the same
-        homes = self._placement.homes
-        if mesh.device.type == "cpu" and homes.tier is None and homes.away is None and self._offload is None:
-            keep_freed_memory()  # not before: what was freed until here is more than a step needs
         torch.manual_seed(config.seed + mesh.dp.rank + mesh.dp.size * mesh.pp.rank)  # dropout differs between ranks, but not over tp
 
     @property

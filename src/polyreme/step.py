@@ -20,6 +20,7 @@ from torch import Tensor
 
 from polyreme.config import Config, Progress
 from polyreme.errors import BatchError, NumericsError
+from polyreme.lookup import gradients_by_rows
 from polyreme.mesh import Mesh
 from polyreme.precision import DTYPES, LossScale, clip_factor, master_dtype, norm_of
 from polyreme.tiers import Stream, Tier
@@ -164,7 +165,8 @@ class Step:
         self._reducer.begin(stage)
         self._read_ahead()
         if roots:  # else nothing up to here is to be trained
-            torch.autograd.backward(roots, gradients)
+            with gradients_by_rows():
+                torch.autograd.backward(roots, gradients)
         self._reducer.end()
         self._blocks.end_backward()
 
@@ -172,7 +174,7 @@ class Step:
         """The first half of a backward: only what the stage before needs. Returns the second, which gives the parameters their gradients
         and may be called at any later time of the step."""
         weights = WeightGradients()
-        with weights.put_off():
+        with weights.put_off(), gradients_by_rows():
             if roots:
                 torch.autograd.backward(roots, gradients)
         self._blocks.end_backward()

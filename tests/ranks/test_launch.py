@@ -131,22 +131,6 @@ def test_arguments_and_variables_reach_the_script(script: Script, monkeypatch: p
     assert (dict(os.environ), signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before
 
 
-def test_freed_memory_is_kept_unless_the_user_decides(script: Script, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("MALLOC_ARENA_MAX", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "GLIBC_TUNABLES"):
-        monkeypatch.delenv(name, raising=False)
-    path = script.write("tell({k: v for k, v in os.environ.items() if k.startswith('MALLOC_')})")
-    launch([path], 1)
-    assert set(script.facts()[0]) == {"MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_"}
-    monkeypatch.setenv("MALLOC_ARENA_MAX", "1")
-    launch([path], 1)
-    assert script.facts()[0] == {"MALLOC_ARENA_MAX": "1"}
-    monkeypatch.delenv("MALLOC_ARENA_MAX")
-    monkeypatch.setenv("GLIBC_TUNABLES", "")
-    launch([path], 1)
-    assert script.facts()[0] == {}
-    assert "MALLOC_MMAP_THRESHOLD_" not in os.environ
-
-
 def test_ranks_of_one_host_meet_on_the_loopback_unless_the_user_decides(script: Script, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
     monkeypatch.setenv("NCCL_SOCKET_IFNAME", "eth7")

@@ -276,6 +276,11 @@ class MemorySection(Section):
         description="Operators whose outputs are kept although the block is recomputed.",
     )
 
+    @property
+    def all_on_device(self) -> bool:
+        """Whether nothing is in host memory or in files."""
+        return {*home(self.states)[0], *home(self.params)[0]} == {"device"} and self.activations in ("keep", "recompute")
+
 
 def home(value: Tier) -> tuple[list[str], float]:
     """Where `memory.states` or `memory.params` are: ["device"], ["host"] or folders; and the share of them that is there, if not on the

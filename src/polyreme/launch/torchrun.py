@@ -44,9 +44,6 @@ SAVING = 15 * 60  # and those that were asked to save before
 ONE_SIGNAL = 2.0  # seconds in which the same signal again is no second one: schedulers send theirs to every process, and some forward it
 POLL = 0.1  # seconds between looks at the ranks
 LOOPBACK = "127.0.0.1"
-KEPT = str(1 << 40)
-"""Bytes up to which glibc is to keep freed memory: by default it gives large tensors back to the kernel at once, and every step
-faults them in again, page by page."""
 
 
 class RanksFailedError(LaunchError):
@@ -124,8 +121,6 @@ def _for_ranks(ranks: int, threads: int | None) -> dict[str, str]:
     """Variables for ranks that share this host, which take the place of none that the user set."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     variables = {"OMP_NUM_THREADS": str(threads or max(1, cores // ranks)), LAUNCHED: "1"}
-    if not any(name.startswith("MALLOC_") or name == "GLIBC_TUNABLES" for name in os.environ):
-        variables |= {"MALLOC_MMAP_THRESHOLD_": KEPT, "MALLOC_TRIM_THRESHOLD_": KEPT}
     if ranks > 1 and "OMP_NUM_THREADS" not in os.environ and (threads or 0) <= cores // ranks:
         variables[PIN] = "1"
     if ranks > 1:

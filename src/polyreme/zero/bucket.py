@@ -308,8 +308,6 @@ class Bucket:
         gradient, parameter.grad = parameter.grad, None
         if gradient is None:
             return
-        if gradient.layout != torch.strided:
-            gradient = gradient.to_dense()
         if self._local is None:
             self._local = self._pool.take(self.layout.size, self.formats.local)
             for start, stop in self.layout.gaps():
@@ -321,7 +319,10 @@ class Bucket:
         elif index in self._arrived:
             view.add_(gradient.to(view.dtype))
         else:
-            view.copy_(gradient)
+            if gradient.layout == torch.strided:
+                view.copy_(gradient)
+            else:
+                view.zero_().add_(gradient.to(view.dtype))
             self._arrived.add(index)
             self.ever_arrived.add(index)
         if more and view.dtype == parameter.dtype:
