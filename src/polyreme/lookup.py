@@ -30,10 +30,10 @@ def gradients_by_rows() -> Iterator[None]:
 
 
 def look_up_by_rows(model: nn.Module) -> None:
-    """Let the embeddings of `model` give their gradients by rows, where `gradients_by_rows` asks for it. Classes with a forward of their own
-    are left alone."""
+    """Let the embeddings of `model` give their gradients by rows, where `gradients_by_rows` asks for it. Classes with a forward of their
+    own are left alone."""
     for module in model.modules():
-        if type(module).forward is nn.Embedding.forward and "forward" not in vars(module):
+        if isinstance(module, nn.Embedding) and type(module).forward is nn.Embedding.forward and "forward" not in vars(module):
             module.forward = functools.partial(_forward, module)
 
 
