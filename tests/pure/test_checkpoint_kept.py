@@ -89,7 +89,7 @@ def test_a_need_is_read_into_the_memory_that_it_gives(tmp_path_factory: pytest.T
         high = data.draw(st.integers(low, stop))
         dtype = source.tensors[kind][name].dtype
         wanted.append(Need(kind, name, low, high, data.draw(st.sampled_from([None, torch.zeros(high - low, dtype=dtype)]))))
-    with patch.object(kept, "SHARE", data.draw(st.sampled_from([8, 64, kept.SHARE]))), patch.object(kept, "BLOCK", kept.ALIGNMENT):
+    with patch.object(kept, "SHARE", data.draw(st.sampled_from([8, 64, kept.SHARE]))), patch.object(kept, "BLOCK", 4 * kept.ALIGNMENT):
         found = keep(source, wanted, Axis("dp"))
     for kind, name, low, high, into in wanted:
         there = source.read(kind, name, low, high)

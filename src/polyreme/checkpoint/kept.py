@@ -13,7 +13,7 @@ import contextlib
 import socket
 from bisect import bisect_left, bisect_right
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import islice, pairwise
 from pathlib import Path
@@ -30,8 +30,9 @@ from polyreme.disk import ALIGNMENT, aligned
 from polyreme.mesh import Axis
 from polyreme.tiers.host import available
 
-BLOCK = 1 << 22  # bytes read at once
-THREADS = 2
+BLOCK = 1 << 21
+"""Bytes that are read at once, or half as many again. At least four ALIGNMENTs."""
+THREADS = 3
 LARGEST = 16
 """Bytes of the largest number."""
 SHARE = 1 << 26
@@ -178,19 +179,23 @@ def _memory(low: int, high: int, into: Tensor | None) -> Tensor:
     return torch.empty(skip + high - low, dtype=torch.uint8)[skip:]
 
 
+def _blocks(part: Part) -> Iterator[tuple[int, int]]:
+    """Its bytes in parts of one size, about BLOCK: they are cut where pages begin."""
+    size = part.end - part.begin
+    count = max(1, round(size / BLOCK))
+    cuts = [(part.begin + size * i // count) // ALIGNMENT * ALIGNMENT for i in range(1, count)]
+    return pairwise([part.begin, *cuts, part.end])
+
+
 def _read(source: Directory, parts: Sequence[Part], kept: Sequence[tuple[Range, Tensor]]) -> list[int]:
     """What the parts add to the checksum of each file. Fills what is `kept` of them, in order."""
     found = [0] * len(source.files)
     begins = [each[0][:2] for each in kept]
-    waiting = deque(
-        (part.file, max(begin, part.begin), min(begin + BLOCK, part.end), part.others)
-        for part in parts
-        for begin in range(part.begin - part.begin % BLOCK, part.end, BLOCK)
-    )
+    waiting = deque((part.file, begin, end, part.others) for part in parts for begin, end in _blocks(part))
 
     def read_all() -> list[tuple[int, int]]:
         """The contributions to files of the blocks that this thread got."""
-        memory, opened, contributions = aligned(BLOCK), -1, []
+        memory, opened, contributions = aligned(2 * BLOCK), -1, []
         with contextlib.ExitStack() as files:
             while waiting:
                 try:
