@@ -34,7 +34,7 @@ def look_up_by_rows(model: nn.Module) -> None:
     own are left alone."""
     for module in model.modules():
         if isinstance(module, nn.Embedding) and type(module).forward is nn.Embedding.forward and "forward" not in vars(module):
-            module.forward = functools.partial(_forward, module)
+            module.forward = functools.partial(_forward, module)  # type: ignore[method-assign]
 
 
 def _forward(module: nn.Embedding, input: Tensor) -> Tensor:
