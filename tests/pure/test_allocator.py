@@ -53,7 +53,6 @@ def test_freed_memory_is_kept_where_memory_is_to_be_had() -> None:
     assert min(found.values()) > 5000, found
 
 
-
 def test_the_environment_decides() -> None:
     assert decided({"MALLOC_ARENA_MAX": "1"}) and decided({"GLIBC_TUNABLES": ""})
     assert not decided({"PATH": "/bin", "OMP_NUM_THREADS": "1"})
