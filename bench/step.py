@@ -225,7 +225,7 @@ def measure(args: argparse.Namespace, size: str, dtype: str, systems: Sequence[s
             groups.append(list(group.pairs))
         finally:
             group.close()
-    return {"job": job, "groups": groups, "systems": found}
+    return {"job": job | {"folder": ""}, "groups": groups, "systems": found}
 
 
 def show_profiles(args: argparse.Namespace, size: str, dtype: str, systems: Sequence[str]) -> None:
