@@ -207,7 +207,7 @@ def measure(args: argparse.Namespace, size: str, dtype: str, systems: Sequence[s
     found: dict[str, dict[str, Any]] = {}
     chosen = [name for name in systems_of if name in systems and name != FLOOR and dtype in systems_of[name].dtypes]
     waiting = chosen * args.starts
-    order = random.Random(args.seed)
+    order, began = random.Random(args.seed), time.monotonic()
     groups: list[list[str]] = []
     while waiting or not groups:
         group = Group(args, job, found)
@@ -218,6 +218,8 @@ def measure(args: argparse.Namespace, size: str, dtype: str, systems: Sequence[s
             while waiting and waiting[0] not in group.pairs and group.fits_another():
                 group.start(waiting.pop(0))
             for number in range(args.rounds):
+                if number and time.monotonic() - began > args.seconds:
+                    break
                 names = list(group.pairs)
                 order.shuffle(names)
                 for name in names:
@@ -289,6 +291,7 @@ def parse(suite: str, description: str | None, defaults: Mapping[str, Any], argv
     parser.add_argument("--dtype", default="fp32", help="comma list of fp32, bf16")
     parser.add_argument("--systems", default="all", help="comma list of names or patterns, such as 'ddp,polyreme*'")
     parser.add_argument("--rounds", type=int, default=5, help="turns of each system")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="no round but the first is begun so long after a case was")
     parser.add_argument("--starts", type=int, default=1, help="times that the ranks are started anew, for as many rounds each")
     parser.add_argument("--steps", type=int, default=4, help="timed steps in a turn")
     parser.add_argument("--settle", type=int, default=1, help="untimed steps at the start of a turn")
