@@ -10,7 +10,6 @@ Exit status: 0, 1 where a system failed or loaded something else, 2 for bad usag
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import random
 import signal
@@ -24,7 +23,7 @@ from typing import Any
 
 from cases import SIZES
 from checkpoint_rank import DISK, SYSTEMS, files_of, forget, remember, remove
-from report import MIB, spread
+from report import MIB, spread, write
 from step import Pair, WorkerError, environment, say
 
 Record = dict[str, dict[str, float]]
@@ -269,9 +268,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     page = markdown(result)
     print(page)
     if args.out:
-        args.out.parent.mkdir(parents=True, exist_ok=True)
-        args.out.write_text(json.dumps(result, indent=1) + "\n")
-        args.out.with_suffix(".md").write_text(page)
+        write(result, page, args.out)
     return int(bool(result["errors"]))
 
 

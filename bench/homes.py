@@ -18,40 +18,24 @@ import tempfile
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from matrix import BENCH, sweep
 
 sys.path += [str(BENCH.parent / "tests/ranks")]
 
-from test_tiers_training import OPTIMIZERS, PRECISIONS, assert_equal, homes
+from test_tiers_training import ALL_CASES, OPTIMIZERS, PRECISIONS, Case, assert_equal, homes
 
-import training
 from pool import Ranks, RanksFailed
 
 STEPS = 4
 
 
-class Case(NamedTuple):
-    """One run, in all homes."""
-
-    world: int
-    stage: int
-    optimizer: str
-    precision: str
-    accumulation: int
-
-    def __str__(self) -> str:
-        return f"{self.world} ranks, stage {self.stage}, {self.optimizer}, {self.precision}, accumulation {self.accumulation}"
-
-    def settings(self) -> list[dict[str, Any]]:
-        """A config for each home."""
-        return [training.config(self.world, self.accumulation, zero={"stage": self.stage, "min_bucket": 0}, memory=memory,
-                                precision=PRECISIONS[self.precision], optimizer=OPTIMIZERS[self.optimizer])
-                for memory in homes(self.stage)]  # fmt: skip
+def name_of(case: Case) -> str:
+    return f"{case.world} ranks, stage {case.stage}, {case.optimizer}, {case.precision}, accumulation {case.accumulation}"
 
 
-CASES = {str(case): case for case in itertools.starmap(Case, itertools.product((1, 2, 4), range(4), OPTIMIZERS, PRECISIONS, (1, 2)))}
+CASES = {name_of(case): case for case in ALL_CASES}
 
 
 def attempt(ranks: Ranks, case: Case) -> str:

@@ -28,7 +28,7 @@ from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 from polyreme.zero import kernels
 from polyreme.zero.compact import BLOCK, Compact, States
 from polyreme.zero.optimizers import Lion
-from report import spread
+from report import spread, write
 from step import environment
 
 FACTOR = 0.999
@@ -321,9 +321,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     page = markdown(result)
     print(page)
     if args.out:
-        args.out.parent.mkdir(parents=True, exist_ok=True)
-        args.out.write_text(json.dumps(result, indent=1) + "\n")
-        args.out.with_suffix(".md").write_text(page)
+        write(result, page, args.out)
     return 0
 
 

@@ -31,7 +31,7 @@ from checkpoint import file_system, shown
 from optimizer import clock, others_cores
 from polyreme.tiers import FileTier
 from polyreme.zero.records import RECORD
-from report import MIB, spread
+from report import MIB, spread, write
 from step import environment, say
 
 AIM = 1.1
@@ -167,9 +167,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     page = markdown(result)
     print(page)
     if args.out:
-        args.out.parent.mkdir(parents=True, exist_ok=True)
-        args.out.write_text(json.dumps(result, indent=1) + "\n")
-        args.out.with_suffix(".md").write_text(page)
+        write(result, page, args.out)
     return int(not all(run["same"] for run in runs))
 
 

@@ -5,9 +5,11 @@ Invariant: a ratio divides two turns of one round of one group; medians are take
 
 from __future__ import annotations
 
+import json
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from systems import FLOOR, SUITES, TIERS
@@ -61,6 +63,13 @@ RIVALS["step"] = [
     ("polyreme0-bf16", "ddp-bf16", 1.0),
     ("polyreme3-bf16", "fsdp2-bf16", 1.15),
 ]
+
+
+def write(result: Mapping[str, Any], page: str, out: Path) -> None:
+    """The JSON result to `out`, and the page beside it."""
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(json.dumps(result, indent=1) + "\n")
+    out.with_suffix(".md").write_text(page)
 
 
 def spread(values: Sequence[float]) -> dict[str, float]:

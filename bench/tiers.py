@@ -32,7 +32,7 @@ from torch import Tensor
 from checkpoint import file_system, shown
 from polyreme.disk import File, aligned
 from polyreme.tiers import FileTier
-from report import MIB
+from report import MIB, write
 from step import environment, say
 
 AIM = 0.9
@@ -187,9 +187,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     page = markdown(result)
     print(page)
     if args.out:
-        args.out.parent.mkdir(parents=True, exist_ok=True)
-        args.out.write_text(json.dumps(result, indent=1) + "\n")
-        args.out.with_suffix(".md").write_text(page)
+        write(result, page, args.out)
     return 0
 
 

@@ -70,10 +70,16 @@ class Case(NamedTuple):
     precision: str
     accumulation: int
 
+    def settings(self) -> list[dict[str, Any]]:
+        """A config for each home."""
+        return [training.config(self.world, self.accumulation, zero={"stage": self.stage, "min_bucket": 0}, memory=memory,
+                                precision=PRECISIONS[self.precision], optimizer=OPTIMIZERS[self.optimizer])
+                for memory in homes(self.stage)]  # fmt: skip
 
-CASES = cover(
-    [Case(*each) for each in product((1, 2, 4), range(4), OPTIMIZERS, PRECISIONS, (1, 2))], lambda case: together(case._asdict(), 2)
-)
+
+ALL_CASES = [Case(*each) for each in product((1, 2, 4), range(4), OPTIMIZERS, PRECISIONS, (1, 2))]
+"""`bench/homes.py` runs them."""
+CASES = cover(ALL_CASES, lambda case: together(case._asdict(), 2))
 """Every two values of two kinds are in one."""
 
 
@@ -84,13 +90,7 @@ def test_every_home_makes_the_same_bits(ranks: Ranks, tmp_path: Path, world: int
     cases = [case for case in CASES if (case.world, case.stage) == (world, stage)]
     assert cases
     for case in cases:
-        sections = {
-            "zero": {"stage": stage, "min_bucket": 0},
-            "precision": PRECISIONS[case.precision],
-            "optimizer": OPTIMIZERS[case.optimizer],
-        }
-        settings = [training.config(world, case.accumulation, **sections, memory=memory) for memory in homes(stage)]
-        records, weights = assert_equal(ranks, world, "llama", settings, tmp_path, steps=3)
+        records, weights = assert_equal(ranks, world, "llama", case.settings(), tmp_path, steps=3)
         assert all(torch.isfinite(t).all() for t in weights.values())
         if case.precision == "fp16":
             finite = {math.isfinite(loss) and math.isfinite(norm) for loss, norm in records}
