@@ -2,6 +2,7 @@
 
 Invariant: a gradient by rows goes nowhere but to `zero.bucket`, which adds the rows to the flat buffer: whoever looks at a table's gradient
 in a backward (a hook of its own, `torch.autograd.grad`, a second derivative) gets it whole. Both add the same rows in the same order.
+Tables in half precision are left alone.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ def look_up_by_rows(model: nn.Module) -> None:
 
 def _forward(module: nn.Embedding, input: Tensor) -> Tensor:
     special = module.max_norm is not None or module.sparse or module.scale_grad_by_freq
+    special = special or module.weight.dtype.itemsize < 4  # adding row by row to a long sum would lose digits there
     if special or not module.weight.is_leaf or torch.compiler.is_compiling():
         return nn.Embedding.forward(module, input)
     found: Tensor = _LookUp.apply(input, module.weight, -1 if module.padding_idx is None else module.padding_idx)

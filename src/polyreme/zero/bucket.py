@@ -308,6 +308,8 @@ class Bucket:
         gradient, parameter.grad = parameter.grad, None
         if gradient is None:
             return
+        if gradient.layout != torch.strided and gradient.dtype != self.formats.local:
+            gradient = gradient.to_dense()  # summed in its own format
         if self._local is None:
             self._local = self._pool.take(self.layout.size, self.formats.local)
             for start, stop in self.layout.gaps():
