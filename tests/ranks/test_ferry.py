@@ -15,7 +15,9 @@ from torch import Tensor
 import models
 import polyreme
 import training
+from polyreme.layout import ALIGN
 from polyreme.tiers.lane import Lane
+from polyreme.zero import records
 from polyreme.zero.ferry import Ferry
 from pool import Ranks
 
@@ -64,22 +66,23 @@ class LateFerry(Ferry):
 
 
 def train(rank: int, world: int, settings: list[dict[str, Any]], share: bool = True) -> list[training.Run]:
-    """A run of each config; all but the first with a ferry."""
-    runs, over = [], Ferry.over
+    """A run of each config; all but the first with a ferry, and with so small records that several are on their way at a time."""
+    runs, over, record = [], Ferry.over, records.RECORD
     for i, each in enumerate(settings):
         Ferry.over = LateFerry if i else over  # type: ignore[assignment, method-assign]
+        records.RECORD = 4 * ALIGN
         try:
             torch.manual_seed(0)
             engine = polyreme.initialize(models.llama(num_hidden_layers=4, tie_word_embeddings=True), each, loss_fn=models.causal_loss)
         finally:
-            Ferry.over = over  # type: ignore[method-assign]
-        records = []
+            Ferry.over, records.RECORD = over, record  # type: ignore[method-assign]
+        told = []
         for step in range(3):
             batch = models.tokens(training.SAMPLES, seed=step)
             result = engine.train_step(models.share(batch, rank, world) if share else batch)
-            records.append((result.loss, result.grad_norm))
+            told.append((result.loss, result.grad_norm))
             assert i == 0 or engine.tiers()["gradients"]["written"] > 0
-        runs.append((records, engine.state_dict(master=True)))
+        runs.append((told, engine.state_dict(master=True)))
     return runs
 
 
