@@ -20,8 +20,9 @@ from cases import ADAMW, CLIP, DTYPES, Batch, Job, Outcome
 
 def initialize(model: Any, job: Job, *, reshard: bool, reduce: str = "fp32", offload: bool = False) -> torch.optim.Optimizer:
     """Shards the model in place, and gives its optimizer."""
-    mesh = init_device_mesh("cuda" if torch.cuda.is_available() else "cpu", (job.world,))
-    home = CPUOffloadPolicy(pin_memory=torch.cuda.is_available()) if offload else OffloadPolicy()
+    device = "cuda" if offload and torch.cuda.is_available() else model.device.type  # what is offloaded may begin in host memory
+    mesh = init_device_mesh(device, (job.world,))
+    home = CPUOffloadPolicy(pin_memory=device == "cuda") if offload else OffloadPolicy()
     policy = MixedPrecisionPolicy()
     if job.dtype != "fp32":
         policy = MixedPrecisionPolicy(param_dtype=DTYPES[job.dtype], reduce_dtype=DTYPES[reduce], cast_forward_inputs=False)

@@ -21,7 +21,7 @@ from cover import cover
 from polyreme.pipeline.schedule import NAMES, Name, stage_ranks
 from pool import Ranks
 
-STEPS, SAMPLES, CLIP, BLOCKS = 3, 12, 0.05, 5
+STEPS, SAMPLES, CLIP, BLOCKS = 5, 12, 0.05, 5
 
 Record = tuple[float, float]
 

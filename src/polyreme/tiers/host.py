@@ -15,8 +15,8 @@ from polyreme.tiers.tier import Tier
 
 
 class HostTier(Tier):
-    """Records of `device` in host memory, pinned where that is a GPU. `traffic` counts what crosses between the two; on a CPU nothing
-    moves, and it counts what would."""
+    """Records of `device` in host memory, pinned where that is a GPU. `traffic` counts what is used of records where they lie; whoever has
+    to take it to the device, or from there, does that itself."""
 
     def __init__(self, device: torch.device | str = "cpu") -> None:
         super().__init__()
