@@ -301,13 +301,13 @@ class Bucket:
 
     # ---- gradients
 
-    def take_grad(self, index: int, more: bool = False) -> None:
+    def take_grad(self, index: int, more: bool = False) -> bool:
         """Move parameter `index`'s complete gradient into the flat gradient buffer, or add it to what is there. With `more`, autograd adds
-        the next ones of this reduction itself, where that takes no conversion."""
+        the next ones of this reduction itself, where that takes no conversion: whether it does."""
         parameter, slot = self.parameters[index], self.layout.slots[index]
         gradient, parameter.grad = parameter.grad, None
         if gradient is None:
-            return
+            return False
         if gradient.layout != torch.strided and gradient.dtype != self.formats.local:
             gradient = gradient.to_dense()  # summed in its own format
         if self._local is None:
@@ -330,8 +330,9 @@ class Bucket:
         if more and view.dtype == parameter.dtype:
             parameter.grad = view
             self._in_place.add(index)
-        else:
-            self._in_place.discard(index)
+            return True
+        self._in_place.discard(index)
+        return False
 
     def reduce(self) -> None:
         """Begin to sum the gradients over the axis into this rank's part of `grad`. Parameters without a gradient count as zero."""

@@ -21,6 +21,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Sequence
 
 from torch import Tensor
+from torch.utils.hooks import RemovableHandle
 
 from polyreme.errors import ModelError
 from polyreme.weight_gradients import current
@@ -45,9 +46,7 @@ class Reducer:
         self._waiting: dict[Bucket, set[int]] = {}  # to be reduced in this backward: parameters without a gradient in it
         self._adding: set[Bucket] = set()  # whose gradients of this backward are only added up
         self._in_flight: deque[Bucket] = deque()
-        for bucket in self._order:
-            for index, parameter in enumerate(bucket.parameters):
-                parameter.register_post_accumulate_grad_hook(self._arrival(bucket, index))
+        self._hooks: dict[Tensor, RemovableHandle] = {}  # of parameters whose gradients are heard of
 
     @property
     def is_last(self) -> bool:
@@ -60,6 +59,7 @@ class Reducer:
         self._waiting.clear()
         self._adding.clear()
         self._in_flight.clear()
+        self._listen(self._order)
 
     def begin(self, stage: int = 0, gathers: bool = True) -> None:
         """Before a backward of `stage`, or before its second half, which does not gather parameters (`gathers`)."""
@@ -68,6 +68,7 @@ class Reducer:
         for bucket in used:
             self._left[bucket] -= 1
         last = [bucket for bucket in used if self._every_time or not self._left[bucket]]
+        self._listen(last)
         self._waiting = {bucket: set(range(len(bucket.parameters))) for bucket in last}
         self._adding = {*used} - {*last}
 
@@ -82,13 +83,21 @@ class Reducer:
         while self._in_flight:
             self._finish_first()
 
+    def _listen(self, buckets: Sequence[Bucket]) -> None:
+        """Hear of every gradient of `buckets`: also of those that autograd would add up by itself, where nobody has to know of them."""
+        for bucket in buckets:
+            for index, parameter in enumerate(bucket.parameters):
+                if parameter not in self._hooks:
+                    self._hooks[parameter] = parameter.register_post_accumulate_grad_hook(self._arrival(bucket, index))
+
     def _arrival(self, bucket: Bucket, index: int) -> Callable[[Tensor], None]:
         def arrived(parameter: Tensor) -> None:
             if (later := current()) is not None:
                 later.hold(parameter, arrived)
                 return
             if bucket in self._adding:
-                bucket.take_grad(index, more=self._whole)
+                if bucket.take_grad(index, more=self._whole):
+                    self._hooks.pop(parameter).remove()  # until the last one
                 return
             if bucket not in self._waiting:
                 raise ModelError(f"parameter {bucket.layout.slots[index].name} got a second gradient after its reduction began: "
