@@ -34,7 +34,7 @@ import polyreme
 from cases import SIZES, Job, build_batch, build_model
 from polyreme.model_map import pipeline_list
 from polyreme.pipeline import run
-from polyreme.pipeline.schedule import MESSAGES, NAMES, Action, Name, Schedule, build, other_end
+from polyreme.pipeline.schedule import MESSAGES, NAMES, Action, Name, Schedule, build, halves, other_end
 from polyreme.pipeline.simulate import RECEIVED, Costs, simulate
 from polyreme.weight_gradients import now_or_later
 from report import spread
@@ -179,12 +179,13 @@ def durations(step: Step, ops: Sequence[str]) -> dict[Action, float]:
     return {span.action: span.ended - span.began - span.waited for row in step for span in row if span.action.op in ops}
 
 
-def means(step: Step) -> dict[tuple[str, int], float]:
-    """Of each stage's F, B and W."""
-    found = defaultdict(list)
-    for action, seconds in durations(step, COMPUTES).items():
-        found[action.op, action.stage].append(seconds)
-    return {key: statistics.fmean(values) for key, values in found.items()}
+def means(step: Step) -> dict[Action, float]:
+    """Of every F, B and W the mean of all of its kind at its stage: a B with a W is of another kind than a whole one."""
+    spent = durations(step, COMPUTES)
+    halved, found = halves([[*spent]]), defaultdict(list)
+    for action, seconds in spent.items():
+        found[action.op, action.stage, action in halved].append(seconds)
+    return {action: statistics.fmean(found[action.op, action.stage, action in halved]) for action in spent}
 
 
 def transfers(step: Step) -> list[float]:
@@ -216,6 +217,7 @@ def published(name: Name, p: int, m: int) -> float:
     work, total = {
         "gpipe": (m, m + p - 1),
         "1f1b": (m, m + p - 1),
+        "1f1b-w": (3 * m, 3 * (m + p - 1) - (1 if m > 1 else p - 1)),
         "interleaved": (VIRTUAL * m, VIRTUAL * m + p - 1),
         "zb-h1": (3 * m, max(3 * m + p - 1, 2 * m + 2 * p - 1)),
         "zb-v": (6 * m, max(6 * m + p - 1, 4 * m + 4 * p - 2)),
@@ -240,7 +242,7 @@ def measure(ranks: Ranks, case: Case) -> dict[str, Any]:
         "formula": published(case.schedule, case.ranks, case.microbatches),
         **{kind: spread([found[kind] for found in each]) for kind in KINDS},
         "milliseconds": spread([(end - start) * 1e3 for start, end in map(extent, steps)]),
-        "means": [{f"{stage}{op}": seconds * 1e3 for (op, stage), seconds in means(step).items()} for step in steps],
+        "means": [{str(action): seconds * 1e3 for action, seconds in means(step).items()} for step in steps],
         "transfer": transfer * 1e3,
         "foreign_cores": max(0.0, busy - own),
     }

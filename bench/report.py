@@ -41,8 +41,8 @@ RIVALS: dict[str, list[tuple[str, str, float | None]]] = {
     "pipeline": [
         ("polyreme", "torch", 1.0),
         ("polyreme", "deepspeed", 1.1),
-        *((f"polyreme-{cut}", rival, aim) for cut in ("even", "time") for rival, aim in (("torch", 1.0), ("deepspeed", 1.1))),
-        *((f"polyreme-{schedule}", "polyreme", None) for schedule in ("gpipe", "interleaved", "zb-h1", "zb-v")),
+        *((f"polyreme-{other}", rival, aim) for other in ("1f1b", "even", "time") for rival, aim in (("torch", 1.0), ("deepspeed", 1.1))),
+        *((f"polyreme-{schedule}", "polyreme", None) for schedule in ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-v")),
     ],
 }
 RIVALS["step"] = [

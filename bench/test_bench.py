@@ -159,7 +159,8 @@ def test_the_bubbles_of_a_step_by_hand() -> None:
               ("B", 1, 12, 14, 0), ("SG", 1, 14, 15, 0)]  # fmt: skip
     step = [[bubble.Span(Action(op, stage, i), *times) for op, i, *times in row] for stage, row in enumerate((first, second))]
     assert sorted(bubble.transfers(step)) == [2, 3]  # sent at 2 and arrived at 4, sent at 10 and arrived at 13
-    assert bubble.means(step) == {("F", 0): 2, ("B", 0): 3, ("F", 1): 1, ("B", 1): 3.5}
+    means = {(op, stage): mean for (op, stage, _), mean in bubble.means(step).items()}
+    assert means == {("F", 0): 2, ("B", 0): 3, ("F", 1): 1, ("B", 1): 3.5}
     found = bubble.bubbles(build("1f1b", 2, 2), step, transfer=2)
     lengths = {kind: 19 / 2 / (1 - share) for kind, share in found.items()}
     assert lengths == pytest.approx({"simulated": 14, "own times": 15, "with messages": 20, "measured": 23})

@@ -94,7 +94,7 @@ PIPELINE: dict[str, System] = {
     "deepspeed": System("deepspeed_pipeline", dtypes=("fp32",), divides_model=True),
     **{
         f"polyreme-{schedule}": System("polyreme_pipeline", {"schedule": schedule}, variant=True, divides_model=True)
-        for schedule in ("gpipe", "interleaved", "zb-h1", "zb-v")
+        for schedule in ("gpipe", "1f1b", "1f1b-w", "interleaved", "zb-h1", "zb-v")
     },
 }
 

@@ -1,4 +1,4 @@
-"""Polyreme's pipeline, through its public interface: the unmodified model, and a schedule of the config.
+"""Polyreme's pipeline, through its public interface: the unmodified model, and the config's schedule, its default or a named one.
 
 It is cut where the config's default does, or as `blocks` says: "even" is everybody's cut.
 """
@@ -13,7 +13,7 @@ from systems.polyreme_zero import initialize, step_of
 from systems.stages import counts
 
 
-def build(model: Any, job: Job, *, schedule: str = "1f1b", blocks: str | None = None) -> Callable[[Batch], Outcome]:
+def build(model: Any, job: Job, *, schedule: str = "auto", blocks: str | None = None) -> Callable[[Batch], Outcome]:
     pipeline: dict[str, Any] = {"schedule": schedule}
     if blocks is not None:
         pipeline["blocks"] = counts(SIZES[job.size].blocks, job.world) if blocks == "even" else blocks

@@ -7,7 +7,7 @@ divided in this order: over pipeline stages, over tensor parallelism, and what i
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
-from polyreme import model_map
+from polyreme import model_map, weight_gradients
 from polyreme.activations import Saved, measure, wrap_blocks
 from polyreme.allocator import keep_freed_memory
 from polyreme.checkpoint.save import Saver
@@ -31,7 +31,7 @@ from polyreme.mesh import Axis, Mesh, world
 from polyreme.objective import LossFn, Objective, digest, leading_size, split
 from polyreme.offload import Offload
 from polyreme.pipeline.run import Calls, Runner, RunStage, whole
-from polyreme.pipeline.schedule import build, check, next_backwards, splits_backward, stage_ranks
+from polyreme.pipeline.schedule import Action, build, check, halves, next_backwards, stage_ranks
 from polyreme.pipeline.stage import Stage
 from polyreme.precision import DTYPES, GRADIENT, MODEL, cast_floating, loss_scale, watch_nonfinite
 from polyreme.prepare import Model, cut, divide, make_numbers, open_model, share_out, take_from_rank_0
@@ -105,7 +105,7 @@ class Engine:
         made = recipe(self.module, config.optimizer, optimizer)
         self.parameters = sum(p.numel() for p in self.module.parameters())
         """Distinct parameters of the whole model."""
-        name = config.pipeline.schedule if mesh.pp.size > 1 else "1f1b"
+        name = config.schedule if mesh.pp.size > 1 else "1f1b"
         rank_of = stage_ranks(name, mesh.pp.size, config.pipeline.virtual)
         mine = [stage for stage, rank in enumerate(rank_of) if rank == mesh.pp.rank]
         schedule = build(name, mesh.pp.size, config.accumulation, config.pipeline.virtual)
@@ -117,8 +117,8 @@ class Engine:
         division = divide(self.module, split, rank_of, config, mesh)
         if split is not None:
             blocks = split.blocks_of(self.module, mine)
-        self._splits_backward = splits_backward(schedule)
-        if self._splits_backward:
+        self._halved = halves([schedule[mesh.pp.rank]])
+        if self._halved:
             put_off_weights(self.module)
         if mesh.device.type == "cpu" and not config.compile:
             look_up_by_rows(self.module)
@@ -429,7 +429,7 @@ class Engine:
             forward=lambda i: self._output(batches[i]),
             loss=loss,
             root=lambda i: self._step.root(*losses.pop(i), model_map.count_tokens(batches[i])),
-            differentiate=self._step.differentiate_inputs if self._splits_backward else self._step.differentiate,
+            differentiate=self._differentiate,
             update=end if update else None,
         )
         self._runner.run(self._row, calls, _shape(batches[0]))
@@ -438,8 +438,16 @@ class Engine:
     def _enter(self, stage: int, microbatch: int, coming: tuple[int, int] | None = None) -> None:
         """Before a forward or backward for training: which one comes, and whose backward is next."""
         self._blocks.at(stage, microbatch)
+        weight_gradients.expect(Action("B", stage, microbatch) in self._halved)
         if self._offload is not None:
             self._offload.at(stage, microbatch, coming)
+
+    def _differentiate(self, stage: int, roots: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> Callable[[], None] | None:
+        """The backward that was entered, or its first half."""
+        if weight_gradients.expected():
+            return self._step.differentiate_inputs(stage, roots, gradients)
+        self._step.differentiate(stage, roots, gradients)
+        return None
 
     def _output(self, batch: Any) -> Any:
         """The model's output for one micro-batch; the first time, also how much memory its activations take."""

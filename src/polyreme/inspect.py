@@ -66,7 +66,7 @@ def axes(config: Config, world_size: int) -> dict[str, list[list[int]]]:
 def rank_stages(config: Config) -> tuple[tuple[int, ...], ...]:
     """The pipeline stages of each rank of axis pp, in its order: first stages first."""
     pipeline, pp = config.pipeline, config.mesh.pp
-    rank_of = stage_ranks(pipeline.schedule, pp, pipeline.virtual) if pp > 1 else (0,)
+    rank_of = stage_ranks(config.schedule, pp, pipeline.virtual) if pp > 1 else (0,)
     return tuple(tuple(stage for stage, at in enumerate(rank_of) if at == rank) for rank in range(pp))
 
 
@@ -178,7 +178,7 @@ def step_table(config: Config, world_size: int | None = None) -> tuple[str, Sche
     # Every pipeline has the same table; how many micro-batches it has depends on dp alone.
     alone = [f"mesh.{axis}=1" for axis in ("tp", "pp", "cp", "ep")]
     microbatches = Config.load(config, [*alone, "mesh.sequence_parallel=false"]).resolve(dp).accumulation
-    name, virtual = config.pipeline.schedule, config.pipeline.virtual
+    name, virtual = config.schedule, config.pipeline.virtual
     schedule = build(name, mesh.pp, microbatches, virtual)
     check(schedule, microbatches)
     stages = len(stage_ranks(name, mesh.pp, virtual))

@@ -46,6 +46,6 @@ def divide(model: nn.Module, config: Config) -> Split | None:
         rules.plan(model, mesh.tp, mesh.tp_plan, mesh.sequence_parallel)
     if mesh.pp == 1:
         return None
-    stages = len(stage_ranks(pipeline.schedule, mesh.pp, pipeline.virtual))
+    stages = len(stage_ranks(config.schedule, mesh.pp, pipeline.virtual))
     counts = None if isinstance(pipeline.blocks, str) else pipeline.blocks
     return plan(model, stages, counts=counts, memory=pipeline.blocks == "parameters")

@@ -20,6 +20,7 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 _current: WeightGradients | None = None  # for all threads: a device's nodes run in one of its own
+_expected = False
 
 
 class WeightGradients:
@@ -79,6 +80,17 @@ class _Product(Function):
         return compute(), None
 
 
+def expect(halves: bool) -> None:
+    """Whether the forwards from now on have a backward in two halves: else layers do what they always do, which is faster."""
+    global _expected
+    _expected = halves
+
+
+def expected() -> bool:
+    """What `expect` was told last."""
+    return _expected
+
+
 def current() -> WeightGradients | None:
     """Where the backward under way puts gradients off to; None where it does not."""
     return _current
@@ -86,8 +98,8 @@ def current() -> WeightGradients | None:
 
 def now_or_later(parameter: Tensor | None, compute: Callable[[], Tensor]) -> Tensor | None:
     """In a backward: the gradient `compute()` of `parameter`; or None where it is put off. None in place of `parameter` stands for a weight
-    that is computed itself, whose gradient is needed now."""
-    if _current is None or parameter is None:
+    that is computed itself, whose gradient is needed now. So is one for a hook of the user's, which would be called without it."""
+    if _current is None or parameter is None or parameter._backward_hooks:
         return compute()
     _current.later(parameter, compute)
     return None

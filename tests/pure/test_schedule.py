@@ -21,10 +21,10 @@ from polyreme.pipeline.schedule import (
     activation_limits,
     build,
     check,
+    halves,
     next_backwards,
     other_end,
     peak_activations,
-    splits_backward,
     stage_ranks,
 )
 
@@ -46,7 +46,7 @@ def execute(schedule: Schedule, microbatches: int, seed: int) -> bool:
     """Whether the table trains, by other means than `check`: sends go into one queue for each ordered pair of ranks, receives take what
     comes next there, ranks move in random order, and what is computed says from what."""
     rank_of = {action.stage: rank for rank, row in enumerate(schedule) for action in row if action.op == "F"}
-    split, last = splits_backward(schedule), max(rank_of)
+    halved, last = halves(schedule), max(rank_of)
     queues: dict[tuple[int, int], deque[Any]] = defaultdict(deque)
     values: dict[Action, Any] = {}
     received: dict[Action, int] = {}  # a posted receive, by its number in the queue
@@ -77,7 +77,8 @@ def execute(schedule: Schedule, microbatches: int, seed: int) -> bool:
         elif op == "W":
             values[action] = values[Action("B", stage, i)]
         elif op == "R":
-            values[action] = [values[Action("W" if split else "B", stage, i)] for i in range(microbatches)]
+            whole = [Action("B", stage, i) for i in range(microbatches)]
+            values[action] = [values[b._replace(op="W") if b in halved else b] for b in whole]
         else:
             values[action] = [values[Action("R", s)] for s, r in rank_of.items() if r == rank]
 
@@ -141,10 +142,12 @@ def test_tables_as_published() -> None:
     assert computes("gpipe", 2, 2) == ["0F0 0F1 0B0 0B1", "1F0 1F1 1B0 1B1"]
     assert computes("1f1b", 2, 3) == ["0F0 0F1 0B0 0F2 0B1 0B2", "1F0 1B0 1F1 1B1 1F2 1B2"]
     assert computes("interleaved", 2, 2) == ["0F0 0F1 2F0 2F1 2B0 2B1 0B0 0B1", "1F0 1F1 3F0 3B0 3F1 3B1 1B0 1B1"]
-    assert computes("zb-h1", 2, 3) == ["0F0 0F1 0B0 0W0 0F2 0B1 0W1 0B2 0W2", "1F0 1B0 1F1 1B1 1W0 1F2 1B2 1W1 1W2"]
+    assert computes("1f1b-w", 2, 3) == ["0F0 0F1 0B0 0F2 0B1 0B2", "1F0 1B0 1F1 1B1 1F2 1B2 1W2"]
+    # but for a B and its W that nothing comes between, and whose gradient no other rank waits for: a whole backward
+    assert computes("zb-h1", 2, 3) == ["0F0 0F1 0B0 0F2 0B1 0B2", "1F0 1B0 1F1 1B1 1W0 1F2 1B2 1W1 1W2"]
     assert computes("zb-v", 2, 3) == [
-        "0F0 0F1 0F2 3F0 3B0 3W0 3F1 3B1 3W1 0B0 0W0 3F2 3B2 3W2 0B1 0W1 0B2 0W2",
-        "1F0 2F0 1F1 2F1 2B0 2W0 1F2 1B0 1W0 2F2 2B1 2W1 1B1 2B2 1B2 1W1 2W2 1W2",
+        "0F0 0F1 0F2 3F0 3B0 3W0 3F1 3B1 3W1 0B0 3F2 3B2 3W2 0B1 0B2",
+        "1F0 2F0 1F1 2F1 2B0 1F2 1B0 1W0 2F2 2B1 1B1 2B2 1B2 1W1 2W2 1W2",
     ]
 
 
@@ -196,8 +199,8 @@ def test_nothing_may_be_missing_or_done_twice(name: Name, pp: int, microbatches:
     row = list(schedule[rank])
     at = data.draw(st.integers(0, len(row) - 1))
     shorter = changed(schedule, rank, row[:at] + row[at + 1 :])
-    # Without its only W, a table is one whose B is the whole backward: another step, and a complete one.
-    assert accepted(shorter, microbatches) == (splits_backward(schedule) != splits_backward(shorter))
+    # Without its W, a B is the whole backward: another step, and a complete one.
+    assert accepted(shorter, microbatches) == (row[at].op == "W")
     again = data.draw(st.integers(at, len(row)))
     assert not accepted(changed(schedule, rank, [*row[:again], row[at], *row[again:]]), microbatches)
 

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from polyreme.errors import PolyremeError
-from polyreme.pipeline.schedule import NAMES, Action, Name, Schedule, build, stage_ranks
+from polyreme.pipeline.schedule import NAMES, Action, Name, Schedule, build, halves, stage_ranks
 from polyreme.pipeline.simulate import Cell, Costs, simulate
 
 SHAPES: dict[str, Any] = {"pp": st.integers(1, 16), "microbatches": st.integers(1, 64)}
@@ -38,6 +38,21 @@ def test_bubble_of_gpipe_and_1f1b(pp: int, microbatches: int, name: Name, forwar
     expected = Fraction(pp - 1, microbatches + pp - 1)
     assert simulation.bubble == pytest.approx([float(expected)] * pp)
     assert simulation.bubble_fraction == pytest.approx(float(expected))
+
+
+@given(**SHAPES, forward=st.integers(1, 9), backward=st.integers(1, 9), weight=st.integers(1, 9))
+@settings(deadline=None, max_examples=60)
+def test_bubble_of_1f1b_with_its_last_weights_late(pp: int, microbatches: int, forward: int, backward: int, weight: int) -> None:
+    """Shorter than 1F1B by the last weights where no rank is late for anything else; never longer; and with F = B = W always by 1, or for
+    one micro-batch by the weights of every stage but the first."""
+    schedule = build("1f1b-w", pp, microbatches)
+    costs = times(schedule, forward, backward + weight, weight)
+    half = dict.fromkeys(halves(schedule), backward)
+    step, whole = simulate(schedule, Costs(costs.duration | half)).total, (microbatches + pp - 1) * (forward + backward + weight)
+    assert whole - weight * (pp - 1) <= step <= whole
+    assert total("1f1b-w", pp, microbatches) == 3 * (microbatches + pp - 1) - (pp - 1 if microbatches == 1 else pp > 1)
+    if pp == 2 and (microbatches == 1 or weight <= forward):
+        assert step == whole - weight
 
 
 @given(pp=st.integers(1, 16), groups=st.integers(1, 4), virtual=st.integers(2, 4), forward=st.integers(1, 9), backward=st.integers(1, 9))
@@ -143,7 +158,8 @@ def test_a_rank_computes_one_thing_at_a_time_and_only_from_what_it_has(
     ranks = stage_ranks(name, pp, virtual)
     uneven = random.Random(seed)
     duration = {what: uneven.randint(1, 5) for what in Costs.even(schedule).duration}
-    simulation = simulate(schedule, Costs(duration, transfer))
+    costs = Costs(duration, transfer)
+    simulation = simulate(schedule, costs)
     spans = {cell.action: cell for cells in simulation.cells for cell in cells}
     for rank, cells in enumerate(simulation.cells):
         assert tuple(cell.action for cell in cells) == schedule[rank]
@@ -151,7 +167,7 @@ def test_a_rank_computes_one_thing_at_a_time_and_only_from_what_it_has(
         for cell in cells:
             op, stage, _ = cell.action
             if op in ("F", "B", "W"):
-                assert cell.start >= free and cell.end - cell.start == duration[op, stage]
+                assert cell.start >= free and cell.end - cell.start == costs.of(cell.action)
                 free = cell.end
             neighbour = stage + {"F": -1, "B": 1}.get(op, 0)
             if op in ("F", "B") and 0 <= neighbour < len(ranks):

@@ -41,8 +41,8 @@ def test_text() -> None:
         "rank 1   0 0   1 1   2 2         25.0%    1",
     ]
     assert lines(step("zb-v", 2, 3), width=40)[2:4] == [
-        "rank 0 FFFfbwfbwBWfbwBWBW    5.3%    4",
-        "rank 1  FfFfbwFBWfbwBbBWwW   5.3%    4",
+        "rank 0 FFFfbwfbwBBfbwBBBB    5.3%    4",
+        "rank 1  FfFfbbFBWfbbBbBWwW   5.3%    4",
     ]
 
 
@@ -107,8 +107,8 @@ def polyreme(*words: str) -> tuple[int, str, str]:
 def test_the_command_draws_the_schedule(config: str, tmp_path: Path) -> None:
     picture = tmp_path / "step.svg"
     status, output, _ = polyreme("inspect", config, "--schedule", "--set", "batch.size=8", "--svg", str(picture))
-    assert status == 0 and output.startswith("1f1b: 4 stages on 4 ranks, 8 micro-batches\n")
-    assert "bubble 27.3%" in output and ElementTree.parse(picture).getroot().tag.endswith("svg")
+    assert status == 0 and output.startswith("1f1b-w: 4 stages on 4 ranks, 8 micro-batches\n")
+    assert "bubble 25.0%" in output and ElementTree.parse(picture).getroot().tag.endswith("svg")
     status, output, _ = polyreme("inspect", config, "--schedule", "--json", "--set", "pipeline.schedule=interleaved")
     told = json.loads(output)
     assert status == 0 and told["rows"] == [" ".join(map(str, row)) for row in build("interleaved", 4, 16)]
@@ -138,7 +138,7 @@ def test_the_command_says_what_is_wrong(config: str, tmp_path: Path) -> None:
 def test_micro_batches_follow_from_the_mesh(config: str, changes: list[str], world_size: int | None, microbatches: int) -> None:
     title, schedule, _ = step_table(Config.load(config, changes), world_size)
     assert title.endswith(f", {microbatches} micro-batch{'es' if microbatches > 1 else ''}")
-    assert schedule == build("1f1b", 4, microbatches)
+    assert schedule == build("1f1b-w", 4, microbatches)
 
 
 def test_a_mesh_of_another_size_is_refused(config: str) -> None:

@@ -13,7 +13,7 @@ import torch
 import models
 import polyreme
 import training
-from polyreme.pipeline.schedule import build
+from polyreme.pipeline.schedule import build, halves
 from polyreme.step import Step
 from polyreme.tensor import ops
 from polyreme.zero.bucket import Bucket
@@ -24,8 +24,12 @@ ACCUMULATION = 4
 
 @contextmanager
 def watched(events: list[str]) -> Iterator[None]:
-    """Note each half of a backward when it begins, the products for weights, and the reductions of buckets."""
-    inputs, product, reduce = Step.differentiate_inputs, ops.Shape.weight_grad, Bucket.reduce
+    """Note each backward, or half of one, when it begins, the products for weights put off, and the reductions of buckets."""
+    whole, inputs, product, reduce = Step.differentiate, Step.differentiate_inputs, ops.Shape.weight_grad, Bucket.reduce
+
+    def differentiate(self: Step, stage: int, *rest: Any) -> None:
+        events.append(f"{stage}B")
+        whole(self, stage, *rest)
 
     def differentiate_inputs(self: Step, stage: int, *rest: Any) -> Callable[[], None]:
         events.append(f"{stage}B")
@@ -46,6 +50,7 @@ def watched(events: list[str]) -> Iterator[None]:
         reduce(self)
 
     with (
+        mock.patch.object(Step, "differentiate", differentiate),
         mock.patch.object(Step, "differentiate_inputs", differentiate_inputs),
         mock.patch.object(ops.Shape, "weight_grad", weight_grad),
         mock.patch.object(Bucket, "reduce", noted),
@@ -53,15 +58,15 @@ def watched(events: list[str]) -> Iterator[None]:
         yield
 
 
-def halves(rank: int, world: int, schedule: Any, stage: int, recompute: bool) -> tuple[list[str], int, int]:
-    """What happened in one step; how many linear layers the rank's stages have, and how many buckets."""
+def step(rank: int, world: int, schedule: Any, stage: int, recompute: bool) -> tuple[list[str], dict[int, int], int]:
+    """What happened in one step; how many linear layers each of the rank's stages has, and how many buckets the rank."""
     engine = polyreme.initialize(
         models.llama(num_hidden_layers=5),
         training.config(
             world // 2,
             ACCUMULATION,
             mesh={"pp": 2},
-            zero={"stage": stage, "reduce_every": "microbatch" if stage == 3 else "step"},
+            zero={"stage": stage, "reduce_every": "microbatch" if stage > 1 else "step"},
             pipeline={"schedule": schedule},
             memory={"activations": "recompute" if recompute else "keep"},
         ),
@@ -71,28 +76,32 @@ def halves(rank: int, world: int, schedule: Any, stage: int, recompute: bool) ->
     events: list[str] = []
     with watched(events):
         engine.train_step(models.share(models.batch_of("llama", training.SAMPLES, 0, torch.float32), dp.rank, dp.size))
-    linear = sum(isinstance(m, torch.nn.Linear) and isinstance(m.weight, torch.nn.Parameter) for m in engine.module.modules())
+    stages: dict[int, Any] = dict(engine._runner._stages)
+    linear = {index: 7 * (each._stop - each._first) + each.is_last for index, each in stages.items()}
     return events, linear, len(engine._placement.trainable)
 
 
-@pytest.mark.parametrize(("schedule", "stage", "recompute"), [("zb-h1", 3, True), ("zb-v", 1, False)])
+@pytest.mark.parametrize(("schedule", "stage", "recompute"), [("1f1b-w", 2, False), ("zb-h1", 3, True), ("zb-v", 1, False)])
 def test_b_leaves_products_and_reductions_to_w(ranks: Ranks, schedule: Any, stage: int, recompute: bool) -> None:
     rows = build(schedule, 2, ACCUMULATION)
     pp_rank = lambda rank: rank // 2  # noqa: E731  pp is outermost
-    for rank, (events, linear, buckets) in enumerate(ranks(4, halves, schedule, stage, recompute)):
+    for rank, (events, linear, buckets) in enumerate(ranks(4, step, schedule, stage, recompute)):
         parts: list[tuple[str, list[str]]] = []  # each half with what happened in it
         for event in events:
             if event in ("product", "reduction"):
                 parts[-1][1].append(event)
             else:
                 parts.append((event, []))
-        assert [half for half, _ in parts] == [f"{a.stage}{a.op}" for a in rows[pp_rank(rank)] if a.op in "BW"]
-        assert all(done == [] for half, done in parts if half.endswith("B"))
-        done = [event for _, events in parts for event in events]
-        assert linear > 0 and done.count("product") == linear * ACCUMULATION
-        assert done.count("reduction") == buckets * (ACCUMULATION if stage == 3 else 1)
+        actions = [action for action in rows[pp_rank(rank)] if action.op in ("B", "W")]
+        assert [name for name, _ in parts] == [f"{a.stage}{a.op}" for a in actions]
+        halved = halves([actions])
+        for action, (_, done) in zip(actions, parts, strict=True):
+            assert done.count("product") == (linear[action.stage] if action.op == "W" else 0)
+            assert action not in halved or not done
+        reductions = sum(done.count("reduction") for _, done in parts)
+        assert reductions == buckets * (ACCUMULATION if stage > 1 else 1)
         last = parts[-1][1]
-        if schedule == "zb-h1":  # whose stages have several blocks: the last's gradients are reduced while others are computed
+        if schedule == "zb-h1" and rank > 1:  # stages have several blocks: the last's gradients are reduced while others are computed
             assert last.index("reduction") < len(last) - 1 - last[::-1].index("product")
 
 

@@ -47,6 +47,8 @@ def derive(keys: Keys, world_size: int) -> dict[str, object]:
         derived["precision.reduce"] = "fp64" if keys.precision.compute == "fp64" else "fp32"
     if keys.batch.micro == "auto":
         derived["batch.micro"] = _micro(keys.batch.size // dp, keys.mesh.pp)
+    if keys.pipeline.schedule == "auto":
+        derived["pipeline.schedule"] = keys.schedule
     if schedule.total == "auto":
         derived["lr_schedule.total"] = total
     if schedule.name == "wsd" and schedule.decay is None:
@@ -118,7 +120,7 @@ def _mesh(keys: Keys, world_size: int) -> Iterator[Conflict]:
 
 def _pipeline(keys: Keys) -> Iterator[Conflict]:
     pipeline, pp = keys.pipeline, keys.mesh.pp
-    if pipeline.schedule in ("zb-h1", "zb-v") and pp > 1 and keys.compile:
+    if pipeline.schedule in ("1f1b-w", "zb-h1", "zb-v") and pp > 1 and keys.compile:
         reason = "it computes gradients of weights apart from those of inputs, which compiled blocks compute together"
         yield "pipeline.schedule", reason, 'write pipeline.schedule = "1f1b" or "interleaved", or compile = false'
     if pipeline.virtual != default(LEAVES["pipeline.virtual"]) and pipeline.schedule != "interleaved":

@@ -322,13 +322,17 @@ class BatchSection(Section):
     micro: Count | Literal["auto"] = Field(default="auto", description="Samples of one micro-batch on one rank; auto: no accumulation.")
 
 
+Schedule = Literal["gpipe", "1f1b", "1f1b-w", "interleaved", "zb-h1", "zb-v"]
+
+
 class PipelineSection(Section):
     """Order of the micro-batches on pipeline stages. `polyreme inspect CONFIG --schedule` draws it."""
 
-    schedule: Literal["gpipe", "1f1b", "interleaved", "zb-h1", "zb-v"] = Field(
-        default="1f1b",
-        description="gpipe: all forwards, then all backwards; 1f1b: in turn, which keeps fewer activations; interleaved: 1f1b with several "
-        "stages a rank, for a smaller bubble; zb-h1, zb-v: weight gradients fill the bubble (zb-v: two stages a rank).",
+    schedule: Literal["auto", Schedule] = Field(
+        default="auto",
+        description="gpipe: all forwards, then all backwards; 1f1b: in turn, which keeps fewer activations; 1f1b-w: 1f1b whose last "
+        "weight gradients wait until a stage has handed on what others wait for; interleaved: 1f1b with several stages a rank, for a "
+        "smaller bubble; zb-h1, zb-v: all weight gradients fill the bubble (zb-v: two stages a rank). auto: 1f1b-w, or 1f1b if `compile`.",
     )
     blocks: Literal["work", "parameters", "time"] | list[Count] = Field(
         default="work",
@@ -464,6 +468,13 @@ class Keys(Section):
     checkpoint: CheckpointSection = Field(default_factory=CheckpointSection)
     monitor: MonitorSection = Field(default_factory=MonitorSection)
     launch: LaunchSection = Field(default_factory=LaunchSection)
+
+    @property
+    def schedule(self) -> Schedule:
+        """`pipeline.schedule`, or what "auto" stands for there: compiled blocks cannot put gradients of weights off."""
+        if self.pipeline.schedule != "auto":
+            return self.pipeline.schedule
+        return "1f1b" if self.compile else "1f1b-w"
 
     def value(self, key: str) -> Any:
         """The value of a dotted key such as "batch.micro"."""

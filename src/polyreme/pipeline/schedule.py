@@ -11,18 +11,19 @@ order in both rows, in both directions together, and no row waits in a circle, e
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from itertools import pairwise
 from math import inf
 from typing import Literal, NamedTuple, get_args
 
 from polyreme.errors import PolyremeError
 
 Op = Literal["F", "B", "W", "SA", "RA", "SG", "RG", "R", "U"]
-"""F forward, B backward (where the schedule has W: the gradients of the inputs only), W gradients of the weights.
+"""F forward, B backward (where the row has its W: the gradients of the inputs only), W gradients of the weights.
 SA, RA send and receive activations; SG, RG send and receive their gradients: sends begin and do not wait; receives are posted, and the F or
 B that uses what comes waits for it. R reduce (what of a stage's gradients is not reduced yet), U update."""
 
-Name = Literal["gpipe", "1f1b", "interleaved", "zb-h1", "zb-v"]
+Name = Literal["gpipe", "1f1b", "1f1b-w", "interleaved", "zb-h1", "zb-v"]
 NAMES: tuple[Name, ...] = get_args(Name)
 TRANSFER = 0.25
 """How long a message takes where receives are placed, in forwards of a stage. A receive is posted before the action during which its
@@ -56,9 +57,9 @@ def other_end(message: Action) -> Action:
     return Action(op, message.stage + step, message.microbatch)
 
 
-def splits_backward(schedule: Sequence[Sequence[Action]]) -> bool:
-    """Whether B computes the gradients of the inputs only, and W those of the weights."""
-    return any(action.op == "W" for row in schedule for action in row)
+def halves(schedule: Sequence[Sequence[Action]]) -> frozenset[Action]:
+    """Every B that computes the gradients of the inputs only, as a W computes those of the weights."""
+    return frozenset(action._replace(op="B") for row in schedule for action in row if action.op == "W")
 
 
 def stage_ranks(name: Name, pp: int, virtual: int = 2) -> tuple[int, ...]:
@@ -72,6 +73,7 @@ def build(name: Name, pp: int, microbatches: int, virtual: int = 2) -> Schedule:
     """The table of a step of `microbatches` on `pp` ranks, any number of either; `virtual` stages on each rank if interleaved.
 
     gpipe: arXiv:1811.06965. 1f1b and interleaved: arXiv:2104.04473. zb-h1: arXiv:2401.10241. zb-v: arXiv:2405.15362, two stages a rank.
+    1f1b-w: 1f1b in which a stage hands its last gradient on before it computes its weights'.
     Raises PolyremeError for an unknown name or a number that is too small.
     """
     if name not in NAMES:
@@ -84,7 +86,10 @@ def build(name: Name, pp: int, microbatches: int, virtual: int = 2) -> Schedule:
     orders = []
     for rank in range(pp):
         stages = [stage for stage, owner in enumerate(ranks) if owner == rank]
-        orders.append(tuple(_order(_pattern(name, pp, rank, microbatches, chunks), stages, pp, microbatches, chunks)))
+        order = [*_order(_pattern(name, pp, rank, microbatches, chunks), stages, pp, microbatches, chunks)]
+        if name == "1f1b-w":
+            order.append(Action("W", rank, microbatches - 1))
+        orders.append(_join(order, ranks))
     return _lower(orders, ranks)
 
 
@@ -94,6 +99,7 @@ def activation_limits(name: Name, pp: int, microbatches: int, virtual: int = 2) 
     limits = {
         "gpipe": lambda rank: microbatches,
         "1f1b": lambda rank: pp - rank,
+        "1f1b-w": lambda rank: pp - rank,
         "interleaved": lambda rank: 2 * (pp - 1 - rank) + (chunks - 1) * pp + 1,
         "zb-h1": lambda rank: pp,
         "zb-v": lambda rank: 2 * pp,
@@ -109,7 +115,7 @@ def _pattern(name: Name, pp: int, rank: int, m: int, chunks: int) -> str:
     after = pp - 1 - rank
     if name == "gpipe":
         return "F" * m + "B" * m
-    if name == "1f1b":
+    if name in ("1f1b", "1f1b-w"):
         return "F" * after + "FB" * m
     if name == "interleaved":
         return "F" * (2 * after + (chunks - 1) * pp) + "FB" * (chunks * (m + pp - 1))
@@ -134,6 +140,14 @@ def _order(pattern: str, stages: Sequence[int], pp: int, microbatches: int, chun
             yield Action(op, stage, group * pp + within)
 
 
+def _join(order: Sequence[Action], ranks: Sequence[int]) -> tuple[Action, ...]:
+    """A B and its W in one go, where nothing comes between them and no other rank waits for what the B gives."""
+    joined = {
+        after for action, after in pairwise(order) if after == action._replace(op="W") and not _message(action._replace(op="B"), ranks)
+    }
+    return tuple(action for action in order if action not in joined)
+
+
 # ---- messages, reductions, updates
 
 
@@ -142,8 +156,8 @@ def _lower(orders: Sequence[Sequence[Action]], ranks: Sequence[int]) -> Schedule
 
     A reduction follows the last backward part of its stage.
     """
-    split = splits_backward(orders)
-    lasts = {a.stage: a for order in orders for a in order if a.op == ("W" if split else "B")}
+    halved = halves(orders)
+    lasts = {a.stage: a for order in orders for a in order if a.op == "W" or (a.op == "B" and a not in halved)}
     rows: list[list[Action]] = [[] for _ in orders]
     todo = [deque(order) for order in orders]
     ends: dict[Action, float] = {}
@@ -159,7 +173,7 @@ def _lower(orders: Sequence[Sequence[Action]], ranks: Sequence[int]) -> Schedule
             start = max(free[rank], ends[source] + TRANSFER * (ranks[source.stage] != rank))
         else:
             return inf
-        return start + (2 if action.op == "B" and not split else 1)
+        return start + (2 if action.op == "B" and action not in halved else 1)
 
     while waiting := [rank for rank, actions in enumerate(todo) if actions]:
         when, rank = min((end(rank), rank) for rank in waiting)
@@ -197,15 +211,14 @@ def _message(action: Action, ranks: Sequence[int]) -> tuple[Action, ...]:
 def check(schedule: Schedule, microbatches: int, limits: Sequence[int] | None = None) -> None:
     """Raise PolyremeError, naming row, action and reason, unless the table is a whole step that cannot stop half-way.
 
-    Complete: every micro-batch forward, then backward (then W) once at every stage, each output sent to where it is needed and received
-    before it is used, every stage reduced after its last backward, every row ended by its update. No deadlock: it runs to the end even if
-    every send waited for its receive and every receive for its send, so all the more with sends and receives that do not.
+    Complete: every micro-batch forward, then backward (then its W, if any) once at every stage, each output sent to where it is needed and
+    received before it is used, every stage reduced after its last backward, every row ended by its update. No deadlock: it runs to the end
+    even if every send waited for its receive and every receive for its send, so all the more with sends and receives that do not.
     `limits`: micro-batches' activations that each rank may keep at once (see `activation_limits`); None leaves them unlimited.
     """
     ranks = _stage_rows(schedule)
-    split = splits_backward(schedule)
     for rank, row in enumerate(schedule):
-        _check_row(rank, row, ranks, microbatches, split)
+        _check_row(rank, row, ranks, microbatches)
         if limits is not None and (peak := peak_activations(row)) > limits[rank]:
             raise PolyremeError(
                 f"row {rank} of the schedule keeps the activations of {peak} micro-batches at once, above its limit, {limits[rank]}"
@@ -225,9 +238,9 @@ def _stage_rows(schedule: Schedule) -> list[int]:
     return [rows[stage] for stage in sorted(rows)]
 
 
-def _check_row(rank: int, row: Sequence[Action], ranks: Sequence[int], microbatches: int, split: bool) -> None:
+def _check_row(rank: int, row: Sequence[Action], ranks: Sequence[int], microbatches: int) -> None:
     """One row by itself: complete, nothing twice, and everything after what it needs."""
-    needs = _needs(rank, ranks, microbatches, split)
+    needs = _needs(rank, ranks, microbatches, halves([row]))
     present = frozenset(row)
     if lacking := [action for action in needs if action not in present]:
         raise PolyremeError(f"row {rank} of the schedule lacks {lacking[0]}")
@@ -244,20 +257,20 @@ def _check_row(rank: int, row: Sequence[Action], ranks: Sequence[int], microbatc
         done.add(action)
 
 
-def _needs(rank: int, ranks: Sequence[int], microbatches: int, split: bool) -> dict[Action, list[Action]]:
+def _needs(rank: int, ranks: Sequence[int], microbatches: int, halved: Collection[Action]) -> dict[Action, list[Action]]:
     """Every action that a row must have, and what must come earlier in the same row."""
     needs: dict[Action, list[Action]] = {}
     for stage in [stage for stage, owner in enumerate(ranks) if owner == rank]:
         for i in range(microbatches):
             forward, backward, weight = Action("F", stage, i), Action("B", stage, i), Action("W", stage, i)
-            needs |= {forward: [], backward: [forward]} | ({weight: [backward]} if split else {})
+            needs |= {forward: [], backward: [forward]} | ({weight: [backward]} if backward in halved else {})
             for action in (forward, backward):
                 if source := _source(action, len(ranks)):
                     receive = _message(source, ranks)[1:]
                     needs |= {message: [] for message in receive}
                     needs[action] += receive or (source,)
                 needs |= {message: [action] for message in _message(action, ranks)[:1]}
-        needs[Action("R", stage)] = [Action("W" if split else "B", stage, i) for i in range(microbatches)]
+        needs[Action("R", stage)] = [action for action in needs if action.stage == stage and action.op in ("B", "W")]
     return {**needs, Action("U", rank): list(needs)}
 
 
@@ -291,10 +304,11 @@ def _check_messages(schedule: Schedule, ranks: Sequence[int]) -> None:
 def peak_activations(row: Sequence[Action], size: Sequence[int] | None = None) -> int:
     """What a rank keeps at once, at most, from forwards whose backward has not ended (with W: whose W has not): a number of micro-batches,
     or the sum of `size`, one number for each stage."""
-    last = "W" if splits_backward([row]) else "B"
+    halved = halves([row])
     kept = peak = 0
     for action in row:
-        kept += ((action.op == "F") - (action.op == last)) * (size[action.stage] if size else 1)
+        ends = action.op == "W" or (action.op == "B" and action not in halved)
+        kept += ((action.op == "F") - ends) * (size[action.stage] if size else 1)
         peak = max(peak, kept)
     return peak
 

@@ -12,7 +12,7 @@ from math import inf
 from typing import NamedTuple
 
 from polyreme.errors import PolyremeError
-from polyreme.pipeline.schedule import MESSAGES, Action, Op, Schedule, other_end, peak_activations, splits_backward
+from polyreme.pipeline.schedule import MESSAGES, Action, Op, Schedule, halves, other_end, peak_activations
 
 RECEIVED: dict[Op, Op] = {"F": "RA", "B": "RG"}
 """The receive that an action waits for, where its row has it."""
@@ -38,8 +38,9 @@ class Costs:
     @classmethod
     def even(cls, schedule: Schedule, transfer: float = 0.0) -> Costs:
         """Forward, backward for the inputs and backward for the weights take 1 each at every stage, a whole backward 2."""
-        time: dict[Op, float] = {"F": 1.0, "B": 1.0 if splits_backward(schedule) else 2.0, "W": 1.0}
-        return cls({(a.op, a.stage): time[a.op] for row in schedule for a in row if a.op in time}, transfer)
+        time: dict[Op, float] = {"F": 1.0, "B": 2.0, "W": 1.0}
+        whole = {(a.op, a.stage): time[a.op] for row in schedule for a in row if a.op in time}
+        return cls(whole | dict.fromkeys(halves(schedule), 1.0), transfer)
 
 
 class Cell(NamedTuple):

@@ -20,6 +20,7 @@ from polyreme.mesh import Axis
 from polyreme.tensor import ops
 from polyreme.tensor.loss import SplitLogits
 from polyreme.tensor.randomness import Fork
+from polyreme.weight_gradients import expected
 
 
 def is_linear(module: nn.Module) -> bool:
@@ -196,19 +197,20 @@ def install_head(site: Site, module: nn.Module, cut: Cut) -> None:
 
 
 def put_off_weights(model: nn.Module) -> None:
-    """Let linear layers that are not divided have the gradients of their weights put off (`weight_gradients`): columns of one rank. Classes
-    with a forward of their own are left alone."""
+    """Let linear layers that are not divided have the gradients of their weights put off where that is expected (`weight_gradients`):
+    columns of one rank. Classes with a forward of their own are left alone."""
     alone = Axis("tp")
     for module in model.modules():
         plain = type(module).forward is nn.Linear.forward or is_transposed(module)
         if not plain or "forward" in vars(module):
             continue
-        shape = ops.Shape(is_transposed(module))
+        module.forward = functools.partial(_now_or_later, alone, module, ops.Shape(is_transposed(module)), module.forward)
 
-        def forward(x: Tensor, module: nn.Module = module, shape: ops.Shape = shape) -> Tensor:
-            return ops.columns(alone, x, [module.weight], [module.bias], [shape])[0]  # type: ignore[list-item]
 
-        module.forward = forward
+def _now_or_later(alone: Axis, module: nn.Module, shape: ops.Shape, forward: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    if not expected():
+        return forward(x)
+    return ops.columns(alone, x, [module.weight], [module.bias], [shape])[0]  # type: ignore[list-item]
 
 
 def install_embedding(site: Site, module: nn.Embedding, cut: Cut) -> None:

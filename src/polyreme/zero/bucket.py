@@ -336,7 +336,7 @@ class Bucket:
 
     def reduce(self) -> None:
         """Begin to sum the gradients over the axis into this rank's part of `grad`. Parameters without a gradient count as zero."""
-        self._take_back()
+        self.take_back()
         if self._local is None:
             self._local = self._pool.take(self.layout.size, self.formats.local).zero_()
         for index, slot in enumerate(self.layout.slots):
@@ -348,8 +348,8 @@ class Bucket:
         self._reducing = self.axis.reduce_scatter(self.own_grad, self._local, accumulate=self._reduced)
         self._reduced = True
 
-    def _take_back(self) -> None:
-        """Gradients are autograd's own again."""
+    def take_back(self) -> None:
+        """Let autograd make gradients of its own again, not add to those that are here."""
         while self._in_place:
             self.parameters[self._in_place.pop()].grad = None
 
@@ -397,7 +397,7 @@ class Bucket:
 
     def clear_grad(self) -> None:
         """Forget all gradients, reduced or not."""
-        self._take_back()
+        self.take_back()
         self.finish_reduce()
         self._reducing.settle()
         if self._squares is not None and self.ferry is not None:

@@ -61,10 +61,21 @@ class Reducer:
         self._in_flight.clear()
         self._listen(self._order)
 
-    def begin(self, stage: int = 0, gathers: bool = True) -> None:
-        """Before a backward of `stage`, or before its second half, which does not gather parameters (`gathers`)."""
-        self._by_arrival, self._whole = not (self._sharded and gathers), gathers
+    def begin(self, stage: int = 0) -> None:
+        """Before a backward of `stage`."""
+        self._begin([bucket for bucket in self._order if stage in bucket.stages], whole=True)
+
+    def begin_half(self, stage: int, second: bool) -> None:
+        """Before a half of a backward of `stage`. In the first, no gradient is taken; the second does not gather parameters."""
         used = [bucket for bucket in self._order if stage in bucket.stages]
+        self._listen(used)
+        for bucket in used:
+            bucket.take_back()
+        if second:
+            self._begin(used, whole=False)
+
+    def _begin(self, used: Sequence[Bucket], whole: bool) -> None:
+        self._by_arrival, self._whole = not (self._sharded and whole), whole
         for bucket in used:
             self._left[bucket] -= 1
         last = [bucket for bucket in used if self._every_time or not self._left[bucket]]
