@@ -35,6 +35,7 @@ SIZES = {
     "tiny": Llama(hidden=64, blocks=2, vocabulary=512, heads=4, intermediate=176),  # 0.2M: to try the benchmark itself
     "12m": Llama(hidden=256, blocks=10, vocabulary=8192, heads=4, intermediate=704),  # 12.2M
     "60m": Llama(hidden=512, blocks=16, vocabulary=8192, heads=8, intermediate=1408),  # 59.8M
+    "220m": Llama(hidden=1024, blocks=16, vocabulary=8192, heads=16, intermediate=2816),  # 222M
     # two blocks of some width, for those who look at blocks alone
     **{f"h{width}": Llama(width, 2, 128, max(2, width // 64), width * 11 // 4) for width in (64, 256, 512, 1024)},
 }

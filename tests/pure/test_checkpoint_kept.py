@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import math
@@ -17,8 +18,10 @@ from hypothesis import strategies as st
 from test_checkpoint_directory import make, seal
 
 from polyreme.checkpoint import kept
+from polyreme.checkpoint.direct import DirectFile
 from polyreme.checkpoint.directory import Directory
 from polyreme.checkpoint.kept import Need, Range, divide, joined, keep
+from polyreme.disk import aligned
 from polyreme.errors import CheckpointError
 from polyreme.mesh import Axis
 
@@ -120,6 +123,30 @@ def test_where_nothing_can_go_past_the_cache(tmp_path: Path, refused: str) -> No
             raise OSError(errno.EINVAL, "Invalid argument")
         return original(*args, **kwargs)
 
-    with patch.object(os, refused, refusing):
+    with patch.object(os, refused, refusing), patch.object(DirectFile, "is_cached", return_value=False):
         keep(Directory(tmp_path), [], Axis("dp"))
     assert direct
+
+
+def uncache(file: Path) -> None:
+    descriptor = os.open(file, os.O_RDONLY)
+    os.fsync(descriptor)
+    os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+    os.close(descriptor)
+
+
+def test_what_is_in_the_cache_is_known(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(bytes(range(256)) * 64 * 20)  # 80 pages
+    opened = DirectFile(path)
+    with contextlib.closing(opened):
+        os.fsync(opened.descriptor)
+        assert opened.is_cached(0, 1) and opened.is_cached(4096, 80 * 4096)
+        assert not opened.is_cached(0, 80 * 4096 + 1)  # which the file has not
+        data, memory = path.read_bytes(), aligned(80 * 4096).numpy().data
+        assert opened.read(memory, 3, 79 * 4096 + 5) == data[3 : 79 * 4096 + 5]
+        uncache(path)
+        if opened.is_cached(0, 4096):
+            pytest.skip("this file system is its cache")
+        assert opened.read(memory, 3, 79 * 4096 + 5) == data[3 : 79 * 4096 + 5]
+        assert not opened.is_cached(0, 4096)

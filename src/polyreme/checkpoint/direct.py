@@ -1,4 +1,5 @@
-"""Files that are read and written past the page cache, where the system lets them: no copy is made then, and no page taken for it.
+"""Files that are read and written past the page cache, where the system lets them: no copy is made then, and no page taken for it. What is
+in the cache already is read from there.
 
 Invariant: a page of a file goes through the cache or past it, never both ways at a time, if those who write it have bytes of their own.
 No communication.
@@ -9,9 +10,13 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
+import mmap
 import os
 import threading
 from pathlib import Path
+from typing import Any
+
+import numpy as np
 
 from polyreme.checkpoint.files import damaged
 from polyreme.disk import ALIGNMENT
@@ -24,6 +29,10 @@ _begin_writing = getattr(ctypes.CDLL(None), "sync_file_range", None)
 """Has the disk begin with pages that would otherwise wait in memory for the fsync. Linux."""
 if _begin_writing is not None:
     _begin_writing.argtypes = [ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint]
+_mincore = getattr(ctypes.CDLL(None), "mincore", None)
+"""Tells which pages of a mapping are in memory, and reads none."""
+if _mincore is not None:
+    _mincore.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_char_p]
 
 
 def cover(begin: int, end: int) -> tuple[int, int]:
@@ -44,6 +53,7 @@ class DirectFile:
         self._close.callback(os.close, self.descriptor)
         self._past: int | None = None if _O_DIRECT else self.descriptor
         self._opening = threading.Lock()
+        self._mapped: np.ndarray[Any, Any] | None = None
 
     def close(self) -> None:
         """Further calls do nothing."""
@@ -94,11 +104,22 @@ class DirectFile:
         if _begin_writing is not None and descriptor == self.descriptor and end - begin >= SMALL:
             _begin_writing(descriptor, begin, end - begin, _SYNC_FILE_RANGE_WRITE)
 
+    def is_cached(self, begin: int, end: int) -> bool:
+        """Whether all pages of the bytes [begin, end), at least one, are in the page cache; `begin` is where one begins. (For files that
+        this user may not write, Linux does not tell, and says yes.)"""
+        if self._mapped is None:
+            size = os.fstat(self.descriptor).st_size if _mincore is not None else 0
+            self._mapped = np.frombuffer(mmap.mmap(self.descriptor, size, prot=mmap.PROT_READ) if size else b"", dtype=np.uint8)
+        if _mincore is None or end > len(self._mapped):
+            return False
+        pages = ctypes.create_string_buffer(-(-(end - begin) // mmap.PAGESIZE))
+        return _mincore(self._mapped.ctypes.data + begin, end - begin, pages) == 0 and all(page & 1 for page in pages.raw)
+
     def read(self, memory: memoryview, begin: int, end: int, keep: bool = False) -> memoryview:
         """The bytes [begin, end) of the file, in the memory, which has room for their pages. keep: others will read them, too, so let them
         stay in the cache. Raises CheckpointError where there are fewer."""
         base, stop = cover(begin, end)
-        descriptor = self.descriptor if keep or end - begin < SMALL else self._direct()
+        descriptor = self.descriptor if keep or end - begin < SMALL or self.is_cached(base, end) else self._direct()
         at = base
         while at < end:
             try:
