@@ -404,3 +404,25 @@ def test_deferred_models_too() -> None:
         model = models.CASES["gpt2"][0]()
     made = recipe(model, section(name="adagrad"), lambda params: torch.optim.Adagrad(params, lr=0.5))
     assert set(made.group_of) == {name for name, _ in model.named_parameters()}
+
+
+@pytest.mark.parametrize("elsewhere", [False, True])
+@pytest.mark.parametrize("last", [False, True])
+def test_gradients_that_autograd_adds_up_are_the_sum_wherever_it_has_put_it(last: bool, elsewhere: bool) -> None:
+    """Of several micro-batches; in the `last` one the parameter has a gradient or not. Autograd adds in place unless it cannot."""
+    first, *others = gradients_of(3, torch.float64)
+    bucket = bucket_of(first, "element", torch.float64)
+    index = next(i for i, slot in enumerate(bucket.layout.slots) if slot.name == "f")
+    parameter = bucket.parameters[index]
+    parameter.grad = first["f"].clone()
+    assert bucket.take_grad(index, more=True)
+    for gradients in others:
+        assert parameter.grad is not None
+        parameter.grad = parameter.grad + gradients["f"] if elsewhere else parameter.grad.add_(gradients["f"])
+    if last:
+        assert not bucket.take_grad(index)
+    bucket.reduce()
+    bucket.finish_reduce()
+    slot = bucket.layout.slots[index]
+    expected = sum(gradients["f"] for gradients in (first, *others))
+    assert parameter.grad is None and torch.equal(bucket.own_grad[slot.start : slot.stop].view(slot.shape), expected)

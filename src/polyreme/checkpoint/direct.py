@@ -108,8 +108,9 @@ class DirectFile:
         """Whether all pages of the bytes [begin, end), at least one, are in the page cache; `begin` is where one begins. (For files that
         this user may not write, Linux does not tell, and says yes.)"""
         if self._mapped is None:
-            size = os.fstat(self.descriptor).st_size if _mincore is not None else 0
-            self._mapped = np.frombuffer(mmap.mmap(self.descriptor, size, prot=mmap.PROT_READ) if size else b"", dtype=np.uint8)
+            self._mapped = np.empty(0, dtype=np.uint8)
+            with contextlib.suppress(OSError, ValueError):  # a file system without mappings, an empty file
+                self._mapped = np.frombuffer(mmap.mmap(self.descriptor, 0, prot=mmap.PROT_READ), dtype=np.uint8)
         if _mincore is None or end > len(self._mapped):
             return False
         pages = ctypes.create_string_buffer(-(-(end - begin) // mmap.PAGESIZE))

@@ -351,7 +351,13 @@ class Bucket:
     def take_back(self) -> None:
         """Let autograd make gradients of its own again, not add to those that are here."""
         while self._in_place:
-            self.parameters[self._in_place.pop()].grad = None
+            index = self._in_place.pop()
+            parameter, slot = self.parameters[index], self.layout.slots[index]
+            if parameter.grad is not None and self._local is not None:
+                view = self._local[slot.start : slot.stop].view(slot.shape)
+                if parameter.grad.data_ptr() != view.data_ptr():  # autograd has put the sum elsewhere
+                    view.copy_(parameter.grad)
+            parameter.grad = None
 
     def finish_reduce(self, last: bool = False) -> None:
         """Return when the reduction that `reduce` began is complete. `last`: no other one follows in this step, so that the gradients can
