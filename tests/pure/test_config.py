@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import yaml
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 from rich.console import Console
@@ -288,6 +288,8 @@ JUNK = st.recursive(
 
 @settings(max_examples=150, deadline=None)
 @given(st.dictionaries(st.sampled_from([*LEAVES, *SECTIONS, "x", "zero.x"]), JUNK, max_size=5))
+@example({"memory.states": {}})
+@example({"memory.params": {}})
 def test_any_mapping_is_read_or_refused_with_a_config_error(junk: dict[str, Any]) -> None:
     tree: dict[str, Any] = {}
     for key, value in junk.items():

@@ -287,7 +287,7 @@ def home(value: Tier) -> tuple[list[str], float]:
     device."""
     if isinstance(value, dict):
         place = next((name for name in value if name != "device"), "device")
-        return [place], value[place]
+        return [place], value.get(place, 1.0)  # an empty one is refused (`conflicts`)
     return ([value] if isinstance(value, str) else value), 1.0
 
 
