@@ -124,6 +124,9 @@ class System:
 # ---- in a system's process
 
 
+Interval = tuple[float, float]
+
+
 @dataclass(frozen=True)
 class Trained:
     """A system's train step (batch on the host -> outcome), and what it says of its memory."""
@@ -270,8 +273,9 @@ class Worker:
         return {"seconds": seconds, "host_seconds": time.perf_counter() - began, "losses": losses, **self.gauge.memory()}
 
     def profile(self, steps: int) -> dict[str, Any]:
-        """Per step, under torch.profiler: how long the device computes, in how many kernels, how often the host waits for it, and what
-        takes longest. On a CPU its operators are the kernels."""
+        """Per step, under torch.profiler: how long the device computes, in how many kernels, how often the host waits for it, how long
+        copies between it and the host take, how much of that passes beside a kernel, and what takes longest. On a CPU its operators are
+        the kernels."""
         from torch.profiler import ProfilerActivity, profile
 
         batches = [self._batch() for _ in range(steps + 1)]
@@ -287,15 +291,21 @@ class Worker:
         wall = time.perf_counter() - began
         busy: Counter[str] = Counter()
         waits, kernels = 0, 0
+        computing: list[Interval] = []
+        copying: list[Interval] = []
         for event in profiler.events() or []:
             on_device = str(event.device_type).endswith("CUDA")
             waits += event.name in ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize")
             if on_device == self.gauge.cuda and not event.is_user_annotation:
                 kernels += 1
                 busy[event.name] += event.time_range.elapsed_us() if on_device else event.self_cpu_time_total
+                copy = "HtoD" in event.name or "DtoH" in event.name
+                (copying if copy else computing).append((event.time_range.start, event.time_range.end))
         top = [[name[:80], microseconds / 1e3 / steps] for name, microseconds in busy.most_common(15)]
+        copying, computing = merged(copying), merged(computing)
         return {"wall_ms": wall / steps * 1e3, "busy_ms": sum(busy.values()) / 1e3 / steps, "kernels": kernels / steps,
-                "waits": waits / steps, "top": top}  # fmt: skip
+                "waits": waits / steps, "copy_ms": length(copying) / 1e3 / steps, "hidden_ms": shared(copying, computing) / 1e3 / steps,
+                "top": top}  # fmt: skip
 
     def fits(self, blocks: int) -> dict[str, Any]:
         """Build the system around a model of so many blocks and train three steps."""
@@ -318,6 +328,26 @@ class Worker:
         batch = build_batch(self.job, self.at, [0])
         self.at += 1
         return {key: value.pin_memory() for key, value in batch.items()} if self.gauge.cuda else batch
+
+
+def merged(intervals: Sequence[Interval]) -> list[Interval]:
+    """Those that touch joined, in order."""
+    found: list[Interval] = []
+    for start, end in sorted(intervals):
+        if found and start <= found[-1][1]:
+            found[-1] = (found[-1][0], max(end, found[-1][1]))
+        else:
+            found.append((start, end))
+    return found
+
+
+def length(intervals: Sequence[Interval]) -> float:
+    return sum(end - start for start, end in intervals)
+
+
+def shared(one: Sequence[Interval], other: Sequence[Interval]) -> float:
+    """How long something of both passes; each is merged."""
+    return length(one) + length(other) - length(merged([*one, *other]))
 
 
 def serve(job: Job, device: str) -> None:
@@ -606,9 +636,12 @@ def table(case: dict[str, Any]) -> list[str]:
             lines.append(f"| {name} | {found['blocks']} {numbers} | {found['why'].replace('|', '/')} |")
     profiled = {name: record["profile"] for name, record in case["systems"].items() if "profile" in record}
     if profiled:
-        lines += ["", "| under the profiler | ms a step | busy ms | kernels | host waits |", "|---|" + "--:|" * 4]
+        lines += ["", "| under the profiler | ms a step | busy ms | kernels | host waits | copies to and from host, ms | beside kernels |",
+                  "|---|" + "--:|" * 6]  # fmt: skip
         for name, p in profiled.items():
-            lines.append(f"| {name} | {p['wall_ms']:.1f} | {p['busy_ms']:.1f} | {p['kernels']:.0f} | {p['waits']:.0f} |")
+            hidden = f"{p['hidden_ms'] / p['copy_ms']:.0%}" if p["copy_ms"] else ""
+            lines.append(f"| {name} | {p['wall_ms']:.1f} | {p['busy_ms']:.1f} | {p['kernels']:.0f} | {p['waits']:.0f} "
+                         f"| {p['copy_ms']:.1f} | {hidden} |")  # fmt: skip
     return [*lines, ""]
 
 

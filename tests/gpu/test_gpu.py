@@ -323,6 +323,87 @@ def test_the_host_waits_a_few_times_a_step_whatever_the_model(device: torch.devi
     assert 0 < counts[0] == counts[1] < 16
 
 
+# ---- memory tiers
+
+
+FILES = "files"  # in a config here: the test's own folder
+HOMES: list[tuple[int, dict[str, Any]]] = [
+    (2, {"states": "host"}), (2, {"states": FILES}), (1, {"states": {"host": 0.5, "device": 0.5}}),
+    (3, {"states": "host", "params": "host"}), (3, {"states": FILES, "params": FILES, "activations": FILES}), (3, {"params": "host"}),
+]  # fmt: skip
+
+
+def placed(memory: dict[str, Any], folder: Path) -> dict[str, Any]:
+    return {what: str(folder / what) if home == FILES else home for what, home in memory.items()}
+
+
+@pytest.mark.parametrize(("stage", "memory"), HOMES, ids=lambda value: str(value).replace(" ", ""))
+@pytest.mark.parametrize("optimizer", ["adamw", "lion", "sgd"])
+def test_homes_train_the_same(device: torch.device, stage: int, memory: dict[str, Any], optimizer: str, tmp_path: Path) -> None:
+    """What is updated in host memory is what is updated on the device, but for the order in which each adds."""
+    sections: dict[str, Any] = {"zero": {"stage": stage}, "precision": {"compute": "fp64"}, "optimizer": {"name": optimizer, "lr": 1e-3}}
+    runs = []
+    for each in ({}, placed(memory, tmp_path)):
+        engine = polyreme.initialize(models.build("llama"), training.config(1, 2, memory=each, **sections), loss_fn=models.causal_loss)
+        runs.append(run(engine, "llama", torch.float64))
+        engine.close()
+    assert_close(runs[1], runs[0], 1e-9)
+
+
+@pytest.mark.parametrize("compute", ["bf16", "fp16", "fp32"])
+def test_host_and_files_are_bitwise_equal(device: torch.device, compute: str, tmp_path: Path) -> None:
+    """Both are updated by the same kernel from the same gradients, of which overflows are skipped."""
+    precision = {"compute": compute} | ({"initial_scale": 2.0**20} if compute == "fp16" else {})
+    runs = []
+    for memory in ({"states": "host"}, {"states": FILES}, {"states": "host", "params": "host"}, {"states": FILES, "params": FILES}):
+        config = training.config(1, 2, zero={"stage": 3}, memory=placed(memory, tmp_path), precision=precision)
+        engine = polyreme.initialize(models.build("llama", torch.float32), config, loss_fn=models.causal_loss)
+        runs.append(run(engine, "llama", torch.float32))
+        engine.close()
+    for each in runs[1:]:
+        assert not training.differences(runs[0], each)
+
+
+@pytest.mark.parametrize("memory", [{"states": "host"}, {"states": "host", "params": "host"}, {"states": FILES, "params": FILES}],
+                         ids=lambda value: str(value).replace(" ", ""))  # fmt: skip
+def test_tiers_beside_collectives_on_a_stream_of_their_own(device: torch.device, memory: dict[str, Any], tmp_path: Path) -> None:
+    expected = mirrored(torch.device("cpu"), zero={"stage": 3, "prefetch": 0})
+    for i, zero in enumerate(({"prefetch": 0}, {"prefetch": 2}, {"reduce_every": "step"})):
+        assert_close(mirrored(device, zero={"stage": 3, **zero}, memory=placed(memory, tmp_path / str(i))), expected, 1e-9)
+
+
+@pytest.mark.parametrize("memory", [{}, {"states": "host", "params": "host"}], ids=["device", "host"])
+def test_a_loaded_run_goes_on_to_the_bit(device: torch.device, memory: dict[str, Any], tmp_path: Path) -> None:
+    """Dropout's random numbers included."""
+
+    def engine() -> Engine:
+        torch.manual_seed(0)
+        config = training.config(1, zero={"stage": 3}, memory=memory, precision={"compute": "fp64"})
+        return polyreme.initialize(Dropping().double(), config, loss_fn=nn.functional.mse_loss)
+
+    def steps(engine: Engine, which: range) -> training.Run:
+        records = [engine.train_step(models.batch_of("dag", training.SAMPLES, step)) for step in which]
+        return [(r.loss, r.grad_norm) for r in records], on(torch.device("cpu"), engine.state_dict(master=True))
+
+    first = engine()
+    steps(first, range(2))
+    path = first.save(tmp_path / "checkpoint")
+    expected = steps(first, range(2, 4))
+    second = engine()
+    second.load(path)
+    assert not training.differences(expected, steps(second, range(2, 4)))
+
+
+@pytest.mark.parametrize("memory", [{}, {"states": "host", "params": "host"}], ids=["device", "host"])
+def test_generate_from_a_tier(device: torch.device, memory: dict[str, Any]) -> None:
+    engine = polyreme.initialize(models.build("llama", torch.float32), training.config(1, zero={"stage": 3}, memory=memory),
+                                 loss_fn=models.causal_loss)  # fmt: skip
+    ids = torch.tensor([[3, 1, 4, 1, 5]], device=device)
+    expected = models.build("llama", torch.float32).to(device).generate(ids, max_new_tokens=6, do_sample=False)
+    with torch.no_grad():
+        assert torch.equal(engine.module.generate(ids, max_new_tokens=6, do_sample=False), expected)
+
+
 # ---- around training
 
 

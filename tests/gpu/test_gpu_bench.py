@@ -121,6 +121,12 @@ def test_the_deepest_model_is_found_in_few_tries(bench: ModuleType, limit: int, 
     assert bench.deepest(fits, 4, 20, late=lambda: len(seen) > 5) <= limit
 
 
+def test_copies_beside_kernels(bench: ModuleType) -> None:
+    copies, kernels = bench.merged([(5.0, 9.0), (0.0, 2.0), (1.0, 3.0)]), bench.merged([(2.0, 6.0), (8.0, 20.0)])
+    assert copies == [(0.0, 3.0), (5.0, 9.0)]
+    assert bench.length(copies) == 7.0 and bench.shared(copies, kernels) == 1.0 + 1.0 + 1.0
+
+
 @pytest.mark.timeout(300)  # three processes import torch, on a machine that may be busy
 def test_a_run_without_a_gpu(tmp_path: Path) -> None:
     out = tmp_path / "result.json"
