@@ -141,7 +141,7 @@ def build(system: System, job: Job, device: torch.device, whole: bool = True) ->
     if system.kind == "polyreme":
         return _polyreme(system, job, device, whole)
     with device if whole or not system.home else torch.device("cpu"):
-        model: Any = build_model(job.size)
+        model: Any = made(job)
     if system.recompute:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     if system.compile:
@@ -153,19 +153,26 @@ def build(system: System, job: Job, device: torch.device, whole: bool = True) ->
     return Trained(lambda batch: step({key: value.to(device, non_blocking=True) for key, value in batch.items()}))
 
 
+def made(job: Job) -> Any:
+    """The model with fp32 weights which its dtype holds: DeepSpeed makes its masters of the rounded ones."""
+    model = build_model(job.size)
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(DTYPES[job.dtype]).float()
+    return model
+
+
 def _polyreme(system: System, job: Job, device: torch.device, whole: bool) -> Trained:
     from systems import polyreme_zero
 
     def model() -> Any:
         with device if whole else nullcontext():
-            return build_model(job.size)
+            return made(job)
 
     home = {"file": polyreme_zero.FILES}.get(system.home, system.home)
     memory = polyreme_zero.homes(job, {"states": home} if home else {}) | ({"activations": "recompute"} if system.recompute else {})
     if system.params:
         memory["params"] = memory["states"]
-    made = model() if whole else model
-    engine = polyreme_zero.initialize(made, job, stage=system.stage, memory=memory, compile=system.compile)
+    engine = polyreme_zero.initialize(model() if whole else model, job, stage=system.stage, memory=memory, compile=system.compile)
     return Trained(polyreme_zero.step_of(engine), engine.memory)
 
 
@@ -305,7 +312,7 @@ class Worker:
         copying, computing = merged(copying), merged(computing)
         return {"wall_ms": wall / steps * 1e3, "busy_ms": sum(busy.values()) / 1e3 / steps, "kernels": kernels / steps,
                 "waits": waits / steps, "copy_ms": length(copying) / 1e3 / steps, "hidden_ms": shared(copying, computing) / 1e3 / steps,
-                "top": top}  # fmt: skip
+                "top": top, **self.gauge.memory()}  # fmt: skip
 
     def fits(self, blocks: int) -> dict[str, Any]:
         """Build the system around a model of so many blocks and train three steps."""

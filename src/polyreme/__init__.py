@@ -17,11 +17,12 @@ from polyreme.errors import (
     TierError,
     TransportError,
 )
+from polyreme.version import VERSION
 
 if TYPE_CHECKING:
     from polyreme.engine import Engine, EvalResult, StepResult, initialize
 
-__version__ = "0.1.0"
+__version__ = VERSION
 __all__ = [
     "BatchError", "CheckpointError", "Config", "ConfigError", "DataError", "Engine", "EvalResult", "LaunchError", "ModelError",
     "NumericsError", "PolyremeError", "StepResult", "TierError", "TransportError", "initialize",

@@ -172,7 +172,7 @@ def share_out(
     compact = None if config.optimizer.states == "fp32" else config.optimizer.states
     states = _tier(folders, mesh, run)
     ferry = Ferry.over(mesh.device) if states is not None else None
-    homes = Homes(states, share, None if params is None else Away(params), compact, ferry)
+    homes = Homes(states, share, None if params is None else Away(params, mesh.device), compact, ferry)
     return place(module, blocks, recipe, mesh.dp, zero, residency, formats, mesh.device, by_microbatch, division, homes)
 
 

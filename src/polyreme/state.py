@@ -13,7 +13,6 @@ import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +35,7 @@ from polyreme.errors import CheckpointError, DataError
 from polyreme.mesh import Axis, Mesh
 from polyreme.region import Region
 from polyreme.step import Step
+from polyreme.version import VERSION
 from polyreme.zero.bucket import Bucket
 from polyreme.zero.place import Placement
 from polyreme.zero.state import frozen, loaded, saved
@@ -105,7 +105,7 @@ def content(parts: Parts, tokenizer: Any, extra: Mapping[str, Any]) -> Content:
         zero_stage=int(config.zero.stage),
         data={"loaders": [loader.state_dict() for loader in parts.loaders] or list(parts.positions)},
         config=config.model_dump(mode="json"),
-        versions={name: version(name) for name in ("polyreme", "torch")},
+        versions={"polyreme": VERSION, "torch": torch.__version__},
         extra=extra,
     )
     return Content(

@@ -183,6 +183,10 @@ def test_optimizers_run_on_the_device(device: torch.device, name: str, cls: Any,
 # ---- gathers beside the computation
 
 
+MIRRORED = 1e-7
+"""Tolerance between devices where a model is far from one that is initialised well, so that the order of sums shows; garbage is far off."""
+
+
 class Mirror(Axis):
     """An axis of two ranks, of which the other always holds what this one holds. On a GPU its collectives run late on a stream of
     their own, as those of NCCL do: whoever reads a result before `wait`, or frees memory that a stream still uses, gets garbage."""
@@ -239,7 +243,7 @@ def test_gathers_and_reductions_on_a_stream_of_their_own(device: torch.device, m
     expected = mirrored(torch.device("cpu"), zero={"stage": 3, "prefetch": 0})
     assert len({loss for loss, _ in expected[0]}) == STEPS and all(norm > 0.1 for _, norm in expected[0])
     for zero in ({"prefetch": 0}, {"prefetch": 1}, {"prefetch": 3}, {"prefetch": 2, "release": "always"}, {"reduce_every": "step"}):
-        assert_close(mirrored(device, zero={"stage": 3, **zero}, memory=memory), expected, 1e-9)
+        assert_close(mirrored(device, zero={"stage": 3, **zero}, memory=memory), expected, MIRRORED)
 
 
 # ---- memory, loading, waiting
@@ -364,12 +368,28 @@ def test_host_and_files_are_bitwise_equal(device: torch.device, compute: str, tm
         assert not training.differences(runs[0], each)
 
 
+@pytest.mark.parametrize("memory", [{}, {"states": "host"}, {"states": "host", "params": "host"}], ids=["device", "host", "params"])
+def test_threads_update_what_one_updates(device: torch.device, memory: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each takes pieces of its own, of a model that is large enough for that."""
+    runs = []
+    for threads in (1, 4):
+        monkeypatch.setattr(torch, "get_num_threads", lambda count=threads: count)  # for the update alone
+        torch.manual_seed(0)
+        model = models.llama(hidden_size=256, intermediate_size=1024, num_hidden_layers=3)
+        config = training.config(1, zero={"stage": 3, "min_bucket": 1 << 26}, memory=memory, precision={"compute": "bf16"})
+        engine = polyreme.initialize(model, config, loss_fn=models.causal_loss)
+        assert engine.parameters > 1 << 21
+        runs.append(run(engine, "llama", torch.float32))
+        engine.close()
+    assert not training.differences(*runs)
+
+
 @pytest.mark.parametrize("memory", [{"states": "host"}, {"states": "host", "params": "host"}, {"states": FILES, "params": FILES}],
                          ids=lambda value: str(value).replace(" ", ""))  # fmt: skip
 def test_tiers_beside_collectives_on_a_stream_of_their_own(device: torch.device, memory: dict[str, Any], tmp_path: Path) -> None:
     expected = mirrored(torch.device("cpu"), zero={"stage": 3, "prefetch": 0})
     for i, zero in enumerate(({"prefetch": 0}, {"prefetch": 2}, {"reduce_every": "step"})):
-        assert_close(mirrored(device, zero={"stage": 3, **zero}, memory=placed(memory, tmp_path / str(i))), expected, 1e-9)
+        assert_close(mirrored(device, zero={"stage": 3, **zero}, memory=placed(memory, tmp_path / str(i))), expected, MIRRORED)
 
 
 @pytest.mark.parametrize("memory", [{}, {"states": "host", "params": "host"}], ids=["device", "host"])

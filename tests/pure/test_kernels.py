@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping
 from typing import Any
 
@@ -158,3 +159,27 @@ def test_whole_tensors_go_to_optimizers_that_look_at_them() -> None:
     kernels.kernel(torch.optim.Muon([torch.zeros_like(matrix)], lr=0.1)).step(matrix, gradient, state, 0.5, rounded)
     assert same(matrix, expected) and same(state["momentum_buffer"], optimizer.state[expected]["momentum_buffer"])
     assert torch.equal(rounded, matrix.bfloat16())
+
+
+def test_a_crew_ends_jobs_in_their_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("numba")
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
+    crew, turn, ended = kernels.Crew(), threading.Event(), []
+    crew.do(turn.wait, lambda: ended.append(0))  # type: ignore[arg-type]
+    for at in range(1, crew.most):
+        crew.do(lambda: None, lambda at=at: ended.append(at))
+    assert not ended, "the first is still being done"
+    turn.set()
+    crew.do(lambda: None, lambda: ended.append(crew.most))
+    assert ended[:1] == [0], "there is room for one more"
+    crew.finish()
+    assert ended == list(range(crew.most + 1))
+
+
+def test_a_job_that_fails_is_told_to_who_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("numba")
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    crew = kernels.Crew()
+    crew.do(lambda: 1 // 0)  # type: ignore[arg-type, return-value]
+    with pytest.raises(ZeroDivisionError):
+        crew.finish()

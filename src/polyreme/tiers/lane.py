@@ -5,6 +5,7 @@ Invariant: a copy begins when all that was begun before it on the device is comp
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -30,6 +31,10 @@ class Lane:
     def into(self, memory: Tensor, target: Tensor) -> Any:
         """Begin to copy memory to `target`, of the same shape and dtype; returns when memory is free."""
         target.copy_(memory)
+
+    def beside(self) -> AbstractContextManager[object]:
+        """What is begun inside begins after the copies to the device, and not after what is being computed."""
+        return nullcontext()
 
     def wait(self, event: Any) -> None:
         """Before the copy is used."""
@@ -78,6 +83,9 @@ class Streams(Lane):
         with torch.cuda.stream(self._back):
             target.copy_(memory, non_blocking=True)
         return self._back.record_event()
+
+    def beside(self) -> AbstractContextManager[object]:
+        return torch.cuda.stream(self._back)
 
     def wait(self, event: torch.cuda.Event | None) -> None:
         if event is not None:

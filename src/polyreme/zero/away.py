@@ -8,6 +8,8 @@ from __future__ import annotations
 import time
 from collections import defaultdict, deque
 from concurrent.futures import Future
+from contextlib import AbstractContextManager
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,6 +17,8 @@ from torch import Tensor
 from polyreme.disk import aligned, padded
 from polyreme.region import Stored
 from polyreme.tiers import FileTier, HostTier
+from polyreme.tiers.lane import lane_to
+from polyreme.transport.work import Work
 
 WRITING = 1
 """Shards that may wait in memory to be written."""
@@ -23,9 +27,10 @@ WRITING = 1
 class Away:
     """The shards of all buckets that are in one tier, and the memory through which those of files go."""
 
-    def __init__(self, tier: HostTier | FileTier) -> None:
-        self.tier = tier
-        self._free: dict[int, list[Tensor]] = defaultdict(list)  # by bytes
+    def __init__(self, tier: HostTier | FileTier, device: torch.device) -> None:
+        self.tier, self.lane = tier, lane_to(device)
+        self._pin = device.type == "cuda"
+        self._free: dict[int, deque[tuple[Tensor, Any]]] = defaultdict(deque)  # by bytes; and when it is free
         self._writing: deque[Future[None]] = deque()
         self._taken = 0
 
@@ -51,12 +56,16 @@ class Away:
     def take(self, nbytes: int) -> Tensor:
         """Memory that a file can be read into."""
         if self._free[nbytes]:
-            return self._free[nbytes].pop()
+            memory, event = self._free[nbytes].popleft()
+            if event is not None:
+                event.synchronize()
+            return memory
         self._taken += nbytes
-        return aligned(nbytes)
+        return aligned(nbytes, self._pin)
 
-    def give(self, memory: Tensor) -> None:
-        self._free[memory.nbytes].append(memory)
+    def give(self, memory: Tensor, event: Any = None) -> None:
+        """Memory is free, once the event has come."""
+        self._free[memory.nbytes].append((memory, event))
 
     def write(self, record: int, memory: Tensor) -> Future[None]:
         """Begin to write a file's record; the memory is free after it."""
@@ -82,6 +91,7 @@ class AwayShard:
         self._nbytes = elements * dtype.itemsize
         self._record = away.tier.reserve(self._nbytes)
         self._memory: Tensor | None = None  # of a file: what is fetched or open
+        self._copied: Any = None  # when the last copy to the device will have left the memory
         self._reading: Future[None] | None = None
         self._written: Future[None] | None = None
         self._is_open = False
@@ -94,6 +104,8 @@ class AwayShard:
     def write(self, start: int, flat: Tensor) -> None:
         """Set the numbers from `start` on, in their dtype. Slower than `open`."""
         self._after_writing()
+        if self._copied is not None:
+            self._copied.synchronize()
         self._tier.write(self._record, start * self.dtype.itemsize, flat.to("cpu", self.dtype))
 
     def fetch(self) -> None:
@@ -115,14 +127,25 @@ class AwayShard:
             self._tier.check()
         return self._numbers()
 
+    def into(self, target: Tensor) -> Work:
+        """Begin to copy the numbers, which were fetched, to `target`, and leave."""
+        lane = self._away.lane
+        copied = self._copied = lane.into(self.arrive(), target)
+        self.leave()
+        return Work(finish=lambda: lane.wait(copied))
+
+    def beside(self) -> AbstractContextManager[object]:
+        """Where what is begun on the device begins after the copy, whatever is being computed."""
+        return self._away.lane.beside()
+
     def leave(self) -> None:
         """What was fetched is not needed any more."""
         if self._reading is not None:
             self._reading.result()
             self._reading = None
         if self._memory is not None:
-            self._away.give(self._memory)
-            self._memory = None
+            self._away.give(self._memory, self._copied)
+            self._memory = self._copied = None
 
     def open(self, keep: bool) -> Tensor:
         """The numbers, on the CPU, to be changed until `store`; without `keep`, all are zero, or any. The same ones when it is open."""
@@ -131,6 +154,9 @@ class AwayShard:
                 self.fetch()
                 return self.arrive()
             self._memory = self._away.take(padded(self._nbytes)).zero_()
+        if self._copied is not None:
+            self._copied.synchronize()
+            self._copied = None
         self._is_open = True
         return self._numbers()
 

@@ -122,6 +122,7 @@ class Bucket:
         self.region = region_of(layout, axis, residency)
         self._pool = pool
         self._state: Literal["full", "fetching", "gathering", "released"] = "full"
+        self._here: Tensor | None = None  # the shard, which came to be gathered
         self._gathering: Work = DONE  # the last all-gather of parameters, which others may still read
         self.ferry = ferry if records is not None else None
         """To the CPU that updates this bucket, where that is another device."""
@@ -216,13 +217,12 @@ class Bucket:
             assert self._shard is not None
             self._gathering = self.axis.all_gather(self.full, self._shard)
         elif self.axis.size == 1:
-            self.full.copy_(self._away.arrive(), non_blocking=True)
-            self._away.leave()
+            self._gathering = self._away.into(self.full)
         else:
-            here = self._pool.take(self.layout.shard_size, self.formats.compute).copy_(self._away.arrive(), non_blocking=True)
-            self._away.leave()
-            self._gathering = self.axis.all_gather(self.full, here)
-            self._pool.give(here, self._gathering)
+            self._here = self._pool.take(self.layout.shard_size, self.formats.compute)
+            self._away.into(self._here)
+            with self._away.beside():
+                self._gathering = self.axis.all_gather(self.full, self._here)
         self._state = "gathering"
 
     @property
@@ -236,8 +236,14 @@ class Bucket:
         if self._state == "fetching":
             self._begin()
         if self._state == "gathering":
-            self._gathering.wait()
+            self._gathered()
             self._state = "full"
+
+    def _gathered(self) -> None:
+        self._gathering.wait()
+        if self._here is not None:
+            self._pool.give(self._here, self._gathering)
+            self._here = None
 
     def release(self) -> None:
         """Free the full buffer where parameters are sharded. Tensors that autograd saved keep pointing to it, empty."""
@@ -245,7 +251,7 @@ class Bucket:
             self._away.leave()
             self._state = "released"
         elif self.sharded and self._state != "released":
-            self._gathering.wait()
+            self._gathered()
             self.full.untyped_storage().resize_(0)
             self._state = "released"
 

@@ -217,6 +217,7 @@ class Compact(Kernel):
         out: Tensor | None = None,
         first: bool = False,
         at: int = 0,
+        later: bool = False,
     ) -> None:
         """See `Kernel.step`. For flat float32 pieces that begin and end at multiples of ALIGN."""
         size = parameter.numel()

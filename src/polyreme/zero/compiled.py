@@ -31,19 +31,25 @@ VIEWS = {torch.float32: np.float32, torch.bfloat16: np.uint16, torch.float16: np
 INT, FLOAT = ir.IntType(32), ir.FloatType()
 
 
-def run(function: Callable[..., None], tensors: Sequence[Tensor | None], numbers: Sequence[float | None], place: int | None = None) -> None:
-    """Call `function` on flat tensors, in parts on torch's number of threads, on `numbers` in float32, and on the place of the first
+def run(
+    function: Callable[..., None],
+    tensors: Sequence[Tensor | None],
+    numbers: Sequence[float | None],
+    place: int | None = None,
+    threads: int | None = None,
+) -> None:
+    """Call `function` on flat tensors, in parts on `threads` (torch's number), on `numbers` in float32, and on the place of the first
     number, if that is given. The tensors have one size, but for scales of blocks."""
     views = [None if t is None else _array(t) for t in tensors]
     scalars = [None if x is None else np.float32(x) for x in numbers]
     size = views[0].size  # type: ignore[union-attr]
-    threads = max(1, min(torch.get_num_threads(), size // LEAST))
+    threads = max(1, min(threads or torch.get_num_threads(), size // LEAST))
     part = -(-size // (threads * ALIGN)) * ALIGN
     calls = []
     for at in range(0, size, part):
         inside = [v if v is None or threads == 1 else v[at * v.size // size : min(at + part, size) * v.size // size] for v in views]
         calls.append((*inside, *scalars, *(() if place is None else (np.uint32(place + at & 0xFFFFFFFF),))))
-    others = [_pool(threads - 1).submit(function, *call) for call in calls[1:]]
+    others = [pool(threads - 1).submit(function, *call) for call in calls[1:]]
     function(*calls[0])
     for other in others:
         other.result()
@@ -52,12 +58,12 @@ def run(function: Callable[..., None], tensors: Sequence[Tensor | None], numbers
 def each(function: Callable[[int], None], starts: Sequence[int]) -> None:
     """Call `function`, which calls compiled loops on less than 2 * LEAST elements, with each of `starts`, on torch's number of threads."""
     threads = min(torch.get_num_threads(), len(starts))
-    for _ in map(function, starts) if threads < 2 else _pool(threads).map(function, starts):
+    for _ in map(function, starts) if threads < 2 else pool(threads).map(function, starts):
         pass
 
 
 @cache
-def _pool(threads: int) -> ThreadPoolExecutor:
+def pool(threads: int) -> ThreadPoolExecutor:
     return ThreadPoolExecutor(threads, "polyreme-update")
 
 

@@ -16,9 +16,10 @@ from torch import Tensor
 from polyreme.disk import aligned, padded
 from polyreme.tiers import Traffic
 from polyreme.tiers.lane import Lane, lane_to
+from polyreme.zero.kernels import Crew
 
 BACK = 2
-"""Pieces of parameters that may be on their way back."""
+"""Pieces of parameters that may be on their way back, beside those that are computed."""
 
 
 class Ferry:
@@ -32,6 +33,7 @@ class Ferry:
         self._pin = device.type == "cuda"
         self._lane: Lane = lane_to(device)
         self._back: deque[tuple[Any, Tensor]] = deque()  # when each piece of memory is free
+        self._pieces = 0  # of memory
 
     @classmethod
     def over(cls, device: torch.device) -> Ferry | None:
@@ -54,13 +56,13 @@ class Ferry:
         self.traffic.written += gradient.nbytes
         return self._lane.out(gradient.view(torch.uint8), memory.view(torch.uint8))
 
-    def send(self, target: Tensor, fill: Callable[[Tensor], None]) -> None:
-        """Have `fill` write the numbers of `target` to host memory, and begin to copy them there."""
-        memory = self._next(target.nbytes)
+    def send(self, target: Tensor, fill: Callable[[Tensor], Callable[[], None] | None], crew: Crew) -> None:
+        """Have `fill`, and what it returns for one of the crew to do, write the numbers of `target` to host memory, and then begin to copy
+        them there."""
+        memory = self._next(target.nbytes, BACK + crew.most)
         numbers = memory[: target.nbytes].view(target.dtype).view(target.shape)
-        fill(numbers)
         self.traffic.read += target.nbytes
-        self._back.append((self._lane.into(numbers, target), memory))
+        crew.do(fill(numbers), lambda: self._back.append((self._lane.into(numbers, target), memory)))
 
     def arrive(self) -> None:
         """Before what was sent is used."""
@@ -70,8 +72,9 @@ class Ferry:
         """Before memory of the device that gradients were in is written again."""
         self._lane.settle()
 
-    def _next(self, nbytes: int) -> Tensor:
-        if len(self._back) < BACK:
+    def _next(self, nbytes: int, most: int) -> Tensor:
+        if self._pieces < most:
+            self._pieces += 1
             return self.take(nbytes)
         event, memory = self._back.popleft()
         if event is not None:

@@ -13,8 +13,10 @@ from __future__ import annotations
 
 import math
 import threading
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache
+from concurrent.futures import Future
+from functools import cache, partial
 from types import ModuleType
 from typing import Any, ClassVar
 
@@ -58,13 +60,14 @@ class Kernel:
         out: Tensor | None = None,
         first: bool = False,
         at: int = 0,
-    ) -> None:
+        later: bool = False,
+    ) -> Callable[[], None] | None:
         """One step of `parameter` (contiguous, on the CPU) along `gradient` times `factor` (same shape, any float format, only read).
 
         `state` is its torch state, which is updated in place: tensors stay where they are, missing ones are made as torch makes them.
         `first`: those that are given hold nothing yet, and begin as torch would begin them. `out`, of the same shape, gets the new
         parameter rounded to its format. `at` is the place of the piece's first number in all that the optimizer updates, which only
-        `compact` looks at.
+        `compact` looks at. With `later`, all that is left to do may be returned, which takes one thread, any.
         """
         given = dict(state)
         if first:
@@ -81,6 +84,41 @@ class Kernel:
                 state[name] = memory.copy_(state[name])
         if out is not None:
             out.copy_(parameter)
+        return None
+
+
+class Crew:
+    """Steps of several pieces at a time, on as many threads as torch has."""
+
+    def __init__(self) -> None:
+        self._under_way: deque[tuple[Future[None], Callable[[], None]]] = deque()
+
+    @property
+    def most(self) -> int:
+        """Jobs that may have been begun: a few more than threads, so that none waits for the caller."""
+        return torch.get_num_threads() + 2
+
+    def do(self, job: Callable[[], None] | None, then: Callable[[], None] = lambda: None) -> None:
+        """Have a thread do `job`, unless there is nothing to do; `then` is called by the caller's thread, now or later, in `finish` at the
+        latest."""
+        if job is None or torch.get_num_threads() < 2 or (compiled := compiler()) is None:
+            if job is not None:
+                job()
+            then()
+            return
+        while len(self._under_way) >= self.most:
+            self._end_oldest()
+        self._under_way.append((compiled.pool(torch.get_num_threads()).submit(job), then))
+
+    def finish(self) -> None:
+        """Return when all is done."""
+        while self._under_way:
+            self._end_oldest()
+
+    def _end_oldest(self) -> None:
+        future, then = self._under_way.popleft()
+        future.result()
+        then()
 
 
 class Walk(Kernel):
@@ -114,7 +152,8 @@ class Walk(Kernel):
         out: Tensor | None = None,
         first: bool = False,
         at: int = 0,
-    ) -> None:
+        later: bool = False,
+    ) -> Callable[[], None] | None:
         options = self.optimizer.param_groups[0]
         initial = self.moments(options)
         first = first or not initial.keys() <= state.keys()
@@ -126,10 +165,13 @@ class Walk(Kernel):
         tensors = [parameter, gradient, *(state[name] for name in initial)]
         if parameter.dim() != 1:
             tensors, out = [t.view(-1) for t in tensors], None if out is None else out.view(-1)
-        if self._compiles(tensors, out, options, first):
-            self._compiled(tensors, out, factor, options, count)
-        else:
+        if not self._compiles(tensors, out, options, first):
             self._walked(tensors, out, factor, options, count, first)
+        elif later:
+            return partial(self._compiled, tensors, out, factor, options, count, threads=1)
+        else:
+            self._compiled(tensors, out, factor, options, count)
+        return None
 
     def _begin(self, parameter: Tensor, state: State, initial: Mapping[str, float]) -> None:
         for name, value in initial.items():
@@ -150,15 +192,24 @@ class Walk(Kernel):
             if rounded is not None:
                 rounded.copy_(parameter)
 
-    def _compiled(self, tensors: Sequence[Tensor], out: Tensor | None, factor: float, options: Mapping[str, Any], count: Tensor) -> None:
+    def _compiled(
+        self,
+        tensors: Sequence[Tensor],
+        out: Tensor | None,
+        factor: float,
+        options: Mapping[str, Any],
+        count: Tensor,
+        threads: int | None = None,
+    ) -> None:
         compiled = compiler()
         assert compiled is not None
         absent = [None] * (2 + self.most - len(tensors))
-        compiled.run(getattr(compiled, self.name), [*tensors, *absent, out], [factor, *self.numbers(options, float(count))])
+        numbers = [factor, *self.numbers(options, float(count))]
+        compiled.run(getattr(compiled, self.name), [*tensors, *absent, out], numbers, threads=threads)
 
     def _compiles(self, tensors: Sequence[Tensor], out: Tensor | None, options: Mapping[str, Any], first: bool) -> bool:
         """Whether the compiled loop takes these tensors and options and gives torch's bits on a few numbers."""
-        if tensors[0].numel() < WORTH or options.get("maximize") or (compiled := compiler()) is None:
+        if options.get("maximize") or (compiled := compiler()) is None:
             return False
         if len(tensors) > 2 + self.most or (first and len(tensors) == 3 and self.name == "sgd"):  # the first momentum is the gradient
             return False
@@ -167,6 +218,8 @@ class Walk(Kernel):
         key = (self.name, formats, *(bool(options.get(name)) for name in ("weight_decay", "nesterov", "decoupled_weight_decay")),
                *(beta < 0.5 for beta in options.get("betas", ())))  # fmt: skip
         if key not in _TRIED:
+            if tensors[0].numel() < WORTH:
+                return False
             taken = all(d == torch.float32 for d in (formats[0], *formats[2:-1])) and {formats[1], formats[-1]} <= {*compiled.VIEWS, None}
             _TRIED[key] = taken and self._agrees(tensors, out, {**options, "lr": float(options["lr"]) or 0.1})
         return _TRIED[key]

@@ -49,7 +49,11 @@ class Group:
 
     def optimizer(self, tensors: Sequence[Tensor]) -> Optimizer:
         """A torch optimizer of this one group."""
-        return self.make([{**self.options, "params": list(tensors)}])
+        made = self.make([{**self.options, "params": list(tensors)}])
+        if isinstance(made, torch.optim.Adagrad) and any(t.device.type == "cuda" for t in tensors):  # its fused kernel is for CPUs alone
+            for group in made.param_groups:
+                group["fused"] = False
+        return made
 
 
 def trial_state(group: Group, shape: tuple[int, ...] | None, dtype: torch.dtype, device: torch.device | None = None) -> dict[str, Any]:

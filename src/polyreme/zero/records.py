@@ -13,14 +13,16 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from polyreme.layout import BucketLayout, Run
+from polyreme.layout import BucketLayout, Run, align
 from polyreme.region import MASTER, Stored
 from polyreme.tiers import HostTier, Tier
 from polyreme.zero.compact import Compact, States
 from polyreme.zero.optimizers import Group, trial_state
 
 RECORD = 1 << 20
-"""Most elements of a record, a multiple of ALIGN: AdamW's are 12 MiB, of which a stream holds five."""
+"""Most elements of a record, a multiple of ALIGN: AdamW's are 12 MiB, of which a stream of files holds five."""
+MOST = 1 << 22
+"""The same in host memory, where each thread takes records of its own, if there are enough."""
 
 _ALIGNED = 64  # bytes
 
@@ -69,7 +71,8 @@ class Records:
         self.tier = tier
         self._all: list[Record] = []
         for run in layout.runs(region.start, region.stop):
-            for part in cut(run, RECORD):
+            share = align(-(-(run.stop - run.start) // torch.get_num_threads()))
+            for part in cut(run, min(MOST, max(RECORD, share)) if isinstance(tier, HostTier) else RECORD):
                 fields = _fields(part, groups[part.group], dtype, compact)
                 self._all.append(Record(part, tier.reserve(max(field.end for field in fields.values())), fields))
 

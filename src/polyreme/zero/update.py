@@ -26,16 +26,18 @@ from torch.optim import Optimizer
 from polyreme.errors import ConfigError, Problem
 from polyreme.layout import Run, Slot, align
 from polyreme.region import MASTER, Stored
+from polyreme.tiers import HostTier
 from polyreme.zero.bucket import Bucket
 from polyreme.zero.compact import SCALE, Compact, Key, States
-from polyreme.zero.kernels import Kernel, Walk, kernel
+from polyreme.zero.kernels import Crew, Kernel, Walk, kernel
 from polyreme.zero.optimizers import Group, trial_state
 from polyreme.zero.records import Record, cut, within
 
 CHUNK = 1 << 22
-"""Most elements of a piece on a CPU, a multiple of ALIGN: enough for the threads of a kernel, which walks it in parts within the cache."""
+"""Most elements of a piece on a CPU, a multiple of ALIGN, where a kernel walks it in parts within the cache."""
 IN_CACHE = 1 << 19
-"""The same where an optimizer makes its own step: every pass of it then finds the piece in the cache."""
+"""The same where an optimizer makes its own step: every pass of it then finds the piece in the cache. And fewest where each thread takes
+a piece, if there is more."""
 
 Numbers = Mapping[str, float]
 """The states of a parameter that are one number (`step`, ...), by name."""
@@ -67,6 +69,8 @@ class Update:
         """Where masters and states are, if they are not in the device's memory."""
         self.one_by_one = bucket.device.type == "cpu" or self.records is not None
         """Whether a piece is scaled and updated before the next one is read; else all of a group are at once."""
+        self._stays = self.records is None or isinstance(self.records.tier, HostTier)  # in place, so that several are updated at a time
+        self._crew = Crew()
         self._staged: dict[int, Tensor] = {}  # bytes of all records by number, while they are loaded
         self._wide: dict[_Piece, dict[str, Tensor]] = {}  # states that are kept in fewer bits, while they are loaded
         self._trials: dict[int, dict[str, Any]] = {}
@@ -97,8 +101,10 @@ class Update:
         """Most elements of a piece of the run's group."""
         if not self.one_by_one or run.slot is not None:
             return self.bucket.layout.size
-        walked = isinstance(_kernel(self._groups[run.group].optimizer([torch.zeros(1)]), self._compact), Walk | Compact)
-        return CHUNK if walked else IN_CACHE
+        found = _kernel(self._groups[run.group].optimizer([torch.zeros(1)]), self._compact)
+        if isinstance(found, Walk):
+            return min(CHUNK, max(IN_CACHE, align(-(-(run.stop - run.start) // torch.get_num_threads()))))
+        return CHUNK if isinstance(found, Compact) else IN_CACHE
 
     @property
     def order(self) -> list[int]:
@@ -126,7 +132,7 @@ class Update:
             self._isolate(slot)
         for at, optimizer in self._optimizers.items():
             for group in optimizer.param_groups:
-                group.update({key: options[at][key] for key in group if key != "params" and key in options[at]})
+                group.update({key: options[at][key] for key in group if key not in ("params", "fused") and key in options[at]})
         left_out = {p for p in self._pieces if any(slot.start < p.run.stop and p.run.start < slot.stop for slot in absent)}
         if not self.one_by_one:
             for at in self._optimizers:
@@ -140,6 +146,7 @@ class Update:
             for piece in turn:
                 if piece not in left_out:
                     self._one(piece, memory, self._view(grad, piece.run), factor, self._view(target, piece.run), count)
+        self._crew.finish()
         if self.bucket.ferry is not None:
             self.bucket.ferry.arrive()
 
@@ -158,11 +165,12 @@ class Update:
         state, kernel = {**piece.state, **recorded}, self._kernels[piece.run.group]
         if isinstance(kernel, Compact) and not kernel.counts and not piece.fresh:
             state["step"] = torch.tensor(float(count))
-        step = partial(kernel.step, tensor, gradient.to(tensor.device), state, factor, first=piece.fresh, at=self._place + piece.run.start)
+        step = partial(kernel.step, tensor, gradient.to(tensor.device), state, factor, first=piece.fresh, at=self._place + piece.run.start,
+                       later=self._stays)  # fmt: skip
         if self.bucket.ferry is None or self.bucket.is_away:
-            step(out=target if target.data_ptr() != tensor.data_ptr() else None)
+            self._crew.do(step(out=target if target.data_ptr() != tensor.data_ptr() else None))
         else:
-            self.bucket.ferry.send(target, lambda numbers: step(out=numbers))
+            self.bucket.ferry.send(target, lambda numbers: step(out=numbers), self._crew)
         left_out = {*recorded, *(("step",) if isinstance(kernel, Compact) and not kernel.counts else ())}
         piece.state, piece.fresh = {kind: value for kind, value in state.items() if kind not in left_out}, False
 
