@@ -21,7 +21,8 @@ from rich.text import Text
 
 from polyreme.axes import lines
 from polyreme.config import Config
-from polyreme.config.keys import LEAVES, SECTIONS, default, expects, toml
+from polyreme.config.keys import LEAVES, SECTIONS
+from polyreme.config.words import default, expects, toml
 from polyreme.errors import ConfigError, Problem
 from polyreme.pipeline.schedule import Schedule, build, check, stage_ranks
 from polyreme.pipeline.simulate import Costs, Simulation, simulate

@@ -15,7 +15,8 @@ from polyreme.checkpoint.directory import Directory
 from polyreme.checkpoint.folder import RunFolder, progress_of
 from polyreme.checkpoint.load import Wanted, match
 from polyreme.config import Config
-from polyreme.config.keys import LEAVES, toml
+from polyreme.config.keys import LEAVES
+from polyreme.config.words import toml
 from polyreme.data import load_tokenizer
 from polyreme.errors import CheckpointError, ConfigError, DataError, Problem
 from polyreme.mesh import Axis

@@ -174,14 +174,14 @@ class Step:
         """The first half of a backward: only what the stage before needs. Returns the second, which gives the parameters their gradients
         and may be called at any later time of the step."""
         weights = WeightGradients()
-        self._reducer.begin_half(stage, second=False)
+        self._reducer.begin_inputs(stage)
         with weights.put_off(), gradients_by_rows():
             if roots:
                 torch.autograd.backward(roots, gradients)
         self._blocks.end_backward()
 
         def rest() -> None:
-            self._reducer.begin_half(stage, second=True)
+            self._reducer.begin_weights(stage)
             self._read_ahead()
             weights.accumulate()
             self._reducer.end()

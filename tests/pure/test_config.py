@@ -20,7 +20,8 @@ from pydantic import ValidationError
 from rich.console import Console
 
 from polyreme.config import Config, Progress, Span
-from polyreme.config.keys import LEAVES, SECTIONS, default, expects, toml
+from polyreme.config.keys import LEAVES, SECTIONS
+from polyreme.config.words import default, expects, toml
 from polyreme.errors import ConfigError, Problem
 from polyreme.inspect import as_json, render, with_reference
 

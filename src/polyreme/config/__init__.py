@@ -14,8 +14,9 @@ from typing import Any, Literal
 from pydantic import PrivateAttr, ValidationError
 
 from polyreme.config.conflicts import conflicts, derive, samples
-from polyreme.config.keys import LEAVES, Keys, LRScheduleSection, Progress, Span
+from polyreme.config.keys import LEAVES, Keys, LRScheduleSection
 from polyreme.config.source import override, plain, problems_of, read
+from polyreme.config.span import Progress, Span
 from polyreme.errors import ConfigError, Problem
 
 __all__ = ["Config", "LRScheduleSection", "Progress", "Span"]

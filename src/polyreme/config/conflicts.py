@@ -10,7 +10,9 @@ import inspect
 import math
 from collections.abc import Iterator
 
-from polyreme.config.keys import LEAVES, OPTIMIZERS, BatchSection, Keys, OptimizerSection, Span, default, home, toml
+from polyreme.config.keys import LEAVES, OPTIMIZERS, BatchSection, Keys, OptimizerSection, home
+from polyreme.config.span import Span
+from polyreme.config.words import default, toml
 
 Conflict = tuple[str, str, str]
 

@@ -1,4 +1,4 @@
-"""The keys of a config: their types, ranges, defaults and descriptions, and those in words.
+"""The keys of a config: their types, ranges, defaults and descriptions.
 
 Invariant: an instance holds no unknown key and no value of a wrong type or range; what keys mean together is
 for `conflicts`.
@@ -6,94 +6,17 @@ for `conflicts`.
 
 from __future__ import annotations
 
-import json
-import math
-import types
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any, Literal, get_args
 
-import annotated_types
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    BeforeValidator,
-    ByteSize,
-    ConfigDict,
-    Field,
-    Strict,
-    model_serializer,
-    model_validator,
-)
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ByteSize, ConfigDict, Field, Strict, model_validator
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticCustomError
 
 from polyreme.axes import AXES
+from polyreme.config.span import Span, not_bool, real
 
-Unit = Literal["steps", "samples", "tokens"]
 DType = Literal["fp32", "bf16", "fp16", "fp64"]
-
-
-class Progress(NamedTuple):
-    """How far training has come: optimizer steps, samples and tokens over all ranks."""
-
-    steps: int = 0
-    samples: int = 0
-    tokens: int = 0
-
-
-class Span(BaseModel):
-    """A length of training in optimizer steps, samples or tokens: "100 steps", "1e6 tokens", or 100 (steps)."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
-    amount: float = Field(ge=0)
-    unit: Unit = "steps"
-
-    @model_validator(mode="before")
-    @classmethod
-    def _parse(cls, value: object) -> object:
-        if isinstance(value, bool) or not isinstance(value, int | float | str):
-            return value
-        amount, _, unit = str(value).strip().partition(" ")
-        unit = unit.strip().removesuffix("s") + "s" if unit else "steps"
-        return {"amount": _real(amount), "unit": unit}
-
-    @model_serializer
-    def __str__(self) -> str:
-        amount = int(self.amount) if self.amount.is_integer() else self.amount
-        return f"{amount} {self.unit.removesuffix('s') if amount == 1 else self.unit}"
-
-    def __repr__(self) -> str:
-        return repr(str(self))
-
-    def scaled(self, factor: float) -> Span:
-        return Span(amount=self.amount * factor, unit=self.unit)
-
-    def count(self, progress: Progress) -> int:
-        """The counter of `progress` that this span is measured by."""
-        return int(getattr(progress, self.unit))
-
-    def reached(self, progress: Progress) -> bool:
-        return self.count(progress) >= self.amount
-
-    def due(self, before: Progress, after: Progress) -> bool:
-        """Whether a multiple of this span was reached between two moments: for things done every so often."""
-        return math.floor(self.count(after) / self.amount) > math.floor(self.count(before) / self.amount)
-
-
-def _real(value: object) -> object:
-    """YAML 1.1 reads 3e-4 as text, so text that is a number is taken as one; true and false are not numbers."""
-    if isinstance(value, str):
-        try:
-            return float(value)
-        except ValueError:
-            return value
-    return _not_bool(value)
-
-
-def _not_bool(value: object) -> object:
-    if isinstance(value, bool):
-        raise ValueError("true and false are not numbers")
-    return value
 
 
 def _positive(span: Span) -> Span:
@@ -133,11 +56,11 @@ def _optimizer_name(value: str) -> str:
 
 Bool = Annotated[bool, Strict()]
 Count = Annotated[int, Strict(), Field(ge=1)]
-Positive = Annotated[float, BeforeValidator(_real), Field(gt=0)]
-NotNegative = Annotated[float, BeforeValidator(_real), Field(ge=0)]
-Fraction = Annotated[float, BeforeValidator(_real), Field(ge=0, le=1)]
-Beta = Annotated[float, BeforeValidator(_real), Field(ge=0, lt=1)]
-Size = Annotated[ByteSize, BeforeValidator(_not_bool)]
+Positive = Annotated[float, BeforeValidator(real), Field(gt=0)]
+NotNegative = Annotated[float, BeforeValidator(real), Field(ge=0)]
+Fraction = Annotated[float, BeforeValidator(real), Field(ge=0, le=1)]
+Beta = Annotated[float, BeforeValidator(real), Field(ge=0, lt=1)]
+Size = Annotated[ByteSize, BeforeValidator(not_bool)]
 Names = Annotated[tuple[str, ...], BeforeValidator(_list_of_names)]
 PositiveSpan = Annotated[Span, AfterValidator(_positive)]
 Tier = str | list[str] | dict[str, Fraction]
@@ -189,7 +112,7 @@ class DataSection(Section):
     vocab_size: Annotated[int, Strict(), Field(gt=256)] = Field(
         default=2048, description="Vocabulary of the tokenizer that is trained; the 256 bytes are always in it."
     )
-    validation: Annotated[float, BeforeValidator(_real), Field(ge=0, lt=1)] | str = Field(
+    validation: Annotated[float, BeforeValidator(real), Field(ge=0, lt=1)] | str = Field(
         default=0.05, description="The fraction of documents kept for validation, or a path to other ones."
     )
     shuffle: Bool = Field(default=True, description="A new order each epoch, fixed by the seed.")
@@ -225,7 +148,7 @@ class MeshSection(Section):
 class ZeroSection(Section):
     """What each data-parallel rank keeps whole and what it keeps a shard of (ZeRO, arXiv:1910.02054)."""
 
-    stage: Annotated[Literal[0, 1, 2, 3, "auto"], BeforeValidator(_not_bool)] = Field(
+    stage: Annotated[Literal[0, 1, 2, 3, "auto"], BeforeValidator(not_bool)] = Field(
         default=2,
         description="0 shards nothing, 1 optimizer states, 2 gradients too, 3 parameters too; auto is 2, the least "
         "memory at the traffic of plain data parallelism.",
@@ -302,10 +225,10 @@ class PrecisionSection(Section):
         default="dynamic", description="Factor on the loss, fp16 only: dynamic, or a fixed number."
     )
     initial_scale: Positive = Field(default=65536.0, description="First dynamic loss scale.")
-    growth: Annotated[float, BeforeValidator(_real), Field(ge=1)] = Field(
+    growth: Annotated[float, BeforeValidator(real), Field(ge=1)] = Field(
         default=2.0, description="Factor on the loss scale after `growth_interval` good steps."
     )
-    backoff: Annotated[float, BeforeValidator(_real), Field(gt=0, lt=1)] = Field(
+    backoff: Annotated[float, BeforeValidator(real), Field(gt=0, lt=1)] = Field(
         default=0.5, description="Factor on the loss scale after an overflow."
     )
     growth_interval: Count = Field(default=2000, description="Good steps before the loss scale grows.")
@@ -488,62 +411,6 @@ def _leaves(owner: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, Fie
             yield from _leaves(field.annotation, f"{name}.")
         else:
             yield prefix + name, field
-
-
-def default(field: FieldInfo) -> Any:
-    return field.get_default(call_default_factory=True)
-
-
-def example(field: FieldInfo) -> Any:
-    """A value that the key may have: its example where it has one, else its default."""
-    return field.examples[0] if field.examples else default(field)
-
-
-def expects(field: FieldInfo) -> str:
-    """What a key takes, in words: 'an integer of at least 1 or "auto"'."""
-    return _in_words(field.annotation, field.metadata)
-
-
-def _in_words(annotation: Any, metadata: Sequence[Any] = ()) -> str:
-    if get_origin(annotation) is Annotated:
-        annotation, *inner = get_args(annotation)
-        flat = [m for item in inner for m in (item.metadata if isinstance(item, FieldInfo) else [item])]
-        return _in_words(annotation, flat)
-    limits = [
-        f"{words} {getattr(m, attribute):g}"
-        for kind, attribute, words in (
-            (annotated_types.Ge, "ge", "of at least"), (annotated_types.Gt, "gt", "above"),
-            (annotated_types.Le, "le", "of at most"), (annotated_types.Lt, "lt", "below"),
-        )
-        for m in metadata if isinstance(m, kind)
-    ]  # fmt: skip
-    origin, args = get_origin(annotation), get_args(annotation)
-    if origin in (Union, types.UnionType):
-        return " or ".join(_in_words(arg) for arg in args)
-    if origin is Literal:
-        return " or ".join(toml(value) for value in args)
-    if origin is tuple:
-        return "a list of names" if str in args else f"a list of {len(args)}, each {_in_words(args[0])}"
-    if origin is list:
-        return f"a list, each {_in_words(args[0])}"
-    simple = {
-        int: "an integer", float: "a number", bool: "true or false", str: "text", types.NoneType: '"none"',
-        Span: '"100 steps", "5000 samples" or "1e6 tokens"', ByteSize: 'bytes (1048576 or "1 MiB")',
-    }  # fmt: skip
-    return " ".join([simple.get(annotation, "a table"), " and ".join(limits)]).strip()
-
-
-def toml(value: object) -> str:
-    """`value` as TOML writes it."""
-    if value is None:
-        return '"none"'
-    if isinstance(value, ByteSize):
-        return toml(value.human_readable(separator=" ").replace(".0 ", " "))
-    if isinstance(value, dict):
-        return "{" + ", ".join(f"{k} = {toml(v)}" for k, v in value.items()) + "}"
-    if isinstance(value, list | tuple):
-        return "[" + ", ".join(toml(v) for v in value) + "]"
-    return json.dumps(value if isinstance(value, bool | int | float) else str(value), ensure_ascii=False)
 
 
 LEAVES: dict[str, FieldInfo] = dict(_leaves(Keys))

@@ -13,7 +13,8 @@ from typing import Any, Literal, get_args, get_origin
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
-from polyreme.config.keys import LEAVES, SECTIONS, Section, example, expects, toml
+from polyreme.config.keys import LEAVES, SECTIONS, Section
+from polyreme.config.words import example, expects, toml
 from polyreme.errors import ConfigError, Problem
 
 

@@ -16,6 +16,7 @@ from itertools import pairwise
 from math import inf
 from typing import Literal, NamedTuple, get_args
 
+from polyreme.config.keys import Schedule as Name
 from polyreme.errors import PolyremeError
 
 Op = Literal["F", "B", "W", "SA", "RA", "SG", "RG", "R", "U"]
@@ -23,7 +24,6 @@ Op = Literal["F", "B", "W", "SA", "RA", "SG", "RG", "R", "U"]
 SA, RA send and receive activations; SG, RG send and receive their gradients: sends begin and do not wait; receives are posted, and the F or
 B that uses what comes waits for it. R reduce (what of a stage's gradients is not reduced yet), U update."""
 
-Name = Literal["gpipe", "1f1b", "1f1b-w", "interleaved", "zb-h1", "zb-v"]
 NAMES: tuple[Name, ...] = get_args(Name)
 TRANSFER = 0.25
 """How long a message takes where receives are placed, in forwards of a stage. A receive is posted before the action during which its

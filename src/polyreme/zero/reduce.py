@@ -63,16 +63,22 @@ class Reducer:
 
     def begin(self, stage: int = 0) -> None:
         """Before a backward of `stage`."""
-        self._begin([bucket for bucket in self._order if stage in bucket.stages], whole=True)
+        self._begin(self._of(stage), whole=True)
 
-    def begin_half(self, stage: int, second: bool) -> None:
-        """Before a half of a backward of `stage`. In the first, no gradient is taken; the second does not gather parameters."""
-        used = [bucket for bucket in self._order if stage in bucket.stages]
+    def begin_inputs(self, stage: int) -> None:
+        """Before the first half of a backward of `stage`: no gradient of a parameter is taken, nor added by autograd to what is here."""
+        used = self._of(stage)
         self._listen(used)
         for bucket in used:
             bucket.take_back()
-        if second:
-            self._begin(used, whole=False)
+
+    def begin_weights(self, stage: int) -> None:
+        """Before the second half, which gathers no parameters."""
+        self.begin_inputs(stage)  # a whole backward may have come between
+        self._begin(self._of(stage), whole=False)
+
+    def _of(self, stage: int) -> list[Bucket]:
+        return [bucket for bucket in self._order if stage in bucket.stages]
 
     def _begin(self, used: Sequence[Bucket], whole: bool) -> None:
         self._by_arrival, self._whole = not (self._sharded and whole), whole
