@@ -459,12 +459,22 @@ class Case:
         self.order = random.Random(0)
 
     def measure(self) -> dict[str, Any]:
+        about = self.compare() if self.args.rounds else {}
+        names = self.names if self.args.rounds else self.args.systems
+        for name in names if self.args.largest else ():
+            if "skipped" not in self.found[name]:
+                self.found[name]["largest"] = self.largest_of(name)
+        case = {"job": asdict(self.job), "about": about, "systems": self.found}
+        return case | {"summary": summarise(case)}
+
+    def compare(self) -> dict[str, Any]:
+        """All rounds. Gives what the table says of the device and the model; nothing if the floor failed."""
         waiting = self.names[1:]
         about: dict[str, Any] = {}
         number = 0
         try:
             if not self.start(FLOOR):
-                return self.result(about)
+                return about
             about = self.ask(FLOOR, None, do="describe")
             while FLOOR in self.running:
                 while waiting and self.fits_another():
@@ -485,11 +495,7 @@ class Case:
         finally:
             for process in (*self.running.values(), *self.ahead.values()):
                 process.close()
-        if self.args.largest:
-            for name in self.names:
-                if "skipped" not in self.found[name]:
-                    self.found[name]["largest"] = self.largest_of(name)
-        return self.result(about)
+        return about
 
     def largest_of(self, name: str) -> dict[str, Any]:
         """What the deepest model told that a system trains, and why none is deeper."""
@@ -558,10 +564,6 @@ class Case:
         if key:
             self.found[name][key] = reply
         return reply
-
-    def result(self, about: dict[str, Any]) -> dict[str, Any]:
-        case = {"job": asdict(self.job), "about": about, "systems": self.found}
-        return case | {"summary": summarise(case)}
 
 
 def deepest(fits: Callable[[int], bool], first: int, most: int, late: Callable[[], bool] = lambda: False) -> int:
@@ -723,7 +725,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--size", default="160m", help="comma list of " + ", ".join(SIZES))
     parser.add_argument("--dtype", default="bf16", help="comma list of fp32, bf16")
     parser.add_argument("--systems", default="all", help="comma list of names or patterns, such as 'polyreme*,fsdp2'; torch runs always")
-    parser.add_argument("--rounds", type=int, default=3, help="turns of each system")
+    parser.add_argument("--rounds", type=int, default=3, help="turns of each system; 0 times nothing, for --largest alone")
     parser.add_argument("--steps", type=int, default=5, help="timed steps in a turn")
     parser.add_argument("--settle", type=int, default=2, help="untimed steps at the start of a turn")
     parser.add_argument("--batch", type=int, help="samples of a step; by default what suits the size")
@@ -742,9 +744,9 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
         for value in getattr(args, option):
             if value not in allowed:
                 parser.error(f"--{option} {value!r}: choose from {', '.join(allowed)}")
-    for option in ("rounds", "steps", "batch", "sequence"):
-        if getattr(args, option) is not None and getattr(args, option) < 1:
-            parser.error(f"--{option} {getattr(args, option)}: must be at least 1")
+    for option, least in (("rounds", 0), ("steps", 1), ("batch", 1), ("sequence", 1)):
+        if getattr(args, option) is not None and getattr(args, option) < least:
+            parser.error(f"--{option} {getattr(args, option)}: must be at least {least}")
     try:
         args.systems = choose(args.systems)
     except ValueError as error:
