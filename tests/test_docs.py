@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from polyreme import Config
+from polyreme import Config, __version__
 from pool import Ranks
 
 ROOT = Path(__file__).parents[1]
@@ -136,6 +136,10 @@ def test_every_package_has_a_place_in_the_architecture() -> None:
     page = (ROOT / "docs" / "architecture.md").read_text("utf-8")
     parts = {path.stem for path in (ROOT / "src" / "polyreme").iterdir() if not path.name.startswith("_") and path.suffix in ("", ".py")}
     assert [part for part in sorted(parts) if f"`{part}" not in page] == []
+
+
+def test_the_version_is_that_of_the_package() -> None:
+    assert tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]["version"] == __version__
 
 
 def test_every_decision_is_listed() -> None:

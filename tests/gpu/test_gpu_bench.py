@@ -131,7 +131,7 @@ def test_copies_beside_kernels(bench: ModuleType) -> None:
 def test_a_run_without_a_gpu(tmp_path: Path) -> None:
     out = tmp_path / "result.json"
     options = "--device cpu --size tiny --dtype fp32 --batch 2 --sequence 32 --rounds 1 --steps 2 --settle 1 --threads 1 --profile"
-    options += f" --folder {tmp_path} --largest 3"
+    options += f" --folder {tmp_path} --largest 1"
     command = [sys.executable, str(SCRIPT), *options.split(), "--systems", "polyreme3+file+params+recompute", "--out", str(out)]
     run = subprocess.run(command, capture_output=True, text=True, check=False, env={**os.environ, "OMP_NUM_THREADS": "1"})
     assert run.returncode == 0, run.stderr
@@ -142,6 +142,6 @@ def test_a_run_without_a_gpu(tmp_path: Path) -> None:
         assert row["equal"] and row["tokens_per_second"] > 0 and 0 < row["mfu"] < 1, name
     polyreme = found["systems"]["polyreme3+file+params+recompute"]
     assert polyreme["checked"]["categories"] and polyreme["profile"]["kernels"] > 0
-    assert polyreme["largest"]["blocks"] == 3 and polyreme["largest"]["why"] == "--largest 3"
+    assert polyreme["largest"]["blocks"] == 1 and polyreme["largest"]["why"] == "--largest 1"
     assert not [path for path in tmp_path.iterdir() if path.is_dir()], "nothing is left on the disk"
     assert polyreme["checked"]["losses"] == pytest.approx(found["systems"]["torch"]["checked"]["losses"], rel=1e-5)
