@@ -44,6 +44,8 @@ from pool import Ranks, RanksFailed  # noqa: E402
 
 WAYS = 2
 TOLERANCE = 1e-10
+LIBRARIES = str(Path(transformers.__file__).parents[1]) + "/"
+"""What is left out of messages: where packages are on this machine."""
 LARGEST = 4_000_000  # parameters of a model that is computed with; refused ones are only looked at
 MODES = ("tp", "sequence")  # without and with sequence parallelism
 
@@ -269,7 +271,7 @@ def _differences(rank: int, whole: nn.Module, divided: nn.Module, cuts: Mapping[
 
 def _one_line(error: BaseException) -> str:
     kind = "" if isinstance(error, PolyremeError | LookupError) and not isinstance(error, KeyError) else f"{type(error).__name__}: "
-    return kind + " ".join(str(error).split())[:300]
+    return kind + " ".join(str(error).replace(LIBRARIES, "").split())[:300]
 
 
 def _problems(error: PolyremeError) -> str:
