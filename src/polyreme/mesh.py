@@ -232,7 +232,11 @@ class Mesh:
                 raise TransportError(f"the ranks could not meet: {error}") from error
         world_size, rank = world()
         if math.prod(sizes.values()) != world_size:
-            raise TransportError(f"the axes {dict(sizes)} make {math.prod(sizes.values())} ranks, but there are {world_size}")
+            size = math.prod(sizes.values())
+            raise TransportError(
+                f"the axes {dict(sizes)} make {size} ranks, but there are {world_size}: "
+                f"start {size}, with `polyreme launch -n {size} SCRIPT`, or choose other sizes"
+            )
         axes = {name: Axis(name) for name in AXES}
         all_lines = {name: lines(sizes, order, name) for name in order}
         for name in order:
