@@ -183,7 +183,7 @@ class Step:
         def rest() -> None:
             self._reducer.begin_weights(stage)
             self._read_ahead()
-            weights.accumulate()
+            weights.accumulate(self._reducer)
             self._reducer.end()
 
         return rest

@@ -4,7 +4,8 @@ Invariant: when both halves are done, every parameter has got the gradient that 
 hooks ran once; before the second half none has any.
 
 The first half keeps, of each layer that asks `now_or_later`, what its product is made of (the layer's input and the gradient of its
-output). All else (norms, embeddings, layers that do not ask) has its gradients computed in the first half and held until the second.
+output); the second adds the product to where the parameter's gradients are summed, if some are already. All else (norms, embeddings, layers
+that do not ask) has its gradients computed in the first half and held until the second.
 Qi et al., "Zero Bubble Pipeline Parallelism", 2023 (arXiv:2401.10241).
 """
 
@@ -12,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -23,11 +24,25 @@ _current: WeightGradients | None = None  # for all threads: a device's nodes run
 _expected = False
 
 
+Product = Callable[[Tensor | None], Tensor]
+"""A gradient, of a product of its own; or added to the tensor that is given, which is returned."""
+
+
+class Sums(Protocol):
+    """Where gradients are summed: `zero.reduce.Reducer`."""
+
+    def place(self, parameter: Tensor) -> Tensor | None:
+        """The sum so far, to which a gradient may be added without any hook; None where that cannot be."""
+
+    def added(self, parameter: Tensor) -> None:
+        """A whole gradient was added there."""
+
+
 class WeightGradients:
     """Those of one backward."""
 
     def __init__(self) -> None:
-        self._products: list[tuple[Tensor, Callable[[], Tensor]]] = []
+        self._products: dict[Tensor, list[Product]] = {}
         self._held: dict[Tensor, tuple[Tensor, Callable[[Tensor], None]]] = {}
 
     @contextmanager
@@ -46,38 +61,42 @@ class WeightGradients:
         if gradient is not None:
             self._held[parameter] = gradient if parameter not in self._held else self._held[parameter][0] + gradient, arrived
 
-    def later(self, parameter: Tensor, compute: Callable[[], Tensor]) -> None:
-        """`compute()` is (a part of) the gradient of `parameter`."""
-        self._products.append((parameter, compute))
+    def later(self, parameter: Tensor, product: Product) -> None:
+        """`product` is (a part of) the gradient of `parameter`."""
+        self._products.setdefault(parameter, []).append(product)
 
-    def accumulate(self) -> None:
-        """The second half: every gradient goes the way of autograd, with all hooks, one parameter after the other."""
-        products, held = self._products, self._held
-        self._products, self._held = [], {}
-        computed = {parameter for parameter, _ in products}
+    def accumulate(self, sums: Sums | None = None) -> None:
+        """The second half, one parameter after the other: products are added to `sums`, or go the way of autograd, with all hooks."""
+        held, self._held = self._held, {}
         for parameter, (gradient, arrived) in held.items():
             parameter.grad = gradient
-            if parameter not in computed:
+            if parameter not in self._products:
                 arrived(parameter)
-        roots = [_Product.apply(parameter, compute) for parameter, compute in reversed(products)]  # autograd runs the last one first
-        products.clear()
-        if roots:
-            torch.autograd.backward(roots)
+        while self._products:
+            parameter = next(iter(self._products))
+            products = self._products.pop(parameter)
+            place = None if sums is None or parameter in held else sums.place(parameter)
+            if sums is None or place is None:
+                torch.autograd.backward([_Product.apply(parameter, product) for product in products])
+                continue
+            for product in products:
+                product(place)
+            sums.added(parameter)
 
 
 class _Product(Function):
-    """Nothing, whose gradient is `compute()`. In a graph, so that products of one parameter are added up before it gets them."""
+    """Nothing, whose gradient is `product`. In a graph, so that products of one parameter are added up before it gets them."""
 
     @staticmethod
-    def forward(ctx: Any, parameter: Tensor, compute: Callable[[], Tensor]) -> Tensor:
-        ctx.compute = compute
+    def forward(ctx: Any, parameter: Tensor, product: Product) -> Tensor:
+        ctx.product = product
         return parameter.new_empty(())
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        compute, ctx.compute = ctx.compute, None  # with what it is made of
-        return compute(), None
+        product, ctx.product = ctx.product, None  # with what it is made of
+        return product(None), None
 
 
 def expect(halves: bool) -> None:
@@ -96,10 +115,10 @@ def current() -> WeightGradients | None:
     return _current
 
 
-def now_or_later(parameter: Tensor | None, compute: Callable[[], Tensor]) -> Tensor | None:
-    """In a backward: the gradient `compute()` of `parameter`; or None where it is put off. None in place of `parameter` stands for a weight
+def now_or_later(parameter: Tensor | None, product: Product) -> Tensor | None:
+    """In a backward: the gradient `product` of `parameter`; or None where it is put off. None in place of `parameter` stands for a weight
     that is computed itself, whose gradient is needed now. So is one for a hook of the user's, which would be called without it."""
     if _current is None or parameter is None or parameter._backward_hooks:
-        return compute()
-    _current.later(parameter, compute)
+        return product(None)
+    _current.later(parameter, product)
     return None

@@ -118,6 +118,46 @@ def test_two_halves_are_one_backward(recompute: bool) -> None:
     assert first.count + second.count == whole.count
 
 
+class Sums:
+    """Places for the parameters of `places`; notes whose gradient is there."""
+
+    def __init__(self, places: dict[Tensor, Tensor]) -> None:
+        self.places = places
+        self.complete: list[Tensor] = []
+
+    def place(self, parameter: Tensor) -> Tensor | None:
+        return self.places.get(parameter)
+
+    def added(self, parameter: Tensor) -> None:
+        self.complete.append(parameter)
+
+
+def test_products_are_added_to_what_is_summed_already() -> None:
+    """Each once, of layers called twice and of both kinds; not those of a weight that has another gradient as well."""
+    torch.manual_seed(0)
+    plain = Model(recompute=False).double()
+    split = copy.deepcopy(plain)
+    put_off_weights(split)
+    ids = torch.tensor([[0, 1, 1], [5, 2, 6]])
+    loss_of(plain, ids).backward()
+    places = {parameter: torch.full_like(parameter, 3.0) for parameter in split.parameters() if parameter.requires_grad}
+    for parameter in places:
+        parameter.register_post_accumulate_grad_hook(lambda p: late.hold(p, lambda _: None) if (late := current()) is not None else None)
+    weights, sums = WeightGradients(), Sums(places)
+    loss = loss_of(split, ids)
+    with weights.put_off():
+        loss.backward()
+    weights.accumulate(sums)
+    layers = ("first", "twice", "transposed")
+    added = {f"{layer}.{kind}" for layer in layers for kind in ("weight", "bias")} | {"computed.bias"}
+    assert {name for name, parameter in split.named_parameters() if any(parameter is each for each in sums.complete)} == added
+    assert len(sums.complete) == len(added)
+    for (name, parameter), expected in zip(split.named_parameters(), plain.parameters(), strict=True):
+        if expected.requires_grad:
+            gradient = places[parameter] - 3 if name in added else parameter.grad
+            torch.testing.assert_close(gradient, expected.grad, rtol=1e-12, atol=1e-12, msg=name)
+
+
 def test_nothing_is_put_off_outside() -> None:
     """A layer whose weights can be put off works like any other, also after a backward in two halves that failed."""
     layer = nn.Linear(3, 2)

@@ -16,6 +16,7 @@ import training
 from polyreme.pipeline.schedule import build, halves
 from polyreme.step import Step
 from polyreme.tensor import ops
+from polyreme.weight_gradients import current
 from polyreme.zero.bucket import Bucket
 from pool import Ranks
 
@@ -76,9 +77,13 @@ def step(rank: int, world: int, schedule: Any, stage: int, recompute: bool) -> t
     events: list[str] = []
     with watched(events):
         engine.train_step(models.share(models.batch_of("llama", training.SAMPLES, 0, torch.float32), dp.rank, dp.size))
+    return events, linear_layers(engine), len(engine._placement.trainable)
+
+
+def linear_layers(engine: polyreme.Engine) -> dict[int, int]:
+    """Of each of the rank's stages."""
     stages: dict[int, Any] = dict(engine._runner._stages)
-    linear = {index: 7 * (each._stop - each._first) + each.is_last for index, each in stages.items()}
-    return events, linear, len(engine._placement.trainable)
+    return {index: 7 * (each._stop - each._first) + each.is_last for index, each in stages.items()}
 
 
 @pytest.mark.parametrize(("schedule", "stage", "recompute"), [("1f1b-w", 2, False), ("zb-h1", 3, True), ("zb-v", 1, False)])
@@ -103,6 +108,43 @@ def test_b_leaves_products_and_reductions_to_w(ranks: Ranks, schedule: Any, stag
         last = parts[-1][1]
         if schedule == "zb-h1" and rank > 1:  # stages have several blocks: the last's gradients are reduced while others are computed
             assert last.index("reduction") < len(last) - 1 - last[::-1].index("product")
+
+
+def listening(rank: int, world: int, schedule: str) -> tuple[list[float], int, int, int]:
+    """Gradient norms of two steps. Of the last: how often a hook of the user's on a weight heard of its gradient, how many products were
+    added in place, and how many linear layers the rank has."""
+    config = training.config(1, ACCUMULATION, mesh={"pp": 2}, precision={"compute": "fp64"}, pipeline={"schedule": schedule})
+    engine = polyreme.initialize(models.llama(num_hidden_layers=4), config, loss_fn=models.causal_loss)
+    heard = added = 0
+
+    def hear(parameter: torch.Tensor) -> None:
+        nonlocal heard
+        heard += current() is None  # in the first half autograd calls it, too, without a gradient
+
+    product = ops.Shape.weight_grad
+
+    def weight_grad(self: ops.Shape, grad: Any, x: Any, weight: Any, into: torch.Tensor | None = None) -> torch.Tensor:
+        nonlocal added
+        added += into is not None
+        return product(self, grad, x, weight, into)
+
+    weight = next(p for name, p in engine.module.named_parameters() if p.dim() == 2 and p.numel() and "layers" in name)
+    weight.register_post_accumulate_grad_hook(hear)
+    norms = []
+    for step in range(2):
+        heard = added = 0
+        with mock.patch.object(ops.Shape, "weight_grad", weight_grad):
+            norms.append(engine.train_step(models.batch_of("llama", training.SAMPLES, step, torch.float64)).grad_norm)
+    return norms, heard, added, linear_layers(engine)[rank]
+
+
+def test_w_adds_products_to_the_buckets(ranks: Ranks) -> None:
+    """From the second micro-batch on, but for weights for whose gradients somebody listens."""
+    expected = ranks(2, listening, "1f1b")
+    for rank, (norms, heard, added, linear) in enumerate(ranks(2, listening, "zb-h1")):
+        torch.testing.assert_close(norms, expected[rank][0], rtol=1e-10, atol=0)
+        assert heard == ACCUMULATION
+        assert added == (rank > 0) * (linear - 1) * (ACCUMULATION - 1)  # the first rank divides none
 
 
 def precisions(rank: int, world: int, schedule: str) -> list[list[float]]:

@@ -194,12 +194,13 @@ class Shape:
         """(used outputs, inputs)"""
         return (weight.t() if self.transposed else weight)[: self.used]
 
-    def weight_grad(self, grad: Tensor, x: Tensor, weight: Tensor) -> Tensor:
-        """grad: (rows, outputs), x: (rows, inputs)"""
-        if self.used is None:
-            return x.t() @ grad if self.transposed else grad.t() @ x
-        out = torch.zeros_like(weight)
-        torch.mm(grad.t(), x, out=self.matrix(out))
+    def weight_grad(self, grad: Tensor, x: Tensor, weight: Tensor, into: Tensor | None = None) -> Tensor:
+        """grad: (rows, outputs), x: (rows, inputs). Added to `into`, where that is given."""
+        left, right = (x, grad) if self.transposed else (grad, x)
+        if into is None and self.used is None:
+            return left.t() @ right
+        out = torch.zeros_like(weight) if into is None else into
+        out[: self.used].addmm_(left.t(), right)
         return out
 
 
@@ -272,13 +273,14 @@ class _Columns(Function):
         return None, None, None, None, grad_x, *weight_grads, *bias_grads
 
 
-def _weight_grad(shape: Shape, grad: Tensor, inputs: Callable[[], Tensor], weight: Tensor) -> Tensor:
-    return shape.weight_grad(grad, inputs(), weight)
+def _weight_grad(shape: Shape, grad: Tensor, inputs: Callable[[], Tensor], weight: Tensor, into: Tensor | None) -> Tensor:
+    return shape.weight_grad(grad, inputs(), weight, into)
 
 
-def _bias_grad(grad: Tensor, size: int) -> Tensor:
-    """Of (rows, outputs), padded to `size` outputs."""
-    return F.pad(grad.sum(0), (0, size - grad.shape[1]))
+def _bias_grad(grad: Tensor, size: int, into: Tensor | None) -> Tensor:
+    """Of (..., outputs), padded to `size` outputs."""
+    sums = F.pad(grad.flatten(0, -2).sum(0), (0, size - grad.shape[-1]))
+    return sums if into is None else into.add_(sums)
 
 
 class _Row(Function):
@@ -303,7 +305,7 @@ class _Row(Function):
         x, weight = (tensor.detach() for tensor in ctx.saved_tensors)
         bias_grad = None
         if ctx.needs_input_grad[5]:
-            bias_grad = now_or_later(ctx.leaves[1], functools.partial(grad.flatten(0, -2).sum, 0))
+            bias_grad = now_or_later(ctx.leaves[1], functools.partial(_bias_grad, grad, grad.shape[-1]))
         if ctx.sequence:
             grad = start_gather(ctx.axis, grad, sequence_dim(grad)).finish()
         flat = grad.reshape(-1, grad.shape[-1])
@@ -311,7 +313,7 @@ class _Row(Function):
         inputs, shape = x.reshape(-1, x.shape[-1]), ctx.shape
         weight_grad = None
         if ctx.needs_input_grad[4]:
-            weight_grad = now_or_later(ctx.leaves[0], lambda: shape.weight_grad(flat, inputs, weight))
+            weight_grad = now_or_later(ctx.leaves[0], functools.partial(shape.weight_grad, flat, inputs, weight))
         return None, None, None, grad_x, weight_grad, bias_grad
 
 

@@ -340,6 +340,14 @@ class Bucket:
         self._in_place.discard(index)
         return False
 
+    def sum_of(self, index: int) -> Tensor | None:
+        """What parameter `index`'s gradients since the last reduction add up to, in the flat buffer; None before the first, and where that
+        has another dtype than the parameter, or autograd adds to it."""
+        parameter, slot = self.parameters[index], self.layout.slots[index]
+        if self._local is None or index not in self._arrived or index in self._in_place or self._local.dtype != parameter.dtype:
+            return None
+        return self._local[slot.start : slot.stop].view(slot.shape)
+
     def reduce(self) -> None:
         """Begin to sum the gradients over the axis into this rank's part of `grad`. Parameters without a gradient count as zero."""
         self.take_back()

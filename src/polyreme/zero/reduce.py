@@ -37,6 +37,9 @@ class Reducer:
     def __init__(self, buckets: Sequence[Bucket], microbatches: int = 1, every_time: bool = False, stages: Collection[int] = (0,)) -> None:
         """`every_time`: reduce after each of the `microbatches`, not after the last. `stages`: those of this rank."""
         self._order = list(reversed(buckets))
+        self._index: dict[Tensor, tuple[Bucket, int]] = {
+            parameter: (bucket, index) for bucket in buckets for index, parameter in enumerate(bucket.parameters)
+        }
         self._every_time = every_time
         self._uses = {bucket: microbatches * len({*bucket.stages} & {*stages}) for bucket in buckets}  # backwards of a step
         self._left: dict[Bucket, int] = {}
@@ -100,6 +103,17 @@ class Reducer:
         while self._in_flight:
             self._finish_first()
 
+    def place(self, parameter: Tensor) -> Tensor | None:
+        """In the second half of a backward: where the parameter's gradients of this step are summed, if there are some, in its own dtype,
+        and nobody but this listens for another."""
+        bucket, index = self._index[parameter]
+        heard = parameter._post_accumulate_grad_hooks or ()
+        return bucket.sum_of(index) if len(heard) == 1 and parameter in self._hooks else None
+
+    def added(self, parameter: Tensor) -> None:
+        """A whole gradient was added to what `place` gave."""
+        self._came(*self._index[parameter])
+
     def _listen(self, buckets: Sequence[Bucket]) -> None:
         """Hear of every gradient of `buckets`: also of those that autograd would add up by itself, where nobody has to know of them."""
         for bucket in buckets:
@@ -120,11 +134,16 @@ class Reducer:
                 raise ModelError(f"parameter {bucket.layout.slots[index].name} got a second gradient after its reduction began: "
                                  "call backward once a micro-batch, and use non-reentrant checkpoints")  # fmt: skip
             bucket.take_grad(index)
-            self._waiting[bucket].discard(index)
-            while self._by_arrival and self._waiting and not self._waiting[first := next(iter(self._waiting))]:
-                self._reduce(first)
+            self._came(bucket, index)
 
         return arrived
+
+    def _came(self, bucket: Bucket, index: int) -> None:
+        """The last gradient of this reduction for parameter `index` is in the buffer: what is complete, and next, is reduced."""
+        if bucket in self._waiting:
+            self._waiting[bucket].discard(index)
+        while self._by_arrival and self._waiting and not self._waiting[first := next(iter(self._waiting))]:
+            self._reduce(first)
 
     def _reduce(self, bucket: Bucket) -> None:
         del self._waiting[bucket]
