@@ -55,6 +55,30 @@ def test_bubble_of_1f1b_with_its_last_weights_late(pp: int, microbatches: int, f
         assert step == whole - weight
 
 
+@given(pp=st.integers(2, 16), rounds=st.integers(2, 4), microbatch=st.integers(0, 60))
+@settings(deadline=None, max_examples=50)
+def test_1f1b_with_a_forward_ahead_hides_messages_and_what_takes_longer_once(pp: int, rounds: int, microbatch: int) -> None:
+    """Messages cost 1F1B two of their times for each micro-batch of a step with many, and a late forward all that it is late; `1f1b-w` on
+    two ranks the first message alone, and of a first rank's forward that takes as long as a backward nothing, in the middle of a step."""
+    microbatches = rounds * pp
+
+    slow = Action("F", 0, 3 + microbatch % max(microbatches - 4, 1))
+
+    def loss(name: Name, transfer: float = 0.0, late: float = 0.0) -> float:
+        """How much longer a step takes with messages that take `transfer`, and one forward that is `late`."""
+        schedule = build(name, pp, microbatches)
+        even = Costs.even(schedule)
+        uneven = Costs({**even.duration, slow: 1 + late}, transfer)
+        return simulate(schedule, uneven).total - simulate(schedule, even).total
+
+    assert loss("1f1b-w", transfer=0.125) <= loss("1f1b", transfer=0.125)
+    if pp == 2:
+        assert loss("1f1b-w", transfer=0.25) == 2 * 0.25
+        assert loss("1f1b", transfer=0.25) >= 0.25 * microbatches
+        if microbatches > 4:
+            assert (loss("1f1b-w", late=1), loss("1f1b", late=1)) == (0, 1)
+
+
 @given(pp=st.integers(1, 16), groups=st.integers(1, 4), virtual=st.integers(2, 4), forward=st.integers(1, 9), backward=st.integers(1, 9))
 @settings(deadline=None, max_examples=50)
 def test_bubble_of_interleaved(pp: int, groups: int, virtual: int, forward: int, backward: int) -> None:
@@ -146,7 +170,7 @@ def test_transfers_hide_as_well_as_if_every_receive_were_posted_at_the_start(nam
         uneven = random.Random(seed)
         costs = Costs({what: time * uneven.uniform(0.8, 1.2) for what, time in Costs.even(schedule).duration.items()}, transfer)
         ours, least = (simulate(table, costs).total for table in (schedule, receives_at_the_start(schedule)))
-        assert least <= ours <= 1.04 * least
+        assert least <= ours <= (1.07 if name == "1f1b-w" else 1.04) * least
 
 
 @given(**SHAPES, name=st.sampled_from(NAMES), virtual=st.integers(2, 3), transfer=st.integers(0, 3), seed=st.integers(0, 9))

@@ -253,9 +253,10 @@ class PipelineSection(Section):
 
     schedule: Literal["auto", Schedule] = Field(
         default="auto",
-        description="gpipe: all forwards, then all backwards; 1f1b: in turn, which keeps fewer activations; 1f1b-w: 1f1b whose last "
-        "weight gradients wait until a stage has handed on what others wait for; interleaved: 1f1b with several stages a rank, for a "
-        "smaller bubble; zb-h1, zb-v: all weight gradients fill the bubble (zb-v: two stages a rank). auto: 1f1b-w, or 1f1b if `compile`.",
+        description="gpipe: all forwards, then all backwards; 1f1b: in turn, which keeps fewer activations; 1f1b-w: 1f1b with one more "
+        "forward ahead, so that stages wait for each other less, whose last weight gradients wait until a stage has handed on what others "
+        "wait for; interleaved: 1f1b with several stages a rank, for a smaller bubble; zb-h1, zb-v: all weight gradients fill the bubble "
+        "(zb-v: two stages a rank). auto: 1f1b-w, or 1f1b if `compile`.",
     )
     blocks: Literal["work", "parameters", "time"] | list[Count] = Field(
         default="work",

@@ -28,7 +28,7 @@ NAMES: tuple[Name, ...] = get_args(Name)
 TRANSFER = 0.25
 """How long a message takes where receives are placed, in forwards of a stage. A receive is posted before the action during which its
 message would begin to pass, so that the transfer hides behind that action: a step takes about 5% longer at worst than if every receive
-were posted at the start, while a rank has no more than two that wait (zb-v: three, interleaved on 16 ranks: five)."""
+were posted at the start, while a rank has no more than two that wait (zb-v and 1f1b-w: three, interleaved on 16 ranks: five)."""
 
 
 class Action(NamedTuple):
@@ -73,7 +73,8 @@ def build(name: Name, pp: int, microbatches: int, virtual: int = 2) -> Schedule:
     """The table of a step of `microbatches` on `pp` ranks, any number of either; `virtual` stages on each rank if interleaved.
 
     gpipe: arXiv:1811.06965. 1f1b and interleaved: arXiv:2104.04473. zb-h1: arXiv:2401.10241. zb-v: arXiv:2405.15362, two stages a rank.
-    1f1b-w: 1f1b in which a stage hands its last gradient on before it computes its weights'.
+    1f1b-w: 1f1b in which every rank but the last is one more forward ahead, so that none has to wait for a message or for one that takes
+    longer for once, and a stage hands its last gradient on before it computes its weights'.
     Raises PolyremeError for an unknown name or a number that is too small.
     """
     if name not in NAMES:
@@ -99,7 +100,7 @@ def activation_limits(name: Name, pp: int, microbatches: int, virtual: int = 2) 
     limits = {
         "gpipe": lambda rank: microbatches,
         "1f1b": lambda rank: pp - rank,
-        "1f1b-w": lambda rank: pp - rank,
+        "1f1b-w": lambda rank: pp - rank + (rank < pp - 1),
         "interleaved": lambda rank: 2 * (pp - 1 - rank) + (chunks - 1) * pp + 1,
         "zb-h1": lambda rank: pp,
         "zb-v": lambda rank: 2 * pp,
@@ -116,7 +117,8 @@ def _pattern(name: Name, pp: int, rank: int, m: int, chunks: int) -> str:
     if name == "gpipe":
         return "F" * m + "B" * m
     if name in ("1f1b", "1f1b-w"):
-        return "F" * after + "FB" * m
+        ahead = name == "1f1b-w" and after > 0
+        return "F" * (after + ahead) + "FB" * m
     if name == "interleaved":
         return "F" * (2 * after + (chunks - 1) * pp) + "FB" * (chunks * (m + pp - 1))
     if name == "zb-h1":  # weight gradients wait until they fill what would be a bubble, as long as no rank keeps more than the first
