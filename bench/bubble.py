@@ -107,9 +107,9 @@ class _Sleep(Function):
         weight, seconds = ctx.weight, ctx.seconds
         time.sleep(seconds)
 
-        def gradient() -> Tensor:
+        def gradient(into: Tensor | None) -> Tensor:
             time.sleep(seconds)
-            return grad.sum(0)
+            return grad.sum(0) if into is None else into.add_(grad.sum(0))
 
         return grad, now_or_later(weight, gradient), None
 

@@ -196,11 +196,10 @@ class Shape:
 
     def weight_grad(self, grad: Tensor, x: Tensor, weight: Tensor, into: Tensor | None = None) -> Tensor:
         """grad: (rows, outputs), x: (rows, inputs). Added to `into`, where that is given."""
-        left, right = (x, grad) if self.transposed else (grad, x)
         if into is None and self.used is None:
-            return left.t() @ right
+            return x.t() @ grad if self.transposed else grad.t() @ x
         out = torch.zeros_like(weight) if into is None else into
-        out[: self.used].addmm_(left.t(), right)
+        self.matrix(out).addmm_(grad.t(), x)
         return out
 
 

@@ -107,8 +107,9 @@ class Reducer:
         """In the second half of a backward: where the parameter's gradients of this step are summed, if there are some, in its own dtype,
         and nobody but this listens for another."""
         bucket, index = self._index[parameter]
-        heard = parameter._post_accumulate_grad_hooks or ()
-        return bucket.sum_of(index) if len(heard) == 1 and parameter in self._hooks else None
+        open = bucket in self._waiting or bucket in self._adding
+        alone = parameter in self._hooks and len(parameter._post_accumulate_grad_hooks or ()) == 1
+        return bucket.sum_of(index) if open and alone else None
 
     def added(self, parameter: Tensor) -> None:
         """A whole gradient was added to what `place` gave."""
