@@ -335,6 +335,8 @@ CONFLICTS: list[tuple[dict[str, Any], str, str]] = [
     ({"mesh": {"dp": 4}}, "mesh.dp", "mesh.dp = 2"),
     ({"mesh": {"tp": 3}}, "mesh.tp", "mesh.tp = 2, or start 3 ranks"),
     ({"mesh": {"pp": 4}}, "mesh.pp", "mesh.pp = 2, or start 4 ranks"),
+    ({"mesh": {"tp": 3, "pp": 3}}, "mesh.tp", "write mesh.tp = 1 and mesh.pp = 1, or start 9 ranks"),
+    ({"mesh": {"tp": 3, "pp": 3, "dp": 2}}, "mesh.tp", "write mesh.tp = 1 and mesh.pp = 1, or start 18 ranks"),
     ({"mesh": {"tp": 2, "dp": 3}}, "mesh.dp", 'mesh.dp = 1 or mesh.dp = "auto", or start 6 ranks'),
     ({"mesh": {"tp": 2}, "optimizer": {"name": "muon"}}, "optimizer.name", "mesh.tp = 1"),
     ({"mesh": {"pp": 2}, "pipeline": {"schedule": "zb-v"}, "compile": True}, "pipeline.schedule", "compile = false"),

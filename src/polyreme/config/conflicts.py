@@ -111,7 +111,8 @@ def _mesh(keys: Keys, world_size: int) -> Iterator[Conflict]:
         fit = [f"mesh.{axis} = {n}" for axis in ("tp", "pp") if (n := _nearest_divisor(world_size, others, getattr(mesh, axis)))]
         reason = f"tp x pp x cp x ep is {others}, which does not divide the world size, {world_size}"
         key = "mesh.tp" if mesh.tp > 1 else "mesh.pp" if mesh.pp > 1 else "mesh.cp" if mesh.cp > 1 else "mesh.ep"
-        yield key, reason, f"write {' or '.join(fit)}, or start {others * max(1, world_size // others)} ranks"
+        replicas = max(1, world_size // others) if mesh.dp == "auto" else mesh.dp
+        yield key, reason, f"write {' or '.join(fit) or 'mesh.tp = 1 and mesh.pp = 1'}, or start {others * replicas} ranks"
     elif mesh.dp != "auto" and mesh.dp != dp:
         reason = f"dp x tp x pp x cp x ep is {mesh.dp * others}, but the world size is {world_size}"
         yield "mesh.dp", reason, f'write mesh.dp = {dp} or mesh.dp = "auto", or start {mesh.dp * others} ranks'
