@@ -1,7 +1,7 @@
 """A backward in two halves: first the gradients of inputs, then, whenever it suits, those of weights.
 
 Invariant: when both halves are done, every parameter has got the gradient that one backward would have given it, in one piece, and its
-hooks ran once; before the second half none has any.
+hooks ran once (none where only those who sum gradients listen, to whose sum it was added); before the second half none has any.
 
 The first half keeps, of each layer that asks `now_or_later`, what its product is made of (the layer's input and the gradient of its
 output); the second adds the product to where the parameter's gradients are summed, if some are already. All else (norms, embeddings, layers
