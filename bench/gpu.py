@@ -14,7 +14,7 @@ Time is between CUDA events at the ends of steps (the host's clock on a CPU). Al
 tokens; in the first steps every loss must be the floor's.
 
 `--largest N` then looks for the deepest model of at most N blocks that each system trains on 1 sample (three steps, in a process of their
-own): twice as deep until it fails, then between the last two.
+own): what memory one of them left says how deep the next is. One that leaves the host less than RESERVE is ended.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ import platform
 import random
 import re
 import shlex
+import shutil
 import signal
 import socket
 import statistics
@@ -62,6 +63,7 @@ GIB = 2**30
 ADAMW["lr"] = 3e-5  # every system's: the larger models diverge at what the smaller ones take, and then each rounding shows
 CHECKED_STEPS = 5
 FLOOR = "torch"
+RESERVE = 3 * GIB  # of the host's memory, left to what else runs there
 COMPILED = 5  # factor on the tolerance of losses: fused kernels leave out roundings to bf16
 
 # Sizes for a GPU, with the vocabulary that models of their time had.
@@ -69,8 +71,9 @@ SIZES |= {
     "160m": Llama(hidden=768, blocks=12, vocabulary=32000, heads=12, intermediate=3072),  # 162M
     "410m": Llama(hidden=1024, blocks=24, vocabulary=32000, heads=16, intermediate=3328),  # 411M
     "1.3b": Llama(hidden=2048, blocks=24, vocabulary=32000, heads=16, intermediate=5504),  # 1,345M
+    "7b": Llama(hidden=4096, blocks=32, vocabulary=32000, heads=32, intermediate=11008),  # 6,738M
 }
-BATCH = {"160m": 16, "410m": 16, "1.3b": 8}
+BATCH = {"160m": 16, "410m": 16, "1.3b": 8, "7b": 1}
 """Samples of a step: enough to keep an 80 GB device busy without recomputation."""
 
 # In this order they are started, so that a run cut short has the most telling ones.
@@ -226,8 +229,12 @@ class Gauge:
         from worker import peak_rss
 
         resident = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-        available = int(re.search(r"MemAvailable:\s+(\d+)", Path("/proc/meminfo").read_text())[1]) * 1024  # type: ignore[index]
-        return {"live": resident, "peak": peak_rss(), "taken": peak_rss(), "free": available}
+        return {"live": resident, "peak": peak_rss(), "taken": peak_rss(), "free": host_free()}
+
+
+def host_free() -> int:
+    """Bytes of the host's memory that can be had without swapping."""
+    return int(re.search(r"MemAvailable:\s+(\d+)", Path("/proc/meminfo").read_text())[1]) * 1024  # type: ignore[index]
 
 
 class Worker:
@@ -325,6 +332,7 @@ class Worker:
 
     def fits(self, blocks: int) -> dict[str, Any]:
         """Build the system around a model of so many blocks and train three steps."""
+        disk = shutil.disk_usage(self.job.folder).free
         with suppress(OSError):  # where host memory ends, this process is to go, and not the conductor
             Path("/proc/self/oom_score_adj").write_text("1000")
         SIZES[self.job.size] = replace(SIZES[self.job.size], blocks=blocks)
@@ -339,7 +347,8 @@ class Worker:
         seconds = self.gauge.seconds(marks)
         with torch.device("meta"):
             parameters = sum(p.numel() for p in build_model(self.job.size).parameters())
-        return {"parameters": parameters, "seconds": seconds[-1], **self.gauge.memory()}
+        used = disk - shutil.disk_usage(self.job.folder).free
+        return {"parameters": parameters, "seconds": seconds[-1], "disk": (used, disk), **self.gauge.memory()}
 
     def _batch(self) -> Batch:
         batch = build_batch(self.job, self.at, [0])
@@ -432,6 +441,33 @@ class Process:
         self.log.close()
 
 
+class Guard(threading.Thread):
+    """Ends a process that leaves the host less than RESERVE of its memory, while it is entered; `used` is the most that was taken."""
+
+    def __init__(self, process: subprocess.Popen[str]) -> None:
+        super().__init__(daemon=True)
+        self.process, self.done = process, threading.Event()
+        self.free = host_free()
+        self.used, self.ended = 0, False
+
+    def run(self) -> None:
+        while not self.done.wait(0.05):
+            left = host_free()
+            self.used = max(self.used, self.free - left)
+            if left < RESERVE:
+                self.ended = True
+                self.process.kill()
+                return
+
+    def __enter__(self) -> Guard:
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.done.set()
+        self.join()
+
+
 def environment_of(device: str) -> dict[str, str]:
     """The variables of a system's process: one rank, and no GPU in sight where none is to be used."""
     with socket.socket() as probe:
@@ -502,18 +538,23 @@ class Case:
         told: dict[int, dict[str, Any]] = {}
         why = f"--largest {self.args.largest}"
 
-        def fits(blocks: int) -> bool:
+        def fits(blocks: int) -> int:
             nonlocal why
             job = Job(**{**asdict(self.job), "system": name, "batch": 1})
             process = Process(job, self.args.device, min(self.args.timeout, max(1.0, self.deadline - time.monotonic())))
+            guard = Guard(process.process)
+            began = time.monotonic()
             try:
-                told[blocks] = process.ask(do="fits", blocks=blocks)
+                with guard:
+                    told[blocks] = reply = process.ask(do="fits", blocks=blocks)
+                reply["host"] = (guard.used, guard.free - RESERVE)
             except SystemFailed as error:
-                why = f"{blocks} blocks: {' '.join(str(error).split())[:160]}"
+                full = f"the host's memory was full ({guard.free / GIB:.0f} GiB were free)"
+                why = f"{blocks} blocks: {full if guard.ended else ' '.join(str(error).split())[:160]}"
             finally:
                 process.close()
-            say(f"    {name}, {blocks} blocks: {'trains' if blocks in told else why}")
-            return blocks in told
+            say(f"    {name}, {blocks} blocks, {time.monotonic() - began:.0f} s: {json.dumps(told.get(blocks, why))}")
+            return guess(blocks, told[blocks]) if blocks in told else 0
 
         blocks = deepest(fits, SIZES[self.job.size].blocks, self.args.largest, self.late)
         return {"blocks": blocks, "why": f"the time was up; before: {why}" if self.late() else why, **told.get(blocks, {})}
@@ -566,15 +607,24 @@ class Case:
         return reply
 
 
-def deepest(fits: Callable[[int], bool], first: int, most: int, late: Callable[[], bool] = lambda: False) -> int:
-    """The largest number up to `most` that fits, to an eighth, as far as it was found before it was `late`: 0 if none. From `first` on,
-    each is twice the last until one does not fit, and then between the last two."""
+def guess(blocks: int, told: dict[str, Any]) -> int:
+    """How many blocks use up the memory that runs out first, if each takes as much as each of these did."""
+    uses = [(told["peak"], told["live"] + told["free"]), told["host"], told["disk"]]
+    return int(blocks * min(there / max(used, 1) for used, there in uses))
+
+
+def deepest(fits: Callable[[int], int], first: int, most: int, late: Callable[[], bool] = lambda: False) -> int:
+    """The largest number up to `most` that fits, to an eighth, as far as it was found before it was `late`: 0 if none. `fits` gives 0 for
+    one that does not, or else how many may: these are tried next, if they are not known to be too many."""
     good, bad, at = 0, most + 1, min(first, most)
     while not late():
-        good, bad = (at, bad) if fits(at) else (good, at)
+        may = fits(at)
+        good, bad = (at, bad) if may else (good, at)
         if bad - good <= max(1, good // 8):
             break
-        at = min(2 * good, most) if bad > most else (good + bad) // 2
+        at = max(may, good + max(1, good // 8)) if may else bad  # the least that, if it fails, ends the search
+        if at >= bad:
+            at = most if may and bad > most else (good + bad) // 2
     return good
 
 
@@ -630,8 +680,9 @@ def table(case: dict[str, Any]) -> list[str]:
         peak = f"{about['peak_flops'] / 1e12:.4g} TFLOP/s ({about['peak_source']})"
         lines += [f"{about['device']}, peak {peak}; {about['parameters'] / 1e6:,.4g}M parameters, "
                   f"{job['batch']} x {job['sequence']} tokens a step.", ""]  # fmt: skip
-    lines += ["| system | tokens/s | ms a step | quartiles | speed over torch, same options | MFU | live GiB | peak GiB | losses apart |",
-              "|---|" + "--:|" * 8]  # fmt: skip
+    if case["summary"]:
+        lines += ["| system | tokens/s | ms a step | quartiles | speed over torch, same options | MFU | live GiB | peak GiB | losses apart |",
+                  "|---|" + "--:|" * 8]  # fmt: skip
     for name, row in case["summary"].items():
         ms, over = row["milliseconds"], row["over_torch"]
         lines.append(
@@ -645,13 +696,14 @@ def table(case: dict[str, Any]) -> list[str]:
                 lines += ["", f"**{name}** {'not run' if outcome == 'skipped' else 'failed'}: {record[outcome]}"]
     largest = {name: record["largest"] for name, record in case["systems"].items() if "largest" in record}
     if largest:
-        lines += ["", "| deepest model that trains, 1 sample a step | blocks | parameters | tokens/s | peak GiB | why not deeper |",
-                  "|---|" + "--:|" * 4 + "---|"]  # fmt: skip
+        lines += ["", "| deepest model that trains, 1 sample a step | blocks | parameters | tokens/s | peak GiB | host GiB | disk GiB "
+                  "| why not deeper |", "|---|" + "--:|" * 6 + "---|"]  # fmt: skip
         for name, found in largest.items():
-            numbers = "| | |"
+            numbers = "| | | | |"
             if found["blocks"]:
                 rate, size = job["sequence"] / found["seconds"], found["parameters"] / 1e9
                 numbers = f"| {size:,.2f}B | {rate:,.0f} | {found['peak'] / GIB:.2f}"
+                numbers += f" | {found['host'][0] / GIB:.1f} | {found['disk'][0] / GIB:.1f}"
             lines.append(f"| {name} | {found['blocks']} {numbers} | {found['why'].replace('|', '/')} |")
     profiled = {name: record["profile"] for name, record in case["systems"].items() if "profile" in record}
     if profiled:

@@ -6,6 +6,7 @@ import importlib.util
 import json
 import math
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -105,20 +106,50 @@ def test_a_system_that_failed_is_reported_and_no_row(bench: ModuleType) -> None:
     assert "**fsdp2** failed: out of memory" in text and "**deepspeed2** not run: not here" in text
 
 
-@pytest.mark.parametrize(
-    ("limit", "tried"), [(0, [4, 2, 1]), (3, [4, 2, 3]), (4, [4, 8, 6, 5]), (19, [4, 8, 16, 20, 18]), (99, [4, 8, 16, 20])]
-)
+@pytest.mark.parametrize(("limit", "tried"), [(0, [4, 2, 1]), (3, [4, 2, 3]), (4, [4, 5]), (16, [4, 16, 18]), (19, [4, 19]), (99, [4, 20])])
 def test_the_deepest_model_is_found_in_few_tries(bench: ModuleType, limit: int, tried: list[int]) -> None:
-    """Of at most 20 blocks, of which `limit` fit."""
+    """Of at most 20 blocks, of which `limit` fit, as each that fits says."""
     seen: list[int] = []
 
-    def fits(blocks: int) -> bool:
+    def fits(blocks: int) -> int:
         seen.append(blocks)
-        return blocks <= limit
+        return limit if blocks <= limit else 0
 
     found = bench.deepest(fits, 4, 20)
     assert seen == tried and found == max((blocks for blocks in tried if blocks <= limit), default=0)
     assert bench.deepest(fits, 4, 20, late=lambda: len(seen) > 5) <= limit
+
+
+@pytest.mark.parametrize("error", [0.3, 0.9, 1.0, 1.1, 3.0])
+@pytest.mark.parametrize("limit", [1, 30, 97, 400, 2000])
+def test_the_deepest_model_is_found_with_wrong_guesses(bench: ModuleType, limit: int, error: float) -> None:
+    seen: list[int] = []
+
+    def fits(blocks: int) -> int:
+        seen.append(blocks)
+        return max(1, int(limit * error)) if blocks <= limit else 0
+
+    found = bench.deepest(fits, 24, 2048)
+    assert found <= limit <= found + max(1, found // 8) and len(seen) <= 35 and len(set(seen)) == len(seen)
+
+
+def test_memory_that_runs_out_first_bounds_the_guess(bench: ModuleType) -> None:
+    told = {"peak": 10, "live": 5, "free": 75, "host": (30, 120), "disk": (0, 64)}
+    assert [bench.guess(24, told | change) for change in ({}, {"peak": 40}, {"disk": (48, 64)})] == [96, 48, 32]
+
+
+def test_a_process_that_takes_all_host_memory_is_ended(bench: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    sleeper = [sys.executable, "-c", "input()"]
+    for left, ended in ((bench.RESERVE + 1, False), (bench.RESERVE - 1, True)):
+        monkeypatch.setattr(bench, "host_free", lambda: 2 * bench.RESERVE)
+        with subprocess.Popen(sleeper, stdin=subprocess.PIPE, text=True) as process, bench.Guard(process) as guard:
+            monkeypatch.setattr(bench, "host_free", lambda left=left: left)
+            if ended:
+                process.wait()
+            else:
+                process.communicate("\n")
+        assert guard.ended is ended and process.returncode == (-signal.SIGKILL if ended else 0)
+    assert guard.used == 2 * bench.RESERVE - left
 
 
 def test_copies_beside_kernels(bench: ModuleType) -> None:
