@@ -556,7 +556,7 @@ class Case:
             say(f"    {name}, {blocks} blocks, {time.monotonic() - began:.0f} s: {json.dumps(told.get(blocks, why))}")
             return guess(blocks, told[blocks]) if blocks in told else 0
 
-        blocks = deepest(fits, SIZES[self.job.size].blocks, self.args.largest, self.late)
+        blocks = deepest(fits, self.args.first or SIZES[self.job.size].blocks, self.args.largest, self.late)
         return {"blocks": blocks, "why": f"the time was up; before: {why}" if self.late() else why, **told.get(blocks, {})}
 
     def fits_another(self) -> bool:
@@ -681,8 +681,8 @@ def table(case: dict[str, Any]) -> list[str]:
         lines += [f"{about['device']}, peak {peak}; {about['parameters'] / 1e6:,.4g}M parameters, "
                   f"{job['batch']} x {job['sequence']} tokens a step.", ""]  # fmt: skip
     if case["summary"]:
-        lines += ["| system | tokens/s | ms a step | quartiles | speed over torch, same options | MFU | live GiB | peak GiB | losses apart |",
-                  "|---|" + "--:|" * 8]  # fmt: skip
+        lines += ["| system | tokens/s | ms a step | quartiles | speed over torch, same options | MFU | live GiB | peak GiB "
+                  "| losses apart |", "|---|" + "--:|" * 8]  # fmt: skip
     for name, row in case["summary"].items():
         ms, over = row["milliseconds"], row["over_torch"]
         lines.append(
@@ -786,6 +786,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--minutes", type=float, default=1e6, help="no system and no turn is begun after so long")
     parser.add_argument("--timeout", type=float, default=300.0, help="seconds for one answer of a system")
     parser.add_argument("--largest", type=int, default=0, help="look for the deepest model of at most so many blocks, too")
+    parser.add_argument("--first", type=int, default=0, help="the number of blocks with which that begins; by default the size's")
     parser.add_argument("--folder", type=Path, default=Path(), help="on the disk for files of systems; all that is made there is removed")
     parser.add_argument("--profile", action="store_true", help="three more steps of each system under torch.profiler")
     parser.add_argument("--out", type=Path, help="the JSON result; the tables are written beside it as .md")

@@ -32,7 +32,7 @@ from polyreme.tensor.surgery import parallelize
 from polyreme.tiers import FileTier, HostTier
 from polyreme.tiers.file import BUFFERS
 from polyreme.zero.away import Away
-from polyreme.zero.bucket import Formats
+from polyreme.zero.bucket import Formats, Microbatches
 from polyreme.zero.deferred import Recording, record
 from polyreme.zero.ferry import Ferry
 from polyreme.zero.optimizers import Recipe
@@ -160,9 +160,13 @@ def share_out(
     """Move what is left of the model into buckets, shared out over the data-parallel ranks as the ZeRO stage says."""
     zero, dtype, several = config.zero, DTYPES[config.precision.compute], config.accumulation > 1
     assert zero.stage != "auto"
-    by_microbatch = several and zero.reduce_every == "microbatch" and mesh.dp.size > 1
+    microbatches: Microbatches = "one"
+    if several:
+        microbatches = "reduced" if zero.reduce_every == "microbatch" and mesh.dp.size > 1 else "added"
     reduce = DTYPES[config.precision.reduce]
-    formats = Formats(dtype, master_dtype(dtype), reduce, local=reduce if several and not by_microbatch else dtype)
+    if mesh.world_size == 1 and not several:  # nothing is summed
+        reduce = dtype
+    formats = Formats(dtype, master_dtype(dtype), reduce, local=reduce if microbatches == "added" else dtype)
     residency = Residency.of_stage(zero.stage)
     run: Any = f"{RUN}-{os.getpid()}"
     for axis in mesh.axes.values():
@@ -173,7 +177,7 @@ def share_out(
     states = _tier(folders, mesh, run)
     ferry = Ferry.over(mesh.device) if states is not None else None
     homes = Homes(states, share, None if params is None else Away(params, mesh.device), compact, ferry)
-    return place(module, blocks, recipe, mesh.dp, zero, residency, formats, mesh.device, by_microbatch, division, homes)
+    return place(module, blocks, recipe, mesh.dp, zero, residency, formats, mesh.device, microbatches, division, homes)
 
 
 def _tier(where: Sequence[str], mesh: Mesh, run: str, buffers: int = BUFFERS) -> HostTier | FileTier | None:

@@ -37,6 +37,10 @@ class Formats:
     local: torch.dtype
 
 
+Microbatches = Literal["one", "added", "reduced"]
+"""Of a step's micro-batches: there is only one; their gradients are added up on the rank, and then reduced; or each's are reduced."""
+
+
 class Pool:
     """Flat buffers of gradients that are used again: freshly mapped memory costs a page fault every 4 KiB. They are given to `axis` to
     reduce. On a GPU the allocator does the same, for all sizes at once."""
@@ -103,7 +107,7 @@ class Bucket:
         pool: Pool,
         device: torch.device,
         trainable: bool = True,
-        reduces_microbatches: bool = False,
+        microbatches: Microbatches = "one",
         records: Records | None = None,
         away: AwayShard | None = None,
         ferry: Ferry | None = None,
@@ -117,7 +121,7 @@ class Bucket:
         self._away = away  # the home of the shard, if that is not the device's memory
         self.sharded = residency.params == "shard"
         # whether unreduced gradients give their buffer back after every reduction
-        self._transient = residency.grads == "shard" or reduces_microbatches
+        self._transient = residency.grads == "shard" or microbatches == "reduced"
         self.own = slice(*layout.shard(axis.rank))
         self.region = region_of(layout, axis, residency)
         self._pool = pool
@@ -145,7 +149,9 @@ class Bucket:
         self.grad: Tensor | None = None
         # where reduced gradients go, if not every rank needs all of them
         self._hold = self.ferry.hold(layout.shard_size, formats.reduce) if self.ferry is not None and self.region == self.own else None
-        self._leaves = self._hold is not None and not reduces_microbatches  # at once, not at the end of the step
+        self._leaves = self._hold is not None and microbatches != "reduced"  # at its only reduction of the step
+        # whether the memory of unreduced gradients comes and goes in a backward
+        self._comes = trainable and (self._transient or self._leaves) and microbatches != "added"
         self._squares: Tensor | None = None  # of gradients that have left the device
         self._local: Tensor | None = None
         self._reducing: Work = DONE
@@ -378,12 +384,13 @@ class Bucket:
         go to where they are used."""
         self._reducing.wait()
         self._arrived.clear()
-        if last and self._hold is not None and self.grad is not None and self.tie is None:
+        if leave := last and self._hold is not None and self.grad is not None and self.tie is None:
             self._squares = self.squares()
             self._hold.take(self.grad)
             self.grad = None
-        if self._local is not None and self._transient:
-            self._pool.give(self._local, self._reducing)
+        if self._local is not None and (self._transient or leave):
+            if not self._reduces_in_place:  # else it is what has just begun to leave
+                self._pool.give(self._local, self._reducing)
             self._local = None
 
     @property
@@ -441,7 +448,7 @@ class Bucket:
     def coming(self) -> tuple[int, int, int]:
         """Bytes that come for its uses and go again: the full parameters, gradients before they are reduced, the shard on its way."""
         full = self.layout.size * self.formats.compute.itemsize if self.sharded else 0
-        local = self.layout.size * self.formats.local.itemsize if self.trainable and self._transient else 0
+        local = self.layout.size * self.formats.local.itemsize if self._comes else 0
         local += self._reduced_bytes if self._leaves else 0
         return full, local, self.layout.shard_size * self.formats.compute.itemsize if self._away is not None else 0
 
@@ -451,7 +458,7 @@ class Bucket:
         parameters = (self.layout.shard_size if self._away is None else 0) if self.sharded else self.layout.size
         gradients = 0
         if self.trainable:
-            gradients = self.layout.size * self.formats.local.itemsize * (not self._transient)
+            gradients = self.layout.size * self.formats.local.itemsize * (not self._comes)
             gradients += 0 if self._leaves else self._reduced_bytes
         master = self.master is not None and (self._away is not None or self.formats.master != self.formats.compute)
         return parameters * itemsize, gradients, region * self.formats.master.itemsize * master

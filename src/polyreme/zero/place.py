@@ -21,7 +21,7 @@ from polyreme.mesh import Axis
 from polyreme.tiers import Tier
 from polyreme.zero.away import Away, AwayShard
 from polyreme.zero.blocks import Unit
-from polyreme.zero.bucket import Bucket, Formats, Pool, region_of
+from polyreme.zero.bucket import Bucket, Formats, Microbatches, Pool, region_of
 from polyreme.zero.compact import States
 from polyreme.zero.ferry import Ferry
 from polyreme.zero.optimizers import Recipe
@@ -178,7 +178,7 @@ def place(
     residency: Residency,
     formats: Formats,
     device: torch.device,
-    reduces_microbatches: bool,
+    microbatches: Microbatches,
     division: Division,
     homes: Homes,
 ) -> Placement:
@@ -220,7 +220,7 @@ def place(
     for plan in planned:
         kind = plan.kind
         own = formats if kind.trainable else Formats(kind.dtype, kind.dtype, kind.dtype, kind.dtype)
-        bucket = _fill(model, plan, axis, residency, own, pool, device, reduces_microbatches, homes.ferry)
+        bucket = _fill(model, plan, axis, residency, own, pool, device, microbatches, homes.ferry)
         bucket.stages = kind.stages
         bucket.tie = division.ties.get(division.ranks_of(kind.stages))
         bucket.counted = _counted(bucket, kind, division)
@@ -414,7 +414,7 @@ def _split(entries: list[_Entry], dtype: torch.dtype, limit: int) -> list[list[_
 
 def _fill(
     model: nn.Module, plan: _Planned, axis: Axis, residency: Residency, formats: Formats, pool: Pool, device: torch.device,
-    reduces_microbatches: bool, ferry: Ferry | None,
+    microbatches: Microbatches, ferry: Ferry | None,
 ) -> Bucket:  # fmt: skip
     """The planned bucket, holding the values of its entries where they have any."""
     values: list[Tensor | None] = []
@@ -428,7 +428,7 @@ def _fill(
                 owner, _, attribute = name.rpartition(".")
                 setattr(model.get_submodule(owner), attribute, entry.parameter)  # recurrent modules follow assignments
     bucket = Bucket(plan.layout, [e.parameter for e in plan.entries], axis, residency, formats, pool, device, plan.kind.trainable,
-                    reduces_microbatches, plan.records, plan.away, ferry)  # fmt: skip
+                    microbatches, plan.records, plan.away, ferry)  # fmt: skip
     for slot, value in zip(plan.layout.slots, values, strict=True):
         if value is not None:
             axis.broadcast(value)
