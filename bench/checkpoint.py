@@ -3,7 +3,8 @@
     python bench/checkpoint.py --size 60m --rounds 7 --out bench/results/NAME.json
 
 Two ranks of one thread train a Llama with AdamW; what they save is deleted when it was measured. The systems take turns, in a new order
-each round, and a ratio is only ever taken between turns of the same round. What is loaded must be what was saved, bit by bit.
+each round, and a ratio is only ever taken between turns of the same round. What is loaded must be what was saved, bit by bit. Every second
+load takes memory that its process has had before, as one does after some steps; the others take fresh memory.
 Exit status: 0, 1 where a system failed or loaded something else, 2 for bad usage. See README.md.
 """
 
@@ -35,11 +36,12 @@ ASIDE = ("polyreme", "dcp")
 DISK_WRITES = ("disk write", "disk write, 2 processes", "disk write, direct", "disk write, direct, 2 processes")
 DISK_READS = ("disk read", "disk read, 2 processes", "disk read, direct", "disk read, direct, 2 processes")
 DISK_WARM = ("cache read", "cache read, 2 processes")
-ACTIONS = {"save": DISK_WRITES, "load": DISK_READS, "load, cached": DISK_WARM}
+ACTIONS = {"save": DISK_WRITES, "load": DISK_READS, "load, fresh memory": DISK_READS, "load, cached": DISK_WARM}
 """What the systems do, and what the disk, or the page cache, is asked to do for comparison."""
 AIMS = [
     ("polyreme save", "disk", 0.8),
     ("polyreme load", "disk", 0.8),
+    ("polyreme load, fresh memory", "disk", None),
     ("polyreme load, cached", "disk", None),
     *((f"polyreme {action}", f"dcp {action}", 1.0) for action in ACTIONS),
     ("polyreme save", "deepspeed save", None),
@@ -74,18 +76,21 @@ def measure_disk(ranks: Pair, folder: Path, nbytes: int, settle: float) -> Recor
     return found
 
 
-def measure_system(name: str, ranks: Pair, folder: Path, steps: int, settle: float) -> Record:
-    """Save, load, load again, and save in the background. Raises WorkerError where what was loaded is not what was saved."""
+def measure_system(name: str, ranks: Pair, folder: Path, steps: int, settle: float, fresh: bool) -> Record:
+    """Save, load, load again, and save in the background. `fresh`: see `Rank.save`. Raises WorkerError where what was loaded is not
+    what was saved."""
     found: Record = {}
     path = folder / f"{name}-saved"
-    saved = ranks.ask(do="save", path=str(path))
+    saved = ranks.ask(do="save", path=str(path), fresh=fresh)
     nbytes = sum(file.stat().st_size for file in files_of(path))
-    found[f"{name} save"] = {"seconds": slowest(saved), "bytes": nbytes, "extra": slowest(saved, "extra")}
+    found[f"{name} save"] = {"seconds": slowest(saved), "bytes": nbytes}
+    if fresh:
+        found[f"{name} save"]["extra"] = slowest(saved, "extra")
     if name == "deepspeed":
         found[f"{name} save, synced"] = {"seconds": slowest(saved, "synced"), "bytes": nbytes}
     forget(path)
-    for action in ("load", "load, cached"):
-        if action != "load":
+    for action in ("load, fresh memory" if fresh else "load", "load, cached"):
+        if action == "load, cached":
             remember(path)
         loaded = ranks.ask(do="load", path=str(path))
         found[f"{name} {action}"] = {"seconds": slowest(loaded), "bytes": nbytes}
@@ -134,7 +139,7 @@ def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
                     if name == DISK:
                         record |= measure_disk(pairs[DISK], folder, nbytes, args.settle)
                     else:
-                        record |= measure_system(name, pairs[name], folder, args.steps, args.settle)
+                        record |= measure_system(name, pairs[name], folder, args.steps, args.settle, number % 2 == 0)
                 except WorkerError as error:
                     errors[name] = str(error)
                     say(f"  failed: {error}")
@@ -194,17 +199,22 @@ def markdown(result: dict[str, Any]) -> str:
         "",
         f"    {env['command']}",
         "",
-        f"{job['size']} {job['dtype']} and its AdamW states, {job['world']} ranks x {job['threads']} thread, {len(rounds)} rounds.",
+        f"{job['size']} {job['dtype']} and its AdamW states, {job['world']} ranks x {job['threads']} thread, {len(rounds)} rounds. In the "
+        "first, the third and so on, memory that a process kept for later goes back to the kernel before the save, to show how much that "
+        "takes: the load after it takes fresh memory.",
         "",
         "| | seconds | quartiles | GB | GB/s | over the fastest of the disk | quartiles | extra MiB a rank |",
         "|---|--:|--:|--:|--:|--:|--:|--:|",
     ]
     fastest = {action: disk_of(rounds, action) for action in ACTIONS}
     for action, ways in ACTIONS.items():
-        for what in (*ways, *(name for system in SYSTEMS for name in (f"{system} {action}", f"{system} {action}, synced"))):
+        for what in (
+            *(() if action == "load, fresh memory" else ways),
+            *(name for system in SYSTEMS for name in (f"{system} {action}", f"{system} {action}, synced")),
+        ):
             have = [record[what] for record in rounds if what in record]
             if have:
-                extra = f"{max(each['extra'] for each in have) / MIB:.0f}" if "extra" in have[0] else ""
+                extra = f"{max(extras) / MIB:.0f}" if (extras := [each["extra"] for each in have if "extra" in each]) else ""
                 lines.append(
                     f"| {what} | {shown([each['seconds'] for each in have], '.3f')} | {have[0]['bytes'] / 1e9:.3f} "
                     f"| {statistics.median(speeds(rounds, what)) / 1e9:.2f} | {shown(ratios(rounds, what, fastest[action]))} | {extra} |"
@@ -239,7 +249,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--size", default="60m", choices=tuple(SIZES))
     parser.add_argument("--dtype", default="fp32", choices=("fp32", "bf16"))
     parser.add_argument("--systems", default=",".join(SYSTEMS), help=f"comma list of {', '.join(SYSTEMS)}; polyreme must be among them")
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=6, help="at least 2: every second one takes fresh memory")
     parser.add_argument("--seconds", type=float, default=3600.0, help="no round is begun later than this after the start")
     parser.add_argument("--steps", type=int, default=3, help="training steps during a save in the background, and before it")
     parser.add_argument("--batch", type=int, default=4, help="samples per rank and step")
@@ -254,8 +264,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     for name in args.systems:
         if name not in SYSTEMS:
             parser.error(f"--systems {name!r}: choose from {', '.join(SYSTEMS)}")
-    if "polyreme" not in args.systems or args.rounds < 1 or args.steps < 1:
-        parser.error("--systems must name polyreme, --rounds and --steps must be at least 1")
+    if "polyreme" not in args.systems or args.rounds < 2 or args.steps < 1:
+        parser.error("--systems must name polyreme, --rounds must be at least 2, --steps at least 1")
     return args
 
 

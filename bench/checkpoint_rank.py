@@ -154,15 +154,17 @@ class Rank:
         self.steps += 1
         return timed(lambda: self.system.train_step(batch))
 
-    def save(self, path: str) -> dict[str, Any]:
-        """`synced`: seconds with an fsync of all that was written, for a system that has none of its own."""
-        reset_peak()
+    def save(self, path: str, fresh: bool) -> dict[str, Any]:
+        """`synced`: seconds with an fsync of all that was written, for a system that has none of its own. `fresh`: what memory the process
+        keeps for later goes back to the kernel before, so that its peak (`extra`) shows what a save takes; a load has to take it anew."""
+        if fresh:
+            reset_peak()
         before = psutil.Process().memory_info().rss
         dist.barrier()
         began = time.perf_counter()
         self.system.save(Path(path))
         seconds = time.perf_counter() - began
-        peak = peak_rss() - before
+        peak = {"extra": peak_rss() - before} if fresh else {}
         dist.barrier()
         if self.job.rank == 0:
             for file in Path(path).rglob("*"):
@@ -170,7 +172,7 @@ class Rank:
                 os.fsync(descriptor)
                 os.close(descriptor)
         dist.barrier()
-        return {"seconds": seconds, "synced": time.perf_counter() - began, "extra": peak, "digest": self.digest()}
+        return {"seconds": seconds, "synced": time.perf_counter() - began, "digest": self.digest(), **peak}
 
     def load(self, path: str) -> dict[str, Any]:
         """After a step, so that there is something to be undone."""

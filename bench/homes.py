@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import signal
 import sys
 import tempfile
 from collections import Counter
@@ -81,6 +82,7 @@ def markdown(result: Mapping[str, Any], cases: int) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that nothing is left on the disk
     return sweep(CASES, attempt, markdown, argv, (__doc__ or "").split("\n\n")[0])
 
 

@@ -95,9 +95,13 @@ def keep(source: Directory, needed: Iterable[Need], axis: Axis) -> Kept:
     """Read and compare all of it, with all ranks. needed: what this rank will read. Raises CheckpointError on every rank where anything is
     not as it was written; then what was to be read into the memory of others may be there, or not."""
     mine: list[tuple[Range, Tensor | None]] = []
-    together(axis, lambda: mine.extend((source.place(*need[:4]), need.into) for need in needed))
     host, free = socket.gethostname(), available() or 0
-    reports: list[Any] = axis.gather_objects({"needed": joined(each for each, _ in mine), "host": host, "free": free})
+
+    def report() -> dict[str, Any]:
+        mine.extend((source.place(*need[:4]), need.into) for need in needed)
+        return {"needed": joined(each for each, _ in mine), "host": host, "free": free}
+
+    reports = together(axis, report)
     room = min(report["free"] for report in reports if report["host"] == host) // 2 // sum(report["host"] == host for report in reports)
     sizes = [file.size for file in source.files]
     parts = divide(sizes, [[tuple(each) for each in report["needed"]] for report in reports])[axis.rank]
