@@ -12,7 +12,7 @@ dataset = [{"input_ids": window, "labels": window} for window in windows]
 
 sizes = {"hidden_size": 96, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4}
 model = LlamaForCausalLM(LlamaConfig(vocab_size=256, **sizes))
-engine = polyreme.initialize(model, {"batch": {"size": 32}, "optimizer": {"lr": 4e-3}, "precision": {"compute": "bf16"}})
+engine = polyreme.initialize(model, {"batch": {"size": 32}, "optimizer": {"lr": 4e-3}})
 
 for batch in engine.loader(dataset, epochs=1):
     output = engine(**batch)
