@@ -608,9 +608,9 @@ class Case:
 
 
 def guess(blocks: int, told: dict[str, Any]) -> int:
-    """How many blocks use up the memory that runs out first, if each takes as much as each of these did."""
+    """How many blocks use up the memory that runs out first, if each takes as much as each of these did, which fit."""
     uses = [(told["peak"], told["live"] + told["free"]), told["host"], told["disk"]]
-    return int(blocks * min(there / max(used, 1) for used, there in uses))
+    return max(blocks, int(blocks * min(there / max(used, 1) for used, there in uses)))
 
 
 def deepest(fits: Callable[[int], int], first: int, most: int, late: Callable[[], bool] = lambda: False) -> int:

@@ -136,6 +136,7 @@ def test_the_deepest_model_is_found_with_wrong_guesses(bench: ModuleType, limit:
 def test_memory_that_runs_out_first_bounds_the_guess(bench: ModuleType) -> None:
     told = {"peak": 10, "live": 5, "free": 75, "host": (30, 120), "disk": (0, 64)}
     assert [bench.guess(24, told | change) for change in ({}, {"peak": 40}, {"disk": (48, 64)})] == [96, 48, 32]
+    assert bench.guess(1, told | {"peak": 81}) == 1, "what trained fits, whatever else took memory meanwhile"
 
 
 def test_a_process_that_takes_all_host_memory_is_ended(bench: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
