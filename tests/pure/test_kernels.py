@@ -128,6 +128,19 @@ def test_compiled_loops_give_the_same_bits(name: str, out: torch.dtype | None, m
         assert kernels._TRIED and all(kernels._TRIED.values()), "they are used"
 
 
+@pytest.mark.parametrize("size", [1, 31, 33, 997])
+def test_a_compiled_loop_makes_the_same_of_numbers_that_fill_no_run(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled = compiling(monkeypatch)
+    ends = []
+    for count in (size, 1024):
+        parameter, gradient, first, second, out = (torch.linspace(0.1, k, 1024)[:count].clone() for k in range(1, 6))
+        out = out.bfloat16()
+        numbers = (0.5, 0.99, None, 0.1, 0.95, 0.05, 0.9, 1e-8, 1e-2)
+        compiled.run(compiled.adam, [parameter, gradient, first, second, out], numbers, threads=1)
+        ends.append(torch.stack([parameter, first, second, out.float()])[:, :size])
+    assert torch.equal(*ends) and not torch.equal(ends[0][0], torch.linspace(0.1, 1, 1024)[:size])
+
+
 def test_a_compiled_loop_with_other_bits_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     compiled = compiling(monkeypatch)
     monkeypatch.setattr(compiled, "adam", lambda p, *_: p.__imul__(2))
