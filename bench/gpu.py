@@ -84,8 +84,8 @@ SYSTEMS = (
     "torch+recompute+compile", "polyreme2+recompute+compile", "polyreme3+recompute+compile", "fsdp2+recompute+compile",
 )  # fmt: skip
 TIERS = (
-    "polyreme2+host", "polyreme3+host", "polyreme3+host+params", "deepspeed2+cpu", "deepspeed3+cpu", "deepspeed3+cpu+params", "fsdp2+cpu",
-    "polyreme2+file", "polyreme3+file", "polyreme3+file+params",
+    "polyreme2+host", "polyreme3+file+params", "deepspeed2+cpu", "fsdp2+cpu", "polyreme3+host+params", "deepspeed3+cpu+params",
+    "polyreme2+file", "polyreme3+host", "deepspeed3+cpu", "polyreme3+file",
 )  # fmt: skip
 """Those of which states are elsewhere; not among "all"."""
 
