@@ -32,7 +32,8 @@ from polyreme.tiers.host import available
 
 BLOCK = 1 << 21
 """Bytes that are read at once, or half as many again. At least four ALIGNMENTs."""
-THREADS = 3
+THREADS = 6
+"""So that the disk has something to do while some of them compare and copy (docs/LOG.md)."""
 LARGEST = 16
 """Bytes of the largest number."""
 SHARE = 1 << 26

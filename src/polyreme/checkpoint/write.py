@@ -29,7 +29,7 @@ from polyreme.disk import ALIGNMENT, padded
 from polyreme.mesh import Axis
 from polyreme.region import Region, Runs
 
-THREADS = 3
+THREADS = 6
 
 Name = tuple[str, str]
 """Of a tensor: its kind, and its name in the checkpoint."""
