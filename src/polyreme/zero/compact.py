@@ -110,7 +110,7 @@ class Root:
 
     def encode(self, values: Tensor, stored: Mapping[str, Tensor], key: Key) -> None:
         if (compiled := _compiled(values)) is not None:
-            compiled.run(compiled.ROOTS[self.signed][0], [values, stored[""], stored[SCALE]], [self.top, self.top**2, NUDGE], key.place)
+            compiled.run(compiled.ROOTS[self.signed][0], [values, stored[""], stored[SCALE]], [self.top, self.top**-2, NUDGE], key.place)
             return
         blocks = values.view(-1, BLOCK)
         sizes = blocks.abs()
@@ -121,9 +121,8 @@ class Root:
         # nudged, so that a number that is a code's is that code; at most the last but one, whose upper neighbour is the last
         low = root.mul_(self.top).add_(NUDGE).floor_().clamp_(max=self.top - 1)
         below, above = self._value(low) * scale, self._value(low + 1) * scale
-        chance = (sizes - below) / (above - below)
         uniform = random(key, values.numel(), values.device).bitwise_right_shift_(8).bitwise_and_(0xFFFFFF).float() * 2.0**-24
-        low += uniform.view_as(low) < chance
+        low += uniform.view_as(low) * (above - below) < sizes - below
         if self.signed:
             low.copysign_(blocks)
         else:
@@ -133,14 +132,14 @@ class Root:
 
     def decode(self, stored: Mapping[str, Tensor], values: Tensor) -> None:
         if (compiled := _compiled(values)) is not None:
-            compiled.run(compiled.ROOTS[self.signed][1], [values, stored[""], stored[SCALE]], [self.top**2])
+            compiled.run(compiled.ROOTS[self.signed][1], [values, stored[""], stored[SCALE]], [self.top**-2])
             return
         codes = values.copy_(stored[""]).view(-1, BLOCK)
         torch.mul(self._value(codes), stored[SCALE].unsqueeze(1), out=codes)
 
     def _value(self, codes: Tensor) -> Tensor:
         """What codes stand for, of the scale."""
-        square = (codes * codes.abs()).div_(self.top**2)
+        square = (codes * codes.abs()).mul_(self.top**-2)
         return square if self.signed else square.square_()
 
 

@@ -275,7 +275,7 @@ def mixed(x: Any) -> Any:
     return np.uint32(x ^ (x >> np.uint32(16)))
 
 
-@njit(nogil=True, error_model="numpy")
+@njit(nogil=True, error_model="numpy", pipeline_class=Apart)
 def brains(values, stored, place):  # type: ignore[no-untyped-def]
     """`compact.Brain.encode`."""
     for i in range(values.size):
@@ -287,44 +287,45 @@ def rooted(signed: bool) -> tuple[Callable[..., None], Callable[..., None]]:
     """`compact.Root(signed)`: encode, decode."""
 
     @njit(inline="always")
-    def value(code, square):  # type: ignore[no-untyped-def]
-        x = code * code / square
+    def value(code, unit):  # type: ignore[no-untyped-def]
+        x = code * code * unit
         return x if signed else x * x
 
-    @njit(nogil=True, error_model="numpy")
-    def encode(values, codes, scales, top, square, nudge, place):  # type: ignore[no-untyped-def]
-        numbers, stored = values.reshape(-1, ALIGN), codes.reshape(-1, ALIGN)
+    @njit(nogil=True, error_model="numpy", pipeline_class=Apart)
+    def encode(values, codes, scales, top, unit, nudge, place):  # type: ignore[no-untyped-def]
         for block in range(scales.size):
-            row, kept = numbers[block], stored[block]
+            begin = np.uint64(block * ALIGN)
             most = np.uint32(0)
             for i in range(ALIGN):
-                most = max(most, bits(abs(row[i])))  # as integers, which takes no care of NaN
+                most = max(most, bits(abs(values[begin + np.uint64(i)])))  # as integers, which takes no care of NaN
             scale = number(most)
             scales[block] = scale
             safe = scale if scale > 0 else np.float32(1)
-            first = np.uint32(place + np.uint32(block * ALIGN))
+            first = np.uint32(place + np.uint32(begin))
             for i in range(ALIGN):
-                size = abs(row[i])
+                x = values[begin + np.uint64(i)]
+                size = abs(x)
                 root = math.sqrt(size / safe)
                 if not signed:
                     root = math.sqrt(root)
                 low = min(np.float32(np.int32(root * top + nudge)), top - np.float32(1))
-                below, above = value(low, square) * scale, value(low + np.float32(1), square) * scale
+                high = low + np.float32(1)
+                below, above = value(low, unit) * scale, value(high, unit) * scale
                 uniform = np.float32(np.int32(mixed(np.uint32(first + np.uint32(i))) >> np.uint32(8))) * np.float32(2.0**-24)
-                code = np.int32(low) + np.int32(uniform < (size - below) / (above - below))
+                code = high if uniform * (above - below) < size - below else low  # in float32: numba widens sums of integers
                 if signed:
-                    kept[i] = -code if row[i] < 0 else code
-                else:
-                    kept[i] = max(code, np.int32(size > 0))
+                    code = -code if x < 0 else code
+                elif size > 0:
+                    code = max(code, np.float32(1))
+                codes[begin + np.uint64(i)] = np.int32(code)
 
-    @njit(nogil=True, error_model="numpy")
-    def decode(values, codes, scales, square):  # type: ignore[no-untyped-def]
-        numbers, stored = values.reshape(-1, ALIGN), codes.reshape(-1, ALIGN)
+    @njit(nogil=True, error_model="numpy", pipeline_class=Apart)
+    def decode(values, codes, scales, unit):  # type: ignore[no-untyped-def]
         for block in range(scales.size):
-            row, kept, scale = numbers[block], stored[block], scales[block]
+            begin, scale = np.uint64(block * ALIGN), scales[block]
             for i in range(ALIGN):
-                code = np.float32(kept[i])
-                row[i] = (code * abs(code) / square if signed else value(code, square)) * scale
+                code = np.float32(codes[begin + np.uint64(i)])
+                values[begin + np.uint64(i)] = (code * abs(code) * unit if signed else value(code, unit)) * scale
 
     return encode, decode
 
