@@ -134,7 +134,7 @@ class Engine:
             self._offload = Offload(mesh.device, folder, [*self.module.parameters(), *self.module.buffers()])
         self._recomputed = wrap_blocks(self.module, blocks, memory.activations != "keep", memory.recompute_every, memory.recompute_save,
                                        config.compile, self._offload)  # fmt: skip
-        every_time = config.zero.reduce_every == "microbatch" and mesh.dp.size > 1
+        every_time = self._placement.microbatches == "left" or (config.zero.reduce_every == "microbatch" and mesh.dp.size > 1)
         reducer = Reducer(self._placement.trainable, config.accumulation, every_time, mine)
         self._blocks = Blocks(
             self.module, self._placement.root, self._placement.units, config.zero.prefetch, config.zero.release, reducer.complete

@@ -160,9 +160,14 @@ def share_out(
     """Move what is left of the model into buckets, shared out over the data-parallel ranks as the ZeRO stage says."""
     zero, dtype, several = config.zero, DTYPES[config.precision.compute], config.accumulation > 1
     assert zero.stage != "auto"
+    folders, share = home(config.memory.states)
+    near, _ = home(config.memory.params)
+    ferry = Ferry.over(mesh.device) if folders != ["device"] else None
     microbatches: Microbatches = "one"
     if several:
-        microbatches = "reduced" if zero.reduce_every == "microbatch" and mesh.dp.size > 1 else "added"
+        each = mesh.dp.size == 1 or zero.reduce_every == "microbatch"
+        away = ferry is not None and near != ["device"]  # then nothing that grows with the model stays on the device
+        microbatches = "left" if each and away else "reduced" if each and mesh.dp.size > 1 else "added"
     reduce = DTYPES[config.precision.reduce]
     if mesh.world_size == 1 and not several:  # nothing is summed
         reduce = dtype
@@ -171,11 +176,9 @@ def share_out(
     run: Any = f"{RUN}-{os.getpid()}"
     for axis in mesh.axes.values():
         run = axis.gather_objects(run)[0]
-    folders, share = home(config.memory.states)
-    params = _tier(home(config.memory.params)[0], mesh, run, buffers=1)  # it is not streamed
+    params = _tier(near, mesh, run, buffers=1)  # it is not streamed
     compact = None if config.optimizer.states == "fp32" else config.optimizer.states
     states = _tier(folders, mesh, run)
-    ferry = Ferry.over(mesh.device) if states is not None else None
     homes = Homes(states, share, None if params is None else Away(params, mesh.device), compact, ferry)
     return place(module, blocks, recipe, mesh.dp, zero, residency, formats, mesh.device, microbatches, division, homes)
 

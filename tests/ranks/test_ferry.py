@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -67,15 +68,15 @@ class LateFerry(Ferry):
 
 def train(rank: int, world: int, settings: list[dict[str, Any]], share: bool = True) -> list[training.Run]:
     """A run of each config; all but the first with a ferry, and with so small records that several are on their way at a time."""
-    runs, over, record = [], Ferry.over, records.RECORD
+    runs = []
     for i, each in enumerate(settings):
-        Ferry.over = LateFerry if i else over  # type: ignore[assignment, method-assign]
-        records.RECORD = 4 * ALIGN
-        try:
+        with (
+            patch.object(Ferry, "over", LateFerry if i else Ferry.over),
+            patch.object(records, "RECORD", 4 * ALIGN),
+            patch.object(polyreme.engine, "look_up_by_rows", lambda module: None),  # which adds rows one by one, on CPUs alone
+        ):
             torch.manual_seed(0)
             engine = polyreme.initialize(models.llama(num_hidden_layers=4, tie_word_embeddings=True), each, loss_fn=models.causal_loss)
-        finally:
-            Ferry.over, records.RECORD = over, record  # type: ignore[method-assign]
         told = []
         for step in range(3):
             batch = models.tokens(training.SAMPLES, seed=step)
@@ -109,21 +110,27 @@ def test_a_ferry_changes_no_bit(ranks: Ranks, tmp_path: Path, world: int, stage:
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
-def test_with_a_pipeline(ranks: Ranks, schedule: str) -> None:
+@pytest.mark.parametrize("memory", [{"states": "host"}, {"states": "host", "params": "host"}], ids=["states", "params"])
+def test_with_a_pipeline(ranks: Ranks, schedule: str, memory: dict[str, Any]) -> None:
     """The embedding is tied to the head, so that its gradients are summed over the stages before they go."""
-    settings = [training.config(1, 2, zero={"stage": 1, "min_bucket": 0}, mesh={"pp": 2}, pipeline={"schedule": schedule}, memory=memory)
-                for memory in ({}, {"states": "host"})]  # fmt: skip
+    zero = {"stage": 3 if "params" in memory else 1, "min_bucket": 0}
+    settings = [training.config(1, 2, zero=zero, mesh={"pp": 2}, pipeline={"schedule": schedule}, memory=each) for each in ({}, memory)]
+    for told in ranks(2, train, settings, False):
+        assert_equal(told)
+
+
+def test_with_tensor_parallelism(ranks: Ranks) -> None:
+    """Where a part of a shard is on several ranks, and counts once in the norm."""
+    settings = [training.config(1, 2, zero={"stage": 3, "min_bucket": 0}, mesh={"tp": 2}, precision={"compute": "bf16"}, memory=memory)
+                for memory in ({}, {"states": "host"}, {"states": "host", "params": "host"})]  # fmt: skip
     for told in ranks(2, train, settings, False):
         assert_equal(told)
 
 
 def account(rank: int, world: int, stage: int) -> dict[str, Any]:
     made = training.config(world, zero={"stage": stage, "min_bucket": 0}, precision={"compute": "bf16"}, memory={"states": "host"})
-    over, Ferry.over = Ferry.over, LateFerry  # type: ignore[assignment, method-assign]
-    try:
+    with patch.object(Ferry, "over", LateFerry):
         engine = polyreme.initialize(models.llama(), made, loss_fn=models.causal_loss)
-    finally:
-        Ferry.over = over  # type: ignore[method-assign]
     for _ in range(2):
         engine.train_step(models.share(models.tokens(training.SAMPLES), rank, world))
     shards = sum(bucket.layout.shard_size for bucket in engine._placement.trainable)
@@ -147,6 +154,33 @@ def test_what_goes_is_what_must_and_leaves_the_device(ranks: Ranks, world: int, 
         assert told["tier"]["read"] == 2 * 2 * told["updated"]
         assert told["tier"]["memory"] >= itemsize * told["shards"]
         assert not told["held"]
+
+
+def accumulate(rank: int, world: int, memory: dict[str, Any]) -> dict[str, Any]:
+    """Two micro-batches; what of gradients is on the device after each."""
+    made = training.config(world, 2, zero={"stage": 3, "min_bucket": 0}, precision={"compute": "bf16"}, memory=memory)
+    with patch.object(Ferry, "over", LateFerry):
+        engine = polyreme.initialize(models.llama(), made, loss_fn=models.causal_loss)
+    held = []
+    for at in range(2):
+        engine.backward(engine(**models.share(models.tokens(training.SAMPLES, seed=at), rank, world), use_cache=False).loss)
+        trainable = engine._placement.trainable
+        held.append(sum(kept.nbytes for bucket in trainable for kept in (bucket.grad, bucket._local) if kept is not None))
+    engine.step()
+    shards = sum(bucket.layout.shard_size for bucket in trainable)
+    return {"shards": shards, "held": held, "written": engine.tiers()["gradients"]["written"]}
+
+
+@pytest.mark.parametrize(("world", "itemsize"), [(1, 2), (2, 4)])
+def test_gradients_of_several_micro_batches_are_added_up_where_parameters_are(ranks: Ranks, world: int, itemsize: int) -> None:
+    """With parameters off the device, it has no gradients between micro-batches, and each one's leave: in bf16 where nothing is summed
+    over ranks. With parameters on it, they are added up there, and leave once."""
+    for told in ranks(world, accumulate, {"states": "host", "params": "host"}):
+        assert told["held"] == [0, 0]
+        assert told["written"] == 2 * itemsize * told["shards"]
+    for told in ranks(world, accumulate, {"states": "host"}):
+        assert told["held"][0] >= 4 * told["shards"]
+        assert told["written"] == 4 * told["shards"]
 
 
 def looked_at(rank: int, world: int, folder: Path) -> None:

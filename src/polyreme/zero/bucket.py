@@ -21,7 +21,7 @@ from polyreme.mesh import Axis
 from polyreme.region import Stored
 from polyreme.transport.work import DONE, Work
 from polyreme.zero.away import AwayShard
-from polyreme.zero.ferry import Ferry
+from polyreme.zero.ferry import Ferry, Hold
 from polyreme.zero.records import Records
 from polyreme.zero.residency import Residency
 
@@ -37,8 +37,9 @@ class Formats:
     local: torch.dtype
 
 
-Microbatches = Literal["one", "added", "reduced"]
-"""Of a step's micro-batches: there is only one; their gradients are added up on the rank, and then reduced; or each's are reduced."""
+Microbatches = Literal["one", "added", "reduced", "left"]
+"""Of a step's micro-batches: there is only one; their gradients are added up on the rank, and then reduced; or each's are reduced; and
+added up on the CPU, where that is another device and updates the bucket (left)."""
 
 
 class Pool:
@@ -121,7 +122,7 @@ class Bucket:
         self._away = away  # the home of the shard, if that is not the device's memory
         self.sharded = residency.params == "shard"
         # whether unreduced gradients give their buffer back after every reduction
-        self._transient = residency.grads == "shard" or microbatches == "reduced"
+        self._transient = residency.grads == "shard" or microbatches in ("reduced", "left")
         self.own = slice(*layout.shard(axis.rank))
         self.region = region_of(layout, axis, residency)
         self._pool = pool
@@ -148,11 +149,15 @@ class Bucket:
 
         self.grad: Tensor | None = None
         # where reduced gradients go, if not every rank needs all of them
-        self._hold = self.ferry.hold(layout.shard_size, formats.reduce) if self.ferry is not None and self.region == self.own else None
-        self._leaves = self._hold is not None and microbatches != "reduced"  # at its only reduction of the step
+        self._hold: Hold | None = None
+        if self.ferry is not None and self.region == self.own and trainable:
+            self._hold = self.ferry.hold(layout.shard_size, formats.reduce, adds=microbatches == "left")
+        self._leaves = self._hold is not None and microbatches != "reduced"  # at each of its reductions
         # whether the memory of unreduced gradients comes and goes in a backward
         self._comes = trainable and (self._transient or self._leaves) and microbatches != "added"
-        self._squares: Tensor | None = None  # of gradients that have left the device
+        self._every_leaves = self._leaves and microbatches == "left"  # to be added up where they go
+        self._gone = False  # gradients have left the device
+        self._squares: Tensor | None = None  # of those, where they were the last
         self._local: Tensor | None = None
         self._reducing: Work = DONE
         self._reduced = False  # grad holds a sum to which the next reduction is added
@@ -366,7 +371,7 @@ class Bucket:
             self.grad = self._local[self.region] if self._reduces_in_place else self.axis.empty(
                 self.region.stop - self.region.start, self.formats.reduce, self.device)  # fmt: skip
         self._reducing = self.axis.reduce_scatter(self.own_grad, self._local, accumulate=self._reduced)
-        self._reduced = True
+        self._reduced = not self._adds_there
 
     def take_back(self) -> None:
         """Let autograd make gradients of its own again, not add to those that are here."""
@@ -384,10 +389,11 @@ class Bucket:
         go to where they are used."""
         self._reducing.wait()
         self._arrived.clear()
-        if leave := last and self._hold is not None and self.grad is not None and self.tie is None:
-            self._squares = self.squares()
+        leave = (last or self._adds_there) and self._hold is not None and self.grad is not None and self.tie is None
+        if leave and self._hold is not None and self.grad is not None:
+            self._squares = None if self._adds_there else self.squares()
             self._hold.take(self.grad)
-            self.grad = None
+            self.grad, self._gone = None, True
         if self._local is not None and (self._transient or leave):
             if not self._reduces_in_place:  # else it is what has just begun to leave
                 self._pool.give(self._local, self._reducing)
@@ -402,7 +408,7 @@ class Bucket:
 
     def gradients(self) -> Tensor:
         """The reduced gradients of `region`, on the device or, where they went there, on the CPU."""
-        if self._squares is not None and self._hold is not None:
+        if self._gone and self._hold is not None:
             return self._hold.numbers()
         if self.grad is None:
             raise RuntimeError("the bucket has no reduced gradients")
@@ -413,8 +419,9 @@ class Bucket:
         if self._squares is not None:
             return self._squares
         if self.counted is False:
-            return torch.zeros((), dtype=torch.float64, device=self.own_grad.device)
-        return squared_norm(self.own_grad if self.counted is True else self.own_grad * self.counted)
+            return torch.zeros((), dtype=torch.float64, device=self.device)
+        own = self.gradients() if self._gone else self.own_grad
+        return squared_norm(own if self.counted is True else own * self.counted.to(own.device)).to(self.device)
 
     def gather_grad(self) -> Work:
         """Where states are full (stage 0): begin to give every rank the whole reduced gradient."""
@@ -427,8 +434,9 @@ class Bucket:
         self.take_back()
         self.finish_reduce()
         self._reducing.settle()
-        if self._squares is not None and self.ferry is not None:
-            self._squares = None
+        if self._gone and self._hold is not None and self.ferry is not None:
+            self._hold.clear()
+            self._gone, self._squares = False, None
             self.ferry.settle()
         self.ever_arrived.clear()
         self._reduced = False
@@ -436,8 +444,15 @@ class Bucket:
     # ---- accounting
 
     @property
+    def _adds_there(self) -> bool:
+        """Whether the gradients of several micro-batches are added up on the CPU."""
+        return self._every_leaves and self.tie is None
+
+    @property
     def _reduces_in_place(self) -> bool:
         """Whether reduced gradients are in the buffer of those before reduction."""
+        if self._adds_there and self.axis.size == 1:
+            return True
         return self.formats.local == self.formats.reduce and not self._transient
 
     @property

@@ -1,5 +1,5 @@
-"""What goes between a device and the CPU that updates its buckets: reduced gradients there, in backward, and rounded parameters back, while
-the update goes on.
+"""What goes between a device and the CPU that updates its buckets: reduced gradients there, in backward, where those of several
+micro-batches may be added up; and rounded parameters back, while the update goes on.
 
 Invariant: memory is written again only when what it held has arrived. No communication between ranks.
 """
@@ -16,10 +16,13 @@ from torch import Tensor
 from polyreme.disk import aligned, padded
 from polyreme.tiers import Traffic
 from polyreme.tiers.lane import Lane, lane_to
+from polyreme.transport.direct import sum_into
 from polyreme.zero.kernels import Crew
 
 BACK = 2
 """Pieces of parameters that may be on their way back, beside those that are computed."""
+ARRIVING = 2
+"""Gradients that may be on their way to be added to others."""
 
 
 class Ferry:
@@ -34,16 +37,18 @@ class Ferry:
         self._lane: Lane = lane_to(device)
         self._back: deque[tuple[Any, Tensor]] = deque()  # when each piece of memory is free
         self._pieces = 0  # of memory
+        self._arriving: deque[tuple[Hold, Any, Tensor, Tensor]] = deque()  # when which gradient has arrived, and the memory that has it
+        self._free: list[Tensor] = []  # such memory
 
     @classmethod
     def over(cls, device: torch.device) -> Ferry | None:
         """None for a CPU, which has its gradients at hand."""
         return None if device.type == "cpu" else cls(device)
 
-    def hold(self, elements: int, dtype: torch.dtype) -> Hold:
-        """Room for the gradients of one bucket."""
+    def hold(self, elements: int, dtype: torch.dtype, adds: bool = False) -> Hold:
+        """Room for the gradients of one bucket, or for the sum of what it takes (`adds`)."""
         nbytes = elements * dtype.itemsize
-        return Hold(self, self.take(nbytes)[:nbytes].view(dtype))
+        return Hold(self, self.take(nbytes)[:nbytes].view(dtype), adds)
 
     def take(self, nbytes: int) -> Tensor:
         """Host memory, of at least so many bytes."""
@@ -55,6 +60,30 @@ class Ferry:
         self._lane.settle()
         self.traffic.written += gradient.nbytes
         return self._lane.out(gradient.view(torch.uint8), memory.view(torch.uint8))
+
+    def bring(self, gradient: Tensor, hold: Hold) -> None:
+        """Begin to copy a gradient, which is freed once it has left, to be added to what `hold` has; those before the last ARRIVING are
+        added now."""
+        while len(self._arriving) >= ARRIVING:
+            self._add_first()
+        memory = self._free.pop() if self._free else self.take(gradient.nbytes)
+        if memory.nbytes < gradient.nbytes:
+            self.memory -= memory.nbytes
+            memory = self.take(gradient.nbytes)
+        numbers = memory[: gradient.nbytes].view(gradient.dtype)
+        self._arriving.append((hold, self.leave(gradient, numbers), numbers, memory))
+
+    def add_all(self) -> None:
+        """Return when all that is on its way is added to what it belongs to."""
+        while self._arriving:
+            self._add_first()
+
+    def _add_first(self) -> None:
+        hold, arrived, numbers, memory = self._arriving.popleft()
+        if arrived is not None:
+            arrived.synchronize()
+        hold.add(numbers)
+        self._free.append(memory)
 
     def send(self, target: Tensor, fill: Callable[[Tensor], Callable[[], None] | None], crew: Crew) -> None:
         """Have `fill`, and what it returns for one of the crew to do, write the numbers of `target` to host memory, and then begin to copy
@@ -86,19 +115,36 @@ class Ferry:
 
 
 class Hold:
-    """Where one bucket's reduced gradients are from their last reduction in a step to the update."""
+    """Where one bucket's reduced gradients are from their last reduction in a step to the update; or from the first one on, and those
+    of the others are added to them (`adds`), in the order in which they are taken."""
 
-    def __init__(self, ferry: Ferry, memory: Tensor) -> None:
-        self._ferry, self._memory = ferry, memory
+    def __init__(self, ferry: Ferry, memory: Tensor, adds: bool) -> None:
+        self._ferry, self._memory, self._adds = ferry, memory, adds
         self._left: Any = None
+        self._holds = False  # what the next one is to be added to
 
     def take(self, gradient: Tensor) -> None:
-        """Begin to copy `gradient` (of the memory's size and dtype) to host memory."""
-        self._left = self._ferry.leave(gradient, self._memory)
+        """Begin to copy `gradient` (of the memory's size; of its dtype, where none are added) to host memory."""
+        if self._adds:
+            self._ferry.bring(gradient, self)
+        else:
+            self._left = self._ferry.leave(gradient, self._memory)
+
+    def add(self, gradient: Tensor) -> None:
+        """Add what has arrived."""
+        sum_into(self._memory, [gradient], accumulate=self._holds)
+        self._holds = True
 
     def numbers(self) -> Tensor:
-        """What was taken last, on the CPU."""
-        if self._left is not None:
+        """What was taken last, or the sum since `clear`, on the CPU."""
+        if self._adds:
+            self._ferry.add_all()
+        elif self._left is not None:
             self._left.synchronize()
             self._left = None
         return self._memory
+
+    def clear(self) -> None:
+        """Before the first gradient of a step."""
+        self._ferry.add_all()
+        self._holds = False

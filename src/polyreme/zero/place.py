@@ -84,6 +84,7 @@ class Placement:
     division: Division
     device: torch.device
     homes: Homes
+    microbatches: Microbatches
 
     @property
     def buckets(self) -> list[Bucket]:
@@ -229,7 +230,7 @@ def place(
         for entry, slot in zip(plan.entries, plan.layout.slots, strict=True):
             where |= dict.fromkeys(entry.names, (bucket, slot))
     trainable = [bucket for _, bucket in sorted(found, key=lambda pair: pair[0]) if bucket.trainable]
-    return Placement(root, units, trainable, where, pool, division, device, homes)
+    return Placement(root, units, trainable, where, pool, division, device, homes, microbatches)
 
 
 class Homes:
