@@ -96,7 +96,8 @@ def assert_equal(runs: list[training.Run]) -> None:
 def test_a_ferry_changes_no_bit(ranks: Ranks, tmp_path: Path, world: int, stage: int) -> None:
     """fp16 begins with steps that overflow."""
     homes: list[dict[str, Any]] = [{}, {"states": "host"}, {"states": str(tmp_path)}, {"states": {"host": 0.5, "device": 0.5}}]
-    homes += [{"states": "host", "params": "host"}] if stage == 3 else []
+    if stage == 3:
+        homes += [{"states": "host", "params": "host"}, {"states": {"host": 0.5, "device": 0.5}, "params": "host"}]
     for accumulation, zero, precision in (
         (1, {}, {"compute": "bf16"}),
         (2, {}, {"compute": "fp16", "initial_scale": 2.0**20}),
