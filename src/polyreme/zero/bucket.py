@@ -155,7 +155,6 @@ class Bucket:
         self._leaves = self._hold is not None and microbatches != "reduced"  # at each of its reductions
         # whether the memory of unreduced gradients comes and goes in a backward
         self._comes = trainable and (self._transient or self._leaves) and microbatches != "added"
-        self._every_leaves = self._leaves and microbatches == "left"  # to be added up where they go
         self._gone = False  # gradients have left the device
         self._squares: Tensor | None = None  # of those, where they were the last
         self._local: Tensor | None = None
@@ -389,9 +388,9 @@ class Bucket:
         go to where they are used."""
         self._reducing.wait()
         self._arrived.clear()
-        leave = (last or self._adds_there) and self._hold is not None and self.grad is not None and self.tie is None
-        if leave and self._hold is not None and self.grad is not None:
-            self._squares = None if self._adds_there else self.squares()
+        leave = False
+        if self._hold is not None and self.grad is not None and self.tie is None and (last or self._hold.adds):
+            leave, self._squares = True, None if self._hold.adds else self.squares()
             self._hold.take(self.grad)
             self.grad, self._gone = None, True
         if self._local is not None and (self._transient or leave):
@@ -446,7 +445,7 @@ class Bucket:
     @property
     def _adds_there(self) -> bool:
         """Whether the gradients of several micro-batches are added up on the CPU."""
-        return self._every_leaves and self.tie is None
+        return self._hold is not None and self._hold.adds and self.tie is None
 
     @property
     def _reduces_in_place(self) -> bool:

@@ -19,7 +19,6 @@ import numpy as np
 import torch
 from llvmlite import ir
 from numba import njit, types
-from numba.core.cgutils import get_or_insert_function
 from numba.core.compiler import Compiler
 from numba.extending import intrinsic, overload
 from torch import Tensor
@@ -94,7 +93,8 @@ def prefetch(context: Any, values: Any, at: Any) -> Any:
     """Have the RUN numbers from `at` on, of every array among `values`, brought to the cache. `at` may be past the end."""
 
     def emit(target: Any, build: Any, _: Any, given: Any) -> Any:
-        function = get_or_insert_function(build.module, ir.FunctionType(ir.VoidType(), [BYTES, INT, INT, INT]), "llvm.prefetch.p0")
+        form = ir.FunctionType(ir.VoidType(), [BYTES, INT, INT, INT])
+        function = build.module.declare_intrinsic("llvm.prefetch", [BYTES], form)
         for k, array in enumerate(values):
             if not isinstance(array, types.Array):
                 continue

@@ -66,10 +66,7 @@ class Ferry:
         added now."""
         while len(self._arriving) >= ARRIVING:
             self._add_first()
-        memory = self._free.pop() if self._free else self.take(gradient.nbytes)
-        if memory.nbytes < gradient.nbytes:
-            self.memory -= memory.nbytes
-            memory = self.take(gradient.nbytes)
+        memory = self._fit(self._free.pop(), gradient.nbytes) if self._free else self.take(gradient.nbytes)
         numbers = memory[: gradient.nbytes].view(gradient.dtype)
         self._arriving.append((hold, self.leave(gradient, numbers), numbers, memory))
 
@@ -108,10 +105,14 @@ class Ferry:
         event, memory = self._back.popleft()
         if event is not None:
             event.synchronize()
-        if memory.nbytes < nbytes:
-            self.memory -= memory.nbytes
-            memory = self.take(nbytes)
-        return memory
+        return self._fit(memory, nbytes)
+
+    def _fit(self, memory: Tensor, nbytes: int) -> Tensor:
+        """The memory, or more in its place."""
+        if memory.nbytes >= nbytes:
+            return memory
+        self.memory -= memory.nbytes
+        return self.take(nbytes)
 
 
 class Hold:
@@ -119,13 +120,14 @@ class Hold:
     of the others are added to them (`adds`), in the order in which they are taken."""
 
     def __init__(self, ferry: Ferry, memory: Tensor, adds: bool) -> None:
-        self._ferry, self._memory, self._adds = ferry, memory, adds
+        self.adds = adds
+        self._ferry, self._memory = ferry, memory
         self._left: Any = None
         self._holds = False  # what the next one is to be added to
 
     def take(self, gradient: Tensor) -> None:
         """Begin to copy `gradient` (of the memory's size; of its dtype, where none are added) to host memory."""
-        if self._adds:
+        if self.adds:
             self._ferry.bring(gradient, self)
         else:
             self._left = self._ferry.leave(gradient, self._memory)
@@ -137,7 +139,7 @@ class Hold:
 
     def numbers(self) -> Tensor:
         """What was taken last, or the sum since `clear`, on the CPU."""
-        if self._adds:
+        if self.adds:
             self._ferry.add_all()
         elif self._left is not None:
             self._left.synchronize()
