@@ -73,7 +73,6 @@ def train(rank: int, world: int, settings: list[dict[str, Any]], share: bool = T
         with (
             patch.object(Ferry, "over", LateFerry if i else Ferry.over),
             patch.object(records, "RECORD", 4 * ALIGN),
-            patch.object(polyreme.engine, "look_up_by_rows", lambda module: None),  # which adds rows one by one, on CPUs alone
         ):
             torch.manual_seed(0)
             engine = polyreme.initialize(models.llama(num_hidden_layers=4, tie_word_embeddings=True), each, loss_fn=models.causal_loss)

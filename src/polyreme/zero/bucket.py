@@ -82,6 +82,19 @@ def squared_norm(flat: Tensor) -> Tensor:
     return rows.double().square_().sum()
 
 
+def _add(total: Tensor, gradient: Tensor) -> None:
+    """Add a micro-batch's gradient. One by rows, which may come several times, is summed by itself first, as it is wherever gradients are
+    added up, so that these places make no difference."""
+    if gradient.layout != torch.sparse_coo or gradient.sparse_dim() != 1:
+        total.add_((gradient if gradient.layout == torch.strided else gradient.to_dense()).to(total.dtype))
+        return
+    rows, values = gradient._indices()[0], gradient._values()  # of one that is not coalesced
+    found, places = torch.unique(rows, return_inverse=True)
+    sums = values.new_zeros(len(found), *values.shape[1:])
+    sums.add_(torch.sparse_coo_tensor(places[None], values, sums.shape, check_invariants=False))
+    total.index_add_(0, found, sums.to(total.dtype))
+
+
 class Bucket:
     """The parameters of one block (or a part of one), of one dtype, all trainable or all frozen.
 
@@ -335,7 +348,7 @@ class Bucket:
             if gradient.data_ptr() != view.data_ptr():
                 view.copy_(gradient)
         elif index in self._arrived:
-            view.add_(gradient.to(view.dtype))
+            _add(view, gradient)
         else:
             if gradient.layout == torch.strided:
                 view.copy_(gradient)
@@ -343,7 +356,7 @@ class Bucket:
                 view.zero_().add_(gradient.to(view.dtype))
             self._arrived.add(index)
             self.ever_arrived.add(index)
-        if more and view.dtype == parameter.dtype:
+        if more and view.dtype == parameter.dtype and gradient.layout == torch.strided:
             parameter.grad = view
             self._in_place.add(index)
             return True
