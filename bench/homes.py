@@ -33,7 +33,8 @@ STEPS = 4
 
 
 def name_of(case: Case) -> str:
-    return f"{case.world} ranks, stage {case.stage}, {case.optimizer}, {case.precision}, accumulation {case.accumulation}"
+    sums = f"accumulation {case.accumulation}, each {case.reduce_every}"
+    return f"{case.world} ranks, stage {case.stage}, {case.optimizer}, {case.precision}, {sums}"
 
 
 CASES = {name_of(case): case for case in ALL_CASES}

@@ -48,7 +48,12 @@ def rank_main(args: argparse.Namespace) -> None:
     config = {
         "batch": {"size": args.ranks, "micro": 1},
         "zero": {"stage": 3},
-        "memory": {"states": home[args.states], "params": home[args.params], "activations": "recompute"},
+        "memory": {
+            "states": home[args.states],
+            "params": home[args.params],
+            "gradients": {**home, "auto": "auto"}[args.gradients],
+            "activations": "recompute",
+        },
         "precision": {"compute": args.dtype},
         "optimizer": {"name": "adamw", "lr": 1e-4},
     }
@@ -82,7 +87,8 @@ def rank_main(args: argparse.Namespace) -> None:
         moved = {name: {key: after[key] - before[name][key] for key in ("read", "written", "waited")}
                  for name, after in engine.tiers().items()}  # fmt: skip
         steps.append({"seconds": seconds, "tiers": moved})
-    states = sum(padded(record.nbytes) for update in engine._updates for record in update.records or ())
+    records = [record for update in engine._updates for record in update.records or ()]
+    states = sum(padded(record.nbytes) for record in records)
     size = engine.config.precision.compute
     itemsize = {"fp32": 4, "bf16": 2}[size]
     shard = {bucket: padded(bucket.layout.shard_size * itemsize) for bucket in engine._placement.buckets}
@@ -90,6 +96,9 @@ def rank_main(args: argparse.Namespace) -> None:
     traffic: dict[str, tuple[int, int]] = {}
     if args.states == "files":
         traffic["states"] = (states, states)
+    if engine.config.memory.gradients not in ("device", "host"):
+        gradients = sum(padded((record.run.stop - record.run.start) * 4) for record in records)
+        traffic["gradients"] = (gradients, gradients)
     if args.params == "files":
         traffic["params"] = (2 * sum(shard.values()) - stay, sum(shard.values()))
     found = {"rank": rank, "parameters": engine.parameters, "built": built, "losses": losses, "expected": expected, "peak": peak_rss(),
@@ -107,6 +116,7 @@ def main() -> int:
     parser.add_argument("--dtype", choices=["fp32", "bf16"], default="fp32")
     parser.add_argument("--states", choices=["device", "host", "files"], default="files")
     parser.add_argument("--params", choices=["device", "host", "files"], default="files")
+    parser.add_argument("--gradients", choices=["auto", "host", "files"], default="auto", help="auto: in files where all else is")
     parser.add_argument("--folder", help="of a local disk, for files; by default a new one in the current folder")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--report", help=argparse.SUPPRESS)

@@ -152,7 +152,7 @@ class Engine:
         self._tells = mesh.tp.rank == 0 and self._has_loss
         options = Options(made, LRSchedule(config.lr_schedule), lr_scheduler)
         self._step = Step(config, mesh, self._tells, self._placement.trainable, reducer, self._blocks, self._updates, options,
-                          loss_scale(config.precision), self._placement.homes.tier)  # fmt: skip
+                          loss_scale(config.precision), self._placement.homes)  # fmt: skip
         self._parts = Parts(self.module, config, mesh, self._placement, self._updates, self._step)
         self._saver: Saver | None = None
         self._all: Axis | None = None

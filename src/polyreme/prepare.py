@@ -20,7 +20,7 @@ from polyreme import model_map
 from polyreme.checkpoint.directory import Directory
 from polyreme.checkpoint.load import lacks
 from polyreme.config import Config
-from polyreme.config.keys import home
+from polyreme.config.keys import home, is_files
 from polyreme.errors import CheckpointError, ConfigError, ModelError, Problem
 from polyreme.layout import Cut
 from polyreme.mesh import Axis, Mesh
@@ -31,6 +31,7 @@ from polyreme.tensor import rules
 from polyreme.tensor.surgery import parallelize
 from polyreme.tiers import FileTier, HostTier
 from polyreme.tiers.file import BUFFERS
+from polyreme.tiers.lane import Lane
 from polyreme.zero.away import Away
 from polyreme.zero.bucket import Formats, Microbatches
 from polyreme.zero.deferred import Recording, record
@@ -38,6 +39,7 @@ from polyreme.zero.ferry import Ferry
 from polyreme.zero.optimizers import Recipe
 from polyreme.zero.place import Division, Homes, Part, Placement, place
 from polyreme.zero.residency import Residency
+from polyreme.zero.spill import Spill
 
 RUN = uuid.uuid4().hex
 """With the process' number the name of the runs that it leads, as rank 0: engines made one after the other may use the same folders."""
@@ -162,12 +164,13 @@ def share_out(
     assert zero.stage != "auto"
     folders, share = home(config.memory.states)
     near, _ = home(config.memory.params)
+    reduced, _ = home(config.memory.gradients)
     ferry = Ferry.over(mesh.device) if folders != ["device"] else None
     microbatches: Microbatches = "one"
     if several:
         each = mesh.dp.size == 1 or zero.reduce_every == "microbatch"
         away = ferry is not None and near != ["device"]  # then nothing that grows with the model stays on the device
-        microbatches = "left" if each and away else "reduced" if each and mesh.dp.size > 1 else "added"
+        microbatches = "left" if each and (away or is_files(reduced)) else "reduced" if each and mesh.dp.size > 1 else "added"
     reduce = DTYPES[config.precision.reduce]
     if mesh.world_size == 1 and not several:  # nothing is summed
         reduce = dtype
@@ -179,13 +182,17 @@ def share_out(
     params = _tier(near, mesh, run, buffers=1)  # it is not streamed
     compact = None if config.optimizer.states == "fp32" else config.optimizer.states
     states = _tier(folders, mesh, run)
-    homes = Homes(states, share, None if params is None else Away(params, mesh.device), compact, ferry)
+    gradients = _tier(reduced, mesh, run) if is_files(reduced) else None
+    spill = None
+    if isinstance(gradients, FileTier):
+        spill = Spill(gradients, Lane() if ferry is None else ferry.lane, microbatches == "left")
+    homes = Homes(states, share, None if params is None else Away(params, mesh.device), compact, ferry, spill)
     return place(module, blocks, recipe, mesh.dp, zero, residency, formats, mesh.device, microbatches, division, homes)
 
 
 def _tier(where: Sequence[str], mesh: Mesh, run: str, buffers: int = BUFFERS) -> HostTier | FileTier | None:
     """This rank's tier in the host's memory, or in folders, claimed for `run`; None for the device."""
-    if where in (["device"], ["host"]):
+    if not is_files(where):
         return HostTier(mesh.device) if where == ["host"] else None
     return FileTier(where, mesh.rank, run, buffers=buffers, pin=mesh.device.type == "cuda")
 

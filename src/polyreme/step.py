@@ -23,11 +23,12 @@ from polyreme.errors import BatchError, NumericsError
 from polyreme.lookup import gradients_by_rows
 from polyreme.mesh import Mesh
 from polyreme.precision import DTYPES, LossScale, clip_factor, master_dtype, norm_of
-from polyreme.tiers import Stream, Tier
+from polyreme.tiers import Stream
 from polyreme.weight_gradients import WeightGradients
 from polyreme.zero.blocks import Blocks
 from polyreme.zero.bucket import Bucket
 from polyreme.zero.optimizers import Options
+from polyreme.zero.place import Homes
 from polyreme.zero.reduce import Reducer
 from polyreme.zero.update import Update
 
@@ -96,7 +97,7 @@ class Step:
         updates: Sequence[Update],
         options: Options,
         scale: LossScale,
-        tier: Tier | None = None,
+        homes: Homes,
     ) -> None:
         """`tells`: whether the loss that this rank has counts; there is one such rank for each data-parallel one."""
         self.state = State(lr=options.lr, loss_scale=scale.value)
@@ -109,8 +110,9 @@ class Step:
         self.heard_unsaved = False
         self._config, self._mesh, self._tells, self._device, self._buckets = config, mesh, tells, mesh.device, buckets
         self._reducer, self._blocks, self._updates, self._options, self._scale = reducer, blocks, updates, options, scale
-        self._tier = tier
+        self._homes = homes
         self._coming: Stream | None = None  # records for the update, read ahead while the last backward computes
+        self._spilled: Stream | None = None  # gradients for it, read ahead from when all are there
         self._hint = 0.0  # a power of two near the weight of a global batch; 0 before the first
         self._totals = _Totals(*[0.0] * 8)
         self.begin()
@@ -122,9 +124,10 @@ class Step:
         self._weight = 0.0
         self._tokens = 0
         self._began = time.perf_counter()
-        if self._coming is not None:
-            self._coming.close()
-            self._coming = None
+        for stream in (self._coming, self._spilled):
+            if stream is not None:
+                stream.close()
+        self._coming = self._spilled = None
         for bucket in self._buckets:
             bucket.clear_grad()
         self._reducer.restart()
@@ -193,6 +196,8 @@ class Step:
         for work in [bucket.tie.all_reduce(bucket.own_grad) for bucket in self._buckets if bucket.tie is not None]:
             work.wait()  # copies of a parameter on other stages
         works = [bucket.gather_grad() for bucket in self._buckets]
+        if self._homes.spill is not None:
+            self._spilled = self._homes.spill.stream([record for bucket in self._buckets for record in bucket.spilled or ()])
         squares = torch.stack([bucket.squares() for bucket in self._buckets] or [self._loss.new_zeros(())]).sum()
         missing = sum(len(b.parameters) - len(b.ever_arrived) for b in self._buckets)
         hint = self._hint if self._tells and self._mesh.dp.rank == 0 else 0.0
@@ -244,7 +249,7 @@ class Step:
         unused = self._unused() if self._totals.missing and self._buckets else {}
         works = []
         for bucket, update in zip(self._buckets, self._updates, strict=True):
-            update.step(factor, self._options.groups, unused.get(bucket, ()), self._coming or (), self.state.step)
+            update.step(factor, self._options.groups, unused.get(bucket, ()), self._coming or (), self.state.step, self._spilled or ())
             works.append(bucket.publish())
         if self._coming is not None:
             self._coming.close()  # which waits until all is written
@@ -253,8 +258,9 @@ class Step:
 
     def _read_ahead(self) -> None:
         """In the last backward: begin to read what the update begins with."""
-        if self._tier is not None and self._coming is None and self._reducer.is_last:
-            self._coming = self._tier.stream([record for update in self._updates for record in update.order])
+        tier = self._homes.tier
+        if tier is not None and self._coming is None and self._reducer.is_last:
+            self._coming = tier.stream([record for update in self._updates for record in update.order])
 
     def _unused(self) -> dict[Bucket, set[int]]:
         """By bucket, the parameters that got a gradient on no rank in this step."""

@@ -365,6 +365,14 @@ CONFLICTS: list[tuple[dict[str, Any], str, str]] = [
     ({"optimizer": {"name": "sgd", "states": "bf16"}}, "optimizer.states", '"fp32"'),
     ({"optimizer": {"states": "bf16"}, "precision": {"compute": "fp64"}}, "optimizer.states", '"fp32"'),
     ({"memory": {"params": {"host": 0.7, "device": 0.3}}}, "memory.params", '"device"'),
+    ({"memory": {"gradients": "./here"}}, "memory.gradients", 'memory.states = "host"'),
+    ({"memory": {"gradients": "device", "states": "host"}}, "memory.gradients", "remove it"),
+    ({"memory": {"gradients": "here", "states": "host"}}, "memory.gradients", "a folder such as"),
+    (
+        {"memory": {"gradients": "./here", "states": "host"}, "zero": {"reduce_every": "step"}, "batch": {"size": 8, "micro": 2}},
+        "zero.reduce_every",
+        'zero.reduce_every = "microbatch"',
+    ),
     ({"memory": {"activations": "recompte"}}, "memory.activations", 'memory.activations = "recompute", or a folder with a slash'),
     ({"memory": {"activations": "nvme"}}, "memory.activations", '"keep" or "recompute" or "host", or a folder'),
     ({"memory": {"recompute_every": 2}}, "memory.recompute_every", '"recompute"'),
@@ -417,6 +425,8 @@ NO_CONFLICTS: list[dict[str, Any]] = [
     {"memory": {"activations": "recompute", "recompute_every": 2, "recompute_save": "mm"}},
     {"memory": {"activations": "host", "recompute_every": 2}},
     {"memory": {"activations": "./here", "recompute_save": "mm"}},
+    {"memory": {"states": {"./here": 0.5, "device": 0.5}, "gradients": ["./here", "./there"]}, "zero": {"stage": 0}},
+    {"memory": {"states": "host", "gradients": "./here"}, "zero": {"reduce_every": "step"}},
     {"precision": {"compute": "fp16", "reduce": "fp16"}},
     {"precision": {"compute": "bf16", "reduce": "fp64"}},
     {"precision": {"compute": "fp16", "loss_scale": 1}},
@@ -453,6 +463,32 @@ def test_ranks_are_divided_among_the_axes(world: int, tp: int, pp: int, samples:
         assert pp == 1 or resolved.accumulation >= 4 * pp or resolved.batch.micro == 1
     else:
         assert {problem.key for problem in problems} == {"batch.size"}
+
+
+@pytest.mark.parametrize(
+    ("states", "params", "reduce_every", "expected"),
+    [
+        ("device", "device", "auto", "device"),
+        ("device", "host", "auto", "device"),
+        ("host", "device", "auto", "host"),
+        ("./a", "host", "auto", "host"),
+        ("host", "./a", "auto", "host"),
+        ("./a", "./b", "auto", ["./a"]),
+        (["./a", "./b"], "./c", "auto", ["./a", "./b"]),
+        ({"./a": 0.5, "device": 0.5}, "./b", "auto", ["./a"]),
+        ("./a", "./b", "step", "host"),
+    ],
+)
+def test_where_gradients_are(states: Any, params: str, reduce_every: str, expected: Any) -> None:
+    """Left to us, in files where all else is."""
+    zero = {"stage": 3, "reduce_every": reduce_every}
+    source = {"memory": {"states": states, "params": params}, "zero": zero, "batch": {"size": 8, "micro": 2}}
+    assert Config.load(source).resolve(2).memory.gradients == expected
+
+
+def test_gradients_in_files_are_reduced_each_time() -> None:
+    source = {"memory": {"states": "host", "gradients": "./a"}, "zero": {"stage": 1}, "batch": {"size": 8, "micro": 2}}
+    assert Config.load(source).resolve(2).zero.reduce_every == "microbatch"
 
 
 def test_every_conflict_is_listed_at_once() -> None:

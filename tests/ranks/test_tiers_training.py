@@ -34,11 +34,13 @@ PRECISIONS: dict[str, dict[str, Any]] = {
 FILES = "files"  # in a config here: the test's own folder
 
 
-def homes(stage: int) -> list[dict[str, Any]]:
-    """`memory` sections, first of all that of the device."""
+def homes(stage: int, gradients: bool = True) -> list[dict[str, Any]]:
+    """`memory` sections, first of all that of the device; `gradients`: of files for them, too."""
     found: list[dict[str, Any]] = [{}, {"states": "host"}, {"states": FILES}, {"states": {"host": 0.5, "device": 0.5}}]
     if stage == 3:
         found += [{"params": "host"}, {"params": FILES}, {"states": FILES, "params": FILES}, {"states": "host", "params": FILES}]
+    if gradients:
+        found += [{"states": states, "gradients": FILES} for states in ("host", FILES, {"host": 0.5, "device": 0.5})]
     return found
 
 
@@ -69,15 +71,19 @@ class Case(NamedTuple):
     optimizer: str
     precision: str
     accumulation: int
+    reduce_every: str
 
     def settings(self) -> list[dict[str, Any]]:
-        """A config for each home."""
-        return [training.config(self.world, self.accumulation, zero={"stage": self.stage, "min_bucket": 0}, memory=memory,
-                                precision=PRECISIONS[self.precision], optimizer=OPTIMIZERS[self.optimizer])
-                for memory in homes(self.stage)]  # fmt: skip
+        """A config for each home. (Several micro-batches that are added up before they are reduced are so in memory.)"""
+        zero = {"stage": self.stage, "min_bucket": 0, "reduce_every": self.reduce_every}
+        gradients = self.world == 1 or self.accumulation == 1 or self.reduce_every == "microbatch"
+        return [training.config(self.world, self.accumulation, zero=zero, memory=memory, precision=PRECISIONS[self.precision],
+                                optimizer=OPTIMIZERS[self.optimizer])
+                for memory in homes(self.stage, gradients)]  # fmt: skip
 
 
-ALL_CASES = [Case(*each) for each in product((1, 2, 4), range(4), OPTIMIZERS, PRECISIONS, (1, 2))]
+SUMS = ((1, "step"), (2, "step"), (2, "microbatch"))
+ALL_CASES = [Case(*each, *sums) for *each, sums in product((1, 2, 4), range(4), OPTIMIZERS, PRECISIONS, SUMS)]
 """`bench/homes.py` runs them."""
 CASES = cover(ALL_CASES, lambda case: together(case._asdict(), 2))
 """Every two values of two kinds are in one."""
@@ -175,9 +181,9 @@ def test_moments_in_fewer_bits(ranks: Ranks, tmp_path: Path) -> None:
     assert not [problem for told in ranks(2, narrow, tmp_path, timeout=100) for problem in told]
 
 
-def moved(rank: int, world: int, folder: str, compute: str) -> dict[str, Any]:
+def moved(rank: int, world: int, folder: str, compute: str, accumulation: int) -> dict[str, Any]:
     sections = {"zero": {"stage": 3, "min_bucket": 0}, "precision": {"compute": compute}}
-    made = training.config(world, memory={"states": folder, "params": folder}, **sections)
+    made = training.config(world, accumulation, memory={"states": folder, "params": folder}, **sections)
     torch.manual_seed(0)
     engine = polyreme.initialize(models.llama(num_hidden_layers=4), made, loss_fn=models.causal_loss)
     batch = models.share(models.tokens(training.SAMPLES), rank, world)
@@ -186,29 +192,83 @@ def moved(rank: int, world: int, folder: str, compute: str) -> dict[str, Any]:
     engine.train_step(batch)
     shards = [bucket.layout.shard_size for bucket in engine._placement.buckets]
     records = [record.nbytes for update in engine._updates for record in update.records or ()]
+    elements = [record.run.stop - record.run.start for update in engine._updates for record in update.records or ()]
     after = engine.tiers()
     found = {name: (after[name]["read"] - before[name]["read"], after[name]["written"] - before[name]["written"]) for name in after}
-    return {"moved": found, "shards": shards, "records": records, "memory": engine.memory(), "root": [
+    return {"moved": found, "shards": shards, "records": records, "elements": elements, "memory": engine.memory(), "root": [
         b.layout.shard_size for b in engine._placement.root.buckets], "last": [
         b.layout.shard_size for b in engine._placement.units[-1].buckets]}  # fmt: skip
 
 
+@pytest.mark.parametrize("accumulation", [1, 2])
 @pytest.mark.parametrize("compute", ["fp32", "bf16"])
-def test_what_moves_is_what_must(ranks: Ranks, tmp_path: Path, compute: str) -> None:
-    """States once each way; parameters in twice (but the root and the last block, which stay from forward to backward) and out once."""
+def test_what_moves_is_what_must(ranks: Ranks, tmp_path: Path, compute: str, accumulation: int) -> None:
+    """States once each way; for each micro-batch parameters in twice (but the root and the last block, which stay from forward to backward)
+    and its gradients in, to be added to others or updated from, and out; parameters out once."""
 
     def padded(nbytes: int) -> int:
         return -(-nbytes // 4096) * 4096
 
     size = {"fp32": 4, "bf16": 2}[compute]
-    for told in ranks(2, moved, str(tmp_path), compute):
+    for told in ranks(2, moved, str(tmp_path), compute, accumulation):
         states = sum(padded(nbytes) for nbytes in told["records"])
         assert told["moved"]["states"] == (states, states)
         shards = sum(padded(each * size) for each in told["shards"])
         stay = sum(padded(each * size) for each in told["root"] + told["last"])
-        assert told["moved"]["params"] == (2 * shards - stay, shards)
+        root = sum(padded(each * size) for each in told["root"])  # which stays from one micro-batch to the next
+        assert told["moved"]["params"] == (accumulation * (2 * shards - stay) - (accumulation - 1) * root, shards)
+        gradients = sum(padded(each * 4) for each in told["elements"])
+        assert told["moved"]["gradients"] == (accumulation * gradients, accumulation * gradients)
         assert told["memory"]["states"] < 100, "step counts"
         assert not told["memory"]["parameters"], "between steps none is on the device"
+
+
+def accumulate(rank: int, world: int, settings: list[dict[str, Any]]) -> list[list[int]]:
+    """Bytes of reduced gradients in memory after each micro-batch."""
+    found = []
+    batch = models.share(models.tokens(training.SAMPLES), rank, world)
+    for each in settings:
+        engine = polyreme.initialize(models.llama(), each, loss_fn=models.causal_loss)
+        held = []
+        for _ in range(2):
+            engine.backward(engine(**batch).loss)
+            held.append(sum(b.grad.nbytes for b in engine._placement.trainable if b.grad is not None))
+            held.append(sum(b._local.nbytes for b in engine._placement.trainable if b._local is not None))
+        found.append(held)
+        engine.step()
+    return found
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_gradients_in_files_take_no_memory_between_micro_batches(ranks: Ranks, tmp_path: Path, world: int) -> None:
+    homes: list[dict[str, Any]] = [{"states": "host"}, {"states": "host", "gradients": FILES}]
+    settings = [training.config(world, 2, zero={"stage": 2, "min_bucket": 0}, memory=memory) for memory in homes]
+    for held, spilled in ranks(world, accumulate, placed_all(settings, tmp_path)):
+        assert sum(held) and not any(spilled)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_gradients_in_files_of_an_optimizer_of_whole_tensors(ranks: Ranks, tmp_path: Path, world: int) -> None:
+    """Whose sizes are no multiples of a row of the norm, which clips."""
+    optimizer = {"name": "Adafactor", "lr": 1e-2, "clip": 0.5}
+    zero = {"stage": 1, "min_bucket": 0, "reduce_every": "microbatch"}
+    settings = [training.config(world, 2, zero=zero, optimizer=optimizer, memory=memory) for memory in homes(1)]
+    assert_equal(ranks, world, "llama", settings, tmp_path, steps=3)
+
+
+def threaded(rank: int, world: int, settings: list[dict[str, Any]]) -> list[training.Run]:
+    torch.set_num_threads(2)
+    try:
+        return training.train(rank, world, "llama", settings, 3)
+    finally:
+        torch.set_num_threads(1)
+
+
+def test_gradients_in_files_with_several_threads(ranks: Ranks, tmp_path: Path) -> None:
+    """Several pieces are updated at a time, where all that they need stays where it is."""
+    settings = [training.config(1, 2, zero={"min_bucket": 0}, memory=memory) for memory in homes(1)]
+    runs = ranks(1, threaded, placed_all(settings, tmp_path))[0]
+    assert not [training.differences(runs[0], run) for run in runs[1:] if training.differences(runs[0], run)]
 
 
 def generated(rank: int, world: int, settings: list[dict[str, Any]]) -> list[tuple[list[list[int]], float]]:
@@ -255,8 +315,8 @@ def test_a_folder_is_one_run_s(ranks: Ranks, tmp_path: Path) -> None:
     claim.close()
 
 
-def opened_for(world: int, folder: Path) -> polyreme.Engine:
-    made = training.config(world, memory={"states": str(folder / "tier")})
+def opened_for(world: int, folder: Path, **memory: str) -> polyreme.Engine:
+    made = training.config(world, memory={"states": str(folder / "tier"), **memory})
     return polyreme.initialize(models.llama(), made, loss_fn=models.causal_loss)
 
 
@@ -274,6 +334,21 @@ def failing(rank: int, world: int, folder: Path) -> None:
     engine.train_step(batch)
 
 
+def failing_gradients(rank: int, world: int, folder: Path) -> None:
+    """In the middle of a backward."""
+    engine = opened_for(world, folder, states="host", gradients=str(folder / "tier"))
+    batch = models.share(models.tokens(training.SAMPLES), rank, world)
+    engine.train_step(batch)
+    engine.save(folder / "checkpoint")
+    if rank == 1:
+
+        def broken(*_: Any) -> int:
+            raise OSError(28, "No space left on device")
+
+        os.pwritev = broken
+    engine.train_step(batch)
+
+
 def going_on(rank: int, world: int, folder: Path) -> int:
     engine = opened_for(world, folder)
     engine.load(folder / "checkpoint")
@@ -283,6 +358,13 @@ def going_on(rank: int, world: int, folder: Path) -> int:
 def test_an_error_of_the_disk_ends_all_ranks_with_its_path_and_the_last_checkpoint_is_whole(ranks: Ranks, tmp_path: Path) -> None:
     with pytest.raises(RanksFailed, match=rf"{tmp_path}.*Input/output error") as failed:
         ranks(2, failing, tmp_path, timeout=60)
+    assert isinstance(failed.value.exceptions[1], TierError)
+    assert ranks(2, going_on, tmp_path) == [2, 2]
+
+
+def test_an_error_of_the_disk_with_gradients_ends_all_ranks(ranks: Ranks, tmp_path: Path) -> None:
+    with pytest.raises(RanksFailed, match=rf"{tmp_path}.*No space left on device") as failed:
+        ranks(2, failing_gradients, tmp_path, timeout=60)
     assert isinstance(failed.value.exceptions[1], TierError)
     assert ranks(2, going_on, tmp_path) == [2, 2]
 

@@ -10,7 +10,7 @@ import inspect
 import math
 from collections.abc import Iterator
 
-from polyreme.config.keys import LEAVES, OPTIMIZERS, BatchSection, Keys, OptimizerSection, home
+from polyreme.config.keys import LEAVES, OPTIMIZERS, BatchSection, Keys, OptimizerSection, home, is_files
 from polyreme.config.span import Span
 from polyreme.config.words import default, toml
 
@@ -43,8 +43,13 @@ def derive(keys: Keys, world_size: int) -> dict[str, object]:
         derived["mesh.dp"] = dp
     if keys.zero.stage == "auto":
         derived["zero.stage"] = stage
-    if keys.zero.reduce_every == "auto":
-        derived["zero.reduce_every"] = "step" if stage < 2 else "microbatch"
+    reduce_every, states = keys.zero.reduce_every, home(keys.memory.states)[0]
+    if reduce_every == "auto":
+        spilled = is_files(home(keys.memory.gradients)[0])
+        reduce_every = derived["zero.reduce_every"] = "step" if stage < 2 and not spilled else "microbatch"
+    if keys.memory.gradients == "auto":
+        files = is_files(states) and is_files(home(keys.memory.params)[0]) and (reduce_every == "microbatch" or dp == 1)
+        derived["memory.gradients"] = states if files else "device" if states == ["device"] else "host"
     if keys.precision.reduce == "auto":
         derived["precision.reduce"] = "fp64" if keys.precision.compute == "fp64" else "fp32"
     if keys.batch.micro == "auto":
@@ -74,6 +79,7 @@ def conflicts(keys: Keys, world_size: int) -> Iterator[Conflict]:
     yield from _pipeline(keys)
     if dp := data_parallel(keys, world_size):
         yield from _batch(keys.batch, dp)
+        yield from _sums(keys, dp)
     yield from _optimizer(keys.optimizer)
     yield from _lr_schedule(keys)
     if keys.checkpoint.keep_every is not None and keys.checkpoint.keep is None:
@@ -159,12 +165,15 @@ def _memory(keys: Keys) -> Iterator[Conflict]:
     if isinstance(memory.states, dict) and (len({*memory.states} - {"device"}) != 1 or not math.isclose(sum(memory.states.values()), 1)):
         fix = 'write {host = 0.7, device = 0.3}, or another home than "host" in its place'
         yield "memory.states", "shares are of the device and of one other home, and add up to 1", fix
-    for key in ("states", "params"):
+    for key in ("states", "params", "gradients"):
         homes = home(getattr(memory, key))[0]
-        wrong = [name for name in homes if "/" not in name] if homes not in (["device"], ["host"]) else []
-        if wrong or not homes:
-            reason = f"{wrong[0]!r} is no folder" if wrong else "an empty list is no home"
+        wrong = [name for name in homes if "/" not in name] if is_files(homes) else []
+        if wrong or not homes or (homes == ["auto"] and key != "gradients"):
+            reason = "an empty list is no home" if not homes else f"{(wrong or homes)[0]!r} is no folder"
             yield f"memory.{key}", reason, 'write "device", "host", a folder such as "./offload", or a list of folders'
+    if memory.gradients != "auto" and (memory.gradients == "device") != (memory.states == "device"):
+        reason = "gradients leave the device for the CPU to update what is off it, then and only then"
+        yield "memory.gradients", reason, 'remove it, or write memory.states = "host" or a folder'
     if memory.activations not in ACTIVATIONS and "/" not in memory.activations:  # a folder made by mistake would fill unseen
         near = difflib.get_close_matches(memory.activations, ACTIVATIONS, n=1, cutoff=0.5)
         words = f'"{near[0]}"' if near else " or ".join(f'"{name}"' for name in ACTIVATIONS)
@@ -208,6 +217,14 @@ def _batch(batch: BatchSection, dp: int) -> Iterator[Conflict]:
     nearest = sorted(sorted(divisors, key=lambda n: abs(n - wanted))[:6])
     fix = f"write batch.micro = {' or '.join(map(str, nearest))}, or batch.size = {sizes}"
     yield "batch.micro", f"a rank's {share} samples of a step are no multiple of it", fix
+
+
+def _sums(keys: Keys, dp: int) -> Iterator[Conflict]:
+    share, micro = keys.batch.size // dp, keys.batch.micro
+    several = share > (micro if micro != "auto" else _micro(share, keys.mesh.pp)) if share else False
+    if several and dp > 1 and keys.zero.reduce_every == "step" and is_files(home(keys.memory.gradients)[0]):
+        reason = "sums of several micro-batches that are not reduced yet take memory, and memory.gradients is to take none"
+        yield "zero.reduce_every", reason, 'write zero.reduce_every = "microbatch", or remove it'
 
 
 SPECIFIC_KEYS = ("betas", "eps", "momentum", "nesterov", "matrix_lr", "matrix_momentum")

@@ -6,7 +6,7 @@ for `conflicts`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, Literal, get_args
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ByteSize, ConfigDict, Field, Strict, model_validator
@@ -187,6 +187,11 @@ class MemorySection(Section):
         description='Parameters between their uses: "device", "host", a folder or several; the last two with zero.stage = 3, whose blocks '
         "come to the device one by one, zero.prefetch ahead.",
     )
+    gradients: str | list[str] = Field(
+        default="auto",
+        description='Reduced gradients from backward to the update: "device", or with the states off the device "host", or a folder or '
+        "several; auto: files where states and parameters are in files, else with the states.",
+    )
     activations: str = Field(
         default="keep",
         description='"keep"; "recompute" in backward (activation checkpointing), block by block; or that, with what each block was given '
@@ -206,12 +211,17 @@ class MemorySection(Section):
 
 
 def home(value: Tier) -> tuple[list[str], float]:
-    """Where `memory.states` or `memory.params` are: ["device"], ["host"] or folders; and the share of them that is there, if not on the
-    device."""
+    """Where `memory.states`, `memory.params` or `memory.gradients` are: ["device"], ["host"] or folders; and the share of them that is
+    there, if not on the device."""
     if isinstance(value, dict):
         place = next((name for name in value if name != "device"), "device")
         return [place], value.get(place, 1.0)  # an empty one is refused (`conflicts`)
     return ([value] if isinstance(value, str) else value), 1.0
+
+
+def is_files(where: Sequence[str]) -> bool:
+    """Whether a home is folders."""
+    return where not in (["device"], ["host"], ["auto"])
 
 
 class PrecisionSection(Section):

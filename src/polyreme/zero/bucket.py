@@ -21,7 +21,8 @@ from polyreme.mesh import Axis
 from polyreme.region import Stored
 from polyreme.transport.work import DONE, Work
 from polyreme.zero.away import AwayShard
-from polyreme.zero.ferry import Ferry, Hold
+from polyreme.zero.ferry import Ferry
+from polyreme.zero.hold import Hold
 from polyreme.zero.records import Records
 from polyreme.zero.residency import Residency
 
@@ -39,7 +40,7 @@ class Formats:
 
 Microbatches = Literal["one", "added", "reduced", "left"]
 """Of a step's micro-batches: there is only one; their gradients are added up on the rank, and then reduced; or each's are reduced; and
-added up on the CPU, where that is another device and updates the bucket (left)."""
+added up where the bucket's hold has them, if it has one (left)."""
 
 
 class Pool:
@@ -75,11 +76,15 @@ def region_of(layout: BucketLayout, axis: Axis, residency: Residency) -> slice:
     return slice(0, layout.size) if residency.states == "full" and axis.size > 1 else slice(*layout.shard(axis.rank))
 
 
+def squares_by_row(flat: Tensor) -> Tensor:
+    """Sums of squares of each ALIGN elements of a flat tensor: float64, not finite if any element is not."""
+    dtype = flat.dtype if flat.dtype.itemsize >= 4 else torch.float32  # 64 elements of fp16 can overflow where each fits
+    return torch.linalg.vector_norm(flat.view(-1, ALIGN), dim=1, dtype=dtype).double().square_()
+
+
 def squared_norm(flat: Tensor) -> Tensor:
     """Sum of squares of a flat tensor whose size is a multiple of ALIGN: a float64 scalar, not finite if any element is not."""
-    dtype = flat.dtype if flat.dtype.itemsize >= 4 else torch.float32  # 64 elements of fp16 can overflow where each fits
-    rows = torch.linalg.vector_norm(flat.view(-1, ALIGN), dim=1, dtype=dtype)
-    return rows.double().square_().sum()
+    return squares_by_row(flat).sum()
 
 
 def _add(total: Tensor, gradient: Tensor) -> None:
@@ -125,6 +130,7 @@ class Bucket:
         records: Records | None = None,
         away: AwayShard | None = None,
         ferry: Ferry | None = None,
+        hold: Hold | None = None,
     ) -> None:
         if axis.size == 1:  # its shard is the whole
             residency = Residency("full" if away is None else "shard", "full", "shard")
@@ -161,15 +167,12 @@ class Bucket:
             parameter.data = self.full.data[slot.start : slot.stop].view(slot.shape)
 
         self.grad: Tensor | None = None
-        # where reduced gradients go, if not every rank needs all of them
-        self._hold: Hold | None = None
-        if self.ferry is not None and self.region == self.own and trainable:
-            self._hold = self.ferry.hold(layout.shard_size, formats.reduce, adds=microbatches == "left")
+        self._hold = hold  # where reduced gradients go, if they do not stay
         self._leaves = self._hold is not None and microbatches != "reduced"  # at each of its reductions
         # whether the memory of unreduced gradients comes and goes in a backward
         self._comes = trainable and (self._transient or self._leaves) and microbatches != "added"
         self._gone = False  # gradients have left the device
-        self._squares: Tensor | None = None  # of those, where they were the last
+        self._squares: Tensor | None = None  # of those: their sum, or those by row, which are counted where they went
         self._local: Tensor | None = None
         self._reducing: Work = DONE
         self._reduced = False  # grad holds a sum to which the next reduction is added
@@ -380,10 +383,16 @@ class Bucket:
             if index not in self._arrived:
                 self._local[slot.start : slot.stop].zero_()
         if self.grad is None:
-            self.grad = self._local[self.region] if self._reduces_in_place else self.axis.empty(
-                self.region.stop - self.region.start, self.formats.reduce, self.device)  # fmt: skip
+            self.grad = self._local[self.region] if self._reduces_in_place else self._room()
         self._reducing = self.axis.reduce_scatter(self.own_grad, self._local, accumulate=self._reduced)
         self._reduced = not self._adds_there
+
+    def _room(self) -> Tensor:
+        """For reduced gradients."""
+        size = self.region.stop - self.region.start
+        if self._hold is not None:  # to which they go, so that it comes back
+            return self._pool.take(size, self.formats.reduce)
+        return self.axis.empty(size, self.formats.reduce, self.device)
 
     def take_back(self) -> None:
         """Let autograd make gradients of its own again, not add to those that are here."""
@@ -401,15 +410,43 @@ class Bucket:
         go to where they are used."""
         self._reducing.wait()
         self._arrived.clear()
-        leave = False
-        if self._hold is not None and self.grad is not None and self.tie is None and (last or self._hold.adds):
-            leave, self._squares = True, None if self._hold.adds else self.squares()
-            self._hold.take(self.grad)
-            self.grad, self._gone = None, True
-        if self._local is not None and (self._transient or leave):
-            if not self._reduces_in_place:  # else it is what has just begun to leave
+        leaves, gone = False, True
+        if self._hold is not None and self.grad is not None and (last or self._hold.adds):
+            leaves, gone = True, self._leave(self._hold, last)
+        if self._local is not None and (self._transient or leaves):
+            if gone or not self._reduces_in_place:  # else it is what has just begun to leave
                 self._pool.give(self._local, self._reducing)
             self._local = None
+
+    def _leave(self, hold: Hold, last: bool) -> bool:
+        """Begin to move the reduced gradients to where they are added up or updated from. Returns whether they have left already."""
+        assert self.grad is not None
+        work = self.gather_grad()
+        work.wait()
+        if not hold.adds:
+            self._squares = self.squares()
+        elif last:
+            self._squares = torch.zeros(self.layout.shard_size // ALIGN, dtype=torch.float64)
+        gone = hold.take(self.grad, self._count if last and hold.adds else None)
+        if gone and not self._reduces_in_place:
+            self._pool.give(self.grad, work)
+        self.grad, self._gone = None, True
+        return gone
+
+    def _count(self, gradient: Tensor, start: int) -> None:
+        """Note the squares of what counts of the sums of gradients, from element `start` of the region on. In any thread."""
+        low = max(start + self.region.start, self.own.start)
+        high = min(start + self.region.start + gradient.numel(), self.own.stop)
+        if low >= high or self.counted is False:
+            return
+        assert self._squares is not None
+        part = gradient[low - start - self.region.start : high - start - self.region.start]
+        if self.counted is not True:
+            part = part * self.counted[low - self.own.start : high - self.own.start].to(part.device)
+        if rest := -part.numel() % ALIGN:  # behind it is padding, which is zero
+            part = torch.nn.functional.pad(part, (0, rest))
+        at = (low - self.own.start) // ALIGN
+        self._squares[at : at + part.numel() // ALIGN] = squares_by_row(part)
 
     @property
     def own_grad(self) -> Tensor:
@@ -426,14 +463,21 @@ class Bucket:
             raise RuntimeError("the bucket has no reduced gradients")
         return self.grad
 
+    @property
+    def spilled(self) -> Sequence[int] | None:
+        """The records of files that the reduced gradients are in, one for each of `records`; None where they are not in files."""
+        return None if self._hold is None else self._hold.order
+
     def squares(self) -> Tensor:
         """Of this rank's shard of the reduced gradients, the sum of squares of what counts: a float64 scalar."""
         if self._squares is not None:
-            return self._squares
+            if self._squares.dim():
+                assert self._hold is not None
+                self._hold.complete()
+            return self._squares.sum().to(self.device)
         if self.counted is False:
             return torch.zeros((), dtype=torch.float64, device=self.device)
-        own = self.gradients() if self._gone else self.own_grad
-        return squared_norm(own if self.counted is True else own * self.counted.to(own.device)).to(self.device)
+        return squared_norm(self.own_grad if self.counted is True else self.own_grad * self.counted)
 
     def gather_grad(self) -> Work:
         """Where states are full (stage 0): begin to give every rank the whole reduced gradient."""
@@ -446,10 +490,11 @@ class Bucket:
         self.take_back()
         self.finish_reduce()
         self._reducing.settle()
-        if self._gone and self._hold is not None and self.ferry is not None:
+        if self._gone and self._hold is not None:
             self._hold.clear()
             self._gone, self._squares = False, None
-            self.ferry.settle()
+            if self.ferry is not None:
+                self.ferry.settle()
         self.ever_arrived.clear()
         self._reduced = False
 
@@ -457,8 +502,8 @@ class Bucket:
 
     @property
     def _adds_there(self) -> bool:
-        """Whether the gradients of several micro-batches are added up on the CPU."""
-        return self._hold is not None and self._hold.adds and self.tie is None
+        """Whether the gradients of several micro-batches are added up where they are held."""
+        return self._hold is not None and self._hold.adds
 
     @property
     def _reduces_in_place(self) -> bool:

@@ -7,7 +7,7 @@ Invariant: memory is written again only when what it held has arrived. No commun
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from polyreme.disk import aligned, padded
 from polyreme.tiers import Traffic
 from polyreme.tiers.lane import Lane, lane_to
 from polyreme.transport.direct import sum_into
+from polyreme.zero.hold import Final
 from polyreme.zero.kernels import Crew
 
 BACK = 2
@@ -34,10 +35,10 @@ class Ferry:
         self.memory = 0
         """Bytes of host memory that it takes."""
         self._pin = device.type == "cuda"
-        self._lane: Lane = lane_to(device)
+        self.lane: Lane = lane_to(device)
         self._back: deque[tuple[Any, Tensor]] = deque()  # when each piece of memory is free
         self._pieces = 0  # of memory
-        self._arriving: deque[tuple[Hold, Any, Tensor, Tensor]] = deque()  # when which gradient has arrived, and the memory that has it
+        self._arriving: deque[tuple[HostHold, Any, Tensor, Tensor]] = deque()  # when which gradient has arrived, and the memory that has it
         self._free: list[Tensor] = []  # such memory
 
     @classmethod
@@ -45,10 +46,10 @@ class Ferry:
         """None for a CPU, which has its gradients at hand."""
         return None if device.type == "cpu" else cls(device)
 
-    def hold(self, elements: int, dtype: torch.dtype, adds: bool = False) -> Hold:
+    def hold(self, elements: int, dtype: torch.dtype, adds: bool = False) -> HostHold:
         """Room for the gradients of one bucket, or for the sum of what it takes (`adds`)."""
         nbytes = elements * dtype.itemsize
-        return Hold(self, self.take(nbytes)[:nbytes].view(dtype), adds)
+        return HostHold(self, self.take(nbytes)[:nbytes].view(dtype), adds)
 
     def take(self, nbytes: int) -> Tensor:
         """Host memory, of at least so many bytes."""
@@ -57,11 +58,11 @@ class Ferry:
 
     def leave(self, gradient: Tensor, memory: Tensor) -> Any:
         """Begin to copy a gradient, which is freed once it has left."""
-        self._lane.settle()
+        self.lane.settle()
         self.traffic.written += gradient.nbytes
-        return self._lane.out(gradient.view(torch.uint8), memory.view(torch.uint8))
+        return self.lane.out(gradient.view(torch.uint8), memory.view(torch.uint8))
 
-    def bring(self, gradient: Tensor, hold: Hold) -> None:
+    def bring(self, gradient: Tensor, hold: HostHold) -> None:
         """Begin to copy a gradient, which is freed once it has left, to be added to what `hold` has; those before the last ARRIVING are
         added now."""
         while len(self._arriving) >= ARRIVING:
@@ -88,15 +89,15 @@ class Ferry:
         memory = self._next(target.nbytes, BACK + crew.most)
         numbers = memory[: target.nbytes].view(target.dtype).view(target.shape)
         self.traffic.read += target.nbytes
-        crew.do(fill(numbers), lambda: self._back.append((self._lane.into(numbers, target), memory)))
+        crew.do(fill(numbers), lambda: self._back.append((self.lane.into(numbers, target), memory)))
 
     def arrive(self) -> None:
         """Before what was sent is used."""
-        self._lane.arrive()
+        self.lane.arrive()
 
     def settle(self) -> None:
         """Before memory of the device that gradients were in is written again."""
-        self._lane.settle()
+        self.lane.settle()
 
     def _next(self, nbytes: int, most: int) -> Tensor:
         if self._pieces < most:
@@ -115,38 +116,45 @@ class Ferry:
         return self.take(nbytes)
 
 
-class Hold:
-    """Where one bucket's reduced gradients are from their last reduction in a step to the update; or from the first one on, and those
-    of the others are added to them (`adds`), in the order in which they are taken."""
+class HostHold:
+    """A Hold, in `memory`."""
+
+    order: Sequence[int] | None = None
 
     def __init__(self, ferry: Ferry, memory: Tensor, adds: bool) -> None:
         self.adds = adds
         self._ferry, self._memory = ferry, memory
         self._left: Any = None
         self._holds = False  # what the next one is to be added to
+        self._final: Final | None = None
 
-    def take(self, gradient: Tensor) -> None:
-        """Begin to copy `gradient` (of the memory's size; of its dtype, where none are added) to host memory."""
+    def take(self, gradient: Tensor, final: Final | None = None) -> bool:
         if self.adds:
             self._ferry.bring(gradient, self)
         else:
             self._left = self._ferry.leave(gradient, self._memory)
+        self._final = final
+        return False
 
     def add(self, gradient: Tensor) -> None:
         """Add what has arrived."""
         sum_into(self._memory, [gradient], accumulate=self._holds)
         self._holds = True
 
-    def numbers(self) -> Tensor:
-        """What was taken last, or the sum since `clear`, on the CPU."""
+    def complete(self) -> None:
         if self.adds:
             self._ferry.add_all()
         elif self._left is not None:
             self._left.synchronize()
             self._left = None
+        if self._final is not None:
+            self._final(self._memory, 0)
+            self._final = None
+
+    def numbers(self) -> Tensor:
+        self.complete()
         return self._memory
 
     def clear(self) -> None:
-        """Before the first gradient of a step."""
         self._ferry.add_all()
-        self._holds = False
+        self._holds, self._final = False, None

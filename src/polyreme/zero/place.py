@@ -24,9 +24,11 @@ from polyreme.zero.blocks import Unit
 from polyreme.zero.bucket import Bucket, Formats, Microbatches, Pool, region_of
 from polyreme.zero.compact import States
 from polyreme.zero.ferry import Ferry
+from polyreme.zero.hold import Hold
 from polyreme.zero.optimizers import Recipe
 from polyreme.zero.records import Records
 from polyreme.zero.residency import Residency
+from polyreme.zero.spill import Spill
 
 
 @dataclass(eq=False)
@@ -209,11 +211,14 @@ def place(
                 layout = BucketLayout.build(specs, axis.size, kind.boundary)
                 by_name = {e.names[0]: e for e in part}
                 ordered = [by_name[slot.name] for slot in layout.slots]
-                records = None
+                records, hold = None, None
                 if kind.trainable and (tier := homes.next(layout.size)) is not None:
-                    records = Records(layout, region_of(layout, axis, residency), recipe.groups, formats.master, tier, homes.compact)
+                    region = region_of(layout, axis, residency)
+                    records = Records(layout, region, recipe.groups, formats.master, tier, homes.compact)
+                    if division.ranks_of(kind.stages) not in division.ties:  # else several add theirs up at the end of a step
+                        hold = homes.hold(records, region, formats.reduce, microbatches)
                 away = homes.away.shard(layout.shard_size, kind.dtype) if homes.away is not None else None
-                planned.append(_Planned(unit, kind, part[0].at, ordered, layout, records, away))
+                planned.append(_Planned(unit, kind, part[0].at, ordered, layout, records, away, hold))
     homes.commit()
     pool = Pool(axis, device)
     found: list[tuple[int, Bucket]] = []
@@ -235,8 +240,8 @@ def place(
 
 class Homes:
     """What is not in the device's memory: masters and states of `share` of all elements, as near as whole buckets come to it, which are in
-    `tier` (`compact`: see Records), from which the CPU updates them, and reaches the device by `ferry`; and the shards of all parameters,
-    where there is `away`."""
+    `tier` (`compact`: see Records), from which the CPU updates them, and reaches the device by `ferry`; their gradients, where there is
+    `spill`; and the shards of all parameters, where there is `away`."""
 
     def __init__(
         self,
@@ -245,8 +250,9 @@ class Homes:
         away: Away | None = None,
         compact: States | None = None,
         ferry: Ferry | None = None,
+        spill: Spill | None = None,
     ) -> None:
-        self.tier, self.away, self._share, self.compact, self.ferry = tier, away, share, compact, ferry
+        self.tier, self.away, self._share, self.compact, self.ferry, self.spill = tier, away, share, compact, ferry, spill
         self._seen = self._taken = 0
 
     def next(self, elements: int) -> Tier | None:
@@ -256,6 +262,12 @@ class Homes:
             return None
         self._taken += elements
         return self.tier
+
+    def hold(self, records: Records, region: slice, dtype: torch.dtype, microbatches: Microbatches) -> Hold | None:
+        """Where the reduced gradients of a bucket's `region` are to go, whose states `records` has; None: they stay."""
+        if self.spill is not None:
+            return self.spill.hold(records, region, dtype)
+        return None if self.ferry is None else self.ferry.hold(region.stop - region.start, dtype, adds=microbatches == "left")
 
     def commit(self) -> None:
         """Take the space of all that was reserved."""
@@ -269,10 +281,8 @@ class Homes:
 
     def memory(self, shards: int) -> int:
         """Bytes of host memory that tiers take, or what it takes to move theirs; of parameters in files as many as `shards`."""
-        states = (self.tier.buffers if self.tier is not None else 0) + (self.ferry.memory if self.ferry is not None else 0)
-        if self.away is None:
-            return states
-        return states + (shards + self.away.tier.buffers if self.away.is_far else self.away.tier.buffers)
+        total = sum(tier.buffers for tier in self._tiers().values()) + (self.ferry.memory if self.ferry is not None else 0)
+        return total + (shards if self.away is not None and self.away.is_far else 0)
 
     def report(self) -> dict[str, dict[str, float]]:
         """For `Engine.tiers`."""
@@ -282,13 +292,15 @@ class Homes:
         for name, tier in self._tiers().items():
             memory = tier.buffers if self.away is None or tier is not self.away.tier else self.away.memory
             found[name] = {"bytes": tier.nbytes, "memory": memory, **asdict(tier.traffic)}
-        if self.ferry is not None:
+        if self.ferry is not None and self.spill is not None:
+            found["gradients"]["memory"] += self.ferry.memory
+        elif self.ferry is not None:
             found["gradients"] = {"bytes": self.ferry.memory, "memory": self.ferry.memory, **asdict(self.ferry.traffic)}
         return found
 
     def _tiers(self) -> dict[str, Tier]:
-        named = {"states": self.tier, "params": self.away.tier if self.away is not None else None}
-        return {name: tier for name, tier in named.items() if tier is not None}
+        homes = {"states": self, "params": self.away, "gradients": self.spill}
+        return {name: home.tier for name, home in homes.items() if home is not None and home.tier is not None}
 
 
 @dataclass
@@ -302,6 +314,7 @@ class _Planned:
     layout: BucketLayout
     records: Records | None
     away: AwayShard | None
+    hold: Hold | None
 
 
 Owned = Literal["all", "some", "none"]
@@ -429,7 +442,7 @@ def _fill(
                 owner, _, attribute = name.rpartition(".")
                 setattr(model.get_submodule(owner), attribute, entry.parameter)  # recurrent modules follow assignments
     bucket = Bucket(plan.layout, [e.parameter for e in plan.entries], axis, residency, formats, pool, device, plan.kind.trainable,
-                    microbatches, plan.records, plan.away, ferry)  # fmt: skip
+                    microbatches, plan.records, plan.away, ferry, plan.hold)  # fmt: skip
     for slot, value in zip(plan.layout.slots, values, strict=True):
         if value is not None:
             axis.broadcast(value)

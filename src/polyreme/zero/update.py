@@ -69,7 +69,8 @@ class Update:
         """Where masters and states are, if they are not in the device's memory."""
         self.one_by_one = bucket.device.type == "cpu" or self.records is not None
         """Whether a piece is scaled and updated before the next one is read; else all of a group are at once."""
-        self._stays = self.records is None or isinstance(self.records.tier, HostTier)  # in place, so that several are updated at a time
+        # all that an update needs is in its place, so that several are updated at a time
+        self._stays = (self.records is None or isinstance(self.records.tier, HostTier)) and bucket.spilled is None
         self._crew = Crew()
         self._staged: dict[int, Tensor] = {}  # bytes of all records by number, while they are loaded
         self._wide: dict[_Piece, dict[str, Tensor]] = {}  # states that are kept in fewer bits, while they are loaded
@@ -119,14 +120,15 @@ class Update:
         unused: Collection[int] = (),
         stream: Iterable[Tensor] = (),
         count: int = 0,
+        spilled: Iterable[Tensor] = (),
     ) -> None:
         """One optimizer step from the bucket's reduced gradients times `factor`, with these `options` (lr, ...) of each group; and the new
         parameters, rounded.
 
         `unused` are the indices of parameters that no rank has a gradient for. `stream`: an iterator over records, from this
-        bucket's on. `count`: steps before this one.
+        bucket's on. `count`: steps before this one. `spilled`: an iterator likewise over records of gradients, if they are in files.
         """
-        grad = self.bucket.gradients()
+        grad = self.bucket.gradients() if self.bucket.spilled is None else None
         absent = [slot for index in unused if (slot := self.bucket.layout.slots[index]).size]
         for slot in absent:
             self._isolate(slot)
@@ -135,17 +137,22 @@ class Update:
                 group.update({key: options[at][key] for key in group if key not in ("params", "fused") and key in options[at]})
         left_out = {p for p in self._pieces if any(slot.start < p.run.stop and p.run.start < slot.stop for slot in absent)}
         if not self.one_by_one:
+            assert grad is not None
             for at in self._optimizers:
                 if pieces := [piece for piece in self._pieces if piece.run.group == at and piece not in left_out]:
                     self._at_once(at, pieces, grad, factor)
             self.bucket.round()
             return
-        target, coming = self.bucket.rounded(keep=bool(left_out)), iter(stream)
+        target, coming, gradients = self.bucket.rounded(keep=bool(left_out)), iter(stream), iter(spilled)
         for record, turn in groupby(self._pieces, lambda piece: piece.record):
             memory = None if record is None else next(coming)
+            gradient, start = grad, None
+            if gradient is None and record is not None:
+                gradient, start = next(gradients).view(self.bucket.formats.reduce), record.run.start
+            assert gradient is not None
             for piece in turn:
                 if piece not in left_out:
-                    self._one(piece, memory, self._view(grad, piece.run), factor, self._view(target, piece.run), count)
+                    self._one(piece, memory, self._view(gradient, piece.run, start), factor, self._view(target, piece.run), count)
         self._crew.finish()
         if self.bucket.ferry is not None:
             self.bucket.ferry.arrive()
@@ -351,8 +358,10 @@ class Update:
             self._trials[group] = trial_state(self._groups[group], None, self.bucket.formats.master, device)
         return self._trials[group]
 
-    def _view(self, region: Tensor, run: Run) -> Tensor:
-        flat = region[run.start - self.bucket.region.start : run.stop - self.bucket.region.start]
+    def _view(self, numbers: Tensor, run: Run, start: int | None = None) -> Tensor:
+        """The run's part of numbers of the bucket's region, or from its element `start` on."""
+        start = self.bucket.region.start if start is None else start
+        flat = numbers[run.start - start : run.stop - start]
         return flat.view(run.slot.shape) if run.slot is not None else flat
 
     def _isolate(self, slot: Slot) -> None:
