@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import polyreme
 from polyreme.lookup import gradients_by_rows, look_up_by_rows
 
 ROWS, WIDTH, PADDING = 23, 4, 3
@@ -113,3 +114,19 @@ def test_classes_with_a_forward_of_their_own_are_left_alone() -> None:
     with gradients_by_rows():
         model(IDS).sum().backward()
     assert model[0].weight.grad.layout == torch.strided
+
+
+def test_gradients_of_several_micro_batches_add_up_as_torch_adds_them() -> None:
+    """Each one's rows first to each other, then to those of the others."""
+    plain, _ = both()
+    engine = polyreme.initialize(
+        copy.deepcopy(plain),
+        {"batch": {"size": 4, "micro": 1}, "optimizer": {"name": "sgd", "lr": 1.0, "clip": "none", "weight_decay": 0.0}},
+        loss_fn=lambda output, batch: (output, 1),
+    )
+    batch = torch.randint(0, ROWS, (4, 200), generator=torch.Generator().manual_seed(1))
+    for each in batch:
+        (plain(each[None]) / 4).backward()
+    torch.optim.SGD(plain.parameters(), lr=1.0).step()
+    engine.train_step({"ids": batch})
+    assert torch.equal(engine.state_dict()["table.weight"], plain.table.weight)
