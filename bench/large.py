@@ -97,7 +97,8 @@ def rank_main(args: argparse.Namespace) -> None:
     if args.states == "files":
         traffic["states"] = (states, states)
     if engine.config.memory.gradients not in ("device", "host"):
-        gradients = sum(padded((record.run.stop - record.run.start) * 4) for record in records)
+        reduced = engine._placement.trainable[0].formats.reduce.itemsize
+        gradients = sum(padded((record.run.stop - record.run.start) * reduced) for record in records)
         traffic["gradients"] = (gradients, gradients)
     if args.params == "files":
         traffic["params"] = (2 * sum(shard.values()) - stay, sum(shard.values()))
