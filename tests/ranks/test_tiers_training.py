@@ -256,6 +256,12 @@ def test_gradients_in_files_of_an_optimizer_of_whole_tensors(ranks: Ranks, tmp_p
     assert_equal(ranks, world, "llama", settings, tmp_path, steps=3)
 
 
+def test_gradients_go_to_files_after_the_others_have_read_them(ranks: Ranks, tmp_path: Path) -> None:
+    """At stage 0 the ranks read each other's reduced gradients, in memory that is used again when they have left."""
+    settings = Case(4, 0, "lion", "fp32", 1, "step").settings()
+    assert_equal(ranks, 4, "llama", [settings[0], *settings[-3:]], tmp_path, steps=3)
+
+
 def threaded(rank: int, world: int, settings: list[dict[str, Any]]) -> list[training.Run]:
     torch.set_num_threads(2)
     try:

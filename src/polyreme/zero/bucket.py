@@ -421,15 +421,16 @@ class Bucket:
     def _leave(self, hold: Hold, last: bool) -> bool:
         """Begin to move the reduced gradients to where they are added up or updated from. Returns whether they have left already."""
         assert self.grad is not None
-        work = self.gather_grad()
-        work.wait()
+        if self.region != self.own:
+            self._reducing = self.gather_grad()  # which others end reading after the reduction
+            self._reducing.wait()
         if not hold.adds:
             self._squares = self.squares()
         elif last:
             self._squares = torch.zeros(self.layout.shard_size // ALIGN, dtype=torch.float64)
         gone = hold.take(self.grad, self._count if last and hold.adds else None)
         if gone and not self._reduces_in_place:
-            self._pool.give(self.grad, work)
+            self._pool.give(self.grad, self._reducing)
         self.grad, self._gone = None, True
         return gone
 
