@@ -533,6 +533,7 @@ class Bucket:
         if self.trainable:
             gradients = self.layout.size * self.formats.local.itemsize * (not self._comes)
             gradients += 0 if self._leaves else self._reduced_bytes
+            gradients += self.layout.shard_size // ALIGN * torch.float64.itemsize if self._adds_there else 0  # squares by row
         master = self.master is not None and (self._away is not None or self.formats.master != self.formats.compute)
         return parameters * itemsize, gradients, region * self.formats.master.itemsize * master
 

@@ -31,6 +31,8 @@ class Spill:
 
     def __init__(self, tier: FileTier, lane: Lane, adds: bool) -> None:
         self.tier, self.lane, self.adds = tier, lane, adds
+        self.sums: SimpleQueue[Tensor] = SimpleQueue()
+        """Memory for what gradients are added to: of each thread."""
         self._holds: list[FileHold] = []
 
     def hold(self, records: Records, region: slice, dtype: torch.dtype) -> FileHold:
@@ -45,7 +47,7 @@ class Spill:
         return self.tier.stream(order, write=False)
 
     def begin(self) -> Tensor:
-        """Memory for a record, which is given back (`free`) when it is written. The tier's, which is not streamed meanwhile."""
+        """Memory for a record, which goes back to `free` when it is written. The tier's, which is not streamed meanwhile."""
         began = time.perf_counter()
         memory = self.free.get()
         self.tier.traffic.waited += time.perf_counter() - began
@@ -54,20 +56,11 @@ class Spill:
 
     @cached_property
     def free(self) -> SimpleQueue[Tensor]:
-        """Memory for gradients."""
-        return _queue(self.tier.ring[THREADS if self.adds else 0 :])
-
-    @cached_property
-    def sums(self) -> SimpleQueue[Tensor]:
-        """Memory for what they are added to: of each thread."""
-        return _queue(self.tier.ring[:THREADS])
-
-
-def _queue(memory: Sequence[Tensor]) -> SimpleQueue[Tensor]:
-    found: SimpleQueue[Tensor] = SimpleQueue()
-    for each in memory:
-        found.put(each)
-    return found
+        """Memory for gradients. Asked for first by `begin`, before any thread does."""
+        found: SimpleQueue[Tensor] = SimpleQueue()
+        for i, memory in enumerate(self.tier.ring):
+            (self.sums if self.adds and i < THREADS else found).put(memory)
+        return found
 
 
 class FileHold:
