@@ -1,5 +1,5 @@
-"""Trains with states and parameters in every home (device, host memory, files, shared out) under every ZeRO stage, optimizer, accumulation,
-precision and number of ranks: the whole product, of which the tests run a cover.
+"""Trains with states, parameters and gradients in every home (device, host memory, files, shared out) under every ZeRO stage, optimizer,
+accumulation, precision and number of ranks: the whole product, of which the tests run a cover.
 
     python bench/homes.py --out bench/results/NAME.json                     # what NAME.json does not have yet
     python bench/homes.py --out bench/results/NAME.json --seconds 600       # a part; the next run goes on
@@ -68,10 +68,11 @@ def markdown(result: Mapping[str, Any], cases: int) -> str:
         f"{env['date']}, commit {env['commit']}; Python {env['python']}, torch {env['versions']['torch']}, transformers "
         f"{env['versions']['transformers']}.", "", f"    {env['command']}", "",
         f"{len(runs)} of {cases} runs of {STEPS} steps of a small Llama with clipping, with one micro-batch and with two, each in "
-        f"{len(homes(2))} homes (states on the device, in host memory, in files of two folders, half in host memory), at stage 3 in "
-        f"{len(homes(3))} (and parameters in host memory, in files, with states in files or host memory): every loss, gradient norm and "
-        f"final weight has the bits that it has on the device. {len(runs) - len(wrong)} pass, {len(wrong)} are wrong. In fp16 some "
-        "of the steps overflow and are skipped, and some are not.", "",
+        f"{len(homes(2))} homes (states on the device, in host memory, in files of two folders, half in host memory; of these the last "
+        f"three with gradients in files, too), at stage 3 in {len(homes(3))} (and parameters in host memory, in files, with states in "
+        "files or host memory), but without gradients in files where several ranks add up micro-batches before they reduce: every loss, "
+        f"gradient norm and final weight has the bits that it has on the device. {len(runs) - len(wrong)} pass, {len(wrong)} are wrong. In "
+        "fp16 some of the steps overflow and are skipped, and some are not.", "",
         "| passed | " + " | ".join(" ".join(column) for column in columns) + " |", "|---|" + "--:|" * len(columns),
     ]  # fmt: skip
     for stage, world in itertools.product(range(4), (1, 2, 4)):
