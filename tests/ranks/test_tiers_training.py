@@ -326,8 +326,8 @@ def opened_for(world: int, folder: Path, **memory: str) -> polyreme.Engine:
     return polyreme.initialize(models.llama(), made, loss_fn=models.causal_loss)
 
 
-def failing(rank: int, world: int, folder: Path) -> None:
-    engine = opened_for(world, folder)
+def failing(rank: int, world: int, folder: Path, call: str, memory: dict[str, str]) -> None:
+    engine = opened_for(world, folder, **memory)
     batch = models.share(models.tokens(training.SAMPLES), rank, world)
     engine.train_step(batch)
     engine.save(folder / "checkpoint")
@@ -336,22 +336,7 @@ def failing(rank: int, world: int, folder: Path) -> None:
         def broken(*_: Any) -> int:
             raise OSError(5, "Input/output error")
 
-        os.preadv = broken
-    engine.train_step(batch)
-
-
-def failing_gradients(rank: int, world: int, folder: Path) -> None:
-    """In the middle of a backward."""
-    engine = opened_for(world, folder, states="host", gradients=str(folder / "tier"))
-    batch = models.share(models.tokens(training.SAMPLES), rank, world)
-    engine.train_step(batch)
-    engine.save(folder / "checkpoint")
-    if rank == 1:
-
-        def broken(*_: Any) -> int:
-            raise OSError(28, "No space left on device")
-
-        os.pwritev = broken
+        setattr(os, call, broken)
     engine.train_step(batch)
 
 
@@ -361,16 +346,14 @@ def going_on(rank: int, world: int, folder: Path) -> int:
     return engine.train_step(models.share(models.tokens(training.SAMPLES), rank, world)).step
 
 
-def test_an_error_of_the_disk_ends_all_ranks_with_its_path_and_the_last_checkpoint_is_whole(ranks: Ranks, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("call", "gradients"), [("preadv", False), ("pwritev", True)], ids=["states", "gradients"])
+def test_an_error_of_the_disk_ends_all_ranks_with_its_path_and_the_last_checkpoint_is_whole(
+    ranks: Ranks, tmp_path: Path, call: str, gradients: bool
+) -> None:
+    """That of gradients in the middle of a backward."""
+    memory = {"states": "host", "gradients": str(tmp_path / "tier")} if gradients else {}
     with pytest.raises(RanksFailed, match=rf"{tmp_path}.*Input/output error") as failed:
-        ranks(2, failing, tmp_path, timeout=60)
-    assert isinstance(failed.value.exceptions[1], TierError)
-    assert ranks(2, going_on, tmp_path) == [2, 2]
-
-
-def test_an_error_of_the_disk_with_gradients_ends_all_ranks(ranks: Ranks, tmp_path: Path) -> None:
-    with pytest.raises(RanksFailed, match=rf"{tmp_path}.*No space left on device") as failed:
-        ranks(2, failing_gradients, tmp_path, timeout=60)
+        ranks(2, failing, tmp_path, call, memory, timeout=60)
     assert isinstance(failed.value.exceptions[1], TierError)
     assert ranks(2, going_on, tmp_path) == [2, 2]
 

@@ -494,8 +494,6 @@ class Bucket:
         if self._gone and self._hold is not None:
             self._hold.clear()
             self._gone, self._squares = False, None
-            if self.ferry is not None:
-                self.ferry.settle()
         self.ever_arrived.clear()
         self._reduced = False
 

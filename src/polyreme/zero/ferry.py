@@ -95,10 +95,6 @@ class Ferry:
         """Before what was sent is used."""
         self.lane.arrive()
 
-    def settle(self) -> None:
-        """Before memory of the device that gradients were in is written again."""
-        self.lane.settle()
-
     def _next(self, nbytes: int, most: int) -> Tensor:
         if self._pieces < most:
             self._pieces += 1
@@ -157,4 +153,5 @@ class HostHold:
 
     def clear(self) -> None:
         self._ferry.add_all()
+        self._ferry.lane.settle()
         self._holds, self._final = False, None

@@ -30,4 +30,4 @@ class Hold(Protocol):
         """What was taken last, or the sum since `clear`, on the CPU."""
 
     def clear(self) -> None:
-        """Before the first gradient of a step."""
+        """Before the first gradient of a step, and before memory of the device that gradients were in is written again."""

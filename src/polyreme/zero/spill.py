@@ -122,5 +122,6 @@ class FileHold:
 
     def clear(self) -> None:
         wait(self._jobs.values())
+        self._spill.lane.settle()
         self._jobs.clear()
         self._holds = False
