@@ -78,16 +78,19 @@ class Directory:
         return self._numbers[file], begin, end
 
     def open(self, file: int) -> DirectFile:
-        """`files[file]`, for `contribution`; to be closed."""
+        """`files[file]`, for `block`; to be closed."""
         path = self.path / self._paths[file]
         with reading(path):
             return DirectFile(path)
 
-    def contribution(self, opened: DirectFile, file: int, begin: int, end: int, memory: memoryview, others: bool) -> int:
-        """Reads the bytes [begin, end) of `files[file]`: what they add to its checksum. memory: see `DirectFile.read`; it has them then.
-        others: others will read them, too."""
+    def block(self, opened: DirectFile, begin: int, end: int, memory: memoryview, others: bool) -> memoryview:
+        """The bytes [begin, end) of a file that `open` gave, read into the memory (see `DirectFile.read`). others: others will read them,
+        too."""
         with reading(opened.path):
-            data = opened.read(memory, begin, end, others)
+            return opened.read(memory, begin, end, others)
+
+    def contribution(self, file: int, data: memoryview, end: int) -> int:
+        """What these bytes, which end at `end`, add to the checksum of `files[file]`."""
         return crc.contribution(data, self.files[file].size - end)
 
     def _range(self, kind: str, name: str, start: int, stop: int) -> tuple[str, int, int]:

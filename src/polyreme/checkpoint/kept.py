@@ -14,9 +14,10 @@ import socket
 from bisect import bisect_left, bisect_right
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import islice, pairwise
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any, NamedTuple
 
 import torch
@@ -26,14 +27,15 @@ from polyreme.checkpoint.directory import Directory
 from polyreme.checkpoint.source import TensorInfo
 from polyreme.checkpoint.together import together
 from polyreme.checkpoint.write import combine
-from polyreme.disk import ALIGNMENT, aligned
+from polyreme.disk import ALIGNMENT, HUGE_PAGE, aligned
 from polyreme.mesh import Axis
 from polyreme.tiers.host import available
 
-BLOCK = 1 << 21
-"""Bytes that are read at once, or half as many again. At least four ALIGNMENTs."""
-THREADS = 6
-"""So that the disk has something to do while some of them compare and copy (docs/LOG.md)."""
+BLOCK = HUGE_PAGE
+"""Bytes that are read at once, at most."""
+READERS, TAKERS, BUFFERS = 6, 2, 14
+"""Threads that only read, threads that compare and copy what was read, and blocks of memory that they share. If a thread did both, the disk
+would wait for it: a virtual one may serve all that it was asked for before it tells of any (docs/LOG.md)."""
 LARGEST = 16
 """Bytes of the largest number."""
 SHARE = 1 << 26
@@ -185,9 +187,9 @@ def _memory(low: int, high: int, into: Tensor | None) -> Tensor:
 
 
 def _blocks(part: Part) -> Iterator[tuple[int, int]]:
-    """Its bytes in parts of one size, about BLOCK: they are cut where pages begin."""
+    """Its bytes in parts of one size, with their pages at most BLOCK: they are cut where pages begin."""
     size = part.end - part.begin
-    count = max(1, round(size / BLOCK))
+    count = -(-size // (BLOCK - 2 * ALIGNMENT))
     cuts = [(part.begin + size * i // count) // ALIGNMENT * ALIGNMENT for i in range(1, count)]
     return pairwise([part.begin, *cuts, part.end])
 
@@ -197,10 +199,13 @@ def _read(source: Directory, parts: Sequence[Part], kept: Sequence[tuple[Range, 
     found = [0] * len(source.files)
     begins = [each[0][:2] for each in kept]
     waiting = deque((part.file, begin, end, part.others) for part in parts for begin, end in _blocks(part))
+    free: SimpleQueue[Tensor] = SimpleQueue()
+    for memory in aligned(BUFFERS * BLOCK).split(BLOCK):
+        free.put(memory)
 
-    def read_all() -> list[tuple[int, int]]:
-        """The contributions to files of the blocks that this thread got."""
-        memory, opened, contributions = aligned(2 * BLOCK), -1, []
+    def read_all() -> list[Future[tuple[int, int]]]:
+        """The contributions to files of the blocks that this thread read."""
+        opened, contributions = -1, []
         with contextlib.ExitStack() as files:
             while waiting:
                 try:
@@ -210,21 +215,30 @@ def _read(source: Directory, parts: Sequence[Part], kept: Sequence[tuple[Range, 
                 if file != opened:
                     files.close()
                     reading, opened = files.enter_context(contextlib.closing(source.open(file))), file
-                contributions.append((file, source.contribution(reading, file, begin, end, memory.numpy().data, others)))
-                data = memory[begin % ALIGNMENT :]
-                first, last = bisect_right(begins, (file, begin)) - 1, bisect_left(begins, (file, end))
-                for (other, low, high), place in kept[max(first, 0) : last]:
-                    start, stop = max(begin, low), min(end, high)
-                    if other == file and start < stop:
-                        place[start - low : stop - low].copy_(data[start - begin : stop - begin])
+                memory = free.get()
+                data = source.block(reading, begin, end, memory.numpy().data, others)
+                contributions.append(takers.submit(take, file, begin, data, memory))
         return contributions
 
-    with ThreadPoolExecutor(THREADS) as pool:
-        threads = [pool.submit(read_all) for _ in range(THREADS)]
+    def take(file: int, begin: int, data: memoryview, memory: Tensor) -> tuple[int, int]:
         try:
-            for thread in threads:
-                for file, contribution in thread.result():
-                    found[file] ^= contribution
+            end, numbers = begin + len(data), memory[begin % ALIGNMENT :]
+            first, last = bisect_right(begins, (file, begin)) - 1, bisect_left(begins, (file, end))
+            contribution = source.contribution(file, data, end)
+            for (other, low, high), place in kept[max(first, 0) : last]:
+                start, stop = max(begin, low), min(end, high)
+                if other == file and start < stop:
+                    place[start - low : stop - low].copy_(numbers[start - begin : stop - begin])
+            return file, contribution
+        finally:
+            free.put(memory)
+
+    with ThreadPoolExecutor(TAKERS) as takers, ThreadPoolExecutor(READERS) as readers:
+        threads = [readers.submit(read_all) for _ in range(READERS)]
+        try:
+            for taken in (each for thread in threads for each in thread.result()):
+                file, contribution = taken.result()
+                found[file] ^= contribution
         finally:
             waiting.clear()
     return found
