@@ -23,7 +23,7 @@ from polyreme import model_map
 from polyreme.checkpoint import load
 from polyreme.checkpoint.directory import Directory
 from polyreme.checkpoint.folder import RunFolder
-from polyreme.checkpoint.kept import Need
+from polyreme.checkpoint.kept import Early, Need
 from polyreme.checkpoint.open import open_source
 from polyreme.checkpoint.resume import Resume
 from polyreme.checkpoint.save import Content, small_files
@@ -38,7 +38,7 @@ from polyreme.step import Step
 from polyreme.version import VERSION
 from polyreme.zero.bucket import Bucket
 from polyreme.zero.place import Placement
-from polyreme.zero.state import frozen, loaded, saved
+from polyreme.zero.state import frozen, masters, saved, states
 from polyreme.zero.update import Update
 
 
@@ -128,19 +128,24 @@ def restore(parts: Parts, path: Path, strict: bool, weights_only: bool, axis: Ax
     candidates = [path / name for name in names] or [path]
     problems: list[str] = []
     for each in candidates:
+        weights: _Weights | None = None
         try:
             source = _open(each, axis)
             found = _match(parts, source, axis)
             alike = isinstance(source, Directory) and not weights_only
             homes: Homes = {update.bucket: update.homes() for update in parts.updates} if alike else {}
-            source = load.verify(source, _needs(parts, source, found, homes, weights_only), axis)
+            weights = _Weights(parts, found, axis)
+            early = weights.early() if alike and all(homes.values()) else None  # else states are not read before the weights are there
+            source = load.verify(source, _needs(parts, source, found, homes, weights_only), axis, early)
             scalars = _look(parts, source, found, strict, weights_only, axis)
         except CheckpointError as error:
+            if weights is not None:
+                weights.put_back()
             problems.append(f"{each} was passed over: {error}")
             if len(problems) == len(candidates):
                 raise CheckpointError("\n".join([*problems[:-1], str(error)])) from error
         else:
-            return _take(parts, source, found, scalars, homes, weights_only, axis, problems)
+            return _take(parts, source, found, scalars, homes, weights.taken, weights_only, axis, problems)
     raise AssertionError  # one of them was the last
 
 
@@ -216,46 +221,106 @@ def _scalars(parts: Parts, source: Source, found: load.Match) -> Scalars:
     return scalars
 
 
+class _Weights:
+    """Weights that are taken over while states are still read; and what they were before, until all is known to be right.
+
+    taken: whether they were, on all ranks."""
+
+    def __init__(self, parts: Parts, found: load.Match, axis: Axis) -> None:
+        self._parts, self._found, self._axis = parts, found, axis
+        self._before: list[tuple[Tensor, Tensor]] = []
+        self.taken = False
+
+    def early(self) -> Early | None:
+        """What to do early, if all weights are in memory."""
+        buckets = [update.bucket for update in self._parts.updates]
+        if any(bucket.is_away for bucket in buckets):
+            return None
+        return Early((MODEL, MASTER), sum(memory.nbytes for bucket in buckets for memory in _memory(bucket)), self._take)
+
+    def _take(self, source: Source) -> None:
+        self.taken = True
+        _settle(self._parts)
+
+        def read() -> None:
+            for update in self._parts.updates:
+                self._before += [(memory, memory.clone()) for memory in _memory(update.bucket)]
+                _fill(source, self._found, masters(self._parts.placement, update))
+                update.bucket.round()
+
+        together(self._axis, read)
+        _publish(update.bucket for update in self._parts.updates)
+
+    def put_back(self) -> None:
+        """Undo it."""
+        for memory, before in self._before:
+            memory.copy_(before)
+        if self.taken:
+            _publish(update.bucket for update in self._parts.updates)
+
+
+def _memory(bucket: Bucket) -> list[Tensor]:
+    """What an update of the bucket changes: the master, and what it is in the compute dtype, if that is elsewhere."""
+    rounded = bucket.rounded()
+    return [bucket.resident] if bucket.resident.data_ptr() == rounded.data_ptr() else [bucket.resident, rounded]
+
+
+def _settle(parts: Parts) -> None:
+    """Return when weights may change."""
+    parts.step.begin()
+    for bucket in parts.placement.buckets:
+        bucket.settle()
+
+
+def _fill(source: Source, found: load.Match, regions: Iterable[Region]) -> None:
+    """Read those regions that were found."""
+    there = [(region, found.name_of[region.names[0]]) for region in regions if region.names[0] in found.name_of]
+    masters = source.tensors.get(MASTER, {})
+    kind_of = lambda kind, name: MODEL if kind == MASTER and name not in masters else kind  # noqa: E731
+    load.fill(source, ((kind_of(region.kind, name), name, region) for region, name in there))
+
+
+def _publish(buckets: Iterable[Bucket]) -> None:
+    """Give all ranks what changed."""
+    for work in [bucket.publish() for bucket in buckets]:
+        work.wait()
+
+
 def _take(
     parts: Parts,
     source: Source,
     found: load.Match,
     scalars: Scalars,
     homes: Homes,
+    has_weights: bool,
     weights_only: bool,
     axis: Axis,
     problems: Sequence[str],
 ) -> Loaded:
-    """Read what was found and is not yet in `homes`, which become the states. A file that can no longer be read is an error on every rank,
-    but then numbers have changed."""
-    placement, masters = parts.placement, source.tensors.get(MASTER, {})
+    """Read what was found and is not yet in `homes`, which become the states; weights but for what is trained, if that is there. A file
+    that can no longer be read is an error on every rank, but then numbers have changed."""
+    placement = parts.placement
     resume: Resume | None = getattr(source, "resume", None)
-    parts.step.begin()
-    for bucket in placement.buckets:
-        bucket.settle()
-
-    def fill(regions: Iterable[Region]) -> None:
-        there = [(region, found.name_of[region.names[0]]) for region in regions if region.names[0] in found.name_of]
-        kind_of = lambda kind, name: MODEL if kind == MASTER and name not in masters else kind  # noqa: E731
-        load.fill(source, ((kind_of(region.kind, name), name, region) for region, name in there))
+    _settle(parts)
 
     def read() -> None:
         for bucket in placement.buckets:
             if not bucket.trainable:
-                fill(frozen(placement, bucket))
+                _fill(source, found, frozen(placement, bucket))
                 bucket.store()
         for update in parts.updates:
             numbers = {slot.name: scalars[names[0]] for names, slot in placement.named(update.bucket)}
             with update.loading(numbers, homes.get(update.bucket, {})):
-                fill(loaded(placement, update))
+                if not has_weights:
+                    _fill(source, found, masters(placement, update))
+                _fill(source, found, states(placement, update))
             update.bucket.store()
         for names, buffer in parts.buffers():
             if names[0] in found.name_of:
                 load.fill_buffer(source, found.name_of[names[0]], buffer)
 
     together(axis, read)
-    for work in [bucket.publish() for bucket in placement.buckets]:
-        work.wait()
+    _publish(bucket for bucket in placement.buckets if not (has_weights and bucket.trainable))
     notes = [*problems, *([str(found)] if not found.is_exact else [])]
     if resume is None or weights_only:
         if any(scalars.values()):

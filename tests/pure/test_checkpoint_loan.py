@@ -41,8 +41,8 @@ def at_once() -> threading.Event:
 
 def test_nothing_is_copied_that_is_not_wanted() -> None:
     written, loan = Written(20, at_once(), at_once()), Loan()
-    Line(written.jobs, loan, None).perform(2)
-    assert sorted(written.found) == list(range(20)) and len(written.places) <= 2
+    Line(written.jobs, loan, None, 3).perform(2, 2)
+    assert sorted(written.found) == list(range(20)) and len(written.places) <= 3
     loan.take_back()  # it was given back
 
 
@@ -50,7 +50,7 @@ def test_nothing_is_copied_that_is_not_wanted() -> None:
 def test_all_is_copied_that_is_wanted(count: int) -> None:
     put = threading.Event()
     written, loan = Written(count, at_once(), put), Loan()
-    thread = threading.Thread(target=Line(written.jobs, loan, None).perform, args=(2,))
+    thread = threading.Thread(target=Line(written.jobs, loan, None, 3).perform, args=(2, 2))
     thread.start()
     loan.take_back()
     assert not written.found
@@ -63,7 +63,7 @@ def test_all_is_copied_that_is_wanted(count: int) -> None:
 def test_it_comes_back_when_all_was_read() -> None:
     pack = threading.Event()
     written, loan = Written(5, pack, at_once()), Loan()
-    thread = threading.Thread(target=Line(written.jobs, loan, None).perform, args=(2,))
+    thread = threading.Thread(target=Line(written.jobs, loan, None, 3).perform, args=(2, 2))
     owner = threading.Thread(target=loan.take_back)
     thread.start()
     owner.start()
@@ -87,5 +87,5 @@ def test_an_error_is_told_and_the_memory_comes_back(where: str, wanted: bool) ->
     if wanted:
         threading.Thread(target=loan.take_back).start()
     with pytest.raises(OSError, match="no"):
-        Line(written.jobs, loan, None).perform(2)
+        Line(written.jobs, loan, None, 3).perform(2, 2)
     loan.take_back()

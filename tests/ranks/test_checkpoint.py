@@ -22,6 +22,7 @@ from torch import nn
 
 import models
 import polyreme
+import polyreme.state
 import training
 from polyreme.checkpoint import kept, resume, save, write
 from polyreme.engine import Engine
@@ -241,9 +242,10 @@ def test_one_writer_for_each_file_writes_the_same(ranks: Ranks, tmp_path: Path) 
 
 def snapshot_of(engine: Engine) -> tuple[Any, ...]:
     """All that a load that fails must leave alone."""
+    used = [bucket.full.clone() for bucket in engine._placement.buckets if not bucket.sharded]
     weights = [tensor.clone() for bucket in engine._placement.buckets for tensor in (bucket.master, bucket.shard)]
     states = [value.clone() for update in engine._updates for _, state in update.state_of() for value in state.values()]
-    return asdict(engine.state), torch.get_rng_state(), weights, states
+    return asdict(engine.state), torch.get_rng_state(), used, weights, states
 
 
 def refused(engine: Engine, path: Path, *expected: str, **options: Any) -> None:
@@ -275,18 +277,23 @@ DAMAGES: list[tuple[str, Callable[[Path], Any], list[str]]] = [
 ]
 
 
-def damaged(rank: int, world: int, folder: Path) -> None:
-    engine = engine_of("llama", z(3, **FP32))
+def damaged(rank: int, world: int, folder: Path, layout: Mapping[str, Any]) -> None:
+    engine = engine_of("llama", layout)
     for i in range(2):
         step(engine, "llama")
         engine.save(folder / f"step-{i + 1}")
+    step(engine, "llama")
     for i, (name, damage, expected) in enumerate(DAMAGES):
         copy = folder / f"damaged-{i}"
         if rank == 0:
             shutil.copytree(folder / "step-2", copy)
             damage(copy / name)
         engine._aside().barrier()
-        refused(engine, copy, copy.name, *expected)
+        with patch("polyreme.state._publish", wraps=polyreme.state._publish) as published:
+            refused(engine, copy, copy.name, *expected)
+        weights = "model.safetensors" if engine.config.precision.compute == "fp32" else "optimizer/master.safetensors"
+        is_late = damage is flip and name != weights  # known when the weights were taken over
+        assert published.call_count == 2 * is_late
     refused(engine, folder if rank == 0 else folder / "elsewhere", "elsewhere/step-2", "is not a folder")  # not one file system
     if rank == 0:
         flip(folder / "step-2/model.safetensors")
@@ -305,13 +312,14 @@ def damaged(rank: int, world: int, folder: Path) -> None:
     wider = engine_of("wider", tp(1, 2, **FP32))
     refused(wider, folder / "step-1", "2 of another shape: ", "embed_tokens.weight 97x24, in the model 101x24")
     assert "2 of another shape" in wider.load(folder / "step-1", strict=False).notes[0]
-    found, expected = wider.state_dict(), engine.state_dict()
+    found, expected = wider.state_dict(), engine.state_dict(master=True)
     assert torch.equal(found["model.norm.weight"], expected["model.norm.weight"])
     step(wider, "wider")  # the embedding, which has no states, too
 
 
-def test_what_cannot_be_loaded_changes_nothing(ranks: Ranks, tmp_path: Path) -> None:
-    ranks(2, damaged, tmp_path)
+@pytest.mark.parametrize("layout", [z(3, **FP32), z(2, **BF16), z(0, **FP32)], ids=["3", "2", "0"])
+def test_what_cannot_be_loaded_changes_nothing(ranks: Ranks, tmp_path: Path, layout: Mapping[str, Any]) -> None:
+    ranks(2, damaged, tmp_path, layout)
 
 
 def unread(rank: int, world: int, folder: Path) -> None:
@@ -337,7 +345,7 @@ def test_what_nothing_is_read_into_is_zero(ranks: Ranks, tmp_path: Path) -> None
 
 def background(rank: int, world: int, folder: Path) -> None:
     engine = engine_of("llama", z(2, **BF16, memory={"states": {"host": 0.5, "device": 0.5}}))
-    go, written = threading.Event(), write.Writer._stretch
+    go, written = threading.Event(), write.Writer._put_stretch
 
     def held_up(*args: Any) -> None:
         go.wait(30)
@@ -345,7 +353,7 @@ def background(rank: int, world: int, folder: Path) -> None:
 
     step(engine, "llama")
     first = engine.save(folder / "first")
-    with patch.object(write.Writer, "_stretch", held_up):
+    with patch.object(write.Writer, "_put_stretch", held_up):
         moment = engine.save(folder / "moment", wait=False)
         losses = [step(engine, "llama") for _ in range(2)]
         assert not moment.exists()
@@ -356,7 +364,7 @@ def background(rank: int, world: int, folder: Path) -> None:
     again.load(moment)
     assert [step(again, "llama") for _ in range(2)] == losses
 
-    fill, taken, needed = write._fill, save.Saver.taken, threading.Event()
+    fill, taken, needed = write.Writer._fill, save.Saver.taken, threading.Event()
 
     def late(*args: Any) -> Any:
         needed.wait(30)
@@ -366,7 +374,7 @@ def background(rank: int, world: int, folder: Path) -> None:
         needed.set()
         taken(saver)
 
-    with patch.object(write, "_fill", late), patch.object(save.Saver, "taken", need):
+    with patch.object(write.Writer, "_fill", late), patch.object(save.Saver, "taken", need):
         engine.save(folder / "late", wait=False)
         step(engine, "llama")
     engine.wait()

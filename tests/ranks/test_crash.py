@@ -47,7 +47,7 @@ def killed_in(patches: Patches, place: Any, name: str, here: Callable[..., bool]
 
 
 MOMENTS: dict[str, tuple[int, Callable[[Patches], None], str, int]] = {
-    "a rank writes its part": (1, lambda p: killed_in(p, Writer, "_stretch", lambda writer, *_: is_third(writer)), "step-2.tmp", 1),
+    "a rank writes its part": (1, lambda p: killed_in(p, Writer, "_put_stretch", lambda writer, *_: is_third(writer)), "step-2.tmp", 1),
     "all is there but resume.json": (0, lambda p: killed_in(p, resume, "write", lambda at, _: at.name == "step-4.tmp"), "step-4.tmp", 3),
     "about to be named": (0, lambda p: killed_in(p, Path, "rename", lambda path, _: path.name == "step-5.tmp"), "step-5.tmp", 4),
     "named, and not pointed to": (0, lambda p: killed_in(p, RunFolder, "point", lambda _, path: path.name == "step-6"), "step-6", 6),

@@ -9,7 +9,7 @@ Invariant: opening reads headers alone, and `read` the bytes asked for alone, st
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path, PurePosixPath
 
 import torch
@@ -114,10 +114,14 @@ class Directory:
             before += file.size
         return found
 
-    def compare(self, contributions: Sequence[int]) -> None:
-        """See `Source`."""
-        files = self._files.items()
-        wrong = [name for (name, file), each in zip(files, contributions, strict=True) if crc.total(file.size, [each]) != file.crc32]
+    def compare(self, contributions: Sequence[int], among: Collection[int] | None = None) -> None:
+        """See `Source`. among: the numbers of the files that are to be compared, or all."""
+        files = [
+            (name, file, each)
+            for i, ((name, file), each) in enumerate(zip(self._files.items(), contributions, strict=True))
+            if among is None or i in among
+        ]
+        wrong = [name for name, file, each in files if crc.total(file.size, [each]) != file.crc32]
         if wrong:
             raise damaged(self.path, f"other bytes than were written (by their CRC-32) are in {'; '.join(map(self._describe, wrong))}")
 

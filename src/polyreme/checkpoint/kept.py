@@ -4,27 +4,28 @@ Invariants: each byte is read for the comparison by exactly one rank; what is ke
 share of half of the memory that is available (the rest is read again when it is needed).
 Blocks are read into a little memory that is used again, and copied from there while the processor's cache has them: memory that is mapped
 anew, in huge pages, may first have to be given by the host, which costs more than the disk (docs/LOG.md).
-Communication: what each rank needs; what each read of the files' checksums.
+Communication: what each rank needs; what each read of the files' checksums; that of what is done meanwhile.
 """
 
 from __future__ import annotations
 
 import contextlib
 import socket
+import threading
 from bisect import bisect_left, bisect_right
-from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections import Counter, deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from itertools import islice, pairwise
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
 
 from polyreme.checkpoint.directory import Directory
-from polyreme.checkpoint.source import TensorInfo
+from polyreme.checkpoint.source import Source, TensorInfo
 from polyreme.checkpoint.together import together
 from polyreme.checkpoint.write import combine
 from polyreme.disk import ALIGNMENT, HUGE_PAGE, aligned
@@ -65,6 +66,15 @@ class Need(NamedTuple):
     into: Tensor | None = None
 
 
+class Early(NamedTuple):
+    """What to do with the tensors of some kinds as soon as they were compared, while others are still read. `take` is given a source of
+    them, and takes `nbytes` of memory. It is called on all ranks, or on none, where one has no room for these or nothing to do early."""
+
+    kinds: Collection[str]
+    nbytes: int
+    take: Callable[[Source], None]
+
+
 class Kept:
     """A checkpoint of which a part is in memory: a `Source`. `ranges`: of which files, with the bytes of each."""
 
@@ -94,24 +104,46 @@ class Kept:
         self._source.compare(contributions)
 
 
-def keep(source: Directory, needed: Iterable[Need], axis: Axis) -> Kept:
-    """Read and compare all of it, with all ranks. needed: what this rank will read. Raises CheckpointError on every rank where anything is
-    not as it was written; then what was to be read into the memory of others may be there, or not."""
-    mine: list[tuple[Range, Tensor | None]] = []
+def keep(source: Directory, needed: Iterable[Need], axis: Axis, early: Early | None = None) -> Kept:
+    """Read and compare all of it, with all ranks. needed: what this rank will read. Raises CheckpointError on every rank where
+    anything is not as it was written; then what was to be read into the memory of others may be there, or not, and `early` may have been
+    taken."""
+    mine: list[tuple[Range, Need]] = []
     host, free = socket.gethostname(), available() or 0
 
     def report() -> dict[str, Any]:
-        mine.extend((source.place(*need[:4]), need.into) for need in needed)
-        return {"needed": joined(each for each, _ in mine), "host": host, "free": free}
+        mine.extend((source.place(*need[:4]), need) for need in needed)
+        files = {place[0] for place, need in mine if early is not None and need.kind in early.kinds}
+        return {"needed": joined(each for each, _ in mine), "host": host, "free": free, "early": sorted(files),
+                "beside": None if early is None else early.nbytes}  # fmt: skip
 
     reports = together(axis, report)
-    room = min(report["free"] for report in reports if report["host"] == host) // 2 // sum(report["host"] == host for report in reports)
-    sizes = [file.size for file in source.files]
-    parts = divide(sizes, [[tuple(each) for each in report["needed"]] for report in reports])[axis.rank]
-    kept = _places(parts, sorted(mine, key=lambda each: each[0]), room)
-    found = together(axis, lambda: _read(source, parts, kept))
-    together(axis, lambda: source.compare([combine(each) for each in zip(*found, strict=True)]))
+    rooms = [_room(reports, each["host"]) for each in reports]
+    first = {file for each in reports for file in each["early"]}
+    if any(each["beside"] is None or each["beside"] > room for each, room in zip(reports, rooms, strict=True)):
+        first = set()
+    room = rooms[axis.rank] - (reports[axis.rank]["beside"] if first else 0)
+    parts = divide([file.size for file in source.files], [[tuple(place) for place in each["needed"]] for each in reports])[axis.rank]
+    kept = _places(parts, sorted(((place, need.into) for place, need in mine), key=lambda each: each[0]), room)
+    everything = set(range(len(source.files)))
+    with _Reading(source, sorted(parts, key=lambda part: part.file not in first), kept) as reading:
+        if early is not None and first:
+            source.compare(_combined(together(axis, lambda: reading.wait(first))), first)
+            early.take(Kept(source, kept))
+        found = together(axis, lambda: reading.wait(everything))
+    source.compare(_combined(found), everything - first)
     return Kept(source, kept)
+
+
+def _room(reports: Sequence[Mapping[str, Any]], host: str) -> int:
+    """Bytes that each rank of a host may keep."""
+    free = [each["free"] for each in reports if each["host"] == host]
+    return int(min(free)) // 2 // len(free)
+
+
+def _combined(contributions: Sequence[Sequence[int]]) -> list[int]:
+    """Those of all ranks to each file."""
+    return [combine(each) for each in zip(*contributions, strict=True)]
 
 
 def joined(ranges: Iterable[Range]) -> list[Range]:
@@ -186,59 +218,88 @@ def _memory(low: int, high: int, into: Tensor | None) -> Tensor:
     return torch.empty(skip + high - low, dtype=torch.uint8)[skip:]
 
 
-def _blocks(part: Part) -> Iterator[tuple[int, int]]:
-    """Its bytes in parts of one size, with their pages at most BLOCK: they are cut where pages begin."""
+def _blocks(part: Part) -> Iterator[Part]:
+    """The same bytes in pieces, each with its pages at most BLOCK, cut where pages begin."""
     size = part.end - part.begin
     count = -(-size // (BLOCK - 2 * ALIGNMENT))
     cuts = [(part.begin + size * i // count) // ALIGNMENT * ALIGNMENT for i in range(1, count)]
-    return pairwise([part.begin, *cuts, part.end])
+    for begin, end in pairwise([part.begin, *cuts, part.end]):
+        yield part._replace(begin=begin, end=end)
 
 
-def _read(source: Directory, parts: Sequence[Part], kept: Sequence[tuple[Range, Tensor]]) -> list[int]:
-    """What the parts add to the checksum of each file. Fills what is `kept` of them, in order."""
-    found = [0] * len(source.files)
-    begins = [each[0][:2] for each in kept]
-    waiting = deque((part.file, begin, end, part.others) for part in parts for begin, end in _blocks(part))
-    free: SimpleQueue[Tensor] = SimpleQueue()
-    for memory in aligned(BUFFERS * BLOCK).split(BLOCK):
-        free.put(memory)
+class _Reading:
+    """Threads that read the parts of the files, in order, find what they add to the checksums, and fill what is `kept` of them, which is in
+    the order of the files."""
 
-    def read_all() -> list[Future[tuple[int, int]]]:
-        """The contributions to files of the blocks that this thread read."""
-        opened, contributions = -1, []
+    def __init__(self, source: Directory, parts: Iterable[Part], kept: Sequence[tuple[Range, Tensor]]) -> None:
+        self._source, self._kept, self._begins = source, kept, [each[0][:2] for each in kept]
+        self._blocks = deque(block for part in parts for block in _blocks(part))
+        self._left = Counter(block.file for block in self._blocks)
+        self._found = [0] * len(source.files)
+        self._error: BaseException | None = None
+        self._changed = threading.Condition()
+        self._free: SimpleQueue[Tensor] = SimpleQueue()
+
+    def __enter__(self) -> Self:
+        for memory in aligned(BUFFERS * BLOCK).split(BLOCK):
+            self._free.put(memory)
+        self._readers, self._takers = ThreadPoolExecutor(READERS), ThreadPoolExecutor(TAKERS)
+        for _ in range(READERS):
+            self._readers.submit(self._guarded, self._read)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._blocks.clear()
+        self._readers.shutdown()
+        self._takers.shutdown()
+
+    def wait(self, files: Collection[int]) -> list[int]:
+        """Return when the parts of these are read: what they add to the checksum of each file (of others, anything). Raises what a thread
+        raised."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._error is not None or not any(self._left[file] for file in files))
+            if self._error is not None:
+                raise self._error
+            return [*self._found]
+
+    def _guarded(self, work: Callable[..., None], *arguments: Any) -> None:
+        try:
+            work(*arguments)
+        except BaseException as error:
+            self._blocks.clear()
+            with self._changed:
+                self._error = self._error or error
+                self._changed.notify_all()
+
+    def _read(self) -> None:
+        opened = -1
         with contextlib.ExitStack() as files:
-            while waiting:
+            while self._blocks:
                 try:
-                    file, begin, end, others = waiting.popleft()
+                    block = self._blocks.popleft()
                 except IndexError:  # another was faster
                     break
-                if file != opened:
+                if block.file != opened:
                     files.close()
-                    reading, opened = files.enter_context(contextlib.closing(source.open(file))), file
-                memory = free.get()
-                data = source.block(reading, begin, end, memory.numpy().data, others)
-                contributions.append(takers.submit(take, file, begin, data, memory))
-        return contributions
+                    reading, opened = files.enter_context(contextlib.closing(self._source.open(block.file))), block.file
+                memory = self._free.get()
+                data = self._source.block(reading, block.begin, block.end, memory.numpy().data, block.others)
+                self._takers.submit(self._guarded, self._take, block, data, memory)
 
-    def take(file: int, begin: int, data: memoryview, memory: Tensor) -> tuple[int, int]:
+    def _take(self, block: Part, data: memoryview, memory: Tensor) -> None:
+        """Compare and copy what was read into the memory."""
+        file, begin, end = block[:3]
         try:
-            end, numbers = begin + len(data), memory[begin % ALIGNMENT :]
-            first, last = bisect_right(begins, (file, begin)) - 1, bisect_left(begins, (file, end))
-            contribution = source.contribution(file, data, end)
-            for (other, low, high), place in kept[max(first, 0) : last]:
+            contribution, numbers = self._source.contribution(file, data, end), memory[begin % ALIGNMENT :]
+            first, last = bisect_right(self._begins, (file, begin)) - 1, bisect_left(self._begins, (file, end))
+            for (other, low, high), place in self._kept[max(first, 0) : last]:
                 start, stop = max(begin, low), min(end, high)
                 if other == file and start < stop:
                     place[start - low : stop - low].copy_(numbers[start - begin : stop - begin])
-            return file, contribution
         finally:
-            free.put(memory)
-
-    with ThreadPoolExecutor(TAKERS) as takers, ThreadPoolExecutor(READERS) as readers:
-        threads = [readers.submit(read_all) for _ in range(READERS)]
-        try:
-            for taken in (each for thread in threads for each in thread.result()):
-                file, contribution = taken.result()
-                found[file] ^= contribution
-        finally:
-            waiting.clear()
-    return found
+            self._free.put(memory)
+        with self._changed:
+            self._found[file] ^= contribution
+            self._left[file] -= 1
+            if not self._left[file]:
+                self._changed.notify_all()

@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from polyreme.checkpoint.directory import Directory
-from polyreme.checkpoint.kept import Kept, Need, keep
+from polyreme.checkpoint.kept import Early, Kept, Need, keep
 from polyreme.checkpoint.source import MASTER, MODEL, Source, TensorInfo
 from polyreme.checkpoint.together import together
 from polyreme.checkpoint.write import combine
@@ -60,11 +60,11 @@ class Match:
         )
 
 
-def verify(source: Source, needed: Iterable[Need], axis: Axis) -> Source:
-    """Compare all bytes with the checksums, each rank a part of them. Returns the source, which has in memory what it could keep of what is
-    needed. Raises CheckpointError on every rank."""
+def verify(source: Source, needed: Iterable[Need], axis: Axis, early: Early | None = None) -> Source:
+    """Compare all bytes with the checksums, each rank a part of them. early: see `keep`. Returns the source, which has in memory what it
+    could keep of what is needed. Raises CheckpointError on every rank."""
     if isinstance(source, Directory):
-        return keep(source, needed, axis) if source.resume else source
+        return keep(source, needed, axis, early) if source.resume else source
     parts = together(axis, lambda: source.contributions(axis.rank, axis.size))
     together(axis, lambda: source.compare([combine(each) for each in zip(*parts, strict=True)]))
     return source

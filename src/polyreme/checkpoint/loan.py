@@ -49,24 +49,27 @@ class Job(NamedTuple):
 
 
 class Line:
-    """Performs jobs in order, some at a time; once the loan is wanted, those at its end are packed beside that."""
+    """Performs jobs in order, some at a time: some threads pack, others do nothing but write, so that the disk never waits for a copy. They
+    share `buffers` blocks of memory; once the loan is wanted, what is left is packed into new memory at once."""
 
-    def __init__(self, jobs: Iterable[Job], loan: Loan, stream: torch.cuda.Stream | None) -> None:
+    def __init__(self, jobs: Iterable[Job], loan: Loan, stream: torch.cuda.Stream | None, buffers: int) -> None:
         self._waiting, self._loan, self._stream = deque(jobs), loan, stream
-        self._packed: deque[tuple[Job, Tensor]] = deque()
-        self._packing = 0
+        self._free = [*aligned(buffers * BLOCK).split(BLOCK)]
+        self._packed: deque[tuple[Job, Tensor, Tensor]] = deque()
+        self._packing, self._wanted = 0, False
         self._changed = threading.Condition()
 
-    def perform(self, threads: int) -> None:
-        """Raises what one of the jobs raised; those that were not begun are dropped then."""
-        with ThreadPoolExecutor(threads + 1) as pool:
-            packing = pool.submit(self._guarded, self._pack_all)
+    def perform(self, packers: int, writers: int) -> None:
+        """With so many threads. Raises what one of the jobs raised; those that were not begun are dropped then."""
+        with ThreadPoolExecutor(packers + writers + 1) as pool:
+            watching = pool.submit(self._watch)
             try:
-                for writing in [pool.submit(self._guarded, self._perform) for _ in range(threads)]:
-                    writing.result()
+                threads = [pool.submit(self._guarded, self._pack) for _ in range(packers)]
+                for thread in [*threads, *(pool.submit(self._guarded, self._write) for _ in range(writers))]:
+                    thread.result()
             finally:
                 self._loan.give_back()
-            packing.result()
+            watching.result()
 
     def _guarded(self, work: Callable[[], None]) -> None:
         try:
@@ -79,50 +82,41 @@ class Line:
                 self._changed.notify_all()
             raise
 
-    def _perform(self) -> None:
-        memory = aligned(BLOCK)
-        while (taken := self._next()) is not None:
-            job, packed = taken
-            if packed is None:
-                try:
-                    packed = job.pack(memory)
-                finally:
-                    self._was_packed()
-            job.put(packed)
-
-    def _next(self) -> tuple[Job, Tensor | None] | None:
-        """What is to be written next, with its bytes if they were copied; None: nothing any more."""
-        with self._changed:
-            while not self._packed and not self._waiting and self._packing:
-                self._changed.wait()
-            if self._packed:
-                return self._packed.popleft()
-            if not self._waiting:
-                return None
-            self._packing += 1
-            return self._waiting.popleft(), None
-
-    def _pack_all(self) -> None:
+    def _watch(self) -> None:
         self._loan.wait()
-        while (job := self._last()) is not None:
-            kept = None
-            try:
-                kept = job, job.pack(aligned(job.nbytes))
-            finally:
-                self._was_packed(kept)
-
-    def _last(self) -> Job | None:
         with self._changed:
-            if not self._waiting:
-                return None
-            self._packing += 1
-            return self._waiting.pop()
-
-    def _was_packed(self, kept: tuple[Job, Tensor] | None = None) -> None:
-        with self._changed:
-            self._packing -= 1
-            if kept is not None:
-                self._packed.append(kept)
-            if not self._waiting and not self._packing:
-                self._loan.give_back()
+            self._wanted = True
             self._changed.notify_all()
+
+    def _pack(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: not self._waiting or self._free or self._wanted)
+                if not self._waiting:
+                    return
+                job, free = self._waiting.popleft(), self._free.pop() if self._free else None
+                self._packing += 1
+            done = []
+            try:
+                memory = aligned(job.nbytes) if free is None else free
+                done.append((job, job.pack(memory), memory))
+            finally:
+                with self._changed:
+                    self._packing -= 1
+                    self._packed += done
+                    if not self._waiting and not self._packing:
+                        self._loan.give_back()
+                    self._changed.notify_all()
+
+    def _write(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._packed or not (self._waiting or self._packing))
+                if not self._packed:
+                    return
+                job, packed, memory = self._packed.popleft()
+            job.put(packed)
+            with self._changed:
+                if not self._wanted:
+                    self._free.append(memory)
+                    self._changed.notify_all()

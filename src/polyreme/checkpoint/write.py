@@ -2,7 +2,7 @@
 
 All headers are known before: so is every number's place in a file. The checksum of a file is made of what each rank wrote, without reading
 it again (`crc`).
-Invariant: a rank holds at most THREADS blocks of BLOCK bytes beside what it is given, if that is not wanted back meanwhile.
+Invariant: a rank holds at most BUFFERS blocks of BLOCK bytes beside what it is given, if that is not wanted back meanwhile.
 Communication: none; or, where one rank writes a whole file, blocks that are sent to it.
 """
 
@@ -29,7 +29,8 @@ from polyreme.disk import ALIGNMENT, padded
 from polyreme.mesh import Axis
 from polyreme.region import Region, Runs
 
-THREADS = 6
+PACKERS, WRITERS, BUFFERS = 2, 6, 10
+"""Threads that copy and count, threads that only write, and blocks of memory that they share (docs/LOG.md)."""
 
 Name = tuple[str, str]
 """Of a tensor: its kind, and its name in the checkpoint."""
@@ -126,14 +127,14 @@ class Writer:
                     continue
                 for block in runs.blocks(BLOCK // place.itemsize):
                     size = padded(block.elements * place.itemsize)
-                    jobs.append((place.file, Job(size, partial(_gather, block, region), partial(self._block, place, block))))
+                    jobs.append((place.file, Job(size, partial(self._gather, place, block, region), partial(self._put, place, block))))
         for stretch in _stretches(single):
             low, high = cover(stretch.begin, stretch.end)
-            jobs.append((stretch.file, Job(high - low, partial(_fill, stretch), partial(self._stretch, stretch))))
+            jobs.append((stretch.file, Job(high - low, partial(self._fill, stretch), partial(self._put_stretch, stretch))))
         jobs.sort(key=lambda job: job[0])
         self._left = Counter(file for file, _ in jobs)
         try:
-            Line((job for _, job in jobs), loan, stream).perform(THREADS)
+            Line((job for _, job in jobs), loan, stream, BUFFERS).perform(PACKERS, WRITERS)
         finally:
             self._close()
         return self._found
@@ -167,7 +168,8 @@ class Writer:
         try:
             for block in blocks():
                 try:
-                    self._block(*block)
+                    self._count_runs(*block)
+                    self._put(*block)
                 except OSError as error:
                     failed.append(error)
             if failed:
@@ -182,15 +184,42 @@ class Writer:
         while self._open:
             self._open.popitem()[1].close()
 
-    def _stretch(self, stretch: Stretch, packed: Tensor) -> None:
-        """Write its bytes."""
-        if stretch.is_direct:
-            self._file(stretch.file).write(packed.numpy().data, stretch.begin)
-        else:
-            self._file(stretch.file).write_cached(packed.numpy().data, stretch.begin)
-        self._wrote(stretch.file, crc.contribution(packed.numpy().data, self._plan.sizes[stretch.file] - stretch.end))
+    def _fill(self, stretch: Stretch, memory: Tensor) -> Tensor:
+        """Its bytes, in the memory: where they are in their first page."""
+        begin = end = stretch.begin % ALIGNMENT
+        for runs, region in stretch.parts:
+            size = runs.size * region.data.dtype.itemsize
+            memory[end : end + size].view(region.data.dtype).copy_(region.read(runs).view(-1))
+            end += size
+        packed = memory[begin:end]
+        self._count(stretch.file, crc.contribution(packed.numpy().data, self._plan.sizes[stretch.file] - stretch.end))
+        return packed
 
-    def _block(self, place: Place, runs: Runs, packed: Tensor) -> None:
+    def _gather(self, place: Place, runs: Runs, region: Region, memory: Tensor) -> Tensor:
+        """The bytes of the runs, one behind the other, in the memory."""
+        packed = memory[: runs.elements * place.itemsize]
+        packed.view(region.data.dtype).view(runs.count, runs.size).copy_(region.read(runs))
+        self._count_runs(place, runs, packed)
+        return packed
+
+    def _count_runs(self, place: Place, runs: Runs, packed: Tensor) -> None:
+        """Add them, whose bytes are `packed`, to the checksum."""
+        size, step = runs.size * place.itemsize, runs.whole_step * place.itemsize
+        end = place.begin + runs.whole * place.itemsize + (runs.count - 1) * step + size
+        gap = step - size if runs.count > 1 else 0
+        self._count(place.file, crc.comb(packed.reshape(-1).numpy().data, size, gap, self._plan.sizes[place.file] - end))
+
+    def _count(self, file: int, contribution: int) -> None:
+        with self._lock:
+            self._found[file] = self._found.get(file, 0) ^ contribution
+
+    def _put_stretch(self, stretch: Stretch, packed: Tensor) -> None:
+        """Write its bytes."""
+        opened = self._file(stretch.file)
+        (opened.write if stretch.is_direct else opened.write_cached)(packed.numpy().data, stretch.begin)
+        self._wrote(stretch.file)
+
+    def _put(self, place: Place, runs: Runs, packed: Tensor) -> None:
         """Write the runs, of which `packed` are the bytes."""
         memory = packed.reshape(-1).numpy().data
         size, step = runs.size * place.itemsize, runs.whole_step * place.itemsize
@@ -198,13 +227,11 @@ class Writer:
         begin = place.begin + runs.whole * place.itemsize
         for i in range(runs.count):
             opened.write_cached(memory[i * size : (i + 1) * size], begin + i * step)
-        behind = self._plan.sizes[place.file] - (begin + (runs.count - 1) * step + size)
-        self._wrote(place.file, crc.comb(memory, size, step - size if runs.count > 1 else 0, behind))
+        self._wrote(place.file)
 
-    def _wrote(self, file: int, contribution: int) -> None:
-        """Add to the checksum; and when it was the last that there is for the file, have that on the disk."""
+    def _wrote(self, file: int) -> None:
+        """When it was the last that there is for the file, have that on the disk."""
         with self._lock:
-            self._found[file] = self._found.get(file, 0) ^ contribution
             self._left[file] -= 1
             done = None if self._left[file] else self._open.pop(file)
         if done is not None:
@@ -273,23 +300,6 @@ def _within(run: Runs, start: int, stop: int, itemsize: int) -> Runs:
 def _blocks(region: Region) -> Iterator[Runs]:
     for runs in region.runs(owned=True):
         yield from runs.blocks(BLOCK // region.data.dtype.itemsize)
-
-
-def _fill(stretch: Stretch, memory: Tensor) -> Tensor:
-    """Its bytes, in the memory: where they are in their first page."""
-    begin = end = stretch.begin % ALIGNMENT
-    for runs, region in stretch.parts:
-        size = runs.size * region.data.dtype.itemsize
-        memory[end : end + size].view(region.data.dtype).copy_(region.read(runs).view(-1))
-        end += size
-    return memory[begin:end]
-
-
-def _gather(runs: Runs, region: Region, memory: Tensor) -> Tensor:
-    """The bytes of the runs, one behind the other, in the memory."""
-    packed = memory[: runs.elements * region.data.dtype.itemsize]
-    packed.view(region.data.dtype).view(runs.count, runs.size).copy_(region.read(runs))
-    return packed
 
 
 def _packed(runs: Runs, region: Region) -> Tensor:

@@ -33,10 +33,14 @@ def saved(placement: Placement, updates: Iterable[Update]) -> Iterator[Region]:
             yield from _states(placement, update, update.bucket.own)
 
 
-def loaded(placement: Placement, update: Update) -> Iterator[Region]:
-    """All of a bucket that this rank updates: the weights, of kind MASTER, and the states. Scalars are not among them. To be filled while
+def masters(placement: Placement, update: Update) -> Iterator[Region]:
+    """The weights of a bucket that this rank updates, of kind MASTER. To be filled, and then rounded; where they are not in memory, while
     `Update.loading`."""
     yield from _masters(placement, update, update.bucket.region)
+
+
+def states(placement: Placement, update: Update) -> Iterator[Region]:
+    """The optimizer's states of a bucket that this rank updates, but for scalars. To be filled while `Update.loading`."""
     yield from _states(placement, update, update.bucket.region, numbers=False)
 
 
