@@ -23,7 +23,7 @@ from polyreme import model_map
 from polyreme.checkpoint import load
 from polyreme.checkpoint.directory import Directory
 from polyreme.checkpoint.folder import RunFolder
-from polyreme.checkpoint.kept import Early, Need
+from polyreme.checkpoint.kept import Kept, Need
 from polyreme.checkpoint.open import open_source
 from polyreme.checkpoint.resume import Resume
 from polyreme.checkpoint.save import Content, small_files
@@ -128,19 +128,20 @@ def restore(parts: Parts, path: Path, strict: bool, weights_only: bool, axis: Ax
     candidates = [path / name for name in names] or [path]
     problems: list[str] = []
     for each in candidates:
-        weights: _Weights | None = None
+        weights, source = _Weights(parts), None
         try:
             source = _open(each, axis)
             found = _match(parts, source, axis)
             alike = isinstance(source, Directory) and not weights_only
             homes: Homes = {update.bucket: update.homes() for update in parts.updates} if alike else {}
-            weights = _Weights(parts, found, axis)
-            early = weights.early() if alike and all(homes.values()) else None  # else states are not read before the weights are there
-            source = load.verify(source, _needs(parts, source, found, homes, weights_only), axis, early)
+            is_here = alike and all(homes.values()) and not any(update.bucket.is_away for update in parts.updates)
+            if is_here:
+                _settle(parts)
+            needed = _needs(parts, source, found, homes, is_here, weights_only)
+            source = load.verify(source, needed, axis, weights.take if is_here else None)
             scalars = _look(parts, source, found, strict, weights_only, axis)
         except CheckpointError as error:
-            if weights is not None:
-                weights.put_back()
+            weights.put_back(source)
             problems.append(f"{each} was passed over: {error}")
             if len(problems) == len(candidates):
                 raise CheckpointError("\n".join([*problems[:-1], str(error)])) from error
@@ -170,8 +171,8 @@ def _match(parts: Parts, source: Source, axis: Axis) -> load.Match:
     return load.match(source, wanted, parts.file_names, model_map.base_prefix(parts.module), axis)
 
 
-def _needs(parts: Parts, source: Source, found: load.Match, homes: Homes, weights_only: bool) -> Iterator[Need]:
-    """What this rank will read of the source; see `load.verify`."""
+def _needs(parts: Parts, source: Source, found: load.Match, homes: Homes, in_place: bool, weights_only: bool) -> Iterator[Need]:
+    """What this rank will read of the source; see `load.verify`. in_place: weights may be read into their place, where they are in use."""
     placement = parts.placement
     for bucket in placement.buckets:
         names_of = {slot.name: names for names, slot in placement.named(bucket)}
@@ -180,7 +181,11 @@ def _needs(parts: Parts, source: Source, found: load.Match, homes: Homes, weight
             if first in found.name_of:
                 cut, rank = placement.division.parts[first].cut, placement.division.tp.rank
                 here = {kind: home[part.offset :][: part.stop - part.start] for kind, home in homes.get(bucket, {}).items()}
-                needed = [*load.needs(source, found.name_of[first], cut, rank, part.start, part.stop, here)]
+                weights: dict[str, Tensor] = {}
+                if in_place and bucket.trainable:
+                    weights = dict.fromkeys((MODEL, MASTER), bucket.resident[part.offset :][: part.stop - part.start])
+                needed = [*load.needs(source, found.name_of[first], cut, rank, part.start, part.stop, {**here, **weights})]
+                needed = [need._replace(in_use=need.kind in weights) for need in needed]
                 for kind, home in here.items():  # nobody reads padding
                     if sum(need.into.numel() for need in needed if need.kind == kind and need.into is not None) < home.numel():
                         home.zero_()
@@ -222,47 +227,28 @@ def _scalars(parts: Parts, source: Source, found: load.Match) -> Scalars:
 
 
 class _Weights:
-    """Weights that are taken over while states are still read; and what they were before, until all is known to be right.
+    """Weights that are read straight into their place, and given to the other ranks while states are still read. taken: whether they were,
+    on all ranks."""
 
-    taken: whether they were, on all ranks."""
-
-    def __init__(self, parts: Parts, found: load.Match, axis: Axis) -> None:
-        self._parts, self._found, self._axis = parts, found, axis
-        self._before: list[tuple[Tensor, Tensor]] = []
+    def __init__(self, parts: Parts) -> None:
+        self._buckets = [update.bucket for update in parts.updates]
         self.taken = False
 
-    def early(self) -> Early | None:
-        """What to do early, if all weights are in memory."""
-        buckets = [update.bucket for update in self._parts.updates]
-        if any(bucket.is_away for bucket in buckets):
-            return None
-        return Early((MODEL, MASTER), sum(memory.nbytes for bucket in buckets for memory in _memory(bucket)), self._take)
-
-    def _take(self, source: Source) -> None:
+    def take(self) -> None:
+        """They are there."""
         self.taken = True
-        _settle(self._parts)
+        for bucket in self._buckets:
+            bucket.round()
+        _publish(self._buckets)
+        for bucket in self._buckets:  # `put_back` may write to it
+            bucket.settle()
 
-        def read() -> None:
-            for update in self._parts.updates:
-                self._before += [(memory, memory.clone()) for memory in _memory(update.bucket)]
-                _fill(source, self._found, masters(self._parts.placement, update))
-                update.bucket.round()
-
-        together(self._axis, read)
-        _publish(update.bucket for update in self._parts.updates)
-
-    def put_back(self) -> None:
+    def put_back(self, source: Source | None) -> None:
         """Undo it."""
-        for memory, before in self._before:
-            memory.copy_(before)
+        if isinstance(source, Kept):
+            source.put_back()
         if self.taken:
-            _publish(update.bucket for update in self._parts.updates)
-
-
-def _memory(bucket: Bucket) -> list[Tensor]:
-    """What an update of the bucket changes: the master, and what it is in the compute dtype, if that is elsewhere."""
-    rounded = bucket.rounded()
-    return [bucket.resident] if bucket.resident.data_ptr() == rounded.data_ptr() else [bucket.resident, rounded]
+            self.take()
 
 
 def _settle(parts: Parts) -> None:

@@ -73,9 +73,9 @@ def test_what_is_kept_is_what_is_there(tmp_path: Path, room: int) -> None:
     wanted = everything(source)
     with patch.object(kept, "available", lambda: 2 * room):
         found = keep(source, wanted, Axis("dp"))
-    assert sum(memory.nbytes for _, memory in found._ranges) <= room
+    assert sum(place.memory.nbytes for place in found.places) <= room
     with patch.object(source, "read", wraps=source.read) as again:
-        for kind, name, start, stop, _ in wanted:
+        for kind, name, start, stop, *_ in wanted:
             assert torch.equal(found.read(kind, name, start, stop), Directory(tmp_path).read(kind, name, start, stop))
     assert again.called == (room < 1 << 30)
     with pytest.raises(CheckpointError, match="has no exp_avg of 'other'"):
@@ -87,14 +87,14 @@ def test_a_need_is_read_into_the_memory_that_it_gives(tmp_path_factory: pytest.T
     path = tmp_path_factory.mktemp("saved")
     make(path)
     source, wanted = Directory(path), []
-    for kind, name, start, stop, _ in everything(source):
+    for kind, name, start, stop, *_ in everything(source):
         low = data.draw(st.integers(start, stop))
         high = data.draw(st.integers(low, stop))
         dtype = source.tensors[kind][name].dtype
         wanted.append(Need(kind, name, low, high, data.draw(st.sampled_from([None, torch.zeros(high - low, dtype=dtype)]))))
     with patch.object(kept, "SHARE", data.draw(st.sampled_from([8, 64, kept.SHARE]))), patch.object(kept, "BLOCK", 4 * kept.ALIGNMENT):
         found = keep(source, wanted, Axis("dp"))
-    for kind, name, low, high, into in wanted:
+    for kind, name, low, high, into, _ in wanted:
         there = source.read(kind, name, low, high)
         assert torch.equal(found.read(kind, name, low, high), there)
         assert into is None or torch.equal(into, there)

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from polyreme.checkpoint.directory import Directory
-from polyreme.checkpoint.source import Source, TensorInfo
+from polyreme.checkpoint.source import TensorInfo
 from polyreme.checkpoint.together import together
 from polyreme.checkpoint.write import combine
 from polyreme.disk import ALIGNMENT, HUGE_PAGE, aligned
@@ -57,40 +57,52 @@ class Part(NamedTuple):
 
 
 class Need(NamedTuple):
-    """The elements [start, stop) of a tensor. `into`: the memory that is to have them, flat and of the tensor's dtype, if that is known."""
+    """The elements [start, stop) of a tensor; there may be none. `into`: the memory that is to have them, flat and of the tensor's dtype,
+    if that is known; `in_use`: what it has now is in use, and to be put back where anything is wrong."""
 
     kind: str
     name: str
     start: int
     stop: int
     into: Tensor | None = None
+    in_use: bool = False
 
 
-class Early(NamedTuple):
-    """What to do with the tensors of some kinds as soon as they were compared, while others are still read. `take` is given a source of
-    them, and takes `nbytes` of memory. It is called on all ranks, or on none, where one has no room for these or nothing to do early."""
+class Place(NamedTuple):
+    """Bytes that are kept, and their memory; `before`: for what this has now, if that is in use."""
 
-    kinds: Collection[str]
-    nbytes: int
-    take: Callable[[Source], None]
+    range: Range
+    memory: Tensor
+    before: Tensor | None
 
 
 class Kept:
-    """A checkpoint of which a part is in memory: a `Source`. `ranges`: of which files, with the bytes of each."""
+    """A checkpoint of which a part is in memory: a `Source`."""
 
-    def __init__(self, source: Directory, ranges: Sequence[tuple[Range, Tensor]]) -> None:
-        self._source, self._ranges = source, sorted(ranges, key=lambda each: each[0])
-        self._begins = [each[0][:2] for each in self._ranges]
+    def __init__(self, source: Directory, places: Sequence[Place]) -> None:
+        self._source, self.places, self._begins = source, places, [place.range[:2] for place in places]
+        self.undo: list[tuple[Tensor, Tensor]] = []
+        """Memory in use that was written, and what it had."""
         self.path: Path = source.path
         self.tensors: Mapping[str, Mapping[str, TensorInfo]] = source.tensors
         self.resume = source.resume
+
+    def among(self, file: int, begin: int, end: int) -> Sequence[Place]:
+        """The places that have any of these bytes, and perhaps one that has none."""
+        return self.places[max(bisect_right(self._begins, (file, begin)) - 1, 0) : bisect_left(self._begins, (file, end))]
+
+    def put_back(self) -> None:
+        """Have memory that was in use have what it had."""
+        while self.undo:
+            memory, before = self.undo.pop()
+            memory.copy_(before)
 
     def read(self, kind: str, name: str, start: int, stop: int) -> Tensor:
         """See `Source`. What is kept is not copied."""
         number, begin, end = self._source.place(kind, name, start, stop)
         i = bisect_right(self._begins, (number, begin)) - 1
         if i >= 0:
-            (file, low, high), memory = self._ranges[i]
+            (file, low, high), memory, _ = self.places[i]
             if file == number and end <= high:
                 return memory[begin - low : end - low].view(self.tensors[kind][name].dtype)
         return self._source.read(kind, name, start, stop)
@@ -104,35 +116,45 @@ class Kept:
         self._source.compare(contributions)
 
 
-def keep(source: Directory, needed: Iterable[Need], axis: Axis, early: Early | None = None) -> Kept:
-    """Read and compare all of it, with all ranks. needed: what this rank will read. Raises CheckpointError on every rank where
-    anything is not as it was written; then what was to be read into the memory of others may be there, or not, and `early` may have been
-    taken."""
+def keep(source: Directory, needed: Iterable[Need], axis: Axis, early: Callable[[], None] | None = None) -> Kept:
+    """Read and compare all of it, with all ranks. needed: what this rank will read. early: called on all ranks as soon as what goes into
+    memory in use was compared and is there, while other things are still read; where that cannot be (not all ranks want it, one has no room
+    to keep what was there, something has no memory that it can be read into, or is needed more than once), it is not called, and nothing
+    read into memory in use. Raises CheckpointError on every rank where anything is not as it was written; then memory in use is what it was
+    on this rank, and what was to be read into other memory may be there, or not."""
     mine: list[tuple[Range, Need]] = []
     host, free = socket.gethostname(), available() or 0
 
     def report() -> dict[str, Any]:
         mine.extend((source.place(*need[:4]), need) for need in needed)
-        files = {place[0] for place, need in mine if early is not None and need.kind in early.kinds}
-        return {"needed": joined(each for each, _ in mine), "host": host, "free": free, "early": sorted(files),
-                "beside": None if early is None else early.nbytes}  # fmt: skip
+        can = early is not None and all(need.into is not None for _, need in mine if need.in_use)
+        return {"needed": joined(place for place, _ in mine), "host": host, "free": free,
+                "early": [place for place, need in mine if need.in_use] if can else None}  # fmt: skip
 
     reports = together(axis, report)
     rooms = [_room(reports, each["host"]) for each in reports]
-    first = {file for each in reports for file in each["early"]}
-    if any(each["beside"] is None or each["beside"] > room for each, room in zip(reports, rooms, strict=True)):
-        first = set()
-    room = rooms[axis.rank] - (reports[axis.rank]["beside"] if first else 0)
+    soon = [tuple(place) for each in reports for place in each["early"] or ()]
+    is_early = all(each["early"] is not None and _nbytes(each["needed"]) <= room for each, room in zip(reports, rooms, strict=True))
+    if not is_early or _nbytes(soon) != _nbytes(joined(soon)):
+        mine, soon, early = [(place, need._replace(into=None, in_use=False) if need.in_use else need) for place, need in mine], [], None
+    first, every = {file for file, _, _ in soon}, set(range(len(source.files)))
     parts = divide([file.size for file in source.files], [[tuple(place) for place in each["needed"]] for each in reports])[axis.rank]
-    kept = _places(parts, sorted(((place, need.into) for place, need in mine), key=lambda each: each[0]), room)
-    everything = set(range(len(source.files)))
-    with _Reading(source, sorted(parts, key=lambda part: part.file not in first), kept) as reading:
-        if early is not None and first:
-            source.compare(_combined(together(axis, lambda: reading.wait(first))), first)
-            early.take(Kept(source, kept))
-        found = together(axis, lambda: reading.wait(everything))
-    source.compare(_combined(found), everything - first)
-    return Kept(source, kept)
+    kept = Kept(source, _places(parts, sorted(mine, key=lambda each: each[0]), rooms[axis.rank]))
+    try:
+        with _Reading(source, sorted(parts, key=lambda part: part.file not in first), kept) as reading:
+            if early is not None:
+                source.compare(_combined(together(axis, lambda: reading.wait(first))), first)
+                early()
+            found = together(axis, lambda: reading.wait(every))
+        source.compare(_combined(found), every - first)
+    except BaseException:
+        kept.put_back()
+        raise
+    return kept
+
+
+def _nbytes(ranges: Iterable[Range]) -> int:
+    return sum(end - begin for _, begin, end in ranges)
 
 
 def _room(reports: Sequence[Mapping[str, Any]], host: str) -> int:
@@ -192,19 +214,20 @@ def _merged(parts: Sequence[Part]) -> list[Part]:
     return found
 
 
-def _places(parts: Sequence[Part], needed: Sequence[tuple[Range, Tensor | None]], room: int) -> list[tuple[Range, Tensor]]:
+def _places(parts: Sequence[Part], needed: Sequence[tuple[Range, Need]], room: int) -> list[Place]:
     """Which bytes of the parts are to be kept, and where: those that are needed (in order), each once, and at most `room`."""
-    found: list[tuple[Range, Tensor]] = []
+    found: list[Place] = []
     first, last = 0, (0, 0)
     for part in parts:
         while first < len(needed) and (needed[first][0][0], needed[first][0][2]) <= part[:2]:
             first += 1
-        for (file, begin, end), into in islice(needed, first, None):
+        for (file, begin, end), need in islice(needed, first, None):
             if (file, begin) >= (part.file, part.end):
                 break
             low, high = max(begin, part.begin), min(end, part.end)
             if last <= (file, low) < (file, high) and high - low <= room:
-                found.append(((file, low, high), _memory(low - begin, high - begin, into)))
+                memory = _memory(low - begin, high - begin, need.into)
+                found.append(Place((file, low, high), memory, torch.empty_like(memory) if need.in_use else None))
                 room -= high - low
                 last = file, high
     return found
@@ -228,11 +251,10 @@ def _blocks(part: Part) -> Iterator[Part]:
 
 
 class _Reading:
-    """Threads that read the parts of the files, in order, find what they add to the checksums, and fill what is `kept` of them, which is in
-    the order of the files."""
+    """Threads that read the parts of the files, in order, find what they add to the checksums, and fill what is `kept` of them."""
 
-    def __init__(self, source: Directory, parts: Iterable[Part], kept: Sequence[tuple[Range, Tensor]]) -> None:
-        self._source, self._kept, self._begins = source, kept, [each[0][:2] for each in kept]
+    def __init__(self, source: Directory, parts: Iterable[Part], kept: Kept) -> None:
+        self._source, self._kept = source, kept
         self._blocks = deque(block for part in parts for block in _blocks(part))
         self._left = Counter(block.file for block in self._blocks)
         self._found = [0] * len(source.files)
@@ -291,11 +313,14 @@ class _Reading:
         file, begin, end = block[:3]
         try:
             contribution, numbers = self._source.contribution(file, data, end), memory[begin % ALIGNMENT :]
-            first, last = bisect_right(self._begins, (file, begin)) - 1, bisect_left(self._begins, (file, end))
-            for (other, low, high), place in self._kept[max(first, 0) : last]:
+            for (other, low, high), place, before in self._kept.among(file, begin, end):
                 start, stop = max(begin, low), min(end, high)
-                if other == file and start < stop:
-                    place[start - low : stop - low].copy_(numbers[start - begin : stop - begin])
+                if other != file or start >= stop:
+                    continue
+                target = place[start - low : stop - low]
+                if before is not None:
+                    self._kept.undo.append((target, before[start - low : stop - low].copy_(target)))
+                target.copy_(numbers[start - begin : stop - begin])
         finally:
             self._free.put(memory)
         with self._changed:

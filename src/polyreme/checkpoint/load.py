@@ -1,12 +1,13 @@
 """Reads a checkpoint of any layout, or format, into what this rank has: only the ranges that it needs, straight to their place.
 
-Invariant: all that can be known to be wrong is known, on every rank, before any number of the model changes.
+Invariant: all that can be known to be wrong is known, on every rank, before any number of the model changes; or, where weights are read
+straight into their place, what they were is kept until then, and put back.
 Communication: what each rank needs, and read of the files' checksums; what each lacks; nothing while the model is filled.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from math import prod
@@ -15,7 +16,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from polyreme.checkpoint.directory import Directory
-from polyreme.checkpoint.kept import Early, Kept, Need, keep
+from polyreme.checkpoint.kept import Kept, Need, keep
 from polyreme.checkpoint.source import MASTER, MODEL, Source, TensorInfo
 from polyreme.checkpoint.together import together
 from polyreme.checkpoint.write import combine
@@ -60,7 +61,7 @@ class Match:
         )
 
 
-def verify(source: Source, needed: Iterable[Need], axis: Axis, early: Early | None = None) -> Source:
+def verify(source: Source, needed: Iterable[Need], axis: Axis, early: Callable[[], None] | None = None) -> Source:
     """Compare all bytes with the checksums, each rank a part of them. early: see `keep`. Returns the source, which has in memory what it
     could keep of what is needed. Raises CheckpointError on every rank."""
     if isinstance(source, Directory):
@@ -84,8 +85,8 @@ def needs(source: Source, name: str, cut: Cut, rank: int, start: int, stop: int,
                 home = homes.get(kind) if is_alike else None
                 into = home[runs.local - start :][: runs.size] if home is not None and home.dtype == dtype else None
                 yield Need(kind, name, runs.whole, runs.whole + runs.size, into)
-            elif not _is_sparse(runs):
-                yield Need(kind, name, runs.whole, _stop(runs))
+            else:  # sparse ones are read when they are needed
+                yield Need(kind, name, runs.whole, runs.whole if _is_sparse(runs) else _stop(runs))
 
 
 def match(source: Source, wanted: Iterable[Wanted], renamed: Mapping[str, str], prefix: str, axis: Axis) -> Match:
