@@ -100,14 +100,44 @@ def test_a_need_is_read_into_the_memory_that_it_gives(tmp_path_factory: pytest.T
         assert into is None or torch.equal(into, there)
 
 
-def test_what_is_not_needed_is_compared_too(tmp_path: Path) -> None:
-    make(tmp_path)
-    file = tmp_path / "optimizer/exp_avg.safetensors"
+def spoil(file: Path) -> None:
     content = bytearray(file.read_bytes())
     content[-1] ^= 1
     file.write_bytes(content)
+
+
+def test_what_is_not_needed_is_compared_too(tmp_path: Path) -> None:
+    make(tmp_path)
+    spoil(tmp_path / "optimizer/exp_avg.safetensors")
     with pytest.raises(CheckpointError, match=r"other bytes than were written .* optimizer/exp_avg\.safetensors"):
         keep(Directory(tmp_path), [], Axis("dp"))
+
+
+@pytest.mark.parametrize(("damaged", "room", "is_early"), [
+    (None, 1 << 30, True), ("optimizer/exp_avg.safetensors", 1 << 30, True), ("model.safetensors", 1 << 30, False), (None, 200, False),
+])  # fmt: skip
+def test_memory_in_use_is_what_it_was_where_anything_is_wrong(tmp_path: Path, damaged: str | None, room: int, is_early: bool) -> None:
+    """And it is known when all of it is there, before the rest, if there is room for what it had."""
+    make(tmp_path)
+    if damaged is not None:
+        spoil(tmp_path / damaged)
+    source = Directory(tmp_path)
+    homes = {name: torch.full((math.prod(info.shape),), 3).to(info.dtype) for name, info in source.tensors["model"].items()}
+    old = {name: home.clone() for name, home in homes.items()}
+    needed = [need._replace(into=homes[need.name], in_use=True) if need.kind == "model" else need for need in everything(source)]
+    found: list[bool] = []
+
+    def early() -> None:
+        found.append(all(torch.equal(home, source.read("model", name, 0, home.numel())) for name, home in homes.items()))
+
+    with patch.object(kept, "available", lambda: 2 * room):
+        if damaged is None:
+            keep(source, needed, Axis("dp"), early).put_back()
+        else:
+            with pytest.raises(CheckpointError, match=damaged):
+                keep(source, needed, Axis("dp"), early)
+    assert found == [True] * is_early
+    assert all(torch.equal(home, old[name]) for name, home in homes.items())
 
 
 @pytest.mark.parametrize("refused", ["open", "preadv"])
