@@ -1,7 +1,8 @@
 """Reads all bytes of a checkpoint once, compares them with their checksums, and keeps those that this rank needs in host memory.
 
 Invariants: each byte is read for the comparison by exactly one rank; what is kept is what was compared; and no rank keeps more than its
-share of half of the memory that is available (the rest is read again when it is needed).
+share of half of the memory that is available (the rest is read again when it is needed). What is read into memory in use is read first, and
+what this had is put back where anything is wrong (docs/decisions/0017).
 Blocks are read into a little memory that is used again, and copied from there while the processor's cache has them: memory that is mapped
 anew, in huge pages, may first have to be given by the host, which costs more than the disk (docs/LOG.md).
 Communication: what each rank needs; what each read of the files' checksums; that of what is done meanwhile.
