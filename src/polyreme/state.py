@@ -145,6 +145,9 @@ def restore(parts: Parts, path: Path, strict: bool, weights_only: bool, axis: Ax
             problems.append(f"{each} was passed over: {error}")
             if len(problems) == len(candidates):
                 raise CheckpointError("\n".join([*problems[:-1], str(error)])) from error
+        except BaseException:  # an interrupt, or another rank is gone
+            weights.put_back(source, alone=True)
+            raise
         else:
             return _take(parts, source, found, scalars, homes, weights.taken, weights_only, axis, problems)
     raise AssertionError  # one of them was the last
@@ -237,18 +240,21 @@ class _Weights:
     def take(self) -> None:
         """They are there."""
         self.taken = True
-        for bucket in self._buckets:
-            bucket.round()
+        self._round()
         _publish(self._buckets)
         for bucket in self._buckets:  # `put_back` may write to it
             bucket.settle()
 
-    def put_back(self, source: Source | None) -> None:
-        """Undo it."""
+    def put_back(self, source: Source | None, alone: bool = False) -> None:
+        """Undo it; `alone`: on this rank only."""
         if isinstance(source, Kept):
             source.put_back()
         if self.taken:
-            self.take()
+            self._round() if alone else self.take()
+
+    def _round(self) -> None:
+        for bucket in self._buckets:
+            bucket.round()
 
 
 def _settle(parts: Parts) -> None:

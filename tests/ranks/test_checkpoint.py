@@ -322,6 +322,24 @@ def test_what_cannot_be_loaded_changes_nothing(ranks: Ranks, tmp_path: Path, lay
     ranks(2, damaged, tmp_path, layout)
 
 
+@pytest.mark.parametrize("precision", [FP32, BF16], ids=["fp32", "bf16"])
+def test_an_interrupt_leaves_numbers_that_belong_together(tmp_path: Path, precision: dict[str, Any]) -> None:
+    engine = engine_of("llama", z(2, **precision))
+    saved = engine.save(tmp_path / "saved")
+    step(engine, "llama")
+    before, wait, taken = snapshot_of(engine), kept._Reading.wait, []
+
+    def interrupted(reading: Any, files: Any) -> list[int]:
+        if taken:
+            raise KeyboardInterrupt
+        taken.append(files)
+        return wait(reading, files)
+
+    with patch.object(kept._Reading, "wait", interrupted), pytest.raises(KeyboardInterrupt):
+        engine.load(saved)
+    torch.testing.assert_close(snapshot_of(engine), before, rtol=0, atol=0)
+
+
 def unread(rank: int, world: int, folder: Path) -> None:
     """Memory that nothing is read into, such as the padding of a vocabulary of 97 over two ranks, is zero."""
     engine = engine_of("llama", tp(1, 2))

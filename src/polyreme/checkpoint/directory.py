@@ -116,12 +116,11 @@ class Directory:
 
     def compare(self, contributions: Sequence[int], among: Collection[int] | None = None) -> None:
         """See `Source`. among: the numbers of the files that are to be compared, or all."""
-        files = [
-            (name, file, each)
+        wrong = [
+            name
             for i, ((name, file), each) in enumerate(zip(self._files.items(), contributions, strict=True))
-            if among is None or i in among
+            if (among is None or i in among) and crc.total(file.size, [each]) != file.crc32
         ]
-        wrong = [name for name, file, each in files if crc.total(file.size, [each]) != file.crc32]
         if wrong:
             raise damaged(self.path, f"other bytes than were written (by their CRC-32) are in {'; '.join(map(self._describe, wrong))}")
 

@@ -134,11 +134,10 @@ def keep(source: Directory, needed: Iterable[Need], axis: Axis, early: Callable[
 
     reports = together(axis, report)
     rooms = [_room(reports, each["host"]) for each in reports]
-    soon = [tuple(place) for each in reports for place in each["early"] or ()]
-    is_early = all(each["early"] is not None and _nbytes(each["needed"]) <= room for each, room in zip(reports, rooms, strict=True))
-    if not is_early or _nbytes(soon) != _nbytes(joined(soon)):
-        mine, soon, early = [(place, need._replace(into=None, in_use=False) if need.in_use else need) for place, need in mine], [], None
-    first, every = {file for file, _, _ in soon}, set(range(len(source.files)))
+    first = _early(reports, rooms)
+    if first is None:
+        mine, early = [(place, need._replace(into=None, in_use=False) if need.in_use else need) for place, need in mine], None
+    first, every = first or set(), set(range(len(source.files)))
     parts = divide([file.size for file in source.files], [[tuple(place) for place in each["needed"]] for each in reports])[axis.rank]
     kept = Kept(source, _places(parts, sorted(mine, key=lambda each: each[0]), rooms[axis.rank]))
     try:
@@ -152,6 +151,14 @@ def keep(source: Directory, needed: Iterable[Need], axis: Axis, early: Callable[
         kept.put_back()
         raise
     return kept
+
+
+def _early(reports: Sequence[Mapping[str, Any]], rooms: Sequence[int]) -> set[int] | None:
+    """The files with what goes into memory in use; None where nothing can go there early."""
+    if any(each["early"] is None or _nbytes(each["needed"]) > room for each, room in zip(reports, rooms, strict=True)):
+        return None
+    places = [tuple(place) for each in reports for place in each["early"]]
+    return {file for file, _, _ in places} if _nbytes(places) == _nbytes(joined(places)) else None
 
 
 def _nbytes(ranges: Iterable[Range]) -> int:
