@@ -3,8 +3,8 @@
     python bench/checkpoint.py --size 60m --rounds 7 --out bench/results/NAME.json
 
 Two ranks of one thread train a Llama with AdamW; what they save is deleted when it was measured. The systems take turns, in a new order
-each round, and a ratio is only ever taken between turns of the same round. What is loaded must be what was saved, bit by bit. Every second
-load takes memory that its process has had before, as one does after some steps; the others take fresh memory.
+each round, and a ratio is only ever taken between turns of the same round. What is loaded must be what was saved, bit by bit. In the first
+rounds a load takes fresh memory, later what its process has had before, as one does after some steps.
 Exit status: 0, 1 where a system failed or loaded something else, 2 for bad usage. See README.md.
 """
 
@@ -139,7 +139,7 @@ def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
                     if name == DISK:
                         record |= measure_disk(pairs[DISK], folder, nbytes, args.settle)
                     else:
-                        record |= measure_system(name, pairs[name], folder, args.steps, args.settle, number % 2 == 0)
+                        record |= measure_system(name, pairs[name], folder, args.steps, args.settle, number < args.fresh)
                 except WorkerError as error:
                     errors[name] = str(error)
                     say(f"  failed: {error}")
@@ -150,7 +150,7 @@ def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     finally:
         for started in pairs.values():
             started.close()
-    return {"job": job, "steps": args.steps, "rounds": rounds, "errors": errors}
+    return {"job": job, "steps": args.steps, "fresh": args.fresh, "rounds": rounds, "errors": errors}
 
 
 def speeds(rounds: Sequence[Record], what: str) -> list[float]:
@@ -200,7 +200,7 @@ def markdown(result: dict[str, Any]) -> str:
         f"    {env['command']}",
         "",
         f"{job['size']} {job['dtype']} and its AdamW states, {job['world']} ranks x {job['threads']} thread, {len(rounds)} rounds. In the "
-        "first, the third and so on, memory that a process kept for later goes back to the kernel before the save, to show how much that "
+        f"first {result['fresh']}, memory that a process kept for later goes back to the kernel before the save, to show how much that "
         "takes: the load after it takes fresh memory.",
         "",
         "| | seconds | quartiles | GB | GB/s | over the fastest of the disk | quartiles | extra MiB a rank |",
@@ -249,7 +249,9 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--size", default="60m", choices=tuple(SIZES))
     parser.add_argument("--dtype", default="fp32", choices=("fp32", "bf16"))
     parser.add_argument("--systems", default=",".join(SYSTEMS), help=f"comma list of {', '.join(SYSTEMS)}; polyreme must be among them")
-    parser.add_argument("--rounds", type=int, default=6, help="at least 2: every second one takes fresh memory")
+    parser.add_argument("--rounds", type=int, default=9, help="more than --fresh")
+    parser.add_argument("--fresh", type=int, default=2, help="at least 1: of the rounds, so many take fresh memory. They come "
+                        "first, as what the machine gave just before is slower for some seconds")  # fmt: skip
     parser.add_argument("--seconds", type=float, default=3600.0, help="no round is begun later than this after the start")
     parser.add_argument("--steps", type=int, default=3, help="training steps during a save in the background, and before it")
     parser.add_argument("--batch", type=int, default=4, help="samples per rank and step")
@@ -264,8 +266,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     for name in args.systems:
         if name not in SYSTEMS:
             parser.error(f"--systems {name!r}: choose from {', '.join(SYSTEMS)}")
-    if "polyreme" not in args.systems or args.rounds < 2 or args.steps < 1:
-        parser.error("--systems must name polyreme, --rounds must be at least 2, --steps at least 1")
+    if "polyreme" not in args.systems or not 1 <= args.fresh < args.rounds or args.steps < 1:
+        parser.error("--systems must name polyreme, --rounds must be more than --fresh, which must be at least 1, as must --steps")
     return args
 
 

@@ -196,6 +196,8 @@ def test_checkpoints_are_measured(tmp_path: Path) -> None:
         "1",
         "--rounds",
         "2",
+        "--fresh",
+        "1",
     ]
     out = tmp_path / "found.json"
     options = ["--settle", "0", "--systems", ",".join(systems), "--folder", str(tmp_path), "--out", str(out)]
