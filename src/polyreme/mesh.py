@@ -162,7 +162,7 @@ class Axis:
         padded = torch.zeros(max(sizes), dtype=torch.uint8)
         padded[: text.numel()] = text
         texts = zip(self._all(padded, "gathering reports"), sizes, strict=True)
-        return [json.loads(bytes(received[:size].tolist())) for received, size in texts]
+        return [json.loads(received[:size].numpy().tobytes()) for received, size in texts]
 
     def _all(self, tensor: Tensor, what: str) -> list[Tensor]:
         """Every rank's `tensor`, one on the CPU and of the same shape everywhere."""

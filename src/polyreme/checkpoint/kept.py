@@ -269,6 +269,7 @@ class _Reading:
         self._error: BaseException | None = None
         self._changed = threading.Condition()
         self._free: SimpleQueue[Tensor] = SimpleQueue()
+        self._full: SimpleQueue[tuple[Part, memoryview, Tensor] | None] = SimpleQueue()
 
     def __enter__(self) -> Self:
         for memory in aligned(BUFFERS * BLOCK).split(BLOCK):
@@ -276,11 +277,15 @@ class _Reading:
         self._readers, self._takers = ThreadPoolExecutor(READERS), ThreadPoolExecutor(TAKERS)
         for _ in range(READERS):
             self._readers.submit(self._guarded, self._read)
+        for _ in range(TAKERS):
+            self._takers.submit(self._take_all)
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, *error: object) -> None:
         self._blocks.clear()
         self._readers.shutdown()
+        for _ in range(TAKERS):
+            self._full.put(None)
         self._takers.shutdown()
 
     def wait(self, files: Collection[int]) -> list[int]:
@@ -314,7 +319,11 @@ class _Reading:
                     reading, opened = files.enter_context(contextlib.closing(self._source.open(block.file))), block.file
                 memory = self._free.get()
                 data = self._source.block(reading, block.begin, block.end, memory.numpy().data, block.others)
-                self._takers.submit(self._guarded, self._take, block, data, memory)
+                self._full.put((block, data, memory))  # little else: until the next read, the disk may have nothing to do
+
+    def _take_all(self) -> None:
+        while (read := self._full.get()) is not None:
+            self._guarded(self._take, *read)
 
     def _take(self, block: Part, data: memoryview, memory: Tensor) -> None:
         """Compare and copy what was read into the memory."""

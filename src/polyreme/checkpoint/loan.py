@@ -3,10 +3,12 @@ copied at once. So where the disk is fast enough, nothing is copied, and no memo
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
+from queue import Empty, SimpleQueue
 from typing import NamedTuple
 
 import torch
@@ -54,13 +56,19 @@ class Line:
 
     def __init__(self, jobs: Iterable[Job], loan: Loan, stream: torch.cuda.Stream | None, buffers: int) -> None:
         self._waiting, self._loan, self._stream = deque(jobs), loan, stream
-        self._free = [*aligned(buffers * BLOCK).split(BLOCK)]
-        self._packed: deque[tuple[Job, Tensor, Tensor]] = deque()
-        self._packing, self._wanted = 0, False
-        self._changed = threading.Condition()
+        self._free: SimpleQueue[Tensor | None] = SimpleQueue()
+        """Blocks; None: take new memory."""
+        for memory in aligned(buffers * BLOCK).split(BLOCK):
+            self._free.put(memory)
+        self._packed: SimpleQueue[tuple[Job, Tensor, Tensor] | None] = SimpleQueue()
+        """None: there will be no more."""
+        self._left, self._counting, self._wanted, self._writers = len(self._waiting), threading.Lock(), False, 0
 
     def perform(self, packers: int, writers: int) -> None:
         """With so many threads. Raises what one of the jobs raised; those that were not begun are dropped then."""
+        self._writers = writers
+        if not self._left:
+            self._end()
         with ThreadPoolExecutor(packers + writers + 1) as pool:
             watching = pool.submit(self._watch)
             try:
@@ -76,47 +84,45 @@ class Line:
             with torch.cuda.stream(self._stream):
                 work()
         except BaseException:
-            with self._changed:
-                self._waiting.clear()
-                self._packed.clear()
-                self._changed.notify_all()
+            self._waiting.clear()
+            with contextlib.suppress(Empty):
+                while True:
+                    self._packed.get_nowait()
+            self._end()
             raise
+
+    def _end(self) -> None:
+        """All is packed, or nothing more is to be: nobody shall wait for anything."""
+        self._loan.give_back()
+        self._free.put(None)
+        for _ in range(self._writers):
+            self._packed.put(None)
 
     def _watch(self) -> None:
         self._loan.wait()
-        with self._changed:
-            self._wanted = True
-            self._changed.notify_all()
+        self._wanted = True
+        self._free.put(None)
 
     def _pack(self) -> None:
         while True:
-            with self._changed:
-                self._changed.wait_for(lambda: not self._waiting or self._free or self._wanted)
-                if not self._waiting:
-                    return
-                job, free = self._waiting.popleft(), self._free.pop() if self._free else None
-                self._packing += 1
-            done = []
+            memory = self._free.get()
+            if memory is None:
+                self._free.put(None)  # for the next one
             try:
-                memory = aligned(job.nbytes) if free is None else free
-                done.append((job, job.pack(memory), memory))
-            finally:
-                with self._changed:
-                    self._packing -= 1
-                    self._packed += done
-                    if not self._waiting and not self._packing:
-                        self._loan.give_back()
-                    self._changed.notify_all()
+                job = self._waiting.popleft()
+            except IndexError:
+                return
+            if memory is None:
+                memory = aligned(job.nbytes)
+            self._packed.put((job, job.pack(memory), memory))
+            with self._counting:
+                self._left -= 1
+                if not self._left:
+                    self._end()
 
     def _write(self) -> None:
-        while True:
-            with self._changed:
-                self._changed.wait_for(lambda: self._packed or not (self._waiting or self._packing))
-                if not self._packed:
-                    return
-                job, packed, memory = self._packed.popleft()
-            job.put(packed)
-            with self._changed:
-                if not self._wanted:
-                    self._free.append(memory)
-                    self._changed.notify_all()
+        while (packed := self._packed.get()) is not None:
+            job, data, memory = packed
+            job.put(data)
+            if not self._wanted:
+                self._free.put(memory)
