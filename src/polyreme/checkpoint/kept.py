@@ -281,11 +281,10 @@ class _Reading:
             self._takers.submit(self._take_all)
         return self
 
-    def __exit__(self, *error: object) -> None:
+    def __exit__(self, *_: object) -> None:
         self._blocks.clear()
         self._readers.shutdown()
-        for _ in range(TAKERS):
-            self._full.put(None)
+        self._full.put(None)
         self._takers.shutdown()
 
     def wait(self, files: Collection[int]) -> list[int]:
@@ -324,6 +323,7 @@ class _Reading:
     def _take_all(self) -> None:
         while (read := self._full.get()) is not None:
             self._guarded(self._take, *read)
+        self._full.put(None)  # for the next one
 
     def _take(self, block: Part, data: memoryview, memory: Tensor) -> None:
         """Compare and copy what was read into the memory."""

@@ -62,11 +62,10 @@ class Line:
             self._free.put(memory)
         self._packed: SimpleQueue[tuple[Job, Tensor, Tensor] | None] = SimpleQueue()
         """None: there will be no more."""
-        self._left, self._counting, self._wanted, self._writers = len(self._waiting), threading.Lock(), False, 0
+        self._left, self._counting, self._wanted = len(self._waiting), threading.Lock(), False
 
     def perform(self, packers: int, writers: int) -> None:
         """With so many threads. Raises what one of the jobs raised; those that were not begun are dropped then."""
-        self._writers = writers
         if not self._left:
             self._end()
         with ThreadPoolExecutor(packers + writers + 1) as pool:
@@ -95,8 +94,7 @@ class Line:
         """All is packed, or nothing more is to be: nobody shall wait for anything."""
         self._loan.give_back()
         self._free.put(None)
-        for _ in range(self._writers):
-            self._packed.put(None)
+        self._packed.put(None)
 
     def _watch(self) -> None:
         self._loan.wait()
@@ -126,3 +124,4 @@ class Line:
             job.put(data)
             if not self._wanted:
                 self._free.put(memory)
+        self._packed.put(None)  # for the next one
