@@ -15,6 +15,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from safetensors.torch import save_file
 from test_checkpoint_directory import make, seal
 
 from polyreme.checkpoint import kept
@@ -138,6 +139,26 @@ def test_memory_in_use_is_what_it_was_where_anything_is_wrong(tmp_path: Path, da
                 keep(source, needed, Axis("dp"), early)
     assert found == [True] * is_early
     assert all(torch.equal(home, old[name]) for name, home in homes.items())
+
+
+@pytest.mark.parametrize("damaged", [False, True])
+@pytest.mark.parametrize("cached", [False, True])
+def test_what_the_cache_has_goes_straight_to_its_place(tmp_path: Path, cached: bool, damaged: bool) -> None:
+    numbers, home = torch.arange(100_001.0), torch.full((100_001,), 3.0)
+    save_file({"a": numbers}, tmp_path / "model.safetensors")
+    seal(tmp_path)
+    if damaged:
+        spoil(tmp_path / "model.safetensors")
+    need = Need("model", "a", 0, 100_001, home, in_use=True)
+    expected = pytest.raises(CheckpointError, match=r"model\.safetensors") if damaged else contextlib.nullcontext()
+    straight = patch.object(DirectFile, "read_cached", autospec=True, side_effect=DirectFile.read_cached)
+    small, told = patch.object(kept, "BLOCK", 4 * kept.ALIGNMENT), patch.object(DirectFile, "is_cached", return_value=cached)
+    with small, told, straight as reads, expected:
+        found = keep(Directory(tmp_path), [need], Axis("dp"), lambda: None)
+        assert torch.equal(home, numbers)
+        found.put_back()
+    assert reads.call_count > 20 if cached else not reads.called
+    assert torch.equal(home, torch.full((100_001,), 3.0))
 
 
 @pytest.mark.parametrize("refused", ["open", "preadv"])

@@ -4,7 +4,8 @@ Invariants: each byte is read for the comparison by exactly one rank; what is ke
 share of half of the memory that is available (the rest is read again when it is needed). What is read into memory in use is read first, and
 what this had is put back where anything is wrong (docs/decisions/0017).
 Blocks are read into a little memory that is used again, and copied from there while the processor's cache has them: memory that is mapped
-anew, in huge pages, may first have to be given by the host, which costs more than the disk (docs/LOG.md).
+anew, in huge pages, may first have to be given by the host, which costs more than the disk (docs/LOG.md). What the page cache has goes
+straight to its place.
 Communication: what each rank needs; what each read of the files' checksums; that of what is done meanwhile.
 """
 
@@ -25,6 +26,7 @@ from typing import Any, NamedTuple, Self
 import torch
 from torch import Tensor
 
+from polyreme.checkpoint.direct import DirectFile, cover
 from polyreme.checkpoint.directory import Directory
 from polyreme.checkpoint.source import TensorInfo
 from polyreme.checkpoint.together import together
@@ -316,9 +318,30 @@ class _Reading:
                 if block.file != opened:
                     files.close()
                     reading, opened = files.enter_context(contextlib.closing(self._source.open(block.file))), block.file
+                if self._read_cached(reading, block):
+                    continue
                 memory = self._free.get()
                 data = self._source.block(reading, block.begin, block.end, memory.numpy().data, block.others)
                 self._full.put((block, data, memory))  # little else: until the next read, the disk may have nothing to do
+
+    def _read_cached(self, file: DirectFile, block: Part) -> bool:
+        """Whether all of the block is in the page cache, and goes to one place: then it is read there, and compared, by this thread, as no
+        disk would wait for it."""
+        number, begin, end = block[:3]
+        for (other, low, high), place, before in self._kept.among(number, begin, end):
+            if other == number and low <= begin and end <= high and file.is_cached(*cover(begin, end)):
+                target = self._ready(place, before, begin - low, end - low)
+                data = self._source.cached_block(file, begin, target.numpy().data)
+                self._count(number, self._source.contribution(number, data, end))
+                return True
+        return False
+
+    def _ready(self, place: Tensor, before: Tensor | None, start: int, stop: int) -> Tensor:
+        """The bytes [start, stop) of a place, to be written."""
+        target = place[start:stop]
+        if before is not None:
+            self._kept.undo.append((target, before[start:stop].copy_(target)))
+        return target
 
     def _take_all(self) -> None:
         while (read := self._full.get()) is not None:
@@ -334,12 +357,13 @@ class _Reading:
                 start, stop = max(begin, low), min(end, high)
                 if other != file or start >= stop:
                     continue
-                target = place[start - low : stop - low]
-                if before is not None:
-                    self._kept.undo.append((target, before[start - low : stop - low].copy_(target)))
-                target.copy_(numbers[start - begin : stop - begin])
+                self._ready(place, before, start - low, stop - low).copy_(numbers[start - begin : stop - begin])
         finally:
             self._free.put(memory)
+        self._count(file, contribution)
+
+    def _count(self, file: int, contribution: int) -> None:
+        """A block of the file is done."""
         with self._changed:
             self._found[file] ^= contribution
             self._left[file] -= 1
