@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+import torch
 
 from pool import Ranks
 
 TIME_LIMIT = 120  # seconds
+torch.set_num_threads(1)  # as on the ranks; beside anything else that runs, several that wait for each other take ten times as long
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
