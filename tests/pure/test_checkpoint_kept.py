@@ -151,7 +151,7 @@ def test_what_the_cache_has_goes_straight_to_its_place(tmp_path: Path, cached: b
         spoil(tmp_path / "model.safetensors")
     need = Need("model", "a", 0, 100_001, home, in_use=True)
     expected = pytest.raises(CheckpointError, match=r"model\.safetensors") if damaged else contextlib.nullcontext()
-    straight = patch.object(DirectFile, "read_cached", autospec=True, side_effect=DirectFile.read_cached)
+    straight = patch.object(kept, "fill", side_effect=kept.fill)
     small, told = patch.object(kept, "BLOCK", 4 * kept.ALIGNMENT), patch.object(DirectFile, "is_cached", return_value=cached)
     with small, told, straight as reads, expected:
         found = keep(Directory(tmp_path), [need], Axis("dp"), lambda: None)

@@ -139,12 +139,3 @@ class DirectFile:
             if at < end and descriptor != self.descriptor:
                 at = at // ALIGNMENT * ALIGNMENT
         return memory[begin - base : end - base]
-
-    def read_cached(self, memory: memoryview, begin: int) -> None:
-        """The bytes of the file from `begin` on, into all of `memory`, wherever that begins, through the cache. Raises CheckpointError
-        where there are fewer."""
-        done = 0
-        while done < len(memory):
-            if not (count := os.preadv(self.descriptor, [memory[done:]], begin + done)):
-                raise damaged(self.path, f"it ends {len(memory) - done} bytes early")
-            done += count

@@ -89,12 +89,6 @@ class Directory:
         with reading(opened.path):
             return opened.read(memory, begin, end, others)
 
-    def cached_block(self, opened: DirectFile, begin: int, memory: memoryview) -> memoryview:
-        """The bytes of a file that `open` gave, from `begin` on, read into all of the memory through the page cache."""
-        with reading(opened.path):
-            opened.read_cached(memory, begin)
-        return memory
-
     def contribution(self, file: int, data: memoryview, end: int) -> int:
         """What these bytes, which end at `end`, add to the checksum of `files[file]`."""
         return crc.contribution(data, self.files[file].size - end)

@@ -28,6 +28,7 @@ from torch import Tensor
 
 from polyreme.checkpoint.direct import DirectFile, cover
 from polyreme.checkpoint.directory import Directory
+from polyreme.checkpoint.files import fill
 from polyreme.checkpoint.source import TensorInfo
 from polyreme.checkpoint.together import together
 from polyreme.checkpoint.write import combine
@@ -330,8 +331,8 @@ class _Reading:
         number, begin, end = block[:3]
         for (other, low, high), place, before in self._kept.among(number, begin, end):
             if other == number and low <= begin and end <= high and file.is_cached(*cover(begin, end)):
-                target = self._ready(place, before, begin - low, end - low)
-                data = self._source.cached_block(file, begin, target.numpy().data)
+                data = self._ready(place, before, begin - low, end - low).numpy().data
+                fill(file.path, data, begin)
                 self._count(number, self._source.contribution(number, data, end))
                 return True
         return False
