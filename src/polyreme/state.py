@@ -32,6 +32,7 @@ from polyreme.checkpoint.together import together
 from polyreme.config import Config
 from polyreme.data import Loader
 from polyreme.errors import CheckpointError, DataError
+from polyreme.garbage import put_off
 from polyreme.mesh import Axis, Mesh
 from polyreme.region import Region
 from polyreme.step import Step
@@ -120,6 +121,7 @@ def content(parts: Parts, tokenizer: Any, extra: Mapping[str, Any]) -> Content:
     )
 
 
+@put_off()
 def restore(parts: Parts, path: Path, strict: bool, weights_only: bool, axis: Axis) -> Loaded:
     """Make the engine what the checkpoint at `path` says; or the newest complete one of the run's folder `path`, as rank 0 sees it.
 

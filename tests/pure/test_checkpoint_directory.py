@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 
 import models
 from polyreme.checkpoint.directory import Directory
-from polyreme.checkpoint.header import build, decode, divide, file_names, index
+from polyreme.checkpoint.header import build, divide, file_names, index
 from polyreme.checkpoint.resume import File, Resume, write
 from polyreme.checkpoint.source import MASTER, MODEL, TensorInfo
 from polyreme.errors import CheckpointError
@@ -39,10 +39,10 @@ def put(folder: Path, stem: str, tensors: Tensors, limit: int) -> None:
     within = (folder / stem).parent
     within.mkdir(parents=True, exist_ok=True)
     for file, names in files.items():
-        head = build({name: infos[name] for name in names}, {"format": "pt"})
-        data = bytearray(decode(head, within / file).size)
+        head, header = build({name: infos[name] for name in names}, {"format": "pt"})
+        data = bytearray(header.size)
         data[: len(head)] = head
-        for name, entry in decode(head, within / file).entries.items():
+        for name, entry in header.entries.items():
             data[entry.begin : entry.end] = raw(tensors[name])
         (within / file).write_bytes(data)
     if len(files) > 1:

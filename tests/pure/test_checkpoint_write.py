@@ -85,7 +85,7 @@ def test_other_errors_are_not_hidden(tmp_path: Path) -> None:
 
 
 def test_whole_pages_go_past_the_cache() -> None:
-    """And whatever is less through it, before them."""
+    """And whatever is less through it."""
     tensor = torch.zeros(3 * BLOCK // 4 + 50_011)
     place = write.Place(0, ALIGNMENT + 8, 4)
     region = Region(MODEL, ["x"], Cut.whole((tensor.numel(),), 1), 0, 0, tensor)
@@ -93,4 +93,23 @@ def test_whole_pages_go_past_the_cache() -> None:
     end = ALIGNMENT + 8 + tensor.nbytes
     edges = [ALIGNMENT + 8, 2 * ALIGNMENT, BLOCK, 2 * BLOCK, 3 * BLOCK, end // ALIGNMENT * ALIGNMENT, end]
     assert sorted((each.begin, each.end) for each in found) == [pair for pair in pairwise(edges) if pair[0] < pair[1]]
-    assert [each.is_direct for each in found] == sorted(each.is_direct for each in found)
+    assert all(each.is_direct == (each.begin % ALIGNMENT == each.end % ALIGNMENT == 0) for each in found)
+
+
+def test_what_goes_through_the_cache_comes_amid_another_file() -> None:
+    cached, direct = [(file, "c") for file in (0, 1, 2, 0)], [(file, f"d{i}") for file in (1, 0) for i in range(3)]
+    zero, one = direct[3:], direct[:3]
+    order = [*zero[:2], (1, "c"), (2, "c"), zero[2], *one[:2], (0, "c"), (0, "c"), one[2]]
+    assert write._interleaved(cached, direct) == order
+    assert write._interleaved(cached[1:2], one) == [(1, "c"), *one]
+    assert write._interleaved(cached, []) == sorted(cached)
+
+
+JOBS = st.lists(st.tuples(st.integers(0, 4), st.integers()), max_size=20)
+
+
+@given(JOBS, JOBS)
+def test_all_is_written_once_and_file_after_file(cached: list[tuple[int, int]], direct: list[tuple[int, int]]) -> None:
+    order = write._interleaved(cached, direct)
+    assert sorted(order) == sorted(cached + direct)
+    assert write._interleaved([], direct) == sorted(direct, key=lambda job: job[0])

@@ -61,8 +61,8 @@ def nbytes(info: TensorInfo) -> int:
     return math.prod(info.shape) * info.dtype.itemsize
 
 
-def build(tensors: Mapping[str, TensorInfo], metadata: Mapping[str, str] | None = None) -> bytes:
-    """The beginning of a file of `tensors`, up to the first of them: `decode` says where each is. They come in the order given, but
+def build(tensors: Mapping[str, TensorInfo], metadata: Mapping[str, str] | None = None) -> tuple[bytes, Header]:
+    """The beginning of a file of `tensors`, up to the first of them, and what it says: where each is. They come in the order given, but
     wider dtypes first: so each lies at a multiple of its item size, for those who map the file.
 
     `metadata` of a model is {"format": "pt"}, which transformers asks for. Raises CheckpointError for a dtype the format does not have,
@@ -81,7 +81,9 @@ def build(tensors: Mapping[str, TensorInfo], metadata: Mapping[str, str] | None 
         raise CheckpointError(
             f"the header of {len(tensors)} tensors has {len(text)} bytes, and may have {LIMIT}: divide them over more files"
         )
-    return len(text).to_bytes(8, "little") + text
+    start = 8 + len(text)
+    entries = {name: Entry(tensors[name], *(start + at for at in row["data_offsets"])) for name, row in table.items() if name in tensors}
+    return len(text).to_bytes(8, "little") + text, Header(start, entries, table["__metadata__"])
 
 
 def parse(file: Path) -> Header:
@@ -100,11 +102,6 @@ def parse(file: Path) -> Header:
     text = bytearray(count)
     fill(file, memoryview(text), 8)
     return _header(text, size, file)
-
-
-def decode(beginning: bytes, file: Path) -> Header:
-    """What `build` made, for the `file` that it will begin: where each tensor goes, and how long the file will be."""
-    return _header(beginning[8:], None, file)
 
 
 def divide(tensors: Mapping[str, TensorInfo], limit: int) -> list[list[str]]:
@@ -134,8 +131,8 @@ def index(files: Mapping[str, Iterable[str]], tensors: Mapping[str, TensorInfo])
     return json.dumps(whole, indent=2, sort_keys=True).encode() + b"\n"
 
 
-def _header(text: bytes | bytearray, size: int | None, file: Path) -> Header:
-    """Of the JSON `text` of a `file` of `size` bytes (None: as many as it needs)."""
+def _header(text: bytes | bytearray, size: int, file: Path) -> Header:
+    """Of the JSON `text` of a `file` of `size` bytes."""
     table, start = parse_json(text, file), 8 + len(text)
     metadata = table.pop("__metadata__", {})
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
@@ -147,7 +144,7 @@ def _header(text: bytes | bytearray, size: int | None, file: Path) -> Header:
             where = "overlaps" if entry.begin < at else f"begins {entry.begin - at} bytes behind"
             raise damaged(file, f"tensor {name!r} {where} {before}")
         at, before = entry.end, f"tensor {name!r}"
-    if size is not None and at != size:
+    if at != size:
         raise damaged(file, f"{before} ends at byte {at}, and the file at {size}")
     return Header(start, entries, metadata)
 

@@ -20,6 +20,9 @@ BLOCK = HUGE_PAGE
 """Bytes of memory for one job. Larger ones would not be faster, and pages of less are slower for the disk (docs/LOG.md)."""
 
 
+Work = Callable[[], None]
+
+
 class Loan:
     """What others may read until the owner takes it back."""
 
@@ -64,21 +67,25 @@ class Line:
         """None: there will be no more."""
         self._left, self._counting, self._wanted = len(self._waiting), threading.Lock(), False
 
-    def perform(self, packers: int, writers: int) -> None:
-        """With so many threads. Raises what one of the jobs raised; those that were not begun are dropped then."""
+    def perform(self, packers: int, writers: int, beside: Work | None = None) -> None:
+        """With so many threads. beside: what this one does meanwhile. Raises what that, or one of the jobs, raised; those that were not
+        begun are dropped then."""
         if not self._left:
             self._end()
         with ThreadPoolExecutor(packers + writers + 1) as pool:
             watching = pool.submit(self._watch)
             try:
-                threads = [pool.submit(self._guarded, self._pack) for _ in range(packers)]
-                for thread in [*threads, *(pool.submit(self._guarded, self._write) for _ in range(writers))]:
+                # those that write first: they wait at once, while one that packs would hold up the start of the others
+                threads = [pool.submit(self._guarded, work) for work in (*[self._write] * writers, *[self._pack] * packers)]
+                if beside is not None:
+                    self._guarded(beside)
+                for thread in threads:
                     thread.result()
             finally:
                 self._loan.give_back()
             watching.result()
 
-    def _guarded(self, work: Callable[[], None]) -> None:
+    def _guarded(self, work: Work) -> None:
         try:
             with torch.cuda.stream(self._stream):
                 work()

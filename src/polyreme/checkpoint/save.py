@@ -16,6 +16,7 @@ import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -31,6 +32,7 @@ from polyreme.checkpoint.source import MODEL, TensorInfo
 from polyreme.checkpoint.together import reason, together
 from polyreme.checkpoint.write import Name, Plan, Writer, combine
 from polyreme.errors import CheckpointError
+from polyreme.garbage import put_off
 from polyreme.layout import Cut
 from polyreme.mesh import Axis
 from polyreme.model_map import save_config
@@ -75,7 +77,8 @@ class Saver:
         self.wait()
         self.idle()
         made: list[Content] = []
-        _together(path, self._axis, lambda: made.append(with_buffers(make()) if background else make()), ())
+        with put_off():
+            _together(path, self._axis, lambda: made.append(with_buffers(make()) if background else make()), ())
         if not background or any(isinstance(region.data, Stored) for region in made[0].regions):
             write(path, made[0], self._axis, Loan())
             return
@@ -178,15 +181,15 @@ def write(path: Path, content: Content, axis: Axis, loan: Loan, stream: torch.cu
             shutil.rmtree(unfinished, ignore_errors=True)
             unfinished.mkdir(parents=True)
             plan[0].create(unfinished)
-            content.small(unfinished)
 
     def fill() -> dict[int, int]:
         if not unfinished.is_dir():
             raise CheckpointError(f"it does not see {unfinished}, which rank 0 made: give a folder that all hosts share")
         writer = Writer(plan[0], unfinished)
+        beside = partial(content.small, unfinished) if axis.rank == 0 else None
         if content.shared_files or axis.size == 1:
-            return writer.write(regions, loan, stream)
-        return writer.collect(regions, axis)
+            return writer.write(regions, loan, stream, beside)
+        return writer.collect(regions, axis, beside)
 
     def finish() -> None:
         if axis.rank == 0:
@@ -195,7 +198,8 @@ def write(path: Path, content: Content, axis: Axis, loan: Loan, stream: torch.cu
             _finish(path, unfinished, plan[0], parts, replace(content.resume, rng=rng))
 
     try:
-        _together(path, axis, prepare, plan)
+        with put_off():
+            _together(path, axis, prepare, plan)
         contributions = _together(path, axis, fill, plan)
         _together(path, axis, finish, plan)
     except CheckpointError:

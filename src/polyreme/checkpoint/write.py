@@ -15,23 +15,27 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial, reduce
-from operator import xor
+from itertools import groupby
+from operator import itemgetter, xor
 from pathlib import Path
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from polyreme.checkpoint import crc, header
 from polyreme.checkpoint.direct import SMALL, DirectFile, cover
-from polyreme.checkpoint.loan import BLOCK, Job, Line, Loan
+from polyreme.checkpoint.loan import BLOCK, Job, Line, Loan, Work
 from polyreme.checkpoint.source import MODEL, TensorInfo
 from polyreme.disk import ALIGNMENT, padded
+from polyreme.garbage import put_off
 from polyreme.mesh import Axis
 from polyreme.region import Region, Runs
 
 PACKERS, WRITERS, BUFFERS = 2, 6, 10
 """Threads that copy and count, threads that only write, and blocks of memory that they share (docs/LOG.md)."""
 
+T = TypeVar("T")
 Name = tuple[str, str]
 """Of a tensor: its kind, and its name in the checkpoint."""
 
@@ -65,8 +69,7 @@ class Plan:
             groups = header.divide(infos, limit)
             names = header.file_names(stem, len(groups))
             for file, group in zip(names, groups, strict=True):
-                beginning = header.build({name: infos[name] for name in group}, {"format": "pt"} if kind == MODEL else None)
-                found = header.decode(beginning, Path(file))
+                beginning, found = header.build({name: infos[name] for name in group}, {"format": "pt"} if kind == MODEL else None)
                 plan.places.update(  # type: ignore[attr-defined]
                     {(kind, name): Place(len(plan.files), entry.begin, entry.info.dtype.itemsize) for name, entry in found.entries.items()}
                 )
@@ -114,11 +117,25 @@ class Writer:
         self._left: Counter[int] = Counter()  # what is still to be written to each file, if that is known
         self._lock = threading.Lock()
 
-    def write(self, regions: Iterable[tuple[Name, Region]], loan: Loan, stream: torch.cuda.Stream | None = None) -> dict[int, int]:
+    def write(
+        self, regions: Iterable[tuple[Name, Region]], loan: Loan, stream: torch.cuda.Stream | None = None, beside: Work | None = None
+    ) -> dict[int, int]:
         """Write what this rank owns of `regions`, which are lent. Returns the contribution to the checksum of each file that got something.
-        stream: for copies from a GPU."""
+        stream: for copies from a GPU. beside: what else is to be done, by this thread, meanwhile."""
+        with put_off():
+            jobs = self._jobs(regions)
+        self._left = Counter(file for file, _ in jobs)
+        try:
+            Line((job for _, job in jobs), loan, stream, BUFFERS).perform(PACKERS, WRITERS, beside)
+        finally:
+            self._close()
+        return self._found
+
+    def _jobs(self, regions: Iterable[tuple[Name, Region]]) -> list[tuple[int, Job]]:
+        """All that there is to write, each with its file, in order."""
         single: list[tuple[Place, Runs, Region]] = []
-        jobs: list[tuple[int, Job]] = []
+        cached: list[tuple[int, Job]] = []
+        direct: list[tuple[int, Job]] = []
         for name, region in regions:
             place = self._plan.places[name]
             for runs in region.runs(owned=True):
@@ -127,19 +144,14 @@ class Writer:
                     continue
                 for block in runs.blocks(BLOCK // place.itemsize):
                     size = padded(block.elements * place.itemsize)
-                    jobs.append((place.file, Job(size, partial(self._gather, place, block, region), partial(self._put, place, block))))
+                    cached.append((place.file, Job(size, partial(self._gather, place, block, region), partial(self._put, place, block))))
         for stretch in _stretches(single):
             low, high = cover(stretch.begin, stretch.end)
+            jobs = direct if stretch.is_direct else cached
             jobs.append((stretch.file, Job(high - low, partial(self._fill, stretch), partial(self._put_stretch, stretch))))
-        jobs.sort(key=lambda job: job[0])
-        self._left = Counter(file for file, _ in jobs)
-        try:
-            Line((job for _, job in jobs), loan, stream, BUFFERS).perform(PACKERS, WRITERS)
-        finally:
-            self._close()
-        return self._found
+        return _interleaved(cached, direct)
 
-    def collect(self, regions: Sequence[tuple[Name, Region]], axis: Axis) -> dict[int, int]:
+    def collect(self, regions: Sequence[tuple[Name, Region]], axis: Axis, beside: Work | None = None) -> dict[int, int]:
         """The same where each file is written by one rank alone, to which the others send what they own. All ranks must call."""
         mine: dict[Name, list[tuple[Region, Runs]]] = {}
         for name, region in regions:
@@ -176,6 +188,8 @@ class Writer:
                 raise failed[0]
             for opened in self._open.values():
                 opened.sync()
+            if beside is not None:
+                beside()
         finally:
             self._close()
         return self._found
@@ -245,9 +259,26 @@ class Writer:
             return self._open[file]
 
 
+def _interleaved(cached: Iterable[tuple[int, T]], direct: Iterable[tuple[int, T]]) -> list[tuple[int, T]]:
+    """What is to be written to each file, through the cache and past it: file after file, so that each is soon complete. What goes through
+    the cache comes amid what goes past it to another file, as the system waits for all other writing to its own to end; of an only file,
+    first."""
+    of_file = {file: list(jobs) for file, jobs in groupby(sorted(direct, key=_file), _file)}
+    before = {file: i - 0.5 for i, file in enumerate(of_file)}
+    if len(before) > 1:
+        before[min(before)] += len(before)  # amid the last one
+    found = [((before.get(file, 0.5), file), (file, job)) for file, job in cached]
+    for i, (file, jobs) in enumerate(of_file.items()):
+        found += [((i + j / len(jobs), file), job) for j, job in enumerate(jobs)]
+    return [job for _, job in sorted(found, key=itemgetter(0))]
+
+
+def _file(job: tuple[int, Any]) -> int:
+    return job[0]
+
+
 def _stretches(runs: Iterable[tuple[Place, Runs, Region]]) -> list[Stretch]:
-    """Of single runs, those that lie end to end in a file together, cut at the ends of BLOCKs. Many whole pages are one by themselves. What
-    is less comes first: it goes through the cache, for which the system waits until all other writing to the file has ended."""
+    """Of single runs, those that lie end to end in a file together, cut at the ends of BLOCKs. Many whole pages are one by themselves."""
     cut: list[tuple[int, int, int, Runs, Region]] = []
     for place, run, region in runs:
         first, size = place.begin + run.whole * place.itemsize, place.itemsize
@@ -261,7 +292,7 @@ def _stretches(runs: Iterable[tuple[Place, Runs, Region]]) -> list[Stretch]:
         else:
             whole.append([part])
     stretches = [Stretch(parts[0][0], parts[0][1], parts[-1][2], [part[3:] for part in parts]) for parts in whole]
-    return sorted((part for each in stretches for part in _paged(each)), key=lambda each: each.is_direct)
+    return [part for each in stretches for part in _paged(each)]
 
 
 def _cut(begin: int, end: int) -> Iterator[tuple[int, int]]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import cached_property
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -162,11 +163,15 @@ class Placement:
 
     def named(self, bucket: Bucket) -> list[tuple[list[str], Slot]]:
         """All names of each of the bucket's tensors, in the order of its layout."""
-        names: dict[str, list[str]] = defaultdict(list)
-        for name, (owner, slot) in self.where.items():
-            if owner is bucket:
-                names[slot.name].append(name)
-        return [(names[slot.name], slot) for slot in bucket.layout.slots]
+        return [(self._names[bucket, slot.name], slot) for slot in bucket.layout.slots]
+
+    @cached_property
+    def _names(self) -> Mapping[tuple[Bucket, str], list[str]]:
+        """Of each bucket's slots."""
+        found: dict[tuple[Bucket, str], list[str]] = defaultdict(list)
+        for name, (bucket, slot) in self.where.items():
+            found[bucket, slot.name].append(name)
+        return found
 
     def _format(self, bucket: Bucket, master: bool) -> torch.dtype:
         return bucket.formats.master if master else bucket.formats.compute
