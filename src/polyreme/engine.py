@@ -42,6 +42,7 @@ from polyreme.zero.blocks import Blocks
 from polyreme.zero.optimizers import Make, Options, recipe
 from polyreme.zero.reduce import Reducer
 from polyreme.zero.update import Update
+from polyreme.zero.working_set import working_set
 
 
 @dataclass(frozen=True)
@@ -350,8 +351,9 @@ class Engine:
 
     def working_set(self) -> dict[str, int]:
         """The most bytes of memory that a step takes on this rank, by category, once one was trained: what `memory` counts, and what comes
-        and goes within a step. Without what the model's operators take for a moment, and without the buffers."""
-        found = self._placement.working_set(self.config.zero.prefetch)
+        and goes within a step. Without what the model's operators take for a moment, the buffers, and freed memory that the C
+        library keeps."""
+        found = working_set(self._placement, self.config.zero.prefetch)
         found["states"] += sum(update.nbytes() for update in self._updates)
         found["activations"] = (self._activations or Saved()).bytes
         return found

@@ -5,7 +5,9 @@ Counted twice: by `engine.memory()`, and from outside, by the storages of all te
 from __future__ import annotations
 
 import gc
+from collections import Counter
 from itertools import chain
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +17,7 @@ from torch import Tensor
 import models
 import polyreme
 import training
+from polyreme.transport.work import Work
 from pool import Ranks
 
 BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
@@ -33,9 +36,9 @@ def live_bytes() -> int:
     return sum(found.values())
 
 
-def start(world: int, sections: dict[str, Any]) -> tuple[polyreme.Engine, Any]:
+def start(world: int, sections: dict[str, Any], **shape: int) -> tuple[polyreme.Engine, Any]:
     torch.manual_seed(0)
-    model = models.llama(num_hidden_layers=LAYERS)
+    model = models.llama(num_hidden_layers=LAYERS, **shape)
     engine = polyreme.initialize(model, training.config(world, **sections), loss_fn=models.causal_loss)
     return engine, models.batch_of("llama", training.SAMPLES)
 
@@ -137,6 +140,61 @@ def test_working_set_of_stage_3(ranks: Ranks, prefetch: int) -> None:
             assert peak["samples"] > 100
             assert peak["parameters"] == peak["root"] + (1 + prefetch) * peak["block"]
             assert peak["gradients"] <= peak["root"] + 2 * peak["block"]
+
+
+def lent(rank: int, world: int, folder: str, sections: dict[str, Any]) -> dict[str, int]:
+    """Bytes that three steps take of the pool (of each size the most at once) and of memory for tiers, and what `working_set` says."""
+    memory = {key: folder if value == "files" else value for key, value in sections["memory"].items()}
+    engine, batch = start(world, {**sections, "memory": memory}, intermediate_size=56)  # no bucket is as large as another's shard
+    pool, now, most = engine._placement.pool, Counter[tuple[int, torch.dtype]](), Counter[tuple[int, torch.dtype]]()
+    take, give = pool.take, pool.give
+
+    def taken(size: int, dtype: torch.dtype) -> Tensor:
+        nonlocal most
+        now[size, dtype] += 1
+        most |= now
+        return take(size, dtype)
+
+    def given(buffer: Tensor, last: Work) -> None:
+        now[buffer.numel(), buffer.dtype] -= 1
+        give(buffer, last)
+
+    pool.take, pool.give = taken, given  # type: ignore[method-assign]
+    for _ in range(3):
+        engine.train_step(models.share(batch, rank, world))
+    buckets, said = engine._placement.buckets, engine.working_set()
+    single = max(slot.size * b.formats.compute.itemsize for b in buckets for slot in b.layout.slots)
+    away = engine._placement.homes.away
+    ring = away.tier.buffers if away is not None and away.is_far else 0
+    return {
+        "pool": sum(count * size * dtype.itemsize for (size, dtype), count in most.items()),
+        "pool said": said["gradients"] - single - sum(b.staying()[1] - b.unreduced for b in buckets),
+        "tiers": int(sum(tier["memory"] for tier in engine.tiers().values())) + ring,
+        "tiers said": said["tiers"],
+    }
+
+
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("prefetch", [0, 1, 2])
+def test_working_set_with_tiers(ranks: Ranks, tmp_path: Path, world: int, prefetch: int) -> None:
+    """The pool's buffers and the memory of tiers are those that the working set counts, each once."""
+    far: dict[str, Any] = {"states": "files", "params": "files"}
+    cases: list[dict[str, Any]] = [
+        {"memory": far},
+        {"memory": far, "precision": {"compute": "bf16"}},
+        {"memory": far, "zero": {"bucket_size": 4096}},  # several buckets a block
+        {"memory": far, "zero": {"release": "always"}},
+        {"memory": far, "batch": {"micro": training.SAMPLES // world // 2}},
+        {"memory": {"states": "host", "params": "host"}},
+        {"memory": {"states": "files", "params": "host", "gradients": "files"}},
+        {"memory": {"states": "files"}},
+    ]
+    for case in cases:
+        sections = {**case, "zero": {"stage": 3, "prefetch": prefetch, **case.get("zero", {})}}
+        for found in ranks(world, lent, str(tmp_path), sections):
+            assert found["pool"] == found["pool said"], (case, found)
+            assert found["tiers"] <= found["tiers said"], (case, found)
+            assert found["tiers"] == found["tiers said"] or not prefetch, (case, found)  # else what is written may be gone in time
 
 
 def test_gradients_of_stage_2(ranks: Ranks) -> None:

@@ -8,7 +8,7 @@ Communication over the bucket's axis: `gather` and `publish` all-gather, `reduce
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -41,6 +41,10 @@ class Formats:
 Microbatches = Literal["one", "added", "reduced", "left"]
 """Of a step's micro-batches: there is only one; their gradients are added up on the rank, and then reduced; or each's are reduced; and
 added up where the bucket's hold has them, if it has one (left)."""
+
+
+Buffers = Counter[tuple[int, torch.dtype]]
+"""How many flat buffers there are, by elements and dtype."""
 
 
 class Pool:
@@ -516,20 +520,29 @@ class Bucket:
         """Of memory that reduced gradients take for themselves."""
         return 0 if self._reduces_in_place or not self.trainable else (self.region.stop - self.region.start) * self.formats.reduce.itemsize
 
-    def coming(self) -> tuple[int, int, int]:
-        """Bytes that come for its uses and go again: the full parameters, gradients before they are reduced, the shard on its way."""
-        full = self.layout.size * self.formats.compute.itemsize if self.sharded else 0
-        local = self.layout.size * self.formats.local.itemsize if self._comes else 0
-        local += self._reduced_bytes if self._leaves else 0
-        return full, local, self.layout.shard_size * self.formats.compute.itemsize if self._away is not None else 0
+    @property
+    def unreduced(self) -> int:
+        """Bytes of gradients before they are reduced, where those stay."""
+        return self.layout.size * self.formats.local.itemsize if self.trainable and not self._comes else 0
+
+    def coming(self) -> int:
+        """Bytes of the full parameters, where they come for a use and go again."""
+        return self.layout.size * self.formats.compute.itemsize if self.sharded else 0
+
+    def borrows(self) -> tuple[Buffers, Buffers, Buffers]:
+        """What it takes of the pool and gives back: for gradients before they are reduced, for reduced ones, and for the shard that the
+        other ranks are to get."""
+        local = [(self.layout.size, self.formats.local)] if self._comes else []
+        room = [(self.region.stop - self.region.start, self.formats.reduce)] if self._leaves and self._reduced_bytes else []
+        here = [(self.layout.shard_size, self.formats.compute)] if self._away is not None and self.axis.size > 1 else []
+        return Buffers(local), Buffers(room), Buffers(here)
 
     def staying(self) -> tuple[int, int, int]:
         """Bytes that it always has: parameters, gradients, the master where it is a copy."""
         itemsize, region = self.formats.compute.itemsize, self.region.stop - self.region.start
         parameters = (self.layout.shard_size if self._away is None else 0) if self.sharded else self.layout.size
-        gradients = 0
+        gradients = self.unreduced
         if self.trainable:
-            gradients = self.layout.size * self.formats.local.itemsize * (not self._comes)
             gradients += 0 if self._leaves else self._reduced_bytes
             gradients += self.layout.shard_size // ALIGN * torch.float64.itemsize if self._adds_there else 0  # squares by row
         master = self.master is not None and (self._away is not None or self.formats.master != self.formats.compute)

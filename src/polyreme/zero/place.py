@@ -93,32 +93,6 @@ class Placement:
     def buckets(self) -> list[Bucket]:
         return [bucket for unit in (self.root, *self.units) for bucket in unit.buckets]
 
-    def working_set(self, prefetch: int) -> dict[str, int]:
-        """The most bytes of memory that a step takes by category: beside all that stays, the root's parameters and gradients, and of blocks
-        the parameters of 1 + `prefetch` (of files 1, and the shards of the others), and the gradients of two before they are reduced, and
-        one that autograd has just made. `exchange`: of CPU ranks, what they read or receive of each other's."""
-        stay = [bucket for unit in (self.root, *self.units) if unit is self.root or unit.pinned for bucket in unit.buckets]
-        blocks = [unit.buckets for unit in self.units if not unit.pinned]
-
-        def most(what: int, count: int) -> int:
-            """Of what comes and goes."""
-            sizes = sorted((sum(bucket.coming()[what] for bucket in buckets) for buckets in blocks), reverse=True)
-            return sum(bucket.coming()[what] for bucket in stay) + sum(sizes[:count])
-
-        parameters, gradients, masters = (sum(bucket.staying()[i] for bucket in self.buckets) for i in range(3))
-        away, ranks = self.homes.away, max((bucket.axis.size for bucket in self.buckets), default=1)
-        local, coming = most(1, 2), most(2, 1 + prefetch)
-        single = max((slot.size * b.formats.compute.itemsize for b in self.trainable for slot in b.layout.slots), default=0)
-        read = coming if away is not None else sum(b.layout.shard_size * b.formats.compute.itemsize for b in self.buckets)
-        waiting = sum(b.layout.size * b.formats.local.itemsize for b in self.trainable if not b.coming()[1])
-        return {
-            "parameters": parameters + most(0, 1 if away is not None and away.is_far else 1 + prefetch) + coming * (ranks > 1),
-            "gradients": gradients + local + single,
-            "states": masters,
-            "tiers": self.homes.memory(coming),
-            "exchange": (ranks - 1) * ((local + waiting) // ranks + read) if self.device.type == "cpu" else 0,
-        }
-
     def write(self, name: str, whole: Tensor) -> None:
         """Set a parameter to `whole`, of which this rank keeps its part."""
         bucket, slot = self.where[name]
