@@ -278,10 +278,10 @@ class _Reading:
         for memory in aligned(BUFFERS * BLOCK).split(BLOCK):
             self._free.put(memory)
         self._readers, self._takers = ThreadPoolExecutor(READERS), ThreadPoolExecutor(TAKERS)
-        for _ in range(TAKERS):
-            self._takers.submit(self._take_all)
         for _ in range(READERS):
             self._readers.submit(self._guarded, self._read)
+        for _ in range(TAKERS):
+            self._takers.submit(self._take_all)
         return self
 
     def __exit__(self, *_: object) -> None:
