@@ -313,8 +313,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     from step import environment
 
     result = json.loads(args.out.read_text()) if args.out.exists() else {"runs": []}
-    words = ["python", "bench/crash.py", "--out", str(args.out), "--kills", "100", "--corruptions", "1000"]
-    result["environment"] = environment() | {"command": shlex.join(words)}
+    result["environment"] = environment()
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="polyreme-crash-") as folder:
         wholes: dict[str, Path] = {}
@@ -330,6 +329,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             sizes = {"one": (10**9, args.corruptions // 2), "several": (1000, args.corruptions - args.corruptions // 2)}
             result["corruptions"] = dict(sum((fuzz(Path(folder, name), count, limit) for name, (limit, count) in sizes.items()), Counter()))
             args.out.write_text(json.dumps(result, indent=0) + "\n")
+    counts = [str(sum(len(each["kills"]) for each in result["runs"])), str(sum(result.get("corruptions", {}).values()))]
+    words = ["python", "bench/crash.py", "--out", str(args.out), "--kills", counts[0], "--corruptions", counts[1]]
+    result["environment"]["command"] = shlex.join(words)  # for all that is there, whichever runs it took
+    args.out.write_text(json.dumps(result, indent=0) + "\n")
     args.out.with_suffix(".md").write_text(markdown(result))
     return int(any(each["problems"] for each in result["runs"]))
 
