@@ -14,7 +14,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def put_off() -> Iterator[None]:
-    """Until the end of the block, in all threads. What else has switched it off, or does so meanwhile in another thread, is left alone."""
+    """Until the end of the block, in all threads. Where it was off before, it stays off."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:

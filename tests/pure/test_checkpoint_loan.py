@@ -76,16 +76,17 @@ def test_it_comes_back_when_all_was_read() -> None:
 
 
 @pytest.mark.parametrize("wanted", [True, False])
-@pytest.mark.parametrize("where", ["pack", "put"])
+@pytest.mark.parametrize("where", ["pack", "put", "beside"])
 def test_an_error_is_told_and_the_memory_comes_back(where: str, wanted: bool) -> None:
     written, loan = Written(20, at_once(), at_once()), Loan()
 
-    def fail(memory: Tensor) -> Tensor:
+    def fail(*_: Tensor) -> Tensor:
         raise OSError("no")
 
-    written.jobs[17] = written.jobs[17]._replace(**{where: fail})
+    if where != "beside":
+        written.jobs[17] = written.jobs[17]._replace(**{where: fail})
     if wanted:
         threading.Thread(target=loan.take_back).start()
     with pytest.raises(OSError, match="no"):
-        Line(written.jobs, loan, None, 3).perform(2, 2)
+        Line(written.jobs, loan, None, 3).perform(2, 2, fail if where == "beside" else None)  # type: ignore[arg-type]
     loan.take_back()

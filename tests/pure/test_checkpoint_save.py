@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 from collections.abc import Callable, Iterator
@@ -172,3 +173,21 @@ def test_whenever_it_ends(tmp_path: Path, replaces: bool) -> None:
             break
     assert contents(path) == new and [each.name for each in sorted(tmp_path.iterdir())] == ["new", "step-1"]
     assert seen == ({False, True} if replaces else {None, True}) and len(done) > 10
+
+
+@pytest.mark.parametrize("wait", [True, False])
+def test_another_file_cannot_be_written(tmp_path: Path, wait: bool) -> None:
+    """Those beside the tensors are written while these are: nothing of either is left, and what was there before stays."""
+    engine = engine_of(models.llama())
+    engine.save(tmp_path / "step")
+    before = contents(tmp_path / "step")
+
+    class Tokenizer:
+        def save_pretrained(self, folder: Path) -> None:
+            raise OSError(errno.EACCES, "Permission denied")
+
+    with pytest.raises(CheckpointError, match=r"rank 0: .*Permission denied"):
+        engine.save(tmp_path / "step", Tokenizer(), wait=wait)
+        engine.wait()
+    assert contents(tmp_path / "step") == before
+    assert [path.name for path in tmp_path.iterdir()] == ["step"]
