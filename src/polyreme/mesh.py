@@ -28,6 +28,9 @@ from polyreme.errors import TransportError
 from polyreme.transport.direct import TAGS, DirectExchange, put, sum_into
 from polyreme.transport.work import DONE, Work, reporting
 
+SIZE, SHORT = 8, 2040
+"""Bytes of a length, and of the beginning of an object that is exchanged with it: most are no longer."""
+
 
 @dataclass
 class Count:
@@ -157,12 +160,15 @@ class Axis:
         """Every rank's `value` (what JSON can hold), in rank order. For set-up and error reports, not for training."""
         if self.size == 1:
             return [value]
-        text = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
-        sizes = [int(size) for size in self._all(torch.tensor([text.numel()]), "gathering reports")]
-        padded = torch.zeros(max(sizes), dtype=torch.uint8)
-        padded[: text.numel()] = text
-        texts = zip(self._all(padded, "gathering reports"), sizes, strict=True)
-        return [json.loads(received[:size].numpy().tobytes()) for received, size in texts]
+        text = bytearray(json.dumps(value).encode())
+        first = torch.frombuffer(bytearray(len(text).to_bytes(SIZE, "little")) + text[:SHORT].ljust(SHORT), dtype=torch.uint8)
+        firsts = [part.numpy().tobytes() for part in self._all(first, "gathering reports")]
+        sizes = [int.from_bytes(part[:SIZE], "little") for part in firsts]
+        texts = [part[SIZE:] for part in firsts]
+        if (longest := max(sizes)) > SHORT:
+            rest = torch.frombuffer(text[SHORT:].ljust(longest - SHORT), dtype=torch.uint8)
+            texts = [a + b.numpy().tobytes() for a, b in zip(texts, self._all(rest, "gathering reports"), strict=True)]
+        return [json.loads(each[:size]) for each, size in zip(texts, sizes, strict=True)]
 
     def _all(self, tensor: Tensor, what: str) -> list[Tensor]:
         """Every rank's `tensor`, one on the CPU and of the same shape everywhere."""

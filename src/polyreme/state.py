@@ -210,12 +210,14 @@ def _look(parts: Parts, source: Source, found: load.Match, strict: bool, weights
 
 
 def _scalars(parts: Parts, source: Source, found: load.Match) -> Scalars:
-    """Of each parameter that is to be trained and has states. Raises CheckpointError where these are not those that the optimizer has."""
+    """Of each parameter of which this rank trains elements, if it has states. Raises CheckpointError where these are not those of the
+    optimizer."""
     kinds = sorted(source.tensors.keys() - {MODEL, MASTER})
     scalars: Scalars = {}
     for update in parts.updates:
+        mine = {slot.name for slot in update.slots()}
         for names, slot in parts.placement.named(update.bucket):
-            name = found.name_of.get(names[0], "")
+            name = found.name_of.get(names[0], "") if slot.name in mine else ""
             there = {kind: source.tensors[kind][name].shape for kind in kinds if name in source.tensors[kind]}
             if not there:
                 continue

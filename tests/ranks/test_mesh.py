@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from polyreme.errors import TransportError
-from polyreme.mesh import AXES, Axis, Mesh, lines
+from polyreme.mesh import AXES, SHORT, Axis, Mesh, lines
 from polyreme.transport.direct import CHUNK
 from polyreme.transport.shared_memory import heap
 from pool import Ranks, RanksFailed
@@ -125,8 +125,10 @@ def broadcasts(rank: int, world: int) -> None:
             tensor = made.clone() if rank == source else torch.zeros_like(made)
             axis.broadcast(tensor, source)
             assert tensor.dtype == made.dtype and torch.equal(tensor.view(-1).view(torch.uint8), made.view(-1).view(torch.uint8)), made
-    values = axis.gather_objects({"rank": rank, "text": "x" * (100 * rank)})
-    assert values == [{"rank": r, "text": "x" * (100 * r)} for r in range(world)]
+    for longest in (0, SHORT, SHORT + 1, 100_000):  # of the text in JSON, in quotes; within one exchange, and beyond
+        texts = ["x" * max(longest * (r + 1) // world - 2, 0) for r in range(world)]
+        assert axis.gather_objects(texts[rank]) == texts
+    assert axis.gather_objects({"rank": rank}) == [{"rank": r} for r in range(world)]
     axis.barrier()
 
 

@@ -305,7 +305,7 @@ class Update:
             kernel.keep(state, name, values, Key(name, 0, self._place + piece.run.start))
 
     def _allocate(self, scalars: Mapping[str, Numbers | None], homes: Mapping[str, Tensor]) -> None:
-        slots = [s for s in self.bucket.layout.slots if s.size and s.start < self.bucket.region.stop and s.stop > self.bucket.region.start]
+        slots = self.slots()
         told = {slot.name: None if scalars[slot.name] is None else tuple(sorted(scalars[slot.name].items())) for slot in slots}  # type: ignore[union-attr]
         for piece in self._pieces:
             piece.state, piece.fresh = {}, True
@@ -317,6 +317,11 @@ class Update:
             name = next(s.name for s in slots if s.start < piece.run.stop and align(s.stop) > piece.run.start)
             if (numbers := scalars[name]) is not None:
                 piece.state, piece.fresh = self._fresh(piece, numbers, homes), False
+
+    def slots(self) -> list[Slot]:
+        """Of the parameters of which this rank updates elements."""
+        region = self.bucket.region
+        return [slot for slot in self.bucket.layout.slots if slot.size and slot.start < region.stop and slot.stop > region.start]
 
     def states(self, slot: Slot) -> dict[str, tuple[int, ...] | None]:
         """The states that the optimizer has for a parameter once it was updated, by name: their shapes, or None for one number."""
