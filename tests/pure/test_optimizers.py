@@ -20,8 +20,9 @@ from polyreme.layout import ALIGN, Boundary, BucketLayout, TensorSpec
 from polyreme.lr_schedule import LRSchedule
 from polyreme.mesh import Axis
 from polyreme.zero import update as update_module
-from polyreme.zero.bucket import Bucket, Formats, Pool
+from polyreme.zero.bucket import Bucket, Formats
 from polyreme.zero.optimizers import Options, Recipe, recipe
+from polyreme.zero.pool import Pool
 from polyreme.zero.residency import Residency
 from polyreme.zero.update import Update
 

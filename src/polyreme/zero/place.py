@@ -22,11 +22,12 @@ from polyreme.mesh import Axis
 from polyreme.tiers import Tier
 from polyreme.zero.away import Away, AwayShard
 from polyreme.zero.blocks import Unit
-from polyreme.zero.bucket import Bucket, Formats, Microbatches, Pool, region_of
+from polyreme.zero.bucket import Bucket, Formats, Microbatches, region_of
 from polyreme.zero.compact import States
 from polyreme.zero.ferry import Ferry
 from polyreme.zero.hold import Hold
 from polyreme.zero.optimizers import Recipe
+from polyreme.zero.pool import Pool
 from polyreme.zero.records import Records
 from polyreme.zero.residency import Residency
 from polyreme.zero.spill import Spill

@@ -15,8 +15,9 @@ import torch
 
 from polyreme.disk import padded
 from polyreme.zero.away import WRITING
-from polyreme.zero.bucket import Bucket, Buffers
+from polyreme.zero.bucket import Bucket
 from polyreme.zero.place import Placement
+from polyreme.zero.pool import Buffers
 from polyreme.zero.reduce import IN_FLIGHT
 
 
