@@ -20,7 +20,7 @@ from torch.utils import _pytree as pytree
 
 from polyreme import model_map, weight_gradients
 from polyreme.activations import Saved, measure, wrap_blocks
-from polyreme.allocator import keep_freed_memory
+from polyreme.allocator import give_freed_memory_back, keep_freed_memory
 from polyreme.checkpoint.save import Saver
 from polyreme.config import Config
 from polyreme.data import Loader
@@ -100,6 +100,8 @@ class Engine:
         self.config, self.mesh = config, mesh
         if mesh.device.type == "cpu" and config.memory.all_on_device:
             keep_freed_memory()
+        elif mesh.device.type == "cpu":
+            give_freed_memory_back()
         self._dtype = DTYPES[config.precision.compute]
         self.module, recording, weights = open_model(model, config, mesh)
         blocks = model_map.find_blocks(self.module)

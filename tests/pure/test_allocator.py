@@ -1,4 +1,5 @@
-"""Training on a CPU keeps the memory of a step for the next one, unless states or parameters are somewhere else or the user decides."""
+"""Training on a CPU keeps the memory of a step for the next one, or with states or parameters elsewhere gives it back, unless the user
+decides."""
 
 from __future__ import annotations
 
@@ -33,16 +34,56 @@ json.dump(min(faults() for _ in range(5)), sys.stdout)
 """
 
 
+GIVING = """
+import json, re, sys
+from pathlib import Path
+import torch
+import polyreme
+from torch import nn
+
+
+def resident():
+    return int(re.search(r"VmRSS:\\s+(\\d+)", Path("/proc/self/status").read_text())[1]) >> 10
+
+
+for memory in json.loads(sys.argv[1]):
+    config = {"batch": {"size": 1}, "zero": {"stage": 3}, "memory": memory}
+    polyreme.initialize(nn.Linear(4, 4), config, loss_fn=lambda output, batch: output.sum()).close()
+torch.ones(8 << 18)  # by itself glibc takes blocks up to this size, once it has seen one freed, from its heap
+before = resident()
+large, small = zip(*((torch.ones(4 << 18), torch.ones(1 << 14)) for _ in range(50)))  # small ones hold the heap's end where it is
+del large
+print(resident() - before)
+"""
+DEVICE, HOST = {"states": "device"}, {"states": "host"}
 NAME, VERSION = platform.libc_ver()
+UNDECIDED = {name: value for name, value in os.environ.items() if not decided({name: value})}
 
 
 @pytest.mark.skipif(
     NAME != "glibc" or tuple(map(int, VERSION.split("."))) < (2, 35), reason="only a newer glibc can be told for large blocks"
 )
 def test_freed_memory_is_kept() -> None:
-    env = {name: value for name, value in os.environ.items() if not decided({name: value})}
-    made = subprocess.run([sys.executable, "-c", PROGRAM], env=env, capture_output=True, text=True, timeout=60, check=True)
+    made = subprocess.run([sys.executable, "-c", PROGRAM], env=UNDECIDED, capture_output=True, text=True, timeout=60, check=True)
     assert json.loads(made.stdout) < 1000
+
+
+@pytest.mark.skipif(NAME != "glibc" or sys.platform != "linux", reason="glibc alone is told, and /proc is Linux's")
+@pytest.mark.parametrize(
+    ("memories", "env", "given"),
+    [
+        ([HOST], {}, True),
+        ([DEVICE, HOST], {}, True),
+        ([DEVICE], {}, False),
+        ([HOST], {"GLIBC_TUNABLES": ""}, False),
+    ],
+)
+def test_freed_memory_is_given_back_where_states_are_elsewhere(memories: list[dict[str, Any]], env: dict[str, str], given: bool) -> None:
+    """Of 200 MiB in blocks of 4 that are freed, between others that are not."""
+    command = [sys.executable, "-c", GIVING, json.dumps(memories)]
+    made = subprocess.run(command, env=UNDECIDED | env, capture_output=True, text=True, timeout=60, check=True)
+    kept = int(made.stdout)
+    assert kept < 20 if given else kept > 150
 
 
 @pytest.mark.parametrize(
