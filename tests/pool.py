@@ -45,6 +45,7 @@ PRELOAD = [  # imported once by the forkserver; ranks begin with them
     "pydantic",
     "pytest",
     "polyreme.train",
+    "polyreme.zero.compiled",
     "pool",
 ]
 
