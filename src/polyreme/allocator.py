@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 TRIM_THRESHOLD, MMAP_THRESHOLD = -1, -3  # of <malloc.h>
 KEPT = (1 << 31) - 1  # bytes: the most that mallopt takes, an int
 ALLOWED = 32 << 20  # and the most that an older glibc takes for MMAP_THRESHOLD
-GIVEN_BACK = 1 << 20  # blocks this large leave as they are freed; smaller ones cost faults and hold little
+GIVEN_BACK = 16 << 20  # blocks this large leave as they are freed; smaller ones come and go in each operator, and hold little
 
 
 def decided(variables: Mapping[str, str] = os.environ) -> bool:
@@ -26,7 +26,7 @@ def keep_freed_memory() -> None:
 
 
 def give_freed_memory_back() -> None:
-    """From now on, glibc gives blocks of a MiB and more back to the kernel as they are freed. By itself it raises that size to that of the
+    """From now on, glibc gives blocks of 16 MiB and more back to the kernel as they are freed. By itself it raises that size to that of the
     blocks it has seen, up to 32 MiB, and its heap keeps them. Nothing where the environment decides, nor with another C library."""
     tell = _mallopt()
     tell(MMAP_THRESHOLD, GIVEN_BACK)  # which stops the raising, too

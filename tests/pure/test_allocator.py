@@ -49,9 +49,9 @@ def resident():
 for memory in json.loads(sys.argv[1]):
     config = {"batch": {"size": 1}, "zero": {"stage": 3}, "memory": memory}
     polyreme.initialize(nn.Linear(4, 4), config, loss_fn=lambda output, batch: output.sum()).close()
-torch.ones(8 << 18)  # by itself glibc takes blocks up to this size, once it has seen one freed, from its heap
+torch.ones(28 << 18)  # by itself glibc takes blocks up to this size, once it has seen one freed, from its heap
 before = resident()
-large, small = zip(*((torch.ones(4 << 18), torch.ones(1 << 14)) for _ in range(50)))  # small ones hold the heap's end where it is
+large, small = zip(*((torch.ones(20 << 18), torch.ones(1 << 18)) for _ in range(10)))  # small ones hold the heap's end where it is
 del large
 print(resident() - before)
 """
@@ -79,7 +79,7 @@ def test_freed_memory_is_kept() -> None:
     ],
 )
 def test_freed_memory_is_given_back_where_states_are_elsewhere(memories: list[dict[str, Any]], env: dict[str, str], given: bool) -> None:
-    """Of 200 MiB in blocks of 4 that are freed, between others that are not."""
+    """Of 200 MiB in blocks of 20 that are freed, between others that are not."""
     command = [sys.executable, "-c", GIVING, json.dumps(memories)]
     made = subprocess.run(command, env=UNDECIDED | env, capture_output=True, text=True, timeout=60, check=True)
     kept = int(made.stdout)
