@@ -98,10 +98,8 @@ class Engine:
         loss_fn: LossFn | None = None,
     ) -> None:
         self.config, self.mesh = config, mesh
-        if mesh.device.type == "cpu" and config.memory.all_on_device:
-            keep_freed_memory()
-        elif mesh.device.type == "cpu":
-            give_freed_memory_back()
+        if mesh.device.type == "cpu":
+            (keep_freed_memory if config.memory.all_on_device else give_freed_memory_back)()
         self._dtype = DTYPES[config.precision.compute]
         self.module, recording, weights = open_model(model, config, mesh)
         blocks = model_map.find_blocks(self.module)

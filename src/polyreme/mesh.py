@@ -29,7 +29,8 @@ from polyreme.transport.direct import TAGS, DirectExchange, put, sum_into
 from polyreme.transport.work import DONE, Work, reporting
 
 SIZE, SHORT = 8, 2040
-"""Bytes of a length, and of the beginning of an object that is exchanged with it: most are no longer."""
+"""Bytes of a length, and of the beginning of an object that is exchanged with it: most are no longer. Together they are less
+than `transport.direct.SMALL`: sockets carry them."""
 
 
 @dataclass
@@ -160,25 +161,23 @@ class Axis:
         """Every rank's `value` (what JSON can hold), in rank order. For set-up and error reports, not for training."""
         if self.size == 1:
             return [value]
-        text = bytearray(json.dumps(value).encode())
-        first = torch.frombuffer(bytearray(len(text).to_bytes(SIZE, "little")) + text[:SHORT].ljust(SHORT), dtype=torch.uint8)
-        firsts = [part.numpy().tobytes() for part in self._all(first, "gathering reports")]
-        sizes = [int.from_bytes(part[:SIZE], "little") for part in firsts]
-        texts = [part[SIZE:] for part in firsts]
-        if (longest := max(sizes)) > SHORT:
-            rest = torch.frombuffer(text[SHORT:].ljust(longest - SHORT), dtype=torch.uint8)
-            texts = [a + b.numpy().tobytes() for a, b in zip(texts, self._all(rest, "gathering reports"), strict=True)]
-        return [json.loads(each[:size]) for each, size in zip(texts, sizes, strict=True)]
+        text = json.dumps(value).encode()
+        firsts = self._all(len(text).to_bytes(SIZE, "little") + text[:SHORT].ljust(SHORT))
+        sizes = [int.from_bytes(first[:SIZE], "little") for first in firsts]
+        rests = [b""] * self.size if max(sizes) <= SHORT else self._all(text[SHORT:].ljust(max(sizes) - SHORT))
+        return [json.loads((first[SIZE:] + rest)[:size]) for first, rest, size in zip(firsts, rests, sizes, strict=True)]
 
-    def _all(self, tensor: Tensor, what: str) -> list[Tensor]:
-        """Every rank's `tensor`, one on the CPU and of the same shape everywhere."""
+    def _all(self, data: bytes) -> list[bytes]:
+        """Every rank's `data`, of the same size everywhere."""
+        tensor, what = torch.frombuffer(bytearray(data), dtype=torch.uint8), "gathering reports"
         if self._direct is not None:
-            return self._direct.gather(tensor, what)
-        there = tensor.cuda()
-        received = [torch.empty_like(there) for _ in range(self.size)]
-        with reporting(f"{what} over {self.name}"):
-            dist.all_gather(received, there, group=self._group)
-        return [each.cpu() for each in received]
+            received = self._direct.gather(tensor, what)
+        else:
+            there = tensor.cuda()
+            received = [torch.empty_like(there) for _ in range(self.size)]
+            with reporting(f"{what} over {self.name}"):
+                dist.all_gather(received, there, group=self._group)
+        return [each.cpu().numpy().tobytes() for each in received]
 
     def barrier(self) -> None:
         """Wait until every rank of the axis is here."""
