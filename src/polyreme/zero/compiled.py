@@ -32,8 +32,8 @@ VIEWS = {torch.float32: np.float32, torch.bfloat16: np.uint16, torch.float16: np
 INT, FLOAT, BYTES = ir.IntType(32), ir.FloatType(), ir.IntType(8).as_pointer()
 RUN = 32
 """Numbers between two prefetches: as few as fill a line of the cache in the narrowest format."""
-AHEAD = 384
-"""Numbers from those that are read to those that are prefetched: about 0.3 us, which is longer than memory takes to answer."""
+AHEAD = 96
+"""Numbers from those that are read to those that are prefetched. A fast memory is slowed down by more than 128 (docs/LOG.md)."""
 LINE = 64
 """Bytes of the cache that are fetched together."""
 
