@@ -20,7 +20,6 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from concurrent.futures import ThreadPoolExecutor
 from itertools import islice, pairwise
 from pathlib import Path
-from queue import SimpleQueue
 from typing import Any, NamedTuple, Self
 
 import torch
@@ -38,9 +37,9 @@ from polyreme.tiers.host import available
 
 BLOCK = HUGE_PAGE
 """Bytes that are read at once, at most."""
-READERS, TAKERS, BUFFERS = 6, 2, 14
-"""Threads that only read, threads that compare and copy what was read, and blocks of memory that they share. If a thread did both, the disk
-would wait for it: a virtual one may serve all that it was asked for before it tells of any (docs/LOG.md)."""
+THREADS = 3
+"""They read, each into one block of memory. More would be under way when the disk is fast, but more memory is no longer in the processor's
+cache, where both a virtual disk and whoever copies from it are faster (docs/LOG.md)."""
 LARGEST = 16
 """Bytes of the largest number."""
 SHARE = 1 << 26
@@ -271,24 +270,16 @@ class _Reading:
         self._found = [0] * len(source.files)
         self._error: BaseException | None = None
         self._changed = threading.Condition()
-        self._free: SimpleQueue[Tensor] = SimpleQueue()
-        self._full: SimpleQueue[tuple[Part, memoryview, Tensor] | None] = SimpleQueue()
 
     def __enter__(self) -> Self:
-        for memory in aligned(BUFFERS * BLOCK).split(BLOCK):
-            self._free.put(memory)
-        self._readers, self._takers = ThreadPoolExecutor(READERS), ThreadPoolExecutor(TAKERS)
-        for _ in range(READERS):
-            self._readers.submit(self._guarded, self._read)
-        for _ in range(TAKERS):
-            self._takers.submit(self._take_all)
+        self._threads = ThreadPoolExecutor(THREADS)
+        for memory in aligned(THREADS * BLOCK).split(BLOCK):
+            self._threads.submit(self._read_all, memory)
         return self
 
     def __exit__(self, *_: object) -> None:
         self._blocks.clear()
-        self._readers.shutdown()
-        self._full.put(None)
-        self._takers.shutdown()
+        self._threads.shutdown()
 
     def wait(self, files: Collection[int]) -> list[int]:
         """Return when the parts of these are read: what they add to the checksum of each file (of others, anything). Raises what a thread
@@ -299,16 +290,17 @@ class _Reading:
                 raise self._error
             return [*self._found]
 
-    def _guarded(self, work: Callable[..., None], *arguments: Any) -> None:
+    def _read_all(self, memory: Tensor) -> None:
         try:
-            work(*arguments)
+            self._read_blocks(memory)
         except BaseException as error:
             self._blocks.clear()
             with self._changed:
                 self._error = self._error or error
                 self._changed.notify_all()
 
-    def _read(self) -> None:
+    def _read_blocks(self, memory: Tensor) -> None:
+        """Until there are none; `memory` has room for one."""
         opened = -1
         with contextlib.ExitStack() as files:
             while self._blocks:
@@ -318,24 +310,30 @@ class _Reading:
                     break
                 if block.file != opened:
                     files.close()
-                    reading, opened = files.enter_context(contextlib.closing(self._source.open(block.file))), block.file
-                if self._read_cached(reading, block):
-                    continue
-                memory = self._free.get()
-                data = self._source.block(reading, block.begin, block.end, memory.numpy().data, block.others)
-                self._full.put((block, data, memory))  # little else: until the next read, the disk may have nothing to do
+                    file, opened = files.enter_context(contextlib.closing(self._source.open(block.file))), block.file
+                contribution = self._read_cached(file, block)
+                self._count(block.file, self._read(file, block, memory) if contribution is None else contribution)
 
-    def _read_cached(self, file: DirectFile, block: Part) -> bool:
-        """Whether all of the block is in the page cache, and goes to one place: then it is read there, and compared, by this thread, as no
-        disk would wait for it."""
+    def _read_cached(self, file: DirectFile, block: Part) -> int | None:
+        """Where all of the block is in the page cache, and goes to one place, read it there: what it adds to the checksum."""
         number, begin, end = block[:3]
         for (other, low, high), place, before in self._kept.among(number, begin, end):
             if other == number and low <= begin and end <= high and file.is_cached(*cover(begin, end)):
                 data = self._ready(place, before, begin - low, end - low).numpy().data
                 fill(file.path, data, begin)
-                self._count(number, self._source.contribution(number, data, end))
-                return True
-        return False
+                return self._source.contribution(number, data, end)
+        return None
+
+    def _read(self, file: DirectFile, block: Part, memory: Tensor) -> int:
+        """Read the block into the memory, and copy what is kept of it: what it adds to the checksum."""
+        number, begin, end = block[:3]
+        data = self._source.block(file, begin, end, memory.numpy().data, block.others)
+        contribution, numbers = self._source.contribution(number, data, end), memory[begin % ALIGNMENT :]
+        for (other, low, high), place, before in self._kept.among(number, begin, end):
+            start, stop = max(begin, low), min(end, high)
+            if other == number and start < stop:
+                self._ready(place, before, start - low, stop - low).copy_(numbers[start - begin : stop - begin])
+        return contribution
 
     def _ready(self, place: Tensor, before: Tensor | None, start: int, stop: int) -> Tensor:
         """The bytes [start, stop) of a place, to be written."""
@@ -343,25 +341,6 @@ class _Reading:
         if before is not None:
             self._kept.undo.append((target, before[start:stop].copy_(target)))
         return target
-
-    def _take_all(self) -> None:
-        while (read := self._full.get()) is not None:
-            self._guarded(self._take, *read)
-        self._full.put(None)  # for the next one
-
-    def _take(self, block: Part, data: memoryview, memory: Tensor) -> None:
-        """Compare and copy what was read into the memory."""
-        file, begin, end = block[:3]
-        try:
-            contribution, numbers = self._source.contribution(file, data, end), memory[begin % ALIGNMENT :]
-            for (other, low, high), place, before in self._kept.among(file, begin, end):
-                start, stop = max(begin, low), min(end, high)
-                if other != file or start >= stop:
-                    continue
-                self._ready(place, before, start - low, stop - low).copy_(numbers[start - begin : stop - begin])
-        finally:
-            self._free.put(memory)
-        self._count(file, contribution)
 
     def _count(self, file: int, contribution: int) -> None:
         """A block of the file is done."""
