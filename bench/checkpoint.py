@@ -35,12 +35,15 @@ ASIDE = ("polyreme", "dcp")
 """Those that can save in the background."""
 DISK_WRITES = ("disk write", "disk write, 2 processes", "disk write, direct", "disk write, direct, 2 processes")
 DISK_READS = ("disk read", "disk read, 2 processes", "disk read, direct", "disk read, direct, 2 processes")
+DISK_KEPT = "disk read, direct, 2 processes, kept"
+"""Less than any load does: no disk's bandwidth, but what there is of it for one who copies what is read to where it is kept."""
 DISK_WARM = ("cache read", "cache read, 2 processes")
 ACTIONS = {"save": DISK_WRITES, "load": DISK_READS, "load, fresh memory": DISK_READS, "load, cached": DISK_WARM}
 """What the systems do, and what the disk, or the page cache, is asked to do for comparison."""
 AIMS = [
     ("polyreme save", "disk", 0.8),
     ("polyreme load", "disk", 0.8),
+    ("polyreme load", DISK_KEPT, None),
     ("polyreme load, fresh memory", "disk", None),
     ("polyreme load, cached", "disk", None),
     *((f"polyreme {action}", f"dcp {action}", 1.0) for action in ACTIONS),
@@ -69,6 +72,8 @@ def measure_disk(ranks: Pair, folder: Path, nbytes: int, settle: float) -> Recor
             note(f"disk write{kind}{many}", ranks.ask(do="write", path=str(path), nbytes=nbytes, ranks=count, direct=direct))
             forget(path)
             note(f"disk read{kind}{many}", ranks.ask(do="read", path=str(path), ranks=count, direct=direct))
+            if direct and many:
+                note(DISK_KEPT, ranks.ask(do="read", path=str(path), ranks=count, direct=True, keep=True))
             if not direct:
                 note(f"cache read{many}", ranks.ask(do="read", path=str(path), ranks=count, direct=False))
             remove(path)
@@ -166,7 +171,7 @@ def disk_of(rounds: Sequence[Record], action: str) -> str:
 def ratios(rounds: Sequence[Record], ours: str, theirs: str) -> list[float]:
     """How many times as fast: against the disk by bytes per second, against others by time."""
     shared = [record for record in rounds if ours in record and theirs in record]
-    if theirs in (*DISK_WRITES, *DISK_READS, *DISK_WARM):
+    if theirs in (*DISK_WRITES, *DISK_READS, *DISK_WARM, DISK_KEPT):
         return [a / b for a, b in zip(speeds(shared, ours), speeds(shared, theirs), strict=True)]
     return [record[theirs]["seconds"] / record[ours]["seconds"] for record in shared]
 
@@ -210,6 +215,7 @@ def markdown(result: dict[str, Any]) -> str:
     for action, ways in ACTIONS.items():
         for what in (
             *(() if action == "load, fresh memory" else ways),
+            *([DISK_KEPT] if action == "load" else []),
             *(name for system in SYSTEMS for name in (f"{system} {action}", f"{system} {action}, synced")),
         ):
             have = [record[what] for record in rounds if what in record]

@@ -221,15 +221,20 @@ class Rank:
             os.close(descriptor)
         return {"seconds": time.perf_counter() - began, "bytes": share}
 
-    def read(self, path: str, ranks: int, direct: bool) -> dict[str, Any]:
-        """What `write` wrote."""
+    def read(self, path: str, ranks: int, direct: bool, keep: bool = False) -> dict[str, Any]:
+        """What `write` wrote. keep: copy it to memory that is there, instead of reading all into the same block, which the processor's
+        cache may have: the least that any load does."""
         memory, done = block(), 0
         memory.write(bytes(BLOCK))
+        data, file = torch.frombuffer(memory, dtype=torch.uint8), Path(f"{path}-{self.job.rank}")
+        kept = torch.ones(file.stat().st_size if keep else 0, dtype=torch.uint8)
         dist.barrier()
         began = time.perf_counter()
         if self.job.rank < ranks:
-            descriptor = os.open(f"{path}-{self.job.rank}", os.O_RDONLY | (os.O_DIRECT if direct else 0))
+            descriptor = os.open(file, os.O_RDONLY | (os.O_DIRECT if direct else 0))
             while count := os.preadv(descriptor, [memory], done):
+                if keep:
+                    kept[done : done + count].copy_(data[:count])
                 done += count
             os.close(descriptor)
         return {"seconds": time.perf_counter() - began, "bytes": done}

@@ -37,9 +37,9 @@ from polyreme.tiers.host import available
 
 BLOCK = HUGE_PAGE
 """Bytes that are read at once, at most."""
-THREADS = 3
-"""They read, each into one block of memory. More would be under way when the disk is fast, but more memory is no longer in the processor's
-cache, where both a virtual disk and whoever copies from it are faster (docs/LOG.md)."""
+THREADS = 4
+"""Each reads into one block of memory, compares and copies. More memory would not stay in the processor's cache, in which a virtual disk,
+too, is faster (docs/LOG.md)."""
 LARGEST = 16
 """Bytes of the largest number."""
 SHARE = 1 << 26
