@@ -83,7 +83,7 @@ class Command:
                 found[int(folder.name)] = rank
         return found
 
-    def end(self, seconds: float = 90) -> tuple[int, str, str]:
+    def end(self, seconds: float = 240) -> tuple[int, str, str]:
         """Exit status, stdout, stderr, when it has ended by itself."""
         output, errors = self.process.communicate(timeout=seconds)
         return self.process.returncode, output, errors
@@ -112,7 +112,7 @@ def running(folder: Path, *words: str, variables: Mapping[str, str] | None = Non
         command.process.communicate()
 
 
-def until(condition: Callable[[], bool], what: str, seconds: float = 90) -> None:
+def until(condition: Callable[[], bool], what: str, seconds: float = 240) -> None:
     """Wait for `condition`; the limit only matters when it never comes."""
     deadline = time.monotonic() + seconds
     while not condition():

@@ -94,7 +94,7 @@ class Ranks:
         world_size: int,
         function: Callable[..., Any],
         *args: Any,
-        timeout: float = 60,
+        timeout: float = 240,
         deprecations: Literal["error", "default"] = "error",
     ) -> list[Any]:
         """Results of `function(rank, world_size, *args)`, by rank.
@@ -147,7 +147,7 @@ class _Pool:
             self.connections.append(ours)
             self.processes.append(process)
         try:
-            self._collect(timeout=60)  # every rank's first answer says that its process group is up
+            self._collect(timeout=120)  # every rank's first answer says that its process group is up
         except BaseException:
             self.kill()
             raise

@@ -176,7 +176,7 @@ def test_big_model(ranks: Ranks, tmp_path: Path) -> None:
 
 
 def test_layouts(ranks: Ranks, tmp_path: Path) -> None:
-    printed, *silent = ranks(4, run_example, ROOT / "examples" / "layouts.py", tmp_path, timeout=110)
+    printed, *silent = ranks(4, run_example, ROOT / "examples" / "layouts.py", tmp_path)
     curves = json.loads((tmp_path / "run/layouts/losses.json").read_text())
     assert list(curves) == re.findall(r"^(.*): loss", printed, re.MULTILINE) and len(curves) == 3
     for step in zip(*curves.values(), strict=True):

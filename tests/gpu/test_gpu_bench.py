@@ -159,7 +159,6 @@ def test_copies_beside_kernels(bench: ModuleType) -> None:
     assert bench.length(copies) == 7.0 and bench.shared(copies, kernels) == 1.0 + 1.0 + 1.0
 
 
-@pytest.mark.timeout(300)  # three processes import torch, on a machine that may be busy
 def test_a_run_without_a_gpu(tmp_path: Path) -> None:
     out = tmp_path / "result.json"
     options = "--device cpu --size tiny --dtype fp32 --batch 2 --sequence 32 --rounds 1 --steps 2 --settle 1 --threads 1 --profile"

@@ -74,7 +74,7 @@ def expected(case: str, clip: float | None, name: str) -> tuple[list[tuple[float
 @pytest.mark.parametrize("model", list(models.CASES))
 def test_equals_plain_pytorch(ranks: Ranks, request: pytest.FixtureRequest, model: str, world: int) -> None:
     cases = [case for case in (CASES if request.config.getoption("all_cases") else FEW) if (case.model, case.world) == (model, world)]
-    results = ranks(world, train, model, [case.config() for case in cases], timeout=300)
+    results = ranks(world, train, model, [case.config() for case in cases])
     for i, case in enumerate(cases):
         records, weights = expected(model, case.clip, case.optimizer)
         for rank in range(world):

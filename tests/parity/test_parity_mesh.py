@@ -152,7 +152,7 @@ PIPELINES: dict[int, list[dict[str, Any]]] = {
 
 @pytest.mark.parametrize("world", PIPELINES)
 def test_pipeline_equals_plain_pytorch(ranks: Ranks, world: int) -> None:
-    compare(ranks(world, train, "llama tied", PIPELINES[world], timeout=120), "llama tied", PIPELINES[world])
+    compare(ranks(world, train, "llama tied", PIPELINES[world]), "llama tied", PIPELINES[world])
 
 
 # With recomputation; without it the families below run.
@@ -168,13 +168,13 @@ TENSORS: dict[int, list[dict[str, Any]]] = {
 
 @pytest.mark.parametrize("world", TENSORS)
 def test_tensor_parallelism_equals_plain_pytorch(ranks: Ranks, world: int) -> None:
-    compare(ranks(world, train, "llama", TENSORS[world], timeout=120), "llama", TENSORS[world])
+    compare(ranks(world, train, "llama", TENSORS[world]), "llama", TENSORS[world])
 
 
 def test_two_of_each_on_eight_ranks(ranks: Ranks) -> None:
     sizes = {"tp": 2, "pp": 2, "sequence_parallel": True}
     each = [settings(sizes, zero={"stage": 1}), settings(sizes, zero={"stage": 3}, pipeline={"schedule": "interleaved"})]
-    compare(ranks(8, train, "llama", each, timeout=120), "llama", each)
+    compare(ranks(8, train, "llama", each), "llama", each)
 
 
 # ---- every family: each pair of two things that a run may have is in some run
@@ -239,4 +239,4 @@ def cases_of(family: str, world_size: int) -> list[Case]:
 def test_every_family_equals_plain_pytorch(ranks: Ranks, family: str, world: int) -> None:
     each = [case.settings() for case in matrix() if case.family == family and math.prod(case.sizes) == world]
     assert each
-    compare(ranks(world, train, family, each, timeout=120), family, each)
+    compare(ranks(world, train, family, each), family, each)

@@ -66,7 +66,7 @@ def train(states: str, limit: int = 0) -> subprocess.CompletedProcess[str]:
     # glibc would keep what was freed, and reserve 64 MiB for every thread
     env = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "1000000", "MALLOC_TRIM_THRESHOLD_": "1000000", "MALLOC_ARENA_MAX": "1"}
     command = [sys.executable, "-c", PROGRAM, states, str(limit)]
-    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=120, check=False)
+    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=240, check=False)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="limits of memory and /proc are Linux's")

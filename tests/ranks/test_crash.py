@@ -27,7 +27,7 @@ from polyreme.config import Config
 from polyreme.errors import CheckpointError
 from pool import Ranks, RanksFailed
 
-END_WITHIN = 15.0  # seconds from a kill to the end of the command
+END_WITHIN = 30.0  # seconds from a kill to the end of the command
 PLAIN = ["precision.compute=bf16", "zero.stage=1", "checkpoint.every=1", "checkpoint.keep=2"]
 BACKGROUND = ["precision.compute=bf16", "zero.stage=3", "checkpoint.every=1", "checkpoint.keep=2", "checkpoint.background=true"]
 

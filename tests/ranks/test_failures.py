@@ -12,7 +12,7 @@ import pytest
 
 from command import TINY, Command, running, until, write_text
 
-END_WITHIN = 15.0  # seconds from the failure to the end of the run
+END_WITHIN = 30.0  # seconds from the failure to the end of the run
 
 SCRIPT = """
 import os, signal, sys

@@ -24,7 +24,7 @@ from polyreme.launch import torchrun
 from polyreme.launch.cores import share
 from polyreme.launch.torchrun import RanksFailedError, launch
 
-END_WITHIN = 15.0  # seconds from a failure to the end of the run
+END_WITHIN = 30.0  # seconds from a failure to the end of the run
 
 
 def until(condition: Callable[[], bool], what: str, seconds: float = 60) -> None:

@@ -132,7 +132,7 @@ def test_every_elementwise_optimizer_equals_torch(ranks: Ranks, world: int) -> N
         for stage in [each for each in STAGES if each != mine] if world == 2 else [mine]:
             settings.append(config(world, stage, clip, name=name, no_decay=no_decay, **keys))
             references.append(reference)
-    found = ranks(world, run_all, "dag", settings, timeout=100)[0]
+    found = ranks(world, run_all, "dag", settings)[0]
     for setting, run, reference in zip(settings, found, references, strict=True):
         assert_same(run, reference, (setting["optimizer"], setting["zero"]))
 

@@ -159,7 +159,7 @@ def compare(rank: int, world: int, names: Sequence[str], sequence: bool) -> dict
 
 
 def check(ranks: Ranks, world: int, names: Sequence[str], sequence: bool) -> None:
-    assert [found for found in ranks(world, compare, names, sequence, timeout=100) if found] == []
+    assert [found for found in ranks(world, compare, names, sequence) if found] == []
 
 
 @pytest.mark.parametrize("sequence", [False, True], ids=["replicated", "sequence"])

@@ -53,7 +53,7 @@ def placed(value: Any, folder: Path) -> Any:
 
 def assert_equal(ranks: Ranks, world: int, case: str, settings: list[dict[str, Any]], folder: Path, steps: int = 2) -> training.Run:
     """All of `settings` make the same run."""
-    runs = ranks(world, training.train, case, placed_all(settings, folder), steps, timeout=100)[0]
+    runs = ranks(world, training.train, case, placed_all(settings, folder), steps)[0]
     found = {i: different for i, run in enumerate(runs) if (different := training.differences(runs[0], run))}
     assert not found, "\n".join(f"{settings[i]} differs from {settings[0]}: {found[i]}" for i in found)
     return runs[0]
@@ -108,7 +108,7 @@ def test_with_a_divided_model(ranks: Ranks, tmp_path: Path, mesh: dict[str, Any]
     world = mesh.get("tp", 1) * mesh.get("pp", 1)
     for stage, memory in ((1, homes(1)), (3, homes(3)[::3])):
         settings = [training.config(1, 2, zero={"stage": stage, "min_bucket": 0}, mesh=mesh, memory=each) for each in memory]
-        runs = ranks(world, whole_batch, placed_all(settings, tmp_path), timeout=100)
+        runs = ranks(world, whole_batch, placed_all(settings, tmp_path))
         assert not any(training.differences(each[0], run) for each in runs for run in each)
 
 
@@ -142,7 +142,7 @@ def without_gradients(rank: int, world: int, settings: list[dict[str, Any]]) -> 
 @pytest.mark.parametrize("stage", [1, 3])
 def test_parameters_without_a_gradient_and_evaluation(ranks: Ranks, tmp_path: Path, stage: int) -> None:
     settings = [training.config(2, zero={"stage": stage, "min_bucket": 0}, memory=memory) for memory in homes(stage)]
-    runs = ranks(2, without_gradients, placed_all(settings, tmp_path), timeout=100)[0]
+    runs = ranks(2, without_gradients, placed_all(settings, tmp_path))[0]
     assert not [training.differences(runs[0], run) for run in runs[1:] if training.differences(runs[0], run)]
 
 
@@ -178,7 +178,7 @@ def narrow(rank: int, world: int, folder: Path) -> list[str]:
 
 
 def test_moments_in_fewer_bits(ranks: Ranks, tmp_path: Path) -> None:
-    assert not [problem for told in ranks(2, narrow, tmp_path, timeout=100) for problem in told]
+    assert not [problem for told in ranks(2, narrow, tmp_path) for problem in told]
 
 
 def moved(rank: int, world: int, folder: str, compute: str, accumulation: int) -> dict[str, Any]:
@@ -353,7 +353,7 @@ def test_an_error_of_the_disk_ends_all_ranks_with_its_path_and_the_last_checkpoi
     """That of gradients in the middle of a backward."""
     memory = {"states": "host", "gradients": str(tmp_path / "tier")} if gradients else {}
     with pytest.raises(RanksFailed, match=rf"{tmp_path}.*Input/output error") as failed:
-        ranks(2, failing, tmp_path, call, memory, timeout=60)
+        ranks(2, failing, tmp_path, call, memory)
     assert isinstance(failed.value.exceptions[1], TierError)
     assert ranks(2, going_on, tmp_path) == [2, 2]
 
@@ -366,5 +366,5 @@ def cramped(rank: int, world: int, folder: Path) -> None:
 
 def test_a_full_disk_ends_all_ranks_before_training(ranks: Ranks, tmp_path: Path) -> None:
     with pytest.raises(RanksFailed, match=rf"{tmp_path}.* needed, .* free") as failed:
-        ranks(2, cramped, tmp_path, timeout=60)
+        ranks(2, cramped, tmp_path)
     assert isinstance(failed.value.exceptions[1], TierError)

@@ -45,7 +45,7 @@ def reducing(sections: dict[str, Any], every: str) -> dict[str, Any]:
 
 def assert_all_equal(ranks: Ranks, world: int, case: str, settings: list[dict[str, Any]]) -> training.Run:
     """The run that all of `settings` make."""
-    runs = ranks(world, training.train, case, settings, timeout=100)[0]
+    runs = ranks(world, training.train, case, settings)[0]
     found = {i: different for i, run in enumerate(runs) if (different := training.differences(runs[0], run))}
     assert not found, "\n".join(f"{settings[i]} differs from {settings[0]}: {found[i]}" for i in found)
     return runs[0]

@@ -475,7 +475,7 @@ def compiled(rank: int, world: int) -> list[training.Run]:
 
 
 def test_compiled_blocks(ranks: Ranks) -> None:
-    for plain, made in ranks(2, compiled, timeout=110):
+    for plain, made in ranks(2, compiled):
         assert_equals(made, plain, "compiled")
 
 
