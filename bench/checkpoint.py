@@ -36,7 +36,7 @@ ASIDE = ("polyreme", "dcp")
 DISK_WRITES = ("disk write", "disk write, 2 processes", "disk write, direct", "disk write, direct, 2 processes")
 DISK_READS = ("disk read", "disk read, 2 processes", "disk read, direct", "disk read, direct, 2 processes")
 DISK_KEPT = "disk read, direct, 2 processes, kept"
-"""Less than any load does: no disk's bandwidth, but what there is of it for one who copies what is read to where it is kept."""
+"""Not the disk's bandwidth, but what there is of it for whoever copies what is read to where it is kept."""
 DISK_WARM = ("cache read", "cache read, 2 processes")
 ACTIONS = {"save": DISK_WRITES, "load": DISK_READS, "load, fresh memory": DISK_READS, "load, cached": DISK_WARM}
 """What the systems do, and what the disk, or the page cache, is asked to do for comparison."""

@@ -223,7 +223,7 @@ class Rank:
 
     def read(self, path: str, ranks: int, direct: bool, keep: bool = False) -> dict[str, Any]:
         """What `write` wrote. keep: copy it to memory that is there, instead of reading all into the same block, which the processor's
-        cache may have: the least that any load does."""
+        cache may have."""
         memory, done = block(), 0
         memory.write(bytes(BLOCK))
         data, file = torch.frombuffer(memory, dtype=torch.uint8), Path(f"{path}-{self.job.rank}")
