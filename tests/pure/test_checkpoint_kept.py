@@ -195,9 +195,9 @@ def test_what_is_in_the_cache_is_known(tmp_path: Path) -> None:
         assert opened.is_cached(0, 1) and opened.is_cached(4096, 80 * 4096)
         assert not opened.is_cached(0, 80 * 4096 + 1)  # which the file has not
         data, memory = path.read_bytes(), aligned(80 * 4096).numpy().data
-        assert opened.read(memory, 3, 79 * 4096 + 5) == data[3 : 79 * 4096 + 5]
+        assert opened.read(memory, 3, 79 * 4096 + 5, True) == data[3 : 79 * 4096 + 5]
         uncache(path)
         if opened.is_cached(0, 4096):
             pytest.skip("this file system is its cache")
-        assert opened.read(memory, 3, 79 * 4096 + 5) == data[3 : 79 * 4096 + 5]
+        assert opened.read(memory, 3, 79 * 4096 + 5, False) == data[3 : 79 * 4096 + 5]
         assert not opened.is_cached(0, 4096)

@@ -119,11 +119,11 @@ class DirectFile:
                 return False
         return True
 
-    def read(self, memory: memoryview, begin: int, end: int, keep: bool = False) -> memoryview:
-        """The bytes [begin, end) of the file, in the memory, which has room for their pages. keep: others will read them, too, so let them
-        stay in the cache. Raises CheckpointError where there are fewer."""
+    def read(self, memory: memoryview, begin: int, end: int, cached: bool) -> memoryview:
+        """The bytes [begin, end) of the file, in the memory, which has room for their pages. cached: through the page cache, as they are
+        there, or others will read them, too. Raises CheckpointError where there are fewer."""
         base, stop = cover(begin, end)
-        descriptor = self.descriptor if keep or end - begin < SMALL or self.is_cached(base, end) else self._direct()
+        descriptor = self.descriptor if cached or end - begin < SMALL else self._direct()
         at = base
         while at < end:
             try:

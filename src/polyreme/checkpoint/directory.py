@@ -83,11 +83,10 @@ class Directory:
         with reading(path):
             return DirectFile(path)
 
-    def block(self, opened: DirectFile, begin: int, end: int, memory: memoryview, others: bool) -> memoryview:
-        """The bytes [begin, end) of a file that `open` gave, read into the memory (see `DirectFile.read`). others: others will read them,
-        too."""
+    def block(self, opened: DirectFile, begin: int, end: int, memory: memoryview, cached: bool) -> memoryview:
+        """The bytes [begin, end) of a file that `open` gave, read into the memory (see `DirectFile.read`)."""
         with reading(opened.path):
-            return opened.read(memory, begin, end, others)
+            return opened.read(memory, begin, end, cached)
 
     def contribution(self, file: int, data: memoryview, end: int) -> int:
         """What these bytes, which end at `end`, add to the checksum of `files[file]`."""

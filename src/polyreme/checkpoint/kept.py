@@ -25,6 +25,7 @@ from typing import Any, NamedTuple, Self
 import torch
 from torch import Tensor
 
+from polyreme import nontemporal
 from polyreme.checkpoint.direct import DirectFile, cover
 from polyreme.checkpoint.directory import Directory
 from polyreme.checkpoint.files import fill
@@ -37,7 +38,7 @@ from polyreme.tiers.host import available
 
 BLOCK = HUGE_PAGE
 """Bytes that are read at once, at most."""
-THREADS = 4
+THREADS = 3
 """Each reads into one block of memory, compares and copies. More memory would not stay in the processor's cache, in which a virtual disk,
 too, is faster (docs/LOG.md)."""
 LARGEST = 16
@@ -311,35 +312,32 @@ class _Reading:
                 if block.file != opened:
                     files.close()
                     file, opened = files.enter_context(contextlib.closing(self._source.open(block.file))), block.file
-                contribution = self._read_cached(file, block)
-                self._count(block.file, self._read(file, block, memory) if contribution is None else contribution)
-
-    def _read_cached(self, file: DirectFile, block: Part) -> int | None:
-        """Where all of the block is in the page cache, and goes to one place, read it there: what it adds to the checksum."""
-        number, begin, end = block[:3]
-        for (other, low, high), place, before in self._kept.among(number, begin, end):
-            if other == number and low <= begin and end <= high and file.is_cached(*cover(begin, end)):
-                data = self._ready(place, before, begin - low, end - low).numpy().data
-                fill(file.path, data, begin)
-                return self._source.contribution(number, data, end)
-        return None
+                self._count(block.file, self._read(file, block, memory))
 
     def _read(self, file: DirectFile, block: Part, memory: Tensor) -> int:
-        """Read the block into the memory, and copy what is kept of it: what it adds to the checksum."""
+        """Read the block into the memory, and copy what is kept of it; or, where all of it is in the page cache and goes to one place, read
+        it there. Returns what it adds to the checksum."""
         number, begin, end = block[:3]
-        data = self._source.block(file, begin, end, memory.numpy().data, block.others)
+        places = [place for place in self._kept.among(number, begin, end) if place.range[0] == number]
+        is_cached = file.is_cached(*cover(begin, end))
+        if is_cached and len(places) == 1 and places[0].range[1] <= begin and end <= places[0].range[2]:
+            data = self._ready(places[0], begin, end).numpy().data
+            fill(file.path, data, begin)
+            return self._source.contribution(number, data, end)
+        data = self._source.block(file, begin, end, memory.numpy().data, is_cached or block.others)
         contribution, numbers = self._source.contribution(number, data, end), memory[begin % ALIGNMENT :]
-        for (other, low, high), place, before in self._kept.among(number, begin, end):
-            start, stop = max(begin, low), min(end, high)
-            if other == number and start < stop:
-                self._ready(place, before, start - low, stop - low).copy_(numbers[start - begin : stop - begin])
+        for place in places:
+            start, stop = max(begin, place.range[1]), min(end, place.range[2])
+            if start < stop:
+                nontemporal.copy(self._ready(place, start, stop), numbers[start - begin : stop - begin])
         return contribution
 
-    def _ready(self, place: Tensor, before: Tensor | None, start: int, stop: int) -> Tensor:
-        """The bytes [start, stop) of a place, to be written."""
-        target = place[start:stop]
-        if before is not None:
-            self._kept.undo.append((target, before[start:stop].copy_(target)))
+    def _ready(self, place: Place, start: int, stop: int) -> Tensor:
+        """The memory for the bytes [start, stop) of the place's file, to be written."""
+        inside = slice(start - place.range[1], stop - place.range[1])
+        target = place.memory[inside]
+        if place.before is not None:
+            self._kept.undo.append((target, nontemporal.copy(place.before[inside], target)))
         return target
 
     def _count(self, file: int, contribution: int) -> None:

@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from polyreme import nontemporal
 from polyreme.transport.shared_memory import Board, heap, peer
 from polyreme.transport.work import UNSETTLED, Work, reporting
 
@@ -172,7 +173,7 @@ class DirectExchange:
 def put(place: Tensor, part: Tensor) -> None:
     """Copy `part` to its place, unless it is there."""
     if place.data_ptr() != part.data_ptr():
-        place.copy_(part)
+        nontemporal.copy(place, part)
 
 
 def sum_into(out: Tensor, parts: Sequence[Tensor], accumulate: bool) -> None:
