@@ -263,6 +263,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--batch", type=int, default=4, help="samples per rank and step")
     parser.add_argument("--sequence", type=int, default=256, help="tokens per sample")
     parser.add_argument("--folder", type=Path, default=Path(), help="on the disk to be measured; all that is made there is removed")
+    parser.add_argument("--disk", default="", help="what there is to say of that disk, for the page")
     parser.add_argument("--settle", type=float, default=0.5, help="seconds of rest after files were removed")
     parser.add_argument("--seed", type=int, default=0, help="of the order of turns")
     parser.add_argument("--timeout", type=float, default=300.0, help="seconds for one answer of a rank")
@@ -281,7 +282,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parse(argv)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that nothing is left on the disk
     with tempfile.TemporaryDirectory(prefix="checkpoint-", dir=args.folder) as folder:
-        result = {"environment": environment(), "file_system": file_system(Path(folder)), **measure(args, Path(folder))}
+        result = {
+            "environment": environment(),
+            "file_system": "; ".join(filter(None, (file_system(Path(folder)), args.disk))),
+            **measure(args, Path(folder)),
+        }
     os.sync()
     page = markdown(result)
     print(page)
