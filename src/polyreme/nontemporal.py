@@ -30,7 +30,7 @@ _engines: list[Any] = []
 
 def copy(target: Tensor, source: Tensor) -> Tensor:
     """`target.copy_(source)`, for tensors that do not overlap; by non-temporal stores where both are in host memory, contiguous, of one
-    dtype and shape, and have at least LEAST bytes."""
+    dtype and shape, have at least LEAST bytes, and autograd has nothing to record."""
     nbytes = source.nbytes
     if not _is_plain(target, source) or nbytes < LEAST or (copy_runs := _compiled()) is None:
         return target.copy_(source)
@@ -49,6 +49,7 @@ def _is_plain(target: Tensor, source: Tensor) -> bool:
         and (target.dtype, target.shape) == (source.dtype, source.shape)
         and target.is_contiguous()
         and source.is_contiguous()
+        and not (torch.is_grad_enabled() and (target.requires_grad or source.requires_grad))
     )
 
 

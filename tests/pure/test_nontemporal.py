@@ -67,6 +67,13 @@ def test_shapes_that_torch_refuses() -> None:
         nontemporal.copy(torch.zeros(512, 1024), torch.zeros(1024, 512))
 
 
+def test_autograd_records_what_torch_copies() -> None:
+    source = torch.randn(1 << 18, requires_grad=True)
+    assert nontemporal.copy(torch.zeros(1 << 18), source).requires_grad
+    with torch.no_grad():
+        assert not nontemporal.copy(torch.zeros(1 << 18), source).requires_grad
+
+
 def test_several_shapes_of_one_size() -> None:
     source = torch.randn(512, 1024)
     assert torch.equal(nontemporal.copy(torch.zeros(512, 1024), source), source)
