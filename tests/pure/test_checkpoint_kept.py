@@ -72,8 +72,11 @@ def test_what_is_kept_is_what_is_there(tmp_path: Path, room: int) -> None:
     make(tmp_path, limit=100)
     source = Directory(tmp_path)
     wanted = everything(source)
+    dtypes = {need: source.tensors[need.kind][need.name].dtype for need in wanted}
+    wanted = [need._replace(into=torch.empty(need.stop, dtype=dtypes[need])) if need.kind == "exp_avg" else need for need in wanted]
     with patch.object(kept, "available", lambda: 2 * room):
         found = keep(source, wanted, Axis("dp"))
+    assert found.settled == {need[:2] for need in wanted if need.into is not None and room == 1 << 30}
     assert sum(place.memory.nbytes for place in found.places) <= room
     with patch.object(source, "read", wraps=source.read) as again:
         for kind, name, start, stop, *_ in wanted:
@@ -92,13 +95,17 @@ def test_a_need_is_read_into_the_memory_that_it_gives(tmp_path_factory: pytest.T
         low = data.draw(st.integers(start, stop))
         high = data.draw(st.integers(low, stop))
         dtype = source.tensors[kind][name].dtype
-        wanted.append(Need(kind, name, low, high, data.draw(st.sampled_from([None, torch.zeros(high - low, dtype=dtype)]))))
+        at, behind = data.draw(st.integers(0, 3)), data.draw(st.integers(0, 3))
+        into = torch.zeros(at + high - low + behind, dtype=dtype)
+        wanted.append(Need(kind, name, low, high, data.draw(st.sampled_from([None, into])), at))
     with patch.object(kept, "SHARE", data.draw(st.sampled_from([8, 64, kept.SHARE]))), patch.object(kept, "BLOCK", 4 * kept.ALIGNMENT):
         found = keep(source, wanted, Axis("dp"))
-    for kind, name, low, high, into, _ in wanted:
+    for kind, name, low, high, into, at, _ in wanted:
         there = source.read(kind, name, low, high)
         assert torch.equal(found.read(kind, name, low, high), there)
-        assert into is None or torch.equal(into, there)
+        assert into is None or torch.equal(into[at:][: high - low], there)
+        assert into is None or not (into[:at].any() or into[at + high - low :].any())
+    assert found.settled == {need[:2] for need in wanted if need.into is not None}
 
 
 def spoil(file: Path) -> None:

@@ -167,4 +167,6 @@ def _entry(name: str, row: object, start: int, file: Path) -> Entry:
 
 
 def _are_counts(values: object) -> bool:
-    return isinstance(values, list) and len(values) <= 64 and all(type(value) is int and 0 <= value < 1 << 63 for value in values)
+    if not isinstance(values, list) or len(values) > 64 or not {*map(type, values)} <= {int}:
+        return False
+    return min(values, default=0) >= 0 and max(values, default=0) < 1 << 63

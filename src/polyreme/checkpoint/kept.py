@@ -61,14 +61,15 @@ class Part(NamedTuple):
 
 
 class Need(NamedTuple):
-    """The elements [start, stop) of a tensor; there may be none. `into`: the memory that is to have them, flat and of the tensor's dtype,
-    if that is known; `in_use`: what it has now is in use, and to be put back where anything is wrong."""
+    """The elements [start, stop) of a tensor; there may be none. `into`: flat memory of the tensor's dtype that is to have them from its
+    element `at` on, if that is known; `in_use`: what it has now is in use, and to be put back where anything is wrong."""
 
     kind: str
     name: str
     start: int
     stop: int
     into: Tensor | None = None
+    at: int = 0
     in_use: bool = False
 
 
@@ -87,6 +88,8 @@ class Kept:
         self._source, self.places, self._begins = source, places, [place.range[:2] for place in places]
         self.undo: list[tuple[Tensor, Tensor]] = []
         """Memory in use that was written, and what it had."""
+        self.settled: Collection[tuple[str, str]] = frozenset()
+        """Kinds and names of tensors of which all that this rank needs is in the memory that was named for it."""
         self.path: Path = source.path
         self.tensors: Mapping[str, Mapping[str, TensorInfo]] = source.tensors
         self.resume = source.resume
@@ -143,6 +146,8 @@ def keep(source: Directory, needed: Iterable[Need], axis: Axis, early: Callable[
     first, every = first or set(), set(range(len(source.files)))
     parts = divide([file.size for file in source.files], [[tuple(place) for place in each["needed"]] for each in reports])[axis.rank]
     kept = Kept(source, _places(parts, sorted(mine, key=lambda each: each[0]), rooms[axis.rank]))
+    if _nbytes(place.range for place in kept.places) == _nbytes(place for place, _ in mine):
+        kept.settled = {need[:2] for _, need in mine} - {need[:2] for _, need in mine if need.into is None}
     try:
         with _Reading(source, sorted(parts, key=lambda part: part.file not in first), kept) as reading:
             if early is not None:
@@ -237,17 +242,18 @@ def _places(parts: Sequence[Part], needed: Sequence[tuple[Range, Need]], room: i
                 break
             low, high = max(begin, part.begin), min(end, part.end)
             if last <= (file, low) < (file, high) and high - low <= room:
-                memory = _memory(low - begin, high - begin, need.into)
+                memory = _memory(need, low - begin, high - begin)
                 found.append(Place((file, low, high), memory, torch.empty_like(memory) if need.in_use else None))
                 room -= high - low
                 last = file, high
     return found
 
 
-def _memory(low: int, high: int, into: Tensor | None) -> Tensor:
-    """For the bytes [low, high) of a need."""
-    if into is not None:
-        return into.view(torch.uint8)[low:high]
+def _memory(need: Need, low: int, high: int) -> Tensor:
+    """For the bytes [low, high) of what is needed."""
+    if need.into is not None:
+        base = need.at * need.into.itemsize
+        return need.into.view(torch.uint8)[base + low : base + high]
     skip = low % LARGEST  # so that numbers are where their dtype may begin
     return torch.empty(skip + high - low, dtype=torch.uint8)[skip:]
 

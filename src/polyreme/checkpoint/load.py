@@ -71,20 +71,21 @@ def verify(source: Source, needed: Iterable[Need], axis: Axis, early: Callable[[
     return source
 
 
-def needs(source: Source, name: str, cut: Cut, rank: int, start: int, stop: int, homes: Mapping[str, Tensor]) -> Iterator[Need]:
+def needs(source: Source, name: str, cut: Cut, rank: int, start: int, stop: int, homes: Mapping[str, Tensor], at: int) -> Iterator[Need]:
     """What of a tensor of the source, of all its kinds, those will read who have the elements [start, stop) of the flattened part that
-    tensor-parallel rank `rank` has of it; for `verify`. A guess where a state has a shape of its own: all of it. homes: by kind, the memory
-    that is to have those elements."""
+    tensor-parallel rank `rank` has of it; for `verify`. A guess where a state has a shape of its own: all of it. homes: by kind, flat
+    memory that is to have those elements from its element `at` on."""
+    own = held(cut, rank, start, stop)
     for kind, tensors in source.tensors.items():
         if name not in tensors or (kind == MODEL and name in source.tensors.get(MASTER, {})):
             continue
         shape, dtype = tensors[name]
-        is_alike = tuple(shape) == tuple(cut.shape)
-        for runs in held(cut, rank, start, stop) if is_alike else [Runs(0, 0, prod(shape))]:
+        is_alike = shape == cut.shape
+        home = homes.get(kind)
+        into = home if home is not None and home.dtype == dtype and is_alike else None
+        for runs in own if is_alike else [Runs(0, 0, prod(shape))]:
             if runs.count == 1:
-                home = homes.get(kind) if is_alike else None
-                into = home[runs.local - start :][: runs.size] if home is not None and home.dtype == dtype else None
-                yield Need(kind, name, runs.whole, runs.whole + runs.size, into)
+                yield Need(kind, name, runs.whole, runs.whole + runs.size, into, at + runs.local - start)
             else:  # sparse ones are read when they are needed
                 yield Need(kind, name, runs.whole, runs.whole if _is_sparse(runs) else _stop(runs))
 
@@ -147,8 +148,10 @@ def _name(found: Mapping[str, TensorInfo], names: Sequence[str], prefix: str) ->
 
 def fill(source: Source, regions: Iterable[tuple[str, str, Region]]) -> None:
     """Read (kind, name in the source) into each region's memory, in its dtype."""
-    blocks = [(kind, name, region, block) for kind, name, region in regions for runs in region.runs() for block in _blocks(runs)]
-    if isinstance(source, Kept):  # nearly all of it is in memory, much already in its place
+    settled = source.settled if isinstance(source, Kept) else ()
+    left = [each for each in regions if each[:2] not in settled]
+    blocks = [(kind, name, region, block) for kind, name, region in left for runs in region.runs() for block in _blocks(runs)]
+    if isinstance(source, Kept):  # nearly all of it is in memory
         for block in blocks:
             _read(source, *block)
         return
