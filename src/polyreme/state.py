@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import base64
 import json
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
@@ -130,18 +129,17 @@ def restore(parts: Parts, path: Path, strict: bool, weights_only: bool, axis: Ax
     names = together(axis, lambda: [each.name for each in RunFolder(path).candidates()] if path.is_dir() else [])[0]
     candidates = [path / name for name in names] or [path]
     problems: list[str] = []
-    buffers = parts.buffers()
     for each in candidates:
         weights, source = _Weights(parts), None
         try:
             source = _open(each, axis)
-            found = _match(parts, source, buffers, axis)
+            found = _match(parts, source, axis)
             alike = isinstance(source, Directory) and not weights_only
             homes: Homes = {update.bucket: update.homes() for update in parts.updates} if alike else {}
             is_here = alike and all(homes.values()) and not any(update.bucket.is_away for update in parts.updates)
             if is_here:
                 _settle(parts)
-            needed = _needs(parts, source, found, buffers, homes, is_here, weights_only)
+            needed = _needs(parts, source, found, homes, is_here, weights_only)
             source = load.verify(source, needed, axis, weights.take if is_here else None)
             scalars = _look(parts, source, found, strict, weights_only, axis)
         except CheckpointError as error:
@@ -153,7 +151,7 @@ def restore(parts: Parts, path: Path, strict: bool, weights_only: bool, axis: Ax
             weights.put_back(source, alone=True)
             raise
         else:
-            return _take(parts, source, found, scalars, buffers, homes, weights.taken, weights_only, axis, problems)
+            return _take(parts, source, found, scalars, homes, weights.taken, weights_only, axis, problems)
     raise AssertionError  # one of them was the last
 
 
@@ -165,24 +163,20 @@ def _open(path: Path, axis: Axis) -> Source:
 
 Scalars = dict[str, dict[str, float] | None]
 """By the first name of a parameter: its states that are one number; None for one without states."""
-Buffers = Sequence[tuple[Sequence[str], Tensor]]
-"""See `Parts.buffers`."""
 Homes = Mapping[Bucket, Mapping[str, Tensor]]
 """The memory for new states; see `Update.homes`."""
 
 
-def _match(parts: Parts, source: Source, buffers: Buffers, axis: Axis) -> load.Match:
+def _match(parts: Parts, source: Source, axis: Axis) -> load.Match:
     """Which of the source's tensors are this rank's."""
     placement = parts.placement
     named = [names for bucket in placement.buckets for names, _ in placement.named(bucket)]
     tensors = [load.Wanted(names, placement.division.parts[names[0]].cut.shape) for names in named]
-    wanted = [*tensors, *(load.Wanted(names, tuple(buffer.shape)) for names, buffer in buffers)]
+    wanted = [*tensors, *(load.Wanted(names, tuple(buffer.shape)) for names, buffer in parts.buffers())]
     return load.match(source, wanted, parts.file_names, model_map.base_prefix(parts.module), axis)
 
 
-def _needs(
-    parts: Parts, source: Source, found: load.Match, buffers: Buffers, homes: Homes, in_place: bool, weights_only: bool
-) -> Iterator[Need]:
+def _needs(parts: Parts, source: Source, found: load.Match, homes: Homes, in_place: bool, weights_only: bool) -> Iterator[Need]:
     """What this rank will read of the source; see `load.verify`. in_place: weights may be read into their place, where they are in use."""
     placement = parts.placement
     for bucket in placement.buckets:
@@ -195,15 +189,12 @@ def _needs(
                 cut, rank = placement.division.parts[first].cut, placement.division.tp.rank
                 name, size = found.name_of[first], part.stop - part.start
                 needed = list(load.needs(source, name, cut, rank, part.start, part.stop, memory, part.offset))
-                given = Counter[str]()
-                for need in needed:
-                    given[need.kind] += 0 if need.into is None else need.stop - need.start
-                for kind, home in memory.items():  # nobody reads padding
-                    if kind not in weights and given[kind] < size:
+                for kind, home in homes.get(bucket, {}).items():  # nobody reads padding
+                    if sum(need.stop - need.start for need in needed if need.kind == kind and need.into is not None) < size:
                         home[part.offset :][:size].zero_()
                 yield from (need._replace(in_use=True) if need.kind in weights else need
                             for need in needed if not weights_only or need.kind in (MODEL, MASTER))  # fmt: skip
-    for names, buffer in buffers:
+    for names, buffer in parts.buffers():
         if names[0] in found.name_of:
             yield Need(MODEL, found.name_of[names[0]], 0, buffer.numel())
 
@@ -295,7 +286,6 @@ def _take(
     source: Source,
     found: load.Match,
     scalars: Scalars,
-    buffers: Buffers,
     homes: Homes,
     has_weights: bool,
     weights_only: bool,
@@ -320,7 +310,7 @@ def _take(
                     _fill(source, found, masters(placement, update))
                 _fill(source, found, states(placement, update))
             update.bucket.store()
-        for names, buffer in buffers:
+        for names, buffer in parts.buffers():
             if names[0] in found.name_of:
                 load.fill_buffer(source, found.name_of[names[0]], buffer)
 
