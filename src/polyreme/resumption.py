@@ -6,7 +6,7 @@ Communication: none.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -70,7 +70,7 @@ def plan(config: Config) -> Beginning:
         paths, source, damaged = _open(RunFolder(given).candidates() or [given])
     if source is None or source.resume is None:
         if damaged:
-            raise ConfigError([_nothing_to_go_on_from(config, key, damaged)])
+            raise ConfigError([nothing_to_go_on_from(config, key, damaged.values())])
         return Beginning()
     _check_model(config, source)
     changed = _changed(source.resume.config, config)
@@ -107,8 +107,9 @@ def _open(paths: Sequence[Path]) -> tuple[Sequence[Path], Directory | None, dict
     return [], None, damaged
 
 
-def _nothing_to_go_on_from(config: Config, key: str, damaged: Mapping[Path, str]) -> Problem:
-    reasons = "; ".join(damaged.values())
+def nothing_to_go_on_from(config: Config, key: str, damages: Iterable[str]) -> Problem:
+    """That no checkpoint of those that `key` names can be read, and why not."""
+    reasons = "; ".join(damages)
     if key == "checkpoint.resume":
         fix = "name a checkpoint of Polyreme, or a folder of them; to begin anew with the weights of any other directory, set model.path"
         return Problem(key, config.checkpoint.resume, f"no run can go on from it ({reasons})", fix)

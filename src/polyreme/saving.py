@@ -17,9 +17,9 @@ from polyreme.checkpoint.folder import RunFolder
 from polyreme.config import Config
 from polyreme.data import load_tokenizer
 from polyreme.engine import Engine
-from polyreme.errors import CheckpointError, DataError
+from polyreme.errors import CheckpointError, ConfigError, DataError
 from polyreme.mesh import Mesh
-from polyreme.resumption import Beginning, origin, plan
+from polyreme.resumption import Beginning, nothing_to_go_on_from, origin, plan
 
 
 @dataclass
@@ -60,7 +60,9 @@ class Checkpoints:
         return beginning
 
     def load(self, beginning: Beginning) -> tuple[Account, list[str]]:
-        """Put the engine where the run begins. Returns what is known of its past, and what there is to say of it."""
+        """Put the engine where the run begins. Returns what is known of its past, and what there is to say of it.
+
+        Raises ConfigError where no checkpoint of it can be read."""
         unreadable = dict(beginning.damaged)
         for name in beginning.checkpoints:
             try:
@@ -72,9 +74,8 @@ class Checkpoints:
             account.origin = origin(self._config) or account.origin
             return account, [*self._pass_over(unreadable), *self._resumed(Path(name), beginning), *loaded.notes]
         if unreadable:
-            reasons = "".join(f"\n  {name}: {reason}" for name, reason in unreadable.items())
-            raise CheckpointError(f"the run cannot go on, as no checkpoint of it can be read:{reasons}\n"
-                                  "give another checkpoint.folder, or --no-resume to begin anew in this one")  # fmt: skip
+            key = "checkpoint.folder" if all(self._is_ours(Path(name)) for name in unreadable) else "checkpoint.resume"
+            raise ConfigError([nothing_to_go_on_from(self._config, key, unreadable.values())])
         aside = self._folder.set_aside() if self._engine.mesh.rank == 0 else []
         notes = [f"{_names(aside)} in {self._folder.path}, of an earlier run, will go when the first checkpoint is there"] if aside else []
         return Account(origin(self._config)), notes

@@ -17,7 +17,7 @@ from polyreme import train
 from polyreme.checkpoint import save as saving
 from polyreme.config import Config
 from polyreme.engine import Engine
-from polyreme.errors import CheckpointError, DataError
+from polyreme.errors import CheckpointError, ConfigError, DataError
 from polyreme.monitor import read_log
 from pool import Ranks, RanksFailed
 
@@ -161,6 +161,24 @@ def test_a_damaged_checkpoint_is_passed_over_on_every_rank(folder: Path, ranks: 
     assert {"step-3", "step-6", "step-8"} < set(names(run))
 
 
+@pytest.mark.parametrize(("sets", "message"), [
+    (["checkpoint.folder=unreadable"], r"checkpoint\.folder.*no run can go on from the checkpoints in it.*--no-resume"),
+    (["checkpoint.folder=begun", "checkpoint.resume=unreadable"], r"checkpoint\.resume.*no run can go on from it.*name a checkpoint"),
+])  # fmt: skip
+def test_where_all_checkpoints_turn_out_to_be_damaged(folder: Path, ranks: Ranks, sets: list[str], message: str) -> None:
+    """Which is seen when they are read, by every rank, and says what was seen and what to do as where they cannot even be opened."""
+    run = folder / "unreadable"
+    if not run.exists():
+        shutil.copytree(folder / "whole", run)
+        for file in run.glob("step-*/model.safetensors"):
+            file.write_bytes(file.read_bytes()[:-100] + bytes(100))
+    before = names(run)
+    with pytest.raises(RanksFailed, match=f"(?s){message}") as failed:
+        ranks(2, job, folder, [*sets, "train.length=12"])
+    assert all(isinstance(error, ConfigError) and str(error).count("step-8") == 1 for error in failed.value.exceptions.values())
+    assert len(failed.value.exceptions) == 2 and names(run) == before
+
+
 @pytest.mark.parametrize("background", ["false", "true"])
 def test_training_goes_on_where_a_checkpoint_cannot_be_written(folder: Path, ranks: Ranks, background: str) -> None:
     run = folder / f"full-{background}"
@@ -227,7 +245,7 @@ def test_sigterm_to_the_command(tmp_path: Path) -> None:
     log = tmp_path / "run" / "log.jsonl"
     sets = ("--set", "train.validate_every=none", "--set", "train.length=100000")
     with running(tmp_path, "train", "tiny.toml", "-n", "2", *sets) as command:
-        until(lambda: log.exists() and '"step"' in log.read_text(), "a step is done")
+        until(lambda: log.exists() and '"kind": "step"' in log.read_text(), "a step is done")
         command.process.send_signal(signal.SIGTERM)
         status, output, errors = command.end()
     last = read_log(log)[1][-1]["step"]
