@@ -58,7 +58,7 @@ def written(folder: Path, cuts: list[int], ranks: int, limit: int) -> None:
                 assert content[place.begin : place.begin + len(expected)] == expected
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(st.lists(st.integers(0, 2_000_000), max_size=8), st.integers(1, 3), st.sampled_from([10**9, 10**6]))
 def test_whatever_each_has(tmp_path_factory: pytest.TempPathFactory, cuts: list[int], ranks: int, limit: int) -> None:
     written(tmp_path_factory.mktemp("written") / "step", cuts, ranks, limit)

@@ -55,7 +55,7 @@ def numbers(draw: st.DrawFn) -> Tensor:
 
 
 @pytest.mark.parametrize(("states", "name"), FORMATS)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(values=numbers(), count=st.integers(0, 2**24), at=st.integers(0, 2**40))
 def test_the_error_is_as_stated_and_rounding_again_changes_nothing(states: States, name: str, values: Tensor, count: int, at: int) -> None:
     values = values if SIGNED[name] else values.abs()

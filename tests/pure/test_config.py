@@ -287,7 +287,7 @@ JUNK = st.recursive(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(st.dictionaries(st.sampled_from([*LEAVES, *SECTIONS, "x", "zero.x"]), JUNK, max_size=5))
 @example({"memory.states": {}})
 @example({"memory.params": {}})
@@ -449,7 +449,6 @@ def test_what_is_no_conflict(source: dict[str, Any]) -> None:
     assert conflicts(source) == {}
 
 
-@settings(deadline=None)
 @given(st.integers(1, 64), st.integers(1, 4), st.integers(1, 4), st.integers(1, 8))
 def test_ranks_are_divided_among_the_axes(world: int, tp: int, pp: int, samples: int) -> None:
     config = Config.load({"mesh": {"tp": tp, "pp": pp}, "batch": {"size": 64 * samples}})
@@ -512,7 +511,7 @@ def test_a_world_size_that_is_none(world_size: Any) -> None:
         Config().resolve(world_size)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.integers(1, 64), st.integers(1, 512), st.integers(1, 32) | st.just("auto"))
 def test_a_batch_is_divided_exactly_or_the_error_names_batches_that_are(world: int, size: int, micro: Any) -> None:
     config = Config.load({"batch": {"size": size, "micro": micro}})

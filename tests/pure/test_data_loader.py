@@ -59,7 +59,7 @@ def global_batches(dataset, world: int, count: int, state: dict | None = None, *
 WORLDS = st.sampled_from([1, 2, 3, 4, 6, 8, 12, 16])
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     data=st.data(),
     world=st.integers(1, 16),
@@ -84,7 +84,7 @@ def test_global_batches_are_those_of_one_rank(
     assert len(set(epoch)) == len(epoch) == size // batch_size * batch_size  # each sample once
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     data=st.data(),
     worlds=st.tuples(WORLDS, WORLDS),

@@ -77,7 +77,7 @@ def test_bytes(tokenizer, tmp_path: Path) -> None:
     assert total - 8 * data.bytes_per_token - 1 < data.bytes <= total
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.lists(st.text(st.sampled_from("ab é☕\n\t<|endoftext|>"), max_size=60), min_size=1, max_size=8))
 def test_pieces_and_batches_change_nothing(tokenizer, tmp_path_factory: pytest.TempPathFactory, texts: list[str]) -> None:
     folder = tmp_path_factory.mktemp("pack")

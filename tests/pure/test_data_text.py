@@ -211,7 +211,7 @@ def corpus_of(items: list[str]) -> Corpus:
 printable = st.text(st.characters(categories=["L", "N", "P"], max_codepoint=1000), min_size=1, max_size=8)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.lists(printable, min_size=2, max_size=40), st.floats(0.001, 0.999), st.integers(-5, 2**60))
 def test_split_partitions_documents(items: list[str], fraction: float, seed: int) -> None:
     distinct = set(items)
@@ -241,7 +241,6 @@ def test_digest_names_the_texts() -> None:
     assert len({train.digest, validation.digest, one}) == 3
 
 
-@settings(deadline=None)
 @given(st.lists(printable, min_size=2, max_size=60), st.sampled_from([" ", "\n", "  "]), st.floats(0.001, 0.999))
 def test_single_document_is_cut_at_white_space(words: list[str], gap: str, fraction: float) -> None:
     body = gap.join(words)

@@ -28,7 +28,7 @@ def tokenizers(tmp_path_factory: pytest.TempPathFactory) -> list:
     return [trained, load_tokenizer(folder), transformers.AutoTokenizer.from_pretrained(folder)]
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(s=st.one_of(st.text(), st.text(" \t\r\n\u00a0\u3000.,'é☕n"), st.sampled_from([END, f"a {END}b", "n't  .", "\0"])))
 def test_every_text_comes_back(tokenizers: list, s: str) -> None:
     ids = [tokenizer.encode(s) for tokenizer in tokenizers]

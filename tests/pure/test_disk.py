@@ -73,7 +73,7 @@ def test_memory_that_the_system_refuses_is_told() -> None:
 
 
 @DIRECT
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(st.lists(st.tuples(st.integers(0, 7), st.integers(1, 8)), min_size=1, max_size=12))
 def test_what_is_read_is_what_was_written_last(
     tmp_path_factory: pytest.TempPathFactory, direct: bool, writes: list[tuple[int, int]]

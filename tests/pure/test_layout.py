@@ -23,7 +23,7 @@ def layouts(draw: st.DrawFn, boundaries: st.SearchStrategy[Boundary] = BOUNDARIE
 
 
 @given(layouts())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_tensors_and_padding_partition_the_buffer(case: tuple[list[TensorSpec], BucketLayout]) -> None:
     specs, layout = case
     assert sorted((s.name, s.shape, s.group) for s in layout.slots) == sorted((s.name, s.shape, s.group) for s in specs)
@@ -35,7 +35,7 @@ def test_tensors_and_padding_partition_the_buffer(case: tuple[list[TensorSpec], 
 
 
 @given(layouts())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_shards_partition_every_tensor(case: tuple[list[TensorSpec], BucketLayout]) -> None:
     specs, layout = case
     edges = [r * layout.shard_size for r in range(layout.world + 1)]
@@ -56,7 +56,7 @@ def test_shards_partition_every_tensor(case: tuple[list[TensorSpec], BucketLayou
 
 
 @given(layouts())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_runs_cover_their_shards(case: tuple[list[TensorSpec], BucketLayout]) -> None:
     """Over one shard or all: every element of a tensor in one run of its group, cut at multiples of ALIGN alone."""
     _, layout = case
@@ -81,7 +81,7 @@ def test_runs_cover_their_shards(case: tuple[list[TensorSpec], BucketLayout]) ->
 
 
 @given(layouts())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_padding_and_balance_are_bounded(case: tuple[list[TensorSpec], BucketLayout]) -> None:
     specs, layout = case
     sizes = [align(spec.size) for spec in specs]
@@ -92,7 +92,7 @@ def test_padding_and_balance_are_bounded(case: tuple[list[TensorSpec], BucketLay
 
 
 @given(SHAPES, WORLDS, BOUNDARIES)
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 def test_groups_lie_together_in_the_order_given(shapes: list[tuple[int, ...]], world: int, boundary: Boundary) -> None:
     specs = [TensorSpec(f"t{i}", shape, i % 2) for i, shape in enumerate(shapes)]
     layout = BucketLayout.build(specs, world, boundary)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import assume, example, given, settings
+from hypothesis import assume, example, given
 from hypothesis import strategies as st
 from torch.optim import lr_scheduler
 
@@ -98,7 +98,6 @@ PHASES = st.tuples(st.integers(0, 40), st.integers(1, 80), st.floats(0, 1), st.f
 
 
 @given(st.sampled_from(NAMES), PHASES)
-@settings(deadline=None)
 def test_bounds_peak_end_and_no_jumps(name: str, phases: tuple[int, int, float, float]) -> None:
     warmup, rest, start, final = phases
     assume(warmup or name != "one-cycle")
@@ -116,7 +115,6 @@ def test_bounds_peak_end_and_no_jumps(name: str, phases: tuple[int, int, float, 
 
 
 @given(st.sampled_from(NAMES), st.sampled_from(["samples", "tokens"]), st.integers(1, 8))
-@settings(deadline=None)
 def test_the_curve_over_samples_or_tokens_does_not_depend_on_the_step(name: str, unit: str, times: int) -> None:
     keys: dict[str, Any] = {"decay": f"300 {unit}"} if name == "wsd" else {}
     made = schedule(name=name, warmup=f"200 {unit}", total=f"1000 {unit}", **keys)
@@ -127,7 +125,6 @@ def test_the_curve_over_samples_or_tokens_does_not_depend_on_the_step(name: str,
 
 @given(st.sampled_from(NAMES), st.permutations(["steps", "samples", "tokens"]))
 @example("wsd", ["steps", "samples", "tokens"])
-@settings(deadline=None)
 def test_lengths_in_different_units_are_the_same_curve_for_equal_steps(name: str, units: list[str]) -> None:
     def spans(warmup: str, total: str, decay: str) -> LRSchedule:
         rate = {"steps": 1, "samples": 8, "tokens": 64}

@@ -16,7 +16,6 @@ from polyreme.zero.bucket import squared_norm
 
 
 @given(st.lists(st.booleans(), max_size=60), st.integers(1, 5))
-@settings(deadline=None)
 def test_dynamic_scale(overflows: list[bool], interval: int) -> None:
     """Halves at each overflow (not below the minimum), doubles after `interval` good steps in a row since the last change."""
     scale = LossScale(2.0**10, True, interval=interval, minimum=2.0**6)
@@ -39,7 +38,7 @@ def test_static_scale() -> None:
 
 
 @given(st.lists(st.integers(0, 300), min_size=1, max_size=6), st.lists(st.integers(1, 9), min_size=2, max_size=2))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_norm_does_not_depend_on_shards_or_buckets(sizes: list[int], worlds: list[int]) -> None:
     generator = torch.Generator().manual_seed(sum(sizes))
     tensors = [torch.randn(size, generator=generator) for size in sizes]
@@ -74,7 +73,6 @@ def test_norm_shows_an_overflow(bad: float) -> None:
 
 
 @given(st.floats(1e-3, 1e3), st.floats(1e-3, 1e3))
-@settings(deadline=None)
 def test_clip_as_torch_does(size: float, limit: float) -> None:
     parameter = nn.Parameter(torch.zeros(5, dtype=torch.float64))
     parameter.grad = torch.full((5,), size, dtype=torch.float64)

@@ -43,7 +43,7 @@ def put(runs: Runs, part: torch.Tensor, base: int, whole: torch.Tensor, counts: 
         counts[at : at + runs.size] += 1
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(cuts(), st.integers(1, 4), st.booleans(), st.integers(1, 7))
 def test_what_all_ranks_hold_is_the_whole(made: tuple[Cut, int], shards: int, owned: bool, most: int) -> None:
     cut, ways = made

@@ -180,7 +180,7 @@ def test_killed_between_the_renames_that_replace_a_checkpoint(tmp_path: Path) ->
     assert names(run) == ["step-4"] and is_whole(tmp_path / "step-4")
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     saves=st.lists(st.integers(1, 9), min_size=1, max_size=12),
     keep=st.integers(1, 3),

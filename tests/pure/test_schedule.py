@@ -100,7 +100,7 @@ def execute(schedule: Schedule, microbatches: int, seed: int) -> bool:
 
 
 @given(**SHAPES)
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 def test_every_schedule_is_valid_and_within_its_memory(name: Name, pp: int, microbatches: int, virtual: int) -> None:
     schedule = build(name, pp, microbatches, virtual)
     limits = activation_limits(name, pp, microbatches, virtual)
@@ -110,13 +110,13 @@ def test_every_schedule_is_valid_and_within_its_memory(name: Name, pp: int, micr
 
 
 @given(**SHAPES, seed=st.integers(0, 9))
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 def test_every_schedule_computes_what_it_should(name: Name, pp: int, microbatches: int, virtual: int, seed: int) -> None:
     assert execute(build(name, pp, microbatches, virtual), microbatches, seed)
 
 
 @given(**SHAPES)
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 def test_messages_of_two_ranks_stand_in_one_order_and_few_receives_wait(name: Name, pp: int, microbatches: int, virtual: int) -> None:
     schedule = build(name, pp, microbatches, virtual)
     ranks = stage_ranks(name, pp, virtual)
@@ -165,7 +165,6 @@ def test_ranks_of_stages() -> None:
 
 
 @given(st.integers(1, 40))
-@settings(deadline=None)
 def test_one_stage(microbatches: int) -> None:
     schedule = build("1f1b", 1, microbatches)
     check(schedule, microbatches)
@@ -173,7 +172,6 @@ def test_one_stage(microbatches: int) -> None:
 
 
 @given(st.integers(1, 8), st.data())
-@settings(deadline=None)
 def test_every_possible_order_of_one_stage_is_accepted_and_no_other(microbatches: int, data: st.DataObject) -> None:
     row = data.draw(st.permutations(build("1f1b", 1, microbatches)[0]))
     at = {action: i for i, action in enumerate(row)}
@@ -192,7 +190,7 @@ def changed(schedule: Schedule, rank: int, row: list[Action]) -> Schedule:
 
 
 @given(**SMALL, data=st.data())
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 def test_nothing_may_be_missing_or_done_twice(name: Name, pp: int, microbatches: int, virtual: int, data: st.DataObject) -> None:
     schedule = build(name, pp, microbatches, virtual)
     rank = data.draw(st.integers(0, pp - 1))
@@ -218,7 +216,7 @@ def must_follow(first: Action, second: Action, ranks: tuple[int, ...]) -> bool:
 
 
 @given(**SMALL, data=st.data())
-@settings(deadline=None, max_examples=250)
+@settings(max_examples=250)
 def test_a_swap_is_refused_unless_harmless(name: Name, pp: int, microbatches: int, virtual: int, data: st.DataObject) -> None:
     schedule = build(name, pp, microbatches, virtual)
     rank = data.draw(st.integers(0, pp - 1))

@@ -29,7 +29,7 @@ def total(name: Name, pp: int, microbatches: int, virtual: int = 2) -> float:
 
 
 @given(**SHAPES, name=st.sampled_from(["gpipe", "1f1b"]), forward=st.integers(1, 9), backward=st.integers(1, 9))
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 def test_bubble_of_gpipe_and_1f1b(pp: int, microbatches: int, name: Name, forward: int, backward: int) -> None:
     """(p-1) / (m+p-1), whatever forward and backward take (arXiv:2104.04473)."""
     schedule = build(name, pp, microbatches)
@@ -41,7 +41,7 @@ def test_bubble_of_gpipe_and_1f1b(pp: int, microbatches: int, name: Name, forwar
 
 
 @given(**SHAPES, forward=st.integers(1, 9), backward=st.integers(1, 9), weight=st.integers(1, 9))
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 def test_bubble_of_1f1b_with_its_last_weights_late(pp: int, microbatches: int, forward: int, backward: int, weight: int) -> None:
     """Shorter than 1F1B by the last weights where no rank is late for anything else; never longer; and with F = B = W always by 1, or for
     one micro-batch by the weights of every stage but the first."""
@@ -56,7 +56,7 @@ def test_bubble_of_1f1b_with_its_last_weights_late(pp: int, microbatches: int, f
 
 
 @given(pp=st.integers(2, 16), rounds=st.integers(2, 4), microbatch=st.integers(0, 60))
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 def test_1f1b_with_a_forward_ahead_hides_messages_and_what_takes_longer_once(pp: int, rounds: int, microbatch: int) -> None:
     """Messages cost 1F1B two of their times for each micro-batch of a step with many, and a late forward all that it is late; `1f1b-w` on
     two ranks the first message alone, and of a first rank's forward that takes as long as a backward nothing, in the middle of a step."""
@@ -80,7 +80,7 @@ def test_1f1b_with_a_forward_ahead_hides_messages_and_what_takes_longer_once(pp:
 
 
 @given(pp=st.integers(1, 16), groups=st.integers(1, 4), virtual=st.integers(2, 4), forward=st.integers(1, 9), backward=st.integers(1, 9))
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 def test_bubble_of_interleaved(pp: int, groups: int, virtual: int, forward: int, backward: int) -> None:
     """The bubble is 1F1B's divided by v: (p-1) / (v m + p-1) of the step, for m a multiple of p (arXiv:2104.04473)."""
     microbatches = groups * pp
@@ -90,7 +90,7 @@ def test_bubble_of_interleaved(pp: int, groups: int, virtual: int, forward: int,
 
 
 @given(**SHAPES, virtual=st.integers(2, 4))
-@settings(deadline=None, max_examples=25)
+@settings(max_examples=25)
 def test_interleaved_takes_any_number_of_microbatches(pp: int, microbatches: int, virtual: int) -> None:
     """Never slower than a whole number of groups, nor than 1F1B with stages `virtual` times as long."""
     step = total("interleaved", pp, microbatches, virtual)
@@ -100,7 +100,7 @@ def test_interleaved_takes_any_number_of_microbatches(pp: int, microbatches: int
 
 
 @given(**SHAPES)
-@settings(deadline=None, max_examples=20)
+@settings(max_examples=20)
 def test_bubble_of_zb_h1(pp: int, microbatches: int) -> None:
     """For F = B = W, each rank idles p-1 in a step of 3m: a third of 1F1B's 3(p-1) (arXiv:2401.10241). With fewer micro-batches than
     ranks, the path of the last one there and back and what cannot overlap with it: 2m + 2p-1."""
@@ -112,7 +112,7 @@ def test_bubble_of_zb_h1(pp: int, microbatches: int) -> None:
 
 
 @given(**SHAPES)
-@settings(deadline=None, max_examples=20)
+@settings(max_examples=20)
 def test_bubble_of_zb_v(pp: int, microbatches: int) -> None:
     """For F = B = W of stages half as long, each rank idles p-1 of them in a step of 6m: a sixth of 1F1B's bubble, and none but what the
     first micro-batch takes to reach the last rank (arXiv:2405.15362). With few micro-batches, 4m + 4p-2."""
@@ -174,7 +174,7 @@ def test_transfers_hide_as_well_as_if_every_receive_were_posted_at_the_start(nam
 
 
 @given(**SHAPES, name=st.sampled_from(NAMES), virtual=st.integers(2, 3), transfer=st.integers(0, 3), seed=st.integers(0, 9))
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 def test_a_rank_computes_one_thing_at_a_time_and_only_from_what_it_has(
     pp: int, microbatches: int, name: Name, virtual: int, transfer: int, seed: int
 ) -> None:

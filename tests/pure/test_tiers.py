@@ -56,7 +56,7 @@ def assert_same(found: list[Tensor], records: list[Tensor]) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(st.data())
 def test_streams_one_after_the_other_are_as_plain_memory(tmp_path_factory: pytest.TempPathFactory, kind: str, data: st.DataObject) -> None:
     """Records come again at any distance, streams end early, are read only, and begin anew after another use of the tier."""
@@ -113,7 +113,7 @@ def test_a_change_that_is_slow_to_be_written_comes_before_the_next_use_of_the_re
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(st.lists(st.tuples(st.integers(0, len(SIZES) - 1), st.integers(0, 7 * ALIGNMENT), st.integers(0, 7 * ALIGNMENT)), max_size=15))
 def test_any_range_is_read_and_written(tmp_path_factory: pytest.TempPathFactory, kind: str, ranges: list[tuple[int, int, int]]) -> None:
     records = [torch.zeros(size, dtype=torch.uint8) for size in SIZES]
