@@ -20,8 +20,8 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
+from polyreme.environment import LAUNCHED, Environment, detect
 from polyreme.errors import LaunchError, PolyremeError
-from polyreme.launch.environment import LAUNCHED, Environment, detect
 
 
 class _Commands(TyperGroup):
@@ -145,6 +145,7 @@ def launch(
     """
     from polyreme.launch.torchrun import launch as start
 
+    detect()  # which refuses to be started several times, beside others that it does not know
     start([*(["-m"] if module else []), script, *(arguments or [])], ranks, threads=threads)
 
 

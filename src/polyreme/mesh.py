@@ -24,6 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from polyreme.axes import AXES, lines
+from polyreme.environment import detect
 from polyreme.errors import TransportError
 from polyreme.transport.direct import TAGS, DirectExchange, put, sum_into
 from polyreme.transport.work import DONE, Work, reporting
@@ -229,7 +230,7 @@ class Mesh:
         Raises TransportError where the ranks cannot meet.
         """
         device = _device()
-        if not dist.is_initialized() and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        if not dist.is_initialized() and world()[0] > 1:
             try:
                 dist.init_process_group("cuda:nccl,cpu:gloo" if device.type == "cuda" else "gloo", timeout=timeout)
                 atexit.register(close)
@@ -282,10 +283,13 @@ class Mesh:
 
 
 def world() -> tuple[int, int]:
-    """(world size, rank) of the process group, or (1, 0) without one; before it is opened, as the environment says."""
+    """(world size, rank) of the process group, or (1, 0) without one; before it is opened, as the environment says.
+
+    Raises LaunchError where that does not tell."""
     if dist.is_initialized():
         return dist.get_world_size(), dist.get_rank()
-    return int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
+    place = detect()
+    return place.world_size, place.rank
 
 
 def close() -> None:

@@ -136,7 +136,7 @@ def test_a_run_that_has_ended_starts_no_ranks(config: str, trained: list[Config]
 
 
 def test_train_as_one_of_several_ranks(config: str, trained: list[Config], launched: list[object]) -> None:
-    ranks = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_PORT": "1"}
+    ranks = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
     assert polyreme("train", config, "--json", env=ranks)[:2] == (0, "")  # rank 0 writes the summary
     assert (len(trained), launched) == (1, [])
     status, _, errors = polyreme("train", config, "-n", "4", env=ranks)
@@ -180,7 +180,7 @@ def test_an_interrupt_is_exit_status_130(config: str, trained: list[Config]) -> 
 
 
 def test_contradicting_variables_are_an_error_not_a_crash(config: str) -> None:
-    status, _, errors = polyreme("train", config, env={"RANK": "2", "WORLD_SIZE": "2", "MASTER_PORT": "1"})
+    status, _, errors = polyreme("train", config, env={"RANK": "2", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"})
     assert status == 1 and errors.startswith("error: torchrun gave rank = 2 with world_size = 2")
 
 
