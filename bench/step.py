@@ -32,7 +32,7 @@ from typing import IO, Any
 import psutil
 
 from report import compare_losses, markdown, summarise
-from systems import FLOOR, SUITES
+from systems import BEFORE, FLOOR, SUITES
 
 BENCH = Path(__file__).resolve().parent
 MODELS = ("tiny", "12m", "60m")
@@ -48,7 +48,9 @@ class WorkerError(Exception):
 class Pair:
     """The ranks of one system: started once, then asked to do things, all ranks at the same time."""
 
-    def __init__(self, system: str, job: dict[str, Any], world: int, malloc: str, timeout: float, script: str = "worker.py") -> None:
+    def __init__(self, system: str, job: dict[str, Any], world: int, malloc: str, timeout: float, script: str = "worker.py",
+                 source: Path = BENCH.parent) -> None:  # fmt: skip
+        """`source`: the checkout whose Polyreme is imported."""
         self.system, self.timeout = system, timeout
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
@@ -66,7 +68,7 @@ class Pair:
                     stderr=log,
                     text=True,
                     start_new_session=True,  # Ctrl-C is for the conductor, which ends the ranks
-                    env=worker_environment(rank, world, port, job["threads"], malloc),
+                    env=worker_environment(rank, world, port, job["threads"], malloc, source),
                 )
             )
 
@@ -110,15 +112,15 @@ class Pair:
             process.wait()
 
 
-def worker_environment(rank: int, world: int, port: int, threads: int, malloc: str) -> dict[str, str]:
-    """The environment of a rank, the same for every system."""
+def worker_environment(rank: int, world: int, port: int, threads: int, malloc: str, source: Path = BENCH.parent) -> dict[str, str]:
+    """The environment of a rank, the same for every system but for the checkout `source` whose Polyreme it imports."""
     env = {k: v for k, v in os.environ.items() if not k.startswith("MALLOC_")}
     env |= {
         "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world),
         "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo",
         "OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "PASSIVE",
         "DS_ACCELERATOR": "cpu", "HF_HUB_OFFLINE": "1", "PYTHONHASHSEED": "0",
-        "PYTHONPATH": os.pathsep.join([str(BENCH), str(BENCH.parent / "src")]),
+        "PYTHONPATH": os.pathsep.join([str(BENCH), str(source / "src")]),
     }  # fmt: skip
     if malloc == "keep":
         env |= {"MALLOC_MMAP_THRESHOLD_": KEEP, "MALLOC_TRIM_THRESHOLD_": KEEP}
@@ -158,7 +160,8 @@ class Group:
         """Starts a system and trains its first steps; a failure is written down and the others go on."""
         say(f"  starting {system}")
         record = self.found.setdefault(system, {"turns": {}})
-        started = Pair(system, self.job, self.args.ranks, self.args.malloc, self.args.timeout)
+        source = self.args.before if system.endswith(BEFORE) else BENCH.parent
+        started = Pair(system, self.job, self.args.ranks, self.args.malloc, self.args.timeout, source=source)
         self.started.append(started)
         try:
             ready = started.replies()
@@ -234,7 +237,8 @@ def show_profiles(args: argparse.Namespace, size: str, dtype: str, systems: Sequ
     """Prints, for each system, where a step's time goes on rank 0."""
     job = job_of(args, size, dtype)
     for system in systems:
-        with pair(system, job, args.ranks, args.malloc, args.timeout) as started:
+        source = args.before if system.endswith(BEFORE) else BENCH.parent
+        with pair(system, job, args.ranks, args.malloc, args.timeout, source=source) as started:
             started.ask(do="check", steps=1)
             profile = started.ask(do="profile", steps=args.steps)[-1]
         print(
@@ -278,7 +282,9 @@ def choose(patterns: str, suite: str, parser: argparse.ArgumentParser) -> list[s
     """The systems that the patterns name; "all" is each that is not a variant."""
     chosen: list[str] = []
     for pattern in patterns.split(","):
-        names = [n for n, s in SUITES[suite].items() if (not s.variant if pattern == "all" else fnmatch.fnmatch(n, pattern))]
+        before = pattern.endswith(BEFORE)  # these are never meant by a shorter pattern
+        names = [n for n, s in SUITES[suite].items()
+                 if (not s.variant if pattern == "all" else fnmatch.fnmatch(n, pattern) and n.endswith(BEFORE) == before)]  # fmt: skip
         if not names:
             parser.error(f"--systems {pattern!r} names no system; there are all, {', '.join(SUITES[suite])}")
         chosen += [name for name in names if name not in chosen]
@@ -299,6 +305,7 @@ def parse(suite: str, description: str | None, defaults: Mapping[str, Any], argv
     parser.add_argument("--sequence", type=int, default=256, help="tokens per sample")
     if suite == "pipeline":
         parser.add_argument("--microbatches", type=int, default=8, help="of the batch of all ranks")
+    parser.add_argument("--before", type=Path, help=f"another checkout, whose Polyreme the systems that end in {BEFORE} are")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--threads", type=int, default=1, help="of each rank")
     parser.add_argument("--malloc", choices=("keep", "default"), default="default", help="glibc settings of all ranks")
@@ -311,6 +318,9 @@ def parse(suite: str, description: str | None, defaults: Mapping[str, Any], argv
     parser.set_defaults(suite=suite, **({} if suite == "pipeline" else {"microbatches": 1}), **defaults)
     args = parser.parse_args(argv)
     args.systems = choose(args.systems, suite, parser)
+    args.before = args.before and args.before.resolve()
+    if any(name.endswith(BEFORE) for name in args.systems) and not (args.before and (args.before / "src" / "polyreme").is_dir()):
+        parser.error(f"--before {args.before}: give the checkout that systems ending in {BEFORE} are to be of")
     args.size, args.dtype = args.size.split(","), args.dtype.split(",")
     for option, allowed in (("size", SIZES[suite]), ("dtype", ("fp32", "bf16"))):
         for value in getattr(args, option):

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import ModuleType
 from typing import Any
 
 FLOOR = "floor"
+BEFORE = "-before"
+"""Ends the name of a system whose Polyreme is that of another checkout (`--before`)."""
 
 
 @dataclass(frozen=True)
@@ -25,6 +27,11 @@ class System:
     dtypes: tuple[str, ...] = ("fp32", "bf16")
     variant: bool = False  # measured only when named, not under "all"
     divides_model: bool = False  # so every rank gets the whole global batch
+
+    @property
+    def is_ours(self) -> bool:
+        """Whether it is a layout of Polyreme."""
+        return self.module.startswith("polyreme")
 
     def load(self) -> ModuleType:
         """Imports the system; raises what its import raises where it is not installed."""
@@ -100,3 +107,5 @@ PIPELINE: dict[str, System] = {
 
 SUITES: dict[str, dict[str, System]] = {"step": SYSTEMS, "tensor": TENSOR, "pipeline": PIPELINE}
 """What is compared, by the script that compares it."""
+for _systems in SUITES.values():
+    _systems |= {name + BEFORE: replace(system, variant=True) for name, system in _systems.items() if system.is_ours}
