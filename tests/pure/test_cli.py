@@ -154,7 +154,10 @@ def test_the_config_says_how_many_ranks_where_nobody_else_does(
     assert [ranks for _, ranks in launched] == [2, 4] and trained == []
     assert polyreme("train", config, *two, "-n", "1")[0] == 0
     for world_size in ("1", "4"):  # started already, by whoever
-        assert polyreme("train", config, *two, env={"RANK": "0", "WORLD_SIZE": world_size, "MASTER_PORT": "1"})[0] == 0
+        assert (
+            polyreme("train", config, *two, env={"RANK": "0", "WORLD_SIZE": world_size, "MASTER_ADDR": "localhost", "MASTER_PORT": "1"})[0]
+            == 0
+        )
     assert (len(launched), len(trained)) == (2, 3)
 
 
