@@ -166,3 +166,9 @@ def plain_training(
         made.step()
         records.append((loss.item(), norm.item()))
     return records, {name: p.detach().clone() for name, p in model.named_parameters(remove_duplicate=False)}
+
+
+def read_back(path: Any) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """What transformers reads of a checkpoint of `llama`, in the dtype that it was saved in, and what it says of it."""
+    model, info = transformers.AutoModelForCausalLM.from_pretrained(path, output_loading_info=True, dtype="auto")
+    return model.state_dict(), info

@@ -32,6 +32,7 @@ from polyreme.tensor.surgery import parallelize
 from polyreme.tiers import FileTier, HostTier
 from polyreme.tiers.file import BUFFERS
 from polyreme.tiers.lane import Lane
+from polyreme.wrappers import unwrap
 from polyreme.zero.away import Away
 from polyreme.zero.bucket import Formats, Microbatches
 from polyreme.zero.deferred import Recording, record
@@ -84,12 +85,16 @@ def _given(given: Layer | Sequence[Layer], config: Config, mesh: Mesh) -> tuple[
     if isinstance(model, nn.Module):
         if empty := [name for name, tensor in (*model.named_parameters(), *model.named_buffers()) if tensor.is_meta]:
             raise ModelError(f"{empty[0]} is on the meta device, without numbers: give initialize() the function that builds the model")
-        return model, None
+        return unwrap(model), None
     if not callable(model):
         raise ModelError(f"the model is a {type(model).__name__}: give initialize() a torch.nn.Module, a function that builds one, a "
                          "list of layers, or the path of a Hugging Face directory")  # fmt: skip
-    recording = record(model, config.seed)
+    recording = record(lambda: _plain(model()), config.seed)
     return recording.module, recording
+
+
+def _plain(built: Any) -> Any:
+    return unwrap(built) if isinstance(built, nn.Module) else built
 
 
 def cut(module: nn.Module, recording: Recording | None, stages: int, config: Config, mesh: Mesh) -> Split | None:
