@@ -22,6 +22,7 @@ from torch.utils import _pytree as pytree
 
 from polyreme.model_map import tensors_in
 from polyreme.zero.bucket import Bucket
+from polyreme.zero.released import refuse_loading
 
 
 @dataclass(eq=False)
@@ -74,12 +75,13 @@ class Blocks:
         self.restart()
         if not any(unit.sharded for unit in (root, *self.units)):
             return
-        model.register_forward_pre_hook(self._begin_forward, prepend=True)
-        model.register_forward_hook(self._end_forward, always_call=True)
+        model.register_forward_pre_hook(_Hook(self._begin_forward), prepend=True)
+        model.register_forward_hook(_Hook(self._end_forward), always_call=True)
         for unit in self.units:
             for module in unit.modules:
-                module.register_forward_pre_hook(self._before(unit), prepend=True)
-                module.register_forward_hook(self._after(unit), with_kwargs=True, always_call=True)
+                module.register_forward_pre_hook(_Hook(self._before(unit)), prepend=True)
+                module.register_forward_hook(_Hook(self._after(unit)), with_kwargs=True, always_call=True)
+        refuse_loading(model)
         self._guard = _Guard({id(p): unit for unit in self.units for b in unit.buckets for p in b.parameters}, self._pin_outside)
 
     def at(self, stage: int, microbatch: int) -> None:
@@ -224,6 +226,23 @@ class Blocks:
         if unit is not self._inside:
             unit.pinned = True
             unit.ensure()
+
+
+class _Hook:
+    """A hook of this engine's model; in a copy of the model it does nothing."""
+
+    def __init__(self, run: Callable[..., Any]) -> None:
+        self._run = run
+
+    def __call__(self, *args: Any, **kwargs: Any) -> None:
+        self._run(*args, **kwargs)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return _Hook, (_nothing,)
+
+
+def _nothing(*_: Any, **__: Any) -> None:
+    """What a hook runs in a copy of the model."""
 
 
 class _Guard(TorchFunctionMode):

@@ -24,6 +24,7 @@ from polyreme.zero.ferry import Ferry
 from polyreme.zero.hold import Hold
 from polyreme.zero.pool import Buffers, Pool
 from polyreme.zero.records import Records
+from polyreme.zero.released import guard, name, unguard
 from polyreme.zero.residency import Residency
 
 
@@ -137,6 +138,7 @@ class Bucket:
         for slot, parameter in zip(layout.slots, self.parameters, strict=True):
             # through .data: a view that shares autograd's version counter would make every later gather an error in backward
             parameter.data = self.full.data[slot.start : slot.stop].view(slot.shape)
+        name(self.parameters, (slot.name for slot in layout.slots))
 
         self.grad: Tensor | None = None
         self._hold = hold  # where reduced gradients go, if they do not stay
@@ -236,6 +238,7 @@ class Bucket:
         if self._state == "gathering":
             self._gathered()
             self._state = "full"
+            unguard(self.parameters)
 
     def _gathered(self) -> None:
         self._gathering.wait()
@@ -250,6 +253,7 @@ class Bucket:
             self._state = "released"
         elif self.sharded and self._state != "released":
             self._gathered()
+            guard(self.parameters)
             self.full.untyped_storage().resize_(0)
             self._state = "released"
 
