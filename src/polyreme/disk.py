@@ -1,4 +1,5 @@
-"""Files without a name, for numbers that outlive no run, and the page-aligned memory that they are read into and written from.
+"""Files without a name, for numbers that outlive no run, and the page-aligned memory that they are read into and written from; and files
+that are opened where they are, not where a link leads.
 
 Invariants: a file's space is really taken when it is made, so no write fails for want of it; a transfer is whole, or a TierError. Nothing
 is left behind when the process ends, however it ends: the kernel frees what has no name. No communication.
@@ -25,6 +26,12 @@ ALIGNMENT = 4096
 """Bytes. Memory, places in a file and sizes of transfers are multiples, as O_DIRECT wants them of every disk in use."""
 HUGE_PAGE = 2 << 20
 _O_TMPFILE, _O_DIRECT = getattr(os, "O_TMPFILE", 0), getattr(os, "O_DIRECT", 0)  # Linux has them
+
+
+def no_links(path: str | Path, flags: int) -> int:
+    """The descriptor of a file that is opened, or made, unless its name is a symbolic link: an `opener` for what is written in a run's
+    folder. OSError (ELOOP) for a link, as what is written would be somewhere else."""
+    return os.open(path, flags | os.O_NOFOLLOW, 0o666)
 
 
 def padded(nbytes: int) -> int:

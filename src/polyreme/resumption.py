@@ -11,8 +11,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from polyreme.checkpoint import ours
 from polyreme.checkpoint.directory import Directory
-from polyreme.checkpoint.folder import RunFolder, progress_of
+from polyreme.checkpoint.folder import RunFolder, progress_of, step_of
 from polyreme.checkpoint.load import Wanted, match
 from polyreme.config import Config
 from polyreme.config.keys import LEAVES
@@ -60,9 +61,11 @@ def plan(config: Config) -> Beginning:
 
     Raises ConfigError where there are checkpoints and none can be gone on from, or their model is another."""
     section, key = config.checkpoint, "checkpoint.folder"
+    folder = RunFolder(section.folder)
     if section.resume == "never":
+        _check_names(config, folder, -1)
         return Beginning()
-    paths, source, damaged = _open(RunFolder(section.folder).candidates())
+    paths, source, damaged = _open(folder.candidates())
     wanted = origin(config)
     if wanted is not None and (source is None or source.resume is None or source.resume.extra.get("origin") != wanted):
         key = "checkpoint.resume"
@@ -71,7 +74,9 @@ def plan(config: Config) -> Beginning:
     if source is None or source.resume is None:
         if damaged:
             raise ConfigError([nothing_to_go_on_from(config, key, damaged.values())])
+        _check_names(config, folder, -1)
         return Beginning()
+    _check_names(config, folder, step_of(source.path) if source.path.parent == folder.path else -1)
     _check_model(config, source)
     changed = _changed(source.resume.config, config)
     progress = progress_of(source.path)
@@ -85,6 +90,15 @@ def plan(config: Config) -> Beginning:
         same_data=changed.keys().isdisjoint(ORDER),
         finished=progress is not None and config.train.length.reached(progress),
     )
+
+
+def _check_names(config: Config, folder: RunFolder, after: int) -> None:
+    """Raises ConfigError where a name that the run gives to a checkpoint, of a step beyond `after`, is that of something else."""
+    if taken := folder.foreign(after):
+        names = ", ".join(path.name for path in taken[:5]) + (", ..." if len(taken) > 5 else "")
+        reason = f"{names} in it would be replaced by checkpoints of this run, and is none: {ours.why_not(taken[0])}"
+        fix = "move that away, or give another folder"
+        raise ConfigError([Problem("checkpoint.folder", config.checkpoint.folder, reason, fix)])
 
 
 def origin(config: Config) -> str | None:

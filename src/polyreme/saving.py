@@ -12,14 +12,20 @@ from dataclasses import asdict, dataclass, fields
 from functools import partial
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
-from polyreme.checkpoint.folder import RunFolder
+from polyreme.checkpoint import ours
+from polyreme.checkpoint.folder import RUN_CLAIM, RunFolder
+from polyreme.claim import Claim
 from polyreme.config import Config
 from polyreme.data import load_tokenizer
 from polyreme.engine import Engine
 from polyreme.errors import CheckpointError, ConfigError, DataError
 from polyreme.mesh import Mesh
 from polyreme.resumption import Beginning, nothing_to_go_on_from, origin, plan
+
+PATIENCE = 10.0
+"""Seconds that an earlier run gets to leave the folder: one with much memory takes that long to end."""
 
 
 @dataclass
@@ -49,11 +55,16 @@ class Checkpoints:
         self._config, self._engine, self._tokenizer, self._say = config, engine, tokenizer, say
         self._folder = RunFolder(config.checkpoint.folder)
         self._writing: Path | None = None
+        self._claim: Claim | None = None
+        self._said: set[str] = set()
 
     def begin(self) -> Beginning:
-        """Where this run begins, the same on every rank. Nothing is loaded yet.
+        """Where this run, which has the folder to itself from here on, begins, the same on every rank. Nothing is loaded yet.
 
-        Raises ConfigError where that cannot be, and DataError where the text has another tokenizer now."""
+        Raises CheckpointError where another run has the folder, ConfigError where it cannot begin, and DataError where the text has another
+        tokenizer now."""
+        if refusal := from_rank_0(self._engine.mesh, self._take_folder):
+            raise CheckpointError(refusal)
         beginning = Beginning(**from_rank_0(self._engine.mesh, self._plan))
         if beginning.checkpoints:
             self._check_tokenizer(Path(beginning.checkpoints[0]))
@@ -114,8 +125,24 @@ class Checkpoints:
         for change in (partial(self._folder.point, path), self._folder.drop_earlier, prune):
             try:
                 change()
-            except OSError as error:  # on a full disk there may be room when older ones have gone
-                self._say(f"{self._folder.path} could not be brought up to date: {error}")
+            except (OSError, CheckpointError) as error:  # on a full disk there may be room when older ones have gone
+                said = f"{self._folder.path} could not be brought up to date: {error}"
+                if said not in self._said:
+                    self._said.add(said)
+                    self._say(said)
+
+    def close(self) -> None:
+        """Leave the folder to another run."""
+        if self._claim is not None:
+            self._claim.close()
+
+    def _take_folder(self) -> str | None:
+        """Why it cannot be this run's."""
+        try:
+            self._claim = Claim(self._folder.path, uuid4().hex, RUN_CLAIM, patience=PATIENCE, error=CheckpointError)
+        except CheckpointError as error:
+            return str(error)
+        return None
 
     def _plan(self) -> dict[str, Any]:
         self._folder.tidy()
@@ -135,7 +162,8 @@ class Checkpoints:
     def _pass_over(self, unreadable: Mapping[str, str]) -> list[str]:
         notes = []
         for name, reason in unreadable.items() if self._engine.mesh.rank == 0 else ():
-            now = f" (it is now {self._folder.pass_over(Path(name)).name})" if self._is_ours(Path(name)) else ""
+            renamed = self._is_ours(Path(name)) and ours.carries_manifest(Path(name))
+            now = f" (it is now {self._folder.pass_over(Path(name)).name})" if renamed else ""
             notes.append(f"{name} cannot be used{now}: {reason}")
         return notes
 

@@ -10,6 +10,7 @@ import math
 import resource
 import time
 from collections import deque
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from signal import Signals
@@ -19,6 +20,8 @@ from typing import Any
 import torch
 
 from polyreme import model_map
+from polyreme.checkpoint.folder import RUN_CLAIM
+from polyreme.claim import holder
 from polyreme.config import Config, Span
 from polyreme.data import Loader, PackedDataset, TextData, documents, open_text
 from polyreme.engine import Engine, StepResult, initialize
@@ -66,8 +69,13 @@ class _Rate:
 def run(config: Config) -> Summary:
     """Train as `config` says and return how it ended; every rank of the run calls this.
 
-    Raises ConfigError, DataError and what `initialize` and `Engine.train_step` raise.
+    Raises ConfigError, DataError, CheckpointError where another run has the folder, and what `initialize` and `Engine.train_step` raise.
     """
+    with ExitStack() as afterwards:
+        return _run(config, afterwards)
+
+
+def _run(config: Config, afterwards: ExitStack) -> Summary:
     world_size, rank = world()
     config = config.resolve(world_size)
     check_sources(config)
@@ -88,6 +96,7 @@ def run(config: Config) -> Summary:
     rate = None if flops is None else _Rate(flops, peak)
     monitors = open_monitors(config.monitor, folder) if rank == 0 else FanOut([])
     checkpoints = Checkpoints(config, engine, text.tokenizer, monitors.message)
+    afterwards.callback(checkpoints.close)
     beginning = checkpoints.begin()
     if beginning.finished:
         close()
@@ -130,9 +139,13 @@ def run(config: Config) -> Summary:
 
 def finished(config: Config) -> Summary | None:
     """How the run ended that the resolved `config` describes, if it has ended already; which is then said. Raises ConfigError where its
-    checkpoints are of another model, or cannot be gone on from."""
+    checkpoints are of another model, or cannot be gone on from, and CheckpointError where another run has its folder."""
     beginning = plan(config)
-    return _finished(config, beginning, 0) if beginning.finished else None
+    if beginning.finished:
+        return _finished(config, beginning, 0)
+    if user := holder(Path(config.checkpoint.folder), RUN_CLAIM):
+        raise CheckpointError(f"{config.checkpoint.folder} is the folder of another run, {user}: let it end, or choose another folder")
+    return None
 
 
 def _finished(config: Config, beginning: Beginning, rank: int) -> Summary:

@@ -145,3 +145,17 @@ def test_a_model_of_the_same_shapes_may_be_set_otherwise(run: Path) -> None:
     save(run / "step-5", 5, config(run))
     found = plan(config(run, model={"config": {**MODEL, "attention_dropout": 0.5}}))
     assert found.changes == ['model.config.attention_dropout = 0.5, and was "none"']
+
+
+@pytest.mark.parametrize("resume", ["auto", "never"])
+def test_a_folder_that_has_the_name_of_a_checkpoint(run: Path, resume: str) -> None:
+    mine = config(run, checkpoint={"resume": resume})
+    save(run / "step-5", 5, mine)
+    (run / "step-3").mkdir()
+    assert plan(mine).checkpoints == ([str(run / "step-5"), str(run / "step-3")] if resume == "auto" else []), "an empty one is no loss"
+    (run / "step-7").mkdir()
+    (run / "step-7" / "thesis.txt").write_text("four years")
+    said = refused(mine)
+    assert "step-7 in it would be replaced" in said and "thesis.txt" in said and "move that away" in said
+    (run / "step-7").rename(run / "step-4")
+    assert "step-4 in it" in refused(mine) if resume == "never" else plan(mine).steps == 5, "it is in the way of no step to come"

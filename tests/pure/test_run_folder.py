@@ -15,7 +15,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save as save_tensors
 
-from polyreme.checkpoint import folder as module
 from polyreme.checkpoint import resume
 from polyreme.checkpoint.folder import RunFolder, is_whole, progress_of, step_of
 from polyreme.checkpoint.resume import File, Resume
@@ -73,7 +72,7 @@ def killed_at(change: int) -> Iterator[None]:
                 count(path)
             rmtree(path, ignore_errors)
 
-        patch.setattr(module.shutil, "rmtree", remove)
+        patch.setattr(shutil, "rmtree", remove)
         yield
 
 

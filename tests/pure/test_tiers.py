@@ -21,9 +21,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from polyreme import claim
 from polyreme.disk import ALIGNMENT, padded
 from polyreme.errors import TierError
-from polyreme.tiers import FileTier, HostTier, Tier, claim, host
+from polyreme.tiers import FileTier, HostTier, Tier, host
 from polyreme.tiers import file as file_module
 
 SIZES = [3 * ALIGNMENT + 17, 0, 5, ALIGNMENT, 2 * ALIGNMENT + 1, 100, 7 * ALIGNMENT - 1, ALIGNMENT, 64]

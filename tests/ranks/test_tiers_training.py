@@ -16,8 +16,8 @@ import models
 import polyreme
 import training
 from cover import cover, together
+from polyreme.claim import Claim
 from polyreme.errors import TierError
-from polyreme.tiers.claim import Claim
 from pool import Ranks, RanksFailed
 
 OPTIMIZERS: dict[str, dict[str, Any]] = {

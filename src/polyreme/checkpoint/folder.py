@@ -1,7 +1,8 @@
 """The folder of a run: its checkpoints `step-N`, which is the newest, and which may go.
 
 Invariants: a directory named `step-N` is complete, because it got that name when all of it was written; the newest one, and the newest
-whose files are all there, are never deleted; whatever instant a process is killed at, `tidy` leaves only complete ones.
+whose files are all there, are never deleted, and nothing that is not ours (see `ours`); whatever instant a process is killed at, `tidy`
+leaves only complete ones.
 Pure: one process (rank 0) changes the folder, any may read it. No communication.
 """
 
@@ -10,19 +11,22 @@ from __future__ import annotations
 import ctypes
 import os
 import re
-import shutil
 from collections.abc import Iterable
 from pathlib import Path
 
-from polyreme.checkpoint import resume
+from polyreme.checkpoint import ours, resume
 from polyreme.checkpoint.directory import Directory
+from polyreme.claim import holder
 from polyreme.config import Progress, Span
+from polyreme.disk import no_links
 from polyreme.errors import CheckpointError
 
 LATEST = "latest"
 """The file with the name of the newest checkpoint: for people and other programs. What is here counts, so it may be old or missing."""
 EARLIER = ".earlier"
 """Ends the names of checkpoints that a new run in the same folder is to replace: kept until it has one of its own."""
+RUN_CLAIM = "polyreme.run"
+"""The file by which a live run has the folder to itself (see `claim`)."""
 DAMAGED = ".damaged"
 """Ends the names of checkpoints that could not be read, and were passed over."""
 
@@ -50,38 +54,42 @@ class RunFolder:
     def point(self, checkpoint: Path) -> None:
         """Let `latest` name this checkpoint; whoever reads it, at any instant, reads a whole name."""
         draft = self.path / f"{LATEST}.tmp"
-        with draft.open("w", encoding="utf-8") as file:
+        with open(draft, "w", encoding="utf-8", opener=no_links) as file:
             file.write(f"{checkpoint.name}\n")
             file.flush()
             os.fsync(file.fileno())
         draft.replace(self.path / LATEST)
         sync(self.path)
 
+    def foreign(self, after: int = -1) -> list[Path]:
+        """What has the name of a checkpoint of a step beyond `after`, or one that is needed to write it, and is none of ours: a run cannot
+        save that step."""
+        named = [path for path in self.path.glob("step-*") if re.fullmatch(r"step-[0-9]+(\.tmp|\.old)?", path.name)]
+        return sorted(path for path in named if step_of(path) > after and not ours.carries_manifest(path) and ours.why_not(path))
+
     def prune(self, keep: int | None, keep_every: Span | None = None) -> None:
         """Delete the oldest beyond the last `keep` (None: none), but the first one of each `keep_every`: with "1000 steps" those of step
-        1000, 2000, ..., or where there is none of just that step, the next."""
+        1000, 2000, ..., or where there is none of just that step, the next. Raises CheckpointError for those that stay as they hold more
+        than the checkpoint, or are none."""
         saved = self.saved()
         old = [] if keep is None else saved[:-keep]
         if not old:
             return
         spared = {next((path for path in reversed(saved) if is_whole(path)), None), *_first_of_each(saved, keep_every)}
-        for path in old:
-            if path not in spared:
-                _delete(path)
+        _delete(path for path in old if path not in spared)
 
     def set_aside(self, after: int = -1) -> list[Path]:
         """Rename the checkpoints beyond step `after`, which a new run is to replace, so that none counts as the newest. Returns what they
         were called."""
-        aside = [path for path in self.saved() if step_of(path) > after]
+        aside = [path for path in self.saved() if step_of(path) > after and ours.carries_manifest(path)]
         for path in aside:
             _rename(path, EARLIER)
         return aside
 
     def drop_earlier(self) -> None:
-        """Delete what was set aside, if the run that replaces it has a checkpoint."""
+        """Delete what was set aside, if the run that replaces it has a checkpoint. Raises CheckpointError as `prune` does."""
         if self.saved():
-            for path in self._named(EARLIER):
-                _delete(path)
+            _delete(self._named(EARLIER))
 
     def pass_over(self, checkpoint: Path) -> Path:
         """Rename one that cannot be read, so that it does not count as the newest again. Returns its new place."""
@@ -90,14 +98,15 @@ class RunFolder:
     def tidy(self) -> None:
         """Remove what a dead run left unfinished, and give back their names to checkpoints set aside by one that then saved none."""
         for old in self._named(".old"):  # with a step-N.tmp it was about to be replaced, else to be deleted
-            if old.with_suffix(".tmp").is_dir() and not old.with_suffix("").exists():
+            if ours.carries_manifest(old) and old.with_suffix(".tmp").is_dir() and not old.with_suffix("").exists():
                 old.rename(old.with_suffix(""))
         for ending in (".tmp", ".old", f"{EARLIER}.old"):
             for leftover in self._named(ending):
-                shutil.rmtree(leftover)
+                if ours.why_not(leftover) is None and holder(leftover, ours.UNFINISHED) is None:
+                    ours.remove(leftover)
         (self.path / f"{LATEST}.tmp").unlink(missing_ok=True)
         if not self.saved():
-            for path in self._named(EARLIER):
+            for path in filter(ours.carries_manifest, self._named(EARLIER)):
                 path.rename(path.with_suffix(""))
 
     def _named(self, ending: str) -> list[Path]:
@@ -107,7 +116,7 @@ class RunFolder:
 
 def step_of(checkpoint: Path) -> int:
     """The optimizer steps that a checkpoint has behind it, as its name says."""
-    return int(checkpoint.name.removeprefix("step-").removesuffix(EARLIER))
+    return int(checkpoint.name.removeprefix("step-").partition(".")[0])
 
 
 def progress_of(checkpoint: Path) -> Progress | None:
@@ -159,10 +168,17 @@ def _first_of_each(saved: Iterable[Path], every: Span | None) -> list[Path]:
 
 def _rename(path: Path, ending: str) -> Path:
     target = path.with_name(path.name + ending)
-    shutil.rmtree(target, ignore_errors=True)
+    ours.remove(target)
     return path.rename(target)
 
 
-def _delete(path: Path) -> None:
-    """First out of sight, so that half a checkpoint never bears a name."""
-    shutil.rmtree(_rename(path, ".old"))
+def _delete(paths: Iterable[Path]) -> None:
+    """First out of sight, so that half a checkpoint never bears a name. Raises CheckpointError, at the end, for what is not ours."""
+    left = []
+    for path in paths:
+        if reason := ours.why_not(path):
+            left.append(f"{path}: {reason}")
+        else:
+            ours.remove(_rename(path, ".old"))
+    if left:
+        raise CheckpointError(f"only checkpoints are deleted, and nothing else with them, so these stay: {'; '.join(left)}")

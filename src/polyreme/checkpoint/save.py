@@ -9,6 +9,7 @@ each rank added to their checksums; whether rank 0 gave the directory its name.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import errno
 import os
 import shutil
@@ -19,18 +20,20 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
+from uuid import uuid4
 
 import torch
 from torch import Tensor, nn
 
-from polyreme.checkpoint import crc, resume
-from polyreme.checkpoint.folder import exchange, sync
+from polyreme.checkpoint import crc, ours, resume
+from polyreme.checkpoint.folder import RUN_CLAIM, exchange, sync
 from polyreme.checkpoint.header import CODES, DTYPES
 from polyreme.checkpoint.loan import Loan
 from polyreme.checkpoint.resume import File, Resume
 from polyreme.checkpoint.source import MODEL, TensorInfo
 from polyreme.checkpoint.together import reason, together
 from polyreme.checkpoint.write import Name, Plan, Writer, combine
+from polyreme.claim import Claim, holder
 from polyreme.errors import CheckpointError
 from polyreme.garbage import put_off
 from polyreme.layout import Cut
@@ -78,7 +81,7 @@ class Saver:
         self.idle()
         made: list[Content] = []
         with put_off():
-            _together(path, self._axis, lambda: made.append(with_buffers(make()) if background else make()), ())
+            _together(path, self._axis, partial(self._begin, path, make, background, made), ())
         if not background or any(isinstance(region.data, Stored) for region in made[0].regions):
             write(path, made[0], self._axis, Loan())
             return
@@ -87,6 +90,13 @@ class Saver:
         self._thread = threading.Thread(target=self._run, args=arguments, name=f"polyreme-save-{path.name}")
         self._thread.start()
         self._writing.append(self._thread)
+
+    def _begin(self, path: Path, make: Callable[[], Content], background: bool, made: list[Content]) -> None:
+        if self._axis.rank == 0:
+            ours.check(path)
+            if user := holder(path.parent, RUN_CLAIM):
+                raise CheckpointError(f"{path.parent} is the folder of a run, {user}: let it end, or save to another folder")
+        made.append(with_buffers(make()) if background else make())
 
     def wait(self) -> None:
         """Return when what is being written is there. Raises what went wrong with it."""
@@ -160,7 +170,7 @@ def write(path: Path, content: Content, axis: Axis, loan: Loan, stream: torch.cu
     regions = [((region.kind, content.saved_name(region.names)), region) for region in content.regions]
     buffers = [((MODEL, content.saved_name(names)), _whole(names, buffer)) for names, buffer in content.buffers]
     mine = [[*name, list(region.whole), CODES.get(region.data.dtype, str(region.data.dtype))] for name, region in (*regions, *buffers)]
-    reports: list[Any] = axis.gather_objects({"tensors": mine, "rng": content.rng})
+    reports: list[Any] = axis.gather_objects({"path": str(path), "tensors": mine, "rng": content.rng})
     seen: set[Name] = set()
     for rank, report in enumerate(reports):
         for kind, name, *_ in report["tensors"]:
@@ -168,8 +178,11 @@ def write(path: Path, content: Content, axis: Axis, loan: Loan, stream: torch.cu
                 regions += [(key, region) for key, region in buffers if key == (kind, name)]
             seen.add((kind, name))
     plan: list[Plan] = []
+    claims: list[Claim] = []  # rank 0's
 
     def prepare() -> None:
+        if path != Path(reports[0]["path"]):
+            raise CheckpointError(f"it was to be {path}, and of rank 0 {reports[0]['path']}: give all ranks the same path")
         tensors: dict[str, dict[str, TensorInfo]] = {}
         for report in reports:
             for kind, name, shape, code in report["tensors"]:
@@ -178,8 +191,10 @@ def write(path: Path, content: Content, axis: Axis, loan: Loan, stream: torch.cu
                 tensors.setdefault(kind, {})[name] = TensorInfo(tuple(shape), DTYPES[code])
         plan.append(Plan.of(tensors, content.limit))
         if axis.rank == 0:
-            shutil.rmtree(unfinished, ignore_errors=True)
-            unfinished.mkdir(parents=True)
+            ours.check(path)
+            claims.append(Claim(unfinished, uuid4().hex, ours.UNFINISHED, keep=True, error=CheckpointError))
+            ours.clear(unfinished)
+            (unfinished / resume.NAME).unlink(missing_ok=True)
             plan[0].create(unfinished)
 
     def fill() -> dict[int, int]:
@@ -203,9 +218,13 @@ def write(path: Path, content: Content, axis: Axis, loan: Loan, stream: torch.cu
         contributions = _together(path, axis, fill, plan)
         _together(path, axis, finish, plan)
     except CheckpointError:
-        if axis.rank == 0:
-            shutil.rmtree(unfinished, ignore_errors=True)
+        if claims:
+            with contextlib.suppress(OSError, CheckpointError):
+                ours.remove(unfinished)
         raise
+    finally:
+        for claim in claims:
+            claim.close()
 
 
 def _whole(names: Sequence[str], buffer: Tensor) -> Region:
@@ -241,12 +260,13 @@ def _finish(path: Path, unfinished: Path, plan: Plan, contributions: Sequence[Ma
         files[file] = File(size, crc.total(size, [own, combine(each.get(i, 0) for each in contributions)]))
     for small in sorted(each for each in unfinished.rglob("*") if each.is_file()):
         name = small.relative_to(unfinished).as_posix()
-        if name not in files:
+        if name not in (*files, ours.UNFINISHED):
             text = small.read_bytes()
             files[name] = File(len(text), crc.total(len(text), [crc.contribution(text, 0)]))
             _sync_file(small)
     resume.write(unfinished, replace(done, files=files))
     _sync_file(unfinished / resume.NAME)
+    (unfinished / ours.UNFINISHED).unlink()
     for folder in (*(each for each in unfinished.rglob("*") if each.is_dir()), unfinished):
         sync(folder)
     _put(unfinished, path)
@@ -254,11 +274,12 @@ def _finish(path: Path, unfinished: Path, plan: Plan, contributions: Sequence[Ma
 
 
 def _put(unfinished: Path, path: Path) -> None:
-    """Give the directory the name `path`; what had it is deleted. Where the file system cannot exchange two names, there is an instant
-    in which what had it is called `path.old`."""
+    """Give the directory the name `path`; what had it is deleted, if it is ours. Where the file system cannot exchange two names, there is
+    an instant in which what had it is called `path.old`."""
+    ours.check(path)
     old = path.with_name(path.name + ".old")
-    shutil.rmtree(old, ignore_errors=True)
-    if not path.exists():
+    ours.remove(old)
+    if not path.is_dir() or not any(path.iterdir()):
         unfinished.rename(path)
     elif exchange(unfinished, path):
         unfinished.rename(old)
@@ -269,7 +290,7 @@ def _put(unfinished: Path, path: Path) -> None:
         except OSError:
             old.rename(path)
             raise
-    shutil.rmtree(old, ignore_errors=True)
+    ours.remove(old)
 
 
 def _sync_file(file: Path) -> None:

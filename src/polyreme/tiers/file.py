@@ -18,9 +18,9 @@ from typing import Literal, Self
 import torch
 from torch import Tensor
 
+from polyreme.claim import Claim
 from polyreme.disk import ALIGNMENT, File, aligned, check_space, padded
 from polyreme.errors import TierError
-from polyreme.tiers.claim import Claim
 from polyreme.tiers.tier import Tier
 
 log = logging.getLogger(__name__)
