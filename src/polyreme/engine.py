@@ -142,7 +142,8 @@ class Engine:
         )
         compact = None if config.optimizer.states == "fp32" else config.optimizer.states
         self._updates = [Update(bucket, made.groups, compact) for bucket in self._placement.trainable]
-        self._objective = Objective(self.module, loss_fn)
+        self._cast = lambda inputs: cast_floating(inputs, self._dtype)
+        self._objective = Objective(self.module, loss_fn, self._cast)
         self._row = schedule[mesh.pp.rank]
         self._coming = next_backwards(self._row)
         one = build(name, mesh.pp.size, 1, config.pipeline.virtual)
@@ -195,7 +196,7 @@ class Engine:
         self._unfinished = True
         random_state = self._random_state()
         weights = [self._objective.weight(part) for part in split(batch, self.config.accumulation)]  # on a device, it would wait for it
-        batches = split(cast_floating(batch, self._dtype, self.mesh.device), self.config.accumulation)
+        batches = split(cast_floating(batch, None, self.mesh.device), self.config.accumulation)
         try:
             results = self._run(batches, weights)
         except NumericsError as error:
@@ -210,7 +211,7 @@ class Engine:
         modes = {module: module.training for module in self.module.modules()}
         self.module.eval()
         totals = torch.zeros(2, dtype=torch.float64, device=self.mesh.device)
-        moved = cast_floating(batch, self._dtype, self.mesh.device)
+        moved = cast_floating(batch, None, self.mesh.device)
 
         def loss(i: int, output: Any) -> None:
             loss_sum, weight = self._objective.loss(output, moved)
@@ -231,14 +232,14 @@ class Engine:
     # ---- the loop people already have
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's output for one micro-batch (its floating-point inputs cast to the compute dtype)."""
+        """The model's output for one micro-batch (its floating-point inputs cast to the compute dtype, `labels` not)."""
         if self.mesh.pp.size > 1:
             raise BatchError("engine(...) calls the whole model, which is cut into pipeline stages: use train_step and eval_step")
         self._enter(0, 0)
         batch = kwargs or (args[0] if len(args) == 1 else args)  # the caller's, as its labels are counted without the device
         self._compare(batch)
-        args, kwargs = cast_floating((args, kwargs), self._dtype, self.mesh.device)  # type: ignore[misc]
-        output = self.module(*args, **{**self._objective.fixed, **kwargs})
+        args, kwargs = cast_floating((args, kwargs), None, self.mesh.device)  # type: ignore[misc]
+        output = self.module(*self._cast(args), **{**self._objective.fixed, **self._objective.cast_keywords(kwargs)})
         self._last = batch, output
         return output
 

@@ -7,6 +7,7 @@ micro-batches and ranks. Where the loss is a mean over labels, its weight is the
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import reduce
 from hashlib import blake2b
 from typing import Any
 
@@ -23,14 +24,15 @@ tuple, and the whole batch otherwise."""
 
 
 class Objective:
-    """Calls the model on a micro-batch and reads its loss.
+    """Calls the model on a micro-batch and reads its loss. What the model gets is cast to its dtype; what only the loss sees is not.
 
     A mapping is passed to the model as keyword arguments (with a `loss_fn`, only those that its forward takes, and no `labels`),
     a tuple or list as positional arguments (with a `loss_fn`, all but the last), anything else as the one argument.
     """
 
-    def __init__(self, model: nn.Module, loss_fn: LossFn | None = None) -> None:
-        self._model, self._loss_fn = model, loss_fn
+    def __init__(self, model: nn.Module, loss_fn: LossFn | None = None, cast: Callable[[Any], Any] = lambda inputs: inputs) -> None:
+        """`cast` brings what the model gets into the dtype that it computes in."""
+        self._model, self._loss_fn, self._cast = model, loss_fn, cast
         self._signature = ForwardSignature.of(model)
         self.fixed = training_arguments(model)
 
@@ -41,14 +43,18 @@ class Objective:
 
     def output(self, batch: Any) -> Any:
         """What the model returns for a micro-batch."""
-        return self._model(*self._positional(batch), **self._keywords(batch))
+        return self._model(*self._cast(self._positional(batch)), **self.cast_keywords(self._keywords(batch)))
+
+    def cast_keywords(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
+        """Keyword arguments as the model is to get them: all cast but `labels`, which only its loss reads."""
+        return {name: value if name == "labels" else self._cast(value) for name, value in inputs.items()}
 
     def loss(self, output: Any, batch: Any, weight: int | None = None) -> tuple[Tensor, float]:
         """The sum of losses and the weight of a model's output for `batch`."""
         if self._loss_fn is None:
             loss = _own_loss(output)
         else:
-            result = self._loss_fn(output, batch[-1] if isinstance(batch, tuple | list) else batch)
+            result = self._loss_fn(*_alike(output, batch[-1] if isinstance(batch, tuple | list) else batch))
             if isinstance(result, tuple) and len(result) == 2:
                 return _scalar(result[0]), float(result[1])
             loss = result
@@ -125,6 +131,20 @@ def _own_loss(output: Any) -> Any:
     if loss is None:
         raise BatchError("the model returned no loss: give it `labels` in the batch, or give initialize() a loss_fn")
     return loss
+
+
+def _alike(output: Any, target: Any) -> tuple[Any, Any]:
+    """Both with their floating tensors in the widest dtype among them, where the target has some: no number of it is rounded, and
+    torch's losses get one dtype."""
+    wanted, made = ([t.dtype for t in tensors_in(value) if t.is_floating_point()] for value in (target, output))
+    if not wanted:
+        return output, target
+    widest = reduce(torch.promote_types, wanted + made)
+
+    def widen(value: Tensor) -> Tensor:
+        return value.to(widest) if value.is_floating_point() else value
+
+    return pytree.tree_map_only(Tensor, widen, output), pytree.tree_map_only(Tensor, widen, target)
 
 
 def _scalar(loss: Any) -> Tensor:

@@ -78,8 +78,8 @@ def norm_of(squares: float, factor: float, dtype: torch.dtype) -> float:
     return torch.tensor(norm, dtype=dtype).item()
 
 
-def cast_floating(value: object, dtype: torch.dtype, device: torch.device | None = None) -> object:
-    """`value` with every floating tensor in it in `dtype` and every tensor on `device`; other things as they are."""
+def cast_floating(value: object, dtype: torch.dtype | None, device: torch.device | None = None) -> object:
+    """`value` with every floating tensor in it in `dtype` and every tensor on `device` (None: as they are); other things as they are."""
 
     def cast(leaf: object) -> object:
         if not isinstance(leaf, Tensor):
