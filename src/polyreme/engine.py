@@ -142,7 +142,7 @@ class Engine:
         )
         compact = None if config.optimizer.states == "fp32" else config.optimizer.states
         self._updates = [Update(bucket, made.groups, compact) for bucket in self._placement.trainable]
-        self._cast = lambda inputs: cast_floating(inputs, self._dtype)
+        self._cast: Callable[[Any], Any] = lambda inputs: cast_floating(inputs, self._dtype)
         self._objective = Objective(self.module, loss_fn, self._cast)
         self._row = schedule[mesh.pp.rank]
         self._coming = next_backwards(self._row)
