@@ -20,6 +20,7 @@ from torch.utils import _pytree as pytree
 
 from polyreme import model_map, weight_gradients
 from polyreme.activations import Saved, measure, wrap_blocks
+from polyreme.agreement import same_config, same_model
 from polyreme.allocator import give_freed_memory_back, keep_freed_memory
 from polyreme.checkpoint.save import Saver
 from polyreme.config import Config
@@ -27,7 +28,7 @@ from polyreme.data import Loader
 from polyreme.errors import BatchError, NumericsError
 from polyreme.lookup import look_up_by_rows
 from polyreme.lr_schedule import LRSchedule
-from polyreme.mesh import Axis, Mesh, world
+from polyreme.mesh import Axis, Mesh, everyone
 from polyreme.objective import LossFn, Objective, digest, leading_size, split
 from polyreme.offload import Offload
 from polyreme.pipeline.run import Calls, Runner, RunStage, whole
@@ -75,8 +76,9 @@ def initialize(
 
     Raises ConfigError with every problem of the config, and ModelError for a model that cannot be trained.
     """
-    world_size, _ = world()
-    config = Config.load(config).resolve(world_size)
+    ranks = everyone()
+    given = config
+    config = same_config(ranks, lambda: Config.load(given).resolve(ranks.size))
     mesh = Mesh.open({name: getattr(config.mesh, name) for name in ("dp", "tp", "pp", "cp", "ep")}, config.mesh.order,
                      shared_memory=config.mesh.shared_memory)  # fmt: skip
     return Engine(model, config, mesh, optimizer, lr_scheduler, loss_fn)
@@ -104,6 +106,8 @@ class Engine:
         self.module, recording, weights = open_model(model, config, mesh)
         blocks = model_map.find_blocks(self.module)
         made = recipe(self.module, config.optimizer, optimizer)
+        others = {"built here": recording is not None, "weights": weights is not None, "optimizer": made.groups, "blocks": list(blocks)}
+        same_model(mesh.aside(), self.module, {**others, "lr_scheduler": lr_scheduler is not None})
         self.parameters = sum(p.numel() for p in self.module.parameters())
         """Distinct parameters of the whole model."""
         name = config.schedule if mesh.pp.size > 1 else "1f1b"

@@ -229,13 +229,7 @@ class Mesh:
         without either, one process is the whole world. With `shared_memory`, CPU ranks of one host read each other's memory.
         Raises TransportError where the ranks cannot meet.
         """
-        device = _device()
-        if not dist.is_initialized() and world()[0] > 1:
-            try:
-                dist.init_process_group("cuda:nccl,cpu:gloo" if device.type == "cuda" else "gloo", timeout=timeout)
-                atexit.register(close)
-            except (RuntimeError, ValueError) as error:
-                raise TransportError(f"the ranks could not meet: {error}") from error
+        device = _join(timeout)
         world_size, rank = world()
         if math.prod(sizes.values()) != world_size:
             size = math.prod(sizes.values())
@@ -268,10 +262,7 @@ class Mesh:
 
     def aside(self) -> Axis:
         """An axis over all ranks, between CPUs, for what goes on beside training in another thread. All ranks must call."""
-        size, rank = world()
-        if size == 1:
-            return Axis("aside")
-        return Axis("aside", size, rank, GROUPS.of(tuple(range(size)), self._timeout, "gloo"), self._timeout)
+        return everyone(self._timeout)
 
     def traffic(self) -> dict[str, dict[str, tuple[int, int]]]:
         """Since the start, by axis and operation: (calls, bytes sent by this rank)."""
@@ -280,6 +271,27 @@ class Mesh:
             for name, axis in self.axes.items()
             if axis.counts
         }
+
+
+def everyone(timeout: timedelta = timedelta(minutes=10)) -> Axis:
+    """An axis over all ranks, between CPUs, apart from those of any mesh. All ranks must call. Raises as `Mesh.open`."""
+    _join(timeout)
+    size, rank = world()
+    if size == 1:
+        return Axis("aside")
+    return Axis("aside", size, rank, GROUPS.of(tuple(range(size)), timeout, "gloo"), timeout)
+
+
+def _join(timeout: timedelta) -> torch.device:
+    """Open the process group that the environment describes, unless there is one. Returns this rank's device."""
+    device = _device()
+    if not dist.is_initialized() and world()[0] > 1:
+        try:
+            dist.init_process_group("cuda:nccl,cpu:gloo" if device.type == "cuda" else "gloo", timeout=timeout)
+            atexit.register(close)
+        except (RuntimeError, ValueError) as error:
+            raise TransportError(f"the ranks could not meet: {error}") from error
+    return device
 
 
 def world() -> tuple[int, int]:
