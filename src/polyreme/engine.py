@@ -25,8 +25,9 @@ from polyreme.allocator import give_freed_memory_back, keep_freed_memory
 from polyreme.checkpoint.save import Saver
 from polyreme.config import Config
 from polyreme.data import Loader
-from polyreme.errors import BatchError, NumericsError
+from polyreme.errors import BatchError, ModelError, NumericsError
 from polyreme.lookup import look_up_by_rows
+from polyreme.loop import Loop
 from polyreme.lr_schedule import LRSchedule
 from polyreme.mesh import Axis, Mesh, everyone
 from polyreme.objective import LossFn, Objective, digest, leading_size, split
@@ -110,6 +111,7 @@ class Engine:
         same_model(mesh.aside(), self.module, {**others, "lr_scheduler": lr_scheduler is not None})
         self.parameters = sum(p.numel() for p in self.module.parameters())
         """Distinct parameters of the whole model."""
+        self._trains = any(p.requires_grad for p in self.module.parameters())
         name = config.schedule if mesh.pp.size > 1 else "1f1b"
         rank_of = stage_ranks(name, mesh.pp.size, config.pipeline.virtual)
         mine = [stage for stage, rank in enumerate(rank_of) if rank == mesh.pp.rank]
@@ -166,7 +168,7 @@ class Engine:
             restore(self._parts, weights, strict=False, weights_only=True, axis=self._aside())
         self._activations: Saved | None = Saved() if config.compile else None  # None before they are measured
         self._saved = Saved()  # so far
-        self._last: tuple[Any, Any] | None = None  # micro-batch and output of the last engine(...)
+        self._loop = Loop(self._objective, self._step, reducer, [p for bucket in self._placement.trainable for p in bucket.parameters])
         self._unfinished = False  # the last train_step, which ended in an error
         self._compared = False  # a batch, with those of the ranks that have to have the same
         torch.manual_seed(config.seed + mesh.dp.rank + mesh.dp.size * mesh.pp.rank)  # dropout differs between ranks, but not over tp
@@ -185,6 +187,7 @@ class Engine:
         Raises BatchError for a batch of another size, or where ranks of a tp or pp line have different ones in the first step; and
         NumericsError for NaN or Inf outside fp16 (unless precision.on_nonfinite = "skip").
         """
+        self._refuse_frozen()
         self._tell_unsaved()
         expected = self.config.batch.size // self.mesh.dp.size
         if (size := leading_size(batch)) != expected:
@@ -244,24 +247,24 @@ class Engine:
         self._compare(batch)
         args, kwargs = cast_floating((args, kwargs), None, self.mesh.device)  # type: ignore[misc]
         output = self.module(*self._cast(args), **{**self._objective.fixed, **self._objective.cast_keywords(kwargs)})
-        self._last = batch, output
+        self._loop.forward(batch, output)
         return output
 
-    def backward(self, loss: Tensor, weight: float | None = None) -> None:
+    def backward(self, loss: Tensor, weight: float | None = None, *, last: bool = True) -> None:
         """Backward of one micro-batch's mean loss; call it batch.size / (dp x micro) times a step.
 
-        weight: what the loss is the mean of; by default the labels of the last micro-batch, or its samples."""
-        if self._last is None:
-            raise BatchError("backward() without a forward: call engine(...) first")
-        batch, output = self._last
-        if weight is None:
-            weight = float(self._objective.weight(batch))
-        loss_sum, weight = self._objective.sum_of(loss, weight, output)
-        self._last = None
-        self._step.backward(loss_sum, weight, model_map.count_tokens(batch))
+        weight: what the loss is the mean of; by default the labels of the last micro-batch, or its samples.
+        last: whether no other loss of the same micro-batch follows, to be added to this one."""
+        self._refuse_frozen()
+        self._loop.backward(loss, weight, last)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop the gradients since the last step. Not needed after `step`, which does so."""
+        self._step.clear()
 
     def step(self) -> StepResult:
         """The optimizer step that ends a loop of forward and backward calls. Raises BatchError before the last of them."""
+        self._refuse_frozen()
         if self._step.microbatches != self.config.accumulation:
             raise BatchError(
                 f"step() after {self._step.microbatches} backward() calls, but batch.size = {self.config.batch.size} over "
@@ -383,6 +386,11 @@ class Engine:
         return self.mesh.traffic()
 
     # ---- parts
+
+    def _refuse_frozen(self) -> None:
+        if not self._trains:
+            raise ModelError("every parameter of the model is frozen, so that there is nothing to update: set requires_grad on those to "
+                             "train before initialize(); to be called or evaluated, engine(...) and eval_step are there")  # fmt: skip
 
     def _update(self) -> StepResult:
         """The end of a step, once what is being saved was copied."""

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -19,7 +20,7 @@ import torch
 from torch import Tensor
 
 from polyreme.config import Config, Progress
-from polyreme.errors import BatchError, NumericsError
+from polyreme.errors import BatchError, ModelError, NumericsError
 from polyreme.lookup import gradients_by_rows
 from polyreme.mesh import Mesh
 from polyreme.precision import DTYPES, LossScale, clip_factor, master_dtype, norm_of
@@ -28,9 +29,17 @@ from polyreme.weight_gradients import WeightGradients
 from polyreme.zero.blocks import Blocks
 from polyreme.zero.bucket import Bucket
 from polyreme.zero.optimizers import Options
+from polyreme.zero.parameter import own
 from polyreme.zero.place import Homes
 from polyreme.zero.reduce import Reducer
 from polyreme.zero.update import Update
+
+_current: Step | None = None  # whose backward is under way. For all threads: autograd runs a device's nodes in one of its own
+
+
+def current() -> Step | None:
+    """The step of the engine whose backward is under way; None in one that a user began."""
+    return _current
 
 
 @dataclass(frozen=True)
@@ -39,7 +48,8 @@ class StepResult:
 
     step: int
     loss: float
-    """Mean over the whole global batch (over its labels, for language models)."""
+    """Mean over the whole global batch (over its labels, for language models); NaN where a backward was the loss's own
+    (`loss.backward()`), which no engine sees the value of."""
     grad_norm: float
     """Global norm before clipping."""
     lr: float
@@ -81,6 +91,7 @@ class _Totals:
     hint: float
     stop: float  # ranks that were asked to
     unsaved: float  # ranks whose checkpoint failed
+    unseen: float  # losses whose value is not known
 
 
 class Step:
@@ -103,6 +114,8 @@ class Step:
         self.state = State(lr=options.lr, loss_scale=scale.value)
         self.microbatches = 0
         """Backwards done in this step."""
+        self.begun = False
+        """Whether there are gradients that are not applied yet."""
         self.stop = False
         """Whether this rank was asked to stop: every rank hears of it in the next totals. May be set at any time."""
         self.unsaved = False
@@ -114,15 +127,25 @@ class Step:
         self._coming: Stream | None = None  # records for the update, read ahead while the last backward computes
         self._spilled: Stream | None = None  # gradients for it, read ahead from when all are there
         self._hint = 0.0  # a power of two near the weight of a global batch; 0 before the first
-        self._totals = _Totals(*[0.0] * 8)
+        self._totals = _Totals(*[0.0] * 9)
+        for bucket in buckets:
+            own(bucket.parameters, (slot.name for slot in bucket.layout.slots), self)
         self.begin()
 
     def begin(self) -> None:
-        """Forget all that this step has so far."""
-        self.microbatches = 0
+        """Forget all that this step has so far, and forwards without a backward."""
+        self.clear()
+        self._blocks.restart()
+
+    def clear(self) -> None:
+        """Forget the gradients that this step has so far."""
+        self.microbatches, self.begun, self.reduced = 0, False, False
+        self.clip = self._config.optimizer.clip
         self._loss = torch.zeros((), dtype=torch.float64, device=self._device)  # stays there: to read it would wait for the device
         self._weight = 0.0
-        self._tokens = 0
+        self._tokens = self._unseen = 0
+        self._factor: float | None = None  # see `root`
+        self._watched: bool | None = None  # whether parameters have hooks, once looked at
         self._began = time.perf_counter()
         for stream in (self._coming, self._spilled):
             if stream is not None:
@@ -131,7 +154,6 @@ class Step:
         for bucket in self._buckets:
             bucket.clear_grad()
         self._reducer.restart()
-        self._blocks.restart()
 
     def state_dict(self) -> dict[str, Any]:
         """All that the next step depends on besides weights, optimizer states and random numbers, as JSON can hold it."""
@@ -147,38 +169,89 @@ class Step:
         self._hint = float(state["hint"])
         self.state.lr, self.state.loss_scale = self._options.lr, self._scale.value
 
-    def backward(self, loss_sum: Tensor, weight: float, tokens: int) -> None:
-        """Backward of one micro-batch's sum of losses."""
-        if self.microbatches == self._config.accumulation:
-            raise BatchError(f"a step has {self._config.accumulation} micro-batches: call step() before the next backward()")
-        self.microbatches += 1
-        self.differentiate(0, [self.root(loss_sum, weight, tokens)], [None])
+    def backward(self, loss_sum: Tensor, weight: float, tokens: int, last: bool = True) -> None:
+        """Backward of one micro-batch's sum of losses; not `last`: of one of several such sums."""
+        self._admit(last)
+        self.differentiate(0, [self.root(loss_sum, weight, tokens, last)], [None], last)
 
-    def root(self, loss_sum: Tensor, weight: float, tokens: int) -> Tensor:
-        """What the backward of a micro-batch begins with, from its sum of losses, which is counted."""
+    def enter(self, weight: float, tokens: int) -> None:
+        """In a backward that the user began, of one micro-batch's mean loss, whose gradients come as they are."""
+        if self._scale.value != 1.0:
+            raise ModelError(
+                f"loss.backward() in fp16, whose losses are multiplied by {self._scale.value:g} to keep small gradients from vanishing: "
+                "call engine.backward(loss)"
+            )
+        self._admit()
+        self._count(weight, tokens)
+        self._unseen += 1
+        self.begun = True
+        self._reducer.begin(factor=weight / self._hint)
+        self._read_ahead()
+
+    def leave(self) -> None:
+        """At the end of a backward that the user began, for this engine or for others."""
+        own = self._reducer.under_way
+        self._reducer.end()
+        self._blocks.end_backward(own)
+
+    def _admit(self, last: bool = True) -> None:
+        """Refuse a backward that is one too many."""
+        if self._reducer.under_way:
+            raise BatchError("the backward before this one ended in an error: call engine.zero_grad(), and begin the step again")
+        if self.microbatches == self._config.accumulation:
+            raise BatchError(
+                f"a step has {self._config.accumulation} micro-batches: call step() before the next backward(), or zero_grad() to drop "
+                "these gradients. Add the losses of one micro-batch up, or call engine.backward(loss, last=False) for all but the last"
+            )
+        self.microbatches += last
+
+    def _count(self, weight: float, tokens: int) -> None:
         if not self._hint:
             self._hint = _power_of_two(self._sum([weight * self._config.accumulation])[0])
-        self._loss = self._loss + loss_sum.detach().double()
         self._weight += weight
         self._tokens += tokens
-        return loss_sum * (self._scale.value / self._hint)
 
-    def differentiate(self, stage: int, roots: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> None:
-        """A backward of a pipeline stage: add to what the step has, and reduce over the ranks what is complete."""
-        self._reducer.begin(stage)
+    def root(self, loss_sum: Tensor, weight: float, tokens: int, last: bool = True) -> Tensor:
+        """What the backward of a micro-batch begins with, from its sum of losses, which is counted (its weight by the `last` one alone).
+
+        Where parameters have hooks, these see gradients of the mean loss, as without an engine, and are scaled when they are taken. In a
+        pipeline only the last stage knows by what."""
+        self._count(weight * last, tokens * last)
+        self._loss = self._loss + loss_sum.detach().double()
+        if self._watched is None:
+            self._watched = self._mesh.pp.size == 1 and self._reducer.watched
+        self._factor = weight / self._hint if self._watched and weight else None
+        return loss_sum * (self._scale.value / (self._hint if self._factor is None else weight))
+
+    def differentiate(self, stage: int, roots: Sequence[Tensor], gradients: Sequence[Tensor | None], last: bool = True) -> None:
+        """A backward of a pipeline stage: add to what the step has, and reduce over the ranks what is complete, if this is the `last`
+        backward of a micro-batch."""
+        self.begun = True
+        self._reducer.begin(stage, self._factor, last)
         self._read_ahead()
         if roots:  # else nothing up to here is to be trained
-            with gradients_by_rows():
+            with gradients_by_rows(), self._running():
                 torch.autograd.backward(roots, gradients)
         self._reducer.end()
-        self._blocks.end_backward()
+        self._blocks.end_backward(last)
+
+    @contextmanager
+    def _running(self) -> Iterator[None]:
+        """A backward of this engine's: to others it is foreign."""
+        global _current
+        _current, before = self, _current
+        try:
+            yield
+        finally:
+            _current = before
 
     def differentiate_inputs(self, stage: int, roots: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> Callable[[], None]:
         """The first half of a backward: only what the stage before needs. Returns the second, which gives the parameters their gradients
         and may be called at any later time of the step."""
         weights = WeightGradients()
+        self.begun = True
         self._reducer.begin_inputs(stage)
-        with weights.put_off(), gradients_by_rows():
+        with weights.put_off(), gradients_by_rows(), self._running():
             if roots:
                 torch.autograd.backward(roots, gradients)
         self._blocks.end_backward()
@@ -192,7 +265,10 @@ class Step:
         return rest
 
     def reduce(self) -> None:
-        """After the last backward: the totals over the ranks, and whole gradients where states are whole."""
+        """After the last backward: the totals over the ranks, and whole gradients where states are whole. Once a step."""
+        if self.reduced:
+            return
+        self.reduced = True
         for work in [bucket.tie.all_reduce(bucket.own_grad) for bucket in self._buckets if bucket.tie is not None]:
             work.wait()  # copies of a parameter on other stages
         works = [bucket.gather_grad() for bucket in self._buckets]
@@ -201,7 +277,8 @@ class Step:
         squares = torch.stack([bucket.squares() for bucket in self._buckets] or [self._loss.new_zeros(())]).sum()
         missing = sum(len(b.parameters) - len(b.ever_arrived) for b in self._buckets)
         hint = self._hint if self._tells and self._mesh.dp.rank == 0 else 0.0
-        told = [self._weight * self._tells, missing, self._tokens * self._tells, hint, float(self.stop), float(self.unsaved)]
+        told = [self._weight * self._tells, missing, self._tokens * self._tells, hint, float(self.stop), float(self.unsaved),
+                float(self._unseen)]  # fmt: skip
         counts = torch.tensor(told, dtype=torch.float64, device=self._device)
         totals = torch.cat([torch.stack([squares, self._loss * self._tells]), counts])
         for axis in (self._mesh.dp, self._mesh.tp, self._mesh.pp):
@@ -223,17 +300,17 @@ class Step:
                 "give lr_schedule.total and lr_schedule.warmup (or train.length) in steps or samples"
             )
         good = math.isfinite(totals.squares) and math.isfinite(totals.loss)
-        loss = totals.loss / totals.weight if totals.weight else math.nan
+        loss = totals.loss / totals.weight if totals.weight and not totals.unseen else math.nan
         if not good and totals.weight and not self._scale.dynamic and self._config.precision.on_nonfinite == "error":
             raise NumericsError(f"step {self.state.step + 1}: the loss or a gradient is NaN or Inf (the loss is {loss:g})")
-        to_mean = totals.hint / (totals.weight * scale) if totals.weight else 0.0
+        to_mean = self.to_mean
         norm = norm_of(totals.squares, to_mean, master_dtype(DTYPES[self._config.precision.compute]))
         skipped = not (good and totals.weight)  # a batch without a single label is skipped too
         self._blocks.release_all()
         for bucket in self._buckets:
             bucket.settle()
         if not skipped:
-            self._apply(to_mean * clip_factor(norm, self._config.optimizer.clip))
+            self._apply(to_mean * clip_factor(norm, self.clip))
         if totals.weight:
             self._scale.update(overflow=skipped)
             self._hint = _power_of_two(totals.weight)
@@ -243,6 +320,12 @@ class Step:
         state.lr, state.loss_scale = self._options.lr, self._scale.value
         self.begin()
         return StepResult(state.step, loss, norm, lr, scale, skipped, size, tokens, time.perf_counter() - began, totals.stop > 0)
+
+    @property
+    def to_mean(self) -> float:
+        """What reduced gradients times it are those of the mean over the global batch. After `reduce`."""
+        totals = self._totals
+        return totals.hint / (totals.weight * self._scale.value) if totals.weight else 0.0
 
     def _apply(self, factor: float) -> None:
         """Update every bucket from its gradients times `factor`; one bucket's parameters travel while the next is updated."""

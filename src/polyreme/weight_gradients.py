@@ -69,7 +69,7 @@ class WeightGradients:
         """The second half, one parameter after the other: products are added to `sums`, or go the way of autograd, with all hooks."""
         held, self._held = self._held, {}
         for parameter, (gradient, arrived) in held.items():
-            parameter.grad = gradient
+            Tensor.grad.__set__(parameter, gradient)  # type: ignore[union-attr]  # past what `.grad` says to users
             if parameter not in self._products:
                 arrived(parameter)
         while self._products:

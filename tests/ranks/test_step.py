@@ -273,8 +273,9 @@ def bad_use(rank: int, world: int) -> dict[str, str]:
     no_loss = polyreme.initialize(models.build("llama", torch.float32), training.config(world))
     ids = models.share(models.tokens(training.SAMPLES), rank, world)["input_ids"]
     found["no loss"] = error_of(lambda: no_loss.train_step({"input_ids": ids}))
-    for name, model in (("empty", nn.ReLU()), ("frozen", nn.Linear(2, 2).requires_grad_(False))):
-        found[name] = error_of(lambda model=model: polyreme.initialize(model, training.config(world)))
+    found["empty"] = error_of(lambda: polyreme.initialize(nn.ReLU(), training.config(world)))
+    frozen = polyreme.initialize(nn.Linear(9, 9).requires_grad_(False), training.config(world), loss_fn=F.mse_loss)
+    found["frozen"] = error_of(lambda: frozen.train_step((x, y)))
     whole_numbers = nn.Linear(2, 2)
     whole_numbers.weight = nn.Parameter(torch.ones(2, 2, dtype=torch.complex64))
     found["complex"] = error_of(lambda: polyreme.initialize(whole_numbers, training.config(world)))

@@ -72,6 +72,10 @@ class Blocks:
         self._last: dict[int, list[Unit]] = {}  # of each stage's last complete forward: where to prefetch from
         self._trails: dict[tuple[int, int], list[Unit]] = {}  # of forwards whose backward is still to come
         self._checked: set[int] = set()  # stages
+        self._task = -1  # autograd's number of the last backward that came here
+        self._known = True  # all forwards of the backward to come are in its trail
+        self._here = False  # the unit that it is in was found there
+        self._keep = False  # nothing is released, as derivatives are to be differentiated
         self.restart()
         if not any(unit.sharded for unit in (root, *self.units)):
             return
@@ -94,23 +98,26 @@ class Blocks:
     def restart(self) -> None:
         """Before the first forward of a step: forget forwards that had no backward."""
         self._trails.clear()
+        self._known = True
         self.at(0, 0)
 
     def release_all(self) -> None:
         """Free every gathered parameter: after a backward for release="always", before an update in any case."""
-        self._current = None
+        self._current, self._keep = None, False
         for unit in (self.root, *self.units):
             unit.release()
 
-    def end_backward(self) -> None:
-        """After a backward: free all but what the next forward would gather first."""
-        for unit in self.units:
-            if not unit.pinned or self._release == "always":
-                unit.release()
+    def end_backward(self, last: bool = True) -> None:
+        """After a backward: free all but what the next forward would gather first. Not `last`: there may be forwards whose backward is
+        still to come."""
+        self._known = last
         self._current = None
         self._trail.clear()
         self._trails = {key: trail for key, trail in self._trails.items() if trail or key == self._key}
-        if self._release == "always":
+        for unit in () if self._keep else self.units:
+            if not unit.pinned or self._release == "always":
+                unit.release()
+        if self._release == "always" and not self._keep:
             self.root.release()
 
     @contextmanager
@@ -147,7 +154,7 @@ class Blocks:
         if torch.is_grad_enabled():
             self._trail += self._order
             self._position = len(self._trail)
-        if self._release == "always" or not torch.is_grad_enabled():
+        if (self._release == "always" or not torch.is_grad_enabled()) and not self._keep:
             self.release_all()
         self._watch(tensors_in(output), self.root)
 
@@ -195,6 +202,9 @@ class Blocks:
 
     def _before_backward(self, unit: Unit) -> Callable[[Tensor], None]:
         def enter(_: Tensor) -> None:
+            self._keep |= torch.is_grad_enabled()  # whose derivatives read parameters again, in an order that is not the blocks'
+            if (task := torch._C._current_graph_task_id()) != self._task:
+                self._task, self._position = task, len(self._trail)
             if unit is self.root:
                 self._ensure_root()
                 return
@@ -205,8 +215,9 @@ class Blocks:
                 self._position = max(at - 1, 0)
             if (left := self._current) is not unit:
                 self._leave()
-                self._current = unit
-                if left is not None and not left.pinned and left not in self._trail[: self._position]:
+                self._current, here = unit, self._here
+                self._here = self._known and not self._keep and self._trail[self._position : self._position + 1] == [unit]
+                if left is not None and not left.pinned and here and left not in self._trail[: self._position]:
                     self._finished(left.buckets)
             unit.gather()
             for ahead in self._trail[max(self._position - self._prefetch, 0) : self._position][::-1]:
@@ -218,7 +229,7 @@ class Blocks:
     def _leave(self) -> None:
         """Free the unit that forward or backward was in. Autograd runs nodes made later first, so once the backward of another
         block begins, none of this one's is left."""
-        if self._current is not None and not self._current.pinned:
+        if self._current is not None and not self._current.pinned and not self._keep:
             self._current.release()
 
     def _pin_outside(self, unit: Unit) -> None:

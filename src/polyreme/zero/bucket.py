@@ -22,6 +22,7 @@ from polyreme.transport.work import DONE, Work
 from polyreme.zero.away import AwayShard
 from polyreme.zero.ferry import Ferry
 from polyreme.zero.hold import Hold
+from polyreme.zero.parameter import OWN_GRAD
 from polyreme.zero.pool import Buffers, Pool
 from polyreme.zero.records import Records
 from polyreme.zero.released import guard, name, unguard
@@ -309,13 +310,16 @@ class Bucket:
 
     # ---- gradients
 
-    def take_grad(self, index: int, more: bool = False) -> bool:
-        """Move parameter `index`'s complete gradient into the flat gradient buffer, or add it to what is there. With `more`, autograd adds
-        the next ones of this reduction itself, where that takes no conversion: whether it does."""
+    def take_grad(self, index: int, more: bool = False, factor: float | None = None) -> bool:
+        """Move parameter `index`'s complete gradient, times `factor`, into the flat gradient buffer, or add it to what is there. With
+        `more`, autograd adds the next ones of this reduction itself, where that takes no conversion: whether it does."""
         parameter, slot = self.parameters[index], self.layout.slots[index]
-        gradient, parameter.grad = parameter.grad, None
+        gradient: Tensor | None = OWN_GRAD.__get__(parameter)
+        OWN_GRAD.__set__(parameter, None)
         if gradient is None:
             return False
+        if factor is not None:  # of 0: from a loss of nothing, which is 0 / 0
+            gradient = gradient * factor if factor else torch.zeros_like(gradient)
         if gradient.layout != torch.strided and gradient.dtype != self.formats.local:
             gradient = gradient.to_dense()  # summed in its own format
         if self._local is None:
@@ -336,7 +340,7 @@ class Bucket:
             self._arrived.add(index)
             self.ever_arrived.add(index)
         if more and view.dtype == parameter.dtype and gradient.layout == torch.strided:
-            parameter.grad = view
+            OWN_GRAD.__set__(parameter, view)
             self._in_place.add(index)
             return True
         self._in_place.discard(index)
@@ -375,11 +379,12 @@ class Bucket:
         while self._in_place:
             index = self._in_place.pop()
             parameter, slot = self.parameters[index], self.layout.slots[index]
-            if parameter.grad is not None and self._local is not None:
+            gradient: Tensor | None = OWN_GRAD.__get__(parameter)
+            if gradient is not None and self._local is not None:
                 view = self._local[slot.start : slot.stop].view(slot.shape)
-                if parameter.grad.data_ptr() != view.data_ptr():  # autograd has put the sum elsewhere
-                    view.copy_(parameter.grad)
-            parameter.grad = None
+                if gradient.data_ptr() != view.data_ptr():  # autograd has put the sum elsewhere
+                    view.copy_(gradient)
+            OWN_GRAD.__set__(parameter, None)
 
     def finish_reduce(self, last: bool = False) -> None:
         """Return when the reduction that `reduce` began is complete. `last`: no other one follows in this step, so that the gradients can

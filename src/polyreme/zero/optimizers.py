@@ -106,13 +106,13 @@ def recipe(model: nn.Module, section: OptimizerSection, given: type[Optimizer] |
     called with the model's trainable parameters and decides everything itself (groups, learning rates, options).
 
     A class that is not one of the section's names keeps its own defaults for those of betas, eps, momentum and nesterov that the
-    section does not set. Raises ConfigError for an optimizer that cannot run here, and for options that it does not take; and ModelError
-    for a model with nothing to train.
+    section does not set. Of a frozen model nothing is updated. Raises ConfigError for an optimizer that cannot run here, and for options
+    that it does not take; and ModelError for a model without parameters.
     """
-    if not any(p.requires_grad for p in model.parameters()):
-        if any(True for _ in model.parameters()):
-            raise ModelError("every parameter of the model is frozen: set requires_grad on those to train")
+    if not any(True for _ in model.parameters()):
         raise ModelError("the model has no parameters: there is nothing to train")
+    if not any(p.requires_grad for p in model.parameters()):
+        given = None
     if isinstance(given, Optimizer) or not (given is None or callable(given)):
         raise ConfigError([Problem("optimizer", type(given).__name__, "its parameters are to move into buckets",
                                    "pass its class, or a factory such as lambda params: torch.optim.AdamW(params, lr=3e-4)")])  # fmt: skip

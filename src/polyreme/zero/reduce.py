@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
+from typing import Literal
 
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
@@ -26,6 +27,7 @@ from torch.utils.hooks import RemovableHandle
 from polyreme.errors import ModelError
 from polyreme.weight_gradients import current
 from polyreme.zero.bucket import Bucket
+from polyreme.zero.parameter import OWN_GRAD
 
 IN_FLIGHT = 1
 """One block's reduction overlaps with the next one's backward; more would hold more than two blocks' gradients."""
@@ -50,30 +52,51 @@ class Reducer:
         self._adding: set[Bucket] = set()  # whose gradients of this backward are only added up
         self._in_flight: deque[Bucket] = deque()
         self._hooks: dict[Tensor, RemovableHandle] = {}  # of parameters whose gradients are heard of
+        self._backward: Literal["own", "foreign"] | None = None  # the one under way
+        self._factor: float | None = None  # on the gradients of the backward under way, if they are still to be scaled
+        self.unannounced: Callable[[], None] = _refuse
+        """Called when a gradient comes that no `begin` has announced, to do so."""
 
     @property
     def is_last(self) -> bool:
         """Whether no backward of the step begins any more."""
         return not any(self._left.values())
 
+    @property
+    def under_way(self) -> bool:
+        """Whether a backward has begun and not ended: one that failed never does."""
+        return self._backward == "own"
+
+    @property
+    def watched(self) -> bool:
+        """Whether parameters have hooks of the user's."""
+        return any(p._backward_hooks or len(p._post_accumulate_grad_hooks or ()) > (p in self._hooks) for p in self._index)
+
     def restart(self) -> None:
         """Before the first backward of a step. Of the step before, if it did not end, nothing is under way any more."""
+        self._backward = None
         self._left = dict(self._uses)
         self._waiting.clear()
         self._adding.clear()
         self._in_flight.clear()
         self._listen(self._order)
 
-    def begin(self, stage: int = 0) -> None:
-        """Before a backward of `stage`."""
-        self._begin(self._of(stage), whole=True)
+    def begin(self, stage: int = 0, factor: float | None = None, last: bool = True) -> None:
+        """Before a backward of `stage`, whose gradients count times `factor`. Not `last`: another one of the same micro-batch follows."""
+        used = self._of(stage)
+        if factor is not None:  # then autograd cannot add them up
+            self._take_back(used)
+        self._begin(used, whole=True, last=last)
+        self._factor = factor
+
+    def begin_foreign(self) -> None:
+        """Before a backward that is for others and comes through here: its gradients are dropped."""
+        self._take_back(self._order)
+        self._backward = "foreign"
 
     def begin_inputs(self, stage: int) -> None:
         """Before the first half of a backward of `stage`: no gradient of a parameter is taken, nor added by autograd to what is here."""
-        used = self._of(stage)
-        self._listen(used)
-        for bucket in used:
-            bucket.take_back()
+        self._take_back(self._of(stage))
 
     def begin_weights(self, stage: int) -> None:
         """Before the second half, which gathers no parameters."""
@@ -83,14 +106,21 @@ class Reducer:
     def _of(self, stage: int) -> list[Bucket]:
         return [bucket for bucket in self._order if stage in bucket.stages]
 
-    def _begin(self, used: Sequence[Bucket], whole: bool) -> None:
+    def _take_back(self, buckets: Sequence[Bucket]) -> None:
+        """Have autograd add nothing to sums itself, and hear of all gradients."""
+        self._listen(buckets)
+        for bucket in buckets:
+            bucket.take_back()
+
+    def _begin(self, used: Sequence[Bucket], whole: bool, last: bool = True) -> None:
         self._by_arrival, self._whole = not (self._sharded and whole), whole
-        for bucket in used:
+        self._backward, self._factor = "own", None
+        for bucket in used if last else ():
             self._left[bucket] -= 1
-        last = [bucket for bucket in used if self._every_time or not self._left[bucket]]
-        self._listen(last)
-        self._waiting = {bucket: set(range(len(bucket.parameters))) for bucket in last}
-        self._adding = {*used} - {*last}
+        complete = [bucket for bucket in used if last and (self._every_time or not self._left[bucket])]
+        self._listen(complete)
+        self._waiting = {bucket: set(range(len(bucket.parameters))) for bucket in complete}
+        self._adding = {*used} - {*complete}
 
     def complete(self, buckets: Sequence[Bucket]) -> None:
         """In a backward: `buckets` (those that are not to be reduced count for nothing) get no more gradients."""
@@ -99,9 +129,13 @@ class Reducer:
 
     def end(self) -> None:
         """After a backward: reduce what it left, parameters without gradient as zero, and wait for all reductions."""
+        if self._backward == "foreign":
+            self._backward = None
+            return
         self.complete(self._order)
         while self._in_flight:
             self._finish_first()
+        self._backward = None
 
     def place(self, parameter: Tensor) -> Tensor | None:
         """In the second half of a backward: where the parameter's gradients of this step are summed, if there are some, in its own dtype,
@@ -127,16 +161,22 @@ class Reducer:
             if (later := current()) is not None:
                 later.hold(parameter, arrived)
                 return
+            if self._backward is None:
+                self.unannounced()
+            if self._backward == "foreign":
+                OWN_GRAD.__set__(parameter, None)
+                return
             if bucket in self._adding:
-                if bucket.take_grad(index, more=self._whole):
+                if bucket.take_grad(index, more=self._whole and self._factor is None, factor=self._factor):
                     self._hooks.pop(parameter).remove()  # until the last one
                 return
             if bucket not in self._waiting:
                 raise ModelError(f"parameter {bucket.layout.slots[index].name} got a second gradient after its reduction began: "
                                  "call backward once a micro-batch, and use non-reentrant checkpoints")  # fmt: skip
-            bucket.take_grad(index)
+            bucket.take_grad(index, factor=self._factor)
             self._came(bucket, index)
 
+        arrived.takes_gradient = True  # type: ignore[attr-defined]
         return arrived
 
     def _came(self, bucket: Bucket, index: int) -> None:
@@ -156,3 +196,7 @@ class Reducer:
     def _finish_first(self) -> None:
         bucket = self._in_flight.popleft()
         bucket.finish_reduce(last=not self._left[bucket])
+
+
+def _refuse() -> None:
+    raise ModelError("gradients came without a backward of the engine's")

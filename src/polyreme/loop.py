@@ -1,0 +1,88 @@
+"""The loop people already have: forward and backward calls of the user's own, and where they belong.
+
+A backward of an engine's output is one of three kinds, told apart when it reaches that output:
+- `engine.backward(loss)`: announced.
+- `loss.backward()`: counts as the backward of the last micro-batch that `engine(...)` was given, for each engine that it comes through.
+- `other.backward(loss)`, of an engine on whose output this one's depends or that depends on it (a discriminator in a generator's graph):
+  comes through, and what it would give this engine's parameters is dropped.
+A backward that gives no parameter of this engine a gradient (`torch.autograd.grad` of inputs) is none of its business.
+
+Communication: none but what `step` does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Variable
+from torch.autograd.graph import get_gradient_edge
+
+from polyreme.errors import BatchError
+from polyreme.model_map import count_tokens, tensors_in
+from polyreme.objective import Objective
+from polyreme.step import Step, current
+from polyreme.zero.reduce import Reducer
+
+
+class Loop:
+    """What an engine knows of the calls since the last step."""
+
+    def __init__(self, objective: Objective, step: Step, reducer: Reducer, parameters: Sequence[Tensor]) -> None:
+        """`parameters`: those to be trained."""
+        self._objective, self._step, self._reducer = objective, step, reducer
+        self._last: tuple[Any, Any] | None = None  # micro-batch and output of the last forward whose backward is to come
+        self._task = -1  # autograd's number of the last backward that came by
+        with torch._C.DisableTorchFunctionSubclass():
+            self._accumulators = [get_gradient_edge(parameter).node for parameter in parameters]
+        reducer.unannounced = self._begin
+
+    def forward(self, batch: Any, output: Any) -> None:
+        """Take note of a micro-batch, and of its output, from which a backward may come."""
+        self._last = batch, output
+        if torch.is_grad_enabled():
+            for tensor in tensors_in(output):
+                if tensor.grad_fn is not None:
+                    tensor.register_hook(self._reached)
+
+    def backward(self, loss: Tensor, weight: float | None, last: bool) -> None:
+        """Backward of a micro-batch's mean loss, or of one of several that are its sum."""
+        batch, output = self._forward()
+        if weight is None:
+            weight = float(self._objective.weight(batch))
+        loss_sum, weight = self._objective.sum_of(loss, weight, output)
+        self._last = None if last else self._last
+        self._step.backward(loss_sum, weight, count_tokens(batch), last)
+
+    def _forward(self) -> tuple[Any, Any]:
+        """The micro-batch whose backward comes, and its output."""
+        if self._last is None:
+            raise BatchError("backward() without a forward: call engine(...) first")
+        return self._last
+
+    def _reached(self, gradient: Tensor) -> None:
+        """A backward has come to an output."""
+        if current() is self._step or (task := torch._C._current_graph_task_id()) == self._task:
+            return
+        self._task = task
+        if self._accumulates():
+            self._begin()
+
+    def _begin(self) -> None:
+        """A backward that was not announced will give parameters gradients."""
+        if current() is None:
+            batch, self._last = self._forward()[0], None
+            self._step.enter(float(self._objective.weight(batch)), count_tokens(batch))
+        else:
+            self._reducer.begin_foreign()
+        self._task = torch._C._current_graph_task_id()
+        Variable._execution_engine.queue_callback(self._step.leave)
+
+    def _accumulates(self) -> bool:
+        """Whether the backward under way gives any parameter a gradient."""
+        try:
+            return any(torch._C._will_engine_execute_node(node) for node in self._accumulators)
+        except RuntimeError:  # it is `torch.autograd.grad` of a parameter
+            return False

@@ -1,0 +1,83 @@
+"""Parameters that an engine trains. Their gradients go to its buckets; whoever reads `.grad` meanwhile is told where they are, instead of
+finding None.
+
+Invariant: in a backward `.grad` is torch's own (hooks read it), and so it is where no gradient is pending. Hooks of the user's come before
+the one that takes the gradient away. Operators know no difference from `nn.Parameter`. No communication.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, Protocol
+from weakref import ref
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+from torch.utils.weak import WeakIdKeyDictionary, WeakTensorKeyDictionary
+
+from polyreme.errors import ModelError
+
+OWN_GRAD: Any = Tensor.grad
+"""The attribute as torch has it: `OWN_GRAD.__get__(parameter)`, `OWN_GRAD.__set__(parameter, None)`."""
+
+
+class Owner(Protocol):
+    """Who has the gradients of parameters."""
+
+    begun: bool
+    """Whether it has some that are not applied yet."""
+
+
+_OWNERS: WeakIdKeyDictionary = WeakTensorKeyDictionary()
+"""Of parameters: the name, and a weak reference to the owner."""
+
+
+class TrainedParameter(nn.Parameter):
+    """The class of a parameter whose gradients an engine takes."""
+
+    @property
+    def grad(self) -> Tensor | None:
+        if torch._C._current_graph_task_id() == -1:
+            name, owner = _OWNERS.get(self, ("", _nobody))
+            if (found := owner()) is not None and found.begun:
+                raise ModelError(
+                    f"{name}.grad is read between backward and step, but the engine keeps gradients in its buckets, summed over the ranks "
+                    "only at the end of the step: to clip, set optimizer.clip, or engine.gradients().clip_(max_norm); to read them, use "
+                    "engine.gradients() or a hook (parameter.register_hook); to drop them, engine.zero_grad()"
+                )
+        gradient: Tensor | None = OWN_GRAD.__get__(self)
+        return gradient
+
+    @grad.setter
+    def grad(self, gradient: Tensor | None) -> None:
+        name, owner = _OWNERS.get(self, ("", _nobody))
+        if owner() is not None and gradient is not None and torch._C._current_graph_task_id() == -1:
+            raise ModelError(
+                f"{name}.grad is set, but the engine takes gradients from backward alone: put what you want in the loss, change gradients "
+                "in a hook (parameter.register_hook), or scale them by engine.gradients().scale_(factors)"
+            )
+        OWN_GRAD.__set__(self, gradient)
+
+    @grad.deleter
+    def grad(self) -> None:
+        self.grad = None
+
+    def register_post_accumulate_grad_hook(self, hook: Callable[[Tensor], None]) -> RemovableHandle:
+        handle: RemovableHandle = super().register_post_accumulate_grad_hook(hook)
+        hooks: Any = self._post_accumulate_grad_hooks
+        for key in [key for key, each in hooks.items() if getattr(each, "takes_gradient", False) and each is not hook]:
+            hooks[key] = hooks.pop(key)
+        return handle
+
+
+def own(parameters: Iterable[nn.Parameter], names: Iterable[str], owner: Owner) -> None:
+    """From now on `owner` has their gradients."""
+    for parameter, name in zip(parameters, names, strict=True):
+        if type(parameter) is nn.Parameter:
+            parameter.__class__ = TrainedParameter
+        _OWNERS[parameter] = name, ref(owner)
+
+
+def _nobody() -> None:
+    return None

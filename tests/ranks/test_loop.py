@@ -1,0 +1,355 @@
+"""Gradients in the user's hands: the loop's backward, however it is called, engines in one graph, hooks, and derivatives of derivatives."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from itertools import chain
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import polyreme
+import training
+from polyreme.errors import BatchError, ModelError
+from pool import Ranks
+
+RATE = 0.1
+SGD = {"name": "sgd", "lr": RATE, "momentum": 0.0, "weight_decay": 0.0, "clip": None}
+
+
+class Net(nn.Module):
+    """Blocks of `width` x `width` with a head."""
+
+    def __init__(self, width: int = 6, outputs: int = 6, seed: int = 1) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(width, width), nn.Tanh()) for _ in range(3))
+        self.head = nn.Linear(width, outputs)
+        self.double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = x + block(x)
+        return self.head(x)
+
+
+def engine_of(model: nn.Module, world: int, stage: int, accumulation: int = 1, **sections: Any) -> polyreme.Engine:
+    changes = {"zero": {"stage": stage}, "precision": {"compute": "fp64"}, "optimizer": SGD, **sections}
+    return polyreme.initialize(model, training.config(world, accumulation, **changes))
+
+
+def data(seed: int, width: int = 6) -> Tensor:
+    """A global batch."""
+    return torch.randn(training.SAMPLES, width, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def part(x: Tensor, rank: int, world: int, micro: int = 0, accumulation: int = 1) -> Tensor:
+    """Of a global batch."""
+    return x.chunk(world)[rank].chunk(accumulation)[micro]
+
+
+def descend(model: nn.Module) -> float:
+    """A step of plain SGD on gradients that are there; the norm of these."""
+    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    norm = torch.stack([g.square().sum() for g in gradients]).sum().sqrt().item()
+    with torch.no_grad():
+        for p in model.parameters():
+            if p.grad is not None:
+                p -= RATE * p.grad
+                p.grad = None
+    return norm
+
+
+def same(engine: polyreme.Engine, model: nn.Module) -> None:
+    """The weights of both are equal."""
+    for name, tensor in engine.state_dict().items():
+        torch.testing.assert_close(tensor, model.state_dict()[name], rtol=1e-10, atol=1e-12, msg=lambda m, name=name: f"{name}: {m}")
+
+
+def error_of(act: Callable[[], object]) -> str:
+    with pytest.raises(polyreme.PolyremeError) as caught:
+        act()
+    return f"{type(caught.value).__name__}: {caught.value}"
+
+
+# ---- loss.backward()
+
+
+def own_backward(rank: int, world: int) -> None:
+    """Micro-batches whose backward the user calls, all of them or every other, and those in which a hook listens."""
+    x, y = data(0), data(1)
+    for stage in (0, 2, 3):
+        for accumulation in (1, 4):
+            for kinds in ("user", "engine, user", "user, engine", "hook"):
+                engine, plain, seen = engine_of(Net(), world, stage, accumulation), Net(), []
+                if kinds == "hook":
+                    engine.module.head.bias.register_hook(lambda g, seen=seen: seen.append(g.clone()))
+                for _ in range(2):
+                    for micro in range(accumulation):
+                        mine = [part(t, rank, world, micro, accumulation) for t in (x, y)]
+                        loss = F.mse_loss(engine(mine[0]), mine[1])
+                        kind = kinds.split(", ")[micro % len(kinds.split(", "))]
+                        loss.backward() if kind == "user" else engine.backward(loss)
+                    result = engine.step()
+                    loss = F.mse_loss(plain(x), y)
+                    loss.backward()
+                    case = (stage, accumulation, kinds)
+                    assert result.grad_norm == pytest.approx(descend(plain), rel=1e-10), case
+                    known = "user" not in kinds.split(", ")[:accumulation]
+                    assert result.loss == pytest.approx(loss.item() if known else math.nan, rel=1e-10, nan_ok=True), case
+                same(engine, plain)
+                if kinds == "hook":
+                    assert len(seen) == 2 * accumulation
+
+
+def test_a_backward_of_the_users_is_one_of_the_engine(ranks: Ranks) -> None:
+    for world in (1, 2):
+        ranks(world, own_backward)
+
+
+def hooked(rank: int, world: int) -> None:
+    """Hooks see, and change, the gradient of the micro-batch's mean loss."""
+    x, y = data(0), data(1)
+    for stage in (0, 2, 3):
+        engine, plain = engine_of(Net(), world, stage, 2), Net()
+        seen: list[Tensor] = []
+        late: list[Tensor] = []
+        engine.module.head.weight.register_hook(lambda g: g.clamp(-0.01, 0.01))
+        engine.module.head.weight.register_hook(lambda g, seen=seen: seen.append(g.clone()))
+        engine.module.head.bias.register_post_accumulate_grad_hook(lambda p, late=late: late.append(p.grad.clone()))
+        sums = torch.zeros_like(plain.head.weight)
+        for r in range(world):
+            for micro in range(2):
+                plain.zero_grad()
+                F.mse_loss(plain(part(x, r, world, micro, 2)), part(y, r, world, micro, 2)).backward()
+                sums += plain.head.weight.grad.clamp(-0.01, 0.01) / (2 * world)
+                if r == rank:
+                    expected = plain.head.weight.grad.clamp(-0.01, 0.01), plain.head.bias.grad.clone()
+                    mine = [part(t, rank, world, micro, 2) for t in (x, y)]
+                    engine.backward(F.mse_loss(engine(mine[0]), mine[1]))
+                    torch.testing.assert_close((seen[-1], late[-1]), expected, rtol=1e-10, atol=1e-14)
+        engine.step()
+        torch.testing.assert_close(engine.state_dict()["head.weight"], Net().head.weight.detach() - RATE * sums, rtol=1e-10, atol=1e-12)
+
+
+def test_hooks_of_parameters_see_mean_gradients(ranks: Ranks) -> None:
+    for world in (1, 2):
+        ranks(world, hooked)
+
+
+def refused(rank: int, world: int, stage: int) -> dict[str, str]:
+    x = part(data(0), rank, world)
+    engine = engine_of(Net(), world, stage)
+    parameters = list(engine.module.parameters())
+    assert torch.nn.utils.clip_grad_norm_(parameters, 1.0) == 0.0 and parameters[0].grad is None
+    engine(x).square().mean().backward()
+    found = {
+        "clip": error_of(lambda: torch.nn.utils.clip_grad_norm_(parameters, 1.0)),
+        "value": error_of(lambda: torch.nn.utils.clip_grad_value_(parameters, 1.0)),
+        "read": error_of(lambda: parameters[0].grad),
+        "zero": error_of(lambda: engine.module.zero_grad()),
+        "write": error_of(lambda: setattr(parameters[0], "grad", torch.zeros(parameters[0].shape))),
+        "second": error_of(lambda: engine(x).square().mean().backward()),
+    }
+    engine.zero_grad()
+    engine.module.zero_grad()
+    engine(x).square().mean().backward()
+    engine.step()
+    found["no forward"] = error_of(lambda: engine.module(x).square().mean().backward())
+    half = engine_of(Net(), world, stage, precision={"compute": "fp16"})
+    found["fp16"] = error_of(lambda: half(x).float().square().mean().backward())
+    return found
+
+
+def refused_at_stages(rank: int, world: int) -> list[dict[str, str]]:
+    return [refused(rank, world, stage) for stage in (2, 3)]
+
+
+def test_what_cannot_work_says_what_does(ranks: Ranks) -> None:
+    for world in (1, 2):
+        for found in chain(*ranks(world, refused_at_stages)):
+            for case, words in {
+                "clip": "optimizer.clip",
+                "value": "engine.gradients()",
+                "read": "blocks.0.0.weight.grad is read between backward and step",
+                "zero": "engine.zero_grad()",
+                "write": "blocks.0.0.weight.grad is set",
+                "second": "zero_grad()",
+                "no forward": "call engine(...) first",
+                "fp16": "call engine.backward(loss)",
+            }.items():
+                assert words in found[case], (case, found[case])
+            assert found["second"].startswith(BatchError.__name__) and found["read"].startswith(ModelError.__name__)
+
+
+def losses_of(model: Callable[[Tensor], Tensor], style: str, a: Tensor, b: Tensor) -> list[Tensor]:
+    """Of one micro-batch: several, as of a GAN's discriminator; of two forwards; of a forward of a forward."""
+    if style == "losses":
+        return [model(a).square().mean(), (model(b) - 1).square().mean()]
+    if style == "forwards":
+        return [(model(a) - model(b)).square().mean() + model(a).mean()]
+    return [model(model(a)).square().mean()]
+
+
+def several(rank: int, world: int) -> None:
+    x, y = data(0), data(1)
+    for stage in (0, 2, 3):
+        for style in ("losses", "forwards", "again"):
+            for accumulation in (1, 2):
+                engine, plain = engine_of(Net(), world, stage, accumulation), Net()
+                for _ in range(2):
+                    for micro in range(accumulation):
+                        mine = [part(t, rank, world, micro, accumulation) for t in (x, y)]
+                        losses = losses_of(engine, style, *mine)
+                        for loss in losses[:-1]:
+                            engine.backward(loss, last=False)
+                        engine.backward(losses[-1])
+                    result = engine.step()
+                    loss = torch.stack(losses_of(plain, style, x, y)).sum()
+                    loss.backward()
+                    assert result.grad_norm == pytest.approx(descend(plain), rel=1e-10), (stage, style, accumulation)
+                    assert result.loss == pytest.approx(loss.item(), rel=1e-10)
+                same(engine, plain)
+
+
+def test_several_losses_and_forwards_of_a_micro_batch(ranks: Ranks) -> None:
+    for world in (1, 2):
+        ranks(world, several)
+
+
+# ---- engines in one graph
+
+
+class Pair:
+    """Two models, their engines or themselves, as a GAN has them."""
+
+    def __init__(self, rank: int, world: int, stage: int | None, accumulation: int) -> None:
+        self.accumulation = accumulation
+        self.modules = [Net(seed=3), Net(outputs=1, seed=4)]
+        self.engines = [engine_of(module, world, stage, accumulation) for module in self.modules] if stage is not None else []
+        self.generate, self.judge = self.engines or self.modules
+        self.z, self.real = (
+            [part(data(seed), rank, world, i, accumulation) for i in range(accumulation)] if stage is not None else [data(seed)]
+            for seed in (5, 6)
+        )
+
+    def backward(self, at: int, loss: Tensor) -> None:
+        """For the model `at`: as it would be without engines, or with them."""
+        self.engines[at].backward(loss) if self.engines else loss.backward()
+
+    def step(self, at: int) -> float:
+        return self.engines[at].step().grad_norm if self.engines else descend(self.modules[at])
+
+    def zero_grad(self, at: int) -> None:
+        (self.engines or self.modules)[at].zero_grad()
+
+    def tutorial(self, own: bool) -> list[float]:
+        """A step of each. own: by `loss.backward()`, and the generator first, so that its backward leaves gradients in the judge."""
+        norms = []
+        for z, _ in zip(self.z, self.real, strict=True):
+            loss = F.softplus(-self.judge(self.generate(z))).mean()
+            loss.backward() if own else self.backward(0, loss)
+        norms.append(self.step(0))
+        self.zero_grad(1)
+        for z, real in zip(self.z, self.real, strict=True):
+            fake = self.generate(z)
+            self.zero_grad(0)
+            loss = F.softplus(-self.judge(real)).mean() + F.softplus(self.judge(fake.detach())).mean()
+            loss.backward() if own else self.backward(1, loss)
+        norms.append(self.step(1))
+        return norms
+
+
+def adversaries(rank: int, world: int) -> None:
+    for accumulation in (1, 2):
+        for own in (False, True):
+            plain = Pair(rank, world, None, 1)
+            expected = [plain.tutorial(own) for _ in range(2)]
+            for stage in (0, 2, 3):
+                pair = Pair(rank, world, stage, accumulation)
+                found = [pair.tutorial(own) for _ in range(2)]
+                torch.testing.assert_close(found, expected, rtol=1e-10, atol=0, msg=lambda m, c=(stage, accumulation, own): f"{c}: {m}")
+                for engine, module in zip(pair.engines, plain.modules, strict=True):
+                    same(engine, module)
+
+
+def test_a_backward_through_another_engine(ranks: Ranks) -> None:
+    for world in (1, 2):
+        ranks(world, adversaries)
+
+
+def both(rank: int, world: int) -> None:
+    """One loss of two engines that both train, as an actor's and a critic's; and of a frozen one."""
+    for stage in (0, 2, 3):
+        actor, critic, frozen = Net(seed=1), Net(outputs=1, seed=2), Net(seed=3)
+        teacher = engine_of(Net(seed=3).requires_grad_(False), world, stage)
+        engines = engine_of(Net(seed=1), world, stage), engine_of(Net(outputs=1, seed=2), world, stage)
+        mine = part(data(0), rank, world)
+        for _ in range(2):
+            losses = []
+            for a, c, t, x in ((*engines, teacher, mine), (actor, critic, frozen, data(0))):
+                action = a(x)
+                losses.append(F.mse_loss(action, t(x)) + F.mse_loss(t(action), t(x)) + (c(x) - 1).square().mean())
+                losses[-1].backward()
+            norms = [engine.step().grad_norm for engine in engines]
+            assert norms == pytest.approx([descend(actor), descend(critic)], rel=1e-10), stage
+        for engine, module in zip(engines, (actor, critic), strict=True):
+            same(engine, module)
+        same(teacher, frozen)
+        with torch.no_grad():
+            torch.testing.assert_close(teacher(mine), frozen(mine))
+        assert "frozen" in error_of(lambda: teacher.train_step(mine)) and "frozen" in error_of(lambda: teacher.step())
+
+
+def test_one_loss_of_several_engines(ranks: Ranks) -> None:
+    for world in (1, 2):
+        ranks(world, both)
+
+
+# ---- higher derivatives
+
+
+def penalty(model: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """Of gradients by the input, as of a WGAN-GP or of a differential equation."""
+    x = x.detach().requires_grad_()
+    output = model(x)
+    (first,) = torch.autograd.grad(output.sum(), x, create_graph=True)
+    (second,) = torch.autograd.grad(first[:, 0].sum(), x, create_graph=True)
+    return output.square().mean() + first.square().mean() + second.square().mean()
+
+
+def derivatives(rank: int, world: int) -> None:
+    width = 400  # a block of more than 1 MiB
+    x, rate = data(0, width), 1e-3
+    for stage in (0, 2, 3):
+        for own, release in ((True, "auto"), (False, "always")):
+            optimizer = {**SGD, "lr": rate}
+            engine = engine_of(Net(width), world, stage, 2, zero={"stage": stage, "release": release}, optimizer=optimizer)
+            plain = Net(width)
+            for _ in range(2):
+                for micro in range(2):
+                    mine = part(x, rank, world, micro, 2).requires_grad_()
+                    torch.autograd.grad(engine(mine).sum(), mine)  # which trains nothing
+                    loss = penalty(engine, mine)
+                    loss.backward() if own else engine.backward(loss)
+                result = engine.step()
+                loss = penalty(plain, x)
+                loss.backward()
+                assert result.grad_norm == pytest.approx(descend_by(plain, rate), rel=1e-10), (stage, own)
+            same(engine, plain)
+
+
+def descend_by(model: nn.Module, rate: float) -> float:
+    for p in model.parameters():
+        if p.grad is not None:
+            p.grad *= rate / RATE
+    return descend(model) * RATE / rate
+
+
+def test_derivatives_of_derivatives(ranks: Ranks) -> None:
+    for world in (1, 2):
+        ranks(world, derivatives)
