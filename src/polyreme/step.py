@@ -129,7 +129,7 @@ class Step:
         self._hint = 0.0  # a power of two near the weight of a global batch; 0 before the first
         self._totals = _Totals(*[0.0] * 9)
         for bucket in buckets:
-            own(bucket.parameters, (slot.name for slot in bucket.layout.slots), self)
+            own(bucket.parameters, self)
         self.begin()
 
     def begin(self) -> None:

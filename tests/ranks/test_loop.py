@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -286,9 +287,9 @@ def both(rank: int, world: int) -> None:
     """One loss of two engines that both train, as an actor's and a critic's; and of a frozen one."""
     for stage in (0, 2, 3):
         actor, critic, frozen = Net(seed=1), Net(outputs=1, seed=2), Net(seed=3)
-        teacher = engine_of(Net(seed=3).requires_grad_(False), world, stage)
         engines = engine_of(Net(seed=1), world, stage), engine_of(Net(outputs=1, seed=2), world, stage)
         mine = part(data(0), rank, world)
+        teacher = engine_of(Net(seed=3).requires_grad_(False), world, stage)
         for _ in range(2):
             losses = []
             for a, c, t, x in ((*engines, teacher, mine), (actor, critic, frozen, data(0))):
@@ -302,7 +303,7 @@ def both(rank: int, world: int) -> None:
         same(teacher, frozen)
         with torch.no_grad():
             torch.testing.assert_close(teacher(mine), frozen(mine))
-        assert "frozen" in error_of(lambda: teacher.train_step(mine)) and "frozen" in error_of(lambda: teacher.step())
+        assert "frozen" in error_of(partial(teacher.train_step, mine)) and "frozen" in error_of(teacher.step)
 
 
 def test_one_loss_of_several_engines(ranks: Ranks) -> None:

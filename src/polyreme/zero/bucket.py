@@ -22,10 +22,10 @@ from polyreme.transport.work import DONE, Work
 from polyreme.zero.away import AwayShard
 from polyreme.zero.ferry import Ferry
 from polyreme.zero.hold import Hold
-from polyreme.zero.parameter import OWN_GRAD
+from polyreme.zero.parameter import OWN_GRAD, name
 from polyreme.zero.pool import Buffers, Pool
 from polyreme.zero.records import Records
-from polyreme.zero.released import guard, name, unguard
+from polyreme.zero.released import guard, unguard
 from polyreme.zero.residency import Residency
 
 

@@ -29,8 +29,10 @@ class Owner(Protocol):
     """Whether it has some that are not applied yet."""
 
 
+NAMES: WeakIdKeyDictionary = WeakTensorKeyDictionary()
+"""Of the parameters of all buckets."""
 _OWNERS: WeakIdKeyDictionary = WeakTensorKeyDictionary()
-"""Of parameters: the name, and a weak reference to the owner."""
+"""Weak references, by parameter."""
 
 
 class TrainedParameter(nn.Parameter):
@@ -39,23 +41,22 @@ class TrainedParameter(nn.Parameter):
     @property
     def grad(self) -> Tensor | None:
         if torch._C._current_graph_task_id() == -1:
-            name, owner = _OWNERS.get(self, ("", _nobody))
-            if (found := owner()) is not None and found.begun:
+            owner: Owner | None = _OWNERS.get(self, _nobody)()
+            if owner is not None and owner.begun:
                 raise ModelError(
-                    f"{name}.grad is read between backward and step, but the engine keeps gradients in its buckets, summed over the ranks "
-                    "only at the end of the step: to clip, set optimizer.clip, or engine.gradients().clip_(max_norm); to read them, use "
-                    "engine.gradients() or a hook (parameter.register_hook); to drop them, engine.zero_grad()"
+                    f"{NAMES.get(self, '?')}.grad is read between backward and step, but the engine keeps gradients in its buckets, summed "
+                    "over the ranks only at the end of the step: to clip, set optimizer.clip, or call engine.gradients().clip_(max_norm); "
+                    "to read them, use engine.gradients() or a hook (parameter.register_hook); to drop them, engine.zero_grad()"
                 )
         gradient: Tensor | None = OWN_GRAD.__get__(self)
         return gradient
 
     @grad.setter
     def grad(self, gradient: Tensor | None) -> None:
-        name, owner = _OWNERS.get(self, ("", _nobody))
-        if owner() is not None and gradient is not None and torch._C._current_graph_task_id() == -1:
+        if gradient is not None and _OWNERS.get(self, _nobody)() is not None and torch._C._current_graph_task_id() == -1:
             raise ModelError(
-                f"{name}.grad is set, but the engine takes gradients from backward alone: put what you want in the loss, change gradients "
-                "in a hook (parameter.register_hook), or scale them by engine.gradients().scale_(factors)"
+                f"{NAMES.get(self, '?')}.grad is set, but the engine takes gradients from backward alone: put what you want in the "
+                "loss, change gradients in a hook (parameter.register_hook), or scale them by engine.gradients().scale_(factors)"
             )
         OWN_GRAD.__set__(self, gradient)
 
@@ -71,12 +72,18 @@ class TrainedParameter(nn.Parameter):
         return handle
 
 
-def own(parameters: Iterable[nn.Parameter], names: Iterable[str], owner: Owner) -> None:
+def name(parameters: Iterable[nn.Parameter], names: Iterable[str]) -> None:
+    """Note what parameters are called, for errors."""
+    for parameter, each in zip(parameters, names, strict=True):
+        NAMES[parameter] = each
+
+
+def own(parameters: Iterable[nn.Parameter], owner: Owner) -> None:
     """From now on `owner` has their gradients."""
-    for parameter, name in zip(parameters, names, strict=True):
+    for parameter in parameters:
         if type(parameter) is nn.Parameter:
             parameter.__class__ = TrainedParameter
-        _OWNERS[parameter] = name, ref(owner)
+        _OWNERS[parameter] = ref(owner)
 
 
 def _nobody() -> None:

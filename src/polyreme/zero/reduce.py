@@ -21,6 +21,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from typing import Literal
 
+import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
@@ -70,7 +71,8 @@ class Reducer:
     @property
     def watched(self) -> bool:
         """Whether parameters have hooks of the user's."""
-        return any(p._backward_hooks or len(p._post_accumulate_grad_hooks or ()) > (p in self._hooks) for p in self._index)
+        with torch._C.DisableTorchFunctionSubclass():  # of parameters that are released: it takes longer
+            return any(p._backward_hooks or len(p._post_accumulate_grad_hooks or ()) > (p in self._hooks) for p in self._index)
 
     def restart(self) -> None:
         """Before the first backward of a step. Of the step before, if it did not end, nothing is under way any more."""

@@ -1,6 +1,6 @@
 """Parameters whose memory is released: what would read or write their numbers raises ModelError, and says where these can be had.
 
-Invariant: a parameter is a `Released` exactly while its bucket is not whole, and a plain `nn.Parameter` otherwise, so that what computes
+Invariant: a parameter is a `Released` exactly while its bucket is not whole, and a `TrainedParameter` otherwise, so that what computes
 with whole parameters costs nothing more. No communication.
 """
 
@@ -12,12 +12,9 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 from torch.utils import _pytree as pytree
-from torch.utils.weak import WeakIdKeyDictionary, WeakTensorKeyDictionary
 
 from polyreme.errors import ModelError
-
-_NAMES: WeakIdKeyDictionary = WeakTensorKeyDictionary()
-"""Of the parameters of all buckets."""
+from polyreme.zero.parameter import NAMES, TrainedParameter
 
 _HARMLESS = {
     *("shape", "dtype", "device", "layout", "ndim", "names", "itemsize", "nbytes", "numel", "nelement", "size", "dim", "ndimension"),
@@ -30,7 +27,7 @@ _HARMLESS = {
 """Names of what does not touch a parameter's numbers, beside those that begin with `is_`."""
 
 
-class Released(nn.Parameter):
+class Released(TrainedParameter):
     """The class of a parameter while its memory is released."""
 
     @classmethod
@@ -64,16 +61,10 @@ class Released(nn.Parameter):
 def refuse(what: str, parameter: nn.Parameter) -> NoReturn:
     """Raise ModelError: the numbers of a released parameter are asked for."""
     raise ModelError(
-        f"{what} of parameter {_NAMES.get(parameter, '?')}, whose numbers are not in memory between its uses (zero.stage = 3, or "
+        f"{what} of parameter {NAMES.get(parameter, '?')}, whose numbers are not in memory between its uses (zero.stage = 3, or "
         "memory.params elsewhere): do it inside `with engine.full_parameters():` (with write=True to change it), which every rank must "
         "enter; engine.state_dict() gives whole copies of all, and engine.save writes them"
     )
-
-
-def name(parameters: Iterable[nn.Parameter], names: Iterable[str]) -> None:
-    """Note what parameters are called, for errors."""
-    for parameter, each in zip(parameters, names, strict=True):
-        _NAMES[parameter] = each
 
 
 def guard(parameters: Iterable[nn.Parameter]) -> None:
@@ -85,7 +76,7 @@ def guard(parameters: Iterable[nn.Parameter]) -> None:
 def unguard(parameters: Iterable[nn.Parameter]) -> None:
     """Their numbers are there again."""
     for parameter in parameters:
-        parameter.__class__ = nn.Parameter
+        parameter.__class__ = TrainedParameter
 
 
 def refuse_loading(model: nn.Module) -> None:
