@@ -9,6 +9,7 @@ import difflib
 import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -241,21 +242,40 @@ def matrices(model: nn.Module) -> set[str]:
     return {name for name, p in model.named_parameters() if p.dim() == 2 and name.startswith(inside) and id(p) not in embeddings}
 
 
-def build(path: str | None, config: Mapping[str, Any] | None, trust_remote_code: bool = False, vocab_size: int | None = None) -> nn.Module:
-    """A Hugging Face model: from the directory `path` with its weights in float32, or newly initialised from `config`, a transformers
+def build(
+    path: str | None,
+    config: Mapping[str, Any] | None,
+    trust_remote_code: bool = False,
+    vocab_size: int | None = None,
+    allow_missing: bool | Sequence[str] = False,
+) -> nn.Module:
+    """A Hugging Face model: from the safetensors of the directory `path` in float32, or newly initialised from `config`, a transformers
     config as a mapping with `model_type`. `vocab_size` fills in the tokenizer's where the config gives none.
 
-    Raises ConfigError where neither can be built.
+    allow_missing: whether the directory may lack tensors of the model, or patterns of their names. Raises ConfigError where neither can be
+    built, or tensors are missing.
     """
     if path is None:
         return skeleton(None, config, trust_remote_code, vocab_size)
     loaded = read_config(path, None, trust_remote_code)
     auto = _architecture(loaded)
+    fix = "give a directory that save_pretrained wrote, or model.config to start anew"
+    if named := getattr(loaded, "transformers_weights", None):
+        raise ConfigError([Problem("model.path", path, f"its config.json names another file of weights, {named!r}", fix)])
     try:
-        return auto.from_pretrained(path, dtype=torch.float32, trust_remote_code=trust_remote_code)
+        model, report = auto.from_pretrained(
+            path, dtype=torch.float32, trust_remote_code=trust_remote_code, use_safetensors=True, output_loading_info=True
+        )
     except Exception as error:  # each format of weights has errors of its own
-        raise ConfigError([Problem("model.path", path, f"its weights cannot be loaded: {error}",
-                                   "give a directory that save_pretrained wrote, or model.config to start anew")]) from error  # fmt: skip
+        raise ConfigError([Problem("model.path", path, f"its weights cannot be loaded: {error}", fix)]) from error
+    patterns = ("*",) if allow_missing is True else allow_missing or ()
+    missing = sorted(name for name in report["missing_keys"] if not any(fnmatch(name, pattern) for pattern in patterns))
+    if missing:
+        shown = ", ".join(missing[:5]) + (f" and {len(missing) - 5} more" if len(missing) > 5 else "")
+        reason = f"{path} lacks tensors of the model that its config.json describes, which would be new random numbers: {shown}"
+        fix = f'correct config.json; or, if that is meant, write model.allow_missing = true, or patterns such as ["{missing[0]}"]'
+        raise ConfigError([Problem("model.allow_missing", allow_missing, reason, fix)])
+    return model
 
 
 def shell(path: str, trust_remote_code: bool = False) -> nn.Module:
@@ -291,9 +311,11 @@ def read_config(path: str | None, config: Mapping[str, Any] | None, trust_remote
             raise ConfigError([Problem("model.path", path, "is not a Hugging Face model directory (no config.json in it)",
                                        "give a directory that save_pretrained wrote, or model.config")])  # fmt: skip
         try:
-            return transformers.AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+            loaded = transformers.AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
         except Exception as error:  # what is wrong in a directory comes out as any kind
             raise _unfit(path, None, error) from error
+        _refuse_kernels(loaded, "model.path", path, trust_remote_code)
+        return loaded
     values = dict(config or {})
     kind = values.pop("model_type", None)
     if kind not in transformers.CONFIG_MAPPING:
@@ -308,7 +330,24 @@ def read_config(path: str | None, config: Mapping[str, Any] | None, trust_remote
         raise _unfit(None, config, error) from error
     if problems := _misspelt(kind, values, type(made)()):
         raise ConfigError(problems)
+    _refuse_kernels(made, "model.config", dict(config or {}), trust_remote_code)
     return made
+
+
+def _refuse_kernels(config: Any, key: str, value: object, trusted: bool) -> None:
+    """transformers fetches a kernel that a config names (or stands for one that is not installed) from its hub, and runs it. Raises
+    ConfigError for one, unless it is trusted."""
+    from transformers import utils
+
+    parts = [config, *(part for name in getattr(config, "sub_configs", {}) if (part := getattr(config, name, None)) is not None)]
+    for part in () if trusted else parts:
+        for name in ("attn_implementation", "experts_implementation"):
+            chosen = str(getattr(part, f"_{name}", None) or "").rpartition("|")[2]
+            installed = getattr(utils, f"is_{chosen.replace('attention', 'attn')}_available", None)
+            if "/" in chosen or (chosen.startswith("flash_attention") and not (installed and installed())):
+                reason = f"{name} = {chosen!r} is code that transformers would fetch from its hub and run"
+                fix = f'write {name} = "sdpa" there, or set model.trust_remote_code = true if you trust it'
+                raise ConfigError([Problem(key, value, reason, fix)])
 
 
 def _misspelt(kind: str, values: Mapping[str, Any], default: Any) -> list[Problem]:

@@ -63,16 +63,22 @@ def open_model(given: Model, config: Config, mesh: Mesh) -> tuple[nn.Module, Rec
 
 def _from_directory(path: Path, config: Config) -> tuple[nn.Module, Recording | None, Path | None]:
     """The model of a Hugging Face directory: to be read by ranges where its tensors are the model's, name by name; otherwise transformers
-    reads, renames and converts them, whole on every rank."""
+    reads, renames and converts them, whole on every rank, but never what our reader refused."""
     trust = config.model.trust_remote_code
     try:
-        source = Directory(path)
         recording = record(lambda: model_map.shell(str(path), trust), config.seed)
-    except (CheckpointError, ModelError):  # transformers tells what is wrong, or can do it
-        return model_map.build(str(path), None, trust).train(), None, None
-    if lacks(source, recording.module):
-        return model_map.build(str(path), None, trust).train(), None, None
-    return recording.module, recording, path
+    except ModelError:  # transformers tells what is wrong, or can do it
+        recording = None
+    try:
+        source = Directory(path)
+    except CheckpointError as error:
+        raise ConfigError([Problem("model.path", str(path), f"its weights cannot be loaded: {error}",
+                                   "give a directory that save_pretrained wrote, or model.config to start anew")]) from error  # fmt: skip
+    if recording is not None and not lacks(source, recording.module):
+        return recording.module, recording, path
+    with torch.random.fork_rng([]):  # what may be missing is new
+        torch.manual_seed(config.seed)
+        return model_map.build(str(path), None, trust, allow_missing=config.model.allow_missing).train(), None, None
 
 
 def _given(given: Layer | Sequence[Layer], config: Config, mesh: Mesh) -> tuple[nn.Module, Recording | None]:

@@ -89,7 +89,13 @@ class ModelSection(Section):
         description="A transformers config to initialise a new model from; needs `model_type`.",
     )
     trust_remote_code: Bool = Field(
-        default=False, description="Run Python code that comes with the model directory. Only for code you have read."
+        default=False,
+        description="Run Python code that comes with the model directory, or a kernel that its config names. Only for code you have read.",
+    )
+    allow_missing: Bool | Names = Field(
+        default=False,
+        examples=[["lm_head.*"]],
+        description="Tensors that the directory may lack, which then begin as new random numbers: all, or patterns of their names.",
     )
 
 
