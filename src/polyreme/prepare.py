@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -197,8 +198,24 @@ def share_out(
     spill = None
     if isinstance(gradients, FileTier):
         spill = Spill(gradients, Lane() if ferry is None else ferry.lane, microbatches == "left")
+    blocks = _released(module, blocks, zero.keep)
     homes = Homes(states, share, None if params is None else Away(params, mesh.device), compact, ferry, spill)
     return place(module, blocks, recipe, mesh.dp, zero, residency, formats, mesh.device, microbatches, division, homes)
+
+
+def _released(module: nn.Module, blocks: Mapping[str, nn.Module], keep: Sequence[str]) -> Mapping[str, nn.Module]:
+    """Those of `blocks` that are gathered for each use: neither they nor what they are in match `keep`."""
+    names = [name for name, _ in module.named_modules(remove_duplicate=False)]
+    for pattern in keep:
+        if not any(fnmatchcase(name, pattern) for name in names):
+            raise ConfigError([Problem("zero.keep", pattern, "no module of the model has such a name",
+                                       f"names are such as {', '.join(list(blocks)[:3] or names[1:4])}")])  # fmt: skip
+
+    def kept(name: str) -> bool:
+        parts = name.split(".")
+        return any(fnmatchcase(".".join(parts[:end]), pattern) for end in range(1, len(parts) + 1) for pattern in keep)
+
+    return {name: block for name, block in blocks.items() if not kept(name)}
 
 
 def _tier(where: Sequence[str], mesh: Mesh, run: str, buffers: int = BUFFERS) -> HostTier | FileTier | None:

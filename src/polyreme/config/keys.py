@@ -177,6 +177,12 @@ class ZeroSection(Section):
         description="Stage 3 after forward: auto keeps the root bucket and the last block gathered for backward, "
         "always releases all (least memory, exactly 3(n-1)/n of the parameters sent).",
     )
+    keep: list[str] = Field(
+        default_factory=list,
+        examples=[["experts.*", "vision_tower"]],
+        description="Stage 3: names (fnmatch) of modules that stay gathered during a step like what is outside the blocks, and with them "
+        "the blocks in them: those that not every rank runs in every forward (mixture branches, batches without images, layers left out).",
+    )
 
 
 class MemorySection(Section):

@@ -1,0 +1,93 @@
+"""Models whose modules are not all run by every rank: which ones depends on the rank's data. The numbers are plain PyTorch's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import polyreme
+import training
+from polyreme.errors import ConfigError
+from pool import Ranks
+
+WIDTH, STEPS = 32, 3  # a block's part is larger than what ranks of one host send each other
+
+
+class Mixture(nn.Module):
+    """Blocks around experts, of which a sample's first number chooses; an expert that no sample chooses is not called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        kind: Any = {"dtype": torch.float64}
+        self.before = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH, **kind), nn.Tanh()) for _ in range(2))
+        self.experts = nn.ModuleList(
+            nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH, **kind), nn.Linear(2 * WIDTH, WIDTH, **kind)) for _ in range(4)
+        )
+        self.after = nn.Linear(WIDTH, WIDTH, **kind)
+
+    def forward(self, x: Tensor) -> Tensor:
+        chosen = x[:, 0].long()
+        for block in self.before:
+            x = block(x)
+        out = torch.zeros_like(x)
+        for i in chosen.unique(sorted=False).tolist():
+            out = out.index_add(0, at := (chosen == i).nonzero()[:, 0], self.experts[i](x[at]))
+        return self.after(x + out)
+
+
+def batch_of(step: int) -> tuple[Tensor, Tensor]:
+    """The halves of the batch choose other experts; the last expert gets nothing in the first step."""
+    torch.manual_seed(step)
+    x, y = torch.randn(2, training.SAMPLES, WIDTH, dtype=torch.float64)
+    x[:, 0] = torch.tensor([0.0, 1, 0, 1, 2, 2, 2, 2] if step < 1 else [3.0, 3, 1, 1, 0, 2, 3, 0]) + 0.5
+    return x, y
+
+
+def plain() -> training.Run:
+    model = Mixture()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, betas=(0.9, 0.95), weight_decay=0.0)
+    records = []
+    for step in range(STEPS):
+        x, y = batch_of(step)
+        loss = nn.functional.mse_loss(model(x), y)
+        optimizer.zero_grad()
+        loss.backward()
+        records.append((loss.item(), nn.utils.clip_grad_norm_(model.parameters(), 1.0).item()))
+        optimizer.step()
+    return records, model.state_dict()
+
+
+def mixtures(rank: int, world: int) -> list[training.Run]:
+    runs = []
+    for stage in (0, 2, 3):
+        for accumulation in (1, 2):
+            zero = {"stage": stage, "keep": ["experts.*"]}
+            optimizer = {"weight_decay": 0.0, "betas": (0.9, 0.95), "clip": 1.0}
+            config = training.config(world, accumulation, zero=zero, precision={"compute": "fp64"}, optimizer=optimizer)
+            engine = polyreme.initialize(Mixture(), config, loss_fn=nn.functional.mse_loss)
+            records = []
+            for step in range(STEPS):
+                x, y = (each.chunk(world)[rank] for each in batch_of(step))
+                result = engine.train_step((x, y))
+                records.append((result.loss, result.grad_norm))
+            runs.append((records, engine.state_dict(rank0_only=True)))
+    return runs
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_modules_that_not_every_rank_runs(ranks: Ranks, world: int) -> None:
+    expected = plain()
+    for rank, runs in enumerate(ranks(world, mixtures)):
+        for i, (records, weights) in enumerate(runs):
+            torch.testing.assert_close(records, expected[0], rtol=1e-10, atol=1e-12, msg=lambda m, at=(rank, i): f"{at}: {m}")
+            for name, tensor in weights.items():
+                torch.testing.assert_close(tensor, expected[1][name], rtol=0, atol=1e-10, msg=lambda m, at=(i, name): f"{at}: {m}")
+
+
+def test_a_name_to_keep_that_nothing_has() -> None:
+    with pytest.raises(ConfigError, match=r"zero.keep = 'expert\.\*': no module (.|\n)* such as before\.0, "):
+        polyreme.initialize(Mixture(), {"zero": {"keep": ["expert.*"]}, "batch": {"size": 2}})
