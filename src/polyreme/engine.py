@@ -22,6 +22,8 @@ from polyreme import model_map, weight_gradients
 from polyreme.activations import Saved, measure, wrap_blocks
 from polyreme.agreement import same_config, same_model
 from polyreme.allocator import give_freed_memory_back, keep_freed_memory
+from polyreme.batch_norm import normalise
+from polyreme.buffers import Buffers
 from polyreme.checkpoint.save import Saver
 from polyreme.config import Config
 from polyreme.data import Loader
@@ -35,7 +37,7 @@ from polyreme.offload import Offload
 from polyreme.pipeline.run import Calls, Runner, RunStage, whole
 from polyreme.pipeline.schedule import Action, build, check, halves, next_backwards, stage_ranks
 from polyreme.pipeline.stage import Stage
-from polyreme.precision import DTYPES, GRADIENT, MODEL, cast_floating, loss_scale, watch_nonfinite
+from polyreme.precision import DTYPES, GRADIENT, MODEL, cast_floating, loss_scale, master_dtype, watch_nonfinite
 from polyreme.prepare import Model, cut, divide, make_numbers, open_model, share_out, take_from_rank_0
 from polyreme.state import Loaded, Parts, content, restore
 from polyreme.step import State, Step, StepResult
@@ -134,6 +136,7 @@ class Engine:
             make_numbers(self.module, recording, self._placement, mesh, parameters=weights is None)
         for buffer in self.module.buffers():
             buffer.data = buffer.data.to(mesh.device).contiguous()
+        alike = normalise(self.module, mesh.dp, config.batch_norm == "sync", master_dtype(self._dtype))
         memory = config.memory
         self._offload: Offload | None = None
         if memory.activations not in ("keep", "recompute"):
@@ -159,13 +162,15 @@ class Engine:
         self._has_loss = len(rank_of) - 1 in mine
         self._tells = mesh.tp.rank == 0 and self._has_loss
         options = Options(made, LRSchedule(config.lr_schedule), lr_scheduler)
+        self._buffers = Buffers(self.module, mesh.dp, alike, config.batch_norm == "rank")
         self._step = Step(config, mesh, self._tells, self._placement.trainable, reducer, self._blocks, self._updates, options,
-                          loss_scale(config.precision), self._placement.homes)  # fmt: skip
+                          loss_scale(config.precision), self._placement.homes, self._buffers)  # fmt: skip
         self._parts = Parts(self.module, config, mesh, self._placement, self._updates, self._step)
         self._saver: Saver | None = None
         self._all: Axis | None = None
         if weights is not None:
             restore(self._parts, weights, strict=False, weights_only=True, axis=self._aside())
+            self._buffers.take_note()
         self._activations: Saved | None = Saved() if config.compile else None  # None before they are measured
         self._saved = Saved()  # so far
         self._loop = Loop(self._objective, self._step, reducer, [p for bucket in self._placement.trainable for p in bucket.parameters])
@@ -317,6 +322,7 @@ class Engine:
         if self._saver is not None:
             self._saver.wait()
         found = restore(self._parts, Path(path), strict, weights_only, self._aside())
+        self._buffers.take_note()
         self._unfinished = False
         return found
 

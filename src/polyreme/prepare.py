@@ -57,9 +57,18 @@ def open_model(given: Model, config: Config, mesh: Mesh) -> tuple[nn.Module, Rec
     if isinstance(given, str | Path):
         return _from_directory(Path(given), config)
     module, recording = _given(given, config, mesh)
+    _refuse_max_norm(module)
     if not module.training:  # as `from_pretrained` returns it
         module.train()
     return module, recording, None
+
+
+def _refuse_max_norm(module: nn.Module) -> None:
+    """Raise ModelError for tables that their lookups change: each rank would change its own copy, of other rows, and no master would."""
+    for name, each in module.named_modules():
+        if isinstance(each, nn.Embedding | nn.EmbeddingBag) and each.max_norm is not None:
+            raise ModelError(f"{name} has max_norm = {each.max_norm}, with which lookups change its weight, on each rank another way: "
+                             "leave max_norm out, and scale what it returns in the model's forward")  # fmt: skip
 
 
 def _from_directory(path: Path, config: Config) -> tuple[nn.Module, Recording | None, Path | None]:

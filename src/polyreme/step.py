@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from polyreme.buffers import Buffers
 from polyreme.config import Config, Progress
 from polyreme.errors import BatchError, ModelError, NumericsError
 from polyreme.lookup import gradients_by_rows
@@ -92,6 +93,7 @@ class _Totals:
     stop: float  # ranks that were asked to
     unsaved: float  # ranks whose checkpoint failed
     unseen: float  # losses whose value is not known
+    buffers: float  # ranks that have news of buffers
 
 
 class Step:
@@ -109,6 +111,7 @@ class Step:
         options: Options,
         scale: LossScale,
         homes: Homes,
+        buffers: Buffers,
     ) -> None:
         """`tells`: whether the loss that this rank has counts; there is one such rank for each data-parallel one."""
         self.state = State(lr=options.lr, loss_scale=scale.value)
@@ -123,11 +126,11 @@ class Step:
         self.heard_unsaved = False
         self._config, self._mesh, self._tells, self._device, self._buckets = config, mesh, tells, mesh.device, buckets
         self._reducer, self._blocks, self._updates, self._options, self._scale = reducer, blocks, updates, options, scale
-        self._homes = homes
+        self._homes, self._shared = homes, buffers
         self._coming: Stream | None = None  # records for the update, read ahead while the last backward computes
         self._spilled: Stream | None = None  # gradients for it, read ahead from when all are there
         self._hint = 0.0  # a power of two near the weight of a global batch; 0 before the first
-        self._totals = _Totals(*[0.0] * 9)
+        self._totals = _Totals(*[0.0] * 10)
         for bucket in buckets:
             own(bucket.parameters, self)
         self.begin()
@@ -278,7 +281,7 @@ class Step:
         missing = sum(len(b.parameters) - len(b.ever_arrived) for b in self._buckets)
         hint = self._hint if self._tells and self._mesh.dp.rank == 0 else 0.0
         told = [self._weight * self._tells, missing, self._tokens * self._tells, hint, float(self.stop), float(self.unsaved),
-                float(self._unseen)]  # fmt: skip
+                float(self._unseen), float(self._shared.has_news())]  # fmt: skip
         counts = torch.tensor(told, dtype=torch.float64, device=self._device)
         totals = torch.cat([torch.stack([squares, self._loss * self._tells]), counts])
         for axis in (self._mesh.dp, self._mesh.tp, self._mesh.pp):
@@ -314,6 +317,7 @@ class Step:
         if totals.weight:
             self._scale.update(overflow=skipped)
             self._hint = _power_of_two(totals.weight)
+        self._shared.share(totals.buffers > 0)
         size, tokens, lr, state = self._config.batch.size, int(totals.tokens), self._options.lr, self.state
         state.step, state.samples, state.tokens = state.step + 1, state.samples + size, state.tokens + tokens
         self._options.advance(state.progress)

@@ -14,7 +14,7 @@ from polyreme.layout import ALIGN
 from pool import Ranks
 
 BYTES = {"fp32": 4, "bf16": 2}
-TOTALS = 8 * 8
+TOTALS = 10 * 8
 """The one small all-reduce of a step, in bytes: squared norm, loss, weight, parameters without gradient, tokens, the loss's divisor,
 whether to stop, and whether a checkpoint failed."""
 

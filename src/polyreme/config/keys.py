@@ -400,6 +400,13 @@ class Keys(Section):
 
     seed: Annotated[int, Strict(), Field(ge=0)] = Field(default=0, description="Of weights, data order and dropout.")
     compile: Bool = Field(default=False, description="Compile each block with torch.compile.")
+    batch_norm: Literal["rank", "sync", "broadcast"] = Field(
+        default="broadcast",
+        description="BatchNorm over data-parallel ranks. sync: statistics of the whole micro-batch, on all ranks, as one process has (an "
+        "nn.SyncBatchNorm always has these); broadcast: each rank normalises by its own share, and after a step all have rank 0's running "
+        "statistics, and its other persistent buffers that forwards change; rank: each rank keeps its own buffers, of which rank 0's are "
+        "saved.",
+    )
     model: ModelSection = Field(default_factory=ModelSection)
     data: DataSection = Field(default_factory=DataSection)
     mesh: MeshSection = Field(default_factory=MeshSection)
