@@ -6,10 +6,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 
+def printable(text: str) -> str:
+    """`text` with all escaped that would not show, or would steer a terminal, but for line breaks and tabs."""
+    return "".join(each if each.isprintable() or each in "\n\t" else each.encode("unicode_escape").decode() for each in text)
+
+
 class PolyremeError(Exception):
-    """Base of all errors of this library; the command exits with `exit_status` when one ends it."""
+    """Base of all errors of this library; the command exits with `exit_status` when one ends it. What it says of names is `printable`."""
 
     exit_status = 1
+
+    def __str__(self) -> str:
+        return printable(super().__str__())
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from polyreme.axes import lines
 from polyreme.config import Config
 from polyreme.config.keys import LEAVES, SECTIONS
 from polyreme.config.words import default, expects, toml
-from polyreme.errors import ConfigError, Problem
+from polyreme.errors import ConfigError, Problem, printable
 from polyreme.pipeline.schedule import Schedule, build, check, stage_ranks
 from polyreme.pipeline.simulate import Costs, Simulation, simulate
 
@@ -209,7 +209,7 @@ def render_checkpoint(found: Contents) -> Group:
     top = Table.grid(padding=(0, 2))
     for label, text in _summary(found):
         style = "bold red" if label == "damaged" else ""
-        top.add_row(Text(label, style=style or "dim"), Text(text, style=style, overflow="fold"))
+        top.add_row(Text(label, style=style or "dim"), Text(printable(text), style=style, overflow="fold"))
     kinds = Table(title="by kind", title_justify="left")
     kinds.add_column("kind")
     for column in ("tensors", "elements", "size"):
@@ -217,7 +217,7 @@ def render_checkpoint(found: Contents) -> Group:
     kinds.add_column("dtype")
     for kind in found.kinds:
         dtypes = ", ".join(SHORT.get(dtype, dtype) for dtype in kind.dtypes)
-        kinds.add_row(Text(kind.name), f"{kind.tensors:,}", f"{kind.elements:,}", _binary(kind.bytes), dtypes)
+        kinds.add_row(Text(printable(kind.name)), f"{kind.tensors:,}", f"{kind.elements:,}", _binary(kind.bytes), dtypes)
     tensors = Table(title="tensors", title_justify="left")
     tensors.add_column("count", justify="right")
     tensors.add_column("name", overflow="fold")
@@ -232,7 +232,7 @@ def render_checkpoint(found: Contents) -> Group:
         dtype = str(first.dtype).removeprefix("torch.")
         name = _common_name([row.name for row in rows]) + (f" = {rows[0].same_as}" if rows[0].same_as else "")
         shape = "x".join(map(str, first.shape)) or "()"
-        tensors.add_row(str(len(rows)), Text(name), shape, SHORT.get(dtype, dtype), *([Text(told)] if every else []))
+        tensors.add_row(str(len(rows)), Text(printable(name)), shape, SHORT.get(dtype, dtype), *([Text(printable(told))] if every else []))
     if not every:
         tensors.columns.pop()
     return Group(top, kinds, tensors)

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from polyreme.disk import no_links
 from polyreme.errors import ConfigError, DataError, Problem
 from polyreme.monitor import read_log
 
@@ -46,7 +47,8 @@ def plot_losses(jsonl: Path, png: Path) -> None:
     _draw_rate(lower, series)
     _draw_title(figure, run, series)
     png.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(png)
+    with open(png, "wb", opener=no_links) as file:
+        figure.savefig(file, format=png.suffix[1:] or "png")
 
 
 def _column(steps: list[dict[str, Any]], name: str) -> Floats:

@@ -20,12 +20,12 @@ from typing import Any
 import torch
 
 from polyreme import model_map
-from polyreme.checkpoint.folder import RUN_CLAIM
+from polyreme.checkpoint.folder import LATEST, RUN_CLAIM
 from polyreme.claim import holder
 from polyreme.config import Config, Span
 from polyreme.data import Loader, PackedDataset, TextData, documents, open_text
 from polyreme.engine import Engine, StepResult, initialize
-from polyreme.errors import CheckpointError, ConfigError, DataError, ModelError, Problem
+from polyreme.errors import CheckpointError, ConfigError, DataError, ModelError, Problem, printable
 from polyreme.launch.signals import listening
 from polyreme.mesh import close, world
 from polyreme.monitor import LOG_NAME, FanOut, Monitor, Record, Run, open_monitors
@@ -35,6 +35,8 @@ from polyreme.resumption import Beginning, plan
 from polyreme.saving import Account, Checkpoints, from_all_ranks
 from polyreme.twin import divide, expected, twin
 
+WRITTEN = (LOG_NAME, "loss.png", LATEST, f"{LATEST}.tmp", RUN_CLAIM, "tensorboard", "wandb", "mlflow.db")
+"""What a run writes in its folder, beside checkpoints."""
 WINDOW = 20
 """Steps over which the rate of tokens is taken."""
 
@@ -132,7 +134,7 @@ def _run(config: Config, afterwards: ExitStack) -> Summary:
     finally:
         monitors.close({})
     if rank == 0 and config.monitor.console:
-        print(_ending(config, summary), flush=True)
+        print(printable(_ending(config, summary)), flush=True)
     close()
     return summary
 
@@ -154,7 +156,7 @@ def _finished(config: Config, beginning: Beginning, rank: int) -> Summary:
         changes = [f"changed since then: {change}" for change in beginning.changes]
         said = f"nothing to do: {summary.checkpoint} is the end of this run, with {summary.steps:,} steps and {summary.tokens:,} tokens"
         fix = f"raise train.length (now {config.train.length}) to go on from there, or begin anew with --no-resume"
-        print("\n".join([said, *changes, fix]), flush=True)
+        print(printable("\n".join([said, *changes, fix])), flush=True)
     return summary
 
 
@@ -345,6 +347,9 @@ def check_sources(config: Config) -> None:
         fix = "give a directory that save_pretrained wrote, or remove it to train a tokenizer on the text"
         problems.append(Problem("data.tokenizer", data.tokenizer, "there is no such directory", fix))
     folder = Path(config.checkpoint.folder)
+    if links := [name for name in WRITTEN if (folder / name).is_symlink()]:
+        link = f"{links[0]} in it is a symbolic link, to {(folder / links[0]).readlink()}, and nothing is written through one"
+        problems.append(Problem("checkpoint.folder", config.checkpoint.folder, link, "remove the link, or give another folder"))
     if reason := _not_writable(folder):
         problems.append(Problem("checkpoint.folder", config.checkpoint.folder, reason, "give a folder that can be written"))
     if problems:

@@ -70,7 +70,7 @@ def test_curves_hold_the_logged_numbers(tmp_path: Path, monkeypatch: pytest.Monk
     from matplotlib.figure import Figure
 
     drawn: list[Figure] = []
-    monkeypatch.setattr(Figure, "savefig", lambda figure, path: drawn.append(figure))
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: drawn.append(figure))
     losses = [5 - step / 50 for step in range(200)]
     plot_losses(write_log(tmp_path, losses, {50: 4.5, 200: 1.25}), tmp_path / "loss.png")
     upper, lower = drawn[0].axes[:2]

@@ -31,13 +31,27 @@ MODEL_FILE = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt
 
 
 def find(path: Path) -> Path | None:
-    """The folder with a checkpoint's files: `path` itself, or the one in it that its file `latest` names; None if neither has any."""
+    """The folder with a checkpoint's files: `path` itself, or the one in it that its file `latest` names; None if neither has any.
+    Raises CheckpointError where `latest` names one that is elsewhere."""
     if _has_files(path):
         return path
     with reading(path):
         pointer = path / "latest"
         tag = pointer.read_text(encoding="utf-8", errors="replace").strip() if pointer.is_file() else ""
-        return path / tag if is_plain(tag) and "/" not in tag and _has_files(path / tag) else None
+        target = path / tag
+        if is_plain(tag) and "/" not in tag and not target.is_symlink():
+            return target if _has_files(target) else None
+    if _leads_to_files(target):
+        raise CheckpointError(f"{pointer} names {tag!r}, which leads to {target.resolve()}: if you trust that, load it by its own path")
+    return None
+
+
+def _leads_to_files(target: Path) -> bool:
+    """As `_has_files`, of what a file may say, be it no path at all."""
+    try:
+        return _has_files(target)
+    except (CheckpointError, ValueError):
+        return False
 
 
 def _has_files(folder: Path) -> bool:

@@ -47,7 +47,7 @@ class DirectFile:
     room for whole pages (see `cover`), and to begin with a page."""
 
     def __init__(self, path: Path, write: bool = False) -> None:
-        self.path, self._flags = path, os.O_WRONLY if write else os.O_RDONLY
+        self.path, self._flags = path, os.O_WRONLY | os.O_NOFOLLOW if write else os.O_RDONLY
         self.descriptor = os.open(path, self._flags)
         self._close = contextlib.ExitStack()
         self._close.callback(os.close, self.descriptor)

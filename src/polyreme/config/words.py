@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import types
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
@@ -12,6 +13,9 @@ from pydantic import ByteSize
 from pydantic.fields import FieldInfo
 
 from polyreme.config.span import Span
+
+BARE = re.compile(r"[A-Za-z0-9_-]+")
+"""A key that TOML takes without quotes."""
 
 
 def default(field: FieldInfo) -> Any:
@@ -64,7 +68,9 @@ def toml(value: object) -> str:
     if isinstance(value, ByteSize):
         return toml(value.human_readable(separator=" ").replace(".0 ", " "))
     if isinstance(value, dict):
-        return "{" + ", ".join(f"{k} = {toml(v)}" for k, v in value.items()) + "}"
+        return "{" + ", ".join(f"{k if BARE.fullmatch(str(k)) else toml(str(k))} = {toml(v)}" for k, v in value.items()) + "}"
     if isinstance(value, list | tuple):
         return "[" + ", ".join(toml(v) for v in value) + "]"
-    return json.dumps(value if isinstance(value, bool | int | float) else str(value), ensure_ascii=False)
+    if isinstance(value, bool | int | float):
+        return json.dumps(value)
+    return json.dumps(str(value), ensure_ascii=not str(value).isprintable())

@@ -16,6 +16,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from polyreme.errors import printable
 from polyreme.monitor.record import Record, Run
 
 REDRAW_SECONDS = 0.1
@@ -69,7 +70,7 @@ class Console:
             self._drawn = time.monotonic()
 
     def message(self, text: str) -> None:
-        self._terminal.print(text, markup=False, highlight=False, soft_wrap=True)
+        self._terminal.print(printable(text), markup=False, highlight=False, soft_wrap=True)
 
     def close(self, summary: Mapping[str, object]) -> None:
         """Leave the bar; the summary is for logs, people are told the end of a run in a message."""

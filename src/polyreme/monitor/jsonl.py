@@ -16,6 +16,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from polyreme.disk import no_links
 from polyreme.errors import DataError
 from polyreme.monitor.record import Record, Run, plain
 
@@ -32,10 +33,10 @@ class JSONL:
 
     def start(self, run: Run) -> None:
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        if run.step and self._path.exists():
-            os.truncate(self._path, _end_of(self._path, run.step))
+        self._file = open(self._path, "ab", buffering=0, opener=no_links)  # noqa: SIM115
+        if run.step:
+            os.truncate(self._file.fileno(), _end_of(self._path, run.step))
         torn = _is_torn(self._path)
-        self._file = self._path.open("ab", buffering=0)
         self._waiting = b"\n" if torn else b""  # what a killed process left of its last line stays by itself
         self._write("run", {"started": datetime.now(UTC).isoformat(timespec="seconds"), **dataclasses.asdict(run)})
 
@@ -57,7 +58,7 @@ class JSONL:
         if self._file is None:
             return
         line = json.dumps({"kind": kind, **plain(fields)}, ensure_ascii=False, allow_nan=False)
-        self._waiting += line.encode() + b"\n"
+        self._waiting += line.encode(errors="backslashreplace") + b"\n"
         try:
             while self._waiting:
                 self._waiting = self._waiting[self._file.write(self._waiting) :]
