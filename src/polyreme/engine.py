@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from polyreme.activations import Saved, measure, wrap_blocks
 from polyreme.agreement import same_config, same_model
 from polyreme.allocator import give_freed_memory_back, keep_freed_memory
 from polyreme.batch_norm import normalise
+from polyreme.batches import MicroBatch, digest, filled, micro_batches, parts_of
 from polyreme.buffers import Buffers
 from polyreme.checkpoint.save import Saver
 from polyreme.config import Config
@@ -32,7 +33,7 @@ from polyreme.lookup import look_up_by_rows
 from polyreme.loop import Loop
 from polyreme.lr_schedule import LRSchedule
 from polyreme.mesh import Axis, Mesh, everyone
-from polyreme.objective import LossFn, Objective, digest, leading_size, split
+from polyreme.objective import LossFn, Objective
 from polyreme.offload import Offload
 from polyreme.pipeline.run import Calls, Runner, RunStage, whole
 from polyreme.pipeline.schedule import Action, build, check, halves, next_backwards, stage_ranks
@@ -173,7 +174,9 @@ class Engine:
             self._buffers.take_note()
         self._activations: Saved | None = Saved() if config.compile else None  # None before they are measured
         self._saved = Saved()  # so far
-        self._loop = Loop(self._objective, self._step, reducer, [p for bucket in self._placement.trainable for p in bucket.parameters])
+        self._loop = Loop(
+            self._objective, config, self._step, reducer, [p for bucket in self._placement.trainable for p in bucket.parameters]
+        )
         self._unfinished = False  # the last train_step, which ended in an error
         self._compared = False  # a batch, with those of the ranks that have to have the same
         torch.manual_seed(config.seed + mesh.dp.rank + mesh.dp.size * mesh.pp.rank)  # dropout differs between ranks, but not over tp
@@ -188,18 +191,14 @@ class Engine:
     def train_step(self, batch: Any) -> StepResult:
         """One optimizer step on this data-parallel rank's share of one global batch.
 
-        batch: mapping, tuple or tensor whose tensors have the leading dimension batch.size / dp (micro-batch x accumulation).
+        batch: mapping, tuple or tensor whose tensors have the leading dimension batch.size / dp (micro-batch x accumulation), or after the
+        first step less, even 0; or a list of micro-batches, passed on as they are.
         Raises BatchError for a batch of another size, or where ranks of a tp or pp line have different ones in the first step; and
         NumericsError for NaN or Inf outside fp16 (unless precision.on_nonfinite = "skip").
         """
         self._refuse_frozen()
         self._tell_unsaved()
-        expected = self.config.batch.size // self.mesh.dp.size
-        if (size := leading_size(batch)) != expected:
-            raise BatchError(
-                f"this rank's share of the batch has {size} samples, but batch.size = {self.config.batch.size} over "
-                f"{self.mesh.dp.size} data-parallel ranks makes {expected}: change batch.size, or give each rank {expected}"
-            )
+        parts = micro_batches(batch, self.config, first=not self.state.step)
         if self._step.microbatches:
             raise BatchError("train_step in the middle of a step: call step() after the backward() calls before it")
         self._compare(batch)
@@ -207,31 +206,40 @@ class Engine:
             self._step.begin()
         self._unfinished = True
         random_state = self._random_state()
-        weights = [self._objective.weight(part) for part in split(batch, self.config.accumulation)]  # on a device, it would wait for it
-        batches = split(cast_floating(batch, None, self.mesh.device), self.config.accumulation)
+        weights = [self._objective.visible_weight(part.batch) if part.samples else 0 for part in parts]  # on a device, it would wait for it
+        parts = [replace(part, batch=cast_floating(part.batch, None, self.mesh.device)) for part in parts]
         try:
-            results = self._run(batches, weights)
+            results = self._run(parts, weights)
         except NumericsError as error:
-            raise NumericsError(f"{error}{self._diagnose(batches, weights, random_state)}") from None
+            raise NumericsError(f"{error}{self._diagnose(parts, weights, random_state)}") from None
         self._unfinished = False
         return results[0]
 
     def eval_step(self, batch: Any) -> EvalResult:
-        """The mean loss over a global batch of any size, of which `batch` is this rank's share; nothing is updated.
+        """The mean loss over a global batch of any size, of which `batch` is this rank's share, or a list of its parts; nothing is updated.
 
         The modules are in evaluation mode meanwhile."""
         modes = {module: module.training for module in self.module.modules()}
         self.module.eval()
         totals = torch.zeros(2, dtype=torch.float64, device=self.mesh.device)
-        moved = cast_floating(batch, None, self.mesh.device)
+        parts = parts_of(batch, self.config)
+        counts: list[Any] = self.mesh.dp.gather_objects(len(parts))
+        parts = filled(parts, max(counts))
 
-        def loss(i: int, output: Any) -> None:
-            loss_sum, weight = self._objective.loss(output, moved)
-            totals.copy_(torch.stack([loss_sum.double(), totals.new_tensor(weight)]))
+        def evaluate(part: MicroBatch) -> None:
+            moved = cast_floating(part.batch, None, self.mesh.device)
+
+            def loss(i: int, output: Any) -> None:
+                loss_sum, weight = self._objective.loss(output, moved, None if part.samples else 0)
+                totals.add_(torch.stack([loss_sum.double(), totals.new_tensor(weight)]))
+
+            calls = Calls(self._blocks.at, lambda i: self._objective.output(moved), loss)
+            self._runner.run(self._forward_row, calls, [_shape(moved)])
 
         try:
             with torch.no_grad():
-                self._runner.run(self._forward_row, Calls(self._blocks.at, lambda i: self._objective.output(moved), loss), _shape(moved))
+                for part in parts:
+                    evaluate(part)
         finally:
             for module, mode in modes.items():
                 module.training = mode
@@ -267,14 +275,19 @@ class Engine:
         """Drop the gradients since the last step. Not needed after `step`, which does so."""
         self._step.clear()
 
-    def step(self) -> StepResult:
-        """The optimizer step that ends a loop of forward and backward calls. Raises BatchError before the last of them."""
+    def step(self, last: bool = False) -> StepResult:
+        """The optimizer step that ends a loop of forward and backward calls. Raises BatchError before the last of them.
+
+        last: the data ends here, so there may have been fewer; the step is that of what there was. Every rank has had the same number."""
         self._refuse_frozen()
-        if self._step.microbatches != self.config.accumulation:
+        done, count = self._step.microbatches, self.config.accumulation
+        if done != count and not (last and done):
             raise BatchError(
-                f"step() after {self._step.microbatches} backward() calls, but batch.size = {self.config.batch.size} over "
-                f"{self.mesh.dp.size} ranks with batch.micro = {self.config.batch.micro} makes {self.config.accumulation} a step"
+                f"step() after {done} backward() calls, but batch.size = {self.config.batch.size} over {self.mesh.dp.size} ranks with "
+                f"batch.micro = {self.config.batch.micro} makes {count} a step"
+                + (": call step(last=True) where the data ends before" if done else "")
             )
+        self._step.skip_the_rest()
         self._tell_unsaved()
         self._step.reduce()
         return self._update()
@@ -429,16 +442,19 @@ class Engine:
                 )
         self._compared = True
 
-    def _run(self, batches: Sequence[Any], weights: Sequence[int], update: bool = True) -> list[StepResult]:
+    def _run(self, parts: Sequence[MicroBatch], weights: Sequence[float | None], update: bool = True) -> list[StepResult]:
         """Perform this rank's row of the schedule on the micro-batches; all but its end without `update`."""
         losses: dict[int, tuple[Tensor, float]] = {}
         results: list[StepResult] = []
 
         def loss(i: int, output: Any) -> None:
             with self._measured():
-                losses[i] = self._objective.loss(output, batches[i], weights[i])
+                losses[i] = self._objective.loss(output, parts[i].batch, weights[i])
             if self._activations is None:
                 self._activations = self._saved
+
+        def tokens(part: MicroBatch) -> int:
+            return model_map.count_tokens(part.batch) if part.samples else 0
 
         def end() -> None:
             self._step.reduce()
@@ -447,13 +463,13 @@ class Engine:
         coming = iter(self._coming)
         calls = Calls(
             enter=lambda stage, i: self._enter(stage, i, next(coming)),
-            forward=lambda i: self._output(batches[i]),
+            forward=lambda i: self._output(parts[i].batch),
             loss=loss,
-            root=lambda i: self._step.root(*losses.pop(i), model_map.count_tokens(batches[i])),
+            root=lambda i: self._step.root(*losses.pop(i), tokens(parts[i]), parts[i].samples),
             differentiate=self._differentiate,
             update=end if update else None,
         )
-        self._runner.run(self._row, calls, _shape(batches[0]))
+        self._runner.run(self._row, calls, [_shape(part.batch) for part in parts])
         return results
 
     def _enter(self, stage: int, microbatch: int, coming: tuple[int, int] | None = None) -> None:
@@ -493,14 +509,14 @@ class Engine:
         device = self.mesh.device
         return torch.get_rng_state(), torch.cuda.get_rng_state(device) if device.type == "cuda" else None
 
-    def _diagnose(self, batches: list[Any], weights: Sequence[int], random_state: tuple[Tensor, Tensor | None]) -> str:
+    def _diagnose(self, parts: Sequence[MicroBatch], weights: Sequence[float | None], random_state: tuple[Tensor, Tensor | None]) -> str:
         """Run the step's forwards and backwards again, watched, and tell which module first made a NaN or Inf, and on which rank."""
         torch.set_rng_state(random_state[0])
         if random_state[1] is not None:
             torch.cuda.set_rng_state(random_state[1], self.mesh.device)
         self._step.begin()
         with watch_nonfinite(self.module) as found:
-            self._run(batches, weights, update=False)
+            self._run(parts, weights, update=False)
         reports: list[Any] = [(self.mesh.rank, *found[:1])] if found else []
         for axis in self.mesh.axes.values():
             reports = [report for each in axis.gather_objects(reports) for report in each]  # type: ignore[attr-defined]

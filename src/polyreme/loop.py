@@ -20,6 +20,8 @@ from torch import Tensor
 from torch.autograd import Variable
 from torch.autograd.graph import get_gradient_edge
 
+from polyreme.batches import samples_of
+from polyreme.config import Config
 from polyreme.errors import BatchError
 from polyreme.model_map import count_tokens, tensors_in
 from polyreme.objective import Objective
@@ -30,9 +32,9 @@ from polyreme.zero.reduce import Reducer
 class Loop:
     """What an engine knows of the calls since the last step."""
 
-    def __init__(self, objective: Objective, step: Step, reducer: Reducer, parameters: Sequence[Tensor]) -> None:
+    def __init__(self, objective: Objective, config: Config, step: Step, reducer: Reducer, parameters: Sequence[Tensor]) -> None:
         """`parameters`: those to be trained."""
-        self._objective, self._step, self._reducer = objective, step, reducer
+        self._objective, self._config, self._step, self._reducer = objective, config, step, reducer
         self._last: tuple[Any, Any] | None = None  # micro-batch and output of the last forward whose backward is to come
         self._task = -1  # autograd's number of the last backward that came by
         with torch._C.DisableTorchFunctionSubclass():
@@ -51,10 +53,10 @@ class Loop:
         """Backward of a micro-batch's mean loss, or of one of several that are its sum."""
         batch, output = self._forward()
         if weight is None:
-            weight = float(self._objective.weight(batch))
+            weight = self._objective.weight(batch)
         loss_sum, weight = self._objective.sum_of(loss, weight, output)
         self._last = None if last else self._last
-        self._step.backward(loss_sum, weight, count_tokens(batch), last)
+        self._step.backward(loss_sum, weight, count_tokens(batch), samples_of(batch, self._config), last)
 
     def _forward(self) -> tuple[Any, Any]:
         """The micro-batch whose backward comes, and its output."""
@@ -74,7 +76,7 @@ class Loop:
         """A backward that was not announced will give parameters gradients."""
         if current() is None:
             batch, self._last = self._forward()[0], None
-            self._step.enter(float(self._objective.weight(batch)), count_tokens(batch))
+            self._step.enter(self._objective.weight(batch), count_tokens(batch), samples_of(batch, self._config))
         else:
             self._reducer.begin_foreign()
         self._task = torch._C._current_graph_task_id()

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import reduce
-from hashlib import blake2b
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from polyreme.batches import leading_sizes
 from polyreme.errors import BatchError
 from polyreme.model_map import ForwardSignature, count_labels, tensors_in, training_arguments
 
@@ -36,7 +36,7 @@ class Objective:
         self._signature = ForwardSignature.of(model)
         self.fixed = training_arguments(model)
 
-    def __call__(self, batch: Any, weight: int | None = None) -> tuple[Tensor, float]:
+    def __call__(self, batch: Any, weight: float | None = None) -> tuple[Tensor, float]:
         """(sum of losses with its graph, weight). `weight` is `self.weight(batch)`, where that is known already: to count the labels of
         a batch that is on a device waits for the device. Raises BatchError for a loss that is not a scalar."""
         return self.loss(self.output(batch), batch, weight)
@@ -49,8 +49,10 @@ class Objective:
         """Keyword arguments as the model is to get them: all cast but `labels`, which only its loss reads."""
         return {name: value if name == "labels" else self._cast(value) for name, value in inputs.items()}
 
-    def loss(self, output: Any, batch: Any, weight: int | None = None) -> tuple[Tensor, float]:
-        """The sum of losses and the weight of a model's output for `batch`."""
+    def loss(self, output: Any, batch: Any, weight: float | None = None) -> tuple[Tensor, float]:
+        """The sum of losses and the weight of a model's output for `batch`; a zero where `weight` is 0."""
+        if weight == 0:  # no label: the mean is 0/0, and its gradient too; keep the graph, for the other ranks' sake
+            return _zero(output), 0.0
         if self._loss_fn is None:
             loss = _own_loss(output)
         else:
@@ -67,10 +69,23 @@ class Objective:
             return _zero(output), 0.0
         return loss * weight, weight
 
-    def weight(self, batch: Any) -> int:
-        """What a mean loss over `batch` is the mean of: its labels, or else its samples."""
+    def weight(self, batch: Any) -> float:
+        """What a mean loss over `batch` is the mean of. Raises BatchError where that cannot be seen."""
+        if (weight := self.visible_weight(batch)) is None:
+            raise BatchError(
+                f"what the loss is the mean of cannot be seen: the batch has tensors of {sorted(leading_sizes(batch))} rows. Say it: "
+                "engine.backward(loss, weight=...), or return (sum of losses, weight) from a loss_fn"
+            )
+        return weight
+
+    def visible_weight(self, batch: Any) -> float | None:
+        """The batch's labels, or else its samples: the first dimension that all its tensors share, or that a `loss_fn`'s target has; None
+        where there is none."""
         labels = count_labels(self._model, batch) if self._loss_fn is None else None
-        return leading_size(batch) if labels is None else labels
+        if labels is not None:
+            return labels
+        target = batch[-1] if self._loss_fn is not None and isinstance(batch, tuple | list) else batch
+        return next((sizes.pop() for sizes in (leading_sizes(batch), leading_sizes(target)) if len(sizes) == 1), None)
 
     def _positional(self, batch: Any) -> Sequence[Any]:
         if isinstance(batch, Mapping):
@@ -87,36 +102,6 @@ class Objective:
         takes = self._signature
         inputs = {k: v for k, v in batch.items() if k != "labels" and (takes.any_name or k in takes.names)}
         return {**self.fixed, **inputs}
-
-
-def leading_size(batch: Any) -> int:
-    """The number of samples of a batch: the first dimension that all its tensors (but scalars) share.
-
-    Raises BatchError where there is none, or where tensors differ."""
-    sizes = {leaf.shape[0] for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.dim()}
-    if len(sizes) != 1:
-        what = f"tensors with first dimensions {sorted(sizes)}" if sizes else "no tensor"
-        raise BatchError(f"a batch needs tensors that share their first dimension, the samples; this one has {what}")
-    return sizes.pop()
-
-
-def digest(batch: Any) -> str:
-    """The same for batches that are equal to the last bit."""
-    found = blake2b(digest_size=16)
-    for leaf in pytree.tree_leaves(batch):
-        if isinstance(leaf, Tensor):
-            found.update(f"{leaf.dtype} {list(leaf.shape)} ".encode())
-            found.update(leaf.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
-    return found.hexdigest()
-
-
-def split(batch: Any, parts: int) -> list[Any]:
-    """`batch` cut along its samples into `parts` equal micro-batches; what is not a tensor goes into each."""
-    if parts == 1:
-        return [batch]
-    leaves, spec = pytree.tree_flatten(batch)
-    cut = [leaf.chunk(parts) if isinstance(leaf, Tensor) and leaf.dim() else [leaf] * parts for leaf in leaves]
-    return [pytree.tree_unflatten([pieces[i] for pieces in cut], spec) for i in range(parts)]
 
 
 def _own_loss(output: Any) -> Any:
@@ -158,5 +143,6 @@ def _scalar(loss: Any) -> Tensor:
 
 def _zero(output: Any) -> Tensor:
     """A zero that depends on all of `output` but whose gradient is zero, even where `output` has NaN."""
-    tensors = [t for t in tensors_in(output) if t.is_floating_point() and t.dim()]
+    floating = [t for t in tensors_in(output) if t.is_floating_point()]
+    tensors = [t for t in floating if t.dim()] or floating  # a loss may be 0/0, and so its gradient
     return sum(((torch.nan_to_num(t) * 0.0).sum().float() for t in tensors), torch.zeros(()))

@@ -94,6 +94,7 @@ class _Totals:
     unsaved: float  # ranks whose checkpoint failed
     unseen: float  # losses whose value is not known
     buffers: float  # ranks that have news of buffers
+    samples: float
 
 
 class Step:
@@ -130,7 +131,7 @@ class Step:
         self._coming: Stream | None = None  # records for the update, read ahead while the last backward computes
         self._spilled: Stream | None = None  # gradients for it, read ahead from when all are there
         self._hint = 0.0  # a power of two near the weight of a global batch; 0 before the first
-        self._totals = _Totals(*[0.0] * 10)
+        self._totals = _Totals(*[0.0] * 11)
         for bucket in buckets:
             own(bucket.parameters, self)
         self.begin()
@@ -146,7 +147,7 @@ class Step:
         self.clip = self._config.optimizer.clip
         self._loss = torch.zeros((), dtype=torch.float64, device=self._device)  # stays there: to read it would wait for the device
         self._weight = 0.0
-        self._tokens = self._unseen = 0
+        self._tokens = self._samples = self._unseen = 0
         self._factor: float | None = None  # see `root`
         self._watched: bool | None = None  # whether parameters have hooks, once looked at
         self._began = time.perf_counter()
@@ -172,12 +173,18 @@ class Step:
         self._hint = float(state["hint"])
         self.state.lr, self.state.loss_scale = self._options.lr, self._scale.value
 
-    def backward(self, loss_sum: Tensor, weight: float, tokens: int, last: bool = True) -> None:
+    def backward(self, loss_sum: Tensor, weight: float, tokens: int, samples: int, last: bool = True) -> None:
         """Backward of one micro-batch's sum of losses; not `last`: of one of several such sums."""
         self._admit(last)
-        self.differentiate(0, [self.root(loss_sum, weight, tokens, last)], [None], last)
+        self.differentiate(0, [self.root(loss_sum, weight, tokens, samples, last)], [None], last)
 
-    def enter(self, weight: float, tokens: int) -> None:
+    def skip_the_rest(self) -> None:
+        """In place of the micro-batches that this step has not: their backwards, with nothing to differentiate."""
+        while self.microbatches < self._config.accumulation:
+            self.microbatches += 1
+            self.differentiate(0, [], [])
+
+    def enter(self, weight: float, tokens: int, samples: int) -> None:
         """In a backward that the user began, of one micro-batch's mean loss, whose gradients come as they are."""
         if self._scale.value != 1.0:
             raise ModelError(
@@ -185,7 +192,7 @@ class Step:
                 "call engine.backward(loss)"
             )
         self._admit()
-        self._count(weight, tokens)
+        self._count(weight, tokens, samples)
         self._unseen += 1
         self.begun = True
         self._reducer.begin(factor=weight / self._hint)
@@ -208,18 +215,19 @@ class Step:
             )
         self.microbatches += last
 
-    def _count(self, weight: float, tokens: int) -> None:
+    def _count(self, weight: float, tokens: int, samples: int) -> None:
         if not self._hint:
             self._hint = _power_of_two(self._sum([weight * self._config.accumulation])[0])
         self._weight += weight
         self._tokens += tokens
+        self._samples += samples
 
-    def root(self, loss_sum: Tensor, weight: float, tokens: int, last: bool = True) -> Tensor:
+    def root(self, loss_sum: Tensor, weight: float, tokens: int, samples: int, last: bool = True) -> Tensor:
         """What the backward of a micro-batch begins with, from its sum of losses, which is counted (its weight by the `last` one alone).
 
         Where parameters have hooks, these see gradients of the mean loss, as without an engine, and are scaled when they are taken. In a
         pipeline only the last stage knows by what."""
-        self._count(weight * last, tokens * last)
+        self._count(weight * last, tokens * last, samples * last)
         self._loss = self._loss + loss_sum.detach().double()
         if self._watched is None:
             self._watched = self._mesh.pp.size == 1 and self._reducer.watched
@@ -281,7 +289,7 @@ class Step:
         missing = sum(len(b.parameters) - len(b.ever_arrived) for b in self._buckets)
         hint = self._hint if self._tells and self._mesh.dp.rank == 0 else 0.0
         told = [self._weight * self._tells, missing, self._tokens * self._tells, hint, float(self.stop), float(self.unsaved),
-                float(self._unseen), float(self._shared.has_news())]  # fmt: skip
+                float(self._unseen), float(self._shared.has_news()), self._samples * self._tells]  # fmt: skip
         counts = torch.tensor(told, dtype=torch.float64, device=self._device)
         totals = torch.cat([torch.stack([squares, self._loss * self._tells]), counts])
         for axis in (self._mesh.dp, self._mesh.tp, self._mesh.pp):
@@ -318,12 +326,12 @@ class Step:
             self._scale.update(overflow=skipped)
             self._hint = _power_of_two(totals.weight)
         self._shared.share(totals.buffers > 0)
-        size, tokens, lr, state = self._config.batch.size, int(totals.tokens), self._options.lr, self.state
-        state.step, state.samples, state.tokens = state.step + 1, state.samples + size, state.tokens + tokens
+        samples, tokens, lr, state = int(totals.samples), int(totals.tokens), self._options.lr, self.state
+        state.step, state.samples, state.tokens = state.step + 1, state.samples + samples, state.tokens + tokens
         self._options.advance(state.progress)
         state.lr, state.loss_scale = self._options.lr, self._scale.value
         self.begin()
-        return StepResult(state.step, loss, norm, lr, scale, skipped, size, tokens, time.perf_counter() - began, totals.stop > 0)
+        return StepResult(state.step, loss, norm, lr, scale, skipped, samples, tokens, time.perf_counter() - began, totals.stop > 0)
 
     @property
     def to_mean(self) -> float:

@@ -257,6 +257,7 @@ def bad_use(rank: int, world: int) -> dict[str, str]:
         "ragged": error_of(lambda: engine.train_step((x, y[:1]))),
         "no tensor": error_of(lambda: engine.train_step({"x": "text"})),
         "early": error_of(engine.step),
+        "early, last": error_of(lambda: engine.step(last=True)),
         "no forward": error_of(lambda: engine.backward(x.sum())),
     }
     out = engine(x[:half])
@@ -329,12 +330,16 @@ def test_bad_use_is_explained(ranks: Ranks) -> None:
     for found in ranks(2, bad_use):
         for case, (kind, words) in {
             "too small": (BatchError, "has 1 samples, but batch.size = 8 over 2 data-parallel ranks makes 4"),
-            "ragged": (BatchError, "share their first dimension"),
+            "ragged": (BatchError, "Give train_step a list of micro-batches"),
             "no tensor": (BatchError, "no tensor"),
             "early": (BatchError, "after 0 backward() calls"),
             "no forward": (BatchError, "without a forward"),
             "vector": (BatchError, "must be a scalar"),
-            "half": (BatchError, "after 1 backward() calls"),
+            "half": (
+                BatchError,
+                "after 1 backward() calls, but batch.size = 8 over 2 ranks with batch.micro = 2 makes 2 a step: call step(last=",
+            ),
+            "early, last": (BatchError, "after 0 backward() calls"),
             "middle": (BatchError, "in the middle of a step"),
             "late": (BatchError, "call step() before the next backward()"),
             "unreduced": (BatchError, "must be a scalar tensor, but is a tensor of shape (4, 9)"),

@@ -17,6 +17,7 @@ from itertools import islice
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_map_only
 from torch.utils.data import IterableDataset, default_collate
 
 from polyreme.errors import BatchError, DataError
@@ -51,7 +52,8 @@ class Loader:
         world: size of the data-parallel axis.
         seed: of the order of samples.
         shuffle: a new order each epoch; otherwise that of the dataset.
-        drop_last: leave out the samples after the last whole batch of an epoch. Otherwise they make a smaller one.
+        drop_last: leave out the samples after the last whole batch of an epoch. Otherwise they make a smaller one, of which ranks may have
+            none: their tensors are empty then.
         collate: list of this rank's samples -> batch. By default, tensors, arrays, numbers and lists of numbers are
             stacked inside of dicts and tuples.
         prefetch: batches prepared ahead in the background; 0 prepares each when it is asked for.
@@ -149,17 +151,17 @@ class Loader:
             order = permutation(size, self.seed, epoch) if self.shuffle else torch.arange(size)
             while (count := min(self.batch_size, size - start)) == self.batch_size or (count and not self.drop_last):
                 own = self._share(count)
-                indices = order[start:][own]
+                indices, any_sample = order[start:][own], int(order[start])
                 start += count
                 rest = size - start
                 ended = rest < self.batch_size if self.drop_last else rest == 0
-                yield partial(self._build, (epoch + 1, 0) if ended else (epoch, start), indices)
+                yield partial(self._build, (epoch + 1, 0) if ended else (epoch, start), indices, any_sample)
             epoch, start = epoch + 1, 0
 
-    def _build(self, position: Position, indices: torch.Tensor) -> tuple[Position, Any]:
+    def _build(self, position: Position, indices: torch.Tensor, any_sample: int) -> tuple[Position, Any]:
         fetch_all = getattr(self.dataset, "__getitems__", None)
-        own = indices.tolist()
-        return position, self._finish(fetch_all(own) if fetch_all else [self.dataset[index] for index in own])
+        own = indices.tolist() or [any_sample]
+        return position, self._finish(fetch_all(own) if fetch_all else [self.dataset[index] for index in own], empty=not len(indices))
 
     def _stream_jobs(self, stop: int | None) -> Iterator[Callable[[], tuple[Position, Any] | None]]:
         batches = self._stream_batches(stop)
@@ -176,23 +178,22 @@ class Loader:
                 if len(block) < self.batch_size and self.drop_last:
                     break
                 start += len(block)
-                yield (epoch, start), self._finish(block[self._share(len(block))])
+                own = block[self._share(len(block))]
+                yield (epoch, start), self._finish(own or block[:1], empty=not own)
             if start == 0:
                 raise DataError(
                     f"the stream ended after {len(block)} samples, before one global batch of {self.batch_size}: use a smaller batch.size"
                 )
             epoch, start = epoch + 1, 0
 
-    def _finish(self, samples: list[Any]) -> Any:
+    def _finish(self, samples: list[Any], empty: bool) -> Any:
+        """The batch of `samples`; with `empty`, of the same form and without any."""
         batch = self.collate(samples)
+        if empty:
+            batch = tree_map_only(torch.Tensor, lambda tensor: tensor[:0] if tensor.dim() else tensor, batch)
         return _pinned(batch) if self.pin else batch
 
     def _share(self, count: int) -> slice:
-        if count < self.world:
-            raise DataError(
-                f"the last batch of an epoch has {count} samples, fewer than the {self.world} ranks it is for: use "
-                "drop_last=True or another batch size"
-            )
         return share(count, self.rank, self.world)
 
     def _size(self) -> int | None:
@@ -221,8 +222,6 @@ class Loader:
             raise DataError(
                 f"the dataset has {size} samples, fewer than one global batch of {self.batch_size}: use more data or a smaller batch.size"
             )
-        if not self.drop_last and size % self.batch_size:
-            self._share(size % self.batch_size)
 
 
 def stack(samples: list[Any]) -> Any:

@@ -71,12 +71,13 @@ class Runner:
         self._passes: dict[tuple[int, int], _Pass] = {}
         self._weights: dict[tuple[int, int], Callable[[], None] | None] = {}  # what W is to do
         self._sending: list[tuple[Work, Tensor]] = []
-        self._shape: Hashable = None
+        self._shapes: Sequence[Hashable] = ()
+        self._graph = False
         self._calls: Calls
 
-    def run(self, row: Sequence[Action], calls: Calls, shape: Hashable = None) -> None:
-        """Perform every action of `row`. `shape` tells batches apart whose activations differ in shape."""
-        self._calls, self._shape = calls, (shape, torch.is_grad_enabled())
+    def run(self, row: Sequence[Action], calls: Calls, shapes: Sequence[Hashable] = ()) -> None:
+        """Perform every action of `row`. `shapes`, by micro-batch, tell those apart whose activations differ in shape."""
+        self._calls, self._shapes, self._graph = calls, shapes, torch.is_grad_enabled()
         self._passes.clear()
         self._weights.clear()
         perform = {"F": self._forward, "B": self._backward, "W": self._weigh, "SA": self._send, "RA": self._receive,
@@ -140,12 +141,16 @@ class Runner:
         assert compute is not None
         compute()
 
+    def _key(self, stage: int, action: Action) -> tuple[int, Hashable]:
+        """What the form depends on that a stage hands on."""
+        return stage, (self._shapes[action.microbatch or 0] if self._shapes else None, self._graph)
+
     def _send(self, action: Action) -> None:
         here, to = self._pass(action.stage, action.microbatch), self._ranks[action.stage + 1]
-        if (action.stage, self._shape) not in self._forms:
-            self._forms[action.stage, self._shape] = here.form
+        if (key := self._key(action.stage, action)) not in self._forms:
+            self._forms[key] = here.form
             self._axis.send_object(here.form, to)
-        elif self._forms[action.stage, self._shape] != here.form:
+        elif self._forms[key] != here.form:
             raise ModelError(
                 f"stage {action.stage} hands on other shapes, dtypes or constants than for an earlier batch of the same shape; a pipeline "
                 "needs what goes from block to block to follow from the shapes of the batch alone: pad it, or set mesh.pp = 1"
@@ -154,9 +159,9 @@ class Runner:
 
     def _receive(self, action: Action) -> None:
         before = action.stage - 1
-        if (before, self._shape) not in self._forms:
-            self._forms[before, self._shape] = self._axis.receive_object(self._ranks[before])
-        form = self._forms[before, self._shape]
+        if (key := self._key(before, action)) not in self._forms:
+            self._forms[key] = self._axis.receive_object(self._ranks[before])
+        form = self._forms[key]
         tensors = buffers(form, self._device)
         self._pass(action.stage, action.microbatch).arriving = [self._axis.receive(tensor, self._ranks[before]) for tensor in tensors]
         self._accept(action.stage, action.microbatch or 0, form, tensors)
