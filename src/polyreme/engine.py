@@ -29,6 +29,7 @@ from polyreme.checkpoint.save import Saver
 from polyreme.config import Config
 from polyreme.data import Loader
 from polyreme.errors import BatchError, ModelError, NumericsError
+from polyreme.gradients import Gradients
 from polyreme.lookup import look_up_by_rows
 from polyreme.loop import Loop
 from polyreme.lr_schedule import LRSchedule
@@ -114,6 +115,8 @@ class Engine:
         same_model(mesh.aside(), self.module, {**others, "lr_scheduler": lr_scheduler is not None})
         self.parameters = sum(p.numel() for p in self.module.parameters())
         """Distinct parameters of the whole model."""
+        self.on_gradients: Callable[[Gradients], object] | None = None
+        """Called before each update, of `train_step` too, on all ranks: to log norms, or to clip."""
         self._trains = any(p.requires_grad for p in self.module.parameters())
         name = config.schedule if mesh.pp.size > 1 else "1f1b"
         rank_of = stage_ranks(name, mesh.pp.size, config.pipeline.virtual)
@@ -292,6 +295,13 @@ class Engine:
         self._step.reduce()
         return self._update()
 
+    def gradients(self) -> Gradients:
+        """After the last backward of a step: the gradients that `step` is to apply, to be read, measured and clipped. All ranks call."""
+        if self._step.microbatches != self.config.accumulation:
+            raise BatchError(f"gradients() after {self._step.microbatches} of the {self.config.accumulation} backward() calls of a step")
+        self._step.reduce()
+        return Gradients(self._placement, self.mesh, self._step)
+
     # ---- around training
 
     def ask_to_stop(self) -> None:
@@ -413,6 +423,8 @@ class Engine:
 
     def _update(self) -> StepResult:
         """The end of a step, once what is being saved was copied."""
+        if self.on_gradients is not None:
+            self.on_gradients(Gradients(self._placement, self.mesh, self._step))
         if self._saver is not None:
             self._saver.taken()
         return self._step.update()

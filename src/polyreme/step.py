@@ -13,7 +13,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -285,7 +285,7 @@ class Step:
         works = [bucket.gather_grad() for bucket in self._buckets]
         if self._homes.spill is not None:
             self._spilled = self._homes.spill.stream([record for bucket in self._buckets for record in bucket.spilled or ()])
-        squares = torch.stack([bucket.squares() for bucket in self._buckets] or [self._loss.new_zeros(())]).sum()
+        squares = self._squares()
         missing = sum(len(b.parameters) - len(b.ever_arrived) for b in self._buckets)
         hint = self._hint if self._tells and self._mesh.dp.rank == 0 else 0.0
         told = [self._weight * self._tells, missing, self._tokens * self._tells, hint, float(self.stop), float(self.unsaved),
@@ -298,6 +298,17 @@ class Step:
         self.heard_unsaved = self._totals.unsaved > 0
         for work in works:
             work.settle()  # the update scales gradients in place
+
+    def _squares(self) -> Tensor:
+        """Of this rank's gradients."""
+        return torch.stack([bucket.squares() for bucket in self._buckets] or [self._loss.new_zeros(())]).sum()
+
+    def measure(self) -> None:
+        """Take the norm of gradients that were scaled after `reduce`."""
+        squares = self._squares().reshape(1)
+        for axis in (self._mesh.dp, self._mesh.tp, self._mesh.pp):
+            axis.all_reduce(squares).wait()
+        self._totals = replace(self._totals, squares=squares.item())
 
     def update(self) -> StepResult:
         """Clip, update the shards and publish the parameters; or leave them alone after an overflow.
@@ -314,14 +325,13 @@ class Step:
         loss = totals.loss / totals.weight if totals.weight and not totals.unseen else math.nan
         if not good and totals.weight and not self._scale.dynamic and self._config.precision.on_nonfinite == "error":
             raise NumericsError(f"step {self.state.step + 1}: the loss or a gradient is NaN or Inf (the loss is {loss:g})")
-        to_mean = self.to_mean
-        norm = norm_of(totals.squares, to_mean, master_dtype(DTYPES[self._config.precision.compute]))
+        norm = self.norm
         skipped = not (good and totals.weight)  # a batch without a single label is skipped too
         self._blocks.release_all()
         for bucket in self._buckets:
             bucket.settle()
         if not skipped:
-            self._apply(to_mean * clip_factor(norm, self.clip))
+            self._apply(self.to_mean * clip_factor(norm, self.clip))
         if totals.weight:
             self._scale.update(overflow=skipped)
             self._hint = _power_of_two(totals.weight)
@@ -338,6 +348,11 @@ class Step:
         """What reduced gradients times it are those of the mean over the global batch. After `reduce`."""
         totals = self._totals
         return totals.hint / (totals.weight * self._scale.value) if totals.weight else 0.0
+
+    @property
+    def norm(self) -> float:
+        """Of these gradients, before clipping."""
+        return norm_of(self._totals.squares, self.to_mean, master_dtype(DTYPES[self._config.precision.compute]))
 
     def _apply(self, factor: float) -> None:
         """Update every bucket from its gradients times `factor`; one bucket's parameters travel while the next is updated."""

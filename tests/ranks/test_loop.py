@@ -38,9 +38,9 @@ class Net(nn.Module):
         return self.head(x)
 
 
-def engine_of(model: nn.Module, world: int, stage: int, accumulation: int = 1, **sections: Any) -> polyreme.Engine:
+def engine_of(model: nn.Module, world: int, stage: int, accumulation: int = 1, loss_fn: Any = None, **sections: Any) -> polyreme.Engine:
     changes = {"zero": {"stage": stage}, "precision": {"compute": "fp64"}, "optimizer": SGD, **sections}
-    return polyreme.initialize(model, training.config(world, accumulation, **changes))
+    return polyreme.initialize(model, training.config(world, accumulation, **changes), loss_fn=loss_fn)
 
 
 def data(seed: int, width: int = 6) -> Tensor:
@@ -354,3 +354,55 @@ def descend_by(model: nn.Module, rate: float) -> float:
 def test_derivatives_of_derivatives(ranks: Ranks) -> None:
     for world in (1, 2):
         ranks(world, derivatives)
+
+
+# ---- engine.gradients()
+
+
+def gradients(rank: int, world: int) -> None:
+    x, y = data(0), data(1)
+    for stage in (0, 2, 3):
+        for accumulation, memory in ((1, {}), (2, {}), (2, {"states": "host"})):
+            for own in (True, False):  # the loop, or train_step
+                changes = {"memory": memory, "optimizer": {**SGD, "clip": 0.3}}
+                plain = Net()
+                engine = engine_of(Net(), world, stage, accumulation, F.mse_loss, **changes)
+                seen: list[Any] = []
+
+                def look(found: Any, seen: list[Any] = seen) -> None:
+                    seen += [found.norm, found.norms(), found.whole()]
+                    found.scale_({"head.bias": 0.5})
+                    seen += [found.norm, found.clip_(0.1)]
+
+                engine.on_gradients = None if own else look
+                if own:
+                    for micro in range(accumulation):
+                        mine = [part(t, rank, world, micro, accumulation) for t in (x, y)]
+                        F.mse_loss(engine(mine[0]), mine[1]).backward()
+                    look(kept := engine.gradients())
+                    result = engine.step()
+                    assert "are gone" in error_of(kept.norms)
+                else:
+                    result = engine.train_step((part(x, rank, world), part(y, rank, world)))
+                F.mse_loss(plain(x), y).backward()
+                whole = {name: p.grad.clone() for name, p in plain.named_parameters()}
+                norm = torch.nn.utils.get_total_norm(whole.values()).item()
+                plain.head.bias.grad *= 0.5
+                after = torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.1).item()
+                descend(plain)
+                expected = [norm, {name: g.norm().item() for name, g in whole.items()}, whole, after, after]
+                torch.testing.assert_close(seen, expected, rtol=1e-10, atol=1e-14, msg=lambda m, c=(stage, memory, own): f"{c}: {m}")
+                assert result.grad_norm == pytest.approx(after, rel=1e-10)
+                same(engine, plain)
+    assert "no parameter" in error_of(partial(refuse_scale, engine_of(Net(), world, 3), part(x, rank, world)))
+    assert "0 of the 1" in error_of(engine_of(Net(), world, 0).gradients)
+
+
+def refuse_scale(engine: polyreme.Engine, x: Tensor) -> None:
+    engine.backward(engine(x).mean())
+    engine.gradients().scale_({"nothing": 1.0})
+
+
+def test_gradients_are_those_of_plain_torch(ranks: Ranks) -> None:
+    for world in (1, 2):
+        ranks(world, gradients)

@@ -461,6 +461,39 @@ class Bucket:
             return torch.zeros((), dtype=torch.float64, device=self.device)
         return squared_norm(self.own_grad if self.counted is True else self.own_grad * self.counted)
 
+    def squares_by_slot(self) -> Tensor:
+        """Of this rank's shard of the reduced gradients, the sum of squares of what counts of each parameter: float64."""
+        found = torch.zeros(len(self.layout.slots), dtype=torch.float64, device=self.device)
+        if self.counted is False:
+            return found
+        rows, at = squares_by_row(self._counted_shard()), {slot.name: index for index, slot in enumerate(self.layout.slots)}
+        for held in self.layout.within(self.own.start, self.own.stop):
+            found[at[held.name]] = rows[held.offset // ALIGN : -(-(held.offset + held.stop - held.start) // ALIGN)].sum()
+        return found
+
+    def _counted_shard(self) -> Tensor:
+        """This rank's shard of the reduced gradients, wherever they are, with zero for what does not count."""
+        gradients = self.gradients()
+        shard = gradients[self.own] if self.region != self.own else gradients
+        return shard if isinstance(self.counted, bool) else shard * self.counted.to(shard.device)
+
+    def whole_grad(self) -> Tensor:
+        """The reduced gradients of all ranks, in the reduce dtype."""
+        gradients = self.gradients().to(self.device)
+        if gradients.numel() == self.layout.size:
+            return gradients
+        full = torch.empty(self.layout.size, dtype=gradients.dtype, device=self.device)
+        self.axis.all_gather(full, gradients).settle()
+        return full
+
+    def scale_grad(self, slot: Slot, factor: float) -> None:
+        """Multiply one parameter's reduced gradient."""
+        low, high = max(slot.start, self.region.start), min(slot.stop, self.region.stop)
+        if low < high:
+            self.gradients()[low - self.region.start : high - self.region.start].mul_(factor)
+        if self._squares is not None:
+            self._squares = squared_norm(self._counted_shard()) if self.counted is not False else torch.zeros((), dtype=torch.float64)
+
     def gather_grad(self) -> Work:
         """Where states are full (stage 0): begin to give every rank the whole reduced gradient."""
         if self.region == self.own or self.grad is None:

@@ -7,7 +7,7 @@ config alone, so that it is the same on every rank.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from typing import Any, Literal, NamedTuple
@@ -101,17 +101,25 @@ class Placement:
 
     def tensors(self, master: bool = False) -> Iterator[tuple[list[str], Tensor]]:
         """Every parameter of the whole model, whole, with all its names; each valid until the next. All ranks must call."""
+        return self._joined(self.buckets, lambda b: b.whole(master), lambda b: b.formats.master if master else b.formats.compute)
+
+    def gradients(self) -> Iterator[tuple[list[str], Tensor]]:
+        """Every reduced gradient, likewise."""
+        return self._joined(self.trainable, Bucket.whole_grad, lambda bucket: bucket.formats.reduce)
+
+    def _joined(
+        self, buckets: Sequence[Bucket], whole: Callable[[Bucket], Tensor], dtype_of: Callable[[Bucket], torch.dtype]
+    ) -> Iterator[tuple[list[str], Tensor]]:
+        """What `whole` gives of each bucket's tensors, in this dtype, from all stages."""
         pp = self.division.pp
         if pp.size == 1:
-            yield from self._of_stage(master)
+            yield from self._of_stage(buckets, whole)
             return
-        mine = [
-            (names, list(self.division.parts[names[0]].cut.shape), bucket) for bucket in self.buckets for names, _ in self.named(bucket)
-        ]
-        told: list[Any] = pp.gather_objects([(names, shape, str(self._format(b, master))) for names, shape, b in mine])
+        mine = [(names, list(self.division.parts[names[0]].cut.shape), bucket) for bucket in buckets for names, _ in self.named(bucket)]
+        told: list[Any] = pp.gather_objects([(names, shape, str(dtype_of(b))) for names, shape, b in mine])
         known: set[str] = set()
         for rank, entries in enumerate(told):
-            own = self._of_stage(master) if rank == pp.rank else iter(())
+            own = self._of_stage(buckets, whole) if rank == pp.rank else iter(())
             for names, shape, dtype in entries:
                 local = next(own, None)
                 if names[0] in known:
@@ -122,11 +130,11 @@ class Placement:
                 pp.broadcast(tensor, rank)
                 yield names, tensor
 
-    def _of_stage(self, master: bool) -> Iterator[tuple[list[str], Tensor]]:
-        """The parameters of this rank's stages, joined over tensor parallelism; one bucket in memory at a time."""
+    def _of_stage(self, buckets: Sequence[Bucket], whole: Callable[[Bucket], Tensor]) -> Iterator[tuple[list[str], Tensor]]:
+        """Those of this rank's stages, joined over tensor parallelism; one bucket in memory at a time."""
         tp = self.division.tp
-        for bucket in self.buckets:
-            full = bucket.whole(master)
+        for bucket in buckets:
+            full = whole(bucket)
             for names, slot in self.named(bucket):
                 local, cut = full[slot.start : slot.stop], self.division.parts[names[0]].cut
                 if cut.is_whole or tp.size == 1:
@@ -147,9 +155,6 @@ class Placement:
         for name, (bucket, slot) in self.where.items():
             found[bucket, slot.name].append(name)
         return found
-
-    def _format(self, bucket: Bucket, master: bool) -> torch.dtype:
-        return bucket.formats.master if master else bucket.formats.compute
 
 
 def place(
