@@ -304,6 +304,13 @@ class Engine:
 
     # ---- around training
 
+    def plateau(self, metric: float) -> float:
+        """Step the `lr_scheduler`, a ReduceLROnPlateau, by a metric such as a validation loss, and return the new learning rate.
+
+        The mean of what the ranks give counts, so that all change their rate together. All ranks must call. Raises ConfigError where the
+        scheduler waits for no metric."""
+        return self._step.plateau(float(metric))
+
     def ask_to_stop(self) -> None:
         """Have every rank hear, in the `StepResult.stop` of the step that is being done or of the next one, that this rank is to stop.
 

@@ -357,7 +357,7 @@ def _count_on(parts: Parts, source: Source) -> list[str]:
     if steps is None:
         return ["the checkpoint does not say how many steps it has behind it: the learning rate's schedule begins anew"]
     samples = steps * parts.config.batch.size
-    parts.step.load_state_dict({**parts.step.state_dict(), "step": steps, "samples": samples, "options": {}})
+    parts.step.load_state_dict({**parts.step.state_dict(), "step": steps, "samples": samples, "options": {}, "skipped": {}})
     return [f"goes on after {steps} steps, of batch.size = {parts.config.batch.size}; random numbers and the data begin anew"]
 
 

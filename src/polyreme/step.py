@@ -131,6 +131,7 @@ class Step:
         self._coming: Stream | None = None  # records for the update, read ahead while the last backward computes
         self._spilled: Stream | None = None  # gradients for it, read ahead from when all are there
         self._hint = 0.0  # a power of two near the weight of a global batch; 0 before the first
+        self._skipped = Progress(0, 0, 0)  # of what was done, what left the weights alone
         self._totals = _Totals(*[0.0] * 11)
         for bucket in buckets:
             own(bucket.parameters, self)
@@ -161,13 +162,15 @@ class Step:
 
     def state_dict(self) -> dict[str, Any]:
         """All that the next step depends on besides weights, optimizer states and random numbers, as JSON can hold it."""
-        return {**asdict(self.state), "good_steps": self._scale.good_steps, "hint": self._hint, "options": self._options.state_dict()}
+        return {**asdict(self.state), "good_steps": self._scale.good_steps, "hint": self._hint, "options": self._options.state_dict(),
+                "skipped": self._skipped._asdict()}  # fmt: skip
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from what `state_dict` gave."""
         self.begin()
         self.state.step, self.state.samples, self.state.tokens = (int(state[key]) for key in ("step", "samples", "tokens"))
-        self._options.load_state_dict(state["options"], self.state.progress)
+        self._skipped = Progress(**state.get("skipped", {}))
+        self._options.load_state_dict(state["options"], self._scheduled())
         if self._scale.dynamic:
             self._scale.value, self._scale.good_steps = float(state["loss_scale"]), int(state["good_steps"])
         self._hint = float(state["hint"])
@@ -338,7 +341,10 @@ class Step:
         self._shared.share(totals.buffers > 0)
         samples, tokens, lr, state = int(totals.samples), int(totals.tokens), self._options.lr, self.state
         state.step, state.samples, state.tokens = state.step + 1, state.samples + samples, state.tokens + tokens
-        self._options.advance(state.progress)
+        if skipped:
+            self._skipped = Progress(self._skipped.steps + 1, self._skipped.samples + samples, self._skipped.tokens + tokens)
+        else:
+            self._options.advance(self._scheduled())
         state.lr, state.loss_scale = self._options.lr, self._scale.value
         self.begin()
         return StepResult(state.step, loss, norm, lr, scale, skipped, samples, tokens, time.perf_counter() - began, totals.stop > 0)
@@ -353,6 +359,21 @@ class Step:
     def norm(self) -> float:
         """Of these gradients, before clipping."""
         return norm_of(self._totals.squares, self.to_mean, master_dtype(DTYPES[self._config.precision.compute]))
+
+    def _scheduled(self) -> Progress:
+        """How far the schedule of the learning rate has come: the steps that changed the weights, as with torch's."""
+        done, skipped = self.state.progress, self._skipped
+        return Progress(done.steps - skipped.steps, done.samples - skipped.samples, done.tokens - skipped.tokens)
+
+    def plateau(self, metric: float) -> float:
+        """See `Engine.plateau`."""
+        totals = torch.tensor([metric, 1.0], dtype=torch.float64, device=self._device)
+        for axis in (self._mesh.dp, self._mesh.tp, self._mesh.pp):
+            axis.all_reduce(totals).wait()
+        total, count = totals.tolist()
+        self._options.observe(total / count)
+        self.state.lr = self._options.lr
+        return self.state.lr
 
     def _apply(self, factor: float) -> None:
         """Update every bucket from its gradients times `factor`; one bucket's parameters travel while the next is updated."""

@@ -255,8 +255,6 @@ def test_without_a_scheduler_the_configs_schedule_scales_each_groups_own_rate() 
 @pytest.mark.parametrize(
     ("scheduler", "says"),
     [
-        (lambda o: schedulers.ReduceLROnPlateau(o), "metric"),
-        (schedulers.ReduceLROnPlateau(torch.optim.SGD([torch.zeros(1)], lr=0.1)), "metric"),
         (schedulers.StepLR(torch.optim.SGD([{"params": [torch.zeros(1)]} for _ in range(3)], lr=0.1), 1), "3 groups, but the optimizer 2"),
         (lambda o: schedulers.LambdaLR(o, [lambda s: 1.0]), "2 groups"),
         (lambda o: None, "no torch scheduler"),

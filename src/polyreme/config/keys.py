@@ -320,6 +320,12 @@ class OptimizerSection(Section):
         description="How moments are kept between steps: fp32 (fp64 when computing in it), or in 2 bytes or about 1 a number, rounded at "
         "random (adamw, adam, lion, adagrad, and sgd with momentum).",
     )
+    groups: dict[str, dict[Literal["lr", "weight_decay"], NotNegative]] = Field(
+        default={},
+        description="Learning rate and weight decay of the parameters whose names match a pattern (the first that matches counts; * is "
+        "anything); the schedule is a factor on each one's own learning rate, and a weight decay given here is for vectors, too.",
+        examples=[{"*.embed*": {"lr": 1e-4, "weight_decay": 0.0}}],
+    )
     options: dict[str, Any] = Field(default={}, description="More keyword arguments of the optimizer's class.")
 
 

@@ -52,6 +52,9 @@ def _in_words(annotation: Any, metadata: Sequence[Any] = ()) -> str:
         return " or ".join(toml(value) for value in args)
     if origin is tuple:
         return "a list of names" if str in args else f"a list of {len(args)}, each {_in_words(args[0])}"
+    if origin is dict and args[1] is not Any:
+        names = f" of {_in_words(args[0])}" if get_origin(args[0]) is Literal else ""
+        return f"a table{names}, each {_in_words(args[1])}"
     if origin is list:
         return f"a list, each {_in_words(args[0])}"
     simple = {

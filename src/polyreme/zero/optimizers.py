@@ -12,7 +12,8 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any
@@ -116,8 +117,16 @@ def recipe(model: nn.Module, section: OptimizerSection, given: type[Optimizer] |
     if isinstance(given, Optimizer) or not (given is None or callable(given)):
         raise ConfigError([Problem("optimizer", type(given).__name__, "its parameters are to move into buckets",
                                    "pass its class, or a factory such as lambda params: torch.optim.AdamW(params, lr=3e-4)")])  # fmt: skip
-    if given is not None and not isinstance(given, type):
-        return _from_factory(model, given)
+    if given is None or isinstance(given, type):
+        return _by_pattern(model, section, _from_section(model, section, given))
+    if section.groups:
+        raise ConfigError([Problem("optimizer.groups", section.groups, "the factory that was passed as optimizer decides the groups",
+                                   "leave optimizer.groups out, or pass the optimizer's class")])  # fmt: skip
+    return _from_factory(model, given)
+
+
+def _from_section(model: nn.Module, section: OptimizerSection, given: type[Optimizer] | None) -> Recipe:
+    """The recipe of the section, or of the class `given`, but for the section's `groups`."""
     spared, spare = _spared(model, section), {"weight_decay": 0.0}
     adam = {"betas": section.betas, "eps": section.eps}
     if given is None and section.name == "muon":
@@ -141,6 +150,32 @@ def recipe(model: nn.Module, section: OptimizerSection, given: type[Optimizer] |
         make = _configured(given or getattr(torch.optim, section.name), section, written)
     boundary = _boundary(make, {p.dim() for p in model.parameters() if p.requires_grad})
     return Recipe((Group(make, boundary), Group(make, boundary, spare)), {n: int(n in spared) for n, _ in model.named_parameters()})
+
+
+def _by_pattern(model: nn.Module, section: OptimizerSection, made: Recipe) -> Recipe:
+    """`made` with a group more for each of its own that has parameters of a pattern. Raises ConfigError for patterns without any."""
+    names: dict[int, list[str]] = {}  # of each parameter all its names
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    groups, group_of, at = list(made.groups), dict(made.group_of), dict[tuple[int, str], int]()
+    unmatched = set(section.groups)
+    for own in names.values():
+        matching = [pattern for pattern in section.groups if any(fnmatchcase(name, pattern) for name in own)]
+        unmatched -= set(matching)
+        if not matching:
+            continue
+        before, first = made.group_of[own[0]], matching[0]
+        if (before, first) not in at:
+            at[before, first] = len(groups)
+            group, own_options = made.groups[before], {str(key): value for key, value in section.groups[first].items()}
+            groups.append(replace(group, options={**group.options, **own_options}))
+        group_of[own[0]] = at[before, first]
+    every = [name for own in names.values() for name in own]
+    if unmatched:
+        raise ConfigError([Problem(f"optimizer.groups.{pattern}", section.groups[pattern], "no parameter of the model has such a name",
+                                   f"their names are such as {', '.join(get_close_matches(pattern, every, cutoff=0.0))}")
+                           for pattern in section.groups if pattern in unmatched])  # fmt: skip
+    return Recipe(tuple(groups), group_of)
 
 
 def _configured(cls: type[Optimizer], section: OptimizerSection, arguments: Mapping[str, Any], own_options: bool = True) -> Make:
@@ -253,9 +288,10 @@ class Options:
 
     The learning rate is each group's own times the factor of `schedule`; or, with `scheduler`, what that torch scheduler makes of it: a
     scheduler on any optimizer of the caller's (with one group, whose learning rate leads all groups in proportion, or with as many as
-    the recipe), or a factory that builds one on the optimizer that it is given, which has the recipe's groups.
+    the recipe), or a factory that builds one on the optimizer that it is given, which has the recipe's groups. ReduceLROnPlateau goes on
+    by what `observe` is told.
 
-    Raises ConfigError for anything else, and for ReduceLROnPlateau.
+    Raises ConfigError for anything else.
     """
 
     def __init__(self, made: Recipe, schedule: LRSchedule, scheduler: Scheduler | None = None) -> None:
@@ -281,12 +317,21 @@ class Options:
         return float(self.groups[0]["lr"])
 
     def advance(self, progress: Progress) -> None:
-        """To the step that follows `progress`, by one step of the torch scheduler where there is one."""
-        if self._scheduler is not None:
+        """To the step that follows `progress`, by one step of the torch scheduler where there is one that waits for no metric."""
+        if self._scheduler is not None and not isinstance(self._scheduler, ReduceLROnPlateau):
             with warnings.catch_warnings():  # that it is stepped before its optimizer: ours are others
                 warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step", UserWarning)
                 self._scheduler.step()
         self._follow(progress)
+
+    def observe(self, metric: float) -> None:
+        """Step ReduceLROnPlateau. Raises ConfigError where the scheduler is another one."""
+        if not isinstance(self._scheduler, ReduceLROnPlateau):
+            name = "the config's schedule" if self._scheduler is None else type(self._scheduler).__name__
+            raise ConfigError([Problem("lr_scheduler", name, "it waits for no metric, and goes on with each step by itself",
+                                       "pass lr_scheduler=ReduceLROnPlateau, or leave plateau() out")])  # fmt: skip
+        self._scheduler.step(metric)
+        self._follow(Progress(0, 0, 0))
 
     def state_dict(self) -> dict[str, Any]:
         """What a torch scheduler knows of the past, as JSON can hold it; the config's schedule follows from how far training has come."""
@@ -324,9 +369,7 @@ class Options:
                 made = scheduler(self._lead)
             except Exception as error:
                 made, reason = scheduler, f"it fails on an optimizer of {len(self._base)} groups: {error}"
-        if isinstance(made, ReduceLROnPlateau):
-            reason = "it waits for a metric, which a training step does not have"
-        elif not isinstance(made, LRScheduler):
+        if not isinstance(made, LRScheduler):
             reason = reason or "it is no torch scheduler"
         elif (count := len(made.optimizer.param_groups)) not in (1, len(self._base)):
             reason = f"it has {count} groups, but the optimizer {len(self._base)}"
