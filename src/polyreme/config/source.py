@@ -124,8 +124,10 @@ def _unknown(key: str, value: object) -> Problem:
 
     def likeness(candidate: str) -> float:
         there, _, its_name = candidate.rpartition(".")
-        whole = difflib.SequenceMatcher(None, key.replace(".", "_"), candidate.replace(".", "_")).ratio()
-        return max(whole, difflib.SequenceMatcher(None, name, its_name).ratio()) + (0.1 if there == section else 0)
+        alike = difflib.SequenceMatcher(None, name, its_name).ratio()
+        if there == section:  # which makes no names alike
+            return alike + 0.1
+        return max(alike, difflib.SequenceMatcher(None, key.replace(".", "_"), candidate.replace(".", "_")).ratio())
 
     best = max([*LEAVES, *SECTIONS], key=likeness)
     if likeness(best) >= 0.6:
