@@ -40,13 +40,15 @@ from polyreme.pipeline.run import Calls, Runner, RunStage, whole
 from polyreme.pipeline.schedule import Action, build, check, halves, next_backwards, stage_ranks
 from polyreme.pipeline.stage import Stage
 from polyreme.precision import DTYPES, GRADIENT, MODEL, cast_floating, loss_scale, master_dtype, watch_nonfinite
-from polyreme.prepare import Model, cut, divide, make_numbers, open_model, share_out, take_from_rank_0
+from polyreme.prepare import Model, cut, divide, divide_again, make_numbers, open_model, share_out, take_from_rank_0
 from polyreme.state import Loaded, Parts, content, restore
 from polyreme.step import State, Step, StepResult
 from polyreme.tensor.layers import put_off_weights
 from polyreme.zero.blocks import Blocks
-from polyreme.zero.optimizers import Make, Options, recipe
+from polyreme.zero.carry import carry, refuse_own_shapes
+from polyreme.zero.optimizers import Make, Options, Recipe, recipe
 from polyreme.zero.reduce import Reducer
+from polyreme.zero.roster import Roster
 from polyreme.zero.update import Update
 from polyreme.zero.working_set import working_set
 
@@ -133,28 +135,21 @@ class Engine:
         self._halved = halves([schedule[mesh.pp.rank]])
         if self._halved:
             put_off_weights(self.module)
-        if mesh.device.type == "cpu" and not config.compile:
-            look_up_by_rows(self.module)
+        self._mine, self._given = mine, (optimizer, lr_scheduler)
         self._placement = share_out(self.module, blocks, made, division, config, mesh)
         if recording is not None:
             make_numbers(self.module, recording, self._placement, mesh, parameters=weights is None)
         for buffer in self.module.buffers():
             buffer.data = buffer.data.to(mesh.device).contiguous()
-        alike = normalise(self.module, mesh.dp, config.batch_norm == "sync", master_dtype(self._dtype))
+        alike = self._normalised()
         memory = config.memory
         self._offload: Offload | None = None
         if memory.activations not in ("keep", "recompute"):
             folder = None if memory.activations == "host" else Path(str(memory.activations))
-            self._offload = Offload(mesh.device, folder, [*self.module.parameters(), *self.module.buffers()])
-        self._recomputed = wrap_blocks(self.module, blocks, memory.activations != "keep", memory.recompute_every, memory.recompute_save,
-                                       config.compile, self._offload)  # fmt: skip
-        every_time = self._placement.microbatches == "left" or (config.zero.reduce_every == "microbatch" and mesh.dp.size > 1)
-        reducer = Reducer(self._placement.trainable, config.accumulation, every_time, mine)
-        self._blocks = Blocks(
-            self.module, self._placement.root, self._placement.units, config.zero.prefetch, config.zero.release, reducer.complete
-        )
-        compact = None if config.optimizer.states == "fp32" else config.optimizer.states
-        self._updates = [Update(bucket, made.groups, compact) for bucket in self._placement.trainable]
+            self._offload = Offload(mesh.device, folder)
+        self._repeated: dict[str, nn.Module] | None = None
+        self._recomputed: list[nn.Module] = []
+        self._wrap(blocks)
         self._cast: Callable[[Any], Any] = lambda inputs: cast_floating(inputs, self._dtype)
         self._objective = Objective(self.module, loss_fn, self._cast)
         self._row = schedule[mesh.pp.rank]
@@ -165,11 +160,8 @@ class Engine:
         self._runner = Runner(rank_of, mesh.pp, mesh.device, stages)
         self._has_loss = len(rank_of) - 1 in mine
         self._tells = mesh.tp.rank == 0 and self._has_loss
-        options = Options(made, LRSchedule(config.lr_schedule), lr_scheduler)
         self._buffers = Buffers(self.module, mesh.dp, alike, config.batch_norm == "rank")
-        self._step = Step(config, mesh, self._tells, self._placement.trainable, reducer, self._blocks, self._updates, options,
-                          loss_scale(config.precision), self._placement.homes, self._buffers)  # fmt: skip
-        self._parts = Parts(self.module, config, mesh, self._placement, self._updates, self._step)
+        self._follow(made)
         self._saver: Saver | None = None
         self._all: Axis | None = None
         if weights is not None:
@@ -177,9 +169,6 @@ class Engine:
             self._buffers.take_note()
         self._activations: Saved | None = Saved() if config.compile else None  # None before they are measured
         self._saved = Saved()  # so far
-        self._loop = Loop(
-            self._objective, config, self._step, reducer, [p for bucket in self._placement.trainable for p in bucket.parameters]
-        )
         self._unfinished = False  # the last train_step, which ended in an error
         self._compared = False  # a batch, with those of the ranks that have to have the same
         torch.manual_seed(config.seed + mesh.dp.rank + mesh.dp.size * mesh.pp.rank)  # dropout differs between ranks, but not over tp
@@ -201,6 +190,7 @@ class Engine:
         """
         self._refuse_frozen()
         self._tell_unsaved()
+        self._roster.check()
         parts = micro_batches(batch, self.config, first=not self.state.step)
         if self._step.microbatches:
             raise BatchError("train_step in the middle of a step: call step() after the backward() calls before it")
@@ -222,6 +212,7 @@ class Engine:
         """The mean loss over a global batch of any size, of which `batch` is this rank's share, or a list of its parts; nothing is updated.
 
         The modules are in evaluation mode meanwhile."""
+        self._roster.check()
         modes = {module: module.training for module in self.module.modules()}
         self.module.eval()
         totals = torch.zeros(2, dtype=torch.float64, device=self.mesh.device)
@@ -258,6 +249,7 @@ class Engine:
         """The model's output for one micro-batch (its floating-point inputs cast to the compute dtype, `labels` not)."""
         if self.mesh.pp.size > 1:
             raise BatchError("engine(...) calls the whole model, which is cut into pipeline stages: use train_step and eval_step")
+        self._roster.check()
         self._enter(0, 0)
         batch = kwargs or (args[0] if len(args) == 1 else args)  # the caller's, as its labels are counted without the device
         self._compare(batch)
@@ -292,6 +284,7 @@ class Engine:
             )
         self._step.skip_the_rest()
         self._tell_unsaved()
+        self._roster.check()
         self._step.reduce()
         return self._update()
 
@@ -336,6 +329,7 @@ class Engine:
         tokenizer: its files are written, too. extra: of the caller's, what JSON can hold; `load` returns it. wait: return when it is
         there; without, it is copied to host memory and written while training goes on, and an error comes with a later step or call.
         Raises CheckpointError on every rank; what was at the path before is then still there."""
+        self._roster.check()
         if self._saver is None:
             self._saver = Saver(self._aside())
         self._saver.save(Path(path), lambda: content(self._parts, tokenizer, extra or {}), background=not wait)
@@ -349,6 +343,7 @@ class Engine:
         place in the data aside. Raises CheckpointError on every rank where that cannot be; nothing has changed then."""
         if self._step.microbatches:
             raise BatchError("load in the middle of a step: call step() after the backward() calls before it")
+        self._roster.check()
         if self._saver is not None:
             self._saver.wait()
         found = restore(self._parts, Path(path), strict, weights_only, self._aside())
@@ -370,6 +365,37 @@ class Engine:
             if self.mesh.rank == 0 or not rank0_only:
                 found |= dict.fromkeys(names, tensor.detach().clone())
         return found
+
+    def refresh(self) -> None:
+        """Take in what a script did to the module since `initialize`: parameters unfrozen, added, replaced or removed, modules too. Every
+        rank must have done the same, and call, between two steps. What stays keeps its weights and optimizer states; what is new begins
+        with rank 0's numbers, and what is frozen now loses its states. The optimizer's groups are made as at first.
+
+        Raises ModelError where that cannot be (see docs/engine.md); nothing has changed then."""
+        if self._step.microbatches:
+            raise BatchError("refresh in the middle of a step: call step() after the backward() calls before it")
+        self.wait()
+        for axis in (self.mesh.dp, self.mesh.tp):
+            same_model(axis, self.module, {})
+        refuse_own_shapes(self._updates)
+        division = divide_again(self.module, self._roster, self._placement, self.config, self.mesh)
+        made = recipe(self.module, self.config.optimizer, self._given[0])
+        self._buffers = Buffers(self.module, self.mesh.dp, self._normalised(), self.config.batch_norm == "rank")
+        old, updates, step, parts = self._placement, self._updates, self._step, self._parts
+        kept = old.kept
+        for each in (self._blocks, self._reducer, self._loop):
+            each.close()
+        blocks = model_map.find_blocks(self.module)
+        self._wrap(blocks)
+        self._placement = share_out(self.module, blocks, made, division, self.config, self.mesh, kept)
+        self._follow(made)
+        carry(old, updates, self._placement, self._updates, kept)
+        self._step.load_state_dict(step.state_dict())
+        self._step.stop = step.stop
+        self._parts.loaders, self._parts.positions = parts.loaders, parts.positions
+        old.homes.close()
+        self._trains = any(p.requires_grad for p in self.module.parameters())
+        self.parameters = sum(p.numel() for p in self.module.parameters()) if self.mesh.tp.size == 1 else self.parameters
 
     @contextmanager
     def full_parameters(self) -> Iterator[nn.Module]:
@@ -427,6 +453,40 @@ class Engine:
         if not self._trains:
             raise ModelError("every parameter of the model is frozen, so that there is nothing to update: set requires_grad on those to "
                              "train before initialize(); to be called or evaluated, engine(...) and eval_step are there")  # fmt: skip
+
+    def _normalised(self) -> set[Tensor]:
+        return normalise(self.module, self.mesh.dp, self.config.batch_norm == "sync", master_dtype(self._dtype))
+
+    def _wrap(self, blocks: dict[str, nn.Module]) -> None:
+        """Set the forwards of those of `blocks`, which are all that repeat now, that are new."""
+        if self.mesh.device.type == "cpu" and not self.config.compile:
+            look_up_by_rows(self.module)
+        memory, known = self.config.memory, {id(block) for block in (self._repeated or {}).values()}
+        new = {name: block for name, block in blocks.items() if id(block) not in known}
+        if new or self._repeated is None:
+            self._recomputed += wrap_blocks(self.module, new, memory.activations != "keep", memory.recompute_every, memory.recompute_save,
+                                            self.config.compile, self._offload)  # fmt: skip
+        self._repeated = blocks
+
+    def _follow(self, made: Recipe) -> None:
+        """Have what steps, gathers, reduces and updates be of the placement; `made` has its optimizers."""
+        config, mesh = self.config, self.mesh
+        every_time = self._placement.microbatches == "left" or (config.zero.reduce_every == "microbatch" and mesh.dp.size > 1)
+        self._reducer = Reducer(self._placement.trainable, config.accumulation, every_time, self._mine)
+        self._blocks = Blocks(
+            self.module, self._placement.root, self._placement.units, config.zero.prefetch, config.zero.release, self._reducer.complete
+        )
+        compact = None if config.optimizer.states == "fp32" else config.optimizer.states
+        self._updates = [Update(bucket, made.groups, compact) for bucket in self._placement.trainable]
+        options = Options(made, LRSchedule(config.lr_schedule), self._given[1])
+        self._step = Step(config, mesh, self._tells, self._placement.trainable, self._reducer, self._blocks, self._updates, options,
+                          loss_scale(config.precision), self._placement.homes, self._buffers)  # fmt: skip
+        self._parts = Parts(self.module, config, mesh, self._placement, self._updates, self._step)
+        if self._offload is not None:
+            self._offload.leave([*self.module.parameters(), *self.module.buffers()])
+        trained = [p for bucket in self._placement.trainable for p in bucket.parameters]
+        self._loop = Loop(self._objective, config, self._step, self._reducer, trained)
+        self._roster = Roster(self.module)
 
     def _update(self) -> StepResult:
         """The end of a step, once what is being saved was copied."""

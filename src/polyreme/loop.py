@@ -41,6 +41,10 @@ class Loop:
             self._accumulators = [get_gradient_edge(parameter).node for parameter in parameters]
         reducer.unannounced = self._begin
 
+    def close(self) -> None:
+        """Let go of the ends of graphs, whose parameters may get other shapes."""
+        self._accumulators.clear()
+
     def forward(self, batch: Any, output: Any) -> None:
         """Take note of a micro-batch, and of its output, from which a backward may come."""
         self._last = batch, output

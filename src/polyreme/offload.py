@@ -41,17 +41,16 @@ THREADS = 4
 class Offload:
     """Keeps tensors of `device` in host memory, or in nameless files in `folder`, which is made if need be.
 
-    `stays`: tensors whose storages stay where they are, such as parameters and buffers.
     Raises TierError where the folder cannot be used, and later where there is too little room or a transfer fails."""
 
-    def __init__(self, device: torch.device, folder: Path | None = None, stays: Iterable[Tensor] = ()) -> None:
+    def __init__(self, device: torch.device, folder: Path | None = None) -> None:
         self.place: Literal["host", "files"] = "host" if folder is None else "files"
         self.traffic = Traffic()
         """Bytes to and from host memory, or the files, and how long this rank stood still for it (not its device for the host)."""
         self.marker = torch.empty(0, device=device)
         """Tells the device, in place of what is kept."""
         self._device = device
-        self._stays = {tensor.untyped_storage()._cdata for tensor in stays}
+        self._stays: set[int] = set()  # storages
         self._lane = lane_to(device)
         self._memory = _Space(self._open_memory, self._lane.finish)
         self._files: _Space | None = None
@@ -78,6 +77,10 @@ class Offload:
     def disk(self) -> int:
         """Bytes that its files take."""
         return self._files.nbytes if self._files is not None else 0
+
+    def leave(self, tensors: Iterable[Tensor]) -> None:
+        """Leave these where they are, from now on and no others, such as parameters and buffers."""
+        self._stays = {tensor.untyped_storage()._cdata for tensor in tensors}
 
     def at(self, stage: int, microbatch: int, coming: tuple[int, int] | None = None) -> None:
         """Before a forward or a backward: which one comes, and whose backward (stage, micro-batch) is the next one."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import uuid
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -41,6 +41,7 @@ from polyreme.zero.ferry import Ferry
 from polyreme.zero.optimizers import Recipe
 from polyreme.zero.place import Division, Homes, Part, Placement, place
 from polyreme.zero.residency import Residency
+from polyreme.zero.roster import Roster
 from polyreme.zero.spill import Spill
 
 RUN = uuid.uuid4().hex
@@ -177,10 +178,39 @@ def divide(module: nn.Module, split: Split | None, rank_of: Sequence[int], confi
     return Division(parts, mesh.tp, mesh.pp, rank_of, {ranks: axis for ranks, axis in ties.items() if axis.size > 1})
 
 
+def divide_again(module: nn.Module, roster: Roster, placement: Placement, config: Config, mesh: Mesh) -> Division:
+    """How `module`, which was changed since `placement`, is divided now; its new buffers become rank 0's.
+
+    Raises ModelError where buckets cannot be made again. The ranks have changed it in the same way."""
+    parameters, told = dict(module.named_parameters(remove_duplicate=False)), roster.changes()
+    reason = ""
+    memory = config.memory
+    away = [key for key in ("states", "params", "gradients") if is_files(home(getattr(memory, key))[0])]
+    if mesh.pp.size > 1:
+        reason = "with mesh.pp each rank has a part of its modules: save, and initialize a new engine of the changed model"
+    elif mesh.tp.size > 1 and not told.only_unfrozen:
+        reason = "with mesh.tp its layers are divided already: add before initialize, or save and initialize a new engine"
+    elif away:
+        reason = f"memory.{away[0]} is in files: save, and initialize a new engine of the changed model, or use host memory"
+    elif meta := [name for name, p in parameters.items() if p.is_meta and name in told.new]:
+        reason = f"{meta[0]} is on the meta device, without numbers: build it on the CPU"
+    if reason:
+        raise ModelError(f"the engine cannot take in what was changed of the model ({told}): {reason}")
+    if mesh.tp.size > 1:
+        return placement.division
+    for name, buffer in module.named_buffers():
+        buffer.data = buffer.data.to(mesh.device).contiguous()
+        if name not in roster.buffers:
+            take_from_rank_0([buffer], mesh.device, mesh.dp)
+    return Division({name: Part(Cut.whole(p.shape, 1)) for name, p in parameters.items()}, mesh.tp, mesh.pp)
+
+
 def share_out(
-    module: nn.Module, blocks: Mapping[str, nn.Module], recipe: Recipe, division: Division, config: Config, mesh: Mesh
-) -> Placement:
-    """Move what is left of the model into buckets, shared out over the data-parallel ranks as the ZeRO stage says."""
+    module: nn.Module, blocks: Mapping[str, nn.Module], recipe: Recipe, division: Division, config: Config, mesh: Mesh,
+    held: Collection[int] = (),
+) -> Placement:  # fmt: skip
+    """Move what is left of the model into buckets, shared out over the data-parallel ranks as the ZeRO stage says. held: ids of parameters
+    whose numbers are to come from where they are now."""
     zero, dtype, several = config.zero, DTYPES[config.precision.compute], config.accumulation > 1
     assert zero.stage != "auto"
     folders, share = home(config.memory.states)
@@ -209,7 +239,7 @@ def share_out(
         spill = Spill(gradients, Lane() if ferry is None else ferry.lane, microbatches == "left")
     blocks = _released(module, blocks, zero.keep)
     homes = Homes(states, share, None if params is None else Away(params, mesh.device), compact, ferry, spill)
-    return place(module, blocks, recipe, mesh.dp, zero, residency, formats, mesh.device, microbatches, division, homes)
+    return place(module, blocks, recipe, mesh.dp, zero, residency, formats, mesh.device, microbatches, division, homes, held)
 
 
 def _released(module: nn.Module, blocks: Mapping[str, nn.Module], keep: Sequence[str]) -> Mapping[str, nn.Module]:

@@ -79,8 +79,8 @@ def _refuse_divided(model: nn.Module) -> None:
                              "zero.stage = 3 shards its parameters, mesh.tp divides its layers")  # fmt: skip
     for name, parameter in model.named_parameters():
         if _foreign(parameter) is not None:
-            raise ModelError(f"parameter {name} is a {type(parameter).__name__}, of which this rank has a part: give initialize() the "
-                             "plain module, before fully_shard or parallelize_module; zero.stage = 3 shards it, mesh.tp divides its layers")  # fmt: skip
+            raise ModelError(f"parameter {name} is a {type(parameter).__name__}, of which this rank has a part: give initialize() "
+                             "the plain module, before fully_shard or parallelize_module; zero.stage = 3 shards it")  # fmt: skip
 
 
 def _foreign(thing: object) -> str | None:

@@ -215,7 +215,8 @@ def paged(offload: Offload) -> Callable[[int], int]:
 
 def test_what_lives_on_anyway_stays() -> None:
     parameter, buffer = nn.Parameter(torch.ones(3)), torch.ones(3)
-    offload = Offload(CPU, stays=[parameter, buffer])
+    offload = Offload(CPU)
+    offload.leave([parameter, buffer])
     conjugate, empty = torch.ones(2, dtype=torch.complex64).conj(), torch.empty(0)
     value = [parameter, buffer[1:], parameter.detach(), conjugate, empty, "text"]
     call = offload.keep(value)

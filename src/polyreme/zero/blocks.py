@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
+from torch.utils.hooks import RemovableHandle
 
 from polyreme.model_map import tensors_in
 from polyreme.zero.bucket import Bucket
@@ -76,17 +77,23 @@ class Blocks:
         self._known = True  # all forwards of the backward to come are in its trail
         self._here = False  # the unit that it is in was found there
         self._keep = False  # nothing is released, as derivatives are to be differentiated
+        self._hooks: list[RemovableHandle] = []
         self.restart()
         if not any(unit.sharded for unit in (root, *self.units)):
             return
-        model.register_forward_pre_hook(_Hook(self._begin_forward), prepend=True)
-        model.register_forward_hook(_Hook(self._end_forward), always_call=True)
+        self._hooks.append(model.register_forward_pre_hook(_Hook(self._begin_forward), prepend=True))
+        self._hooks.append(model.register_forward_hook(_Hook(self._end_forward), always_call=True))
         for unit in self.units:
             for module in unit.modules:
-                module.register_forward_pre_hook(_Hook(self._before(unit)), prepend=True)
-                module.register_forward_hook(_Hook(self._after(unit)), with_kwargs=True, always_call=True)
+                self._hooks.append(module.register_forward_pre_hook(_Hook(self._before(unit)), prepend=True))
+                self._hooks.append(module.register_forward_hook(_Hook(self._after(unit)), with_kwargs=True, always_call=True))
         refuse_loading(model)
         self._guard = _Guard({id(p): unit for unit in self.units for b in unit.buckets for p in b.parameters}, self._pin_outside)
+
+    def close(self) -> None:
+        """Gather and release no more."""
+        for hook in self._hooks:
+            hook.remove()
 
     def at(self, stage: int, microbatch: int) -> None:
         """Before a forward or a backward: which one comes. A backward goes along the trail of its forwards, from its end."""

@@ -7,7 +7,7 @@ config alone, so that it is the same on every rank.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from typing import Any, Literal, NamedTuple
@@ -29,6 +29,7 @@ from polyreme.zero.hold import Hold
 from polyreme.zero.optimizers import Recipe
 from polyreme.zero.pool import Pool
 from polyreme.zero.records import Records
+from polyreme.zero.released import Released, unguard
 from polyreme.zero.residency import Residency
 from polyreme.zero.spill import Spill
 
@@ -93,6 +94,12 @@ class Placement:
     @property
     def buckets(self) -> list[Bucket]:
         return [bucket for unit in (self.root, *self.units) for bucket in unit.buckets]
+
+    @property
+    def kept(self) -> set[int]:
+        """Ids of the parameters that have the shape that they were placed with."""
+        pairs = ((p, slot) for bucket in self.buckets for p, slot in zip(bucket.parameters, bucket.layout.slots, strict=True))
+        return {id(parameter) for parameter, slot in pairs if tuple(parameter.shape) == slot.shape}
 
     def write(self, name: str, whole: Tensor) -> None:
         """Set a parameter to `whole`, of which this rank keeps its part."""
@@ -169,10 +176,12 @@ def place(
     microbatches: Microbatches,
     division: Division,
     homes: Homes,
+    held: Collection[int] = (),
 ) -> Placement:
     """Move every parameter of `model` into a bucket. A parameter that has data keeps its values (those of the axis' rank 0); one on
-    the meta device is replaced by a real one, to be filled by `Placement.write`. `division` tells what the parameters are parts of. A
-    pipeline stage may have none, or none to train. The tiers of `homes` get their records, and take the space.
+    the meta device is replaced by a real one, to be filled by `Placement.write`; one whose id is in `held` is to be filled, too.
+    `division` tells what the parameters are parts of. A pipeline stage may have none, or none to train. The tiers of `homes` get their
+    records, and take the space.
 
     Raises ModelError for trainable parameters that are not real floating-point numbers.
     """
@@ -211,7 +220,7 @@ def place(
     for plan in planned:
         kind = plan.kind
         own = formats if kind.trainable else Formats(kind.dtype, kind.dtype, kind.dtype, kind.dtype)
-        bucket = _fill(model, plan, axis, residency, own, pool, device, microbatches, homes.ferry)
+        bucket = _fill(model, plan, axis, residency, own, pool, device, microbatches, homes.ferry, held)
         bucket.stages = kind.stages
         bucket.tie = division.ties.get(division.ranks_of(kind.stages))
         bucket.counted = _counted(bucket, kind, division)
@@ -413,13 +422,16 @@ def _split(entries: list[_Entry], dtype: torch.dtype, limit: int) -> list[list[_
 
 def _fill(
     model: nn.Module, plan: _Planned, axis: Axis, residency: Residency, formats: Formats, pool: Pool, device: torch.device,
-    microbatches: Microbatches, ferry: Ferry | None,
+    microbatches: Microbatches, ferry: Ferry | None, held: Collection[int],
 ) -> Bucket:  # fmt: skip
     """The planned bucket, holding the values of its entries where they have any."""
     values: list[Tensor | None] = []
     for entry in plan.entries:
         old = entry.parameter
-        values.append(None if old.is_meta else old.data.to(device).contiguous())
+        if isinstance(old, Released):
+            unguard([old])
+        old.grad = None  # of before
+        values.append(None if old.is_meta or id(old) in held else old.data.to(device).contiguous())
         if old.is_meta:  # a meta parameter cannot be given data of another device
             entry.parameter = nn.Parameter(torch.empty(0, device=device, dtype=formats.compute), old.requires_grad)
             entry.parameter.__dict__.update(old.__dict__)

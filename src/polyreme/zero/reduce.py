@@ -83,6 +83,11 @@ class Reducer:
         self._in_flight.clear()
         self._listen(self._order)
 
+    def close(self) -> None:
+        """Follow gradients no more."""
+        while self._hooks:
+            self._hooks.popitem()[1].remove()
+
     def begin(self, stage: int = 0, factor: float | None = None, last: bool = True) -> None:
         """Before a backward of `stage`, whose gradients count times `factor`. Not `last`: another one of the same micro-batch follows."""
         used = self._of(stage)

@@ -44,6 +44,17 @@ def states(placement: Placement, update: Update) -> Iterator[Region]:
     yield from _states(placement, update, update.bucket.region, numbers=False)
 
 
+def numbers(placement: Placement, update: Update) -> dict[str, dict[str, float]]:
+    """By the first name of a parameter whose first element this rank updates: its states that are one number; none of one never updated."""
+    found: dict[str, dict[str, float]] = {}
+    for run, state in update.state_of():
+        own = {kind: float(number) for kind, value in state.items() if (number := _number(value)) is not None}
+        for held in update.bucket.layout.within(run.start, run.stop) if state else ():
+            if held.start == 0:
+                found[held.name] = own
+    return found
+
+
 def frozen(placement: Placement, bucket: Bucket) -> Iterator[Region]:
     """All of a bucket that nothing updates, of kind MASTER. To be filled, and then stored."""
     yield from _flat(placement, bucket, MASTER, bucket.rounded(), bucket.region)

@@ -1,0 +1,85 @@
+"""Which parameters a model had when they were placed, and whether it still has them: what a script changes later is noticed before a step.
+
+Freezing needs no notice: a parameter without a gradient is left alone, as torch does. No communication.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import chain
+from operator import is_
+
+from torch import nn
+
+from polyreme.errors import ModelError
+
+SHOWN = 4
+"""Names in an error."""
+
+
+@dataclass(frozen=True)
+class Changes:
+    """Names of the parameters that a script has changed."""
+
+    unfrozen: list[str]
+    added: list[str]
+    replaced: list[str]
+    removed: list[str]
+
+    @property
+    def new(self) -> set[str]:
+        return {*self.added, *self.replaced}
+
+    @property
+    def only_unfrozen(self) -> bool:
+        return not (self.added or self.replaced or self.removed)
+
+    def __str__(self) -> str:
+        parts = []
+        for what, names in vars(self).items():
+            more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+            parts += [f"{what} {', '.join(names[:SHOWN])}{more}"] if names else []
+        return "; ".join(parts) or "nothing"
+
+
+class Roster:
+    """The modules and parameters of `model` now, and which of them train. buffers: their names."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._named = dict(model.named_parameters(remove_duplicate=False))
+        self.buffers = {name for name, _ in model.named_buffers()}
+        self._shapes = [p.shape for p in self._named.values()]
+        self._frozen = [p for p in model.parameters() if not p.requires_grad]
+        self._look()
+
+    def _look(self) -> None:
+        self._dicts = [held for module in self._model.modules() for held in (module._modules, module._parameters)]
+        self._members = self._present()
+
+    def check(self) -> None:
+        """Raise ModelError that names what was unfrozen, added, replaced or removed since. Takes 0.1 ms for 400 modules."""
+        present = self._present()
+        same = len(present) == len(self._members) and all(map(is_, present, self._members))
+        same = same and self._shapes == [p.shape for p in self._named.values()]
+        if same and not any(p.requires_grad for p in self._frozen):
+            return
+        changes = self.changes()
+        if str(changes) != "nothing":
+            raise ModelError(f"the model was changed since initialize, and its buckets do not have that: {changes}. To train it as it is "
+                             "now, call engine.refresh() on every rank: what stays keeps its optimizer states")  # fmt: skip
+        self._look()  # modules without parameters came or went
+
+    def changes(self) -> Changes:
+        now = dict(self._model.named_parameters(remove_duplicate=False))
+        frozen = {id(p) for p in self._frozen}
+        shapes = dict(zip(self._named, self._shapes, strict=True))
+        return Changes(
+            unfrozen=[name for name, p in now.items() if id(p) in frozen and p.requires_grad],
+            added=[name for name in now if name not in self._named],
+            replaced=[name for name, p in now.items() if name in shapes and (p is not self._named[name] or p.shape != shapes[name])],
+            removed=[name for name in self._named if name not in now],
+        )
+
+    def _present(self) -> list[nn.Module | nn.Parameter | None]:
+        return list(chain.from_iterable(map(dict.values, self._dicts)))  # type: ignore[arg-type]
