@@ -129,7 +129,7 @@ def _unknown(key: str, value: object) -> Problem:
             return alike + 0.1
         return max(alike, difflib.SequenceMatcher(None, key.replace(".", "_"), candidate.replace(".", "_")).ratio())
 
-    best = max([*LEAVES, *SECTIONS], key=likeness)
+    best = max((candidate for candidate in [*LEAVES, *SECTIONS] if candidate != section), key=likeness)
     if likeness(best) >= 0.6:
         return Problem(key, value, "there is no such key", f'did you mean "{best}"?')
     valid = [k for k in LEAVES if k.startswith(f"{section}.")] if section else [*SECTIONS, "seed", "compile"]
