@@ -72,9 +72,11 @@ def plan(config: Config) -> Beginning:
         given = Path(section.resume).expanduser()
         paths, source, damaged = _open(RunFolder(given).candidates() or [given])
     if source is None or source.resume is None:
-        if damaged:
+        if damaged and key == "checkpoint.resume":
             raise ConfigError([nothing_to_go_on_from(config, key, damaged.values())])
         _check_names(config, folder, -1)
+        if damaged:
+            raise ConfigError([nothing_to_go_on_from(config, key, damaged.values())])
         return Beginning()
     _check_names(config, folder, step_of(source.path) if source.path.parent == folder.path else -1)
     _check_model(config, source)

@@ -16,11 +16,12 @@ from uuid import uuid4
 
 from polyreme.checkpoint import ours
 from polyreme.checkpoint.folder import RUN_CLAIM, RunFolder
+from polyreme.checkpoint.together import reason
 from polyreme.claim import Claim
 from polyreme.config import Config
 from polyreme.data import load_tokenizer
 from polyreme.engine import Engine
-from polyreme.errors import CheckpointError, ConfigError, DataError
+from polyreme.errors import CheckpointError, ConfigError, DataError, Problem
 from polyreme.mesh import Mesh
 from polyreme.resumption import Beginning, nothing_to_go_on_from, origin, plan
 
@@ -63,8 +64,7 @@ class Checkpoints:
 
         Raises CheckpointError where another run has the folder, ConfigError where it cannot begin, and DataError where the text has another
         tokenizer now."""
-        if refusal := from_rank_0(self._engine.mesh, self._take_folder):
-            raise CheckpointError(refusal)
+        from_rank_0(self._engine.mesh, self._take_folder)
         beginning = Beginning(**from_rank_0(self._engine.mesh, self._plan))
         if beginning.checkpoints:
             self._check_tokenizer(Path(beginning.checkpoints[0]))
@@ -87,9 +87,9 @@ class Checkpoints:
         if unreadable:
             key = "checkpoint.folder" if all(self._is_ours(Path(name)) for name in unreadable) else "checkpoint.resume"
             raise ConfigError([nothing_to_go_on_from(self._config, key, unreadable.values())])
-        aside = self._folder.set_aside() if self._engine.mesh.rank == 0 else []
-        notes = [f"{_names(aside)} in {self._folder.path}, of an earlier run, will go when the first checkpoint is there"] if aside else []
-        return Account(origin(self._config)), notes
+        aside = self._set_aside()
+        later = f"{', '.join(aside)} in {self._folder.path}, of an earlier run, will go when the first checkpoint is there"
+        return Account(origin(self._config)), [later] if aside else []
 
     def save(self, account: Account, wait: bool = True) -> Path:
         """Write a checkpoint of this step; without `wait`, in the background. Every rank must call. Raises CheckpointError."""
@@ -136,13 +136,8 @@ class Checkpoints:
         if self._claim is not None:
             self._claim.close()
 
-    def _take_folder(self) -> str | None:
-        """Why it cannot be this run's."""
-        try:
-            self._claim = Claim(self._folder.path, uuid4().hex, RUN_CLAIM, patience=PATIENCE, error=CheckpointError)
-        except CheckpointError as error:
-            return str(error)
-        return None
+    def _take_folder(self) -> None:
+        self._claim = Claim(self._folder.path, uuid4().hex, RUN_CLAIM, patience=PATIENCE, error=CheckpointError)
 
     def _plan(self) -> dict[str, Any]:
         self._folder.tidy()
@@ -160,21 +155,27 @@ class Checkpoints:
             )
 
     def _pass_over(self, unreadable: Mapping[str, str]) -> list[str]:
-        notes = []
-        for name, reason in unreadable.items() if self._engine.mesh.rank == 0 else ():
-            renamed = self._is_ours(Path(name)) and ours.carries_manifest(Path(name))
-            now = f" (it is now {self._folder.pass_over(Path(name)).name})" if renamed else ""
-            notes.append(f"{name} cannot be used{now}: {reason}")
-        return notes
+        def rename() -> list[str]:
+            notes = []
+            for name, why in unreadable.items():
+                renamed = self._is_ours(Path(name)) and ours.carries_manifest(Path(name))
+                now = f" (it is now {self._folder.pass_over(Path(name)).name})" if renamed else ""
+                notes.append(f"{name} cannot be used{now}: {why}")
+            return notes
+
+        return from_rank_0(self._engine.mesh, rename)
+
+    def _set_aside(self, after: int = -1) -> list[str]:
+        return from_rank_0(self._engine.mesh, lambda: [path.name for path in self._folder.set_aside(after)])
 
     def _resumed(self, checkpoint: Path, beginning: Beginning) -> list[str]:
         state = self._engine.state
         after = state.step if self._is_ours(checkpoint) else -1
-        aside = self._folder.set_aside(after) if self._engine.mesh.rank == 0 else []
+        aside = self._set_aside(after)
         notes = [f"resumed from {checkpoint}: {state.step:,} steps, {state.tokens:,} tokens"]
         notes += [f"changed since then: {change}" for change in beginning.changes]
         if aside:
-            notes.append(f"{_names(aside)} in {self._folder.path} will go when the first new checkpoint is there")
+            notes.append(f"{', '.join(aside)} in {self._folder.path} will go when the first new checkpoint is there")
         return notes
 
     def _is_ours(self, checkpoint: Path) -> bool:
@@ -182,8 +183,21 @@ class Checkpoints:
 
 
 def from_rank_0(mesh: Mesh, question: Callable[[], Any]) -> Any:
-    """Rank 0's answer (what JSON can hold), on every rank."""
-    return from_all_ranks(mesh, question() if mesh.rank == 0 else None)[0]
+    """Rank 0's answer (what JSON can hold), on every rank. Where it raises, so does every rank."""
+    answer, failure = None, None
+    try:
+        answer = question() if mesh.rank == 0 else None
+    except Exception as error:  # whatever it is, the others must not wait for it
+        failure = error
+    problems = [list(vars(each).values()) for each in failure.problems] if isinstance(failure, ConfigError) else None
+    told = from_all_ranks(mesh, {"answer": answer, "said": failure and f"rank 0: {reason(failure)}", "problems": problems})[0]
+    if failure is not None:
+        raise failure
+    if told["problems"]:
+        raise ConfigError([Problem(*each) for each in told["problems"]])
+    if told["said"]:
+        raise CheckpointError(told["said"])
+    return told["answer"]
 
 
 def from_all_ranks(mesh: Mesh, value: Any) -> list[Any]:
@@ -192,7 +206,3 @@ def from_all_ranks(mesh: Mesh, value: Any) -> list[Any]:
     for axis in mesh.axes.values():
         values = [each for there in axis.gather_objects(values) for each in there]  # type: ignore[attr-defined]
     return values
-
-
-def _names(paths: list[Path]) -> str:
-    return ", ".join(path.name for path in paths)

@@ -16,7 +16,7 @@ from polyreme.checkpoint.directory import Directory
 from polyreme.checkpoint.folder import RUN_CLAIM
 from polyreme.config import Config
 from polyreme.engine import Engine
-from polyreme.errors import CheckpointError
+from polyreme.errors import CheckpointError, ConfigError
 from polyreme.saving import Checkpoints
 from pool import Ranks
 
@@ -74,6 +74,13 @@ def claims(rank: int, engine: Engine, folder: Path) -> None:
     saving.from_all_ranks(engine.mesh, None)
     checkpoints.begin()
     checkpoints.close()
+    if rank == 0:
+        (folder / "step-7").mkdir()
+        (folder / "step-7" / "thesis.txt").write_text("four years")
+    saving.from_all_ranks(engine.mesh, None)
+    with pytest.raises(ConfigError, match=r"step-7 in it would be replaced"):  # no rank waits for rank 0
+        checkpoints.begin()
+    checkpoints.close()
 
 
 @pytest.mark.parametrize("world", [1, 2])
@@ -83,4 +90,4 @@ def test_what_a_user_has_stays(tmp_path: Path, ranks: Ranks, world: int) -> None
     ranks(world, job, tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["docs", "run", "step-0", "step-2", "step-3"]
     assert [path.name for path in (tmp_path / "docs").iterdir()] == ["thesis.txt"]
-    assert [path.name for path in (tmp_path / "run").iterdir()] == ["best"]
+    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["best", "step-7"]
