@@ -23,6 +23,7 @@ from torch.autograd.graph import get_gradient_edge
 from polyreme.batches import samples_of
 from polyreme.config import Config
 from polyreme.errors import BatchError
+from polyreme.loss_graph import refuse_scaled, weight_of
 from polyreme.model_map import count_tokens, tensors_in
 from polyreme.objective import Objective
 from polyreme.step import Step, current
@@ -57,10 +58,19 @@ class Loop:
         """Backward of a micro-batch's mean loss, or of one of several that are its sum."""
         batch, output = self._forward()
         if weight is None:
-            weight = self._objective.weight(batch)
+            weight = self._weight(loss, batch, output)
         loss_sum, weight = self._objective.sum_of(loss, weight, output)
         self._last = None if last else self._last
         self._step.backward(loss_sum, weight, count_tokens(batch), samples_of(batch, self._config), last)
+
+    def _weight(self, loss: Any, batch: Any, output: Any) -> float:
+        """What a loss is the mean of: as torch's cross entropy says, or as the batch does."""
+        own = getattr(output, "loss", None)
+        if isinstance(loss, Tensor) and loss is not own:
+            refuse_scaled(loss, own, self._config.accumulation, samples_of(batch, self._config))
+            if (weight := weight_of(loss)) is not None:
+                return weight
+        return self._objective.weight(batch)
 
     def _forward(self) -> tuple[Any, Any]:
         """The micro-batch whose backward comes, and its output."""

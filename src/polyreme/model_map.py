@@ -19,6 +19,8 @@ from torch.utils import _pytree as pytree
 
 from polyreme.errors import ConfigError, ModelError, Problem
 
+NUM_ITEMS = "num_items_in_batch"
+"""The argument by which a Hugging Face model divides its sum of losses in place of its number of labels."""
 IGNORED_LABEL = -100
 """The label that takes no part in a loss, in torch and in transformers."""
 
@@ -165,7 +167,11 @@ def count_labels(model: nn.Module, batch: object) -> int | None:
 
     A causal language model predicts the next token, so the first label of each sequence is never predicted; a decoder whose loss does
     not shift the labels itself is given them shifted."""
-    labels = batch.get("labels") if isinstance(batch, Mapping) else None
+    if not isinstance(batch, Mapping):
+        return None
+    labels, start, ids = (batch.get(name) for name in ("labels", "start_positions", "input_ids"))
+    if isinstance(start, Tensor) and isinstance(ids, Tensor):  # of an answer; one that begins after the text's end has no loss
+        return int((start < ids.shape[1]).sum())
     if not isinstance(labels, Tensor) or labels.is_floating_point():
         return None
     if labels.dim() >= 2 and _shifts_labels(model):

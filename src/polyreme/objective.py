@@ -6,17 +6,21 @@ micro-batches and ranks. Where the loss is a mean over labels, its weight is the
 
 from __future__ import annotations
 
+import contextlib
+import math
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from functools import reduce
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from polyreme.batches import leading_sizes
 from polyreme.errors import BatchError
-from polyreme.model_map import ForwardSignature, count_labels, tensors_in, training_arguments
+from polyreme.model_map import IGNORED_LABEL, NUM_ITEMS, ForwardSignature, count_labels, tensors_in, training_arguments
 
 LossFn = Callable[[Any, Any], Tensor | tuple[Tensor, float | Tensor]]
 """loss_fn(output, target) -> mean loss (scalar), or (sum of losses, weight). `target` is the batch's last element where the batch is a
@@ -32,7 +36,13 @@ class Objective:
 
     def __init__(self, model: nn.Module, loss_fn: LossFn | None = None, cast: Callable[[Any], Any] = lambda inputs: inputs) -> None:
         """`cast` brings what the model gets into the dtype that it computes in."""
+        if getattr(loss_fn, "reduction", None) == "sum":
+            raise BatchError(
+                'loss_fn has reduction="sum": a step is the mean over the global batch, so let loss_fn return the mean, or (sum, what the '
+                "mean is to be over)"
+            )
         self._model, self._loss_fn, self._cast = model, loss_fn, cast
+        self._checked = False  # that the loss_fn's is a mean over samples
         self._signature = ForwardSignature.of(model)
         self.fixed = training_arguments(model)
 
@@ -46,8 +56,15 @@ class Objective:
         return self._model(*self._cast(self._positional(batch)), **self.cast_keywords(self._keywords(batch)))
 
     def cast_keywords(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
-        """Keyword arguments as the model is to get them: all cast but `labels`, which only its loss reads."""
-        return {name: value if name == "labels" else self._cast(value) for name, value in inputs.items()}
+        """Keyword arguments as the model is to get them: all cast but `labels`, which only its loss reads, and without
+        `num_items_in_batch`, as its loss is to be the mean over the micro-batch."""
+        if NUM_ITEMS in inputs:
+            warnings.warn(
+                f"{NUM_ITEMS} is not passed to the model, which so returns the mean over the micro-batch's labels: the engine counts the "
+                "labels of the global batch itself, and the step is their mean",
+                stacklevel=3,
+            )
+        return {name: value if name == "labels" else self._cast(value) for name, value in inputs.items() if name != NUM_ITEMS}
 
     def loss(self, output: Any, batch: Any, weight: float | None = None) -> tuple[Tensor, float]:
         """The sum of losses and the weight of a model's output for `batch`; a zero where `weight` is 0."""
@@ -56,10 +73,14 @@ class Objective:
         if self._loss_fn is None:
             loss = _own_loss(output)
         else:
-            result = self._loss_fn(*_alike(output, batch[-1] if isinstance(batch, tuple | list) else batch))
-            if isinstance(result, tuple) and len(result) == 2:
-                return _scalar(result[0]), float(result[1])
-            loss = result
+            given = _alike(output, self._target(batch), self._loss_fn)
+            loss = self._loss_fn(*given)
+            if isinstance(loss, tuple) and len(loss) == 2:
+                return _scalar(loss[0]), float(loss[1])
+            if not self._checked and torch.is_grad_enabled():
+                self._checked = True
+                if _classes(self._loss_fn, given[1]) is None:
+                    _warn_of_no_mean(self._loss_fn, *given, loss)
         return self.sum_of(loss, float(self.weight(batch) if weight is None else weight), output)
 
     def sum_of(self, loss: Any, weight: float, output: Any) -> tuple[Tensor, float]:
@@ -81,11 +102,14 @@ class Objective:
     def visible_weight(self, batch: Any) -> float | None:
         """The batch's labels, or else its samples: the first dimension that all its tensors share, or that a `loss_fn`'s target has; None
         where there is none."""
-        labels = count_labels(self._model, batch) if self._loss_fn is None else None
+        target = self._target(batch)
+        labels = count_labels(self._model, batch) if self._loss_fn is None else _classes(self._loss_fn, target)
         if labels is not None:
             return labels
-        target = batch[-1] if self._loss_fn is not None and isinstance(batch, tuple | list) else batch
         return next((sizes.pop() for sizes in (leading_sizes(batch), leading_sizes(target)) if len(sizes) == 1), None)
+
+    def _target(self, batch: Any) -> Any:
+        return batch[-1] if self._loss_fn is not None and isinstance(batch, tuple | list) else batch
 
     def _positional(self, batch: Any) -> Sequence[Any]:
         if isinstance(batch, Mapping):
@@ -118,10 +142,47 @@ def _own_loss(output: Any) -> Any:
     return loss
 
 
-def _alike(output: Any, target: Any) -> tuple[Any, Any]:
-    """Both with their floating tensors in the widest dtype among them, where the target has some: no number of it is rounded, and
-    torch's losses get one dtype."""
+def _classes(loss_fn: Any, target: Any) -> float | None:
+    """What torch's cross entropy of `target` is the mean of: its classes' weights summed, or the number that is not ignored. None for any
+    other loss_fn, and where targets are probabilities."""
+    known = loss_fn in (F.cross_entropy, F.nll_loss) or isinstance(loss_fn, nn.CrossEntropyLoss | nn.NLLLoss)
+    if not known or not isinstance(target, Tensor) or target.is_floating_point():
+        return None
+    counted = target[target != getattr(loss_fn, "ignore_index", IGNORED_LABEL)]
+    weights = getattr(loss_fn, "weight", None)
+    return counted.numel() if weights is None else float(weights.double().to(counted.device)[counted].sum())
+
+
+def _warn_of_no_mean(loss_fn: LossFn, output: Any, target: Any, loss: Any) -> None:
+    """Once: compare the loss of a micro-batch with the mean of those of its halves, and warn where it is no mean over samples."""
+    sizes = leading_sizes((output, target))
+    if len(sizes) != 1 or (samples := sizes.pop()) < 2 or not isinstance(loss, Tensor) or loss.numel() != 1:
+        return
+    state, half = torch.get_rng_state(), samples // 2
+    total = 0.0
+    with torch.no_grad(), contextlib.suppress(Exception):  # a loss_fn that takes no fewer samples tells nothing
+        for rows in (slice(half), slice(half, None)):
+            total += float(loss_fn(*_rows((output, target), rows))) * len(range(samples)[rows])  # type: ignore[arg-type]
+        whole, mean = float(loss.detach()), total / samples
+        if abs(whole - mean) > 1e-3 * max(abs(whole), abs(mean)) and math.isfinite(whole) and math.isfinite(mean):
+            warnings.warn(
+                f"the loss of a micro-batch of {samples} samples is {whole:g}, but the mean over its halves {mean:g}: loss_fn returns no "
+                "mean over samples, as which the engine weights it. Return (sum of losses, weight); with class weights or masks, "
+                "weight is their sum. A loss that compares samples with each other depends on batch.micro",
+                stacklevel=2,
+            )
+    torch.set_rng_state(state)
+
+
+def _rows(value: Any, rows: slice) -> Any:
+    return pytree.tree_map_only(Tensor, lambda t: t[rows] if t.dim() else t, value)
+
+
+def _alike(output: Any, target: Any, loss_fn: Any = None) -> tuple[Any, Any]:
+    """Both with their floating tensors in the widest dtype among them, where the target (or the loss_fn, as class weights) has some: no
+    number of it is rounded, and torch's losses get one dtype."""
     wanted, made = ([t.dtype for t in tensors_in(value) if t.is_floating_point()] for value in (target, output))
+    wanted += [t.dtype for t in loss_fn.buffers() if t.is_floating_point()] if isinstance(loss_fn, nn.Module) else []
     if not wanted:
         return output, target
     widest = reduce(torch.promote_types, wanted + made)
