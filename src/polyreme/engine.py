@@ -274,26 +274,28 @@ class Engine:
         """The optimizer step that ends a loop of forward and backward calls. Raises BatchError before the last of them.
 
         last: the data ends here, so there may have been fewer; the step is that of what there was. Every rank has had the same number."""
+        self._complete("step", last)
+        return self._update()
+
+    def gradients(self, last: bool = False) -> Gradients:
+        """After the last backward of a step: what `step` is to apply, to be read and clipped. All ranks call. last: see `step`."""
+        self._complete("gradients", last)
+        return Gradients(self._placement, self.mesh, self._step)
+
+    def _complete(self, call: str, last: bool) -> None:
+        """End the backward calls of a step. Raises BatchError where that is too early for `call`."""
         self._refuse_frozen()
         done, count = self._step.microbatches, self.config.accumulation
         if done != count and not (last and done):
             raise BatchError(
-                f"step() after {done} backward() calls, but batch.size = {self.config.batch.size} over {self.mesh.dp.size} ranks with "
+                f"{call}() after {done} backward() calls, but batch.size = {self.config.batch.size} over {self.mesh.dp.size} ranks with "
                 f"batch.micro = {self.config.batch.micro} makes {count} a step"
-                + (": call step(last=True) where the data ends before" if done else "")
+                + (f": call {call}(last=True) where the data ends before" if done else "")
             )
         self._step.skip_the_rest()
         self._tell_unsaved()
         self._roster.check()
         self._step.reduce()
-        return self._update()
-
-    def gradients(self) -> Gradients:
-        """After the last backward of a step: the gradients that `step` is to apply, to be read, measured and clipped. All ranks call."""
-        if self._step.microbatches != self.config.accumulation:
-            raise BatchError(f"gradients() after {self._step.microbatches} of the {self.config.accumulation} backward() calls of a step")
-        self._step.reduce()
-        return Gradients(self._placement, self.mesh, self._step)
 
     # ---- around training
 

@@ -144,6 +144,8 @@ class Step:
 
     def clear(self) -> None:
         """Forget the gradients that this step has so far."""
+        if self._reducer.under_way:  # a backward failed
+            self._blocks.restart()
         self.microbatches, self.begun, self.reduced = 0, False, False
         self.clip = self._config.optimizer.clip
         self._loss = torch.zeros((), dtype=torch.float64, device=self._device)  # stays there: to read it would wait for the device

@@ -187,6 +187,41 @@ def test_what_cannot_work_says_what_does(ranks: Ranks) -> None:
             assert found["second"].startswith(BatchError.__name__) and found["read"].startswith(ModelError.__name__)
 
 
+def failed(rank: int, world: int) -> None:
+    """A backward that ends in an error, in its middle: the step can be begun again, and only so."""
+    x = data(0)
+    for stage in (0, 2, 3):
+        engine, plain, armed = engine_of(Net(), world, stage), Net(), [True]
+
+        def fail(gradient: Tensor, armed: list[bool] = armed) -> None:
+            if armed.pop() if armed else False:
+                raise ValueError("once")
+
+        engine.module.blocks[1][0].weight.register_hook(fail)
+        for own in (True, False):
+            armed[:] = [True]
+            mine = part(x, rank, world)
+            act = partial(backward_of, engine, mine, own)
+            with pytest.raises(ValueError, match="once"):
+                act()
+            assert "ended in an error" in error_of(act)
+            engine.zero_grad()
+            act()
+            plain(x).square().mean().backward()
+            assert engine.step().grad_norm == pytest.approx(descend(plain), rel=1e-10), stage
+        same(engine, plain)
+
+
+def backward_of(engine: polyreme.Engine, x: Tensor, own: bool) -> None:
+    loss = engine(x).square().mean()
+    loss.backward() if own else engine.backward(loss)
+
+
+def test_a_backward_that_failed_is_begun_again(ranks: Ranks) -> None:
+    for world in (1, 2):
+        ranks(world, failed)
+
+
 def losses_of(model: Callable[[Tensor], Tensor], style: str, a: Tensor, b: Tensor) -> list[Tensor]:
     """Of one micro-batch: several, as of a GAN's discriminator; of two forwards; of a forward of a forward."""
     if style == "losses":
@@ -395,7 +430,7 @@ def gradients(rank: int, world: int) -> None:
                 assert result.grad_norm == pytest.approx(after, rel=1e-10)
                 same(engine, plain)
     assert "no parameter" in error_of(partial(refuse_scale, engine_of(Net(), world, 3), part(x, rank, world)))
-    assert "0 of the 1" in error_of(engine_of(Net(), world, 0).gradients)
+    assert "gradients() after 0 backward() calls" in error_of(engine_of(Net(), world, 0).gradients)
 
 
 def refuse_scale(engine: polyreme.Engine, x: Tensor) -> None:
