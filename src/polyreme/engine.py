@@ -36,9 +36,9 @@ from polyreme.lr_schedule import LRSchedule
 from polyreme.mesh import Axis, Mesh, everyone
 from polyreme.objective import LossFn, Objective
 from polyreme.offload import Offload
-from polyreme.pipeline.run import Calls, Runner, RunStage, whole
+from polyreme.pipeline.run import Calls, Runner, whole
 from polyreme.pipeline.schedule import Action, build, check, halves, next_backwards, stage_ranks
-from polyreme.pipeline.stage import Stage
+from polyreme.pipeline.stage import Stage, refuse_calls
 from polyreme.precision import DTYPES, GRADIENT, MODEL, cast_floating, loss_scale, master_dtype, watch_nonfinite
 from polyreme.prepare import Model, cut, divide, divide_again, make_numbers, open_model, share_out, take_from_rank_0
 from polyreme.state import Loaded, Parts, content, restore
@@ -46,6 +46,7 @@ from polyreme.step import State, Step, StepResult
 from polyreme.tensor.layers import put_off_weights
 from polyreme.zero.blocks import Blocks
 from polyreme.zero.carry import carry, refuse_own_shapes
+from polyreme.zero.hands import lent, lent_to_write
 from polyreme.zero.optimizers import Make, Options, Recipe, recipe
 from polyreme.zero.reduce import Reducer
 from polyreme.zero.roster import Roster
@@ -156,8 +157,10 @@ class Engine:
         self._coming = next_backwards(self._row)
         one = build(name, mesh.pp.size, 1, config.pipeline.virtual)
         self._forward_row = [action for action in one[mesh.pp.rank] if action.op in ("F", "SA", "RA")]
-        stages: dict[int, RunStage] = {stage: Stage(self.module, split, stage) for stage in mine} if split else {0: whole}
-        self._runner = Runner(rank_of, mesh.pp, mesh.device, stages)
+        stages = {stage: Stage(self.module, split, stage) for stage in mine} if split else {}
+        if split:
+            refuse_calls(self.module, split, stages.values())
+        self._runner = Runner(rank_of, mesh.pp, mesh.device, stages or {0: whole})
         self._has_loss = len(rank_of) - 1 in mine
         self._tells = mesh.tp.rank == 0 and self._has_loss
         self._buffers = Buffers(self.module, mesh.dp, alike, config.batch_norm == "rank")
@@ -167,6 +170,7 @@ class Engine:
         if weights is not None:
             restore(self._parts, weights, strict=False, weights_only=True, axis=self._aside())
             self._buffers.take_note()
+            self._step.written.note()
         self._activations: Saved | None = Saved() if config.compile else None  # None before they are measured
         self._saved = Saved()  # so far
         self._unfinished = False  # the last train_step, which ended in an error
@@ -351,6 +355,7 @@ class Engine:
         found = restore(self._parts, Path(path), strict, weights_only, self._aside())
         self._buffers.take_note()
         self._unfinished = False
+        self._step.written.note()
         return found
 
     def wait(self) -> None:
@@ -393,6 +398,7 @@ class Engine:
         self._follow(made)
         carry(old, updates, self._placement, self._updates, kept)
         self._step.load_state_dict(step.state_dict())
+        self._step.written.note()
         self._step.stop = step.stop
         self._parts.loaders, self._parts.positions = parts.loaders, parts.positions
         old.homes.close()
@@ -400,10 +406,23 @@ class Engine:
         self.parameters = sum(p.numel() for p in self.module.parameters()) if self.mesh.tp.size == 1 else self.parameters
 
     @contextmanager
-    def full_parameters(self) -> Iterator[nn.Module]:
-        """The module with all parameters whole, to be read and not changed. Every rank must enter."""
-        with self._blocks.gathered():
+    def full_parameters(self, write: bool = False) -> Iterator[nn.Module]:
+        """The module with all parameters whole, in memory of their own, so that its `state_dict()` may be kept. Every rank must enter.
+
+        write: what the parameters are at the end reaches weights and masters of every rank, unless the block ends in an error; of what
+        several ranks have, rank 0's count. In bf16 a master keeps its digits where the parameter did not change.
+        Raises ModelError where parameters were changed without `write`, and BatchError for writing in the middle of a step."""
+        if not write:
+            with lent(self._placement):
+                yield self.module
+            return
+        if self._step.microbatches:
+            raise BatchError("full_parameters(write=True) in the middle of a step: call step() after the backward() calls before it")
+        with lent_to_write(self._placement):
             yield self.module
+            if self._saver is not None:
+                self._saver.taken()
+        self._step.written.note()
 
     def memory(self) -> dict[str, int]:
         """Bytes of this rank by category: parameters, gradients, states and buffers that are alive now, and activations, which is what

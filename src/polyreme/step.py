@@ -2,9 +2,9 @@
 
 Invariant: losses and gradients are sums until the end of the step, then divided by the weight (labels, or samples) of the whole global
 batch; meanwhile they are divided by a power of two near it, which costs no digit. So a step does not depend on how its batch was split.
-Communication: the buckets' own, and one small all-reduce for each axis that carries norm, overflow, loss, weight, tokens, the wish to stop
-and a checkpoint's failure together. Loss, weight and tokens come from the ranks of the last pipeline stage, one of each tensor-parallel
-group; what several ranks have counts once.
+Communication: the buckets' own, and one small all-reduce for each axis that carries norm, overflow, loss, weight, tokens, the wish to
+stop, a checkpoint's failure, writes to weights and news of buffers together. Loss, weight and tokens come from the ranks of the last
+pipeline stage, one of each tensor-parallel group; what several ranks have counts once.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from polyreme.tiers import Stream
 from polyreme.weight_gradients import WeightGradients
 from polyreme.zero.blocks import Blocks
 from polyreme.zero.bucket import Bucket
+from polyreme.zero.hands import Written
 from polyreme.zero.optimizers import Options
 from polyreme.zero.parameter import own
 from polyreme.zero.place import Homes
@@ -95,6 +96,7 @@ class _Totals:
     unseen: float  # losses whose value is not known
     buffers: float  # ranks that have news of buffers
     samples: float
+    written: float  # ranks whose parameters were written to from outside
 
 
 class Step:
@@ -132,9 +134,11 @@ class Step:
         self._spilled: Stream | None = None  # gradients for it, read ahead from when all are there
         self._hint = 0.0  # a power of two near the weight of a global batch; 0 before the first
         self._skipped = Progress(0, 0, 0)  # of what was done, what left the weights alone
-        self._totals = _Totals(*[0.0] * 11)
+        self._totals = _Totals(*[0.0] * 12)
         for bucket in buckets:
             own(bucket.parameters, self)
+        self.written = Written(buckets, mesh.dp)
+        """What the user did to parameters between steps."""
         self.begin()
 
     def begin(self) -> None:
@@ -296,7 +300,7 @@ class Step:
         told = [self._weight * self._tells, missing, self._tokens * self._tells, hint, float(self.stop), float(self.unsaved),
                 float(self._unseen), float(self._shared.has_news()), self._samples * self._tells]  # fmt: skip
         counts = torch.tensor(told, dtype=torch.float64, device=self._device)
-        totals = torch.cat([torch.stack([squares, self._loss * self._tells]), counts])
+        totals = torch.cat([torch.stack([squares, self._loss * self._tells]), counts, self.written.seen(self._device)[None]])
         for axis in (self._mesh.dp, self._mesh.tp, self._mesh.pp):
             axis.all_reduce(totals).wait()
         self._totals = _Totals(*totals.tolist())
@@ -335,6 +339,8 @@ class Step:
         self._blocks.release_all()
         for bucket in self._buckets:
             bucket.settle()
+        if totals.written:
+            self.written.take_in()
         if not skipped:
             self._apply(self.to_mean * clip_factor(norm, self.clip))
         if totals.weight:
@@ -348,6 +354,7 @@ class Step:
         else:
             self._options.advance(self._scheduled())
         state.lr, state.loss_scale = self._options.lr, self._scale.value
+        self.written.note()
         self.begin()
         return StepResult(state.step, loss, norm, lr, scale, skipped, samples, tokens, time.perf_counter() - began, totals.stop > 0)
 

@@ -14,9 +14,9 @@ from polyreme.layout import ALIGN
 from pool import Ranks
 
 BYTES = {"fp32": 4, "bf16": 2}
-TOTALS = 10 * 8
+TOTALS = 12 * 8
 """The one small all-reduce of a step, in bytes: squared norm, loss, weight, parameters without gradient, tokens, the loss's divisor,
-whether to stop, and whether a checkpoint failed."""
+whether to stop, whether a checkpoint failed, and whether weights were written to from outside."""
 
 
 def measure(rank: int, world: int, settings: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -25,6 +25,11 @@ def mark(tensor: Tensor, what: str) -> None:
         tensor._of_another_stage = what  # type: ignore[attr-defined]
 
 
+def is_marked(value: object) -> bool:
+    """Whether it is a tensor that `mark` marked."""
+    return isinstance(value, Tensor) and hasattr(value, "_of_another_stage")
+
+
 def output_of(name: str, tensor: Tensor) -> Tensor:
     """In place of an output of `name`, which this stage does not run."""
     tensor = tensor.detach()

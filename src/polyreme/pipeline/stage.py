@@ -9,7 +9,7 @@ sure. No communication: what goes from stage to stage is passed in and returned 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -21,7 +21,7 @@ from torch.utils import _pytree as pytree
 from polyreme.errors import ModelError
 from polyreme.model_map import tensors_in
 from polyreme.pipeline.gates import answer_with, argument, gates, wrapped
-from polyreme.pipeline.hollow import Alias, foreign, output_of
+from polyreme.pipeline.hollow import Alias, foreign, is_marked, output_of
 from polyreme.pipeline.split import Split
 
 
@@ -37,6 +37,7 @@ class Stage:
         self._model, self._split = model, split
         self._first, self._stop = split.bounds[index : index + 2]
         self._received: Any = None
+        self.running = False
         self._next = 0  # the block to be called next
         self._checked = self.is_first and self.is_last
 
@@ -51,12 +52,12 @@ class Stage:
         Raises ModelError for a model whose blocks are not called once each, in order (layer drop), or in which something else than the
         first argument reaches over a cut (skip connections, position biases that only the first block makes).
         """
-        self._received, self._next = received, 0
+        self._received, self._next, self.running = received, 0, True
         try:
             with wrapped(self._model, self._forward):
                 return forward()
         finally:
-            self._received = None
+            self._received, self.running = None, False
 
     def _forward(self, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """The model's forward as this stage."""
@@ -102,6 +103,22 @@ class Stage:
             else:
                 kwargs = {**kwargs, key: received}
         return block(*args, **kwargs)
+
+
+def refuse_calls(model: nn.Module, split: Split, stages: Collection[Stage]) -> None:
+    """Have calls of `model`, of what contains its blocks and of what other stages have raise ModelError, but for those of a stage."""
+
+    def refuse(module: nn.Module, args: object) -> None:
+        if not any(stage.running for stage in stages):
+            raise ModelError(
+                f"{type(module).__name__} was called, of which this rank has only its pipeline stage (mesh.pp > 1): use engine.train_step "
+                "or engine.eval_step; to call the whole model, or to generate, engine.save it and open the checkpoint with mesh.pp = 1 or "
+                "with from_pretrained"
+            )
+
+    for name, module in model.named_modules():
+        if not name or f"{split.owner}.".startswith(f"{name}.") or any(is_marked(value) for value in vars(module).values()):
+            module.register_forward_pre_hook(refuse, prepend=True)
 
 
 class _Cut(Exception):

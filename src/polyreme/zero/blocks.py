@@ -10,8 +10,7 @@ stage 3 moves exactly 3Ψ(n-1)/n.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -21,6 +20,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils.hooks import RemovableHandle
 
+from polyreme.errors import ModelError
 from polyreme.model_map import tensors_in
 from polyreme.zero.bucket import Bucket
 from polyreme.zero.released import refuse_loading
@@ -96,7 +96,10 @@ class Blocks:
             hook.remove()
 
     def at(self, stage: int, microbatch: int) -> None:
-        """Before a forward or a backward: which one comes. A backward goes along the trail of its forwards, from its end."""
+        """Before a forward or a backward: which one comes. A backward goes along the trail of its forwards, from its end. Raises ModelError
+        for training while the parameters are in the user's hands."""
+        if torch.is_grad_enabled() and any(bucket.is_lent for unit in (self.root, *self.units) for bucket in unit.buckets):
+            raise ModelError("training (or engine.load) inside engine.full_parameters(): do it after the with block")
         self._stage, self._key = stage, (stage, microbatch)
         self._trail = self._trails.setdefault(self._key, [])
         self._position = len(self._trail)
@@ -126,16 +129,6 @@ class Blocks:
                 unit.release()
         if self._release == "always" and not self._keep:
             self.root.release()
-
-    @contextmanager
-    def gathered(self) -> Iterator[None]:
-        """All parameters whole."""
-        for unit in (self.root, *self.units):
-            unit.ensure()
-        try:
-            yield
-        finally:
-            self.release_all()
 
     # ---- forward
 

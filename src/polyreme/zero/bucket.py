@@ -15,6 +15,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
+from polyreme.errors import ModelError
 from polyreme.layout import ALIGN, BucketLayout, Slot
 from polyreme.mesh import Axis
 from polyreme.region import Stored
@@ -136,9 +137,10 @@ class Bucket:
             self.master = torch.zeros(self.region.stop - self.region.start, dtype=formats.master, device=device)
         elif records is None and away is None:
             self.master = self.rounded()
-        for slot, parameter in zip(layout.slots, self.parameters, strict=True):
-            # through .data: a view that shares autograd's version counter would make every later gather an error in backward
-            parameter.data = self.full.data[slot.start : slot.stop].view(slot.shape)
+        # through .data: a view that shares autograd's version counter would make every later gather an error in backward
+        self._views = self._cut(self.full.data)
+        self._point(self._views)
+        self._lent: Tensor | None = None  # the memory that the parameters have while they are in the user's hands
         name(self.parameters, (slot.name for slot in layout.slots))
 
         self.grad: Tensor | None = None
@@ -202,9 +204,79 @@ class Bucket:
         if self._away is not None and low < high:
             self._away.write(low - self.own.start, flat[low - slot.start : high - slot.start])
 
+    @property
+    def has_copy(self) -> bool:
+        """Whether the optimizer's copy of the parameters is other memory than theirs."""
+        return self.trainable and (self.records is not None or self.is_away or self.formats.master != self.formats.compute)
+
+    def adopt(self, numbers: Tensor) -> None:
+        """Take `numbers` (flat, in the compute dtype, the same on every rank) for the parameters; the master keeps its digits where they
+        are what it was rounded to."""
+        self.settle()
+        if self.has_copy:
+            part = numbers[self.region]
+            master = self.master if self.master is not None else self._recorded()
+            kept = torch.where(part == master.to(part.dtype), master, part.to(master.dtype))
+            if self.master is not None:
+                self.master.copy_(kept)
+            for slot in self.layout.slots if self.records is not None else ():
+                start, stop = max(slot.start, self.region.start), min(slot.stop, self.region.stop)
+                if self.records is not None and start < stop:
+                    self.records.write_master(start, kept[start - self.region.start : stop - self.region.start])
+        if self._away is not None:
+            self._away.open(keep=False).copy_(numbers[self.own])
+            self._away.store()
+        elif self.sharded:
+            assert self._shard is not None
+            self._shard.copy_(numbers[self.own])
+        elif numbers is not self.full:
+            self.full.copy_(numbers)
+
+    def lend(self) -> Tensor:
+        """Give the parameters whole memory of their own, until `reclaim`: what shares it stays good for ever. Returns it, flat."""
+        if self._lent is not None:
+            raise ModelError("engine.full_parameters() inside of another one: the parameters are whole there already")
+        self.ensure()
+        self._lent = self.full.clone()
+        self.release()
+        unguard(self.parameters)
+        self._point(self._cut(self._lent))
+        return self._lent
+
+    @property
+    def is_lent(self) -> bool:
+        """Whether the parameters are in the user's hands."""
+        return self._lent is not None
+
+    def reclaim(self) -> Tensor:
+        """After a loan, or after parameters were given memory of their own: let them be views of the full buffer again. Returns what they
+        were, flat, in the lent memory or else in that buffer. Raises ModelError where shape or dtype are not theirs any more."""
+        numbers, views = (self.full, self._views) if self._lent is None else (self._lent, self._cut(self._lent))
+        given = [parameter.data for parameter in self.parameters]
+        self._lent = None
+        self._point(self._views)
+        if self.released:
+            guard(self.parameters)
+        for slot, data, view in zip(self.layout.slots, given, views, strict=True):
+            if data.shape != view.shape or data.dtype != view.dtype:
+                raise ModelError(
+                    f"parameter {slot.name} was made {data.dtype} of shape {tuple(data.shape)}, and is {view.dtype} of shape "
+                    f"{tuple(view.shape)}: change dtype (precision.compute) and shapes before initialize()"
+                )
+            if data.data_ptr() != view.data_ptr():
+                view.copy_(data)
+        return numbers
+
+    def _cut(self, flat: Tensor) -> list[Tensor]:
+        return [flat[slot.start : slot.stop].view(slot.shape) for slot in self.layout.slots]
+
+    def _point(self, views: Sequence[Tensor]) -> None:
+        for parameter, view in zip(self.parameters, views, strict=True):
+            parameter.data = view
+
     def gather(self) -> None:
-        """Begin to fill the full buffer from the ranks' shards, unless it is filled already."""
-        if self._state == "released":
+        """Begin to fill the full buffer from the ranks' shards, unless it is filled already, or the parameters are whole elsewhere."""
+        if self._state == "released" and self._lent is None:
             self._state = "fetching"
             if self._away is not None:
                 self._away.fetch()
