@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -39,7 +39,7 @@ from polyreme.offload import Offload
 from polyreme.pipeline.run import Calls, Runner, whole
 from polyreme.pipeline.schedule import Action, build, check, halves, next_backwards, stage_ranks
 from polyreme.pipeline.stage import Stage, refuse_calls
-from polyreme.precision import DTYPES, GRADIENT, MODEL, cast_floating, loss_scale, master_dtype, watch_nonfinite
+from polyreme.precision import DTYPES, GRADIENT, MODEL, autocast, cast_floating, loss_scale, master_dtype, watch_nonfinite
 from polyreme.prepare import Model, cut, divide, divide_again, make_numbers, open_model, share_out, take_from_rank_0
 from polyreme.state import Loaded, Parts, content, restore
 from polyreme.step import State, Step, StepResult
@@ -151,7 +151,8 @@ class Engine:
         self._repeated: dict[str, nn.Module] | None = None
         self._recomputed: list[nn.Module] = []
         self._wrap(blocks)
-        self._cast: Callable[[Any], Any] = lambda inputs: cast_floating(inputs, self._dtype)
+        wanted = self._dtype if {*made.kept.values()} <= {self._dtype} else None  # a model of several dtypes converts between them itself
+        self._cast: Callable[[Any], Any] = lambda inputs: cast_floating(inputs, wanted)
         self._objective = Objective(self.module, loss_fn, self._cast)
         self._row = schedule[mesh.pp.rank]
         self._coming = next_backwards(self._row)
@@ -235,7 +236,7 @@ class Engine:
             self._runner.run(self._forward_row, calls, [_shape(moved)])
 
         try:
-            with torch.no_grad():
+            with torch.no_grad(), self._autocast():
                 for part in parts:
                     evaluate(part)
         finally:
@@ -258,7 +259,10 @@ class Engine:
         batch = kwargs or (args[0] if len(args) == 1 else args)  # the caller's, as its labels are counted without the device
         self._compare(batch)
         args, kwargs = cast_floating((args, kwargs), None, self.mesh.device)  # type: ignore[misc]
-        output = self.module(*self._cast(args), **{**self._objective.fixed, **self._objective.cast_keywords(kwargs)})
+        with self._autocast():
+            output = self.module(*self._cast(args), **{**self._objective.fixed, **self._objective.cast_keywords(kwargs)})
+        if self.config.precision.compute == "autocast-bf16":  # the loss is the caller's, who may compute it outside
+            output = self._cast(output)
         self._loop.forward(batch, output)
         return output
 
@@ -548,7 +552,7 @@ class Engine:
         results: list[StepResult] = []
 
         def loss(i: int, output: Any) -> None:
-            with self._measured():
+            with self._measured(), self._autocast():
                 losses[i] = self._objective.loss(output, parts[i].batch, weights[i])
             if self._activations is None:
                 self._activations = self._saved
@@ -586,9 +590,12 @@ class Engine:
         self._step.differentiate(stage, roots, gradients)
         return None
 
+    def _autocast(self) -> AbstractContextManager[Any]:
+        return autocast(self.config.precision.compute, self.mesh.device)
+
     def _output(self, batch: Any) -> Any:
         """The model's output for one micro-batch; the first time, also how much memory its activations take."""
-        with self._measured():
+        with self._measured(), self._autocast():
             output = self._objective.output(batch)
         if self._activations is None and not self._has_loss:
             self._activations = self._saved

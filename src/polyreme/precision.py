@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +22,12 @@ from polyreme.model_map import tensors_in
 
 GRADIENT, MODEL = "the gradient of the parameter", "the forward of the model ("
 """How `watch_nonfinite` names a gradient, and the whole model's forward."""
-DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+DTYPES = {"autocast-bf16": torch.float32, "fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def autocast(compute: str, device: torch.device) -> AbstractContextManager[Any]:
+    """What a forward and its loss run in: torch.autocast where the config asks for it."""
+    return torch.autocast(device.type, torch.bfloat16) if compute == "autocast-bf16" else nullcontext()
 
 
 def master_dtype(compute: torch.dtype) -> torch.dtype:

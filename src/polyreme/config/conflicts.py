@@ -20,7 +20,7 @@ COMPACT = ("adam", "adamw", "adagrad", "lion", "sgd")
 """Optimizers whose moments can be kept in fewer bits."""
 
 ACTIVATIONS = ("keep", "recompute", "host")
-DTYPE_BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
+DTYPE_BYTES = {"autocast-bf16": 4, "fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
 
 
 def samples(keys: Keys, length: Span) -> float:
@@ -189,9 +189,17 @@ def _memory(keys: Keys) -> Iterator[Conflict]:
 def _precision(keys: Keys) -> Iterator[Conflict]:
     precision = keys.precision
     compute, reduce = precision.compute, precision.reduce
-    if reduce not in ("auto", compute) and DTYPE_BYTES[reduce] <= DTYPE_BYTES[compute]:
-        reason = f"sums would lose digits or range that {compute} gradients have"
-        yield "precision.reduce", reason, f'write precision.reduce = "auto" or "{compute}"'
+    made = "fp32" if compute == "autocast-bf16" else compute
+    if reduce not in ("auto", made) and DTYPE_BYTES[reduce] <= DTYPE_BYTES[made]:
+        reason = f"sums would lose digits or range that {made} gradients have"
+        yield "precision.reduce", reason, f'write precision.reduce = "auto" or "{made}"'
+    if compute == "autocast-bf16" and keys.mesh.tp * keys.mesh.pp > 1:
+        reason = "torch.autocast does not reach into layers that mesh.tp divides, or messages of mesh.pp"
+        yield (
+            "precision.compute",
+            reason,
+            'write precision.compute = "bf16" (whose optimizer has fp32 weights, too), or mesh.tp = mesh.pp = 1',
+        )
     if compute == "fp16" and precision.loss_scale is None:
         fix = 'write precision.loss_scale = "dynamic" (or 1.0 to do without it all the same)'
         yield "precision.loss_scale", "small fp16 gradients become zero without a loss scale", fix

@@ -239,7 +239,10 @@ def is_files(where: Sequence[str]) -> bool:
 class PrecisionSection(Section):
     """Number formats. Weights and optimizer states stay fp32 (fp64 when computing in fp64)."""
 
-    compute: DType = Field(default="fp32", description="Forward and backward.")
+    compute: DType | Literal["autocast-bf16"] = Field(
+        default="fp32",
+        description="Forward and backward. autocast-bf16: torch.autocast around forward and loss, with weights and gradients in fp32.",
+    )
     reduce: DType | Literal["auto"] = Field(
         default="auto", description="Sums of gradients over ranks; auto: fp32 for bf16 and fp16, else as compute."
     )

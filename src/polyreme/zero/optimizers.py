@@ -68,10 +68,12 @@ def trial_state(group: Group, shape: tuple[int, ...] | None, dtype: torch.dtype,
 
 @dataclass(frozen=True)
 class Recipe:
-    """How the parameters of a model are updated: groups, and the group of each parameter by name."""
+    """How the parameters of a model are updated: groups, and the group of each parameter by name. kept: the dtypes of the frozen
+    ones of another dtype than any that is trained, such as the bf16 base of fp32 adapters, which stay as they are."""
 
     groups: tuple[Group, ...]
     group_of: Mapping[str, int]
+    kept: Mapping[str, torch.dtype] = field(default_factory=dict)
 
     def boundary(self, group: int) -> Boundary:
         return self.groups[group].boundary
@@ -117,12 +119,14 @@ def recipe(model: nn.Module, section: OptimizerSection, given: type[Optimizer] |
     if isinstance(given, Optimizer) or not (given is None or callable(given)):
         raise ConfigError([Problem("optimizer", type(given).__name__, "its parameters are to move into buckets",
                                    "pass its class, or a factory such as lambda params: torch.optim.AdamW(params, lr=3e-4)")])  # fmt: skip
+    trained = {p.dtype for p in model.parameters() if p.requires_grad}
+    kept = {name: p.dtype for name, p in model.named_parameters() if p.is_floating_point() and p.dtype not in trained}
     if given is None or isinstance(given, type):
-        return _by_pattern(model, section, _from_section(model, section, given))
+        return replace(_by_pattern(model, section, _from_section(model, section, given)), kept=kept)
     if section.groups:
         raise ConfigError([Problem("optimizer.groups", section.groups, "the factory that was passed as optimizer decides the groups",
                                    "leave optimizer.groups out, or pass the optimizer's class")])  # fmt: skip
-    return _from_factory(model, given)
+    return replace(_from_factory(model, given), kept=kept)
 
 
 def _from_section(model: nn.Module, section: OptimizerSection, given: type[Optimizer] | None) -> Recipe:

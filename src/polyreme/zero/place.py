@@ -333,7 +333,8 @@ def _sorted(
     kinds: dict[_Kind, list[_Entry]] = defaultdict(list)
     for entry in entries:
         parameter = entry.parameter
-        dtype = formats.compute if parameter.is_floating_point() else parameter.dtype
+        own = entry.names[0] in recipe.kept or not parameter.is_floating_point()
+        dtype = parameter.dtype if own else formats.compute
         boundary = recipe.boundary(recipe.group_of[entry.names[0]])
         part = division.parts[entry.names[0]]
         if boundary == "tensor" and not part.cut.is_whole:
