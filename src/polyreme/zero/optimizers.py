@@ -120,7 +120,7 @@ def recipe(model: nn.Module, section: OptimizerSection, given: type[Optimizer] |
         raise ConfigError([Problem("optimizer", type(given).__name__, "its parameters are to move into buckets",
                                    "pass its class, or a factory such as lambda params: torch.optim.AdamW(params, lr=3e-4)")])  # fmt: skip
     trained = {p.dtype for p in model.parameters() if p.requires_grad}
-    kept = {name: p.dtype for name, p in model.named_parameters() if p.is_floating_point() and p.dtype not in trained}
+    kept = {name: p.dtype for name, p in model.named_parameters() if trained and p.is_floating_point() and p.dtype not in trained}
     if given is None or isinstance(given, type):
         return replace(_by_pattern(model, section, _from_section(model, section, given)), kept=kept)
     if section.groups:
