@@ -21,7 +21,7 @@ import typer
 from typer.core import TyperGroup
 
 from polyreme.environment import LAUNCHED, Environment, detect
-from polyreme.errors import LaunchError, PolyremeError
+from polyreme.errors import LaunchError, PolyremeError, shortened
 
 
 class _Commands(TyperGroup):
@@ -37,9 +37,20 @@ class _Commands(TyperGroup):
                 raise  # our launcher makes one report of all ranks
             if ctx.params["debug"]:
                 typer.echo(getattr(error, "traceback", None) or traceback.format_exc(), err=True)
-            typer.secho(f"{_rank_of_several()}error: ", fg=typer.colors.RED, bold=True, nl=False, err=True)
-            typer.echo(str(error), err=True)
+            _report(str(error))
             ctx.exit(error.exit_status)
+        except OSError as error:  # files and folders that are not what the arguments say
+            if LAUNCHED in os.environ or ctx.params["debug"]:
+                raise
+            where = f": {shortened(str, error.filename)}" if error.filename is not None else ""
+            _report(f"{error.strerror or error}{where}; give another path (with --debug before the command, the traceback is shown)")
+            ctx.exit(PolyremeError.exit_status)
+
+
+def _report(text: str) -> None:
+    """An error, as any terminal can show it."""
+    typer.secho(f"{_rank_of_several()}error: ", fg=typer.colors.RED, bold=True, nl=False, err=True)
+    typer.echo("".join(each if each.isprintable() or each in "\n\t" else repr(each)[1:-1] for each in text), err=True)
 
 
 def _rank_of_several() -> str:

@@ -2,8 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
+
+SHOWN = 200
+"""Characters of a value that a message shows."""
+
+
+def shortened(write: Callable[[Any], str], value: object) -> str:
+    """`value` as `write` writes it, in one line; of a long one the beginning, and of an integer too long to write its size."""
+    try:
+        text = write(value)
+    except ValueError:  # Python writes no integer of more than some thousand digits
+        return f"an integer of {value.bit_length():,} bits" if isinstance(value, int) else f"a {type(value).__name__} of very long integers"
+    text = "".join(each if each.isprintable() else repr(each)[1:-1] for each in text)
+    return text if len(text) <= SHOWN else f"{text[:SHOWN]}..."
 
 
 def printable(text: str) -> str:
@@ -30,7 +44,7 @@ class Problem:
     fix: str
 
     def __str__(self) -> str:
-        return f"{self.key} = {self.value!r}: {self.reason}\n    fix: {self.fix}"
+        return f"{shortened(str, self.key)} = {shortened(repr, self.value)}: {self.reason}\n    fix: {self.fix}"
 
 
 class ConfigError(PolyremeError):

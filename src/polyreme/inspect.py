@@ -20,7 +20,7 @@ from rich.table import Table
 from rich.text import Text
 
 from polyreme.axes import lines
-from polyreme.config import Config
+from polyreme.config import MOST_RANKS, Config
 from polyreme.config.keys import LEAVES, SECTIONS
 from polyreme.config.words import default, expects, toml
 from polyreme.errors import ConfigError, Problem, printable
@@ -34,6 +34,8 @@ BEGIN, END = "<!-- keys: begin, written by python -m polyreme.inspect -->", "<!-
 STYLES = {"user": "bold green", "derived": "cyan", "default": "dim"}
 SHOWN = 8
 """Lines of an axis, and ranks of a line, that the terminal gets to see; JSON has all."""
+MOST_FORWARDS = 8192
+"""Of a step whose timeline is drawn: the time that takes grows faster than they do."""
 SHORT = {"float64": "fp64", "float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
 NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")  # between dots
 
@@ -176,10 +178,18 @@ def step_table(config: Config, world_size: int | None = None) -> tuple[str, Sche
     if dp * others != ranks:
         reason = f"tp x pp x cp x ep is {others}, and x dp not the world size, {ranks}"
         raise ConfigError([Problem("mesh.dp", mesh.dp, reason, f"start {max(dp, 1) * others} ranks")])
+    if ranks > MOST_RANKS:
+        raise ConfigError(config.problems(ranks))
     # Every pipeline has the same table; how many micro-batches it has depends on dp alone.
     alone = [f"mesh.{axis}=1" for axis in ("tp", "pp", "cp", "ep")]
     microbatches = Config.load(config, [*alone, "mesh.sequence_parallel=false"]).resolve(dp).accumulation
     name, virtual = config.schedule, config.pipeline.virtual
+    forwards = microbatches * len(stage_ranks(name, mesh.pp, virtual))
+    if forwards > MOST_FORWARDS:
+        reason = f"a step of {forwards:,} forwards of stages is too much to draw, more than {MOST_FORWARDS:,}"
+        raise ConfigError(
+            [Problem("batch.size", config.batch.size, reason, "draw a step of fewer micro-batches: add --set batch.size=...")]
+        )
     schedule = build(name, mesh.pp, microbatches, virtual)
     check(schedule, microbatches)
     stages = len(stage_ranks(name, mesh.pp, virtual))

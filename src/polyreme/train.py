@@ -6,7 +6,9 @@ A run that was ended and gone on with has the numbers of one that was not, on th
 
 from __future__ import annotations
 
+import contextlib
 import math
+import os
 import resource
 import time
 from collections import deque
@@ -360,13 +362,18 @@ def check_sources(config: Config) -> None:
 
 
 def _not_writable(folder: Path) -> str | None:
-    """Why nothing can be written to `folder`, found by making it and a file in it."""
+    """Why nothing can be written to `folder`, found by making it and a file in it; a folder made for that goes again."""
+    missing = [each for each in (folder, *folder.parents) if not os.path.lexists(each)]
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with TemporaryFile(dir=folder):
             return None
     except OSError as error:
-        return f"it cannot be written: {error}"
+        return f"it cannot be written: {error.strerror or error}"
+    finally:
+        for each in missing:
+            with contextlib.suppress(OSError):  # not made, or another process is in it by now
+                each.rmdir()
 
 
 def _check_model(config: Config, vocabulary: int | None = None) -> None:

@@ -13,13 +13,13 @@ from typing import Any, Literal
 
 from pydantic import PrivateAttr, ValidationError
 
-from polyreme.config.conflicts import conflicts, derive, samples
+from polyreme.config.conflicts import MOST_RANKS, conflicts, derive, samples
 from polyreme.config.keys import LEAVES, Keys, LRScheduleSection
-from polyreme.config.source import override, plain, problems_of, read
+from polyreme.config.source import override, plain, problems_of, read, unusable
 from polyreme.config.span import Progress, Span
 from polyreme.errors import ConfigError, Problem
 
-__all__ = ["Config", "LRScheduleSection", "Progress", "Span"]
+__all__ = ["MOST_RANKS", "Config", "LRScheduleSection", "Progress", "Span"]
 
 
 class Config(Keys):
@@ -40,14 +40,19 @@ class Config(Keys):
                 return source
             tree, name = source._unresolved().model_dump(exclude_unset=True), None
         elif isinstance(source, Mapping):
-            tree, name = plain(source), None
+            try:
+                tree, name = plain(source), None
+            except ValueError as error:
+                raise ConfigError([Problem("config", "a mapping", str(error), "give plain tables of values")]) from None
         else:
-            tree, name = read(Path(source).expanduser()), str(source)
+            tree, name = read(source), str(source)
         problems = [p for text in overrides if (p := override(tree, text))]
-        try:
-            config = cls.model_validate(tree)
-        except ValidationError as error:
-            problems += problems_of(error, tree)
+        if not (strange := list(unusable(tree))):
+            try:
+                config = cls.model_validate(tree)
+            except ValidationError as error:
+                problems += problems_of(error, tree)
+        problems += strange
         if problems:
             raise ConfigError(problems, name)
         return config
@@ -66,8 +71,9 @@ class Config(Keys):
 
     def problems(self, world_size: int) -> list[Problem]:
         """Every conflict of this config with itself and with `world_size` ranks; empty where it can run."""
-        if isinstance(world_size, bool) or not isinstance(world_size, int) or world_size < 1:
-            return [Problem("world size", world_size, "must be an integer of at least 1", "start at least one rank")]
+        if isinstance(world_size, bool) or not isinstance(world_size, int) or not 1 <= world_size <= MOST_RANKS:
+            reason, fix = f"must be an integer from 1 to {MOST_RANKS}", "start one rank or more"
+            return [Problem("world size", world_size, reason, fix)]
         config = self._unresolved()
         return [Problem(key, config.value(key), reason, fix) for key, reason, fix in conflicts(config, world_size)]
 

@@ -19,6 +19,9 @@ Conflict = tuple[str, str, str]
 COMPACT = ("adam", "adamw", "adagrad", "lion", "sgd")
 """Optimizers whose moments can be kept in fewer bits."""
 
+MOST_RANKS = 1 << 20
+"""The largest world: what is told of each rank is still found and shown in seconds."""
+
 ACTIVATIONS = ("keep", "recompute", "host")
 DTYPE_BYTES = {"autocast-bf16": 4, "fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
 
@@ -67,7 +70,12 @@ def derive(keys: Keys, world_size: int) -> dict[str, object]:
 
 def _micro(share: int, pp: int) -> int:
     """Samples of a micro-batch: all of a rank's share; in a pipeline, so few that the bubble stays below a fifth, if that can be."""
-    return next(n for n in range(share, 0, -1) if share % n == 0 and (n == 1 or share // n >= (4 * pp if pp > 1 else 1)))
+    return max(n for n in _divisors(share) if n == 1 or share // n >= (4 * pp if pp > 1 else 1))
+
+
+def _divisors(number: int) -> list[int]:
+    small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
+    return [*small, *(number // n for n in small)]
 
 
 def conflicts(keys: Keys, world_size: int) -> Iterator[Conflict]:
@@ -149,7 +157,7 @@ def data_parallel(keys: Keys, world_size: int) -> int | None:
 def _nearest_divisor(world_size: int, others: int, size: int) -> int | None:
     """The size of an axis nearest below `size` with which the product of all would divide the world size."""
     rest = others // size
-    return next((n for n in range(size - 1, 0, -1) if world_size % (rest * n) == 0), None)
+    return next((n for n in range(min(size - 1, world_size), 0, -1) if world_size % (rest * n) == 0), None)
 
 
 def _memory(keys: Keys) -> Iterator[Conflict]:
@@ -221,8 +229,7 @@ def _batch(batch: BatchSection, dp: int) -> Iterator[Conflict]:
         yield "batch.size", f"cannot be divided among {among}", f"write batch.size = {sizes}"
         return
     share, wanted = batch.size // dp, batch.micro
-    divisors = [n for n in range(1, share + 1) if share % n == 0]
-    nearest = sorted(sorted(divisors, key=lambda n: abs(n - wanted))[:6])
+    nearest = sorted(sorted({*_divisors(share)}, key=lambda n: (abs(n - wanted), n))[:6])
     fix = f"write batch.micro = {' or '.join(map(str, nearest))}, or batch.size = {sizes}"
     yield "batch.micro", f"a rank's {share} samples of a step are no multiple of it", fix
 

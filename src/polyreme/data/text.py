@@ -114,7 +114,7 @@ def _json_lines(path: Path) -> Iterator[Any]:
                 number += 1
                 if line.strip():
                     yield json.loads(line)
-    except (OSError, ValueError) as error:  # ValueError: not UTF-8, or not JSON
+    except (OSError, ValueError, RecursionError) as error:  # not UTF-8, not JSON, or nested without end
         raise DataError(f"cannot read {str(path)!r}, at or after line {number}: {error}") from error
 
 
@@ -154,6 +154,9 @@ def documents(path: str, *, pattern: Sequence[str] = PATTERN, field: str = "text
         )
     if not corpus.sources:
         raise DataError(f"data.path = {path!r}: no file matches {list(pattern)}. Set data.pattern to globs that match your files")
+    for file in corpus.sources:
+        if isinstance(file, Path) and not file.is_file():  # to open a pipe would wait for its writer, and a device may never end
+            raise DataError(f"{str(file)!r} is no regular file: take it out of {path!r}, or set data.pattern to globs that leave it out")
     return corpus
 
 

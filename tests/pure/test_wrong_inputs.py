@@ -1,0 +1,163 @@
+"""More than 300 wrong configs, files and command lines: each is one error, of status 1 or 2, and leaves nothing behind."""
+
+# ruff: noqa: E501
+from __future__ import annotations
+
+import json
+import os
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from command import RANK_VARIABLES, TINY, write_text
+from polyreme import cli
+from polyreme.config.keys import LEAVES
+from polyreme.config.words import expects
+from polyreme.launch import torchrun
+
+DEEP = 5000
+LAUGHS = "a: &a [x, x, x, x, x, x, x, x, x, x]\n" + "".join(
+    f"{b}: &{b} [{', '.join([f'*{a}'] * 10)}]\n" for a, b in zip("abcdefgh", "bcdefghi", strict=True)
+)
+MERGES = "a: &a {x: 1}\n" + "".join(
+    f"{b}: &{b} {{<<: [{', '.join([f'*{a}'] * 10)}]}}\n" for a, b in zip("abcdefgh", "bcdefghi", strict=True)
+)
+
+
+def wrong_values(key: str) -> Iterator[object]:
+    """Values that a key cannot have, each of a kind of its own; JSON, so that none is read as another type."""
+    words = expects(LEAVES[key])
+    if words == "true or false":
+        yield from ("yes", 1, [], {"a": 1})
+    elif "integer" in words:
+        yield from (-1, 10**30, {"a": 1})
+        yield from () if "list" in words else ([2],)
+    elif "number" in words and "list" not in words:
+        yield from ([1.0], True, *(() if "text" in words else ("quick", -1, {"a": 1})))
+    elif "steps" in words:
+        yield from ("10 epochs", -1, 1e300, [10], "ten steps")
+    elif "bytes" in words:
+        yield from (-1, "10 stones", [1], 1e400)
+    elif words == "a table" or words.startswith("a table"):
+        yield from (3, "text", [1])
+    elif "text" in words:
+        yield from (3.5, {"a": {"b": []}}, "half a pair \ud800", "a NUL \0")
+    else:
+        yield from (3.5, {"a": {"b": []}}, True)
+
+
+KEYS = [(key, value) for key in LEAVES for value in wrong_values(key)]
+
+
+def run(*words: str) -> tuple[int, str, str, BaseException | None]:
+    result = CliRunner().invoke(cli.app, words, env={**dict.fromkeys(RANK_VARIABLES), "COLUMNS": "80"})
+    return result.exit_code, result.stdout, result.stderr, result.exception
+
+
+def refusal(*words: str, says: str = "") -> str | None:
+    """What is wrong with how the command refuses, or None."""
+    status, output, errors, raised = run(*words)
+    if raised is not None and not isinstance(raised, SystemExit):
+        return f"{type(raised).__name__}: {raised!s:.300}"
+    if status not in (1, 2) or output:
+        return f"status {status}, output {output:.200}"
+    heads = errors.count("error: ") if errors.startswith("error: ") else errors.count("─ Error ─")
+    if (
+        heads != 1
+        or "Traceback" in errors
+        or len(errors) > 4000
+        or (not errors.isascii() and any(0xD800 <= ord(c) < 0xE000 for c in errors))
+    ):
+        return f"{heads} errors in {len(errors)} characters: {errors:.500}"
+    return None if says in errors else f"{says!r} is not in {errors:.500}"
+
+
+def contents(folder: Path) -> dict[str, int]:
+    return {str(path): path.lstat().st_mtime_ns for path in folder.rglob("*")}
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    write_text(tmp_path)
+    (tmp_path / "tiny.toml").write_text(TINY)
+    (tmp_path / "blank.txt").write_text(" \n")
+    (tmp_path / "nothing").mkdir()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(torchrun, "launch", lambda *_, **__: pytest.fail("ranks were started"))
+    return tmp_path
+
+
+def test_wrong_values_of_every_key(folder: Path) -> None:
+    found = {}
+    (folder / "wrong.json").touch()
+    before = contents(folder).keys()
+    for key, value in KEYS:
+        section, _, name = key.rpartition(".")
+        (folder / "wrong.json").write_text(json.dumps({section: {name: value}} if section else {name: value}))
+        if problem := refusal("inspect", "wrong.json", says=key):
+            found[key, str(value)[:40]] = problem
+    assert not found and contents(folder).keys() == before
+
+
+FILES: dict[str, bytes] = {
+    "empty.json": b"", "list.json": b"[1]", "number.json": b"3", "text.json": b'"a"', "cut.json": b'{"seed": ', "twice.json": b'{"seed": 1, "seed": 2}',
+    "twice-below.json": b'{"batch": {"size": 1, "size": 2}}', "deep.json": b'{"a":' * DEEP + b"1" + b"}" * DEEP, "comment.json": b"{} // none",
+    "levels.json": b'{"model": {"config": ' + b'{"a":' * 80 + b"1" + b"}" * 82, "wide.json": b'{"tp_plan": [' + b"1," * 120_000 + b"1]}",
+    "latin.json": '{"model": {"path": "\u00fc"}}'.encode("latin-1"), "utf16.json": "{}".encode("utf-16"), "long.json": b"{" + b" " * (5 << 20) + b"}",
+    "digits.json": b'{"seed": ' + b"9" * 5000 + b"}", "null.json": b'{"seed": null}', "words.json": b"{seed: 1}", "nan.json": b'{"optimizer": {"lr": NaN}}',
+    "list.yaml": b"- 1", "word.yaml": b"seed", "tabs.yaml": b"a:\n\t- b: [", "open.yaml": b"seed: [1", "twice.yaml": b"seed: 1\nseed: 2",
+    "twice-below.yaml": b"batch: {size: 1, size: 2}", "laughs.yaml": LAUGHS.encode(), "merges.yaml": MERGES.encode(), "itself.yaml": b"a: &a [*a]",
+    "deep.yaml": b"a: " + b"[" * DEEP + b"]" * DEEP, "python.yaml": b"a: !!python/object/apply:os.getcwd []", "alias.yaml": b"seed: *none",
+    "two.yaml": b"seed: 1\n---\nseed: 2", "number-key.yaml": b"1: 2", "list-key.yaml": b"[1, 2]: 3", "dict-key.yaml": b"{a: 1}: 3", "date.yaml": b"data: {path: 2020-01-01}",
+    "binary.yaml": b"data: {path: !!binary aGk=}", "set.yaml": b"data: {pattern: !!set {a, b}}", "nul.yaml": b"data: {path: a\0b}", "bell.yml": b"seed: \x07",
+    "surrogate.yaml": b'data: {path: "\\ud800"}', "omap.yaml": b"mesh: !!omap [dp: 1]", "nothing.toml": b"= 3", "twice.toml": b"seed = 1\nseed = 2", "cut.toml": b"[model",
+    "deep.toml": b"a = " + b"[" * DEEP + b"]" * DEEP, "hex.toml": b"seed = 0x" + b"f" * 20_000, "digits.toml": b"seed = " + b"9" * 5000, "date.toml": b"data.path = 2020-01-01",
+    "time.toml": b"train.sample = 10:00:00", "date-below.toml": b"model.config = {model_type = 'llama', x = 2020-01-01}", "bytes.toml": bytes(range(256)), "gone.ini": b"",
+    "none": b"seed = 1", "elf.toml": b"\x7fELF\x02\x01\x01", "section.toml": b"model = 3", "array.toml": b"[[model]]\npath = 'a'", "unknown.toml": b"[modle]\npath = 'a'",
+}  # fmt: skip
+
+
+def special_files(folder: Path) -> list[str]:
+    """Paths of configs that are no regular files, or cannot be reached."""
+    os.mkfifo(folder / "fifo.toml")
+    with socket.socket(socket.AF_UNIX) as made:
+        made.bind("socket.toml")
+    (folder / "null.toml").symlink_to("/dev/null")
+    (folder / "zero.json").symlink_to("/dev/zero")
+    (folder / "terminal.yaml").symlink_to("/dev/tty")
+    (folder / "round.toml").symlink_to("round.toml")
+    (folder / "dangling.toml").symlink_to("nowhere")
+    (folder / "process.toml").symlink_to("/proc/self/environ")
+    named = ["fifo.toml", "socket.toml", "null.toml", "zero.json", "terminal.yaml", "round.toml", "dangling.toml", "process.toml"]
+    return [
+        *named,
+        "~nosuchuser/run.toml",
+        "a" * 300 + ".toml",
+        "a/" * 3000 + "run.toml",
+        "tiny.toml/run.toml",
+        "run\udcff.toml",
+        "\x1b[31m.toml",
+        "",
+    ]
+
+
+SETS = {
+    "no equals": "seed", "no key": "=3", "no name": "optimizer.=3", "empty": "", "only dots": "...=1", "deep": "a." * 200 + "b=1", "nested": "model.config=" + "[" * DEEP,
+    "below a number": "seed.x=1", "home of nobody": "checkpoint.folder=~nosuchuser/run", "home of nobody, text": "data.path=~nosuchuser/text",
+    "home of nobody, tier": "memory.states=~nosuchuser/tier", "home of nobody, cache": "data.cache=~nosuchuser/cache", "home of nobody, model": "model.path=~nosuchuser/model",
+    "home of nobody, tokenizer": "data.tokenizer=~nosuchuser/tokenizer", "home of nobody, resume": "checkpoint.resume=~nosuchuser/run", "hex": "seed=0x" + "f" * 9000,
+    "two models": "model.path=nothing", "above 2^64": "seed=18446744073709551616", "ranks": "launch.ranks=0", "prime": "batch.micro=2147483647",
+}  # fmt: skip
+
+
+def test_wrong_files_and_settings(folder: Path) -> None:
+    for name, content in FILES.items():
+        (folder / name).write_bytes(content)
+    names = [*FILES, *special_files(folder)]
+    before = contents(folder)
+    found = {name: problem for name in names if (problem := refusal("inspect", "--", name))}
+    found |= {name: problem for name, change in SETS.items() if (problem := refusal("inspect", "tiny.toml", "--set", change))}
+    assert not found and contents(folder) == before
