@@ -37,7 +37,7 @@ def examine() -> list[Check]:
 def _python() -> Check:
     found = platform.python_version()
     enough = sys.version_info >= (3, 11)
-    return Check("python", enough, found if enough else f"{found}; 3.11 or later is needed")
+    return Check("python", enough, found if enough else f"{found}; install Python 3.11 or later, and Polyreme in it")
 
 
 def _torch() -> Check:
@@ -45,7 +45,7 @@ def _torch() -> Check:
 
     numbers = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
     enough = numbers >= (2, 11)
-    return Check("torch", enough, torch.__version__ if enough else f"{torch.__version__}; 2.11 or later is needed")
+    return Check("torch", enough, torch.__version__ if enough else f"{torch.__version__}; pip install 'torch>=2.11'")
 
 
 def _transformers() -> Check:
@@ -63,13 +63,20 @@ def _cores() -> Check:
 def _memory() -> Check:
     total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     enough = total >= 2 * GIB
-    return Check("memory", enough, f"{total / GIB:.1f} GiB" + ("" if enough else "; 2 GiB is the least to train anything"))
+    return Check(
+        "memory", enough, f"{total / GIB:.1f} GiB" + ("" if enough else "; use a machine of 2 GiB or more, the least to train anything")
+    )
 
 
 def _disk() -> Check:
     free = shutil.disk_usage(Path.cwd()).free
     enough = free >= GIB
-    return Check("disk", enough, f"{free / GIB:.1f} GiB free here" + ("" if enough else "; checkpoints need 1 GiB or more"))
+    return Check(
+        "disk",
+        enough,
+        f"{free / GIB:.1f} GiB free here"
+        + ("" if enough else "; make room, or change to a folder on another disk: checkpoints need 1 GiB or more"),
+    )
 
 
 def _accelerators() -> Check:
@@ -87,7 +94,7 @@ def _bf16() -> Check:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     ratio = peak_flops(device, torch.bfloat16).flops / peak_flops(device, torch.float32).flops
     advice = '; precision.compute = "fp32" trains faster here' if ratio < 1 else ""
-    return Check("bf16", True, f"matrix products at {ratio:.1f} times the speed of fp32{advice}")
+    return Check("bf16", True, f"matrix products at {ratio:.2g} times the speed of fp32{advice}")
 
 
 def _ranks() -> Check:
@@ -96,5 +103,7 @@ def _ranks() -> Check:
     try:
         launch(["-m", "polyreme.launch.probe"], ranks=2)
     except LaunchError as error:
-        return Check("ranks", False, f"two gloo ranks could not all-reduce: {error}")
+        return Check(
+            "ranks", False, f"two gloo ranks could not all-reduce: {error}; let processes of this host connect over loopback (127.0.0.1)"
+        )
     return Check("ranks", True, "two gloo ranks all-reduced")

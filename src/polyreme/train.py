@@ -10,6 +10,7 @@ import contextlib
 import math
 import os
 import resource
+import sys
 import time
 from collections import deque
 from contextlib import ExitStack
@@ -136,7 +137,7 @@ def _run(config: Config, afterwards: ExitStack) -> Summary:
     finally:
         monitors.close({})
     if rank == 0 and config.monitor.console:
-        print(printable(_ending(config, summary)), flush=True)
+        _say(printable(_ending(config, summary)))
     close()
     return summary
 
@@ -158,7 +159,7 @@ def _finished(config: Config, beginning: Beginning, rank: int) -> Summary:
         changes = [f"changed since then: {change}" for change in beginning.changes]
         said = f"nothing to do: {summary.checkpoint} is the end of this run, with {summary.steps:,} steps and {summary.tokens:,} tokens"
         fix = f"raise train.length (now {config.train.length}) to go on from there, or begin anew with --no-resume"
-        print(printable("\n".join([said, *changes, fix])), flush=True)
+        _say(printable("\n".join([said, *changes, fix])))
     return summary
 
 
@@ -325,6 +326,16 @@ def sample(engine: Engine, tokenizer: Any, prompt: str, length: int, seed: int) 
     for module, mode in modes.items():
         module.training = mode
     return tokenizer.decode(out[0], skip_special_tokens=True)
+
+
+def _say(text: str) -> None:
+    """Print `text`. An output that is closed or full (`| head`) ends no run: from then on what is printed goes nowhere."""
+    try:
+        print(text, flush=True)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            print(f"standard output: {error.strerror}; no more is printed to it", file=sys.stderr)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 
 
 def peak_memory(device: torch.device) -> dict[str, int]:

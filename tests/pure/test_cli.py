@@ -284,5 +284,5 @@ def test_doctor_says_what_is_wrong(monkeypatch: pytest.MonkeyPatch, launched: li
     assert checks["ranks"] == {
         "name": "ranks",
         "ok": False,
-        "found": "two gloo ranks could not all-reduce: no loopback",
+        "found": "two gloo ranks could not all-reduce: no loopback; let processes of this host connect over loopback (127.0.0.1)",
     }
