@@ -41,7 +41,7 @@ from polyreme.pipeline.schedule import Action, build, check, halves, next_backwa
 from polyreme.pipeline.stage import Stage, refuse_calls
 from polyreme.precision import DTYPES, GRADIENT, MODEL, autocast, cast_floating, loss_scale, master_dtype, watch_nonfinite
 from polyreme.prepare import Model, cut, divide, divide_again, make_numbers, open_model, share_out, take_from_rank_0
-from polyreme.state import Loaded, Parts, content, restore
+from polyreme.state import Loaded, Parts, adapters, content, restore
 from polyreme.step import State, Step, StepResult
 from polyreme.tensor.layers import put_off_weights
 from polyreme.zero.blocks import Blocks
@@ -342,7 +342,8 @@ class Engine:
         self._roster.check()
         if self._saver is None:
             self._saver = Saver(self._aside())
-        self._saver.save(Path(path), lambda: content(self._parts, tokenizer, extra or {}), background=not wait)
+        whole = adapters(self._parts)
+        self._saver.save(Path(path), lambda: content(self._parts, tokenizer, extra or {}, whole), background=not wait)
         return Path(path)
 
     def load(self, path: str | Path, *, strict: bool = True, weights_only: bool = False) -> Loaded:

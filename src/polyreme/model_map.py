@@ -158,6 +158,7 @@ class ForwardSignature:
 def training_arguments(model: nn.Module) -> dict[str, Any]:
     """Arguments that a Hugging Face model wants in training whatever the batch: no key-value cache, which only generation reads
     (and which a recomputed block would fill twice)."""
+    model = plain_model(model)
     config = getattr(model, "config", None)
     return {"use_cache": False} if hasattr(config, "use_cache") and "use_cache" in ForwardSignature.of(model).names else {}
 
@@ -181,6 +182,7 @@ def count_labels(model: nn.Module, batch: object) -> int | None:
 
 def _shifts_labels(model: nn.Module) -> bool:
     """Whether the model's forward calls transformers' loss for causal language models, which is also that of models of no known kind."""
+    model = plain_model(model)
     if getattr(model, "loss_type", "") not in ("ForCausalLM", "ForConditionalGeneration", None):
         return False
     forwards = [inspect.unwrap(vars(kind)["forward"]) for kind in type(model).__mro__ if "forward" in vars(kind)]
@@ -193,14 +195,40 @@ def count_tokens(batch: object) -> int:
     return ids.numel() if isinstance(ids, Tensor) else 0
 
 
-def save_config(model: nn.Module, folder: Path) -> None:
-    """Write what transformers saves of a model (config, generation settings, code of its own) without any weights."""
+def plain_model(model: nn.Module) -> nn.Module:
+    """The model that PEFT's adapters were put into; any other model itself."""
+    return model.get_base_model() if has_adapters(model) else model  # type: ignore[operator]
+
+
+def has_adapters(model: nn.Module) -> bool:
+    """Whether it is a PeftModel, which saves its adapters by themselves."""
+    return hasattr(model, "peft_config") and hasattr(model, "get_base_model")
+
+
+def adapters(model: nn.Module) -> set[str]:
+    """Names of the parameters and buffers that PEFT's adapter files hold, of all adapters; none for any other model."""
+    if not has_adapters(model):
+        return set()
+    from peft import get_peft_model_state_dict
+
+    empty = {name: torch.empty(tensor.shape, device="meta") for name, tensor in model.state_dict(keep_vars=True).items()}
+    with torch._C.DisableTorchFunctionSubclass():  # it looks at names of parameters whose numbers may be released
+        saved = [get_peft_model_state_dict(model, empty, name, save_embedding_layers=False) for name in model.peft_config]  # type: ignore[union-attr]
+    kept = {id(tensor) for each in saved for tensor in each.values()}
+    return {name for name, tensor in empty.items() if id(tensor) in kept}
+
+
+def save_config(model: nn.Module, folder: Path, weights: Mapping[str, Tensor]) -> None:
+    """Write what transformers saves of a model (config, generation settings, code of its own) without its weights, and what PEFT does: its
+    adapters, whose whole tensors are in `weights`."""
     from transformers.utils import logging
 
     shown = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
     try:
-        model.save_pretrained(folder, state_dict={})  # type: ignore[operator]
+        options = {"save_embedding_layers": False} if has_adapters(model) else {}
+        with torch._C.DisableTorchFunctionSubclass():  # as in `adapters`
+            model.save_pretrained(folder, state_dict=dict(weights), **options)  # type: ignore[operator]
     finally:
         if shown:
             logging.enable_progress_bar()

@@ -13,6 +13,7 @@ import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -93,8 +94,19 @@ class Loaded:
     notes: Sequence[str]
 
 
-def content(parts: Parts, tokenizer: Any, extra: Mapping[str, Any]) -> Content:
-    """What this rank gives to a checkpoint. Raises CheckpointError for what a checkpoint cannot hold."""
+def adapters(parts: Parts) -> dict[str, Tensor]:
+    """Whole copies of what PEFT's files of adapters hold, on rank 0; nothing for other models. All ranks must call."""
+    wanted = model_map.adapters(parts.module)
+    found = {}
+    if wanted:
+        for names, tensor in chain(parts.placement.tensors(among=wanted), parts.buffers()):
+            if parts.mesh.rank == 0:
+                found.update({name: tensor.detach().to("cpu", copy=True) for name in names if name in wanted})
+    return found
+
+
+def content(parts: Parts, tokenizer: Any, extra: Mapping[str, Any], adapters: Mapping[str, Tensor]) -> Content:
+    """What this rank gives to a checkpoint; `adapters` to PEFT's files. Raises CheckpointError for what a checkpoint cannot hold."""
     module, config, mesh = parts.module, parts.config, parts.mesh
     try:
         extra = json.loads(json.dumps(extra))  # the caller may change it while it is written
@@ -113,7 +125,7 @@ def content(parts: Parts, tokenizer: Any, extra: Mapping[str, Any]) -> Content:
         regions=list(saved(parts.placement, parts.updates)),
         buffers=parts.buffers(),
         saved_name=parts.saved_name,
-        small=partial(small_files, module, tokenizer),
+        small=partial(small_files, module, tokenizer, adapters),
         resume=resume,
         rng={name: base64.b64encode(state.numpy().tobytes()).decode() for name, state in _random_states(mesh).items()},
         limit=int(config.checkpoint.file_size),

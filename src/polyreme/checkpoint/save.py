@@ -298,11 +298,11 @@ def _sync_file(file: Path) -> None:
         os.fsync(opened.fileno())
 
 
-def small_files(module: nn.Module, tokenizer: Any, folder: Path) -> None:
-    """What a Hugging Face model has beside its weights, and the tokenizer's files, written to `folder`."""
+def small_files(module: nn.Module, tokenizer: Any, adapters: Mapping[str, Tensor], folder: Path) -> None:
+    """What a Hugging Face model has beside its weights, PEFT's files of `adapters`, and the tokenizer's, written to `folder`."""
     if hasattr(module, "save_pretrained"):
         aside = folder / "config"
-        save_config(module, aside)
+        save_config(module, aside, adapters)
         for file in aside.iterdir():
             if not file.name.startswith("model.safetensors"):
                 file.rename(folder / file.name)
