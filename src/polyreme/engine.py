@@ -44,6 +44,7 @@ from polyreme.prepare import Model, cut, divide, divide_again, make_numbers, ope
 from polyreme.state import Loaded, Parts, adapters, content, restore
 from polyreme.step import State, Step, StepResult
 from polyreme.tensor.layers import put_off_weights
+from polyreme.transport.watch import collective
 from polyreme.zero.blocks import Blocks
 from polyreme.zero.carry import carry, refuse_own_shapes
 from polyreme.zero.hands import lent, lent_to_write
@@ -185,6 +186,7 @@ class Engine:
 
     # ---- one optimizer step
 
+    @collective
     def train_step(self, batch: Any) -> StepResult:
         """One optimizer step on this data-parallel rank's share of one global batch.
 
@@ -213,6 +215,7 @@ class Engine:
         self._unfinished = False
         return results[0]
 
+    @collective
     def eval_step(self, batch: Any) -> EvalResult:
         """The mean loss over a global batch of any size, of which `batch` is this rank's share, or a list of its parts; nothing is updated.
 
@@ -266,6 +269,7 @@ class Engine:
         self._loop.forward(batch, output)
         return output
 
+    @collective
     def backward(self, loss: Tensor, weight: float | None = None, *, last: bool = True) -> None:
         """Backward of one micro-batch's mean loss; call it batch.size / (dp x micro) times a step.
 
@@ -278,6 +282,7 @@ class Engine:
         """Drop the gradients since the last step. Not needed after `step`, which does so."""
         self._step.clear()
 
+    @collective
     def step(self, last: bool = False) -> StepResult:
         """The optimizer step that ends a loop of forward and backward calls. Raises BatchError before the last of them.
 
@@ -333,6 +338,7 @@ class Engine:
             self._parts.loaders.append(made)
         return made
 
+    @collective
     def save(self, path: str | Path, tokenizer: Any = None, *, extra: Mapping[str, Any] | None = None, wait: bool = True) -> Path:
         """Write a checkpoint: a Hugging Face directory, with all that `load` goes on from. All ranks must call, and each writes its part.
 
@@ -346,6 +352,7 @@ class Engine:
         self._saver.save(Path(path), lambda: content(self._parts, tokenizer, extra or {}, whole), background=not wait)
         return Path(path)
 
+    @collective
     def load(self, path: str | Path, *, strict: bool = True, weights_only: bool = False) -> Loaded:
         """Go on from a checkpoint of any layout, or from the newest complete one in a run's folder; or take the weights of any Hugging
         Face directory. All ranks must call.
@@ -368,6 +375,7 @@ class Engine:
         if self._saver is not None:
             self._saver.wait()
 
+    @collective
     def state_dict(self, rank0_only: bool = False, master: bool = False) -> dict[str, Tensor]:
         """Whole tensors under the model's own names, tied ones under each of theirs; buffers too. Every rank must call.
 

@@ -27,6 +27,7 @@ from polyreme.axes import AXES, lines
 from polyreme.environment import detect
 from polyreme.errors import TransportError
 from polyreme.transport.direct import TAGS, DirectExchange, put, sum_into
+from polyreme.transport.watch import WATCH, Meeting
 from polyreme.transport.work import DONE, Work, reporting
 
 SIZE, SHORT = 8, 2040
@@ -72,8 +73,9 @@ class Axis:
     def __repr__(self) -> str:
         return f"Axis({self.name!r}, size={self.size}, rank={self.rank})"
 
-    def all_gather(self, full: Tensor, shard: Tensor) -> Work:
-        """Fill `full` (n * s elements) with every rank's `shard` (s elements) in rank order.
+    def all_gather(self, full: Tensor, shard: Tensor, of: str = "") -> Work:
+        """Fill `full` (n * s elements) with every rank's `shard` (s elements) in rank order. `of` names it in errors, and tells it from
+        others: ranks that give different ones do not meet.
 
         `shard` may be this rank's part of `full`; then it is not copied."""
         if self.size == 1 or shard.numel() == 0:
@@ -81,12 +83,12 @@ class Axis:
             return DONE
         self._count("all_gather", (self.size - 1) * _bytes(shard))
         if self._direct is not None:
-            return self._direct.all_gather(full, shard)
+            return self._direct.all_gather(full, shard, of)
         put(full.chunk(self.size)[self.rank], shard)
         gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # renamed in torch 2.13
         return Work([gather(full, shard, group=self._group, async_op=True)], what=f"all-gather over {self.name}")
 
-    def reduce_scatter(self, out: Tensor, full: Tensor, accumulate: bool = False) -> Work:
+    def reduce_scatter(self, out: Tensor, full: Tensor, accumulate: bool = False, of: str = "") -> Work:
         """Sum `full` (n * s elements) over the ranks; this rank's part of the sum goes to `out` (s elements), in `out`'s dtype.
 
         With `accumulate` the sum is added to what `out` holds. `full` must stay untouched until the work is done; `out` may be
@@ -96,7 +98,7 @@ class Axis:
             return DONE
         self._count("reduce_scatter", (self.size - 1) * _bytes(full) // self.size)
         if self._direct is not None:
-            return self._direct.reduce_scatter(out, full, accumulate)
+            return self._direct.reduce_scatter(out, full, accumulate, of)
         scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
         what = f"reduce-scatter over {self.name}"
         if out.dtype == full.dtype and not accumulate:
@@ -130,18 +132,18 @@ class Axis:
                 pending = [dist.isend(flat, group=self._group, group_dst=to) for to in range(self.size) if to != source]
             else:
                 pending = [dist.irecv(flat, group=self._group, group_src=source)]
-        Work(pending, what=what).wait()
+        Work(pending, what=what, meeting=self._meeting).wait()
 
     def send(self, tensor: Tensor, to: int) -> Work:
         """Begin to send a contiguous `tensor` to rank `to` of this axis. Sends between two ranks arrive in the order of their receives."""
         self._count("send", _bytes(tensor))
         with reporting(what := f"send over {self.name}"):
-            return Work([dist.isend(tensor, group=self._group, group_dst=to, tag=TAGS)], what=what)
+            return Work([dist.isend(tensor, group=self._group, group_dst=to, tag=TAGS)], what=what, meeting=self._meeting)
 
     def receive(self, tensor: Tensor, source: int) -> Work:
         """Begin to fill a contiguous `tensor` with what rank `source` sends."""
         with reporting(what := f"receive over {self.name}"):
-            return Work([dist.irecv(tensor, group=self._group, group_src=source, tag=TAGS)], what=what)
+            return Work([dist.irecv(tensor, group=self._group, group_src=source, tag=TAGS)], what=what, meeting=self._meeting)
 
     def send_object(self, value: object, to: int) -> None:
         """Send `value` (what JSON can hold) to rank `to`, and wait until it has it."""
@@ -190,6 +192,10 @@ class Axis:
         if self._direct is not None and device.type == "cpu":
             return self._direct.empty(size, dtype)
         return torch.empty(size, dtype=dtype, device=device)
+
+    @property
+    def _meeting(self) -> Meeting | None:
+        return None if self._direct is None else self._direct.meeting
 
     def _count(self, operation: str, sent: int) -> None:
         count = self.counts[operation]
@@ -333,6 +339,8 @@ class _Groups:
         """A process group of `ranks`, apart from the default one, which is the user's; with `backend`, also from those without."""
         if self._world is not dist.group.WORLD:
             self.forget()
+        if dist.get_backend() == "gloo" or backend == "gloo":
+            WATCH.begin()
         if (ranks, backend) not in self._made:
             self._made[ranks, backend] = dist.new_group(list(ranks), timeout=timeout, backend=backend)
         return self._made[ranks, backend]
@@ -341,6 +349,7 @@ class _Groups:
         """Make groups anew from now on: the process group is another, or its groups were destroyed."""
         self._world = dist.group.WORLD if dist.is_initialized() else None
         self._made.clear()
+        WATCH.forget()
 
 
 GROUPS = _Groups()

@@ -268,7 +268,7 @@ def test_a_dead_peer_is_an_error_and_no_hang(ranks: Ranks, operation: str, tmp_p
 def test_a_dead_peer_whose_memory_is_read_is_named(ranks: Ranks, tmp_path: Path) -> None:
     with pytest.raises(RanksFailed, match="SIGKILL"):
         ranks(2, with_a_dead_peer, "reading", tmp_path)
-    assert (tmp_path / "reading-0").read_text() == "all-gather over dp failed, because rank 1 of axis dp ended"
+    assert (tmp_path / "reading-0").read_text() == "all-gather over dp (5000 torch.float32) failed, because rank 1 of axis dp ended"
 
 
 def test_one_process_needs_no_group() -> None:

@@ -11,6 +11,7 @@ aborts the process.
 
 from __future__ import annotations
 
+import zlib
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -22,6 +23,7 @@ from torch import Tensor
 
 from polyreme import nontemporal
 from polyreme.transport.shared_memory import Board, heap, peer
+from polyreme.transport.watch import Meeting
 from polyreme.transport.work import UNSETTLED, Work, reporting
 
 CHUNK = 1 << 18
@@ -30,8 +32,11 @@ SMALL = 4096
 """Bytes below which numbers are sent even to a rank of the same host: telling it where they lie takes as many messages."""
 STAGED = 4
 """Copies of one size, of tensors that others cannot read where they are, which are kept to be used again."""
-TAGS = 1 << 28
-"""Numbers that tell messages of one exchange from those of another, whatever the order in which the exchanges are waited for."""
+NUMBERS = SIGNS = 1 << 14
+"""A message's tag tells the exchanges from each other, whatever the order in which they are waited for, by their number and by what each is
+about: where ranks do not begin the same ones, none takes one's numbers for another's."""
+TAGS = NUMBERS * SIGNS
+"""Beyond those of exchanges."""
 
 
 class DirectExchange:
@@ -43,6 +48,7 @@ class DirectExchange:
         self._axis, self._size, self._rank, self._group = axis, size, rank, group
         self._board: Board | None = None  # shared with the ranks of this host, if there are others
         self._staged: dict[tuple[int, torch.dtype], deque[tuple[Tensor, Work]]] = defaultdict(deque)
+        self.meeting = Meeting(group)
         self._begun = self._posted = 0  # exchanges, and those of them on the board
 
     @property
@@ -66,7 +72,7 @@ class DirectExchange:
         """A flat tensor, not initialised, that ranks of this host can read where it is."""
         return torch.empty(size, dtype=dtype) if self._board is None else self._board.heap.empty(size, dtype)
 
-    def all_gather(self, full: Tensor, shard: Tensor) -> Work:
+    def all_gather(self, full: Tensor, shard: Tensor, of: str) -> Work:
         """As `Axis.all_gather`."""
         places = full.chunk(self._size)
 
@@ -74,12 +80,12 @@ class DirectExchange:
             for place, part in zip(places, parts, strict=True):
                 put(place, part)
 
-        return self._begin([shard] * self._size, places.__getitem__, fill, "all-gather")
+        return self._begin([shard] * self._size, places.__getitem__, fill, f"all-gather{of}")
 
-    def reduce_scatter(self, out: Tensor, full: Tensor, accumulate: bool) -> Work:
+    def reduce_scatter(self, out: Tensor, full: Tensor, accumulate: bool, of: str) -> Work:
         """As `Axis.reduce_scatter`."""
         return self._begin(full.chunk(self._size), lambda _: torch.empty_like(out, dtype=full.dtype),
-                           lambda received: sum_into(out, received, accumulate), "reduce-scatter")  # fmt: skip
+                           lambda received: sum_into(out, received, accumulate), f"reduce-scatter{of}")  # fmt: skip
 
     def all_reduce(self, tensor: Tensor) -> Work:
         """As `Axis.all_reduce`."""
@@ -113,10 +119,12 @@ class DirectExchange:
         A peer on this host gets told where out[r] lies, and says when it has read it. Others, and all where it is little, get the numbers,
         received in into(r).
         """
-        what = f"{what} over {self._axis}"
+        what = f"{what} over {self._axis} ({out[0].numel()} {out[0].dtype})"
         board = None if out[0].nbytes < SMALL else self._board
         near = board.ranks if board is not None else ()
-        tag, notice = self._begun % TAGS, self._posted
+        number, notice, sign = self._begun, self._posted, zlib.crc32(what.encode())
+        tag = number % NUMBERS * SIGNS + sign % SIGNS
+        self.meeting.begun.append((number, what))
         self._begun += 1
         self._posted += board is not None
         parts, ready = list(out), {id(out[rank]): out[rank] for rank in near}
@@ -124,22 +132,22 @@ class DirectExchange:
             if board is not None and board.heap.offset(each) < 0:
                 ready[key] = self._stage(each)
         pending = []
-        with reporting(what):
+        with reporting(what, self.meeting):
             for step in range(1, self._size):  # each rank starts with another peer, so that none is everybody's first
                 to, source = (self._rank + step) % self._size, (self._rank - step) % self._size
                 if source not in near:
                     parts[source] = into(source)
                     pending.append(dist.irecv(parts[source], group=self._group, group_src=source, tag=tag))
                 if board is not None and to in near:
-                    board.post(to, notice, ready[id(out[to])])
+                    board.post(to, notice, ready[id(out[to])], sign)
                 else:
                     pending.append(dist.isend(out[to], group=self._group, group_dst=to, tag=tag))
         if board is None:
-            return Work(pending, lambda: finish(parts), what)
+            return Work(pending, lambda: finish(parts), what, meeting=self.meeting, number=number)
 
         def complete() -> None:
             for source in near:
-                parts[source] = board.await_post(source, notice, out[source].numel(), out[source].dtype)
+                parts[source] = board.await_post(source, notice, out[source].numel(), out[source].dtype, sign)
             finish(parts)
             for source in near:
                 board.acknowledge(source, notice)
@@ -149,7 +157,7 @@ class DirectExchange:
                 board.await_read(to, notice)
             return all(board.was_read(to, notice) for to in near)
 
-        work = Work(pending, complete, what, settled)
+        work = Work(pending, complete, what, settled, self.meeting, number)
         UNSETTLED.hold(work, list(ready.values()))
         for key, each in ready.items():
             if key != id(each):

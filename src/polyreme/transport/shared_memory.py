@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from polyreme.errors import TransportError
+from polyreme.transport.watch import check
 
 TOKEN = 16
 """Bytes at the beginning of a heap that tell it from any other, on this host or elsewhere."""
@@ -140,11 +141,12 @@ class Board:
     """Notices of one rank of an axis to the others on its host, for exchanges that are numbered alike on all of them.
 
     Words `[0, to, exchange % RING]` say that a buffer for rank `to` is ready, and where; words `[1, of, exchange % RING]` that rank `of`'s
-    buffer has been read. `offset` is where the board lies in this process' heap."""
+    buffer has been read; words `[2, to, exchange % RING]` are signs of what the exchanges are about: ranks with different ones do not meet.
+    `offset` is where the board lies in this process' heap."""
 
     def __init__(self, home: Heap, axis: str, rank: int, size: int, timeout: float) -> None:
         self.heap, self._axis, self._rank, self._timeout = home, axis, rank, timeout
-        self._shape = (2, size, RING)
+        self._shape = (3, size, RING)
         self._memory, self.offset = home.reserve(8 * math.prod(self._shape))
         self._mine = np.ndarray(self._shape, np.int64, self._memory)
         self._others: dict[int, tuple[Peer, np.ndarray]] = {}
@@ -158,15 +160,16 @@ class Board:
         """Read the notices of `rank`, whose board lies at `offset` of its heap."""
         self._others[rank] = other, np.ndarray(self._shape, np.int64, other.read(offset, self._mine.nbytes))
 
-    def post(self, to: int, exchange: int, buffer: Tensor) -> None:
+    def post(self, to: int, exchange: int, buffer: Tensor, sign: int = 0) -> None:
         """Say that `buffer`, which is in the heap, is ready for rank `to`."""
         if exchange >= RING:
             self.await_read(to, exchange - RING)
+        self._mine[2, to, exchange % RING] = sign
         self._mine[0, to, exchange % RING] = _word(exchange, self.heap.offset(buffer))
 
-    def await_post(self, source: int, exchange: int, size: int, dtype: torch.dtype) -> Tensor:
+    def await_post(self, source: int, exchange: int, size: int, dtype: torch.dtype, sign: int = 0) -> Tensor:
         """The buffer of rank `source`, where it lies, once it is ready."""
-        offset = (self._await(source, 0, exchange) & ((1 << OFFSET_BITS) - 1)) - 1
+        offset = (self._await(source, 0, exchange, sign) & ((1 << OFFSET_BITS) - 1)) - 1
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message=".*not writable")
             return torch.frombuffer(self._others[source][0].read(offset, size * dtype.itemsize), dtype=dtype)
@@ -183,8 +186,8 @@ class Board:
         """The same, without waiting."""
         return _is_about(int(self._others[to][1][1, self._rank, exchange % RING]), exchange)
 
-    def _await(self, rank: int, kind: int, exchange: int) -> int:
-        """The word of `rank`'s board once it is about this exchange, or a later one."""
+    def _await(self, rank: int, kind: int, exchange: int, sign: int | None = None) -> int:
+        """The word of `rank`'s board once it is about this exchange, or a later one, and has this `sign`."""
         other, words = self._others[rank]
         began = checked = time.monotonic()
         while True:
@@ -192,8 +195,9 @@ class Board:
             if (now := time.monotonic()) - checked > 0.05:
                 alive, checked = other.alive(), now  # looked at before the word, which its last act may have been to write
             word = int(words[kind, self._rank, exchange % RING])
-            if _is_about(word, exchange):
+            if _is_about(word, exchange) and (sign is None or words[2, self._rank, exchange % RING] == sign):
                 return word
+            check()
             if not alive:
                 raise TransportError(f"rank {rank} of axis {self._axis} ended")
             if now - began > self._timeout:

@@ -8,23 +8,26 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch.distributed as dist
 from torch import Tensor
 
 from polyreme.errors import TransportError
+from polyreme.transport.watch import WATCH, Meeting
 
 
 @contextmanager
-def reporting(what: str) -> Iterator[None]:
-    """Turns a backend's errors into TransportError, and names the operation in those of `transport`."""
+def reporting(what: str, meeting: Meeting | None = None) -> Iterator[None]:
+    """Turns a backend's errors into TransportError, and names the operation in those of `transport`; and says what is known of the cause,
+    where the ranks of `meeting` took part."""
     try:
         yield
     except TransportError as error:
-        raise TransportError(f"{what} failed, because {error}") from error
+        raise TransportError(f"{what} failed, because {WATCH.why(meeting) or error}") from error
     except RuntimeError as error:
-        raise TransportError(f"{what} failed, because another rank ended or cannot be reached: {error}") from error
+        why = WATCH.why(meeting) or f"another rank ended or cannot be reached: {error}"
+        raise TransportError(f"{what} failed, because {why}") from error
 
 
 class Work:
@@ -37,12 +40,18 @@ class Work:
         finish: Callable[[], None] | None = None,
         what: str = "",
         settled: Callable[[bool], bool] = lambda block: True,
+        meeting: Meeting | None = None,
+        number: int | None = None,
     ) -> None:
-        """`finish` is called when `pending` is complete. `settled` tells whether the input is free; given True, it waits till then."""
+        """`finish` is called when `pending` is complete. `settled` tells whether the input is free; given True, it waits till then.
+        `meeting` are the ranks that take part, and `number` tells which of their operations it is."""
+        self._meeting, self._number = meeting, number
         self._pending, self._finish, self._what, self._settled = deque(pending), finish, what, settled
 
     def wait(self) -> None:
-        with reporting(self._what):
+        if not self._pending and self._finish is None:
+            return
+        with self._waiting():
             while self._pending:
                 if (work := self._pending.popleft()) is not None:
                     work.wait()
@@ -52,8 +61,16 @@ class Work:
 
     def settle(self) -> None:
         self.wait()
-        with reporting(self._what):
+        with self._waiting():
             self._settled(True)
+
+    @contextmanager
+    def _waiting(self) -> Iterator[None]:
+        watched: AbstractContextManager[None] = nullcontext()
+        if self._meeting is not None:
+            watched = WATCH.waiting(self._meeting, self._what, self._number)
+        with reporting(self._what, self._meeting), watched:
+            yield
 
     def is_settled(self) -> bool:
         """Whether `settle` would return at once; that of an operation nobody has waited for would not."""

@@ -118,6 +118,7 @@ class Bucket:
         # whether unreduced gradients give their buffer back after every reduction
         self._transient = residency.grads == "shard" or microbatches in ("reduced", "left")
         self.own = slice(*layout.shard(axis.rank))
+        self._of = f" of {layout.slots[0].name} ..."
         self.region = region_of(layout, axis, residency)
         self._pool = pool
         self._state: Literal["full", "fetching", "gathering", "released"] = "full"
@@ -288,14 +289,14 @@ class Bucket:
         self.full.untyped_storage().resize_(self.full.nbytes)
         if self._away is None:
             assert self._shard is not None
-            self._gathering = self.axis.all_gather(self.full, self._shard)
+            self._gathering = self.axis.all_gather(self.full, self._shard, self._of)
         elif self.axis.size == 1:
             self._gathering = self._away.into(self.full)
         else:
             self._here = self._pool.take(self.layout.shard_size, self.formats.compute)
             self._away.into(self._here)
             with self._away.beside():
-                self._gathering = self.axis.all_gather(self.full, self._here)
+                self._gathering = self.axis.all_gather(self.full, self._here, self._of)
         self._state = "gathering"
 
     @property
@@ -436,7 +437,7 @@ class Bucket:
                 self._local[slot.start : slot.stop].zero_()
         if self.grad is None:
             self.grad = self._local[self.region] if self._reduces_in_place else self._room()
-        self._reducing = self.axis.reduce_scatter(self.own_grad, self._local, accumulate=self._reduced)
+        self._reducing = self.axis.reduce_scatter(self.own_grad, self._local, accumulate=self._reduced, of=self._of)
         self._reduced = not self._adds_there
 
     def _room(self) -> Tensor:

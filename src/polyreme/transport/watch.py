@@ -1,0 +1,242 @@
+"""What this rank waits for, and whether it can ever come: ranks that wait long tell each other where they are, and a wait without end is
+broken off.
+
+Invariants: an operation that ranks do in the same order costs a note in this process' memory; only a wait of more than `patience` seconds
+communicates, through the store by which the ranks met, in a thread of its own. A wait is broken off only where it is known to be without
+end: the other rank began another operation in its place, or waits itself for what this rank has not begun.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import json
+import sys
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import timedelta
+from types import TracebackType
+from typing import Any, ClassVar, ParamSpec, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from polyreme.errors import TransportError
+
+REMEMBERED = 64
+"""Operations of a meeting that others are told of."""
+BREAK = (1 << 30) + 1
+"""The tag of a message that nobody sends."""
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+class Meeting:
+    """The ranks of one axis, and the operations that this rank began with them, numbered alike on all."""
+
+    made: ClassVar[dict[tuple[int, ...], int]] = {}
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group, self.ranks = group, tuple(dist.get_process_group_ranks(group))
+        Meeting.made[self.ranks] = Meeting.made.get(self.ranks, 0) + 1
+        self.key = f"{self.ranks}#{Meeting.made[self.ranks]}"
+        self.begun: deque[tuple[int, str]] = deque(maxlen=REMEMBERED)
+        WATCH.meetings.add(self)
+
+    def others(self) -> list[int]:
+        mine = dist.get_rank()
+        return [rank for rank in self.ranks if rank != mine]
+
+    def leave(self) -> None:
+        """Have every wait for this group's messages fail at once, here and on the others: gloo closes connections after a timeout."""
+        peer = next(at for at, rank in enumerate(self.ranks) if rank != dist.get_rank())
+        try:
+            dist.irecv(torch.zeros(1), group=self.group, group_src=peer, tag=BREAK).wait(timedelta(milliseconds=1))  # type: ignore[union-attr]
+        except RuntimeError:
+            return
+
+
+@dataclass(eq=False)
+class Wait:
+    """Of one thread: for which operation, the `number`th of its meeting."""
+
+    meeting: Meeting
+    what: str
+    number: int | None
+    since: float = field(default_factory=time.monotonic)
+    told: int = 0
+    stuck: dict[int, tuple[str, int]] = field(
+        default_factory=dict
+    )  # by rank: what it waited for, and how often it had told, at the last look
+
+
+class Watch:
+    """The waits of this process. `patience`, `every` and `period` are seconds: before others are asked, between two lines of a wait on
+    stderr, and between looks."""
+
+    def __init__(self) -> None:
+        self.patience, self.every, self.period = 5.0, 60.0, 1.0
+        self.call = ""
+        """The engine's method that is running."""
+        self.failure = ""
+        """Why a wait was broken off."""
+        self.meetings: weakref.WeakSet[Meeting] = weakref.WeakSet()
+        self._waits: dict[int, Wait] = {}  # by thread
+        self._world: object = None
+        self._store: Any = None
+        self._thread: threading.Thread | None = None
+        self._error = ""
+        self._told = self._times = 0
+        self._wake = threading.Event()
+
+    def begin(self) -> None:
+        """Watch the ranks of the process group, from now on."""
+        if self._world is dist.group.WORLD:
+            return
+        self._world = dist.group.WORLD
+        self._times += 1
+        self._store = dist.PrefixStore(f"polyreme/{self._times}", dist.distributed_c10d._get_default_store().clone())  # type: ignore[attr-defined]
+        if self._thread is None:
+            sys.excepthook = self._noting(sys.excepthook)
+            atexit.register(self._end)
+            self._thread = threading.Thread(target=self._look_again, name="polyreme watch", daemon=True)
+            self._thread.start()
+
+    def forget(self) -> None:
+        """The groups are others from now on."""
+        self._world, self.failure = None, ""
+        Meeting.made.clear()
+
+    @contextmanager
+    def waiting(self, meeting: Meeting, what: str, number: int | None) -> Iterator[None]:
+        thread = threading.get_ident()
+        self._waits[thread] = Wait(meeting, what, number)
+        try:
+            yield
+        finally:
+            self._waits.pop(thread, None)
+
+    def why(self, meeting: Meeting | None) -> str:
+        """What is known of a failure of an operation with these ranks."""
+        if not self.failure and meeting is not None:
+            try:
+                self.failure = self._heard(meeting)
+            except RuntimeError:  # the rank that had the store ended
+                return ""
+        return self.failure
+
+    # ---- in the thread
+
+    def _look_again(self) -> None:
+        while True:
+            self._wake.wait(self.period)
+            for wait in list(self._waits.values()):
+                if time.monotonic() - wait.since > self.patience and not self.failure:
+                    try:
+                        self._look(wait)
+                    except RuntimeError as error:  # the rank that had the store ended; what waits for it hears of that
+                        self._tell(wait, f"the store of rank 0 cannot be reached: {error}")
+
+    def _look(self, wait: Wait) -> None:
+        mine = dist.get_rank()
+        waits = [(each.meeting.key, each.number, each.what, each.since) for each in list(self._waits.values())]
+        begun = {meeting.key: list(meeting.begun) for meeting in list(self.meetings)}
+        self._told += 1
+        self._store.set(f"at/{mine}", json.dumps({"call": self.call, "waits": waits, "begun": begun, "told": self._told}))
+        failure = self._heard(wait.meeting)
+        for rank in wait.meeting.others():
+            if not failure and self._store.check([f"at/{rank}"]):
+                failure = self._compare(wait, rank, json.loads(self._store.get(f"at/{rank}")), begun)
+        if failure:
+            self.failure = failure
+            self._store.set(f"left/{mine}", f"could not go on with {wait.what}{_within(self.call)}: {failure}")
+            wait.meeting.leave()
+        else:
+            self._tell(wait)
+
+    def _heard(self, meeting: Meeting) -> str:
+        """Why another rank of the meeting will not come, if it said so."""
+        for rank in meeting.others():
+            for key in (f"ended/{rank}", f"left/{rank}"):
+                if self._store.check([key]):
+                    return f"rank {rank} {self._store.get(key).decode()}"
+        return ""
+
+    def _compare(self, wait: Wait, rank: int, there: Any, begun: dict[str, list[tuple[int, str]]]) -> str:
+        """Why the wait has no end, as far as it can be told from where `rank` is."""
+        theirs = dict(there["begun"].get(wait.meeting.key, []))
+        in_call = _within(there["call"])
+        if wait.number is None:
+            return ""
+        if (other := theirs.get(wait.number, wait.what)) != wait.what:
+            return f"rank {rank} began another operation in its place, {other}{in_call}; {_WAY}"
+        last = max(theirs, default=-1)
+        for key, number, what, since in there["waits"]:
+            reached = max((each for each, _ in begun.get(key, [])), default=-1)
+            if last < wait.number and number is not None and key in begun and reached < number:
+                found, told = f"{key} {number} {since}", there["told"]
+                before = wait.stuck.setdefault(rank, (found, told))
+                if before[0] == found and before[1] < told:  # still so, and both have waited all the time between
+                    here = f"{wait.what}{_within(self.call)}"
+                    return f"rank {rank} waits for this one, in {what}{in_call}, and this one for it, in {here}; {_WAY}"
+                wait.stuck[rank] = before if before[0] == found else (found, told)
+        return ""
+
+    def _tell(self, wait: Wait, more: str = "") -> None:
+        seconds = time.monotonic() - wait.since
+        if seconds >= self.every * (wait.told + 1):
+            wait.told = int(seconds / self.every)
+            ranks = f"rank{'s' * (len(wait.meeting.ranks) > 2)} {', '.join(map(str, wait.meeting.others()))}"
+            print(f"polyreme: rank {dist.get_rank()} has waited {seconds:.0f} s for {ranks}{_within(self.call)}: "
+                  f"{wait.what} {more}", file=sys.stderr, flush=True)  # fmt: skip
+
+    # ---- the end of this process
+
+    def _noting(self, hook: Callable[..., Any]) -> Callable[..., Any]:
+        def note(kind: type[BaseException], error: BaseException, frames: TracebackType | None) -> None:
+            self._error = f"{kind.__name__}: {error}"
+            hook(kind, error, frames)
+
+        return note
+
+    def _end(self) -> None:
+        if self._world is None or self._world is not dist.group.WORLD:
+            return
+        try:
+            self._store.set(f"ended/{dist.get_rank()}", f"raised {self._error}" if self._error else "ended before this one")
+        except RuntimeError:
+            return
+
+
+def _within(call: str) -> str:
+    return f" in {call}" if call else ""
+
+
+_WAY = "all ranks have to make the same calls in the same order, and to run the same blocks (zero.keep names those that not all run)"
+WATCH = Watch()
+
+
+def check() -> None:
+    """Raise TransportError where this process' waits were broken off."""
+    if WATCH.failure:
+        raise TransportError(WATCH.failure)
+
+
+def collective(method: Callable[P, T]) -> Callable[P, T]:
+    """Marks a method that all ranks have to call: messages name it."""
+
+    @functools.wraps(method)
+    def run(*args: P.args, **kwargs: P.kwargs) -> T:
+        before, WATCH.call = WATCH.call, method.__name__
+        try:
+            return method(*args, **kwargs)
+        finally:
+            WATCH.call = before
+
+    return run

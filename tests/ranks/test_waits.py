@@ -1,0 +1,103 @@
+"""Ranks that do not make the same calls, or run the same blocks: each says so, of whom, and none waits until the deadline."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import polyreme
+from polyreme.errors import PolyremeError
+from polyreme.transport.watch import WATCH
+from pool import Ranks
+
+WIDTH = 64
+BATCH = {"batch": {"size": 4}}
+
+
+class Branches(nn.Module):
+    """Of two blocks `which` chooses one."""
+
+    def __init__(self, width: int = WIDTH) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(width, width) for _ in range(3))
+        self.which = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.blocks[0](x)
+        return self.blocks[2 - self.which](x)
+
+
+def apart(rank: int, world: int, case: str, folder: Path) -> tuple[str, float]:
+    """What a rank says where rank 1 does something else than rank 0."""
+    width = 8 if "small" in case else WIDTH
+    model = Branches(width)
+    stage = 3 if "blocks" in case else 2
+    zero = {"stage": stage, "min_bucket": 0}
+    engine = polyreme.initialize(model, {**BATCH, "zero": zero}, loss_fn=nn.functional.mse_loss)
+    batch = torch.randn(2, width), torch.randn(2, width)
+    engine.train_step(batch)
+    WATCH.patience, WATCH.period = 0.2, 0.05
+    began = time.monotonic()
+    try:
+        if "blocks" in case:
+            model.which = rank
+            engine.train_step(batch)
+        elif rank == 0:
+            engine.train_step(batch)
+        elif "eval" in case:
+            engine.eval_step(batch)
+        else:
+            engine.save(folder)
+    except PolyremeError as error:
+        return f"{type(error).__name__}: {error}", time.monotonic() - began
+    finally:
+        WATCH.patience, WATCH.period = 5.0, 1.0
+    return "", 0.0
+
+
+CASES = {
+    "blocks": ("blocks.1.weight", "zero.keep"),
+    "small blocks": ("blocks.1.weight", "zero.keep"),
+    "eval": ("in eval_step", "in train_step", "same calls"),
+    "small eval": ("in eval_step", "in train_step", "same calls"),
+    "save": ("in save", "in train_step", "same calls"),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_both_ranks_say_what_the_other_does(ranks: Ranks, tmp_path: Path, case: str) -> None:
+    answers: list[Any] = ranks(2, apart, case, tmp_path / "checkpoint")
+    for rank, (said, seconds) in enumerate(answers):
+        assert f"rank {1 - rank}" in said and said.startswith(("TransportError", "CheckpointError")), (rank, said)
+        assert seconds < 120, "far before the deadline of ten minutes"
+    for name in CASES[case]:
+        assert any(name in said for said, _ in answers), (name, answers)
+
+
+def late(rank: int, world: int, told: Path) -> float:
+    """The loss of a step to which rank 1 comes once rank 0 has said that it waits."""
+    engine = polyreme.initialize(Branches(), BATCH, loss_fn=nn.functional.mse_loss)
+    batch = torch.ones(2, WIDTH), torch.zeros(2, WIDTH)
+    WATCH.patience, WATCH.every, WATCH.period = 0.05, 0.1, 0.05
+    try:
+        if rank == 0:
+            with told.open("w") as stream, contextlib.redirect_stderr(stream):
+                return engine.train_step(batch).loss
+        while not (told.exists() and "\n" in told.read_text()):
+            time.sleep(0.01)
+        return engine.train_step(batch).loss
+    finally:
+        WATCH.patience, WATCH.every, WATCH.period = 5.0, 60.0, 1.0
+
+
+def test_a_long_wait_says_for_whom_and_goes_on(ranks: Ranks, tmp_path: Path) -> None:
+    losses = ranks(2, late, tmp_path / "told")
+    assert losses[0] == losses[1]
+    assert re.match(r"polyreme: rank 0 has waited \d+ s for rank 1 in train_step: all-reduce over dp ", (tmp_path / "told").read_text())
