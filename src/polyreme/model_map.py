@@ -24,6 +24,9 @@ NUM_ITEMS = "num_items_in_batch"
 IGNORED_LABEL = -100
 """The label that takes no part in a loss, in torch and in transformers."""
 
+SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "vocab_size")
+"""Keys of transformers configs that count what every model has some of."""
+
 
 def tensors_in(value: object) -> list[Tensor]:
     """Every tensor in what a module takes or returns: nested tuples, lists, mappings and dataclasses, transformers' outputs too."""
@@ -332,7 +335,7 @@ def skeleton(
     loaded = read_config(path, config, trust_remote_code, vocab_size)
     try:
         return _architecture(loaded).from_config(loaded)
-    except (ValueError, TypeError, KeyError, AttributeError, ArithmeticError) as error:
+    except (ValueError, TypeError, KeyError, AttributeError, ArithmeticError, RuntimeError) as error:
         raise _unfit(path, config, error) from error
 
 
@@ -362,7 +365,7 @@ def read_config(path: str | None, config: Mapping[str, Any] | None, trust_remote
         made = transformers.AutoConfig.for_model(kind, **values)
     except Exception as error:  # its classes check themselves, each with errors of its own
         raise _unfit(None, config, error) from error
-    if problems := _misspelt(kind, values, type(made)()):
+    if problems := [*_misspelt(kind, values, type(made)()), *_nonsense(values)]:
         raise ConfigError(problems)
     _refuse_kernels(made, "model.config", dict(config or {}), trust_remote_code)
     return made
@@ -382,6 +385,19 @@ def _refuse_kernels(config: Any, key: str, value: object, trusted: bool) -> None
                 reason = f"{name} = {chosen!r} is code that transformers would fetch from its hub and run"
                 fix = f'write {name} = "sdpa" there, or set model.trust_remote_code = true if you trust it'
                 raise ConfigError([Problem(key, value, reason, fix)])
+
+
+def _nonsense(values: Mapping[str, Any]) -> list[Problem]:
+    """Sizes and fractions that transformers takes without a word, and no model can have."""
+    found = []
+    for key, value in values.items():
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            continue
+        if key in SIZES and value < 1:
+            found.append(Problem(f"model.config.{key}", value, "a model has at least 1", f"write {key} = 1 or more"))
+        elif "dropout" in key and not 0 <= value <= 1:
+            found.append(Problem(f"model.config.{key}", value, "it is a probability", f"write {key} = 0.0, or up to 1.0"))
+    return found
 
 
 def _misspelt(kind: str, values: Mapping[str, Any], default: Any) -> list[Problem]:

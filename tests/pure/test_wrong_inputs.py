@@ -13,9 +13,10 @@ import pytest
 from typer.testing import CliRunner
 
 from command import RANK_VARIABLES, TINY, write_text
-from polyreme import cli
+from polyreme import cli, model_map
 from polyreme.config.keys import LEAVES
 from polyreme.config.words import expects
+from polyreme.errors import ConfigError
 from polyreme.launch import torchrun
 
 DEEP = 5000
@@ -161,3 +162,13 @@ def test_wrong_files_and_settings(folder: Path) -> None:
     found = {name: problem for name in names if (problem := refusal("inspect", "--", name))}
     found |= {name: problem for name, change in SETS.items() if (problem := refusal("inspect", "tiny.toml", "--set", change))}
     assert not found and contents(folder) == before
+
+
+def test_nonsense_in_the_model_is_named() -> None:
+    found = {}
+    changes = {"hidden_size": -32, "num_hidden_layers": 0, "num_attention_heads": -2, "vocab_size": -5, "attention_dropout": 5.0}
+    for key, value in changes.items():
+        with pytest.raises(ConfigError) as caught:
+            model_map.skeleton(None, {"model_type": "llama", key: value})
+        found[key] = [problem.key for problem in caught.value.problems]
+    assert found == {key: [f"model.config.{key}"] for key in changes}
