@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import socket
 from collections.abc import Iterator
 from pathlib import Path
@@ -172,3 +173,13 @@ def test_nonsense_in_the_model_is_named() -> None:
             model_map.skeleton(None, {"model_type": "llama", key: value})
         found[key] = [problem.key for problem in caught.value.problems]
     assert found == {key: [f"model.config.{key}"] for key in changes}
+
+
+def test_the_launcher_leaves_ignored_signals_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TORCHELASTIC_SIGNALS_TO_HANDLE", raising=False)
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does
+    try:
+        assert torchrun._for_ranks(1, None)["TORCHELASTIC_SIGNALS_TO_HANDLE"] == "SIGTERM,SIGINT,SIGQUIT"
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    assert "TORCHELASTIC_SIGNALS_TO_HANDLE" not in torchrun._for_ranks(1, None)

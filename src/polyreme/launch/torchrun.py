@@ -42,6 +42,7 @@ from polyreme.launch.signals import WISHES
 PATIENCE = 8  # seconds that ranks get to end by themselves before SIGKILL
 SAVING = 15 * 60  # and those that were asked to save before
 ONE_SIGNAL = 2.0  # seconds in which the same signal again is no second one: schedulers send theirs to every process, and some forward it
+ENDINGS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)  # which the agent takes as the wish to end
 POLL = 0.1  # seconds between looks at the ranks
 LOOPBACK = "127.0.0.1"
 
@@ -126,6 +127,10 @@ def _for_ranks(ranks: int, threads: int | None) -> dict[str, str]:
     if ranks > 1:
         variables["OMP_WAIT_POLICY"] = "PASSIVE"  # a thread that spins takes the core of another rank
         variables |= dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), "lo" if sys.platform.startswith("linux") else "lo0")
+    # Those that whoever started this process had it ignore (nohup, jobs in the background) stay ignored: the agent would listen to all.
+    heard = [number.name for number in ENDINGS if signal.getsignal(number) != signal.SIG_IGN]
+    if len(heard) < len(ENDINGS) and heard:
+        variables["TORCHELASTIC_SIGNALS_TO_HANDLE"] = ",".join(heard)
     return {name: value for name, value in variables.items() if name not in os.environ}
 
 
