@@ -251,21 +251,22 @@ class Bucket:
 
     def reclaim(self) -> Tensor:
         """After a loan, or after parameters were given memory of their own: let them be views of the full buffer again. Returns what they
-        were, flat, in the lent memory or else in that buffer. Raises ModelError where shape or dtype are not theirs any more."""
+        were, flat, in the lent memory or else in that buffer; those of another shape stay as given. Raises ModelError for another dtype."""
         numbers, views = (self.full, self._views) if self._lent is None else (self._lent, self._cut(self._lent))
-        given = [parameter.data for parameter in self.parameters]
-        self._lent = None
-        self._point(self._views)
-        if self.released:
-            guard(self.parameters)
-        for slot, data, view in zip(self.layout.slots, given, views, strict=True):
-            if data.shape != view.shape or data.dtype != view.dtype:
-                raise ModelError(
-                    f"parameter {slot.name} was made {data.dtype} of shape {tuple(data.shape)}, and is {view.dtype} of shape "
-                    f"{tuple(view.shape)}: change dtype (precision.compute) and shapes before initialize()"
-                )
-            if data.data_ptr() != view.data_ptr():
+        self._lent, problem = None, ""
+        for slot, parameter, view, home in zip(self.layout.slots, self.parameters, views, self._views, strict=True):
+            data = parameter.data
+            if data.shape != view.shape:  # it is another one now, which `Roster` tells of
+                continue
+            if data.dtype != view.dtype:
+                problem = f"parameter {slot.name} was made {data.dtype}, and is {view.dtype}: set precision.compute before initialize()"
+            elif data.data_ptr() != view.data_ptr():
                 view.copy_(data)
+            parameter.data = home
+            if self.released:
+                guard([parameter])
+        if problem:
+            raise ModelError(problem)
         return numbers
 
     def _cut(self, flat: Tensor) -> list[Tensor]:
