@@ -169,10 +169,14 @@ def inspect(
         typer.Option("-n", "--ranks", min=1, help="The world size to resolve it for.", show_default="1; --schedule: the fewest possible"),
     ] = None,
     as_json: AsJson = False,
+    every: Annotated[bool, typer.Option("--all", help="Also the keys that have their default.")] = False,
+    describe: Annotated[bool, typer.Option("--describe", help="Also what the keys mean.")] = False,
     schedule: Annotated[bool, typer.Option("--schedule", help="Draw the timeline of a pipeline's step instead.")] = False,
     svg: Annotated[Path | None, typer.Option(metavar="FILE", help="With --schedule: also write the timeline as an SVG file.")] = None,
 ) -> None:
-    """Show CONFIG with every key filled in, where each value comes from, and which of several ranks form which axis.
+    """Show what CONFIG comes to, where each value comes from, and which of several ranks form which axis.
+
+    Keys that have their default are left out, but with --all (and with --json, which has every key).
 
     With --schedule, show what each pipeline rank does when, with the bubble (its share of the step without work) and how many
     micro-batches' activations it keeps at once, if every stage takes the same time and a backward twice that of a forward.
@@ -186,12 +190,14 @@ def inspect(
     from polyreme.config import Config
 
     if path.is_dir():
-        if overrides or ranks or schedule or svg:
+        if overrides or ranks or schedule or svg or every or describe:
             raise typer.BadParameter(f"{path} is a folder, so that a checkpoint is shown: of the options only --json applies")
         _inspect_checkpoint(path, as_json)
         return
     if svg and not schedule:
         raise typer.BadParameter("it is a picture of the timeline: give --schedule, too", param_hint="--svg")
+    if schedule and (every or describe):
+        raise typer.BadParameter("--schedule draws no keys: leave --all and --describe out")
     loaded = Config.load(path, overrides or [])
     if schedule:
         from polyreme.pipeline import timeline
@@ -210,7 +216,7 @@ def inspect(
     elif as_json:
         typer.echo(inspection.as_json(loaded, ranks or 1))
     else:
-        Console().print(inspection.render(loaded, ranks or 1), inspection.render_axes(loaded, ranks or 1), sep="")
+        Console().print(inspection.render(loaded, ranks or 1, every, describe), inspection.render_axes(loaded, ranks or 1), sep="")
 
 
 def _inspect_checkpoint(path: Path, as_json: bool) -> None:

@@ -15,7 +15,9 @@ from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Group
+from rich.box import SIMPLE_HEAD
+from rich.console import Group, RenderableType
+from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
@@ -40,23 +42,31 @@ SHORT = {"float64": "fp64", "float32": "fp32", "float16": "fp16", "bfloat16": "b
 NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")  # between dots
 
 
-def render(config: Config, world_size: int) -> Table:
-    """The resolved config as a table of key, value, origin and description. Raises ConfigError where it cannot run."""
+def render(config: Config, world_size: int, every: bool = False, describe: bool = False) -> Group:
+    """The resolved config as a table of key, value and origin: what differs from the defaults, or with `every` all keys; with `describe`
+    what each of them means is below it. Raises ConfigError where it cannot run."""
     resolved = config.resolve(world_size)
     origins: dict[str, str] = dict(resolved.origins)
-    table = Table(title=f"config for {world_size} rank{'s' if world_size > 1 else ''}", title_justify="left")
+    shown = [key for key in LEAVES if every or origins[key] != "default"]
+    table = Table(title=f"config for {_count(world_size, 'rank')}", title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
     table.add_column("key", no_wrap=True)
     table.add_column("value", overflow="fold")
-    table.add_column("origin")
-    table.add_column("description", overflow="fold")
-    for key, field in LEAVES.items():
-        # Text, not str: a value may hold brackets, which rich would take for markup.
-        value = Text(toml(resolved.value(key)), style=STYLES[origins[key]])
-        table.add_row(Text(key), value, origins[key], Text(field.description or ""))
+    table.add_column("origin", no_wrap=True)
+    rows = []
+    for key in shown:
+        rows.append((key, toml(resolved.value(key)), origins[key], LEAVES[key].description or ""))
         if key == "batch.micro":
-            count = Text(str(resolved.accumulation), style=STYLES["derived"])
-            table.add_row(Text("(accumulation)"), count, "derived", "Micro-batches of one step on one rank.")
-    return table
+            rows.append(("(accumulation)", str(resolved.accumulation), "derived", "Micro-batches of one step on one rank."))
+    for key, value, origin, _ in rows:
+        # Text, not str: a value may hold brackets, which rich would take for markup.
+        table.add_row(Text(key), Text(value, style=STYLES[origin]), origin)
+    parts: list[RenderableType] = [table]
+    if describe:
+        for key, _, _, description in rows:
+            parts += [Text(key, style="bold"), Padding(Text(description), (0, 0, 0, 4))]
+    if len(shown) < len(LEAVES):
+        parts.append(Text(f"{len(LEAVES) - len(shown)} other keys have their defaults: --all shows them, --describe what keys mean"))
+    return Group(*parts)
 
 
 def axes(config: Config, world_size: int) -> dict[str, list[list[int]]]:

@@ -642,15 +642,25 @@ def test_spans_in_steps() -> None:
 # ---- rendering ------------------------------------------------------------------------------------------------------
 
 
-def test_render_shows_every_key_with_value_and_origin() -> None:
+def rendered(config: Config, *options: bool, width: int = 80) -> list[str]:
+    """What `polyreme inspect` shows on a terminal."""
     out = io.StringIO()
+    Console(file=out, width=width).print(render(config, 2, *options))
+    return out.getvalue().splitlines()
+
+
+def test_render_shows_what_differs_from_the_defaults_or_every_key() -> None:
     config = Config.load({"monitor": {"project": "[bold]x"}, "batch": {"size": 12, "micro": 2}})
-    Console(file=out, width=200).print(render(config, 2))
-    lines = out.getvalue().splitlines()
+    every, some = rendered(config, True), rendered(config)
     for key, origin in config.resolve(2).origins.items():
-        assert any(f" {key} " in line and origin in line for line in lines), key
-    assert any("monitor.project" in line and '"[bold]x"' in line for line in lines)
-    assert any("(accumulation)" in line and " 3 " in line for line in lines)
+        assert any(line.split()[:1] == [key] and line.split()[-1] == origin for line in every), key
+        assert any(line.split()[:1] == [key] for line in some) == (origin != "default"), key
+    assert "--all" in some[-1] and "--all" not in every[-1]
+    for lines in (every, some):
+        assert any("monitor.project" in line and '"[bold]x"' in line for line in lines)
+        assert any("(accumulation)" in line and " 3 " in line for line in lines)
+        assert max(map(len, lines)) <= 80
+    assert "Samples of one optimizer step" in " ".join(rendered(config, False, True)) and "Samples of" not in " ".join(every)
     with pytest.raises(ConfigError):
         render(config, 5)
 
