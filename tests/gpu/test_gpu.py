@@ -208,10 +208,10 @@ class Mirror(Axis):
             done = stream.record_event()
         return Work(finish=lambda: torch.cuda.current_stream().wait_event(done))
 
-    def all_gather(self, full: Tensor, shard: Tensor) -> Work:
+    def all_gather(self, full: Tensor, shard: Tensor, of: str = "") -> Work:
         return self._late(lambda: [part.copy_(shard) for part in full.chunk(2)])
 
-    def reduce_scatter(self, out: Tensor, full: Tensor, accumulate: bool = False) -> Work:
+    def reduce_scatter(self, out: Tensor, full: Tensor, accumulate: bool = False, of: str = "") -> Work:
         part = full.chunk(2)[0]
         return self._late(lambda: out.add_(part, alpha=2) if accumulate else out.copy_(part).mul_(2))
 
