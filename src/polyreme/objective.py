@@ -164,7 +164,8 @@ def _warn_of_no_mean(loss_fn: LossFn, output: Any, target: Any, loss: Any) -> No
         for rows in (slice(half), slice(half, None)):
             total += float(loss_fn(*_rows((output, target), rows))) * len(range(samples)[rows])  # type: ignore[arg-type]
         whole, mean = float(loss.detach()), total / samples
-        if abs(whole - mean) > 1e-3 * max(abs(whole), abs(mean)) and math.isfinite(whole) and math.isfinite(mean):
+        rounding = max(1e-3, 4 * torch.finfo(loss.dtype).eps) * max(abs(whole), abs(mean)) + 1e-6  # sums near 0 have few digits left
+        if abs(whole - mean) > rounding and math.isfinite(whole) and math.isfinite(mean):
             warnings.warn(
                 f"the loss of a micro-batch of {samples} samples is {whole:g}, but the mean over its halves {mean:g}: loss_fn returns no "
                 "mean over samples, as which the engine weights it. Return (sum of losses, weight); with class weights or masks, "
