@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import re
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 
 import polyreme
 from polyreme.errors import PolyremeError
-from polyreme.transport.watch import WATCH
+from polyreme.transport.watch import WATCH, Meeting, Watch
 from pool import Ranks
 
 WIDTH = 64
@@ -56,6 +57,8 @@ def apart(rank: int, world: int, case: str, folder: Path) -> tuple[str, float]:
         else:
             engine.save(folder)
     except PolyremeError as error:
+        with pytest.raises(PolyremeError, match="rank"):  # at once, and over other connections, too: the other rank has left
+            engine.save(folder)
         return f"{type(error).__name__}: {error}", time.monotonic() - began
     finally:
         WATCH.patience, WATCH.period = 5.0, 1.0
@@ -101,3 +104,39 @@ def test_a_long_wait_says_for_whom_and_goes_on(ranks: Ranks, tmp_path: Path) -> 
     losses = ranks(2, late, tmp_path / "told")
     assert losses[0] == losses[1]
     assert re.match(r"polyreme: rank 0 has waited \d+ s for rank 1 in train_step: all-reduce over dp ", (tmp_path / "told").read_text())
+
+
+def left_over(rank: int, world: int) -> int:
+    """How many of the meetings that were there before the process group was left are still told of."""
+    kept = polyreme.initialize(Branches(), BATCH, loss_fn=nn.functional.mse_loss)
+    before = list(WATCH.meetings)
+    WATCH.forget()
+    assert kept is not None
+    return len(set(before) & set(WATCH.meetings)) - (not before)
+
+
+def test_no_meeting_outlives_its_process_group(ranks: Ranks) -> None:
+    assert ranks(2, left_over) == [0, 0]
+
+
+class Gone(Meeting):
+    """Ranks whose process group was destroyed while a wait for them was looked at."""
+
+    def __init__(self, looks: threading.Semaphore) -> None:
+        self.looks = looks
+
+    def others(self) -> list[int]:
+        raise AssertionError("a meeting that is gone is asked for its ranks only where there is something to tell")
+
+    def leave(self) -> None:
+        self.looks.release()
+        raise ValueError("the default process group has not been initialized")
+
+
+def test_the_watch_outlives_a_group_that_is_gone() -> None:
+    watch, looks = Watch(), threading.Semaphore(0)
+    watch.patience, watch.period = 0.0, 0.001
+    with watch.waiting(Gone(looks), "all-reduce", 0):
+        watch.failure = "rank 1 left"
+        threading.Thread(target=watch._look_again, daemon=True).start()
+        assert all(looks.acquire(timeout=60) for _ in range(3)), "it looks on after an error"

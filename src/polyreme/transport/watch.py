@@ -112,9 +112,11 @@ class Watch:
         """The groups are others from now on."""
         self._world, self.failure = None, ""
         Meeting.made.clear()
+        self.meetings.clear()  # one that is not collected yet would be taken for another of the same key
 
     @contextmanager
     def waiting(self, meeting: Meeting, what: str, number: int | None) -> Iterator[None]:
+        check()
         thread = threading.get_ident()
         self._waits[thread] = Wait(meeting, what, number)
         try:
@@ -137,10 +139,13 @@ class Watch:
         while True:
             self._wake.wait(self.period)
             for wait in list(self._waits.values()):
-                if time.monotonic() - wait.since > self.patience and not self.failure:
+                if time.monotonic() - wait.since > self.patience:
                     try:
-                        self._look(wait)
-                    except RuntimeError as error:  # the rank that had the store ended; what waits for it hears of that
+                        if self.failure:  # found while this wait began
+                            wait.meeting.leave()
+                        else:
+                            self._look(wait)
+                    except Exception as error:  # rank 0, which had the store, ended, or the wait did, and its group: look on for others
                         self._tell(wait, f"the store of rank 0 cannot be reached: {error}")
 
     def _look(self, wait: Wait) -> None:
@@ -223,7 +228,7 @@ WATCH = Watch()
 
 
 def check() -> None:
-    """Raise TransportError where this process' waits were broken off."""
+    """Raise TransportError where this process' waits were broken off: what comes after has no end, either."""
     if WATCH.failure:
         raise TransportError(WATCH.failure)
 
