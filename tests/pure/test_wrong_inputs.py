@@ -152,6 +152,7 @@ SETS = {
     "home of nobody, tier": "memory.states=~nosuchuser/tier", "home of nobody, cache": "data.cache=~nosuchuser/cache", "home of nobody, model": "model.path=~nosuchuser/model",
     "home of nobody, tokenizer": "data.tokenizer=~nosuchuser/tokenizer", "home of nobody, resume": "checkpoint.resume=~nosuchuser/run", "hex": "seed=0x" + "f" * 9000,
     "two models": "model.path=nothing", "above 2^64": "seed=18446744073709551616", "ranks": "launch.ranks=0", "prime": "batch.micro=2147483647",
+    "no prompt": "train.sample=",
 }  # fmt: skip
 
 

@@ -68,7 +68,7 @@ def apart(rank: int, world: int, case: str, folder: Path) -> tuple[str, float]:
 CASES = {
     "blocks": ("blocks.1.weight", "zero.keep"),
     "small blocks": ("blocks.1.weight", "zero.keep"),
-    "eval": ("in eval_step", "in train_step", "same calls"),
+    "eval": ("in eval_step", "in train_step", "in eval_step failed", "in train_step failed", "same calls"),
     "small eval": ("in eval_step", "in train_step", "same calls"),
     "save": ("in save", "in train_step", "same calls"),
 }

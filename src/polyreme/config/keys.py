@@ -367,7 +367,9 @@ class TrainSection(Section):
     length: PositiveSpan = Field(default=Span(amount=1000), description="When training ends.")
     validate_every: PositiveSpan | None = Field(default=Span(amount=100), description="Between validations.")
     validate_batches: Count = Field(default=8, description="Global batches of one validation.")
-    sample: str | None = Field(default=None, examples=["The people"], description="A prompt continued before and after training.")
+    sample: Annotated[str, Field(min_length=1)] | None = Field(
+        default=None, examples=["The people"], description="A prompt continued before and after training."
+    )
     sample_tokens: Count = Field(default=64, description="Tokens of the continuation.")
 
 

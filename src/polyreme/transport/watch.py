@@ -160,7 +160,7 @@ class Watch:
                 failure = self._compare(wait, rank, json.loads(self._store.get(f"at/{rank}")), begun)
         if failure:
             self.failure = failure
-            self._store.set(f"left/{mine}", f"could not go on with {wait.what}{_within(self.call)}: {failure}")
+            self._store.set(f"left/{mine}", f"could not go on with {wait.what}{within(self.call)}: {failure}")
             wait.meeting.leave()
         else:
             self._tell(wait)
@@ -176,7 +176,7 @@ class Watch:
     def _compare(self, wait: Wait, rank: int, there: Any, begun: dict[str, list[tuple[int, str]]]) -> str:
         """Why the wait has no end, as far as it can be told from where `rank` is."""
         theirs = dict(there["begun"].get(wait.meeting.key, []))
-        in_call = _within(there["call"])
+        in_call = within(there["call"])
         if wait.number is None:
             return ""
         if (other := theirs.get(wait.number, wait.what)) != wait.what:
@@ -188,7 +188,7 @@ class Watch:
                 found, told = f"{key} {number} {since}", there["told"]
                 before = wait.stuck.setdefault(rank, (found, told))
                 if before[0] == found and before[1] < told:  # still so, and both have waited all the time between
-                    here = f"{wait.what}{_within(self.call)}"
+                    here = f"{wait.what}{within(self.call)}"
                     return f"rank {rank} waits for this one, in {what}{in_call}, and this one for it, in {here}; {_WAY}"
                 wait.stuck[rank] = before if before[0] == found else (found, told)
         return ""
@@ -198,7 +198,7 @@ class Watch:
         if seconds >= self.every * (wait.told + 1):
             wait.told = int(seconds / self.every)
             ranks = f"rank{'s' * (len(wait.meeting.ranks) > 2)} {', '.join(map(str, wait.meeting.others()))}"
-            print(f"polyreme: rank {dist.get_rank()} has waited {seconds:.0f} s for {ranks}{_within(self.call)}: "
+            print(f"polyreme: rank {dist.get_rank()} has waited {seconds:.0f} s for {ranks}{within(self.call)}: "
                   f"{wait.what} {more}", file=sys.stderr, flush=True)  # fmt: skip
 
     # ---- the end of this process
@@ -219,7 +219,8 @@ class Watch:
             return
 
 
-def _within(call: str) -> str:
+def within(call: str) -> str:
+    """Of an operation, the engine's method in which it is, to put behind its name."""
     return f" in {call}" if call else ""
 
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from polyreme.errors import TransportError
-from polyreme.transport.watch import WATCH, Meeting
+from polyreme.transport.watch import WATCH, Meeting, within
 
 
 @contextmanager
@@ -24,10 +24,10 @@ def reporting(what: str, meeting: Meeting | None = None) -> Iterator[None]:
     try:
         yield
     except TransportError as error:
-        raise TransportError(f"{what} failed, because {WATCH.why(meeting) or error}") from error
+        raise TransportError(f"{what}{within(WATCH.call)} failed, because {WATCH.why(meeting) or error}") from error
     except RuntimeError as error:
         why = WATCH.why(meeting) or f"another rank ended or cannot be reached: {error}"
-        raise TransportError(f"{what} failed, because {why}") from error
+        raise TransportError(f"{what}{within(WATCH.call)} failed, because {why}") from error
 
 
 class Work:
