@@ -17,7 +17,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from types import TracebackType
@@ -139,14 +139,19 @@ class Watch:
         while True:
             self._wake.wait(self.period)
             for wait in list(self._waits.values()):
-                if time.monotonic() - wait.since > self.patience:
-                    try:
-                        if self.failure:  # found while this wait began
-                            wait.meeting.leave()
-                        else:
-                            self._look(wait)
-                    except Exception as error:  # rank 0, which had the store, ended, or the wait did, and its group: look on for others
-                        self._tell(wait, f"the store of rank 0 cannot be reached: {error}")
+                with suppress(Exception):  # the wait ended meanwhile, and with it its group: look on for others
+                    if time.monotonic() - wait.since > self.patience:
+                        self._visit(wait)
+
+    def _visit(self, wait: Wait) -> None:
+        """Break off a long wait, or say that it goes on."""
+        try:
+            if self.failure:  # found while this wait began
+                wait.meeting.leave()
+            else:
+                self._look(wait)
+        except RuntimeError as error:  # the rank that had the store ended; what waits for it hears of that
+            self._tell(wait, f"the store of rank 0 cannot be reached: {error}")
 
     def _look(self, wait: Wait) -> None:
         mine = dist.get_rank()
