@@ -7,6 +7,7 @@ A run that was ended and gone on with has the numbers of one that was not, on th
 from __future__ import annotations
 
 import contextlib
+import errno
 import math
 import os
 import resource
@@ -373,18 +374,16 @@ def check_sources(config: Config) -> None:
 
 
 def _not_writable(folder: Path) -> str | None:
-    """Why nothing can be written to `folder`, found by making it and a file in it; a folder made for that goes again."""
-    missing = [each for each in (folder, *folder.parents) if not os.path.lexists(each)]
+    """Why nothing can be written to `folder`, or made in the nearest folder that is there; all ranks look at once, so none makes it."""
+    nearest = next((each for each in (folder, *folder.parents) if os.path.lexists(each)), Path())
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with TemporaryFile(dir=folder):
-            return None
+        with TemporaryFile(dir=nearest):
+            longest = os.pathconf(nearest, "PC_NAME_MAX")
     except OSError as error:
         return f"it cannot be written: {error.strerror or error}"
-    finally:
-        for each in missing:
-            with contextlib.suppress(OSError):  # not made, or another process is in it by now
-                each.rmdir()
+    if any(len(os.fsencode(part)) > longest for part in folder.parts):
+        return f"it cannot be written: {os.strerror(errno.ENAMETOOLONG)}"
+    return None
 
 
 def _check_model(config: Config, vocabulary: int | None = None) -> None:
