@@ -41,7 +41,7 @@ from polyreme.pipeline.schedule import Action, build, check, halves, next_backwa
 from polyreme.pipeline.stage import Stage, refuse_calls
 from polyreme.precision import DTYPES, GRADIENT, MODEL, autocast, cast_floating, loss_scale, master_dtype, watch_nonfinite
 from polyreme.prepare import Model, cut, divide, divide_again, make_numbers, open_model, share_out, take_from_rank_0
-from polyreme.state import Loaded, Parts, adapters, content, restore
+from polyreme.state import Loaded, Parts, adapters, adapters_alone, content, restore
 from polyreme.step import State, Step, StepResult
 from polyreme.tensor.layers import put_off_weights
 from polyreme.transport.watch import collective
@@ -339,17 +339,23 @@ class Engine:
         return made
 
     @collective
-    def save(self, path: str | Path, tokenizer: Any = None, *, extra: Mapping[str, Any] | None = None, wait: bool = True) -> Path:
+    def save(
+        self, path: str | Path, tokenizer: Any = None, *, extra: Mapping[str, Any] | None = None, wait: bool = True,
+        adapters_only: bool = False,
+    ) -> Path:  # fmt: skip
         """Write a checkpoint: a Hugging Face directory, with all that `load` goes on from. All ranks must call, and each writes its part.
 
         tokenizer: its files are written, too. extra: of the caller's, what JSON can hold; `load` returns it. wait: return when it is
         there; without, it is copied to host memory and written while training goes on, and an error comes with a later step or call.
-        Raises CheckpointError on every rank; what was at the path before is then still there."""
+        adapters_only: of a PEFT model, its adapters and their optimizer states, without the base.
+        Raises CheckpointError on every rank; what was at the path before is then still there. ModelError where more than
+        adapters trains."""
         self._roster.check()
+        only = adapters_alone(self._parts) if adapters_only else None
         if self._saver is None:
             self._saver = Saver(self._aside())
         whole = adapters(self._parts)
-        self._saver.save(Path(path), lambda: content(self._parts, tokenizer, extra or {}, whole), background=not wait)
+        self._saver.save(Path(path), lambda: content(self._parts, tokenizer, extra or {}, whole, only), background=not wait)
         return Path(path)
 
     @collective

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import difflib
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from fnmatch import fnmatch
 from pathlib import Path
@@ -208,13 +208,14 @@ def has_adapters(model: nn.Module) -> bool:
     return hasattr(model, "peft_config") and hasattr(model, "get_base_model")
 
 
-def adapters(model: nn.Module) -> set[str]:
-    """Names of the parameters and buffers that PEFT's adapter files hold, of all adapters; none for any other model."""
+def adapters(model: nn.Module, absent: Iterable[str] = ()) -> set[str]:
+    """Names of the parameters and buffers that PEFT's adapter files hold, of all adapters; none for any other model. absent: names of those
+    that other pipeline stages have."""
     if not has_adapters(model):
         return set()
     from peft import get_peft_model_state_dict
 
-    empty = {name: torch.empty(tensor.shape, device="meta") for name, tensor in model.state_dict(keep_vars=True).items()}
+    empty = {name: torch.empty(0, device="meta") for name in (*model.state_dict(keep_vars=True), *absent)}
     with torch._C.DisableTorchFunctionSubclass():  # it looks at names of parameters whose numbers may be released
         saved = [get_peft_model_state_dict(model, empty, name, save_embedding_layers=False) for name in model.peft_config]  # type: ignore[union-attr]
     kept = {id(tensor) for each in saved for tensor in each.values()}

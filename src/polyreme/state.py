@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import base64
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import warnings
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from itertools import chain
@@ -22,7 +23,7 @@ from torch import Tensor, nn
 
 from polyreme import model_map
 from polyreme.checkpoint import load
-from polyreme.checkpoint.directory import Directory
+from polyreme.checkpoint.directory import ADAPTERS, Directory
 from polyreme.checkpoint.folder import RunFolder
 from polyreme.checkpoint.kept import Kept, Need
 from polyreme.checkpoint.open import open_source
@@ -32,7 +33,7 @@ from polyreme.checkpoint.source import MASTER, MODEL, Source
 from polyreme.checkpoint.together import together
 from polyreme.config import Config
 from polyreme.data import Loader
-from polyreme.errors import CheckpointError, DataError
+from polyreme.errors import CheckpointError, DataError, ModelError
 from polyreme.garbage import put_off
 from polyreme.mesh import Axis, Mesh
 from polyreme.region import Region
@@ -94,9 +95,14 @@ class Loaded:
     notes: Sequence[str]
 
 
-def adapters(parts: Parts) -> dict[str, Tensor]:
-    """Whole copies of what PEFT's files of adapters hold, on rank 0; nothing for other models. All ranks must call."""
-    wanted = model_map.adapters(parts.module)
+def adapters(parts: Parts) -> dict[str, Tensor] | None:
+    """Whole copies of what PEFT's files of adapters hold, on rank 0; nothing for other models; None, with a warning, where PEFT, which
+    rank 0 calls, would leave out what another pipeline stage has. All ranks must call."""
+    wanted, lost = _adapter_names(parts)
+    if lost:
+        warnings.warn(f"{lost[0]} is a part of the adapters which PEFT, called by rank 0, cannot save, as another pipeline stage has its "
+                      "module: the checkpoint has the whole model, but no files of PEFT's", stacklevel=4)  # fmt: skip
+        return None
     found = {}
     if wanted:
         for names, tensor in chain(parts.placement.tensors(among=wanted), parts.buffers()):
@@ -105,8 +111,38 @@ def adapters(parts: Parts) -> dict[str, Tensor]:
     return found
 
 
-def content(parts: Parts, tokenizer: Any, extra: Mapping[str, Any], adapters: Mapping[str, Tensor]) -> Content:
-    """What this rank gives to a checkpoint; `adapters` to PEFT's files. Raises CheckpointError for what a checkpoint cannot hold."""
+def _adapter_names(parts: Parts) -> tuple[set[str], list[str]]:
+    """Of what PEFT's files hold, over all pipeline stages; and those of them that rank 0 does not see. All ranks must call."""
+    told: list[Any] = parts.mesh.pp.gather_objects(sorted(model_map.adapters(parts.module, parts.placement.division.parts)))
+    wanted = {name for each in told for name in each}
+    return wanted, sorted(wanted.difference(told[0]))
+
+
+def adapters_alone(parts: Parts) -> set[str]:
+    """Names of all that a checkpoint of adapters alone has. All ranks must call. Raises ModelError where PEFT's files would not have it, or
+    more trains."""
+    found, lost = _adapter_names(parts)
+    name, instead = type(parts.module).__name__, "save without it, which writes the whole model"
+    if not found:
+        raise ModelError(f"save(adapters_only=True) of a {name}, which has no adapters: give initialize() a model of peft.get_peft_model, "
+                         f"or {instead}")  # fmt: skip
+    if lost:
+        raise ModelError(f"save(adapters_only=True), but PEFT, called by rank 0, cannot save {lost[0]}, as another pipeline stage has its "
+                         f"module: take it out of modules_to_save, set mesh.pp = 1, or {instead}")  # fmt: skip
+    named = [names for update in parts.updates for names, _ in parts.placement.named(update.bucket)]
+    told: list[Any] = parts.mesh.pp.gather_objects([names[0] for names in named if found.isdisjoint(names)])
+    if others := [name for each in told for name in each]:
+        raise ModelError(f"save(adapters_only=True), but {', '.join(others[:4])}{', ...' if len(others) > 4 else ''} trains too, and PEFT "
+                         f"saves none of it: name its module in modules_to_save of PEFT's config, freeze it, or {instead}")  # fmt: skip
+    return found
+
+
+def content(
+    parts: Parts, tokenizer: Any, extra: Mapping[str, Any], adapters: Mapping[str, Tensor] | None,
+    only: Collection[str] | None = None,
+) -> Content:  # fmt: skip
+    """What this rank gives to a checkpoint; `adapters` to PEFT's files, if there are to be any. only: names of the tensors that it is to
+    have, where these are not all. Raises CheckpointError for what a checkpoint cannot hold."""
     module, config, mesh = parts.module, parts.config, parts.mesh
     try:
         extra = json.loads(json.dumps(extra))  # the caller may change it while it is written
@@ -121,15 +157,17 @@ def content(parts: Parts, tokenizer: Any, extra: Mapping[str, Any], adapters: Ma
         versions={"polyreme": VERSION, "torch": torch.__version__},
         extra=extra,
     )
+    wanted = lambda names: only is None or not {*names}.isdisjoint(only)  # noqa: E731
     return Content(
-        regions=list(saved(parts.placement, parts.updates)),
-        buffers=parts.buffers(),
+        regions=[region for region in saved(parts.placement, parts.updates) if wanted(region.names)],
+        buffers=[(names, buffer) for names, buffer in parts.buffers() if wanted(names)],
         saved_name=parts.saved_name,
         small=partial(small_files, module, tokenizer, adapters),
         resume=resume,
         rng={name: base64.b64encode(state.numpy().tobytes()).decode() for name, state in _random_states(mesh).items()},
         limit=int(config.checkpoint.file_size),
         shared_files=config.checkpoint.shared_files,
+        weights=MODEL if only is None else ADAPTERS,
     )
 
 
@@ -185,6 +223,13 @@ def _match(parts: Parts, source: Source, axis: Axis) -> load.Match:
     named = [names for bucket in placement.buckets for names, _ in placement.named(bucket)]
     tensors = [load.Wanted(names, placement.division.parts[names[0]].cut.shape) for names in named]
     wanted = [*tensors, *(load.Wanted(names, tuple(buffer.shape)) for names, buffer in parts.buffers())]
+    if isinstance(source, Directory) and source.adapters_only:
+        has, _ = _adapter_names(parts)
+        if not has:
+            raise CheckpointError(f"{source.path} has adapters alone, and the model has none: give initialize() the base with "
+                                  "peft.get_peft_model, or open it with peft.PeftModel.from_pretrained(base, path)")  # fmt: skip
+        has |= {name for update in parts.updates for names, _ in placement.named(update.bucket) for name in names}
+        wanted = [each for each in wanted if not has.isdisjoint(each.names)]
     return load.match(source, wanted, parts.file_names, model_map.base_prefix(parts.module), axis)
 
 

@@ -15,6 +15,7 @@ import models
 import polyreme
 import training
 from polyreme import model_map
+from polyreme.errors import CheckpointError, ModelError
 from pool import Ranks
 
 
@@ -31,7 +32,9 @@ def two_adapters() -> nn.Module:
 
 
 def plain(model: nn.Module) -> list[float]:
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2, betas=(0.9, 0.95), weight_decay=0.1)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    vectors = {"params": [p for p in trained if p.dim() < 2], "weight_decay": 0.0}
+    optimizer = torch.optim.AdamW([{"params": [p for p in trained if p.dim() >= 2]}, vectors], lr=1e-2, betas=(0.9, 0.95), weight_decay=0.1)
     losses = []
     for step in range(2):
         batch = models.tokens(training.SAMPLES, seed=step)
@@ -72,8 +75,110 @@ def test_peft_opens_what_was_saved(world: int, ranks: Ranks, tmp_path: Path) -> 
     ranks(world, saved, tmp_path)
 
 
+def normed() -> nn.Module:
+    """With a module that is trained as a whole and has buffers."""
+    base = models.build("llama")
+    base.norm = nn.BatchNorm1d(24, dtype=torch.float64)
+    forward = base.lm_head.forward
+    base.lm_head.forward = lambda x: forward(base.norm(x.flatten(0, 1)).view(x.shape))
+    torch.manual_seed(1)
+    return peft.get_peft_model(base, peft.LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=["norm"]))
+
+
+def alone(rank: int, world: int, folder: Path) -> None:
+    files = {"states": f"{folder}/tier/", "params": "host"}
+    cases: list[tuple[str, Any, dict[str, Any]]] = [
+        ("head", lambda: adapted(modules_to_save=["lm_head"]), {"zero": {"stage": 0}, "precision": {"compute": "fp64"}}),
+        ("two", two_adapters, {"zero": {"stage": 3}, "precision": {"compute": "fp64"}, "memory": files}),
+        ("embedding", lambda: adapted(trainable_token_indices=[3, 7]), {"zero": {"stage": 2}, "precision": {"compute": "fp64"}}),
+        ("norm", lambda: normed(), {"zero": {"stage": 3}, "precision": {"compute": "fp64"}, "checkpoint": {"shared_files": False}}),
+        ("bf16", adapted, {"zero": {"stage": 2}, "precision": {"compute": "bf16"}, "memory": {"states": "host"}}),
+    ]
+    for name, make, sections in cases:
+        config = training.config(world, **sections)
+        engine = polyreme.initialize(make(), config, loss_fn=models.causal_loss)
+        batches = [models.share(models.tokens(training.SAMPLES, seed=step), rank, world) for step in range(3)]
+        for batch in batches[:2]:
+            engine.train_step(batch)
+        path = engine.save(folder / name, adapters_only=True, extra={"name": name}, wait=name != "head")
+        engine.wait()
+        kinds = {"exp_avg", "exp_avg_sq", "step", "model"} | ({"master"} if name == "bf16" else set())
+        assert {file.name for file in (path / "optimizer").iterdir()} == {f"{kind}.safetensors" for kind in kinds}
+        assert not list(path.glob("model*"))
+        whole, has = engine.state_dict(), model_map.adapters(engine.module)
+        if name != "norm":
+            opened = peft.PeftModel.from_pretrained(models.build("llama"), path).to(torch.bfloat16 if name == "bf16" else torch.float64)
+            if name == "two":
+                opened.load_adapter(path / "other", "other")
+            assert all(torch.equal(tensor, whole[key]) for key, tensor in opened.state_dict().items()), name
+        held = load_file(path / "optimizer" / "model.safetensors")
+        assert held.keys() == has
+        assert all(torch.equal(tensor, whole[key]) for key, tensor in held.items()), name
+        assert len(has) == len(load_file(path / "adapter_model.safetensors")) + (6 if name == "two" else 0)
+        after = engine.train_step(batches[2]).loss
+        again = polyreme.initialize(make(), config, loss_fn=models.causal_loss)
+        loaded = again.load(path)
+        assert loaded.extra == {"name": name} and not loaded.notes
+        assert again.state.step == 2 and again.train_step(batches[2]).loss == after, name
+        assert all(torch.equal(tensor, again.state_dict()[key]) for key, tensor in engine.state_dict().items()), name
+        engine.close()
+        again.close()
+
+    plain = polyreme.initialize(models.build("llama"), training.config(world), loss_fn=models.causal_loss)
+    with pytest.raises(ModelError, match=r"adapters_only=True\) of a LlamaForCausalLM, which has no adapters.*get_peft_model"):
+        plain.save(folder / "none", adapters_only=True)
+    with pytest.raises(CheckpointError, match="has adapters alone, and the model has none"):
+        plain.load(folder / "head")
+    model = adapted()
+    model.base_model.model.model.norm.requires_grad_(True)
+    more = polyreme.initialize(model, training.config(world), loss_fn=models.causal_loss)
+    with pytest.raises(ModelError, match=r"model.norm.weight trains too.*modules_to_save"):
+        more.save(folder / "none", adapters_only=True)
+    with pytest.raises(CheckpointError, match=r"1 not in the checkpoint: base_model.model.model.norm.weight"):
+        more.load(folder / "bf16")
+    assert not (folder / "none").exists()
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_adapters_alone_are_saved_and_gone_on_from(world: int, ranks: Ranks, tmp_path: Path) -> None:
+    ranks(world, alone, tmp_path)
+
+
 def test_labels_are_counted_as_by_the_base() -> None:
     model, batch = adapted(), models.tokens(2)
     count = model_map.count_labels
     assert count(model, batch) == count(models.build("llama"), batch) == int((batch["labels"][:, 1:] != -100).sum())
     assert model_map.training_arguments(model) == {"use_cache": False}
+
+
+def staged(rank: int, world: int, folder: Path) -> None:
+    """Over a pipeline: the adapters of all stages are saved, and an engine of another mesh goes on from them."""
+    batch = models.tokens(training.SAMPLES)
+    for name, options in {"tokens": {"trainable_token_indices": [3, 7]}, "dora": {"use_dora": True}}.items():
+        expected = plain(adapted(**options))
+        engine = polyreme.initialize(adapted(**options), training.config(1, mesh={"pp": 2}, precision={"compute": "fp64"}),
+                                     loss_fn=models.causal_loss)  # fmt: skip
+        batches = [models.tokens(training.SAMPLES, seed=step) for step in range(3)]
+        assert [engine.train_step(batch).loss for batch in batches[:2]] == pytest.approx(expected, rel=1e-10), name
+        for only in (False, True):
+            path = engine.save(folder / f"{name}-{only}", adapters_only=only)
+            opened = peft.PeftModel.from_pretrained(models.build("llama"), path).double()
+            whole = engine.state_dict()
+            assert all(torch.equal(tensor, whole[key]) for key, tensor in opened.state_dict().items()), name
+        after = engine.train_step(batches[2]).loss
+        again = polyreme.initialize(adapted(**options), training.config(2, zero={"stage": 3}, precision={"compute": "fp64"}),
+                                    loss_fn=models.causal_loss)  # fmt: skip
+        again.load(path)
+        assert again.train_step(models.share(batches[2], rank, world)).loss == pytest.approx(after, rel=1e-10)
+    engine = polyreme.initialize(adapted(modules_to_save=["lm_head"]), training.config(1, mesh={"pp": 2}))
+    engine.train_step(batch)
+    with pytest.raises(ModelError, match=r"PEFT, called by rank 0, cannot save base_model.model.lm_head.*mesh.pp = 1"):
+        engine.save(folder / "none", adapters_only=True)
+    with pytest.warns(UserWarning, match="no files of PEFT's"):
+        path = engine.save(folder / "whole")
+    assert not list(path.glob("adapter*"))
+    engine.load(path)
+
+
+def test_adapters_of_all_pipeline_stages_are_saved(ranks: Ranks, tmp_path: Path) -> None:
+    ranks(2, staged, tmp_path)

@@ -1,6 +1,7 @@
 """Reads a Hugging Face directory: our own checkpoints, and any other with safetensors in it.
 
 `model.safetensors`, or several with `model.safetensors.index.json`, hold the weights; `optimizer/KIND.safetensors`, alike, one state each.
+A checkpoint of adapters alone has no weights but theirs, as `optimizer/model.safetensors`.
 With a `resume.json` the checkpoint is ours: every file has a size and a checksum, and none may be missing or too many. States without it
 are refused; weights alone, as people publish them, are not.
 Invariant: opening reads headers alone, and `read` the bytes asked for alone, straight into the tensor. No communication.
@@ -26,13 +27,15 @@ from polyreme.errors import CheckpointError
 
 OPTIMIZER = "optimizer"
 """The folder of the optimizer's states."""
+ADAPTERS = f"{OPTIMIZER}/{MODEL}"
+"""How the names of the files with the weights of adapters alone begin."""
 CHUNK = 1 << 20  # bytes read at once for a checksum
 FILE = re.compile(r"(?<=[^/])(-\d+-of-\d+)?\.safetensors(\.index\.json)?$")  # what follows the stem
 
 
 class Directory:
     """An open Hugging Face directory: a `Source`. `headers` are those of its safetensors files, by path within it; `resume` is what
-    resume.json says, or None; `files` those that it names, in the order of their paths.
+    resume.json says, or None; `files` those that it names, in the order of their paths; `adapters_only`: it has no others of the model.
 
     Opening raises CheckpointError for all that is wrong with it but for the bytes of tensors and other files: those `contributions` and
     `compare` find, where there is a resume.json."""
@@ -54,7 +57,8 @@ class Directory:
             raise CheckpointError(f"{self.path} has an optimizer's states and no {RESUME}, without which they cannot be checked: "
                                   f"copy it again, or take the folder {OPTIMIZER} away to use the weights alone")  # fmt: skip
         self.headers: dict[str, Header] = {}
-        self._places = {MODEL: self._find("model")}
+        self.adapters_only = ADAPTERS in states
+        self._places = {} if self.adapters_only else {MODEL: self._find("model")}
         for stem in states:
             self._places.setdefault(PurePosixPath(stem).name, self._find(stem))
         self.tensors: Mapping[str, Mapping[str, TensorInfo]] = {

@@ -48,7 +48,7 @@ class Content:
 
     regions: what it holds of parameters and states. buffers: with all their names; several ranks have each, and the first writes it.
     saved_name: of all names of a tensor the one in the file. small: writes the other files (rank 0). resume: all but the files and the
-    states of random numbers; `rng`: this rank's."""
+    states of random numbers; `rng`: this rank's. weights: the beginning of the names of the files with the weights."""
 
     regions: Sequence[Region]
     buffers: Sequence[tuple[Sequence[str], Tensor]]
@@ -58,6 +58,7 @@ class Content:
     rng: Mapping[str, Any]
     limit: int
     shared_files: bool
+    weights: str
 
 
 class Saver:
@@ -189,7 +190,7 @@ def write(path: Path, content: Content, axis: Axis, loan: Loan, stream: torch.cu
                 if code not in DTYPES:
                     raise CheckpointError(f"tensor {name!r} of {code} cannot be saved: safetensors has no such dtype")
                 tensors.setdefault(kind, {})[name] = TensorInfo(tuple(shape), DTYPES[code])
-        plan.append(Plan.of(tensors, content.limit))
+        plan.append(Plan.of(tensors, content.limit, content.weights))
         if axis.rank == 0:
             ours.check(path)
             claims.append(Claim(unfinished, uuid4().hex, ours.UNFINISHED, keep=True, error=CheckpointError))
@@ -298,9 +299,10 @@ def _sync_file(file: Path) -> None:
         os.fsync(opened.fileno())
 
 
-def small_files(module: nn.Module, tokenizer: Any, adapters: Mapping[str, Tensor], folder: Path) -> None:
-    """What a Hugging Face model has beside its weights, PEFT's files of `adapters`, and the tokenizer's, written to `folder`."""
-    if hasattr(module, "save_pretrained"):
+def small_files(module: nn.Module, tokenizer: Any, adapters: Mapping[str, Tensor] | None, folder: Path) -> None:
+    """What a Hugging Face model has beside its weights, PEFT's files of `adapters`, and the tokenizer's, written to `folder`. None: of a
+    PEFT model none."""
+    if hasattr(module, "save_pretrained") and adapters is not None:
         aside = folder / "config"
         save_config(module, aside, adapters)
         for file in aside.iterdir():

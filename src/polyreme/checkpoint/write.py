@@ -60,12 +60,12 @@ class Plan:
     indices: Mapping[str, bytes]
 
     @classmethod
-    def of(cls, tensors: Mapping[str, Mapping[str, TensorInfo]], limit: int) -> Plan:
-        """For `tensors` by kind and name, in files of at most `limit` bytes of tensors each."""
+    def of(cls, tensors: Mapping[str, Mapping[str, TensorInfo]], limit: int, weights: str = "model") -> Plan:
+        """For `tensors` by kind and name, in files of at most `limit` bytes of tensors each; those of the weights begin with `weights`."""
         plan = cls([], [], [], {}, {})
         for kind, infos in sorted(tensors.items()):
             infos = dict(sorted(infos.items()))
-            stem = "model" if kind == MODEL else f"optimizer/{kind}"
+            stem = weights if kind == MODEL else f"optimizer/{kind}"
             groups = header.divide(infos, limit)
             names = header.file_names(stem, len(groups))
             for file, group in zip(names, groups, strict=True):
