@@ -25,7 +25,7 @@ from polyreme import model_map
 from polyreme.checkpoint import load
 from polyreme.checkpoint.directory import ADAPTERS, Directory
 from polyreme.checkpoint.folder import RunFolder
-from polyreme.checkpoint.kept import Kept, Need
+from polyreme.checkpoint.kept import Need
 from polyreme.checkpoint.open import open_source
 from polyreme.checkpoint.resume import Resume
 from polyreme.checkpoint.save import Content, small_files
@@ -34,7 +34,6 @@ from polyreme.checkpoint.together import together
 from polyreme.config import Config
 from polyreme.data import Loader
 from polyreme.errors import CheckpointError, DataError, ModelError
-from polyreme.garbage import put_off
 from polyreme.mesh import Axis, Mesh
 from polyreme.region import Region
 from polyreme.step import Step
@@ -171,7 +170,6 @@ def content(
     )
 
 
-@put_off()
 def restore(parts: Parts, path: Path, strict: bool, weights_only: bool, axis: Axis) -> Loaded:
     """Make the engine what the checkpoint at `path` says; or the newest complete one of the run's folder `path`, as rank 0 sees it.
 
@@ -180,28 +178,19 @@ def restore(parts: Parts, path: Path, strict: bool, weights_only: bool, axis: Ax
     candidates = [path / name for name in names] or [path]
     problems: list[str] = []
     for each in candidates:
-        weights, source = _Weights(parts), None
         try:
             source = _open(each, axis)
             found = _match(parts, source, axis)
             alike = isinstance(source, Directory) and not weights_only
             homes: Homes = {update.bucket: update.homes() for update in parts.updates} if alike else {}
-            is_here = alike and all(homes.values()) and not any(update.bucket.is_away for update in parts.updates)
-            if is_here:
-                _settle(parts)
-            needed = _needs(parts, source, found, homes, is_here, weights_only)
-            source = load.verify(source, needed, axis, weights.take if is_here else None)
+            source = load.verify(source, _needs(parts, source, found, homes, weights_only), axis)
             scalars = _look(parts, source, found, strict, weights_only, axis)
         except CheckpointError as error:
-            weights.put_back(source)
             problems.append(f"{each} was passed over: {error}")
             if len(problems) == len(candidates):
                 raise CheckpointError("\n".join([*problems[:-1], str(error)])) from error
-        except BaseException:  # an interrupt, or another rank is gone
-            weights.put_back(source, alone=True)
-            raise
         else:
-            return _take(parts, source, found, scalars, homes, weights.taken, weights_only, axis, problems)
+            return _take(parts, source, found, scalars, homes, weights_only, axis, problems)
     raise AssertionError  # one of them was the last
 
 
@@ -233,24 +222,22 @@ def _match(parts: Parts, source: Source, axis: Axis) -> load.Match:
     return load.match(source, wanted, parts.file_names, model_map.base_prefix(parts.module), axis)
 
 
-def _needs(parts: Parts, source: Source, found: load.Match, homes: Homes, in_place: bool, weights_only: bool) -> Iterator[Need]:
-    """What this rank will read of the source; see `load.verify`. in_place: weights may be read into their place, where they are in use."""
+def _needs(parts: Parts, source: Source, found: load.Match, homes: Homes, weights_only: bool) -> Iterator[Need]:
+    """What this rank will read of the source; see `load.verify`."""
     placement = parts.placement
     for bucket in placement.buckets:
         names_of = {slot.name: names for names, slot in placement.named(bucket)}
-        weights = dict.fromkeys((MODEL, MASTER), bucket.resident) if in_place and bucket.trainable else {}
-        memory = {**homes.get(bucket, {}), **weights}
+        memory = homes.get(bucket, {})
         for part in bucket.layout.within(bucket.region.start, bucket.region.stop):
             first = names_of[part.name][0]
             if first in found.name_of:
                 cut, rank = placement.division.parts[first].cut, placement.division.tp.rank
                 name, size = found.name_of[first], part.stop - part.start
                 needed = list(load.needs(source, name, cut, rank, part.start, part.stop, memory, part.offset))
-                for kind, home in homes.get(bucket, {}).items():  # nobody reads padding
+                for kind, home in memory.items():  # nobody reads padding
                     if sum(need.stop - need.start for need in needed if need.kind == kind and need.into is not None) < size:
                         home[part.offset :][:size].zero_()
-                yield from (need._replace(in_use=True) if need.kind in weights else need
-                            for need in needed if not weights_only or need.kind in (MODEL, MASTER))  # fmt: skip
+                yield from (need for need in needed if not weights_only or need.kind in (MODEL, MASTER))
     for names, buffer in parts.buffers():
         if names[0] in found.name_of:
             yield Need(MODEL, found.name_of[names[0]], 0, buffer.numel())
@@ -289,34 +276,6 @@ def _scalars(parts: Parts, source: Source, found: load.Match) -> Scalars:
     return scalars
 
 
-class _Weights:
-    """Weights that are read straight into their place, and given to the other ranks while states are still read. taken: whether they were,
-    on all ranks."""
-
-    def __init__(self, parts: Parts) -> None:
-        self._buckets = [update.bucket for update in parts.updates]
-        self.taken = False
-
-    def take(self) -> None:
-        """They are there."""
-        self.taken = True
-        self._round()
-        _publish(self._buckets)
-        for bucket in self._buckets:  # `put_back` may write to it
-            bucket.settle()
-
-    def put_back(self, source: Source | None, alone: bool = False) -> None:
-        """Undo it; `alone`: on this rank only."""
-        if isinstance(source, Kept):
-            source.put_back()
-        if self.taken:
-            self._round() if alone else self.take()
-
-    def _round(self) -> None:
-        for bucket in self._buckets:
-            bucket.round()
-
-
 def _settle(parts: Parts) -> None:
     """Return when weights may change."""
     parts.step.begin()
@@ -344,13 +303,12 @@ def _take(
     found: load.Match,
     scalars: Scalars,
     homes: Homes,
-    has_weights: bool,
     weights_only: bool,
     axis: Axis,
     problems: Sequence[str],
 ) -> Loaded:
-    """Read what was found and is not yet in `homes`, which become the states; weights but for what is trained, if that is there. A file
-    that can no longer be read is an error on every rank, but then numbers have changed."""
+    """Read what was found and is not yet in `homes`, which become the states. A file that can no longer be read is an error on every rank,
+    but then numbers have changed."""
     placement = parts.placement
     resume: Resume | None = getattr(source, "resume", None)
     _settle(parts)
@@ -363,8 +321,7 @@ def _take(
         for update in parts.updates:
             numbers = {slot.name: scalars[names[0]] for names, slot in placement.named(update.bucket)}
             with update.loading(numbers, homes.get(update.bucket, {})):
-                if not has_weights:
-                    _fill(source, found, masters(placement, update))
+                _fill(source, found, masters(placement, update))
                 _fill(source, found, states(placement, update))
             update.bucket.store()
         for names, buffer in parts.buffers():
@@ -372,7 +329,7 @@ def _take(
                 load.fill_buffer(source, found.name_of[names[0]], buffer)
 
     together(axis, read)
-    _publish(bucket for bucket in placement.buckets if not (has_weights and bucket.trainable))
+    _publish(placement.buckets)
     notes = [*problems, *([str(found)] if not found.is_exact else [])]
     if resume is None or weights_only:
         if any(scalars.values()):

@@ -22,7 +22,7 @@ from polyreme.checkpoint import kept
 from polyreme.checkpoint.direct import DirectFile
 from polyreme.checkpoint.directory import Directory
 from polyreme.checkpoint.kept import Need, Range, divide, joined, keep
-from polyreme.disk import aligned
+from polyreme.disk import ALIGNMENT, aligned
 from polyreme.errors import CheckpointError
 from polyreme.mesh import Axis
 
@@ -100,7 +100,7 @@ def test_a_need_is_read_into_the_memory_that_it_gives(tmp_path_factory: pytest.T
         wanted.append(Need(kind, name, low, high, data.draw(st.sampled_from([None, into])), at))
     with patch.object(kept, "SHARE", data.draw(st.sampled_from([8, 64, kept.SHARE]))), patch.object(kept, "BLOCK", 4 * kept.ALIGNMENT):
         found = keep(source, wanted, Axis("dp"))
-    for kind, name, low, high, into, at, _ in wanted:
+    for kind, name, low, high, into, at in wanted:
         there = source.read(kind, name, low, high)
         assert torch.equal(found.read(kind, name, low, high), there)
         assert into is None or torch.equal(into[at:][: high - low], there)
@@ -121,33 +121,6 @@ def test_what_is_not_needed_is_compared_too(tmp_path: Path) -> None:
         keep(Directory(tmp_path), [], Axis("dp"))
 
 
-@pytest.mark.parametrize(("damaged", "room", "is_early"), [
-    (None, 1 << 30, True), ("optimizer/exp_avg.safetensors", 1 << 30, True), ("model.safetensors", 1 << 30, False), (None, 200, False),
-])  # fmt: skip
-def test_memory_in_use_is_what_it_was_where_anything_is_wrong(tmp_path: Path, damaged: str | None, room: int, is_early: bool) -> None:
-    """And it is known when all of it is there, before the rest, if there is room for what it had."""
-    make(tmp_path)
-    if damaged is not None:
-        spoil(tmp_path / damaged)
-    source = Directory(tmp_path)
-    homes = {name: torch.full((math.prod(info.shape),), 3).to(info.dtype) for name, info in source.tensors["model"].items()}
-    old = {name: home.clone() for name, home in homes.items()}
-    needed = [need._replace(into=homes[need.name], in_use=True) if need.kind == "model" else need for need in everything(source)]
-    found: list[bool] = []
-
-    def early() -> None:
-        found.append(all(torch.equal(home, source.read("model", name, 0, home.numel())) for name, home in homes.items()))
-
-    with patch.object(kept, "available", lambda: 2 * room):
-        if damaged is None:
-            keep(source, needed, Axis("dp"), early).put_back()
-        else:
-            with pytest.raises(CheckpointError, match=damaged):
-                keep(source, needed, Axis("dp"), early)
-    assert found == [True] * is_early
-    assert all(torch.equal(home, old[name]) for name, home in homes.items())
-
-
 @pytest.mark.parametrize("damaged", [False, True])
 @pytest.mark.parametrize("cached", [False, True])
 def test_what_the_cache_has_goes_straight_to_its_place(tmp_path: Path, cached: bool, damaged: bool) -> None:
@@ -156,16 +129,25 @@ def test_what_the_cache_has_goes_straight_to_its_place(tmp_path: Path, cached: b
     seal(tmp_path)
     if damaged:
         spoil(tmp_path / "model.safetensors")
-    need = Need("model", "a", 0, 100_001, home, in_use=True)
+    need = Need("model", "a", 0, 100_001, home)
     expected = pytest.raises(CheckpointError, match=r"model\.safetensors") if damaged else contextlib.nullcontext()
     straight = patch.object(kept, "fill", side_effect=kept.fill)
     small, told = patch.object(kept, "BLOCK", 4 * kept.ALIGNMENT), patch.object(DirectFile, "is_cached", return_value=cached)
     with small, told, straight as reads, expected:
-        found = keep(Directory(tmp_path), [need], Axis("dp"), lambda: None)
+        keep(Directory(tmp_path), [need], Axis("dp"))
         assert torch.equal(home, numbers)
-        found.put_back()
     assert reads.call_count > 20 if cached else not reads.called
-    assert torch.equal(home, torch.full((100_001,), 3.0))
+
+
+@pytest.mark.parametrize("cached", [False, True])
+@pytest.mark.parametrize("left", [0, 1, 5000, 100_000, 4096 * 20, 400_000])
+def test_a_file_that_is_cut_short_while_it_is_open_is_said_to_end(tmp_path: Path, left: int, cached: bool) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(bytes(400_003))
+    with contextlib.closing(DirectFile(path)) as opened:
+        os.truncate(path, left)
+        with pytest.raises(CheckpointError, match=f"it ends {400_003 - left} bytes early"):
+            opened.read(aligned(101 * ALIGNMENT).numpy().data, 0, 400_003, cached)
 
 
 @pytest.mark.parametrize("refused", ["open", "preadv"])

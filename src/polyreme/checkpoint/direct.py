@@ -99,8 +99,17 @@ class DirectFile:
             except OSError as error:
                 if not self._refused(descriptor, error):
                     raise
-                descriptor, count = self.descriptor, 0
-            at += count if descriptor == self.descriptor else count // ALIGNMENT * ALIGNMENT  # what is over is done again, at a whole page
+                descriptor = self.descriptor
+                continue
+            if descriptor != self.descriptor:
+                whole = count // ALIGNMENT * ALIGNMENT  # what is over is done again, at a whole page
+                if not whole:  # and through the cache where there is none, which goes on or says why not
+                    descriptor = self.descriptor
+                at += whole
+            elif count:
+                at += count
+            else:
+                raise OSError(errno.EIO, f"{end - at} bytes could not be written", str(self.path))
         if _begin_writing is not None and descriptor == self.descriptor and end - begin >= SMALL:
             _begin_writing(descriptor, begin, end - begin, _SYNC_FILE_RANGE_WRITE)
 
@@ -133,9 +142,10 @@ class DirectFile:
                     raise
                 descriptor = self.descriptor
                 continue
-            if not count:
-                raise damaged(self.path, f"it ends {end - at} bytes early")
-            at += count
-            if at < end and descriptor != self.descriptor:
-                at = at // ALIGNMENT * ALIGNMENT
+            reached = at + count
+            if reached < end and descriptor != self.descriptor:
+                reached = reached // ALIGNMENT * ALIGNMENT
+            if reached <= at:  # a part of a page is read where a file ends
+                raise damaged(self.path, f"it ends {end - at - count} bytes early")
+            at = reached
         return memory[begin - base : end - base]

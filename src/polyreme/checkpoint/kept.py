@@ -1,26 +1,24 @@
 """Reads all bytes of a checkpoint once, compares them with their checksums, and keeps those that this rank needs in host memory.
 
 Invariants: each byte is read for the comparison by exactly one rank; what is kept is what was compared; and no rank keeps more than its
-share of half of the memory that is available (the rest is read again when it is needed). What is read into memory in use is read first, and
-what this had is put back where anything is wrong (docs/decisions/0017).
+share of half of the memory that is available (the rest is read again when it is needed).
 Blocks are read into a little memory that is used again, and copied from there while the processor's cache has them: memory that is mapped
 anew, in huge pages, may first have to be given by the host, which costs more than the disk (docs/LOG.md). What the page cache has goes
 straight to its place.
-Communication: what each rank needs; what each read of the files' checksums; that of what is done meanwhile.
+Communication: what each rank needs; what each read of the files' checksums.
 """
 
 from __future__ import annotations
 
 import contextlib
 import socket
-import threading
 from bisect import bisect_left, bisect_right
-from collections import Counter, deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import islice, pairwise
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -62,7 +60,7 @@ class Part(NamedTuple):
 
 class Need(NamedTuple):
     """The elements [start, stop) of a tensor; there may be none. `into`: flat memory of the tensor's dtype that is to have them from its
-    element `at` on, if that is known; `in_use`: what it has now is in use, and to be put back where anything is wrong."""
+    element `at` on, if that is known: it is not in use."""
 
     kind: str
     name: str
@@ -70,15 +68,13 @@ class Need(NamedTuple):
     stop: int
     into: Tensor | None = None
     at: int = 0
-    in_use: bool = False
 
 
 class Place(NamedTuple):
-    """Bytes that are kept, and their memory; `before`: for what this has now, if that is in use."""
+    """Bytes that are kept, and their memory."""
 
     range: Range
     memory: Tensor
-    before: Tensor | None
 
 
 class Kept:
@@ -86,8 +82,6 @@ class Kept:
 
     def __init__(self, source: Directory, places: Sequence[Place]) -> None:
         self._source, self.places, self._begins = source, places, [place.range[:2] for place in places]
-        self.undo: list[tuple[Tensor, Tensor]] = []
-        """Memory in use that was written, and what it had."""
         self.settled: Collection[tuple[str, str]] = frozenset()
         """Kinds and names of tensors of which all that this rank needs is in the memory that was named for it."""
         self.path: Path = source.path
@@ -98,18 +92,12 @@ class Kept:
         """The places that have any of these bytes, and perhaps one that has none."""
         return self.places[max(bisect_right(self._begins, (file, begin)) - 1, 0) : bisect_left(self._begins, (file, end))]
 
-    def put_back(self) -> None:
-        """Have memory that was in use have what it had."""
-        while self.undo:
-            memory, before = self.undo.pop()
-            memory.copy_(before)
-
     def read(self, kind: str, name: str, start: int, stop: int) -> Tensor:
         """See `Source`. What is kept is not copied."""
         number, begin, end = self._source.place(kind, name, start, stop)
         i = bisect_right(self._begins, (number, begin)) - 1
         if i >= 0:
-            (file, low, high), memory, _ = self.places[i]
+            (file, low, high), memory = self.places[i]
             if file == number and end <= high:
                 return memory[begin - low : end - low].view(self.tensors[kind][name].dtype)
         return self._source.read(kind, name, start, stop)
@@ -123,50 +111,24 @@ class Kept:
         self._source.compare(contributions)
 
 
-def keep(source: Directory, needed: Iterable[Need], axis: Axis, early: Callable[[], None] | None = None) -> Kept:
-    """Read and compare all of it, with all ranks. needed: what this rank will read. early: called on all ranks as soon as what goes into
-    memory in use was compared and is there, while other things are still read; where that cannot be (not all ranks want it, one has no room
-    to keep what was there, something has no memory that it can be read into, or is needed more than once), it is not called, and nothing
-    read into memory in use. Raises CheckpointError on every rank where anything is not as it was written; then memory in use is what it was
-    on this rank, and what was to be read into other memory may be there, or not."""
+def keep(source: Directory, needed: Iterable[Need], axis: Axis) -> Kept:
+    """Read and compare all of it, with all ranks. needed: what this rank will read. Raises CheckpointError on every rank where anything is
+    not as it was written; what was named `into` may be read then, or not."""
     mine: list[tuple[Range, Need]] = []
     host, free = socket.gethostname(), available() or 0
 
     def report() -> dict[str, Any]:
         mine.extend((source.place(*need[:4]), need) for need in needed)
-        can = early is not None and all(need.into is not None for _, need in mine if need.in_use)
-        return {"needed": joined(place for place, _ in mine), "host": host, "free": free,
-                "early": [place for place, need in mine if need.in_use] if can else None}  # fmt: skip
+        return {"needed": joined(place for place, _ in mine), "host": host, "free": free}
 
     reports = together(axis, report)
-    rooms = [_room(reports, each["host"]) for each in reports]
-    first = _early(reports, rooms)
-    if first is None:
-        mine, early = [(place, need._replace(into=None, in_use=False) if need.in_use else need) for place, need in mine], None
-    first, every = first or set(), set(range(len(source.files)))
-    parts = divide([file.size for file in source.files], [[tuple(place) for place in each["needed"]] for each in reports])[axis.rank]
-    kept = Kept(source, _places(parts, sorted(mine, key=lambda each: each[0]), rooms[axis.rank]))
+    ranges = [[tuple(place) for place in each["needed"]] for each in reports]
+    parts = divide([file.size for file in source.files], ranges)[axis.rank]
+    kept = Kept(source, _places(parts, sorted(mine, key=lambda each: each[0]), _room(reports, host)))
     if _nbytes(place.range for place in kept.places) == _nbytes(place for place, _ in mine):
         kept.settled = {need[:2] for _, need in mine} - {need[:2] for _, need in mine if need.into is None}
-    try:
-        with _Reading(source, sorted(parts, key=lambda part: part.file not in first), kept) as reading:
-            if early is not None:
-                source.compare(_combined(together(axis, lambda: reading.wait(first))), first)
-                early()
-            found = together(axis, lambda: reading.wait(every))
-        source.compare(_combined(found), every - first)
-    except BaseException:
-        kept.put_back()
-        raise
+    source.compare(_combined(together(axis, lambda: _read_parts(source, parts, kept))))
     return kept
-
-
-def _early(reports: Sequence[Mapping[str, Any]], rooms: Sequence[int]) -> set[int] | None:
-    """The files with what goes into memory in use; None where nothing can go there early."""
-    if any(each["early"] is None or _nbytes(each["needed"]) > room for each, room in zip(reports, rooms, strict=True)):
-        return None
-    places = [tuple(place) for each in reports for place in each["early"]]
-    return {file for file, _, _ in places} if _nbytes(places) == _nbytes(joined(places)) else None
 
 
 def _nbytes(ranges: Iterable[Range]) -> int:
@@ -242,8 +204,7 @@ def _places(parts: Sequence[Part], needed: Sequence[tuple[Range, Need]], room: i
                 break
             low, high = max(begin, part.begin), min(end, part.end)
             if last <= (file, low) < (file, high) and high - low <= room:
-                memory = _memory(need, low - begin, high - begin)
-                found.append(Place((file, low, high), memory, torch.empty_like(memory) if need.in_use else None))
+                found.append(Place((file, low, high), _memory(need, low - begin, high - begin)))
                 room -= high - low
                 last = file, high
     return found
@@ -267,89 +228,49 @@ def _blocks(part: Part) -> Iterator[Part]:
         yield part._replace(begin=begin, end=end)
 
 
-class _Reading:
-    """Threads that read the parts of the files, in order, find what they add to the checksums, and fill what is `kept` of them."""
+def _read_parts(source: Directory, parts: Iterable[Part], kept: Kept) -> list[int]:
+    """Read the parts, in order, and fill what is `kept` of them. Returns what they add to the checksum of each file."""
+    blocks = deque(block for part in parts for block in _blocks(part))
 
-    def __init__(self, source: Directory, parts: Iterable[Part], kept: Kept) -> None:
-        self._source, self._kept = source, kept
-        self._blocks = deque(block for part in parts for block in _blocks(part))
-        self._left = Counter(block.file for block in self._blocks)
-        self._found = [0] * len(source.files)
-        self._error: BaseException | None = None
-        self._changed = threading.Condition()
-
-    def __enter__(self) -> Self:
-        self._threads = ThreadPoolExecutor(THREADS)
-        for memory in aligned(THREADS * BLOCK).split(BLOCK):
-            self._threads.submit(self._read_all, memory)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._blocks.clear()
-        self._threads.shutdown()
-
-    def wait(self, files: Collection[int]) -> list[int]:
-        """Return when the parts of these are read: what they add to the checksum of each file (of others, anything). Raises what a thread
-        raised."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._error is not None or not any(self._left[file] for file in files))
-            if self._error is not None:
-                raise self._error
-            return [*self._found]
-
-    def _read_all(self, memory: Tensor) -> None:
-        try:
-            self._read_blocks(memory)
-        except BaseException as error:
-            self._blocks.clear()
-            with self._changed:
-                self._error = self._error or error
-                self._changed.notify_all()
-
-    def _read_blocks(self, memory: Tensor) -> None:
-        """Until there are none; `memory` has room for one."""
-        opened = -1
+    def work(memory: Tensor) -> list[int]:
+        found, opened = [0] * len(source.files), -1
         with contextlib.ExitStack() as files:
-            while self._blocks:
-                try:
-                    block = self._blocks.popleft()
-                except IndexError:  # another was faster
-                    break
-                if block.file != opened:
-                    files.close()
-                    file, opened = files.enter_context(contextlib.closing(self._source.open(block.file))), block.file
-                self._count(block.file, self._read(file, block, memory))
+            try:
+                while True:
+                    block = blocks.popleft()
+                    if block.file != opened:
+                        files.close()
+                        file, opened = files.enter_context(contextlib.closing(source.open(block.file))), block.file
+                    found[block.file] ^= _read(source, file, block, memory, kept)
+            except IndexError:  # there are no more
+                return found
+            except BaseException:
+                blocks.clear()
+                raise
 
-    def _read(self, file: DirectFile, block: Part, memory: Tensor) -> int:
-        """Read the block into the memory, and copy what is kept of it; or, where all of it is in the page cache and goes to one place, read
-        it there. Returns what it adds to the checksum."""
-        number, begin, end = block[:3]
-        places = [place for place in self._kept.among(number, begin, end) if place.range[0] == number]
-        is_cached = file.is_cached(*cover(begin, end))
-        if is_cached and len(places) == 1 and places[0].range[1] <= begin and end <= places[0].range[2]:
-            data = self._ready(places[0], begin, end).numpy().data
-            fill(file.path, data, begin)
-            return self._source.contribution(number, data, end)
-        data = self._source.block(file, begin, end, memory.numpy().data, is_cached or block.others)
-        contribution, numbers = self._source.contribution(number, data, end), memory[begin % ALIGNMENT :]
-        for place in places:
-            start, stop = max(begin, place.range[1]), min(end, place.range[2])
-            if start < stop:
-                nontemporal.copy(self._ready(place, start, stop), numbers[start - begin : stop - begin])
-        return contribution
+    with ThreadPoolExecutor(THREADS) as threads:
+        return _combined(list(threads.map(work, aligned(THREADS * BLOCK).split(BLOCK))))
 
-    def _ready(self, place: Place, start: int, stop: int) -> Tensor:
-        """The memory for the bytes [start, stop) of the place's file, to be written."""
-        inside = slice(start - place.range[1], stop - place.range[1])
-        target = place.memory[inside]
-        if place.before is not None:
-            self._kept.undo.append((target, nontemporal.copy(place.before[inside], target)))
-        return target
 
-    def _count(self, file: int, contribution: int) -> None:
-        """A block of the file is done."""
-        with self._changed:
-            self._found[file] ^= contribution
-            self._left[file] -= 1
-            if not self._left[file]:
-                self._changed.notify_all()
+def _read(source: Directory, file: DirectFile, block: Part, memory: Tensor, kept: Kept) -> int:
+    """Read a block into the memory, and copy what is kept of it; or, where all of it is in the page cache and goes to one place, read it
+    there. Returns what it adds to the checksum."""
+    number, begin, end = block[:3]
+    places = [place for place in kept.among(number, begin, end) if place.range[0] == number]
+    is_cached = file.is_cached(*cover(begin, end))
+    if is_cached and len(places) == 1 and places[0].range[1] <= begin and end <= places[0].range[2]:
+        data = _memory_of(places[0], begin, end).numpy().data
+        fill(file.path, data, begin)
+        return source.contribution(number, data, end)
+    data = source.block(file, begin, end, memory.numpy().data, is_cached or block.others)
+    contribution, numbers = source.contribution(number, data, end), memory[begin % ALIGNMENT :]
+    for place in places:
+        start, stop = max(begin, place.range[1]), min(end, place.range[2])
+        if start < stop:
+            nontemporal.copy(_memory_of(place, start, stop), numbers[start - begin : stop - begin])
+    return contribution
+
+
+def _memory_of(place: Place, start: int, stop: int) -> Tensor:
+    """The place's memory for the bytes [start, stop) of its file."""
+    return place.memory[start - place.range[1] : stop - place.range[1]]

@@ -1,13 +1,12 @@
 """Reads a checkpoint of any layout, or format, into what this rank has: only the ranges that it needs, straight to their place.
 
-Invariant: all that can be known to be wrong is known, on every rank, before any number of the model changes; or, where weights are read
-straight into their place, what they were is kept until then, and put back.
+Invariant: all that can be known to be wrong is known, on every rank, before any number of the model changes.
 Communication: what each rank needs, and read of the files' checksums; what each lacks; nothing while the model is filled.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from math import prod
@@ -61,11 +60,11 @@ class Match:
         )
 
 
-def verify(source: Source, needed: Iterable[Need], axis: Axis, early: Callable[[], None] | None = None) -> Source:
-    """Compare all bytes with the checksums, each rank a part of them. early: see `keep`. Returns the source, which has in memory what it
-    could keep of what is needed. Raises CheckpointError on every rank."""
+def verify(source: Source, needed: Iterable[Need], axis: Axis) -> Source:
+    """Compare all bytes with the checksums, each rank a part of them. Returns the source, which has in memory what it could keep of what
+    is needed. Raises CheckpointError on every rank."""
     if isinstance(source, Directory):
-        return keep(source, needed, axis, early) if source.resume else source
+        return keep(source, needed, axis) if source.resume else source
     parts = together(axis, lambda: source.contributions(axis.rank, axis.size))
     together(axis, lambda: source.compare([combine(each) for each in zip(*parts, strict=True)]))
     return source

@@ -35,7 +35,6 @@ from polyreme.checkpoint.together import reason, together
 from polyreme.checkpoint.write import Name, Plan, Writer, combine
 from polyreme.claim import Claim, holder
 from polyreme.errors import CheckpointError
-from polyreme.garbage import put_off
 from polyreme.layout import Cut
 from polyreme.mesh import Axis
 from polyreme.model_map import save_config
@@ -81,8 +80,7 @@ class Saver:
         self.wait()
         self.idle()
         made: list[Content] = []
-        with put_off():
-            _together(path, self._axis, partial(self._begin, path, make, background, made), ())
+        _together(path, self._axis, partial(self._begin, path, make, background, made), ())
         if not background or any(isinstance(region.data, Stored) for region in made[0].regions):
             write(path, made[0], self._axis, Loan())
             return
@@ -214,8 +212,7 @@ def write(path: Path, content: Content, axis: Axis, loan: Loan, stream: torch.cu
             _finish(path, unfinished, plan[0], parts, replace(content.resume, rng=rng))
 
     try:
-        with put_off():
-            _together(path, axis, prepare, plan)
+        _together(path, axis, prepare, plan)
         contributions = _together(path, axis, fill, plan)
         _together(path, axis, finish, plan)
     except CheckpointError:

@@ -15,10 +15,8 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial, reduce
-from itertools import groupby
 from operator import itemgetter, xor
 from pathlib import Path
-from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -28,14 +26,12 @@ from polyreme.checkpoint.direct import SMALL, DirectFile, cover
 from polyreme.checkpoint.loan import BLOCK, Job, Line, Loan, Work
 from polyreme.checkpoint.source import MODEL, TensorInfo
 from polyreme.disk import ALIGNMENT, padded
-from polyreme.garbage import put_off
 from polyreme.mesh import Axis
 from polyreme.region import Region, Runs
 
 PACKERS, WRITERS, BUFFERS = 2, 6, 10
 """Threads that copy and count, threads that only write, and blocks of memory that they share (docs/LOG.md)."""
 
-T = TypeVar("T")
 Name = tuple[str, str]
 """Of a tensor: its kind, and its name in the checkpoint."""
 
@@ -122,8 +118,7 @@ class Writer:
     ) -> dict[int, int]:
         """Write what this rank owns of `regions`, which are lent. Returns the contribution to the checksum of each file that got something.
         stream: for copies from a GPU. beside: what else is to be done, by this thread, meanwhile."""
-        with put_off():
-            jobs = self._jobs(regions)
+        jobs = self._jobs(regions)
         self._left = Counter(file for file, _ in jobs)
         try:
             Line((job for _, job in jobs), loan, stream, BUFFERS).perform(PACKERS, WRITERS, beside)
@@ -132,10 +127,9 @@ class Writer:
         return self._found
 
     def _jobs(self, regions: Iterable[tuple[Name, Region]]) -> list[tuple[int, Job]]:
-        """All that there is to write, each with its file, in order."""
+        """All that there is to write, each with its file: file after file, so that each is soon complete."""
         single: list[tuple[Place, Runs, Region]] = []
-        cached: list[tuple[int, Job]] = []
-        direct: list[tuple[int, Job]] = []
+        jobs: list[tuple[int, Job]] = []
         for name, region in regions:
             place = self._plan.places[name]
             for runs in region.runs(owned=True):
@@ -144,12 +138,11 @@ class Writer:
                     continue
                 for block in runs.blocks(BLOCK // place.itemsize):
                     size = padded(block.elements * place.itemsize)
-                    cached.append((place.file, Job(size, partial(self._gather, place, block, region), partial(self._put, place, block))))
+                    jobs.append((place.file, Job(size, partial(self._gather, place, block, region), partial(self._put, place, block))))
         for stretch in _stretches(single):
             low, high = cover(stretch.begin, stretch.end)
-            jobs = direct if stretch.is_direct else cached
             jobs.append((stretch.file, Job(high - low, partial(self._fill, stretch), partial(self._put_stretch, stretch))))
-        return _interleaved(cached, direct)
+        return sorted(jobs, key=itemgetter(0))
 
     def collect(self, regions: Sequence[tuple[Name, Region]], axis: Axis, beside: Work | None = None) -> dict[int, int]:
         """The same where each file is written by one rank alone, to which the others send what they own. All ranks must call."""
@@ -257,24 +250,6 @@ class Writer:
             if file not in self._open:
                 self._open[file] = DirectFile(self._folder / self._plan.files[file], write=True)
             return self._open[file]
-
-
-def _interleaved(cached: Iterable[tuple[int, T]], direct: Iterable[tuple[int, T]]) -> list[tuple[int, T]]:
-    """What is to be written to each file, through the cache and past it: file after file, so that each is soon complete. What goes through
-    the cache comes amid what goes past it to another file, as the system waits for all other writing to its own to end; of an only file,
-    first."""
-    of_file = {file: list(jobs) for file, jobs in groupby(sorted(direct, key=_file), _file)}
-    before = {file: i - 0.5 for i, file in enumerate(of_file)}
-    if len(before) > 1:
-        before[min(before)] += len(before)  # amid the last one
-    found = [((before.get(file, 0.5), file), (file, job)) for file, job in cached]
-    for i, (file, jobs) in enumerate(of_file.items()):
-        found += [((i + j / len(jobs), file), job) for j, job in enumerate(jobs)]
-    return [job for _, job in sorted(found, key=itemgetter(0))]
-
-
-def _file(job: tuple[int, Any]) -> int:
-    return job[0]
 
 
 def _stretches(runs: Iterable[tuple[Place, Runs, Region]]) -> list[Stretch]:
