@@ -23,7 +23,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from polyreme import nontemporal
 from polyreme.checkpoint.direct import DirectFile, cover
 from polyreme.checkpoint.directory import Directory
 from polyreme.checkpoint.files import fill
@@ -267,7 +266,7 @@ def _read(source: Directory, file: DirectFile, block: Part, memory: Tensor, kept
     for place in places:
         start, stop = max(begin, place.range[1]), min(end, place.range[2])
         if start < stop:
-            nontemporal.copy(_memory_of(place, start, stop), numbers[start - begin : stop - begin])
+            _memory_of(place, start, stop).copy_(numbers[start - begin : stop - begin])
     return contribution
 
 

@@ -21,7 +21,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from polyreme import nontemporal
 from polyreme.transport.shared_memory import Board, heap, peer
 from polyreme.transport.watch import Meeting
 from polyreme.transport.work import UNSETTLED, Work, reporting
@@ -181,7 +180,7 @@ class DirectExchange:
 def put(place: Tensor, part: Tensor) -> None:
     """Copy `part` to its place, unless it is there."""
     if place.data_ptr() != part.data_ptr():
-        nontemporal.copy(place, part)
+        place.copy_(part)
 
 
 def sum_into(out: Tensor, parts: Sequence[Tensor], accumulate: bool) -> None:
