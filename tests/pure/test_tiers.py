@@ -305,6 +305,33 @@ def test_too_little_space_is_known_before_it_is_taken(tmp_path: Path, monkeypatc
     assert not [*(tmp_path / "a").iterdir(), *(tmp_path / "b").iterdir()]
 
 
+@pytest.mark.parametrize(("version", "line", "files"), [
+    (2, "0::/job/step", ("memory.max", "memory.current", "inactive_file")),
+    (1, "4:cpu,memory:/job/step", ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "total_inactive_file")),
+])  # fmt: skip
+def test_a_control_group_that_leaves_less_is_the_limit(tmp_path: Path, version: int, line: str, files: tuple[str, str, str]) -> None:
+    """Whichever of the groups around the process has a limit, and where only the top one can be seen."""
+    (tmp_path / "membership").write_text(f"9:pids:/job\n{line}\n")
+
+    def left(groups: dict[str, tuple[str, int, int]]) -> list[int]:
+        root = tmp_path / "-".join(["root", *groups]).replace("/", "_")
+        for group, (limit, used, inactive) in groups.items():
+            for file, value in zip(
+                (*files[:2], files[0].rpartition("/")[0] + "/memory.stat"), (limit, used, f"anon 1\n{files[2]} {inactive}\n"), strict=True
+            ):
+                folder, _, name = ("./" + file).rpartition("/")
+                path = root / folder.strip("/") / group / name
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.write_text(str(value))
+        return list(host._left_by_groups(tmp_path / "membership", root))
+
+    assert left({"job/step": ("1000", 700, 50), "job": ("800", 790, 0)}) == [350, 10]
+    assert left({".": ("500", 700, 0)}) == [0]
+    if version == 2:
+        assert left({"job/step": ("max", 700, 50)}) == []
+    assert left({}) == [] == list(host._left_by_groups(tmp_path / "nothing", tmp_path))
+
+
 def test_host_memory_is_taken_at_once(tmp_path: Path) -> None:
     if host.available() is None:
         pytest.skip("this system does not tell")

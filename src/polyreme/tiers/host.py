@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+import contextlib
+from collections.abc import Generator, Iterator, Sequence
 from itertools import accumulate
 from pathlib import Path
 
@@ -59,7 +60,29 @@ class HostTier(Tier):
 
 
 def available() -> int | None:
-    """Bytes of host memory that can be had without swapping; None where the system does not tell."""
+    """Bytes of host memory that this process can have without swapping or being killed: what the system has, and what its control groups
+    leave it (a container's limit, a job's of Slurm). None where neither tells."""
     told = Path("/proc/meminfo")
     lines = told.read_text().splitlines() if told.exists() else []
-    return next((int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:")), None)
+    free = [int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:")]
+    return min((*free, *_left_by_groups(Path("/proc/self/cgroup"), Path("/sys/fs/cgroup"))), default=None)
+
+
+def _left_by_groups(membership: Path, root: Path) -> Iterator[int]:
+    """Bytes that each control group around this process leaves it, of those that have a limit: versions 2 and 1
+    (https://docs.kernel.org/admin-guide/cgroup-v2.html). Pages of files that were not used lately count as free."""
+    for line in membership.read_text().splitlines() if membership.exists() else ():
+        _, controllers, path = line.split(":", 2)
+        if controllers and "memory" not in controllers.split(","):
+            continue
+        top, files = (root / "memory", _VERSION_1) if controllers else (root, _VERSION_2)
+        group = top / path.lstrip("/")
+        for each in (group, *(parent for parent in group.parents if parent.is_relative_to(top))):  # a container may see the top alone
+            with contextlib.suppress(OSError, ValueError):  # no such group here; "max": no limit
+                limit, used = (int((each / name).read_text()) for name in files[:2])
+                statistics = (each / "memory.stat").read_text().split()
+                yield max(limit - used + int(statistics[statistics.index(files[2]) + 1]), 0)
+
+
+_VERSION_1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+_VERSION_2 = ("memory.max", "memory.current", "inactive_file")
