@@ -32,7 +32,8 @@ def reporting(what: str, meeting: Meeting | None = None) -> Iterator[None]:
 
 class Work:
     """An operation under way. `wait` returns when its output is complete, and `settle` when its input may be overwritten, too: ranks of
-    this host may still read it where it lies. A second call does nothing."""
+    this host may still read it where it lies. A second call does nothing, or raises again what the first one raised: what it left is no
+    complete output."""
 
     def __init__(
         self,
@@ -46,10 +47,11 @@ class Work:
         """`finish` is called when `pending` is complete. `settled` tells whether the input is free; given True, it waits till then.
         `meeting` are the ranks that take part, and `number` tells which of their operations it is."""
         self._meeting, self._number = meeting, number
+        self._failed: BaseException | None = None
         self._pending, self._finish, self._what, self._settled = deque(pending), finish, what, settled
 
     def wait(self) -> None:
-        if not self._pending and self._finish is None:
+        if not self._pending and self._finish is None and self._failed is None:
             return
         with self._waiting():
             while self._pending:
@@ -66,11 +68,17 @@ class Work:
 
     @contextmanager
     def _waiting(self) -> Iterator[None]:
+        if self._failed is not None:
+            raise self._failed
         watched: AbstractContextManager[None] = nullcontext()
         if self._meeting is not None:
             watched = WATCH.waiting(self._meeting, self._what, self._number)
-        with reporting(self._what, self._meeting), watched:
-            yield
+        try:
+            with reporting(self._what, self._meeting), watched:
+                yield
+        except BaseException as error:
+            self._failed = error
+            raise
 
     def is_settled(self) -> bool:
         """Whether `settle` would return at once; that of an operation nobody has waited for would not."""
