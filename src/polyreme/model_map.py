@@ -222,6 +222,54 @@ def adapters(model: nn.Module, absent: Iterable[str] = ()) -> set[str]:
     return {name for name, tensor in empty.items() if id(tensor) in kept}
 
 
+@dataclass(frozen=True)
+class Adapted:
+    """Names of the modules in a layer that PEFT wrapped. base: the layer itself. kind: "LoRA", or what else. Of LoRA: down, up: the linear
+    layers to each adapter's low rank and back; dropouts: what they drop before it."""
+
+    base: str
+    kind: str
+    down: Sequence[str] = ()
+    up: Sequence[str] = ()
+    dropouts: Sequence[str] = ()
+
+
+def adapted_layers(model: nn.Module) -> dict[str, Adapted]:
+    """The layers that PEFT wrapped, by name."""
+    found = {}
+    for name, module in model.named_modules():
+        base = next((each for each in ("base_layer", "original_module") if each in module._modules), None)
+        if base is None or not type(module).__module__.startswith("peft."):
+            continue
+        kind = type(module).__module__.removeprefix("peft.").removeprefix("tuners.").partition(".")[0]
+        if kind == "lora" and type(module).__name__ == "Linear":
+            variants = {type(variant).__name__ for variant in module.lora_variant.values()}
+            parts = [[f"{name}.{part}.{each}" for each, inner in module.get_submodule(part).named_children()
+                      if not isinstance(inner, nn.Identity)] for part in ("lora_A", "lora_B", "lora_dropout")]  # fmt: skip
+            found[name] = Adapted(f"{name}.{base}", ", ".join(sorted(variants)) or "LoRA", *parts)
+        else:
+            found[name] = Adapted(f"{name}.{base}", type(module).__name__ if kind == "utils" else f"{kind} {type(module).__name__}")
+    return found
+
+
+def plain_names(model: nn.Module) -> dict[str, str]:
+    """By the names of its modules, what they are called in the model without PEFT's wrappers and adapters, but for those that are these."""
+    modules, plain = dict(model.named_modules()), plain_model(model)
+    adapted = adapted_layers(model)
+    prefix = next(f"{name}." if name else "" for name, module in modules.items() if module is plain)
+    found = {}
+    for name in modules:
+        if name in adapted or not (f"{name}.".startswith(prefix) or name == ""):
+            continue
+        parts = name.split(".")
+        outer = next((each for end in range(1, len(parts)) if (each := ".".join(parts[:end])) in adapted), None)
+        if outer is None:
+            found[name] = name.removeprefix(prefix)
+        elif name == adapted[outer].base or name.startswith(adapted[outer].base + "."):
+            found[name] = outer.removeprefix(prefix) + name.removeprefix(adapted[outer].base)
+    return found
+
+
 def save_config(model: nn.Module, folder: Path, weights: Mapping[str, Tensor]) -> None:
     """Write what transformers saves of a model (config, generation settings, code of its own) without its weights, and what PEFT does: its
     adapters, whose whole tensors are in `weights`."""

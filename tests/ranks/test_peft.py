@@ -182,3 +182,38 @@ def staged(rank: int, world: int, folder: Path) -> None:
 
 def test_adapters_of_all_pipeline_stages_are_saved(ranks: Ranks, tmp_path: Path) -> None:
     ranks(2, staged, tmp_path)
+
+
+def divided(rank: int, world: int, folder: Path) -> None:
+    """Over tensor parallelism: the steps of plain PyTorch; PEFT opens the adapters, and an engine of another mesh goes on from them."""
+    cases: dict[str, dict[str, Any]] = {"plain": {}, "rows": {"trainable_token_indices": [3, 7], "use_rslora": True}}
+    batches = [models.tokens(training.SAMPLES, seed=step) for step in range(3)]
+    for name, options in cases.items():
+        expected = plain(adapted(**options))
+        for sequence in (False, True):
+            config = training.config(1, mesh={"tp": 2, "sequence_parallel": sequence}, precision={"compute": "fp64"})
+            engine = polyreme.initialize(adapted(**options), config, loss_fn=models.causal_loss)
+            assert [engine.train_step(batch).loss for batch in batches[:2]] == pytest.approx(expected, rel=1e-10), (name, sequence)
+        path = engine.save(folder / f"tp-{name}", adapters_only=True)
+        opened, whole = peft.PeftModel.from_pretrained(models.build("llama"), path).double(), engine.state_dict()
+        assert all(torch.equal(tensor, whole[key]) for key, tensor in opened.state_dict().items()), name
+        after = engine.train_step(batches[2]).loss
+        again = polyreme.initialize(adapted(**options), training.config(2, zero={"stage": 3}, precision={"compute": "fp64"}),
+                                    loss_fn=models.causal_loss)  # fmt: skip
+        again.load(path)
+        assert again.train_step(models.share(batches[2], rank, world)).loss == pytest.approx(after, rel=1e-10)
+
+    ia3 = peft.IA3Config(target_modules=["k_proj", "down_proj"], feedforward_modules=["down_proj"], task_type="CAUSAL_LM")
+    refused: list[tuple[nn.Module, dict[str, Any], str]] = [
+        (adapted(use_dora=True), {}, r"q_proj.base_layer: DoraLinearVariant adapters of a layer that is divided: only plain LoRA"),
+        (peft.get_peft_model(models.build("llama"), ia3), {}, r"k_proj.base_layer: ia3 Linear adapters of a layer that is divided"),
+        (adapted(lora_dropout=0.1), {"sequence_parallel": True}, "lora_dropout would drop other inputs on each rank"),
+    ]
+    refused.append((adapted(), {"tp_plan": {"model.layers.*.mlp.down_proj": "vocabulary"}}, r"down_proj.base_layer: LoRA adapters"))
+    for model, mesh, says in refused:
+        with pytest.raises(ModelError, match=says):
+            polyreme.initialize(model, training.config(1, mesh={"tp": 2, **mesh}))
+
+
+def test_adapters_are_divided_with_their_layers(ranks: Ranks, tmp_path: Path) -> None:
+    ranks(2, divided, tmp_path)

@@ -6,6 +6,7 @@ import copy
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import peft
 import pytest
 import torch
 import torch.nn.functional as F
@@ -60,6 +61,15 @@ def bart() -> nn.Module:
     )  # fmt: skip
 
 
+def lora(base: nn.Module, *targets: str, **options: Any) -> nn.Module:
+    torch.manual_seed(4)
+    return peft.get_peft_model(base, peft.LoraConfig(r=3, target_modules=list(targets), init_lora_weights=False, **options))
+
+
+def dropping() -> nn.Module:
+    return lora(causal("llama", **GROUPED), "q_proj", "k_proj", "down_proj", lora_dropout=0.5)
+
+
 NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "llama": lambda: causal("llama", **GROUPED),
@@ -90,6 +100,12 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "falcon-alibi": lambda: causal("falcon", vocab_size=VOCABULARY, hidden_size=32, num_hidden_layers=2, num_attention_heads=4,
                                    multi_query=False, alibi=True, bias=True),
     "bert": bert, "t5": t5, "vit": vit, "bart": bart,
+    "llama-lora": lambda: lora(causal("llama", **GROUPED), "q_proj", "v_proj", "o_proj", "up_proj", "down_proj", use_rslora=True),
+    "phi3-lora": lambda: lora(causal("phi3", **GROUPED, pad_token_id=0, bos_token_id=1, eos_token_id=2), "qkv_proj", "gate_up_proj"),
+    "gpt2-lora": lambda: lora(MODELS["gpt2"](), "c_attn", "c_proj", "c_fc", lora_bias=True, fan_in_fan_out=True),
+    "llama-lora-head": lambda: lora(causal("llama", **GROUPED), "embed_tokens", "lm_head", "q_proj", modules_to_save=["norm"]),
+    "llama-lora-table": lambda: lora(causal("llama", **GROUPED, tie_word_embeddings=True), "embed_tokens", "k_proj"),
+    "llama-lora-tied": lambda: lora(causal("llama", **GROUPED, tie_word_embeddings=True), "q_proj", trainable_token_indices=[3, 7]),
 }  # fmt: skip
 
 
@@ -175,7 +191,7 @@ def test_two_ranks_compute_what_one_does(ranks: Ranks, name: str, sequence: bool
 
 @pytest.mark.parametrize("sequence", [False, True], ids=["replicated", "sequence"])
 def test_four_ranks_share_two_key_value_heads(ranks: Ranks, sequence: bool) -> None:
-    check(ranks, 4, ["llama", "phi3", "qwen3"], sequence)
+    check(ranks, 4, ["llama", "phi3", "qwen3", "llama-lora"], sequence)
 
 
 def divide(model: nn.Module, axis: Axis, sequence: bool = False) -> dict[str, Cut]:
@@ -194,14 +210,15 @@ def recompute(rank: int, world: int, sequence: bool) -> None:
     """Dropout everywhere, blocks recomputed in backward: not a bit changes."""
     axis = Mesh.open({"tp": world}).tp
     torch.manual_seed(3)
-    model = causal("bloom", vocab_size=VOCABULARY, hidden_size=32, n_layer=2, n_head=4, hidden_dropout=0.2, attention_dropout=0.2).double()
-    divide(model, axis, sequence)
-    kept = gradients(model, batch_of("bloom"))
-    assert kept[0] != gradients(model, batch_of("bloom"), seed=1)[0]
-    wrap_blocks(model, find_blocks(model), True, 1, (), False)
-    again = gradients(model, batch_of("bloom"))
-    assert again[0] == kept[0]
-    assert all(torch.equal(again[1][name], grad) for name, grad in kept[1].items())
+    bloom = causal("bloom", vocab_size=VOCABULARY, hidden_size=32, n_layer=2, n_head=4, hidden_dropout=0.2, attention_dropout=0.2)
+    for model in [bloom.double()] if sequence else [bloom.double(), dropping().double()]:
+        divide(model, axis, sequence)
+        kept = gradients(model, batch_of("bloom"))
+        assert kept[0] != gradients(model, batch_of("bloom"), seed=1)[0]
+        wrap_blocks(model, find_blocks(model), True, 1, (), False)
+        again = gradients(model, batch_of("bloom"))
+        assert again[0] == kept[0]
+        assert all(torch.equal(again[1][name], grad) for name, grad in kept[1].items())
 
 
 @pytest.mark.parametrize("sequence", [False, True])
@@ -216,6 +233,7 @@ def dropped(rank: int, world: int, name: str, ends: str, sequence: bool) -> tupl
     model = {
         "bloom": lambda: causal("bloom", vocab_size=VOCABULARY, hidden_size=32, n_layer=2, n_head=4, attention_dropout=0.5),
         "gpt2": lambda: causal("gpt2", vocab_size=VOCABULARY, n_positions=32, n_embd=32, n_layer=2, n_head=4),
+        "lora": dropping,
     }[name]().double()
     cuts = divide(model, axis, sequence)
     masks: list[Tensor] = []
@@ -230,6 +248,7 @@ def dropped(rank: int, world: int, name: str, ends: str, sequence: bool) -> tupl
 
 @pytest.mark.parametrize(("name", "ends", "sequence", "same"), [
     ("bloom", "attention_dropout", False, False), ("bloom", "attention_dropout", True, False),
+    ("lora", "k_proj.lora_dropout.default", False, True), ("lora", "down_proj.lora_dropout.default", False, False),
     ("gpt2", "resid_dropout", False, True), ("gpt2", "resid_dropout", True, False), ("gpt2", "drop", True, True),
 ])  # fmt: skip
 def test_dropout_is_the_same_where_replicated_and_different_where_split(

@@ -183,6 +183,18 @@ def install_row(site: Site, module: nn.Module, style: Row, sequence: bool) -> No
     _resize(module)
 
 
+def install_dropout(site: Site, module: nn.Module, divided: bool) -> None:
+    """A dropout before the low rank of an adapter, amid a split region: of activations that are whole all ranks drop the same."""
+    forward = module.forward
+
+    def wrapped(x: Tensor) -> Tensor:
+        if site.fork is not None and module.training:
+            site.fork.enter(x.device) if divided else site.fork.leave()
+        return forward(x)
+
+    module.forward = wrapped
+
+
 def install_head(site: Site, module: nn.Module, cut: Cut) -> None:
     """A head whose output is `SplitLogits`."""
     used = cut.used(site.axis.rank)

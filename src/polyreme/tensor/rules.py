@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from torch import nn
 
 from polyreme.errors import ModelError
-from polyreme.model_map import find_blocks, skips_blocks
+from polyreme.model_map import Adapted, adapted_layers, find_blocks, plain_names, skips_blocks
 from polyreme.tensor.layers import Column, EmbeddingColumns, Replicate, Row, Style, Vocabulary, is_linear, linear_sizes
 
 WORDS: dict[str, Style] = {
@@ -112,8 +112,8 @@ class Heads:
 @dataclass
 class Plan:
     """What to do with a model: styles by module name; siblings (column layers that share their input) by their parent's name; attentions
-    whose heads are divided, by module name, and names of arguments of all of these that are to be cut by heads; and attentions that
-    are whole on every rank."""
+    whose heads are divided, by module name, and names of arguments of all of these that are to be cut by heads; attentions that are whole
+    on every rank; layers that PEFT wrapped; and dropouts before the low rank of divided ones, by name, and whether they get parts."""
 
     ways: int
     styles: dict[str, Style] = field(default_factory=dict)
@@ -121,6 +121,8 @@ class Plan:
     heads: dict[str, Heads] = field(default_factory=dict)
     by_head: tuple[str, ...] = ()
     whole_attentions: list[str] = field(default_factory=list)
+    adapted: dict[str, Adapted] = field(default_factory=dict)
+    dropouts: dict[str, bool] = field(default_factory=dict)
 
 
 @dataclass
@@ -140,7 +142,7 @@ def plan(model: nn.Module, ways: int, user: Mapping[str, str] | None = None, seq
     modules = dict(model.named_modules())
     blocks = find_blocks(model)
     words, problems = _words(model, modules, blocks, user or {})
-    found = Plan(ways, {name: WORDS[word] for name, word in words.items()})
+    found = Plan(ways, {name: WORDS[word] for name, word in words.items()}, adapted=adapted_layers(model))
     for parent, names in _by_parent(name for name, style in found.styles.items() if isinstance(style, Column)).items():
         problems += _columns(found, words, modules, parent, names)
     told = {problem.path for problem in problems}
@@ -151,6 +153,7 @@ def plan(model: nn.Module, ways: int, user: Mapping[str, str] | None = None, seq
             style.cuts(modules[name], ways)
         except (ValueError, IndexError, AttributeError, ZeroDivisionError) as error:
             problems.append(_Problem(name, f"cannot be divided as {words[name]!r}: {error}"))
+    problems += _adapters(found, sequence_parallel)
     problems += _unplaced(found, modules, blocks)
     if ways > 1 and not problems and all(isinstance(style, Replicate) for style in found.styles.values()):
         problems.append(_Problem("", "nothing of it would be divided, so that every rank would compute the same"))
@@ -165,13 +168,14 @@ def plan(model: nn.Module, ways: int, user: Mapping[str, str] | None = None, seq
 def _words(
     model: nn.Module, modules: Mapping[str, nn.Module], blocks: Mapping[str, nn.Module], user: Mapping[str, str]
 ) -> tuple[dict[str, str], list[_Problem]]:
-    """The word for each module that has one; later rules overrule earlier ones."""
+    """The word for each module that has one; later rules overrule earlier ones. Of a layer that PEFT wrapped, for the layer inside."""
     found: dict[str, str] = {}
     problems: list[_Problem] = []
+    plain, adapted = plain_names(model), adapted_layers(model)
     parameters = [name for name, _ in model.named_parameters()]
     for path, word in (getattr(model, "_tp_plan", None) or {}).items():
         matched = re.compile(_pattern(path))
-        hits = [name for name in modules if matched.fullmatch(name)]
+        hits = [name for name in modules if matched.fullmatch(plain.get(name, ""))]
         used = hits or [name for name in parameters if matched.fullmatch(name)]
         if used and (word not in WORDS or not hits):
             what = "" if hits else "for a parameter by itself "
@@ -179,14 +183,20 @@ def _words(
         found |= dict.fromkeys(hits, word) if word in WORDS else {}
     inside = [name for name in modules if any(name.startswith(block + ".") for block in blocks)]
     for end, style in FAMILIES.get(_model_type(model), {}).items():
-        found |= {name: style for name in inside if name.endswith("." + end)}
+        found |= {name: style for name in inside if plain.get(name, "").endswith("." + end)}
     outermost = [_call(model, method) for method in ("get_input_embeddings", "get_output_embeddings")]
     tied = {id(module.weight) for module in outermost if isinstance(module, nn.Embedding | nn.Linear)}
+    tables = [base for name, layer in adapted.items() for base in [model.get_submodule(layer.base)]
+              if isinstance(base, nn.Embedding) or modules[name] in outermost]  # fmt: skip
+    whole = {id(weight) for base in tables for weight in base.parameters(recurse=False)}  # PEFT looks up rows, and adds to all outputs
     for name, module in modules.items():  # also those of an encoder and a decoder that share one vocabulary
-        if isinstance(module, nn.Embedding | nn.Linear) and id(module.weight) in tied:
+        if whole and not whole.isdisjoint(map(id, module.parameters(recurse=False))):
+            found.pop(name, None)
+        elif isinstance(module, nn.Embedding | nn.Linear) and id(module.weight) in tied:
             found[name] = "vocabulary"
     for path, word in user.items():
-        hits = [name for name in modules if re.fullmatch(_pattern(path), name)]
+        hits = [name for name in modules if re.fullmatch(_pattern(path), plain.get(name, name)) or re.fullmatch(_pattern(path), name)]
+        hits = [adapted[name].base if name in adapted else name for name in hits]
         problems = [problem for problem in problems if not f"{problem.path}.".startswith(f"{path}.")]
         style = difflib.get_close_matches(word, WORDS, n=1, cutoff=0)[0]
         if not hits:
@@ -272,6 +282,27 @@ def _heads(module: nn.Module, row_width: int | None, outputs: list[int], fused: 
     return Heads(count, min(shared, count), size)
 
 
+def _adapters(plan: Plan, sequence: bool) -> Iterator[_Problem]:
+    """Enter the adapters of layers that are divided: of a column layer the low rank is whole, and what comes from it divided like the
+    layer; of a row layer the low rank is a sum over the ranks, and what comes from it whole, on each rank's part of the sequence."""
+    for name, layer in plan.adapted.items():
+        style = plan.styles.get(layer.base)
+        if style is None:
+            continue
+        if isinstance(style, Replicate):
+            plan.styles[name] = style
+        elif layer.kind != "LoRA" or not isinstance(style, Column | Row):
+            yield _Problem(layer.base, f"{layer.kind} adapters of a layer that is divided: only plain LoRA of linear layers is, with them")
+        elif isinstance(style, Column):
+            plan.styles |= {**dict.fromkeys(layer.down, Replicate()), **dict.fromkeys(layer.up, style)}
+            plan.siblings |= {up: [up] for up in layer.up}
+            if sequence and layer.dropouts:
+                yield _Problem(layer.base, "lora_dropout would drop other inputs on each rank", "mesh.sequence_parallel = false")
+        else:
+            plan.styles |= {**dict.fromkeys(layer.down, style), **dict.fromkeys(layer.up, Replicate(summed=sequence))}
+        plan.dropouts |= dict.fromkeys(layer.dropouts, isinstance(style, Row))
+
+
 def _unplaced(plan: Plan, modules: Mapping[str, nn.Module], blocks: Mapping[str, nn.Module]) -> Iterator[_Problem]:
     """Modules of the blocks of which nobody says what they are, where that matters."""
     split = [parent for parent, names in plan.siblings.items()
@@ -283,6 +314,8 @@ def _unplaced(plan: Plan, modules: Mapping[str, nn.Module], blocks: Mapping[str,
         )
         if styled or not inside or not any(True for _ in module.parameters(recurse=False)):
             continue
+        if any(name.startswith(f"{outer}.") and not f"{name}.".startswith(f"{layer.base}.") for outer, layer in plan.adapted.items()):
+            continue  # adapters are whole where their layer has no style
         choice = '"replicate"'
         if is_linear(module) or isinstance(module, nn.Embedding):
             choice = '"colwise" or "rowwise" or "replicate"' if is_linear(module) else '"replicate"'
@@ -306,6 +339,8 @@ def _not_by_position(model: nn.Module, plan: Plan, modules: Mapping[str, nn.Modu
         for name, module in modules.items():
             style = plan.styles.get(name)
             if not f"{name}.".startswith(f"{block}.") or any(name.startswith(parent + ".") for parent in whole) or is_norm(module):
+                continue
+            if any(name.startswith(f"{outer}.") for outer in plan.adapted):
                 continue
             if style == Replicate():
                 yield _Problem(name, "is placed whole on every rank, and may not work on each position by itself", fix)
@@ -348,7 +383,8 @@ def _by_parent(names: Iterable[str]) -> dict[str, list[str]]:
 
 
 def _parent(name: str) -> str:
-    return name.rpartition(".")[0]
+    """The module that calls this one; of a layer in PEFT's wrapper, the one that calls the wrapper."""
+    return name.removesuffix(".base_layer").rpartition(".")[0]
 
 
 def _pattern(path: str) -> str:

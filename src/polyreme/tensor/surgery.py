@@ -28,6 +28,7 @@ from polyreme.tensor.layers import (
     Site,
     Vocabulary,
     install_argument,
+    install_dropout,
     install_embedding,
     install_head,
     install_row,
@@ -61,7 +62,7 @@ def parallelize(model: nn.Module, axis: Axis, plan: Plan, sequence_parallel: boo
         styles = [plan.styles[name] for name in names]
         columns = Columns(site, [modules[name] for name in names], styles, sequence_parallel and parent in blocks)  # type: ignore[arg-type]
         all_columns.append(columns)
-        if sequence_parallel and parent not in blocks and _within(parent, blocks):
+        if sequence_parallel and parent not in blocks and parent not in names and _within(parent, blocks):
             _gather_at_entry(modules[parent], axis, columns)
     for name, style in plan.styles.items():
         if isinstance(style, Row):
@@ -70,6 +71,8 @@ def parallelize(model: nn.Module, axis: Axis, plan: Plan, sequence_parallel: boo
             install_embedding(site, embedding, cuts[f"{name}.weight"])
         elif isinstance(style, Vocabulary):
             install_head(site, modules[name], cuts[f"{name}.weight"])
+    for name, divided in plan.dropouts.items():
+        install_dropout(site, modules[name], divided)
     for name, owner in {**blocks, "": model}.items():  # the model itself for what is outside of its blocks
         others = [block for block in blocks if name == ""]
         if summed := _summed(name, owner, others, plan, cuts, sequence_parallel and name in blocks):
