@@ -197,7 +197,7 @@ class Engine:
         """
         self._refuse_frozen()
         self._tell_unsaved()
-        self._roster.check()
+        self._roster.check(self.module)
         parts = micro_batches(batch, self.config, first=not self.state.step)
         if self._step.microbatches:
             raise BatchError("train_step in the middle of a step: call step() after the backward() calls before it")
@@ -220,7 +220,7 @@ class Engine:
         """The mean loss over a global batch of any size, of which `batch` is this rank's share, or a list of its parts; nothing is updated.
 
         The modules are in evaluation mode meanwhile."""
-        self._roster.check()
+        self._roster.check(self.module)
         modes = {module: module.training for module in self.module.modules()}
         self.module.eval()
         totals = torch.zeros(2, dtype=torch.float64, device=self.mesh.device)
@@ -257,7 +257,7 @@ class Engine:
         """The model's output for one micro-batch (its floating-point inputs cast to the compute dtype, `labels` not)."""
         if self.mesh.pp.size > 1:
             raise BatchError("engine(...) calls the whole model, which is cut into pipeline stages: use train_step and eval_step")
-        self._roster.check()
+        self._roster.check(self.module)
         self._enter(0, 0)
         batch = kwargs or (args[0] if len(args) == 1 else args)  # the caller's, as its labels are counted without the device
         self._compare(batch)
@@ -307,7 +307,7 @@ class Engine:
             )
         self._step.skip_the_rest()
         self._tell_unsaved()
-        self._roster.check()
+        self._roster.check(self.module)
         self._step.reduce()
 
     # ---- around training
@@ -350,7 +350,7 @@ class Engine:
         adapters_only: of a PEFT model, its adapters and their optimizer states, without the base.
         Raises CheckpointError on every rank; what was at the path before is then still there. ModelError where more than
         adapters trains."""
-        self._roster.check()
+        self._roster.check(self.module)
         only = adapters_alone(self._parts) if adapters_only else None
         if self._saver is None:
             self._saver = Saver(self._aside())
@@ -367,7 +367,7 @@ class Engine:
         place in the data aside. Raises CheckpointError on every rank where that cannot be; nothing has changed then."""
         if self._step.microbatches:
             raise BatchError("load in the middle of a step: call step() after the backward() calls before it")
-        self._roster.check()
+        self._roster.check(self.module)
         if self._saver is not None:
             self._saver.wait()
         found = restore(self._parts, Path(path), strict, weights_only, self._aside())
@@ -393,9 +393,10 @@ class Engine:
         return found
 
     def refresh(self) -> None:
-        """Take in what a script did to the module since `initialize`: parameters unfrozen, added, replaced or removed, modules too. Every
-        rank must have done the same, and call, between two steps. What stays keeps its weights and optimizer states; what is new begins
-        with rank 0's numbers, and what is frozen now loses its states. The optimizer's groups are made as at first.
+        """Take in what a script did to the module since `initialize`: parameters unfrozen, added, replaced or removed, modules too, and
+        `engine.module` itself (`engine.module = peft.get_peft_model(engine.module, ...)`). Every rank must have done the same, and call,
+        between two steps. What stays keeps its weights and optimizer states; what is new begins with rank 0's numbers, and what is frozen
+        now loses its states. The optimizer's groups are made as at first.
 
         Raises ModelError where that cannot be (see docs/engine.md); nothing has changed then."""
         if self._step.microbatches:
@@ -406,6 +407,7 @@ class Engine:
         refuse_own_shapes(self._updates)
         division = divide_again(self.module, self._roster, self._placement, self.config, self.mesh)
         made = recipe(self.module, self.config.optimizer, self._given[0])
+        self._objective.follow(self.module)
         self._buffers = Buffers(self.module, self.mesh.dp, self._normalised(), self.config.batch_norm == "rank")
         old, updates, step, parts = self._placement, self._updates, self._step, self._parts
         kept = old.kept

@@ -200,12 +200,24 @@ def count_tokens(batch: object) -> int:
 
 def plain_model(model: nn.Module) -> nn.Module:
     """The model that PEFT's adapters were put into; any other model itself."""
-    return model.get_base_model() if has_adapters(model) else model  # type: ignore[operator]
+    return model.get_base_model() if _is_peft_model(model) else model  # type: ignore[operator]
+
+
+def _is_peft_model(model: nn.Module) -> bool:
+    return hasattr(model, "peft_config") and hasattr(model, "get_base_model")
 
 
 def has_adapters(model: nn.Module) -> bool:
-    """Whether it is a PeftModel, which saves its adapters by themselves."""
-    return hasattr(model, "peft_config") and hasattr(model, "get_base_model")
+    """Whether it is a PeftModel, or one of transformers after `add_adapter`: both save their adapters by themselves."""
+    return _is_peft_model(model) or getattr(model, "_hf_peft_config_loaded", False)
+
+
+def refuse_bare_base(model: nn.Module) -> None:
+    """Raise ModelError for a Hugging Face model whose layers PEFT wrapped, where it is not the one that can save that."""
+    if hasattr(model, "save_pretrained") and not has_adapters(model) and (wrapped := list(adapted_layers(model))):
+        raise ModelError(f"PEFT has wrapped {wrapped[0]} of this {type(model).__name__}, whose checkpoints nothing could open: train the "
+                         "model that get_peft_model returns (give it to initialize(), or assign it to engine.module), not the one that it "
+                         "was made from")  # fmt: skip
 
 
 def adapters(model: nn.Module, absent: Iterable[str] = ()) -> set[str]:
@@ -278,7 +290,7 @@ def save_config(model: nn.Module, folder: Path, weights: Mapping[str, Tensor]) -
     shown = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
     try:
-        options = {"save_embedding_layers": False} if has_adapters(model) else {}
+        options = {"save_embedding_layers": False} if _is_peft_model(model) else {}
         with torch._C.DisableTorchFunctionSubclass():  # as in `adapters`
             model.save_pretrained(folder, state_dict=dict(weights), **options)  # type: ignore[operator]
     finally:

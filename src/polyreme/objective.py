@@ -41,8 +41,13 @@ class Objective:
                 'loss_fn has reduction="sum": a step is the mean over the global batch, so let loss_fn return the mean, or (sum, what the '
                 "mean is to be over)"
             )
-        self._model, self._loss_fn, self._cast = model, loss_fn, cast
+        self._loss_fn, self._cast = loss_fn, cast
         self._checked = False  # that the loss_fn's is a mean over samples
+        self.follow(model)
+
+    def follow(self, model: nn.Module) -> None:
+        """Call this model from now on."""
+        self._model = model
         self._signature = ForwardSignature.of(model)
         self.fixed = training_arguments(model)
 

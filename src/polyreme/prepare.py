@@ -59,6 +59,7 @@ def open_model(given: Model, config: Config, mesh: Mesh) -> tuple[nn.Module, Rec
         return _from_directory(Path(given), config)
     module, recording = _given(given, config, mesh)
     _refuse_max_norm(module)
+    model_map.refuse_bare_base(module)
     if not module.training:  # as `from_pretrained` returns it
         module.train()
     return module, recording, None
@@ -182,7 +183,7 @@ def divide_again(module: nn.Module, roster: Roster, placement: Placement, config
     """How `module`, which was changed since `placement`, is divided now; its new buffers become rank 0's.
 
     Raises ModelError where buckets cannot be made again. The ranks have changed it in the same way."""
-    parameters, told = dict(module.named_parameters(remove_duplicate=False)), roster.changes()
+    parameters, told = dict(module.named_parameters(remove_duplicate=False)), roster.changes(module)
     reason = ""
     memory = config.memory
     away = [key for key in ("states", "params", "gradients") if is_files(home(getattr(memory, key))[0])]
@@ -194,6 +195,7 @@ def divide_again(module: nn.Module, roster: Roster, placement: Placement, config
         reason = f"memory.{away[0]} is in files: save, and initialize a new engine of the changed model, or use host memory"
     elif meta := [name for name, p in parameters.items() if p.is_meta and name in told.new]:
         reason = f"{meta[0]} is on the meta device, without numbers: build it on the CPU"
+    model_map.refuse_bare_base(module)
     if reason:
         raise ModelError(f"the engine cannot take in what was changed of the model ({told}): {reason}")
     if mesh.tp.size > 1:

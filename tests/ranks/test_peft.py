@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,8 @@ from polyreme import model_map
 from polyreme.errors import CheckpointError, ModelError
 from pool import Ranks
 
+Change = Callable[[nn.Module], nn.Module]
+
 
 def adapted(**options: Any) -> nn.Module:
     torch.manual_seed(1)
@@ -31,12 +34,22 @@ def two_adapters() -> nn.Module:
     return model
 
 
-def plain(model: nn.Module) -> list[float]:
+def optimizer_of(model: nn.Module, before: torch.optim.Optimizer | None = None) -> torch.optim.Optimizer:
+    """What the config of `training` describes; with the states of `before`."""
     trained = [p for p in model.parameters() if p.requires_grad]
     vectors = {"params": [p for p in trained if p.dim() < 2], "weight_decay": 0.0}
-    optimizer = torch.optim.AdamW([{"params": [p for p in trained if p.dim() >= 2]}, vectors], lr=1e-2, betas=(0.9, 0.95), weight_decay=0.1)
-    losses = []
-    for step in range(2):
+    made = torch.optim.AdamW([{"params": [p for p in trained if p.dim() >= 2]}, vectors], lr=1e-2, betas=(0.9, 0.95), weight_decay=0.1)
+    made.state.update({p: before.state[p] for p in trained if before is not None and p in before.state})
+    return made
+
+
+def plain(model: nn.Module, changes: Sequence[Change] = ()) -> list[float]:
+    """The losses of two steps, and of two more after each of the changes."""
+    optimizer, losses = optimizer_of(model), []
+    for step in range(2 + 2 * len(changes)):
+        if step and step % 2 == 0:
+            model = changes[step // 2 - 1](model)
+            optimizer = optimizer_of(model, optimizer)
         batch = models.tokens(training.SAMPLES, seed=step)
         total, weight = models.causal_loss(model(**batch), batch)
         optimizer.zero_grad()
@@ -217,3 +230,77 @@ def divided(rank: int, world: int, folder: Path) -> None:
 
 def test_adapters_are_divided_with_their_layers(ranks: Ranks, tmp_path: Path) -> None:
     ranks(2, divided, tmp_path)
+
+
+def put_in(model: nn.Module) -> nn.Module:
+    torch.manual_seed(1)
+    return peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["q_proj", "down_proj"], task_type="CAUSAL_LM")).double()
+
+
+def one_more(model: nn.Module) -> nn.Module:
+    torch.manual_seed(2)
+    model.add_adapter("other", peft.LoraConfig(r=3, target_modules=["v_proj", "q_proj"]))
+    model.set_adapter("other")
+    return model.double()
+
+
+def by_transformers(model: nn.Module) -> nn.Module:
+    torch.manual_seed(1)
+    model.add_adapter(peft.LoraConfig(r=2, target_modules=["q_proj", "down_proj"]))
+    return model.double()
+
+
+def tied() -> nn.Module:
+    """Adapters of the embedding and of the head that is tied to it."""
+    torch.manual_seed(0)
+    model = models.llama(tie_word_embeddings=True).double().train()
+    return peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["embed_tokens", "lm_head"], init_lora_weights=False))
+
+
+def put_in_later(rank: int, world: int, folder: Path) -> None:
+    """Adapters put into a model that is trained already."""
+    for stage, changes in ((0, [put_in, one_more]), (3, [put_in, one_more]), (2, [by_transformers])):
+        expected = plain(models.build("llama"), changes)
+        config = training.config(world, zero={"stage": stage}, precision={"compute": "fp64"})
+        engine = polyreme.initialize(models.build("llama"), config, loss_fn=models.causal_loss)
+        losses = []
+        for step in range(2 + 2 * len(changes)):
+            batch = models.share(models.tokens(training.SAMPLES, seed=step), rank, world)
+            if step and step % 2 == 0:
+                with engine.full_parameters() as model:
+                    engine.module = changes[step // 2 - 1](model)
+                with pytest.raises(ModelError, match=r"call engine.refresh\(\)"):
+                    engine.train_step(batch)
+                engine.refresh()
+            losses.append(engine.train_step(batch).loss)
+        assert losses == pytest.approx(expected, rel=1e-10), stage
+        path = engine.save(folder / f"later-{stage}", adapters_only=True)
+        opened, whole = peft.PeftModel.from_pretrained(models.build("llama"), path).double(), engine.state_dict()
+        if stage != 2:
+            opened.load_adapter(path / "other", "other")
+        names = {key: f"base_model.model.{key}" if stage == 2 else key for key in model_map.adapters(engine.module)}
+        assert len(names) == (12 if stage == 2 else 24)
+        assert all(torch.equal(opened.state_dict()[there].double(), whole[key]) for key, there in names.items()), stage
+        engine.load(path)
+        engine.train_step(batch)
+
+    engine = polyreme.initialize(tied(), config, loss_fn=models.causal_loss)
+    batches = [models.share(models.tokens(training.SAMPLES, seed=step), rank, world) for step in range(2)]
+    assert [engine.train_step(batch).loss for batch in batches] == pytest.approx(plain(tied()), rel=1e-10)
+
+    bare = models.build("llama")
+    put_in(bare)
+    with pytest.raises(
+        ModelError, match=r"PEFT has wrapped model.layers.0.self_attn.q_proj of this LlamaForCausalLM.*get_peft_model returns"
+    ):
+        polyreme.initialize(bare, config)
+    engine = polyreme.initialize(models.build("llama"), config, loss_fn=models.causal_loss)
+    with engine.full_parameters() as model:
+        put_in(model)
+    with pytest.raises(ModelError, match="PEFT has wrapped"):
+        engine.refresh()
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_adapters_may_be_put_in_later(world: int, ranks: Ranks, tmp_path: Path) -> None:
+    ranks(world, put_in_later, tmp_path)

@@ -71,9 +71,15 @@ def resized(model: nn.Module) -> None:
     model.resize_token_embeddings(models.VOCABULARY + 3, mean_resizing=False)
 
 
+def tied(model: nn.Module) -> None:
+    model.config.tie_word_embeddings = True
+    model.tie_weights()
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+
+
 CHANGES: dict[str, Change] = {
     "unfrozen": unfreeze, "frozen": freeze, "both": freeze_and_unfreeze, "adapters": adapt, "head": new_head, "layers": fewer_layers,
-    "vocabulary": resized,
+    "vocabulary": resized, "tied": tied,
 }  # fmt: skip
 
 

@@ -57,21 +57,25 @@ class Roster:
         self._dicts = [held for module in self._model.modules() for held in (module._modules, module._parameters)]
         self._members = self._present()
 
-    def check(self) -> None:
-        """Raise ModelError that names what was unfrozen, added, replaced or removed since. Takes 0.1 ms for 400 modules."""
+    def check(self, model: nn.Module) -> None:
+        """Raise ModelError that names what was unfrozen, added, replaced or removed since, or if `model` is another. Takes 0.1 ms for 400
+        modules."""
+        if model is not self._model:
+            raise ModelError(f"engine.module was replaced by another {type(model).__name__}: to train it, call engine.refresh() on every "
+                             "rank; what it shares with the model before keeps its optimizer states")  # fmt: skip
         present = self._present()
         same = len(present) == len(self._members) and all(map(is_, present, self._members))
         same = same and self._shapes == [p.shape for p in self._named.values()]
         if same and not any(p.requires_grad for p in self._frozen):
             return
-        changes = self.changes()
+        changes = self.changes(model)
         if str(changes) != "nothing":
             raise ModelError(f"the model was changed since initialize, and its buckets do not have that: {changes}. To train it as it is "
                              "now, call engine.refresh() on every rank: what stays keeps its optimizer states")  # fmt: skip
         self._look()  # modules without parameters came or went
 
-    def changes(self) -> Changes:
-        now = dict(self._model.named_parameters(remove_duplicate=False))
+    def changes(self, model: nn.Module) -> Changes:
+        now = dict(model.named_parameters(remove_duplicate=False))
         frozen = {id(p) for p in self._frozen}
         shapes = dict(zip(self._named, self._shapes, strict=True))
         return Changes(
