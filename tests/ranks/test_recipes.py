@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import polyreme
+from models import Wide
 from pool import Ranks
 
 ROOT = Path(__file__).parents[2]
@@ -21,11 +22,12 @@ RECIPES = sorted(path.stem for path in (ROOT / "examples" / "recipes").glob("*.p
 
 @contextlib.contextmanager
 def in_float64() -> Any:
-    """New tensors in float64."""
+    """New tensors in float64, also where transformers would go to float32."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
     try:
-        yield
+        with Wide():
+            yield
     finally:
         torch.set_default_dtype(before)
 
