@@ -154,7 +154,7 @@ class Engine:
         self._wrap(blocks)
         wanted = self._dtype if {*made.kept.values()} <= {self._dtype} else None  # a model of several dtypes converts between them itself
         self._cast: Callable[[Any], Any] = lambda inputs: cast_floating(inputs, wanted)
-        self._objective = Objective(self.module, loss_fn, self._cast)
+        self._objective = Objective(self.module, loss_fn, self._cast, is_split=config.accumulation * mesh.dp.size > 1)
         self._row = schedule[mesh.pp.rank]
         self._coming = next_backwards(self._row)
         one = build(name, mesh.pp.size, 1, config.pipeline.virtual)

@@ -70,12 +70,18 @@ class Loop:
             refuse_scaled(loss, own, self._config.accumulation, samples_of(batch, self._config))
             if (weight := weight_of(loss)) is not None:
                 return weight
-        return self._objective.weight(batch)
+        weight = self._objective.weight(batch)
+        if loss is own:
+            self._objective.check_own(loss, weight)
+        return weight
 
     def _forward(self) -> tuple[Any, Any]:
         """The micro-batch whose backward comes, and its output."""
         if self._last is None:
-            raise BatchError("backward() without a forward: call engine(...) first")
+            raise BatchError(
+                "backward() without a forward: call engine(...) first (engine.module(...) is no micro-batch). Of several micro-batches, "
+                "do the backward of each before the forward of the next; of several losses of one, engine.backward(loss, last=False)"
+            )
         return self._last
 
     def _reached(self, gradient: Tensor) -> None:
@@ -89,8 +95,10 @@ class Loop:
     def _begin(self) -> None:
         """A backward that was not announced will give parameters gradients."""
         if current() is None:
-            batch, self._last = self._forward()[0], None
-            self._step.enter(self._objective.weight(batch), count_tokens(batch), samples_of(batch, self._config))
+            (batch, output), self._last = self._forward(), None
+            weight = self._objective.weight(batch)
+            self._objective.check_own(getattr(output, "loss", None), weight)
+            self._step.enter(weight, count_tokens(batch), samples_of(batch, self._config))
         else:
             self._reducer.begin_foreign()
         self._task = torch._C._current_graph_task_id()

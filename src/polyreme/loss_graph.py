@@ -1,10 +1,11 @@
 """What autograd's record of a loss tells of it: what it is the mean of, and whether it is a sum, or was divided. Changes nothing.
 
-Only what stands at the loss itself is read: a loss put together from several tells nothing.
+Of a user's loss only what stands at the loss itself is read; a model's own is followed to the means that it is put together from.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 from torch import Tensor
@@ -42,6 +43,47 @@ def refuse_scaled(loss: Tensor, own: Any, microbatches: int, samples: int) -> No
             f"the loss was divided by {microbatches}, the micro-batches of a step, as other loops need it: engine.backward and step "
             "make their mean themselves. Give engine.backward the mean loss as it is, or say weight= if the division is meant"
         )
+
+
+def doubt(loss: Tensor, weight: float) -> str | None:
+    """What a loss is the mean of, in words, if not all of it is a mean over `weight` labels or samples of the same size each; None where
+    it is, or autograd has no record of it. Waits for the device."""
+    means = list(_means(loss.grad_fn))
+    if all(over is not None and over > 0 and over % weight == 0 for _, over in means):
+        return None
+    return ", ".join(dict.fromkeys(f"{name} ({'no mean' if over is None else f'a mean over {over:g}'})" for name, over in means))
+
+
+_THROUGH = ("Add", "Sub", "Mul", "Div", "Neg", "ToCopy", "View", "UnsafeView", "Squeeze", "Unsqueeze", "Alias", "Clone")
+"""Beginnings of the names of operators that leave a mean a mean, or put means together."""
+
+
+def _means(loss: Any) -> Iterator[tuple[str, float | None]]:
+    """What a loss is put together from: the operator, and what it is the mean of; None where that is no mean that is known."""
+    waiting, seen = [loss] if loss is not None else [], set[Any]()
+    while waiting:
+        node: Any = waiting.pop()
+        name = _name(node).partition("Backward")[0]
+        if node in seen:
+            continue
+        seen.add(node)
+        if getattr(node, "_saved_reduction", None) == MEAN:
+            yield name, float(node._saved_total_weight if name.startswith("NllLoss") else node._saved_self.numel())
+        elif name == "Mean":
+            yield name, node._saved_self_sym_numel
+        elif name == "Div" and _sums(node.next_functions[0][0]):
+            yield "Sum / n", float(node._saved_other)
+        elif name in _THROUGH:
+            waiting += [inner for inner, _ in node.next_functions if inner is not None]
+        else:
+            yield name, None
+
+
+def _sums(node: Any) -> bool:
+    """Whether it is a sum, perhaps times a number."""
+    while _name(node).startswith(("Neg", "Mul")) and len([inner for inner, _ in node.next_functions if inner is not None]) == 1:
+        node = next(inner for inner, _ in node.next_functions if inner is not None)
+    return _name(node).startswith("SumBackward")
 
 
 def _name(node: object) -> str:

@@ -20,6 +20,7 @@ from torch.utils import _pytree as pytree
 
 from polyreme.batches import leading_sizes
 from polyreme.errors import BatchError
+from polyreme.loss_graph import doubt
 from polyreme.model_map import IGNORED_LABEL, NUM_ITEMS, ForwardSignature, count_labels, tensors_in, training_arguments
 
 LossFn = Callable[[Any, Any], Tensor | tuple[Tensor, float | Tensor]]
@@ -34,15 +35,18 @@ class Objective:
     a tuple or list as positional arguments (with a `loss_fn`, all but the last), anything else as the one argument.
     """
 
-    def __init__(self, model: nn.Module, loss_fn: LossFn | None = None, cast: Callable[[Any], Any] = lambda inputs: inputs) -> None:
-        """`cast` brings what the model gets into the dtype that it computes in."""
+    def __init__(
+        self, model: nn.Module, loss_fn: LossFn | None = None, cast: Callable[[Any], Any] = lambda inputs: inputs, is_split: bool = True
+    ) -> None:
+        """`cast` brings what the model gets into the dtype that it computes in. is_split: a step has several micro-batches, on all ranks
+        together, so that what a loss is the mean of counts."""
         if getattr(loss_fn, "reduction", None) == "sum":
             raise BatchError(
                 'loss_fn has reduction="sum": a step is the mean over the global batch, so let loss_fn return the mean, or (sum, what the '
                 "mean is to be over)"
             )
         self._loss_fn, self._cast = loss_fn, cast
-        self._checked = False  # that the loss_fn's is a mean over samples
+        self._checked = not is_split  # that losses are means over what they are taken for
         self.follow(model)
 
     def follow(self, model: nn.Module) -> None:
@@ -77,6 +81,7 @@ class Objective:
             return _zero(output), 0.0
         if self._loss_fn is None:
             loss = _own_loss(output)
+            self.check_own(loss, float(self.weight(batch) if weight is None else weight))
         else:
             given = _alike(output, self._target(batch), self._loss_fn)
             loss = self._loss_fn(*given)
@@ -87,6 +92,19 @@ class Objective:
                 if _classes(self._loss_fn, given[1]) is None:
                     _warn_of_no_mean(self._loss_fn, *given, loss)
         return self.sum_of(loss, float(self.weight(batch) if weight is None else weight), output)
+
+    def check_own(self, loss: Any, weight: float) -> None:
+        """Once: warn where the model's own loss is seen to be no mean over `weight`, as which it is taken."""
+        if self._checked or not weight or not torch.is_grad_enabled() or not isinstance(loss, Tensor):
+            return
+        self._checked = True
+        if (seen := doubt(loss, weight)) is not None:
+            warnings.warn(
+                f"{type(self._model).__name__} returns a loss made of {seen}, and it is weighted as a mean over {weight:g} labels or "
+                "samples: with several micro-batches or ranks a step may not be the mean over the global batch. Say what it is the mean "
+                "of: engine.backward(loss, weight=...), or a loss_fn that returns (sum of losses, weight)",
+                stacklevel=2,
+            )
 
     def sum_of(self, loss: Any, weight: float, output: Any) -> tuple[Tensor, float]:
         """The sum that a mean loss of `weight` stands for, and that weight. Raises BatchError for a loss that is not a scalar."""

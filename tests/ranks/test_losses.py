@@ -137,6 +137,108 @@ def test_num_items_and_answers(ranks: Ranks) -> None:
                 torch.testing.assert_close(record, expected[name][0], rtol=expected[name][1], atol=0, msg=lambda m, n=name: f"{n}: {m}")
 
 
+BERT = {"vocab_size": 97, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16,
+        "max_position_embeddings": 32, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}  # fmt: skip
+MIXTRAL = {"vocab_size": 97, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2,
+           "intermediate_size": 16, "num_local_experts": 4, "output_router_logits": True, "experts_implementation": "eager"}  # fmt: skip
+T5 = {"vocab_size": 97, "d_model": 16, "d_kv": 8, "d_ff": 16, "num_layers": 1, "num_heads": 2, "dropout_rate": 0.0,
+      "decoder_start_token_id": 0}  # fmt: skip
+VIT = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16, "image_size": 8, "patch_size": 4,
+       "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}  # fmt: skip
+SPEECH = {"vocab_size": 9, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16, "conv_dim": (8,),
+          "conv_stride": (4,), "conv_kernel": (8,), "num_feat_extract_layers": 1, "num_conv_pos_embeddings": 4,
+          "num_conv_pos_embedding_groups": 2,
+          "hidden_dropout": 0.0, "attention_dropout": 0.0, "feat_proj_dropout": 0.0, "layerdrop": 0.0, "mask_time_prob": 0.0,
+          "feat_extract_norm": "layer", "final_dropout": 0.0, "activation_dropout": 0.0}  # fmt: skip
+
+
+def text(**others: Tensor) -> dict[str, Tensor]:
+    torch.manual_seed(2)
+    return {"input_ids": torch.randint(0, 97, (8, 6)), **others}
+
+
+def ragged(batch: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Labels of every position but some."""
+    labels = batch["input_ids"].clone()
+    for i, row in enumerate(labels):
+        row[: i % 5 + 1] = -100
+    return {**batch, "labels": labels}
+
+
+def classes(count: int) -> Tensor:
+    torch.manual_seed(3)
+    return torch.randint(0, count, (8,))
+
+
+def bert(kind: Any, **options: Any) -> nn.Module:
+    return kind(transformers.BertConfig(**BERT, **options))
+
+
+Head = tuple[nn.Module, dict[str, Tensor]]
+NUMBERS = torch.linspace(-1, 2, 24, dtype=torch.float64).view(8, 3)
+HEADS: dict[str, tuple[Callable[[], Head], str | None]] = {
+    "classification": (lambda: (bert(transformers.BertForSequenceClassification, num_labels=3), text(labels=classes(3))), None),
+    "regression": (lambda: (bert(transformers.BertForSequenceClassification, num_labels=1), text(labels=NUMBERS[:, 0])), None),
+    "several": (lambda: (bert(transformers.BertForSequenceClassification, num_labels=3), text(labels=(NUMBERS > 0).double())), None),
+    "choice": (lambda: (bert(transformers.BertForMultipleChoice),
+                        {"input_ids": text()["input_ids"].view(8, 2, 3), "labels": classes(2)}), None),
+    "tokens": (lambda: (bert(transformers.BertForTokenClassification, num_labels=97), ragged(text())), None),
+    "masked": (lambda: (bert(transformers.BertForMaskedLM), ragged(text())), None),
+    "two heads": (lambda: (bert(transformers.BertForPreTraining), {**ragged(text()), "next_sentence_label": classes(2)}),
+                  "NllLoss (a mean over"),
+    "experts": (lambda: (transformers.MixtralForCausalLM(transformers.MixtralConfig(**MIXTRAL)), ragged(text())), "Sum (no mean)"),
+    "sequences": (lambda: (transformers.T5ForConditionalGeneration(transformers.T5Config(**T5)), ragged(text())), None),
+    "images": (lambda: (transformers.ViTForImageClassification(transformers.ViTConfig(**VIT, num_labels=3)),
+                        {"pixel_values": torch.randn(8, 3, 8, 8, dtype=torch.float64), "labels": classes(3)}), None),
+    "speech": (lambda: (transformers.Wav2Vec2ForCTC(transformers.Wav2Vec2Config(**SPEECH)),
+                        {"input_values": torch.randn(8, 64, dtype=torch.float64), "labels": 1 + classes(8)[:, None].repeat(1, 3)}),
+               "Sum (no mean)"),
+}  # fmt: skip
+"""A model and its batch of 8; and what its loss is said to be made of, where that is no mean over labels or samples."""
+
+
+def head(name: str) -> Head:
+    torch.manual_seed(0)
+    model, batch = HEADS[name][0]()
+    return model.double(), batch
+
+
+def own_losses(rank: int, world: int) -> dict[str, tuple[list[Record], list[str]]]:
+    """Both loops, over ranks and micro-batches, and what was warned of."""
+    found = {}
+    for name in HEADS:
+        settings = training.config(world, 4 // world, zero={"stage": 3}, precision={"compute": "fp64"})
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            model, batch = head(name)
+            results = [polyreme.initialize(model, settings).train_step(models.share(batch, rank, world))]
+            engine = polyreme.initialize(head(name)[0], settings)
+            for part in range(4 // world):
+                loss = engine(**models.share(models.share(batch, rank, world), part, 4 // world)).loss
+                engine.backward(loss) if part else loss.backward()
+            results.append(engine.step())
+        warned = [str(warning.message) for warning in said if "returns a loss made of" in str(warning.message)]
+        found[name] = [(results[0].loss, r.grad_norm) for r in results], warned  # of `loss.backward()` no engine knows the loss
+    return found
+
+
+def test_losses_of_heads_are_means_or_warned_of(ranks: Ranks) -> None:
+    expected = {}
+    for name, (_, seen) in HEADS.items():
+        model, batch = head(name)
+        expected[name] = reference(model.train(), model(**batch).loss) if seen is None else seen
+    for world in (1, 2):
+        for found in ranks(world, own_losses):
+            for name, (records, warned) in found.items():
+                known = expected[name]
+                if isinstance(known, str):
+                    assert len(warned) == 2 and all(known in text for text in warned), (name, warned)
+                    continue
+                assert not warned, (name, warned)
+                rtol = 1e-6 if name == "sequences" else 1e-10  # T5 computes its norms in float32
+                torch.testing.assert_close(records, [known] * 2, rtol=rtol, atol=0, msg=lambda m, n=name: f"{n}: {m}")
+
+
 def refused(rank: int, world: int) -> list[str]:
     x, y = data()
     y = F.one_hot(y.clamp(min=0), 3).double()
