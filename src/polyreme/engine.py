@@ -407,6 +407,7 @@ class Engine:
         refuse_own_shapes(self._updates)
         division = divide_again(self.module, self._roster, self._placement, self.config, self.mesh)
         made = recipe(self.module, self.config.optimizer, self._given[0])
+        self._options.check(made)
         self._objective.follow(self.module)
         self._buffers = Buffers(self.module, self.mesh.dp, self._normalised(), self.config.batch_norm == "rank")
         old, updates, step, parts = self._placement, self._updates, self._step, self._parts
@@ -520,8 +521,8 @@ class Engine:
         )
         compact = None if config.optimizer.states == "fp32" else config.optimizer.states
         self._updates = [Update(bucket, made.groups, compact) for bucket in self._placement.trainable]
-        options = Options(made, LRSchedule(config.lr_schedule), self._given[1])
-        self._step = Step(config, mesh, self._tells, self._placement.trainable, self._reducer, self._blocks, self._updates, options,
+        self._options = Options(made, LRSchedule(config.lr_schedule), self._given[1])
+        self._step = Step(config, mesh, self._tells, self._placement.trainable, self._reducer, self._blocks, self._updates, self._options,
                           loss_scale(config.precision), self._placement.homes, self._buffers)  # fmt: skip
         self._parts = Parts(self.module, config, mesh, self._placement, self._updates, self._step)
         if self._offload is not None:

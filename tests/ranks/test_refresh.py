@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.optim import lr_scheduler as schedulers
 
 import models
 import polyreme
 import training
+from polyreme.checkpoint.open import open_source
 from polyreme.errors import BatchError, ModelError
 from pool import Ranks
 
@@ -260,3 +263,132 @@ def freeze_again(model: nn.Module) -> None:
 
 def test_what_cannot_be_taken_in_is_refused(ranks: Ranks, tmp_path: Path) -> None:
     ranks(2, refused, tmp_path)
+
+
+def states(rank: int, world: int, folder: Path) -> None:
+    """Of what stays, every number of weights, masters and states is to the last bit what it was, in whatever form it is kept."""
+    forms: dict[str, dict[str, Any]] = {
+        "8bit": {"optimizer": {"states": "8bit"}},
+        "bf16": {"precision": {"compute": "bf16"}, "optimizer": {"states": "bf16"}, "zero": {"stage": 3}},
+        "host": {"precision": {"compute": "bf16"}, "memory": {"states": "host", "params": "host"}, "zero": {"stage": 3}},
+        "sgd": {"optimizer": {"name": "sgd", "momentum": 0.9}, "zero": {"stage": 0}},
+    }
+    for name, sections in forms.items():
+        for change in ("both", "adapters"):
+            engine = polyreme.initialize(base().float(), training.config(world, **sections))
+            batch = models.share(models.tokens(training.SAMPLES), rank, world)
+            for _ in range(2):
+                engine.train_step(batch)
+            before = open_source(engine.save(folder / "before"))
+            with engine.full_parameters() as model:
+                CHANGES[change](model)
+            engine.refresh()
+            after = open_source(engine.save(folder / "after"))
+            trained = {name for name, p in engine.module.named_parameters() if p.requires_grad}
+            compared = 0
+            for kind, tensors in before.tensors.items():
+                for tensor, info in tensors.items():
+                    kept = tensor.replace("proj.weight", "proj.base.weight") if tensor not in after.tensors["model"] else tensor
+                    if kind != "model" and kept not in trained:
+                        assert kept not in after.tensors.get(kind, {})
+                        continue
+                    size = math.prod(info.shape)
+                    assert torch.equal(before.read(kind, tensor, 0, size), after.read(kind, kept, 0, size)), (name, kind, tensor)
+                    compared += kind not in ("model", "master", "step")
+            assert compared >= 8
+            engine.train_step(batch)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_states_of_all_forms_stay_to_the_last_bit(world: int, ranks: Ranks, tmp_path: Path) -> None:
+    ranks(world, states, tmp_path)
+
+
+def scheduled(rank: int, world: int, make: str) -> list[float]:
+    """Learning rates of a torch scheduler that goes on over a refresh."""
+    optimizer = torch.optim.SGD([torch.zeros(1)], lr=1e-2)
+    given: dict[str, Any] = {
+        "object": schedulers.ExponentialLR(optimizer, 0.5),
+        "factory": lambda optimizer: schedulers.ExponentialLR(optimizer, 0.5),
+        "plateau": lambda optimizer: schedulers.ReduceLROnPlateau(optimizer, factor=0.5, patience=0),
+    }
+    engine = polyreme.initialize(base(), training.config(world), lr_scheduler=given[make])
+    batch = models.share(models.tokens(training.SAMPLES), rank, world)
+    rates = []
+    for step in range(4):
+        if step == 2:
+            freeze_and_unfreeze(engine.module)
+            engine.refresh()
+        engine.train_step(batch)
+        if make == "plateau":
+            engine.plateau(1.0)
+        rates.append(engine.state.lr)
+    return rates
+
+
+def test_a_scheduler_goes_on(ranks: Ranks) -> None:
+    for make in ("object", "factory", "plateau"):
+        [rates] = ranks(1, scheduled, make)
+        assert rates == pytest.approx([1e-2 * 0.5 ** (step + (make != "plateau")) for step in range(4)]), make
+
+
+def by_dimension(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    """A group for each number of dimensions that there is."""
+    groups: dict[int, list[nn.Parameter]] = {}
+    for p in parameters:
+        groups.setdefault(p.dim(), []).append(p)
+    return torch.optim.AdamW([{"params": group} for group in groups.values()], lr=1e-2)
+
+
+def test_a_scheduler_of_other_groups_is_refused() -> None:
+    config = {"batch": {"size": 4}, "precision": {"compute": "fp64"}}
+    batch = torch.ones(4, 4).double(), torch.ones(4, 1).double()
+    for scheduler in (None, lambda optimizer: schedulers.ExponentialLR(optimizer, 0.5)):
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+        model[0].bias.requires_grad_(False)
+        model[1].bias.requires_grad_(False)
+        engine = polyreme.initialize(model, config, loss_fn=nn.functional.mse_loss, optimizer=by_dimension, lr_scheduler=scheduler)
+        engine.train_step(batch)
+        model[1].weight.requires_grad_(False)
+        engine.refresh()  # one group, as before
+        engine.train_step(batch)
+        model[0].bias.requires_grad_(True)
+        if scheduler is None:
+            engine.refresh()
+        else:
+            with pytest.raises(ModelError, match=r"goes by the optimizer's 1 groups, and of the model as it is now it has 2"):
+                engine.refresh()
+            model[0].bias.requires_grad_(False)
+        engine.train_step(batch)
+
+
+def normed(rank: int, world: int) -> None:
+    """Running statistics go on, and those of a norm that is new begin with rank 0's."""
+    for mode in ("sync", "broadcast", "rank"):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Tanh(), nn.Linear(6, 1)).double()
+        model[0].requires_grad_(False)
+        config = {**training.config(world, precision={"compute": "fp64"}), "batch_norm": mode}
+        engine = polyreme.initialize(model, config, loss_fn=nn.functional.mse_loss)
+        generator = torch.Generator().manual_seed(1)
+        x, y = (torch.randn(training.SAMPLES, n, generator=generator, dtype=torch.float64) for n in (4, 1))
+        mine = models.share((x, y), rank, world)
+        before: dict[str, Tensor] = {}
+        for step in range(4):
+            if step == 2:
+                before = {name: buffer.clone() for name, buffer in engine.module.named_buffers()}
+                engine.module[0].requires_grad_(True)
+                engine.module.append(nn.BatchNorm1d(1, dtype=torch.float64))
+                engine.module[4].running_mean.fill_(rank)
+                engine.refresh()
+                assert all(torch.equal(buffer, before[name]) for name, buffer in engine.module.named_buffers() if name in before)
+                assert not engine.module[4].running_mean.any()
+                del engine.module[4]
+                engine.refresh()
+            engine.train_step(mine)
+        assert engine.module[1].num_batches_tracked == 4
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_running_statistics_go_on(world: int, ranks: Ranks) -> None:
+    ranks(world, normed)

@@ -320,6 +320,13 @@ class Options:
         """The learning rate of the first group."""
         return float(self.groups[0]["lr"])
 
+    def check(self, made: Recipe) -> None:
+        """Raise ModelError where the torch scheduler could not go on with the groups of a recipe that is to take this one's place."""
+        scheduler, count, now = self._scheduler, len(self._base), len(made.groups)
+        if scheduler is not None and now != count and (scheduler.optimizer is self._lead or len(scheduler.optimizer.param_groups) > 1):
+            raise ModelError(f"lr_scheduler goes by the optimizer's {count} groups, and of the model as it is now it has {now}: use a "
+                             "factory that makes the same groups, the config's lr_schedule, or save, and initialize anew")  # fmt: skip
+
     def advance(self, progress: Progress) -> None:
         """To the step that follows `progress`, by one step of the torch scheduler where there is one that waits for no metric."""
         if self._scheduler is not None and not isinstance(self._scheduler, ReduceLROnPlateau):
