@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable
 from functools import partial
@@ -13,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import models
 import polyreme
 import training
 from polyreme.errors import BatchError, ModelError
@@ -362,9 +364,9 @@ def derivatives(rank: int, world: int) -> None:
     width = 400  # a block of more than 1 MiB
     x, rate = data(0, width), 1e-3
     for stage in (0, 2, 3):
-        for own, release in ((True, "auto"), (False, "always")):
-            optimizer = {**SGD, "lr": rate}
-            engine = engine_of(Net(width), world, stage, 2, zero={"stage": stage, "release": release}, optimizer=optimizer)
+        for own, release, activations in ((True, "auto", "keep"), (False, "always", "keep"), (False, "auto", "recompute")):
+            changes: dict[str, Any] = {"optimizer": {**SGD, "lr": rate}, "memory": {"activations": activations}}
+            engine = engine_of(Net(width), world, stage, 2, zero={"stage": stage, "release": release}, **changes)
             plain = Net(width)
             for _ in range(2):
                 for micro in range(2):
@@ -431,6 +433,42 @@ def gradients(rank: int, world: int) -> None:
                 same(engine, plain)
     assert "no parameter" in error_of(partial(refuse_scale, engine_of(Net(), world, 3), part(x, rank, world)))
     assert "gradients() after 0 backward() calls" in error_of(engine_of(Net(), world, 0).gradients)
+
+
+def divided(rank: int, world: int) -> None:
+    """Over tensor-parallel ranks and pipeline stages, of which the last has a weight of the first."""
+    for tied in (False, True):
+        batch = models.batch_of("llama", training.SAMPLES)
+        for mesh, stage in (("tp", 0), ("tp", 3), ("pp", 0), ("pp", 1)):
+            torch.manual_seed(0)
+            plain = models.llama(tie_word_embeddings=tied).double().train()
+            changes = {"zero": {"stage": stage}, "mesh": {mesh: world}, "precision": {"compute": "fp64"}, "optimizer": {**SGD, "clip": 0.3}}
+            engine = polyreme.initialize(copy.deepcopy(plain), training.config(1, 2, **changes), loss_fn=models.causal_loss)
+            seen: list[Any] = []
+
+            def look(found: Any, seen: list[Any] = seen) -> None:
+                seen += [found.norm, found.norms(), found.whole()]
+                found.scale_({"model.norm.weight": 0.5})
+                seen += [found.norm, found.clip_(0.1)]
+
+            engine.on_gradients = look
+            result = engine.train_step(batch)
+            total, weight = models.causal_loss(plain(input_ids=batch["input_ids"]), batch)
+            (total / weight).backward()
+            whole = {name: p.grad.clone() for name, p in plain.named_parameters(remove_duplicate=False)}
+            norms = {name: p.grad.norm().item() for name, p in plain.named_parameters()}
+            norm = torch.nn.utils.get_total_norm([p.grad for p in plain.parameters()]).item()
+            plain.model.norm.weight.grad *= 0.5
+            after = torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.1).item()
+            descend(plain)
+            expected = [norm, norms, whole, after, after]
+            torch.testing.assert_close(seen, expected, rtol=1e-9, atol=1e-12, msg=lambda m, c=(mesh, stage, tied): f"{c}: {m}")
+            assert result.grad_norm == pytest.approx(after, rel=1e-10)
+            same(engine, plain)
+
+
+def test_gradients_are_the_same_over_tensor_parallel_ranks_and_stages(ranks: Ranks) -> None:
+    ranks(2, divided)
 
 
 def refuse_scale(engine: polyreme.Engine, x: Tensor) -> None:
