@@ -13,6 +13,7 @@ Communication: none but what `step` does.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -50,9 +51,10 @@ class Loop:
         """Take note of a micro-batch, and of its output, from which a backward may come."""
         self._last = batch, output
         if torch.is_grad_enabled():
+            reached = partial(self._reached, updates=self._step.state.step)
             for tensor in tensors_in(output):
                 if tensor.grad_fn is not None:
-                    tensor.register_hook(self._reached)
+                    tensor.register_hook(reached)
 
     def backward(self, loss: Tensor, weight: float | None, last: bool) -> None:
         """Backward of a micro-batch's mean loss, or of one of several that are its sum."""
@@ -84,8 +86,13 @@ class Loop:
             )
         return self._last
 
-    def _reached(self, gradient: Tensor) -> None:
-        """A backward has come to an output."""
+    def _reached(self, gradient: Tensor, updates: int) -> None:
+        """A backward has come to an output of a forward with the weights after so many updates."""
+        if updates != self._step.state.step:
+            raise BatchError(
+                "step() changed the weights between this forward and its backward, whose gradients would be those of neither: call "
+                "backward before step(), or do the forward again"
+            )
         if current() is self._step or (task := torch._C._current_graph_task_id()) == self._task:
             return
         self._task = task

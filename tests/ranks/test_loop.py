@@ -320,6 +320,29 @@ def test_a_backward_through_another_engine(ranks: Ranks) -> None:
         ranks(world, adversaries)
 
 
+def stale(rank: int, world: int) -> None:
+    """A backward through weights that another step has changed since the forward; plain torch refuses it, too."""
+    for stage in (0, 2, 3):
+        for own in (False, True):
+            generator, critic = engine_of(Net(seed=1), world, stage), engine_of(Net(seed=2), world, stage)
+            mine = part(data(0), rank, world)
+            before = generator.state_dict()
+            loss = critic(generator(mine)).square().mean()
+            critic.backward(critic(mine).square().mean())
+            critic.step()
+            said = error_of(loss.backward if own else partial(generator.backward, loss))
+            assert "changed the weights between this forward and its backward" in said or (own and "without a forward" in said)
+            generator.zero_grad()
+            generator.backward(critic(generator(mine)).square().mean())  # the forward done again
+            generator.step()
+            assert any(not torch.equal(tensor, before[name]) for name, tensor in generator.state_dict().items())
+
+
+def test_a_backward_through_weights_that_changed_since_is_refused(ranks: Ranks) -> None:
+    for world in (1, 2):
+        ranks(world, stale)
+
+
 def both(rank: int, world: int) -> None:
     """One loss of two engines that both train, as an actor's and a critic's; and of a frozen one."""
     for stage in (0, 2, 3):
