@@ -39,6 +39,8 @@ class _Commands(TyperGroup):
                 typer.echo(getattr(error, "traceback", None) or traceback.format_exc(), err=True)
             _report(str(error))
             ctx.exit(error.exit_status)
+        except BrokenPipeError:  # nobody reads on, as behind `| head`: typer ends without a word
+            raise
         except OSError as error:  # files and folders that are not what the arguments say
             if LAUNCHED in os.environ or ctx.params["debug"]:
                 raise

@@ -286,3 +286,14 @@ def test_doctor_says_what_is_wrong(monkeypatch: pytest.MonkeyPatch, launched: li
         "ok": False,
         "found": "two gloo ranks could not all-reduce: no loopback; let processes of this host connect over loopback (127.0.0.1)",
     }
+
+
+def test_a_reader_that_reads_no_further_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As behind `| head -1`: nothing more is said."""
+
+    def closed(*_: object) -> None:
+        raise BrokenPipeError(32, "Broken pipe")
+
+    monkeypatch.setattr("polyreme.doctor.examine", closed)
+    found = CliRunner().invoke(cli.app, ["doctor"])
+    assert (found.exit_code, found.output) == (1, "")

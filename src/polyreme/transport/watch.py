@@ -219,7 +219,7 @@ class Watch:
         if self._world is None or self._world is not dist.group.WORLD:
             return
         try:
-            self._store.set(f"ended/{dist.get_rank()}", f"raised {self._error}" if self._error else "ended before this one")
+            self._store.set(f"ended/{dist.get_rank()}", f"raised {self._error}" if self._error else _ENDED)
         except RuntimeError:
             return
 
@@ -230,6 +230,7 @@ def within(call: str) -> str:
 
 
 _WAY = "all ranks have to make the same calls in the same order, and to run the same blocks (zero.keep names those that not all run)"
+_ENDED = "ended before this one: all ranks have to make the same number of steps, and engine.ask_to_stop() has them stop at the same one"
 WATCH = Watch()
 
 
