@@ -225,6 +225,8 @@ def adapters(model: nn.Module, absent: Iterable[str] = ()) -> set[str]:
     that other pipeline stages have."""
     if not has_adapters(model):
         return set()
+    if learns_prompts(model):
+        return {name for name in (*model.state_dict(keep_vars=True), *absent) if name.startswith("prompt_encoder.")}
     from peft import get_peft_model_state_dict
 
     empty = {name: torch.empty(0, device="meta") for name in (*model.state_dict(keep_vars=True), *absent)}
@@ -282,18 +284,39 @@ def plain_names(model: nn.Module) -> dict[str, str]:
     return found
 
 
+def learns_prompts(model: nn.Module) -> bool:
+    """Whether PEFT puts learned prompts before its inputs, in place of adapters into its layers."""
+    configs: Any = model.peft_config if _is_peft_model(model) else {}
+    return any(config.is_prompt_learning for config in configs.values())
+
+
+def learns_keys(model: nn.Module) -> bool:
+    """Whether PEFT gives every attention learned keys and values (prefix tuning)."""
+    configs: Any = model.peft_config if _is_peft_model(model) else {}
+    return any(config.peft_type in ("PREFIX_TUNING", "CARTRIDGE") for config in configs.values())
+
+
+def prompts(model: nn.Module) -> dict[str, Tensor]:
+    """By adapter, the prompt that PEFT's file of it holds: computed, so the parameters with names of `adapters` have to be in memory."""
+    with torch.random.fork_rng():  # an encoder may have dropout
+        return {name: model.get_prompt_embedding_to_save(name).clone() for name in model.peft_config}  # type: ignore[union-attr, operator]
+
+
 def save_config(model: nn.Module, folder: Path, weights: Mapping[str, Tensor]) -> None:
     """Write what transformers saves of a model (config, generation settings, code of its own) without its weights, and what PEFT does: its
-    adapters, whose whole tensors are in `weights`."""
+    adapters, whose whole tensors are in `weights` (or its `prompts`)."""
     from transformers.utils import logging
 
     shown = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
     try:
         options = {"save_embedding_layers": False} if _is_peft_model(model) else {}
+        if learns_prompts(model):
+            model.get_prompt_embedding_to_save = weights.__getitem__  # type: ignore[assignment]
         with torch._C.DisableTorchFunctionSubclass():  # as in `adapters`
             model.save_pretrained(folder, state_dict=dict(weights), **options)  # type: ignore[operator]
     finally:
+        vars(model).pop("get_prompt_embedding_to_save", None)
         if shown:
             logging.enable_progress_bar()
 

@@ -119,6 +119,10 @@ def cut(module: nn.Module, recording: Recording | None, stages: int, config: Con
     """Which pipeline stage has what, the same on every rank; None for one stage."""
     if stages == 1:
         return None
+    if model_map.learns_prompts(module):
+        raise ModelError(
+            "PEFT puts learned prompts before this model's inputs, which a pipeline does not know: set mesh.pp = 1, or use LoRA"
+        )
     blocks = config.pipeline.blocks
     if not isinstance(blocks, str):
         return plan(module, stages, counts=blocks)

@@ -39,6 +39,7 @@ from polyreme.region import Region
 from polyreme.step import Step
 from polyreme.version import VERSION
 from polyreme.zero.bucket import Bucket
+from polyreme.zero.hands import lent
 from polyreme.zero.place import Placement
 from polyreme.zero.state import frozen, masters, saved, states
 from polyreme.zero.update import Update
@@ -102,6 +103,9 @@ def adapters(parts: Parts) -> dict[str, Tensor] | None:
         warnings.warn(f"{lost[0]} is a part of the adapters which PEFT, called by rank 0, cannot save, as another pipeline stage has its "
                       "module: the checkpoint has the whole model, but no files of PEFT's", stacklevel=4)  # fmt: skip
         return None
+    if model_map.learns_prompts(parts.module):
+        with lent(parts.placement, wanted):
+            return model_map.prompts(parts.module)
     found = {}
     if wanted:
         for names, tensor in chain(parts.placement.tensors(among=wanted), parts.buffers()):

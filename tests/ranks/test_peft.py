@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import peft
@@ -43,6 +44,11 @@ def optimizer_of(model: nn.Module, before: torch.optim.Optimizer | None = None) 
     return made
 
 
+def last_tokens(output: Any, batch: Any) -> Any:
+    """The loss without the positions that PEFT put before the text."""
+    return models.causal_loss(SimpleNamespace(logits=output.logits[:, -batch["labels"].shape[1] :]), batch)
+
+
 def plain(model: nn.Module, changes: Sequence[Change] = ()) -> list[float]:
     """The losses of two steps, and of two more after each of the changes."""
     optimizer, losses = optimizer_of(model), []
@@ -51,7 +57,7 @@ def plain(model: nn.Module, changes: Sequence[Change] = ()) -> list[float]:
             model = changes[step // 2 - 1](model)
             optimizer = optimizer_of(model, optimizer)
         batch = models.tokens(training.SAMPLES, seed=step)
-        total, weight = models.causal_loss(model(**batch), batch)
+        total, weight = last_tokens(model(**batch), batch)
         optimizer.zero_grad()
         (total / weight).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -304,3 +310,55 @@ def put_in_later(rank: int, world: int, folder: Path) -> None:
 @pytest.mark.parametrize("world", [1, 2])
 def test_adapters_may_be_put_in_later(world: int, ranks: Ranks, tmp_path: Path) -> None:
     ranks(world, put_in_later, tmp_path)
+
+
+LAYERS = ["q_proj", "down_proj"]
+KINDS: dict[str, Callable[[], peft.PeftConfig]] = {
+    "dora": lambda: peft.LoraConfig(r=2, target_modules=LAYERS, use_dora=True),
+    "ia3": lambda: peft.IA3Config(target_modules=LAYERS, feedforward_modules=["down_proj"]),
+    "lokr": lambda: peft.LoKrConfig(r=2, target_modules=LAYERS),
+    "vera": lambda: peft.VeraConfig(r=2, target_modules=["q_proj", "o_proj"]),
+    "prompt": lambda: peft.PromptTuningConfig(num_virtual_tokens=3, task_type="CAUSAL_LM"),
+    "encoder": lambda: peft.PromptEncoderConfig(num_virtual_tokens=3, encoder_hidden_size=8, task_type="CAUSAL_LM"),
+    "prefix": lambda: peft.PrefixTuningConfig(num_virtual_tokens=3, task_type="CAUSAL_LM"),
+}
+
+
+def of_kind(kind: str) -> nn.Module:
+    torch.manual_seed(1)
+    return peft.get_peft_model(models.build("llama"), KINDS[kind]()).double()
+
+
+def kinds(rank: int, world: int, folder: Path) -> None:
+    """What else PEFT learns: as in plain PyTorch, saved alone, opened by PEFT, gone on from."""
+    for at, kind in enumerate(KINDS):
+        expected = plain(of_kind(kind))
+        tensor = kind == "prompt" and world == 2
+        config = training.config(1 if tensor else world, mesh={"tp": 1 + tensor}, zero={"stage": 3 if world == 2 else (0, 2)[at % 2]},
+                                 precision={"compute": "fp64"})  # fmt: skip
+        engine = polyreme.initialize(of_kind(kind), config, loss_fn=last_tokens)
+        dp = engine.mesh.dp
+        batches = [models.share(models.tokens(training.SAMPLES, seed=step), dp.rank, dp.size) for step in range(3)]
+        assert [engine.train_step(batch).loss for batch in batches[:2]] == pytest.approx(expected, rel=1e-10), kind
+        path = engine.save(folder / kind, adapters_only=True)
+        opened, whole = peft.PeftModel.from_pretrained(models.build("llama"), path).double(), engine.state_dict()
+        if kind in ("dora", "ia3", "lokr", "vera"):
+            assert all(torch.equal(tensor, whole[key]) for key, tensor in opened.state_dict().items()), kind
+        else:
+            prompt = load_file(path / "adapter_model.safetensors")["prompt_embeddings"]
+            if kind != "encoder":  # which computes it
+                assert torch.equal(prompt, whole["prompt_encoder.default.embedding.weight"])
+            assert torch.equal(opened.prompt_encoder["default"].embedding.weight, prompt.float().double())
+        after = engine.train_step(batches[2]).loss
+        again = polyreme.initialize(of_kind(kind), config, loss_fn=last_tokens)
+        again.load(path)
+        assert again.train_step(batches[2]).loss == after, kind
+    if world == 2:
+        for mesh, says in (("pp", "which a pipeline does not know: set mesh.pp = 1"), ("tp", "keys and values of all heads")):
+            with pytest.raises(ModelError, match=says):
+                polyreme.initialize(of_kind("prefix"), training.config(1, mesh={mesh: 2}))
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_other_kinds_of_adapters(world: int, ranks: Ranks, tmp_path: Path) -> None:
+    ranks(world, kinds, tmp_path)

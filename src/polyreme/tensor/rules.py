@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from torch import nn
 
 from polyreme.errors import ModelError
-from polyreme.model_map import Adapted, adapted_layers, find_blocks, plain_names, skips_blocks
+from polyreme.model_map import Adapted, adapted_layers, find_blocks, learns_keys, plain_names, skips_blocks
 from polyreme.tensor.layers import Column, EmbeddingColumns, Replicate, Row, Style, Vocabulary, is_linear, linear_sizes
 
 WORDS: dict[str, Style] = {
@@ -155,6 +155,10 @@ def plan(model: nn.Module, ways: int, user: Mapping[str, str] | None = None, seq
             problems.append(_Problem(name, f"cannot be divided as {words[name]!r}: {error}"))
     problems += _adapters(found, sequence_parallel)
     problems += _unplaced(found, modules, blocks)
+    if learns_keys(model):
+        problems.append(
+            _Problem("", "PEFT gives its attentions keys and values of all heads (prefix tuning): learn prompts or LoRA instead")
+        )
     if ways > 1 and not problems and all(isinstance(style, Replicate) for style in found.styles.values()):
         problems.append(_Problem("", "nothing of it would be divided, so that every rank would compute the same"))
     if sequence_parallel:

@@ -7,7 +7,7 @@ Communication: gathers; broadcasts of what was lent to be written; what ranks te
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -22,9 +22,10 @@ from polyreme.zero.place import Placement
 
 
 @contextmanager
-def lent(placement: Placement) -> Iterator[None]:
-    """All parameters whole, to be read. Raises ModelError on leaving if one was written to, where that would be lost."""
-    buckets = [bucket for bucket in placement.buckets if bucket.sharded]
+def lent(placement: Placement, among: Collection[str] | None = None) -> Iterator[None]:
+    """All parameters whole, to be read. Raises ModelError on leaving if one was written to, where that would be lost. among: names; then
+    buckets without any of these stay as they are."""
+    buckets = [bucket for bucket in placement.holding(among) if bucket.sharded]
     before = [_digests(bucket, bucket.lend()) for bucket in buckets]
     try:
         yield

@@ -109,8 +109,11 @@ class Placement:
     def tensors(self, master: bool = False, among: Collection[str] | None = None) -> Iterator[tuple[list[str], Tensor]]:
         """Every parameter of the whole model, whole, with all its names; each valid until the next. All ranks must call. among: names; then
         buckets without any of these are left out."""
-        buckets = [b for b in self.buckets if among is None or any(name in among for names, _ in self.named(b) for name in names)]
-        return self._joined(buckets, lambda b: b.whole(master), lambda b: b.formats.master if master else b.formats.compute)
+        return self._joined(self.holding(among), lambda b: b.whole(master), lambda b: b.formats.master if master else b.formats.compute)
+
+    def holding(self, among: Collection[str] | None) -> list[Bucket]:
+        """This rank's buckets that have any of these names, or all."""
+        return [b for b in self.buckets if among is None or any(name in among for names, _ in self.named(b) for name in names)]
 
     def gradients(self) -> Iterator[tuple[list[str], Tensor]]:
         """Every reduced gradient, likewise."""
