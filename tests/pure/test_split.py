@@ -58,7 +58,8 @@ def test_what_others_have_is_not_in_memory(name: str) -> None:
     assert all(any(n.startswith(block + ".") for block in split.blocks_of(model, [1])) for n in present)
     held = sum(t.nbytes for t in (*model.parameters(), *model.buffers()))
     assert storages(model) <= held + 8 * len(names)
-    assert copy.deepcopy(model).state_dict().keys() == model.state_dict().keys()
+    with pytest.raises(ModelError, match="another pipeline stage has"):
+        copy.deepcopy(model)
 
 
 def test_a_model_on_the_meta_device_is_cut_alike_and_filled_in_part() -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import models
 import polyreme
@@ -234,6 +234,13 @@ def call_a_stage(rank: int, world: int) -> None:
             for call in (lambda: whole(ids), lambda: whole.generate(ids, max_new_tokens=2), lambda: inner(ids)):  # noqa: B023
                 with pytest.raises(ModelError, match=r"engine\.eval_step"), torch.no_grad():
                     call()
+        absent = next(value for module in engine.module.modules() for value in vars(module).values() if isinstance(value, Tensor))
+        for touch in (absent.norm, absent.detach, absent.zero_, lambda: torch.save(absent, io.BytesIO()), lambda: copy.deepcopy(absent)):  # noqa: B023
+            with pytest.raises(ModelError, match="which another pipeline stage has"):
+                touch()
+        for whole_of in (engine.module.state_dict, lambda: torch.save(engine.module, io.BytesIO()), lambda: copy.deepcopy(engine.module)):  # noqa: B023
+            with pytest.raises(ModelError, match=r"only its pipeline stage|another pipeline stage has"):
+                whole_of()
         assert engine.eval_step(models.batch_of(case, training.SAMPLES, 0)).loss > 0
         with engine.full_parameters(write=True) as module, torch.no_grad():
             for p in module.parameters():

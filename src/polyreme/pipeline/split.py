@@ -28,7 +28,7 @@ from torch.utils import _pytree as pytree
 from polyreme.errors import ModelError
 from polyreme.model_map import pipeline_list, sample_inputs, skips_blocks, takes_from_all_blocks, tensors_in, training_arguments
 from polyreme.pipeline.gates import Answer, answer_like, answer_with, argument, gates, wrapped
-from polyreme.pipeline.hollow import hollow, mark
+from polyreme.pipeline.hollow import StandIn, hollow, mark
 
 # ---- the plan
 
@@ -346,6 +346,8 @@ def keep(
             continue
         on = device or (torch.device("cpu") if tensor.is_meta else tensor.device)
         stand_in = hollow(tensor, on, (dtype or tensor.dtype) if tensor.is_floating_point() else tensor.dtype)
+        stand_in = stand_in.as_subclass(StandIn)
+        stand_in.of = names[0]
         mark(stand_in, f"{names[0]}, which stage {split.stages_of[names[0]][0]} has")
         for name in names:
             path, _, attribute = name.rpartition(".")

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from contextlib import nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +21,7 @@ from torch.utils import _pytree as pytree
 from polyreme.errors import ModelError
 from polyreme.model_map import tensors_in
 from polyreme.pipeline.gates import answer_with, argument, gates, wrapped
-from polyreme.pipeline.hollow import Alias, foreign, is_marked, output_of
+from polyreme.pipeline.hollow import Alias, StandIn, foreign, is_marked, output_of
 from polyreme.pipeline.split import Split
 
 
@@ -53,11 +53,13 @@ class Stage:
         first argument reaches over a cut (skip connections, position biases that only the first block makes).
         """
         self._received, self._next, self.running = received, 0, True
+        StandIn.running += 1
         try:
             with wrapped(self._model, self._forward):
                 return forward()
         finally:
             self._received, self.running = None, False
+            StandIn.running -= 1
 
     def _forward(self, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """The model's forward as this stage."""
@@ -106,19 +108,41 @@ class Stage:
 
 
 def refuse_calls(model: nn.Module, split: Split, stages: Collection[Stage]) -> None:
-    """Have calls of `model`, of what contains its blocks and of what other stages have raise ModelError, but for those of a stage."""
+    """Have calls of `model`, of what contains its blocks and of what other stages have raise ModelError, but for those of a stage; and
+    its `state_dict()`, pickles and copies, which would have this stage's part alone."""
+    refusal = _Refusal(stages)
+    for name, module in model.named_modules():
+        if not name or f"{split.owner}.".startswith(f"{name}.") or any(is_marked(value) for value in vars(module).values()):
+            module.register_forward_pre_hook(refusal, prepend=True)
+            module.register_state_dict_pre_hook(refusal.state_dict)
 
-    def refuse(module: nn.Module, args: object) -> None:
-        if not any(stage.running for stage in stages):
+
+class _Refusal:
+    """Hooks of a module of which this rank has a part."""
+
+    def __init__(self, stages: Collection[Stage]) -> None:
+        self._stages = stages
+
+    def __call__(self, module: nn.Module, args: object) -> None:
+        if not any(stage.running for stage in self._stages):
             raise ModelError(
                 f"{type(module).__name__} was called, of which this rank has only its pipeline stage (mesh.pp > 1): use engine.train_step "
                 "or engine.eval_step; to call the whole model, or to generate, engine.save it and open the checkpoint with mesh.pp = 1 or "
                 "with from_pretrained"
             )
 
-    for name, module in model.named_modules():
-        if not name or f"{split.owner}.".startswith(f"{name}.") or any(is_marked(value) for value in vars(module).values()):
-            module.register_forward_pre_hook(refuse, prepend=True)
+    def state_dict(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
+        if not keep_vars and torch._C._is_torch_function_enabled():  # else it is the engine that looks at names
+            self._refuse(f"state_dict() of {type(module).__name__}")
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        self._refuse("pickling (torch.save, copy.deepcopy) of a module")
+
+    def _refuse(self, what: str) -> NoReturn:
+        raise ModelError(
+            f"{what}, of which this rank has only its pipeline stage (mesh.pp > 1): engine.state_dict() gives every rank whole copies of "
+            "all, and engine.save writes them"
+        )
 
 
 class _Cut(Exception):

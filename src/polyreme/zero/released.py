@@ -14,17 +14,8 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from polyreme.errors import ModelError
+from polyreme.touching import touching
 from polyreme.zero.parameter import NAMES, TrainedParameter
-
-_HARMLESS = {
-    *("shape", "dtype", "device", "layout", "ndim", "names", "itemsize", "nbytes", "numel", "nelement", "size", "dim", "ndimension"),
-    *("stride", "storage_offset", "element_size", "get_device", "result_type", "untyped_storage", "_base", "_version", "output_nr"),
-    *("requires_grad", "requires_grad_", "grad", "_grad", "grad_fn", "retain_grad", "retains_grad", "register_hook"),
-    *("register_post_accumulate_grad_hook", "_backward_hooks", "_post_accumulate_grad_hooks", "_is_view", "_is_zerotensor", "has_names"),
-    *("empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like", "new_empty", "new_zeros", "new_ones", "new_full"),
-    *("__len__", "__hash__", "__dlpack_device__"),
-}
-"""Names of what does not touch a parameter's numbers, beside those that begin with `is_`."""
 
 
 class Released(TrainedParameter):
@@ -34,10 +25,7 @@ class Released(TrainedParameter):
     def __torch_function__(
         cls, func: Callable[..., Any], types: Iterable[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        name = getattr(func, "__name__", str(func))
-        if name in ("__get__", "__set__", "__delete__"):
-            name = getattr(getattr(func, "__self__", None), "__name__", name)
-        if name not in _HARMLESS and (name == "is_nonzero" or not name.startswith("is_")):
+        if (name := touching(func)) is not None:
             refuse(name, next(leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Released)))
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))

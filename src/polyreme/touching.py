@@ -1,0 +1,24 @@
+"""Which functions of torch need the numbers of a tensor, and which only look at its shape, its place or its hooks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+_HARMLESS = {
+    *("shape", "dtype", "device", "layout", "ndim", "names", "itemsize", "nbytes", "numel", "nelement", "size", "dim", "ndimension"),
+    *("stride", "storage_offset", "element_size", "get_device", "result_type", "untyped_storage", "_base", "_version", "output_nr"),
+    *("requires_grad", "requires_grad_", "grad", "_grad", "grad_fn", "retain_grad", "retains_grad", "register_hook"),
+    *("register_post_accumulate_grad_hook", "_backward_hooks", "_post_accumulate_grad_hooks", "_is_view", "_is_zerotensor", "has_names"),
+    *("empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like", "new_empty", "new_zeros", "new_ones", "new_full"),
+    *("__len__", "__hash__", "__dlpack_device__"),
+}
+"""Names of what does not touch a parameter's numbers, beside those that begin with `is_`."""
+
+
+def touching(func: Callable[..., Any]) -> str | None:
+    """The name of what a `__torch_function__` is called for, if it reads or writes numbers."""
+    name = getattr(func, "__name__", str(func))
+    if name in ("__get__", "__set__", "__delete__"):
+        name = getattr(getattr(func, "__self__", None), "__name__", name)
+    return None if name in _HARMLESS or (name.startswith("is_") and name != "is_nonzero") else name
