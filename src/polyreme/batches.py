@@ -7,11 +7,12 @@ nothing.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
@@ -34,6 +35,7 @@ def micro_batches(batch: Any, config: Config, first: bool) -> list[MicroBatch]:
     Raises BatchError for more than batch.size / dp samples, or more than `config.accumulation` micro-batches; in the `first` step of a run,
     where it is a mistake and no end of an epoch, for fewer, too.
     """
+    batch = plain_mappings(batch)
     count, expected = config.accumulation, config.batch.size // int(config.mesh.dp)
     if is_list(batch):
         if len(batch) > count or (first and len(batch) < count):
@@ -58,7 +60,7 @@ def is_list(batch: Any) -> bool:
 
 def parts_of(batch: Any, config: Config) -> list[MicroBatch]:
     """A list's micro-batches, or the one that `batch` is."""
-    found = []
+    batch, found = plain_mappings(batch), []
     for part in batch if is_list(batch) else [batch]:
         samples = samples_of(part, config)
         found.append(MicroBatch(part if samples else pytree.tree_map_only(Tensor, _blank, part), samples))
@@ -76,9 +78,17 @@ def filled(parts: Sequence[MicroBatch], count: int) -> list[MicroBatch]:
     return [*parts, *[MicroBatch(parts[0].batch, 0)] * (count - len(parts))]
 
 
+def plain_mappings(batch: Any) -> Any:
+    """`batch` with a dict for every mapping that torch's trees do not know, such as the UserDict that a tokenizer returns."""
+    return pytree.tree_map_only(Mapping, lambda each: {key: plain_mappings(value) for key, value in each.items()}, batch)
+
+
 def leading_sizes(batch: Any) -> set[int]:
-    """First dimensions of a batch's tensors (but scalars)."""
-    return {leaf.shape[0] for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.dim()}
+    """First dimensions of a batch's tensors and arrays (but scalars). Raises BatchError for a nested tensor that has no shape."""
+    found = [leaf for leaf in pytree.tree_leaves(batch) if _has_rows(leaf)]
+    if any(isinstance(leaf, Tensor) and leaf.is_nested and leaf.layout == torch.strided for leaf in found):
+        raise BatchError("the batch has a nested tensor of strided layout, which has no shape: make it with layout=torch.jagged")
+    return {leaf.shape[0] for leaf in found}
 
 
 def leading_size(batch: Any) -> int:
@@ -106,12 +116,34 @@ def digest(batch: Any) -> str:
 
 
 def split(batch: Any, parts: int) -> list[Any]:
-    """`batch` cut along its samples into `parts` micro-batches that differ by one sample at most; what is not a tensor goes into each."""
+    """`batch` cut along its samples into `parts` micro-batches that differ by one sample at most. Cut are tensors, arrays and lists as long
+    as these, as of a sample's name; all else goes into each.
+
+    Raises BatchError for a tensor that cannot be cut."""
     if parts == 1:
         return [batch]
-    leaves, spec = pytree.tree_flatten(batch)
-    cut = [leaf.tensor_split(parts) if isinstance(leaf, Tensor) and leaf.dim() else [leaf] * parts for leaf in leaves]
-    return [pytree.tree_unflatten([pieces[i] for pieces in cut], spec) for i in range(parts)]
+    samples = leading_size(batch)
+    leaves, spec = pytree.tree_flatten(batch, lambda node: isinstance(node, list) and len(node) == samples and not leading_sizes(node))
+    return [pytree.tree_unflatten([_rows(leaf, rows) for leaf in leaves], spec) for rows in _bounds(samples, parts)]
+
+
+def _bounds(samples: int, parts: int) -> list[slice]:
+    """As `tensor_split` cuts: the first parts are the longer ones."""
+    least, more = divmod(samples, parts)
+    ends = [least * i + min(i, more) for i in range(parts + 1)]
+    return [slice(*ends[i : i + 2]) for i in range(parts)]
+
+
+def _rows(leaf: Any, rows: slice) -> Any:
+    if not (_has_rows(leaf) or isinstance(leaf, list)):
+        return leaf
+    if isinstance(leaf, Tensor) and leaf.layout != torch.strided:
+        raise BatchError(f"a tensor of layout {leaf.layout} cannot be cut into micro-batches: give train_step a list of them, [batch, ...]")
+    return leaf[rows]
+
+
+def _has_rows(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor | np.ndarray) and leaf.ndim > 0
 
 
 def _blank(tensor: Tensor) -> Tensor:

@@ -7,10 +7,11 @@ Communication: none; the engine's one all-reduce of float64 totals a step carrie
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
 import torch
@@ -84,11 +85,17 @@ def norm_of(squares: float, factor: float, dtype: torch.dtype) -> float:
 
 
 def cast_floating(value: object, dtype: torch.dtype | None, device: torch.device | None = None) -> object:
-    """`value` with every floating tensor in it in `dtype` and every tensor on `device` (None: as they are); other things as they are."""
+    """`value` with every floating tensor in it in `dtype`, every tensor on `device` (None: as they are), in dataclasses too; on `device`
+    what else has a `to`, as batches of graphs; other things as they are."""
 
-    def cast(leaf: object) -> object:
+    def cast(leaf: Any) -> object:
+        if is_dataclass(leaf) and not isinstance(leaf, type):
+            made = copy.copy(leaf)
+            for field in fields(leaf):
+                object.__setattr__(made, field.name, cast_floating(getattr(leaf, field.name), dtype, device))
+            return made
         if not isinstance(leaf, Tensor):
-            return leaf
+            return leaf.to(device) if device is not None and callable(getattr(leaf, "to", None)) else leaf
         wanted = dtype if leaf.is_floating_point() else None
         return leaf.to(device=device, dtype=wanted, non_blocking=device is not None and device.type == "cuda")
 
