@@ -8,9 +8,12 @@ Communication: one exchange of a digest, and where ranks differ, one of all that
 from __future__ import annotations
 
 import hashlib
+import inspect
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from types import CodeType
 from typing import Any, TypeVar
 
 from torch import nn
@@ -40,6 +43,33 @@ def same_model(everyone: Axis, module: nn.Module, others: Mapping[str, object]) 
     """Compare the model's structure, not its numbers, and `others` by name. Raises ModelError on every rank, with what differs."""
     _same(everyone, lambda: None, lambda _: {**_model_facts(module), **{key: _plain(each) for key, each in others.items()}},
           "could not make its model", _models_differ)  # fmt: skip
+
+
+def same_scheduler(everyone: Axis, state: Mapping[str, object]) -> None:
+    """Compare what a torch scheduler knows. Raises ModelError on every rank, with what differs."""
+    _same(everyone, lambda: None, lambda _: {f"lr_scheduler {key}": _plain(value) for key, value in state.items()},
+          "could not make its lr_scheduler", _models_differ)  # fmt: skip
+
+
+def known_as(given: object) -> str | None:
+    """Of a function, a class or an object that does what a function does, what is the same wherever it is the same: its name, and of
+    Python code a digest. What it closes over may differ, such as a rank's number for its log."""
+    if given is None:
+        return None
+    while isinstance(given, partial):
+        given = given.func
+    function = inspect.unwrap(given) if callable(given) else given
+    named = function if hasattr(function, "__qualname__") else type(function)
+    name = f"{named.__module__}.{named.__qualname__}".replace("__mp_main__", "__main__")
+    code = getattr(function, "__code__", None)
+    return name if code is None else f"{name} (code {hashlib.sha256(repr(_code(code)).encode()).hexdigest()[:8]})"
+
+
+def _code(code: CodeType) -> tuple[object, ...]:
+    """What a function does, without where its text stands."""
+    constants = [_code(each) if isinstance(each, CodeType) else sorted(map(repr, each)) if isinstance(each, frozenset) else repr(each)
+                 for each in code.co_consts]  # fmt: skip
+    return code.co_code, code.co_names, constants
 
 
 def _same(

@@ -20,7 +20,7 @@ from torch.utils import _pytree as pytree
 
 from polyreme import model_map, weight_gradients
 from polyreme.activations import Saved, measure, wrap_blocks
-from polyreme.agreement import same_config, same_model
+from polyreme.agreement import known_as, same_config, same_model, same_scheduler
 from polyreme.allocator import give_freed_memory_back, keep_freed_memory
 from polyreme.batch_norm import normalise
 from polyreme.batches import MicroBatch, digest, filled, micro_batches, parts_of
@@ -116,7 +116,8 @@ class Engine:
         blocks = model_map.find_blocks(self.module)
         made = recipe(self.module, config.optimizer, optimizer)
         others = {"built here": recording is not None, "weights": weights is not None, "optimizer": made.groups, "blocks": list(blocks)}
-        same_model(mesh.aside(), self.module, {**others, "lr_scheduler": lr_scheduler is not None})
+        others |= {f"optimizer's group of {name}": group for name, group in made.group_of.items()}
+        same_model(mesh.aside(), self.module, {**others, "lr_scheduler": known_as(lr_scheduler), "loss_fn": known_as(loss_fn)})
         self.parameters = sum(p.numel() for p in self.module.parameters())
         """Distinct parameters of the whole model."""
         self.on_gradients: Callable[[Gradients], object] | None = None
@@ -167,6 +168,8 @@ class Engine:
         self._tells = mesh.tp.rank == 0 and self._has_loss
         self._buffers = Buffers(self.module, mesh.dp, alike, config.batch_norm == "rank")
         self._follow(made)
+        if lr_scheduler is not None:
+            same_scheduler(mesh.aside(), self._options.state_dict())
         self._saver: Saver | None = None
         self._all: Axis | None = None
         if weights is not None:
