@@ -60,6 +60,7 @@ class Loop:
         """Backward of a micro-batch's mean loss, or of one of several that are its sum."""
         batch, output = self._forward()
         if weight is None:
+            self._refuse_more(batch)
             weight = self._weight(loss, batch, output)
         loss_sum, weight = self._objective.sum_of(loss, weight, output)
         self._last = None if last else self._last
@@ -86,6 +87,16 @@ class Loop:
             )
         return self._last
 
+    def _refuse_more(self, batch: Any) -> None:
+        """Raise BatchError for more samples than a micro-batch has: a global batch, or one of another number of ranks."""
+        if (samples := samples_of(batch, self._config)) > int(self._config.batch.micro):
+            raise BatchError(
+                f"engine(...) was given {samples} samples, but batch.size = {self._config.batch.size} over the data-parallel ranks makes "
+                f"batch.micro = {self._config.batch.micro}: give each rank its own share in pieces of that size (a DataLoader with "
+                f"batch_size={self._config.batch.micro} and a DistributedSampler, or engine.loader), or change batch.size. Where rows are "
+                "no samples, say engine.backward(loss, weight=...)"
+            )
+
     def _reached(self, gradient: Tensor, updates: int) -> None:
         """A backward has come to an output of a forward with the weights after so many updates."""
         if updates != self._step.state.step:
@@ -103,6 +114,7 @@ class Loop:
         """A backward that was not announced will give parameters gradients."""
         if current() is None:
             (batch, output), self._last = self._forward(), None
+            self._refuse_more(batch)
             weight = self._objective.weight(batch)
             self._objective.check_own(getattr(output, "loss", None), weight)
             self._step.enter(weight, count_tokens(batch), samples_of(batch, self._config))

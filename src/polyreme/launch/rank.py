@@ -83,7 +83,7 @@ def _write(error: Exception | SystemExit, at: float) -> None:
     }
     message = f"{type(error).__name__}: {error}"
     if isinstance(error, PolyremeError):
-        message = "\n".join([str(error), *getattr(error, "__notes__", ())])
+        message = "\n".join([str(error), *getattr(error, "__notes__", ()), *_place(error)])
     elif isinstance(error, SystemExit):
         message = f"the script called sys.exit({error.code!r})"
     draft = Path(f"{path}.draft")
@@ -99,6 +99,13 @@ def _traceback(error: BaseException) -> str:
     while frames and (_file(frames) in starters or frames.tb_frame.f_globals.get("__name__", "").startswith("typer.")):
         frames = frames.tb_next
     return "".join(traceback.format_exception(type(error), error, frames or error.__traceback__))
+
+
+def _place(error: BaseException) -> list[str]:
+    """Where the script was, in a line, if any of the frames is a script's and none of a library's."""
+    libraries = (str(Path(__file__).parents[1]), sys.prefix, sys.base_prefix, "<")
+    own = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(libraries)]
+    return [f"  at {own[-1].filename}:{own[-1].lineno}: {own[-1].line}"] if own else []
 
 
 def _file(frames: TracebackType) -> str:
