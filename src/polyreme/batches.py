@@ -7,6 +7,7 @@ nothing.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
@@ -111,8 +112,21 @@ def digest(batch: Any) -> str:
     for leaf in pytree.tree_leaves(batch):
         if isinstance(leaf, Tensor):
             found.update(f"{leaf.dtype} {list(leaf.shape)} ".encode())
+            if leaf.layout != torch.strided:
+                leaf = (leaf.coalesce() if leaf.layout == torch.sparse_coo else leaf).values()
             found.update(leaf.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
     return found.hexdigest()
+
+
+def warn_of_equal(digests: Sequence[str | None]) -> None:
+    """Warn where the batches of several ranks, of which these are digests, are all the same."""
+    if len(digests) > 1 and digests[0] is not None and len({*digests}) == 1:
+        warnings.warn(
+            f"all {len(digests)} data-parallel ranks train on the same batch, so that {len(digests) - 1} of them add nothing: give each "
+            "its own share, with engine.loader(dataset), or a DataLoader with sampler=DistributedSampler(dataset, dp.size, dp.rank), dp "
+            "being engine.mesh.dp",
+            stacklevel=3,
+        )
 
 
 def split(batch: Any, parts: int) -> list[Any]:

@@ -23,7 +23,7 @@ from polyreme.activations import Saved, measure, wrap_blocks
 from polyreme.agreement import known_as, same_config, same_model, same_scheduler
 from polyreme.allocator import give_freed_memory_back, keep_freed_memory
 from polyreme.batch_norm import normalise
-from polyreme.batches import MicroBatch, digest, filled, micro_batches, parts_of
+from polyreme.batches import MicroBatch, digest, filled, micro_batches, parts_of, warn_of_equal
 from polyreme.buffers import Buffers
 from polyreme.checkpoint.save import Saver
 from polyreme.config import Config
@@ -179,7 +179,8 @@ class Engine:
         self._activations: Saved | None = Saved() if config.compile else None  # None before they are measured
         self._saved = Saved()  # so far
         self._unfinished = False  # the last train_step, which ended in an error
-        self._compared = False  # a batch, with those of the ranks that have to have the same
+        self._compared = self._told_equal = False  # a batch, with those of ranks that have to have the same, or another one
+        self._digest: str | None = None  # of the first batch
         torch.manual_seed(config.seed + mesh.dp.rank + mesh.dp.size * mesh.pp.rank)  # dropout differs between ranks, but not over tp
 
     @property
@@ -205,6 +206,7 @@ class Engine:
         if self._step.microbatches:
             raise BatchError("train_step in the middle of a step: call step() after the backward() calls before it")
         self._compare(batch)
+        self._tell_equal()
         if self._unfinished:
             self._step.begin()
         self._unfinished = True
@@ -310,6 +312,7 @@ class Engine:
             )
         self._step.skip_the_rest()
         self._tell_unsaved()
+        self._tell_equal()
         self._roster.check(self.module)
         self._step.reduce()
 
@@ -565,7 +568,15 @@ class Engine:
                     f"ranks of one {axis.name} line have different batches, but compute one together: give each rank the share of its "
                     "place in data parallelism (engine.mesh.dp.rank of engine.mesh.dp.size, not of the world), as engine.loader does"
                 )
+        if not self._compared and self.mesh.dp.size > 1:
+            self._digest = digest(batch)
         self._compared = True
+
+    def _tell_equal(self) -> None:
+        """In the first step: warn where all data-parallel ranks have the same batch."""
+        if not self._told_equal:
+            warn_of_equal(self.mesh.dp.gather_objects(self._digest))
+        self._told_equal = True
 
     def _run(self, parts: Sequence[MicroBatch], weights: Sequence[float | None], update: bool = True) -> list[StepResult]:
         """Perform this rank's row of the schedule on the micro-batches; all but its end without `update`."""

@@ -3,6 +3,7 @@ nested and sparse tensors. Each trains as in plain torch, or is refused."""
 
 from __future__ import annotations
 
+import warnings
 from collections import UserDict
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 
 import polyreme
 import training
-from polyreme.batches import split
+from polyreme.batches import digest, split
 from polyreme.errors import BatchError
 from polyreme.precision import cast_floating
 from pool import Ranks
@@ -144,3 +145,41 @@ def test_a_frozen_dataclass_is_cast_in_a_copy() -> None:
     made = cast_floating(pair, torch.bfloat16)
     assert isinstance(made, Pair) and (made.x.dtype, made.y.dtype, made.note) == (torch.bfloat16, torch.int64, "kept")
     assert pair.x.dtype == torch.float32
+
+
+def equal(rank: int, world: int) -> dict[str, list[str]]:
+    """What is warned of, where ranks have the same batch and where they do not, in both loops; and the refusal of a global batch."""
+    found: dict[str, list[str]] = {}
+    for name, x in {"same": torch.ones(2, 3), "own": torch.full((2, 3), float(rank))}.items():
+        for own in (False, True):
+            engine = polyreme.initialize(nn.Linear(3, 1), {"batch": {"size": 2 * world}}, loss_fn=lambda output, _: output.mean())
+            with warnings.catch_warnings(record=True) as said:
+                warnings.simplefilter("always")
+                for _ in range(2):
+                    if own:
+                        engine.backward(engine(x).mean())
+                        engine.step()
+                    else:
+                        engine.train_step((x, x))
+            found[f"{name} {own}"] = [str(warning.message) for warning in said if "same batch" in str(warning.message)]
+    for own in (False, True):
+        whole = engine(torch.ones(2 * world + 1, 3)).mean()
+        with pytest.raises(BatchError, match=rf"given {2 * world + 1} samples, but batch.size = {2 * world} .* makes batch.micro = 2"):
+            whole.backward() if own else engine.backward(whole)
+        engine.zero_grad()
+    engine.backward(engine(torch.ones(2 * world + 1, 3)).mean(), weight=1)
+    return found
+
+
+def test_batches_of_other_layouts_have_digests() -> None:
+    one = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged)
+    for made in (lambda: torch.eye(2).to_sparse(), lambda: torch.eye(2).to_sparse_csr(), lambda: one):
+        assert digest(made()) == digest(made()) != digest([])
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_ranks_with_the_same_batch_are_told(ranks: Ranks, world: int) -> None:
+    for found in ranks(world, equal):
+        for name, said in found.items():
+            assert len(said) == (world > 1 and not name.startswith("own")), (name, said)
+            assert all("DistributedSampler" in text for text in said)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -442,7 +443,7 @@ def test_the_command_reports_once_and_passes_output_on(script: Script) -> None:
     output, errors = process.communicate()
     assert process.returncode == 1
     assert sorted(output.splitlines()) == ["rank 0 ['--d', '3']", "rank 1 ['--d', '3']"]
-    assert errors == "error: a batch of 3\n"
+    assert re.fullmatch(rf'error: a batch of 3\n  at {path}:\d+: raise BatchError\("a batch of 3"\)\n', errors)
 
 
 @pytest.mark.parametrize(
