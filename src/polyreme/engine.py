@@ -575,7 +575,8 @@ class Engine:
     def _tell_equal(self) -> None:
         """In the first step: warn where all data-parallel ranks have the same batch."""
         if not self._told_equal:
-            warn_of_equal(self.mesh.dp.gather_objects(self._digest))
+            digests: list[Any] = self.mesh.dp.gather_objects(self._digest)
+            warn_of_equal(digests)
         self._told_equal = True
 
     def _run(self, parts: Sequence[MicroBatch], weights: Sequence[float | None], update: bool = True) -> list[StepResult]:
