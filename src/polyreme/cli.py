@@ -206,10 +206,15 @@ def inspect(
 
         title, table, simulation = inspection.step_table(loaded, ranks)
         if svg:
+            from polyreme.disk import no_links
+
             try:
-                svg.write_text(timeline.svg(simulation, title), encoding="utf-8")
+                with open(svg, "w", encoding="utf-8", opener=no_links) as file:
+                    file.write(timeline.svg(simulation, title))
             except OSError as error:
-                raise PolyremeError(f"cannot write --svg {svg}: {error.strerror}; name a file in a folder that can be written") from None
+                raise PolyremeError(
+                    f"cannot write --svg {svg}: {error.strerror}; name a file, not a link or a pipe, in a folder that can be written"
+                ) from None
         if as_json:
             typer.echo(inspection.schedule_as_json(table, simulation))
         else:

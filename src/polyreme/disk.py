@@ -30,8 +30,8 @@ _O_TMPFILE, _O_DIRECT = getattr(os, "O_TMPFILE", 0), getattr(os, "O_DIRECT", 0) 
 
 def no_links(path: str | Path, flags: int) -> int:
     """The descriptor of a file that is opened, or made, unless its name is a symbolic link: an `opener` for what is written in a run's
-    folder. OSError (ELOOP) for a link, as what is written would be somewhere else."""
-    return os.open(path, flags | os.O_NOFOLLOW, 0o666)
+    folder. OSError (ELOOP) for a link, as what is written would be somewhere else; OSError (ENXIO) for a pipe, which nobody may read."""
+    return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)  # a file is written as without O_NONBLOCK
 
 
 def padded(nbytes: int) -> int:

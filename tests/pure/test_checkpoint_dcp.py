@@ -24,6 +24,7 @@ from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, Writ
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 
 from damage import damage
+from polyreme.checkpoint.contents import contents
 from polyreme.checkpoint.dcp import DCPCheckpoint, _boxes, write_dcp
 from polyreme.checkpoint.deepspeed import DeepSpeedCheckpoint
 from polyreme.checkpoint.source import MODEL
@@ -200,6 +201,7 @@ def test_refuses_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (lambda info, _: setattr(info, "transform_descriptors", ["zstd"]), "is transformed by"),
     (lambda _, item: item.chunks.append(item.chunks[0]), "leave gaps, or overlap"),
     (lambda _, item: setattr(item, "size", torch.Size([4])), "leave gaps, or overlap"),
+    (lambda _, item: setattr(item, "size", torch.Size([2**25, 2**25])), "leave gaps, or overlap"),
     (lambda _, item: setattr(item, "chunks", None), "is not as DCP writes it"),
     (lambda _, item: setattr(item.properties, "dtype", torch.int32), "are not the part of 'model.a' that should be there"),
 ])  # fmt: skip
@@ -210,6 +212,15 @@ def test_lies_are_found(tmp_path: Path, change: Any, message: str) -> None:
     (path / ".metadata").write_bytes(pickle.dumps(metadata))
     with pytest.raises(CheckpointError, match=re.escape(message)):
         DCPCheckpoint(path).read(MODEL, "a", 0, 3)
+
+
+def test_numbers_that_no_file_has_are_not_shown(tmp_path: Path) -> None:
+    path = save({"model": {"a": torch.ones(3)}}, tmp_path / "saved")
+    metadata = pickle.loads((path / ".metadata").read_bytes())
+    metadata.state_dict_metadata["model.a"].size = torch.Size([2**50])
+    (path / ".metadata").write_bytes(pickle.dumps(metadata))
+    with pytest.raises(CheckpointError, match=r"the parts of 'model\.a' leave gaps"):
+        contents(path)  # what `polyreme inspect` shows
 
 
 def check(path: Path, parts: int = 3) -> None:

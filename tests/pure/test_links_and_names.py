@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import io
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -57,6 +58,14 @@ def test_nothing_is_written_through_a_link(tmp_path: Path, name: str) -> None:
     (tmp_path / "run" / name).unlink()
     (tmp_path / "run" / name).touch()
     WRITERS[name](tmp_path / "run")
+
+
+@pytest.mark.parametrize("name", ["log.jsonl", "loss.png", "latest.tmp"])
+def test_a_pipe_is_not_waited_for(tmp_path: Path, name: str) -> None:
+    os.mkfifo(tmp_path / name)
+    with pytest.raises(OSError) as caught:
+        WRITERS[name](tmp_path)
+    assert caught.value.errno == errno.ENXIO
 
 
 def test_latest_is_replaced_and_not_written_through(tmp_path: Path) -> None:

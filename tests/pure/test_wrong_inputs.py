@@ -166,6 +166,40 @@ def test_wrong_files_and_settings(folder: Path) -> None:
     assert not found and contents(folder) == before
 
 
+LINES = (
+    "nosuch", "help", "--nope", "-n 3",
+    "train", "train gone.toml", "train tiny.toml more", "train tiny.toml --nope", "train --set", "train tiny.toml --set", "train tiny.toml --resume",
+    "train tiny.toml -n", "train tiny.toml -n 0", "train tiny.toml -n -1", "train tiny.toml -n x", "train tiny.toml -n 1.5", "train tiny.toml -n 1000000000000",
+    "train tiny.toml --no-resume --resume=x", "train nothing",
+    "launch", "launch -n 0 a.py", "launch -n -2 a.py", "launch -n x a.py", "launch --threads 0 a.py", "launch --nope a.py",
+    "inspect", "inspect gone.toml", "inspect nothing", "inspect nothing --set seed=1", "inspect nothing --all", "inspect tiny.toml more", "inspect tiny.toml --nope",
+    "inspect tiny.toml -n 0", "inspect tiny.toml -n -1", "inspect tiny.toml --svg", "inspect tiny.toml --svg a.svg", "inspect tiny.toml --schedule --all",
+    "inspect tiny.toml --schedule --describe", "inspect tiny.toml --schedule --svg gone/a.svg", "inspect tiny.toml --schedule --svg nothing",
+    "inspect tiny.toml --schedule --svg link.svg", "inspect tiny.toml --schedule --svg pipe.svg",
+    "inspect tiny.toml --schedule --set mesh.pp=64 --set model.config.num_hidden_layers=64 --set batch.size=4096 --set batch.micro=1",
+    "doctor more", "doctor --nope",
+)  # fmt: skip
+
+
+def test_wrong_command_lines(folder: Path) -> None:
+    (folder / "mine").touch()
+    (folder / "link.svg").symlink_to("mine")
+    os.mkfifo(folder / "pipe.svg")
+    before = contents(folder)
+    found = {line: problem for line in LINES if (problem := refusal(*line.split()))}
+    assert not found and contents(folder) == before
+
+
+def test_what_is_no_file_among_the_data(folder: Path) -> None:
+    (folder / "corpus").mkdir()
+    place = folder / "corpus" / "a.txt"
+    with socket.socket(socket.AF_UNIX) as made:
+        for make in (os.mkfifo, lambda _: made.bind("corpus/a.txt"), lambda path: path.symlink_to("/dev/zero")):
+            make(place)
+            assert refusal("train", "tiny.toml", "--set", "data.path=corpus", says="is no regular file") is None
+            place.unlink()
+
+
 def test_nonsense_in_the_model_is_named() -> None:
     found = {}
     changes = {"hidden_size": -32, "num_hidden_layers": 0, "num_attention_heads": -2, "vocab_size": -5, "attention_dropout": 5.0}

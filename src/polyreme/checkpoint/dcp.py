@@ -191,6 +191,8 @@ class DCPCheckpoint:
             for chunk in self._chunks[key]:
                 if prod(chunk.sizes) * infos[key].dtype.itemsize > chunk.stop - chunk.start:
                     raise ValueError(f"{key!r} has parts of more bytes than there are")
+            if sum(prod(chunk.sizes) for chunk in self._chunks[key]) != prod(infos[key].shape):
+                raise damaged(self.path / METADATA, f"the parts of {key!r} leave gaps, or overlap")
         found = {key: _kind_and_name(paths.get(key, (key,))) for key in infos}
         if not any(place and place[0] == MODEL for place in found.values()):
             found |= {key: (MODEL, key) for key, place in found.items() if place is None and len(paths.get(key, (key,))) == 1}
