@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import re
 import threading
 import time
@@ -14,8 +15,9 @@ import torch
 from torch import Tensor, nn
 
 import polyreme
-from polyreme.errors import PolyremeError
-from polyreme.transport.watch import WATCH, Meeting, Watch
+from polyreme.errors import PolyremeError, TransportError
+from polyreme.mesh import Mesh, everyone
+from polyreme.transport.watch import ASIDE, WATCH, Meeting, Watch
 from pool import Ranks
 
 WIDTH = 64
@@ -104,6 +106,58 @@ def test_a_long_wait_says_for_whom_and_goes_on(ranks: Ranks, tmp_path: Path) -> 
     losses = ranks(2, late, tmp_path / "told")
     assert losses[0] == losses[1]
     assert re.match(r"polyreme: rank 0 has waited \d+ s for rank 1 in train_step: all-reduce over dp ", (tmp_path / "told").read_text())
+
+
+def around(rank: int, world: int) -> str:
+    """What a rank says where each waits for the next one, over one axis of the mesh or the other."""
+    mesh = Mesh.open({"dp": 2, "tp": 2})
+    axes = [mesh.dp, mesh.tp] if mesh.dp.rank == mesh.tp.rank else [mesh.tp, mesh.dp]
+    WATCH.patience, WATCH.period = 0.2, 0.05
+    try:
+        for axis in axes:
+            axis.all_reduce(torch.ones(4)).wait()
+    except TransportError as error:
+        return str(error)
+    finally:
+        WATCH.patience, WATCH.period = 5.0, 1.0
+    return ""
+
+
+def test_ranks_that_wait_in_a_circle_are_named(ranks: Ranks) -> None:
+    for rank, said in enumerate(ranks(4, around)):
+        assert "same calls in the same order" in said, (rank, said)
+        for other in range(4):
+            assert f"rank {other} waits for rank" in said or f"and rank {other} for rank" in said, (rank, said)
+
+
+def beside(rank: int, world: int) -> float:
+    """The sum where rank 1 waits for rank 0, whose saving thread waits for rank 1, and which comes after both have looked some times."""
+    dp, aside = Mesh.open({"dp": 2}).dp, everyone()
+    told, total = [_told(each) for each in range(2)], torch.ones(1)
+    dp.barrier()
+    WATCH.patience, WATCH.period = 0.05, 0.02
+    try:
+        if rank == 0:
+            saving = threading.Thread(target=aside.barrier, name=ASIDE)
+            saving.start()
+            while any(_told(each) < told[each] + 6 for each in range(2)):
+                time.sleep(0.01)
+        dp.all_reduce(total).settle()
+        if rank == 0:
+            saving.join()
+        else:
+            aside.barrier()
+    finally:
+        WATCH.patience, WATCH.period = 5.0, 1.0
+    return total.item()
+
+
+def _told(rank: int) -> int:
+    return int(json.loads(WATCH._store.get(f"at/{rank}"))["told"]) if WATCH._store.check([f"at/{rank}"]) else 0
+
+
+def test_a_thread_that_saves_is_in_no_circle(ranks: Ranks) -> None:
+    assert ranks(2, beside) == [2.0, 2.0]
 
 
 def left_over(rank: int, world: int) -> int:

@@ -39,6 +39,7 @@ from polyreme.layout import Cut
 from polyreme.mesh import Axis
 from polyreme.model_map import save_config
 from polyreme.region import Region, Stored
+from polyreme.transport.watch import ASIDE
 
 
 @dataclass(frozen=True)
@@ -86,7 +87,7 @@ class Saver:
             return
         self._loan = Loan()
         arguments = (path, made[0], self._loan, side_stream())
-        self._thread = threading.Thread(target=self._run, args=arguments, name=f"polyreme-save-{path.name}")
+        self._thread = threading.Thread(target=self._run, args=arguments, name=f"{ASIDE}-{path.name}")
         self._thread.start()
         self._writing.append(self._thread)
 

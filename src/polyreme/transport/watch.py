@@ -3,7 +3,7 @@ broken off.
 
 Invariants: an operation that ranks do in the same order costs a note in this process' memory; only a wait of more than `patience` seconds
 communicates, through the store by which the ranks met, in a thread of its own. A wait is broken off only where it is known to be without
-end: the other rank began another operation in its place, or waits itself for what this rank has not begun.
+end: the other rank began another operation in its place, or ranks wait in a circle, each for what the next one has not begun.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from types import TracebackType
-from typing import Any, ClassVar, ParamSpec, TypeVar
+from typing import Any, ClassVar, NamedTuple, ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -32,6 +32,8 @@ REMEMBERED = 64
 """Operations of a meeting that others are told of."""
 BREAK = (1 << 30) + 1
 """The tag of a message that nobody sends."""
+ASIDE = "polyreme-save"
+"""How the names of threads begin that exchange beside training: while one waits, its rank goes on."""
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -62,6 +64,15 @@ class Meeting:
             return
 
 
+class Waiter(NamedTuple):
+    """Of another rank: what it waits for, in which call, since when by its clock, and how often it has told of itself."""
+
+    what: str
+    call: str
+    since: float
+    told: int
+
+
 @dataclass(eq=False)
 class Wait:
     """Of one thread: for which operation, the `number`th of its meeting."""
@@ -71,9 +82,9 @@ class Wait:
     number: int | None
     since: float = field(default_factory=time.monotonic)
     told: int = 0
-    stuck: dict[int, tuple[str, int]] = field(
-        default_factory=dict
-    )  # by rank: what it waited for, and how often it had told, at the last look
+    aside: bool = field(default_factory=lambda: threading.current_thread().name.startswith(ASIDE))
+    circle: dict[int, Waiter] = field(default_factory=dict)
+    """Ranks that were seen to wait in a circle with this one."""
 
 
 class Watch:
@@ -93,6 +104,7 @@ class Watch:
         self._thread: threading.Thread | None = None
         self._error = ""
         self._told = self._times = 0
+        self._reports: dict[int, Any] = {}  # of one look, by rank
         self._wake = threading.Event()
 
     def begin(self) -> None:
@@ -155,20 +167,26 @@ class Watch:
 
     def _look(self, wait: Wait) -> None:
         mine = dist.get_rank()
-        waits = [(each.meeting.key, each.number, each.what, each.since) for each in list(self._waits.values())]
+        waits = [(each.meeting.key, each.meeting.ranks, each.number, each.what, each.since)
+                 for each in list(self._waits.values()) if not each.aside]  # fmt: skip
         begun = {meeting.key: list(meeting.begun) for meeting in list(self.meetings)}
         self._told += 1
+        self._reports.clear()
         self._store.set(f"at/{mine}", json.dumps({"call": self.call, "waits": waits, "begun": begun, "told": self._told}))
-        failure = self._heard(wait.meeting)
-        for rank in wait.meeting.others():
-            if not failure and self._store.check([f"at/{rank}"]):
-                failure = self._compare(wait, rank, json.loads(self._store.get(f"at/{rank}")), begun)
+        failure = self._heard(wait.meeting) or self._other_in_place(wait) or ("" if wait.aside else self._in_circle(wait))
         if failure:
             self.failure = failure
             self._store.set(f"left/{mine}", f"could not go on with {wait.what}{within(self.call)}: {failure}")
             wait.meeting.leave()
         else:
             self._tell(wait)
+
+    def _at(self, rank: int) -> Any:
+        """Where a rank was when it told, which it does while it waits; None if it never did."""
+        if rank not in self._reports:
+            known = self._store.check([f"at/{rank}"])
+            self._reports[rank] = json.loads(self._store.get(f"at/{rank}")) if known else None
+        return self._reports[rank]
 
     def _heard(self, meeting: Meeting) -> str:
         """Why another rank of the meeting will not come, if it said so."""
@@ -178,25 +196,49 @@ class Watch:
                     return f"rank {rank} {self._store.get(key).decode()}"
         return ""
 
-    def _compare(self, wait: Wait, rank: int, there: Any, begun: dict[str, list[tuple[int, str]]]) -> str:
-        """Why the wait has no end, as far as it can be told from where `rank` is."""
-        theirs = dict(there["begun"].get(wait.meeting.key, []))
-        in_call = within(there["call"])
-        if wait.number is None:
-            return ""
-        if (other := theirs.get(wait.number, wait.what)) != wait.what:
-            return f"rank {rank} began another operation in its place, {other}{in_call}; {_WAY}"
-        last = max(theirs, default=-1)
-        for key, number, what, since in there["waits"]:
-            reached = max((each for each, _ in begun.get(key, [])), default=-1)
-            if last < wait.number and number is not None and key in begun and reached < number:
-                found, told = f"{key} {number} {since}", there["told"]
-                before = wait.stuck.setdefault(rank, (found, told))
-                if before[0] == found and before[1] < told:  # still so, and both have waited all the time between
-                    here = f"{wait.what}{within(self.call)}"
-                    return f"rank {rank} waits for this one, in {what}{in_call}, and this one for it, in {here}; {_WAY}"
-                wait.stuck[rank] = before if before[0] == found else (found, told)
+    def _other_in_place(self, wait: Wait) -> str:
+        """Why the wait has no end, where another rank of its meeting began another operation in its place."""
+        for rank in wait.meeting.others():
+            there = self._at(rank)
+            other = wait.what if there is None else dict(there["begun"].get(wait.meeting.key, [])).get(wait.number, wait.what)
+            if other != wait.what:
+                return f"rank {rank} began another operation in its place, {other}{within(there['call'])}; {_WAY}"
         return ""
+
+    def _in_circle(self, wait: Wait) -> str:
+        """Why the wait has no end, where it is in a circle of waits that have all gone on since the circle was first seen."""
+        before, wait.circle = wait.circle, self._circle(wait)
+        if not wait.circle or any(rank not in before or before[rank].since != each.since for rank, each in wait.circle.items()):
+            return ""
+        if any(before[rank].told == each.told for rank, each in wait.circle.items()):
+            wait.circle = before  # not everyone has told again
+            return ""
+        mine, ranks = dist.get_rank(), list(wait.circle)
+        each = [f"rank {rank} waits for rank {after}, in {here.what}{within(here.call)}"
+                for (rank, here), after in zip(wait.circle.items(), [*ranks[1:], mine], strict=True)]  # fmt: skip
+        return f"{', '.join(each)}, and rank {mine} for rank {ranks[0]}, in {wait.what}{within(self.call)}; {_WAY}"
+
+    def _circle(self, wait: Wait) -> dict[int, Waiter]:
+        """The ranks of a shortest circle, from one that this wait is for to one that waits for this rank; empty where there is none."""
+        mine = dist.get_rank()
+        ways: dict[int, dict[int, Waiter]] = {mine: {}}  # to each rank that is waited for
+        queue = deque([mine])
+        while queue:
+            rank = queue.popleft()
+            there = self._at(rank)
+            for key, members, number, what, since in there["waits"]:
+                if number is None or (rank == mine and (key, number) != (wait.meeting.key, wait.number)):
+                    continue
+                way = ways[rank] if rank == mine else {**ways[rank], rank: Waiter(what, there["call"], since, there["told"])}
+                for other in members:
+                    if (at := self._at(other)) is None or max((n for n, _ in at["begun"].get(key, [])), default=-1) >= number:
+                        continue  # nothing is known of it, or it came
+                    if other == mine:
+                        return way
+                    if other not in ways:
+                        ways[other] = way
+                        queue.append(other)
+        return {}
 
     def _tell(self, wait: Wait, more: str = "") -> None:
         seconds = time.monotonic() - wait.since
