@@ -360,6 +360,10 @@ def check_sources(config: Config) -> None:
     if data.tokenizer is not None and not Path(data.tokenizer).expanduser().is_dir():
         fix = "give a directory that save_pretrained wrote, or remove it to train a tokenizer on the text"
         problems.append(Problem("data.tokenizer", data.tokenizer, "there is no such directory", fix))
+    resume = config.checkpoint.resume
+    if resume not in ("auto", "never") and not (resume and Path(resume).expanduser().is_dir()):
+        fix = "give the folder of a checkpoint or of a run, auto, or never"
+        problems.append(Problem("checkpoint.resume", resume, "there is no such directory", fix))
     folder = Path(config.checkpoint.folder)
     if links := [name for name in WRITTEN if (folder / name).is_symlink()]:
         link = f"{links[0]} in it is a symbolic link, to {(folder / links[0]).readlink()}, and nothing is written through one"

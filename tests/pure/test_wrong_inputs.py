@@ -170,7 +170,7 @@ LINES = (
     "nosuch", "help", "--nope", "-n 3",
     "train", "train gone.toml", "train tiny.toml more", "train tiny.toml --nope", "train --set", "train tiny.toml --set", "train tiny.toml --resume",
     "train tiny.toml -n", "train tiny.toml -n 0", "train tiny.toml -n -1", "train tiny.toml -n x", "train tiny.toml -n 1.5", "train tiny.toml -n 1000000000000",
-    "train tiny.toml --no-resume --resume=x", "train nothing",
+    "train tiny.toml --no-resume --resume=x", "train tiny.toml --resume=gone", "train tiny.toml --resume=", "train nothing",
     "launch", "launch -n 0 a.py", "launch -n -2 a.py", "launch -n x a.py", "launch --threads 0 a.py", "launch --nope a.py",
     "inspect", "inspect gone.toml", "inspect nothing", "inspect nothing --set seed=1", "inspect nothing --all", "inspect tiny.toml more", "inspect tiny.toml --nope",
     "inspect tiny.toml -n 0", "inspect tiny.toml -n -1", "inspect tiny.toml --svg", "inspect tiny.toml --svg a.svg", "inspect tiny.toml --schedule --all",
