@@ -17,6 +17,7 @@ At most IN_FLIGHT reductions hold their buffers at a time.
 
 from __future__ import annotations
 
+import weakref
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from typing import Literal
@@ -164,27 +165,33 @@ class Reducer:
                     self._hooks[parameter] = parameter.register_post_accumulate_grad_hook(self._arrival(bucket, index))
 
     def _arrival(self, bucket: Bucket, index: int) -> Callable[[Tensor], None]:
+        reducer, its = weakref.ref(self), weakref.ref(bucket)  # what autograd's own memory holds, Python's collector cannot free
+
         def arrived(parameter: Tensor) -> None:
             if (later := current()) is not None:
                 later.hold(parameter, arrived)
-                return
-            if self._backward is None:
-                self.unannounced()
-            if self._backward == "foreign":
-                OWN_GRAD.__set__(parameter, None)
-                return
-            if bucket in self._adding:
-                if bucket.take_grad(index, more=self._whole and self._factor is None, factor=self._factor):
-                    self._hooks.pop(parameter).remove()  # until the last one
-                return
-            if bucket not in self._waiting:
-                raise ModelError(f"parameter {bucket.layout.slots[index].name} got a second gradient after its reduction began: "
-                                 "call backward once a micro-batch, and use non-reentrant checkpoints")  # fmt: skip
-            bucket.take_grad(index, factor=self._factor)
-            self._came(bucket, index)
+            elif (mine := reducer()) is not None and (bucket := its()) is not None:
+                mine._arrived(parameter, bucket, index)
 
         arrived.takes_gradient = True  # type: ignore[attr-defined]
         return arrived
+
+    def _arrived(self, parameter: Tensor, bucket: Bucket, index: int) -> None:
+        """Take the gradient that autograd gave a parameter."""
+        if self._backward is None:
+            self.unannounced()
+        if self._backward == "foreign":
+            OWN_GRAD.__set__(parameter, None)
+            return
+        if bucket in self._adding:
+            if bucket.take_grad(index, more=self._whole and self._factor is None, factor=self._factor):
+                self._hooks.pop(parameter).remove()  # until the last one
+            return
+        if bucket not in self._waiting:
+            raise ModelError(f"parameter {bucket.layout.slots[index].name} got a second gradient after its reduction began: "
+                             "call backward once a micro-batch, and use non-reentrant checkpoints")  # fmt: skip
+        bucket.take_grad(index, factor=self._factor)
+        self._came(bucket, index)
 
     def _came(self, bucket: Bucket, index: int) -> None:
         """The last gradient of this reduction for parameter `index` is in the buffer: what is complete, and next, is reduced."""
