@@ -8,6 +8,7 @@ Chen et al., "Training Deep Nets with Sublinear Memory Cost", 2016.
 
 from __future__ import annotations
 
+import copy
 import functools
 import itertools
 import warnings
@@ -68,8 +69,25 @@ def wrap_blocks(
         if recompute and index % every == 0:
             forward = _recomputed(block, forward, contexts, offload)
             recomputed.append(block)
-        block.forward = forward
+        block.forward = _InPlace(block.forward, forward)
     return recomputed
+
+
+class _InPlace:
+    """What a block does in place of its own forward. A copy of the block, such as a frozen reference, has its own forward again."""
+
+    def __init__(self, own: Callable[..., Any], forward: Callable[..., Any]) -> None:
+        functools.update_wrapper(self, own)
+        self._own, self._forward = own, forward
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._forward(*args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return copy.deepcopy(self._own, memo)
+
+    def __reduce__(self) -> Any:
+        return getattr, (getattr(self._own, "__self__", None), "forward")
 
 
 @dataclass
@@ -201,9 +219,9 @@ class _Buffers:
         """The forward: note what it changes."""
         before = [(buffer._version, buffer.clone()) for _, _, buffer in self._found]
         yield
-        for at, ((owner, name, buffer), (version, copy)) in enumerate(zip(self._found, before, strict=True)):
+        for at, ((owner, name, buffer), (version, found)) in enumerate(zip(self._found, before, strict=True)):
             if owner[name] is not buffer or buffer._version != version:
-                self._changed[at] = copy
+                self._changed[at] = found
 
     @contextmanager
     def put_back(self) -> Iterator[None]:

@@ -47,8 +47,9 @@ from polyreme.tensor.layers import put_off_weights
 from polyreme.transport.watch import collective
 from polyreme.zero.blocks import Blocks
 from polyreme.zero.carry import carry, refuse_own_shapes
-from polyreme.zero.hands import lent, lent_to_write
+from polyreme.zero.hands import Written, lent, lent_to_write
 from polyreme.zero.optimizers import Make, Options, Recipe, recipe
+from polyreme.zero.parameter import give_to, refuse_owned
 from polyreme.zero.reduce import Reducer
 from polyreme.zero.roster import Roster
 from polyreme.zero.update import Update
@@ -112,6 +113,8 @@ class Engine:
         if mesh.device.type == "cpu":
             (keep_freed_memory if config.memory.all_on_device else give_freed_memory_back)()
         self._dtype = DTYPES[config.precision.compute]
+        if isinstance(model, nn.Module):
+            refuse_owned(model)
         self.module, recording, weights = open_model(model, config, mesh)
         blocks = model_map.find_blocks(self.module)
         made = recipe(self.module, config.optimizer, optimizer)
@@ -357,6 +360,7 @@ class Engine:
         Raises CheckpointError on every rank; what was at the path before is then still there. ModelError where more than
         adapters trains."""
         self._roster.check(self.module)
+        self._take_in_writes()
         only = adapters_alone(self._parts) if adapters_only else None
         if self._saver is None:
             self._saver = Saver(self._aside())
@@ -376,6 +380,7 @@ class Engine:
         self._roster.check(self.module)
         if self._saver is not None:
             self._saver.wait()
+        self._take_in_writes()
         found = restore(self._parts, Path(path), strict, weights_only, self._aside())
         self._buffers.take_note()
         self._unfinished = False
@@ -392,6 +397,7 @@ class Engine:
         """Whole tensors under the model's own names, tied ones under each of theirs; buffers too. Every rank must call.
 
         In the compute dtype, or with `master` the optimizer's full-precision copy. With `rank0_only` others get {}."""
+        self._take_in_writes()
         found: dict[str, Tensor] = {}
         for names, tensor in self._tensors(master):
             if self.mesh.rank == 0 or not rank0_only:
@@ -408,6 +414,7 @@ class Engine:
         if self._step.microbatches:
             raise BatchError("refresh in the middle of a step: call step() after the backward() calls before it")
         self.wait()
+        self._take_in_writes()
         for axis in (self.mesh.dp, self.mesh.tp):
             same_model(axis, self.module, {})
         refuse_own_shapes(self._updates)
@@ -440,6 +447,7 @@ class Engine:
         write: what the parameters are at the end reaches weights and masters of every rank, unless the block ends in an error; of what
         several ranks have, rank 0's count. In bf16 a master keeps its digits where the parameter did not change.
         Raises ModelError where parameters were changed without `write`, and BatchError for writing in the middle of a step."""
+        self._take_in_writes()
         if not write:
             with lent(self._placement):
                 yield self.module
@@ -451,6 +459,11 @@ class Engine:
             if self._saver is not None:
                 self._saver.taken()
         self._step.written.note()
+
+    def _take_in_writes(self) -> None:
+        """Between steps: have what the user wrote to parameters count. All ranks must call."""
+        if not self._step.microbatches:
+            self._step.written.settle(lambda: None if self._saver is None else self._saver.taken())
 
     def memory(self) -> dict[str, int]:
         """Bytes of this rank by category: parameters, gradients, states and buffers that are alive now, and activations, which is what
@@ -529,11 +542,13 @@ class Engine:
         self._updates = [Update(bucket, made.groups, compact) for bucket in self._placement.trainable]
         self._options = Options(made, LRSchedule(config.lr_schedule), self._given[1])
         self._step = Step(config, mesh, self._tells, self._placement.trainable, self._reducer, self._blocks, self._updates, self._options,
-                          loss_scale(config.precision), self._placement.homes, self._buffers)  # fmt: skip
+                          loss_scale(config.precision), self._placement.homes, self._buffers,
+                          Written(self._placement.buckets, mesh.dp))  # fmt: skip
         self._parts = Parts(self.module, config, mesh, self._placement, self._updates, self._step)
         if self._offload is not None:
             self._offload.leave([*self.module.parameters(), *self.module.buffers()])
         trained = [p for bucket in self._placement.trainable for p in bucket.parameters]
+        give_to(self, self.module)
         self._loop = Loop(self._objective, config, self._step, self._reducer, trained)
         self._roster = Roster(self.module)
 

@@ -25,7 +25,7 @@ from polyreme.batches import samples_of
 from polyreme.config import Config
 from polyreme.errors import BatchError
 from polyreme.loss_graph import refuse_scaled, weight_of
-from polyreme.model_map import count_tokens, tensors_in
+from polyreme.model_map import count_tokens, returned
 from polyreme.objective import Objective
 from polyreme.step import Step, current
 from polyreme.zero.reduce import Reducer
@@ -49,10 +49,10 @@ class Loop:
 
     def forward(self, batch: Any, output: Any) -> None:
         """Take note of a micro-batch, and of its output, from which a backward may come."""
-        self._last = batch, output
-        if torch.is_grad_enabled():
+        if torch.is_grad_enabled():  # else it is one between, as for a validation loss
+            self._last = batch, output
             reached = partial(self._reached, updates=self._step.state.step)
-            for tensor in tensors_in(output):
+            for tensor in returned(output):
                 if tensor.grad_fn is not None:
                     tensor.register_hook(reached)
 

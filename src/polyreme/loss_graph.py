@@ -17,12 +17,13 @@ MEAN, SUM = 1, 2
 
 
 def weight_of(loss: Tensor) -> float | None:
-    """What torch's cross entropy and nll_loss are the mean of: the class weights of the targets, but for ignored ones, summed. None for
-    other losses. Waits for the device."""
-    node: Any = loss.grad_fn
-    if not _name(node).startswith("NllLoss") or node._saved_reduction != MEAN:
+    """What a loss made of torch's cross entropy or nll_loss (times a number, smoothed, several of them) is the mean of: the class weights
+    of the targets, but for ignored ones, summed. None for other losses, and where its parts are means over different numbers. Waits for
+    the device."""
+    means = list(_means(loss.grad_fn))
+    if not any(name.startswith("NllLoss") for name, _ in means) or len({over for _, over in means}) > 1:
         return None
-    return float(node._saved_total_weight)
+    return means[0][1]
 
 
 def refuse_scaled(loss: Tensor, own: Any, microbatches: int, samples: int) -> None:

@@ -41,6 +41,11 @@ def tensors_in(value: object) -> list[Tensor]:
     return found
 
 
+def returned(value: object) -> list[Tensor]:
+    """The tensors that a module returned: `tensors_in` it, or else those that are attributes of a plain object."""
+    return tensors_in(value) or (tensors_in(list(vars(value).values())) if hasattr(value, "__dict__") else [])
+
+
 def find_blocks(model: nn.Module) -> dict[str, nn.Module]:
     """The repeated blocks, by name in registration order: the elements of every outermost ModuleList that holds a tenth of the model's
     parameters (an encoder beside a decoder); or else of nn.Sequential alike; or else of the largest ModuleList of modules of one class."""

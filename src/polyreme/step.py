@@ -115,6 +115,7 @@ class Step:
         scale: LossScale,
         homes: Homes,
         buffers: Buffers,
+        written: Written,
     ) -> None:
         """`tells`: whether the loss that this rank has counts; there is one such rank for each data-parallel one."""
         self.state = State(lr=options.lr, loss_scale=scale.value)
@@ -137,7 +138,7 @@ class Step:
         self._totals = _Totals(*[0.0] * 12)
         for bucket in buckets:
             own(bucket.parameters, self)
-        self.written = Written(buckets, mesh.dp)
+        self.written = written
         """What the user did to parameters between steps."""
         self.begin()
 

@@ -21,7 +21,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.hooks import RemovableHandle
 
 from polyreme.errors import ModelError
-from polyreme.model_map import tensors_in
+from polyreme.model_map import returned, tensors_in
 from polyreme.zero.bucket import Bucket
 from polyreme.zero.released import refuse_loading
 
@@ -156,7 +156,7 @@ class Blocks:
             self._position = len(self._trail)
         if (self._release == "always" or not torch.is_grad_enabled()) and not self._keep:
             self.release_all()
-        self._watch(tensors_in(output), self.root)
+        self._watch(returned(output), self.root)
 
     def _before(self, unit: Unit) -> Callable[[nn.Module, object], None]:
         def enter(module: nn.Module, args: object) -> None:
@@ -182,7 +182,7 @@ class Blocks:
             if not _in_backward():
                 self._inside = None
             handed_on = {id(t) for t in tensors_in((args, kwargs))}  # whose gradient does not lead into this unit
-            self._watch([t for t in tensors_in(output) if id(t) not in handed_on], unit)
+            self._watch([t for t in returned(output) if id(t) not in handed_on], unit)
 
         return leave
 

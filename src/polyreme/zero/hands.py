@@ -7,7 +7,7 @@ Communication: gathers; broadcasts of what was lent to be written; what ranks te
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -120,6 +120,14 @@ class Written:
             bucket.settle()
             bucket.adopt(bucket.full)
 
+    def settle(self, before: Callable[[], object]) -> None:
+        """Between steps: let a write on any rank reach the masters at once, after `before` is called. Every rank must call."""
+        told: list[Any] = self._axis.gather_objects(bool(self.seen(torch.device("cpu"))))
+        if any(told):
+            before()
+            self.take_in()
+            self.note()
+
     def _counted(self) -> list[tuple[int, int]]:
         return [(p._version, p.data_ptr()) for bucket in self._buckets for p in bucket.parameters]
 
@@ -128,9 +136,15 @@ class Written:
 
 
 def _sum(numbers: Tensor) -> Tensor:
-    """A number that is another one when any of `numbers` is, or when rows of ALIGN of them change places."""
-    rows = numbers.view(torch.int64).view(-1, ALIGN * numbers.element_size() // 8).sum(1)
-    return (rows * torch.arange(1, len(rows) + 1, device=rows.device)).sum()
+    """A number that is another one when any of `numbers` is, or when some change places."""
+    words = numbers.view(torch.int64).view(-1, ALIGN * numbers.element_size() // 8)
+    rows, columns = words.sum(1), words.sum(0)
+    return (rows * _odd(rows)).sum() + 0x9E3779B9 * (columns * _odd(columns)).sum()
+
+
+def _odd(numbers: Tensor) -> Tensor:
+    """1, 3, 5, ..., as many as there are numbers."""
+    return torch.arange(1, 2 * len(numbers), 2, device=numbers.device)
 
 
 def _digests(bucket: Bucket, flat: Tensor) -> list[int]:

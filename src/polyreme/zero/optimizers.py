@@ -386,6 +386,8 @@ class Options:
             reason = f"it has {count} groups, but the optimizer {len(self._base)}"
         elif count == 1 < len(self._base) and not self._base[0]:
             reason = "the first group's learning rate is 0, so the others cannot be in proportion to it"
+        elif getattr(made, "cycle_momentum", False) and made.optimizer is not self._lead:
+            reason = "it changes the momentum of the optimizer that it was made with, which is not the engine's"
         if reason:
             fix = "pass a function such as lambda optimizer: CosineAnnealingLR(optimizer, 1000), or use the config's lr_schedule"
             raise ConfigError([Problem("lr_scheduler", getattr(made, "__name__", type(made).__name__), reason, fix)])

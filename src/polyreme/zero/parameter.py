@@ -7,6 +7,7 @@ the one that takes the gradient away. Operators know no difference from `nn.Para
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 from weakref import ref
@@ -33,6 +34,10 @@ NAMES: WeakIdKeyDictionary = WeakTensorKeyDictionary()
 """Of the parameters of all buckets."""
 _OWNERS: WeakIdKeyDictionary = WeakTensorKeyDictionary()
 """Weak references, by parameter."""
+
+
+_ENGINES: WeakIdKeyDictionary = WeakTensorKeyDictionary()
+"""Weak references to the engines that parameters were given to."""
 
 
 class TrainedParameter(nn.Parameter):
@@ -84,6 +89,25 @@ def own(parameters: Iterable[nn.Parameter], owner: Owner) -> None:
         if type(parameter) is nn.Parameter:
             parameter.__class__ = TrainedParameter
         _OWNERS[parameter] = ref(owner)
+
+
+def give_to(engine: object, module: nn.Module) -> None:
+    """Note which engine has the module's parameters."""
+    for parameter in module.parameters():
+        _ENGINES[parameter] = ref(engine)
+
+
+def refuse_owned(module: nn.Module) -> None:
+    """Raise ModelError for a parameter of another engine that is still there."""
+    parameters = dict(module.named_parameters())
+    if any(_ENGINES.get(p, _nobody)() is not None for p in parameters.values()):
+        gc.collect()  # it may be gone, but for cycles
+    for name, parameter in parameters.items():
+        if _ENGINES.get(parameter, _nobody)() is not None:
+            raise ModelError(
+                f"{name} belongs to another engine, which holds its numbers: give this one a model of its own (copy.deepcopy inside the "
+                "other's full_parameters()), or train what both share in one engine, with the sum of the losses"
+            )
 
 
 def _nobody() -> None:
