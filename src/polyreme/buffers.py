@@ -62,9 +62,10 @@ class Buffers:
         self.take_note()
 
     def _at(self, place: int) -> Tensor:
-        _, module, name = self._places[place]
-        buffer = module._buffers[name]
-        assert buffer is not None
+        full, module, name = self._places[place]
+        buffer = module._buffers.get(name)
+        if buffer is None:
+            raise ModelError(f"the buffer {full} was taken away after initialize: call engine.refresh() on every rank, which takes that in")
         return buffer
 
     def _changed(self) -> list[int]:

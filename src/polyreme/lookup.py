@@ -41,7 +41,8 @@ def look_up_by_rows(model: nn.Module) -> None:
 def _forward(module: nn.Embedding, input: Tensor) -> Tensor:
     special = module.max_norm is not None or module.sparse or module.scale_grad_by_freq
     special = special or module.weight.dtype.itemsize < 4  # adding row by row to a long sum would lose digits there
-    if special or not module.weight.is_leaf or torch.compiler.is_compiling():
+    transformed = torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
+    if special or not module.weight.is_leaf or transformed:
         return nn.Embedding.forward(module, input)
     found: Tensor = _LookUp.apply(input, module.weight, -1 if module.padding_idx is None else module.padding_idx)
     return found

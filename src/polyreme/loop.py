@@ -24,7 +24,7 @@ from torch.autograd.graph import get_gradient_edge
 from polyreme.batches import samples_of
 from polyreme.config import Config
 from polyreme.errors import BatchError
-from polyreme.loss_graph import refuse_scaled, weight_of
+from polyreme.loss_graph import mixes, refuse_scaled, weight_of
 from polyreme.model_map import count_tokens, returned
 from polyreme.objective import Objective
 from polyreme.step import Step, current
@@ -74,7 +74,7 @@ class Loop:
             if (weight := weight_of(loss)) is not None:
                 return weight
         weight = self._objective.weight(batch)
-        if loss is own:
+        if loss is own or (isinstance(loss, Tensor) and mixes(loss)):
             self._objective.check_own(loss, weight)
         return weight
 

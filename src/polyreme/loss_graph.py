@@ -72,19 +72,25 @@ def _means(loss: Any) -> Iterator[tuple[str, float | None]]:
             yield name, float(node._saved_total_weight if name.startswith("NllLoss") else node._saved_self.numel())
         elif name == "Mean":
             yield name, node._saved_self_sym_numel
-        elif name == "Div" and _sums(node.next_functions[0][0]):
-            yield "Sum / n", float(node._saved_other)
+        elif name == "Div" and (summed := _sum_in(node.next_functions[0][0])) is not None:
+            ours = _name(summed.next_functions[0][0]).startswith("_CrossEntropy")  # of a vocabulary that is divided over ranks
+            yield "NllLoss" if ours else "Sum / n", float(node._saved_other)
         elif name in _THROUGH:
             waiting += [inner for inner, _ in node.next_functions if inner is not None]
         else:
             yield name, None
 
 
-def _sums(node: Any) -> bool:
-    """Whether it is a sum, perhaps times a number."""
+def _sum_in(node: Any) -> Any:
+    """The sum that it is, perhaps times a number; None for anything else."""
     while _name(node).startswith(("Neg", "Mul")) and len([inner for inner, _ in node.next_functions if inner is not None]) == 1:
         node = next(inner for inner, _ in node.next_functions if inner is not None)
-    return _name(node).startswith("SumBackward")
+    return node if _name(node).startswith("SumBackward") else None
+
+
+def mixes(loss: Tensor) -> bool:
+    """Whether torch's cross entropy is a part of it."""
+    return any(name.startswith("NllLoss") for name, _ in _means(loss.grad_fn))
 
 
 def _name(node: object) -> str:

@@ -94,13 +94,13 @@ class Objective:
         return self.sum_of(loss, float(self.weight(batch) if weight is None else weight), output)
 
     def check_own(self, loss: Any, weight: float) -> None:
-        """Once: warn where the model's own loss is seen to be no mean over `weight`, as which it is taken."""
+        """Once: warn where a loss, mostly the model's own, is seen to be no mean over `weight`, as which it is taken."""
         if self._checked or not weight or not torch.is_grad_enabled() or not isinstance(loss, Tensor):
             return
         self._checked = True
         if (seen := doubt(loss, weight)) is not None:
             warnings.warn(
-                f"{type(self._model).__name__} returns a loss made of {seen}, and it is weighted as a mean over {weight:g} labels or "
+                f"the loss of {type(self._model).__name__} is made of {seen}, and it is weighted as a mean over {weight:g} labels or "
                 "samples: with several micro-batches or ranks a step may not be the mean over the global batch. Say what it is the mean "
                 "of: engine.backward(loss, weight=...), or a loss_fn that returns (sum of losses, weight)",
                 stacklevel=2,

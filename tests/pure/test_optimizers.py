@@ -225,6 +225,10 @@ def test_a_torch_scheduler_is_followed(name: str, built: str) -> None:
     assert len({group[0] for step in expected for group in step}) > 2
     own = adamw(list(Small().parameters())[:-1])
     given = SCHEDULERS[name] if built == "factory" else SCHEDULERS[name](own)
+    if built == "object" and "betas" in name:  # those would be the caller's own optimizer's
+        with pytest.raises(ConfigError, match="changes the momentum of the optimizer that it was made with"):
+            Options(recipe(Small(), section(), adamw), constant(), given)
+        return
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         found = stepped(Options(recipe(Small(), section(), adamw), constant(), given), 11)
