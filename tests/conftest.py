@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import signal
 from collections.abc import Iterator
 
 import pytest
@@ -15,6 +16,10 @@ TIME_LIMIT = 300  # seconds; it only matters where something hangs
 # A busy machine is no failure.
 settings.register_profile("untimed", settings(), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("untimed")
+# A suite in the background (`pytest &`, nohup) is told to ignore these. It still does, by a handler, which what it starts does not inherit.
+for number in (signal.SIGINT, signal.SIGQUIT, signal.SIGHUP):
+    if signal.getsignal(number) == signal.SIG_IGN:
+        signal.signal(number, lambda number, frame: None)
 torch.set_num_threads(1)  # as on the ranks; beside anything else that runs, several that wait for each other take ten times as long
 
 
