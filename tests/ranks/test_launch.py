@@ -173,6 +173,13 @@ def test_shares_of_the_cores_are_even_and_disjoint(cores: int, ranks: int) -> No
     assert [core for each in shares for core in each] == list(range(cores // ranks * ranks))
 
 
+def test_a_module_that_is_not_there() -> None:
+    with pytest.raises(RanksFailedError) as caught:
+        launch(["-m", "json.gone"], 2)
+    assert str(caught.value).startswith("-m json.gone: No module named json.gone; name a module") and "\n" not in str(caught.value)
+    assert caught.value.exit_status == 1
+
+
 def test_a_module_with_arguments(capfd: pytest.CaptureFixture[str]) -> None:
     launch(["-m", "this", "--d"], 1)
     assert "Namespaces are one honking great idea" in capfd.readouterr().out

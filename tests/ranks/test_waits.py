@@ -105,7 +105,8 @@ def late(rank: int, world: int, told: Path) -> float:
 def test_a_long_wait_says_for_whom_and_goes_on(ranks: Ranks, tmp_path: Path) -> None:
     losses = ranks(2, late, tmp_path / "told")
     assert losses[0] == losses[1]
-    assert re.match(r"polyreme: rank 0 has waited \d+ s for rank 1 in train_step: all-reduce over dp ", (tmp_path / "told").read_text())
+    # Which operation comes first in a step is not told of here: a first step compares its batches, too.
+    assert re.match(r"polyreme: rank 0 has waited \d+ s for rank 1 in train_step: .+ over dp \(", (tmp_path / "told").read_text())
 
 
 def around(rank: int, world: int) -> str:

@@ -22,7 +22,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import NoReturn
 
-from polyreme.errors import PolyremeError
+from polyreme.errors import LaunchError, PolyremeError
 from polyreme.launch.cores import pin
 from polyreme.launch.processes import die_with_parent
 
@@ -53,7 +53,14 @@ def main(arguments: list[str]) -> None:
         if end.code not in (None, 0):
             _fail(end, end.code if isinstance(end.code, int) else 1)
     except Exception as error:
+        if is_module and isinstance(error, ImportError) and _last_file(error) == "<frozen runpy>":  # nothing of the module has run
+            error = LaunchError(f"-m {target}: {error}; name a module that Python finds from {os.getcwd()}, or give a script")
         _fail(error, 1)
+
+
+def _last_file(error: Exception) -> str:
+    """The file whose code raised."""
+    return traceback.extract_tb(error.__traceback__)[-1].filename
 
 
 def _fail(error: Exception | SystemExit, status: int) -> NoReturn:
