@@ -171,7 +171,7 @@ def accumulate(rank: int, world: int, memory: dict[str, Any]) -> dict[str, Any]:
         engine = polyreme.initialize(models.llama(), made, loss_fn=models.causal_loss)
     held = []
     for at in range(2):
-        engine.backward(engine(**models.share(models.tokens(training.SAMPLES, seed=at), rank, world), use_cache=False).loss)
+        engine.backward(engine(**models.share(models.tokens(training.SAMPLES // 2, seed=at), rank, world), use_cache=False).loss)
         trainable = engine._placement.trainable
         held.append(sum(kept.nbytes for bucket in trainable for kept in (bucket.grad, bucket._local) if kept is not None))
     engine.step()

@@ -226,7 +226,7 @@ def test_what_moves_is_what_must(ranks: Ranks, tmp_path: Path, compute: str, acc
 def accumulate(rank: int, world: int, settings: list[dict[str, Any]]) -> list[list[int]]:
     """Bytes of reduced gradients in memory after each micro-batch."""
     found = []
-    batch = models.share(models.tokens(training.SAMPLES), rank, world)
+    batch = models.share(models.tokens(training.SAMPLES // 2), rank, world)
     for each in settings:
         engine = polyreme.initialize(models.llama(), each, loss_fn=models.causal_loss)
         held = []

@@ -121,7 +121,13 @@ class Written:
             bucket.adopt(bucket.full)
 
     def settle(self, before: Callable[[], object]) -> None:
-        """Between steps: let a write on any rank reach the masters at once, after `before` is called. Every rank must call."""
+        """Between steps: let a write on any rank reach the masters at once, after `before` is called. Every rank must call. Raises
+        ModelError where the parameters are lent to be written."""
+        if any(bucket.is_lent for bucket in self._buckets):
+            raise ModelError(
+                "inside of another one, `with engine.full_parameters(write=True):`, whose writes count from its end on: call this after "
+                "the with block"
+            )
         told: list[Any] = self._axis.gather_objects(bool(self.seen(torch.device("cpu"))))
         if any(told):
             before()
