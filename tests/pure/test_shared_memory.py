@@ -83,9 +83,10 @@ def test_notices_and_acknowledgements() -> None:
     for exchange in range(3 * RING):
         ours.post(1, exchange, buffer)
         assert theirs.await_post(0, exchange, 10, torch.float32).tolist() == [4.0] * 10
-        assert not ours.was_read(1, exchange)
+        was_read = ours.reading(exchange)
+        assert not was_read()
         theirs.acknowledge(0, exchange)
-        assert ours.was_read(1, exchange)
+        assert was_read()
         ours.await_read(1, max(exchange - RING // 2, 0))  # earlier ones stay read
 
 
@@ -96,6 +97,20 @@ def test_waiting_ends_with_an_error() -> None:
     os.close(theirs.heap._file)  # as the end of its process would
     with pytest.raises(TransportError, match="rank 1 of axis dp ended"):
         ours.await_post(1, 0, 1, torch.float32)
+
+
+def test_nobody_waits_for_a_board_that_is_gone() -> None:
+    ours, theirs = boards()
+    place, was_read = theirs.offset, ours.reading(0)
+    ours.post(1, 0, ours.heap.empty(10, torch.float32))
+    home = theirs.heap
+    del theirs
+    gc.collect()
+    assert was_read()
+    ours.await_read(1, 0)
+    with pytest.raises(TransportError, match="rank 1 of axis dp has no engine any more"):
+        ours.await_post(1, 0, 1, torch.float32)
+    assert Board(home, "dp", 1, 2, 0.3).offset != place
 
 
 @given(st.integers(0, 10 * NUMBERS), st.integers(0, 1 << 43), st.integers(-RING, RING))

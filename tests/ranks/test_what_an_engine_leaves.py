@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import threading
+import time
 import weakref
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import torch
 from torch import nn
 
 import polyreme
+from polyreme.transport.work import UNSETTLED
 from pool import Ranks
 
 WIDTH, TIMEOUT = 16, 60
@@ -34,7 +36,7 @@ def left(rank: int, world: int, folder: Path) -> list[str]:
     """What is left of engines that have trained, by case."""
     found = []
     for name, case in settings(folder, world).items():
-        before = set(threading.enumerate())
+        before, held = set(threading.enumerate()), [*UNSETTLED._held]
         model = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(3)))
         engine = polyreme.initialize(model, {"batch": {"size": 4}, **case}, loss_fn=nn.functional.mse_loss)
         x = torch.ones(4 // engine.mesh.dp.size, WIDTH)
@@ -46,6 +48,11 @@ def left(rank: int, world: int, folder: Path) -> list[str]:
         gc.collect()
         for each in threads:
             each.join(TIMEOUT)
+        until = time.monotonic() + TIMEOUT
+        while (own := len([each for each in UNSETTLED._held if all(each is not other for other in held)])) and time.monotonic() < until:
+            time.sleep(1e-3)  # the others drop their engines, too
+            UNSETTLED.sweep()
+        found += [f"{name}: {own} inputs of exchanges"] * bool(own)
         found += [f"{name}: {what}" for what, known in watched.items() if known() is not None]
         found += [f"{name}: thread {each.name}" for each in threads if each.is_alive()]
         found += [] if threads or "files" not in name else [f"{name}: no threads to look at"]

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import gc
 from collections import Counter
+from collections.abc import Iterable
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from torch import Tensor
 import models
 import polyreme
 import training
-from polyreme.transport.work import Work
+from polyreme.transport.work import UNSETTLED, Work
 from pool import Ranks
 
 BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
@@ -25,14 +26,16 @@ STATE = ("parameters", "gradients", "states")
 LAYERS = 5
 
 
-def live_bytes() -> int:
-    """Bytes of every storage behind a live tensor."""
+def live_bytes(stale: Iterable[Tensor]) -> int:
+    """Bytes of every storage behind a live tensor, other than those of `stale`."""
     gc.collect()
+    without = {each.untyped_storage()._cdata for each in stale}
     found = {}
     for thing in gc.get_objects():
         if isinstance(thing, Tensor) and thing.device.type == "cpu" and thing.layout == torch.strided:
             storage = thing.untyped_storage()
-            found[storage._cdata] = storage.nbytes()
+            if storage._cdata not in without:
+                found[storage._cdata] = storage.nbytes()
     return sum(found.values())
 
 
@@ -63,12 +66,13 @@ def formula(engine: polyreme.Engine, stage: int, compute: str) -> dict[str, int]
 
 def between_steps(rank: int, world: int, stage: int, compute: str) -> list[str]:
     """What is wrong with the bytes that live between steps."""
-    before = live_bytes()
+    stale = [each for _, inputs in UNSETTLED._held for each in inputs if isinstance(each, Tensor)]  # of engines that were here before
+    before = live_bytes(stale)
     engine, batch = start(world, {"zero": {"stage": stage}, "precision": {"compute": compute, "initial_scale": 8.0}})
     for _ in range(2):
         assert not engine.train_step(models.share(batch, rank, world)).skipped
     del batch
-    wrong, told, outside = [], engine.memory(), live_bytes() - before
+    wrong, told, outside = [], engine.memory(), live_bytes(stale) - before
     steps = sum(t.nbytes for u in engine._updates for _, s in u.state_of() for t in s.values() if isinstance(t, Tensor) and not t.dim())
     transient = engine._placement.pool.nbytes()
     counted = {key: told[key] - {"gradients": transient, "states": steps}.get(key, 0) for key in STATE}

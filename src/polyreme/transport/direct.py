@@ -154,10 +154,11 @@ class DirectExchange:
         def settled(block: bool) -> bool:
             for to in near if block else ():
                 board.await_read(to, notice)
-            return all(board.was_read(to, notice) for to in near)
+            return was_read()
 
+        was_read = board.reading(notice)
         work = Work(pending, complete, what, settled, self.meeting, number)
-        UNSETTLED.hold(work, list(ready.values()))
+        UNSETTLED.hold(was_read, [board.memory, *ready.values()])
         for key, each in ready.items():
             if key != id(each):
                 self._unstage(each, work)

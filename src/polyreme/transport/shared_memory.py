@@ -18,7 +18,7 @@ import time
 import warnings
 import weakref
 from collections import defaultdict
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from pathlib import Path
 
 import numpy as np
@@ -72,12 +72,13 @@ class Heap:
         weakref.finalize(memory, self._offsets.pop, tensor.data_ptr(), None).atexit = False
         return tensor
 
-    def reserve(self, nbytes: int) -> tuple[memoryview, int]:
-        """A range of zeros, given back when nobody holds it any more, and where it begins in the file."""
+    def reserve(self, nbytes: int, again: bool = True) -> tuple[memoryview, int]:
+        """A range of zeros, given back when nobody holds it any more, and where it begins in the file. again: others may have the range
+        then; without, it stays zeros for ever."""
         nbytes = _round_up(nbytes, mmap.PAGESIZE)
-        segment, base, start = self._free[nbytes].pop() if self._free[nbytes] else self._cut(nbytes)
+        segment, base, start = self._free[nbytes].pop() if again and self._free[nbytes] else self._cut(nbytes)
         memory = memoryview(segment)[start : start + nbytes]
-        weakref.finalize(memory, self._give_back, nbytes, (segment, base, start)).atexit = False
+        weakref.finalize(memory, self._give_back, nbytes, (segment, base, start), again).atexit = False
         return memory, base + start
 
     def offset(self, tensor: Tensor) -> int:
@@ -96,10 +97,11 @@ class Heap:
         self._used += nbytes
         return self._segment, self._base, self._used - nbytes
 
-    def _give_back(self, nbytes: int, where: tuple[mmap.mmap, int, int]) -> None:
+    def _give_back(self, nbytes: int, where: tuple[mmap.mmap, int, int], again: bool) -> None:
         segment, _, start = where
         segment.madvise(mmap.MADV_REMOVE, start, nbytes)
-        self._free[nbytes].append(where)
+        if again:
+            self._free[nbytes].append(where)
 
 
 class Peer:
@@ -142,14 +144,20 @@ class Board:
 
     Words `[0, to, exchange % RING]` say that a buffer for rank `to` is ready, and where; words `[1, of, exchange % RING]` that rank `of`'s
     buffer has been read; words `[2, to, exchange % RING]` are signs of what the exchanges are about: ranks with different ones do not meet.
-    `offset` is where the board lies in this process' heap."""
+    A last word is 1 until nobody has the board any more, which then reads nothing more; others wait for it in vain. `memory` holds what the
+    board says beyond its end; nothing else ever takes its place. `offset` is where it lies in this process' heap."""
 
     def __init__(self, home: Heap, axis: str, rank: int, size: int, timeout: float) -> None:
         self.heap, self._axis, self._rank, self._timeout = home, axis, rank, timeout
         self._shape = (3, size, RING)
-        self._memory, self.offset = home.reserve(8 * math.prod(self._shape))
-        self._mine = np.ndarray(self._shape, np.int64, self._memory)
-        self._others: dict[int, tuple[Peer, np.ndarray]] = {}
+        self._size = math.prod(self._shape)
+        self.memory, self.offset = home.reserve(8 * (self._size + 1), again=False)
+        words = np.ndarray(self._size + 1, np.int64, self.memory)
+        words[-1] = 1
+        weakref.finalize(self, words.__setitem__, -1, 0).atexit = False
+        self._mine = words[:-1].reshape(self._shape)
+        self._others: dict[int, tuple[Peer, np.ndarray, np.ndarray]] = {}
+        """Of each: its heap, its words, and the last of them."""
 
     @property
     def ranks(self) -> Collection[int]:
@@ -158,7 +166,8 @@ class Board:
 
     def meet(self, rank: int, other: Peer, offset: int) -> None:
         """Read the notices of `rank`, whose board lies at `offset` of its heap."""
-        self._others[rank] = other, np.ndarray(self._shape, np.int64, other.read(offset, self._mine.nbytes))
+        words = np.ndarray(self._size + 1, np.int64, other.read(offset, 8 * (self._size + 1)))
+        self._others[rank] = other, words[:-1].reshape(self._shape), words[-1:]
 
     def post(self, to: int, exchange: int, buffer: Tensor, sign: int = 0) -> None:
         """Say that `buffer`, which is in the heap, is ready for rank `to`."""
@@ -182,21 +191,26 @@ class Board:
         """Return when rank `to` has read its buffer."""
         self._await(to, 1, exchange)
 
-    def was_read(self, to: int, exchange: int) -> bool:
-        """The same, without waiting."""
-        return _is_about(int(self._others[to][1][1, self._rank, exchange % RING]), exchange)
+    def reading(self, exchange: int) -> Callable[[], bool]:
+        """Tells whether all ranks have read their buffers, or never will."""
+        places = [(words[1, self._rank, exchange % RING :][:1], there) for _, words, there in self._others.values()]
+        return lambda: all(_is_about(int(word[0]), exchange) or not there[0] for word, there in places)
 
     def _await(self, rank: int, kind: int, exchange: int, sign: int | None = None) -> int:
         """The word of `rank`'s board once it is about this exchange, or a later one, and has this `sign`."""
-        other, words = self._others[rank]
+        other, words, there = self._others[rank]
         began = checked = time.monotonic()
         while True:
-            alive = True
+            alive, here = True, there[0]
             if (now := time.monotonic()) - checked > 0.05:
                 alive, checked = other.alive(), now  # looked at before the word, which its last act may have been to write
             word = int(words[kind, self._rank, exchange % RING])
             if _is_about(word, exchange) and (sign is None or words[2, self._rank, exchange % RING] == sign):
                 return word
+            if not here:
+                if kind == 1:
+                    return 0
+                raise TransportError(f"rank {rank} of axis {self._axis} has no engine any more")
             check()
             if not alive:
                 raise TransportError(f"rank {rank} of axis {self._axis} ended")

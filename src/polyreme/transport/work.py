@@ -11,10 +11,12 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch.distributed as dist
-from torch import Tensor
 
 from polyreme.errors import TransportError
 from polyreme.transport.watch import WATCH, Meeting, within
+
+ENOUGH = 64
+"""Inputs held for others, from which on all of them are looked at."""
 
 
 @contextmanager
@@ -92,12 +94,21 @@ class _Unsettled:
     """Keeps the inputs of operations that others of this host may still have to read, whatever becomes of who began them."""
 
     def __init__(self) -> None:
-        self._held: deque[tuple[Work, Sequence[Tensor]]] = deque()
+        self._held: deque[tuple[Callable[[], bool], Sequence[object]]] = deque()
+        self._enough = ENOUGH
 
-    def hold(self, work: Work, inputs: Sequence[Tensor]) -> None:
-        while self._held and self._held[0][0].is_settled():
+    def hold(self, was_read: Callable[[], bool], what: Sequence[object]) -> None:
+        """Hold inputs, and where it is told that they are ready."""
+        while self._held and self._held[0][0]():
             self._held.popleft()
-        self._held.append((work, inputs))
+        self._held.append((was_read, what))
+        if len(self._held) > self._enough:  # a peer may never read the first of them, having failed
+            self.sweep()
+            self._enough = 2 * len(self._held) + ENOUGH
+
+    def sweep(self) -> None:
+        """Let go of all that was read."""
+        self._held = deque(each for each in self._held if not each[0]())
 
 
 UNSETTLED = _Unsettled()
