@@ -54,7 +54,7 @@ def main(arguments: list[str]) -> None:
             _fail(end, end.code if isinstance(end.code, int) else 1)
     except Exception as error:
         if is_module and isinstance(error, ImportError) and _last_file(error) == "<frozen runpy>":  # nothing of the module has run
-            error = LaunchError(f"-m {target}: {error}; name a module that Python finds from {os.getcwd()}, or give a script")
+            error = LaunchError(f"-m {target}: {error}; name a module that Python finds from {Path.cwd()}, or give a script")
         _fail(error, 1)
 
 
