@@ -175,7 +175,7 @@ def test_shares_of_the_cores_are_even_and_disjoint(cores: int, ranks: int) -> No
 
 def test_a_module_that_is_not_there() -> None:
     with pytest.raises(RanksFailedError) as caught:
-        launch(["-m", "json.gone"], 2)
+        launch(["-m", "json.gone"], 1)
     assert str(caught.value).startswith("-m json.gone: No module named json.gone; name a module") and "\n" not in str(caught.value)
     assert caught.value.exit_status == 1
 
