@@ -7,6 +7,7 @@ divided in this order: over pipeline stages, over tensor parallelism, and what i
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass, replace
@@ -549,7 +550,8 @@ class Engine:
             self._offload.leave([*self.module.parameters(), *self.module.buffers()])
         trained = [p for bucket in self._placement.trainable for p in bucket.parameters]
         give_to(self, self.module)
-        self._loop = Loop(self._objective, config, self._step, self._reducer, trained)
+        self._loop = Loop(self.module, self._objective, config, self._step, self._reducer, trained)
+        weakref.finalize(self, self._loop.close).atexit = False
         self._roster = Roster(self.module)
 
     def _update(self) -> StepResult:

@@ -251,7 +251,7 @@ class Step:
         self._reducer.begin(stage, self._factor, last)
         self._read_ahead()
         if roots:  # else nothing up to here is to be trained
-            with gradients_by_rows(), self._running():
+            with gradients_by_rows(), self._running(), _graphs_once():
                 torch.autograd.backward(roots, gradients)
         self._reducer.end()
         self._blocks.end_backward(last)
@@ -413,6 +413,20 @@ class Step:
         totals = torch.tensor(values, dtype=torch.float64, device=self._device)
         self._mesh.dp.all_reduce(totals).wait()
         return totals.tolist()
+
+
+@contextmanager
+def _graphs_once() -> Iterator[None]:
+    """Say what to do where a backward comes to a graph that another one has freed."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "backward through the graph a second time" not in str(error):
+            raise
+        raise BatchError(
+            "the loss shares a part of its graph with one whose backward has freed it: add the losses of one forward up, "
+            "engine.backward(first + second), or call the forward again (then engine.zero_grad(), and begin the step again)"
+        ) from error
 
 
 def _power_of_two(weight: float) -> float:

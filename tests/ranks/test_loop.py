@@ -189,6 +189,66 @@ def test_what_cannot_work_says_what_does(ranks: Ranks) -> None:
             assert found["second"].startswith(BatchError.__name__) and found["read"].startswith(ModelError.__name__)
 
 
+def earlier(rank: int, world: int) -> None:
+    """Backwards of forwards that are not the last one count for their own micro-batches, or are refused."""
+    config = {"batch": {"size": 4 * world, "micro": 2}}
+    x, y = data(0)[:, None].expand(-1, 3, -1).clone(), torch.randint(6, (training.SAMPLES, 3), generator=torch.Generator().manual_seed(1))
+    y[1, 1:] = y[4 * world - 1, :] = -100
+
+    def rows(micro: int) -> slice:
+        return slice(4 * rank + 2 * micro, 4 * rank + 2 * micro + 2)
+
+    def loss_of(output: Tensor, labels: Tensor) -> Tensor:
+        return F.cross_entropy(output.flatten(0, 1), labels.flatten())
+
+    for stage in (0, 2, 3):
+        engine, plain = engine_of(Net(), world, stage, **config), Net()
+        outputs = [engine(x[rows(micro)]) for micro in range(2)]
+        for micro in range(2):
+            engine.backward(loss_of(outputs[micro], y[rows(micro)]))
+        result, loss = engine.step(), loss_of(plain(x[: 4 * world]), y[: 4 * world])
+        loss.backward()
+        assert result.grad_norm == pytest.approx(descend(plain), rel=1e-10) and result.loss == pytest.approx(loss.item(), rel=1e-10)
+        same(engine, plain)
+        outputs = [engine(x[rows(micro)]) for micro in range(2)]
+        engine.backward(loss_of(outputs[1], y[rows(1)]))
+        assert "the backward of each before" in error_of(lambda: engine.backward(loss_of(outputs[0], y[rows(0)])))  # noqa: B023
+
+        for first in ("user", "engine"):  # means over samples
+            engine, plain = engine_of(Net(), world, stage, **config), Net()
+            outputs = [engine(x[rows(micro), 0]) for micro in range(2)]
+            for micro in range(2):
+                loss = outputs[micro].square().mean()
+                loss.backward() if (first == "user") == (micro == 0) else engine.backward(loss)
+            engine.step()
+            plain(x[: 4 * world, 0]).square().mean().backward()
+            descend(plain)
+            same(engine, plain)
+
+        engine = engine_of(Net(), world, stage, **config)
+        output, _ = engine(x[rows(0), 0]), engine(x[rows(1), 0][:1])
+        assert "a forward before the last one" in error_of(lambda: engine.backward(output.square().mean()))  # noqa: B023
+        engine.zero_grad()
+        output = engine(x[rows(0), 0])
+        aside = engine.module(x[rows(1), 0])
+        assert "is of engine.module(...)" in error_of(lambda: engine.backward(aside.square().mean()))  # noqa: B023
+        engine.zero_grad()
+        engine(x[rows(0), 0])
+        aside = engine.module(x[rows(1), 0])
+        assert "is of engine.module(...)" in error_of(lambda: aside.square().mean().backward())  # noqa: B023
+        engine.zero_grad()
+        output = engine(x[rows(0), 0])
+        engine.backward(output.square().mean(), last=False)
+        assert "add the losses of one forward up" in error_of(lambda: engine.backward(output.abs().mean()))  # noqa: B023
+        engine.zero_grad()
+        engine.backward(engine(x[rows(0), 0]).square().mean())
+
+
+def test_backwards_of_earlier_forwards(ranks: Ranks) -> None:
+    for world in (1, 2):
+        ranks(world, earlier)
+
+
 def failed(rank: int, world: int) -> None:
     """A backward that ends in an error, in its middle: the step can be begun again, and only so."""
     x = data(0)

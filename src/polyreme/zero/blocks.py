@@ -81,12 +81,12 @@ class Blocks:
         self.restart()
         if not any(unit.sharded for unit in (root, *self.units)):
             return
-        self._hooks.append(model.register_forward_pre_hook(_Hook(self._begin_forward), prepend=True))
-        self._hooks.append(model.register_forward_hook(_Hook(self._end_forward), always_call=True))
+        self._hooks.append(model.register_forward_pre_hook(Hook(self._begin_forward), prepend=True))
+        self._hooks.append(model.register_forward_hook(Hook(self._end_forward), always_call=True))
         for unit in self.units:
             for module in unit.modules:
-                self._hooks.append(module.register_forward_pre_hook(_Hook(self._before(unit)), prepend=True))
-                self._hooks.append(module.register_forward_hook(_Hook(self._after(unit)), with_kwargs=True, always_call=True))
+                self._hooks.append(module.register_forward_pre_hook(Hook(self._before(unit)), prepend=True))
+                self._hooks.append(module.register_forward_hook(Hook(self._after(unit)), with_kwargs=True, always_call=True))
         refuse_loading(model)
         self._guard = _Guard({id(p): unit for unit in self.units for b in unit.buckets for p in b.parameters}, self._pin_outside)
 
@@ -239,7 +239,7 @@ class Blocks:
             unit.ensure()
 
 
-class _Hook:
+class Hook:
     """A hook of this engine's model; in a copy of the model it does nothing."""
 
     def __init__(self, run: Callable[..., Any]) -> None:
@@ -249,7 +249,7 @@ class _Hook:
         self._run(*args, **kwargs)
 
     def __reduce__(self) -> tuple[object, ...]:
-        return _Hook, (_nothing,)
+        return Hook, (_nothing,)
 
 
 def _nothing(*_: Any, **__: Any) -> None:
