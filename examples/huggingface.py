@@ -16,7 +16,7 @@ engine = polyreme.initialize(model, {"batch": {"size": 32}, "optimizer": {"lr": 
 
 for batch in engine.loader(dataset, epochs=1):
     output = engine(**batch)
-    engine.backward(output.loss)  # once for each micro-batch, here one a step
+    engine.backward(output.loss)  # once for each micro-batch, here one a step; with output.loss.backward(), result.loss is not known
     result = engine.step()
     if engine.mesh.rank == 0 and result.step % 16 == 0:
         print(f"step {result.step}: loss {result.loss:.3f}, {result.tokens / result.seconds:,.0f} tokens/s")

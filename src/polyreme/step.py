@@ -157,7 +157,7 @@ class Step:
         self._weight = 0.0
         self._tokens = self._samples = self._unseen = 0
         self._factor: float | None = None  # see `root`
-        self._watched: bool | None = None  # whether parameters have hooks, once looked at
+        self._watched: bool | None = None  # whether parameters or modules have hooks, once looked at
         self._began = time.perf_counter()
         for stream in (self._coming, self._spilled):
             if stream is not None:
@@ -235,12 +235,12 @@ class Step:
     def root(self, loss_sum: Tensor, weight: float, tokens: int, samples: int, last: bool = True) -> Tensor:
         """What the backward of a micro-batch begins with, from its sum of losses, which is counted (its weight by the `last` one alone).
 
-        Where parameters have hooks, these see gradients of the mean loss, as without an engine, and are scaled when they are taken. In a
-        pipeline only the last stage knows by what."""
+        Where parameters or modules have hooks, these see gradients of the mean loss, as without an engine, which are scaled when they
+        are taken. In a pipeline only the last stage knows by what."""
         self._count(weight * last, tokens * last, samples * last)
         self._loss = self._loss + loss_sum.detach().double()
         if self._watched is None:
-            self._watched = self._mesh.pp.size == 1 and self._reducer.watched
+            self._watched = self._mesh.pp.size == 1 and (self._reducer.watched or self._blocks.watched)
         self._factor = weight / self._hint if self._watched and weight else None
         return loss_sum * (self._scale.value / (self._hint if self._factor is None else weight))
 

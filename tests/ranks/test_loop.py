@@ -139,6 +139,39 @@ def hooked(rank: int, world: int) -> None:
         torch.testing.assert_close(engine.state_dict()["head.weight"], Net().head.weight.detach() - RATE * sums, rtol=1e-10, atol=1e-12)
 
 
+def modules_hooked(rank: int, world: int) -> None:
+    """Backward hooks of modules see the gradient of the micro-batch's mean loss, however its backward is called."""
+    x, y = data(0), data(1)
+    for stage in (0, 2, 3):
+        for how in ("train_step", "engine.backward", "loss.backward"):
+            engine, plain = engine_of(Net(), world, stage, 2, loss_fn=F.mse_loss), Net()
+            seen: dict[str, list[Tensor]] = {"module": [], "before": [], "plain": []}
+            engine.module.head.register_full_backward_hook(lambda _, grads, out, seen=seen: seen["module"].append(out[0].clone()))
+            engine.module.blocks[0].register_full_backward_pre_hook(lambda _, out, seen=seen: seen["before"].append(out[0].clone()))
+            plain.head.register_full_backward_hook(lambda _, grads, out, seen=seen: seen["plain"].append(out[0].clone()))
+            mine = [[part(t, rank, world, micro, 2) for t in (x, y)] for micro in range(2)]
+            if how == "train_step":
+                engine.train_step([tuple(pair) for pair in mine])
+            else:
+                for inputs, targets in mine:
+                    loss = F.mse_loss(engine(inputs), targets)
+                    engine.backward(loss) if how == "engine.backward" else loss.backward()
+                engine.step()
+            for inputs, targets in mine:
+                F.mse_loss(plain(inputs), targets).backward()
+            torch.testing.assert_close(seen["module"], seen["plain"], rtol=1e-10, atol=1e-14)
+            assert len(seen["before"]) == 2
+            plain = Net()
+            F.mse_loss(plain(x), y).backward()
+            descend(plain)
+            same(engine, plain)
+
+
+def test_hooks_of_modules_see_mean_gradients(ranks: Ranks) -> None:
+    for world in (1, 2):
+        ranks(world, modules_hooked)
+
+
 def test_hooks_of_parameters_see_mean_gradients(ranks: Ranks) -> None:
     for world in (1, 2):
         ranks(world, hooked)

@@ -65,7 +65,7 @@ class Blocks:
         release: Literal["auto", "always"] = "auto",
         finished: Callable[[Sequence[Bucket]], None] = lambda _: None,
     ) -> None:
-        self.root, self.units = root, list(units)
+        self.root, self.units, self._model = root, list(units), model
         self._prefetch, self._release, self._finished = prefetch, release, finished
         self._current: Unit | None = None
         self._inside: Unit | None = None  # whose module's forward is running
@@ -104,6 +104,14 @@ class Blocks:
         self._trail = self._trails.setdefault(self._key, [])
         self._position = len(self._trail)
         self._current = None
+
+    @property
+    def watched(self) -> bool:
+        """Whether modules have hooks of the user's that see gradients."""
+        of_all = torch.nn.modules.module
+        return bool(of_all._global_backward_hooks or of_all._global_backward_pre_hooks) or any(
+            module._backward_hooks or module._backward_pre_hooks for module in self._model.modules()
+        )
 
     def restart(self) -> None:
         """Before the first forward of a step: forget forwards that had no backward."""
