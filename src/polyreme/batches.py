@@ -8,7 +8,7 @@ nothing.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any
@@ -24,10 +24,11 @@ from polyreme.errors import BatchError
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """What one forward gets, and how many samples it counts for; 0 for one that only fills up: its loss and gradients are zero."""
+    """What one forward gets, and how many samples and tokens it counts for; none for one that fills up: its loss and gradients are zero."""
 
     batch: Any
     samples: int
+    tokens: int = 0
 
 
 def micro_batches(batch: Any, config: Config, first: bool) -> list[MicroBatch]:
@@ -85,11 +86,43 @@ def plain_mappings(batch: Any) -> Any:
 
 
 def leading_sizes(batch: Any) -> set[int]:
-    """First dimensions of a batch's tensors and arrays (but scalars). Raises BatchError for a nested tensor that has no shape."""
-    found = [leaf for leaf in pytree.tree_leaves(batch) if _has_rows(leaf)]
-    if any(isinstance(leaf, Tensor) and leaf.is_nested and leaf.layout == torch.strided for leaf in found):
+    """First dimensions of a batch's tensors and arrays (but scalars), and lengths of lists that have an element for each sample. Raises
+    BatchError for a nested tensor that has no shape."""
+    return _lengths(pytree.tree_leaves(batch, _by_sample(batch))) | _images_alone(batch)
+
+
+def _lengths(leaves: Sequence[Any]) -> set[int]:
+    if any(isinstance(leaf, Tensor) and leaf.is_nested and leaf.layout == torch.strided for leaf in leaves):
         raise BatchError("the batch has a nested tensor of strided layout, which has no shape: make it with layout=torch.jagged")
-    return {leaf.shape[0] for leaf in found}
+    return {len(leaf) for leaf in leaves if _has_rows(leaf) or _has_only(leaf, Mapping)}
+
+
+def _has_only(node: Any, kind: type) -> bool:
+    return isinstance(node, list) and bool(node) and all(isinstance(each, kind) for each in node)
+
+
+def _by_sample(batch: Any) -> Callable[[Any], bool]:
+    """Which lists have an element for each sample: those of mappings (targets of detection); and, of those of tensors that are as long as
+    all else of the batch, images and whatever has other first dimensions."""
+    sizes = _lengths(pytree.tree_leaves(batch, lambda node: _has_only(node, Mapping) or _has_only(node, Tensor)))
+
+    def is_one(node: Any) -> bool:
+        if not _has_only(node, Tensor):
+            return _has_only(node, Mapping)
+        return sizes == {len(node)} and (_are_images(node) or all(each.dim() and len(each) not in sizes for each in node))
+
+    return is_one
+
+
+def _are_images(tensors: Sequence[Tensor]) -> bool:
+    """Whether they are (channels, height, width) of several sizes."""
+    return all(each.dim() == 3 for each in tensors) and len({each.shape[1:] for each in tensors}) > 1
+
+
+def _images_alone(batch: Any) -> set[int]:
+    """How many images there are, where a batch is nothing but a list of some of several sizes, whose channels would pass for samples."""
+    found = [*batch] if isinstance(batch, tuple) else [*batch.values()] if isinstance(batch, Mapping) else []
+    return {len(found[0])} if len(found) == 1 and _has_only(found[0], Tensor) and _are_images(found[0]) else set()
 
 
 def leading_size(batch: Any) -> int:
@@ -136,8 +169,10 @@ def split(batch: Any, parts: int) -> list[Any]:
     Raises BatchError for a tensor that cannot be cut."""
     if parts == 1:
         return [batch]
-    samples = leading_size(batch)
-    leaves, spec = pytree.tree_flatten(batch, lambda node: isinstance(node, list) and len(node) == samples and not leading_sizes(node))
+    samples, by_sample = leading_size(batch), _by_sample(batch)
+    leaves, spec = pytree.tree_flatten(
+        batch, lambda node: by_sample(node) or (isinstance(node, list) and len(node) == samples and not leading_sizes(node))
+    )
     return [pytree.tree_unflatten([_rows(leaf, rows) for leaf in leaves], spec) for rows in _bounds(samples, parts)]
 
 

@@ -216,6 +216,7 @@ class Engine:
         self._unfinished = True
         random_state = self._random_state()
         weights = [self._objective.visible_weight(part.batch) if part.samples else 0 for part in parts]  # on a device, it would wait for it
+        parts = [replace(part, tokens=part.samples and model_map.count_tokens(part.batch)) for part in parts]
         parts = [replace(part, batch=cast_floating(part.batch, None, self.mesh.device)) for part in parts]
         try:
             results = self._run(parts, weights)
@@ -268,7 +269,7 @@ class Engine:
             raise BatchError("engine(...) calls the whole model, which is cut into pipeline stages: use train_step and eval_step")
         self._roster.check(self.module)
         self._enter(0, 0)
-        batch = kwargs or (args[0] if len(args) == 1 else args)  # the caller's, as its labels are counted without the device
+        batch = kwargs or (args[0] if len(args) == 1 and not isinstance(args[0], list) else args)  # on the host still
         self._compare(batch)
         args, kwargs = cast_floating((args, kwargs), None, self.mesh.device)  # type: ignore[misc]
         with self._autocast():
@@ -607,9 +608,6 @@ class Engine:
             if self._activations is None:
                 self._activations = self._saved
 
-        def tokens(part: MicroBatch) -> int:
-            return model_map.count_tokens(part.batch) if part.samples else 0
-
         def end() -> None:
             self._step.reduce()
             results.append(self._update())
@@ -619,7 +617,7 @@ class Engine:
             enter=lambda stage, i: self._enter(stage, i, next(coming)),
             forward=lambda i: self._output(parts[i].batch),
             loss=loss,
-            root=lambda i: self._step.root(*losses.pop(i), tokens(parts[i]), parts[i].samples),
+            root=lambda i: self._step.root(*losses.pop(i), parts[i].tokens, parts[i].samples),
             differentiate=self._differentiate,
             update=end if update else None,
         )

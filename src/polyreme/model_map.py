@@ -198,9 +198,12 @@ def _shifts_labels(model: nn.Module) -> bool:
 
 
 def count_tokens(batch: object) -> int:
-    """Positions of the batch's `input_ids`, or 0 for a batch that is not text."""
-    ids = batch.get("input_ids") if isinstance(batch, Mapping) else None
-    return ids.numel() if isinstance(ids, Tensor) else 0
+    """Positions of the batch's `input_ids`, without those that an `attention_mask` of their shape says are padding; 0 for a batch that is
+    not text."""
+    ids, mask = (batch.get(name) if isinstance(batch, Mapping) else None for name in ("input_ids", "attention_mask"))
+    if not isinstance(ids, Tensor):
+        return 0
+    return int(mask.count_nonzero()) if isinstance(mask, Tensor) and mask.shape == ids.shape else ids.numel()
 
 
 def plain_model(model: nn.Module) -> nn.Module:

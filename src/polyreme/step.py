@@ -61,6 +61,7 @@ class StepResult:
     samples: int
     """Of this step, over all ranks; `tokens` too."""
     tokens: int
+    """Positions of `input_ids`, without those that an `attention_mask` says are padding; 0 for a batch that is not text."""
     seconds: float
     stop: bool
     """Whether any rank was asked to stop, before the totals of this step were taken."""
