@@ -77,6 +77,10 @@ AsJson = Annotated[bool, typer.Option("--json", help="Write JSON to stdout, for 
 @app.callback()
 def _options(debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False) -> None:
     """Train PyTorch models across ranks."""
+    try:
+        Path.cwd()
+    except OSError as error:  # in which torch's mathematics end the process, with a word about libraries
+        raise PolyremeError(f"the current folder cannot be used ({error.strerror}): has it been deleted? Go to another one first") from None
 
 
 @app.command()

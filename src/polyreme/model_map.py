@@ -26,6 +26,9 @@ IGNORED_LABEL = -100
 
 SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "vocab_size")
 """Keys of transformers configs that count what every model has some of."""
+BLOCKS = ("num_hidden_layers", "num_layers", "num_decoder_layers", "n_layer", "n_layers", "encoder_layers", "decoder_layers")
+"""Those that count blocks, each of which takes a millisecond or so to make, even without memory."""
+MOST_BLOCKS = 10_000
 
 
 def tensors_in(value: object) -> list[Tensor]:
@@ -487,6 +490,9 @@ def _nonsense(values: Mapping[str, Any]) -> list[Problem]:
             continue
         if key in SIZES and value < 1:
             found.append(Problem(f"model.config.{key}", value, "a model has at least 1", f"write {key} = 1 or more"))
+        elif key in BLOCKS and value > MOST_BLOCKS:
+            found.append(Problem(f"model.config.{key}", value, f"no model of more than {MOST_BLOCKS:,} blocks can be built",
+                                 f"write {key} = {MOST_BLOCKS} or fewer"))  # fmt: skip
         elif "dropout" in key and not 0 <= value <= 1:
             found.append(Problem(f"model.config.{key}", value, "it is a probability", f"write {key} = 0.0, or up to 1.0"))
     return found

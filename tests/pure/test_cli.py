@@ -297,3 +297,13 @@ def test_a_reader_that_reads_no_further_is_no_error(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr("polyreme.doctor.examine", closed)
     found = CliRunner().invoke(cli.app, ["doctor"])
     assert (found.exit_code, found.output) == (1, "")
+
+
+def test_a_current_folder_that_is_gone_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    for words in (["train", "x.toml"], ["launch", "x.py"], ["inspect", "x.toml"]):
+        found = CliRunner().invoke(cli.app, words)
+        assert found.exit_code == 1 and found.stderr.startswith("error: the current folder cannot be used"), words
+    assert CliRunner().invoke(cli.app, ["--help"]).exit_code == 0

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
+import os
 import re
 from typing import Any
 
@@ -246,3 +248,15 @@ def test_times(seconds: float | None, text: str) -> None:
 )
 def test_decimals(value: float | None, text: str) -> None:
     assert _decimal(value) == text
+
+
+def test_where_nobody_reads_on_the_process_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """rich would end it with status 1; the monitor only stops."""
+    reading, writing = os.pipe()
+    os.close(reading)
+    with os.fdopen(writing, "w", buffering=1) as out:
+        monkeypatch.setattr("sys.stdout", out)
+        with pytest.raises(BrokenPipeError):
+            Console(10).message("text")
+        with contextlib.suppress(BrokenPipeError):
+            out.close()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import os
+import resource
+from pathlib import Path
 
 import pytest
 import torch
@@ -119,3 +121,20 @@ def test_words(exchange: int, offset: int, later: int) -> None:
     assert 0 < word < 1 << 63 and not shared_memory._is_about(0, exchange)
     if exchange + later >= 0:
         assert shared_memory._is_about(word, exchange + later) == (later <= 0)
+
+
+@pytest.mark.parametrize(
+    ("limit", "room", "option"), [("RLIMIT_FSIZE", 1 << 20, "f"), ("RLIMIT_AS", 1 << 20, "v"), ("RLIMIT_NOFILE", 0, "n")]
+)
+def test_a_limit_of_the_process_is_named(limit: str, room: int, option: str) -> None:
+    home, kind = Heap(), getattr(resource, limit)
+    taken = {"RLIMIT_AS": resource.getpagesize() * int(Path("/proc/self/statm").read_text().split()[0])}.get(limit, 0)
+    before = resource.getrlimit(kind)
+    resource.setrlimit(kind, (taken + room, before[1]))
+    try:
+        with pytest.raises(TransportError) as refused:
+            home.empty(SEGMENT, torch.uint8) if room else Heap()
+    finally:
+        resource.setrlimit(kind, before)
+    assert f"`ulimit -{option}` of {taken + room:,} is too low" in str(refused.value) and "mesh.shared_memory" in str(refused.value)
+    assert not home.empty(SEGMENT, torch.uint8)[-1:].any()  # what failed took nothing

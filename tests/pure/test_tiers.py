@@ -432,6 +432,17 @@ def test_a_folder_of_another_run_that_died(tmp_path: Path, caplog: pytest.LogCap
     assert not list(tmp_path.iterdir())
 
 
+def test_a_process_that_got_the_number_of_a_dead_one_holds_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The lock tells, not the number: here that of this test's parent, which lives."""
+    with holder(tmp_path, "one"):
+        pass
+    place = tmp_path / claim.NAME
+    place.write_text(json.dumps(json.loads(place.read_text()) | {"pid": os.getppid()}))
+    assert claim.holder(tmp_path) is None
+    claim.Claim(tmp_path, "two").close()
+    assert f"process {os.getppid()}" in caplog.text and not list(tmp_path.iterdir())
+
+
 def test_a_run_that_ends_gets_time_to_leave(tmp_path: Path) -> None:
     held = claim.Claim(tmp_path, "one")
     threading.Timer(0.1, held.close).start()

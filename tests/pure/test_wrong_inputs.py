@@ -197,12 +197,14 @@ def test_what_is_no_file_among_the_data(folder: Path) -> None:
         for make in (os.mkfifo, lambda _: made.bind("corpus/a.txt"), lambda path: path.symlink_to("/dev/zero")):
             make(place)
             assert refusal("train", "tiny.toml", "--set", "data.path=corpus", says="is no regular file") is None
+            assert refusal("train", "tiny.toml", "--set", "data.path=corpus/a.txt", says="is no regular file") is None
             place.unlink()
 
 
 def test_nonsense_in_the_model_is_named() -> None:
     found = {}
     changes = {"hidden_size": -32, "num_hidden_layers": 0, "num_attention_heads": -2, "vocab_size": -5, "attention_dropout": 5.0}
+    changes["n_layer"] = 10**9  # which would be built for as long as the user waits
     for key, value in changes.items():
         with pytest.raises(ConfigError) as caught:
             model_map.skeleton(None, {"model_type": "llama", key: value})

@@ -140,6 +140,10 @@ def documents(path: str, *, pattern: Sequence[str] = PATTERN, field: str = "text
         corpus = Corpus(path, (place,), field)
     elif place.is_dir():
         corpus = Corpus(path, _matching(place, pattern), field)
+    elif place.exists():  # to open a pipe would wait for its writer, and a device may never end
+        raise DataError(
+            f"data.path = {path!r} is no regular file (a pipe, a device): write its text to a file, and name that, or its folder"
+        )
     elif path == STDLIB:
         corpus = Corpus(path, _stdlib(), field)
     elif files := _package_texts(path, pattern):
@@ -155,7 +159,7 @@ def documents(path: str, *, pattern: Sequence[str] = PATTERN, field: str = "text
     if not corpus.sources:
         raise DataError(f"data.path = {path!r}: no file matches {list(pattern)}. Set data.pattern to globs that match your files")
     for file in corpus.sources:
-        if isinstance(file, Path) and not file.is_file():  # to open a pipe would wait for its writer, and a device may never end
+        if isinstance(file, Path) and not file.is_file():
             raise DataError(f"{str(file)!r} is no regular file: take it out of {path!r}, or set data.pattern to globs that leave it out")
     return corpus
 

@@ -6,6 +6,8 @@ step that changes it.
 
 from __future__ import annotations
 
+import errno
+import os
 import time
 from collections.abc import Mapping, Sequence
 
@@ -25,6 +27,13 @@ _WIDTHS = {
 }  # fmt: skip
 
 
+class _Output(Terminal):
+    """Standard output, which a run outlives: where nobody reads on (`| head`), rich would end the process with status 1."""
+
+    def on_broken_pipe(self) -> None:
+        raise BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE))
+
+
 class Console:
     """Shows progress on `terminal` (default: standard output): a bar, or without a terminal a row each `every` steps.
 
@@ -33,7 +42,7 @@ class Console:
 
     def __init__(self, every: int, terminal: Terminal | None = None) -> None:
         self._every = every
-        self._terminal = terminal or Terminal()
+        self._terminal = terminal or _Output()
         self._run: Run | None = None
         self._live: Live | None = None
         self._drawn = float("-inf")

@@ -9,16 +9,19 @@ A notice is one aligned word written after the numbers it is about, which other 
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import math
 import mmap
 import os
 import platform
+import resource
 import secrets
 import time
 import warnings
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -40,6 +43,8 @@ OFFSET_BITS = 44
 NUMBERS = 1 << 19
 PATIENCE = 200e-6
 """Seconds of waiting before the processor is left to others."""
+LIMITS = {errno.EFBIG: ("f", resource.RLIMIT_FSIZE), errno.ENOMEM: ("v", resource.RLIMIT_AS), errno.EMFILE: ("n", resource.RLIMIT_NOFILE)}
+"""Of a process: the option of `ulimit` and the number of the limit, by the error of what goes beyond it."""
 
 
 class Heap:
@@ -50,8 +55,9 @@ class Heap:
     def __init__(self) -> None:
         self.pid = os.getpid()
         self._token = secrets.token_bytes(TOKEN)
-        self._file = os.memfd_create("polyreme")
-        os.write(self._file, self._token)
+        with _limits("the file of this process"):
+            self._file = os.memfd_create("polyreme")
+            os.write(self._file, self._token)
         self._segment: mmap.mmap | None = None  # the last one, of which ranges are given out
         self._base, self._used, self._end = 0, 0, SEGMENT  # where in the file it begins; bytes given out; end of the file
         self._free: dict[int, list[tuple[mmap.mmap, int, int]]] = defaultdict(list)  # by size
@@ -91,8 +97,9 @@ class Heap:
         """A range that was never used: its segment, where that begins in the file, and where the range begins in it."""
         if self._segment is None or self._used + nbytes > len(self._segment):
             length = _round_up(nbytes, SEGMENT)
-            os.ftruncate(self._file, self._end + length)
-            self._segment = mmap.mmap(self._file, length, offset=self._end)
+            with _limits(f"{length:,} bytes"):
+                os.ftruncate(self._file, self._end + length)
+                self._segment = mmap.mmap(self._file, length, offset=self._end)
             self._base, self._used, self._end = self._end, 0, self._end + length
         self._used += nbytes
         return self._segment, self._base, self._used - nbytes
@@ -108,7 +115,7 @@ class Peer:
     """The heap of another process of this host, to be read."""
 
     def __init__(self, pid: int, file: int, opened: int) -> None:
-        self._link = Path(f"/proc/{pid}/fd/{file}")
+        self._pid, self._link = pid, Path(f"/proc/{pid}/fd/{file}")
         self._file = opened
         self._segments: dict[tuple[int, int], mmap.mmap] = {}  # by begin and end in the file
 
@@ -135,7 +142,8 @@ class Peer:
         """The `nbytes` at `offset`, where they lie: what their owner writes there shows."""
         begin, end = offset // SEGMENT * SEGMENT, _round_up(offset + nbytes, SEGMENT)
         if (begin, end) not in self._segments:
-            self._segments[begin, end] = mmap.mmap(self._file, end - begin, prot=mmap.PROT_READ, offset=begin)
+            with _limits(f"{end - begin:,} bytes of process {self._pid}"):
+                self._segments[begin, end] = mmap.mmap(self._file, end - begin, prot=mmap.PROT_READ, offset=begin)
         return memoryview(self._segments[begin, end])[offset - begin : offset - begin + nbytes]
 
 
@@ -252,6 +260,21 @@ def _word(exchange: int, offset: int) -> int:
 def _is_about(word: int, exchange: int) -> bool:
     """Whether a word has been written for this exchange, or for a later one."""
     return word != 0 and ((word >> OFFSET_BITS) - exchange) % NUMBERS < NUMBERS // 2
+
+
+@contextlib.contextmanager
+def _limits(what: str) -> Iterator[None]:
+    """Name the limit of this process that keeps it from memory to share."""
+    try:
+        yield
+    except OSError as error:
+        option, kind = LIMITS.get(error.errno or 0, ("", resource.RLIMIT_AS))
+        most = resource.getrlimit(kind)[0] if option else resource.RLIM_INFINITY
+        reason, way = error.strerror, ""
+        if most != resource.RLIM_INFINITY:
+            reason = f"`ulimit -{option}` of {most:,} is too low"
+            way = f"raise it (`ulimit -{option}`, or in the batch system), or "
+        raise TransportError(f"no memory for {what} that ranks of one host share: {reason}; {way}set mesh.shared_memory = false") from error
 
 
 def _round_up(nbytes: int, unit: int) -> int:
