@@ -47,7 +47,7 @@ def normalise(model: nn.Module, axis: Axis, sync: bool, dtype: torch.dtype) -> s
                                  'use nn.BatchNorm1d, 2d or 3d, or write batch_norm = "broadcast"')  # fmt: skip
             continue
         over = _Ranks(axis) if together and axis.size > 1 else None
-        module.forward = functools.partial(_forward, module, over, dtype)  # type: ignore[method-assign]
+        module.forward = functools.partial(_forward, module, over, dtype, name)  # type: ignore[method-assign]
         if over is not None:
             alike |= {buffer for buffer in module._buffers.values() if buffer is not None}
     return alike
@@ -63,9 +63,12 @@ class _Ranks:
         return self
 
 
-def _forward(module: _BatchNorm, over: _Ranks | None, dtype: torch.dtype, input: Tensor) -> Tensor:
+def _forward(module: _BatchNorm, over: _Ranks | None, dtype: torch.dtype, name: str, input: Tensor) -> Tensor:
     """What torch's forward computes, with weights in the dtype of the statistics, as mixed precision needs."""
     module._check_input_dim(input)
+    if input.shape[1] != module.num_features:
+        raise ModelError(f"{name}, a BatchNorm of {module.num_features} channels, is given {input.shape[1]}. Where mesh.tp divides the "
+                         'layer before it, write "colwise_gather_output" for that layer in mesh.tp_plan')  # fmt: skip
     counted = module.training and module.track_running_stats
     if counted and module.num_batches_tracked is not None:
         module.num_batches_tracked.add_(1)

@@ -683,10 +683,7 @@ class Engine:
     def _tensors(self, master: bool = False) -> Iterator[tuple[list[str], Tensor]]:
         """Every parameter and persistent buffer, whole, with all its names, each valid until the next."""
         yield from self._placement.tensors(master)
-        persistent = self.module.state_dict(keep_vars=True).keys()
-        for name, buffer in self.module.named_buffers(remove_duplicate=False):
-            if name in persistent:
-                yield [name], buffer
+        yield from self._placement.buffers(self.module)
 
 
 def _shape(batch: Any) -> Hashable:

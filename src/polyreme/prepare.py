@@ -180,7 +180,8 @@ def divide(module: nn.Module, split: Split | None, rank_of: Sequence[int], confi
     parts = {name: Part(each, split.stages_of[name]) for name, each in cuts.items()}
     shared = sorted({tuple(sorted({rank_of[stage] for stage in stages})) for stages in split.tied.values()})
     ties = {ranks: mesh.part("pp", ranks) for ranks in shared if len(ranks) > 1}
-    return Division(parts, mesh.tp, mesh.pp, rank_of, {ranks: axis for ranks, axis in ties.items() if axis.size > 1})
+    ties = {ranks: axis for ranks, axis in ties.items() if axis.size > 1}
+    return Division(parts, mesh.tp, mesh.pp, rank_of, ties, split.stages_of)
 
 
 def divide_again(module: nn.Module, roster: Roster, placement: Placement, config: Config, mesh: Mesh) -> Division:

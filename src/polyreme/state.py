@@ -163,7 +163,7 @@ def content(
     wanted = lambda names: only is None or not {*names}.isdisjoint(only)  # noqa: E731
     return Content(
         regions=[region for region in saved(parts.placement, parts.updates) if wanted(region.names)],
-        buffers=[(names, buffer) for names, buffer in parts.buffers() if wanted(names)],
+        buffers=[(names, buffer) for names, buffer in parts.buffers() if wanted(names) and parts.placement.division.computes(names[0])],
         saved_name=parts.saved_name,
         small=partial(small_files, module, tokenizer, adapters),
         resume=resume,

@@ -59,13 +59,19 @@ class Division:
     """How the model is divided before ZeRO divides what each rank has.
 
     parts: every parameter's, by each of its names. rank_of: of each pipeline stage. ties: the axes over ranks whose stages share
-    parameters, by those ranks."""
+    parameters, by those ranks. computing: the stages whose forward uses a tensor, by each of its names."""
 
     parts: Mapping[str, Part]
     tp: Axis
     pp: Axis
     rank_of: Sequence[int] = (0,)
     ties: Mapping[tuple[int, ...], Axis] = field(default_factory=dict)
+    computing: Mapping[str, Sequence[int]] = field(default_factory=dict)
+
+    def computes(self, name: str) -> bool:
+        """Whether a buffer of this rank is the one that counts: its stage's forward changes it, or nothing says whose does."""
+        stages = self.computing.get(name, ())
+        return not stages or self.pp.rank in self.ranks_of(stages)
 
     def local(self, name: str, whole: Tensor) -> Tensor:
         """This rank's part of a parameter."""
@@ -123,17 +129,32 @@ class Placement:
         self, buckets: Sequence[Bucket], whole: Callable[[Bucket], Tensor], dtype_of: Callable[[Bucket], torch.dtype]
     ) -> Iterator[tuple[list[str], Tensor]]:
         """What `whole` gives of each bucket's tensors, in this dtype, from all stages."""
-        pp = self.division.pp
-        if pp.size == 1:
+        if self.division.pp.size == 1:
             yield from self._of_stage(buckets, whole)
             return
-        mine = [(names, list(self.division.parts[names[0]].cut.shape), bucket) for bucket in buckets for names, _ in self.named(bucket)]
-        told: list[Any] = pp.gather_objects([(names, shape, str(dtype_of(b))) for names, shape, b in mine])
+        mine = [(names, list(self.division.parts[names[0]].cut.shape), str(dtype_of(b))) for b in buckets for names, _ in self.named(b)]
+        yield from self._of_all_stages(mine, self._of_stage(buckets, whole))
+
+    def buffers(self, model: nn.Module) -> Iterator[tuple[list[str], Tensor]]:
+        """Every persistent buffer of the whole model, by each of its names, of the first stage that uses it. All ranks must call."""
+        persistent = model.state_dict(keep_vars=True).keys()
+        found = [([name], buffer) for name, buffer in model.named_buffers(remove_duplicate=False) if name in persistent]
+        if self.division.pp.size == 1:
+            yield from found
+            return
+        found = [(names, buffer) for names, buffer in found if self.division.computes(names[0])]
+        yield from self._of_all_stages([(names, list(buffer.shape), str(buffer.dtype)) for names, buffer in found], iter(found))
+
+    def _of_all_stages(
+        self, mine: list[tuple[list[str], list[int], str]], own: Iterator[tuple[list[str], Tensor]]
+    ) -> Iterator[tuple[list[str], Tensor]]:
+        """`own`, of which `mine` says names, shapes and dtypes, and what other stages have; each once."""
+        pp = self.division.pp
+        told: list[Any] = pp.gather_objects(mine)
         known: set[str] = set()
         for rank, entries in enumerate(told):
-            own = self._of_stage(buckets, whole) if rank == pp.rank else iter(())
             for names, shape, dtype in entries:
-                local = next(own, None)
+                local = next(own) if rank == pp.rank else None
                 if names[0] in known:
                     continue
                 known.update(names)
