@@ -187,6 +187,12 @@ class Engine:
         self._digest: str | None = None  # of the first batch
         torch.manual_seed(config.seed + mesh.dp.rank + mesh.dp.size * mesh.pp.rank)  # dropout differs between ranks, but not over tp
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise ModelError(
+            "an engine is spread over its ranks, and cannot be pickled or copied: engine.save(path) keeps all of it, engine.state_dict() "
+            "has its weights, and copy.deepcopy(engine.module) inside of `with engine.full_parameters():` is a plain model"
+        )
+
     @property
     def state(self) -> State:
         """How far training has come: step, samples, tokens, lr, loss_scale."""

@@ -77,6 +77,18 @@ class State:
     lr: float = 0.0
     loss_scale: float = 1.0
 
+    def __setattr__(self, name: str, value: object) -> None:
+        if name in self.__dict__:
+            raise ModelError(
+                f"engine.state.{name} = {value!r}: engine.state tells of the training, and changes nothing. The learning rate is set by "
+                "optimizer.lr and lr_schedule of the config or by the lr_scheduler of initialize, how far training has come by engine.load"
+            )
+        super().__setattr__(name, value)
+
+    def change(self, **values: float) -> None:
+        """For the step alone."""
+        self.__dict__.update(values)
+
     @property
     def progress(self) -> Progress:
         return Progress(self.step, self.samples, self.tokens)
@@ -176,13 +188,13 @@ class Step:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from what `state_dict` gave."""
         self.begin()
-        self.state.step, self.state.samples, self.state.tokens = (int(state[key]) for key in ("step", "samples", "tokens"))
+        self.state.change(**{key: int(state[key]) for key in ("step", "samples", "tokens")})
         self._skipped = Progress(**state.get("skipped", {}))
         self._options.load_state_dict(state["options"], self._scheduled())
         if self._scale.dynamic:
             self._scale.value, self._scale.good_steps = float(state["loss_scale"]), int(state["good_steps"])
         self._hint = float(state["hint"])
-        self.state.lr, self.state.loss_scale = self._options.lr, self._scale.value
+        self.state.change(lr=self._options.lr, loss_scale=self._scale.value)
 
     def backward(self, loss_sum: Tensor, weight: float, tokens: int, samples: int, last: bool = True) -> None:
         """Backward of one micro-batch's sum of losses; not `last`: of one of several such sums."""
@@ -350,12 +362,12 @@ class Step:
             self._hint = _power_of_two(totals.weight)
         self._shared.share(totals.buffers > 0)
         samples, tokens, lr, state = int(totals.samples), int(totals.tokens), self._options.lr, self.state
-        state.step, state.samples, state.tokens = state.step + 1, state.samples + samples, state.tokens + tokens
+        state.change(step=state.step + 1, samples=state.samples + samples, tokens=state.tokens + tokens)
         if skipped:
             self._skipped = Progress(self._skipped.steps + 1, self._skipped.samples + samples, self._skipped.tokens + tokens)
         else:
             self._options.advance(self._scheduled())
-        state.lr, state.loss_scale = self._options.lr, self._scale.value
+        state.change(lr=self._options.lr, loss_scale=self._scale.value)
         self.written.note()
         self.begin()
         return StepResult(state.step, loss, norm, lr, scale, skipped, samples, tokens, time.perf_counter() - began, totals.stop > 0)
@@ -383,7 +395,7 @@ class Step:
             axis.all_reduce(totals).wait()
         total, count = totals.tolist()
         self._options.observe(total / count)
-        self.state.lr = self._options.lr
+        self.state.change(lr=self._options.lr)
         return self.state.lr
 
     def _apply(self, factor: float) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import pickle
 from collections.abc import Callable
 from functools import partial
 from itertools import chain
@@ -280,6 +281,54 @@ def earlier(rank: int, world: int) -> None:
 def test_backwards_of_earlier_forwards(ranks: Ranks) -> None:
     for world in (1, 2):
         ranks(world, earlier)
+
+
+def frozen_between(rank: int, world: int) -> None:
+    """A parameter that is frozen after the first micro-batch has the gradient of that one, and none in the next step."""
+    x, y = data(0), data(1)
+    for stage in (0, 2, 3):
+        engine, plain = engine_of(Net(), world, stage, 2), Net()
+        for _ in range(2):
+            for micro in range(2):
+                engine.backward(F.mse_loss(engine(part(x, rank, world, micro, 2)), part(y, rank, world, micro, 2)))
+                engine.module.head.weight.requires_grad_(False)
+                rows = [torch.cat([part(t, r, world, micro, 2) for r in range(world)]) for t in (x, y)]
+                (F.mse_loss(plain(rows[0]), rows[1]) / 2).backward()
+                plain.head.weight.requires_grad_(False)
+            engine.step()
+            descend(plain)
+        same(engine, plain)
+
+
+def test_a_parameter_frozen_between_micro_batches(ranks: Ranks) -> None:
+    for world in (1, 2):
+        ranks(world, frozen_between)
+
+
+def by_hand(rank: int, world: int) -> list[str]:
+    """What a script does to an engine and its module as to those of others."""
+    found = []
+    for stage in (0, 2, 3):
+        for compute in ("fp64", "bf16"):
+            engine = engine_of(Net().float(), world, stage, precision={"compute": compute})
+            x = part(data(0), rank, world)
+            engine.backward(engine(x).float().square().mean())
+            engine.step()
+            found += [error_of(act) for act in (lambda: pickle.dumps(engine), lambda: copy.deepcopy(engine))]  # noqa: B023
+            found += [error_of(lambda: setattr(engine.state, "lr", 1.0)), error_of(lambda: setattr(engine.config.optimizer, "lr", 1.0))]  # noqa: B023
+            engine.backward(engine(x).float().square().mean())
+            engine.step()
+            assert engine.state.lr == RATE and engine.state.step == 2
+            found += [error_of(lambda: (engine.module.to(torch.float32), engine(x)))]  # noqa: B023
+    return found
+
+
+def test_what_is_done_to_an_engine_by_hand(ranks: Ranks) -> None:
+    told = ["engine.save(path)", "engine.save(path)", "engine.state.lr = 1.0", "lr = 1.0: a config does not change", "precision.compute"]
+    for world in (1, 2):
+        for found in ranks(world, by_hand):
+            for words, error in zip(told * 6, found, strict=True):
+                assert words in error or error.startswith("ModelError: to of parameter")  # which is released
 
 
 def failed(rank: int, world: int) -> None:

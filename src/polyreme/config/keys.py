@@ -16,6 +16,7 @@ from pydantic_core import PydanticCustomError
 
 from polyreme.axes import AXES
 from polyreme.config.span import Span, not_bool, real
+from polyreme.errors import ConfigError, Problem
 
 DType = Literal["fp32", "bf16", "fp16", "fp64"]
 
@@ -82,6 +83,12 @@ Tier = FilePath | list[FilePath] | dict[FilePath, Fraction]
 
 class Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, validate_default=True)
+
+    def __setattr__(self, name: str, value: object) -> None:
+        if name.startswith("_"):
+            return super().__setattr__(name, value)
+        fix = "give polyreme.initialize a config that has it; what changes while it trains is an lr_scheduler's"
+        raise ConfigError([Problem(name, value, "a config does not change once it is made", fix)])
 
     @model_validator(mode="before")
     @classmethod

@@ -231,6 +231,17 @@ def _nearest(field: FieldInfo, value: object) -> object:
     return next(iter(difflib.get_close_matches(str(value), words, n=1)), example(field))
 
 
+ELSEWHERE = {
+    **dict.fromkeys(("learning_rate", "max_lr"), "optimizer.lr"),
+    **dict.fromkeys(("max_grad_norm", "grad_clip", "gradient_clipping", "clip_grad_norm", "gradient_clip_val"), "optimizer.clip"),
+    **dict.fromkeys(("batch_size", "train_batch_size", "global_batch_size"), "batch.size"),
+    **dict.fromkeys(("micro_batch_size", "per_device_train_batch_size", "train_micro_batch_size_per_gpu"), "batch.micro"),
+    **dict.fromkeys(("warmup_steps", "warmup_ratio", "num_warmup_steps"), "lr_schedule.warmup"),
+    **dict.fromkeys(("bf16", "fp16", "mixed_precision", "dtype", "torch_dtype"), "precision.compute"),
+}
+"""What other systems call our keys."""
+
+
 def _unknown(key: str, value: object) -> Problem:
     section, _, name = key.rpartition(".")
 
@@ -241,6 +252,8 @@ def _unknown(key: str, value: object) -> Problem:
             return alike + 0.1
         return max(alike, difflib.SequenceMatcher(None, key.replace(".", "_"), candidate.replace(".", "_")).ratio())
 
+    if (meant := ELSEWHERE.get(name)) is not None:
+        return Problem(key, value, "there is no such key", f'did you mean "{meant}"?')
     best = max((candidate for candidate in [*LEAVES, *SECTIONS] if candidate != section), key=likeness)
     if likeness(best) >= 0.6:
         return Problem(key, value, "there is no such key", f'did you mean "{best}"?')

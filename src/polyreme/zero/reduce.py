@@ -161,7 +161,7 @@ class Reducer:
         """Hear of every gradient of `buckets`: also of those that autograd would add up by itself, where nobody has to know of them."""
         for bucket in buckets:
             for index, parameter in enumerate(bucket.parameters):
-                if parameter not in self._hooks:
+                if parameter not in self._hooks and parameter.requires_grad:  # a script may have frozen it meanwhile
                     self._hooks[parameter] = parameter.register_post_accumulate_grad_hook(self._arrival(bucket, index))
 
     def _arrival(self, bucket: Bucket, index: int) -> Callable[[Tensor], None]:

@@ -50,6 +50,7 @@ class Roster:
         self._named = dict(model.named_parameters(remove_duplicate=False))
         self.buffers = {name for name, _ in model.named_buffers()}
         self._shapes = [p.shape for p in self._named.values()]
+        self._dtypes = [p.dtype for p in self._named.values()]
         self._frozen = [p for p in model.parameters() if not p.requires_grad]
         self._look()
 
@@ -63,6 +64,11 @@ class Roster:
         if model is not self._model:
             raise ModelError(f"engine.module was replaced by another {type(model).__name__}: to train it, call engine.refresh() on every "
                              "rank; what it shares with the model before keeps its optimizer states")  # fmt: skip
+        if self._dtypes != [p.dtype for p in self._named.values()]:
+            raise ModelError(
+                f"the model was converted since initialize: {self._converted()}. The dtype that an engine computes in is precision.compute "
+                "of its config, in place of module.half(), .float() or .to(dtype); make the engine anew"
+            )
         present = self._present()
         same = len(present) == len(self._members) and all(map(is_, present, self._members))
         same = same and self._shapes == [p.shape for p in self._named.values()]
@@ -73,6 +79,10 @@ class Roster:
             raise ModelError(f"the model was changed since initialize, and its buckets do not have that: {changes}. To train it as it is "
                              "now, call engine.refresh() on every rank: what stays keeps its optimizer states")  # fmt: skip
         self._look()  # modules without parameters came or went
+
+    def _converted(self) -> str:
+        pairs = zip(self._named.items(), self._dtypes, strict=True)
+        return next(f"{name} from {before} to {p.dtype}" for (name, p), before in pairs if p.dtype != before)
 
     def changes(self, model: nn.Module) -> Changes:
         now = dict(model.named_parameters(remove_duplicate=False))
