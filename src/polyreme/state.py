@@ -103,6 +103,10 @@ def adapters(parts: Parts) -> dict[str, Tensor] | None:
         warnings.warn(f"{lost[0]} is a part of the adapters which PEFT, called by rank 0, cannot save, as another pipeline stage has its "
                       "module: the checkpoint has the whole model, but no files of PEFT's", stacklevel=4)  # fmt: skip
         return None
+    if wanted and (others := _trained_besides(parts, wanted)):
+        warnings.warn(f"{_several(others)} trains too, and PEFT's files have none of it: PeftModel.from_pretrained of this begins "
+                      "with what the base has there. engine.load takes all of it. Name its module in modules_to_save of PEFT's config",
+                      stacklevel=4)  # fmt: skip
     if model_map.learns_prompts(parts.module):
         with lent(parts.placement, wanted):
             return model_map.prompts(parts.module)
@@ -132,12 +136,21 @@ def adapters_alone(parts: Parts) -> set[str]:
     if lost:
         raise ModelError(f"save(adapters_only=True), but PEFT, called by rank 0, cannot save {lost[0]}, as another pipeline stage has its "
                          f"module: take it out of modules_to_save, set mesh.pp = 1, or {instead}")  # fmt: skip
-    named = [names for update in parts.updates for names, _ in parts.placement.named(update.bucket)]
-    told: list[Any] = parts.mesh.pp.gather_objects([names[0] for names in named if found.isdisjoint(names)])
-    if others := [name for each in told for name in each]:
-        raise ModelError(f"save(adapters_only=True), but {', '.join(others[:4])}{', ...' if len(others) > 4 else ''} trains too, and PEFT "
+    if others := _trained_besides(parts, found):
+        raise ModelError(f"save(adapters_only=True), but {_several(others)} trains too, and PEFT "
                          f"saves none of it: name its module in modules_to_save of PEFT's config, freeze it, or {instead}")  # fmt: skip
     return found
+
+
+def _trained_besides(parts: Parts, names: Collection[str]) -> list[str]:
+    """What is trained beside what has these names, over all pipeline stages. All ranks must call."""
+    trained = [each for update in parts.updates for each, _ in parts.placement.named(update.bucket)]
+    told: list[Any] = parts.mesh.pp.gather_objects([each[0] for each in trained if set(names).isdisjoint(each)])
+    return [name for each in told for name in each]
+
+
+def _several(names: Sequence[str]) -> str:
+    return ", ".join(names[:4]) + (", ..." if len(names) > 4 else "")
 
 
 def content(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -75,7 +76,9 @@ def saved(rank: int, world: int, folder: Path) -> None:
             engine = polyreme.initialize(make(), config, loss_fn=models.causal_loss)
             batches = [models.share(models.tokens(training.SAMPLES, seed=step), rank, world) for step in range(3)]
             assert [engine.train_step(batch).loss for batch in batches[:2]] == pytest.approx(expected, rel=1e-10), (name, stage)
-            path = engine.save(folder / f"{name}-{stage}")
+            with warnings.catch_warnings():
+                warnings.filterwarnings("error", message=".*trains too")
+                path = engine.save(folder / f"{name}-{stage}")
             opened = peft.PeftModel.from_pretrained(models.build("llama"), path).double()
             if name == "two":
                 opened.load_adapter(path / "other", "other")
@@ -155,6 +158,15 @@ def alone(rank: int, world: int, folder: Path) -> None:
         more.save(folder / "none", adapters_only=True)
     with pytest.raises(CheckpointError, match=r"1 not in the checkpoint: base_model.model.model.norm.weight"):
         more.load(path)
+    more.train_step(batches[0])
+    name, trained = "base_model.model.model.norm.weight", more.state_dict()
+    with pytest.warns(UserWarning, match=rf"{name} trains too, and PEFT's files have none of it.*modules_to_save"):
+        path = more.save(folder / "more")
+    opened = peft.PeftModel.from_pretrained(models.build("llama"), path)
+    assert not torch.equal(opened.state_dict()[name], trained[name])
+    more.train_step(batches[1])
+    more.load(path)
+    assert torch.equal(more.state_dict()[name], trained[name])
     assert not (folder / "none").exists()
 
 

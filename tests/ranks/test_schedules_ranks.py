@@ -106,9 +106,9 @@ def test_rates_are_plain_pytorchs(ranks: Ranks, world: int, way: str, tmp_path: 
 def skipping(rank: int, world: int, folder: Path) -> list[list[tuple[bool, float]]]:
     """Whether each step was skipped, and the learning rate after it."""
     found = []
-    for scheduler in (None, linear):
+    for scheduler, stage in ((None, 0), (linear, 2), (None, 3), (linear, 3)):
         section = {"compute": "fp16", "initial_scale": 2.0**40, "backoff": 2.0**-30}
-        made = training.config(world, precision=section, lr_schedule={"name": "linear", "total": "10 steps"})
+        made = training.config(world, zero={"stage": stage}, precision=section, lr_schedule={"name": "linear", "total": "10 steps"})
         records = []
         for half in range(2):
             engine = polyreme.initialize(build(), made, loss_fn=F.mse_loss, lr_scheduler=scheduler)
