@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from polyreme.config import Config
 from polyreme.errors import (
     BatchError,
     CheckpointError,
@@ -20,6 +19,7 @@ from polyreme.errors import (
 from polyreme.version import VERSION
 
 if TYPE_CHECKING:
+    from polyreme.config import Config
     from polyreme.engine import Engine, EvalResult, StepResult, initialize
 
 __version__ = VERSION
@@ -30,7 +30,12 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """The engine is imported when it is first used: torch takes seconds, and `polyreme --help` does not need it."""
+    """The engine is imported when it is first used: torch takes seconds, and `polyreme --help` does not need it; and the config when
+    the command can answer Ctrl-C."""
+    if name == "Config":
+        from polyreme.config import Config
+
+        return Config
     if name in ("Engine", "EvalResult", "StepResult", "initialize"):
         from polyreme import engine
 

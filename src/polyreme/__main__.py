@@ -1,6 +1,19 @@
 """`python -m polyreme` is the command `polyreme`."""
 
-from polyreme.cli import main
+import sys
+
+from polyreme.launch.signals import importing
+
+
+def main() -> None:
+    """The entry point."""
+    with importing():
+        from polyreme.cli import main as command
+    try:
+        command()
+    except KeyboardInterrupt:  # before a command has begun, or as it ends
+        sys.exit(130)
+
 
 if __name__ == "__main__":
     main()

@@ -22,6 +22,7 @@ from typer.core import TyperGroup
 
 from polyreme.environment import LAUNCHED, Environment, detect
 from polyreme.errors import LaunchError, PolyremeError, shortened
+from polyreme.launch.signals import importing
 
 
 class _Commands(TyperGroup):
@@ -114,7 +115,8 @@ def train(
     checked = Config.load(config, [*changes, *(["monitor.console=false"] if as_json else [])])
     world_size = _world_size(ranks, checked.launch.ranks, place)
     resolved = checked.resolve(world_size)
-    from polyreme import train as job
+    with importing():
+        from polyreme import train as job
 
     with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():  # libraries print there, too
         if world_size > place.world_size:
@@ -124,7 +126,8 @@ def train(
         else:
             summary = job.run(checked)
     if summary is None:
-        from polyreme.launch.torchrun import launch as start
+        with importing():
+            from polyreme.launch.torchrun import launch as start
 
         sets = [word for change in changes for word in ("--set", change)]
         start(["-m", "polyreme", "train", str(config), *sets, *(["--json"] if as_json else [])], world_size, saves=True)
@@ -160,7 +163,8 @@ def launch(
     The ranks find each other through the variables that torchrun sets. If one fails, the others are ended, and the one
     that failed first is shown.
     """
-    from polyreme.launch.torchrun import launch as start
+    with importing():
+        from polyreme.launch.torchrun import launch as start
 
     detect()  # which refuses to be started several times, beside others that it does not know
     start([*(["-m"] if module else []), script, *(arguments or [])], ranks, threads=threads)

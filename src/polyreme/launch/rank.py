@@ -41,6 +41,7 @@ def main(arguments: list[str]) -> None:
     target = arguments[2] if is_module else arguments[1]
     sys.argv = arguments[2:] if is_module else arguments[1:]
     try:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # which the launcher holds back until a rank can answer it
         if is_module:
             runpy.run_module(target, run_name="__main__", alter_sys=True)
         else:

@@ -1,10 +1,11 @@
-"""The signals that ask a run to save and stop: schedulers send them some time before they end a job.
+"""The signals that ask a run to save and stop: schedulers send them some time before they end a job. And Ctrl-C before a run begins.
 
 Invariant: while nobody listens they do what they always do, which is to end the process.
 """
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
 from collections.abc import Callable, Iterator
@@ -33,3 +34,18 @@ def listening(told: Callable[[signal.Signals], None]) -> Iterator[None]:
     finally:
         for number, action in before.items():
             signal.signal(number, action)
+
+
+@contextmanager
+def importing() -> Iterator[None]:
+    """Have Ctrl-C end the process at once while modules are imported, without their tracebacks: nothing is to be put in order yet, and
+    some modules would swallow it. A handler of the user's own stays."""
+    before = signal.getsignal(signal.SIGINT)
+    if before is not signal.default_int_handler or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    signal.signal(signal.SIGINT, lambda *_: os._exit(128 + signal.SIGINT))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)

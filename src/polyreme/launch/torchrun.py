@@ -216,7 +216,11 @@ class _Agent(LocalElasticAgent):
     _terminated_at = math.inf
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
-        started: dict[int, Any] = super()._start_workers(worker_group)
+        held = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # ranks would show tracebacks of what they import at first
+        try:
+            started: dict[int, Any] = super()._start_workers(worker_group)
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, held)
         if self.saves and threading.current_thread() is threading.main_thread():
             for number in WISHES:
                 signal.signal(number, self._ask)

@@ -1,0 +1,55 @@
+"""Ctrl-C while modules are imported ends the process without a traceback."""
+
+from __future__ import annotations
+
+import os
+import signal
+from typing import Any
+
+import pytest
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+
+from polyreme.launch import torchrun
+from polyreme.launch.signals import importing
+
+
+def status_of_child() -> int:
+    """How a forked process ends that gets SIGINT in an import that swallows what it raises."""
+    child = os.fork()
+    if not child:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        try:
+            with importing():
+                os.kill(os.getpid(), signal.SIGINT)
+        except BaseException:
+            os._exit(0)
+        os._exit(0)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def test_an_import_that_swallows_it_ends_nevertheless() -> None:
+    assert status_of_child() == 130
+
+
+def test_a_handler_of_the_users_handler_stays() -> None:
+    before, told = signal.getsignal(signal.SIGINT), []
+    signal.signal(signal.SIGINT, lambda number, _: told.append(number))
+    try:
+        with importing():
+            os.kill(os.getpid(), signal.SIGINT)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert told == [signal.SIGINT]
+
+
+def test_ranks_begin_with_it_held_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    found: list[set[Any]] = []
+
+    def start(self: object, group: object) -> dict[int, Any]:
+        found.append(signal.pthread_sigmask(signal.SIG_BLOCK, set()))
+        return {}
+
+    monkeypatch.setattr(LocalElasticAgent, "_start_workers", start)
+    agent = torchrun._Agent.__new__(torchrun._Agent)
+    agent._start_workers(None)  # type: ignore[arg-type]
+    assert signal.SIGINT in found[0] and signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, set())
