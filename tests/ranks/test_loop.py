@@ -462,6 +462,59 @@ def test_a_backward_through_another_engine(ranks: Ranks) -> None:
         ranks(world, adversaries)
 
 
+class Keeping(nn.Module):
+    """Leaves losses of its own as attributes, made of its blocks' inside and of its output."""
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear, self.gate = nn.Linear(6, 6), nn.Linear(6, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            out = x + self.linear(x).tanh()
+            self.aux = [self.gate(self.linear(x).sin()).square().mean()]
+            return out
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.blocks = nn.ModuleList(self.Block() for _ in range(3))
+        self.head, self.gate = nn.Linear(6, 6), nn.Linear(6, 4)
+        self.double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.aux = self.gate(torch.tanh(self.gate.weight.sum() * x)).square().mean()
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+    def losses(self, which: str, output: Tensor) -> Tensor:
+        of_blocks = sum(block.aux[0] for block in self.blocks)
+        return {"model": self.aux, "blocks": of_blocks, "all": output.square().mean() + self.aux + of_blocks}[which]
+
+
+def kept(rank: int, world: int) -> None:
+    """Losses that a forward leaves as attributes of modules are differentiated alone, too, where their parameters are released."""
+    x = data(0)
+    mine = part(x, rank, world)
+    for stage, release in ((2, "auto"), (3, "auto"), (3, "always")):
+        for which in ("model", "blocks", "all"):
+            for own in (False, True):
+                engine, plain = engine_of(Keeping(), world, stage, zero={"stage": stage, "release": release}), Keeping()
+                for _ in range(2):
+                    loss = engine.module.losses(which, engine(mine))
+                    loss.backward() if own else engine.backward(loss)
+                    engine.step()
+                    plain.losses(which, plain(x)).backward()
+                    descend(plain)
+                same(engine, plain)
+
+
+def test_losses_kept_as_attributes(ranks: Ranks) -> None:
+    for world in (1, 2):
+        ranks(world, kept)
+
+
 def stale(rank: int, world: int) -> None:
     """A backward through weights that another step has changed since the forward; plain torch refuses it, too."""
     for stage in (0, 2, 3):

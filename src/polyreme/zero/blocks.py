@@ -10,7 +10,7 @@ stage 3 moves exactly 3Ψ(n-1)/n.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -81,6 +81,10 @@ class Blocks:
         self.restart()
         if not any(unit.sharded for unit in (root, *self.units)):
             return
+        inside = {part for unit in self.units for module in unit.modules for part in module.modules()}
+        self._keepers = {root: [part for part in model.modules() if part not in inside and _may_keep(part)]}
+        for unit in self.units:
+            self._keepers[unit] = [part for module in unit.modules for part in module.modules() if _may_keep(part)]
         self._hooks.append(model.register_forward_pre_hook(Hook(self._begin_forward), prepend=True))
         self._hooks.append(model.register_forward_hook(Hook(self._end_forward), always_call=True))
         for unit in self.units:
@@ -164,7 +168,7 @@ class Blocks:
             self._position = len(self._trail)
         if (self._release == "always" or not torch.is_grad_enabled()) and not self._keep:
             self.release_all()
-        self._watch(returned(output), self.root)
+        self._watch([*returned(output), *self._kept(self.root)], self.root)
 
     def _before(self, unit: Unit) -> Callable[[nn.Module, object], None]:
         def enter(module: nn.Module, args: object) -> None:
@@ -190,7 +194,7 @@ class Blocks:
             if not _in_backward():
                 self._inside = None
             handed_on = {id(t) for t in tensors_in((args, kwargs))}  # whose gradient does not lead into this unit
-            self._watch([t for t in returned(output) if id(t) not in handed_on], unit)
+            self._watch([t for t in (*returned(output), *self._kept(unit)) if id(t) not in handed_on], unit)
 
         return leave
 
@@ -207,6 +211,15 @@ class Blocks:
             for tensor in outputs:
                 if tensor.grad_fn is not None:
                     tensor.register_hook(self._before_backward(unit))
+
+    def _kept(self, unit: Unit) -> Iterator[Tensor]:
+        """What the unit's modules have as attributes: a forward may leave a loss there, whose backward does not come through its output."""
+        for module in self._keepers[unit]:
+            for name, value in vars(module).items():
+                if name not in _OF_EVERY_MODULE and isinstance(value, Tensor | list | tuple | dict):
+                    found: Collection[Any] = [value] if isinstance(value, Tensor) else value.values() if isinstance(value, dict) else value
+                    if isinstance(next(iter(found), None), Tensor):  # else it may be a vocabulary
+                        yield from tensors_in(list(found))
 
     def _before_backward(self, unit: Unit) -> Callable[[Tensor], None]:
         def enter(_: Tensor) -> None:
@@ -278,6 +291,14 @@ class _Guard(TorchFunctionMode):
             if unit is not None:
                 self._used(unit)
         return func(*args, **(kwargs or {}))
+
+
+_OF_EVERY_MODULE = frozenset(vars(nn.Module()))
+
+
+def _may_keep(module: nn.Module) -> bool:
+    """Whether its forward may leave tensors as attributes: torch's own do not."""
+    return not type(module).__module__.startswith("torch.nn.")
 
 
 def _in_backward() -> bool:
