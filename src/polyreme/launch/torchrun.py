@@ -8,9 +8,11 @@ which takes a script's options that begin like its own for its own.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import logging
 import math
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -45,6 +47,8 @@ ONE_SIGNAL = 2.0  # seconds in which the same signal again is no second one: sch
 ENDINGS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)  # which the agent takes as the wish to end
 POLL = 0.1  # seconds between looks at the ranks
 LOOPBACK = "127.0.0.1"
+FOLDER = "polyreme-launch-"
+YOUNG = 60.0  # seconds in which a folder may not have been locked yet
 
 
 class RanksFailedError(LaunchError):
@@ -78,7 +82,7 @@ def launch(command: Sequence[str], ranks: int, *, threads: int | None = None, sa
     _check(command, ranks)
     arguments = ("-m", "polyreme.launch.rank", str(os.getpid()), *(a.replace("$", "$$") for a in command))
     with (
-        tempfile.TemporaryDirectory(prefix="polyreme-launch-") as folder,
+        _folder() as folder,
         _variables(_for_ranks(ranks, threads)),
         _restored_signals(),
         _quiet_agent(),
@@ -132,6 +136,29 @@ def _for_ranks(ranks: int, threads: int | None) -> dict[str, str]:
     if len(heard) < len(ENDINGS) and heard:
         variables["TORCHELASTIC_SIGNALS_TO_HANDLE"] = ",".join(heard)
     return {name: value for name, value in variables.items() if name not in os.environ}
+
+
+@contextlib.contextmanager
+def _folder() -> Iterator[str]:
+    """A folder for the ranks' last words, locked while this process lives. Those of this user's launchers that were killed are deleted."""
+    for left in Path(tempfile.gettempdir()).glob(f"{FOLDER}*"):
+        with contextlib.suppress(OSError), _locked(left):
+            status = left.stat()
+            if status.st_uid == os.getuid() and status.st_mtime < time.time() - YOUNG:
+                shutil.rmtree(left, ignore_errors=True)
+    with tempfile.TemporaryDirectory(prefix=FOLDER) as folder, _locked(Path(folder)):
+        yield folder
+
+
+@contextlib.contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Hold a folder's lock. OSError where another process holds it, or where it is a link or no folder."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    finally:
+        os.close(descriptor)
 
 
 @contextlib.contextmanager
