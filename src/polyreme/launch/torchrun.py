@@ -146,7 +146,9 @@ def _folder() -> Iterator[str]:
             status = left.stat()
             if status.st_uid == os.getuid() and status.st_mtime < time.time() - YOUNG:
                 shutil.rmtree(left, ignore_errors=True)
-    with tempfile.TemporaryDirectory(prefix=FOLDER) as folder, _locked(Path(folder)):
+    with tempfile.TemporaryDirectory(prefix=FOLDER) as folder, contextlib.ExitStack() as held:
+        with contextlib.suppress(OSError):  # a file system without locks, on which nothing is deleted either
+            held.enter_context(_locked(Path(folder)))
         yield folder
 
 
