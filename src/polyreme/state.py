@@ -184,6 +184,7 @@ def content(
         limit=int(config.checkpoint.file_size),
         shared_files=config.checkpoint.shared_files,
         weights=MODEL if only is None else ADAPTERS,
+        storages={parameter.untyped_storage().data_ptr() for parameter in module.parameters()} - {0},
     )
 
 

@@ -425,6 +425,37 @@ def test_in_the_background(ranks: Ranks, tmp_path: Path) -> None:
     ranks(2, background, tmp_path)
 
 
+def written_meanwhile(rank: int, world: int, folder: Path) -> None:
+    """What a script writes to parameters after the call is not in the checkpoint."""
+    for stage in (0, 2, 3):
+        for precision in ({}, BF16):
+            engine = engine_of("llama", z(stage, **precision))
+            step(engine, "llama")
+            name = f"{stage} {len(precision)}"
+            first, go, fill = engine.save(folder / name), threading.Event(), write.Writer._fill
+
+            def late(*args: Any, go: Any = go, fill: Any = fill) -> Any:
+                go.wait(30)
+                return fill(*args)
+
+            with patch.object(write.Writer, "_fill", late):
+                engine.save(folder / f"{name} again", wait=False)
+                if stage < 3:
+                    for parameter in engine.module.parameters():
+                        parameter.data.fill_(7.0)
+                go.set()
+                with engine.full_parameters(write=True) as module:
+                    for parameter in module.parameters():
+                        parameter.data.fill_(8.0)
+            engine.wait()
+            assert contents(first) == contents(folder / f"{name} again")
+
+
+def test_written_while_it_is_saved(ranks: Ranks, tmp_path: Path) -> None:
+    for world in (1, 2):
+        ranks(world, written_meanwhile, tmp_path / str(world))
+
+
 def eight(rank: int, world: int, path: Path) -> float:
     engine = engine_of("llama", {**z(3), "mesh": {"dp": 2, "tp": 2, "pp": 2}})
     step(engine, "llama")

@@ -15,7 +15,7 @@ import os
 import shutil
 import sys
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -48,7 +48,8 @@ class Content:
 
     regions: what it holds of parameters and states. buffers: with all their names; several ranks have each, and the first writes it.
     saved_name: of all names of a tensor the one in the file. small: writes the other files (rank 0). resume: all but the files and the
-    states of random numbers; `rng`: this rank's. weights: the beginning of the names of the files with the weights."""
+    states of random numbers; `rng`: this rank's. weights: the beginning of the names of the files with the weights. storages: addresses of
+    memory that the module's parameters show to scripts."""
 
     regions: Sequence[Region]
     buffers: Sequence[tuple[Sequence[str], Tensor]]
@@ -59,6 +60,7 @@ class Content:
     limit: int
     shared_files: bool
     weights: str
+    storages: Collection[int] = ()
 
 
 class Saver:
@@ -96,7 +98,7 @@ class Saver:
             ours.check(path)
             if user := holder(path.parent, RUN_CLAIM):
                 raise CheckpointError(f"{path.parent} is the folder of a run, {user}: let it end, or save to another folder")
-        made.append(with_buffers(make()) if background else make())
+        made.append(apart(make()) if background else make())
 
     def wait(self) -> None:
         """Return when what is being written is there. Raises what went wrong with it."""
@@ -143,9 +145,16 @@ class Saver:
             loan.give_back()
 
 
-def with_buffers(content: Content) -> Content:
-    """With a copy of the buffers, which forward may change, in host memory."""
-    return replace(content, buffers=[(names, buffer.detach().to("cpu", copy=True)) for names, buffer in content.buffers])
+def apart(content: Content) -> Content:
+    """With a copy, in host memory, of what changes without a word: buffers, by a forward, and parameters, by a script."""
+    buffers = [(names, buffer.detach().to("cpu", copy=True)) for names, buffer in content.buffers]
+    regions = [
+        replace(each, data=each.data.detach().to("cpu", copy=True))
+        if isinstance(each.data, Tensor) and each.data.untyped_storage().data_ptr() in content.storages
+        else each
+        for each in content.regions
+    ]
+    return replace(content, buffers=buffers, regions=regions)
 
 
 def with_regions(content: Content) -> Content:
