@@ -364,9 +364,12 @@ def _go_on(parts: Parts, resume: Resume) -> list[str]:
     parts.step.load_state_dict(resume.state)
     own = resume.rng.get(str(mesh.rank))
     if parts.layout() == resume.mesh and own is not None:
-        torch.set_rng_state(_bytes(own["cpu"]))
-        if mesh.device.type == "cuda" and "cuda" in own:
-            torch.cuda.set_rng_state(_bytes(own["cuda"]), mesh.device)
+        try:
+            torch.set_rng_state(_bytes(own["cpu"]))
+            if mesh.device.type == "cuda" and "cuda" in own:
+                torch.cuda.set_rng_state(_bytes(own["cuda"]), mesh.device)
+        except (KeyError, RuntimeError, TypeError) as error:
+            notes.append(f"the random numbers are others from here on, as torch cannot take the saved state: {error}")
     else:
         torch.manual_seed(config.seed + mesh.dp.rank + mesh.dp.size * mesh.pp.rank + 1_000_003 * parts.step.state.step)
         notes.append("saved on another mesh: the weights are the same, random numbers such as dropout's are others from here on")

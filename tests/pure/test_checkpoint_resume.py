@@ -13,18 +13,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from polyreme.checkpoint.resume import File, Resume, dump, read, write
+from polyreme.checkpoint.resume import KINDS, File, Resume, dump, read, write
 from polyreme.errors import CheckpointError
 
 JSON = st.recursive(st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),
                     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3), max_leaves=8)  # fmt: skip
 OBJECTS = st.dictionaries(st.text(), JSON, max_size=3)
 FILES = {"model.safetensors": File(5, 0xABC), "optimizer/exp_avg.safetensors": File(6, 2**32 - 1)}
-RESUME = Resume(FILES, {"step": 3, "lr": 1e-3}, {"dp": 2, "tp": 1}, 2, {"ranks": ["00ff"]}, {"epoch": 1}, {"seed": 0}, {"polyreme": "0.1"},
+RANDOM = {"0": {"cpu": "AP8="}}
+RESUME = Resume(FILES, {"step": 3, "lr": 1e-3}, {"dp": 2, "tp": 1}, 2, RANDOM, {"epoch": 1}, {"seed": 0}, {"polyreme": "0.1"},
                 {"mine": [1, None]})  # fmt: skip
 
 
-@given(OBJECTS, OBJECTS, st.integers(0, 3))
+@given(OBJECTS.filter(lambda state: KINDS.keys().isdisjoint(state)), OBJECTS, st.integers(0, 3))
 def test_what_is_written_is_read(
     tmp_path_factory: pytest.TempPathFactory, state: dict[str, Any], extra: dict[str, Any], stage: int
 ) -> None:
@@ -95,6 +96,15 @@ BAD = {
     "checksum of no kind": (listed("a", 1, 7), "'a'"),
     "checksum that is no number": (listed("a", 1, "0x00 00+"), "'a'"),
     "files of no kind": (sealed(files={"a": 1}), "'a'"),
+    "steps of no kind": (sealed(state={"step": "three"}), "'step' is 'three'"),
+    "negative samples": (sealed(state={"samples": -1}), "'samples' is -1"),
+    "a scale of no kind": (sealed(state={"loss_scale": None}), "'loss_scale' is None"),
+    "what was skipped of no kind": (sealed(state={"skipped": {"steps": 1.5}}), "'skipped' is"),
+    "groups of no kind": (sealed(state={"options": {"groups": [1]}}), "'options' are [1]"),
+    "random numbers of no kind": (sealed(rng={"0": 5}), "rng: that of '0'"),
+    "random numbers in no base": (sealed(rng={"0": {"cpu": "?"}}), "rng: that of '0'"),
+    "places of no kind": (sealed(data={"loaders": [3]}), "'loaders' is [3]"),
+    "a batch of no kind": (sealed(config={"batch": 8}), "'batch' is not an object"),
 }
 
 

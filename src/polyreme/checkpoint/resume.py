@@ -5,6 +5,7 @@ Invariant: `read` returns what `dump` was given, or raises; its names of files s
 
 from __future__ import annotations
 
+import base64
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
@@ -106,7 +107,43 @@ def _wrong(tree: Mapping[str, Any]) -> str | None:
             return f"{name!r} is not the name of a file within the folder"
         if not isinstance(row, dict) or type(row.get("size")) is not int or row["size"] < 0 or not _is_checksum(row.get("crc32")):
             return f"the file {name!r} is without its size or its checksum of 8 hexadecimal digits"
-    return None
+    return _wrong_within(tree)
+
+
+KINDS: Mapping[str, tuple[type, ...]] = {
+    **dict.fromkeys(("step", "samples", "tokens", "good_steps"), (int,)),
+    **dict.fromkeys(("lr", "loss_scale", "hint"), (int, float)),
+    **dict.fromkeys(("options", "skipped"), (dict,)),
+}
+"""Of the entries of `state`, which the engine reads."""
+
+
+def _wrong_within(tree: Mapping[str, Any]) -> str | None:
+    """The same of what is in the mappings that the engine reads."""
+    for key, value in tree["state"].items():
+        if key in KINDS and (type(value) not in KINDS[key] or (type(value) is int and value < 0)):
+            return f"state: {key!r} is {value!r:.200}"
+    counts = tree["state"].get("skipped", {})
+    if not counts.keys() <= {"steps", "samples", "tokens"} or not all(type(count) is int for count in counts.values()):
+        return f"state: 'skipped' is {counts!r:.200}"
+    groups = tree["state"].get("options", {}).get("groups", [])
+    if not isinstance(groups, list) or not all(isinstance(group, dict) for group in groups):
+        return f"state: the groups of 'options' are {groups!r:.200}"
+    for rank, states in tree["rng"].items():
+        if not isinstance(states, dict) or not all(isinstance(text, str) and _is_base64(text) for text in states.values()):
+            return f"rng: that of {rank!r} is no state of random numbers"
+    places = tree["data"].get("loaders", [])
+    if not isinstance(places, list) or not all(isinstance(place, dict) for place in places):
+        return f"data: 'loaders' is {places!r:.200}"
+    return None if isinstance(tree["config"].get("batch", {}), dict) else "config: 'batch' is not an object"
+
+
+def _is_base64(text: str) -> bool:
+    try:
+        base64.b64decode(text, validate=True)
+    except ValueError:
+        return False
+    return True
 
 
 def _is_checksum(value: object) -> bool:
