@@ -455,6 +455,11 @@ class Engine:
         write: what the parameters are at the end reaches weights and masters of every rank, unless the block ends in an error; of what
         several ranks have, rank 0's count. In bf16 a master keeps its digits where the parameter did not change.
         Raises ModelError where parameters were changed without `write`, and BatchError for writing in the middle of a step."""
+        if self._blocks.in_forward:
+            raise ModelError(
+                "full_parameters() inside a forward of the module, from a hook or its own code: parameters come and go there. Call it "
+                "before or after the forward; a forward hook of a block may read the parameters of that block as they are"
+            )
         self._take_in_writes()
         if not write:
             with lent(self._placement):

@@ -8,6 +8,7 @@ import pickle
 from collections.abc import Callable
 from functools import partial
 from itertools import chain
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -564,6 +565,52 @@ def both(rank: int, world: int) -> None:
 def test_one_loss_of_several_engines(ranks: Ranks) -> None:
     for world in (1, 2):
         ranks(world, both)
+
+
+def teachers(rank: int, world: int, folder: str) -> None:
+    """Frozen models whose parameters are in a tier, or divided over tensor-parallel ranks, and the gradient that comes through them."""
+    batch = models.batch_of("llama", training.SAMPLES)
+    plain = models.llama().double().eval().requires_grad_(False)
+    table = plain.get_input_embeddings().weight.clone().requires_grad_()
+    expected = plain(inputs_embeds=F.embedding(batch["input_ids"], table)).logits
+    (whole,) = torch.autograd.grad(expected.square().mean(), table)
+    cases: list[dict[str, Any]] = [{"zero": {"stage": 3}, "memory": {"params": home}} for home in ("host", folder)]
+    cases += [{"mesh": {"tp": world}, "zero": {"stage": stage}} for stage in (0, 3)] if world > 1 else []
+    for sections in cases:
+        engine = polyreme.initialize(copy.deepcopy(plain), {"batch": {"size": 2 * world}, **sections, "precision": {"compute": "fp64"}})
+        mine = table.detach().requires_grad_()
+        for _ in range(2):
+            found = engine(inputs_embeds=F.embedding(batch["input_ids"], mine)).logits
+            torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
+        found.square().mean().backward()
+        torch.testing.assert_close(mine.grad, whole, rtol=1e-10, atol=1e-14)
+        assert "frozen" in error_of(partial(engine.train_step, batch))
+
+
+def test_frozen_models_in_tiers_and_divided(ranks: Ranks, tmp_path: Path) -> None:
+    for world in (1, 2):
+        ranks(world, teachers, str(tmp_path / str(world)))
+
+
+def inside(rank: int, world: int) -> None:
+    """Parameters are not lent inside a forward, where they come and go."""
+    engine, x = engine_of(Net(), world, 3), part(data(0), rank, world)
+
+    def lend(*_: Any) -> None:
+        with engine.full_parameters():
+            pass
+
+    for module in (engine.module.blocks[0], engine.module.head):
+        handle = module.register_forward_hook(lend)
+        assert "inside a forward of the module" in error_of(lambda: engine(x))
+        handle.remove()
+        engine.zero_grad()
+        engine.backward(engine(x).square().mean())
+        engine.step()
+
+
+def test_parameters_are_not_lent_inside_a_forward(ranks: Ranks) -> None:
+    ranks(2, inside)
 
 
 # ---- higher derivatives

@@ -69,6 +69,8 @@ class Blocks:
         self._prefetch, self._release, self._finished = prefetch, release, finished
         self._current: Unit | None = None
         self._inside: Unit | None = None  # whose module's forward is running
+        self.in_forward = False
+        """Whether a forward of the model, whose parameters come and go, is under way."""
         self._order: list[Unit] = []  # of the forward under way, or the last one
         self._last: dict[int, list[Unit]] = {}  # of each stage's last complete forward: where to prefetch from
         self._trails: dict[tuple[int, int], list[Unit]] = {}  # of forwards whose backward is still to come
@@ -147,7 +149,7 @@ class Blocks:
     def _begin_forward(self, model: nn.Module, args: object) -> None:
         if _in_backward():
             return
-        self._order, self._current = [], None
+        self._order, self._current, self.in_forward = [], None, True
         self._expected = self._last.get(self._stage, [])
         self.root.gather()
         if self._expected:
@@ -159,6 +161,7 @@ class Blocks:
     def _end_forward(self, model: nn.Module, args: object, output: object) -> None:
         if _in_backward():
             return
+        self.in_forward = False
         if self._stage not in self._checked:
             self._guard.__exit__(None, None, None)
             self._checked |= {self._stage} if output is not None else set()
