@@ -17,7 +17,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -25,7 +25,7 @@ from torch import Tensor
 
 from polyreme.axes import AXES, lines
 from polyreme.environment import detect
-from polyreme.errors import TransportError
+from polyreme.errors import ModelError, TransportError
 from polyreme.transport.direct import TAGS, DirectExchange, put, sum_into
 from polyreme.transport.watch import WATCH, Meeting
 from polyreme.transport.work import DONE, Work, reporting
@@ -69,6 +69,12 @@ class Axis:
             self._direct = DirectExchange(name, size, rank, group)
             if shared_memory:
                 self._direct.meet(self.gather_objects, timeout)
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        raise ModelError(
+            f"a module that communicates over {self.name} cannot be copied: engine.state_dict() has whole copies of its weights, which "
+            "a model that is built anew takes by load_state_dict"
+        )
 
     def __repr__(self) -> str:
         return f"Axis({self.name!r}, size={self.size}, rank={self.rank})"

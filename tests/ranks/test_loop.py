@@ -613,6 +613,16 @@ def test_parameters_are_not_lent_inside_a_forward(ranks: Ranks) -> None:
     ranks(2, inside)
 
 
+def copied(rank: int, world: int) -> None:
+    engine = polyreme.initialize(models.llama(), {"mesh": {"tp": world}, "batch": {"size": 4}})
+    with engine.full_parameters() as module:
+        assert "engine.state_dict() has whole copies" in error_of(partial(copy.deepcopy, module))
+
+
+def test_a_divided_model_is_not_copied(ranks: Ranks) -> None:
+    ranks(2, copied)
+
+
 # ---- higher derivatives
 
 
