@@ -435,6 +435,7 @@ class Engine:
         kept = old.kept
         for each in (self._blocks, self._reducer, self._loop):
             each.close()
+        self._at_end.detach()  # it holds the loop, and so all that is replaced
         blocks = model_map.find_blocks(self.module)
         self._wrap(blocks)
         self._placement = share_out(self.module, blocks, made, division, self.config, self.mesh, kept)
@@ -563,7 +564,8 @@ class Engine:
         trained = [p for bucket in self._placement.trainable for p in bucket.parameters]
         give_to(self, self.module)
         self._loop = Loop(self.module, self._objective, config, self._step, self._reducer, trained)
-        weakref.finalize(self, self._loop.close).atexit = False
+        self._at_end = weakref.finalize(self, self._loop.close)
+        self._at_end.atexit = False
         self._roster = Roster(self.module)
 
     def _update(self) -> StepResult:

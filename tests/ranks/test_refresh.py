@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import math
+import weakref
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -186,6 +188,24 @@ def test_over_tensor_parallelism_what_is_frozen_may_change(ranks: Ranks, tmp_pat
     for found in ranks(2, refreshed, [config], ["unfrozen", "both"], tmp_path):
         for name, [losses] in found.items():
             assert losses == pytest.approx(expected[name], rel=1e-10), name
+
+
+def left(rank: int, world: int) -> list[str]:
+    """What is left of the division before, by stage."""
+    found = []
+    for stage in (0, 2, 3):
+        engine = polyreme.initialize(base(), training.config(world, zero={"stage": stage}), loss_fn=models.causal_loss)
+        old = {name: weakref.ref(getattr(engine, f"_{name}")) for name in ("placement", "step", "reducer", "blocks", "loop")}
+        unfreeze(engine.module)
+        engine.refresh()
+        gc.collect()
+        found += [f"stage {stage}: {name}" for name, known in old.items() if known() is not None]
+    return found
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_nothing_is_left_of_the_division_before(world: int, ranks: Ranks) -> None:
+    assert ranks(world, left) == [[]] * world
 
 
 def frozen(rank: int, world: int) -> None:
