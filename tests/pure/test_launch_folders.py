@@ -12,10 +12,12 @@ from polyreme.launch import torchrun
 
 def test_what_killed_launchers_left_goes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    names = ["polyreme-launch-dead", "polyreme-launch-lives", "polyreme-launch-young", "another", "target"]
+    names = ["polyreme-launch-dead", "polyreme-launch-lives", "polyreme-launch-young", "polyreme-launch-notes", "another", "target"]
     for name in names:
         (tmp_path / name).mkdir()
         (tmp_path / name / "error.json").touch()
+        if not name.endswith("notes"):
+            (tmp_path / name / torchrun.MARK).touch()
         if name != "polyreme-launch-young":
             os.utime(tmp_path / name, (0, 0))
     (tmp_path / "polyreme-launch-link").symlink_to(tmp_path / "target")

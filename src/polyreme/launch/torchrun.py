@@ -47,7 +47,7 @@ ONE_SIGNAL = 2.0  # seconds in which the same signal again is no second one: sch
 ENDINGS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)  # which the agent takes as the wish to end
 POLL = 0.1  # seconds between looks at the ranks
 LOOPBACK = "127.0.0.1"
-FOLDER = "polyreme-launch-"
+FOLDER, MARK = "polyreme-launch-", "polyreme.launch"  # a file in it: what is called so and has none is somebody else's
 YOUNG = 60.0  # seconds in which a folder may not have been locked yet
 
 
@@ -144,11 +144,12 @@ def _folder() -> Iterator[str]:
     for left in Path(tempfile.gettempdir()).glob(f"{FOLDER}*"):
         with contextlib.suppress(OSError), _locked(left):
             status = left.stat()
-            if status.st_uid == os.getuid() and status.st_mtime < time.time() - YOUNG:
+            if (left / MARK).is_file() and status.st_uid == os.getuid() and status.st_mtime < time.time() - YOUNG:
                 shutil.rmtree(left, ignore_errors=True)
     with tempfile.TemporaryDirectory(prefix=FOLDER) as folder, contextlib.ExitStack() as held:
         with contextlib.suppress(OSError):  # a file system without locks, on which nothing is deleted either
             held.enter_context(_locked(Path(folder)))
+            Path(folder, MARK).touch()
         yield folder
 
 
