@@ -453,6 +453,20 @@ def test_the_command_reports_once_and_passes_output_on(script: Script) -> None:
     assert re.fullmatch(rf'error: a batch of 3\n  at {path}:\d+: raise BatchError\("a batch of 3"\)\n', errors)
 
 
+def test_lines_of_ranks_do_not_mix(script: Script, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where Python writes each piece of a line by itself, too."""
+    monkeypatch.setenv("PYTHONUNBUFFERED", "1")
+    path = script.write("""
+        both_are_up()
+        for _ in range(300):
+            print(*[rank] * 20)
+            print(*[rank] * 20, file=sys.stderr)
+    """)
+    process = command(script.folder, "launch", "-n", "2", path)
+    for text in process.communicate():
+        assert sorted(text.splitlines()) == [" ".join([rank] * 20) for rank in "0" * 300 + "1" * 300]
+
+
 @pytest.mark.parametrize(
     ("words", "ranks", "named"),
     [

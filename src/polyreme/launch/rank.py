@@ -33,9 +33,10 @@ def main(arguments: list[str]) -> None:
     """Become a rank; `arguments` as in the module's docstring, without the program's name."""
     die_with_parent(int(arguments[0]))
     pin()
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        # Into a pipe, too; and not less than a line, or the output of several ranks would mix within one.
-        sys.stdout.reconfigure(line_buffering=True)
+    for stream in sys.stdout, sys.stderr:
+        if isinstance(stream, io.TextIOWrapper):
+            # Into a pipe, too; and not less than a line, even with PYTHONUNBUFFERED, or the output of several ranks would mix within one.
+            stream.reconfigure(line_buffering=True, write_through=False)
     faulthandler.enable()  # a crash in compiled code shows where
     is_module = arguments[1] == "-m"
     target = arguments[2] if is_module else arguments[1]
