@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from polyreme.errors import ConfigError, ModelError, Problem
+from polyreme.touching import entries
 
 NUM_ITEMS = "num_items_in_batch"
 """The argument by which a Hugging Face model divides its sum of losses in place of its number of labels."""
@@ -237,10 +238,10 @@ def adapters(model: nn.Module, absent: Iterable[str] = ()) -> set[str]:
     if not has_adapters(model):
         return set()
     if learns_prompts(model):
-        return {name for name in (*model.state_dict(keep_vars=True), *absent) if name.startswith("prompt_encoder.")}
+        return {name for name in (*entries(model), *absent) if name.startswith("prompt_encoder.")}
     from peft import get_peft_model_state_dict
 
-    empty = {name: torch.empty(0, device="meta") for name in (*model.state_dict(keep_vars=True), *absent)}
+    empty = {name: torch.empty(0, device="meta") for name in (*entries(model), *absent)}
     with torch._C.DisableTorchFunctionSubclass():  # it looks at names of parameters whose numbers may be released
         saved = [get_peft_model_state_dict(model, empty, name, save_embedding_layers=False) for name in model.peft_config]  # type: ignore[union-attr]
     kept = {id(tensor) for each in saved for tensor in each.values()}

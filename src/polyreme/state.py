@@ -37,6 +37,7 @@ from polyreme.errors import CheckpointError, DataError, ModelError
 from polyreme.mesh import Axis, Mesh
 from polyreme.region import Region
 from polyreme.step import Step
+from polyreme.touching import entries
 from polyreme.version import VERSION
 from polyreme.zero.bucket import Bucket
 from polyreme.zero.hands import lent
@@ -76,7 +77,7 @@ class Parts:
 
     def buffers(self) -> list[tuple[list[str], Tensor]]:
         """The persistent ones, with all their names."""
-        persistent = self.module.state_dict(keep_vars=True).keys()
+        persistent = entries(self.module).keys()
         found: dict[int, tuple[list[str], Tensor]] = {}
         for name, buffer in self.module.named_buffers(remove_duplicate=False):
             if name in persistent:

@@ -1,9 +1,13 @@
-"""Which functions of torch need the numbers of a tensor, and which only look at its shape, its place or its hooks."""
+"""Which functions of torch need the numbers of a tensor, and which only look at its shape, its place or its hooks; and how to look at names
+where those that need numbers are refused."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
+
+import torch
+from torch import Tensor, nn
 
 _HARMLESS = {
     *("shape", "dtype", "device", "layout", "ndim", "names", "itemsize", "nbytes", "numel", "nelement", "size", "dim", "ndimension"),
@@ -22,3 +26,10 @@ def touching(func: Callable[..., Any]) -> str | None:
     if name in ("__get__", "__set__", "__delete__"):
         name = getattr(getattr(func, "__self__", None), "__name__", name)
     return None if name in _HARMLESS or (name.startswith("is_") and name != "is_nonzero") else name
+
+
+def entries(module: nn.Module) -> dict[str, Tensor]:
+    """The parameters and persistent buffers themselves, by each of their names, where the module's `state_dict()` is refused, too."""
+    with torch._C.DisableTorchFunctionSubclass():
+        found: dict[str, Tensor] = module.state_dict(keep_vars=True)
+        return found

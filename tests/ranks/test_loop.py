@@ -619,8 +619,74 @@ def copied(rank: int, world: int) -> None:
         assert "engine.state_dict() has whole copies" in error_of(partial(copy.deepcopy, module))
 
 
+def part_of_a_pipeline(rank: int, world: int) -> None:
+    """A stage's module has a part of the entries, so that none are given."""
+    engine = polyreme.initialize(models.llama(), {"mesh": {"pp": world}, "batch": {"size": 4, "micro": 2}})
+    module = engine.module
+    for act in (
+        module.state_dict,
+        partial(module.state_dict, keep_vars=True),
+        partial(copy.deepcopy, module),
+        partial(pickle.dumps, module),
+    ):
+        assert "which this rank has only its pipeline stage" in error_of(act)
+    assert engine.state_dict().keys() == models.llama().state_dict().keys()
+
+
 def test_a_divided_model_is_not_copied(ranks: Ranks) -> None:
     ranks(2, copied)
+    ranks(2, part_of_a_pipeline)
+
+
+def taken(rank: int, world: int, folder: str) -> None:
+    """What a hook takes of a parameter in a forward is right there, as its copies are for ever, and is refused behind the block."""
+    for stage, memory in ((0, {}), (2, {}), (3, {}), (3, {"params": "host"}), (3, {"params": folder})):
+        engine, x = engine_of(Net(), world, stage, memory=memory), part(data(0), rank, world)
+        module, first = engine.module.blocks[1][0], Net().blocks[1][0]
+        views: list[Tensor] = []
+        copies: list[Tensor] = []
+
+        def hook(views: list[Tensor], copies: list[Tensor], module: nn.Linear, *_: object) -> None:
+            weight, bias = module.weight, module.bias
+            views.extend((weight.detach(), weight.data, weight[:2], weight.t().detach()[1], weight.detach().unbind()[0], bias.view(-1)))
+            copies.extend((weight.detach().clone(), torch.from_numpy(weight.detach().numpy()), weight.data.mean()[None], weight * 1))
+
+        handle = module.register_forward_hook(partial(hook, views, copies))
+        engine.backward(engine(x).square().mean())
+        handle.remove()
+        for found, expected in zip(copies, (first.weight, first.weight, first.weight.mean()[None], first.weight), strict=True):
+            torch.testing.assert_close(found.detach(), expected.detach())
+        released = stage == 3 and (bool(memory) or world > 1)
+        engine.step()
+        for view in views:
+            for read in (view.sum, view.clone, view.detach().numpy if not released else view.numpy, partial(torch.add, 1, view)):
+                if released:
+                    assert "in a forward or backward, where its memory is freed" in error_of(read)
+                else:
+                    read()
+            assert repr(view) and view.shape
+        if released:
+            for write in (
+                lambda m, _: setattr(m.weight, "data", m.weight.data * 2),
+                lambda m, _: m.weight.data.mul_(2),
+                lambda m, _: m.weight.detach().__setitem__(0, 1.0),
+                lambda m, _: torch.add(m.bias, 1, out=m.bias.data),
+            ):
+                handle = module.register_forward_pre_hook(write)
+                assert "writes to parameter blocks.1.0." in error_of(partial(engine, x))
+                handle.remove()
+                engine.zero_grad()
+        average = torch.zeros_like(first.weight)
+        handle = module.register_forward_hook(lambda m, *_, average=average: [average.lerp_(m.weight.detach(), 0.5), None][1])
+        engine.backward(engine(x).square().mean())
+        engine.step()
+        handle.remove()
+        assert average.any()
+
+
+def test_what_is_taken_of_a_parameter_in_a_forward(ranks: Ranks, tmp_path: Path) -> None:
+    for world in (1, 2):
+        ranks(world, taken, str(tmp_path / str(world)))
 
 
 # ---- higher derivatives

@@ -132,7 +132,7 @@ class _Refusal:
             )
 
     def state_dict(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
-        if not keep_vars and torch._C._is_torch_function_enabled():  # else it is the engine that looks at names
+        if torch._C._is_torch_function_enabled():  # else it is the engine that looks at names
             self._refuse(f"state_dict() of {type(module).__name__}")
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:

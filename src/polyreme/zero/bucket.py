@@ -313,7 +313,7 @@ class Bucket:
         if self._state == "gathering":
             self._gathered()
             self._state = "full"
-            unguard(self.parameters)
+            unguard(self.parameters, gathered=True)
 
     def _gathered(self) -> None:
         self._gathering.wait()

@@ -20,6 +20,7 @@ from polyreme.errors import ModelError
 from polyreme.layout import Boundary, BucketLayout, Cut, Slot, TensorSpec
 from polyreme.mesh import Axis
 from polyreme.tiers import Tier
+from polyreme.touching import entries
 from polyreme.zero.away import Away, AwayShard
 from polyreme.zero.blocks import Unit
 from polyreme.zero.bucket import Bucket, Formats, Microbatches, region_of
@@ -137,7 +138,7 @@ class Placement:
 
     def buffers(self, model: nn.Module) -> Iterator[tuple[list[str], Tensor]]:
         """Every persistent buffer of the whole model, by each of its names, of the first stage that uses it. All ranks must call."""
-        persistent = model.state_dict(keep_vars=True).keys()
+        persistent = entries(model).keys()
         found = [([name], buffer) for name, buffer in model.named_buffers(remove_duplicate=False) if name in persistent]
         if self.division.pp.size == 1:
             yield from found
@@ -152,8 +153,8 @@ class Placement:
         pp = self.division.pp
         told: list[Any] = pp.gather_objects(mine)
         known: set[str] = set()
-        for rank, entries in enumerate(told):
-            for names, shape, dtype in entries:
+        for rank, theirs in enumerate(told):
+            for names, shape, dtype in theirs:
                 local = next(own) if rank == pp.rank else None
                 if names[0] in known:
                     continue

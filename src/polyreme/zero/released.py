@@ -1,16 +1,20 @@
 """Parameters whose memory is released: what would read or write their numbers raises ModelError, and says where these can be had.
 
-Invariant: a parameter is a `Released` exactly while its bucket is not whole, and a `TrainedParameter` otherwise, so that what computes
-with whole parameters costs nothing more. No communication.
+Invariant: a parameter is a `Released` exactly while its bucket is not whole, a `Gathered` while it is until its block has computed, and a
+`TrainedParameter` otherwise. Operators on parameters cost nothing more: only what methods of a `Gathered` give of its memory is followed.
+No communication.
 """
 
 from __future__ import annotations
 
+import re
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import FrameType
 from typing import Any, NoReturn
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from polyreme.errors import ModelError
@@ -46,6 +50,106 @@ class Released(TrainedParameter):
         refuse("__dlpack__", self)
 
 
+class Gathered(TrainedParameter):
+    """The class of a parameter while its block has it whole, in memory that is freed behind the block."""
+
+    @property
+    def data(self) -> Tensor:
+        return _followed(self, super().data, sys._getframe(1))
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        _refuse_writing("data =", self)
+
+
+def _follows(name: str) -> Callable[..., Any]:
+    def method(self: Gathered, *args: Any, **kwargs: Any) -> Any:
+        return _followed(self, getattr(TrainedParameter, name)(self, *args, **kwargs), sys._getframe(1))
+
+    return method
+
+
+def _follows_attribute(name: str) -> Callable[[Gathered], Any]:
+    return lambda self: _followed(self, getattr(Tensor, name).__get__(self), sys._getframe(1))
+
+
+_VIEWS = (
+    *("detach", "view", "view_as", "reshape", "reshape_as", "flatten", "unflatten", "t", "transpose", "permute", "movedim", "swapaxes"),
+    *("squeeze", "unsqueeze", "expand", "expand_as", "__getitem__", "narrow", "select", "diagonal", "unfold", "as_strided"),
+    *("unbind", "chunk", "split", "tensor_split", "__iter__"),
+)
+"""Methods whose result may share the tensor's memory."""
+for _name in _VIEWS:
+    setattr(Gathered, _name, _follows(_name))
+for _name in ("T", "mT", "H", "mH"):
+    setattr(Gathered, _name, property(_follows_attribute(_name)))
+
+
+class View(Tensor):
+    """What shares the memory of a `Gathered`: read while its block has it, refused afterwards. What an operator makes of it is plain."""
+
+    parameter: nn.Parameter
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Iterable[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        inputs = (args, kwargs or {})
+        parameter = next(leaf for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, View)).parameter
+        if (name := touching(func)) is not None:
+            if isinstance(parameter, Released):
+                raise ModelError(
+                    f"{name} of what was taken of parameter {NAMES.get(parameter, '?')} in a forward or backward, where its memory is "
+                    "freed behind the block (zero.stage = 3, or memory.params elsewhere): take a copy there (.clone()), or read the "
+                    "parameter inside `with engine.full_parameters():`"
+                )
+            if _writes(name, *inputs):
+                _refuse_writing(name, parameter)
+        copies = name in _LEAVES_TORCH
+        with torch._C.DisableTorchFunctionSubclass():
+            args, kwargs = pytree.tree_map_only(View, lambda view: (view.clone() if copies else view).as_subclass(Tensor), inputs)
+            return _followed(parameter, func(*args, **kwargs))
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        if isinstance(self.parameter, Released):
+            return f"View({self.parameter!r})"
+        return repr(self.as_subclass(Tensor))
+
+
+_LEAVES_TORCH = {"numpy", "__array__", "__dlpack__", "set_", "data"}
+"""Functions behind which nobody follows the memory: they get a copy."""
+
+
+def _followed(parameter: nn.Parameter, taken: Any, caller: FrameType | None = None) -> Any:
+    """`taken`, in which each tensor that shares the parameter's memory is a `View`; what torch's own code takes, it lets go in time, and
+    compiled code knows no such class."""
+    if caller is not None and caller.f_globals.get("__name__", "").startswith("torch."):
+        return taken
+
+    def follow(tensor: Tensor) -> Tensor:
+        if isinstance(tensor, nn.Parameter) or not torch._C._is_alias_of(tensor, parameter):  # type: ignore[attr-defined]
+            return tensor
+        view = tensor.as_subclass(View)
+        view.parameter = parameter
+        return view
+
+    return pytree.tree_map_only(Tensor, follow, taken)
+
+
+def _writes(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether a function of this name writes to a `View`."""
+    if name == "__setitem__" or (name.endswith("_") and not name.endswith("__")) or re.fullmatch("__i[a-z]+__", name):
+        return any(isinstance(leaf, View) for leaf in pytree.tree_leaves(args[:1]))
+    return any(isinstance(leaf, View) for leaf in pytree.tree_leaves(kwargs.get("out")))
+
+
+def _refuse_writing(name: str, parameter: nn.Parameter) -> NoReturn:
+    raise ModelError(
+        f"{name} writes to parameter {NAMES.get(parameter, '?')} inside a forward or backward (zero.stage = 3, or memory.params "
+        "elsewhere), where it is a copy for a time: write to it between steps, inside `with engine.full_parameters(write=True):`"
+    )
+
+
 def refuse(what: str, parameter: nn.Parameter) -> NoReturn:
     """Raise ModelError: the numbers of a released parameter are asked for."""
     raise ModelError(
@@ -61,10 +165,10 @@ def guard(parameters: Iterable[nn.Parameter]) -> None:
         parameter.__class__ = Released
 
 
-def unguard(parameters: Iterable[nn.Parameter]) -> None:
-    """Their numbers are there again."""
+def unguard(parameters: Iterable[nn.Parameter], gathered: bool = False) -> None:
+    """Their numbers are there again, or if `gathered` for a time."""
     for parameter in parameters:
-        parameter.__class__ = TrainedParameter
+        parameter.__class__ = Gathered if gathered else TrainedParameter
 
 
 def refuse_loading(model: nn.Module) -> None:
