@@ -218,8 +218,9 @@ class Blocks:
     def _kept(self, unit: Unit) -> Iterator[Tensor]:
         """What the unit's modules have as attributes: a forward may leave a loss there, whose backward does not come through its output."""
         for module in self._keepers[unit]:
-            for name, value in vars(module).items():
-                if name not in _OF_EVERY_MODULE and isinstance(value, Tensor | list | tuple | dict):
+            attributes = vars(module)
+            for name in attributes.keys() - _OF_EVERY_MODULE:  # by far most are of every module
+                if isinstance(value := attributes[name], _HOLDERS):
                     found: Collection[Any] = [value] if isinstance(value, Tensor) else value.values() if isinstance(value, dict) else value
                     if isinstance(next(iter(found), None), Tensor):  # else it may be a vocabulary
                         yield from tensors_in(list(found))
@@ -297,6 +298,7 @@ class _Guard(TorchFunctionMode):
 
 
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
+_HOLDERS = (Tensor, list, tuple, dict)
 
 
 def _may_keep(module: nn.Module) -> bool:
