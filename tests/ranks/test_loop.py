@@ -650,6 +650,8 @@ def taken(rank: int, world: int, folder: str) -> None:
             weight, bias = module.weight, module.bias
             views.extend((weight.detach(), weight.data, weight[:2], weight.t().detach()[1], weight.detach().unbind()[0], bias.view(-1)))
             copies.extend((weight.detach().clone(), torch.from_numpy(weight.detach().numpy()), weight.data.mean()[None], weight * 1))
+            assert float(weight.detach()[0, 0]) == weight[0, 0].item() and int(weight.detach()[0, 0] * 0 + 3) == 3
+            assert int(weight.detach()[0, 0]) in (-1, 0, 1)
 
         handle = module.register_forward_hook(partial(hook, views, copies))
         engine.backward(engine(x).square().mean())
@@ -669,6 +671,9 @@ def taken(rank: int, world: int, folder: str) -> None:
             for write in (
                 lambda m, _: setattr(m.weight, "data", m.weight.data * 2),
                 lambda m, _: m.weight.data.mul_(2),
+                lambda m, _: m.weight.detach().data.mul_(2),
+                lambda m, _: m.weight.data.__iadd__(1),
+                lambda m, _: setattr(m.weight.detach(), "data", m.weight * 2),
                 lambda m, _: m.weight.detach().__setitem__(0, 1.0),
                 lambda m, _: torch.add(m.bias, 1, out=m.bias.data),
             ):
@@ -676,6 +681,13 @@ def taken(rank: int, world: int, folder: str) -> None:
                 assert "writes to parameter blocks.1.0." in error_of(partial(engine, x))
                 handle.remove()
                 engine.zero_grad()
+            engine.backward(engine(x).square().mean())
+            engine.step()
+            other = engine.module.blocks[0][0]  # gathered, beside a view of what is released
+            handle = other.register_forward_hook(lambda m, *_, view=views[0]: torch.add(m.weight.detach()[0, 0], view))
+            assert "blocks.1.0.weight in a forward or backward" in error_of(partial(engine, x))
+            handle.remove()
+            engine.zero_grad()
         average = torch.zeros_like(first.weight)
         handle = module.register_forward_hook(lambda m, *_, average=average: [average.lerp_(m.weight.detach(), 0.5), None][1])
         engine.backward(engine(x).square().mean())

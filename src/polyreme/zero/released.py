@@ -95,20 +95,25 @@ class View(Tensor):
         cls, func: Callable[..., Any], types: Iterable[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         inputs = (args, kwargs or {})
-        parameter = next(leaf for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, View)).parameter
+        parameters = [leaf.parameter for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, View)]
+        copies = False
         if (name := touching(func)) is not None:
-            if isinstance(parameter, Released):
+            for parameter in (each for each in parameters if isinstance(each, Released)):
                 raise ModelError(
                     f"{name} of what was taken of parameter {NAMES.get(parameter, '?')} in a forward or backward, where its memory is "
                     "freed behind the block (zero.stage = 3, or memory.params elsewhere): take a copy there (.clone()), or read the "
                     "parameter inside `with engine.full_parameters():`"
                 )
-            if _writes(name, *inputs):
-                _refuse_writing(name, parameter)
-        copies = name in _LEAVES_TORCH
+            sets = getattr(func, "__name__", "") == "__set__"
+            if _writes(name, *inputs) or (sets and isinstance(args[0], View)):
+                _refuse_writing(name, parameters[0])
+            copies = sets or name in _LEAVES_TORCH
         with torch._C.DisableTorchFunctionSubclass():
             args, kwargs = pytree.tree_map_only(View, lambda view: (view.clone() if copies else view).as_subclass(Tensor), inputs)
-            return _followed(parameter, func(*args, **kwargs))
+            result = func(*args, **kwargs)
+            for each in parameters:
+                result = _followed(each, result)
+            return result
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         if isinstance(self.parameter, Released):
@@ -116,7 +121,7 @@ class View(Tensor):
         return repr(self.as_subclass(Tensor))
 
 
-_LEAVES_TORCH = {"numpy", "__array__", "__dlpack__", "set_", "data"}
+_LEAVES_TORCH = {"numpy", "__array__", "__dlpack__", "set_"}
 """Functions behind which nobody follows the memory: they get a copy."""
 
 
@@ -136,9 +141,12 @@ def _followed(parameter: nn.Parameter, taken: Any, caller: FrameType | None = No
     return pytree.tree_map_only(Tensor, follow, taken)
 
 
+_IN_PLACE = re.compile("__i(add|sub|mul|div|truediv|floordiv|mod|pow|matmul|and|or|xor|lshift|rshift)__")
+
+
 def _writes(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     """Whether a function of this name writes to a `View`."""
-    if name == "__setitem__" or (name.endswith("_") and not name.endswith("__")) or re.fullmatch("__i[a-z]+__", name):
+    if name == "__setitem__" or (name.endswith("_") and not name.endswith("__")) or _IN_PLACE.fullmatch(name):
         return any(isinstance(leaf, View) for leaf in pytree.tree_leaves(args[:1]))
     return any(isinstance(leaf, View) for leaf in pytree.tree_leaves(kwargs.get("out")))
 
