@@ -314,8 +314,15 @@ class Step:
         told = [self._weight * self._tells, missing, self._tokens * self._tells, hint, float(self.stop), float(self.unsaved),
                 float(self._unseen), float(self._shared.has_news()), self._samples * self._tells]  # fmt: skip
         counts = torch.tensor(told, dtype=torch.float64, device=self._device)
-        totals = torch.cat([torch.stack([squares, self._loss * self._tells]), counts, self.written.seen(self._device)[None]])
-        for axis in (self._mesh.dp, self._mesh.tp, self._mesh.pp):
+        digest = self.written.digest(self._device)
+        told_by = torch.stack([squares, self._loss * self._tells])
+        written = torch.stack([self.written.seen(self._device), digest, digest.square()])
+        totals = torch.cat([told_by, counts, written])
+        self._mesh.dp.all_reduce(totals).wait()
+        total, of_squares = totals[-2:].clone()
+        totals[-3] += total.square() != of_squares * self._mesh.dp.size  # exact: whole numbers below 2^53
+        totals = totals[:-2]
+        for axis in (self._mesh.tp, self._mesh.pp):
             axis.all_reduce(totals).wait()
         self._totals = _Totals(*totals.tolist())
         self.heard_unsaved = self._totals.unsaved > 0

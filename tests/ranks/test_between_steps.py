@@ -158,6 +158,20 @@ def swapped(rank: int, world: int) -> None:
     torch.testing.assert_close(engine.state_dict()["0.weight"], new, rtol=0, atol=0)
 
 
+def apart(rank: int, world: int) -> None:
+    """What one rank alone writes to its replica, in a way that autograd does not count, is said within a few steps."""
+    x, y = (share(t, rank, world) for t in data())
+    for compute in ("fp64", "bf16"):
+        engine = engine_of(net(), world, 0, compute=compute)
+        for _ in range(3):
+            engine.train_step((x, y))
+        if rank == world - 1:
+            engine.module[2].weight.data[0, 3] += 1e-2
+        with pytest.raises(ModelError, match=r"parameter 2\.weight has not the same numbers on every rank"):
+            for _ in range(10):
+                engine.train_step((x, y))
+
+
 def shared(rank: int, world: int) -> None:
     trunk = net()
     for stage in (0, 3):
@@ -185,6 +199,8 @@ def all_of_it(rank: int, world: int, folder: Path) -> None:
     copies(rank, world)
     writes(rank, world, folder)
     swapped(rank, world)
+    if world > 1:
+        apart(rank, world)
     shared(rank, world)
 
 

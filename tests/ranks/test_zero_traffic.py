@@ -14,7 +14,7 @@ from polyreme.layout import ALIGN
 from pool import Ranks
 
 BYTES = {"fp32": 4, "bf16": 2}
-TOTALS = 12 * 8
+TOTALS = 14 * 8
 """The one small all-reduce of a step, in bytes: squared norm, loss, weight, parameters without gradient, tokens, the loss's divisor,
 whether to stop, whether a checkpoint failed, and whether weights were written to from outside."""
 

@@ -85,7 +85,8 @@ class Plan:
                 made.write(beginning)
                 os.posix_fallocate(made.fileno(), 0, size)
         for file, text in self.indices.items():
-            (folder / file).write_bytes(text)
+            with (folder / file).open("xb") as made:
+                made.write(text)
 
 
 @dataclass(frozen=True)

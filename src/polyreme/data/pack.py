@@ -111,7 +111,7 @@ def pack_texts(part: Part, tokenizer: PreTrainedTokenizerBase, cache: Path) -> P
 
     def build(unfinished: Path) -> None:
         tokens = text_bytes = 0
-        with (unfinished / "tokens.bin").open("wb") as file:
+        with (unfinished / "tokens.bin").open("xb") as file:
             for batch in _batches(part):
                 pieces = [piece for piece, _ in batch]
                 text_bytes += sum(len(piece.encode()) for piece in pieces)

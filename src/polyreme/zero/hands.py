@@ -7,6 +7,7 @@ Communication: gathers; broadcasts of what was lent to be written; what ranks te
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -87,12 +88,19 @@ def _share(placement: Placement, bucket: Bucket, numbers: Tensor) -> None:
 
 class Written:
     """Tells whether parameters that are always here were written to from outside since `note`: by autograd's count of writes, by where
-    their memory is, and, where a master would undo the write (through `.data`, or NumPy), by sums of what the master was rounded to."""
+    their memory is, and, where a master would undo the write (through `.data`, or NumPy), by sums of what the master was rounded to.
+    Whether ranks still have the same numbers is seen of a part at a time, all of it in about `TURN` steps."""
+
+    TURN = 64
+    LEAST = 1 << 18  # numbers of a part: fewer would save nothing
 
     def __init__(self, buckets: Sequence[Bucket], axis: Axis) -> None:
         self._buckets = [bucket for bucket in buckets if not bucket.sharded]
         self._copies = [bucket for bucket in self._buckets if bucket.has_copy]
         self._axis = axis
+        part = align(max(self.LEAST, sum(bucket.layout.size for bucket in self._buckets) // self.TURN))
+        cuts = [(bucket.full, start, start + part) for bucket in self._buckets for start in range(0, bucket.layout.size, part)]
+        self._parts = itertools.cycle(cuts if axis.size > 1 else ())
         self.note()
 
     def note(self) -> None:
@@ -106,6 +114,13 @@ class Written:
         changed = [new != old for new, old in zip(self._summed(), self._sums, strict=True)]
         return torch.stack(changed).any().double() if changed else torch.zeros((), dtype=torch.float64, device=device)
 
+    def digest(self, device: torch.device) -> Tensor:
+        """Of the next part of the parameters, a whole number below 2^14 that is another one, almost surely, where a rank has other
+        numbers: a float64 scalar on the device. Every rank of the axis must call as often."""
+        for full, start, stop in itertools.islice(self._parts, 1):
+            return (_sum(full[start:stop]) * 0x1E3779B97F4A7C15 >> 50 & 0x3FFF).double()  # each bit of the sum reaches the highest ones
+        return torch.zeros((), dtype=torch.float64, device=device)
+
     def take_in(self) -> None:
         """After a write on any rank: let it reach the masters. Every rank must call. Raises ModelError on every rank where they differ."""
         _reclaim(self._buckets)
@@ -113,8 +128,9 @@ class Written:
         told: list[Any] = self._axis.gather_objects([digest for bucket in self._buckets for digest in _digests(bucket, bucket.full)])
         if differing := [name for name, found in zip(names, zip(*told, strict=True), strict=True) if len(set(found)) > 1]:
             raise ModelError(
-                f"parameter {differing[0]} was written to between steps, and not with the same numbers on every rank: write the same on "
-                "all ranks, or inside `with engine.full_parameters(write=True):`, where rank 0's count"
+                f"parameter {differing[0]} has not the same numbers on every rank. If it was written to between steps: write the same "
+                "on all ranks, or inside `with engine.full_parameters(write=True):`, where rank 0's count. If not, these ranks do not "
+                "compute alike"
             )
         for bucket in self._buckets:
             bucket.settle()
