@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from fnmatch import fnmatch
 from pathlib import Path
+from types import NoneType
 from typing import Any
 
 import torch
@@ -413,15 +414,31 @@ def build(
 
 def shell(path: str, trust_remote_code: bool = False) -> nn.Module:
     """The model that `build` builds from a directory, in training mode, with new weights. Raises ModelError where they are quantized."""
-    import transformers
-
     loaded = read_config(path, None, trust_remote_code)
     if getattr(loaded, "quantization_config", None) is not None:
         raise ModelError(f"{path} has quantized weights")
     model = _architecture(loaded).from_config(loaded)
-    if model.can_generate() and (Path(path) / "generation_config.json").is_file():
-        model.generation_config = transformers.GenerationConfig.from_pretrained(path)
+    if model.can_generate() and (generation := _generation_config(path)) is not None:
+        model.generation_config = generation
     return model.train()
+
+
+def _generation_config(path: str) -> Any:
+    """What the directory's generation_config.json says; None without one. Raises ConfigError for one that cannot be read."""
+    import transformers
+
+    file = Path(path) / "generation_config.json"
+    if not file.is_file():
+        return None
+    try:
+        loaded = transformers.GenerationConfig.from_pretrained(path)
+        for ids in (loaded.bos_token_id, loaded.eos_token_id, loaded.pad_token_id):
+            if wrong := [each for each in (ids if isinstance(ids, list) else [ids]) if type(each) not in (int, NoneType)]:
+                raise ValueError(f"{wrong[0]!r} is not the number of a token")
+    except Exception as error:  # what is wrong in a file comes out as any kind
+        said = f"its {file.name} cannot be read: {' '.join(str(error).split()) or type(error).__name__:.300}"
+        raise ConfigError([Problem("model.path", path, said, "correct that file, or delete it")]) from error
+    return loaded
 
 
 def skeleton(
@@ -448,6 +465,7 @@ def read_config(path: str | None, config: Mapping[str, Any] | None, trust_remote
         except Exception as error:  # what is wrong in a directory comes out as any kind
             raise _unfit(path, None, error) from error
         _refuse_kernels(loaded, "model.path", path, trust_remote_code)
+        _generation_config(path)
         return loaded
     values = dict(config or {})
     kind = values.pop("model_type", None)

@@ -27,7 +27,7 @@ from polyreme import model_map
 from polyreme.checkpoint.folder import LATEST, RUN_CLAIM
 from polyreme.claim import holder
 from polyreme.config import Config, Span
-from polyreme.data import Loader, PackedDataset, TextData, documents, open_text
+from polyreme.data import Loader, PackedDataset, TextData, documents, open_text, tokenizer_folder
 from polyreme.engine import Engine, StepResult, initialize
 from polyreme.errors import CheckpointError, ConfigError, DataError, ModelError, Problem, printable
 from polyreme.launch.signals import listening
@@ -91,7 +91,7 @@ def _run(config: Config, afterwards: ExitStack) -> Summary:
     folder = Path(config.checkpoint.folder)
     if config.monitor.plot:
         from polyreme.plot import plot_losses
-    text = open_text(config.data, config.seed)
+    text = open_text(config.data, config.seed, config.model.path)
     vocabulary = len(text.tokenizer)
     _check_model(config, vocabulary)
     flops = _flops_per_token(config, vocabulary)
@@ -372,6 +372,7 @@ def check_sources(config: Config) -> None:
         problems.append(Problem("checkpoint.folder", config.checkpoint.folder, reason, "give a folder that can be written"))
     if problems:
         raise ConfigError(problems)
+    tokenizer_folder(data.tokenizer, model.path)
     for path in (data.path, data.validation):
         if isinstance(path, str):
             documents(path, pattern=data.pattern, field=data.field)

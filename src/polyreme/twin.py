@@ -34,6 +34,8 @@ def expected(config: Config) -> nn.Module | None:
         return None
     if any(folder is not None and not Path(folder).expanduser().is_dir() for folder in (model.path, data.tokenizer)):
         return None
+    if model.path is not None:
+        return twin(config)
     return twin(config, data.vocab_size if data.tokenizer is None else len(load_tokenizer(data.tokenizer)))
 
 

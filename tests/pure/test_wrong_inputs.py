@@ -17,7 +17,8 @@ from command import RANK_VARIABLES, TINY, write_text
 from polyreme import cli, model_map
 from polyreme.config.keys import LEAVES
 from polyreme.config.words import expects
-from polyreme.errors import ConfigError
+from polyreme.data import load_tokenizer, tokenizer_folder, train_tokenizer
+from polyreme.errors import ConfigError, DataError
 from polyreme.launch import torchrun
 
 DEEP = 5000
@@ -210,6 +211,39 @@ def test_nonsense_in_the_model_is_named() -> None:
             model_map.skeleton(None, {"model_type": "llama", key: value})
         found[key] = [problem.key for problem in caught.value.problems]
     assert found == {key: [f"model.config.{key}"] for key in changes}
+
+
+def test_damaged_files_beside_the_weights(tmp_path: Path) -> None:
+    """What transformers reads beside the weights, and raises errors of any kind for: the path is named, and what to do."""
+    model_map.skeleton(
+        None, {"model_type": "llama", "hidden_size": 8, "num_attention_heads": 1, "num_hidden_layers": 1}
+    ).config.save_pretrained(tmp_path)
+    train_tokenizer(["some text"], 300).save_pretrained(tmp_path)
+    contents = ("", "[1, 2]", '"x"', "3", "null", '{"a":' * DEEP + "1" + "}" * DEEP, "\xff\xfe", '{"eos_token_id": "no", "eos_token": 5}')
+    found = {}
+    for name, read in {
+        **dict.fromkeys(("config.json", "generation_config.json"), lambda: model_map.read_config(str(tmp_path), None)),
+        **dict.fromkeys(("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"), lambda: load_tokenizer(tmp_path)),
+    }.items():
+        file = tmp_path / name
+        before = file.read_bytes() if file.exists() else None
+        for content in contents[: None if name in ("generation_config.json", "tokenizer_config.json") else -1]:
+            file.write_text(content, encoding="latin-1")
+            try:
+                read()
+                found[name, content[:20]] = "nothing raised"
+            except (ConfigError, DataError) as error:
+                if str(tmp_path) not in str(error) or not ("fix: " in str(error) or "Set data.tokenizer" in str(error)):
+                    found[name, content[:20]] = str(error)
+        file.unlink()
+        if before is not None:
+            file.write_bytes(before)
+    assert not found
+    assert tokenizer_folder(None, str(tmp_path)) == str(tmp_path) and tokenizer_folder(None, None) is None
+    for file in tmp_path.glob("token*"):
+        file.unlink()
+    with pytest.raises(DataError, match=r"has no tokenizer in it.*set data\.tokenizer"):
+        tokenizer_folder(None, str(tmp_path))
 
 
 def test_the_launcher_leaves_ignored_signals_ignored(monkeypatch: pytest.MonkeyPatch) -> None:

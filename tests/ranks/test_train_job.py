@@ -119,7 +119,7 @@ def test_stages_and_numbers_of_ranks_learn_alike(fp32: Path, ranks: Ranks, world
 
 
 def test_a_checkpoint_is_a_start(fp32: Path, ranks: Ranks) -> None:
-    start = {"model.config": "none", "model.path": "run/step-20", "data.tokenizer": "run/step-20", "checkpoint.folder": "tuned"}
+    start = {"model.config": "none", "model.path": "run/step-20", "checkpoint.folder": "tuned"}
     ranks(2, job, fp32, {**start, "train.length": 2, "optimizer.lr": 1e-4})
     first = log(fp32 / "tuned")[0]
     # Validated before the first step, so on the weights of the checkpoint.

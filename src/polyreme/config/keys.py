@@ -134,7 +134,7 @@ class DataSection(Section):
     tokenizer: FilePath | None = Field(
         default=None,
         examples=["models/base"],
-        description="A tokenizer directory; none trains a byte-level BPE on the data.",
+        description="A tokenizer directory; none takes that of model.path, and trains a byte-level BPE on the data for a new model.",
     )
     vocab_size: Annotated[int, Strict(), Field(gt=256, le=LARGEST)] = Field(
         default=2048, description="Vocabulary of the tokenizer that is trained; the 256 bytes are always in it."

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Protocol
 from polyreme.data.loader import Loader
 from polyreme.data.pack import PackedDataset, pack_texts
 from polyreme.data.text import Corpus, Document, Part, documents, split, whole
-from polyreme.data.tokenizer import load_tokenizer, open_tokenizer, train_tokenizer
+from polyreme.data.tokenizer import load_tokenizer, open_tokenizer, tokenizer_folder, train_tokenizer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -34,6 +34,7 @@ __all__ = [
     "open_tokenizer",
     "pack_texts",
     "split",
+    "tokenizer_folder",
     "train_tokenizer",
     "whole",
 ]
@@ -79,8 +80,10 @@ class TextData:
         return self._validation.result() if self._validation else None
 
 
-def open_text(section: TextSection, seed: int) -> TextData:
+def open_text(section: TextSection, seed: int, model: str | None = None) -> TextData:
     """Read, split, tokenise and pack the corpus that `section` names, or find it packed in its cache.
+
+    model: the directory whose tokenizer is used where the section names none.
 
     Every rank may call it at once. Building the model goes well between this call and the first use of `.train`.
 
@@ -97,7 +100,8 @@ def open_text(section: TextSection, seed: int) -> TextData:
     else:
         train, validation = split(corpus, section.validation, seed)
     cache = Path(section.cache).expanduser()
-    tokenizer = open_tokenizer(train, folder=section.tokenizer, vocab_size=section.vocab_size, cache=cache)
+    folder = tokenizer_folder(section.tokenizer, model)
+    tokenizer = open_tokenizer(train, folder=folder, vocab_size=section.vocab_size, cache=cache)
 
     def packed(part: Part, name: str) -> PackedDataset:
         return PackedDataset(pack_texts(part, tokenizer, cache), section.sequence, name)

@@ -57,6 +57,23 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenize
     return tokenizer
 
 
+def tokenizer_folder(chosen: str | None, model: str | None) -> str | None:
+    """Where the tokenizer is: in the folder `chosen`, else in the directory of the `model`; None where one is to be trained.
+
+    Raises:
+        DataError: the directory of a model has no tokenizer, and none was chosen.
+    """
+    if chosen is not None or model is None:
+        return chosen
+    files = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
+    if not any((Path(model) / name).is_file() for name in files):
+        raise DataError(
+            f"model.path = {model!r} has no tokenizer in it, and its weights know no other's tokens: set data.tokenizer to the "
+            "directory of the one that the model was made with"
+        )
+    return model
+
+
 def load_tokenizer(folder: str | Path) -> PreTrainedTokenizerBase:
     """Load a tokenizer directory that `save_pretrained` wrote. It is looked for on this disk only.
 
@@ -70,13 +87,16 @@ def load_tokenizer(folder: str | Path) -> PreTrainedTokenizerBase:
     try:
         tokenizer: PreTrainedTokenizerBase = load(str(place), trust_remote_code=False, local_files_only=True)
     except Exception as error:  # each family's loader raises kinds of its own
-        raise DataError(f"data.tokenizer = {str(folder)!r}: no tokenizer can be loaded from it: {error}") from error
+        said = " ".join(str(error).split()) or type(error).__name__
+        raise DataError(
+            f"{str(folder)!r}: no tokenizer can be loaded from it: {said:.300}. Set data.tokenizer to the directory of another one"
+        ) from error
     end_of_document(tokenizer)
     return tokenizer
 
 
 def open_tokenizer(part: Part, *, folder: str | None, vocab_size: int, cache: Path) -> PreTrainedTokenizerBase:
-    """The tokenizer in `folder`; without one, that trained on `part`, from the cache if it was trained before."""
+    """The tokenizer in `folder`; without a folder, that trained on `part`, from the cache if it was trained before."""
     if folder is not None:
         return load_tokenizer(folder)
 
