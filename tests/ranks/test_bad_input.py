@@ -122,7 +122,9 @@ IN_RANKS: dict[str, tuple[list[str], type[PolyremeError], list[str]]] = {
         ["model.config=none", "model.path=weightless"], ConfigError, ["its weights cannot be loaded"],
     ),
     "another model's tokenizer": (
-        ["model.config=none", "model.path=weightless"], ConfigError, ["model.path.vocab_size = 257", "set data.tokenizer"],
+        ["model.config=none", "model.path=weightless", "data.tokenizer=larger"],
+        ConfigError,
+        ["model.path.vocab_size = 257", "set data.tokenizer"],
     ),
     "cache that cannot be written": (["data.cache=text.txt/cache"], DataError, ["cannot write the data cache", "Set data.cache"]),
 }  # fmt: skip
@@ -153,6 +155,7 @@ def test_found_by_every_rank_alike(ranks: Ranks, folder: Path) -> None:
     keys = {"hidden_size": 32, "num_attention_heads": 2, "num_hidden_layers": 1, "intermediate_size": 8, "vocab_size": 257}
     transformers.LlamaConfig(**keys).save_pretrained(folder / "weightless")
     train_tokenizer(["a text"], 257).save_pretrained(folder / "weightless")
+    train_tokenizer(["the cat and the hat, and the bat"], 262).save_pretrained(folder / "larger")
     first, second = ranks(2, refusals, str(folder))
     for case, (_, expected, said) in IN_RANKS.items():
         assert first[case] == second[case], case
