@@ -32,11 +32,11 @@ from torch.autograd import Function
 
 import polyreme
 from cases import SIZES, Job, build_batch, build_model
-from polyreme.model_map import pipeline_list
-from polyreme.pipeline import run
+from polyreme.models.huggingface import pipeline_list
+from polyreme.pipeline import executor
 from polyreme.pipeline.schedule import MESSAGES, NAMES, Action, Name, Schedule, build, halves, other_end
 from polyreme.pipeline.simulate import RECEIVED, Costs, simulate
-from polyreme.weight_gradients import now_or_later
+from polyreme.pipeline.weight_gradients import now_or_later
 from report import spread
 from step import environment, say
 
@@ -119,7 +119,7 @@ class Watch:
 
     def __init__(self, row: Sequence[Action]) -> None:
         self.row, self.spans, self.waited = row, [], 0.0
-        self._wait = run._wait
+        self._wait = executor._wait
 
     def __iter__(self) -> Iterator[Action]:
         for action in self.row:
@@ -154,7 +154,7 @@ def train(rank: int, world: int, case: Case) -> dict[str, Any]:
     watch = Watch(engine._row)
     engine._row = watch  # type: ignore[assignment]
     steps = []
-    with mock.patch.object(run, "_wait", watch.wait):
+    with mock.patch.object(executor, "_wait", watch.wait):
         for _ in range(1 + case.steps):
             engine.mesh.pp.barrier()
             watch.spans = []

@@ -52,7 +52,7 @@ class Polyreme:
         self.train_step = polyreme_zero.step_of(self.engine)
 
     def held(self) -> Iterable[Tensor]:
-        from polyreme.zero.state import saved
+        from polyreme.zero.sharded_state import saved
 
         regions = saved(self.engine._parts.placement, self.engine._parts.updates)
         return [region.data for region in sorted(regions, key=lambda region: (region.kind, region.names))]  # states have no order

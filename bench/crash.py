@@ -37,7 +37,7 @@ from test_checkpoint_corruption import fuzz  # noqa: E402
 from test_resume import numbers, said  # noqa: E402
 
 from command import Command, write_text  # noqa: E402
-from polyreme.checkpoint.folder import RunFolder  # noqa: E402
+from polyreme.checkpoint.run_directory import RunFolder  # noqa: E402
 
 END_WITHIN = 15.0  # seconds
 STEPS = 120

@@ -30,11 +30,11 @@ import torch
 import transformers
 from torch import Tensor, nn
 
+from polyreme.distributed.mesh import Mesh
 from polyreme.errors import PolyremeError
-from polyreme.mesh import Mesh
-from polyreme.model_map import ForwardSignature, training_arguments
-from polyreme.tensor import rules
-from polyreme.tensor.surgery import parallelize
+from polyreme.models.huggingface import ForwardSignature, training_arguments
+from polyreme.tensor import plan
+from polyreme.tensor.parallelize import parallelize
 
 BENCH = Path(__file__).resolve().parent
 sys.path += [str(BENCH.parent / "tests"), str(BENCH.parent / "tests/ranks")]
@@ -101,7 +101,7 @@ def declared() -> list[str]:
     found = []
     for kind in transformers.CONFIG_MAPPING:
         config = transformers.CONFIG_MAPPING[kind]
-        if kind in rules.FAMILIES or any(each.base_model_tp_plan for each in (config, *_parts(config).values())):
+        if kind in plan.FAMILIES or any(each.base_model_tp_plan for each in (config, *_parts(config).values())):
             found.append(kind)
     return sorted(found)
 
@@ -207,7 +207,7 @@ def job(rank: int, world: int, kind: str) -> dict[str, Any]:
     found: dict[str, Any] = {"model": type(model).__name__, "outcomes": {}}
     for mode in MODES:
         try:
-            rules.plan(model, world, sequence_parallel=mode == "sequence")
+            plan.plan(model, world, sequence_parallel=mode == "sequence")
         except PolyremeError as error:
             found["outcomes"][mode] = ("refused", _problems(error))
     waiting = [mode for mode in MODES if mode not in found["outcomes"]]
@@ -229,7 +229,7 @@ def job(rank: int, world: int, kind: str) -> dict[str, Any]:
     axis = Mesh.open({"tp": world}).tp
     for mode, model in divided.items():
         try:
-            cuts = parallelize(model, axis, rules.plan(model, world, sequence_parallel=mode == "sequence"), mode == "sequence")
+            cuts = parallelize(model, axis, plan.plan(model, world, sequence_parallel=mode == "sequence"), mode == "sequence")
             with Wide():
                 loss = loss_of(model, batch)
                 loss.backward()

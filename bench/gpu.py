@@ -248,7 +248,7 @@ class Worker:
 
     def describe(self) -> dict[str, Any]:
         """The device, and what turns tokens per second into MFU."""
-        from polyreme.planner.cost import count_flops, peak_flops
+        from polyreme.planner.flops import count_flops, peak_flops
 
         ids = torch.zeros(1, self.job.sequence, dtype=torch.long, device="meta")
         with torch.device("meta"):

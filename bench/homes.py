@@ -25,7 +25,7 @@ from matrix import BENCH, sweep
 
 sys.path += [str(BENCH.parent / "tests/ranks")]
 
-from test_tiers_training import ALL_CASES, OPTIMIZERS, PRECISIONS, Case, assert_equal, homes
+from test_offload_training import ALL_CASES, OPTIMIZERS, PRECISIONS, Case, assert_equal, homes
 
 from pool import Ranks, RanksFailed
 

@@ -37,7 +37,7 @@ def rank_main(args: argparse.Namespace) -> None:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     import polyreme
-    from polyreme.disk import padded
+    from polyreme.files.direct_io import padded
     from worker import peak_rss, reset_peak
 
     hidden, blocks, heads, groups, intermediate, vocabulary = SHAPES[args.size]

@@ -25,9 +25,9 @@ import torch
 from torch import Tensor
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 
-from polyreme.zero import kernels
-from polyreme.zero.compact import BLOCK, Compact, States
-from polyreme.zero.optimizers import Lion
+from polyreme.optim import cpu_kernels
+from polyreme.optim.groups import Lion
+from polyreme.optim.quantized_states import BLOCK, Compact, States
 from report import spread, write
 from step import environment
 
@@ -80,7 +80,7 @@ class Shard:
 def ours(shard: Shard, case: str, size: int, cls: type[Optimizer] = AdamW, options: Mapping[str, Any] | None = None) -> Turn:
     dtype, factor = CASES[case]
     options = {**ADAMW, "fused": True} if options is None else {"lr": LR, **options}
-    kernel = kernels.kernel(cls([torch.zeros(64)], **options))
+    kernel = cpu_kernels.kernel(cls([torch.zeros(64)], **options))
     names = {Adam: ("exp_avg", "exp_avg_sq"), AdamW: ("exp_avg", "exp_avg_sq"), SGD: ("momentum_buffer",), Adagrad: ("sum",)}
     pieces = []
     for master, wide, narrow, first, second, out in shard.states(size):
@@ -108,7 +108,7 @@ def walked(turn: Turn) -> Turn:
     """`turn` as it is without numba."""
 
     def plain() -> None:
-        with mock.patch.object(kernels, "compiler", lambda: None):
+        with mock.patch.object(cpu_kernels, "compiler", lambda: None):
             turn()
 
     return plain
@@ -148,10 +148,10 @@ def streams(shard: Shard) -> dict[str, Turn]:
         "a *= s": lambda: shard.first.mul_(0.999),
         "a += s * b": lambda: shard.first.add_(shard.gradient, alpha=1e-9),
     }
-    if kernels.compiler() is not None:
-        from polyreme.zero import compiled
+    if cpu_kernels.compiler() is not None:
+        from polyreme.optim import compiled_kernels
 
-        found[TRAFFIC] = lambda: compiled.run(_traffic(), [shard.master, shard.gradient, shard.first, shard.second], [1e-9])
+        found[TRAFFIC] = lambda: compiled_kernels.run(_traffic(), [shard.master, shard.gradient, shard.first, shard.second], [1e-9])
     return found
 
 
@@ -205,7 +205,7 @@ def measure(numbers: int, rounds: int, rivals: Sequence[str]) -> dict[str, Any]:
         raise SystemExit(f"other bits than torch's: {wrong}")
     shard = Shard(numbers << 20)
     turns = {f"stream/{name}": turn for name, turn in streams(shard).items()}
-    absent = {} if kernels.compiler() is not None else {"numba": "not installed"}
+    absent = {} if cpu_kernels.compiler() is not None else {"numba": "not installed"}
     for case in CASES:
         systems = {
             OURS: ours(shard, case, numbers << 20),

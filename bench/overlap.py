@@ -29,8 +29,8 @@ from torch import nn
 import polyreme
 from checkpoint import file_system, shown
 from optimizer import clock, others_cores
-from polyreme.tiers import FileTier
-from polyreme.zero.records import RECORD
+from polyreme.offload.file import FileTier
+from polyreme.offload.optimizer_states import RECORD
 from report import MIB, spread, write
 from step import environment, say
 

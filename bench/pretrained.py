@@ -26,7 +26,7 @@ BENCH = Path(__file__).resolve().parent
 sys.path += [str(BENCH.parent / "tests"), str(BENCH)]
 
 import polyreme  # noqa: E402
-from polyreme.model_map import find_blocks  # noqa: E402
+from polyreme.models.huggingface import find_blocks  # noqa: E402
 from pool import Ranks  # noqa: E402
 from step import environment  # noqa: E402
 

@@ -30,8 +30,8 @@ from typing import Any
 from torch import Tensor
 
 from checkpoint import file_system, shown
-from polyreme.disk import File, aligned
-from polyreme.tiers import FileTier
+from polyreme.files.direct_io import File, aligned
+from polyreme.offload.file import FileTier
 from report import MIB, write
 from step import environment, say
 

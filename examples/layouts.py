@@ -11,7 +11,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import polyreme
-from polyreme.mesh import Mesh
+from polyreme.distributed.mesh import Mesh
 
 LAYOUTS = {
     "dp = 4": {"dp": 4},

@@ -32,8 +32,8 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
+from polyreme.distributed.mesh import GROUPS
 from polyreme.launch.processes import die_with_parent
-from polyreme.mesh import GROUPS
 
 WARM_RANKS = 8  # idle ranks kept over all world sizes; beyond it the pool used longest ago goes
 _NOTHING = pickle.dumps(None)
@@ -44,8 +44,8 @@ PRELOAD = [  # imported once by the forkserver; ranks begin with them
     "transformers.models.gpt2.modeling_gpt2",
     "pydantic",
     "pytest",
-    "polyreme.train",
-    "polyreme.zero.compiled",
+    "polyreme.job.run",
+    "polyreme.optim.compiled_kernels",
     "pool",
 ]
 

@@ -68,10 +68,10 @@ def run_example(rank: int, world_size: int, example: Path, folder: Path) -> str:
 
 def run_config(rank: int, world_size: int, example: Path, overrides: list[str]) -> dict[str, Any]:
     """On one rank: what `polyreme train` runs there, from the root of the repository."""
-    from polyreme import train
+    from polyreme.job import run
 
     with contextlib.chdir(ROOT):
-        return dict(vars(train.run(Config.load(example, overrides))))
+        return dict(vars(run.run(Config.load(example, overrides))))
 
 
 def tiny_model(rank: int, world_size: int, folder: Path) -> None:

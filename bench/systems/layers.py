@@ -15,10 +15,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from cases import DTYPES, SIZES, Batch, Job, Outcome
-from polyreme.mesh import Mesh
-from polyreme.tensor.rules import plan
-from polyreme.tensor.surgery import parallelize
-from polyreme.transport.work import DONE
+from polyreme.distributed.mesh import Mesh
+from polyreme.distributed.work import DONE
+from polyreme.tensor.parallelize import parallelize
+from polyreme.tensor.plan import plan
 from systems.masters import grad_of
 
 COLUMNS = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj")

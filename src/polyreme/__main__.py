@@ -8,7 +8,7 @@ from polyreme.launch.signals import importing
 def main() -> None:
     """The entry point."""
     with importing():
-        from polyreme.cli import main as command
+        from polyreme.cli.main import main as command
     try:
         command()
     except KeyboardInterrupt:  # before a command has begun, or as it ends

@@ -19,42 +19,43 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
-from polyreme import model_map, weight_gradients
-from polyreme.activations import Saved, measure, wrap_blocks
-from polyreme.agreement import known_as, same_config, same_model, same_scheduler
-from polyreme.allocator import give_freed_memory_back, keep_freed_memory
-from polyreme.batch_norm import normalise
-from polyreme.batches import MicroBatch, digest, filled, micro_batches, parts_of, warn_of_equal
-from polyreme.buffers import Buffers
 from polyreme.checkpoint.save import Saver
 from polyreme.config import Config
 from polyreme.data import Loader
+from polyreme.distributed.agreement import known_as, same_config, same_model, same_scheduler
+from polyreme.distributed.mesh import Axis, Mesh, everyone
+from polyreme.distributed.watch import collective
 from polyreme.errors import BatchError, ModelError, NumericsError
-from polyreme.gradients import Gradients
-from polyreme.lookup import look_up_by_rows
-from polyreme.loop import Loop
-from polyreme.lr_schedule import LRSchedule
-from polyreme.mesh import Axis, Mesh, everyone
-from polyreme.objective import LossFn, Objective
-from polyreme.offload import Offload
-from polyreme.pipeline.run import Calls, Runner, whole
+from polyreme.models import huggingface
+from polyreme.models.batch_norm import normalise
+from polyreme.models.buffers import Buffers
+from polyreme.offload.activations import Offload
+from polyreme.offload.host_allocator import give_freed_memory_back, keep_freed_memory
+from polyreme.optim.groups import Make, Options, Recipe, recipe
+from polyreme.optim.lr_schedule import LRSchedule
+from polyreme.optim.sparse_rows import look_up_by_rows
+from polyreme.pipeline import weight_gradients
+from polyreme.pipeline.executor import Calls, Runner, whole
 from polyreme.pipeline.schedule import Action, build, check, halves, next_backwards, stage_ranks
 from polyreme.pipeline.stage import Stage, refuse_calls
-from polyreme.precision import DTYPES, GRADIENT, MODEL, autocast, cast_floating, loss_scale, master_dtype, watch_nonfinite
-from polyreme.prepare import Model, cut, divide, divide_again, make_numbers, open_model, share_out, take_from_rank_0
-from polyreme.state import Loaded, Parts, adapters, adapters_alone, content, restore
-from polyreme.step import State, Step, StepResult
+from polyreme.planner.memory_model import working_set
+from polyreme.step.batches import MicroBatch, digest, filled, micro_batches, parts_of, warn_of_equal
+from polyreme.step.build import Model, cut, divide, divide_again, make_numbers, open_model, share_out, take_from_rank_0
+from polyreme.step.engine_state import Loaded, Parts, adapters, adapters_alone, content, restore
+from polyreme.step.gradients import Gradients
+from polyreme.step.loss import LossFn, Objective
+from polyreme.step.precision import DTYPES, GRADIENT, MODEL, autocast, cast_floating, loss_scale, master_dtype, watch_nonfinite
+from polyreme.step.recomputation import Saved, measure, wrap_blocks
+from polyreme.step.step import State, Step, StepResult
+from polyreme.step.user_loop import Loop
 from polyreme.tensor.layers import put_off_weights
-from polyreme.transport.watch import collective
-from polyreme.zero.blocks import Blocks
-from polyreme.zero.carry import carry, refuse_own_shapes
-from polyreme.zero.hands import Written, lent, lent_to_write
-from polyreme.zero.optimizers import Make, Options, Recipe, recipe
+from polyreme.zero.changes import Roster
+from polyreme.zero.full_parameters import Written, lent, lent_to_write
+from polyreme.zero.gather import Blocks
 from polyreme.zero.parameter import give_to, refuse_owned
 from polyreme.zero.reduce import Reducer
-from polyreme.zero.roster import Roster
-from polyreme.zero.update import Update
-from polyreme.zero.working_set import working_set
+from polyreme.zero.refresh import carry, refuse_own_shapes
+from polyreme.zero.sharded_optimizer import Update
 
 
 @dataclass(frozen=True)
@@ -83,7 +84,7 @@ def initialize(
         `lambda params: torch.optim.AdamW(params, lr=3e-4)` (which decides all that itself), or None: the config's.
     lr_scheduler: a torch scheduler, or a function of an optimizer that returns one: followed in place of the config's schedule, and
         stepped after every step.
-    loss_fn: see `polyreme.objective.LossFn`; None: the model returns its loss.
+    loss_fn: see `polyreme.step.loss.LossFn`; None: the model returns its loss.
 
     Raises ConfigError with every problem of the config, and ModelError for a model that cannot be trained.
     """
@@ -117,7 +118,7 @@ class Engine:
         if isinstance(model, nn.Module):
             refuse_owned(model)
         self.module, recording, weights = open_model(model, config, mesh)
-        blocks = model_map.find_blocks(self.module)
+        blocks = huggingface.find_blocks(self.module)
         made = recipe(self.module, config.optimizer, optimizer)
         others = {"built here": recording is not None, "weights": weights is not None, "optimizer": made.groups, "blocks": list(blocks)}
         others |= {f"optimizer's group of {name}": group for name, group in made.group_of.items()}
@@ -222,7 +223,7 @@ class Engine:
         self._unfinished = True
         random_state = self._random_state()
         weights = [self._objective.visible_weight(part.batch) if part.samples else 0 for part in parts]  # on a device, it would wait for it
-        parts = [replace(part, tokens=part.samples and model_map.count_tokens(part.batch)) for part in parts]
+        parts = [replace(part, tokens=part.samples and huggingface.count_tokens(part.batch)) for part in parts]
         parts = [replace(part, batch=cast_floating(part.batch, None, self.mesh.device)) for part in parts]
         try:
             results = self._run(parts, weights)
@@ -436,7 +437,7 @@ class Engine:
         for each in (self._blocks, self._reducer, self._loop):
             each.close()
         self._at_end.detach()  # it holds the loop, and so all that is replaced
-        blocks = model_map.find_blocks(self.module)
+        blocks = huggingface.find_blocks(self.module)
         self._wrap(blocks)
         self._placement = share_out(self.module, blocks, made, division, self.config, self.mesh, kept)
         self._follow(made)

@@ -22,12 +22,12 @@ import models
 import polyreme
 import training
 from polyreme.config import Config
+from polyreme.distributed.mesh import AXES, Axis, Mesh
+from polyreme.distributed.work import DONE, Work
 from polyreme.engine import Engine
 from polyreme.errors import NumericsError
-from polyreme.mesh import AXES, Axis, Mesh
-from polyreme.train import sample
-from polyreme.transport.work import DONE, Work
-from polyreme.zero import kernels
+from polyreme.job.run import sample
+from polyreme.optim import cpu_kernels
 
 STEPS = 3
 RECOMPUTE = {"activations": "recompute"}
@@ -320,7 +320,7 @@ def waits(device: torch.device, step: Callable[[], object]) -> int:
 def test_the_host_waits_a_few_times_a_step_whatever_the_model(
     device: torch.device, record_property: Callable[[str, object], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(kernels, "compiler", lambda: None)  # of a CPU's update, which reads from its own memory
+    monkeypatch.setattr(cpu_kernels, "compiler", lambda: None)  # of a CPU's update, which reads from its own memory
     counts = []
     for blocks in (2, 6):
         model = models.llama(num_hidden_layers=blocks)

@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from test_checkpoint_directory import corrupt
+from test_checkpoint_huggingface import corrupt
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import polyreme
 from polyreme.errors import CheckpointError
-from polyreme.state import content
+from polyreme.step.engine_state import content
 
 
 def make(limit: int) -> polyreme.Engine:

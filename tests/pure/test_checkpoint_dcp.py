@@ -25,9 +25,9 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_
 
 from damage import damage
 from polyreme.checkpoint.contents import contents
-from polyreme.checkpoint.dcp import DCPCheckpoint, _boxes, write_dcp
-from polyreme.checkpoint.deepspeed import DeepSpeedCheckpoint
-from polyreme.checkpoint.source import MODEL
+from polyreme.checkpoint.formats.dcp import DCPCheckpoint, _boxes, write_dcp
+from polyreme.checkpoint.formats.deepspeed import DeepSpeedCheckpoint
+from polyreme.checkpoint.sources import MODEL
 from polyreme.errors import CheckpointError
 
 

@@ -15,9 +15,9 @@ import torch
 from safetensors.torch import load_file
 
 from damage import damage
-from polyreme.checkpoint import archive
-from polyreme.checkpoint.deepspeed import DeepSpeedCheckpoint
-from polyreme.checkpoint.source import MASTER, MODEL
+from polyreme.checkpoint.formats import torch_archive
+from polyreme.checkpoint.formats.deepspeed import DeepSpeedCheckpoint
+from polyreme.checkpoint.sources import MASTER, MODEL
 from polyreme.errors import CheckpointError
 
 DATA = Path(__file__).parent.parent / "data" / "deepspeed"
@@ -77,7 +77,7 @@ def copied(tmp_path: Path, case: str) -> Path:
 
 def rewrite(file: Path, **changes: Any) -> None:
     """A file's object with some entries changed."""
-    torch.save(archive.load(file, "deepspeed") | changes, file.with_suffix(".new"))  # not in place: the old file is still mapped
+    torch.save(torch_archive.load(file, "deepspeed") | changes, file.with_suffix(".new"))  # not in place: the old file is still mapped
     file.with_suffix(".new").replace(file)
 
 

@@ -15,12 +15,12 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 from typer.testing import CliRunner
 
-from polyreme import cli
-from polyreme.checkpoint.dcp import DCPCheckpoint
-from polyreme.checkpoint.deepspeed import DeepSpeedCheckpoint
-from polyreme.checkpoint.directory import Directory
+from polyreme.checkpoint.formats.dcp import DCPCheckpoint
+from polyreme.checkpoint.formats.deepspeed import DeepSpeedCheckpoint
+from polyreme.checkpoint.formats.huggingface import Directory
+from polyreme.checkpoint.manifest import File, Resume, write
 from polyreme.checkpoint.open import open_source
-from polyreme.checkpoint.resume import File, Resume, write
+from polyreme.cli import main
 from polyreme.errors import CheckpointError
 
 DEEPSPEED = Path(__file__).parent.parent / "data" / "deepspeed" / "stage3-bf16"
@@ -63,7 +63,7 @@ def save_dcp(folder: Path) -> Path:
 
 
 def inspect(*words: Any) -> tuple[int, str]:
-    result = CliRunner().invoke(cli.app, ["inspect", *map(str, words)], env={"COLUMNS": "80"})
+    result = CliRunner().invoke(main.app, ["inspect", *map(str, words)], env={"COLUMNS": "80"})
     return result.exit_code, result.output
 
 

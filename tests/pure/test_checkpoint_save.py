@@ -20,8 +20,8 @@ from torch import Tensor, nn
 import cuttable
 import models
 import polyreme
-from polyreme.checkpoint import folder
-from polyreme.checkpoint.directory import Directory
+from polyreme.checkpoint import run_directory
+from polyreme.checkpoint.formats.huggingface import Directory
 from polyreme.engine import Engine
 from polyreme.errors import CheckpointError
 
@@ -138,7 +138,7 @@ def ending(after: int) -> Iterator[list[str]]:
         for owner, names in ((os, ("pwrite", "posix_fallocate", "fsync", "rename", "unlink", "rmdir", "mkdir")), (Path, ("write_bytes",))):
             for name in names:
                 stack.enter_context(patch.object(owner, name, counted(name, getattr(owner, name))))
-        stack.enter_context(patch("polyreme.checkpoint.save.exchange", counted("exchange", folder.exchange)))
+        stack.enter_context(patch("polyreme.checkpoint.save.exchange", counted("exchange", run_directory.exchange)))
         yield done
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from polyreme import cli
+from polyreme.cli import main
 from polyreme.config import Config
 from polyreme.errors import BatchError, LaunchError
 from polyreme.launch import torchrun
@@ -58,7 +58,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Sequence[str], int]]
 
 @pytest.fixture
 def trained(monkeypatch: pytest.MonkeyPatch) -> list[Config]:
-    """Every config that `polyreme.train.run` would get."""
+    """Every config that `polyreme.job.run.run` would get."""
     configs: list[Config] = []
 
     def run(config: Config) -> Summary:
@@ -69,25 +69,25 @@ def trained(monkeypatch: pytest.MonkeyPatch) -> list[Config]:
             raise KeyboardInterrupt
         return Summary(loss=1.5)
 
-    module = types.ModuleType("polyreme.train")
+    module = types.ModuleType("polyreme.job.run")
     module.run = run  # type: ignore[attr-defined]
     module.check_sources = module.check_division = lambda config: None  # type: ignore[attr-defined]
     module.finished = lambda config: Summary(loss=0.5) if config.seed == 15 else None  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "polyreme.train", module)
-    monkeypatch.setattr("polyreme.train", module, raising=False)
+    monkeypatch.setitem(sys.modules, "polyreme.job.run", module)
+    monkeypatch.setattr("polyreme.job.run", module, raising=False)
     return configs
 
 
 def polyreme(*words: str, env: Mapping[str, str] | None = None) -> tuple[int, str, str]:
     """Exit status, stdout, stderr."""
-    result = CliRunner().invoke(cli.app, words, env=env)
+    result = CliRunner().invoke(main.app, words, env=env)
     if result.exception and not isinstance(result.exception, SystemExit):
         raise result.exception
     return result.exit_code, result.stdout, result.stderr
 
 
 def test_help_needs_no_torch() -> None:
-    code = "import sys, polyreme.cli; sys.exit(any(name in sys.modules for name in ('torch', 'transformers', 'numpy')))"
+    code = "import sys, polyreme.cli.main; sys.exit(any(name in sys.modules for name in ('torch', 'transformers', 'numpy')))"
     assert subprocess.run([sys.executable, "-c", code], env={"PYTHONPATH": ":".join(sys.path)}).returncode == 0
 
 
@@ -294,8 +294,8 @@ def test_a_reader_that_reads_no_further_is_no_error(monkeypatch: pytest.MonkeyPa
     def closed(*_: object) -> None:
         raise BrokenPipeError(32, "Broken pipe")
 
-    monkeypatch.setattr("polyreme.doctor.examine", closed)
-    found = CliRunner().invoke(cli.app, ["doctor"])
+    monkeypatch.setattr("polyreme.cli.doctor.examine", closed)
+    found = CliRunner().invoke(main.app, ["doctor"])
     assert (found.exit_code, found.output) == (1, "")
 
 
@@ -304,6 +304,6 @@ def test_a_current_folder_that_is_gone_is_named(tmp_path: Path, monkeypatch: pyt
     monkeypatch.chdir(tmp_path / "gone")
     (tmp_path / "gone").rmdir()
     for words in (["train", "x.toml"], ["launch", "x.py"], ["inspect", "x.toml"]):
-        found = CliRunner().invoke(cli.app, words)
+        found = CliRunner().invoke(main.app, words)
         assert found.exit_code == 1 and found.stderr.startswith("error: the current folder cannot be used"), words
-    assert CliRunner().invoke(cli.app, ["--help"]).exit_code == 0
+    assert CliRunner().invoke(main.app, ["--help"]).exit_code == 0

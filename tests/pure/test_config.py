@@ -18,11 +18,11 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
+from polyreme.cli.inspect import as_json, render, with_reference
 from polyreme.config import Config, Progress, Span
-from polyreme.config.keys import LEAVES, SECTIONS
-from polyreme.config.words import default, expects, toml
+from polyreme.config.describe import default, expects, toml
+from polyreme.config.schema import LEAVES, SECTIONS
 from polyreme.errors import ConfigError, Problem
-from polyreme.inspect import as_json, render, with_reference
 
 TOML = """
 seed = 3
@@ -674,7 +674,7 @@ def test_as_json_loads_as_the_resolved_config() -> None:
 
 def test_the_page_is_in_step_with_the_keys() -> None:
     page = (Path(__file__).parents[2] / "docs" / "config.md").read_text(encoding="utf-8")
-    assert page == with_reference(page), "run: python -m polyreme.inspect docs/config.md"
+    assert page == with_reference(page), "run: python -m polyreme.cli.inspect docs/config.md"
 
 
 def test_the_page_is_an_example_that_runs(tmp_path: Path) -> None:

@@ -9,8 +9,8 @@ from torch import nn
 from typer.testing import CliRunner
 
 import polyreme
-from polyreme.cli import app
-from polyreme.environment import Environment, detect
+from polyreme.cli.main import app
+from polyreme.distributed.environment import Environment, detect
 from polyreme.errors import LaunchError
 
 TORCHRUN = {

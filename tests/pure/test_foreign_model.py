@@ -15,9 +15,9 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 import polyreme
-from polyreme import model_map
 from polyreme.engine import Engine
 from polyreme.errors import ConfigError
+from polyreme.models import huggingface
 
 SIZES = {"vocab_size": 24, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
 WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -119,7 +119,7 @@ def test_a_layer_more_than_there_are_weights(saved: Path, tmp_path: Path) -> Non
 def test_tied_weights_are_not_missing(saved: Path) -> None:
     assert "lm_head.weight" not in load_file(saved / "tied" / WHOLE)
     engine_of(saved / "tied")
-    model_map.build(str(saved / "tied"), None)
+    huggingface.build(str(saved / "tied"), None)
 
 
 @pytest.mark.parametrize("kernel", ["kernels-community/flash-attn", "paged|somebody/else@main:f", "flash_attention_2"])
@@ -131,7 +131,7 @@ def test_a_kernel_is_not_fetched_unless_trusted(saved: Path, tmp_path: Path, ker
     with pytest.raises(ConfigError, match=said):
         engine_of(tmp_path / "model")
     with pytest.raises(ConfigError, match=said):
-        model_map.skeleton(None, {"model_type": "llama", **SIZES, "attn_implementation": kernel})
-    assert model_map.read_config(str(tmp_path / "model"), None, trust_remote_code=True)._attn_implementation == kernel
+        huggingface.skeleton(None, {"model_type": "llama", **SIZES, "attn_implementation": kernel})
+    assert huggingface.read_config(str(tmp_path / "model"), None, trust_remote_code=True)._attn_implementation == kernel
     change_json(tmp_path / "model" / "config.json", attn_implementation="eager")
     engine_of(tmp_path / "model")

@@ -14,20 +14,21 @@ import torch
 from rich.console import Console as Terminal
 from safetensors.torch import save_file
 from test_monitor_plot import write_log
-from test_run_folder import save
+from test_run_directory import save
 
-from polyreme import inspect, train
-from polyreme.checkpoint import deepspeed
 from polyreme.checkpoint.contents import contents
-from polyreme.checkpoint.direct import DirectFile
-from polyreme.checkpoint.folder import RunFolder
+from polyreme.checkpoint.direct_reader import DirectFile
+from polyreme.checkpoint.formats import deepspeed
+from polyreme.checkpoint.run_directory import RunFolder
+from polyreme.cli import inspect
 from polyreme.config import Config
-from polyreme.config.words import toml
+from polyreme.config.describe import toml
 from polyreme.errors import CheckpointError, ConfigError, DataError, Problem, printable
+from polyreme.job import run as train
 from polyreme.monitor.console import Console
 from polyreme.monitor.jsonl import JSONL
+from polyreme.monitor.plot import plot_losses
 from polyreme.monitor.record import Run
-from polyreme.plot import plot_losses
 
 RUN = Run(model="m", parameters=1, ranks=1, stage=0, dtype="fp32", steps=1, step=1, config={})
 EVIL = "\x1b]0;owned\x07\x1b[2J\x9b31m\u202egnp.\udc80"

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from polyreme.loss_graph import doubt, mixes, weight_of
+from polyreme.step.loss_graph import doubt, mixes, weight_of
 
 LOGITS = torch.randn(6, 4, requires_grad=True)
 LABELS = torch.tensor([0, 1, -100, 3, 2, -100])

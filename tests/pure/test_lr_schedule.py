@@ -14,7 +14,7 @@ from torch.optim import lr_scheduler
 
 from polyreme.config import Config, Progress, Span
 from polyreme.errors import ConfigError
-from polyreme.lr_schedule import LRSchedule
+from polyreme.optim.lr_schedule import LRSchedule
 
 NAMES = ("constant", "linear", "cosine", "wsd", "one-cycle")
 

@@ -15,7 +15,7 @@ import pytest
 from polyreme.errors import ConfigError, DataError
 from polyreme.monitor import LOG_NAME, Record, Run
 from polyreme.monitor.jsonl import JSONL
-from polyreme.plot import TRAINING, _running_mean, plot_losses
+from polyreme.monitor.plot import TRAINING, _running_mean, plot_losses
 
 
 def write_log(folder: Path, losses: list[float], validation: dict[int, float], bits: float | None = 0.39) -> Path:
@@ -92,11 +92,11 @@ def test_running_mean_passes_over_nan() -> None:
 
 
 def test_without_matplotlib(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delitem(sys.modules, "polyreme.plot")
+    monkeypatch.delitem(sys.modules, "polyreme.monitor.plot")
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     monkeypatch.setitem(sys.modules, "matplotlib.ticker", None)
     with pytest.raises(ConfigError, match=r"pip install matplotlib, or set monitor\.plot = false"):
-        importlib.import_module("polyreme.plot")
+        importlib.import_module("polyreme.monitor.plot")
 
 
 def test_nothing_to_plot(tmp_path: Path) -> None:

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from polyreme.layout import ALIGN, BucketLayout, TensorSpec
-from polyreme.precision import LossScale, cast_floating, clip_factor, master_dtype, norm_of, watch_nonfinite
+from polyreme.layout.bucket_layout import ALIGN, BucketLayout, TensorSpec
+from polyreme.step.precision import LossScale, cast_floating, clip_factor, master_dtype, norm_of, watch_nonfinite
 from polyreme.zero.bucket import squared_norm
 
 

@@ -9,8 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from polyreme.layout import Cut
-from polyreme.region import Runs, held
+from polyreme.layout.bucket_layout import Cut
+from polyreme.layout.region import Runs, held
 
 
 @st.composite

@@ -12,9 +12,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from polyreme.distributed import shared_memory
+from polyreme.distributed.shared_memory import NUMBERS, RING, SEGMENT, Board, Heap, Peer, heap, peer
 from polyreme.errors import TransportError
-from polyreme.transport import shared_memory
-from polyreme.transport.shared_memory import NUMBERS, RING, SEGMENT, Board, Heap, Peer, heap, peer
 
 pytestmark = pytest.mark.skipif(heap() is None, reason="this system has no memory to share, or orders writes too weakly")
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from polyreme.layout import Cut
+from polyreme.layout.bucket_layout import Cut
 
 
 @st.composite

@@ -13,8 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 from transformers.pytorch_utils import Conv1D
 
+from polyreme.pipeline.weight_gradients import WeightGradients, current, expect
 from polyreme.tensor.layers import put_off_weights
-from polyreme.weight_gradients import WeightGradients, current, expect
 
 
 @pytest.fixture(autouse=True)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from polyreme.distributed.work import Work
 from polyreme.errors import TransportError
-from polyreme.transport.work import Work
 
 
 class Broken:

@@ -14,12 +14,13 @@ import pytest
 from typer.testing import CliRunner
 
 from command import RANK_VARIABLES, TINY, write_text
-from polyreme import cli, model_map
-from polyreme.config.keys import LEAVES
-from polyreme.config.words import expects
+from polyreme.cli import main
+from polyreme.config.describe import expects
+from polyreme.config.schema import LEAVES
 from polyreme.data import load_tokenizer, tokenizer_folder, train_tokenizer
 from polyreme.errors import ConfigError, DataError
 from polyreme.launch import torchrun
+from polyreme.models import huggingface
 
 DEEP = 5000
 LAUGHS = "a: &a [x, x, x, x, x, x, x, x, x, x]\n" + "".join(
@@ -56,7 +57,7 @@ KEYS = [(key, value) for key in LEAVES for value in wrong_values(key)]
 
 
 def run(*words: str) -> tuple[int, str, str, BaseException | None]:
-    result = CliRunner().invoke(cli.app, words, env={**dict.fromkeys(RANK_VARIABLES), "COLUMNS": "80"})
+    result = CliRunner().invoke(main.app, words, env={**dict.fromkeys(RANK_VARIABLES), "COLUMNS": "80"})
     return result.exit_code, result.stdout, result.stderr, result.exception
 
 
@@ -208,21 +209,21 @@ def test_nonsense_in_the_model_is_named() -> None:
     changes["n_layer"] = 10**9  # which would be built for as long as the user waits
     for key, value in changes.items():
         with pytest.raises(ConfigError) as caught:
-            model_map.skeleton(None, {"model_type": "llama", key: value})
+            huggingface.skeleton(None, {"model_type": "llama", key: value})
         found[key] = [problem.key for problem in caught.value.problems]
     assert found == {key: [f"model.config.{key}"] for key in changes}
 
 
 def test_damaged_files_beside_the_weights(tmp_path: Path) -> None:
     """What transformers reads beside the weights, and raises errors of any kind for: the path is named, and what to do."""
-    model_map.skeleton(
+    huggingface.skeleton(
         None, {"model_type": "llama", "hidden_size": 8, "num_attention_heads": 1, "num_hidden_layers": 1}
     ).config.save_pretrained(tmp_path)
     train_tokenizer(["some text"], 300).save_pretrained(tmp_path)
     contents = ("", "[1, 2]", '"x"', "3", "null", '{"a":' * DEEP + "1" + "}" * DEEP, "\xff\xfe", '{"eos_token_id": "no", "eos_token": 5}')
     found = {}
     for name, read in {
-        **dict.fromkeys(("config.json", "generation_config.json"), lambda: model_map.read_config(str(tmp_path), None)),
+        **dict.fromkeys(("config.json", "generation_config.json"), lambda: huggingface.read_config(str(tmp_path), None)),
         **dict.fromkeys(("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"), lambda: load_tokenizer(tmp_path)),
     }.items():
         file = tmp_path / name

@@ -14,10 +14,11 @@ from typer.testing import CliRunner
 
 import polyreme as library
 from command import RANK_VARIABLES, TINY, polyreme, write_text
-from polyreme import cli, train
+from polyreme.cli import main
 from polyreme.config import Config
 from polyreme.data import train_tokenizer
 from polyreme.errors import BatchError, ConfigError, DataError, ModelError, PolyremeError
+from polyreme.job import run
 from polyreme.launch import torchrun
 from pool import Ranks
 
@@ -64,7 +65,7 @@ def test_found_before_any_rank_starts(folder: Path, monkeypatch: pytest.MonkeyPa
     words, expected, said = BEFORE_RANKS[case]
     monkeypatch.chdir(folder)
     monkeypatch.setattr(torchrun, "launch", lambda *_, **__: pytest.fail("ranks were started"))
-    result = CliRunner().invoke(cli.app, ["train", *words], env=dict.fromkeys(RANK_VARIABLES))
+    result = CliRunner().invoke(main.app, ["train", *words], env=dict.fromkeys(RANK_VARIABLES))
     refused(result.exit_code, result.stdout, result.stderr, expected)
     for words_of_it in said:
         assert words_of_it in result.stderr
@@ -142,7 +143,7 @@ def refusals(rank: int, world_size: int, folder: str) -> dict[str, tuple[str, st
             if isinstance(tree[section].get(key), str):
                 tree[section][key] = str(Path(folder, tree[section][key]))
         try:
-            train.run(Config.load(tree))
+            run.run(Config.load(tree))
             found[case] = ("none", "it trained")
         except PolyremeError as error:
             found[case] = (type(error).__name__, str(error))

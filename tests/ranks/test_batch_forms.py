@@ -16,9 +16,9 @@ from torch import Tensor, nn
 
 import polyreme
 import training
-from polyreme.batches import digest, split
 from polyreme.errors import BatchError
-from polyreme.precision import cast_floating
+from polyreme.step.batches import digest, split
+from polyreme.step.precision import cast_floating
 from pool import Ranks
 
 NAMES = ["long", "s", "medium", "of", "eight", "a", "wordy", "b"]

@@ -22,9 +22,9 @@ from torch import nn
 
 import models
 import polyreme
-import polyreme.state
+import polyreme.step.engine_state
 import training
-from polyreme.checkpoint import kept, resume, save, write
+from polyreme.checkpoint import manifest, reader, save, writer
 from polyreme.engine import Engine
 from polyreme.errors import CheckpointError
 from pool import Ranks
@@ -213,7 +213,7 @@ def test_states_are_those_that_were_saved_however_little_memory_there_is(tmp_pat
     saved = engine.save(tmp_path / "saved")
     for _ in range(2):
         step(engine, "sometimes")
-    with patch.object(kept, "available", lambda: room):
+    with patch.object(reader, "available", lambda: room):
         engine.load(saved)
     assert contents(engine.save(tmp_path / "again")) == contents(saved)
 
@@ -228,7 +228,7 @@ def shared_or_not(rank: int, world: int, folder: Path) -> None:
     found = engine.state_dict()
     if rank:
         return
-    one, other = (resume.read(path) for path in saved)
+    one, other = (manifest.read(path) for path in saved)
     assert one and other and one.files == other.files and len(one.files) > 20
     index = json.loads((saved[1] / "model.safetensors.index.json").read_text())
     assert len(set(index["weight_map"].values())) > 2
@@ -323,7 +323,7 @@ def test_an_interrupt_while_files_are_compared_changes_nothing(tmp_path: Path, p
     engine = engine_of("llama", z(2, **precision))
     saved = engine.save(tmp_path / "saved")
     step(engine, "llama")
-    before, read, blocks = snapshot_of(engine), kept._read, []
+    before, read, blocks = snapshot_of(engine), reader._read, []
 
     def interrupted(*arguments: Any) -> int:
         blocks.append(arguments)
@@ -331,7 +331,7 @@ def test_an_interrupt_while_files_are_compared_changes_nothing(tmp_path: Path, p
             raise KeyboardInterrupt
         return read(*arguments)
 
-    with patch.object(kept, "_read", interrupted), pytest.raises(KeyboardInterrupt):
+    with patch.object(reader, "_read", interrupted), pytest.raises(KeyboardInterrupt):
         engine.load(saved)
     torch.testing.assert_close(snapshot_of(engine), before, rtol=0, atol=0)
 
@@ -359,7 +359,7 @@ def test_what_nothing_is_read_into_is_zero(ranks: Ranks, tmp_path: Path) -> None
 
 def background(rank: int, world: int, folder: Path) -> None:
     engine = engine_of("llama", z(2, **BF16, memory={"states": {"host": 0.5, "device": 0.5}}))
-    go, written = threading.Event(), write.Writer._put_stretch
+    go, written = threading.Event(), writer.Writer._put_stretch
 
     def held_up(*args: Any) -> None:
         go.wait(30)
@@ -367,7 +367,7 @@ def background(rank: int, world: int, folder: Path) -> None:
 
     step(engine, "llama")
     first = engine.save(folder / "first")
-    with patch.object(write.Writer, "_put_stretch", held_up):
+    with patch.object(writer.Writer, "_put_stretch", held_up):
         moment = engine.save(folder / "moment", wait=False)
         losses = [step(engine, "llama") for _ in range(2)]
         assert not moment.exists()
@@ -378,7 +378,7 @@ def background(rank: int, world: int, folder: Path) -> None:
     again.load(moment)
     assert [step(again, "llama") for _ in range(2)] == losses
 
-    fill, taken, needed = write.Writer._fill, save.Saver.taken, threading.Event()
+    fill, taken, needed = writer.Writer._fill, save.Saver.taken, threading.Event()
 
     def late(*args: Any) -> Any:
         needed.wait(30)
@@ -388,7 +388,7 @@ def background(rank: int, world: int, folder: Path) -> None:
         needed.set()
         taken(saver)
 
-    with patch.object(write.Writer, "_fill", late), patch.object(save.Saver, "taken", need):
+    with patch.object(writer.Writer, "_fill", late), patch.object(save.Saver, "taken", need):
         engine.save(folder / "late", wait=False)
         step(engine, "llama")
     engine.wait()
@@ -432,13 +432,13 @@ def written_meanwhile(rank: int, world: int, folder: Path) -> None:
             engine = engine_of("llama", z(stage, **precision))
             step(engine, "llama")
             name = f"{stage} {len(precision)}"
-            first, go, fill = engine.save(folder / name), threading.Event(), write.Writer._fill
+            first, go, fill = engine.save(folder / name), threading.Event(), writer.Writer._fill
 
             def late(*args: Any, go: Any = go, fill: Any = fill) -> Any:
                 go.wait(30)
                 return fill(*args)
 
-            with patch.object(write.Writer, "_fill", late):
+            with patch.object(writer.Writer, "_fill", late):
                 engine.save(folder / f"{name} again", wait=False)
                 if stage < 3:
                     for parameter in engine.module.parameters():

@@ -15,8 +15,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from polyreme.checkpoint.dcp import DCPCheckpoint
-from polyreme.checkpoint.source import MODEL
+from polyreme.checkpoint.formats.dcp import DCPCheckpoint
+from polyreme.checkpoint.sources import MODEL
 from pool import Ranks
 
 

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 import polyreme
-from polyreme.checkpoint.dcp import write_dcp
+from polyreme.checkpoint.formats.dcp import write_dcp
 from polyreme.checkpoint.open import open_source
 from pool import Ranks
 

@@ -18,12 +18,12 @@ import pytest
 from test_resume import CONFIG, assert_same, names, numbers, said
 
 from command import running, until, write_text
-from polyreme import train
-from polyreme.checkpoint import resume
-from polyreme.checkpoint.folder import RunFolder, is_whole, step_of
-from polyreme.checkpoint.write import Writer
+from polyreme.checkpoint import manifest
+from polyreme.checkpoint.run_directory import RunFolder, is_whole, step_of
+from polyreme.checkpoint.writer import Writer
 from polyreme.config import Config
 from polyreme.errors import CheckpointError
+from polyreme.job import run as train
 from pool import Ranks, RanksFailed
 
 END_WITHIN = 30.0  # seconds from a kill to the end of the command
@@ -47,7 +47,7 @@ def killed_in(patches: Patches, place: Any, name: str, here: Callable[..., bool]
 
 MOMENTS: dict[str, tuple[int, Callable[[Patches], None], str, int]] = {
     "a rank writes its part": (1, lambda p: killed_in(p, Writer, "_put_stretch", lambda writer, *_: is_third(writer)), "step-2.tmp", 1),
-    "all is there but resume.json": (0, lambda p: killed_in(p, resume, "write", lambda at, _: at.name == "step-4.tmp"), "step-4.tmp", 3),
+    "all is there but resume.json": (0, lambda p: killed_in(p, manifest, "write", lambda at, _: at.name == "step-4.tmp"), "step-4.tmp", 3),
     "about to be named": (0, lambda p: killed_in(p, Path, "rename", lambda path, _: path.name == "step-5.tmp"), "step-5.tmp", 4),
     "named, and not pointed to": (0, lambda p: killed_in(p, RunFolder, "point", lambda _, path: path.name == "step-6"), "step-6", 6),
     "the oldest is being deleted": (0, lambda p: killed_in(p, shutil, "rmtree", is_half_gone), "step-5.old", 7),

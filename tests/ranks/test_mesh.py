@@ -16,10 +16,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from polyreme.distributed.gloo_direct import CHUNK
+from polyreme.distributed.mesh import AXES, SHORT, Axis, Mesh, lines
+from polyreme.distributed.shared_memory import heap
 from polyreme.errors import TransportError
-from polyreme.mesh import AXES, SHORT, Axis, Mesh, lines
-from polyreme.transport.direct import CHUNK
-from polyreme.transport.shared_memory import heap
 from pool import Ranks, RanksFailed
 
 SIZES = [0, 1, 7, 64, 1003, CHUNK + 5]

@@ -17,8 +17,8 @@ from torch import nn
 import models
 import polyreme
 import training
-from polyreme import model_map
 from polyreme.errors import CheckpointError, ModelError
+from polyreme.models import huggingface
 from pool import Ranks
 
 Change = Callable[[nn.Module], nn.Module]
@@ -127,7 +127,7 @@ def alone(rank: int, world: int, folder: Path) -> None:
         kinds = {"exp_avg", "exp_avg_sq", "step", "model"} | ({"master"} if name == "bf16" else set())
         assert {file.name for file in (path / "optimizer").iterdir()} == {f"{kind}.safetensors" for kind in kinds}
         assert not list(path.glob("model*"))
-        whole, has = engine.state_dict(), model_map.adapters(engine.module)
+        whole, has = engine.state_dict(), huggingface.adapters(engine.module)
         if name != "norm":
             opened = peft.PeftModel.from_pretrained(models.build("llama"), path).to(torch.bfloat16 if name == "bf16" else torch.float64)
             if name == "two":
@@ -177,9 +177,9 @@ def test_adapters_alone_are_saved_and_gone_on_from(world: int, ranks: Ranks, tmp
 
 def test_labels_are_counted_as_by_the_base() -> None:
     model, batch = adapted(), models.tokens(2)
-    count = model_map.count_labels
+    count = huggingface.count_labels
     assert count(model, batch) == count(models.build("llama"), batch) == int((batch["labels"][:, 1:] != -100).sum())
-    assert model_map.training_arguments(model) == {"use_cache": False}
+    assert huggingface.training_arguments(model) == {"use_cache": False}
 
 
 def staged(rank: int, world: int, folder: Path) -> None:
@@ -296,7 +296,7 @@ def put_in_later(rank: int, world: int, folder: Path) -> None:
         opened, whole = peft.PeftModel.from_pretrained(models.build("llama"), path).double(), engine.state_dict()
         if stage != 2:
             opened.load_adapter(path / "other", "other")
-        names = {key: f"base_model.model.{key}" if stage == 2 else key for key in model_map.adapters(engine.module)}
+        names = {key: f"base_model.model.{key}" if stage == 2 else key for key in huggingface.adapters(engine.module)}
         assert len(names) == (12 if stage == 2 else 24)
         assert all(torch.equal(opened.state_dict()[there].double(), whole[key]) for key, there in names.items()), stage
         engine.load(path)

@@ -14,7 +14,7 @@ import models
 import polyreme
 import training
 from polyreme.errors import NumericsError
-from polyreme.layout import ALIGN
+from polyreme.layout.bucket_layout import ALIGN
 from pool import Ranks
 
 WORLD, STEPS, SCALE = 2, 3, 1024.0

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 import polyreme
 import training
 from models import Wide
-from polyreme.batches import leading_sizes, split
 from polyreme.errors import BatchError
+from polyreme.step.batches import leading_sizes, split
 from pool import Ranks
 
 STAGES = (0, 2, 3)

@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 
 from command import TINY, running, until, write_text
-from polyreme import train
 from polyreme.checkpoint import save as saving
 from polyreme.config import Config
 from polyreme.engine import Engine
 from polyreme.errors import CheckpointError, ConfigError, DataError
+from polyreme.job import run as train
 from polyreme.monitor import read_log
 from pool import Ranks, RanksFailed
 

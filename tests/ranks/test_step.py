@@ -20,8 +20,8 @@ import models
 import polyreme
 import training
 from polyreme import engine as engine_module
-from polyreme import objective as objective_module
 from polyreme.errors import BatchError, ModelError, NumericsError
+from polyreme.step import loss as objective_module
 from pool import Ranks
 
 FP64 = {"precision": {"compute": "fp64"}}

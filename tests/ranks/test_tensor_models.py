@@ -14,13 +14,13 @@ import transformers
 from torch import Tensor, nn
 
 from models import VOCABULARY, Wide
-from polyreme.activations import wrap_blocks
-from polyreme.layout import Cut
-from polyreme.mesh import Axis, Mesh
-from polyreme.model_map import find_blocks
-from polyreme.tensor.rules import plan
-from polyreme.tensor.surgery import parallelize
-from polyreme.zero.deferred import record
+from polyreme.deferred_init.replay import record
+from polyreme.distributed.mesh import Axis, Mesh
+from polyreme.layout.bucket_layout import Cut
+from polyreme.models.huggingface import find_blocks
+from polyreme.step.recomputation import wrap_blocks
+from polyreme.tensor.parallelize import parallelize
+from polyreme.tensor.plan import plan
 from pool import Ranks, RanksFailed
 
 TOLERANCE = 1e-10

@@ -7,12 +7,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from polyreme.distributed.mesh import Axis, Mesh
 from polyreme.errors import BatchError, ModelError
-from polyreme.layout import Cut
-from polyreme.mesh import Axis, Mesh
+from polyreme.layout.bucket_layout import Cut
 from polyreme.tensor import ops
-from polyreme.tensor.loss import SplitLogits, cross_entropy
-from polyreme.tensor.randomness import Fork
+from polyreme.tensor.rng import Fork
+from polyreme.tensor.vocab_parallel_loss import SplitLogits, cross_entropy
 from pool import Ranks
 
 EXACT = {"rtol": 0, "atol": 1e-12}

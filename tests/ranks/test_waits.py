@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 
 import polyreme
+from polyreme.distributed.mesh import Mesh, everyone
+from polyreme.distributed.watch import ASIDE, WATCH, Meeting, Watch
 from polyreme.errors import PolyremeError, TransportError
-from polyreme.mesh import Mesh, everyone
-from polyreme.transport.watch import ASIDE, WATCH, Meeting, Watch
 from pool import Ranks
 
 WIDTH = 64

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import polyreme
-from polyreme.transport.work import UNSETTLED
+from polyreme.distributed.work import UNSETTLED
 from pool import Ranks
 
 WIDTH, TIMEOUT = 16, 60

@@ -14,9 +14,9 @@ import models
 import polyreme
 import training
 from polyreme.pipeline.schedule import build, halves
-from polyreme.step import Step
+from polyreme.pipeline.weight_gradients import current
+from polyreme.step.step import Step
 from polyreme.tensor import ops
-from polyreme.weight_gradients import current
 from polyreme.zero.bucket import Bucket
 from pool import Ranks
 

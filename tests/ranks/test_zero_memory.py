@@ -18,7 +18,7 @@ from torch import Tensor
 import models
 import polyreme
 import training
-from polyreme.transport.work import UNSETTLED, Work
+from polyreme.distributed.work import UNSETTLED, Work
 from pool import Ranks
 
 BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}

@@ -10,7 +10,7 @@ import torch
 import models
 import polyreme
 import training
-from polyreme.layout import ALIGN
+from polyreme.layout.bucket_layout import ALIGN
 from pool import Ranks
 
 BYTES = {"fp32": 4, "bf16": 2}

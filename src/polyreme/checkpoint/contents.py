@@ -11,12 +11,12 @@ from typing import Any
 
 import torch
 
-from polyreme.checkpoint.dcp import DCPCheckpoint
-from polyreme.checkpoint.deepspeed import DeepSpeedCheckpoint
-from polyreme.checkpoint.directory import Directory
-from polyreme.checkpoint.folder import RunFolder
+from polyreme.checkpoint.formats.dcp import DCPCheckpoint
+from polyreme.checkpoint.formats.deepspeed import DeepSpeedCheckpoint
+from polyreme.checkpoint.formats.huggingface import Directory
 from polyreme.checkpoint.open import open_source
-from polyreme.checkpoint.source import MASTER, MODEL, Source, TensorInfo
+from polyreme.checkpoint.run_directory import RunFolder
+from polyreme.checkpoint.sources import MASTER, MODEL, Source, TensorInfo
 from polyreme.errors import CheckpointError
 
 SHARE = 1 << 28  # bytes checked between two signs of progress

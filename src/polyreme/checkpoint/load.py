@@ -14,15 +14,15 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from polyreme.checkpoint.directory import Directory
-from polyreme.checkpoint.kept import Kept, Need, keep
-from polyreme.checkpoint.source import MASTER, MODEL, Source, TensorInfo
-from polyreme.checkpoint.together import together
-from polyreme.checkpoint.write import combine
-from polyreme.layout import Cut
-from polyreme.mesh import Axis
-from polyreme.model_map import base_prefix, file_names
-from polyreme.region import Region, Runs, held
+from polyreme.checkpoint.collective_errors import together
+from polyreme.checkpoint.formats.huggingface import Directory
+from polyreme.checkpoint.reader import Kept, Need, keep
+from polyreme.checkpoint.sources import MASTER, MODEL, Source, TensorInfo
+from polyreme.checkpoint.writer import combine
+from polyreme.distributed.mesh import Axis
+from polyreme.layout.bucket_layout import Cut
+from polyreme.layout.region import Region, Runs, held
+from polyreme.models.huggingface import base_prefix, file_names
 
 BLOCK = 1 << 20  # elements
 THREADS = 2

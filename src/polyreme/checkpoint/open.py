@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from polyreme.checkpoint import dcp, deepspeed
-from polyreme.checkpoint.dcp import DCPCheckpoint
-from polyreme.checkpoint.deepspeed import DeepSpeedCheckpoint
-from polyreme.checkpoint.directory import Directory
 from polyreme.checkpoint.files import reading
-from polyreme.checkpoint.resume import NAME as RESUME
-from polyreme.checkpoint.source import Source
+from polyreme.checkpoint.formats import dcp, deepspeed
+from polyreme.checkpoint.formats.dcp import DCPCheckpoint
+from polyreme.checkpoint.formats.deepspeed import DeepSpeedCheckpoint
+from polyreme.checkpoint.formats.huggingface import Directory
+from polyreme.checkpoint.manifest import NAME as RESUME
+from polyreme.checkpoint.sources import Source
 from polyreme.errors import CheckpointError
 
 

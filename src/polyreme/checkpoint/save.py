@@ -25,21 +25,21 @@ from uuid import uuid4
 import torch
 from torch import Tensor, nn
 
-from polyreme.checkpoint import crc, ours, resume
-from polyreme.checkpoint.folder import RUN_CLAIM, exchange, sync
-from polyreme.checkpoint.header import CODES, DTYPES
-from polyreme.checkpoint.loan import Loan
-from polyreme.checkpoint.resume import File, Resume
-from polyreme.checkpoint.source import MODEL, TensorInfo
-from polyreme.checkpoint.together import reason, together
-from polyreme.checkpoint.write import Name, Plan, Writer, combine
-from polyreme.claim import Claim, holder
+from polyreme.checkpoint import checksum, manifest, ownership
+from polyreme.checkpoint.collective_errors import reason, together
+from polyreme.checkpoint.copy_on_write import Loan
+from polyreme.checkpoint.manifest import File, Resume
+from polyreme.checkpoint.run_directory import RUN_CLAIM, exchange, sync
+from polyreme.checkpoint.safetensors import CODES, DTYPES
+from polyreme.checkpoint.sources import MODEL, TensorInfo
+from polyreme.checkpoint.writer import Name, Plan, Writer, combine
+from polyreme.distributed.mesh import Axis
+from polyreme.distributed.watch import ASIDE
 from polyreme.errors import CheckpointError
-from polyreme.layout import Cut
-from polyreme.mesh import Axis
-from polyreme.model_map import save_config
-from polyreme.region import Region, Stored
-from polyreme.transport.watch import ASIDE
+from polyreme.files.folder_lock import Claim, holder
+from polyreme.layout.bucket_layout import Cut
+from polyreme.layout.region import Region, Stored
+from polyreme.models.huggingface import save_config
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ class Saver:
 
     def _begin(self, path: Path, make: Callable[[], Content], background: bool, made: list[Content]) -> None:
         if self._axis.rank == 0:
-            ours.check(path)
+            ownership.check(path)
             if user := holder(path.parent, RUN_CLAIM):
                 raise CheckpointError(f"{path.parent} is the folder of a run, {user}: let it end, or save to another folder")
         made.append(apart(make()) if background else make())
@@ -200,10 +200,10 @@ def write(path: Path, content: Content, axis: Axis, loan: Loan, stream: torch.cu
                 tensors.setdefault(kind, {})[name] = TensorInfo(tuple(shape), DTYPES[code])
         plan.append(Plan.of(tensors, content.limit, content.weights))
         if axis.rank == 0:
-            ours.check(path)
-            claims.append(Claim(unfinished, uuid4().hex, ours.UNFINISHED, keep=True, error=CheckpointError))
-            ours.clear(unfinished)
-            (unfinished / resume.NAME).unlink(missing_ok=True)
+            ownership.check(path)
+            claims.append(Claim(unfinished, uuid4().hex, ownership.UNFINISHED, keep=True, error=CheckpointError))
+            ownership.clear(unfinished)
+            (unfinished / manifest.NAME).unlink(missing_ok=True)
             plan[0].create(unfinished)
 
     def fill() -> dict[int, int]:
@@ -228,7 +228,7 @@ def write(path: Path, content: Content, axis: Axis, loan: Loan, stream: torch.cu
     except CheckpointError:
         if claims:
             with contextlib.suppress(OSError, CheckpointError):
-                ours.remove(unfinished)
+                ownership.remove(unfinished)
         raise
     finally:
         for claim in claims:
@@ -264,17 +264,17 @@ def _finish(path: Path, unfinished: Path, plan: Plan, contributions: Sequence[Ma
     """Write resume.json, and give the directory its name."""
     files = {}
     for i, (file, size, beginning) in enumerate(zip(plan.files, plan.sizes, plan.headers, strict=True)):
-        own = crc.contribution(beginning, size - len(beginning))
-        files[file] = File(size, crc.total(size, [own, combine(each.get(i, 0) for each in contributions)]))
+        own = checksum.contribution(beginning, size - len(beginning))
+        files[file] = File(size, checksum.total(size, [own, combine(each.get(i, 0) for each in contributions)]))
     for small in sorted(each for each in unfinished.rglob("*") if each.is_file()):
         name = small.relative_to(unfinished).as_posix()
-        if name not in (*files, ours.UNFINISHED):
+        if name not in (*files, ownership.UNFINISHED):
             text = small.read_bytes()
-            files[name] = File(len(text), crc.total(len(text), [crc.contribution(text, 0)]))
+            files[name] = File(len(text), checksum.total(len(text), [checksum.contribution(text, 0)]))
             _sync_file(small)
-    resume.write(unfinished, replace(done, files=files))
-    _sync_file(unfinished / resume.NAME)
-    (unfinished / ours.UNFINISHED).unlink()
+    manifest.write(unfinished, replace(done, files=files))
+    _sync_file(unfinished / manifest.NAME)
+    (unfinished / ownership.UNFINISHED).unlink()
     for folder in (*(each for each in unfinished.rglob("*") if each.is_dir()), unfinished):
         sync(folder)
     _put(unfinished, path)
@@ -284,9 +284,9 @@ def _finish(path: Path, unfinished: Path, plan: Plan, contributions: Sequence[Ma
 def _put(unfinished: Path, path: Path) -> None:
     """Give the directory the name `path`; what had it is deleted, if it is ours. Where the file system cannot exchange two names, there is
     an instant in which what had it is called `path.old`."""
-    ours.check(path)
+    ownership.check(path)
     old = path.with_name(path.name + ".old")
-    ours.remove(old)
+    ownership.remove(old)
     if not path.is_dir() or not any(path.iterdir()):
         unfinished.rename(path)
     elif exchange(unfinished, path):
@@ -298,7 +298,7 @@ def _put(unfinished: Path, path: Path) -> None:
         except OSError:
             old.rename(path)
             raise
-    ours.remove(old)
+    ownership.remove(old)
 
 
 def _sync_file(file: Path) -> None:

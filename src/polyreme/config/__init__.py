@@ -13,10 +13,10 @@ from typing import Any, Literal
 
 from pydantic import PrivateAttr, ValidationError
 
-from polyreme.config.conflicts import MOST_RANKS, conflicts, derive, samples
-from polyreme.config.keys import LEAVES, Keys, LRScheduleSection
-from polyreme.config.source import override, plain, problems_of, read, unusable
-from polyreme.config.span import Progress, Span
+from polyreme.config.duration import Progress, Span
+from polyreme.config.loading import override, plain, problems_of, read, unusable
+from polyreme.config.schema import LEAVES, Keys, LRScheduleSection
+from polyreme.config.validate import MOST_RANKS, conflicts, derive, samples
 from polyreme.errors import ConfigError, Problem
 
 __all__ = ["MOST_RANKS", "Config", "LRScheduleSection", "Progress", "Span"]

@@ -35,7 +35,7 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo
 from torch.distributed.elastic.rendezvous.api import RendezvousStoreInfo
 
-from polyreme.environment import LAUNCHED
+from polyreme.distributed.environment import LAUNCHED
 from polyreme.errors import ConfigError, LaunchError
 from polyreme.launch.cores import PIN
 from polyreme.launch.processes import signal_group

@@ -18,7 +18,7 @@ from polyreme.monitor.record import Monitor, Record, Run
 from polyreme.monitor.trackers import MLflow, TensorBoard, WandB
 
 if TYPE_CHECKING:
-    from polyreme.config.keys import MonitorSection
+    from polyreme.config.schema import MonitorSection
 
 __all__ = ["LOG_NAME", "FanOut", "Monitor", "Record", "Run", "open_monitors", "read_log"]
 

@@ -16,8 +16,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from polyreme.disk import no_links
 from polyreme.errors import DataError
+from polyreme.files.direct_io import no_links
 from polyreme.monitor.record import Record, Run, plain
 
 LOG_NAME = "log.jsonl"

@@ -16,7 +16,7 @@ from itertools import pairwise
 from math import inf
 from typing import Literal, NamedTuple, get_args
 
-from polyreme.config.keys import Schedule as Name
+from polyreme.config.schema import Schedule as Name
 from polyreme.errors import PolyremeError
 
 Op = Literal["F", "B", "W", "SA", "RA", "SG", "RG", "R", "U"]

@@ -19,10 +19,10 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from polyreme.errors import ModelError
-from polyreme.model_map import tensors_in
-from polyreme.pipeline.gates import answer_with, argument, gates, wrapped
-from polyreme.pipeline.hollow import Alias, StandIn, foreign, is_marked, output_of
-from polyreme.pipeline.split import Split
+from polyreme.models.huggingface import tensors_in
+from polyreme.pipeline.intercept import answer_with, argument, gates, wrapped
+from polyreme.pipeline.partition import Split
+from polyreme.pipeline.placeholders import Alias, StandIn, foreign, is_marked, output_of
 
 
 class Stage:

@@ -14,13 +14,13 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from polyreme.distributed.mesh import Axis
 from polyreme.errors import BatchError, ModelError
-from polyreme.layout import Cut
-from polyreme.mesh import Axis
+from polyreme.layout.bucket_layout import Cut
+from polyreme.pipeline.weight_gradients import expected
 from polyreme.tensor import ops
-from polyreme.tensor.loss import SplitLogits
-from polyreme.tensor.randomness import Fork
-from polyreme.weight_gradients import expected
+from polyreme.tensor.rng import Fork
+from polyreme.tensor.vocab_parallel_loss import SplitLogits
 
 
 def is_linear(module: nn.Module) -> bool:

@@ -23,11 +23,11 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
+from polyreme.distributed.mesh import Axis
+from polyreme.distributed.work import Work
 from polyreme.errors import BatchError
-from polyreme.layout import Cut
-from polyreme.mesh import Axis
-from polyreme.transport.work import Work
-from polyreme.weight_gradients import current, now_or_later
+from polyreme.layout.bucket_layout import Cut
+from polyreme.pipeline.weight_gradients import current, now_or_later
 
 
 def sequence_dim(hidden: Tensor) -> int:

@@ -15,17 +15,17 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
+from polyreme.distributed.mesh import Axis
+from polyreme.distributed.work import DONE, Work
 from polyreme.errors import ModelError
-from polyreme.layout import ALIGN, BucketLayout, Slot
-from polyreme.mesh import Axis
-from polyreme.region import Stored
-from polyreme.transport.work import DONE, Work
-from polyreme.zero.away import AwayShard
-from polyreme.zero.ferry import Ferry
-from polyreme.zero.hold import Hold
+from polyreme.layout.bucket_layout import ALIGN, BucketLayout, Slot
+from polyreme.layout.region import Stored
+from polyreme.offload.gradients import Hold
+from polyreme.offload.gradients_in_host import Ferry
+from polyreme.offload.optimizer_states import Records
+from polyreme.offload.parameters import AwayShard
+from polyreme.zero.buffer_pool import Buffers, Pool
 from polyreme.zero.parameter import OWN_GRAD, name
-from polyreme.zero.pool import Buffers, Pool
-from polyreme.zero.records import Records
 from polyreme.zero.released import guard, unguard
 from polyreme.zero.residency import Residency
 

@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from polyreme.errors import ModelError
-from polyreme.weight_gradients import current
+from polyreme.pipeline.weight_gradients import current
 from polyreme.zero.bucket import Bucket
 from polyreme.zero.parameter import OWN_GRAD
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from polyreme.errors import ModelError
-from polyreme.touching import touching
+from polyreme.models.tensor_access import touching
 from polyreme.zero.parameter import NAMES, TrainedParameter
 
 

@@ -1,0 +1,29 @@
+"""What ranks do together, so that a failure on one of them is an error on all. Communication: one exchange of reports."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from polyreme.distributed.mesh import Axis
+from polyreme.errors import CheckpointError
+
+
+def reason(error: Exception) -> str:
+    """What an error says, with its kind where it is not one of ours."""
+    return str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
+
+
+def together(axis: Axis, work: Callable[[], Any], why: Callable[[int, Exception], str] = lambda rank, error: reason(error)) -> list[Any]:
+    """What `work` returned on every rank (JSON can hold it). Where it failed on any, CheckpointError on all, as `why` says it of that
+    rank and its error."""
+    result, failure = None, None
+    try:
+        result = work()
+    except Exception as error:  # whatever it is, the others must not wait for this rank
+        failure = why(axis.rank, error)
+    reports: list[Any] = axis.gather_objects({"result": result, "failure": failure})
+    for report in reports:
+        if report["failure"] is not None:
+            raise CheckpointError(report["failure"])
+    return [report["result"] for report in reports]

@@ -1,0 +1,151 @@
+"""Files that are read and written past the page cache, where the system lets them: no copy is made then, and no page taken for it. What is
+in the cache already is read from there.
+
+Invariant: a page of a file goes through the cache or past it, never both ways at a time, if those who write it have bytes of their own.
+No communication.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import mmap
+import os
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from polyreme.checkpoint.files import damaged
+from polyreme.files.direct_io import ALIGNMENT
+
+SMALL = 1 << 16
+"""Bytes. Fewer than these go through the cache, which collects them."""
+_O_DIRECT = getattr(os, "O_DIRECT", 0)
+_SYNC_FILE_RANGE_WRITE = 2
+_begin_writing = getattr(ctypes.CDLL(None), "sync_file_range", None)
+"""Has the disk begin with pages that would otherwise wait in memory for the fsync. Linux."""
+if _begin_writing is not None:
+    _begin_writing.argtypes = [ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint]
+_mincore = getattr(ctypes.CDLL(None), "mincore", None)
+"""Tells which pages of a mapping are in memory, and reads none."""
+if _mincore is not None:
+    _mincore.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_char_p]
+
+
+def cover(begin: int, end: int) -> tuple[int, int]:
+    """The pages that the bytes [begin, end) are in: from where, to where."""
+    return begin // ALIGNMENT * ALIGNMENT, -(-end // ALIGNMENT) * ALIGNMENT
+
+
+class DirectFile:
+    """An open file, of which threads read or write different parts. `write`: it is to be written, and not read.
+
+    What goes past the cache begins and ends at multiples of ALIGNMENT, in the file and in memory: so memory that is read into is to have
+    room for whole pages (see `cover`), and to begin with a page."""
+
+    def __init__(self, path: Path, write: bool = False) -> None:
+        self.path, self._flags = path, os.O_WRONLY | os.O_NOFOLLOW if write else os.O_RDONLY
+        self.descriptor = os.open(path, self._flags)
+        self._close = contextlib.ExitStack()
+        self._close.callback(os.close, self.descriptor)
+        self._past: int | None = None if _O_DIRECT else self.descriptor
+        self._opening = threading.Lock()
+        self._mapped: np.ndarray[Any, Any] | None = None
+
+    def close(self) -> None:
+        """Further calls do nothing."""
+        self._close.close()
+
+    def sync(self) -> None:
+        """Return when all that was written is on the disk."""
+        os.fsync(self.descriptor)
+
+    def _direct(self) -> int:
+        """The descriptor for what is to go past the cache: of a file system that has no such thing, the other one."""
+        with self._opening:
+            if self._past is None:
+                try:
+                    self._past = os.open(self.path, self._flags | _O_DIRECT)
+                    self._close.callback(os.close, self._past)
+                except OSError as error:
+                    if error.errno != errno.EINVAL:
+                        raise
+                    self._past = self.descriptor
+            return self._past
+
+    def _refused(self, descriptor: int, error: OSError) -> bool:
+        """Whether it was refused because it would have gone past the cache. Then nothing does any more."""
+        if descriptor == self.descriptor or error.errno != errno.EINVAL:
+            return False
+        self._past = self.descriptor
+        return True
+
+    def write(self, memory: memoryview, begin: int) -> None:
+        """Whole pages, to the file from `begin` on, past the cache."""
+        self._write(self._direct(), memory, begin)
+
+    def write_cached(self, memory: memoryview, begin: int) -> None:
+        """All of `memory`, wherever that begins, to the file from `begin` on, through the cache."""
+        self._write(self.descriptor, memory, begin)
+
+    def _write(self, descriptor: int, memory: memoryview, at: int) -> None:
+        begin, end = at, at + len(memory)
+        while at < end:
+            try:
+                count = os.pwrite(descriptor, memory[at - begin :], at)
+            except OSError as error:
+                if not self._refused(descriptor, error):
+                    raise
+                descriptor = self.descriptor
+                continue
+            if descriptor != self.descriptor:
+                whole = count // ALIGNMENT * ALIGNMENT  # what is over is done again, at a whole page
+                if not whole:  # and through the cache where there is none, which goes on or says why not
+                    descriptor = self.descriptor
+                at += whole
+            elif count:
+                at += count
+            else:
+                raise OSError(errno.EIO, f"{end - at} bytes could not be written", str(self.path))
+        if _begin_writing is not None and descriptor == self.descriptor and end - begin >= SMALL:
+            _begin_writing(descriptor, begin, end - begin, _SYNC_FILE_RANGE_WRITE)
+
+    def is_cached(self, begin: int, end: int) -> bool:
+        """Whether all pages of the bytes [begin, end), at least one, are in the page cache; `begin` is where one begins. (For files that
+        this user may not write, Linux does not tell, and says yes.)"""
+        if self._mapped is None:
+            self._mapped = np.empty(0, dtype=np.uint8)
+            with contextlib.suppress(OSError, ValueError):  # a file system without mappings, an empty file
+                self._mapped = np.frombuffer(mmap.mmap(self.descriptor, 0, prot=mmap.PROT_READ), dtype=np.uint8)
+        if _mincore is None or end > len(self._mapped):
+            return False
+        for stop in (min(begin + mmap.PAGESIZE, end), end):  # the first page mostly tells, and all would take 0.1 ms
+            pages = ctypes.create_string_buffer(-(-(stop - begin) // mmap.PAGESIZE))
+            if _mincore(self._mapped.ctypes.data + begin, stop - begin, pages) or not all(page & 1 for page in pages.raw):
+                return False
+        return True
+
+    def read(self, memory: memoryview, begin: int, end: int, cached: bool) -> memoryview:
+        """The bytes [begin, end) of the file, in the memory, which has room for their pages. cached: through the page cache, as they are
+        there, or others will read them, too. Raises CheckpointError where there are fewer."""
+        base, stop = cover(begin, end)
+        descriptor = self.descriptor if cached or end - begin < SMALL else self._direct()
+        at = base
+        while at < end:
+            try:
+                count = os.preadv(descriptor, [memory[at - base : stop - base]], at)
+            except OSError as error:
+                if not self._refused(descriptor, error):
+                    raise
+                descriptor = self.descriptor
+                continue
+            reached = at + count
+            if reached < end and descriptor != self.descriptor:
+                reached = reached // ALIGNMENT * ALIGNMENT
+            if reached <= at:  # a part of a page is read where a file ends
+                raise damaged(self.path, f"it ends {end - at - count} bytes early")
+            at = reached
+        return memory[begin - base : end - base]

@@ -1,0 +1,319 @@
+"""Files of tensors that many ranks fill at the same time, each with what it holds, straight from its memory.
+
+All headers are known before: so is every number's place in a file. The checksum of a file is made of what each rank wrote, without reading
+it again (`crc`).
+Invariant: a rank holds at most BUFFERS blocks of BLOCK bytes beside what it is given, if that is not wanted back meanwhile.
+Communication: none; or, where one rank writes a whole file, blocks that are sent to it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial, reduce
+from operator import itemgetter, xor
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from polyreme.checkpoint import checksum, safetensors
+from polyreme.checkpoint.copy_on_write import BLOCK, Job, Line, Loan, Work
+from polyreme.checkpoint.direct_reader import SMALL, DirectFile, cover
+from polyreme.checkpoint.sources import MODEL, TensorInfo
+from polyreme.distributed.mesh import Axis
+from polyreme.files.direct_io import ALIGNMENT, padded
+from polyreme.layout.region import Region, Runs
+
+PACKERS, WRITERS, BUFFERS = 2, 6, 10
+"""Threads that copy and count, threads that only write, and blocks of memory that they share (docs/LOG.md)."""
+
+Name = tuple[str, str]
+"""Of a tensor: its kind, and its name in the checkpoint."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a tensor is: in which of the plan's files, from which byte on."""
+
+    file: int
+    begin: int
+    itemsize: int
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The files of a checkpoint's tensors: paths within its folder, sizes in bytes and beginnings; and the indices that belong to them."""
+
+    files: Sequence[str]
+    sizes: Sequence[int]
+    headers: Sequence[bytes]
+    places: Mapping[Name, Place]
+    indices: Mapping[str, bytes]
+
+    @classmethod
+    def of(cls, tensors: Mapping[str, Mapping[str, TensorInfo]], limit: int, weights: str = "model") -> Plan:
+        """For `tensors` by kind and name, in files of at most `limit` bytes of tensors each; those of the weights begin with `weights`."""
+        plan = cls([], [], [], {}, {})
+        for kind, infos in sorted(tensors.items()):
+            infos = dict(sorted(infos.items()))
+            stem = weights if kind == MODEL else f"optimizer/{kind}"
+            groups = safetensors.divide(infos, limit)
+            names = safetensors.file_names(stem, len(groups))
+            for file, group in zip(names, groups, strict=True):
+                beginning, found = safetensors.build({name: infos[name] for name in group}, {"format": "pt"} if kind == MODEL else None)
+                plan.places.update(  # type: ignore[attr-defined]
+                    {(kind, name): Place(len(plan.files), entry.begin, entry.info.dtype.itemsize) for name, entry in found.entries.items()}
+                )
+                plan.files.append(file)  # type: ignore[attr-defined]
+                plan.sizes.append(found.size)  # type: ignore[attr-defined]
+                plan.headers.append(beginning)  # type: ignore[attr-defined]
+            if len(groups) > 1:
+                listed = {Path(file).name: group for file, group in zip(names, groups, strict=True)}
+                plan.indices[f"{stem}.safetensors.index.json"] = safetensors.index(listed, infos)  # type: ignore[index]
+        return plan
+
+    def create(self, folder: Path) -> None:
+        """Make all files, each with its header and as long as it will be: a full disk is known here."""
+        for file, size, beginning in zip(self.files, self.sizes, self.headers, strict=True):
+            (folder / file).parent.mkdir(exist_ok=True)
+            with (folder / file).open("xb", buffering=0) as made:
+                made.write(beginning)
+                os.posix_fallocate(made.fileno(), 0, size)
+        for file, text in self.indices.items():
+            with (folder / file).open("xb") as made:
+                made.write(text)
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """The bytes [begin, end) of a file, within one of its BLOCKs; `parts`: the runs that they consist of, in order, each a single one."""
+
+    file: int
+    begin: int
+    end: int
+    parts: Sequence[tuple[Runs, Region]]
+
+    @property
+    def is_direct(self) -> bool:
+        """Whether it goes past the page cache."""
+        return self.begin % ALIGNMENT == self.end % ALIGNMENT == 0 and self.end - self.begin >= SMALL
+
+
+class Writer:
+    """What one rank writes into the plan's files in `folder`."""
+
+    def __init__(self, plan: Plan, folder: Path) -> None:
+        self._plan, self._folder = plan, folder
+        self._open: dict[int, DirectFile] = {}
+        self._found: dict[int, int] = {}
+        self._left: Counter[int] = Counter()  # what is still to be written to each file, if that is known
+        self._lock = threading.Lock()
+
+    def write(
+        self, regions: Iterable[tuple[Name, Region]], loan: Loan, stream: torch.cuda.Stream | None = None, beside: Work | None = None
+    ) -> dict[int, int]:
+        """Write what this rank owns of `regions`, which are lent. Returns the contribution to the checksum of each file that got something.
+        stream: for copies from a GPU. beside: what else is to be done, by this thread, meanwhile."""
+        jobs = self._jobs(regions)
+        self._left = Counter(file for file, _ in jobs)
+        try:
+            Line((job for _, job in jobs), loan, stream, BUFFERS).perform(PACKERS, WRITERS, beside)
+        finally:
+            self._close()
+        return self._found
+
+    def _jobs(self, regions: Iterable[tuple[Name, Region]]) -> list[tuple[int, Job]]:
+        """All that there is to write, each with its file: file after file, so that each is soon complete."""
+        single: list[tuple[Place, Runs, Region]] = []
+        jobs: list[tuple[int, Job]] = []
+        for name, region in regions:
+            place = self._plan.places[name]
+            for runs in region.runs(owned=True):
+                if runs.count == 1:
+                    single.append((place, runs, region))
+                    continue
+                for block in runs.blocks(BLOCK // place.itemsize):
+                    size = padded(block.elements * place.itemsize)
+                    jobs.append((place.file, Job(size, partial(self._gather, place, block, region), partial(self._put, place, block))))
+        for stretch in _stretches(single):
+            low, high = cover(stretch.begin, stretch.end)
+            jobs.append((stretch.file, Job(high - low, partial(self._fill, stretch), partial(self._put_stretch, stretch))))
+        return sorted(jobs, key=itemgetter(0))
+
+    def collect(self, regions: Sequence[tuple[Name, Region]], axis: Axis, beside: Work | None = None) -> dict[int, int]:
+        """The same where each file is written by one rank alone, to which the others send what they own. All ranks must call."""
+        mine: dict[Name, list[tuple[Region, Runs]]] = {}
+        for name, region in regions:
+            mine.setdefault(name, []).extend((region, block) for block in _blocks(region))
+        told = axis.gather_objects([[*name, [list(vars(block).values()) for _, block in held]] for name, held in mine.items()])
+        theirs = [{(kind, name): [Runs(*numbers) for numbers in blocks] for kind, name, blocks in each} for each in told]  # type: ignore[attr-defined]
+
+        def blocks() -> Iterator[tuple[Place, Runs, Tensor]]:
+            for name, place in self._plan.places.items():
+                writer = place.file % axis.size
+                for source, held in enumerate(theirs):
+                    for i, block in enumerate(held.get(name, ())):
+                        if source == axis.rank:
+                            region, _ = mine[name][i]
+                            packed = _packed(block, region)
+                            if source == writer:
+                                yield place, block, packed
+                            else:
+                                axis.send(packed.view(-1), writer).settle()
+                        elif axis.rank == writer:
+                            packed = torch.empty(block.elements * place.itemsize, dtype=torch.uint8)
+                            axis.receive(packed, source).wait()
+                            yield place, block, packed
+
+        failed: list[OSError] = []  # the others go on sending: so does receiving
+        try:
+            for block in blocks():
+                try:
+                    self._count_runs(*block)
+                    self._put(*block)
+                except OSError as error:
+                    failed.append(error)
+            if failed:
+                raise failed[0]
+            for opened in self._open.values():
+                opened.sync()
+            if beside is not None:
+                beside()
+        finally:
+            self._close()
+        return self._found
+
+    def _close(self) -> None:
+        while self._open:
+            self._open.popitem()[1].close()
+
+    def _fill(self, stretch: Stretch, memory: Tensor) -> Tensor:
+        """Its bytes, in the memory: where they are in their first page."""
+        begin = end = stretch.begin % ALIGNMENT
+        for runs, region in stretch.parts:
+            size = runs.size * region.data.dtype.itemsize
+            memory[end : end + size].view(region.data.dtype).copy_(region.read(runs).view(-1))
+            end += size
+        packed = memory[begin:end]
+        self._count(stretch.file, checksum.contribution(packed.numpy().data, self._plan.sizes[stretch.file] - stretch.end))
+        return packed
+
+    def _gather(self, place: Place, runs: Runs, region: Region, memory: Tensor) -> Tensor:
+        """The bytes of the runs, one behind the other, in the memory."""
+        packed = memory[: runs.elements * place.itemsize]
+        packed.view(region.data.dtype).view(runs.count, runs.size).copy_(region.read(runs))
+        self._count_runs(place, runs, packed)
+        return packed
+
+    def _count_runs(self, place: Place, runs: Runs, packed: Tensor) -> None:
+        """Add them, whose bytes are `packed`, to the checksum."""
+        size, step = runs.size * place.itemsize, runs.whole_step * place.itemsize
+        end = place.begin + runs.whole * place.itemsize + (runs.count - 1) * step + size
+        gap = step - size if runs.count > 1 else 0
+        self._count(place.file, checksum.comb(packed.reshape(-1).numpy().data, size, gap, self._plan.sizes[place.file] - end))
+
+    def _count(self, file: int, contribution: int) -> None:
+        with self._lock:
+            self._found[file] = self._found.get(file, 0) ^ contribution
+
+    def _put_stretch(self, stretch: Stretch, packed: Tensor) -> None:
+        """Write its bytes."""
+        opened = self._file(stretch.file)
+        (opened.write if stretch.is_direct else opened.write_cached)(packed.numpy().data, stretch.begin)
+        self._wrote(stretch.file)
+
+    def _put(self, place: Place, runs: Runs, packed: Tensor) -> None:
+        """Write the runs, of which `packed` are the bytes."""
+        memory = packed.reshape(-1).numpy().data
+        size, step = runs.size * place.itemsize, runs.whole_step * place.itemsize
+        opened = self._file(place.file)
+        begin = place.begin + runs.whole * place.itemsize
+        for i in range(runs.count):
+            opened.write_cached(memory[i * size : (i + 1) * size], begin + i * step)
+        self._wrote(place.file)
+
+    def _wrote(self, file: int) -> None:
+        """When it was the last that there is for the file, have that on the disk."""
+        with self._lock:
+            self._left[file] -= 1
+            done = None if self._left[file] else self._open.pop(file)
+        if done is not None:
+            with contextlib.closing(done):
+                done.sync()
+
+    def _file(self, file: int) -> DirectFile:
+        with self._lock:
+            if file not in self._open:
+                self._open[file] = DirectFile(self._folder / self._plan.files[file], write=True)
+            return self._open[file]
+
+
+def _stretches(runs: Iterable[tuple[Place, Runs, Region]]) -> list[Stretch]:
+    """Of single runs, those that lie end to end in a file together, cut at the ends of BLOCKs. Many whole pages are one by themselves."""
+    cut: list[tuple[int, int, int, Runs, Region]] = []
+    for place, run, region in runs:
+        first, size = place.begin + run.whole * place.itemsize, place.itemsize
+        for begin, end in _cut(first, first + run.size * size):
+            cut.append((place.file, begin, end, _within(run, begin - first, end - first, size), region))
+    cut.sort(key=lambda part: part[:3])
+    whole: list[list[tuple[int, int, int, Runs, Region]]] = []
+    for part in cut:
+        if whole and (whole[-1][-1][0], whole[-1][-1][2]) == part[:2] and part[1] % BLOCK:
+            whole[-1].append(part)
+        else:
+            whole.append([part])
+    stretches = [Stretch(parts[0][0], parts[0][1], parts[-1][2], [part[3:] for part in parts]) for parts in whole]
+    return [part for each in stretches for part in _paged(each)]
+
+
+def _cut(begin: int, end: int) -> Iterator[tuple[int, int]]:
+    """[begin, end) in parts that end at multiples of BLOCK."""
+    while begin < end:
+        stop = min(end, begin - begin % BLOCK + BLOCK)
+        yield begin, stop
+        begin = stop
+
+
+def _paged(stretch: Stretch) -> Iterator[Stretch]:
+    """The pages of which all bytes are there, if they are many, and what is before and behind them; or the stretch as it is."""
+    low, high = -(-stretch.begin // ALIGNMENT) * ALIGNMENT, stretch.end // ALIGNMENT * ALIGNMENT
+    if high - low < SMALL or (low, high) == (stretch.begin, stretch.end):
+        yield stretch
+        return
+    for begin, end in ((stretch.begin, low), (low, high), (high, stretch.end)):
+        parts, at = [], stretch.begin
+        for run, region in stretch.parts:
+            size = region.data.dtype.itemsize
+            start, stop = max(begin - at, 0), min(end - at, run.size * size)
+            if start < stop:
+                parts.append((_within(run, start, stop, size), region))
+            at += run.size * size
+        if parts:
+            yield Stretch(stretch.file, begin, end, parts)
+
+
+def _within(run: Runs, start: int, stop: int, itemsize: int) -> Runs:
+    """The bytes [start, stop) of a single run."""
+    if start == 0 and stop == run.size * itemsize:
+        return run
+    return Runs(run.local + start // itemsize, run.whole + start // itemsize, (stop - start) // itemsize)
+
+
+def _blocks(region: Region) -> Iterator[Runs]:
+    for runs in region.runs(owned=True):
+        yield from runs.blocks(BLOCK // region.data.dtype.itemsize)
+
+
+def _packed(runs: Runs, region: Region) -> Tensor:
+    """The bytes of the runs, one behind the other, on the CPU; those of one run are where they were, if they were there."""
+    return region.read(runs).cpu().contiguous().view(torch.uint8)
+
+
+def combine(contributions: Iterable[int]) -> int:
+    """Those of several ranks to one file."""
+    return reduce(xor, contributions, 0)

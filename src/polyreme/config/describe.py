@@ -1,0 +1,81 @@
+"""What a key takes and has, in words and in TOML."""
+
+from __future__ import annotations
+
+import json
+import re
+import types
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+import annotated_types
+from pydantic import ByteSize
+from pydantic.fields import FieldInfo
+
+from polyreme.config.duration import Span
+
+BARE = re.compile(r"[A-Za-z0-9_-]+")
+"""A key that TOML takes without quotes."""
+HUGE = 2**31 - 1
+"""A limit from here on only refuses mistakes, and goes unsaid."""
+
+
+def default(field: FieldInfo) -> Any:
+    return field.get_default(call_default_factory=True)
+
+
+def example(field: FieldInfo) -> Any:
+    """A value that the key may have: its example where it has one, else its default."""
+    return field.examples[0] if field.examples else default(field)
+
+
+def expects(field: FieldInfo) -> str:
+    """What a key takes, in words: 'an integer of at least 1 or "auto"'."""
+    return _in_words(field.annotation, field.metadata)
+
+
+def _in_words(annotation: Any, metadata: Sequence[Any] = ()) -> str:
+    if get_origin(annotation) is Annotated:
+        annotation, *inner = get_args(annotation)
+        flat = [m for item in inner for m in (item.metadata if isinstance(item, FieldInfo) else [item])]
+        return _in_words(annotation, flat)
+    limits = [
+        f"{words} {limit:g}"
+        for kind, attribute, words in (
+            (annotated_types.Ge, "ge", "of at least"), (annotated_types.Gt, "gt", "above"),
+            (annotated_types.Le, "le", "of at most"), (annotated_types.Lt, "lt", "below"),
+        )
+        for m in metadata if isinstance(m, kind) and (limit := getattr(m, attribute)) < HUGE
+    ]  # fmt: skip
+    origin, args = get_origin(annotation), get_args(annotation)
+    if origin in (Union, types.UnionType):
+        return " or ".join(_in_words(arg) for arg in args)
+    if origin is Literal:
+        return " or ".join(toml(value) for value in args)
+    if origin is tuple:
+        return "a list of names" if str in args else f"a list of {len(args)}, each {_in_words(args[0])}"
+    if origin is dict and args[1] is not Any:
+        names = f" of {_in_words(args[0])}" if get_origin(args[0]) is Literal else ""
+        return f"a table{names}, each {_in_words(args[1])}"
+    if origin is list:
+        return f"a list, each {_in_words(args[0])}"
+    simple = {
+        int: "an integer", float: "a number", bool: "true or false", str: "text", types.NoneType: '"none"',
+        Span: '"100 steps", "5000 samples" or "1e6 tokens"', ByteSize: 'bytes (1048576 or "1 MiB")',
+    }  # fmt: skip
+    return " ".join([simple.get(annotation, "a table"), " and ".join(limits)]).strip()
+
+
+def toml(value: object) -> str:
+    """`value` as TOML writes it."""
+    if value is None:
+        return '"none"'
+    if isinstance(value, ByteSize):
+        return toml(value.human_readable(separator=" ").replace(".0 ", " "))
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{k if BARE.fullmatch(str(k)) else toml(str(k))} = {toml(v)}" for k, v in value.items()) + "}"
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(toml(v) for v in value) + "]"
+    if isinstance(value, bool | int | float):
+        return json.dumps(value)
+    return json.dumps(str(value), ensure_ascii=not str(value).isprintable())

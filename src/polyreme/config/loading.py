@@ -1,0 +1,267 @@
+"""From a file, a mapping and overrides to plain tables, and from pydantic's errors to problems a user can act on."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import os
+import stat
+import tomllib
+import types
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from datetime import date, time
+from itertools import chain, islice
+from pathlib import Path
+from typing import Any, Literal, get_args, get_origin
+
+from pydantic import ValidationError
+from pydantic.fields import FieldInfo
+
+from polyreme.config.describe import HUGE, example, expects, toml
+from polyreme.config.schema import LEAVES, SECTIONS, Section
+from polyreme.errors import ConfigError, Problem, shortened
+
+FILE_LIMIT = 4 << 20
+"""Bytes of a config file."""
+LONGEST = 1024
+"""Bits of an integer."""
+VALUES, LEVELS = 100_000, 64
+"""Keys and values of a config, and how deep they are nested."""
+
+
+def plain(source: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy that overrides may change: sections as mappings, and empty ones (YAML writes null) as empty ones."""
+
+    check_bounds(source, members)
+
+    def copied(value: Any) -> Any:
+        if isinstance(value, Section):
+            return value.model_dump(exclude_unset=True)
+        return {k: copied(v) for k, v in value.items()} if isinstance(value, Mapping) else value
+
+    return {key: {} if value is None and key in SECTIONS else copied(value) for key, value in source.items()}
+
+
+def expand(path: str | Path) -> Path:
+    """`path` with a leading ~ replaced by the home of the user. Raises ValueError where there is no such user."""
+    try:
+        return Path(path).expanduser()
+    except RuntimeError:
+        raise ValueError(f"there is no user {str(path).split('/', 1)[0][1:]!r} for ~ to stand for; write the whole path") from None
+
+
+def read(source: str | Path) -> dict[str, Any]:
+    """The tables of a config file. Raises ConfigError for a file that holds none."""
+
+    def failed(reason: str, fix: str) -> ConfigError:
+        return ConfigError([Problem("config", str(source), reason, fix)])
+
+    try:
+        path = expand(source)
+        if not path.exists():
+            raise failed("there is no such file", f"check the path; it is taken from {working_folder()}")
+        suffix = path.suffix.lower()
+        if suffix not in (".toml", ".yaml", ".yml", ".json"):
+            raise failed(f"cannot tell its format from the suffix {suffix!r}", "use a .toml, .yaml, .yml or .json file")
+        text = _text(path)
+    except (OSError, ValueError) as error:
+        raise failed(f"cannot be read: {getattr(error, 'strerror', None) or error}", "give a readable text file in UTF-8") from None
+    try:
+        tree = _parse(text, suffix)
+        if tree is None:
+            return {}
+        if isinstance(tree, dict):
+            return plain(tree)
+    except (ValueError, RecursionError) as error:
+        raise failed(f"not valid {suffix[1:].upper()}: {error}", "correct the file at that place") from None
+    raise failed(f"holds {_named(tree)}, not a table of keys", "write keys and values at the top level")
+
+
+def working_folder() -> str:
+    """Where relative paths are taken from, for messages: the folder may have been deleted."""
+    try:
+        return str(Path.cwd())
+    except OSError:
+        return "the working folder, which has been deleted"
+
+
+def _text(path: Path) -> str:
+    """What the file holds. Raises OSError and ValueError; never waits for the writer of a pipe, nor reads more than FILE_LIMIT."""
+    opened = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
+    with os.fdopen(opened, "rb") as file:
+        if not stat.S_ISREG(os.fstat(opened).st_mode):
+            raise ValueError("it is no regular file")
+        content = file.read(FILE_LIMIT + 1)
+    if len(content) > FILE_LIMIT:
+        raise ValueError(f"it is longer than {FILE_LIMIT:,} bytes, and no config is")
+    return content.decode("utf-8-sig")
+
+
+def _parse(text: str, suffix: str) -> object:
+    """Raises ValueError where `text` is not valid, or a key comes twice: parsers differ in which counts."""
+    if suffix == ".toml":
+        return tomllib.loads(text)
+    if suffix == ".json":
+        return json.loads(text, object_pairs_hook=_distinct)
+    import yaml
+
+    class Loader(yaml.SafeLoader):
+        """Checks a document before anything is built of it: an alias costs a few bytes, and can stand for any number of values."""
+
+        def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
+            node = super().compose_mapping_node(anchor)
+            _distinct([(key.value, None) for key, _ in node.value if isinstance(key, yaml.ScalarNode)])
+            return node
+
+        def construct_document(self, node: yaml.Node) -> Any:
+            check_bounds(node, lambda each: each.value if isinstance(each, yaml.CollectionNode) else each if type(each) is tuple else ())
+            return super().construct_document(node)
+
+    try:
+        return yaml.load(text, Loader)
+    except yaml.YAMLError as error:
+        raise ValueError(str(error)) from None
+
+
+def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise ValueError(f"the key {Counter(key for key, _ in pairs).most_common(1)[0][0]!r} comes twice")
+    return found
+
+
+def check_bounds(root: object, children: Callable[[Any], Iterable[object]]) -> None:
+    """Raises ValueError where there is more below `root` than any config has: more levels, or, each counted wherever it comes, values."""
+    left, level = VALUES, [root]
+    for _ in range(LEVELS):
+        level = list(islice(chain.from_iterable(map(children, level)), left + 1))
+        left -= len(level)
+        if left < 0:
+            raise ValueError(f"it holds more than {VALUES:,} values (each alias counts as all that it stands for)")
+        if not level:
+            return
+    raise ValueError(f"it is nested more than {LEVELS} levels deep")
+
+
+def members(value: object) -> Iterable[object]:
+    """What `value` of a config holds: keys and values, or elements."""
+    if isinstance(value, Section):
+        return value.model_fields_set  # checked when it was made
+    if isinstance(value, Mapping):
+        return chain.from_iterable(value.items())
+    return value if isinstance(value, list | tuple) else ()
+
+
+def unusable(tree: object, key: str = "") -> Iterator[Problem]:
+    """Values anywhere in `tree` that no file's name, and no file in UTF-8, can hold; and those that only some formats have."""
+    below = tree.items() if isinstance(tree, Mapping) else enumerate(tree) if isinstance(tree, list | tuple) else ()
+    for name, value in below:
+        path = f"{key}.{name}" if key else str(name)
+        yield from unusable(value, path)
+        if isinstance(name, str) and not _is_text(name):
+            yield Problem(key or "config", name, "a key has a character that is no text (a NUL, or half of a pair)", "write text in UTF-8")
+    if isinstance(tree, str) and not _is_text(tree):
+        yield Problem(key, tree, "it has a character that is no text (a NUL, or half of a pair)", "write text in UTF-8")
+    elif isinstance(tree, int) and tree.bit_length() > LONGEST:
+        yield Problem(key, tree, "no number of a config is so long", "write a shorter one")
+    elif isinstance(tree, date | time | bytes | set):
+        yield Problem(key, tree, f"must be text, a number, true or false, a list or a table, not {_named(tree)}", "write it in quotes")
+
+
+def _is_text(text: str) -> bool:
+    try:
+        return b"\0" not in text.encode()
+    except UnicodeEncodeError:
+        return False
+
+
+def override(tree: dict[str, Any], text: str) -> Problem | None:
+    """Write one "section.key=value" into `tree`."""
+    key, equals, raw = text.partition("=")
+    path = [part.strip() for part in key.split(".")]
+    if not equals or not all(path) or len(path) > LEVELS:
+        return Problem("override", text, "not of the form section.key=value", 'write for example "optimizer.lr=1e-3"')
+    try:
+        parsed = tomllib.loads(f"value = {raw.strip()}")
+        check_bounds(parsed, members)
+    except (ValueError, RecursionError):  # no TOML, or numbers or nesting beyond what it can be
+        parsed = {}
+    # A date is text here, and a line break could have smuggled in more keys.
+    is_value = list(parsed) == ["value"] and isinstance(parsed["value"], bool | int | float | str | list | dict)
+    table = tree
+    for depth, part in enumerate(path[:-1], 1):
+        table = table.setdefault(part, {})
+        if not isinstance(table, dict):
+            return Problem(".".join(path[:depth]), table, f"not a table, so {key.strip()} cannot be set", "remove it")
+    table[path[-1]] = parsed["value"] if is_value else raw.strip()
+    return None
+
+
+def problems_of(error: ValidationError, tree: Mapping[str, Any]) -> list[Problem]:
+    """One problem per key of `tree`: pydantic reports each member of a union apart."""
+    problems: dict[str, Problem] = {}
+    for detail in error.errors(include_url=False):
+        path = detail["loc"][: 1 if detail["loc"][0] in LEAVES else 2]
+        key, found = ".".join(map(str, path)), detail["input"]
+        if key in problems:
+            continue
+        if detail["type"] != "invalid_key":
+            found = tree[str(path[0])] if len(path) == 1 else tree[str(path[0])][path[1]]
+        if detail["type"] in ("extra_forbidden", "invalid_key") and key not in LEAVES:
+            problems[key] = _unknown(key, found)
+        elif key in LEAVES:
+            field = LEAVES[key]
+            reason = f"must be {expects(field)}, not {_named(found)}"
+            if detail["type"] in ("axis_order", "home"):
+                reason = detail["msg"]
+            elif detail["type"] == "less_than_equal" and detail["ctx"]["le"] >= HUGE:
+                reason = f"must be at most {detail['ctx']['le']}"
+            problems[key] = Problem(key, found, reason, f"write {key} = {toml(_nearest(field, found))}")
+        else:
+            keys = [k for k in LEAVES if k.startswith(f"{key}.")]
+            fix = f"write for example {keys[0]} = {toml(example(LEAVES[keys[0]]))}"
+            problems[key] = Problem(key, found, f"must be a table of keys, not {_named(found)}", fix)
+    return list(problems.values())
+
+
+def _nearest(field: FieldInfo, value: object) -> object:
+    """The word that the key may have and that is most like `value`, or else an example of what it may have."""
+    words = [word for word in get_args(field.annotation) if isinstance(word, str)] if get_origin(field.annotation) is Literal else []
+    return next(iter(difflib.get_close_matches(str(value), words, n=1)), example(field))
+
+
+ELSEWHERE = {
+    **dict.fromkeys(("learning_rate", "max_lr"), "optimizer.lr"),
+    **dict.fromkeys(("max_grad_norm", "grad_clip", "gradient_clipping", "clip_grad_norm", "gradient_clip_val"), "optimizer.clip"),
+    **dict.fromkeys(("batch_size", "train_batch_size", "global_batch_size"), "batch.size"),
+    **dict.fromkeys(("micro_batch_size", "per_device_train_batch_size", "train_micro_batch_size_per_gpu"), "batch.micro"),
+    **dict.fromkeys(("warmup_steps", "warmup_ratio", "num_warmup_steps"), "lr_schedule.warmup"),
+    **dict.fromkeys(("bf16", "fp16", "mixed_precision", "dtype", "torch_dtype"), "precision.compute"),
+}
+"""What other systems call our keys."""
+
+
+def _unknown(key: str, value: object) -> Problem:
+    section, _, name = key.rpartition(".")
+
+    def likeness(candidate: str) -> float:
+        there, _, its_name = candidate.rpartition(".")
+        alike = difflib.SequenceMatcher(None, name, its_name).ratio()
+        if there == section:  # which makes no names alike
+            return alike + 0.1
+        return max(alike, difflib.SequenceMatcher(None, key.replace(".", "_"), candidate.replace(".", "_")).ratio())
+
+    if (meant := ELSEWHERE.get(name)) is not None:
+        return Problem(key, value, "there is no such key", f'did you mean "{meant}"?')
+    best = max((candidate for candidate in [*LEAVES, *SECTIONS] if candidate != section), key=likeness)
+    if likeness(best) >= 0.6:
+        return Problem(key, value, "there is no such key", f'did you mean "{best}"?')
+    valid = [k for k in LEAVES if k.startswith(f"{section}.")] if section else [*SECTIONS, "seed", "compile"]
+    return Problem(key, value, "there is no such key", f"use one of {', '.join(valid)}")
+
+
+def _named(value: object) -> str:
+    if isinstance(value, int | float | str | list | tuple):
+        return shortened(toml, value)
+    return {dict: "a table", types.NoneType: "empty"}.get(type(value), type(value).__name__)

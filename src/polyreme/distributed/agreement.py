@@ -1,0 +1,153 @@
+"""What has to be the same on all ranks is compared before anything depends on it: the config before the mesh is made of it, the model
+before its numbers move.
+
+Invariant: where ranks differ, or where it cannot be had on some of them, every rank raises, and none waits for another.
+Communication: one exchange of a digest, and where ranks differ, one of all that was compared.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from types import CodeType
+from typing import Any, TypeVar
+
+from torch import nn
+
+from polyreme.config import Config
+from polyreme.config.schema import LEAVES
+from polyreme.distributed.mesh import Axis
+from polyreme.errors import ConfigError, LaunchError, ModelError, PolyremeError, Problem
+
+OF_A_RANK = ("data.", "monitor.", "launch.", "model.path", "checkpoint.folder", "checkpoint.resume")
+"""Beginnings of keys that may differ between ranks: where files are on a rank's host, and what it shows."""
+SHOWN = 8
+"""Differences that an error lists."""
+
+T = TypeVar("T")
+Difference = tuple[str, Any, str]
+"""A key, what rank 0 has, and who has what."""
+
+
+def same_config(everyone: Axis, load: Callable[[], Config]) -> Config:
+    """The config, which is the same on all ranks. Raises ConfigError on every rank, with each key that differs; where some
+    rank could not read it, its own error there and LaunchError on the others."""
+    return _same(everyone, load, _config_facts, "could not read its config", _configs_differ)
+
+
+def same_model(everyone: Axis, module: nn.Module, others: Mapping[str, object]) -> None:
+    """Compare the model's structure, not its numbers, and `others` by name. Raises ModelError on every rank, with what differs."""
+    _same(everyone, lambda: None, lambda _: {**_model_facts(module), **{key: _plain(each) for key, each in others.items()}},
+          "could not make its model", _models_differ)  # fmt: skip
+
+
+def same_scheduler(everyone: Axis, state: Mapping[str, object]) -> None:
+    """Compare what a torch scheduler knows. Raises ModelError on every rank, with what differs."""
+    _same(everyone, lambda: None, lambda _: {f"lr_scheduler {key}": _plain(value) for key, value in state.items()},
+          "could not make its lr_scheduler", _models_differ)  # fmt: skip
+
+
+def known_as(given: object) -> str | None:
+    """Of a function, a class or an object that does what a function does, what is the same wherever it is the same: its name, and of
+    Python code a digest. What it closes over may differ, such as a rank's number for its log."""
+    if given is None:
+        return None
+    while isinstance(given, partial):
+        given = given.func
+    function = inspect.unwrap(given) if callable(given) else given
+    named = function if hasattr(function, "__qualname__") else type(function)
+    name = f"{named.__module__}.{named.__qualname__}".replace("__mp_main__", "__main__")
+    code = getattr(function, "__code__", None)
+    return name if code is None else f"{name} (code {hashlib.sha256(repr(_code(code)).encode()).hexdigest()[:8]})"
+
+
+def _code(code: CodeType) -> tuple[object, ...]:
+    """What a function does, without where its text stands."""
+    constants = [_code(each) if isinstance(each, CodeType) else sorted(map(repr, each)) if isinstance(each, frozenset) else repr(each)
+                 for each in code.co_consts]  # fmt: skip
+    return code.co_code, code.co_names, constants
+
+
+def _same(
+    everyone: Axis,
+    make: Callable[[], T],
+    facts_of: Callable[[T], dict[str, Any]],
+    could_not: str,
+    differ: Callable[[list[Difference]], PolyremeError],
+) -> T:
+    if everyone.size == 1:
+        return make()
+    failure: Exception | None = None
+    facts: dict[str, Any] = {}
+    try:
+        made = make()
+        facts = facts_of(made)
+    except Exception as error:  # whatever it is, the others must not wait for this rank
+        failure = error
+    digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
+    reports: list[Any] = everyone.gather_objects([digest, str(failure) if failure else None])
+    if failure is not None:
+        raise failure
+    for rank, (_, why) in enumerate(reports):
+        if why is not None:
+            raise LaunchError(f"rank {rank} {could_not}: {why}")
+    if len({each for each, _ in reports}) > 1:
+        raise differ(list(_differences(everyone.gather_objects(facts))))
+    return made
+
+
+def _differences(by_rank: list[Any]) -> Iterator[Difference]:
+    keys = dict.fromkeys(key for facts in by_rank for key in facts)
+    for key in keys:
+        who: dict[str, list[int]] = {}
+        for rank, facts in enumerate(by_rank):
+            who.setdefault(json.dumps(facts[key]) if key in facts else "nothing", []).append(rank)
+        if len(who) > 1:
+            yield key, by_rank[0].get(key), ", ".join(f"{value} on {ranks_named(ranks)}" for value, ranks in who.items())
+
+
+def ranks_named(ranks: list[int]) -> str:
+    """Such as "rank 3" or "ranks 0, 1, 2, ..."."""
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks[:8]))}{', ...' * (len(ranks) > 8)}"
+
+
+def _configs_differ(differences: list[Difference]) -> ConfigError:
+    return ConfigError(
+        [Problem(key, value, f"ranks have different ones: {who}", "give every rank the same") for key, value, who in differences]
+    )
+
+
+def _models_differ(differences: list[Difference]) -> ModelError:
+    lines = [f"\n  - {key}: {who}" for key, _, who in differences[:SHOWN]]
+    more = f"\n  and {len(differences) - SHOWN} more" * (len(differences) > SHOWN)
+    return ModelError(f"the ranks were given different models, but train one together: give every rank the same{''.join(lines)}{more}")
+
+
+def _config_facts(config: Config) -> dict[str, Any]:
+    return {key: _comparable(key, config.value(key)) for key in LEAVES if not key.startswith(OF_A_RANK)}
+
+
+def _comparable(key: str, value: object) -> Any:
+    """A value as JSON has it; of homes in files, that they are files: each host has folders of its own."""
+    if key.startswith("memory."):
+        names = value if isinstance(value, list) else [value]
+        value = ["files" if isinstance(each, str) and ("/" in each or "\\" in each or each.startswith("~")) else each for each in names]
+    return _plain(value)
+
+
+def _model_facts(module: nn.Module) -> dict[str, Any]:
+    """By name: what kind of model it is, and of each of its tensors shape, dtype and whether it is trained."""
+    facts: dict[str, Any] = {"model": type(module).__name__}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        facts[name] = f"{tuple(parameter.shape)} {parameter.dtype}{'' if parameter.requires_grad else ', frozen'}"
+    facts.update({name: f"{tuple(buffer.shape)} {buffer.dtype}" for name, buffer in module.named_buffers(remove_duplicate=False)})
+    return facts
+
+
+def _plain(value: object) -> Any:
+    """What is compared of a value that JSON may not hold: its text without addresses in memory."""
+    return json.loads(json.dumps(value, default=lambda each: re.sub(" at 0x[0-9a-f]+", "", str(each))))

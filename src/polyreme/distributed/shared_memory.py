@@ -1,0 +1,281 @@
+"""Memory that the ranks of one host read where it lies: between them a number is copied once, and not twice through a socket.
+
+Invariants: a process writes only to its own memory and reads that of others; it reads a buffer only between its owner's notice and its
+own acknowledgement, both on a `Board`. The memory has no name in any file system, so that nothing is left of it when the processes end,
+however they end.
+
+A notice is one aligned word written after the numbers it is about, which other cores see in that order on x86; elsewhere nothing is shared.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import math
+import mmap
+import os
+import platform
+import resource
+import secrets
+import time
+import warnings
+import weakref
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterator
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from polyreme.distributed.watch import check
+from polyreme.errors import TransportError
+
+TOKEN = 16
+"""Bytes at the beginning of a heap that tell it from any other, on this host or elsewhere."""
+SEGMENT = 1 << 28
+"""Bytes mapped at a time. What is mapped and not used takes no memory; each mapping takes a file descriptor."""
+
+RING = 256
+"""Exchanges that can be under way at a time on one axis."""
+OFFSET_BITS = 44
+"""Of a word, for where the buffer lies (plus 1, so that no word is 0). Above are those of the number of the exchange, modulo NUMBERS."""
+NUMBERS = 1 << 19
+PATIENCE = 200e-6
+"""Seconds of waiting before the processor is left to others."""
+LIMITS = {errno.EFBIG: ("f", resource.RLIMIT_FSIZE), errno.ENOMEM: ("v", resource.RLIMIT_AS), errno.EMFILE: ("n", resource.RLIMIT_NOFILE)}
+"""Of a process: the option of `ulimit` and the number of the limit, by the error of what goes beyond it."""
+
+
+class Heap:
+    """This process' memory for tensors that others read: a nameless file (memfd) that grows by segments as tensors are made.
+
+    What is freed goes back to the system, and its range of the file is used again by the next tensor of its size."""
+
+    def __init__(self) -> None:
+        self.pid = os.getpid()
+        self._token = secrets.token_bytes(TOKEN)
+        with _limits("the file of this process"):
+            self._file = os.memfd_create("polyreme")
+            os.write(self._file, self._token)
+        self._segment: mmap.mmap | None = None  # the last one, of which ranges are given out
+        self._base, self._used, self._end = 0, 0, SEGMENT  # where in the file it begins; bytes given out; end of the file
+        self._free: dict[int, list[tuple[mmap.mmap, int, int]]] = defaultdict(list)  # by size
+        self._offsets: dict[int, int] = {}  # in the file, of each range in use, by its address
+
+    @property
+    def address(self) -> tuple[int, int, str]:
+        """What another process needs to open this heap."""
+        return self.pid, self._file, self._token.hex()
+
+    def empty(self, size: int, dtype: torch.dtype) -> Tensor:
+        """A flat tensor, of zeros."""
+        if not size:
+            return torch.empty(0, dtype=dtype)
+        memory, offset = self.reserve(size * dtype.itemsize)
+        tensor = torch.frombuffer(memory, dtype=dtype, count=size)
+        self._offsets[tensor.data_ptr()] = offset
+        weakref.finalize(memory, self._offsets.pop, tensor.data_ptr(), None).atexit = False
+        return tensor
+
+    def reserve(self, nbytes: int, again: bool = True) -> tuple[memoryview, int]:
+        """A range of zeros, given back when nobody holds it any more, and where it begins in the file. again: others may have the range
+        then; without, it stays zeros for ever."""
+        nbytes = _round_up(nbytes, mmap.PAGESIZE)
+        segment, base, start = self._free[nbytes].pop() if again and self._free[nbytes] else self._cut(nbytes)
+        memory = memoryview(segment)[start : start + nbytes]
+        weakref.finalize(memory, self._give_back, nbytes, (segment, base, start), again).atexit = False
+        return memory, base + start
+
+    def offset(self, tensor: Tensor) -> int:
+        """Where in the heap `tensor` begins; -1 if it is not there."""
+        start = tensor.untyped_storage().data_ptr()
+        found = self._offsets.get(start, -1)
+        return found if found < 0 else found + tensor.data_ptr() - start
+
+    def _cut(self, nbytes: int) -> tuple[mmap.mmap, int, int]:
+        """A range that was never used: its segment, where that begins in the file, and where the range begins in it."""
+        if self._segment is None or self._used + nbytes > len(self._segment):
+            length = _round_up(nbytes, SEGMENT)
+            with _limits(f"{length:,} bytes"):
+                os.ftruncate(self._file, self._end + length)
+                self._segment = mmap.mmap(self._file, length, offset=self._end)
+            self._base, self._used, self._end = self._end, 0, self._end + length
+        self._used += nbytes
+        return self._segment, self._base, self._used - nbytes
+
+    def _give_back(self, nbytes: int, where: tuple[mmap.mmap, int, int], again: bool) -> None:
+        segment, _, start = where
+        segment.madvise(mmap.MADV_REMOVE, start, nbytes)
+        if again:
+            self._free[nbytes].append(where)
+
+
+class Peer:
+    """The heap of another process of this host, to be read."""
+
+    def __init__(self, pid: int, file: int, opened: int) -> None:
+        self._pid, self._link = pid, Path(f"/proc/{pid}/fd/{file}")
+        self._file = opened
+        self._segments: dict[tuple[int, int], mmap.mmap] = {}  # by begin and end in the file
+
+    @classmethod
+    def open(cls, pid: int, file: int, token: str) -> Peer | None:
+        """The heap at `Heap.address`; None where there is no way to it, as from another host or another user."""
+        try:  # on another host that may be anything, even a pipe that would block
+            opened = os.open(f"/proc/{pid}/fd/{file}", os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
+        except OSError:
+            return None
+        try:
+            same = os.pread(opened, TOKEN, 0).hex() == token
+        except OSError:
+            same = False
+        if not same:
+            os.close(opened)
+        return cls(pid, file, opened) if same else None
+
+    def alive(self) -> bool:
+        """Whether the process still runs (one that ended and is not reaped yet has no files)."""
+        return os.path.lexists(self._link)
+
+    def read(self, offset: int, nbytes: int) -> memoryview:
+        """The `nbytes` at `offset`, where they lie: what their owner writes there shows."""
+        begin, end = offset // SEGMENT * SEGMENT, _round_up(offset + nbytes, SEGMENT)
+        if (begin, end) not in self._segments:
+            with _limits(f"{end - begin:,} bytes of process {self._pid}"):
+                self._segments[begin, end] = mmap.mmap(self._file, end - begin, prot=mmap.PROT_READ, offset=begin)
+        return memoryview(self._segments[begin, end])[offset - begin : offset - begin + nbytes]
+
+
+class Board:
+    """Notices of one rank of an axis to the others on its host, for exchanges that are numbered alike on all of them.
+
+    Words `[0, to, exchange % RING]` say that a buffer for rank `to` is ready, and where; words `[1, of, exchange % RING]` that rank `of`'s
+    buffer has been read; words `[2, to, exchange % RING]` are signs of what the exchanges are about: ranks with different ones do not meet.
+    A last word is 1 until nobody has the board any more, which then reads nothing more; others wait for it in vain. `memory` holds what the
+    board says beyond its end; nothing else ever takes its place. `offset` is where it lies in this process' heap."""
+
+    def __init__(self, home: Heap, axis: str, rank: int, size: int, timeout: float) -> None:
+        self.heap, self._axis, self._rank, self._timeout = home, axis, rank, timeout
+        self._shape = (3, size, RING)
+        self._size = math.prod(self._shape)
+        self.memory, self.offset = home.reserve(8 * (self._size + 1), again=False)
+        words = np.ndarray(self._size + 1, np.int64, self.memory)
+        words[-1] = 1
+        weakref.finalize(self, words.__setitem__, -1, 0).atexit = False
+        self._mine = words[:-1].reshape(self._shape)
+        self._others: dict[int, tuple[Peer, np.ndarray, np.ndarray]] = {}
+        """Of each: its heap, its words, and the last of them."""
+
+    @property
+    def ranks(self) -> Collection[int]:
+        """Those that this board's rank met."""
+        return self._others.keys()
+
+    def meet(self, rank: int, other: Peer, offset: int) -> None:
+        """Read the notices of `rank`, whose board lies at `offset` of its heap."""
+        words = np.ndarray(self._size + 1, np.int64, other.read(offset, 8 * (self._size + 1)))
+        self._others[rank] = other, words[:-1].reshape(self._shape), words[-1:]
+
+    def post(self, to: int, exchange: int, buffer: Tensor, sign: int = 0) -> None:
+        """Say that `buffer`, which is in the heap, is ready for rank `to`."""
+        if exchange >= RING:
+            self.await_read(to, exchange - RING)
+        self._mine[2, to, exchange % RING] = sign
+        self._mine[0, to, exchange % RING] = _word(exchange, self.heap.offset(buffer))
+
+    def await_post(self, source: int, exchange: int, size: int, dtype: torch.dtype, sign: int = 0) -> Tensor:
+        """The buffer of rank `source`, where it lies, once it is ready."""
+        offset = (self._await(source, 0, exchange, sign) & ((1 << OFFSET_BITS) - 1)) - 1
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=".*not writable")
+            return torch.frombuffer(self._others[source][0].read(offset, size * dtype.itemsize), dtype=dtype)
+
+    def acknowledge(self, source: int, exchange: int) -> None:
+        """Say that the buffer of rank `source` has been read."""
+        self._mine[1, source, exchange % RING] = _word(exchange, 0)
+
+    def await_read(self, to: int, exchange: int) -> None:
+        """Return when rank `to` has read its buffer."""
+        self._await(to, 1, exchange)
+
+    def reading(self, exchange: int) -> Callable[[], bool]:
+        """Tells whether all ranks have read their buffers, or never will."""
+        places = [(words[1, self._rank, exchange % RING :][:1], there) for _, words, there in self._others.values()]
+        return lambda: all(_is_about(int(word[0]), exchange) or not there[0] for word, there in places)
+
+    def _await(self, rank: int, kind: int, exchange: int, sign: int | None = None) -> int:
+        """The word of `rank`'s board once it is about this exchange, or a later one, and has this `sign`."""
+        other, words, there = self._others[rank]
+        began = checked = time.monotonic()
+        while True:
+            alive, here = True, there[0]
+            if (now := time.monotonic()) - checked > 0.05:
+                alive, checked = other.alive(), now  # looked at before the word, which its last act may have been to write
+            word = int(words[kind, self._rank, exchange % RING])
+            if _is_about(word, exchange) and (sign is None or words[2, self._rank, exchange % RING] == sign):
+                return word
+            if not here:
+                if kind == 1:
+                    return 0
+                raise TransportError(f"rank {rank} of axis {self._axis} has no engine any more")
+            check()
+            if not alive:
+                raise TransportError(f"rank {rank} of axis {self._axis} ended")
+            if now - began > self._timeout:
+                raise TransportError(f"rank {rank} of axis {self._axis} did not come within {self._timeout:g} s")
+            if now - began < PATIENCE:
+                os.sched_yield()
+            else:
+                time.sleep(min((now - began) / 4, 2e-3))
+
+
+def heap() -> Heap | None:
+    """This process' heap; None where the system has no such memory, or lets a core see another's writes in another order."""
+    global _heap
+    possible = hasattr(os, "memfd_create") and Path("/proc/self/fd").is_dir() and platform.machine() in ("x86_64", "AMD64")
+    if possible and (_heap is None or _heap.pid != os.getpid()):  # a forked child must not allocate from its parent's
+        _heap = Heap()
+    return _heap
+
+
+def peer(pid: int, file: int, token: str) -> Peer | None:
+    """`Peer.open`, once for each heap."""
+    if token not in _peers:
+        opened = Peer.open(pid, file, token)
+        if opened is None:
+            return None
+        _peers[token] = opened
+    return _peers[token]
+
+
+_heap: Heap | None = None
+_peers: dict[str, Peer] = {}
+
+
+def _word(exchange: int, offset: int) -> int:
+    return exchange % NUMBERS << OFFSET_BITS | offset + 1
+
+
+def _is_about(word: int, exchange: int) -> bool:
+    """Whether a word has been written for this exchange, or for a later one."""
+    return word != 0 and ((word >> OFFSET_BITS) - exchange) % NUMBERS < NUMBERS // 2
+
+
+@contextlib.contextmanager
+def _limits(what: str) -> Iterator[None]:
+    """Name the limit of this process that keeps it from memory to share."""
+    try:
+        yield
+    except OSError as error:
+        option, kind = LIMITS.get(error.errno or 0, ("", resource.RLIMIT_AS))
+        most = resource.getrlimit(kind)[0] if option else resource.RLIM_INFINITY
+        reason, way = error.strerror, ""
+        if most != resource.RLIM_INFINITY:
+            reason = f"`ulimit -{option}` of {most:,} is too low"
+            way = f"raise it (`ulimit -{option}`, or in the batch system), or "
+        raise TransportError(f"no memory for {what} that ranks of one host share: {reason}; {way}set mesh.shared_memory = false") from error
+
+
+def _round_up(nbytes: int, unit: int) -> int:
+    return math.ceil(nbytes / unit) * unit

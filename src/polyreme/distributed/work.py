@@ -1,0 +1,114 @@
+"""Operations under way between ranks, and how they fail.
+
+Invariant: what others may still read is held until they have read it, even where nobody waits for the operation. Communication: none of
+its own.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+
+import torch.distributed as dist
+
+from polyreme.distributed.watch import WATCH, Meeting, within
+from polyreme.errors import TransportError
+
+ENOUGH = 64
+"""Inputs held for others, from which on all of them are looked at."""
+
+
+@contextmanager
+def reporting(what: str, meeting: Meeting | None = None) -> Iterator[None]:
+    """Turns a backend's errors into TransportError, and names the operation in those of `transport`; and says what is known of the cause,
+    where the ranks of `meeting` took part."""
+    try:
+        yield
+    except TransportError as error:
+        raise TransportError(f"{what}{within(WATCH.call)} failed, because {WATCH.why(meeting) or error}") from error
+    except RuntimeError as error:
+        why = WATCH.why(meeting) or f"another rank ended or cannot be reached: {error}"
+        raise TransportError(f"{what}{within(WATCH.call)} failed, because {why}") from error
+
+
+class Work:
+    """An operation under way. `wait` returns when its output is complete, and `settle` when its input may be overwritten, too: ranks of
+    this host may still read it where it lies. A second call does nothing, or raises again what the first one raised: what it left is no
+    complete output."""
+
+    def __init__(
+        self,
+        pending: Sequence[dist.Work | None] = (),
+        finish: Callable[[], None] | None = None,
+        what: str = "",
+        settled: Callable[[bool], bool] = lambda block: True,
+        meeting: Meeting | None = None,
+        number: int | None = None,
+    ) -> None:
+        """`finish` is called when `pending` is complete. `settled` tells whether the input is free; given True, it waits till then.
+        `meeting` are the ranks that take part, and `number` tells which of their operations it is."""
+        self._meeting, self._number = meeting, number
+        self._failed: BaseException | None = None
+        self._pending, self._finish, self._what, self._settled = deque(pending), finish, what, settled
+
+    def wait(self) -> None:
+        if not self._pending and self._finish is None and self._failed is None:
+            return
+        with self._waiting():
+            while self._pending:
+                if (work := self._pending.popleft()) is not None:
+                    work.wait()
+            if self._finish is not None:
+                finish, self._finish = self._finish, None
+                finish()
+
+    def settle(self) -> None:
+        self.wait()
+        with self._waiting():
+            self._settled(True)
+
+    @contextmanager
+    def _waiting(self) -> Iterator[None]:
+        if self._failed is not None:
+            raise self._failed
+        watched: AbstractContextManager[None] = nullcontext()
+        if self._meeting is not None:
+            watched = WATCH.waiting(self._meeting, self._what, self._number)
+        try:
+            with reporting(self._what, self._meeting), watched:
+                yield
+        except BaseException as error:
+            self._failed = error
+            raise
+
+    def is_settled(self) -> bool:
+        """Whether `settle` would return at once; that of an operation nobody has waited for would not."""
+        return not self._pending and self._finish is None and self._settled(False)
+
+
+DONE = Work()
+
+
+class _Unsettled:
+    """Keeps the inputs of operations that others of this host may still have to read, whatever becomes of who began them."""
+
+    def __init__(self) -> None:
+        self._held: deque[tuple[Callable[[], bool], Sequence[object]]] = deque()
+        self._enough = ENOUGH
+
+    def hold(self, was_read: Callable[[], bool], what: Sequence[object]) -> None:
+        """Hold inputs, and where it is told that they are ready."""
+        while self._held and self._held[0][0]():
+            self._held.popleft()
+        self._held.append((was_read, what))
+        if len(self._held) > self._enough:  # a peer may never read the first of them, having failed
+            self.sweep()
+            self._enough = 2 * len(self._held) + ENOUGH
+
+    def sweep(self) -> None:
+        """Let go of all that was read."""
+        self._held = deque(each for each in self._held if not each[0]())
+
+
+UNSETTLED = _Unsettled()

@@ -1,0 +1,174 @@
+"""Whose a folder is: one run's at a time, of which all ranks and tiers share it.
+
+Invariants: a claim lives as long as a process holds a lock on its file, which the kernel lets go however the process ends; it is changed
+only under an exclusive lock, so whoever reads it under a shared one reads it whole. Where a file system keeps locks to each host, the claim
+of another host is never taken over; where it has no locks at all, nothing is refused. No communication.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import logging
+import os
+import socket
+import time
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+
+from polyreme.errors import PolyremeError, TierError
+from polyreme.files.direct_io import no_links
+
+log = logging.getLogger(__name__)
+
+NAME = "polyreme.files.folder_lock"
+PATIENCE = 0.5
+"""Seconds that another run gets to leave: it may be ending."""
+MOUNTS = Path("/proc/self/mountinfo")
+
+
+class Claim:
+    """Makes `folder` if need be and claims it for `run`, a name that the ranks of a run have in common and no other run has.
+
+    name: of the claim's file. keep: it stays when the claim is let go. patience: seconds that another run gets to leave.
+    Raises `error` where the folder cannot be used, and where a process of another run lives that claimed it. The claim of a run whose
+    processes all died is taken over."""
+
+    def __init__(
+        self,
+        folder: Path,
+        run: str,
+        name: str = NAME,
+        *,
+        keep: bool = False,
+        patience: float | None = None,
+        error: type[PolyremeError] = TierError,
+    ) -> None:
+        path = folder / name
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            descriptor = _take(path, run, PATIENCE if patience is None else patience, error)
+        except OSError as reason:
+            link = f"{name} in it is a symbolic link" if reason.errno == errno.ELOOP else reason.strerror
+            raise error(f"{folder} cannot be used: {link}") from reason
+        self.close: Callable[[], object] = weakref.finalize(self, _leave, path, descriptor, os.getpid(), keep)
+        """Let go; the last one of the run removes the file. Further calls do nothing."""
+
+
+def holder(folder: Path, name: str = NAME) -> str | None:
+    """Which other process has claimed the folder, in words; None where none has that lives. Nothing is changed."""
+    try:
+        descriptor = no_links(folder / name, os.O_RDONLY)
+    except OSError:
+        return None
+    try:
+        if _lock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB):
+            return None
+        claim = _read(descriptor)
+    finally:
+        os.close(descriptor)
+    return None if (claim.get("pid"), claim.get("host")) == (os.getpid(), socket.gethostname()) else _named(claim)
+
+
+def _take(path: Path, run: str, patience: float, error: type[PolyremeError]) -> int:
+    """The descriptor by which this process holds the claim."""
+    deadline = time.monotonic() + patience
+    while True:
+        descriptor = no_links(path, os.O_RDWR | os.O_CREAT)
+        try:
+            if _lock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB) and _is_named(path, descriptor):
+                _rewrite(path, descriptor, run, error)
+            _lock(descriptor, fcntl.LOCK_SH)  # not in one step with the exclusive one: another may come between
+            claim = _read(descriptor)
+            if _is_named(path, descriptor):
+                if claim.get("run") == run:
+                    return descriptor
+                if time.monotonic() > deadline:
+                    raise error(
+                        f"{path.parent} is in use by another run, which {_named(claim)} began {claim.get('since')}: let it end, or choose "
+                        "another folder"
+                    )
+        except BaseException:
+            os.close(descriptor)
+            raise
+        os.close(descriptor)
+        time.sleep(0.01)
+
+
+def _rewrite(path: Path, descriptor: int, run: str, error: type[PolyremeError]) -> None:
+    dead = _read(descriptor)
+    if dead and dead.get("run") != run:
+        if dead.get("host") != socket.gethostname() and dead.get("boot") != _boot() and not _locks_reach_other_hosts(descriptor):
+            raise error(
+                f"{path.parent} was claimed by {_named(dead)} ({dead.get('since')}), and whether that has ended cannot be known from here, "
+                f"as this file system keeps locks to each host: if it has, delete {path}; else choose another folder"
+            )
+        log.warning("%s: taken over from a run that died (%s)", path.parent, _named(dead))
+    claim = {"run": run, "pid": os.getpid(), "host": socket.gethostname(), "boot": _boot(), "since": time.strftime("%Y-%m-%d %H:%M:%S")}
+    os.ftruncate(descriptor, 0)
+    os.pwrite(descriptor, json.dumps(claim).encode(), 0)
+
+
+def _named(claim: dict[str, object]) -> str:
+    return f"process {claim.get('pid')} on host {claim.get('host')}"
+
+
+def _boot() -> str | None:
+    """Which start of which machine this is: the same in all its containers, whatever their hosts are called."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return None
+
+
+def _locks_reach_other_hosts(descriptor: int) -> bool:
+    """Whether a lock that another host has on the open file would be seen here; so it is of a file system of this host alone."""
+    device = os.fstat(descriptor).st_dev
+    number = f"{os.major(device)}:{os.minor(device)}"
+    try:
+        mounts = [line.split() for line in MOUNTS.read_text().splitlines()]
+    except OSError:
+        return True
+    for fields in mounts:
+        if fields[2] == number:
+            kind, options = fields[fields.index("-") + 1], fields[-1].split(",")
+            apart = kind.startswith("fuse") or kind in ("9p", "virtiofs", "beegfs")
+            return not apart and not {"local_lock=flock", "local_lock=all", "localflock"} & {*options}
+    return True
+
+
+def _read(descriptor: int) -> dict[str, object]:
+    """What a claim says; nothing where it is none."""
+    try:
+        found = json.loads(os.pread(descriptor, 1 << 16, 0))
+    except ValueError:
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _leave(path: Path, descriptor: int, pid: int, keep: bool) -> None:
+    if not keep and os.getpid() == pid and _lock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB) and _is_named(path, descriptor):
+        path.unlink()  # nobody else holds it (a forked child only seems to hold its parent's)
+    os.close(descriptor)
+
+
+def _lock(descriptor: int, kind: int) -> bool:
+    """Lock the file, instead of what lock this descriptor has; False where others are in the way and it is not to wait."""
+    try:
+        fcntl.flock(descriptor, kind)
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        if error.errno not in (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP):  # file systems without locks
+            raise
+    return True
+
+
+def _is_named(path: Path, descriptor: int) -> bool:
+    """Whether the path still leads to the open file."""
+    try:
+        return os.path.samestat(path.lstat(), os.fstat(descriptor))
+    except FileNotFoundError:
+        return False

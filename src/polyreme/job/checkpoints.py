@@ -1,0 +1,208 @@
+"""The checkpoints of `polyreme train`: which one its run begins from, when they are written, which go.
+
+Invariant: all ranks begin from the same one, and what is in the folder is changed by rank 0 alone, after every rank has what it needs.
+Communication: rank 0 tells where to begin; loading and saving, as `Engine` does it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, fields
+from functools import partial
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+from polyreme.checkpoint import ownership
+from polyreme.checkpoint.collective_errors import reason
+from polyreme.checkpoint.run_directory import RUN_CLAIM, RunFolder
+from polyreme.config import Config
+from polyreme.data import load_tokenizer
+from polyreme.distributed.mesh import Mesh
+from polyreme.engine import Engine
+from polyreme.errors import CheckpointError, ConfigError, DataError, Problem
+from polyreme.files.folder_lock import Claim
+from polyreme.job.resume import Beginning, nothing_to_go_on_from, origin, plan
+
+PATIENCE = 10.0
+"""Seconds that an earlier run gets to leave the folder: one with much memory takes that long to end."""
+
+
+@dataclass
+class Account:
+    """What a run that goes on has to know of its past beyond the engine's state, kept in its checkpoints."""
+
+    origin: str | None = None
+    """What the config named to begin from; see `resumption.origin`."""
+    seconds: float = 0.0
+    """Spent in training steps."""
+    loss: float = math.nan
+    """Of the last step."""
+    first_validation: float | None = None
+    last_validation: float | None = None
+    bytes_per_token: float | None = None
+    """Of the validation text."""
+
+    @classmethod
+    def of(cls, extra: Mapping[str, Any]) -> Account:
+        return cls(**{each.name: extra[each.name] for each in fields(cls) if each.name in extra})
+
+
+class Checkpoints:
+    """Those in the run's folder. `say` is how people hear of them."""
+
+    def __init__(self, config: Config, engine: Engine, tokenizer: Any, say: Callable[[str], None]) -> None:
+        self._config, self._engine, self._tokenizer, self._say = config, engine, tokenizer, say
+        self._folder = RunFolder(config.checkpoint.folder)
+        self._writing: Path | None = None
+        self._claim: Claim | None = None
+        self._said: set[str] = set()
+
+    def begin(self) -> Beginning:
+        """Where this run, which has the folder to itself from here on, begins, the same on every rank. Nothing is loaded yet.
+
+        Raises CheckpointError where another run has the folder, ConfigError where it cannot begin, and DataError where the text has another
+        tokenizer now."""
+        from_rank_0(self._engine.mesh, self._take_folder)
+        beginning = Beginning(**from_rank_0(self._engine.mesh, self._plan))
+        if beginning.checkpoints:
+            self._check_tokenizer(Path(beginning.checkpoints[0]))
+        return beginning
+
+    def load(self, beginning: Beginning) -> tuple[Account, list[str]]:
+        """Put the engine where the run begins. Returns what is known of its past, and what there is to say of it.
+
+        Raises ConfigError where no checkpoint of it can be read."""
+        unreadable = dict(beginning.damaged)
+        for name in beginning.checkpoints:
+            try:
+                loaded = self._engine.load(name)
+            except CheckpointError as error:
+                unreadable[name] = str(error)
+                continue
+            account = Account.of(loaded.extra)
+            account.origin = origin(self._config) or account.origin
+            return account, [*self._pass_over(unreadable), *self._resumed(Path(name), beginning), *loaded.notes]
+        if unreadable:
+            key = "checkpoint.folder" if all(self._is_ours(Path(name)) for name in unreadable) else "checkpoint.resume"
+            raise ConfigError([nothing_to_go_on_from(self._config, key, unreadable.values())])
+        aside = self._set_aside()
+        later = f"{', '.join(aside)} in {self._folder.path}, of an earlier run, will go when the first checkpoint is there"
+        return Account(origin(self._config)), [later] if aside else []
+
+    def save(self, account: Account, wait: bool = True) -> Path:
+        """Write a checkpoint of this step; without `wait`, in the background. Every rank must call. Raises CheckpointError."""
+        path = self._folder.path / f"step-{self._engine.state.step}"
+        self.finish()
+        self._say(f"saving {path}")
+        self._engine.save(path, self._tokenizer, extra=asdict(account), wait=wait)
+        self._writing = path
+        self.settle()
+        return path
+
+    def finish(self) -> None:
+        """Wait for what is being written in the background. If that fails, it is said, and training goes on."""
+        try:
+            self._engine.wait()
+        except CheckpointError as error:
+            self.failed(error)
+        self.settle()
+
+    def failed(self, error: CheckpointError) -> None:
+        """Say that a checkpoint could not be written; those before it are still there."""
+        self._writing = None
+        self._say(f"{error}; training goes on")
+
+    def settle(self) -> None:
+        """Once the checkpoint that is being written is there, point to it and remove those that are to go."""
+        path = self._writing
+        if path is None or self._engine.mesh.rank != 0 or not path.is_dir():
+            return
+        self._writing = None
+        section = self._config.checkpoint
+        prune = partial(self._folder.prune, section.keep, section.keep_every)
+        for change in (partial(self._folder.point, path), self._folder.drop_earlier, prune):
+            try:
+                change()
+            except (OSError, CheckpointError) as error:  # on a full disk there may be room when older ones have gone
+                said = f"{self._folder.path} could not be brought up to date: {error}"
+                if said not in self._said:
+                    self._said.add(said)
+                    self._say(said)
+
+    def close(self) -> None:
+        """Leave the folder to another run."""
+        if self._claim is not None:
+            self._claim.close()
+
+    def _take_folder(self) -> None:
+        self._claim = Claim(self._folder.path, uuid4().hex, RUN_CLAIM, patience=PATIENCE, error=CheckpointError)
+
+    def _plan(self) -> dict[str, Any]:
+        self._folder.tidy()
+        return asdict(plan(self._config))
+
+    def _check_tokenizer(self, checkpoint: Path) -> None:
+        try:
+            tokenizer = load_tokenizer(checkpoint)
+        except DataError:  # it was saved without one
+            return
+        if tokenizer.get_vocab() != self._tokenizer.get_vocab():
+            raise DataError(
+                f"the tokens of the text are not those that the model of {checkpoint} knows: its tokenizer is another now, as the text or "
+                f'the config has changed. Set data.tokenizer = "{checkpoint}" (or a copy of it), or --no-resume to begin anew'
+            )
+
+    def _pass_over(self, unreadable: Mapping[str, str]) -> list[str]:
+        def rename() -> list[str]:
+            notes = []
+            for name, why in unreadable.items():
+                renamed = self._is_ours(Path(name)) and ownership.carries_manifest(Path(name))
+                now = f" (it is now {self._folder.pass_over(Path(name)).name})" if renamed else ""
+                notes.append(f"{name} cannot be used{now}: {why}")
+            return notes
+
+        return from_rank_0(self._engine.mesh, rename)
+
+    def _set_aside(self, after: int = -1) -> list[str]:
+        return from_rank_0(self._engine.mesh, lambda: [path.name for path in self._folder.set_aside(after)])
+
+    def _resumed(self, checkpoint: Path, beginning: Beginning) -> list[str]:
+        state = self._engine.state
+        after = state.step if self._is_ours(checkpoint) else -1
+        aside = self._set_aside(after)
+        notes = [f"resumed from {checkpoint}: {state.step:,} steps, {state.tokens:,} tokens"]
+        notes += [f"changed since then: {change}" for change in beginning.changes]
+        if aside:
+            notes.append(f"{', '.join(aside)} in {self._folder.path} will go when the first new checkpoint is there")
+        return notes
+
+    def _is_ours(self, checkpoint: Path) -> bool:
+        return checkpoint.resolve().parent == self._folder.path.resolve()
+
+
+def from_rank_0(mesh: Mesh, question: Callable[[], Any]) -> Any:
+    """Rank 0's answer (what JSON can hold), on every rank. Where it raises, so does every rank."""
+    answer, failure = None, None
+    try:
+        answer = question() if mesh.rank == 0 else None
+    except Exception as error:  # whatever it is, the others must not wait for it
+        failure = error
+    problems = [list(vars(each).values()) for each in failure.problems] if isinstance(failure, ConfigError) else None
+    told = from_all_ranks(mesh, {"answer": answer, "said": failure and f"rank 0: {reason(failure)}", "problems": problems})[0]
+    if failure is not None:
+        raise failure
+    if told["problems"]:
+        raise ConfigError([Problem(*each) for each in told["problems"]])
+    if told["said"]:
+        raise CheckpointError(told["said"])
+    return told["answer"]
+
+
+def from_all_ranks(mesh: Mesh, value: Any) -> list[Any]:
+    """Every rank's `value` (what JSON can hold), rank 0's first."""
+    values = [value]
+    for axis in mesh.axes.values():
+        values = [each for there in axis.gather_objects(values) for each in there]  # type: ignore[attr-defined]
+    return values

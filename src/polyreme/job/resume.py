@@ -1,0 +1,176 @@
+"""Where a run of `polyreme train` begins: anew, or from which checkpoint; and what its config says otherwise than that one's.
+
+Invariant: only looks, so it can be asked before any rank starts. In a run rank 0 asks for all.
+Communication: none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from polyreme.checkpoint import ownership
+from polyreme.checkpoint.formats.huggingface import Directory
+from polyreme.checkpoint.load import Wanted, match
+from polyreme.checkpoint.run_directory import RunFolder, progress_of, step_of
+from polyreme.config import Config
+from polyreme.config.describe import toml
+from polyreme.config.schema import LEAVES
+from polyreme.data import load_tokenizer
+from polyreme.distributed.mesh import Axis
+from polyreme.errors import CheckpointError, ConfigError, DataError, Problem
+from polyreme.models.huggingface import base_prefix, file_names
+from polyreme.planner.meta_model import twin
+
+ORDER = ("seed", "data.path", "data.pattern", "data.field", "data.sequence", "data.tokenizer", "data.vocab_size", "data.validation",
+         "data.shuffle")  # fmt: skip
+"""The keys that decide which sample comes when."""
+NOT_TOLD = ("checkpoint", "monitor", "launch", "data.cache", "data.workers", "train.sample", "train.sample_tokens",
+                "model.trust_remote_code", "batch.size")  # fmt: skip
+"""Sections and keys that change nothing of what is computed; and that of which the engine speaks itself."""
+EFFECTS = {
+    **dict.fromkeys(ORDER, "the training data begins anew"),
+    "lr_schedule": "the learning rate follows the new schedule from here on",
+}
+
+
+@dataclass(frozen=True)
+class Beginning:
+    """Where a run begins: plain values, which can be told to other ranks."""
+
+    checkpoints: list[str] = field(default_factory=list)
+    """To go on from the first that can be read; none: anew."""
+    damaged: dict[str, str] = field(default_factory=dict)
+    """Newer ones, which cannot be opened, and why."""
+    extra: dict[str, Any] = field(default_factory=dict)
+    """Of the first checkpoint."""
+    steps: int = 0
+    tokens: int = 0
+    changes: list[str] = field(default_factory=list)
+    """What the config says otherwise than the first checkpoint's, a line each."""
+    same_data: bool = True
+    """Whether the samples come in the same order as then."""
+    finished: bool = False
+    """Whether the first checkpoint has all behind it that the config asks for."""
+
+
+def plan(config: Config) -> Beginning:
+    """Where the run that the resolved `config` describes begins.
+
+    Raises ConfigError where there are checkpoints and none can be gone on from, or their model is another."""
+    section, key = config.checkpoint, "checkpoint.folder"
+    folder = RunFolder(section.folder)
+    if section.resume == "never":
+        _check_names(config, folder, -1)
+        return Beginning()
+    paths, source, damaged = _open(folder.candidates())
+    wanted = origin(config)
+    if wanted is not None and (source is None or source.resume is None or source.resume.extra.get("origin") != wanted):
+        key = "checkpoint.resume"
+        given = Path(section.resume).expanduser()
+        paths, source, damaged = _open(RunFolder(given).candidates() or [given])
+    if source is None or source.resume is None:
+        if damaged and key == "checkpoint.resume":
+            raise ConfigError([nothing_to_go_on_from(config, key, damaged.values())])
+        _check_names(config, folder, -1)
+        if damaged:
+            raise ConfigError([nothing_to_go_on_from(config, key, damaged.values())])
+        return Beginning()
+    _check_names(config, folder, step_of(source.path) if source.path.parent == folder.path else -1)
+    _check_model(config, source)
+    changed = _changed(source.resume.config, config)
+    progress = progress_of(source.path)
+    return Beginning(
+        checkpoints=[str(path) for path in paths],
+        damaged={str(path): reason for path, reason in damaged.items()},
+        extra=dict(source.resume.extra),
+        steps=progress.steps if progress else 0,
+        tokens=progress.tokens if progress else 0,
+        changes=[_line(name, *values) for name, values in changed.items()],
+        same_data=changed.keys().isdisjoint(ORDER),
+        finished=progress is not None and config.train.length.reached(progress),
+    )
+
+
+def _check_names(config: Config, folder: RunFolder, after: int) -> None:
+    """Raises ConfigError where a name that the run gives to a checkpoint, of a step beyond `after`, is that of something else."""
+    if taken := folder.foreign(after):
+        names = ", ".join(path.name for path in taken[:5]) + (", ..." if len(taken) > 5 else "")
+        reason = f"{names} in it would be replaced by checkpoints of this run, and is none: {ownership.why_not(taken[0])}"
+        fix = "move that away, or give another folder"
+        raise ConfigError([Problem("checkpoint.folder", config.checkpoint.folder, reason, fix)])
+
+
+def origin(config: Config) -> str | None:
+    """What the config names to begin from, as an absolute path. The run's own checkpoints, which keep it, go before it."""
+    named = config.checkpoint.resume
+    return None if named in ("auto", "never") else str(Path(named).expanduser().resolve())
+
+
+def _open(paths: Sequence[Path]) -> tuple[Sequence[Path], Directory | None, dict[Path, str]]:
+    """The first of `paths` that can be gone on from, open, with those after it; and those before it, with what is wrong with them."""
+    damaged: dict[Path, str] = {}
+    for at, path in enumerate(paths):
+        try:
+            source = Directory(path)
+            if source.resume is not None:
+                return paths[at:], source, damaged
+            damaged[path] = f"{path} has weights, but no resume.json"
+        except CheckpointError as error:
+            damaged[path] = str(error)
+    return [], None, damaged
+
+
+def nothing_to_go_on_from(config: Config, key: str, damages: Iterable[str]) -> Problem:
+    """That no checkpoint of those that `key` names can be read, and why not."""
+    reasons = "; ".join(damages)
+    if key == "checkpoint.resume":
+        fix = "name a checkpoint of Polyreme, or a folder of them; to begin anew with the weights of any other directory, set model.path"
+        return Problem(key, config.checkpoint.resume, f"no run can go on from it ({reasons})", fix)
+    fix = "give another folder, or --no-resume to begin anew in this one"
+    return Problem(key, config.checkpoint.folder, f"no run can go on from the checkpoints in it ({reasons})", fix)
+
+
+def _check_model(config: Config, source: Directory) -> None:
+    """Raises ConfigError where the checkpoint is of another model than the config's."""
+    tokenizer = config.data.tokenizer or source.path
+    try:
+        vocabulary = len(load_tokenizer(tokenizer))
+    except DataError:
+        vocabulary = None
+    model = twin(config, vocabulary)
+    names: dict[int, list[str]] = {}  # several of a tensor that is shared
+    tensors = model.state_dict(keep_vars=True)
+    for name, tensor in tensors.items():
+        names.setdefault(id(tensor), []).append(name)
+    wanted = [Wanted(each, tuple(tensors[each[0]].shape)) for each in names.values()]
+    renamed = file_names(model, {name: tensor.shape for name, tensor in tensors.items()})
+    found = match(source, wanted, renamed, base_prefix(model), Axis("dp"))
+    if not found.is_exact:
+        key = "model.path" if config.model.path is not None else "model.config"
+        fix = "give this model another checkpoint.folder, or --no-resume to begin anew in this one"
+        raise ConfigError([Problem(key, config.value(key), f"{source.path} is of another model: {found}", fix)])
+
+
+def _changed(before: Mapping[str, Any], config: Config) -> dict[str, tuple[Any, Any]]:
+    """The keys that have another value in `config`, with the value they had and the one they have; of tables, the keys in them."""
+    now = config.model_dump(mode="json")
+    found: dict[str, tuple[Any, Any]] = {}
+    for key in LEAVES:
+        section, _, name = key.rpartition(".")
+        there, here = (tree.get(section, {}) if section else tree for tree in (before, now))
+        if section in NOT_TOLD or key in NOT_TOLD or name not in there or there[name] == here[name]:
+            continue
+        old, new = there[name], here[name]
+        if isinstance(old, dict) and isinstance(new, dict):
+            found |= {f"{key}.{n}": (old.get(n), new.get(n)) for n in sorted({*old, *new}) if old.get(n) != new.get(n)}
+        else:
+            found[key] = old, new
+    return found
+
+
+def _line(key: str, before: Any, now: Any) -> str:
+    effect = EFFECTS.get(key) or EFFECTS.get(key.partition(".")[0])
+    return f"{key} = {toml(now)}, and was {toml(before)}{f': {effect}' if effect else ''}"

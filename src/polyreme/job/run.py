@@ -1,0 +1,483 @@
+"""The job that `polyreme train` runs on each rank: text, model, engine, loop, checkpoints. Reads from top to bottom.
+
+Invariants: every rank runs the same loop over the same global batches; rank 0 alone shows, logs, plots and decides where the run begins.
+A run that was ended and gone on with has the numbers of one that was not, on the same mesh to the last bit.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import math
+import os
+import resource
+import sys
+import time
+from collections import deque
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from signal import Signals
+from tempfile import TemporaryFile
+from typing import Any
+
+import torch
+
+from polyreme.checkpoint.run_directory import LATEST, RUN_CLAIM
+from polyreme.config import Config, Span
+from polyreme.data import Loader, PackedDataset, TextData, documents, open_text, tokenizer_folder
+from polyreme.distributed.mesh import close, world
+from polyreme.engine import Engine, StepResult, initialize
+from polyreme.errors import CheckpointError, ConfigError, DataError, ModelError, Problem, printable
+from polyreme.files.folder_lock import holder
+from polyreme.job.checkpoints import Account, Checkpoints, from_all_ranks
+from polyreme.job.resume import Beginning, plan
+from polyreme.launch.signals import listening
+from polyreme.models import huggingface
+from polyreme.monitor import LOG_NAME, FanOut, Monitor, Record, Run, open_monitors
+from polyreme.planner.flops import count_flops, mfu, peak_flops
+from polyreme.planner.meta_model import divide, expected, twin
+from polyreme.step.precision import DTYPES
+
+WRITTEN = (LOG_NAME, "loss.png", LATEST, f"{LATEST}.tmp", RUN_CLAIM, "tensorboard", "wandb", "mlflow.db")
+"""What a run writes in its folder, beside checkpoints."""
+WINDOW = 20
+"""Steps over which the rate of tokens is taken."""
+
+
+@dataclass(frozen=True)
+class Summary:
+    """How a run ended."""
+
+    steps: int
+    tokens: int
+    seconds: float
+    loss: float
+    validation_loss: float | None
+    bits_per_byte: float | None
+    first_bits_per_byte: float | None
+    tokens_per_second: float
+    checkpoint: str
+    log: str | None
+    plot: str | None
+    stopped: str | None = None
+    """The signal that asked the run to stop before its end; its checkpoint is then where it goes on."""
+
+
+@dataclass(frozen=True)
+class _Rate:
+    """What turns tokens per second into FLOP/s and MFU."""
+
+    flops_per_token: float
+    peak: float
+
+
+def run(config: Config) -> Summary:
+    """Train as `config` says and return how it ended; every rank of the run calls this.
+
+    Raises ConfigError, DataError, CheckpointError where another run has the folder, and what `initialize` and `Engine.train_step` raise.
+    """
+    with ExitStack() as afterwards:
+        return _run(config, afterwards)
+
+
+def _run(config: Config, afterwards: ExitStack) -> Summary:
+    world_size, rank = world()
+    config = config.resolve(world_size)
+    check_sources(config)
+    huggingface.quiet(rank)
+    _check_model(config)
+    check_division(config)
+    folder = Path(config.checkpoint.folder)
+    if config.monitor.plot:
+        from polyreme.monitor.plot import plot_losses
+    text = open_text(config.data, config.seed, config.model.path)
+    vocabulary = len(text.tokenizer)
+    _check_model(config, vocabulary)
+    flops = _flops_per_token(config, vocabulary)
+    _check_lengths(config, text, int(config.mesh.dp))
+    engine = initialize(_model(config, vocabulary), config)
+    dtype = DTYPES[config.precision.compute]
+    peak, single = (peak_flops(engine.mesh.device, each).flops for each in (dtype, torch.float32))
+    rate = None if flops is None else _Rate(flops, peak)
+    monitors = open_monitors(config.monitor, folder) if rank == 0 else FanOut([])
+    checkpoints = Checkpoints(config, engine, text.tokenizer, monitors.message)
+    afterwards.callback(checkpoints.close)
+    beginning = checkpoints.begin()
+    if beginning.finished:
+        close()
+        return _finished(config, beginning, rank)
+    loader = engine.loader(text.train, workers=config.data.workers)
+    account, notes = checkpoints.load(beginning)
+    if not beginning.same_data:
+        loader.load_state_dict({**loader.state_dict(), "epoch": 0, "sample": 0})
+    account.bytes_per_token = text.validation.bytes_per_token if text.validation is not None else None
+    monitors.start(_run_info(config, engine, world_size))
+    job = _Loop(config, engine, text, loader, monitors, rate, checkpoints, account)
+    try:
+        if peak < single and dtype.itemsize < 4:
+            monitors.message(
+                f"this processor takes {single / peak:.1f} times as long for a matrix product in {config.precision.compute} as in fp32: "
+                'precision.compute = "fp32" trains faster on it'
+            )
+        for note in notes:
+            monitors.message(note)
+        if not beginning.checkpoints:
+            _show_sample(config, engine, text, monitors, "before training")
+        with listening(job.ask_to_stop):
+            job.train()
+            if job.stopped is None:
+                _show_sample(config, engine, text, monitors, "after training")
+            checkpoint = checkpoints.save(account)
+        plot = None
+        if config.monitor.plot and config.monitor.jsonl and rank == 0 and job.stopped is None:
+            plot = folder / "loss.png"
+            plot_losses(folder / LOG_NAME, plot)
+        summary = job.summary(checkpoint, plot)
+        monitors.close({k: v for k, v in vars(summary).items() if isinstance(v, int | float)})
+    finally:
+        monitors.close({})
+    if rank == 0 and config.monitor.console:
+        _say(printable(_ending(config, summary)))
+    close()
+    return summary
+
+
+def finished(config: Config) -> Summary | None:
+    """How the run ended that the resolved `config` describes, if it has ended already; which is then said. Raises ConfigError where its
+    checkpoints are of another model, or cannot be gone on from, and CheckpointError where another run has its folder."""
+    beginning = plan(config)
+    if beginning.finished:
+        return _finished(config, beginning, 0)
+    if user := holder(Path(config.checkpoint.folder), RUN_CLAIM):
+        raise CheckpointError(f"{config.checkpoint.folder} is the folder of another run, {user}: let it end, or choose another folder")
+    return None
+
+
+def _finished(config: Config, beginning: Beginning, rank: int) -> Summary:
+    summary = _summary(config, beginning.steps, beginning.tokens, Account.of(beginning.extra), Path(beginning.checkpoints[0]))
+    if rank == 0 and config.monitor.console:
+        changes = [f"changed since then: {change}" for change in beginning.changes]
+        said = f"nothing to do: {summary.checkpoint} is the end of this run, with {summary.steps:,} steps and {summary.tokens:,} tokens"
+        fix = f"raise train.length (now {config.train.length}) to go on from there, or begin anew with --no-resume"
+        _say(printable("\n".join([said, *changes, fix])))
+    return summary
+
+
+class _Loop:
+    """Steps, validations and checkpoints, each when it is due."""
+
+    def __init__(
+        self,
+        config: Config,
+        engine: Engine,
+        text: TextData,
+        loader: Loader,
+        monitors: Monitor,
+        rate: _Rate | None,
+        checkpoints: Checkpoints,
+        account: Account,
+    ) -> None:
+        self._config, self._engine, self._text, self._loader = config, engine, text, loader
+        self._monitors, self._rate, self._checkpoints, self._account = monitors, rate, checkpoints, account
+        self._recent: deque[tuple[int, float]] = deque(maxlen=WINDOW)
+        self._began = time.perf_counter()
+        self._memory: dict[str, int] = {}
+        self._asked: str | None = None
+        self.stopped: str | None = None
+        """The signal that ended it before `train.length`."""
+
+    def ask_to_stop(self, number: Signals) -> None:
+        """Have all ranks stop after the step that is being done, or the next."""
+        self._asked = self._asked or number.name
+        self._engine.ask_to_stop()
+
+    def train(self) -> None:
+        config, engine = self._config, self._engine
+        validation = self._validate() if engine.state.step == 0 else None
+        for batch in self._loader:
+            before = engine.state.progress
+            result = self._step(batch)
+            after = engine.state.progress
+            done = config.train.length.reached(after)
+            every = config.train.validate_every
+            if done or (every is not None and every.due(before, after)):
+                validation = self._validate()
+            self._record(result, validation)
+            validation = None
+            if done:
+                return
+            if result.stop:
+                self.stopped = next(name for name in from_all_ranks(engine.mesh, self._asked) if name is not None)
+                return
+            if config.checkpoint.every is not None and config.checkpoint.every.due(before, after):
+                self._save()
+            self._checkpoints.settle()
+
+    def _step(self, batch: Any) -> StepResult:
+        try:
+            return self._engine.train_step(batch)
+        except CheckpointError as error:  # of the one that is being written; the step has not begun
+            self._checkpoints.failed(error)
+            return self._engine.train_step(batch)
+
+    def _save(self) -> None:
+        try:
+            self._checkpoints.save(self._account, wait=not self._config.checkpoint.background)
+        except CheckpointError as error:  # on every rank
+            self._checkpoints.failed(error)
+
+    def _validate(self) -> float | None:
+        data = self._text.validation
+        if data is None:
+            return None
+        loss, account = validate(self._engine, data, self._config), self._account
+        account.first_validation = loss if account.first_validation is None else account.first_validation
+        account.last_validation = loss
+        return loss
+
+    def _record(self, result: StepResult, validation: float | None) -> None:
+        self._recent.append((result.tokens, result.seconds))
+        self._account.seconds += result.seconds
+        self._account.loss = result.loss
+        engine, state = self._engine, self._engine.state
+        if not self._memory or (result.step - 1) % self._config.monitor.every == 0:
+            self._memory = engine.memory() | peak_memory(engine.mesh.device)
+        tokens, seconds = (sum(column) for column in zip(*self._recent, strict=True))
+        speed = tokens / seconds
+        own = speed / engine.mesh.world_size
+        self._monitors.log(
+            Record(
+                step=result.step,
+                samples=state.samples,
+                tokens=state.tokens,
+                loss=result.loss,
+                grad_norm=result.grad_norm,
+                lr=result.lr,
+                tokens_per_second=speed,
+                seconds=time.perf_counter() - self._began,
+                skipped=result.skipped,
+                loss_scale=result.loss_scale if self._config.precision.compute == "fp16" else None,
+                validation_loss=validation,
+                bits_per_byte=_bits(validation, self._account),
+                flops_per_second=self._rate.flops_per_token * own if self._rate else None,
+                mfu=mfu(self._rate.flops_per_token, own, self._rate.peak) if self._rate else None,
+                memory_bytes=self._memory,
+                traffic=engine.traffic(),
+            )
+        )
+
+    def summary(self, checkpoint: Path, plot: Path | None) -> Summary:
+        state = self._engine.state
+        return _summary(self._config, state.step, state.tokens, self._account, checkpoint, plot, self.stopped)
+
+
+def _summary(
+    config: Config, steps: int, tokens: int, account: Account, checkpoint: Path, plot: Path | None = None, stopped: str | None = None
+) -> Summary:
+    return Summary(
+        steps=steps,
+        tokens=tokens,
+        seconds=account.seconds,
+        loss=account.loss,
+        validation_loss=account.last_validation,
+        bits_per_byte=_bits(account.last_validation, account),
+        first_bits_per_byte=_bits(account.first_validation, account),
+        tokens_per_second=tokens / account.seconds if account.seconds else 0.0,
+        checkpoint=str(checkpoint),
+        log=str(Path(config.checkpoint.folder) / LOG_NAME) if config.monitor.jsonl else None,
+        plot=None if plot is None else str(plot),
+        stopped=stopped,
+    )
+
+
+def _bits(loss: float | None, account: Account) -> float | None:
+    """Per byte of the validation text."""
+    return None if loss is None or account.bytes_per_token is None else loss / math.log(2) / account.bytes_per_token
+
+
+def validate(engine: Engine, data: PackedDataset, config: Config) -> float:
+    """Mean loss, in nats per token, over the first `train.validate_batches` global batches of `data`."""
+    ranks = engine.mesh.dp.size
+    size = min(config.batch.size, len(data) // ranks * ranks)
+    loader = engine.loader(data, batch_size=size, shuffle=False, epochs=1, workers=0)
+    total = weight = 0.0
+    for at, batch in enumerate(loader):
+        result = engine.eval_step(batch)
+        total, weight = total + result.loss * result.weight, weight + result.weight
+        if at + 1 == config.train.validate_batches:
+            break
+    return total / weight
+
+
+def sample(engine: Engine, tokenizer: Any, prompt: str, length: int, seed: int) -> str:
+    """`prompt` continued by `length` tokens, drawn at temperature 0.8 from the 50 likeliest. All ranks must call: where parameters
+    are sharded they gather them together, and draw the same tokens."""
+    ids = tokenizer(prompt, return_tensors="pt", add_special_tokens=False).input_ids.to(engine.mesh.device)
+    modes = {module: module.training for module in engine.module.modules()}
+    engine.module.eval()
+    device = engine.mesh.device
+    with torch.random.fork_rng([device] if device.type == "cuda" else []), torch.no_grad():
+        torch.manual_seed(seed)
+        model: Any = engine.module
+        out = model.generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=length, do_sample=True, temperature=0.8, top_k=50,
+            pad_token_id=tokenizer.eos_token_id,
+        )  # fmt: skip
+    for module, mode in modes.items():
+        module.training = mode
+    return tokenizer.decode(out[0], skip_special_tokens=True)
+
+
+def _say(text: str) -> None:
+    """Print `text`. An output that is closed or full (`| head`) ends no run: from then on what is printed goes nowhere."""
+    try:
+        print(text, flush=True)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            print(f"standard output: {error.strerror}; no more is printed to it", file=sys.stderr)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+
+
+def peak_memory(device: torch.device) -> dict[str, int]:
+    """The most bytes that this process ever used: on the accelerator, or resident in memory."""
+    if device.type == "cuda":
+        return {"peak_device": torch.cuda.max_memory_allocated(device)}
+    return {"peak_rss": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024}
+
+
+def check_sources(config: Config) -> None:
+    """What can be said of the model, the text and the folder before any rank starts. Raises ConfigError and DataError."""
+    model, data, problems = config.model, config.data, []
+    if model.path is None and model.config is None:
+        fix = 'set model.path, or model.config = {model_type = "llama", ...}'
+        problems.append(Problem("model", None, "says nothing of the model", fix))
+    if model.path is not None and not (Path(model.path) / "config.json").is_file():
+        problems.append(Problem("model.path", model.path, "is not a Hugging Face model directory (no config.json in it)",
+                                "give a directory that save_pretrained wrote, or model.config"))  # fmt: skip
+    if data.path is None:
+        problems.append(Problem("data.path", None, "says nothing of the text", 'set a file, a folder, a datasets name, or "python-stdlib"'))
+    if data.tokenizer is not None and not Path(data.tokenizer).expanduser().is_dir():
+        fix = "give a directory that save_pretrained wrote, or remove it to train a tokenizer on the text"
+        problems.append(Problem("data.tokenizer", data.tokenizer, "there is no such directory", fix))
+    resume = config.checkpoint.resume
+    if resume not in ("auto", "never") and not (resume and Path(resume).expanduser().is_dir()):
+        fix = "give the folder of a checkpoint or of a run, auto, or never"
+        problems.append(Problem("checkpoint.resume", resume, "there is no such directory", fix))
+    folder = Path(config.checkpoint.folder)
+    if links := [name for name in WRITTEN if (folder / name).is_symlink()]:
+        link = f"{links[0]} in it is a symbolic link, to {(folder / links[0]).readlink()}, and nothing is written through one"
+        problems.append(Problem("checkpoint.folder", config.checkpoint.folder, link, "remove the link, or give another folder"))
+    if reason := _not_writable(folder):
+        problems.append(Problem("checkpoint.folder", config.checkpoint.folder, reason, "give a folder that can be written"))
+    if problems:
+        raise ConfigError(problems)
+    tokenizer_folder(data.tokenizer, model.path)
+    for path in (data.path, data.validation):
+        if isinstance(path, str):
+            documents(path, pattern=data.pattern, field=data.field)
+
+
+def _not_writable(folder: Path) -> str | None:
+    """Why nothing can be written to `folder`, or made in the nearest folder that is there; all ranks look at once, so none makes it."""
+    nearest = next((each for each in (folder, *folder.parents) if os.path.lexists(each)), Path())
+    try:
+        with TemporaryFile(dir=nearest):
+            longest = os.pathconf(nearest, "PC_NAME_MAX")
+    except OSError as error:
+        return f"it cannot be written: {error.strerror or error}"
+    if any(len(os.fsencode(part)) > longest for part in folder.parts):
+        return f"it cannot be written: {os.strerror(errno.ENAMETOOLONG)}"
+    return None
+
+
+def _check_model(config: Config, vocabulary: int | None = None) -> None:
+    """Whether the model can be built, and takes such texts; without `vocabulary`, what is known before there is a tokenizer."""
+    model = config.model
+    loaded = huggingface.read_config(model.path, model.config, model.trust_remote_code, vocabulary)
+    if problems := huggingface.text_problems(model.path, loaded, config.data.sequence, vocabulary):
+        raise ConfigError(problems)
+
+
+def check_division(config: Config) -> None:
+    """Whether the mesh can divide the model. Raises ConfigError for a model that cannot be built, and ModelError."""
+    if config.mesh.tp * config.mesh.pp > 1 and (model := expected(config)) is not None:
+        divide(model, config)
+
+
+def _check_lengths(config: Config, text: TextData, dp: int) -> None:
+    """Whether each part of the text, now packed, is enough for one batch."""
+    sequence, size = config.data.sequence, config.batch.size
+    if len(text.train) < size:
+        raise DataError(
+            f"the training text has {len(text.train)} sequences of data.sequence = {sequence} tokens, fewer than batch.size = {size}: "
+            "use more text, shorten data.sequence, or lower batch.size"
+        )
+    if text.validation is not None and len(text.validation) < dp:
+        raise DataError(
+            f"the validation text has {len(text.validation)} sequences of data.sequence = {sequence} tokens, fewer than {dp} "
+            "data-parallel ranks: raise data.validation, or shorten data.sequence"
+        )
+
+
+def _model(config: Config, vocabulary: int) -> Any:
+    """What `initialize` takes: the directory, or a function that builds the model (which is then never built whole)."""
+    if config.model.path is not None:
+        return config.model.path
+    return lambda: huggingface.build(None, config.model.config, vocab_size=vocabulary)
+
+
+def _flops_per_token(config: Config, vocabulary: int) -> float | None:
+    """Counted on a model without memory; None where they cannot be counted."""
+    dtype = DTYPES[config.precision.compute]
+    ids = torch.zeros(1, config.data.sequence, dtype=torch.long, device="meta")
+    model = twin(config, vocabulary)
+    try:
+        flops = count_flops(model, {"input_ids": ids, "labels": ids, **huggingface.training_arguments(model)}, dtype=dtype)
+    except ModelError:
+        return None
+    return flops.model / config.data.sequence
+
+
+def _run_info(config: Config, engine: Engine, world_size: int) -> Run:
+    name = config.model.path or f"{(config.model.config or {}).get('model_type')} (new)"
+    return Run(
+        model=str(name), parameters=engine.parameters, ranks=world_size, stage=int(config.zero.stage), dtype=config.precision.compute,
+        steps=_last_step(config, engine), step=engine.state.step, config=config.model_dump(mode="json"),
+    )  # fmt: skip
+
+
+def _last_step(config: Config, engine: Engine) -> int:
+    """Where the run ends, if all samples to come are full."""
+    length, state = config.train.length, engine.state
+    rest = max(0.0, length.amount - length.count(state.progress))
+    return state.step + config.steps(Span(amount=rest, unit=length.unit))
+
+
+def _show_sample(config: Config, engine: Engine, text: TextData, monitors: Monitor, when: str) -> None:
+    if config.train.sample is not None and (engine.mesh.pp.size > 1 or config.mesh.sequence_parallel):
+        monitors.message(f"no sample {when}: a model cut into pipeline stages, or along the sequence, does not generate text yet")
+    elif config.train.sample is not None:
+        continued = sample(engine, text.tokenizer, config.train.sample, config.train.sample_tokens, config.seed)
+        monitors.message(f"{when}: {continued!r}")
+
+
+def _ending(config: Config, summary: Summary) -> str:
+    if summary.stopped is not None:
+        how = f"--resume {summary.checkpoint} goes on from it"
+        if config.checkpoint.resume != "never":
+            how = f"the same command goes on from {summary.checkpoint}"
+        return f"stopped by {summary.stopped} after step {summary.steps}; {how}"
+    lines = [f"trained {summary.steps:,} steps, {summary.tokens:,} tokens in {summary.seconds:.0f} s"]
+    if summary.bits_per_byte is not None and summary.first_bits_per_byte is not None:
+        lines.append(f"validation: {summary.first_bits_per_byte:.2f} -> {summary.bits_per_byte:.2f} bits per byte")
+    if summary.plot:
+        lines.append(f"loss plot: {summary.plot}")
+    lines += [
+        f"checkpoint: {summary.checkpoint}",
+        "load it with:",
+        "  from transformers import AutoModelForCausalLM, AutoTokenizer",
+        f'  model = AutoModelForCausalLM.from_pretrained("{summary.checkpoint}")',
+        f'  tokenizer = AutoTokenizer.from_pretrained("{summary.checkpoint}")',
+    ]
+    return "\n".join(lines)

@@ -1,0 +1,154 @@
+"""Regions: where the numbers that a rank holds lie in the whole tensors. Pure.
+
+A rank holds a range of the flattened part that tensor parallelism gave it of a tensor; in the whole tensor that is one run of numbers, or,
+where the tensor was cut along a later dimension, many equal runs at equal distances.
+
+Invariant: `held` over all ranks covers every number of the tensor; with `owned` each exactly once; padding is never part of a run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from polyreme.layout.bucket_layout import Cut
+
+MODEL = "model"
+"""The kind of the weights themselves, in the dtype that the model computes in."""
+MASTER = "master"
+"""The kind of the optimizer's full-precision copy of the weights. Every other kind is one of its states, such as `exp_avg`."""
+
+
+@dataclass(frozen=True)
+class Runs:
+    """`count` runs of `size` elements: the i-th begins at local + i * local_step of what a rank holds of a flattened tensor, and at
+    whole + i * whole_step of the whole one. The runs of one never overlap and come in rising order."""
+
+    local: int
+    whole: int
+    size: int
+    count: int = 1
+    local_step: int = 0
+    whole_step: int = 0
+
+    @property
+    def elements(self) -> int:
+        return self.size * self.count
+
+    def of(self, part: Tensor, base: int = 0) -> Tensor:
+        """The runs in the flat `part`, which begins at element `base` of what the rank holds: a view of shape (count, size)."""
+        return part.as_strided((self.count, self.size), (self.local_step or self.size, 1), part.storage_offset() + self.local - base)
+
+    def blocks(self, elements: int) -> Iterator[Runs]:
+        """The same runs in pieces of at most `elements` elements: of several runs each, or of a part of one."""
+        if self.size > elements:
+            for i in range(self.count):
+                local, whole = self.local + i * self.local_step, self.whole + i * self.whole_step
+                for at in range(0, self.size, elements):
+                    yield Runs(local + at, whole + at, min(elements, self.size - at))
+            return
+        each = elements // self.size
+        for i in range(0, self.count, each):
+            yield Runs(self.local + i * self.local_step, self.whole + i * self.whole_step, self.size, min(each, self.count - i),
+                       self.local_step, self.whole_step)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Stored:
+    """Numbers of a tensor that are not in memory: `fetch(start, stop)` returns some of them, flat."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    fetch: Callable[[int, int], Tensor]
+
+    def numel(self) -> int:
+        return _product(self.shape)
+
+    def part(self, start: int, stop: int) -> Stored:
+        """The elements [start, stop), flat."""
+        return Stored(self.dtype, (stop - start,), lambda low, high: self.fetch(start + low, start + high))
+
+
+@dataclass(frozen=True)
+class Region:
+    """A range of one of the model's tensors, and where this rank has it.
+
+    kind: what the numbers are (MODEL, MASTER, or the name of an optimizer's state). names: all that the model has for the tensor.
+    cut: how tensor parallelism divides it, and `rank` this rank's place in that. data: flat, the elements from `start` on of this rank's
+    flattened part, in memory or not."""
+
+    kind: str
+    names: Sequence[str]
+    cut: Cut
+    rank: int
+    start: int
+    data: Tensor | Stored
+
+    @property
+    def whole(self) -> tuple[int, ...]:
+        """The shape of the whole tensor."""
+        return self.cut.shape
+
+    def runs(self, owned: bool = False) -> list[Runs]:
+        """Where they are in the whole tensor; with `owned`, those that no rank of tensor parallelism before this one has."""
+        return held(self.cut, self.rank, self.start, self.start + self.data.numel(), owned)
+
+    def read(self, runs: Runs) -> Tensor:
+        """The numbers of `runs`, which are of this region, of shape (count, size); of memory a view."""
+        if isinstance(self.data, Tensor):
+            return runs.of(self.data, self.start)
+        first = runs.local - self.start
+        return replace(runs, local=0).of(self.data.fetch(first, first + (runs.count - 1) * runs.local_step + runs.size))
+
+
+def held(cut: Cut, rank: int, start: int, stop: int, owned: bool = False) -> list[Runs]:
+    """The elements [start, stop) of the flattened tensor of tensor-parallel rank `rank`, which has the shape `cut.local`, without its
+    padding; with `owned`, also without what a rank before it has."""
+    if start >= stop:
+        return []
+    if not cut.shape:
+        return [] if owned and rank else [Runs(0, 0, 1)]
+    taken = {piece for pieces in cut.pieces[:rank] for piece in pieces} if owned else set()
+    inner = _product(cut.shape[cut.dim + 1 :])
+    local_step, whole_step = cut.length * inner, cut.shape[cut.dim] * inner
+    outer = _product(cut.shape[: cut.dim])
+    found: list[Runs] = []
+    at = 0
+    for a, b in cut.pieces[rank]:
+        if (a, b) not in taken and a < b:
+            size = (b - a) * inner
+            if size == local_step == whole_step:  # nothing between the runs: they are one
+                found += _clip(Runs(0, 0, size * outer), start, stop)
+            else:
+                found += _clip(Runs(at * inner, a * inner, size, outer, local_step, whole_step), start, stop)
+        at += b - a
+    return found
+
+
+def _clip(runs: Runs, start: int, stop: int) -> list[Runs]:
+    """What of `runs` lies in the elements [start, stop) of the rank's: a part of a first, whole ones, a part of a last."""
+    step = runs.local_step or runs.size
+    first = max(0, -(-(start - runs.local) // step))  # the first that begins at `start` or later
+    after = min(runs.count, max(first, (stop - runs.local - runs.size) // step + 1))  # the first behind that does not end by `stop`
+    found = []
+    if 0 < first <= runs.count:
+        found += _part(runs, first - 1, start, stop)
+    if after > first:
+        found.append(Runs(runs.local + first * runs.local_step, runs.whole + first * runs.whole_step, runs.size, after - first,
+                          runs.local_step if after > first + 1 else 0, runs.whole_step if after > first + 1 else 0))  # fmt: skip
+    if first <= after < runs.count:
+        found += _part(runs, after, start, stop)
+    return found
+
+
+def _part(runs: Runs, i: int, start: int, stop: int) -> list[Runs]:
+    local = runs.local + i * runs.local_step
+    low, high = max(local, start), min(local + runs.size, stop)
+    return [Runs(low, runs.whole + i * runs.whole_step + low - local, high - low)] if low < high else []
+
+
+def _product(sizes: tuple[int, ...]) -> int:
+    return int(torch.Size(sizes).numel())

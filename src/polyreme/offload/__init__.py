@@ -1,0 +1,1 @@
+"""Numbers off the device: in host memory or in files, read ahead of use and written behind it."""

@@ -1,0 +1,429 @@
+"""What blocks were called with, from their forward to their recomputation in backward, in host memory or in files.
+
+Invariants: a storage goes out once, whichever calls have a part of it, comes back with the strides and offsets that it had, and is really
+freed on the device in between. What the last call of a forward was given stays on the device until another forward begins: its backward may
+come first. Calls of one forward are read ahead in reverse order. All space is taken in steps, used again, and given back with the graph
+that it belongs to. One thread of the rank at a time uses an Offload; others only copy. No communication.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils import _pytree as pytree
+
+from polyreme.errors import ModelError, TierError
+from polyreme.files.direct_io import File, aligned, padded
+from polyreme.offload.copy_stream import lane_to
+from polyreme.offload.host import available
+from polyreme.offload.store import Traffic
+
+log = logging.getLogger(__name__)
+
+AHEAD = 2
+"""Calls read ahead of the one in backward."""
+BEHIND = 2
+"""Storages, of the size of the largest, that may wait in host memory to be written."""
+THREADS = 4
+
+
+class Offload:
+    """Keeps tensors of `device` in host memory, or in nameless files in `folder`, which is made if need be.
+
+    Raises TierError where the folder cannot be used, and later where there is too little room or a transfer fails."""
+
+    def __init__(self, device: torch.device, folder: Path | None = None) -> None:
+        self.place: Literal["host", "files"] = "host" if folder is None else "files"
+        self.traffic = Traffic()
+        """Bytes to and from host memory, or the files, and how long this rank stood still for it (not its device for the host)."""
+        self.marker = torch.empty(0, device=device)
+        """Tells the device, in place of what is kept."""
+        self._device = device
+        self._stays: set[int] = set()  # storages
+        self._lane = lane_to(device)
+        self._memory = _Space(self._open_memory, self._lane.finish)
+        self._files: _Space | None = None
+        if folder is not None:
+            _try(folder)
+            self._files = _Space(lambda nbytes: File(folder, nbytes))
+            self._pool = ThreadPoolExecutor(THREADS, "offload")
+        self._known: weakref.WeakValueDictionary[int, _Record] = weakref.WeakValueDictionary()  # by storage
+        self._dropped: deque[_Homes] = deque()  # of records that are gone, in whichever thread that was
+        self._writing: deque[_Record] = deque()
+        self._largest = 0  # bytes of a storage that went out
+        self._held: list[weakref.ref[Call]] = []  # calls whose storages are still on the device
+        self._ends: dict[tuple[int, int], weakref.ref[Call]] = {}  # the last call of each forward
+        self._forward: tuple[int, int] = (0, 0)
+        self._coming: tuple[int, int] | None = None
+        self._before: weakref.ref[Call] | None = None  # the call before, in this forward
+
+    @property
+    def memory(self) -> int:
+        """Bytes of host memory that it takes, of what it keeps there or of buffers for the files."""
+        return self._memory.nbytes
+
+    @property
+    def disk(self) -> int:
+        """Bytes that its files take."""
+        return self._files.nbytes if self._files is not None else 0
+
+    def leave(self, tensors: Iterable[Tensor]) -> None:
+        """Leave these where they are, from now on and no others, such as parameters and buffers."""
+        self._stays = {tensor.untyped_storage()._cdata for tensor in tensors}
+
+    def at(self, stage: int, microbatch: int, coming: tuple[int, int] | None = None) -> None:
+        """Before a forward or a backward: which one comes, and whose backward (stage, micro-batch) is the next one."""
+        self._forward, self._coming, self._before = (stage, microbatch), coming, None
+        self._settle()
+        for key in (self._forward, coming):
+            if (end := self._end(key)) is not None:
+                self._read_ahead(end)
+                self._return_ahead(end)
+
+    def keep(self, value: Any) -> Call:
+        """Keep the tensors in nested tuples, lists and dictionaries, and let go of those that were kept before."""
+        self._settle()
+        leaves, form = pytree.tree_flatten(value)
+        views: dict[int, _View] = {}
+        for leaf in leaves:
+            if id(leaf) not in views and self._moves(leaf):
+                views[id(leaf)] = _View(self._record_of(leaf), leaf)
+        call = Call(self, [views.get(id(leaf), leaf) for leaf in leaves], form, self._before)
+        for record in call.records:
+            record.due += 1
+        self._let_go([call, self._end(self._coming) if self._coming != self._forward else None])
+        self._before = self._ends[self._forward] = weakref.ref(call)
+        self._held.append(self._before)
+        return call
+
+    def where(self, storage: int) -> tuple[bool, bool]:
+        """Whether the storage with that `_cdata` is on the device, and whether it is in host memory or a file."""
+        record = self._known.get(storage)
+        return (True, False) if record is None else (record.bytes is not None, record.is_out)
+
+    # ---- out
+
+    def _moves(self, leaf: object) -> bool:
+        return (
+            type(leaf) is Tensor and leaf.device.type == self._device.type and leaf.layout == torch.strided
+            and not leaf.is_conj() and not leaf.is_neg()
+            and leaf.untyped_storage().nbytes() > 0 and leaf.untyped_storage()._cdata not in self._stays
+        )  # fmt: skip
+
+    def _record_of(self, tensor: Tensor) -> _Record:
+        storage = tensor.untyped_storage()
+        record = self._known.get(storage._cdata)
+        if record is None or record.version != tensor._version:
+            record = _Record(storage.nbytes(), tensor._version, StorageWeakRef(storage), self._dropped)
+            self._known[storage._cdata] = record
+        record.source, record.bytes = tensor.detach(), _bytes_of(storage)
+        return record
+
+    def _let_go(self, staying: Sequence[Call | None]) -> None:
+        """Move out what held calls have on the device, and those that stay there do not."""
+        stay = {record for call in staying if call is not None for record in call.records}
+        for call in [call for ref in self._held if (call := ref()) is not None and call not in staying]:
+            for record in call.records:
+                if record not in stay and record.source is not None:
+                    self._move_out(record)
+        self._held = [ref for ref in self._held if (call := ref()) is not None and call in staying]
+
+    def _move_out(self, record: _Record) -> None:
+        record.check()
+        if not record.is_out and record.bytes is not None:
+            homes, began = record.homes, time.perf_counter()
+            self._largest = max(self._largest, record.nbytes)
+            while sum(each.nbytes for each in self._writing) > BEHIND * self._largest - record.nbytes:
+                self._written(self._writing.popleft())
+            homes.memory = self._memory.take(record.nbytes)
+            record.left = self._lane.out(record.bytes, homes.memory.memory)
+            if self._files is not None:
+                homes.file = self._files.take(record.nbytes)
+                homes.busy = self._pool.submit(_write, record.left, homes.memory.memory, homes.file)
+                self._writing.append(record)
+            self.traffic.written += record.nbytes if self._files is None else padded(record.nbytes)
+            self.traffic.waited += time.perf_counter() - began
+        record.source = record.bytes = None
+
+    def _written(self, record: _Record) -> None:
+        """Wait until the record is in its file, and free its buffer. Raises what failed."""
+        assert record.homes.busy is not None
+        try:
+            record.homes.busy.result()
+        except Exception:
+            wait([busy for each in self._writing if (busy := each.homes.busy) is not None])
+            self._writing.clear()  # those that failed, too, are told where they are needed
+            raise
+        record.homes.busy = None
+        self._free_memory(record.homes)
+
+    # ---- back
+
+    def _come_back(self, call: Call) -> list[Any]:
+        """What `call` was given."""
+        self._settle()
+        self._read_ahead(call)
+        for record in call.records:
+            record.check()
+            self._return(record)
+            self._lane.wait(record.arrived)
+        self._return_ahead(call.before())
+        tensors = {view: view.of(record.bytes) for view in call.views if (record := view.record).bytes is not None}
+        for record in call.records:
+            record.due -= 1
+            if record.due <= 0 and record.source is None:
+                record.bytes = None
+        return [tensors[part] if isinstance(part, _View) else part for part in call.parts]
+
+    def _read_ahead(self, call: Call) -> None:
+        """Begin to read from files what `call` and those before it have there."""
+        for each, _ in zip(call.backwards(), range(1 + AHEAD), strict=False):
+            for record in each.records:
+                homes = record.homes
+                if record.bytes is None and homes.memory is None:
+                    assert homes.file is not None
+                    homes.memory = self._memory.take(record.nbytes)
+                    homes.busy = self._pool.submit(_read, self._lane.returned(), homes.memory.memory, homes.file)
+                    self.traffic.read += padded(record.nbytes)
+
+    def _return_ahead(self, call: Call | None) -> None:
+        """Begin to copy to a GPU what `call` has in host memory; on a CPU copying early would be of no use."""
+        for record in call.records if call is not None and self._device.type == "cuda" else ():
+            if record.homes.busy is None or record.homes.file is None or record.homes.busy.done():
+                self._return(record)
+
+    def _return(self, record: _Record) -> None:
+        """Begin to copy the record to the device, once it is in host memory."""
+        if record.bytes is not None:
+            return
+        homes, began = record.homes, time.perf_counter()
+        written_behind = homes.busy is not None and record in self._writing
+        if homes.busy is not None and not written_behind:
+            homes.busy.result()
+            homes.busy = None
+        assert homes.memory is not None
+        record.bytes, record.arrived = self._lane.back(homes.memory.memory[: record.nbytes], record.left)
+        if self._files is None:
+            self.traffic.read += record.nbytes
+        elif not written_behind:
+            self._free_memory(homes)
+        self.traffic.waited += time.perf_counter() - began
+
+    # ---- space
+
+    def _settle(self) -> None:
+        """Free what is not needed any more. Raises what failed to be written."""
+        self._lane.settle()
+        while self._writing and (busy := self._writing[0].homes.busy) is not None and busy.done():
+            self._written(self._writing.popleft())
+        for _ in range(len(self._dropped)):
+            homes = self._dropped.popleft()
+            if homes.busy is not None and not homes.busy.done():  # it is being read
+                self._dropped.append(homes)
+                continue
+            self._free_memory(homes)
+            if homes.file is not None and self._files is not None:
+                self._files.free(homes.file)
+
+    def _free_memory(self, homes: _Homes) -> None:
+        if homes.memory is not None:
+            self._memory.free(homes.memory)
+        homes.memory = None
+
+    def _open_memory(self, nbytes: int) -> Tensor:
+        if (free := available()) is not None and nbytes > free:
+            raise TierError(f"host memory: {nbytes:,} bytes more needed for activations, {free:,} free. Keep them in a folder")
+        return aligned(nbytes, pin=self._device.type == "cuda")
+
+    def _end(self, key: tuple[int, int] | None) -> Call | None:
+        ref = self._ends.get(key) if key is not None else None
+        return ref() if ref is not None else None
+
+
+class Call:
+    """What one call of a block was given. To drop it is to free it."""
+
+    def __init__(self, offload: Offload, parts: Sequence[Any], form: Any, before: weakref.ref[Call] | None) -> None:
+        self.parts, self._form, self._offload, self._before = parts, form, offload, before
+        self.views = {part for part in parts if isinstance(part, _View)}
+        self.records = {part.record: None for part in parts if isinstance(part, _View)}.keys()
+
+    def back(self) -> Any:
+        """The value that was kept, in tensors that require grad where those did, without their history."""
+        return pytree.tree_unflatten(self._offload._come_back(self), self._form)
+
+    def before(self) -> Call | None:
+        """The call before, in the same forward, if it is alive."""
+        return self._before() if self._before is not None else None
+
+    def backwards(self) -> Iterator[Call]:
+        """This call and those before it."""
+        call: Call | None = self
+        while call is not None:
+            yield call
+            call = call.before()
+
+
+@dataclass
+class _Homes:
+    """Where a record is besides the device: in memory (for good, or on its way) and in a file; and the transfer between the two."""
+
+    memory: _Place | None = None
+    file: _Place | None = None
+    busy: Future[None] | None = None
+
+
+@dataclass(eq=False)
+class _Record:
+    """The bytes of one storage."""
+
+    nbytes: int
+    version: int
+    storage: StorageWeakRef  # no other storage gets its address meanwhile
+    dropped: deque[_Homes]
+    source: Tensor | None = None  # shares the storage that is kept, and its version, while that has not left the device
+    bytes: Tensor | None = None  # all of them, on the device: the source's or a copy
+    due: int = 0  # calls that are still to come back for it
+    left: Any = None  # when the copy to memory is complete
+    arrived: Any = None  # when that to the device is
+    homes: _Homes = field(default_factory=_Homes)
+
+    @property
+    def is_out(self) -> bool:
+        return self.homes.memory is not None or self.homes.file is not None
+
+    def check(self) -> None:
+        """Raise ModelError if what is on the device is not what was kept."""
+        if self.source is not None and self.source._version != self.version:
+            raise ModelError(
+                f"a tensor of shape {tuple(self.source.shape)} that a block was given was changed in place before the block's backward, "
+                'which recomputes the block: have the model make a new one, or set memory.activations = "keep"'
+            )
+
+    def __del__(self) -> None:
+        self.dropped.append(self.homes)
+
+
+class _View:
+    """A tensor as a part of its storage."""
+
+    def __init__(self, record: _Record, tensor: Tensor) -> None:
+        self.record, self._dtype, self._requires_grad = record, tensor.dtype, tensor.requires_grad
+        self._geometry = tensor.storage_offset(), tensor.shape, tensor.stride()
+
+    def of(self, whole: Tensor) -> Tensor:
+        tensor = torch.empty(0, dtype=self._dtype, device=whole.device).set_(whole.untyped_storage(), *self._geometry)
+        return tensor.requires_grad_(self._requires_grad)
+
+
+# ---- space in host memory and in files
+
+
+@dataclass(frozen=True)
+class _Place:
+    segment: _Segment
+    start: int
+    stop: int
+
+    @property
+    def memory(self) -> Tensor:
+        assert isinstance(self.segment.home, Tensor)
+        return self.segment.home[self.start : self.stop]
+
+    @property
+    def file(self) -> File:
+        assert isinstance(self.segment.home, File)
+        return self.segment.home
+
+
+@dataclass(eq=False)
+class _Segment:
+    home: Tensor | File
+    nbytes: int
+    gaps: list[tuple[int, int]]
+
+    def take(self, nbytes: int) -> _Place | None:
+        """The first gap's beginning that is large enough."""
+        for i, (start, stop) in enumerate(self.gaps):
+            if stop - start >= nbytes:
+                self.gaps[i : i + 1] = [(start + nbytes, stop)] if stop - start > nbytes else []
+                return _Place(self, start, start + nbytes)
+        return None
+
+    def free(self, place: _Place) -> None:
+        merged: list[tuple[int, int]] = []
+        for start, stop in sorted([*self.gaps, (place.start, place.stop)]):
+            if merged and merged[-1][1] == start:
+                start = merged.pop()[0]
+            merged.append((start, stop))
+        self.gaps = merged
+
+
+class _Space:
+    """Grows by an eighth at a time, and is used again. `finish` is called before any of it is given back."""
+
+    def __init__(self, open: Callable[[int], Tensor | File], finish: Callable[[], None] = lambda: None) -> None:
+        self._open, self._finish = open, finish
+        self._segments: list[_Segment] = []
+
+    @property
+    def nbytes(self) -> int:
+        return sum(segment.nbytes for segment in self._segments)
+
+    def take(self, nbytes: int) -> _Place:
+        nbytes = padded(nbytes)
+        for segment in self._segments:
+            if (place := segment.take(nbytes)) is not None:
+                return place
+        used = [segment for segment in self._segments if segment.gaps != [(0, segment.nbytes)]]
+        if len(used) < len(self._segments):  # the others are too small for this shape of batch
+            self._finish()
+            self._segments = used
+        size = nbytes * max(1, self.nbytes // 8 // nbytes)
+        segment = _Segment(self._open(size), size, [(0, size)])
+        self._segments.append(segment)
+        place = segment.take(nbytes)
+        assert place is not None
+        return place
+
+    def free(self, place: _Place) -> None:
+        place.segment.free(place)
+
+
+def _bytes_of(storage: torch.UntypedStorage) -> Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+
+
+def _try(folder: Path) -> None:
+    """Raises TierError where no file can be made in the folder."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise TierError(f"{folder} cannot be used for activations: {error.strerror}") from error
+    probe = File(folder, 1)
+    probe.close()
+    if not probe.direct:
+        log.warning("%s: no direct transfers there, so activations go through the page cache", folder)
+
+
+def _write(ready: Any, memory: Tensor, place: _Place) -> None:
+    if ready is not None:
+        ready.synchronize()
+    place.file.write(memory, place.start)
+
+
+def _read(ready: Any, memory: Tensor, place: _Place) -> None:
+    if ready is not None:
+        ready.synchronize()
+    place.file.read(memory, place.start)

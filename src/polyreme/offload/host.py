@@ -1,0 +1,88 @@
+"""Records in host memory. Invariant: a record never moves, so what a stream gives is the record itself. No communication."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Generator, Iterator, Sequence
+from itertools import accumulate
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from polyreme.errors import TierError
+from polyreme.files.direct_io import aligned, padded
+from polyreme.offload.store import Tier
+
+
+class HostTier(Tier):
+    """Records of `device` in host memory, pinned where that is a GPU. `traffic` counts what is used of records where they lie; whoever has
+    to take it to the device, or from there, does that itself."""
+
+    def __init__(self, device: torch.device | str = "cpu") -> None:
+        super().__init__()
+        self._pin = torch.device(device).type == "cuda"
+        self._records: list[Tensor] = []
+
+    @property
+    def buffers(self) -> int:
+        return sum(padded(size) for size in self.sizes)
+
+    def commit(self) -> None:
+        if (free := available()) is not None and self.buffers > free:
+            raise TierError(f"host memory: {self.buffers:,} bytes needed, {free:,} free. Use more hosts, or keep them in a folder")
+        memory = aligned(self.buffers, self._pin).zero_()  # touched: taken here, and not when training is under way
+        stops = accumulate(padded(size) for size in self.sizes)
+        self._records = [memory[stop - padded(size) :][:size] for size, stop in zip(self.sizes, stops, strict=True)]
+
+    def stream(self, order: Sequence[int], write: bool = True, read: bool = True) -> Generator[Tensor, None, None]:
+        for record in order:
+            self.traffic.read += self.sizes[record] if read else 0
+            try:
+                yield self._records[record]
+            finally:
+                self.traffic.written += self.sizes[record] if write else 0
+
+    def read(self, record: int, start: int, stop: int) -> Tensor:
+        self.check_range(record, start, stop)
+        return self._records[record][start:stop].clone()
+
+    def write(self, record: int, start: int, data: Tensor) -> None:
+        self.check_range(record, start, start + data.nbytes)
+        self._records[record][start : start + data.nbytes] = data.view(torch.uint8)
+
+    def memory(self, record: int) -> Tensor:
+        """The record itself, which does not count as traffic."""
+        return self._records[record]
+
+    def close(self) -> None:
+        self._records = []
+
+
+def available() -> int | None:
+    """Bytes of host memory that this process can have without swapping or being killed: what the system has, and what its control groups
+    leave it (a container's limit, a job's of Slurm). None where neither tells."""
+    told = Path("/proc/meminfo")
+    lines = told.read_text().splitlines() if told.exists() else []
+    free = [int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:")]
+    return min((*free, *_left_by_groups(Path("/proc/self/cgroup"), Path("/sys/fs/cgroup"))), default=None)
+
+
+def _left_by_groups(membership: Path, root: Path) -> Iterator[int]:
+    """Bytes that each control group around this process leaves it, of those that have a limit: versions 2 and 1
+    (https://docs.kernel.org/admin-guide/cgroup-v2.html). Pages of files that were not used lately count as free."""
+    for line in membership.read_text().splitlines() if membership.exists() else ():
+        _, controllers, path = line.split(":", 2)
+        if controllers and "memory" not in controllers.split(","):
+            continue
+        top, files = (root / "memory", _VERSION_1) if controllers else (root, _VERSION_2)
+        group = top / path.lstrip("/")
+        for each in (group, *(parent for parent in group.parents if parent.is_relative_to(top))):  # a container may see the top alone
+            with contextlib.suppress(OSError, ValueError):  # no such group here; "max": no limit
+                limit, used = (int((each / name).read_text()) for name in files[:2])
+                statistics = (each / "memory.stat").read_text().split()
+                yield max(limit - used + int(statistics[statistics.index(files[2]) + 1]), 0)
+
+
+_VERSION_1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+_VERSION_2 = ("memory.max", "memory.current", "inactive_file")

@@ -1,0 +1,142 @@
+"""The optimizer's numbers of one bucket in a tier: records, each with a part of the master and, behind it, that part of every state.
+
+Invariants: a record is of consecutive elements of one optimizer group (of one tensor, where the optimizer looks at whole ones), so it is
+all that the update of these elements reads and writes; the records of a bucket come in rising order. Communication: none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from polyreme.layout.bucket_layout import BucketLayout, Run, align
+from polyreme.layout.region import MASTER, Stored
+from polyreme.offload.host import HostTier
+from polyreme.offload.store import Tier
+from polyreme.optim.groups import Group, trial_state
+from polyreme.optim.quantized_states import Compact, States
+
+RECORD = 1 << 20
+"""Most elements of a record, a multiple of ALIGN: AdamW's are 12 MiB, of which a stream of files holds five."""
+MOST = 1 << 22
+"""The same in host memory, where each thread takes records of its own, if there are enough."""
+
+_ALIGNED = 64  # bytes
+
+
+@dataclass(frozen=True)
+class Field:
+    """Where a record has its numbers of one kind: in the bytes from `begin` on."""
+
+    begin: int
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def size(self) -> int:
+        return int(torch.Size(self.shape).numel())
+
+    @property
+    def end(self) -> int:
+        return self.begin + self.size * self.dtype.itemsize
+
+    def of(self, memory: Tensor) -> Tensor:
+        """The numbers, in the record's bytes."""
+        return memory[self.begin : self.end].view(self.dtype).view(self.shape)
+
+
+@dataclass(frozen=True)
+class Record:
+    """The elements of `run`, record `number` of the tier, with `fields` by kind: MASTER, and the names of states."""
+
+    run: Run
+    number: int
+    fields: Mapping[str, Field]
+
+    @property
+    def nbytes(self) -> int:
+        return max(field.end for field in self.fields.values())
+
+
+class Records:
+    """Of one bucket: those of the part `region` of its flat buffer, with masters of `dtype`. Reserves them in `tier`. `compact`: how
+    states are kept, if not as torch does."""
+
+    def __init__(
+        self, layout: BucketLayout, region: slice, groups: Sequence[Group], dtype: torch.dtype, tier: Tier, compact: States | None = None
+    ) -> None:
+        self.tier = tier
+        self._all: list[Record] = []
+        for run in layout.runs(region.start, region.stop):
+            share = align(-(-(run.stop - run.start) // torch.get_num_threads()))
+            for part in cut(run, min(MOST, max(RECORD, share)) if isinstance(tier, HostTier) else RECORD):
+                fields = _fields(part, groups[part.group], dtype, compact)
+                self._all.append(Record(part, tier.reserve(max(field.end for field in fields.values())), fields))
+
+    def __iter__(self) -> Iterator[Record]:
+        return iter(self._all)
+
+    def write_master(self, start: int, flat: Tensor) -> None:
+        """Set the masters of the elements from `start` of the bucket's flat buffer on, as far as they are here."""
+        for record in self._all:
+            low, high = max(start, record.run.start), min(start + flat.numel(), record.run.stop)
+            if low < high:
+                field = record.fields[MASTER]
+                numbers = flat[low - start : high - start].to("cpu", field.dtype)
+                self.tier.write(record.number, field.begin + (low - record.run.start) * field.dtype.itemsize, numbers)
+
+    def read_master(self, flat: Tensor, start: int) -> None:
+        """Copy the masters to `flat`, which begins at element `start` of the bucket's flat buffer; what is padding there stays."""
+        for record in self._all:
+            field = record.fields[MASTER]
+            numbers = self._fetch(record, field, 0, field.size)
+            flat[record.run.start - start :][: field.size].copy_(numbers)
+
+    def held(self, record: Record, kind: str, part: Run | None) -> Tensor | Stored:
+        """The record's numbers of one kind, or those of a part of its run: in host memory, or to be read when they are needed."""
+        field = record.fields[kind]
+        span = None if part is None else within(record.run, part, field.size)
+        if isinstance(self.tier, HostTier):
+            numbers = field.of(self.tier.memory(record.number))
+            return numbers if span is None else numbers[slice(*span)]
+        whole = Stored(field.dtype, field.shape, partial(self._fetch, record, field))
+        return whole if span is None else whole.part(*span)
+
+    def _fetch(self, record: Record, field: Field, start: int, stop: int) -> Tensor:
+        size = field.dtype.itemsize
+        return self.tier.read(record.number, field.begin + start * size, field.begin + stop * size).view(field.dtype)
+
+
+def within(whole: Run, part: Run, size: int) -> tuple[int, int]:
+    """Where the part of a run is in the `size` numbers that there are of the run: one for each element, or one for some of them."""
+    elements = whole.stop - whole.start
+    return (part.start - whole.start) * size // elements, (part.stop - whole.start) * size // elements
+
+
+def cut(run: Run, chunk: int) -> list[Run]:
+    """`run` in parts of at most `chunk` elements each, or as it is where it is one whole tensor."""
+    if run.slot is not None:
+        return [run]
+    return [Run(run.group, start, min(start + chunk, run.stop)) for start in range(run.start, run.stop, chunk)]
+
+
+def _fields(run: Run, group: Group, dtype: torch.dtype, compact: States | None) -> dict[str, Field]:
+    """The master first, then every state that is more than one number."""
+    shape = (run.stop - run.start,) if run.slot is None else run.slot.shape
+    states: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
+    if compact is not None:
+        kept = Compact(group.optimizer([torch.zeros(1, dtype=dtype)]), compact).fields(run.stop - run.start)
+        states = {kind: (form, (size,)) for kind, (form, size) in kept.items()}
+    else:
+        for kind, value in trial_state(group, None if run.slot is None else shape, dtype).items():
+            if isinstance(value, Tensor) and value.dim():
+                states[kind] = value.dtype, shape if run.slot is None else tuple(value.shape)
+    fields = {MASTER: Field(0, dtype, shape)}
+    for kind, (form, sizes) in states.items():
+        begin = -(-max(field.end for field in fields.values()) // _ALIGNED) * _ALIGNED
+        fields[kind] = Field(begin, form, sizes)
+    return fields

@@ -1,0 +1,1 @@
+"""Updates: parameter groups, learning rates, CPU kernels, quantised states."""

@@ -1,0 +1,333 @@
+"""Optimizer updates of a flat float32 piece in one pass over memory, compiled by numba, an optional extra (importing this fails without).
+
+Every function reads a gradient in any of three formats, scales it, updates the parameter and its states in place and writes the rounded
+parameter, number by number. The order of operations, and which of them are fused, is that of torch's vectorised CPU kernels, so that the
+bits are equal; `kernels` tries that before it relies on it. Options that are None are compiled away.
+
+float32 is itself, bfloat16 comes as uint16 and float16 as int16, as numpy and numba have no type for them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from typing import Any
+
+import numpy as np
+import torch
+from llvmlite import ir
+from numba import njit, types
+from numba.core.compiler import Compiler
+from numba.extending import intrinsic, overload
+from torch import Tensor
+
+from polyreme.layout.bucket_layout import ALIGN
+
+LEAST = 1 << 19
+"""Fewest elements that are worth another thread, which takes about 0.3 ms to wake up."""
+VIEWS = {torch.float32: np.float32, torch.bfloat16: np.uint16, torch.float16: np.int16}
+"""Formats of gradients and of rounded parameters, and how they are passed."""
+INT, FLOAT, BYTES = ir.IntType(32), ir.FloatType(), ir.IntType(8).as_pointer()
+RUN = 32
+"""Numbers between two prefetches: as few as fill a line of the cache in the narrowest format."""
+AHEAD = 96
+"""Numbers from those that are read to those that are prefetched. A fast memory is slowed down by more than 128 (docs/LOG.md)."""
+LINE = 64
+"""Bytes of the cache that are fetched together."""
+
+
+def run(
+    function: Callable[..., None],
+    tensors: Sequence[Tensor | None],
+    numbers: Sequence[float | None],
+    place: int | None = None,
+    threads: int | None = None,
+) -> None:
+    """Call `function` on flat tensors, in parts on `threads` (torch's number), on `numbers` in float32, and on the place of the first
+    number, if that is given. The tensors have one size, but for scales of blocks."""
+    views = [None if t is None else _array(t) for t in tensors]
+    scalars = [None if x is None else np.float32(x) for x in numbers]
+    size = views[0].size  # type: ignore[union-attr]
+    threads = max(1, min(threads or torch.get_num_threads(), size // LEAST))
+    part = -(-size // (threads * ALIGN)) * ALIGN
+    calls = []
+    for at in range(0, size, part):
+        inside = [v if v is None or threads == 1 else v[at * v.size // size : min(at + part, size) * v.size // size] for v in views]
+        calls.append((*inside, *scalars, *(() if place is None else (np.uint32(place + at & 0xFFFFFFFF),))))
+    others = [pool(threads - 1).submit(function, *call) for call in calls[1:]]
+    function(*calls[0])
+    for other in others:
+        other.result()
+
+
+def each(function: Callable[[int], None], starts: Sequence[int]) -> None:
+    """Call `function`, which calls compiled loops on less than 2 * LEAST elements, with each of `starts`, on torch's number of threads."""
+    threads = min(torch.get_num_threads(), len(starts))
+    for _ in map(function, starts) if threads < 2 else pool(threads).map(function, starts):
+        pass
+
+
+@cache
+def pool(threads: int) -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(threads, "polyreme-update")
+
+
+def _array(tensor: Tensor) -> np.ndarray:
+    if tensor.dtype not in (torch.bfloat16, torch.float16):
+        return tensor.numpy()
+    return tensor.view(torch.int16).numpy().view(VIEWS[tensor.dtype])
+
+
+class Apart(Compiler):
+    """Compiles functions whose arrays do not overlap."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.state.flags.noalias = True
+
+
+@intrinsic
+def prefetch(context: Any, values: Any, at: Any) -> Any:
+    """Have the RUN numbers from `at` on, of every array among `values`, brought to the cache. `at` may be past the end."""
+
+    def emit(target: Any, build: Any, _: Any, given: Any) -> Any:
+        form = ir.FunctionType(ir.VoidType(), [BYTES, INT, INT, INT])
+        function = build.module.declare_intrinsic("llvm.prefetch", [BYTES], form)
+        for k, array in enumerate(values):
+            if not isinstance(array, types.Array):
+                continue
+            memory = target.make_array(array)(target, build, build.extract_value(given[0], k)).data
+            for place in range(0, RUN, LINE // (array.dtype.bitwidth // 8)):
+                address = build.gep(memory, [build.add(given[1], ir.Constant(given[1].type, place))])
+                # to read, into all levels, data
+                build.call(function, [build.bitcast(address, BYTES), *(ir.Constant(INT, k) for k in (0, 3, 1))])
+        return target.get_dummy_value()
+
+    return types.void(values, types.int64), emit
+
+
+def elementwise(step: Callable[..., None]) -> Callable[..., None]:
+    """The loop that calls `step(i, *given)` for every number i of the flat arrays among what it is given, which have one size and do not
+    overlap.
+
+    What the loop needs next is prefetched between short runs of it, which are what is vectorised: an update's chain of a root and two
+    divisions fills the processor's queues before it gets to the next reads, and the processor's own prefetching ends at every page.
+    """
+    one = njit(step, forceinline=True, error_model="numpy")
+
+    @njit(nogil=True, error_model="numpy", pipeline_class=Apart)
+    def loop(*given):  # type: ignore[no-untyped-def]
+        size = given[0].size
+        whole = size // RUN * RUN
+        for at in range(0, whole, RUN):
+            prefetch(given, at + AHEAD)
+            for i in range(RUN):
+                one(np.uint64(at + i), *given)  # unsigned, as a negative index would count from the end
+        for i in range(whole, size):
+            one(np.uint64(i), *given)
+
+    return loop
+
+
+@intrinsic
+def fma(context: Any, a: Any, b: Any, c: Any) -> Any:
+    """a * b + c, rounded once."""
+    return types.float32(types.float32, types.float32, types.float32), lambda _, build, __, values: build.fma(*values)
+
+
+@intrinsic
+def bits(context: Any, x: Any) -> Any:
+    """The bits of a float32."""
+    return types.uint32(types.float32), lambda _, build, __, values: build.bitcast(values[0], INT)
+
+
+@intrinsic
+def number(context: Any, x: Any) -> Any:
+    """The float32 of these bits."""
+    return types.float32(types.uint32), lambda _, build, __, values: build.bitcast(values[0], FLOAT)
+
+
+@intrinsic
+def widen(context: Any, x: Any) -> Any:
+    """A number of any of the three formats as float32."""
+
+    def emit(_: Any, build: Any, __: Any, values: Any) -> Any:
+        if x == types.uint16:
+            return build.bitcast(build.shl(build.zext(values[0], INT), ir.Constant(INT, 16)), FLOAT)
+        return build.fpext(build.bitcast(values[0], ir.HalfType()), FLOAT) if x == types.int16 else values[0]
+
+    return types.float32(x), emit
+
+
+@intrinsic
+def half(context: Any, x: Any) -> Any:
+    """A float32 rounded to float16, as int16."""
+    narrow, wide = ir.HalfType(), ir.IntType(16)
+    return types.int16(types.float32), lambda _, build, __, values: build.bitcast(build.fptrunc(values[0], narrow), wide)
+
+
+@njit(inline="always")
+def brain(x: Any) -> Any:
+    """A float32 rounded to bfloat16, as uint16."""
+    whole = bits(x)
+    rounded = np.uint16((whole + np.uint32(0x7FFF) + ((whole >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16))
+    return rounded if x == x else np.uint16(0xFFFF)
+
+
+def put(out: Any, at: int, x: Any) -> None:
+    """Write x to out[at] in its format, if there is an `out`."""
+
+
+@overload(put, inline="always")
+def _put(out: Any, at: Any, x: Any) -> Callable[..., None]:
+    def nothing(out: Any, at: Any, x: Any) -> None:
+        pass
+
+    def wide(out: Any, at: Any, x: Any) -> None:
+        out[at] = x
+
+    def as_brain(out: Any, at: Any, x: Any) -> None:
+        out[at] = brain(x)
+
+    def as_half(out: Any, at: Any, x: Any) -> None:
+        out[at] = half(x)
+
+    if isinstance(out, types.NoneType):
+        return nothing
+    return {types.float32: wide, types.uint16: as_brain, types.int16: as_half}[out.dtype]
+
+
+@njit
+def lerp(a: Any, b: Any, weight: Any) -> Any:
+    """torch's: from the nearer of the two ends."""
+    if abs(weight) < np.float32(0.5):
+        return fma(weight, b - a, a)
+    return fma(weight - np.float32(1), b - a, b)
+
+
+@elementwise
+def adam(i, p, g, m, v, out, factor, keep, decay, rate1, beta2, rate2, root2, eps, size):  # type: ignore[no-untyped-def]
+    """Adam (`decay`: L2) and AdamW (`keep`: 1 - lr * decay), rate = 1 - beta, root2 the root of the second bias correction, size of a
+    step lr / the first."""
+    x, grad = p[i], widen(g[i]) * factor
+    if keep is not None:
+        x *= keep
+    if decay is not None:
+        grad = fma(x, decay, grad)
+    first = lerp(m[i], grad, rate1)
+    second = fma(rate2 * grad, grad, v[i] * beta2)
+    m[i], v[i] = first, second
+    x -= size * first / (math.sqrt(second) / root2 + eps)
+    p[i] = x
+    put(out, i, x)
+
+
+@elementwise
+def sgd(i, p, g, m, out, factor, decay, momentum, damped, ahead, size):  # type: ignore[no-untyped-def]
+    """SGD, `m` None without momentum; damped = 1 - dampening, `ahead` the momentum again for Nesterov's, size = -lr."""
+    x, grad = p[i], widen(g[i]) * factor
+    if decay is not None:
+        grad = fma(x, decay, grad)
+    if m is not None:
+        mean = fma(grad, damped, m[i] * momentum)
+        m[i] = mean
+        grad = fma(mean, ahead, grad) if ahead is not None else mean
+    x = fma(grad, size, x)
+    p[i] = x
+    put(out, i, x)
+
+
+@elementwise
+def adagrad(i, p, g, total, out, factor, decay, eps, size):  # type: ignore[no-untyped-def]
+    """Adagrad, size of a step with lr_decay in it."""
+    x, grad = p[i], widen(g[i]) * factor
+    if decay is not None:
+        grad = fma(x, decay, grad)
+    square = fma(grad, grad, total[i])
+    total[i] = square
+    x -= size * grad / (math.sqrt(square) + eps)
+    p[i] = x
+    put(out, i, x)
+
+
+@elementwise
+def lion(i, p, g, m, out, factor, keep, beta1, rate2, size):  # type: ignore[no-untyped-def]
+    """`optimizers.Lion`: keep = 1 - lr * weight_decay, rate2 = 1 - beta2."""
+    grad = widen(g[i]) * factor
+    mean = m[i]
+    towards = lerp(grad, mean, beta1)
+    x = p[i] * keep - size * np.float32((towards > 0) - (towards < 0))
+    m[i] = lerp(mean, grad, rate2)
+    p[i] = x
+    put(out, i, x)
+
+
+# ---- compact states; see `compact`
+
+
+@njit(inline="always")
+def mixed(x: Any) -> Any:
+    """`compact.mixed` of a uint32."""
+    x = np.uint32((x ^ (x >> np.uint32(16))) * np.uint32(0x7FEB352D))  # numba widens every product
+    x = np.uint32((x ^ (x >> np.uint32(15))) * np.uint32(0x846CA68B))
+    return np.uint32(x ^ (x >> np.uint32(16)))
+
+
+@njit(nogil=True, error_model="numpy", pipeline_class=Apart)
+def brains(values, stored, place):  # type: ignore[no-untyped-def]
+    """`compact.Brain.encode`."""
+    for i in range(values.size):
+        chance = mixed(np.uint32(place + np.uint32(i))) & np.uint32(0xFFFF)
+        stored[i] = np.uint16(np.uint32(bits(values[i]) + chance) >> np.uint32(16))
+
+
+def rooted(signed: bool) -> tuple[Callable[..., None], Callable[..., None]]:
+    """`compact.Root(signed)`: encode, decode."""
+
+    @njit(inline="always")
+    def value(code, unit):  # type: ignore[no-untyped-def]
+        x = code * code * unit
+        return x if signed else x * x
+
+    @njit(nogil=True, error_model="numpy", pipeline_class=Apart)
+    def encode(values, codes, scales, top, unit, nudge, place):  # type: ignore[no-untyped-def]
+        for block in range(scales.size):
+            begin = np.uint64(block * ALIGN)
+            most = np.uint32(0)
+            for i in range(ALIGN):
+                most = max(most, bits(abs(values[begin + np.uint64(i)])))  # as integers, which takes no care of NaN
+            scale = number(most)
+            scales[block] = scale
+            safe = scale if scale > 0 else np.float32(1)
+            first = np.uint32(place + np.uint32(begin))
+            for i in range(ALIGN):
+                x = values[begin + np.uint64(i)]
+                size = abs(x)
+                root = math.sqrt(size / safe)
+                if not signed:
+                    root = math.sqrt(root)
+                low = min(np.float32(np.int32(root * top + nudge)), top - np.float32(1))
+                high = low + np.float32(1)
+                below, above = value(low, unit) * scale, value(high, unit) * scale
+                uniform = np.float32(np.int32(mixed(np.uint32(first + np.uint32(i))) >> np.uint32(8))) * np.float32(2.0**-24)
+                code = high if uniform * (above - below) < size - below else low  # in float32: numba widens sums of integers
+                if signed:
+                    code = -code if x < 0 else code
+                elif size > 0:
+                    code = max(code, np.float32(1))
+                codes[begin + np.uint64(i)] = np.int32(code)
+
+    @njit(nogil=True, error_model="numpy", pipeline_class=Apart)
+    def decode(values, codes, scales, unit):  # type: ignore[no-untyped-def]
+        for block in range(scales.size):
+            begin, scale = np.uint64(block * ALIGN), scales[block]
+            for i in range(ALIGN):
+                code = np.float32(codes[begin + np.uint64(i)])
+                values[begin + np.uint64(i)] = (code * abs(code) * unit if signed else value(code, unit)) * scale
+
+    return encode, decode
+
+
+ROOTS = {signed: rooted(signed) for signed in (True, False)}

@@ -1,0 +1,259 @@
+"""Optimizer states in 2 or 1 bytes a number, widened for each step and rounded after it.
+
+`"bf16"`: bfloat16. `"8bit"`: blocks of BLOCK numbers, each with its largest magnitude s as float32, and for each number a code k that
+stands for s (k / 127)² with a sign, or, where numbers cannot be negative, for s (k / 255)⁴, whose root has the first kind of steps
+(block-wise quantisation after Dettmers et al., "8-bit Optimizers via Block-wise Quantization", 2022, with another map than theirs).
+
+Both round at random to one of the two neighbours, the nearer the likelier, so that the mean of what is kept is the number itself: with
+beta2 = 0.999 a second moment changes by less than half a step of either format, and rounded to the nearest would never change at all. A
+second moment that is not zero is never rounded to zero, where it would make the update infinite.
+
+Invariants: the random bits are a function of the state's name, the count of steps and the place of the number, and no block is cut, as a
+piece begins and ends at multiples of ALIGN; so results do not depend on tiers, pieces, shards or threads. What was widened is rounded
+back to the same bits, whatever the key.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Mapping
+from types import ModuleType
+from typing import Literal, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from polyreme.layout.bucket_layout import ALIGN
+from polyreme.optim import cpu_kernels
+from polyreme.optim.cpu_kernels import Kernel, State
+
+BLOCK = ALIGN
+"""Numbers that share a scale."""
+
+States = Literal["bf16", "8bit"]
+"""How moments are kept, where not in float32."""
+
+SIGNED: Mapping[str, bool] = {"exp_avg": True, "momentum_buffer": True, "exp_avg_sq": False, "sum": False}
+"""The states that can be kept so, by torch's name, and whether they can be negative."""
+
+NUDGE = 1e-4
+"""What the index of a code, computed as a root, is at most too small by."""
+
+SCALE = ".scale"
+"""Behind a state's name: the scales of its blocks."""
+
+
+class Key(NamedTuple):
+    """What the random bits of a rounding depend on: the state, how many steps it has seen, and the place of the first number, any
+    integer that tells the numbers of different pieces apart."""
+
+    name: str
+    steps: int
+    at: int
+
+    @property
+    def place(self) -> int:
+        """The place of the first number in a sequence of random numbers of the state and the steps, modulo 2^32."""
+        return mixed(zlib.crc32(self.name.encode()) ^ mixed(self.steps ^ mixed(self.at >> 32))) + self.at & 0xFFFFFFFF
+
+
+class Format(Protocol):
+    """How the numbers of one state are kept: in `fields`, by what follows the state's name."""
+
+    def fields(self, size: int) -> dict[str, tuple[torch.dtype, int]]:
+        """Format and count of the tensors that `size` numbers are kept in."""
+
+    def encode(self, values: Tensor, stored: Mapping[str, Tensor], key: Key) -> None:
+        """Round the float32 `values` into `stored`. They are overwritten."""
+
+    def decode(self, stored: Mapping[str, Tensor], values: Tensor) -> None:
+        """Write what is `stored` to the float32 `values`."""
+
+
+def format_of(states: States, name: str) -> Format:
+    """The format of a state of SIGNED."""
+    return Brain() if states == "bf16" else Root(SIGNED[name])
+
+
+class Brain:
+    """bfloat16: an error below 2^-7 of the number, as long as that is normal."""
+
+    def fields(self, size: int) -> dict[str, tuple[torch.dtype, int]]:
+        return {"": (torch.bfloat16, size)}
+
+    def encode(self, values: Tensor, stored: Mapping[str, Tensor], key: Key) -> None:
+        if (compiled := _compiled(values)) is not None:
+            compiled.run(compiled.brains, [values, stored[""]], [], key.place)
+            return
+        bits = values.view(torch.int32)
+        bits += random(key, values.numel(), values.device).bitwise_and_(0xFFFF)
+        stored[""].copy_(bits.bitwise_and_(-0x10000).view(torch.float32))
+
+    def decode(self, stored: Mapping[str, Tensor], values: Tensor) -> None:
+        values.copy_(stored[""])
+
+
+class Root:
+    """8 bits for each number and 32 for each block.
+
+    With y the number's magnitude over the block's largest, s, the error is less than s (2 √y + 1/127) / 127 for signed states (power 2 of
+    127 codes), and less than s ((r + 1/255)⁴ - r⁴), r = the fourth root of y, for the others (power 4 of 255 codes).
+    """
+
+    def __init__(self, signed: bool) -> None:
+        self.signed = signed
+        self.top = 127 if signed else 255
+
+    def fields(self, size: int) -> dict[str, tuple[torch.dtype, int]]:
+        return {"": (torch.int8 if self.signed else torch.uint8, size), SCALE: (torch.float32, size // BLOCK)}
+
+    def encode(self, values: Tensor, stored: Mapping[str, Tensor], key: Key) -> None:
+        if (compiled := _compiled(values)) is not None:
+            compiled.run(compiled.ROOTS[self.signed][0], [values, stored[""], stored[SCALE]], [self.top, self.top**-2, NUDGE], key.place)
+            return
+        blocks = values.view(-1, BLOCK)
+        sizes = blocks.abs()
+        scale = sizes.amax(1, keepdim=True)
+        root = (sizes / torch.where(scale > 0, scale, 1)).sqrt_()
+        if not self.signed:
+            root.sqrt_()
+        # nudged, so that a number that is a code's is that code; at most the last but one, whose upper neighbour is the last
+        low = root.mul_(self.top).add_(NUDGE).floor_().clamp_(max=self.top - 1)
+        below, above = self._value(low) * scale, self._value(low + 1) * scale
+        uniform = random(key, values.numel(), values.device).bitwise_right_shift_(8).bitwise_and_(0xFFFFFF).float() * 2.0**-24
+        low += uniform.view_as(low) * (above - below) < sizes - below
+        if self.signed:
+            low.copysign_(blocks)
+        else:
+            torch.where(sizes > 0, low.clamp(min=1), low, out=low)
+        stored[""].copy_(low.view(-1))
+        stored[SCALE].copy_(scale.view(-1))
+
+    def decode(self, stored: Mapping[str, Tensor], values: Tensor) -> None:
+        if (compiled := _compiled(values)) is not None:
+            compiled.run(compiled.ROOTS[self.signed][1], [values, stored[""], stored[SCALE]], [self.top**-2])
+            return
+        codes = values.copy_(stored[""]).view(-1, BLOCK)
+        torch.mul(self._value(codes), stored[SCALE].unsqueeze(1), out=codes)
+
+    def _value(self, codes: Tensor) -> Tensor:
+        """What codes stand for, of the scale."""
+        square = (codes * codes.abs()).mul_(self.top**-2)
+        return square if self.signed else square.square_()
+
+
+def mixed(x: int) -> int:
+    """32 bits that look like chance, from 32 bits (a finaliser of C. Wellons's search, "lowbias32")."""
+    x &= 0xFFFFFFFF
+    x = (x ^ x >> 16) * 0x7FEB352D & 0xFFFFFFFF
+    x = (x ^ x >> 15) * 0x846CA68B & 0xFFFFFFFF
+    return x ^ x >> 16
+
+
+def random(key: Key, size: int, device: torch.device) -> Tensor:
+    """32 bits for each of `size` numbers, as int32: `mixed` of their places."""
+    x = torch.arange(key.place, key.place + size, dtype=torch.int64, device=device).to(torch.int32)
+    for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B - (1 << 32))):
+        x ^= (x >> shift) & (1 << 32 - shift) - 1
+        x *= factor
+    return x.bitwise_xor_((x >> 16) & 0xFFFF)
+
+
+def _compiled(values: Tensor) -> ModuleType | None:
+    """The compiled loops, if they are worth it."""
+    return cpu_kernels.compiler() if values.device.type == "cpu" and values.numel() >= cpu_kernels.WORTH else None
+
+
+class Compact(Kernel):
+    """The kernel of a torch optimizer on moments that are kept as `states` says.
+
+    The state of a piece has, in place of each tensor of SIGNED, those of its format's `fields`, by its name with theirs behind. An
+    optimizer without a count of steps gets one, which the random bits need. ValueError for an optimizer that has no such kernel.
+    """
+
+    def __init__(self, optimizer: Optimizer, states: States) -> None:
+        super().__init__(optimizer)
+        kernel = cpu_kernels.kernel(optimizer)
+        if not isinstance(kernel, cpu_kernels.Walk) or not kernel.moments(optimizer.param_groups[0]).keys() <= SIGNED.keys():
+            raise ValueError(f"{type(optimizer).__name__} with these options keeps other states than {', '.join(SIGNED)}")
+        self._kernel, self._states = kernel, states
+
+    def fields(self, size: int) -> dict[str, tuple[torch.dtype, int]]:
+        """The tensors in the state of a piece of `size` numbers."""
+        formats = {name: format_of(self._states, name) for name in self._kernel.moments(self.optimizer.param_groups[0])}
+        return {name + part: what for name, kept in formats.items() for part, what in kept.fields(size).items()}
+
+    @property
+    def names(self) -> list[str]:
+        """The states that are kept so."""
+        return list(self._kernel.moments(self.optimizer.param_groups[0]))
+
+    @property
+    def counts(self) -> bool:
+        """Whether the optimizer counts steps itself."""
+        return self._kernel.counts
+
+    def widened(self, state: Mapping[str, Tensor], name: str, size: int) -> Tensor:
+        """A state of a piece of `size` numbers, as float32."""
+        values = torch.empty(size, dtype=torch.float32)
+        stored = {part: state[name + part] for part in ("", SCALE) if name + part in state}
+        format_of(self._states, name).decode(stored, values)
+        return values
+
+    def keep(self, state: Mapping[str, Tensor], name: str, values: Tensor, key: Key) -> None:
+        """Round a state of a piece into what keeps it."""
+        stored = {part: state[name + part] for part in ("", SCALE) if name + part in state}
+        format_of(self._states, name).encode(values.clone(), stored, key)
+
+    @torch.no_grad()
+    def step(
+        self,
+        parameter: Tensor,
+        gradient: Tensor,
+        state: State,
+        factor: float = 1.0,
+        out: Tensor | None = None,
+        first: bool = False,
+        at: int = 0,
+        later: bool = False,
+    ) -> None:
+        """See `Kernel.step`. For flat float32 pieces that begin and end at multiples of ALIGN."""
+        size = parameter.numel()
+        fields = self.fields(size)
+        first = first or not fields.keys() <= state.keys() or "step" not in state
+        if first:
+            for name, (dtype, count) in fields.items():
+                state.setdefault(name, torch.empty(count, dtype=dtype))
+            state["step"] = torch.zeros((), dtype=torch.float32)
+        before = state["step"].clone()
+        state["step"] += 1
+        count = int(state["step"])
+
+        compiled = cpu_kernels.compiler()
+        step = cpu_kernels.CHUNK if compiled is None else compiled.LEAST
+
+        def update(start: int) -> None:
+            stop = min(start + step, size)
+            parts = {name: {part: _inside(state[name + part], start, stop, size) for part in ("", SCALE) if name + part in fields}
+                     for name in self.names}  # fmt: skip
+            wide: State = {name: cpu_kernels.scratch(torch.float32, stop - start, name) for name in parts}
+            if not first:
+                for name, stored in parts.items():
+                    format_of(self._states, name).decode(stored, wide[name])
+            wide["step"] = before.clone()
+            rounded = None if out is None else out[start:stop]
+            self._kernel.step(parameter[start:stop], gradient[start:stop], wide, factor, rounded, first)
+            for name, stored in parts.items():
+                format_of(self._states, name).encode(wide[name], stored, Key(name, count, at + start))
+
+        if compiled is not None:
+            compiled.each(update, range(0, size, step))
+        else:
+            for start in range(0, size, step):
+                update(start)
+
+
+def _inside(tensor: Tensor, start: int, stop: int, size: int) -> Tensor:
+    """Of a tensor with one or fewer numbers for each of `size`: those for start to stop."""
+    return tensor[start * tensor.numel() // size : stop * tensor.numel() // size]

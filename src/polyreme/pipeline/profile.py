@@ -1,0 +1,92 @@
+"""How long each block of a model takes, to balance stages by.
+
+Invariant: the model is left as it was. No communication: one rank measures for all.
+"""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from polyreme.models.huggingface import tensors_in, training_arguments
+from polyreme.pipeline.activation_spec import put_together, take_apart
+from polyreme.pipeline.partition import blocks_in, plan
+from polyreme.pipeline.stage import Stage
+
+
+def measure(
+    model: nn.Module, forward: Callable[[], Any], *, blocks: str | None = None, sample: Any = None, repeats: int = 3
+) -> list[float]:
+    """Seconds that each block of a whole model takes for forward and backward, the first with what comes before the blocks, the last
+    with what comes after. No gradient is left behind.
+
+    forward: calls the model on a batch and returns its output, as in `lambda: model(**batch)`.
+    blocks, sample: as for `plan`.
+    """
+    count = len(blocks_in(model, blocks))
+    split = plan(model, count, counts=[1] * count, blocks=blocks, sample=sample)
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    timed: list[tuple[Stage, list[float]]] = [(Stage(model, split, index), []) for index in range(count)]
+    devices = {p.device for p in parameters if p.is_cuda}
+
+    def now() -> float:
+        for device in devices:
+            torch.cuda.synchronize(device)
+        return time.perf_counter()
+
+    with torch.random.fork_rng(devices=list(devices)):
+        for _ in range(1 + repeats):  # all blocks in turn, so that what else the machine does slows none of them each time
+            form, tensors = take_apart(None)
+            for stage, times in timed:
+                received = put_together(form, [t.detach().clone() for t in tensors])
+                start = now()
+                output = stage(forward, received)
+                ends = [t for t in tensors_in(output) if t.requires_grad]
+                inputs = parameters + [t for t in tensors_in(received) if t.requires_grad]
+                if ends and inputs:
+                    torch.autograd.grad(ends, inputs, [torch.ones_like(t) for t in ends], allow_unused=True)
+                times.append(now() - start)
+                form, tensors = take_apart(None if stage.is_last else output)
+    return [min(times[1:]) for _, times in timed]  # the first warms up
+
+
+def block_seconds(model: nn.Module, batch: Mapping[str, Any]) -> list[float]:
+    """As `measure`, for a micro-batch that is passed by keywords. If it has labels, the model's own loss counts to the last block."""
+
+    def forward() -> Any:
+        output = model(**training_arguments(model), **batch)
+        loss = getattr(output, "loss", None)
+        return output if loss is None else loss
+
+    return measure(model, forward)
+
+
+def copy_to(
+    device: torch.device, dtype: torch.dtype, model: nn.Module, replay: Callable[[Callable[[str, Tensor], None]], None] | None = None
+) -> nn.Module:
+    """A copy of `model` on `device`: its parameters in `dtype`, its buffers free to change.
+
+    replay: of a model on the meta device, passes each parameter and buffer under its first name to the function that it is given.
+    """
+    own: dict[str, Tensor] = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    copies: dict[int, Any] = {}
+
+    def take(name: str, tensor: Tensor) -> None:
+        old, numbers = own[name], tensor.detach()
+        if isinstance(old, nn.Parameter):
+            numbers = numbers.to(device, dtype if numbers.is_floating_point() else numbers.dtype)
+            copies[id(old)] = nn.Parameter(numbers, old.requires_grad)
+        else:
+            copies[id(old)] = numbers.to(device, copy=True)
+
+    if replay is not None:
+        replay(take)
+    else:
+        for each in own.items():
+            take(*each)
+    return copy.deepcopy(model, copies)

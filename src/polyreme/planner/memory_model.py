@@ -1,0 +1,100 @@
+"""How much memory a step takes, from the sizes of its buckets and the order in which they are used.
+
+Invariant: no memory is looked at, so that the figures are a prediction. No communication.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+from functools import reduce
+from itertools import chain
+from operator import or_
+
+import torch
+
+from polyreme.files.direct_io import padded
+from polyreme.offload.parameters import WRITING
+from polyreme.zero.bucket import Bucket
+from polyreme.zero.buffer_pool import Buffers
+from polyreme.zero.partition import Placement
+from polyreme.zero.reduce import IN_FLIGHT
+
+
+def working_set(placement: Placement, prefetch: int) -> dict[str, int]:
+    """The most bytes that a step takes by category: beside all that stays, the parameters of the root and of 1 + `prefetch` blocks (of
+    files 1, and the shards of the others), what the pool lends, and one gradient that autograd has just made. `exchange`: of CPU ranks,
+    what they read or receive of each other's."""
+    units, homes, buckets = (placement.root, *placement.units), placement.homes, placement.buckets
+    stay = [bucket for unit in units if unit is placement.root or unit.pinned for bucket in unit.buckets]
+    blocks = [unit.buckets for unit in placement.units if not unit.pinned]
+    ahead = [list(chain(*blocks[max(i - prefetch, 0) : i + 1])) for i in range(len(blocks))]
+    far = homes.away is not None and homes.away.is_far
+    lent = _lent(placement, stay, blocks, None if far else ahead)
+    parameters, gradients, masters = (sum(bucket.staying()[i] for bucket in buckets) for i in range(3))
+    full = max((sum(bucket.coming() for bucket in each) for each in (blocks if far else ahead)), default=0)
+    single = max((slot.size * b.formats.compute.itemsize for b in placement.trainable for slot in b.layout.slots), default=0)
+    written = [placement.trainable[i : i + 1 + WRITING] for i in range(len(placement.trainable))]  # and, of the first, being changed
+    fetched = [[*stay, *chain(*blocks[:1])], *ahead, *written]
+    return {
+        "parameters": parameters + sum(bucket.coming() for bucket in stay) + full,
+        "gradients": gradients + _bytes(lent) + single,
+        "states": masters,
+        "tiers": homes.memory(_bytes(_most(Buffers(map(_file, each)) for each in fetched))),
+        "exchange": _read(placement, lent) if placement.device.type == "cpu" else 0,
+    }
+
+
+def _lent(
+    placement: Placement, stay: Sequence[Bucket], blocks: Sequence[Sequence[Bucket]], ahead: Sequence[Sequence[Bucket]] | None
+) -> Buffers:
+    """The buffers of the pool that a step uses at once; on a CPU, where the pool keeps them, the most of each size at any moment.
+
+    In backward a block fills its buffers while the last reductions of the one before are in flight and the shards of the blocks `ahead` are
+    on their way (None: of one bucket after the other). Those of `stay` are reduced behind all blocks."""
+    moments: list[Buffers] = []
+    flying: deque[Bucket] = deque(maxlen=IN_FLIGHT)
+
+    def note(filled: Sequence[Bucket], shards: Buffers) -> None:
+        unreduced = _sum(bucket.borrows()[0] for bucket in {*stay, *filled, *flying})
+        moments.append(unreduced + _sum(bucket.borrows()[1] for bucket in flying) + shards)
+
+    for i in reversed(range(-1, len(blocks))):
+        filled = stay if i < 0 else blocks[i]
+        if ahead is None:
+            note(filled, _most(bucket.borrows()[2] for bucket in filled))
+        else:
+            note(filled, _sum(bucket.borrows()[2] for bucket in (stay if i < 0 else ahead[i])))
+        for bucket in (each for each in reversed(placement.trainable) if each in filled):
+            flying.append(bucket)
+            note(filled, Buffers())
+    return _most(moments) if placement.device.type == "cpu" else max(moments, key=_bytes)
+
+
+def _read(placement: Placement, lent: Buffers) -> int:
+    """Bytes of the other ranks' memory that a CPU rank reads: its part of all that is reduced, and whole shards of parameters."""
+    ranks = max((bucket.axis.size for bucket in placement.buckets), default=1)
+    shards = Buffers({buffer: lent[buffer] for bucket in placement.buckets for buffer in bucket.borrows()[2]})
+    reduced = Buffers({buffer: lent[buffer] for bucket in placement.buckets for buffer in bucket.borrows()[0]}) - shards
+    size = _bytes(shards) + (_bytes(reduced) + sum(bucket.unreduced for bucket in placement.trainable)) // ranks
+    if placement.homes.away is None:
+        size += sum(bucket.layout.shard_size * bucket.formats.compute.itemsize for bucket in placement.buckets)
+    return (ranks - 1) * size
+
+
+def _file(bucket: Bucket) -> tuple[int, torch.dtype]:
+    """The memory through which a file's shard goes."""
+    return padded(bucket.layout.shard_size * bucket.formats.compute.itemsize), torch.uint8
+
+
+def _sum(several: Iterable[Buffers]) -> Buffers:
+    return sum(several, Buffers())
+
+
+def _most(several: Iterable[Buffers]) -> Buffers:
+    """Of each size the most."""
+    return reduce(or_, several, Buffers())
+
+
+def _bytes(buffers: Buffers) -> int:
+    return sum(count * elements * dtype.itemsize for (elements, dtype), count in buffers.items())

@@ -1,0 +1,154 @@
+"""Number formats, the loss scale, the sums behind norm, overflow and loss, and the search for the module that made a NaN.
+
+Invariant: the squared norm of a shard is summed in rows of ALIGN elements that never straddle two tensors, then in float64, so
+that it does not depend on how tensors are laid out in buckets and shards (to the precision of a float32 norm).
+Communication: none; the engine's one all-reduce of float64 totals a step carries norm, overflow, loss and weight together.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, fields, is_dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from polyreme.config.schema import PrecisionSection
+from polyreme.models.huggingface import tensors_in
+
+GRADIENT, MODEL = "the gradient of the parameter", "the forward of the model ("
+"""How `watch_nonfinite` names a gradient, and the whole model's forward."""
+DTYPES = {"autocast-bf16": torch.float32, "fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def autocast(compute: str, device: torch.device) -> AbstractContextManager[Any]:
+    """What a forward and its loss run in: torch.autocast where the config asks for it."""
+    return torch.autocast(device.type, torch.bfloat16) if compute == "autocast-bf16" else nullcontext()
+
+
+def master_dtype(compute: torch.dtype) -> torch.dtype:
+    """What the optimizer updates: float32, or float64 where the model computes in it."""
+    return torch.float64 if compute == torch.float64 else torch.float32
+
+
+@dataclass
+class LossScale:
+    """The factor on the loss that keeps small fp16 gradients from vanishing (Micikevicius et al., 2018).
+
+    Dynamic: after `interval` good steps it grows by `growth`; after an overflow it shrinks by `backoff`, not below `minimum`.
+    Static (dynamic=False): it stays. All values powers of two keep scaling exact.
+    """
+
+    value: float = 1.0
+    dynamic: bool = False
+    growth: float = 2.0
+    backoff: float = 0.5
+    interval: int = 2000
+    minimum: float = 1.0
+    good_steps: int = 0
+
+    def update(self, overflow: bool) -> None:
+        """Take note of one step that did or did not overflow."""
+        if not self.dynamic:
+            return
+        if overflow:
+            self.value, self.good_steps = max(self.value * self.backoff, self.minimum), 0
+            return
+        self.good_steps += 1
+        if self.good_steps == self.interval:
+            self.value, self.good_steps = self.value * self.growth, 0
+
+
+def loss_scale(section: PrecisionSection) -> LossScale:
+    """The loss scale that the config's section asks for: 1 but for fp16."""
+    if section.compute != "fp16" or section.loss_scale is None:
+        return LossScale()
+    dynamic = section.loss_scale == "dynamic"
+    first = section.initial_scale if section.loss_scale == "dynamic" else section.loss_scale
+    return LossScale(first, dynamic, section.growth, section.backoff, section.growth_interval, section.min_scale)
+
+
+def clip_factor(norm: float, limit: float | None) -> float:
+    """What to multiply gradients of global norm `norm` by so that it is at most `limit`, as torch's clip_grad_norm_ does."""
+    return 1.0 if limit is None else min(1.0, limit / (norm + 1e-6))
+
+
+def norm_of(squares: float, factor: float, dtype: torch.dtype) -> float:
+    """sqrt(squares) * factor in the master's `dtype`: rounded to float32, the norm no longer depends on the order of the sum."""
+    norm = math.sqrt(squares) * factor if math.isfinite(squares) else math.inf
+    return torch.tensor(norm, dtype=dtype).item()
+
+
+def cast_floating(value: object, dtype: torch.dtype | None, device: torch.device | None = None) -> object:
+    """`value` with every floating tensor in it in `dtype`, every tensor on `device` (None: as they are), in dataclasses too; on `device`
+    what else has a `to`, as batches of graphs; other things as they are."""
+
+    def cast(leaf: Any) -> object:
+        if is_dataclass(leaf) and not isinstance(leaf, type):
+            made = copy.copy(leaf)
+            for field in fields(leaf):
+                object.__setattr__(made, field.name, cast_floating(getattr(leaf, field.name), dtype, device))
+            return made
+        if not isinstance(leaf, Tensor):
+            return leaf.to(device) if device is not None and callable(getattr(leaf, "to", None)) else leaf
+        wanted = dtype if leaf.is_floating_point() else None
+        return leaf.to(device=device, dtype=wanted, non_blocking=device is not None and device.type == "cuda")
+
+    return pytree.tree_map(cast, value)
+
+
+@contextmanager
+def watch_nonfinite(model: nn.Module) -> Iterator[list[str]]:
+    """While open, notes in the yielded list what first makes a NaN or an Inf: a module from finite inputs in forward, a module's
+    backward from finite output gradients, or the gradient of a parameter. Slow: for the diagnosis of a step that failed."""
+    found: list[str] = []
+
+    def note(what: str) -> None:
+        if not found:
+            found.append(what)
+
+    def forward(name: str, module: nn.Module) -> Callable[[nn.Module, Any, Any, object], None]:
+        title = f"{name or 'the model'} ({type(module).__name__})"
+        leaf = not any(True for _ in module.children())
+
+        def check(_: nn.Module, args: Any, kwargs: Any, output: object) -> None:
+            inputs = (args, kwargs)
+            if not _finite(output):
+                if _finite(inputs):
+                    held = [p for p in module.parameters(recurse=False) if p.untyped_storage().nbytes()]  # else released already
+                    note(f"the forward of {title} from finite inputs" + ("" if _finite(held) else "; its parameters are not finite"))
+            elif leaf and torch.is_grad_enabled():
+                backward(title, inputs, output)
+
+        return check
+
+    def backward(title: str, inputs: object, output: object) -> None:
+        """On tensors: module hooks of torch wrap outputs, which forbids models to change them in place."""
+        healthy: list[bool] = []
+        for tensor in tensors_in(output):
+            if tensor.requires_grad:
+                tensor.register_hook(lambda gradient: healthy.append(_finite(gradient)))
+        for tensor in tensors_in(inputs):
+            if tensor.requires_grad:
+                tensor.register_hook(lambda gradient: note(f"the backward of {title} from finite output gradients")
+                                     if healthy and all(healthy) and not _finite(gradient) else None)  # fmt: skip
+
+    def gradient_of(name: str) -> Callable[[Tensor], None]:
+        return lambda gradient: None if _finite(gradient) else note(f"{GRADIENT} {name}")
+
+    handles: list[Any] = [m.register_forward_hook(forward(name, m), with_kwargs=True) for name, m in model.named_modules()]
+    handles += [p.register_hook(gradient_of(name)) for name, p in model.named_parameters() if p.requires_grad]
+    try:
+        yield found
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _finite(value: object) -> bool:
+    return all(bool(torch.isfinite(t).all()) for t in tensors_in(value) if t.is_floating_point())

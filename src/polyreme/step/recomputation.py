@@ -1,0 +1,249 @@
+"""What of a block's forward is kept for its backward: everything, or its inputs alone (recomputed), or some operators' outputs.
+The inputs are kept on the device, or elsewhere (`offload`).
+
+Invariant: losses, gradients and buffers are the same to the last bit, dropout and running means included: for a recomputation the random
+state and the buffers are put back to where the forward began, and afterwards to where they were.
+Chen et al., "Training Deep Nets with Sublinear Memory Cost", 2016.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import itertools
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts, noop_context_fn
+
+from polyreme.errors import ConfigError, Problem
+from polyreme.models.huggingface import tensors_in
+from polyreme.offload.activations import Offload
+
+Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
+"""Of a block's forward and of its recomputation."""
+OPERATORS = {
+    "mm": ("mm", "addmm", "bmm", "baddbmm", "linear"),
+    "attention": (
+        "_scaled_dot_product_flash_attention", "_scaled_dot_product_flash_attention_for_cpu",
+        "_scaled_dot_product_efficient_attention", "_scaled_dot_product_cudnn_attention",
+        "_scaled_dot_product_fused_attention_overrideable",
+    ),
+}  # fmt: skip
+"""Names for `memory.recompute_save`, each for a family of aten operators. A single aten operator's name does as well."""
+
+
+def wrap_blocks(
+    model: nn.Module,
+    blocks: Mapping[str, nn.Module],
+    recompute: bool,
+    every: int,
+    keep: Sequence[str],
+    compiled: bool,
+    offload: Offload | None = None,
+) -> list[nn.Module]:
+    """Set each block's `forward`: compiled, where asked; recomputed in backward, every `every`-th block, but for the outputs of the
+    operators `keep`, from inputs that `offload` has meanwhile. Module hooks stay outside both. Returns the blocks that are recomputed.
+
+    Of a `model` without blocks its largest parts are recomputed, or all of it at once (see `_parts`). Raises ConfigError where there are
+    no blocks to compile, or for an unknown operator.
+    """
+    if not (recompute or compiled):
+        return []
+    if compiled and not blocks:
+        raise ConfigError([Problem("compile", True, "the model has no repeated blocks (no nn.ModuleList or nn.Sequential of them)",
+                                   "leave compile out, or put the model's repeated part into an nn.ModuleList")])  # fmt: skip
+    contexts: Callable[[], Contexts] = (
+        functools.partial(create_selective_checkpoint_contexts, _overloads(keep)) if keep else noop_context_fn
+    )
+    recomputed = []
+    for index, block in enumerate(blocks.values() if blocks else _parts(model)):
+        forward = block.forward
+        if compiled:
+            forward = torch.compile(forward)
+        if recompute and index % every == 0:
+            forward = _recomputed(block, forward, contexts, offload)
+            recomputed.append(block)
+        block.forward = _InPlace(block.forward, forward)
+    return recomputed
+
+
+class _InPlace:
+    """What a block does in place of its own forward. A copy of the block, such as a frozen reference, has its own forward again."""
+
+    def __init__(self, own: Callable[..., Any], forward: Callable[..., Any]) -> None:
+        functools.update_wrapper(self, own)
+        self._own, self._forward = own, forward
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._forward(*args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return copy.deepcopy(self._own, memo)
+
+    def __reduce__(self) -> Any:
+        return getattr, (getattr(self._own, "__self__", None), "forward")
+
+
+@dataclass
+class Saved:
+    """Bytes that a forward kept for its backward."""
+
+    bytes: int = 0
+    """On the device."""
+    moved: int = 0
+    """In host memory or in files."""
+
+
+@contextmanager
+def measure(recomputed: Iterable[nn.Module], parameters: Iterable[Tensor], offload: Offload | None = None) -> Iterator[Saved]:
+    """Count what the forwards inside keep for backward, as it is at the end: each storage once, `parameters`' not; of a recomputed block
+    its inputs, which `offload` may have."""
+    saved = Saved()
+    fixed = {p.untyped_storage()._cdata for p in parameters}  # not their addresses, which change when a block is gathered
+    kept: dict[int, int] = {}  # bytes by storage
+    inputs: dict[int, int] = {}
+
+    def count(tensor: Tensor, into: dict[int, int] = kept) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage._cdata not in fixed:
+            into.setdefault(storage._cdata, storage.nbytes())
+        return tensor
+
+    def count_inputs(_: nn.Module, args: Any, kwargs: Any) -> None:
+        for tensor in tensors_in((args, kwargs)):
+            count(tensor, inputs)
+
+    handles = [block.register_forward_pre_hook(count_inputs, with_kwargs=True) for block in recomputed]
+    try:
+        with torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor):
+            yield saved
+    finally:
+        for handle in handles:
+            handle.remove()
+        for storage, nbytes in inputs.items():
+            here, out = offload.where(storage) if offload is not None else (True, False)
+            saved.bytes += nbytes * (here and storage not in kept)
+            saved.moved += nbytes * out
+        saved.bytes += sum(kept.values())
+
+
+def _parts(model: nn.Module) -> list[nn.Module]:
+    """What to recompute, one after the other, of a model without repeated blocks: its outermost modules that have modules of their own
+    and parameters, if there are several (the halves of an autoencoder); or else the whole model, with a warning."""
+    owner = model
+    while len(parts := [child for child in _children(owner) if _composed(child)]) == 1:
+        owner = parts[0]
+    if not parts:
+        warnings.warn(
+            'memory.activations = "recompute": the model has no repeated blocks, so it is recomputed as a whole, which costs time and '
+            "hardly lowers the peak of memory; put its repeated part into an nn.ModuleList",
+            stacklevel=2,
+        )
+    return parts or [model]
+
+
+def _children(module: nn.Module) -> Iterator[nn.Module]:
+    """Its children that have a forward: a list's or a dictionary's items in place of it."""
+    for child in module.children():
+        yield from _children(child) if isinstance(child, nn.ModuleList | nn.ModuleDict) else (child,)
+
+
+def _composed(module: nn.Module) -> bool:
+    return any(True for _ in module.children()) and any(True for _ in module.parameters())
+
+
+def _recomputed(
+    block: nn.Module, forward: Callable[..., Any], contexts: Callable[[], Contexts], offload: Offload | None
+) -> Callable[..., Any]:
+    @functools.wraps(forward)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return forward(*args, **kwargs)
+        if offload is None:
+            kept: Callable[[], Any] = functools.partial(_same, (args, kwargs))
+        else:
+            kept = offload.keep((args, kwargs)).back
+        tensors = tensors_in((args, kwargs)) if offload is None else [offload.marker]
+        buffers, times, given = _Buffers(block), itertools.count(), [(args, kwargs)]  # emptied by each run, so as not to keep it alive
+
+        def run(*_: Tensor) -> Any:
+            positional, named = given.pop()
+            with buffers.watched() if next(times) == 0 else buffers.put_back():
+                return forward(*positional, **named)
+
+        def contexts_of_runs() -> Contexts:
+            first, again = contexts()
+            return first, _After(lambda: given.append(kept()), again)
+
+        # the tensors are passed for their devices, of which checkpoint saves the random state, and to find changes of them in place
+        return checkpoint(run, *tensors, use_reentrant=False, context_fn=contexts_of_runs)
+
+    return wrapped
+
+
+def _same(value: Any) -> Any:
+    return value
+
+
+class _After(AbstractContextManager[Any]):
+    """A context that is entered after something was done, which it is not to see."""
+
+    def __init__(self, before: Callable[[], object], inner: AbstractContextManager[Any]) -> None:
+        self._before, self._inner = before, inner
+
+    def __enter__(self) -> Any:
+        self._before()
+        return self._inner.__enter__()
+
+    def __exit__(self, *error: Any) -> bool | None:
+        return self._inner.__exit__(*error)
+
+
+class _Buffers:
+    """A block's buffers as its forward found them, such as running means: kept only where the forward changes them."""
+
+    def __init__(self, block: nn.Module) -> None:
+        self._found = [
+            (module._buffers, name, held) for module in block.modules() for name, held in module._buffers.items() if held is not None
+        ]
+        self._changed: dict[int, Tensor] = {}  # by place
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """The forward: note what it changes."""
+        before = [(buffer._version, buffer.clone()) for _, _, buffer in self._found]
+        yield
+        for at, ((owner, name, buffer), (version, found)) in enumerate(zip(self._found, before, strict=True)):
+            if owner[name] is not buffer or buffer._version != version:
+                self._changed[at] = found
+
+    @contextmanager
+    def put_back(self) -> Iterator[None]:
+        """The forward once more: on copies, the changed ones as they were."""
+        now = [owner[name] for owner, name, _ in self._found]
+        copies: dict[int, Tensor] = {}  # by buffer: one that modules share stays one
+        for at, (owner, name, buffer) in enumerate(self._found):
+            owner[name] = copies.setdefault(id(buffer), self._changed.get(at, buffer).clone())
+        try:
+            yield
+        finally:
+            for (owner, name, _), held in zip(self._found, now, strict=True):
+                owner[name] = held
+
+
+def _overloads(names: Sequence[str]) -> list[Any]:
+    """Every overload of the operators that `names` stand for."""
+    found = []
+    for name in names:
+        packets = [getattr(torch.ops.aten, op, None) for op in OPERATORS.get(name, (name.removeprefix("aten."),))]
+        if not any(packets):
+            raise ConfigError([Problem("memory.recompute_save", name, "is not an aten operator",
+                                       f"one of {', '.join(OPERATORS)}, or an operator's name such as \"mm\"")])  # fmt: skip
+        found += [getattr(packet, overload) for packet in packets if packet is not None for overload in packet.overloads()]
+    return found

@@ -1,0 +1,218 @@
+"""The loop people already have: forward and backward calls of the user's own, and where they belong.
+
+A backward of an engine's output is one of three kinds, told apart when it reaches that output:
+- `engine.backward(loss)`: announced.
+- `loss.backward()`: counts as the backward of the micro-batch whose output it comes to first, for each engine that it comes through.
+- `other.backward(loss)`, of an engine on whose output this one's depends or that depends on it (a discriminator in a generator's graph):
+  comes through, and what it would give this engine's parameters is dropped.
+A backward that gives no parameter of this engine a gradient (`torch.autograd.grad` of inputs) is none of its business. One that comes to no
+output of `engine(...)`, but to one of the module that the user called, has no micro-batch, and is refused.
+
+Communication: none but what `step` does.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import Variable
+from torch.autograd.graph import get_gradient_edge
+
+from polyreme.config import Config
+from polyreme.errors import BatchError
+from polyreme.models.huggingface import count_tokens, returned
+from polyreme.step.batches import samples_of
+from polyreme.step.loss import Objective
+from polyreme.step.loss_graph import mixes, refuse_scaled, weight_of
+from polyreme.step.step import Step, current
+from polyreme.zero.gather import Hook
+from polyreme.zero.reduce import Reducer
+
+
+@dataclass(eq=False)
+class Forward:
+    """A forward from which a backward may come."""
+
+    batch: Any
+    updates: int
+    """Those done before it."""
+    counted: bool = False
+    """Whether its backward has come."""
+
+
+class Loop:
+    """What an engine knows of the calls since the last step."""
+
+    def __init__(
+        self, model: nn.Module, objective: Objective, config: Config, step: Step, reducer: Reducer, parameters: Sequence[Tensor]
+    ) -> None:
+        """`parameters`: those to be trained."""
+        self._objective, self._config, self._step, self._reducer = objective, config, step, reducer
+        self._last: tuple[Forward, Any] | None = None  # and its output, if its backward is still to come
+        self._reached: Forward | None = None  # to whose output the backward under way came first
+        self._aside = False  # the user has called the module since the last forward
+        self._task = -1  # autograd's number of the last backward that came by
+        with torch._C.DisableTorchFunctionSubclass():
+            self._accumulators = [get_gradient_edge(parameter).node for parameter in parameters]
+        self._hook = model.register_forward_pre_hook(Hook(partial(_called, weakref.ref(self))))
+        reducer.unannounced = self._begin
+
+    def close(self) -> None:
+        """Let go of graphs: their parameters may get other shapes, and what they hold in autograd's own memory is not freed before."""
+        self._accumulators.clear()
+        self._last = None
+        self._hook.remove()
+
+    def forward(self, batch: Any, output: Any) -> None:
+        """Take note of a micro-batch, and of its output, from which a backward may come."""
+        if not torch.is_grad_enabled():  # it is one between, as for a validation loss
+            return
+        forward = Forward(batch, self._step.state.step)
+        self._last, self._aside = (forward, output), False
+        arrived = partial(_arrived, weakref.ref(self), forward)
+        for tensor in returned(output):
+            if tensor.grad_fn is not None:
+                tensor.register_hook(arrived)
+
+    def backward(self, loss: Tensor, weight: float | None, last: bool) -> None:
+        """Backward of a micro-batch's mean loss, or of one of several that are its sum."""
+        forward, output = self._forward()
+        said, own, self._reached = weight is not None, None, None
+        if weight is None:
+            self._refuse_more(forward.batch)
+            own = self._weight_of_loss(loss, forward.batch, output)
+            weight = self._weight_of_batch(loss, forward.batch, output) if own is None else own
+        loss_sum, weight = self._objective.sum_of(loss, weight, output)
+        self._step.backward(loss_sum, weight, count_tokens(forward.batch), samples_of(forward.batch, self._config), last)
+        if not said and weight and self._reached is None and self._aside:
+            raise BatchError(_OF_MODULE)
+        if not said and own is None and self._reached not in (None, forward):
+            self._check_weight(self._reached.batch, weight)
+        if last:
+            self._count(self._reached or forward)
+        self._reached = None
+
+    def _check_weight(self, batch: Any, weight: float) -> None:
+        """Raise BatchError where a loss of the micro-batch `batch` was weighted by another one's, of another weight."""
+        if (right := self._objective.weight(batch)) != weight:
+            raise BatchError(
+                f"the loss is of a forward before the last one, by whose micro-batch it was weighted ({weight:g} labels or samples, not "
+                f"{right:g}): call engine.backward before the next engine(...), or say weight=. Then call engine.zero_grad(), and begin "
+                "the step again"
+            )
+
+    def _weight_of_loss(self, loss: Any, batch: Any, output: Any) -> float | None:
+        """What a loss is the mean of, if it is made of torch's cross entropy."""
+        own = getattr(output, "loss", None)
+        if not isinstance(loss, Tensor) or loss is own:
+            return None
+        refuse_scaled(loss, own, self._config.accumulation, samples_of(batch, self._config))
+        return weight_of(loss)
+
+    def _weight_of_batch(self, loss: Any, batch: Any, output: Any) -> float:
+        """What the batch says that a loss is the mean of."""
+        weight = self._objective.weight(batch)
+        if loss is getattr(output, "loss", None) or (isinstance(loss, Tensor) and mixes(loss)):
+            self._objective.check_own(loss, weight)
+        return weight
+
+    def _forward(self) -> tuple[Forward, Any]:
+        """The last forward and its output."""
+        if self._last is None:
+            raise BatchError(_NO_FORWARD)
+        self._check_weights(self._last[0])
+        return self._last
+
+    def _refuse_more(self, batch: Any) -> None:
+        """Raise BatchError for more samples than a micro-batch has: a global batch, or one of another number of ranks."""
+        if (samples := samples_of(batch, self._config)) > int(self._config.batch.micro):
+            raise BatchError(
+                f"engine(...) was given {samples} samples, but batch.size = {self._config.batch.size} over the data-parallel ranks makes "
+                f"batch.micro = {self._config.batch.micro}: give each rank its own share in pieces of that size (a DataLoader with "
+                f"batch_size={self._config.batch.micro} and a DistributedSampler, or engine.loader), or change batch.size. Where rows are "
+                "no samples, say engine.backward(loss, weight=...)"
+            )
+
+    def _check_weights(self, forward: Forward) -> None:
+        if forward.updates != self._step.state.step:
+            raise BatchError(
+                "step() changed the weights between this forward and its backward, whose gradients would be those of neither: call "
+                "backward before step(), or do the forward again"
+            )
+
+    def _count(self, forward: Forward) -> None:
+        forward.counted = True
+        if self._last is not None and self._last[0] is forward:
+            self._last = None
+
+    def called(self) -> None:
+        """Take note of a call of the module, the engine's or the user's."""
+        self._aside = self._aside or torch.is_grad_enabled()
+
+    def arrived(self, forward: Forward) -> None:
+        """Take note of a backward that has come to the output of a forward."""
+        self._check_weights(forward)
+        if current() is self._step:
+            self._reached = self._reached or forward
+        elif (task := torch._C._current_graph_task_id()) != self._task:
+            self._task = task
+            if self._accumulates():
+                self._begin(forward)
+
+    def _begin(self, forward: Forward | None = None) -> None:
+        """A backward that was not announced will give parameters gradients; it has come to the output of `forward`, if to any."""
+        if current() is None:
+            last = self._forward() if forward is None else self._last
+            if forward is None and self._aside and last is not None and not _will_come_to(t.grad_fn for t in returned(last[1])):
+                raise BatchError(_OF_MODULE)
+            forward = forward or self._forward()[0]
+            if forward.counted:
+                raise BatchError(_NO_FORWARD)
+            self._refuse_more(forward.batch)
+            weight = self._objective.weight(forward.batch)
+            if last is not None and forward is last[0]:
+                self._objective.check_own(getattr(last[1], "loss", None), weight)
+            self._count(forward)
+            self._step.enter(weight, count_tokens(forward.batch), samples_of(forward.batch, self._config))
+        else:
+            self._reducer.begin_foreign()
+        self._task = torch._C._current_graph_task_id()
+        Variable._execution_engine.queue_callback(self._step.leave)
+
+    def _accumulates(self) -> bool:
+        """Whether the backward under way gives any parameter a gradient."""
+        return _will_come_to(self._accumulators)
+
+
+def _called(loop: weakref.ref[Loop], *_: Any) -> None:
+    if (known := loop()) is not None:
+        known.called()
+
+
+def _arrived(loop: weakref.ref[Loop], forward: Forward, gradient: Tensor) -> None:
+    if (known := loop()) is not None:  # autograd's own memory holds this, and Python's collector cannot free what that holds
+        known.arrived(forward)
+
+
+def _will_come_to(nodes: Iterable[Any]) -> bool:
+    """Whether the backward under way computes any of these."""
+    try:
+        return any(torch._C._will_engine_execute_node(node) for node in nodes)
+    except RuntimeError:  # it is `torch.autograd.grad` of a parameter
+        return False
+
+
+_NO_FORWARD = (
+    "backward() without a forward: call engine(...) first (engine.module(...) is no micro-batch). Of several micro-batches, do the "
+    "backward of each before the forward of the next; of several losses of one, engine.backward(loss, last=False)"
+)
+_OF_MODULE = (
+    "this backward is of engine.module(...), which is no micro-batch: nothing tells what its loss is the mean of. Call engine(...) for the "
+    "forward (then engine.zero_grad(), if the step is to begin again)"
+)

@@ -1,0 +1,55 @@
+"""Randomness of tensor-parallel ranks: the same draws where activations are replicated, different ones where they are divided.
+
+Invariant: the default generators of an axis' ranks are in the same state outside of a fork. A fork's draws depend on that state alone, so
+that a recomputed forward, for which it is restored, draws the same again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from polyreme.distributed.mesh import Axis
+
+STRIDE = 0x9E3779B97F4A7C15
+"""Between the seeds of neighbouring ranks: odd and far from any simple ratio, so that no rank's seeds are near another's."""
+
+
+class Fork:
+    """Takes the default generators from the state that the ranks share to one of this rank's own, and back."""
+
+    def __init__(self, axis: Axis) -> None:
+        self._axis = axis
+        self._outside: tuple[Tensor, Tensor | None] | None = None
+
+    def enter(self, device: torch.device) -> None:
+        """From here on, this rank draws for itself; a second call does nothing."""
+        if self._outside is not None:
+            return
+        seed = int(torch.randint(1 << 62, ())) + STRIDE * (self._axis.rank + 1)  # the draw moves the shared state on
+        cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+        self._outside = torch.get_rng_state(), cuda
+        torch.default_generator.manual_seed(seed % (1 << 63))
+        if cuda is not None:
+            torch.cuda.manual_seed(seed % (1 << 63))
+
+    def leave(self) -> None:
+        """Back to the shared state; without an `enter` before it, nothing."""
+        if self._outside is None:
+            return
+        (cpu, cuda), self._outside = self._outside, None
+        torch.set_rng_state(cpu)
+        if cuda is not None:
+            torch.cuda.set_rng_state(cuda)
+
+    @contextmanager
+    def inside(self, device: torch.device) -> Iterator[None]:
+        """A fork for the time of a block."""
+        self.enter(device)
+        try:
+            yield
+        finally:
+            self.leave()

@@ -1,0 +1,237 @@
+"""Logits whose vocabulary is divided over an axis, and their cross-entropy without ever having them whole on a rank.
+
+`SplitLogits` is what a vocabulary-parallel head returns: to the model's own loss, or the user's, it looks like the whole logits.
+Upcasting, scaling, slicing along other dimensions and `cross_entropy` work on this rank's part; anything else gets the whole logits,
+gathered for it (all ranks of the axis run the same model code, so all take part). What would write into them raises ModelError.
+
+Communication: two numbers per token all-gathered in forward, none in backward.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+from torch.utils import _pytree as pytree
+
+from polyreme.distributed.mesh import Axis
+from polyreme.errors import BatchError, ModelError
+from polyreme.layout.bucket_layout import Cut
+from polyreme.tensor import ops
+
+ROWS = 1 << 20
+"""Logits that are converted to the dtype of the sum at a time."""
+
+
+class _CrossEntropy(Function):
+    """logits: (tokens, this rank's part of the vocabulary, which begins at `start`), labels: (tokens,). Losses: (tokens,), zero for
+    ignored labels, in float32 at least."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, labels: Tensor, axis: Axis, start: int, ignored: int) -> Tensor:
+        wide = torch.promote_types(logits.dtype, torch.float32)
+        rows = max(ROWS // max(logits.shape[1], 1), 1)
+        mine = labels - start
+        here = (mine >= 0) & (mine < logits.shape[1]) & (labels != ignored)
+        mine = mine.masked_fill(~here, 0)
+        ctx.axis = axis
+        part = torch.empty(2, len(labels), dtype=wide, device=logits.device)
+        for i in range(0, len(labels), rows):
+            torch.logsumexp(logits[i : i + rows].to(wide), 1, out=part[0, i : i + rows])
+        part[1] = logits.gather(1, mine[:, None])[:, 0].to(wide).masked_fill_(~here, 0)
+        parts = part.new_empty(axis.size, 2, len(labels))
+        axis.all_gather(parts.view(-1), part.view(-1)).wait()
+        log_total = torch.logsumexp(parts[:, 0], 0)
+        ctx.save_for_backward(logits, mine, here, log_total, labels != ignored)
+        return (log_total - parts[:, 1].sum(0)).masked_fill_(labels == ignored, 0)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        logits, mine, here, log_total, counted = ctx.saved_tensors
+        grad = grad.masked_fill(~counted, 0)[:, None]
+        out = torch.empty_like(logits)
+        rows = max(ROWS // max(logits.shape[1], 1), 1)
+        for i in range(0, len(mine), rows):
+            each = slice(i, i + rows)
+            probability = logits[each].to(log_total.dtype, copy=True).sub_(log_total[each, None]).exp_()
+            probability.scatter_add_(1, mine[each, None], here[each, None].to(probability.dtype).neg_())
+            out[each] = probability.mul_(grad[each])
+        return out, None, None, None, None
+
+
+def cross_entropy(logits: Tensor, labels: Tensor, axis: Axis, cut: Cut, ignore_index: int = -100, reduction: str = "mean") -> Tensor:
+    """`torch.nn.functional.cross_entropy` of logits (tokens, part of the vocabulary) that are divided over `axis` as `cut` says.
+
+    Computed in float32 at least, and exactly in float64; the result has that dtype unless the logits are narrower. Raises BatchError for
+    a label outside of the vocabulary (on the CPU, where looking costs nothing)."""
+    vocabulary = cut.shape[cut.dim]
+    if labels.device.type == "cpu" and labels.numel():
+        low, high = torch.aminmax(labels.masked_fill(labels == ignore_index, 0))
+        if low < 0 or high >= vocabulary:
+            wrong = int(low) if low < 0 else int(high)
+            raise BatchError(f"label {wrong} is outside of the vocabulary of {vocabulary}: write {ignore_index} for tokens without a label")
+    losses = _CrossEntropy.apply(logits, labels, axis, cut.pieces[axis.rank][0][0], ignore_index)
+    if reduction == "none":
+        return losses.to(logits.dtype)
+    total = losses.sum()
+    if reduction == "mean":
+        total = total / (labels != ignore_index).sum()
+    return total.to(logits.dtype)
+
+
+class SplitLogits(Tensor):
+    """This rank's part (..., part of the vocabulary) of logits, which gives itself out as the whole (..., vocabulary)."""
+
+    axis: Axis
+    cut: Cut
+
+    @staticmethod
+    def of(part: Tensor, axis: Axis, cut: Cut) -> SplitLogits:
+        with torch._C.DisableTorchFunctionSubclass():
+            made = part.as_subclass(SplitLogits)
+        made.axis, made.cut = axis, cut
+        return made
+
+    @property
+    def part(self) -> Tensor:
+        """This rank's logits, as they are."""
+        with torch._C.DisableTorchFunctionSubclass():
+            return self.as_subclass(Tensor)
+
+    def whole(self) -> Tensor:
+        """Every rank's logits; backward keeps this rank's part of the gradient. All ranks of the axis must call."""
+        part = self.part
+        if missing := self.cut.length - part.shape[-1]:
+            part = F.pad(part, (0, missing))
+        full = ops.gather(self.axis, part, -1)
+        if self.cut.length * self.axis.size == self.vocabulary:
+            return full
+        held = [full.narrow(-1, rank * self.cut.length, self.cut.used(rank)) for rank in range(self.axis.size)]
+        return torch.cat(held, -1)
+
+    @property
+    def vocabulary(self) -> int:
+        return self.cut.shape[self.cut.dim]
+
+    @property
+    def sizes(self) -> torch.Size:
+        """Of the whole logits."""
+        return torch.Size((*self.part.shape[:-1], self.vocabulary))
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        logits = args[0] if args and isinstance(args[0], SplitLogits) else None
+        others = [leaf for leaf in pytree.tree_leaves((args[1:], kwargs)) if isinstance(leaf, SplitLogits)]
+        if logits is not None and not others and (local := LOCAL.get(func)):
+            result = local(logits, *args[1:], **kwargs)
+            if result is not NotImplemented:
+                return result
+        name = getattr(func, "__name__", "")
+        if name in ("__setitem__", "__set__") or (name.endswith("_") and not name.endswith("__")) or "out" in kwargs:
+            raise ModelError(
+                f"{name} writes into logits whose vocabulary is divided over the tensor-parallel ranks: use the operation that returns a "
+                'new tensor, or place the head whole on every rank with "replicate"'
+            )
+        args, kwargs = pytree.tree_map_only(SplitLogits, SplitLogits.whole, (tuple(args), dict(kwargs)))
+        return func(*args, **kwargs)
+
+
+def _plain(func: Callable[..., Any]) -> Callable[..., Any]:
+    """What is the same of a part as of the whole."""
+    return lambda logits, *args, **kwargs: func(logits.part, *args, **kwargs)
+
+
+def _same(func: Callable[..., Any]) -> Callable[..., Any]:
+    """An operation on each number by itself, with scalars (or tensors of one number) as its other arguments."""
+
+    def local(logits: SplitLogits, *args: Any, **kwargs: Any) -> Any:
+        tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        if any(tensor.dim() for tensor in tensors):
+            return NotImplemented
+        result = func(logits.part, *args, **kwargs)
+        return SplitLogits.of(result, logits.axis, logits.cut) if isinstance(result, Tensor) else result
+
+    return local
+
+
+def _index(logits: SplitLogits, index: Any) -> Any:
+    """Slices and single indices along all dimensions but the last."""
+    given = index if isinstance(index, tuple) else (index,)
+    if not all(each is None or each is Ellipsis or isinstance(each, int | slice) for each in given):
+        return NotImplemented
+    named = sum(each is not None and each is not Ellipsis for each in given)
+    last_is_given = named == logits.part.dim() or (Ellipsis in given and given[-1] is not Ellipsis)
+    if (last_is_given and given[-1] != slice(None)) or (given and given[-1] is None):
+        return NotImplemented
+    return SplitLogits.of(logits.part[index], logits.axis, logits.cut)
+
+
+def _reshape(func: Callable[..., Any]) -> Callable[..., Any]:
+    """A shape that keeps the vocabulary as its last dimension."""
+
+    def local(logits: SplitLogits, *shape: Any) -> Any:
+        if len(shape) == 1 and not isinstance(shape[0], int):
+            shape = tuple(shape[0]) if isinstance(shape[0], Sequence) else ()
+        if not shape or not all(isinstance(size, int) for size in shape):
+            return NotImplemented
+        count = logits.sizes.numel()
+        known = math.prod(size for size in shape if size != -1)
+        resolved = [count // known if size == -1 and known else size for size in shape]
+        if resolved[-1] != logits.vocabulary or math.prod(resolved) != count:
+            return NotImplemented
+        return SplitLogits.of(func(logits.part, (*resolved[:-1], logits.part.shape[-1])), logits.axis, logits.cut)
+
+    return local
+
+
+def _flatten(logits: SplitLogits, start_dim: int = 0, end_dim: int = -1) -> Any:
+    if end_dim % logits.part.dim() == logits.part.dim() - 1:
+        return NotImplemented
+    return SplitLogits.of(logits.part.flatten(start_dim, end_dim), logits.axis, logits.cut)
+
+
+def _cross_entropy(
+    logits: SplitLogits, target: Tensor, weight: Tensor | None = None, size_average: Any = None, ignore_index: int = -100,
+    reduce: Any = None, reduction: str = "mean", label_smoothing: float = 0.0,
+) -> Any:  # fmt: skip
+    plain = weight is None and size_average is None and reduce is None and label_smoothing == 0.0
+    part = logits.part
+    if not plain or part.dim() != 2 or target.dim() != 1 or target.is_floating_point():
+        return NotImplemented
+    return cross_entropy(part, target, logits.axis, logits.cut, ignore_index, reduction)
+
+
+def _size(logits: SplitLogits, dim: int | None = None) -> Any:
+    return logits.sizes if dim is None else logits.sizes[dim]
+
+
+LOCAL: dict[Any, Callable[..., Any]] = {
+    Tensor.shape.__get__: lambda logits, *_: logits.sizes,  # type: ignore[attr-defined]
+    Tensor.size: _size,
+    Tensor.numel: lambda logits: logits.sizes.numel(),
+    Tensor.__len__: lambda logits: logits.sizes[0],
+    Tensor.__getitem__: _index,
+    F.cross_entropy: _cross_entropy,
+    Tensor.flatten: _flatten,
+    torch.flatten: _flatten,
+    **{func: _reshape(func) for func in (Tensor.view, Tensor.reshape, torch.reshape)},
+    **{getattr(Tensor, name).__get__: _plain(getattr(Tensor, name).__get__)
+       for name in ("dtype", "device", "requires_grad", "grad_fn", "is_leaf", "ndim", "is_cuda", "is_cpu", "is_meta", "layout")},
+    **{func: _plain(func) for func in (Tensor.dim, Tensor.is_floating_point, Tensor.get_device, torch.is_floating_point,
+                                       Tensor.is_complex, torch.is_complex, Tensor.requires_grad_)},
+    **{func: _same(func) for func in (
+        Tensor.float, Tensor.double, Tensor.half, Tensor.bfloat16, Tensor.to, Tensor.type, Tensor.contiguous, Tensor.clone, torch.clone,
+        Tensor.detach, torch.tanh, Tensor.tanh, Tensor.mul, Tensor.__mul__, Tensor.__rmul__, torch.mul, Tensor.div, torch.div,
+        Tensor.__truediv__, Tensor.true_divide, Tensor.cpu, Tensor.cuda)},
+}  # fmt: skip
+"""By function: how it is done on one rank's part. NotImplemented stands for "not with these arguments"."""

@@ -1,0 +1,310 @@
+"""Which parameters are gathered when: the model's blocks pass through memory one behind the other, in forward and in backward.
+
+Invariants: a block's parameters are whole whenever its forward or backward runs; beside the root's, at most 1 + `prefetch` blocks are
+gathered at a time; gathers are issued in the order of use, which is the same on every rank.
+
+The root (everything outside the blocks) is gathered when the model's forward begins. release="auto" keeps it and the last block from
+forward to backward, where they are needed first; release="always" gathers everything once in forward and once in backward, so that
+stage 3 moves exactly 3Ψ(n-1)/n.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+from torch.utils.hooks import RemovableHandle
+
+from polyreme.errors import ModelError
+from polyreme.models.huggingface import returned, tensors_in
+from polyreme.zero.bucket import Bucket
+from polyreme.zero.released import refuse_loading
+
+
+@dataclass(eq=False)
+class Unit:
+    """Buckets that are gathered and released together, for the modules (whole blocks) that use them."""
+
+    name: str
+    modules: Sequence[nn.Module]
+    buckets: list[Bucket] = field(default_factory=list)
+    pinned: bool = False  # stays gathered like the root: its parameters are used outside its modules
+
+    @property
+    def sharded(self) -> bool:
+        return any(bucket.sharded for bucket in self.buckets)
+
+    def gather(self) -> None:
+        for bucket in self.buckets:
+            bucket.gather()
+
+    def ensure(self) -> None:
+        self.gather()
+        for bucket in self.buckets:
+            bucket.ensure()
+
+    def release(self) -> None:
+        for bucket in self.buckets:
+            bucket.release()
+
+
+class Blocks:
+    """Gathers and releases the units of `model` by hooks; does nothing at all unless a bucket is sharded."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        root: Unit,
+        units: Sequence[Unit],
+        prefetch: int = 1,
+        release: Literal["auto", "always"] = "auto",
+        finished: Callable[[Sequence[Bucket]], None] = lambda _: None,
+    ) -> None:
+        self.root, self.units, self._model = root, list(units), model
+        self._prefetch, self._release, self._finished = prefetch, release, finished
+        self._current: Unit | None = None
+        self._inside: Unit | None = None  # whose module's forward is running
+        self.in_forward = False
+        """Whether a forward of the model, whose parameters come and go, is under way."""
+        self._order: list[Unit] = []  # of the forward under way, or the last one
+        self._last: dict[int, list[Unit]] = {}  # of each stage's last complete forward: where to prefetch from
+        self._trails: dict[tuple[int, int], list[Unit]] = {}  # of forwards whose backward is still to come
+        self._checked: set[int] = set()  # stages
+        self._task = -1  # autograd's number of the last backward that came here
+        self._known = True  # all forwards of the backward to come are in its trail
+        self._here = False  # the unit that it is in was found there
+        self._keep = False  # nothing is released, as derivatives are to be differentiated
+        self._hooks: list[RemovableHandle] = []
+        self.restart()
+        if not any(unit.sharded for unit in (root, *self.units)):
+            return
+        inside = {part for unit in self.units for module in unit.modules for part in module.modules()}
+        self._keepers = {root: [part for part in model.modules() if part not in inside and _may_keep(part)]}
+        for unit in self.units:
+            self._keepers[unit] = [part for module in unit.modules for part in module.modules() if _may_keep(part)]
+        self._hooks.append(model.register_forward_pre_hook(Hook(self._begin_forward), prepend=True))
+        self._hooks.append(model.register_forward_hook(Hook(self._end_forward), always_call=True))
+        for unit in self.units:
+            for module in unit.modules:
+                self._hooks.append(module.register_forward_pre_hook(Hook(self._before(unit)), prepend=True))
+                self._hooks.append(module.register_forward_hook(Hook(self._after(unit)), with_kwargs=True, always_call=True))
+        refuse_loading(model)
+        self._guard = _Guard({id(p): unit for unit in self.units for b in unit.buckets for p in b.parameters}, self._pin_outside)
+
+    def close(self) -> None:
+        """Gather and release no more."""
+        for hook in self._hooks:
+            hook.remove()
+
+    def at(self, stage: int, microbatch: int) -> None:
+        """Before a forward or a backward: which one comes. A backward goes along the trail of its forwards, from its end. Raises ModelError
+        for training while the parameters are in the user's hands."""
+        if torch.is_grad_enabled() and any(bucket.is_lent for unit in (self.root, *self.units) for bucket in unit.buckets):
+            raise ModelError("training (or engine.load) inside engine.full_parameters(): do it after the with block")
+        self._stage, self._key = stage, (stage, microbatch)
+        self._trail = self._trails.setdefault(self._key, [])
+        self._position = len(self._trail)
+        self._current = None
+
+    @property
+    def watched(self) -> bool:
+        """Whether modules have hooks of the user's that see gradients."""
+        of_all = torch.nn.modules.module
+        return bool(of_all._global_backward_hooks or of_all._global_backward_pre_hooks) or any(
+            module._backward_hooks or module._backward_pre_hooks for module in self._model.modules()
+        )
+
+    def restart(self) -> None:
+        """Before the first forward of a step: forget forwards that had no backward."""
+        self._trails.clear()
+        self._known = True
+        self.at(0, 0)
+
+    def release_all(self) -> None:
+        """Free every gathered parameter: after a backward for release="always", before an update in any case."""
+        self._current, self._keep = None, False
+        for unit in (self.root, *self.units):
+            unit.release()
+
+    def end_backward(self, last: bool = True) -> None:
+        """After a backward: free all but what the next forward would gather first. Not `last`: there may be forwards whose backward is
+        still to come."""
+        self._known = last
+        self._current = None
+        self._trail.clear()
+        self._trails = {key: trail for key, trail in self._trails.items() if trail or key == self._key}
+        for unit in () if self._keep else self.units:
+            if not unit.pinned or self._release == "always":
+                unit.release()
+        if self._release == "always" and not self._keep:
+            self.root.release()
+
+    # ---- forward
+
+    def _begin_forward(self, model: nn.Module, args: object) -> None:
+        if _in_backward():
+            return
+        self._order, self._current, self.in_forward = [], None, True
+        self._expected = self._last.get(self._stage, [])
+        self.root.gather()
+        if self._expected:
+            self._expected[0].gather()
+        self._ensure_root()
+        if self._stage not in self._checked:
+            self._guard.__enter__()
+
+    def _end_forward(self, model: nn.Module, args: object, output: object) -> None:
+        if _in_backward():
+            return
+        self.in_forward = False
+        if self._stage not in self._checked:
+            self._guard.__exit__(None, None, None)
+            self._checked |= {self._stage} if output is not None else set()
+        self._last[self._stage] = self._order
+        if torch.is_grad_enabled():
+            self._trail += self._order
+            self._position = len(self._trail)
+        if (self._release == "always" or not torch.is_grad_enabled()) and not self._keep:
+            self.release_all()
+        self._watch([*returned(output), *self._kept(self.root)], self.root)
+
+    def _before(self, unit: Unit) -> Callable[[nn.Module, object], None]:
+        def enter(module: nn.Module, args: object) -> None:
+            if _in_backward():  # recomputation by a checkpoint of the model's own
+                unit.ensure()
+                return
+            if unit is not self._current:
+                self._leave()
+                self._current = unit
+                self._order.append(unit)
+                unit.gather()
+                at = len(self._order)
+                if self._expected[:at] == self._order:
+                    for ahead in self._expected[at : at + self._prefetch]:
+                        ahead.gather()
+            unit.ensure()
+            self._inside = unit
+
+        return enter
+
+    def _after(self, unit: Unit) -> Callable[[nn.Module, object, object, object], None]:
+        def leave(module: nn.Module, args: object, kwargs: object, output: object) -> None:
+            if not _in_backward():
+                self._inside = None
+            handed_on = {id(t) for t in tensors_in((args, kwargs))}  # whose gradient does not lead into this unit
+            self._watch([t for t in (*returned(output), *self._kept(unit)) if id(t) not in handed_on], unit)
+
+        return leave
+
+    def _ensure_root(self) -> None:
+        for unit in (self.root, *self.units):
+            if unit is self.root or unit.pinned:
+                unit.ensure()
+
+    # ---- backward
+
+    def _watch(self, outputs: Sequence[Tensor], unit: Unit) -> None:
+        """Have `unit` gathered before the backward of what made `outputs`."""
+        if torch.is_grad_enabled():
+            for tensor in outputs:
+                if tensor.grad_fn is not None:
+                    tensor.register_hook(self._before_backward(unit))
+
+    def _kept(self, unit: Unit) -> Iterator[Tensor]:
+        """What the unit's modules have as attributes: a forward may leave a loss there, whose backward does not come through its output."""
+        for module in self._keepers[unit]:
+            attributes = vars(module)
+            for name in attributes.keys() - _OF_EVERY_MODULE:  # by far most are of every module
+                if isinstance(value := attributes[name], _HOLDERS):
+                    found: Collection[Any] = [value] if isinstance(value, Tensor) else value.values() if isinstance(value, dict) else value
+                    if isinstance(next(iter(found), None), Tensor):  # else it may be a vocabulary
+                        yield from tensors_in(list(found))
+
+    def _before_backward(self, unit: Unit) -> Callable[[Tensor], None]:
+        def enter(_: Tensor) -> None:
+            self._keep |= torch.is_grad_enabled()  # whose derivatives read parameters again, in an order that is not the blocks'
+            if (task := torch._C._current_graph_task_id()) != self._task:
+                self._task, self._position = task, len(self._trail)
+            if unit is self.root:
+                self._ensure_root()
+                return
+            if self._trail[self._position : self._position + 1] != [unit]:  # not here yet: go back to where it was used
+                at = self._position
+                while at > 0 and self._trail[at - 1] is not unit:
+                    at -= 1
+                self._position = max(at - 1, 0)
+            if (left := self._current) is not unit:
+                self._leave()
+                self._current, here = unit, self._here
+                self._here = self._known and not self._keep and self._trail[self._position : self._position + 1] == [unit]
+                if left is not None and not left.pinned and here and left not in self._trail[: self._position]:
+                    self._finished(left.buckets)
+            unit.gather()
+            for ahead in self._trail[max(self._position - self._prefetch, 0) : self._position][::-1]:
+                ahead.gather()
+            unit.ensure()
+
+        return enter
+
+    def _leave(self) -> None:
+        """Free the unit that forward or backward was in. Autograd runs nodes made later first, so once the backward of another
+        block begins, none of this one's is left."""
+        if self._current is not None and not self._current.pinned and not self._keep:
+            self._current.release()
+
+    def _pin_outside(self, unit: Unit) -> None:
+        """Note a use of `unit`'s parameters."""
+        if unit is not self._inside:
+            unit.pinned = True
+            unit.ensure()
+
+
+class Hook:
+    """A hook of this engine's model; in a copy of the model it does nothing."""
+
+    def __init__(self, run: Callable[..., Any]) -> None:
+        self._run = run
+
+    def __call__(self, *args: Any, **kwargs: Any) -> None:
+        self._run(*args, **kwargs)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return Hook, (_nothing,)
+
+
+def _nothing(*_: Any, **__: Any) -> None:
+    """What a hook runs in a copy of the model."""
+
+
+class _Guard(TorchFunctionMode):
+    """During the first forward: finds parameters that are used outside their block's forward, whose unit then stays gathered like
+    the root. Reading them, there or in the backward of that use, would otherwise read freed memory."""
+
+    def __init__(self, owners: dict[int, Unit], used: Callable[[Unit], None]) -> None:
+        super().__init__()
+        self._owners, self._used = owners, used
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        for leaf in pytree.tree_leaves((args, kwargs or {})):
+            unit = self._owners.get(id(leaf)) if isinstance(leaf, nn.Parameter) else None
+            if unit is not None:
+                self._used(unit)
+        return func(*args, **(kwargs or {}))
+
+
+_OF_EVERY_MODULE = frozenset(vars(nn.Module()))
+_HOLDERS = (Tensor, list, tuple, dict)
+
+
+def _may_keep(module: nn.Module) -> bool:
+    """Whether its forward may leave tensors as attributes: torch's own do not."""
+    return not type(module).__module__.startswith("torch.nn.")
+
+
+def _in_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1

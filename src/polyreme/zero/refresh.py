@@ -1,0 +1,94 @@
+"""Carries what the buckets of one placement hold over to those of another, of the same model after it was changed: weights and states.
+
+Invariant: a parameter of both placements keeps its master weights to the last bit, and, where both train it, its states; of one that only
+the new placement has, nothing changes. Communication: one bucket at a time is whole on every rank of its axis.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from polyreme.errors import ModelError
+from polyreme.layout.region import MASTER, Region
+from polyreme.zero.bucket import Bucket
+from polyreme.zero.partition import Placement
+from polyreme.zero.sharded_optimizer import Update
+from polyreme.zero.sharded_state import frozen, masters, numbers, states
+
+Places = Mapping[tuple[str, str], Sequence[Region]]
+"""This rank's regions of the new placement, by the tensor's first name and the kind."""
+
+
+def refuse_own_shapes(updates: Sequence[Update]) -> None:
+    """Raise ModelError for an optimizer whose states cannot be carried over: of other shapes than their parameters."""
+    for update in updates:
+        for slot in update.bucket.layout.slots:
+            for kind, shape in update.states(slot).items():
+                if shape not in (None, slot.shape):
+                    raise ModelError(f"the optimizer's state {kind!r} of {slot.name} has a shape of its own, so it cannot be carried over "
+                                     "to a changed model: save the weights, and initialize a new engine")  # fmt: skip
+
+
+@torch.no_grad()
+def carry(old: Placement, updates: Sequence[Update], new: Placement, new_updates: Sequence[Update], kept: Collection[int]) -> None:
+    """Give the buckets of `new` what those of `old` have of the parameters whose ids are in `kept`. All ranks must call."""
+    pairs = [(id(p), slot.name) for bucket in new.buckets for p, slot in zip(bucket.parameters, bucket.layout.slots, strict=True)]
+    name_of = {parameter: name for parameter, name in pairs if parameter in kept}
+    known = _scalars(old, updates, name_of)
+    of_bucket = {update.bucket: update for update in updates}
+    with ExitStack() as stack:
+        places: dict[tuple[str, str], list[Region]] = defaultdict(list)
+        for update in new_updates:
+            stack.enter_context(update.loading({slot.name: known.get(slot.name) for slot in update.bucket.layout.slots}))
+            for region in (*masters(new, update), *states(new, update)):
+                places[region.names[0], region.kind].append(region)
+        for bucket in new.buckets:
+            for region in () if bucket.trainable else frozen(new, bucket):
+                places[region.names[0], region.kind].append(region)
+        for bucket in old.buckets:
+            for kind, whole in _whole(bucket, of_bucket.get(bucket)):
+                for parameter, slot in zip(bucket.parameters, bucket.layout.slots, strict=True):
+                    for region in places.get((name_of.get(id(parameter), ""), kind), ()):
+                        assert isinstance(region.data, Tensor)
+                        region.data.copy_(whole[slot.start + region.start :][: region.data.numel()])
+    for bucket in new.buckets:
+        bucket.store()
+    for work in [bucket.publish() for bucket in new.buckets]:
+        work.wait()
+
+
+def _scalars(old: Placement, updates: Sequence[Update], name_of: Mapping[int, str]) -> dict[str, dict[str, float]]:
+    """By name in the new placement, the states of a parameter that are one number, as the ranks together know them."""
+    found: dict[str, dict[str, float]] = {}
+    for update in updates:
+        parts: list[Any] = update.bucket.axis.gather_objects(numbers(old, update))
+        merged: dict[str, dict[str, float]] = {name: own for part in parts for name, own in part.items()}
+        for parameter, slot in zip(update.bucket.parameters, update.bucket.layout.slots, strict=True):
+            if slot.name in merged and id(parameter) in name_of:
+                found[name_of[id(parameter)]] = merged[slot.name]
+    return found
+
+
+def _whole(bucket: Bucket, update: Update | None) -> Iterator[tuple[str, Tensor]]:
+    """The master weights of a bucket, and each of the states that have a number for every element, whole."""
+    yield MASTER, bucket.whole(master=True)
+    kinds = {} if update is None else {k: v for slot in bucket.layout.slots for k, v in update.states(slot).items()}
+    for kind in sorted(kind for kind, shape in kinds.items() if shape is not None):
+        assert update is not None
+        part = torch.zeros(bucket.region.stop - bucket.region.start, dtype=bucket.formats.master, device=bucket.device)
+        for run, state in update.state_of():
+            if (value := state.get(kind)) is not None:
+                flat = value.detach().reshape(-1) if isinstance(value, Tensor) else value.fetch(0, value.numel())
+                part[run.start - bucket.region.start : run.stop - bucket.region.start] = flat
+        if part.numel() == bucket.layout.size:
+            yield kind, part
+            continue
+        whole = torch.empty(bucket.layout.size, dtype=part.dtype, device=part.device)
+        bucket.axis.all_gather(whole, part).settle()
+        yield kind, whole

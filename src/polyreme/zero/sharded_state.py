@@ -1,0 +1,129 @@
+"""All numbers that this rank holds of the model and of its optimizer, as regions of the model's own tensors: what a checkpoint is made of.
+
+Invariant: with `saved`, every number of every tensor is in exactly one owned run of one rank; with `loaded`, in each rank that computes
+with it. Communication: none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from polyreme.errors import CheckpointError
+from polyreme.layout.bucket_layout import Cut, Range, Slot
+from polyreme.layout.region import MASTER, MODEL, Region, Stored
+from polyreme.zero.bucket import Bucket
+from polyreme.zero.partition import Placement
+from polyreme.zero.sharded_optimizer import Update
+
+
+def saved(placement: Placement, updates: Iterable[Update]) -> Iterator[Region]:
+    """This rank's share of everything: its shards of weights, of master weights where they are of another dtype, and of states."""
+    for bucket in placement.buckets:
+        if placement.division.ranks_of(bucket.stages)[0] != placement.division.pp.rank:
+            continue  # another pipeline stage has it, too, and saves it
+        yield from _flat(placement, bucket, MODEL, bucket.shard, bucket.own)
+    for update in updates:
+        if placement.division.ranks_of(update.bucket.stages)[0] == placement.division.pp.rank:
+            if update.bucket.formats.master != update.bucket.formats.compute:
+                yield from _masters(placement, update, update.bucket.own)
+            yield from _states(placement, update, update.bucket.own)
+
+
+def masters(placement: Placement, update: Update) -> Iterator[Region]:
+    """The weights of a bucket that this rank updates, of kind MASTER. To be filled, and then rounded; where they are not in memory, while
+    `Update.loading`."""
+    yield from _masters(placement, update, update.bucket.region)
+
+
+def states(placement: Placement, update: Update) -> Iterator[Region]:
+    """The optimizer's states of a bucket that this rank updates, but for scalars. To be filled while `Update.loading`."""
+    yield from _states(placement, update, update.bucket.region, numbers=False)
+
+
+def numbers(placement: Placement, update: Update) -> dict[str, dict[str, float]]:
+    """By the first name of a parameter whose first element this rank updates: its states that are one number; none of one never updated."""
+    found: dict[str, dict[str, float]] = {}
+    for run, state in update.state_of():
+        own = {kind: float(number) for kind, value in state.items() if (number := _number(value)) is not None}
+        for held in update.bucket.layout.within(run.start, run.stop) if state else ():
+            if held.start == 0:
+                found[held.name] = own
+    return found
+
+
+def frozen(placement: Placement, bucket: Bucket) -> Iterator[Region]:
+    """All of a bucket that nothing updates, of kind MASTER. To be filled, and then stored."""
+    yield from _flat(placement, bucket, MASTER, bucket.rounded(), bucket.region)
+
+
+def _flat(placement: Placement, bucket: Bucket, kind: str, data: Tensor | Stored, part: slice) -> Iterator[Region]:
+    """The regions of `data`, which is the part of the bucket's flat buffer; and one of each tensor without elements."""
+    named = _named(placement, bucket)
+    for held in (*bucket.layout.within(part.start, part.stop), *_empty(bucket)):
+        yield _region(placement, named, kind, held, _part(data, held.offset, held.offset + held.stop - held.start))
+
+
+def _masters(placement: Placement, update: Update, part: slice) -> Iterator[Region]:
+    """Those that lie in the part of the bucket's flat buffer; and one of each tensor without elements."""
+    bucket = update.bucket
+    named = _named(placement, bucket)
+    for run, data in update.masters():
+        start, stop = max(run.start, part.start), min(run.stop, part.stop)
+        for held in bucket.layout.within(start, stop) if start < stop else ():
+            at = start - run.start + held.offset
+            yield _region(placement, named, MASTER, held, _part(data, at, at + held.stop - held.start))
+    for held in _empty(bucket):
+        yield _region(placement, named, MASTER, held, torch.empty(0, dtype=bucket.formats.master))
+
+
+def _empty(bucket: Bucket) -> list[Range]:
+    return [Range(slot.name, 0, 0, 0) for slot in bucket.layout.slots if not slot.size]
+
+
+def _part(data: Tensor | Stored, start: int, stop: int) -> Tensor | Stored:
+    """The elements [start, stop) of what is flattened."""
+    return data.detach().view(-1)[start:stop] if isinstance(data, Tensor) else data.part(start, stop)
+
+
+def _states(placement: Placement, update: Update, part: slice, numbers: bool = True) -> Iterator[Region]:
+    """Those of the optimizer's states that lie in the part of the bucket's flat buffer; `numbers`: those that are one number, too."""
+    bucket, tp = update.bucket, placement.division.tp
+    named = _named(placement, bucket)
+    for run, state in update.state_of():
+        start, stop = max(run.start, part.start), min(run.stop, part.stop)
+        for held in bucket.layout.within(start, stop) if start < stop else ():
+            names, slot = named[held.name]
+            for kind, value in state.items():
+                size = run.stop - run.start
+                if (number := _number(value)) is not None:
+                    if numbers and held.start == 0:
+                        yield Region(kind, names, Cut.whole((), tp.size), tp.rank, 0, number.reshape(1))
+                elif isinstance(value, Tensor | Stored) and value.numel() == size and (run.slot is None or value.shape == slot.shape):
+                    at = start - run.start + held.offset
+                    yield _region(placement, named, kind, held, _part(value, at, at + held.stop - held.start))
+                elif isinstance(value, Tensor | Stored):  # of an optimizer of whole tensors, with a shape of its own
+                    yield Region(kind, names, Cut.whole(tuple(value.shape), tp.size), tp.rank, 0, _part(value, 0, value.numel()))
+                elif value is not None:
+                    raise CheckpointError(
+                        f"the optimizer's state {kind!r} of {names[0]} is a {type(value).__name__}: only tensors and numbers can be saved"
+                    )
+
+
+def _named(placement: Placement, bucket: Bucket) -> Mapping[str, tuple[Sequence[str], Slot]]:
+    return {slot.name: (names, slot) for names, slot in placement.named(bucket)}
+
+
+def _region(placement: Placement, named: Mapping[str, tuple[Sequence[str], Slot]], kind: str, held: Range, data: Tensor | Stored) -> Region:
+    names, _ = named[held.name]
+    return Region(kind, names, placement.division.parts[names[0]].cut, placement.division.tp.rank, held.start, data)
+
+
+def _number(value: Any) -> Tensor | None:
+    """A state that is one number for a parameter."""
+    if isinstance(value, Tensor):
+        return value.detach() if value.dim() == 0 else None
+    return torch.tensor(value) if isinstance(value, int | float) else None

@@ -1,0 +1,92 @@
+"""Memory is read until its owner wants it back, and then copied at once."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from polyreme.checkpoint.copy_on_write import Job, Line, Loan
+from polyreme.files.direct_io import ALIGNMENT
+
+
+class Written:
+    """Jobs that write what `memory` has to a list, one number each; the events say when they may."""
+
+    def __init__(self, count: int, pack: threading.Event, put: threading.Event) -> None:
+        self.memory = torch.arange(count, dtype=torch.uint8)
+        self.places: set[int] = set()  # of the memory that was packed into
+        self.found: list[int] = []
+        self.jobs = [
+            Job(ALIGNMENT, self._pack(i, pack), lambda packed: (put.wait(30), self.found.append(int(packed)))[1]) for i in range(count)
+        ]
+
+    def _pack(self, i: int, event: threading.Event) -> Callable[[Tensor], Tensor]:
+        def pack(memory: Tensor) -> Tensor:
+            event.wait(30)
+            self.places.add(memory.data_ptr())
+            return memory[:1].copy_(self.memory[i])
+
+        return pack
+
+
+def at_once() -> threading.Event:
+    event = threading.Event()
+    event.set()
+    return event
+
+
+def test_nothing_is_copied_that_is_not_wanted() -> None:
+    written, loan = Written(20, at_once(), at_once()), Loan()
+    Line(written.jobs, loan, None, 3).perform(2, 2)
+    assert sorted(written.found) == list(range(20)) and len(written.places) <= 3
+    loan.take_back()  # it was given back
+
+
+@pytest.mark.parametrize("count", [0, 1, 2, 20])
+def test_all_is_copied_that_is_wanted(count: int) -> None:
+    put = threading.Event()
+    written, loan = Written(count, at_once(), put), Loan()
+    thread = threading.Thread(target=Line(written.jobs, loan, None, 3).perform, args=(2, 2))
+    thread.start()
+    loan.take_back()
+    assert not written.found
+    written.memory.fill_(99)
+    put.set()
+    thread.join()
+    assert sorted(written.found) == list(range(count))
+
+
+def test_it_comes_back_when_all_was_read() -> None:
+    pack = threading.Event()
+    written, loan = Written(5, pack, at_once()), Loan()
+    thread = threading.Thread(target=Line(written.jobs, loan, None, 3).perform, args=(2, 2))
+    owner = threading.Thread(target=loan.take_back)
+    thread.start()
+    owner.start()
+    owner.join(0.05)
+    assert owner.is_alive()
+    pack.set()
+    owner.join()
+    thread.join()
+    assert sorted(written.found) == list(range(5))
+
+
+@pytest.mark.parametrize("wanted", [True, False])
+@pytest.mark.parametrize("where", ["pack", "put", "beside"])
+def test_an_error_is_told_and_the_memory_comes_back(where: str, wanted: bool) -> None:
+    written, loan = Written(20, at_once(), at_once()), Loan()
+
+    def fail(*_: Tensor) -> Tensor:
+        raise OSError("no")
+
+    if where != "beside":
+        written.jobs[17] = written.jobs[17]._replace(**{where: fail})
+    if wanted:
+        threading.Thread(target=loan.take_back).start()
+    with pytest.raises(OSError, match="no"):
+        Line(written.jobs, loan, None, 3).perform(2, 2, fail if where == "beside" else None)  # type: ignore[arg-type]
+    loan.take_back()

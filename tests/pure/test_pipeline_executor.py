@@ -1,0 +1,46 @@
+"""The interpreter of a schedule's row, where that can be seen without another rank."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from polyreme.distributed.mesh import Axis
+from polyreme.distributed.work import DONE, Work
+from polyreme.errors import ModelError
+from polyreme.pipeline.executor import Calls, Runner
+from polyreme.pipeline.schedule import Action
+
+
+class Sent(Axis):
+    """Keeps what is sent to the other of two ranks."""
+
+    def __init__(self) -> None:
+        super().__init__("pp", 2, 0)
+        self.values: list[Any] = []
+
+    def send_object(self, value: object, to: int) -> None:
+        self.values.append(value)
+
+    def send(self, tensor: Tensor, to: int) -> Work:
+        self.values.append(tensor)
+        return DONE
+
+
+def test_shapes_are_told_once_and_must_follow_from_the_batchs() -> None:
+    axis = Sent()
+    runner = Runner([0, 1], axis, torch.device("cpu"), {0: lambda forward, received: forward()})
+    row = [Action("F", 0, 0), Action("SA", 0, 0)]
+
+    def run(length: int, batch: str) -> None:
+        runner.run(row, Calls(lambda stage, i: None, lambda i: torch.ones(2, length), lambda i, output: None), [batch])
+
+    for length, batch in ((3, "short"), (3, "short"), (4, "long"), (3, "short")):
+        run(length, batch)
+    forms = [value["shape"] for value in axis.values if not isinstance(value, Tensor)]
+    assert forms == [[2, 3], [2, 4]] and len(axis.values) == 6
+    with pytest.raises(ModelError, match=r"stage 0 hands on .* than for an earlier batch of the same shape"):
+        run(5, "short")
