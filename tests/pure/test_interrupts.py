@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 
+from polyreme.cli import doctor
 from polyreme.launch import torchrun
+from polyreme.launch.rank import HOLD
 from polyreme.launch.signals import importing
 
 
@@ -53,3 +58,24 @@ def test_ranks_begin_with_it_held_back(monkeypatch: pytest.MonkeyPatch) -> None:
     agent = torchrun._Agent.__new__(torchrun._Agent)
     agent._start_workers(None)  # type: ignore[arg-type]
     assert signal.SIGINT in found[0] and signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, set())
+
+
+def test_a_rank_that_was_interrupted_ends_at_once(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text("import sys, time\ntry:\n    print('begun')\n    time.sleep(60)\nexcept KeyboardInterrupt:\n    sys.exit(130)\n")
+    variables = {**os.environ, "TORCHELASTIC_ERROR_FILE": str(tmp_path / "error")}
+    command = [sys.executable, "-m", "polyreme.launch.rank", str(os.getpid()), str(script)]
+    with subprocess.Popen(command, env=variables, stdout=subprocess.PIPE) as rank:
+        assert rank.stdout is not None and rank.stdout.readline() == b"begun\n"
+        rank.send_signal(signal.SIGINT)
+        assert rank.wait(HOLD / 2) == 130
+
+
+def test_doctor_that_is_interrupted_is_no_check_that_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: object, **__: object) -> None:
+        raise torchrun._stopped_by(signal.SIGINT)
+
+    monkeypatch.setattr(torchrun, "launch", interrupted)
+    with pytest.raises(torchrun.RanksFailedError) as caught:
+        doctor._ranks()
+    assert caught.value.exit_status == 130

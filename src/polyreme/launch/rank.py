@@ -52,6 +52,8 @@ def main(arguments: list[str]) -> None:
     except KeyboardInterrupt:
         sys.exit(128 + signal.SIGINT)
     except SystemExit as end:
+        if end.code == 128 + signal.SIGINT:  # whoever interrupted it waits for its end, and for no word of it
+            raise
         if end.code not in (None, 0):
             _fail(end, end.code if isinstance(end.code, int) else 1)
     except Exception as error:
@@ -103,7 +105,7 @@ def _write(error: Exception | SystemExit, at: float) -> None:
 def _traceback(error: BaseException) -> str:
     """The traceback as from a plain `python script.py`: without the first frames, of this module, runpy and our own command."""
     here = str(Path(__file__).parents[1])
-    starters = (__file__, runpy.__file__, "<frozen runpy>", f"{here}/__main__.py", f"{here}/cli.py")
+    starters = (__file__, runpy.__file__, "<frozen runpy>", f"{here}/__main__.py", f"{here}/cli/main.py")
     frames = error.__traceback__
     while frames and (_file(frames) in starters or frames.tb_frame.f_globals.get("__name__", "").startswith("typer.")):
         frames = frames.tb_next
