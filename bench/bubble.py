@@ -1,16 +1,17 @@
-"""Measures the bubble of pipelines that run, beside the one that `pipeline.simulate` predicts and the published formula.
+"""Measures the bubble of pipelines that run, beside the one that `pipeline.simulate` predicts and the
+published formula.
 
     python bench/bubble.py --out bench/results/NAME.json
 
-`sleep`: 4 ranks train 8 blocks that sleep in forward, in backward and in the gradients of their weights, as long in each. So all ranks
-overlap, however few the cores, and what the formula takes for granted is so. A size of `cases.py` such as 12m: that Llama really computes,
-on 2 ranks, balanced by time.
+`sleep`: 4 ranks train 8 blocks that sleep in forward, in backward and in the gradients of their weights, as
+long in each. So all ranks overlap, however few the cores, and what the formula takes for granted is so. A
+size of `cases.py` such as 12m: that Llama really computes, on 2 ranks, balanced by time.
 
-Each rank notes when the actions of its row begin and end, and how long an F or B waits for what arrives; clocks of one host agree. The
-simulations get more and more of what was noted, so that their differences tell what makes the bubble larger than the formula says.
-Invariant: all bubbles of a step are 1 - computing / (ranks x length), with the same computing. The update, which comes after the pipeline,
-is left out. Exit status: 0, 2 for bad usage.
-"""
+Each rank notes when the actions of its row begin and end, and how long an F or B waits for what arrives;
+clocks of one host agree. The simulations get more and more of what was noted, so that their differences tell
+what makes the bubble larger than the formula says.
+Invariant: all bubbles of a step are 1 - computing / (ranks x length), with the same computing. The update,
+which comes after the pipeline, is left out. Exit status: 0, 2 for bad usage."""
 
 from __future__ import annotations
 
@@ -47,11 +48,13 @@ from pool import Ranks
 SLEEP, BLOCKS, VIRTUAL, TOKENS = "sleep", 8, 2, 256
 COMPUTES = ("F", "B", "W")
 KINDS = ("simulated", "own times", "with messages", "measured")
-"""Of a step's bubble: simulated from the mean time of each stage's F, B and W; from each action's own; with messages, too; as it ran."""
+"""Of a step's bubble: simulated from the mean time of each stage's F, B and W; from each action's own; with
+messages, too; as it ran."""
 
 
 class Case(NamedTuple):
-    """A pipeline to measure: `steps` of them, after one that is not timed. `seconds`: of one part of a sleeping block."""
+    """A pipeline to measure: `steps` of them, after one that is not timed. `seconds`: of one part of a
+    sleeping block."""
 
     model: str
     schedule: Name
@@ -85,7 +88,8 @@ Step = Sequence[Sequence[Span]]
 
 
 class Sleeper(nn.Module):
-    """A block that sleeps as long in forward, in backward and for its weights, and computes next to nothing."""
+    """A block that sleeps as long in forward, in backward and for its weights, and computes next to
+    nothing."""
 
     def __init__(self, seconds: float) -> None:
         super().__init__()
@@ -176,11 +180,17 @@ def extent(step: Step) -> tuple[float, float]:
 
 def durations(step: Step, ops: Sequence[str]) -> dict[Action, float]:
     """How long each action took, but for its waiting."""
-    return {span.action: span.ended - span.began - span.waited for row in step for span in row if span.action.op in ops}
+    return {
+        span.action: span.ended - span.began - span.waited
+        for row in step
+        for span in row
+        if span.action.op in ops
+    }
 
 
 def means(step: Step) -> dict[Action, float]:
-    """Of every F, B and W the mean of all of its kind at its stage: a B with a W is of another kind than a whole one."""
+    """Of every F, B and W the mean of all of its kind at its stage: a B with a W is of another kind than a
+    whole one."""
     spent = durations(step, COMPUTES)
     halved, found = halves([[*spent]]), defaultdict(list)
     for action, seconds in spent.items():
@@ -189,7 +199,8 @@ def means(step: Step) -> dict[Action, float]:
 
 
 def transfers(step: Step) -> list[float]:
-    """How long messages passed for which a rank waited before they were sent: from then to the end of waiting."""
+    """How long messages passed for which a rank waited before they were sent: from then to the end of
+    waiting."""
     spans = {span.action: span for row in step for span in row}
     found = []
     for action, span in spans.items():
@@ -213,7 +224,8 @@ def bubbles(table: Schedule, step: Step, transfer: float) -> dict[str, float]:
 
 
 def published(name: Name, p: int, m: int) -> float:
-    """The bubble for stages that all take the same time, F as long as B and as W (docs/pipeline.md); of interleaved, if p divides m."""
+    """The bubble for stages that all take the same time, F as long as B and as W (docs/pipeline.md); of
+    interleaved, if p divides m."""
     work, total = {
         "gpipe": (m, m + p - 1),
         "1f1b": (m, m + p - 1),
@@ -256,7 +268,8 @@ def markdown(result: dict[str, Any]) -> str:
     env = result["environment"]
     lines = [
         "# The bubble of pipelines: published, simulated, measured", "",
-        f"{env['date']}, commit {env['commit']}; Python {env['python']}, torch {env['versions']['torch']}; {env['cpu']}, {env['cores']} "
+        f"{env['date']}, commit {env['commit']}; Python {env['python']}, "
+        f"torch {env['versions']['torch']}; {env['cpu']}, {env['cores']} "
         "cores, gloo.", "", f"    {env['command']}", "",
         "The bubble in percent of ranks x length of a step. The columns are explained in bench/README.md.",
     ]  # fmt: skip
@@ -265,8 +278,10 @@ def markdown(result: dict[str, Any]) -> str:
         foreign = statistics.median(case["foreign_cores"] for case in cases)
         lines += [
             "", f"## {model}, {cases[0]['ranks']} ranks", "",
-            f"Median of {cases[0]['steps']} steps. Processes that were not of the benchmark used {foreign:.2f} cores (median).", "",
-            "| schedule | micro-batches | formula | simulated | own times | with messages | measured | quartiles | ms | transfer ms "
+            f"Median of {cases[0]['steps']} steps. Processes that were "
+            f"not of the benchmark used {foreign:.2f} cores (median).", "",
+            "| schedule | micro-batches | formula | simulated | own times "
+            "| with messages | measured | quartiles | ms | transfer ms "
             "| blocks |",
             "|---|" + "--:|" * 10,
         ]  # fmt: skip
@@ -274,20 +289,29 @@ def markdown(result: dict[str, Any]) -> str:
             found = [case["formula"], *(case[kind]["median"] for kind in KINDS[:-1])]
             measured = {key: 100 * value for key, value in case["measured"].items()}
             lines.append(
-                f"| {case['schedule']} | {case['microbatches']} | {' | '.join(f'{100 * bubble:.1f}' for bubble in found)} "
+                f"| {case['schedule']} | {case['microbatches']} | "
+                f"{' | '.join(f'{100 * bubble:.1f}' for bubble in found)} "
                 f"| **{measured['median']:.1f}** | {measured['low']:.1f} to {measured['high']:.1f} "
-                f"| {case['milliseconds']['median']:.0f} | {case['transfer']:.2f} | {' '.join(map(str, case['blocks']))} |"
+                f"| {case['milliseconds']['median']:.0f} | "
+                f"{case['transfer']:.2f} | {' '.join(map(str, case['blocks']))} |"
             )
     return "\n".join([*lines, ""])
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--models", default="sleep,12m", help="comma list of sleep, " + ", ".join(SIZES))
     parser.add_argument("--schedules", default=",".join(NAMES), help="comma list of " + ", ".join(NAMES))
     parser.add_argument("--microbatches", default="4,8,16", help="comma list of numbers")
     parser.add_argument("--steps", type=int, default=5, help="timed steps of each case")
-    parser.add_argument("--milliseconds", type=float, default=10.0, help="of a sleeping block's forward, and of each half of its backward")
+    parser.add_argument(
+        "--milliseconds",
+        type=float,
+        default=10.0,
+        help="of a sleeping block's forward, and of each half of its backward",
+    )
     parser.add_argument("--out", type=Path, help="the JSON result; a table is written beside it as .md")
     args = parser.parse_args(argv)
     args.models, args.schedules = args.models.split(","), args.schedules.split(",")
@@ -312,8 +336,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         for model in args.models:
             for schedule in args.schedules:
                 for microbatches in args.microbatches:
-                    case = measure(ranks, Case(model, schedule, microbatches, args.steps, args.milliseconds / 1e3))
-                    say(f"{model} {schedule} {microbatches}: {case['formula']:.1%}, measured {case['measured']['median']:.1%}")
+                    case = measure(
+                        ranks, Case(model, schedule, microbatches, args.steps, args.milliseconds / 1e3)
+                    )
+                    say(
+                        f"{model} {schedule} {microbatches}: {case['formula']:.1%}, "
+                        f"measured {case['measured']['median']:.1%}"
+                    )
                     result["cases"].append(case)
                     if args.out:  # after every case: a run cut short keeps what it has
                         args.out.parent.mkdir(parents=True, exist_ok=True)

@@ -1,8 +1,7 @@
 """What every system trains: one model, one optimizer, one stream of tokens.
 
-Invariant: everything here depends on the size, the seed and the step only, never on the system, so the losses of two
-systems can differ by rounding alone.
-"""
+Invariant: everything here depends on the size, the seed and the step only, never on the system, so the losses
+of two systems can differ by rounding alone."""
 
 from __future__ import annotations
 
@@ -31,20 +30,25 @@ class Llama:
     intermediate: int
 
 
+# 0.2M: to try the benchmark itself
 SIZES = {
-    "tiny": Llama(hidden=64, blocks=2, vocabulary=512, heads=4, intermediate=176),  # 0.2M: to try the benchmark itself
+    "tiny": Llama(hidden=64, blocks=2, vocabulary=512, heads=4, intermediate=176),
     "12m": Llama(hidden=256, blocks=10, vocabulary=8192, heads=4, intermediate=704),  # 12.2M
     "60m": Llama(hidden=512, blocks=16, vocabulary=8192, heads=8, intermediate=1408),  # 59.8M
     "220m": Llama(hidden=1024, blocks=16, vocabulary=8192, heads=16, intermediate=2816),  # 222M
     # two blocks of some width, for those who look at blocks alone
-    **{f"h{width}": Llama(width, 2, 128, max(2, width // 64), width * 11 // 4) for width in (64, 256, 512, 1024)},
+    **{
+        f"h{width}": Llama(width, 2, 128, max(2, width // 64), width * 11 // 4)
+        for width in (64, 256, 512, 1024)
+    },
 }
 
 
 @dataclass(frozen=True)
 class Job:
-    """What one rank of one system is asked to train. `batch` counts samples per rank, `sequence` tokens per sample, `microbatches` the
-    parts into which a pipeline cuts the batch of all ranks. What a system keeps in files goes to `folder`."""
+    """What one rank of one system is asked to train. `batch` counts samples per rank, `sequence` tokens per
+    sample, `microbatches` the parts into which a pipeline cuts the batch of all ranks. What a system keeps in
+    files goes to `folder`."""
 
     system: str
     size: str
@@ -60,7 +64,8 @@ class Job:
 
 
 class Outcome(NamedTuple):
-    """One step as the system tells it: the loss (of the rank or of the group) and the gradient norm before clipping."""
+    """One step as the system tells it: the loss (of the rank or of the group) and the gradient norm before
+    clipping."""
 
     loss: float
     grad_norm: float | None
@@ -88,7 +93,8 @@ def build_model(size: str) -> LlamaForCausalLM:
 
 
 def build_batch(job: Job, step: int, ranks: Iterable[int]) -> Batch:
-    """Token ids (samples, sequence), int64, of these ranks in this step; skewed, so that there is a loss to lower."""
+    """Token ids (samples, sequence), int64, of these ranks in this step; skewed, so that there is a loss to
+    lower."""
     shares = []
     for rank in ranks:
         generator = torch.Generator().manual_seed(1 + step * job.world + rank)

@@ -1,12 +1,13 @@
-"""Times saving and loading of checkpoints beside what the disk can do, torch.distributed.checkpoint and DeepSpeed.
+"""Times saving and loading of checkpoints beside what the disk can do, torch.distributed.checkpoint and
+DeepSpeed.
 
     python bench/checkpoint.py --size 60m --rounds 7 --out bench/results/NAME.json
 
-Two ranks of one thread train a Llama with AdamW; what they save is deleted when it was measured. The systems take turns, in a new order
-each round, and a ratio is only ever taken between turns of the same round. What is loaded must be what was saved, bit by bit. In the first
-rounds a load takes fresh memory, later what its process has had before, as one does after some steps.
-Exit status: 0, 1 where a system failed or loaded something else, 2 for bad usage. See README.md.
-"""
+Two ranks of one thread train a Llama with AdamW; what they save is deleted when it was measured. The systems
+take turns, in a new order each round, and a ratio is only ever taken between turns of the same round. What is
+loaded must be what was saved, bit by bit. In the first rounds a load takes fresh memory, later what its
+process has had before, as one does after some steps. Exit status: 0, 1 where a system failed or loaded
+something else, 2 for bad usage. See README.md."""
 
 from __future__ import annotations
 
@@ -33,12 +34,22 @@ Record = dict[str, dict[str, float]]
 SCRIPT = "checkpoint_rank.py"
 ASIDE = ("polyreme", "dcp")
 """Those that can save in the background."""
-DISK_WRITES = ("disk write", "disk write, 2 processes", "disk write, direct", "disk write, direct, 2 processes")
+DISK_WRITES = (
+    "disk write",
+    "disk write, 2 processes",
+    "disk write, direct",
+    "disk write, direct, 2 processes",
+)
 DISK_READS = ("disk read", "disk read, 2 processes", "disk read, direct", "disk read, direct, 2 processes")
 DISK_KEPT = "disk read, direct, 2 processes, kept"
 """Not the disk's bandwidth, but what there is of it for whoever copies what is read to where it is kept."""
 DISK_WARM = ("cache read", "cache read, 2 processes")
-ACTIONS = {"save": DISK_WRITES, "load": DISK_READS, "load, fresh memory": DISK_READS, "load, cached": DISK_WARM}
+ACTIONS = {
+    "save": DISK_WRITES,
+    "load": DISK_READS,
+    "load, fresh memory": DISK_READS,
+    "load, cached": DISK_WARM,
+}
 """What the systems do, and what the disk, or the page cache, is asked to do for comparison."""
 AIMS = [
     ("polyreme save", "disk", 0.8),
@@ -69,7 +80,10 @@ def measure_disk(ranks: Pair, folder: Path, nbytes: int, settle: float) -> Recor
             def note(name: str, replies: Sequence[dict[str, Any]]) -> None:
                 found[name] = {"seconds": slowest(replies), "bytes": sum(reply["bytes"] for reply in replies)}
 
-            note(f"disk write{kind}{many}", ranks.ask(do="write", path=str(path), nbytes=nbytes, ranks=count, direct=direct))
+            note(
+                f"disk write{kind}{many}",
+                ranks.ask(do="write", path=str(path), nbytes=nbytes, ranks=count, direct=direct),
+            )
             forget(path)
             note(f"disk read{kind}{many}", ranks.ask(do="read", path=str(path), ranks=count, direct=direct))
             if direct and many:
@@ -82,8 +96,8 @@ def measure_disk(ranks: Pair, folder: Path, nbytes: int, settle: float) -> Recor
 
 
 def measure_system(name: str, ranks: Pair, folder: Path, steps: int, settle: float, fresh: bool) -> Record:
-    """Save, load, load again, and save in the background. `fresh`: see `Rank.save`. Raises WorkerError where what was loaded is not
-    what was saved."""
+    """Save, load, load again, and save in the background. `fresh`: see `Rank.save`. Raises WorkerError where
+    what was loaded is not what was saved."""
     found: Record = {}
     path = folder / f"{name}-saved"
     saved = ranks.ask(do="save", path=str(path), fresh=fresh)
@@ -105,7 +119,9 @@ def measure_system(name: str, ranks: Pair, folder: Path, steps: int, settle: flo
     time.sleep(settle)
     if name in ASIDE:
         replies = ranks.ask(do="aside", path=str(path), steps=steps)
-        found[f"{name} save aside"] = {key: statistics.fmean(reply[key] for reply in replies) for key in replies[0]}
+        found[f"{name} save aside"] = {
+            key: statistics.fmean(reply[key] for reply in replies) for key in replies[0]
+        }
         remove(path)
         time.sleep(settle)
     return found
@@ -113,8 +129,15 @@ def measure_system(name: str, ranks: Pair, folder: Path, steps: int, settle: flo
 
 def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """All rounds of all systems, in memory together."""
-    job = {"size": args.size, "dtype": args.dtype, "batch": args.batch, "sequence": args.sequence, "world": 2, "threads": 1,
-           "suite": "checkpoint"}  # fmt: skip
+    job = {
+        "size": args.size,
+        "dtype": args.dtype,
+        "batch": args.batch,
+        "sequence": args.sequence,
+        "world": 2,
+        "threads": 1,
+        "suite": "checkpoint",
+    }
     pairs: dict[str, Pair] = {}
     rounds: list[Record] = []
     order = random.Random(args.seed)
@@ -144,13 +167,20 @@ def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
                     if name == DISK:
                         record |= measure_disk(pairs[DISK], folder, nbytes, args.settle)
                     else:
-                        record |= measure_system(name, pairs[name], folder, args.steps, args.settle, number < args.fresh)
+                        record |= measure_system(
+                            name, pairs[name], folder, args.steps, args.settle, number < args.fresh
+                        )
                 except WorkerError as error:
                     errors[name] = str(error)
                     say(f"  failed: {error}")
                     pairs.pop(name).close()
                 nbytes = nbytes or int(record.get("polyreme save", {"bytes": 0})["bytes"])
-            say(f"  {number}: " + "; ".join(f"{what} {each['seconds']:.2f} s" for what, each in record.items() if "seconds" in each))
+            say(
+                f"  {number}: "
+                + "; ".join(
+                    f"{what} {each['seconds']:.2f} s" for what, each in record.items() if "seconds" in each
+                )
+            )
             rounds.append(record)
     finally:
         for started in pairs.values():
@@ -177,13 +207,15 @@ def ratios(rounds: Sequence[Record], ours: str, theirs: str) -> list[float]:
 
 
 def stalls(rounds: Sequence[Record], name: str, key: str, base: str) -> list[float]:
-    """What a save in the background costs the training thread (`call`, `slower`), or the processor (`cpu`), over a `step`, or over a `save`
-    that is waited for."""
+    """What a save in the background costs the training thread (`call`, `slower`), or the processor (`cpu`),
+    over a `step`, or over a `save` that is waited for."""
     found = []
     for record in rounds:
         if f"{name} save aside" in record:
             aside = record[f"{name} save aside"]
-            found.append(aside[key] / (aside["step"] if base == "step" else record[f"{name} save"]["seconds"]))
+            found.append(
+                aside[key] / (aside["step"] if base == "step" else record[f"{name} save"]["seconds"])
+            )
     return found
 
 
@@ -199,13 +231,16 @@ def markdown(result: dict[str, Any]) -> str:
     lines = [
         "# Saving and loading checkpoints",
         "",
-        f"{env['date']}, commit {env['commit']}; Python {env['python']}, {versions}; {env['cpu']}, {env['cores']} cores, "
+        f"{env['date']}, commit {env['commit']}; Python {env['python']}, "
+        f"{versions}; {env['cpu']}, {env['cores']} cores, "
         f"{env['memory_gib']} GiB; {result['file_system']}.",
         "",
         f"    {env['command']}",
         "",
-        f"{job['size']} {job['dtype']} and its AdamW states, {job['world']} ranks x {job['threads']} thread, {len(rounds)} rounds. In the "
-        f"first {result['fresh']}, memory that a process kept for later goes back to the kernel before the save, to show how much that "
+        f"{job['size']} {job['dtype']} and its AdamW states, {job['world']} "
+        f"ranks x {job['threads']} thread, {len(rounds)} rounds. In the "
+        f"first {result['fresh']}, memory that a process kept for later "
+        "goes back to the kernel before the save, to show how much that "
         "takes: the load after it takes fresh memory.",
         "",
         "| | seconds | quartiles | GB | GB/s | over the fastest of the disk | quartiles | extra MiB a rank |",
@@ -220,19 +255,28 @@ def markdown(result: dict[str, Any]) -> str:
         ):
             have = [record[what] for record in rounds if what in record]
             if have:
-                extra = f"{max(extras) / MIB:.0f}" if (extras := [each["extra"] for each in have if "extra" in each]) else ""
+                extra = (
+                    f"{max(extras) / MIB:.0f}"
+                    if (extras := [each["extra"] for each in have if "extra" in each])
+                    else ""
+                )
                 lines.append(
-                    f"| {what} | {shown([each['seconds'] for each in have], '.3f')} | {have[0]['bytes'] / 1e9:.3f} "
-                    f"| {statistics.median(speeds(rounds, what)) / 1e9:.2f} | {shown(ratios(rounds, what, fastest[action]))} | {extra} |"
+                    f"| {what} | {shown([each['seconds'] for each in have], '.3f')} "
+                    f"| {have[0]['bytes'] / 1e9:.3f} "
+                    f"| {statistics.median(speeds(rounds, what)) / 1e9:.2f} | "
+                    f"{shown(ratios(rounds, what, fastest[action]))} | {extra} |"
                 )
     lines += ["", "| | as fast as | median | quartiles | aim |", "|---|---|--:|--:|--:|"]
     for ours, theirs, aim in AIMS:
         base = fastest[ours.partition(" ")[2]] if theirs == "disk" else theirs
         if values := ratios(rounds, ours, base):
-            met = "" if aim is None else f"{aim:.2f} {'met' if statistics.median(values) >= aim else 'missed'}"
+            met = (
+                "" if aim is None else f"{aim:.2f} {'met' if statistics.median(values) >= aim else 'missed'}"
+            )
             lines.append(f"| {ours} | {base} | {shown(values)} | {met} |")
     lines += ["", f"A save in the background, and {result['steps']} steps meanwhile:", "",
-              "| | | of a step | quartiles | of a save | quartiles |", "|---|---|--:|--:|--:|--:|"]  # fmt: skip
+              "| | | of a step | quartiles "
+              "| of a save | quartiles |", "|---|---|--:|--:|--:|--:|"]  # fmt: skip
     words = {"call": "the call", "slower": "steps longer by", "cpu": "processor time of other threads"}
     for name in ASIDE:
         for key, word in words.items() if stalls(rounds, name, "call", "step") else ():
@@ -251,18 +295,34 @@ def file_system(folder: Path) -> str:
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--size", default="60m", choices=tuple(SIZES))
     parser.add_argument("--dtype", default="fp32", choices=("fp32", "bf16"))
-    parser.add_argument("--systems", default=",".join(SYSTEMS), help=f"comma list of {', '.join(SYSTEMS)}; polyreme must be among them")
+    parser.add_argument(
+        "--systems",
+        default=",".join(SYSTEMS),
+        help=f"comma list of {', '.join(SYSTEMS)}; polyreme must be among them",
+    )
     parser.add_argument("--rounds", type=int, default=9, help="more than --fresh")
-    parser.add_argument("--fresh", type=int, default=2, help="at least 1: of the rounds, so many take fresh memory. They come "
+    parser.add_argument("--fresh", type=int, default=2, help="at least 1: of the rounds, so "
+                                                             "many take fresh memory. They come "
                         "first, as what the machine gave just before is slower for some seconds")  # fmt: skip
-    parser.add_argument("--seconds", type=float, default=3600.0, help="no round is begun later than this after the start")
-    parser.add_argument("--steps", type=int, default=3, help="training steps during a save in the background, and before it")
+    parser.add_argument(
+        "--seconds", type=float, default=3600.0, help="no round is begun later than this after the start"
+    )
+    parser.add_argument(
+        "--steps", type=int, default=3, help="training steps during a save in the background, and before it"
+    )
     parser.add_argument("--batch", type=int, default=4, help="samples per rank and step")
     parser.add_argument("--sequence", type=int, default=256, help="tokens per sample")
-    parser.add_argument("--folder", type=Path, default=Path(), help="on the disk to be measured; all that is made there is removed")
+    parser.add_argument(
+        "--folder",
+        type=Path,
+        default=Path(),
+        help="on the disk to be measured; all that is made there is removed",
+    )
     parser.add_argument("--disk", default="", help="what there is to say of that disk, for the page")
     parser.add_argument("--settle", type=float, default=0.5, help="seconds of rest after files were removed")
     parser.add_argument("--seed", type=int, default=0, help="of the order of turns")
@@ -274,7 +334,10 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         if name not in SYSTEMS:
             parser.error(f"--systems {name!r}: choose from {', '.join(SYSTEMS)}")
     if "polyreme" not in args.systems or not 1 <= args.fresh < args.rounds or args.steps < 1:
-        parser.error("--systems must name polyreme, --rounds must be more than --fresh, which must be at least 1, as must --steps")
+        parser.error(
+            "--systems must name polyreme, --rounds must be more "
+            "than --fresh, which must be at least 1, as must --steps"
+        )
     return args
 
 

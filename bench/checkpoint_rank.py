@@ -1,7 +1,8 @@
-"""One rank of one system of `checkpoint.py`: trains, saves and loads as it is told, one JSON line in, one JSON line out.
+"""One rank of one system of `checkpoint.py`: trains, saves and loads as it is told, one JSON line in, one
+JSON line out.
 
-Invariant: all ranks of a system begin what is timed together, and it has lasted as long as on the slowest of them.
-"""
+Invariant: all ranks of a system begin what is timed together, and it has lasted as long as on the slowest of
+them."""
 
 from __future__ import annotations
 
@@ -32,7 +33,8 @@ DISK = "disk"
 
 
 class System(Protocol):
-    """What is measured. `held`: all tensors that this rank has to save. `save_aside` returns what is called to wait for its end."""
+    """What is measured. `held`: all tensors that this rank has to save. `save_aside` returns what is called
+    to wait for its end."""
 
     train_step: Callable[[Batch], Outcome]
 
@@ -43,7 +45,8 @@ class System(Protocol):
 
 
 class Polyreme:
-    """`engine.save`, ZeRO-2: all synced, and a CRC-32 of every file, which `engine.load` compares before it changes anything."""
+    """`engine.save`, ZeRO-2: all synced, and a CRC-32 of every file, which `engine.load` compares before it
+    changes anything."""
 
     def __init__(self, job: Job) -> None:
         from systems import polyreme_zero
@@ -55,7 +58,8 @@ class Polyreme:
         from polyreme.zero.sharded_state import saved
 
         regions = saved(self.engine._parts.placement, self.engine._parts.updates)
-        return [region.data for region in sorted(regions, key=lambda region: (region.kind, region.names))]  # states have no order
+        # states have no order
+        return [region.data for region in sorted(regions, key=lambda region: (region.kind, region.names))]
 
     def save(self, path: Path) -> None:
         self.engine.save(path)
@@ -80,7 +84,10 @@ class DCP:
         self.group = dist.new_group()  # training has the other
 
     def held(self) -> Iterable[Tensor]:
-        tensors = [*self.model.parameters(), *(state for each in self.optimizer.state.values() for state in each.values())]
+        tensors = [
+            *self.model.parameters(),
+            *(state for each in self.optimizer.state.values() for state in each.values()),
+        ]
         return [each.to_local() if hasattr(each, "to_local") else each for each in tensors]
 
     def _state(self) -> dict[str, Any]:
@@ -100,7 +107,9 @@ class DCP:
 
         state = self._state()
         dcp.load(state, checkpoint_id=path)
-        set_state_dict(self.model, self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+        set_state_dict(
+            self.model, self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
+        )
 
     def save_aside(self, path: Path) -> Callable[[], None]:
         import torch.distributed.checkpoint as dcp
@@ -111,7 +120,8 @@ class DCP:
 
 
 class DeepSpeed:
-    """`save_checkpoint`, ZeRO-2, its own defaults: each rank its states, rank 0 the weights, by `torch.save`. Nothing is synced."""
+    """`save_checkpoint`, ZeRO-2, its own defaults: each rank its states, rank 0 the weights, by `torch.save`.
+    Nothing is synced."""
 
     def __init__(self, job: Job) -> None:
         from systems import deepspeed_zero
@@ -121,7 +131,12 @@ class DeepSpeed:
 
     def held(self) -> Iterable[Tensor]:
         optimizer = self.engine.optimizer
-        states = [state for each in optimizer.optimizer.state.values() for state in each.values() if isinstance(state, Tensor)]
+        states = [
+            state
+            for each in optimizer.optimizer.state.values()
+            for state in each.values()
+            if isinstance(state, Tensor)
+        ]
         return [*self.engine.module.parameters(), *optimizer.single_partition_of_fp32_groups, *states]
 
     def save(self, path: Path) -> None:
@@ -138,7 +153,8 @@ SYSTEMS: dict[str, Callable[[Job], System]] = {"polyreme": Polyreme, "dcp": DCP,
 
 
 class Rank:
-    """The commands that a rank understands, by name. All but `finish` and `sizes` are of all ranks together."""
+    """The commands that a rank understands, by name. All but `finish` and `sizes` are of all ranks
+    together."""
 
     def __init__(self, job: Job) -> None:
         self.job, self.steps = job, 0
@@ -155,8 +171,9 @@ class Rank:
         return timed(lambda: self.system.train_step(batch))
 
     def save(self, path: str, fresh: bool) -> dict[str, Any]:
-        """`synced`: seconds with an fsync of all that was written, for a system that has none of its own. `fresh`: what memory the process
-        keeps for later goes back to the kernel before, so that its peak (`extra`) shows what a save takes; a load has to take it anew."""
+        """`synced`: seconds with an fsync of all that was written, for a system that has none of its own.
+        `fresh`: what memory the process keeps for later goes back to the kernel before, so that its peak
+        (`extra`) shows what a save takes; a load has to take it anew."""
         if fresh:
             reset_peak()
         before = psutil.Process().memory_info().rss
@@ -182,8 +199,9 @@ class Rank:
         return {"seconds": seconds, "digest": self.digest()}
 
     def aside(self, path: str, steps: int) -> dict[str, Any]:
-        """Saves in the background of `steps` steps. `slower`: seconds that they took more than as many before, all in all; `cpu`: of the
-        processor, in the threads that do not train, beyond those that they had before."""
+        """Saves in the background of `steps` steps. `slower`: seconds that they took more than as many
+        before, all in all; `cpu`: of the processor, in the threads that do not train, beyond those that they
+        had before."""
         dist.barrier()
         before, busy_before = self._steps(steps)
         began = time.perf_counter()
@@ -191,8 +209,13 @@ class Rank:
         call = time.perf_counter() - began
         during, busy = self._steps(steps)
         waited = timed(wait)
-        return {"call": call, "slower": sum(during) - sum(before), "step": statistics.median(before), "waited": waited,
-                "cpu": busy - busy_before}  # fmt: skip
+        return {
+            "call": call,
+            "slower": sum(during) - sum(before),
+            "step": statistics.median(before),
+            "waited": waited,
+            "cpu": busy - busy_before,
+        }
 
     def _steps(self, steps: int) -> tuple[list[float], float]:
         began = time.process_time() - time.thread_time()
@@ -214,7 +237,9 @@ class Rank:
         dist.barrier()
         began = time.perf_counter()
         if share:
-            descriptor = os.open(f"{path}-{self.job.rank}", os.O_CREAT | os.O_WRONLY | (os.O_DIRECT if direct else 0))
+            descriptor = os.open(
+                f"{path}-{self.job.rank}", os.O_CREAT | os.O_WRONLY | (os.O_DIRECT if direct else 0)
+            )
             for at in range(0, share, BLOCK):
                 os.pwrite(descriptor, memory, at)
             os.fsync(descriptor)
@@ -222,8 +247,8 @@ class Rank:
         return {"seconds": time.perf_counter() - began, "bytes": share}
 
     def read(self, path: str, ranks: int, direct: bool, keep: bool = False) -> dict[str, Any]:
-        """What `write` wrote. keep: copy it to memory that is there, instead of reading all into the same block, which the processor's
-        cache may have."""
+        """What `write` wrote. keep: copy it to memory that is there, instead of reading all into the same
+        block, which the processor's cache may have."""
         memory, done = block(), 0
         memory.write(bytes(BLOCK))
         data, file = torch.frombuffer(memory, dtype=torch.uint8), Path(f"{path}-{self.job.rank}")
@@ -247,7 +272,8 @@ def timed(work: Callable[[], object]) -> float:
 
 
 def block() -> mmap.mmap:
-    """Memory at a page's beginning, as O_DIRECT wants it; of huge pages, with which the disk is faster: it is told of fewer of them."""
+    """Memory at a page's beginning, as O_DIRECT wants it; of huge pages, with which the disk is faster: it is
+    told of fewer of them."""
     memory = mmap.mmap(-1, BLOCK, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     memory.madvise(mmap.MADV_HUGEPAGE)
     return memory

@@ -1,14 +1,14 @@
-"""Tries tensor parallelism on every family of transformers that declares a plan for it or that our own table knows: forward and backward
-of a tiny model on two ranks, beside the undivided model.
+"""Tries tensor parallelism on every family of transformers that declares a plan for it or that our own table
+knows: forward and backward of a tiny model on two ranks, beside the undivided model.
 
-    python bench/families.py --out bench/results/NAME.json                   # all that NAME.json does not have yet
-    python bench/families.py --out bench/results/NAME.json llama gemma2      # these, again
-    python bench/families.py --out bench/results/NAME.json --seconds 120     # a part; the next run goes on
+    python bench/families.py --out bench/results/NAME.json                   # all that NAME.json does not
+    have yet python bench/families.py --out bench/results/NAME.json llama gemma2      # these, again python
+    bench/families.py --out bench/results/NAME.json --seconds 120     # a part; the next run goes on
 
-Invariant: "pass" means that the loss and every gradient, joined, are those of the undivided model in float64 to 1e-10, on both ranks, and
-that some parameter was divided. What raises anything but a PolyremeError once the undivided model has run is "wrong", not "refused".
-Exit status: 0, 1 where a family is wrong, 2 for bad usage.
-"""
+Invariant: "pass" means that the loss and every gradient, joined, are those of the undivided model in float64
+to 1e-10, on both ranks, and that some parameter was divided. What raises anything but a PolyremeError once
+the undivided model has run is "wrong", not "refused". Exit status: 0, 1 where a family is wrong, 2 for bad
+usage."""
 
 from __future__ import annotations
 
@@ -53,44 +53,70 @@ SIZES: dict[str, int] = {
     name: size
     for size, names in {
         VOCABULARY: "vocab_size vocab_size_per_layer_input",
-        64: "intermediate_size n_inner ffn_dim d_ff shared_intermediate_size shared_expert_intermediate_size encoder_ffn_dim "
+        64: "intermediate_size n_inner ffn_dim d_ff shared_intermediate_size "
+            "shared_expert_intermediate_size encoder_ffn_dim "
             "decoder_ffn_dim max_position_embeddings n_positions mlp_dim",
-        32: "hidden_size n_embd d_model embed_dim text_hidden_size out_hidden_size projection_dim word_embed_proj_dim "
+        32: "hidden_size n_embd d_model embed_dim text_hidden_size "
+            "out_hidden_size projection_dim word_embed_proj_dim "
             "expert_ffn_hidden_size dense_intermediate_size original_max_position_embeddings",
         16: "moe_intermediate_size q_lora_rank kv_lora_rank",
-        8: "head_dim swa_head_dim global_head_dim qk_nope_head_dim qk_rope_head_dim v_head_dim index_head_dim query_pre_attn_scalar "
-           "hidden_size_per_layer_input linear_key_head_dim linear_value_head_dim linear_head_dim d_kv image_size attention_chunk_size",
+        8: "head_dim swa_head_dim global_head_dim qk_nope_head_dim "
+           "qk_rope_head_dim v_head_dim index_head_dim query_pre_attn_scalar "
+           "hidden_size_per_layer_input linear_key_head_dim linear_value_head_dim "
+           "linear_head_dim d_kv image_size attention_chunk_size",
         5: "sliding_window window_size sliding_window_size",
-        4: "num_attention_heads n_head num_heads encoder_attention_heads decoder_attention_heads swa_num_attention_heads rotary_dim "
-           "linear_num_value_heads linear_num_heads index_n_heads index_topk num_experts n_routed_experts num_local_experts "
+        4: "num_attention_heads n_head num_heads encoder_attention_heads "
+           "decoder_attention_heads swa_num_attention_heads rotary_dim "
+           "linear_num_value_heads linear_num_heads index_n_heads "
+           "index_topk num_experts n_routed_experts num_local_experts "
            "moe_num_experts",
-        2: "num_key_value_heads num_kv_heads swa_num_key_value_heads global_num_key_value_heads linear_num_key_heads num_experts_per_tok "
+        2: "num_key_value_heads num_kv_heads swa_num_key_value_heads "
+           "global_num_key_value_heads linear_num_key_heads num_experts_per_tok "
            "moe_topk moe_k top_k_experts patch_size num_experts_per_token",
-        1: "n_group topk_group n_shared_experts num_shared_experts first_k_dense_replace max_window_layers bos_token_id",
+        1: "n_group topk_group n_shared_experts num_shared_experts "
+           "first_k_dense_replace max_window_layers bos_token_id",
         0: "pad_token_id num_kv_shared_layers num_nextn_predict_layers num_mtp_layers",
     }.items()
     for name in names.split()
 }  # fmt: skip
 """Of a tiny model, by the names that configs have for them."""
 
-LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "encoder_layers", "decoder_layers", "num_decoder_layers", "depth", "n_layers")
+LAYERS = (
+    "num_hidden_layers",
+    "n_layer",
+    "num_layers",
+    "encoder_layers",
+    "decoder_layers",
+    "num_decoder_layers",
+    "depth",
+    "n_layers",
+)
 
 OWN: dict[str, dict[str, Any]] = {
-    **{f"{kind}_text": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}}
-       for kind in ("qwen2_vl", "qwen2_5_vl", "glm4v", "glm_image", "glm_ocr", "cosmos3_edge")},
-    "cohere_compass_text": {"rope_parameters": {kind: {"rope_type": "default", "rope_theta": 1e4}
-                                                for kind in ("sliding_attention", "full_attention")}},
+    **{
+        f"{kind}_text": {
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}
+        }
+        for kind in ("qwen2_vl", "qwen2_5_vl", "glm4v", "glm_image", "glm_ocr", "cosmos3_edge")
+    },
+    "cohere_compass_text": {
+        "rope_parameters": {
+            kind: {"rope_type": "default", "rope_theta": 1e4}
+            for kind in ("sliding_attention", "full_attention")
+        }
+    },
     "gemma4_text": {"global_head_dim": 16},
     "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
     "ministral": {"head_dim": 8},
     "phi": {"qk_layernorm": True},
-}  # fmt: skip
+}
 """By model_type, what a family needs besides."""
 
 UNPADDED = ("bloom",)  # counts positions from the mask
 
 AUTOS = ("CausalLM", "Seq2SeqLM", "MaskedLM", "ImageTextToText", "MultimodalLM", "ImageClassification", "")
-"""Which of a family's architectures is tried: the first of these that it has; "" is the one without a head."""
+"""Which of a family's architectures is tried: the first of these that it has; "" is the one without a
+head."""
 
 
 # ---- which families, and how they are built
@@ -101,7 +127,9 @@ def declared() -> list[str]:
     found = []
     for kind in transformers.CONFIG_MAPPING:
         config = transformers.CONFIG_MAPPING[kind]
-        if kind in plan.FAMILIES or any(each.base_model_tp_plan for each in (config, *_parts(config).values())):
+        if kind in plan.FAMILIES or any(
+            each.base_model_tp_plan for each in (config, *_parts(config).values())
+        ):
             found.append(kind)
     return sorted(found)
 
@@ -118,21 +146,32 @@ def _parts(config: type) -> dict[str, type]:
 
 
 def tiny(config: type, **values: Any) -> Any:
-    """A small config of a class: sizes by their names, two layers or one of each kind, no dropout; its parts likewise."""
+    """A small config of a class: sizes by their names, two layers or one of each kind, no dropout; its parts
+    likewise."""
     default = vars(config())
     names = {field.name for field in fields(config)}
     given = {field.name for field in fields(config) if field.default is not None}
     values |= {key: tiny(part) for key, part in _parts(config).items() if default.get(key) is not None}
     depth = next((default[name] for name in LAYERS if isinstance(default.get(name), int)), None)
-    by_layer = {name: value for name, value in default.items() if name in names and isinstance(value, list) and len(value) == depth}
-    layers = max([2, *(len(set(map(repr, value))) for value in by_layer.values() if isinstance(value[0], str))])
+    by_layer = {
+        name: value
+        for name, value in default.items()
+        if name in names and isinstance(value, list) and len(value) == depth
+    }
+    layers = max(
+        [2, *(len(set(map(repr, value))) for value in by_layer.values() if isinstance(value[0], str))]
+    )
     for name, value in by_layer.items():
         kinds = list({repr(each): each for each in value}.values())
         values.setdefault(name, [SIZES[name]] * layers if name in SIZES else (kinds * layers)[:layers])
     for name in names - by_layer.keys():
         if name in LAYERS:
             values.setdefault(name, layers)
-        elif name in SIZES and (name in given or name == "num_key_value_heads") and isinstance(default.get(name), int | float | None):
+        elif (
+            name in SIZES
+            and (name in given or name == "num_key_value_heads")
+            and isinstance(default.get(name), int | float | None)
+        ):
             values.setdefault(name, SIZES[name])
         elif "drop" in name and isinstance(default.get(name), float):
             values.setdefault(name, 0.0)
@@ -225,11 +264,15 @@ def job(rank: int, world: int, kind: str) -> dict[str, Any]:
             expected = loss_of(whole, batch)
             expected.backward()
     except Exception as error:
-        return found | {"outcomes": found["outcomes"] | dict.fromkeys(waiting, ("not built", _one_line(error)))}
+        return found | {
+            "outcomes": found["outcomes"] | dict.fromkeys(waiting, ("not built", _one_line(error)))
+        }
     axis = Mesh.open({"tp": world}).tp
     for mode, model in divided.items():
         try:
-            cuts = parallelize(model, axis, plan.plan(model, world, sequence_parallel=mode == "sequence"), mode == "sequence")
+            cuts = parallelize(
+                model, axis, plan.plan(model, world, sequence_parallel=mode == "sequence"), mode == "sequence"
+            )
             with Wide():
                 loss = loss_of(model, batch)
                 loss.backward()
@@ -237,7 +280,9 @@ def job(rank: int, world: int, kind: str) -> dict[str, Any]:
             found["outcomes"][mode] = ("refused", _one_line(error))
             continue
         total = sum(p.numel() for p in whole.parameters())
-        found["divided"] = sum(p.numel() for name, p in whole.named_parameters() if not cuts[name].is_whole) / total
+        found["divided"] = (
+            sum(p.numel() for name, p in whole.named_parameters() if not cuts[name].is_whole) / total
+        )
         wrong = _differences(rank, whole, model, cuts, float(loss.detach() - expected.detach()))
         wrong += [] if found["divided"] else ["nothing was divided"]
         found["outcomes"][mode] = ("wrong", "; ".join(wrong[:4])) if wrong else ("pass", "")
@@ -253,7 +298,9 @@ def loss_of(model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
     return (hidden * torch.linspace(-1, 1, hidden.numel(), dtype=hidden.dtype).view(hidden.shape)).sum()
 
 
-def _differences(rank: int, whole: nn.Module, divided: nn.Module, cuts: Mapping[str, Any], loss: float) -> list[str]:
+def _differences(
+    rank: int, whole: nn.Module, divided: nn.Module, cuts: Mapping[str, Any], loss: float
+) -> list[str]:
     """What `rank` has otherwise than the undivided model."""
     wrong = [] if abs(loss) <= TOLERANCE else [f"the loss by {loss:g}"]
     for (name, mine), theirs in zip(divided.named_parameters(), whole.parameters(), strict=True):
@@ -270,7 +317,11 @@ def _differences(rank: int, whole: nn.Module, divided: nn.Module, cuts: Mapping[
 
 
 def _one_line(error: BaseException) -> str:
-    kind = "" if isinstance(error, PolyremeError | LookupError) and not isinstance(error, KeyError) else f"{type(error).__name__}: "
+    kind = (
+        ""
+        if isinstance(error, PolyremeError | LookupError) and not isinstance(error, KeyError)
+        else f"{type(error).__name__}: "
+    )
     return kind + " ".join(str(error).replace(LIBRARIES, "").split())[:300]
 
 
@@ -291,11 +342,16 @@ def attempt(ranks: Ranks, kind: str) -> dict[str, Any]:
     except RanksFailed as failed:
         lines = [line for line in str(failed).strip().splitlines() if line.strip()]
         error = next(iter(failed.exceptions.values()), None)
-        return {"model": "", "outcomes": dict.fromkeys(MODES, ("wrong", _one_line(error) if error else lines[-1][:300]))}
+        return {
+            "model": "",
+            "outcomes": dict.fromkeys(MODES, ("wrong", _one_line(error) if error else lines[-1][:300])),
+        }
     found = answers[0]
     for mode in MODES:
         outcomes = [tuple(answer["outcomes"][mode]) for answer in answers]
-        found["outcomes"][mode] = next((outcome for outcome in outcomes if outcome[0] == "wrong"), outcomes[0])
+        found["outcomes"][mode] = next(
+            (outcome for outcome in outcomes if outcome[0] == "wrong"), outcomes[0]
+        )
         if len({outcome[0] for outcome in outcomes}) > 1 and found["outcomes"][mode][0] != "wrong":
             found["outcomes"][mode] = ("wrong", f"ranks disagree: {outcomes}")
     return found
@@ -308,27 +364,46 @@ def markdown(result: Mapping[str, Any]) -> str:
     kinds = ("pass", "refused", "wrong", "not built")
     lines = [
         "# Families of transformers under tensor parallelism", "",
-        f"{env['date']}, commit {env['commit']}; Python {env['python']}, torch {env['versions']['torch']}, transformers "
+        f"{env['date']}, commit {env['commit']}; Python {env['python']}, "
+        f"torch {env['versions']['torch']}, transformers "
         f"{env['versions']['transformers']}.", "", f"    {env['command']}", "",
-        f"Every family that declares a tensor-parallel plan (itself or in a part of its config) or that is in our own table, tiny, in "
-        f"float64, over {WAYS} ranks: loss and every gradient against the undivided model's, to {TOLERANCE:g}. Families of images "
+        "Every family that declares a tensor-parallel plan (itself or "
+        "in a part of its config) or that is in our own table, tiny, in "
+        f"float64, over {WAYS} ranks: loss and every gradient against "
+        f"the undivided model's, to {TOLERANCE:g}. Families of images "
         "or sounds and texts get texts only.", "",
         "| | " + " | ".join(kinds) + " |", "|---|" + "--:|" * len(kinds),
         *(f"| {name} | " + " | ".join(str(counts[mode][kind]) for kind in kinds) + " |"
           for mode, name in zip(MODES, ("tp = 2", "tp = 2, sequence_parallel"), strict=True)),
     ]  # fmt: skip
     first = {name: row["outcomes"][MODES[0]][0] for name, row in rows.items()}
-    if wrong := [(name, mode, row) for name, row in rows.items() for mode in MODES if row["outcomes"][mode][0] == "wrong"]:
-        lines += ["", "## Wrong", "", *(f"- **{name}** ({mode}): {row['outcomes'][mode][1]}" for name, mode, row in wrong)]
+    if wrong := [
+        (name, mode, row)
+        for name, row in rows.items()
+        for mode in MODES
+        if row["outcomes"][mode][0] == "wrong"
+    ]:
+        lines += [
+            "",
+            "## Wrong",
+            "",
+            *(f"- **{name}** ({mode}): {row['outcomes'][mode][1]}" for name, mode, row in wrong),
+        ]
     lines += ["", "## Pass", "", "| family | model | divided | sequence_parallel |", "|---|---|--:|---|"]
     for name, row in rows.items():
         if first[name] == "pass":
             outcome, why = row["outcomes"]["sequence"]
-            lines.append(f"| {name} | {row['model']} | {row['divided']:.0%} | {outcome}{': ' + _cell(why) if why else ''} |")
+            lines.append(
+                f"| {name} | {row['model']} | {row['divided']:.0%} "
+                f"| {outcome}{': ' + _cell(why) if why else ''} |"
+            )
     for kind, title in (("refused", "Refused"), ("not built", "Not built")):
         lines += ["", f"## {title}", "", "| family | model | why |", "|---|---|---|"]
         chosen = {name: row for name, row in rows.items() if first[name] == kind}
-        lines += [f"| {name} | {row['model']} | {_cell(row['outcomes'][MODES[0]][1])} |" for name, row in chosen.items()]
+        lines += [
+            f"| {name} | {row['model']} | {_cell(row['outcomes'][MODES[0]][1])} |"
+            for name, row in chosen.items()
+        ]
     return "\n".join([*lines, ""])
 
 
@@ -338,9 +413,13 @@ def _cell(text: str) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
-    parser.add_argument("families", nargs="*", metavar="MODEL_TYPE", help="which; all that --out does not have yet")
+    parser.add_argument(
+        "families", nargs="*", metavar="MODEL_TYPE", help="which; all that --out does not have yet"
+    )
     parser.add_argument("--out", type=Path, required=True, help="JSON file; the page goes beside it as .md")
-    parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no other family after so long")
+    parser.add_argument(
+        "--seconds", type=float, default=float("inf"), help="begin no other family after so long"
+    )
     args = parser.parse_args(argv)
     known = declared()
     if unknown := set(args.families) - set(transformers.CONFIG_MAPPING):
@@ -348,7 +427,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     from step import environment
 
     result = json.loads(args.out.read_text()) if args.out.exists() else {"families": {}}
-    result["environment"] = environment() | {"command": shlex.join(["python", "bench/families.py", "--out", str(args.out)])}
+    result["environment"] = environment() | {
+        "command": shlex.join(["python", "bench/families.py", "--out", str(args.out)])
+    }
     todo = args.families or [kind for kind in known if kind not in result["families"]]
     began, ranks = time.monotonic(), Ranks()
     try:
@@ -356,14 +437,21 @@ def main(argv: Sequence[str] | None = None) -> int:
             if time.monotonic() - began > args.seconds:
                 break
             result["families"][kind] = row = attempt(ranks, kind)
-            print(kind, *(": ".join(filter(None, row["outcomes"][mode]))[:150] for mode in MODES), sep=" | ", flush=True)
+            print(
+                kind,
+                *(": ".join(filter(None, row["outcomes"][mode]))[:150] for mode in MODES),
+                sep=" | ",
+                flush=True,
+            )
             args.out.write_text(json.dumps(result, indent=1) + "\n")
     finally:
         ranks.close()
     args.out.with_suffix(".md").write_text(markdown(result))
     left = [kind for kind in known if kind not in result["families"]]
     print(f"{len(result['families'])} families, {len(left)} not tried yet")
-    return int(any(row["outcomes"][mode][0] == "wrong" for row in result["families"].values() for mode in MODES))
+    return int(
+        any(row["outcomes"][mode][0] == "wrong" for row in result["families"].values() for mode in MODES)
+    )
 
 
 if __name__ == "__main__":

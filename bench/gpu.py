@@ -1,21 +1,24 @@
-"""One device, one rank: speed and memory of Polyreme beside plain torch, FSDP2 and DeepSpeed; and how large a model it can train.
+"""One device, one rank: speed and memory of Polyreme beside plain torch, FSDP2 and DeepSpeed; and how large a
+model it can train.
 
-    python bench/gpu.py --size 160m,410m,1.3b --out bench/results/gpu.json
-    python bench/gpu.py --size 1.3b --systems '*+host*,*+file*,*+cpu*' --largest 2048 --out bench/results/gpu-tiers.json
-    python bench/gpu.py --device cpu --size tiny --batch 2 --sequence 64 --systems torch,polyreme2     # the same path without a GPU
+    python bench/gpu.py --size 160m,410m,1.3b --out bench/results/gpu.json python bench/gpu.py --size 1.3b
+    --systems '*+host*,*+file*,*+cpu*' --largest 2048 --out bench/results/gpu-tiers.json python bench/gpu.py
+    --device cpu --size tiny --batch 2 --sequence 64 --systems torch,polyreme2     # the same path without a
+    GPU
 
-At a world size of 1 nothing is communicated, so the floor is a plain torch loop (`systems/floor.py`: bf16 model, fp32 masters, fused
-AdamW, clipping), and what is measured is what each system adds to it. A system's name is its kind, its ZeRO stage, where its states are
-(and with "+params" its parameters) and its options: "polyreme3+host+params+recompute+compile". Each has a process of its own; one works at
-a time, a turn of `--steps` steps, all in a new random order each round, the floor in every round. A process that waits holds its weights
-and states and gives the rest of the device's memory back.
+At a world size of 1 nothing is communicated, so the floor is a plain torch loop (`systems/floor.py`: bf16
+model, fp32 masters, fused AdamW, clipping), and what is measured is what each system adds to it. A system's
+name is its kind, its ZeRO stage, where its states are (and with "+params" its parameters) and its options:
+"polyreme3+host+params+recompute+compile". Each has a process of its own; one works at a time, a turn of
+`--steps` steps, all in a new random order each round, the floor in every round. A process that waits holds
+its weights and states and gives the rest of the device's memory back.
 
-Time is between CUDA events at the ends of steps (the host's clock on a CPU). All systems start from the same weights and see the same
-tokens; in the first steps every loss must be the floor's.
+Time is between CUDA events at the ends of steps (the host's clock on a CPU). All systems start from the same
+weights and see the same tokens; in the first steps every loss must be the floor's.
 
-`--largest N` then looks for the deepest model of at most N blocks that each system trains on 1 sample (three steps, in a process of their
-own): what memory one of them left says how deep the next is. One that leaves the host less than RESERVE is ended.
-"""
+`--largest N` then looks for the deepest model of at most N blocks that each system trains on 1 sample (three
+steps, in a process of their own): what memory one of them left says how deep the next is. One that leaves the
+host less than RESERVE is ended."""
 
 from __future__ import annotations
 
@@ -60,7 +63,10 @@ from cases import ADAMW, DTYPES, SIZES, Batch, Job, Llama, Outcome, build_batch,
 from report import TOLERANCE, spread  # noqa: E402
 
 GIB = 2**30
-ADAMW["lr"] = 3e-5  # every system's: the larger models diverge at what the smaller ones take, and then each rounding shows
+ADAMW["lr"] = (
+    # every system's: the larger models diverge at what the smaller ones take, and then each rounding shows
+    3e-5
+)
 CHECKED_STEPS = 5
 FLOOR = "torch"
 RESERVE = 3 * GIB  # of the host's memory, left to what else runs there
@@ -78,19 +84,45 @@ BATCH = {"160m": 16, "410m": 16, "1.3b": 8, "7b": 1}
 
 # In this order they are started, so that a run cut short has the most telling ones.
 SYSTEMS = (
-    FLOOR, "polyreme2", "polyreme3", "fsdp2", "deepspeed2", "deepspeed3",
-    "torch+recompute", "polyreme2+recompute", "polyreme3+recompute", "fsdp2+recompute",
-    "torch+compile", "polyreme2+compile", "polyreme3+compile", "fsdp2+compile",
-    "torch+recompute+compile", "polyreme2+recompute+compile", "polyreme3+recompute+compile", "fsdp2+recompute+compile",
-)  # fmt: skip
+    FLOOR,
+    "polyreme2",
+    "polyreme3",
+    "fsdp2",
+    "deepspeed2",
+    "deepspeed3",
+    "torch+recompute",
+    "polyreme2+recompute",
+    "polyreme3+recompute",
+    "fsdp2+recompute",
+    "torch+compile",
+    "polyreme2+compile",
+    "polyreme3+compile",
+    "fsdp2+compile",
+    "torch+recompute+compile",
+    "polyreme2+recompute+compile",
+    "polyreme3+recompute+compile",
+    "fsdp2+recompute+compile",
+)
 TIERS = (
-    "polyreme2+host", "polyreme3+file+params", "deepspeed2+cpu", "fsdp2+cpu", "polyreme3+host+params", "deepspeed3+cpu+params",
-    "polyreme2+file", "polyreme3+host", "deepspeed3+cpu", "polyreme3+file",
-)  # fmt: skip
+    "polyreme2+host",
+    "polyreme3+file+params",
+    "deepspeed2+cpu",
+    "fsdp2+cpu",
+    "polyreme3+host+params",
+    "deepspeed3+cpu+params",
+    "polyreme2+file",
+    "polyreme3+host",
+    "deepspeed3+cpu",
+    "polyreme3+file",
+)
 """Those of which states are elsewhere; not among "all"."""
 
-HOMES = {**{("polyreme", stage): ("host", "file") for stage in "0123"}, ("deepspeed", "2"): ("cpu",), ("deepspeed", "3"): ("cpu",),
-         ("fsdp2", ""): ("cpu",)}  # fmt: skip
+HOMES = {
+    **{("polyreme", stage): ("host", "file") for stage in "0123"},
+    ("deepspeed", "2"): ("cpu",),
+    ("deepspeed", "3"): ("cpu",),
+    ("fsdp2", ""): ("cpu",),
+}
 """Where states of a kind and stage can be but on the device."""
 
 
@@ -108,15 +140,24 @@ class System:
     @classmethod
     def parse(cls, name: str) -> System:
         """Raises ValueError for a name that is no system's."""
-        match = re.fullmatch(r"(torch|fsdp2|polyreme|deepspeed)([0-3]?)(\+host|\+file|\+cpu)?(\+params)?(\+recompute)?(\+compile)?", name)
+        match = re.fullmatch(
+            r"(torch|fsdp2|polyreme|deepspeed)([0-3]?)(\+host|\+file|\+cpu)?(\+params)?(\+recompute)?(\+compile)?",
+            name,
+        )
         if match:
             kind, stage, home, *options = [group or "" for group in match.groups()]
             system = cls(kind, int(stage or 0), home.removeprefix("+"), *map(bool, options))
-            staged, placed = kind in ("polyreme", "deepspeed"), system.home in ("", *HOMES.get((kind, stage), ()))
-            if bool(stage) == staged and placed and (not system.params or (system.home and system.stage == 3)):
+            staged = kind in ("polyreme", "deepspeed")
+            placed = system.home in ("", *HOMES.get((kind, stage), ()))
+            if (
+                bool(stage) == staged
+                and placed
+                and (not system.params or (system.home and system.stage == 3))
+            ):
                 return system
         raise ValueError(
-            f"{name!r} is no system: torch, fsdp2, polyreme0 to 3 or deepspeed0 to 3, then +host or +file of polyreme's, +cpu of fsdp2, "
+            f"{name!r} is no system: torch, fsdp2, polyreme0 to 3 or deepspeed0 "
+            "to 3, then +host or +file of polyreme's, +cpu of fsdp2, "
             "deepspeed2 and deepspeed3, +params of those of stage 3, then +recompute, then +compile"
         )
 
@@ -141,8 +182,9 @@ class Trained:
 
 
 def build(system: System, job: Job, device: torch.device, whole: bool = True) -> Trained:
-    """The system around the model of this size, whose weights are the same for every system; unless not `whole`: then the model is never
-    on the device as a whole, where a system can do without, and its weights are others."""
+    """The system around the model of this size, whose weights are the same for every system; unless not
+    `whole`: then the model is never on the device as a whole, where a system can do without, and its weights
+    are others."""
     if system.kind == "polyreme":
         return _polyreme(system, job, device, whole)
     with device if whole or not system.home else torch.device("cpu"):
@@ -155,7 +197,9 @@ def build(system: System, job: Job, device: torch.device, whole: bool = True) ->
     peer = {FLOOR: "floor", "deepspeed": f"deepspeed{system.stage}"}.get(system.kind, system.kind)
     peer += f"+{system.home}" * bool(system.home) + "+params" * system.params
     step = systems.SYSTEMS[peer].build(model, job)
-    return Trained(lambda batch: step({key: value.to(device, non_blocking=True) for key, value in batch.items()}))
+    return Trained(
+        lambda batch: step({key: value.to(device, non_blocking=True) for key, value in batch.items()})
+    )
 
 
 def made(job: Job) -> Any:
@@ -169,7 +213,9 @@ def made(job: Job) -> Any:
 @contextmanager
 def drawing_nothing() -> Iterator[None]:
     """Weights of a model that is built are all one number: to draw billions of them takes a minute."""
-    with mock.patch.multiple(torch.Tensor, **dict.fromkeys(("normal_", "uniform_"), lambda tensor, *_, **__: tensor.fill_(1e-2))):
+    with mock.patch.multiple(
+        torch.Tensor, **dict.fromkeys(("normal_", "uniform_"), lambda tensor, *_, **__: tensor.fill_(1e-2))
+    ):
         yield
 
 
@@ -181,15 +227,20 @@ def _polyreme(system: System, job: Job, device: torch.device, whole: bool) -> Tr
             return made(job) if whole else build_model(job.size)
 
     home = {"file": polyreme_zero.FILES}.get(system.home, system.home)
-    memory = polyreme_zero.homes(job, {"states": home} if home else {}) | ({"activations": "recompute"} if system.recompute else {})
+    memory = polyreme_zero.homes(job, {"states": home} if home else {}) | (
+        {"activations": "recompute"} if system.recompute else {}
+    )
     if system.params:
         memory["params"] = memory["states"]
-    engine = polyreme_zero.initialize(model() if whole else model, job, stage=system.stage, memory=memory, compile=system.compile)
+    engine = polyreme_zero.initialize(
+        model() if whole else model, job, stage=system.stage, memory=memory, compile=system.compile
+    )
     return Trained(polyreme_zero.step_of(engine), engine.memory)
 
 
 class Gauge:
-    """Time and memory of one device. Moments are CUDA events, which the host does not wait for, or the host's clock."""
+    """Time and memory of one device. Moments are CUDA events, which the host does not wait for, or the host's
+    clock."""
 
     def __init__(self, device: torch.device) -> None:
         self.cuda = device.type == "cuda"
@@ -219,11 +270,13 @@ class Gauge:
         reset_peak()
 
     def memory(self) -> dict[str, int]:
-        """Bytes: of live tensors now, at the peak, what the process takes from the device at the peak; and free on it. (On a CPU
-        the first three are the process' resident memory.)"""
+        """Bytes: of live tensors now, at the peak, what the process takes from the device at the peak; and
+        free on it. (On a CPU the first three are the process' resident memory.)"""
         if self.cuda:
             gc.collect()
-            live, peak, taken = torch.cuda.memory_allocated(), torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
+            live = torch.cuda.memory_allocated()
+            peak = torch.cuda.max_memory_allocated()
+            taken = torch.cuda.max_memory_reserved()
             torch.cuda.empty_cache()
             return {"live": live, "peak": peak, "taken": taken, "free": torch.cuda.mem_get_info()[0]}
         from worker import peak_rss
@@ -257,7 +310,9 @@ class Worker:
         flops = count_flops(twin, {"input_ids": ids, "labels": ids}, dtype=dtype)
         peak = peak_flops(self.device, dtype)
         return {
-            "device": torch.cuda.get_device_name() if self.gauge.cuda else platform.processor() or platform.machine(),
+            "device": torch.cuda.get_device_name()
+            if self.gauge.cuda
+            else platform.processor() or platform.machine(),
             "parameters": sum(p.numel() for p in twin.parameters()),
             "flops_per_token": flops.model / self.job.sequence,
             "peak_flops": peak.flops,
@@ -279,7 +334,9 @@ class Worker:
             "build_seconds": built - began,
             "first_step_seconds": first - built,
             "categories": self.trained.memory(),
-            "graphs": torch._dynamo.utils.counters["stats"]["unique_graphs"] if "torch._dynamo" in sys.modules else 0,
+            "graphs": torch._dynamo.utils.counters["stats"]["unique_graphs"]
+            if "torch._dynamo" in sys.modules
+            else 0,
             **self.gauge.memory(),
         }
 
@@ -293,12 +350,17 @@ class Worker:
             losses.append(self.trained.step(batch).loss)
             marks.append(self.gauge.mark())
         seconds = self.gauge.seconds(marks)
-        return {"seconds": seconds, "host_seconds": time.perf_counter() - began, "losses": losses, **self.gauge.memory()}
+        return {
+            "seconds": seconds,
+            "host_seconds": time.perf_counter() - began,
+            "losses": losses,
+            **self.gauge.memory(),
+        }
 
     def profile(self, steps: int) -> dict[str, Any]:
-        """Per step, under torch.profiler: how long the device computes, in how many kernels, how often the host waits for it, how long
-        copies between it and the host take, how much of that passes beside a kernel, and what takes longest. On a CPU its operators are
-        the kernels."""
+        """Per step, under torch.profiler: how long the device computes, in how many kernels, how often the
+        host waits for it, how long copies between it and the host take, how much of that passes beside a
+        kernel, and what takes longest. On a CPU its operators are the kernels."""
         from torch.profiler import ProfilerActivity, profile
 
         batches = [self._batch() for _ in range(steps + 1)]
@@ -326,9 +388,16 @@ class Worker:
                 (copying if copy else computing).append((event.time_range.start, event.time_range.end))
         top = [[name[:80], microseconds / 1e3 / steps] for name, microseconds in busy.most_common(15)]
         copying, computing = merged(copying), merged(computing)
-        return {"wall_ms": wall / steps * 1e3, "busy_ms": sum(busy.values()) / 1e3 / steps, "kernels": kernels / steps,
-                "waits": waits / steps, "copy_ms": length(copying) / 1e3 / steps, "hidden_ms": shared(copying, computing) / 1e3 / steps,
-                "top": top, **self.gauge.memory()}  # fmt: skip
+        return {
+            "wall_ms": wall / steps * 1e3,
+            "busy_ms": sum(busy.values()) / 1e3 / steps,
+            "kernels": kernels / steps,
+            "waits": waits / steps,
+            "copy_ms": length(copying) / 1e3 / steps,
+            "hidden_ms": shared(copying, computing) / 1e3 / steps,
+            "top": top,
+            **self.gauge.memory(),
+        }
 
     def fits(self, blocks: int) -> dict[str, Any]:
         """Build the system around a model of so many blocks and train three steps."""
@@ -377,7 +446,8 @@ def shared(one: Sequence[Interval], other: Sequence[Interval]) -> float:
 
 
 def serve(job: Job, device: str) -> None:
-    """Answer each command on standard input, a JSON line, by a JSON line, until it ends. What systems print goes to standard error."""
+    """Answer each command on standard input, a JSON line, by a JSON line, until it ends. What systems print
+    goes to standard error."""
     replies = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     worker = Worker(job, device)
@@ -405,10 +475,21 @@ class Process:
         self.timeout = timeout
         self.log = tempfile.TemporaryFile()  # noqa: SIM115  # closed with the process
         self.process = subprocess.Popen(
-            [sys.executable, str(Path(__file__).resolve()), "--worker", json.dumps(asdict(job)), "--device", device],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.log, text=True, env=environment_of(device),
+            [
+                sys.executable,
+                str(Path(__file__).resolve()),
+                "--worker",
+                json.dumps(asdict(job)),
+                "--device",
+                device,
+            ],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self.log,
+            text=True,
+            env=environment_of(device),
             start_new_session=True,  # Ctrl-C is for the conductor, which ends them
-        )  # fmt: skip
+        )
 
     def ask(self, **command: Any) -> dict[str, Any]:
         """The answer to a command. Raises SystemFailed with the reason where there is none."""
@@ -442,7 +523,8 @@ class Process:
 
 
 class Guard(threading.Thread):
-    """Ends a process that leaves the host less than RESERVE of its memory, while it is entered; `used` is the most that was taken."""
+    """Ends a process that leaves the host less than RESERVE of its memory, while it is entered; `used` is the
+    most that was taken."""
 
     def __init__(self, process: subprocess.Popen[str]) -> None:
         super().__init__(daemon=True)
@@ -476,12 +558,17 @@ def environment_of(device: str) -> dict[str, str]:
     paths = [str(BENCH), str(BENCH.parent / "src"), *filter(None, [os.environ.get("PYTHONPATH")])]
     rank = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
     rank |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    cpu = {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu", "GLOO_SOCKET_IFNAME": "lo"} if device == "cpu" else {}
+    cpu = (
+        {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu", "GLOO_SOCKET_IFNAME": "lo"}
+        if device == "cpu"
+        else {}
+    )
     return {**os.environ, **rank, **cpu, "HF_HUB_OFFLINE": "1", "PYTHONPATH": os.pathsep.join(paths)}
 
 
 class Case:
-    """All rounds of all systems at one size and dtype, as many in memory together as fit, the floor with each."""
+    """All rounds of all systems at one size and dtype, as many in memory together as fit, the floor with
+    each."""
 
     def __init__(self, args: argparse.Namespace, size: str, dtype: str, deadline: float) -> None:
         self.args, self.deadline = args, deadline
@@ -541,7 +628,9 @@ class Case:
         def fits(blocks: int) -> int:
             nonlocal why
             job = Job(**{**asdict(self.job), "system": name, "batch": 1})
-            process = Process(job, self.args.device, min(self.args.timeout, max(1.0, self.deadline - time.monotonic())))
+            process = Process(
+                job, self.args.device, min(self.args.timeout, max(1.0, self.deadline - time.monotonic()))
+            )
             guard = Guard(process.process)
             began = time.monotonic()
             try:
@@ -553,11 +642,18 @@ class Case:
                 why = f"{blocks} blocks: {full if guard.ended else ' '.join(str(error).split())[:160]}"
             finally:
                 process.close()
-            say(f"    {name}, {blocks} blocks, {time.monotonic() - began:.0f} s: {json.dumps(told.get(blocks, why))}")
+            say(
+                f"    {name}, {blocks} blocks, {time.monotonic() - began:.0f} "
+                f"s: {json.dumps(told.get(blocks, why))}"
+            )
             return guess(blocks, told[blocks]) if blocks in told else 0
 
         blocks = deepest(fits, self.args.first or SIZES[self.job.size].blocks, self.args.largest, self.late)
-        return {"blocks": blocks, "why": f"the time was up; before: {why}" if self.late() else why, **told.get(blocks, {})}
+        return {
+            "blocks": blocks,
+            "why": f"the time was up; before: {why}" if self.late() else why,
+            **told.get(blocks, {}),
+        }
 
     def fits_another(self) -> bool:
         """Whether what the largest system took at its peak is free, and a fifth more."""
@@ -576,8 +672,12 @@ class Case:
         if "skipped" in record:
             return False
         for each in (name, *waiting[: (os.cpu_count() or 1) // 4]):
-            if each not in self.ahead and not (each.startswith("deepspeed") and importlib.util.find_spec("deepspeed") is None):
-                self.ahead[each] = Process(Job(**{**asdict(self.job), "system": each}), self.args.device, self.args.timeout)
+            if each not in self.ahead and not (
+                each.startswith("deepspeed") and importlib.util.find_spec("deepspeed") is None
+            ):
+                self.ahead[each] = Process(
+                    Job(**{**asdict(self.job), "system": each}), self.args.device, self.args.timeout
+                )
         self.running[name] = self.ahead.pop(name)
         if not self.ask(name, "checked", do="check"):
             return False
@@ -591,7 +691,8 @@ class Case:
             say(f"    {turn} {name}: {statistics.median(reply['seconds']) * 1e3:.1f} ms")
 
     def ask(self, name: str, key: str | None, **command: Any) -> dict[str, Any]:
-        """The answer of a system that runs, kept under `key`; {} where it failed, and then it runs no more."""
+        """The answer of a system that runs, kept under `key`; {} where it failed, and then it runs no
+        more."""
         if key:
             say(f"  {command['do']} {name}")
         try:
@@ -608,21 +709,26 @@ class Case:
 
 
 def guess(blocks: int, told: dict[str, Any]) -> int:
-    """How many blocks use up the memory that runs out first, if each takes as much as each of these did, which fit."""
+    """How many blocks use up the memory that runs out first, if each takes as much as each of these did,
+    which fit."""
     uses = [(told["peak"], told["live"] + told["free"]), told["host"], told["disk"]]
     return max(blocks, int(blocks * min(there / max(used, 1) for used, there in uses)))
 
 
-def deepest(fits: Callable[[int], int], first: int, most: int, late: Callable[[], bool] = lambda: False) -> int:
-    """The largest number up to `most` that fits, to an eighth, as far as it was found before it was `late`: 0 if none. `fits` gives 0 for
-    one that does not, or else how many may: these are tried next, if they are not known to be too many."""
+def deepest(
+    fits: Callable[[int], int], first: int, most: int, late: Callable[[], bool] = lambda: False
+) -> int:
+    """The largest number up to `most` that fits, to an eighth, as far as it was found before it was `late`: 0
+    if none. `fits` gives 0 for one that does not, or else how many may: these are tried next, if they are not
+    known to be too many."""
     good, bad, at = 0, most + 1, min(first, most)
     while not late():
         may = fits(at)
         good, bad = (at, bad) if may else (good, at)
         if bad - good <= max(1, good // 8):
             break
-        at = max(may, good + max(1, good // 8)) if may else bad  # the least that, if it fails, ends the search
+        # the least that, if it fails, ends the search
+        at = max(may, good + max(1, good // 8)) if may else bad
         if at >= bad:
             at = most if may and bad > most else (good + bad) // 2
     return good
@@ -634,13 +740,15 @@ def seconds_of(record: dict[str, Any]) -> dict[str, float]:
 
 
 def summarise(case: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """A row of the table for each system that ran. `over_torch` is speed relative to plain torch with the same options, both taken over
-    the floor's turns of their rounds."""
+    """A row of the table for each system that ran. `over_torch` is speed relative to plain torch with the
+    same options, both taken over the floor's turns of their rounds."""
     found, job, about = case["systems"], case["job"], case["about"]
     tokens = job["batch"] * job["sequence"]
     floor = seconds_of(found[FLOOR])
     over_floor = {
-        name: statistics.median(floor[turn] / seconds for turn, seconds in seconds_of(record).items() if turn in floor)
+        name: statistics.median(
+            floor[turn] / seconds for turn, seconds in seconds_of(record).items() if turn in floor
+        )
         for name, record in found.items()
         if any(turn in floor for turn in record["turns"])
     }
@@ -681,22 +789,29 @@ def table(case: dict[str, Any]) -> list[str]:
         lines += [f"{about['device']}, peak {peak}; {about['parameters'] / 1e6:,.4g}M parameters, "
                   f"{job['batch']} x {job['sequence']} tokens a step.", ""]  # fmt: skip
     if case["summary"]:
-        lines += ["| system | tokens/s | ms a step | quartiles | speed over torch, same options | MFU | live GiB | peak GiB "
+        lines += ["| system | tokens/s | ms a step | quartiles | speed "
+                  "over torch, same options | MFU | live GiB | peak GiB "
                   "| losses apart |", "|---|" + "--:|" * 8]  # fmt: skip
     for name, row in case["summary"].items():
         ms, over = row["milliseconds"], row["over_torch"]
         lines.append(
-            f"| {name} | {row['tokens_per_second']:,.0f} | {ms['median']:.1f} | {ms['low']:.1f} to {ms['high']:.1f} "
-            f"| {'' if over is None else f'**{over:.3f}**'} | {row['mfu']:.1%} | {row['live_gib']:.2f} | {row['peak_gib']:.2f} "
+            f"| {name} | {row['tokens_per_second']:,.0f} | "
+            f"{ms['median']:.1f} | {ms['low']:.1f} to {ms['high']:.1f} "
+            f"| {'' if over is None else f'**{over:.3f}**'} | "
+            f"{row['mfu']:.1%} | {row['live_gib']:.2f} | {row['peak_gib']:.2f} "
             f"| {row['losses_apart']:.1e}{'' if row['equal'] else ' **DIFFER**'} |"
         )
     for name, record in case["systems"].items():
         for outcome in ("skipped", "error"):
             if outcome in record:
-                lines += ["", f"**{name}** {'not run' if outcome == 'skipped' else 'failed'}: {record[outcome]}"]
+                lines += [
+                    "",
+                    f"**{name}** {'not run' if outcome == 'skipped' else 'failed'}: {record[outcome]}",
+                ]
     largest = {name: record["largest"] for name, record in case["systems"].items() if "largest" in record}
     if largest:
-        lines += ["", "| deepest model that trains, 1 sample a step | blocks | parameters | tokens/s | peak GiB | host GiB | disk GiB "
+        lines += ["", "| deepest model that trains, 1 sample a step | blocks "
+                      "| parameters | tokens/s | peak GiB | host GiB | disk GiB "
                   "| why not deeper |", "|---|" + "--:|" * 6 + "---|"]  # fmt: skip
         for name, found in largest.items():
             numbers = "| | | | |"
@@ -707,11 +822,13 @@ def table(case: dict[str, Any]) -> list[str]:
             lines.append(f"| {name} | {found['blocks']} {numbers} | {found['why'].replace('|', '/')} |")
     profiled = {name: record["profile"] for name, record in case["systems"].items() if "profile" in record}
     if profiled:
-        lines += ["", "| under the profiler | ms a step | busy ms | kernels | host waits | copies to and from host, ms | beside kernels |",
+        lines += ["", "| under the profiler | ms a step | busy ms | kernels | "
+                      "host waits | copies to and from host, ms | beside kernels |",
                   "|---|" + "--:|" * 6]  # fmt: skip
         for name, p in profiled.items():
             hidden = f"{p['hidden_ms'] / p['copy_ms']:.0%}" if p["copy_ms"] else ""
-            lines.append(f"| {name} | {p['wall_ms']:.1f} | {p['busy_ms']:.1f} | {p['kernels']:.0f} | {p['waits']:.0f} "
+            lines.append(f"| {name} | {p['wall_ms']:.1f} | {p['busy_ms']:.1f} "
+                         f"| {p['kernels']:.0f} | {p['waits']:.0f} "
                          f"| {p['copy_ms']:.1f} | {hidden} |")  # fmt: skip
     return [*lines, ""]
 
@@ -719,7 +836,8 @@ def table(case: dict[str, Any]) -> list[str]:
 def markdown(result: dict[str, Any]) -> str:
     env = result["environment"]
     versions = ", ".join(f"{name} {version}" for name, version in env["versions"].items())
-    lines = ["# Polyreme on one device", "", f"{env['date']}, commit {env['commit']}; Python {env['python']}, {versions}; {env['device']}.",
+    lines = ["# Polyreme on one device", "", f"{env['date']}, commit {env['commit']}; Python "
+                                             f"{env['python']}, {versions}; {env['device']}.",
              "", f"    {env['command']}", ""]  # fmt: skip
     return "\n".join(lines + [line for case in result["cases"] for line in table(case)])
 
@@ -759,7 +877,8 @@ def say(*words: object) -> None:
 
 
 def choose(patterns: str) -> list[str]:
-    """The systems that the comma list of names and patterns means; a name need not be among those of "all"."""
+    """The systems that the comma list of names and patterns means; a name need not be among those of
+    "all"."""
     chosen: list[str] = []
     for pattern in patterns.split(","):
         names = [name for name in SYSTEMS if pattern == "all" or fnmatch.fnmatch(name, pattern)]
@@ -772,23 +891,47 @@ def choose(patterns: str) -> list[str]:
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--size", default="160m", help="comma list of " + ", ".join(SIZES))
     parser.add_argument("--dtype", default="bf16", help="comma list of fp32, bf16")
-    parser.add_argument("--systems", default="all", help="comma list of names or patterns, such as 'polyreme*,fsdp2'; torch runs always")
-    parser.add_argument("--rounds", type=int, default=3, help="turns of each system; 0 times nothing, for --largest alone")
+    parser.add_argument(
+        "--systems",
+        default="all",
+        help="comma list of names or patterns, such as 'polyreme*,fsdp2'; torch runs always",
+    )
+    parser.add_argument(
+        "--rounds", type=int, default=3, help="turns of each system; 0 times nothing, for --largest alone"
+    )
     parser.add_argument("--steps", type=int, default=5, help="timed steps in a turn")
     parser.add_argument("--settle", type=int, default=2, help="untimed steps at the start of a turn")
     parser.add_argument("--batch", type=int, help="samples of a step; by default what suits the size")
     parser.add_argument("--sequence", type=int, default=2048, help="tokens of a sample")
     parser.add_argument("--threads", type=int, default=0, help="of each process; 0 leaves torch's default")
-    parser.add_argument("--minutes", type=float, default=1e6, help="no system and no turn is begun after so long")
+    parser.add_argument(
+        "--minutes", type=float, default=1e6, help="no system and no turn is begun after so long"
+    )
     parser.add_argument("--timeout", type=float, default=300.0, help="seconds for one answer of a system")
-    parser.add_argument("--largest", type=int, default=0, help="look for the deepest model of at most so many blocks, too")
-    parser.add_argument("--first", type=int, default=0, help="the number of blocks with which that begins; by default the size's")
-    parser.add_argument("--folder", type=Path, default=Path(), help="on the disk for files of systems; all that is made there is removed")
-    parser.add_argument("--profile", action="store_true", help="three more steps of each system under torch.profiler")
+    parser.add_argument(
+        "--largest", type=int, default=0, help="look for the deepest model of at most so many blocks, too"
+    )
+    parser.add_argument(
+        "--first",
+        type=int,
+        default=0,
+        help="the number of blocks with which that begins; by default the size's",
+    )
+    parser.add_argument(
+        "--folder",
+        type=Path,
+        default=Path(),
+        help="on the disk for files of systems; all that is made there is removed",
+    )
+    parser.add_argument(
+        "--profile", action="store_true", help="three more steps of each system under torch.profiler"
+    )
     parser.add_argument("--out", type=Path, help="the JSON result; the tables are written beside it as .md")
     parser.add_argument("--worker", type=json.loads, help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
@@ -805,7 +948,9 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     except ValueError as error:
         parser.error(f"--systems: {error}")
     if args.device == "cuda" and not torch.cuda.is_available():
-        parser.error("--device cuda: torch sees no CUDA device here; --device cpu takes the same path without one")
+        parser.error(
+            "--device cuda: torch sees no CUDA device here; --device cpu takes the same path without one"
+        )
     return args
 
 
@@ -834,7 +979,9 @@ def run(args: argparse.Namespace) -> int:
                 args.out.with_suffix(".md").write_text(markdown(result))
     print(markdown(result))
     failed = any("error" in record for case in result["cases"] for record in case["systems"].values())
-    return int(failed or any(not row["equal"] for case in result["cases"] for row in case["summary"].values()))
+    return int(
+        failed or any(not row["equal"] for case in result["cases"] for row in case["summary"].values())
+    )
 
 
 if __name__ == "__main__":

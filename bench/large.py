@@ -1,13 +1,14 @@
-"""Trains a model whose states do not fit: a Llama of 1.1 billion parameters (or another size), with what `--memory` says in files.
+"""Trains a model whose states do not fit: a Llama of 1.1 billion parameters (or another size), with what
+`--memory` says in files.
 
     python bench/large.py --folder /nvme/run --ranks 2 --steps 3 --out bench/results/NAME.json
 
-The model is built by `polyreme.initialize` from a function, so it is never whole on a rank. After the first step each rank says what memory
-and traffic `Engine.working_set` and the sizes of its records make it expect; then come the measured steps.
-Prediction of memory: what the process has resident after a step of a tiny model, the working set, and what the operators of the last
-block's backward or of the loss hold for a moment (`operators`). Measured: VmHWM, reset after the first step.
-Exit status: 0, 1 where a rank exceeds its prediction by more than 10%, or moves other bytes than predicted, 2 for bad usage.
-"""
+The model is built by `polyreme.initialize` from a function, so it is never whole on a rank. After the first
+step each rank says what memory and traffic `Engine.working_set` and the sizes of its records make it expect;
+then come the measured steps. Prediction of memory: what the process has resident after a step of a tiny
+model, the working set, and what the operators of the last block's backward or of the loss hold for a moment
+(`operators`). Measured: VmHWM, reset after the first step. Exit status: 0, 1 where a rank exceeds its
+prediction by more than 10%, or moves other bytes than predicted, 2 for bad usage."""
 
 from __future__ import annotations
 
@@ -41,9 +42,16 @@ def rank_main(args: argparse.Namespace) -> None:
     from worker import peak_rss, reset_peak
 
     hidden, blocks, heads, groups, intermediate, vocabulary = SHAPES[args.size]
-    shape = LlamaConfig(hidden_size=hidden, num_hidden_layers=blocks, num_attention_heads=heads, num_key_value_heads=groups,
-                        intermediate_size=intermediate, vocab_size=vocabulary, max_position_embeddings=args.tokens,
-                        use_cache=False)  # fmt: skip
+    shape = LlamaConfig(
+        hidden_size=hidden,
+        num_hidden_layers=blocks,
+        num_attention_heads=heads,
+        num_key_value_heads=groups,
+        intermediate_size=intermediate,
+        vocab_size=vocabulary,
+        max_position_embeddings=args.tokens,
+        use_cache=False,
+    )
     home = {"device": "device", "host": "host", "files": args.folder}
     config = {
         "batch": {"size": args.ranks, "micro": 1},
@@ -58,10 +66,17 @@ def rank_main(args: argparse.Namespace) -> None:
         "optimizer": {"name": "adamw", "lr": 1e-4},
     }
     rank = int(os.environ.get("RANK", "0"))
-    small = LlamaConfig(hidden_size=256, num_hidden_layers=2, num_attention_heads=4, vocab_size=64, intermediate_size=512,
-                        use_cache=False)  # fmt: skip
+    small = LlamaConfig(
+        hidden_size=256,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        vocab_size=64,
+        intermediate_size=512,
+        use_cache=False,
+    )
     ids = torch.zeros(1, 8, dtype=torch.int64)
-    warm = polyreme.initialize(lambda: LlamaForCausalLM(small), config)  # what libraries, threads and compiling take once
+    # what libraries, threads and compiling take once
+    warm = polyreme.initialize(lambda: LlamaForCausalLM(small), config)
     warm.train_step({"input_ids": ids, "labels": ids})
     warm.close()
     del warm
@@ -76,7 +91,8 @@ def rank_main(args: argparse.Namespace) -> None:
     losses = [engine.train_step(batch).loss]
     logits = args.tokens * vocabulary * 4
     inside = args.tokens * (4 * intermediate + 8 * hidden) * 4 + heads * args.tokens**2 * 4
-    wide = vocabulary * hidden * 4 if args.dtype == "bf16" else 0  # the head's gradient, which is summed in float32 before it is rounded
+    # the head's gradient, which is summed in float32 before it is rounded
+    wide = vocabulary * hidden * 4 if args.dtype == "bf16" else 0
     working = engine.working_set()
     expected = {"base": base, **working, "operators": max(3 * logits + wide, 3 * inside)}
     reset_peak()
@@ -85,15 +101,19 @@ def rank_main(args: argparse.Namespace) -> None:
         before, began = engine.tiers(), time.perf_counter()
         losses.append(engine.train_step(batch).loss)
         seconds = time.perf_counter() - began
-        moved = {name: {key: after[key] - before[name][key] for key in ("read", "written", "waited")}
-                 for name, after in engine.tiers().items()}  # fmt: skip
+        moved = {
+            name: {key: after[key] - before[name][key] for key in ("read", "written", "waited")}
+            for name, after in engine.tiers().items()
+        }
         steps.append({"seconds": seconds, "tiers": moved})
     records = [record for update in engine._updates for record in update.records or ()]
     states = sum(padded(record.nbytes) for record in records)
     size = engine.config.precision.compute
     itemsize = {"fp32": 4, "bf16": 2}[size]
     shard = {bucket: padded(bucket.layout.shard_size * itemsize) for bucket in engine._placement.buckets}
-    stay = sum(shard[b] for unit in (engine._placement.root, engine._placement.units[-1]) for b in unit.buckets)
+    stay = sum(
+        shard[b] for unit in (engine._placement.root, engine._placement.units[-1]) for b in unit.buckets
+    )
     traffic: dict[str, tuple[int, int]] = {}
     if args.states == "files":
         traffic["states"] = (states, states)
@@ -103,14 +123,25 @@ def rank_main(args: argparse.Namespace) -> None:
         traffic["gradients"] = (gradients, gradients)
     if args.params == "files":
         traffic["params"] = (2 * sum(shard.values()) - stay, sum(shard.values()))
-    found = {"rank": rank, "parameters": engine.parameters, "built": built, "losses": losses, "expected": expected, "peak": peak_rss(),
-             "traffic": traffic, "steps": steps, "tiers": engine.tiers()}  # fmt: skip
+    found = {
+        "rank": rank,
+        "parameters": engine.parameters,
+        "built": built,
+        "losses": losses,
+        "expected": expected,
+        "peak": peak_rss(),
+        "traffic": traffic,
+        "steps": steps,
+        "tiers": engine.tiers(),
+    }
     Path(args.report, f"{rank}.json").write_text(json.dumps(found))
     engine.close()
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--size", choices=SHAPES, default="1.1b")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--steps", type=int, default=2, help="measured ones, after one that is not")
@@ -118,8 +149,15 @@ def main() -> int:
     parser.add_argument("--dtype", choices=["fp32", "bf16"], default="fp32")
     parser.add_argument("--states", choices=["device", "host", "files"], default="files")
     parser.add_argument("--params", choices=["device", "host", "files"], default="files")
-    parser.add_argument("--gradients", choices=["auto", "host", "files"], default="auto", help="auto: in files where all else is")
-    parser.add_argument("--folder", help="of a local disk, for files; by default a new one in the current folder")
+    parser.add_argument(
+        "--gradients",
+        choices=["auto", "host", "files"],
+        default="auto",
+        help="auto: in files where all else is",
+    )
+    parser.add_argument(
+        "--folder", help="of a local disk, for files; by default a new one in the current folder"
+    )
     parser.add_argument("--out", type=Path)
     parser.add_argument("--report", help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -142,9 +180,15 @@ def main() -> int:
     lines, good = table(ranks)
     env = environment()
     versions = ", ".join(f"{name} {version}" for name, version in env["versions"].items())
-    where = f"{env['date']}, commit {env['commit']}; Python {env['python']}, {versions}; {env['cpu']}, {env['cores']} cores, "
+    where = (
+        f"{env['date']}, commit {env['commit']}; Python {env['python']}, "
+        f"{versions}; {env['cpu']}, {env['cores']} cores, "
+    )
     where += f"{env['memory_gib']} GiB."
-    shown = f"# A model whose states are in files\n\n{where}\n\n    {shlex.join(['python', *sys.argv])}\n\n" + "\n".join(lines)
+    shown = (
+        f"# A model whose states are in files\n\n{where}\n\n    {shlex.join(['python', *sys.argv])}\n\n"
+        + "\n".join(lines)
+    )
     print(shown)
     if args.out:
         args.out.write_text(json.dumps(ranks, indent=1) + "\n")
@@ -154,16 +198,21 @@ def main() -> int:
 
 def table(ranks: list[dict[str, Any]]) -> tuple[list[str], bool]:
     """What was predicted and seen, by rank; and whether all is as predicted."""
-    lines = [f"{ranks[0]['parameters'] / 1e9:.3f} billion parameters; built in {max(r['built'] for r in ranks):.0f} s; losses "
+    lines = [f"{ranks[0]['parameters'] / 1e9:.3f} billion parameters; "
+             f"built in {max(r['built'] for r in ranks):.0f} s; losses "
              + ", ".join(f"{loss:.4f}" for loss in ranks[0]["losses"]) + ".", ""]  # fmt: skip
     good = True
     lines += ["| rank | predicted MiB | of it | peak MiB | peak over predicted |", "|--:|--:|---|--:|--:|"]
     for each in ranks:
         total = sum(each["expected"].values())
         parts = ", ".join(f"{name} {size / 2**20:.0f}" for name, size in each["expected"].items())
-        lines.append(f"| {each['rank']} | {total / 2**20:.0f} | {parts} | {each['peak'] / 2**20:.0f} | {each['peak'] / total:.3f} |")
+        lines.append(
+            f"| {each['rank']} | {total / 2**20:.0f} | {parts} | "
+            f"{each['peak'] / 2**20:.0f} | {each['peak'] / total:.3f} |"
+        )
         good &= each["peak"] <= MARGIN * total
-    lines += ["", "| rank | step | seconds | tier | read GB | predicted | written GB | predicted | waited s |",
+    lines += ["", "| rank | step | seconds | tier | read GB | "
+                  "predicted | written GB | predicted | waited s |",
               "|--:|--:|--:|---|--:|--:|--:|--:|--:|"]  # fmt: skip
     for each in ranks:
         for i, step in enumerate(each["steps"]):
@@ -171,8 +220,13 @@ def table(ranks: list[dict[str, Any]]) -> tuple[list[str], bool]:
                 if name in each["traffic"]:
                     read, written = each["traffic"][name]
                     good &= (moved["read"], moved["written"]) == (read, written)
-                    bytes_moved = " | ".join(f"{size / 1e9:.3f}" for size in (moved["read"], read, moved["written"], written))
-                    lines.append(f"| {each['rank']} | {i + 2} | {step['seconds']:.1f} | {name} | {bytes_moved} | {moved['waited']:.1f} |")
+                    bytes_moved = " | ".join(
+                        f"{size / 1e9:.3f}" for size in (moved["read"], read, moved["written"], written)
+                    )
+                    lines.append(
+                        f"| {each['rank']} | {i + 2} | {step['seconds']:.1f} "
+                        f"| {name} | {bytes_moved} | {moved['waited']:.1f} |"
+                    )
     return lines, good
 
 

@@ -1,13 +1,14 @@
-"""Trains every family of the parity tests in every layout on up to four ranks, with every ZeRO stage, schedule and sequence parallelism
-on and off, beside plain PyTorch: the whole matrix, of which the tests run a pairwise cover.
+"""Trains every family of the parity tests in every layout on up to four ranks, with every ZeRO stage,
+schedule and sequence parallelism on and off, beside plain PyTorch: the whole matrix, of which the tests run a
+pairwise cover.
 
-    python bench/matrix.py --out bench/results/NAME.json                     # what NAME.json does not have yet
-    python bench/matrix.py --out bench/results/NAME.json --seconds 600       # a part; the next run goes on
+    python bench/matrix.py --out bench/results/NAME.json                     # what NAME.json does not have
+    yet python bench/matrix.py --out bench/results/NAME.json --seconds 600       # a part; the next run goes
+    on
 
-Invariant: a run passes if the loss and gradient norm of each step with clipping, an evaluation and every final weight are those of
-one process in float64 to 1e-10.
-Exit status: 0, 1 where a run is wrong, 2 for bad usage.
-"""
+Invariant: a run passes if the loss and gradient norm of each step with clipping, an evaluation and every
+final weight are those of one process in float64 to 1e-10. Exit status: 0, 1 where a run is wrong, 2 for bad
+usage."""
 
 from __future__ import annotations
 
@@ -38,14 +39,24 @@ def every_case() -> Iterator[Case]:
     """Each family in every layout that divides its heads; the one of six heads only where no other goes."""
     for family, world in itertools.product((*EACH, *HEADS), (1, 2, 3, 4)):
         for case in cases_of(family, world):
-            if case.microbatches == "several" and HEADS.get(family, 4) % case.sizes[1] == 0 and (family in EACH or case.sizes[1] == 3):
+            if (
+                case.microbatches == "several"
+                and HEADS.get(family, 4) % case.sizes[1] == 0
+                and (family in EACH or case.sizes[1] == 3)
+            ):
                 yield case
 
 
 def key(case: Case) -> str:
     """What a run is known by in the result."""
     dp, tp, pp = case.sizes
-    parts = [case.family, f"{dp}x{tp}x{pp}", f"stage {case.stage}", case.schedule or "", "sequence" if case.sequence else ""]
+    parts = [
+        case.family,
+        f"{dp}x{tp}x{pp}",
+        f"stage {case.stage}",
+        case.schedule or "",
+        "sequence" if case.sequence else "",
+    ]
     return ", ".join(part for part in parts if part)
 
 
@@ -71,17 +82,25 @@ def markdown(result: Mapping[str, Any], cases: int) -> str:
     wrong = {name: problem for name, problem in runs.items() if problem}
     lines = [
         "# The parity matrix", "",
-        f"{env['date']}, commit {env['commit']}; Python {env['python']}, torch {env['versions']['torch']}, transformers "
+        f"{env['date']}, commit {env['commit']}; Python {env['python']}, "
+        f"torch {env['versions']['torch']}, transformers "
         f"{env['versions']['transformers']}.", "", f"    {env['command']}", "",
-        f"{len(runs)} of {cases} runs of {STEPS} steps with clipping, in float64: every loss, gradient norm, evaluation and final weight "
-        f"against one plain PyTorch process, to 1e-10. {len(runs) - len(wrong)} pass, {len(wrong)} are wrong. A layout is dp x tp x pp; "
-        "each is run with ZeRO 0 to 3, with pp > 1 in every schedule that the 5 blocks have stages for, with tp > 1 with and without "
+        f"{len(runs)} of {cases} runs of {STEPS} steps with clipping, in "
+        "float64: every loss, gradient norm, evaluation and final weight "
+        f"against one plain PyTorch process, to 1e-10. {len(runs) - len(wrong)} "
+        f"pass, {len(wrong)} are wrong. A layout is dp x tp x pp; "
+        "each is run with ZeRO 0 to 3, with pp > 1 in every schedule "
+        "that the 5 blocks have stages for, with tp > 1 with and without "
         "sequence parallelism (ViT, whose 17 positions cannot be divided, without).", "",
         "| passed | " + " | ".join(layouts) + " |", "|---|" + "--:|" * len(layouts),
     ]  # fmt: skip
     for family in [name for name in MODELS if any(each == name for each, _ in counts)]:
         row = [(counts[family, layout], counts[family, layout + " all"]) for layout in layouts]
-        lines.append(f"| {family} | " + " | ".join(f"{passed}/{total}" if total else "" for passed, total in row) + " |")
+        lines.append(
+            f"| {family} | "
+            + " | ".join(f"{passed}/{total}" if total else "" for passed, total in row)
+            + " |"
+        )
     lines += ["", *(f"- **{name}**: {problem}" for name, problem in wrong.items())]
     return "\n".join([*lines, ""])
 
@@ -91,13 +110,20 @@ def ranks_of(layout: str) -> int:
     return math.prod(map(int, layout.split("x")))
 
 
-def sweep(cases: Mapping[str, Item], attempt: Callable[[Ranks, Item], str], page: Callable[[Mapping[str, Any], int], str],
-          argv: Sequence[str] | None, description: str) -> int:  # fmt: skip
-    """Try each of `cases` that the result does not have yet, keep what `attempt` says is wrong with it, and write the page; returns the
-    exit status."""
+def sweep(
+    cases: Mapping[str, Item],
+    attempt: Callable[[Ranks, Item], str],
+    page: Callable[[Mapping[str, Any], int], str],
+    argv: Sequence[str] | None,
+    description: str,
+) -> int:
+    """Try each of `cases` that the result does not have yet, keep what `attempt` says is wrong with it, and
+    write the page; returns the exit status."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--out", type=Path, required=True, help="JSON file; the page goes beside it as .md")
-    parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no other run after so long")
+    parser.add_argument(
+        "--seconds", type=float, default=float("inf"), help="begin no other run after so long"
+    )
     args = parser.parse_args(argv)
     from step import environment
 
@@ -121,7 +147,9 @@ def sweep(cases: Mapping[str, Item], attempt: Callable[[Ranks, Item], str], page
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    return sweep({key(case): case for case in every_case()}, attempt, markdown, argv, (__doc__ or "").split("\n\n")[0])
+    return sweep(
+        {key(case): case for case in every_case()}, attempt, markdown, argv, (__doc__ or "").split("\n\n")[0]
+    )
 
 
 if __name__ == "__main__":

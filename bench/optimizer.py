@@ -1,10 +1,11 @@
-"""How fast `zero.kernels` updates a shard on the CPU, beside what the memory can do, torch's AdamW and DeepSpeed's CPU Adam.
+"""How fast `zero.kernels` updates a shard on the CPU, beside what the memory can do, torch's AdamW and
+DeepSpeed's CPU Adam.
 
     python bench/optimizer.py --numbers 64 --rounds 9 --out bench/results/NAME.json
 
-Every system makes the same update of the same memory, in turns and in a new order each round; a ratio is only ever taken between turns of
-the same round. Before it is timed, ours must give the bits of torch's fused kernel. Exit status: 0, or 1 if it does not. See README.md.
-"""
+Every system makes the same update of the same memory, in turns and in a new order each round; a ratio is only
+ever taken between turns of the same round. Before it is timed, ours must give the bits of torch's fused
+kernel. Exit status: 0, or 1 if it does not. See README.md."""
 
 from __future__ import annotations
 
@@ -35,8 +36,13 @@ FACTOR = 0.999
 LR = 1e-4
 TENSORS = 16
 """In how many the shard is handed to torch's own optimizers."""
-CASES = {"fp32": (torch.float32, 1.0), "fp32, clipped": (torch.float32, FACTOR), "bf16, clipped": (torch.bfloat16, FACTOR)}
-"""Format of the gradient and of the rounded copy (none for fp32), and the factor of the gradient. Masters and states are float32."""
+CASES = {
+    "fp32": (torch.float32, 1.0),
+    "fp32, clipped": (torch.float32, FACTOR),
+    "bf16, clipped": (torch.bfloat16, FACTOR),
+}
+"""Format of the gradient and of the rounded copy (none for fp32), and the factor of the gradient. Masters and
+states are float32."""
 OTHERS: Mapping[str, tuple[type[Optimizer], dict[str, Any]]] = {
     "Adam": (Adam, {"fused": True}),
     "SGD with momentum": (SGD, {"momentum": 0.9, "fused": True}),
@@ -48,9 +54,11 @@ COMPACT: Mapping[str, States] = {"AdamW, bf16 states": "bf16", "AdamW, 8bit stat
 OURS, PIECES, WALKED = "polyreme", "polyreme, pieces of 512K", "polyreme without numba"
 FUSED, FOREACH, DEEPSPEED = RIVALS = ("torch fused", "torch foreach", "DeepSpeedCPUAdam")
 STREAMS = {"a *= s": 8, "a += s * b": 12}
-"""Torch's in-place kernels of one pass, and the bytes they move for an element: the faster one of the round is "the stream"."""
+"""Torch's in-place kernels of one pass, and the bytes they move for an element: the faster one of the round
+is "the stream"."""
 TRAFFIC = "AdamW's traffic"
-"""A compiled loop that reads and writes what AdamW does, 28 bytes for an element, and only adds: what is left for arithmetic to cost."""
+"""A compiled loop that reads and writes what AdamW does, 28 bytes for an element, and only adds: what is left
+for arithmetic to cost."""
 AIMS = [("fp32", OURS, None, 0.95), ("fp32, clipped", OURS, None, 0.95), ("bf16, clipped", OURS, None, 0.90),
         *((case, OURS, DEEPSPEED, 1.0) for case in CASES), *((case, OURS, FUSED, None) for case in CASES),
         *((case, OURS, TRAFFIC, None) for case in CASES),
@@ -77,18 +85,36 @@ class Shard:
         yield from zip(*(t.split(size) for t in tensors), strict=True)  # type: ignore[arg-type]
 
 
-def ours(shard: Shard, case: str, size: int, cls: type[Optimizer] = AdamW, options: Mapping[str, Any] | None = None) -> Turn:
+def ours(
+    shard: Shard, case: str, size: int, cls: type[Optimizer] = AdamW, options: Mapping[str, Any] | None = None
+) -> Turn:
     dtype, factor = CASES[case]
     options = {**ADAMW, "fused": True} if options is None else {"lr": LR, **options}
     kernel = cpu_kernels.kernel(cls([torch.zeros(64)], **options))
-    names = {Adam: ("exp_avg", "exp_avg_sq"), AdamW: ("exp_avg", "exp_avg_sq"), SGD: ("momentum_buffer",), Adagrad: ("sum",)}
+    names = {
+        Adam: ("exp_avg", "exp_avg_sq"),
+        AdamW: ("exp_avg", "exp_avg_sq"),
+        SGD: ("momentum_buffer",),
+        Adagrad: ("sum",),
+    }
     pieces = []
     for master, wide, narrow, first, second, out in shard.states(size):
         state: dict[str, Any] = dict(
-            zip(names.get(cls, ("exp_avg",)), (second, first) if cls is Adagrad else (first, second), strict=False)
+            zip(
+                names.get(cls, ("exp_avg",)),
+                (second, first) if cls is Adagrad else (first, second),
+                strict=False,
+            )
         )
         state["step"] = torch.tensor(10.0)
-        pieces.append((master, narrow if dtype == torch.bfloat16 else wide, state, out if dtype == torch.bfloat16 else None))
+        pieces.append(
+            (
+                master,
+                narrow if dtype == torch.bfloat16 else wide,
+                state,
+                out if dtype == torch.bfloat16 else None,
+            )
+        )
 
     def turn() -> None:
         for master, gradient, state, out in pieces:
@@ -101,7 +127,9 @@ def compacted(shard: Shard, case: str, states: States) -> Turn:
     dtype, factor = CASES[case]
     kernel, state = Compact(AdamW([torch.zeros(64)], **ADAMW, fused=True), states), {}
     narrow = dtype == torch.bfloat16
-    return lambda: kernel.step(shard.master, shard.narrow if narrow else shard.gradient, state, factor, shard.out if narrow else None)
+    return lambda: kernel.step(
+        shard.master, shard.narrow if narrow else shard.gradient, state, factor, shard.out if narrow else None
+    )
 
 
 def walked(turn: Turn) -> Turn:
@@ -115,12 +143,15 @@ def walked(turn: Turn) -> Turn:
 
 
 def theirs(shard: Shard, case: str, name: str) -> Turn:
-    """What users of another optimizer do: gradients widened into a buffer that is kept, scaled in place, a step, masters rounded."""
+    """What users of another optimizer do: gradients widened into a buffer that is kept, scaled in place, a
+    step, masters rounded."""
     dtype, factor = CASES[case]
     parts = list(shard.states(shard.master.numel() if name == DEEPSPEED else shard.master.numel() // TENSORS))
     masters = [part[0] for part in parts]
     narrow = dtype == torch.bfloat16
-    for master, gradient in zip(masters, (shard.wide if narrow else shard.gradient).split(masters[0].numel()), strict=True):
+    for master, gradient in zip(
+        masters, (shard.wide if narrow else shard.gradient).split(masters[0].numel()), strict=True
+    ):
         master.grad = gradient
     if name == DEEPSPEED:
         from deepspeed.ops.adam import DeepSpeedCPUAdam
@@ -129,7 +160,11 @@ def theirs(shard: Shard, case: str, name: str) -> Turn:
     else:
         optimizer = AdamW(masters, **ADAMW, fused=name == FUSED, foreach=name == FOREACH)
     for master, _, _, first, second, _ in parts:
-        optimizer.state[master] = {"step": 10 if name == DEEPSPEED else torch.tensor(10.0), "exp_avg": first, "exp_avg_sq": second}
+        optimizer.state[master] = {
+            "step": 10 if name == DEEPSPEED else torch.tensor(10.0),
+            "exp_avg": first,
+            "exp_avg_sq": second,
+        }
 
     def turn() -> None:
         if narrow:
@@ -151,7 +186,9 @@ def streams(shard: Shard) -> dict[str, Turn]:
     if cpu_kernels.compiler() is not None:
         from polyreme.optim import compiled_kernels
 
-        found[TRAFFIC] = lambda: compiled_kernels.run(_traffic(), [shard.master, shard.gradient, shard.first, shard.second], [1e-9])
+        found[TRAFFIC] = lambda: compiled_kernels.run(
+            _traffic(), [shard.master, shard.gradient, shard.first, shard.second], [1e-9]
+        )
     return found
 
 
@@ -199,7 +236,8 @@ def clock() -> tuple[float, float, float]:
 
 
 def measure(numbers: int, rounds: int, rivals: Sequence[str]) -> dict[str, Any]:
-    """On this process's threads, beside `rivals`: the seconds of every turn by what was done; and what could not run."""
+    """On this process's threads, beside `rivals`: the seconds of every turn by what was done; and what could
+    not run."""
     wrong = [case for case in CASES if not same_bits(case)]
     if wrong:
         raise SystemExit(f"other bits than torch's: {wrong}")
@@ -234,22 +272,36 @@ def measure(numbers: int, rounds: int, rivals: Sequence[str]) -> dict[str, Any]:
                 seconds[name].append(time.perf_counter() - start)
         if not number:
             began = clock()
-    return {"threads": torch.get_num_threads(), "seconds": seconds, "absent": absent, "others_cores": others_cores(began)}
+    return {
+        "threads": torch.get_num_threads(),
+        "seconds": seconds,
+        "absent": absent,
+        "others_cores": others_cores(began),
+    }
 
 
 # ---- the table
 
 
 def bytes_of(case: str, name: str) -> float:
-    """That an update must move for each element, with the gradient read and the parameter, rounded, written."""
-    others = {"SGD with momentum": 4, "Adagrad": 4, "Lion": 4, "AdamW, bf16 states": 2 + 2, "AdamW, 8bit states": 2 * (1 + 4 / BLOCK)}
+    """That an update must move for each element, with the gradient read and the parameter, rounded,
+    written."""
+    others = {
+        "SGD with momentum": 4,
+        "Adagrad": 4,
+        "Lion": 4,
+        "AdamW, bf16 states": 2 + 2,
+        "AdamW, 8bit states": 2 * (1 + 4 / BLOCK),
+    }
     states = next((size for other, size in others.items() if name.endswith(other)), 4 + 4)
     return 2 * (4 + states) + CASES[case][0].itemsize + (2 if "bf16" in case else 0)
 
 
 def memory(run: Mapping[str, Any], numbers: int) -> list[float]:
     """Bytes a second of the fastest in-place stream, by round."""
-    found = [[moved * numbers / s for s in run["seconds"][f"stream/{name}"]] for name, moved in STREAMS.items()]
+    found = [
+        [moved * numbers / s for s in run["seconds"][f"stream/{name}"]] for name, moved in STREAMS.items()
+    ]
     return [max(speeds) for speeds in zip(*found, strict=True)]
 
 
@@ -264,57 +316,92 @@ def markdown(result: Mapping[str, Any]) -> str:
     lines = [
         "# The optimizer's step on the CPU",
         "",
-        f"{machine['date']}, commit {machine['commit']}; Python {machine['python']}, {versions}; {machine['cpu']}, "
+        f"{machine['date']}, commit {machine['commit']}; Python "
+        f"{machine['python']}, {versions}; {machine['cpu']}, "
         f"{machine['cores']} cores, {machine['memory_gib']} GiB.",
         "",
         f"    {machine['command']}",
         "",
-        f"{result['numbers']}M parameters, masters and states float32, {result['rounds']} rounds. Of the stream: bytes a second over",
+        f"{result['numbers']}M parameters, masters and states float32, "
+        f"{result['rounds']} rounds. Of the stream: bytes a second over",
         "those of the fastest in-place stream of the round.",
     ]
     for run in result["runs"]:
         top = memory(run, numbers)
-        lines += ["", f"## {run['threads']} thread{'s' * (run['threads'] > 1)}", "",
-                  f"Other processes used {run['others_cores']:.2f} cores.", *(f"{name}: {why}." for name, why in run["absent"].items()), "",
-                  "| | ms | M parameters/s | GB/s | of the stream | quartiles |", "|---|--:|--:|--:|--:|--:|"]  # fmt: skip
+        lines += [
+            "",
+            f"## {run['threads']} thread{'s' * (run['threads'] > 1)}",
+            "",
+            f"Other processes used {run['others_cores']:.2f} cores.",
+            *(f"{name}: {why}." for name, why in run["absent"].items()),
+            "",
+            "| | ms | M parameters/s | GB/s | of the stream | quartiles |",
+            "|---|--:|--:|--:|--:|--:|",
+        ]
         for key, seconds in run["seconds"].items():
             case, name = key.split("/")
             moved = ({**STREAMS, TRAFFIC: 28}[name] if case == "stream" else bytes_of(case, name)) * numbers
             middle = spread(seconds)["median"]
             share = shown([moved / s / t for s, t in zip(seconds, top, strict=True)])
-            lines.append(f"| {case}: {name} | {middle * 1e3:.1f} | {numbers / middle / 1e6:.0f} | {moved / middle / 1e9:.1f} | {share} |")
+            lines.append(
+                f"| {case}: {name} | {middle * 1e3:.1f} | "
+                f"{numbers / middle / 1e6:.0f} | {moved / middle / 1e9:.1f} | {share} |"
+            )
         lines += ["", "| | as fast as | median | quartiles | aim |", "|---|---|--:|--:|--:|"]
         for case, name, rival, aim in AIMS:
             mine = run["seconds"][f"{case}/{name}"]
             if rival is None:
                 values = [bytes_of(case, name) * numbers / s / t for s, t in zip(mine, top, strict=True)]
-            elif (seconds := run["seconds"].get(f"{'stream' if rival == TRAFFIC else case}/{rival}")) is not None:
+            elif (
+                seconds := run["seconds"].get(f"{'stream' if rival == TRAFFIC else case}/{rival}")
+            ) is not None:
                 values = [theirs / s for s, theirs in zip(mine, seconds, strict=True)]
             else:
                 continue
-            verdict = "" if aim is None else f"{aim:.2f} {'met' if spread(values)['median'] >= aim else 'missed'}"
+            verdict = (
+                "" if aim is None else f"{aim:.2f} {'met' if spread(values)['median'] >= aim else 'missed'}"
+            )
             lines.append(f"| {case}: {name} | {rival or 'the stream'} | {shown(values)} | {verdict} |")
     return "\n".join([*lines, ""])
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--numbers", type=int, default=64, help="millions of parameters in the shard")
     parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--rivals", default=",".join(RIVALS), help="whom to measure beside ours; DeepSpeed builds its kernel at first use")
+    parser.add_argument(
+        "--rivals",
+        default=",".join(RIVALS),
+        help="whom to measure beside ours; DeepSpeed builds its kernel at first use",
+    )
     parser.add_argument("--threads", default="1,2", help="numbers of threads, each in a process of its own")
     parser.add_argument("--out", type=Path, help="a .json file; the table goes beside it")
     parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
     if args.worker:
-        args.worker.write_text(json.dumps(measure(args.numbers, args.rounds, [name for name in args.rivals.split(",") if name])))
+        args.worker.write_text(
+            json.dumps(measure(args.numbers, args.rounds, [name for name in args.rivals.split(",") if name]))
+        )
         return 0
     runs = []
     for threads in args.threads.split(","):
         with tempfile.NamedTemporaryFile("r") as answer:
-            passed = ("--numbers", str(args.numbers), "--rounds", str(args.rounds), "--rivals", args.rivals, "--worker", answer.name)
+            passed = (
+                "--numbers",
+                str(args.numbers),
+                "--rounds",
+                str(args.rounds),
+                "--rivals",
+                args.rivals,
+                "--worker",
+                answer.name,
+            )
             command = [sys.executable, __file__, *passed]
-            if subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": threads, "DS_ACCELERATOR": "cpu"}, check=False).returncode:
+            if subprocess.run(
+                command, env={**os.environ, "OMP_NUM_THREADS": threads, "DS_ACCELERATOR": "cpu"}, check=False
+            ).returncode:
                 return 1
             runs.append(json.load(answer))
     result = {"environment": environment(), "numbers": args.numbers, "rounds": args.rounds, "runs": runs}

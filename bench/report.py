@@ -1,7 +1,7 @@
 """From the turns of a case to its table: medians, spreads, ratios, and whether the losses agree.
 
-Invariant: a ratio divides two turns of one round of one group; medians are taken of ratios, never the other way round.
-"""
+Invariant: a ratio divides two turns of one round of one group; medians are taken of ratios, never the other
+way round."""
 
 from __future__ import annotations
 
@@ -16,13 +16,12 @@ from systems import FLOOR, SUITES, TIERS
 
 MIB = 2**20
 
-# Largest relative difference of a loss from the reference: rounding in fp32, and in bf16 the different places of casts.
+# Largest relative difference of a loss from the reference: rounding in fp32, and in bf16 the different places
+# of casts.
 TOLERANCE = {"fp32": 1e-5, "bf16": 1e-3}
 # DeepSpeed's stage 0 in bf16 begins Adam's step count one too high.
-KNOWN_APART = {
-    ("deepspeed0", "bf16"): 1e-2,
-    **{("polyreme-silent", dtype): math.inf for dtype in TOLERANCE},  # without its sums it computes something else
-}
+# without its sums it computes something else
+KNOWN_APART = {("deepspeed0", "bf16"): 1e-2, **{("polyreme-silent", dtype): math.inf for dtype in TOLERANCE}}
 
 TITLES = {
     "step": "Time of a training step",
@@ -30,7 +29,8 @@ TITLES = {
     "pipeline": "Time of a training step in a pipeline",
 }
 
-# Whom each of ours is measured against, and the factor that the project aims at (rival's time over ours), if any.
+# Whom each of ours is measured against, and the factor that the project aims at (rival's time over ours), if
+# any.
 RIVALS: dict[str, list[tuple[str, str, float | None]]] = {
     "tensor": [
         ("polyreme", "dtensor", 1.1),
@@ -41,8 +41,15 @@ RIVALS: dict[str, list[tuple[str, str, float | None]]] = {
     "pipeline": [
         ("polyreme", "torch", 1.0),
         ("polyreme", "deepspeed", 1.1),
-        *((f"polyreme-{other}", rival, aim) for other in ("1f1b", "even", "time") for rival, aim in (("torch", 1.0), ("deepspeed", 1.1))),
-        *((f"polyreme-{schedule}", "polyreme", None) for schedule in ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-v")),
+        *(
+            (f"polyreme-{other}", rival, aim)
+            for other in ("1f1b", "even", "time")
+            for rival, aim in (("torch", 1.0), ("deepspeed", 1.1))
+        ),
+        *(
+            (f"polyreme-{schedule}", "polyreme", None)
+            for schedule in ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-v")
+        ),
     ],
 }
 RIVALS["step"] = [
@@ -82,7 +89,9 @@ def spread(values: Sequence[float]) -> dict[str, float]:
 
 def turn_seconds(replies: Sequence[dict[str, Any]]) -> float:
     """The time of a step in one turn: the median over its steps of the mean over the ranks."""
-    return statistics.median(statistics.fmean(step) for step in zip(*(r["seconds"] for r in replies), strict=True))
+    return statistics.median(
+        statistics.fmean(step) for step in zip(*(r["seconds"] for r in replies), strict=True)
+    )
 
 
 def ratios(case: dict[str, Any], system: str, base: str = FLOOR) -> list[float]:
@@ -101,9 +110,8 @@ def ratios(case: dict[str, Any], system: str, base: str = FLOOR) -> list[float]:
 def compare_losses(case: dict[str, Any]) -> dict[str, dict[str, Any]]:
     """Whether each system's loss is the reference's in every step, and the largest relative difference.
 
-    The reference of the first steps is the floor, whose ranks then train the whole global batch. Afterwards the
-    floor's ranks go their own ways, and the reference is the first other system.
-    """
+    The reference of the first steps is the floor, whose ranks then train the whole global batch. Afterwards
+    the floor's ranks go their own ways, and the reference is the first other system."""
     dtype = case["job"]["dtype"]
     systems = {name: record for name, record in case["systems"].items() if "checked" in record}
 
@@ -168,7 +176,8 @@ def summarise(case: dict[str, Any]) -> dict[str, dict[str, Any]]:
             "faults": per_step(replies, "faults"),
             "main_cpu_ms": per_step(replies, "main_cpu_seconds") * 1e3,
             "other_cpu_ms": per_step(replies, "other_cpu_seconds") * 1e3,
-            "idle_share": sum(r["idle_cpu_seconds"] for r in replies) / sum(r["idle_seconds"] for r in replies),
+            "idle_share": sum(r["idle_cpu_seconds"] for r in replies)
+            / sum(r["idle_seconds"] for r in replies),
         }
     return rows
 
@@ -176,16 +185,27 @@ def summarise(case: dict[str, Any]) -> dict[str, dict[str, Any]]:
 def case_markdown(case: dict[str, Any]) -> list[str]:
     job = case["job"]
     columns = [
-        *("system", "ms a step", "quartiles", "over floor", "quartiles", "main cpu ms", "other cpu ms", "peak MiB"),
+        *(
+            "system",
+            "ms a step",
+            "quartiles",
+            "over floor",
+            "quartiles",
+            "main cpu ms",
+            "other cpu ms",
+            "peak MiB",
+        ),
         *("live MiB", "collectives", "payload MiB", "sent MiB", "page faults", "losses apart", "norms apart"),
     ]
     lines = [
         f"## {job['size']} {job['dtype']}",
         "",
-        f"{job['world']} ranks x {job['threads']} thread, {job['batch']} x {job['sequence']} tokens per rank and step"
+        f"{job['world']} ranks x {job['threads']} thread, "
+        f"{job['batch']} x {job['sequence']} tokens per rank and step"
         f"{f', {many} micro-batches of all' if (many := job.get('microbatches', 1)) > 1 else ''}. "
         f"In memory together: {'; '.join(', '.join(group) for group in case['groups'])}. "
-        f"Processes that were not of the benchmark used {foreign_cores(case):.2f} cores (median of the turns).",
+        "Processes that were not of the benchmark used "
+        f"{foreign_cores(case):.2f} cores (median of the turns).",
         "",
         "| " + " | ".join(columns) + " |",
         "|---|" + "--:|" * (len(columns) - 1),
@@ -195,10 +215,13 @@ def case_markdown(case: dict[str, Any]) -> list[str]:
         ms, ratio = row["milliseconds"], row["ratio"]
         norm = verdict["largest_norm"]
         lines.append(
-            f"| {name} | {ms['median']:.1f} | {ms['low']:.1f} to {ms['high']:.1f} | **{ratio['median']:.3f}** "
-            f"| {ratio['low']:.3f} to {ratio['high']:.3f} | {row['main_cpu_ms']:.1f} | {row['other_cpu_ms']:.1f} "
+            f"| {name} | {ms['median']:.1f} | {ms['low']:.1f} "
+            f"to {ms['high']:.1f} | **{ratio['median']:.3f}** "
+            f"| {ratio['low']:.3f} to {ratio['high']:.3f} | "
+            f"{row['main_cpu_ms']:.1f} | {row['other_cpu_ms']:.1f} "
             f"| {row['peak_mib']:.0f} | {row['live_mib']:.0f} "
-            f"| {row['collectives']} | {row['payload_mib']:.1f} | {row['sent_mib']:.1f} | {row['faults']:.0f} "
+            f"| {row['collectives']} | {row['payload_mib']:.1f} "
+            f"| {row['sent_mib']:.1f} | {row['faults']:.0f} "
             f"| {verdict['largest']:.1e}{'' if verdict['equal'] else ' **DIFFER**'} "
             f"| {'' if norm is None else f'{norm:.1e}'} |"
         )
@@ -219,7 +242,9 @@ def case_markdown(case: dict[str, Any]) -> list[str]:
         if values:
             s = spread(values)
             met = "" if aim is None else f"{aim:.2f} {'met' if s['median'] >= aim else 'missed'}"
-            lines.append(f"| {ours} | {theirs} | {s['median']:.3f} | {s['low']:.3f} to {s['high']:.3f} | {met} |")
+            lines.append(
+                f"| {ours} | {theirs} | {s['median']:.3f} | {s['low']:.3f} to {s['high']:.3f} | {met} |"
+            )
     return [*lines, ""]
 
 

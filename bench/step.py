@@ -2,9 +2,9 @@
 
     python bench/step.py --size 12m,60m --dtype fp32,bf16 --rounds 5 --steps 4 --out bench/results/NAME.json
 
-Invariant: at any moment at most one system computes, and a ratio is only ever taken between turns of the same round.
-Exit status: 0, 1 where a system failed or its losses differ, 2 for bad usage. See README.md for how and why.
-"""
+Invariant: at any moment at most one system computes, and a ratio is only ever taken between turns of the same
+round. Exit status: 0, 1 where a system failed or its losses differ, 2 for bad usage. See README.md for how
+and why."""
 
 from __future__ import annotations
 
@@ -48,8 +48,16 @@ class WorkerError(Exception):
 class Pair:
     """The ranks of one system: started once, then asked to do things, all ranks at the same time."""
 
-    def __init__(self, system: str, job: dict[str, Any], world: int, malloc: str, timeout: float, script: str = "worker.py",
-                 source: Path = BENCH.parent) -> None:  # fmt: skip
+    def __init__(
+        self,
+        system: str,
+        job: dict[str, Any],
+        world: int,
+        malloc: str,
+        timeout: float,
+        script: str = "worker.py",
+        source: Path = BENCH.parent,
+    ) -> None:
         """`source`: the checkout whose Polyreme is imported."""
         self.system, self.timeout = system, timeout
         with socket.socket() as probe:
@@ -62,7 +70,11 @@ class Pair:
             self.logs.append(log)
             self.processes.append(
                 subprocess.Popen(
-                    [sys.executable, str(BENCH / script), json.dumps({**job, "system": system, "rank": rank})],
+                    [
+                        sys.executable,
+                        str(BENCH / script),
+                        json.dumps({**job, "system": system, "rank": rank}),
+                    ],
                     stdin=subprocess.PIPE,
                     stdout=subprocess.PIPE,
                     stderr=log,
@@ -112,8 +124,11 @@ class Pair:
             process.wait()
 
 
-def worker_environment(rank: int, world: int, port: int, threads: int, malloc: str, source: Path = BENCH.parent) -> dict[str, str]:
-    """The environment of a rank, the same for every system but for the checkout `source` whose Polyreme it imports."""
+def worker_environment(
+    rank: int, world: int, port: int, threads: int, malloc: str, source: Path = BENCH.parent
+) -> dict[str, str]:
+    """The environment of a rank, the same for every system but for the checkout `source` whose Polyreme it
+    imports."""
     env = {k: v for k, v in os.environ.items() if not k.startswith("MALLOC_")}
     env |= {
         "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world),
@@ -144,14 +159,17 @@ def say(*words: object) -> None:
 class Group:
     """The systems that are in memory together: the floor and as many others as fit."""
 
-    def __init__(self, args: argparse.Namespace, job: dict[str, Any], found: dict[str, dict[str, Any]]) -> None:
+    def __init__(
+        self, args: argparse.Namespace, job: dict[str, Any], found: dict[str, dict[str, Any]]
+    ) -> None:
         self.args, self.job, self.found = args, job, found
         self.started: list[Pair] = []
         self.pairs: dict[str, Pair] = {}  # those that still run
         self.largest = 0
 
     def fits_another(self) -> bool:
-        """Whether half as much again as the largest pair so far, and 1 GiB, are free, and --at-once allows it. Nothing is swapped."""
+        """Whether half as much again as the largest pair so far, and 1 GiB, are free, and --at-once allows
+        it. Nothing is swapped."""
         if self.args.at_once is not None and len(self.pairs) > self.args.at_once:
             return False
         return len(self.pairs) < 2 or psutil.virtual_memory().available > 1.5 * self.largest + 2**30
@@ -204,11 +222,14 @@ def job_of(args: argparse.Namespace, size: str, dtype: str) -> dict[str, Any]:
 
 
 def measure(args: argparse.Namespace, size: str, dtype: str, systems: Sequence[str]) -> dict[str, Any]:
-    """All rounds of all systems at one size and dtype, in as few groups as memory allows; each has the floor in it."""
+    """All rounds of all systems at one size and dtype, in as few groups as memory allows; each has the floor
+    in it."""
     job = job_of(args, size, dtype)
     systems_of = SUITES[args.suite]
     found: dict[str, dict[str, Any]] = {}
-    chosen = [name for name in systems_of if name in systems and name != FLOOR and dtype in systems_of[name].dtypes]
+    chosen = [
+        name for name in systems_of if name in systems and name != FLOOR and dtype in systems_of[name].dtypes
+    ]
     waiting = chosen * args.starts
     order, began = random.Random(args.seed), time.monotonic()
     groups: list[list[str]] = []
@@ -242,7 +263,8 @@ def show_profiles(args: argparse.Namespace, size: str, dtype: str, systems: Sequ
             started.ask(do="check", steps=1)
             profile = started.ask(do="profile", steps=args.steps)[-1]
         print(
-            f"\n{system}, {size} {dtype}: {profile['wall_ms']:.1f} ms a step on the last rank, under the profiler; "
+            f"\n{system}, {size} {dtype}: {profile['wall_ms']:.1f} "
+            "ms a step on the last rank, under the profiler; "
             f"other threads (gloo) used {profile['other_cpu_ms']:.1f} ms of processor time"
         )
         for kind, ms in sorted(profile["split_ms"].items(), key=lambda item: -item[1]):
@@ -283,44 +305,81 @@ def choose(patterns: str, suite: str, parser: argparse.ArgumentParser) -> list[s
     chosen: list[str] = []
     for pattern in patterns.split(","):
         before = pattern.endswith(BEFORE)  # these are never meant by a shorter pattern
-        names = [n for n, s in SUITES[suite].items()
-                 if (not s.variant if pattern == "all" else fnmatch.fnmatch(n, pattern) and n.endswith(BEFORE) == before)]  # fmt: skip
+        names = [
+            n
+            for n, s in SUITES[suite].items()
+            if (
+                not s.variant
+                if pattern == "all"
+                else fnmatch.fnmatch(n, pattern) and n.endswith(BEFORE) == before
+            )
+        ]
         if not names:
             parser.error(f"--systems {pattern!r} names no system; there are all, {', '.join(SUITES[suite])}")
         chosen += [name for name in names if name not in chosen]
     return chosen
 
 
-def parse(suite: str, description: str | None, defaults: Mapping[str, Any], argv: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+def parse(
+    suite: str, description: str | None, defaults: Mapping[str, Any], argv: Sequence[str] | None = None
+) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--size", default="12m", help="comma list of " + ", ".join(SIZES[suite]))
     parser.add_argument("--dtype", default="fp32", help="comma list of fp32, bf16")
-    parser.add_argument("--systems", default="all", help="comma list of names or patterns, such as 'ddp,polyreme*'")
+    parser.add_argument(
+        "--systems", default="all", help="comma list of names or patterns, such as 'ddp,polyreme*'"
+    )
     parser.add_argument("--rounds", type=int, default=5, help="turns of each system")
-    parser.add_argument("--seconds", type=float, default=float("inf"), help="no round but the first is begun so long after a case was")
-    parser.add_argument("--starts", type=int, default=1, help="times that the ranks are started anew, for as many rounds each")
+    parser.add_argument(
+        "--seconds",
+        type=float,
+        default=float("inf"),
+        help="no round but the first is begun so long after a case was",
+    )
+    parser.add_argument(
+        "--starts", type=int, default=1, help="times that the ranks are started anew, for as many rounds each"
+    )
     parser.add_argument("--steps", type=int, default=4, help="timed steps in a turn")
     parser.add_argument("--settle", type=int, default=1, help="untimed steps at the start of a turn")
     parser.add_argument("--batch", type=int, default=4, help="samples per rank and step")
     parser.add_argument("--sequence", type=int, default=256, help="tokens per sample")
     if suite == "pipeline":
         parser.add_argument("--microbatches", type=int, default=8, help="of the batch of all ranks")
-    parser.add_argument("--before", type=Path, help=f"another checkout, whose Polyreme the systems that end in {BEFORE} are")
+    parser.add_argument(
+        "--before", type=Path, help=f"another checkout, whose Polyreme the systems that end in {BEFORE} are"
+    )
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--threads", type=int, default=1, help="of each rank")
-    parser.add_argument("--malloc", choices=("keep", "default"), default="default", help="glibc settings of all ranks")
-    parser.add_argument("--at-once", type=int, help="systems in memory beside the floor; as many as seem to fit")
+    parser.add_argument(
+        "--malloc", choices=("keep", "default"), default="default", help="glibc settings of all ranks"
+    )
+    parser.add_argument(
+        "--at-once", type=int, help="systems in memory beside the floor; as many as seem to fit"
+    )
     parser.add_argument("--seed", type=int, default=0, help="of the order of turns")
     parser.add_argument("--timeout", type=float, default=600.0, help="seconds for one answer of a rank")
-    parser.add_argument("--folder", type=Path, default=Path(), help="on the disk for files of systems; all that is made there is removed")
+    parser.add_argument(
+        "--folder",
+        type=Path,
+        default=Path(),
+        help="on the disk for files of systems; all that is made there is removed",
+    )
     parser.add_argument("--out", type=Path, help="the JSON result; a table is written beside it as .md")
-    parser.add_argument("--profile", action="store_true", help="time nothing; show where each system's time goes")
+    parser.add_argument(
+        "--profile", action="store_true", help="time nothing; show where each system's time goes"
+    )
     parser.set_defaults(suite=suite, **({} if suite == "pipeline" else {"microbatches": 1}), **defaults)
     args = parser.parse_args(argv)
     args.systems = choose(args.systems, suite, parser)
     args.before = args.before and args.before.resolve()
-    if any(name.endswith(BEFORE) for name in args.systems) and not (args.before and (args.before / "src" / "polyreme").is_dir()):
-        parser.error(f"--before {args.before}: give the checkout that systems ending in {BEFORE} are to be of")
+    if any(name.endswith(BEFORE) for name in args.systems) and not (
+        args.before and (args.before / "src" / "polyreme").is_dir()
+    ):
+        parser.error(
+            f"--before {args.before}: give the checkout that systems ending in {BEFORE} are to be of"
+        )
     args.size, args.dtype = args.size.split(","), args.dtype.split(",")
     for option, allowed in (("size", SIZES[suite]), ("dtype", ("fp32", "bf16"))):
         for value in getattr(args, option):
@@ -330,11 +389,16 @@ def parse(suite: str, description: str | None, defaults: Mapping[str, Any], argv
         if getattr(args, option) < 1:
             parser.error(f"--{option} {getattr(args, option)}: must be at least 1")
     if (args.batch * args.ranks) % args.microbatches:
-        parser.error(f"--microbatches {args.microbatches} does not divide the {args.batch * args.ranks} samples of all ranks")
+        parser.error(
+            f"--microbatches {args.microbatches} does not divide "
+            f"the {args.batch * args.ranks} samples of all ranks"
+        )
     return args
 
 
-def main(suite: str = "step", description: str | None = __doc__, argv: Sequence[str] | None = None, **defaults: Any) -> int:
+def main(
+    suite: str = "step", description: str | None = __doc__, argv: Sequence[str] | None = None, **defaults: Any
+) -> int:
     """Measure what the arguments say of `suite`; `defaults` are those of the options."""
     args = parse(suite, description, defaults, argv)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that nothing is left on the disk
@@ -346,7 +410,12 @@ def main(suite: str = "step", description: str | None = __doc__, argv: Sequence[
 def run(suite: str, args: argparse.Namespace) -> int:
     """Measure, print and write all that `args` ask for; returns the exit status."""
     started = time.monotonic()
-    result: dict[str, Any] = {"suite": suite, "environment": environment(), "malloc": args.malloc, "cases": []}
+    result: dict[str, Any] = {
+        "suite": suite,
+        "environment": environment(),
+        "malloc": args.malloc,
+        "cases": [],
+    }
     failed = False
     for size in args.size:
         for dtype in args.dtype:

@@ -1,4 +1,5 @@
-"""The arithmetic of the benchmark: ratios stay within a round, and losses that differ do not pass. And its short ways, at a tiny size."""
+"""The arithmetic of the benchmark: ratios stay within a round, and losses that differ do not pass. And its
+short ways, at a tiny size."""
 
 from __future__ import annotations
 
@@ -23,7 +24,12 @@ BENCH = Path(__file__).parent
 
 
 def turn(seconds: float, loss: float = 5.0) -> list[dict[str, Any]]:
-    counters = {"faults": 7.0, "main_cpu_seconds": seconds, "other_cpu_seconds": 0.0, "loopback_bytes": 4.0 * 2**20}
+    counters = {
+        "faults": 7.0,
+        "main_cpu_seconds": seconds,
+        "other_cpu_seconds": 0.0,
+        "loopback_bytes": 4.0 * 2**20,
+    }
     reply = {
         "seconds": [seconds, seconds],
         "losses": [loss, loss],
@@ -36,14 +42,24 @@ def turn(seconds: float, loss: float = 5.0) -> list[dict[str, Any]]:
     return [dict(reply), dict(reply)]
 
 
-def system(turns: dict[str, list[dict[str, Any]]], losses: tuple[float, float] = (6.0, 5.5)) -> dict[str, Any]:
+def system(
+    turns: dict[str, list[dict[str, Any]]], losses: tuple[float, float] = (6.0, 5.5)
+) -> dict[str, Any]:
     checked = {"losses": list(losses), "norms": [1.0, 1.0], "collectives": {"allreduce": 3}}
     checked |= {"collective_bytes": {"allreduce": 2**21}, "live_bytes": 2**20, "rss": 2**20}
     return {"turns": turns, "checked": [checked, checked], "rss_imported": 100 * 2**20}
 
 
 def case(dtype: str = "fp32", **systems: dict[str, Any]) -> dict[str, Any]:
-    job = {"size": "12m", "dtype": dtype, "world": 2, "threads": 1, "batch": 4, "sequence": 256, "suite": "step"}
+    job = {
+        "size": "12m",
+        "dtype": dtype,
+        "world": 2,
+        "threads": 1,
+        "batch": 4,
+        "sequence": 256,
+        "suite": "step",
+    }
     return {"job": job, "groups": [list(systems)], "systems": systems}
 
 
@@ -65,7 +81,9 @@ def test_the_mean_over_ranks_then_the_median_over_steps() -> None:
     assert report.turn_seconds(replies) == 2.0
 
 
-@pytest.mark.parametrize(("apart", "equal"), [(0.0, True), (5e-6, True), (1e-4, False), (float("nan"), False)])
+@pytest.mark.parametrize(
+    ("apart", "equal"), [(0.0, True), (5e-6, True), (1e-4, False), (float("nan"), False)]
+)
 def test_a_different_loss_in_the_checked_steps_is_found(apart: float, equal: bool) -> None:
     floor = system({"0.0": turn(1.0)})
     found = report.compare_losses(case(floor=floor, ddp=system({"0.0": turn(1.0)}, (6.0, 5.5 * (1 + apart)))))
@@ -94,7 +112,8 @@ def test_the_table_has_a_row_per_system_and_names_what_failed() -> None:
     both["losses"], both["summary"] = report.compare_losses(both), report.summarise(both)
     table = "\n".join(report.case_markdown(both))
     assert "| ddp | 1250.0 | 1250.0 to 1250.0 | **1.250** |" in table
-    assert "| 200 | 1 | 3 | 2.0 | 2.0 | 7 | 0.0e+00 |" in table  # peak less imports, live, collectives, payload, sent
+    # peak less imports, live, collectives, payload, sent
+    assert "| 200 | 1 | 3 | 2.0 | 2.0 | 7 | 0.0e+00 |" in table
     assert "**fsdp2 failed**: fsdp2: rank 0 ended: ValueError: no" in table
 
 
@@ -107,28 +126,53 @@ def test_rivals_and_titles_are_of_what_each_script_compares() -> None:
 @pytest.mark.parametrize(
     ("script", "systems", "options"),
     [
-        ("tensor", ["floor", "polyreme", "dtensor", "polyreme-sequence", "polyreme-silent"], ["--size", "h64", "--sequence", "32"]),
-        ("pipeline", ["floor", "polyreme", "torch", "deepspeed"], ["--size", "tiny", "--sequence", "32", "--microbatches", "4"]),
+        (
+            "tensor",
+            ["floor", "polyreme", "dtensor", "polyreme-sequence", "polyreme-silent"],
+            ["--size", "h64", "--sequence", "32"],
+        ),
+        (
+            "pipeline",
+            ["floor", "polyreme", "torch", "deepspeed"],
+            ["--size", "tiny", "--sequence", "32", "--microbatches", "4"],
+        ),
     ],
 )
-def test_divided_models_compute_the_same(script: str, systems: list[str], options: list[str], tmp_path: Path) -> None:
-    """Every system starts, and its losses are those of the undivided model; but for the one that leaves out its sums."""
+def test_divided_models_compute_the_same(
+    script: str, systems: list[str], options: list[str], tmp_path: Path
+) -> None:
+    """Every system starts, and its losses are those of the undivided model; but for the one that leaves out
+    its sums."""
     if "deepspeed" in systems:
         pytest.importorskip("deepspeed")
     out = tmp_path / "found.json"
-    options = [*options, "--systems", ",".join(systems), "--rounds", "1", "--steps", "1", "--settle", "0", "--out", str(out)]
+    options = [
+        *options,
+        "--systems",
+        ",".join(systems),
+        "--rounds",
+        "1",
+        "--steps",
+        "1",
+        "--settle",
+        "0",
+        "--out",
+        str(out),
+    ]
     command = [sys.executable, str(BENCH / f"{script}.py"), *options]
     done = subprocess.run(command, capture_output=True, text=True, timeout=110)
     assert done.returncode == 0, done.stdout + done.stderr
     case = json.loads(out.read_text())["cases"][0]
     assert list(case["summary"]) == systems
-    assert {name for name, found in case["losses"].items() if found["largest"] > 1e-5} == {"polyreme-silent"} & set(systems)
+    assert {name for name, found in case["losses"].items() if found["largest"] > 1e-5} == {
+        "polyreme-silent"
+    } & set(systems)
     assert f"| {systems[1]} | {systems[2]} |" in out.with_suffix(".md").read_text()
 
 
 def stepped(name: Name) -> bubble.Step:
-    """A simulated step of 4 ranks as they would have noted it: posting takes no time, and what begins later than the action before it ended
-    has waited."""
+    """A simulated step of 4 ranks as they would have noted it: posting takes no time, and what begins later
+    than the action before it ended has waited."""
     table = build(name, 4, 8)
     cells = simulate(table, Costs.even(table)).cells
     step = []
@@ -153,12 +197,33 @@ def test_the_measured_bubble_of_a_simulated_step_is_the_simulated_one(name: Name
 
 def test_the_bubbles_of_a_step_by_hand() -> None:
     """Two ranks, from 0 to 23 without the update; 10 of it are computed on the first, 9 on the second."""
-    first = [("F", 0, 0, 2, 0), ("SA", 0, 2, 2.5, 0), ("F", 1, 2.5, 4.5, 0), ("SA", 1, 4.5, 5, 0), ("RG", 0, 5, 5, 0), ("B", 0, 5, 15, 8),
-             ("RG", 1, 15, 15, 0), ("B", 1, 15, 23, 4), ("U", None, 23, 40, 0)]  # fmt: skip
-    second = [("RA", 0, 1, 1, 0), ("RA", 1, 1, 1, 0), ("F", 0, 1, 5, 3), ("B", 0, 5, 10, 0), ("SG", 0, 10, 11, 0), ("F", 1, 11, 12, 0),
-              ("B", 1, 12, 14, 0), ("SG", 1, 14, 15, 0)]  # fmt: skip
-    step = [[bubble.Span(Action(op, stage, i), *times) for op, i, *times in row] for stage, row in enumerate((first, second))]
-    assert sorted(bubble.transfers(step)) == [2, 3]  # sent at 2 and arrived at 4, sent at 10 and arrived at 13
+    first = [
+        ("F", 0, 0, 2, 0),
+        ("SA", 0, 2, 2.5, 0),
+        ("F", 1, 2.5, 4.5, 0),
+        ("SA", 1, 4.5, 5, 0),
+        ("RG", 0, 5, 5, 0),
+        ("B", 0, 5, 15, 8),
+        ("RG", 1, 15, 15, 0),
+        ("B", 1, 15, 23, 4),
+        ("U", None, 23, 40, 0),
+    ]
+    second = [
+        ("RA", 0, 1, 1, 0),
+        ("RA", 1, 1, 1, 0),
+        ("F", 0, 1, 5, 3),
+        ("B", 0, 5, 10, 0),
+        ("SG", 0, 10, 11, 0),
+        ("F", 1, 11, 12, 0),
+        ("B", 1, 12, 14, 0),
+        ("SG", 1, 14, 15, 0),
+    ]
+    step = [
+        [bubble.Span(Action(op, stage, i), *times) for op, i, *times in row]
+        for stage, row in enumerate((first, second))
+    ]
+    # sent at 2 and arrived at 4, sent at 10 and arrived at 13
+    assert sorted(bubble.transfers(step)) == [2, 3]
     means = {(op, stage): mean for (op, stage, _), mean in bubble.means(step).items()}
     assert means == {("F", 0): 2, ("B", 0): 3, ("F", 1): 1, ("B", 1): 3.5}
     found = bubble.bubbles(build("1f1b", 2, 2), step, transfer=2)
@@ -170,7 +235,17 @@ def test_bubbles_are_measured(tmp_path: Path) -> None:
     """Every schedule of sleeping blocks, and one that computes, as small as can be."""
     out = tmp_path / "found.json"
     for options in (["--models", "sleep"], ["--models", "tiny", "--schedules", "zb-h1"]):
-        command = [sys.executable, str(BENCH / "bubble.py"), *options, "--microbatches", "4", "--steps", "1", "--milliseconds", "0.5"]
+        command = [
+            sys.executable,
+            str(BENCH / "bubble.py"),
+            *options,
+            "--microbatches",
+            "4",
+            "--steps",
+            "1",
+            "--milliseconds",
+            "0.5",
+        ]
         done = subprocess.run([*command, "--out", str(out)], capture_output=True, text=True, timeout=110)
         assert done.returncode == 0, done.stdout + done.stderr
         cases = json.loads(out.read_text())["cases"]
@@ -203,8 +278,12 @@ def test_checkpoints_are_measured(tmp_path: Path) -> None:
     options = ["--settle", "0", "--systems", ",".join(systems), "--folder", str(tmp_path), "--out", str(out)]
     done = subprocess.run([*command, *options], capture_output=True, text=True, timeout=110)
     assert done.returncode == 0, done.stdout + done.stderr
-    for found, load in zip(json.loads(out.read_text())["rounds"], ("load, fresh memory", "load"), strict=True):
-        assert {f"{name} {action}" for name in systems for action in ("save", load, "load, cached")} < set(found)
+    for found, load in zip(
+        json.loads(out.read_text())["rounds"], ("load, fresh memory", "load"), strict=True
+    ):
+        assert {f"{name} {action}" for name in systems for action in ("save", load, "load, cached")} < set(
+            found
+        )
         assert found["polyreme save aside"]["call"] > 0 and found["dcp save aside"]["call"] > 0
     assert "| polyreme load, cached | dcp load, cached |" in out.with_suffix(".md").read_text()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["found.json", "found.md"]
@@ -213,8 +292,21 @@ def test_checkpoints_are_measured(tmp_path: Path) -> None:
 def test_the_file_tier_is_measured(tmp_path: Path) -> None:
     """With fio or without; nothing is left."""
     out = tmp_path / "found.json"
-    options = ["--record", "1", "--records", "3", "--rounds", "1", "--folder", str(tmp_path), "--out", str(out)]
-    done = subprocess.run([sys.executable, str(BENCH / "tiers.py"), *options], capture_output=True, text=True, timeout=110)
+    options = [
+        "--record",
+        "1",
+        "--records",
+        "3",
+        "--rounds",
+        "1",
+        "--folder",
+        str(tmp_path),
+        "--out",
+        str(out),
+    ]
+    done = subprocess.run(
+        [sys.executable, str(BENCH / "tiers.py"), *options], capture_output=True, text=True, timeout=110
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     (found,) = json.loads(out.read_text())["rounds"]
     assert list(found) == ["read", "write", "update"]
@@ -226,8 +318,21 @@ def test_the_file_tier_is_measured(tmp_path: Path) -> None:
 def test_updates_from_files_are_measured(tmp_path: Path) -> None:
     """They move every state once each way, and change what those from host memory do."""
     out = tmp_path / "found.json"
-    options = ["--numbers", "4", "--rounds", "1", "--threads", "1", "--folder", str(tmp_path), "--out", str(out)]
-    done = subprocess.run([sys.executable, str(BENCH / "overlap.py"), *options], capture_output=True, text=True, timeout=110)
+    options = [
+        "--numbers",
+        "4",
+        "--rounds",
+        "1",
+        "--threads",
+        "1",
+        "--folder",
+        str(tmp_path),
+        "--out",
+        str(out),
+    ]
+    done = subprocess.run(
+        [sys.executable, str(BENCH / "overlap.py"), *options], capture_output=True, text=True, timeout=110
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     (run,) = json.loads(out.read_text())["runs"]
     assert run["moved"] == 2 * 12 * 4 * 2**20 and run["same"]
@@ -239,7 +344,20 @@ def test_steps_are_measured_in_every_home(tmp_path: Path) -> None:
     """With the losses of numbers on the device; nothing is left."""
     out = tmp_path / "found.json"
     systems = ["floor", "polyreme2+host", "polyreme3+file+params", "fsdp2+cpu"]
-    options = ["--size", "tiny", "--sequence", "32", "--systems", ",".join(systems[1:]), "--rounds", "1", "--steps", "1", "--settle", "0"]
+    options = [
+        "--size",
+        "tiny",
+        "--sequence",
+        "32",
+        "--systems",
+        ",".join(systems[1:]),
+        "--rounds",
+        "1",
+        "--steps",
+        "1",
+        "--settle",
+        "0",
+    ]
     command = [sys.executable, str(BENCH / "step.py"), *options, "--folder", str(tmp_path), "--out", str(out)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=110)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -249,8 +367,23 @@ def test_steps_are_measured_in_every_home(tmp_path: Path) -> None:
 
 def test_a_model_trains_from_files_as_predicted(tmp_path: Path) -> None:
     out = tmp_path / "found.json"
-    options = ["--size", "tiny", "--ranks", "1", "--steps", "1", "--tokens", "16", "--folder", str(tmp_path / "tier"), "--out", str(out)]
-    done = subprocess.run([sys.executable, str(BENCH / "large.py"), *options], capture_output=True, text=True, timeout=110)
+    options = [
+        "--size",
+        "tiny",
+        "--ranks",
+        "1",
+        "--steps",
+        "1",
+        "--tokens",
+        "16",
+        "--folder",
+        str(tmp_path / "tier"),
+        "--out",
+        str(out),
+    ]
+    done = subprocess.run(
+        [sys.executable, str(BENCH / "large.py"), *options], capture_output=True, text=True, timeout=110
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     (told,) = json.loads(out.read_text())
     assert told["steps"][0]["tiers"]["states"]["read"] == told["traffic"]["states"][0] > 0
@@ -260,13 +393,28 @@ def test_a_model_trains_from_files_as_predicted(tmp_path: Path) -> None:
 def test_the_optimizers_step_is_measured(tmp_path: Path) -> None:
     """Its bits are compared with torch's first."""
     out = tmp_path / "found.json"
-    options = ["--numbers", "1", "--rounds", "2", "--threads", "1", "--rivals", "torch fused", "--out", str(out)]
-    done = subprocess.run([sys.executable, str(BENCH / "optimizer.py"), *options], capture_output=True, text=True, timeout=110)
+    options = [
+        "--numbers",
+        "1",
+        "--rounds",
+        "2",
+        "--threads",
+        "1",
+        "--rivals",
+        "torch fused",
+        "--out",
+        str(out),
+    ]
+    done = subprocess.run(
+        [sys.executable, str(BENCH / "optimizer.py"), *options], capture_output=True, text=True, timeout=110
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     (run,) = json.loads(out.read_text())["runs"]
-    assert {f"{case}/{name}" for case in ("fp32", "bf16, clipped") for name in ("polyreme", "torch fused", "polyreme, Lion")} < set(
-        run["seconds"]
-    )
+    assert {
+        f"{case}/{name}"
+        for case in ("fp32", "bf16, clipped")
+        for name in ("polyreme", "torch fused", "polyreme, Lion")
+    } < set(run["seconds"])
     assert "| bf16, clipped: polyreme | the stream |" in out.with_suffix(".md").read_text()
 
 
@@ -277,15 +425,28 @@ def test_a_run_that_ends_otherwise_is_seen(tmp_path: Path) -> None:
         run = tmp_path / name
         (run / "step-1").mkdir(parents=True)
         (run / "step-1" / "model.safetensors").write_bytes(weights)
-        (run / "step-1" / "resume.json").write_text(json.dumps({"self": f"{seconds}", "state": {"step": 1}, "extra": {"seconds": seconds}}))
+        (run / "step-1" / "resume.json").write_text(
+            json.dumps({"self": f"{seconds}", "state": {"step": 1}, "extra": {"seconds": seconds}})
+        )
         lines = [{"kind": "run", "step": 0}, {"kind": "step", "step": 1, "loss": loss, "seconds": seconds}]
         (run / "log.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
         return run
 
     whole = make("whole", b"1", 3.0, 0.5)
     assert crash.differences(make("slower", b"1", 4.0, 0.5), whole) == []
-    assert crash.differences(make("other", b"2", 3.0, 0.25), whole) == ["step-1/model.safetensors is another", "the logs differ"]
-    kill = {"moment": "writing", "target": "rank 1", "writing": True, "deleting": False, "step": 5, "seconds": 0.5, "newest": "step-3"}
+    assert crash.differences(make("other", b"2", 3.0, 0.25), whole) == [
+        "step-1/model.safetensors is another",
+        "the logs differ",
+    ]
+    kill = {
+        "moment": "writing",
+        "target": "rank 1",
+        "writing": True,
+        "deleting": False,
+        "step": 5,
+        "seconds": 0.5,
+        "newest": "step-3",
+    }
     environment = {
         "date": "",
         "commit": "",
@@ -297,7 +458,10 @@ def test_a_run_that_ends_otherwise_is_seen(tmp_path: Path) -> None:
     }
     runs = [{"case": "stage 1, waiting", "kills": [kill, kill], "problems": ["it hung"]}]
     page = crash.markdown({"environment": environment, "runs": runs, "corruptions": {"found flip": 2}})
-    assert "killed by SIGKILL 2 times" in page and "Steps done again: 4, at most 2 after one kill. 0 of 1 runs ended" in page
+    assert (
+        "killed by SIGKILL 2 times" in page
+        and "Steps done again: 4, at most 2 after one kill. 0 of 1 runs ended" in page
+    )
     assert (
         "| stage 1, waiting | 1 | 2 | 2 | 0 | 2 | 0 | 0 |" in page
         and "- **stage 1, waiting: it hung**" in page

@@ -1,8 +1,7 @@
 """One rank of one system: builds it, then does what the conductor says, one JSON line in, one JSON line out.
 
-Invariant: between two commands it waits in `read` on its standard input and uses no processor. Replies go to the
-original standard output; all that the systems print goes to standard error.
-"""
+Invariant: between two commands it waits in `read` on its standard input and uses no processor. Replies go to
+the original standard output; all that the systems print goes to standard error."""
 
 from __future__ import annotations
 
@@ -59,14 +58,19 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
 
 # Kinds of operation by name. What matches none, and lies inside none, is computation.
 KINDS = {
-    "collectives": re.compile(r"gloo|c10d|bench::wait|all_?gather|all_?reduce|reduce_?scatter|broadcast|ProcessGroup"),
-    "optimizer and clip": re.compile(r"_fused_|Optimizer\.|_foreach_(?!copy)|vector_norm|clip|addcdiv|addcmul|lerp"),
+    "collectives": re.compile(
+        r"gloo|c10d|bench::wait|all_?gather|all_?reduce|reduce_?scatter|broadcast|ProcessGroup"
+    ),
+    "optimizer and clip": re.compile(
+        r"_fused_|Optimizer\.|_foreach_(?!copy)|vector_norm|clip|addcdiv|addcmul|lerp"
+    ),
     "copies and fills": re.compile(r"copy|clone|aten::(cat|contiguous|zero_|zeros|fill_|to)$"),
 }
 
 
 def kind_of(event: Any) -> str:
-    """The kind of an operation: by its own name, else by that of the nearest operation around it that has a kind."""
+    """The kind of an operation: by its own name, else by that of the nearest operation around it that has a
+    kind."""
     while event is not None:
         for kind, pattern in KINDS.items():
             if pattern.search(event.name):
@@ -76,7 +80,8 @@ def kind_of(event: Any) -> str:
 
 
 def live_bytes() -> int:
-    """Bytes of all tensor storages that Python can see, so not of those that only C++ holds (DDP's buckets)."""
+    """Bytes of all tensor storages that Python can see, so not of those that only C++ holds (DDP's
+    buckets)."""
     gc.collect()
     storages = {}
     for item in gc.get_objects():
@@ -106,7 +111,8 @@ def loopback_bytes() -> int:
 
 
 def counters() -> dict[str, float]:
-    """What only grows: page faults, processor seconds of the main thread and of all others (gloo's), bytes sent."""
+    """What only grows: page faults, processor seconds of the main thread and of all others (gloo's), bytes
+    sent."""
     main = time.thread_time()
     return {
         "faults": resource.getrusage(resource.RUSAGE_SELF).ru_minflt,
@@ -125,7 +131,8 @@ class Rank:
         if job.system != FLOOR:
             dist.init_process_group("gloo", rank=job.rank, world_size=job.world)
         system = SUITES[job.suite][job.system]
-        self.ranks = list(range(job.world)) if system.divides_model else [job.rank]  # whose samples this one gets
+        # whose samples this one gets
+        self.ranks = list(range(job.world)) if system.divides_model else [job.rank]
         self.train_step = system.build(build_model(job.size), job)
         self.rest()
 
@@ -142,7 +149,8 @@ class Rank:
         return time.perf_counter() - started, outcome
 
     def check(self, steps: int) -> dict[str, Any]:
-        """Trains the first steps and tells the losses. The floor's rank takes the whole global batch: the reference."""
+        """Trains the first steps and tells the losses. The floor's rank takes the whole global batch: the
+        reference."""
         ranks = list(range(self.job.world)) if self.job.system == FLOOR else None
         outcomes = [self.step(ranks)[1] for _ in range(steps)]
         counter = CollectiveCounter()
@@ -209,7 +217,9 @@ class Rank:
             operations[kind, event.name][0] += spent
             operations[kind, event.name][1] += 1 / steps
         wall = sum(seconds) / steps * 1e3
-        split["outside operations"] = wall - sum(ms for kind, ms in split.items() if kind != "background threads")
+        split["outside operations"] = wall - sum(
+            ms for kind, ms in split.items() if kind != "background threads"
+        )
         top = sorted(operations.items(), key=lambda item: -item[1][0])[:30]
         return {
             "wall_ms": wall,

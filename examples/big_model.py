@@ -11,7 +11,8 @@ import polyreme
 
 
 def build() -> nn.Module:
-    """Called once on each rank, on tensors without memory; what it draws is the same as if it had been built whole."""
+    """Called once on each rank, on tensors without memory; what it draws is the same as if it had been built
+    whole."""
     sizes = {"hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 12, "num_attention_heads": 4}
     return LlamaForCausalLM(LlamaConfig(vocab_size=1024, **sizes))
 
@@ -29,8 +30,13 @@ dataset = [{"input_ids": ids, "labels": ids} for ids in samples]
 mebi = 2**20
 held = engine.memory()
 if engine.mesh.rank == 0:
-    print(f"{engine.parameters / 1e6:.1f}M parameters, {2 * engine.parameters / mebi:.1f} MiB in bf16;", end=" ")
-    print(f"of the parameters each of {engine.mesh.dp.size} ranks holds {held['parameters'] / mebi:.1f} MiB between steps")
+    print(
+        f"{engine.parameters / 1e6:.1f}M parameters, {2 * engine.parameters / mebi:.1f} MiB in bf16;", end=" "
+    )
+    print(
+        f"of the parameters each of {engine.mesh.dp.size} ranks "
+        f"holds {held['parameters'] / mebi:.1f} MiB between steps"
+    )
 for batch in engine.loader(dataset, epochs=1):
     result = engine.train_step(batch)
     if engine.mesh.rank == 0 and result.step % 4 == 0:

@@ -1,4 +1,4 @@
-# examples/plain_module.py: any nn.Module and any dataset. Run it with: polyreme launch -n 2 examples/plain_module.py
+# examples/plain_module.py: any nn.Module and any dataset; polyreme launch -n 2 examples/plain_module.py
 import torch
 from torch import nn
 

@@ -1,4 +1,5 @@
-"""The command `polyreme` as its users run it: in a process of its own, whose descendants can be found wherever they are."""
+"""The command `polyreme` as its users run it: in a process of its own, whose descendants can be found
+wherever they are."""
 
 from __future__ import annotations
 
@@ -15,7 +16,15 @@ from pathlib import Path
 import polyreme.errors
 
 SOURCE = str(Path(polyreme.errors.__file__).parents[1])
-RANK_VARIABLES = ("POLYREME_LAUNCHED", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+RANK_VARIABLES = (
+    "POLYREME_LAUNCHED",
+    "RANK",
+    "WORLD_SIZE",
+    "LOCAL_RANK",
+    "LOCAL_WORLD_SIZE",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+)
 
 TINY = """
 [model.config]
@@ -47,8 +56,12 @@ plot = false
 
 def write_text(folder: Path, sentences: int = 400) -> Path:
     """A text with much to learn in a few steps: sentences of a few words, told apart by their numbers."""
-    people, deeds = ("the people", "our states", "this congress"), ("made peace", "kept the laws", "paid the debt", "built roads")
-    lines = [f"In year {i} {people[i % 3]} {deeds[i * i % 4]}.{' ' if i % 20 else chr(10)}" for i in range(sentences)]
+    people = ("the people", "our states", "this congress")
+    deeds = ("made peace", "kept the laws", "paid the debt", "built roads")
+    lines = [
+        f"In year {i} {people[i % 3]} {deeds[i * i % 4]}.{' ' if i % 20 else chr(10)}"
+        for i in range(sentences)
+    ]
     path = folder / "text.txt"
     path.write_text("".join(lines))
     return path
@@ -62,8 +75,15 @@ class Command:
         self.temporary.mkdir(exist_ok=True)
         self._mark = f"polyreme-test-{uuid.uuid4().hex}".encode()
         own = {k: v for k, v in os.environ.items() if k not in RANK_VARIABLES}
-        environment = {**own, "TMPDIR": str(self.temporary), "PYTHONPATH": SOURCE, "POLYREME_TEST": self._mark.decode(),
-                       "COLUMNS": "80", "OMP_NUM_THREADS": "1", **(variables or {})}  # fmt: skip
+        environment = {
+            **own,
+            "TMPDIR": str(self.temporary),
+            "PYTHONPATH": SOURCE,
+            "POLYREME_TEST": self._mark.decode(),
+            "COLUMNS": "80",
+            "OMP_NUM_THREADS": "1",
+            **(variables or {}),
+        }
         self.process = subprocess.Popen(
             [sys.executable, "-m", "polyreme", *words], cwd=folder, env=environment, stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
@@ -78,8 +98,14 @@ class Command:
                 state = (folder / "stat").read_text().rpartition(")")[2].split()[0]
             except (OSError, ProcessLookupError):
                 continue
-            if b"POLYREME_TEST=" + self._mark in variables and int(folder.name) != self.process.pid and state not in "ZX":
-                rank = next((int(v.removeprefix(b"RANK=")) for v in variables if v.startswith(b"RANK=")), None)
+            if (
+                b"POLYREME_TEST=" + self._mark in variables
+                and int(folder.name) != self.process.pid
+                and state not in "ZX"
+            ):
+                rank = next(
+                    (int(v.removeprefix(b"RANK=")) for v in variables if v.startswith(b"RANK=")), None
+                )
                 found[int(folder.name)] = rank
         return found
 
@@ -97,13 +123,15 @@ def polyreme(folder: Path, *words: str, variables: Mapping[str, str] | None = No
 
 @contextmanager
 def running(folder: Path, *words: str, variables: Mapping[str, str] | None = None) -> Iterator[Command]:
-    """A run that is over, with all its processes, when the block is left; one that left any is a failed test."""
+    """A run that is over, with all its processes, when the block is left; one that left any is a failed
+    test."""
     command = Command(folder, *words, variables=variables)
     try:
         yield command
         left = command.descendants()
         assert not left, f"processes outlived the run: {left}"
-        files = [path for path in command.temporary.rglob("*") if not path.name.startswith("torchinductor_")]  # torch's, empty
+        # torch's, empty
+        files = [path for path in command.temporary.rglob("*") if not path.name.startswith("torchinductor_")]
         assert not files, f"temporary files outlived the run: {files}"
     finally:
         for pid in (command.process.pid, *command.descendants()):

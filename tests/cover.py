@@ -1,4 +1,5 @@
-"""Few of many cases that have together what all of them have: in place of a full product, a run for every pair or triple of values."""
+"""Few of many cases that have together what all of them have: in place of a full product, a run for every
+pair or triple of values."""
 
 from __future__ import annotations
 
@@ -10,7 +11,8 @@ T = TypeVar("T")
 
 
 def cover(cases: Sequence[T], has: Callable[[T], Iterable[Hashable]]) -> list[T]:
-    """Cases that have everything which any case has, each chosen as the first that has most of what is still missing."""
+    """Cases that have everything which any case has, each chosen as the first that has most of what is still
+    missing."""
     left = {i: set(has(case)) for i, case in enumerate(cases)}
     missing = set().union(*left.values())
     found = []

@@ -1,4 +1,5 @@
-"""Small models and batches that the tests share, and plain single-process PyTorch training to compare with."""
+"""Small models and batches that the tests share, and plain single-process PyTorch training to compare
+with."""
 
 from __future__ import annotations
 
@@ -30,11 +31,20 @@ class Wide(TorchFunctionMode):
 def llama(**changes: Any) -> nn.Module:
     """Grouped-query attention, untied head, odd vocabulary."""
     config = transformers.LlamaConfig(
-        **{"vocab_size": VOCABULARY, "hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 3, "num_attention_heads": 4,
-           "num_key_value_heads": 2, "max_position_embeddings": 64, **changes}
-    )  # fmt: skip
+        **{
+            "vocab_size": VOCABULARY,
+            "hidden_size": 24,
+            "intermediate_size": 40,
+            "num_hidden_layers": 3,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "max_position_embeddings": 64,
+            **changes,
+        }
+    )
     model = transformers.LlamaForCausalLM(config)
-    for module in list(model.modules()):  # transformers' norm rounds to float32 inside, which would hide what float64 is to show
+    # transformers' norm rounds to float32 inside, which would hide what float64 is to show
+    for module in list(model.modules()):
         for name, child in module.named_children():
             if type(child).__name__ == "LlamaRMSNorm":
                 setattr(module, name, nn.RMSNorm(child.weight.numel(), eps=config.rms_norm_eps))
@@ -43,8 +53,16 @@ def llama(**changes: Any) -> nn.Module:
 
 def gpt2(blocks: int = 3) -> nn.Module:
     """Conv1D layers and a head tied to the embedding; no dropout, so that every rank computes alike."""
-    config = transformers.GPT2Config(vocab_size=VOCABULARY, n_positions=32, n_embd=24, n_layer=blocks, n_head=4,
-                                     resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)  # fmt: skip
+    config = transformers.GPT2Config(
+        vocab_size=VOCABULARY,
+        n_positions=32,
+        n_embd=24,
+        n_layer=blocks,
+        n_head=4,
+        resid_pdrop=0.0,
+        embd_pdrop=0.0,
+        attn_pdrop=0.0,
+    )
     return transformers.GPT2LMHeadModel(config)
 
 
@@ -64,18 +82,23 @@ class ConvNet(nn.Module):
 
 
 class Dag(nn.Module):
-    """A random directed graph of modules, by `seed`: each node sums some of the earlier ones' outputs. Some modules are called
-    twice, one parameter is shared between modules, one is frozen, one is of size zero, and one is never used."""
+    """A random directed graph of modules, by `seed`: each node sums some of the earlier ones' outputs. Some
+    modules are called twice, one parameter is shared between modules, one is frozen, one is of size zero, and
+    one is never used."""
 
     def __init__(self, seed: int, width: int = 9, nodes: int = 7) -> None:
         super().__init__()
         generator = torch.Generator().manual_seed(seed)
         self.nodes = nn.ModuleList(
-            nn.Sequential(nn.LayerNorm(width), nn.Linear(width, width + i), nn.Tanh(), nn.Linear(width + i, width)) for i in range(nodes)
+            nn.Sequential(
+                nn.LayerNorm(width), nn.Linear(width, width + i), nn.Tanh(), nn.Linear(width + i, width)
+            )
+            for i in range(nodes)
         )
+        # earlier outputs; 0 is the input
         self.inputs = [
             sorted(set(torch.randint(0, i + 1, (2,), generator=generator).tolist())) for i in range(nodes)
-        ]  # earlier outputs; 0 is the input
+        ]
         self.twice = [i for i in range(nodes) if torch.rand((), generator=generator) < 0.4]
         self.nodes[0][3].weight = self.nodes[0][1].weight
         self.nodes[2][1].weight.requires_grad_(False)
@@ -102,7 +125,9 @@ def tokens(samples: int, length: int = 12, seed: int = 0) -> dict[str, Tensor]:
 
 def images(samples: int, seed: int = 0) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(seed)
-    return torch.randn(samples, 3, 8, 8, generator=generator), torch.randint(0, 5, (samples,), generator=generator)
+    return torch.randn(samples, 3, 8, 8, generator=generator), torch.randint(
+        0, 5, (samples,), generator=generator
+    )
 
 
 def vectors(samples: int, seed: int = 0) -> tuple[Tensor, Tensor]:
@@ -111,7 +136,8 @@ def vectors(samples: int, seed: int = 0) -> tuple[Tensor, Tensor]:
 
 
 def causal_loss(output: Any, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
-    """Sum of the next-token losses in the logits' own dtype (transformers' is in float32), and their number."""
+    """Sum of the next-token losses in the logits' own dtype (transformers' is in float32), and their
+    number."""
     labels = batch["labels"][:, 1:].reshape(-1)
     logits = output.logits[:, :-1].reshape(labels.numel(), -1)
     return F.cross_entropy(logits, labels, reduction="sum"), (labels != -100).sum()
@@ -147,11 +173,19 @@ def share(batch: Any, rank: int, world: int) -> Any:
 
 
 def plain_training(
-    model: nn.Module, loss_fn: Callable[..., Any], batches: Sequence[Any], optimizer: Callable[..., Any], clip: float | None
+    model: nn.Module,
+    loss_fn: Callable[..., Any],
+    batches: Sequence[Any],
+    optimizer: Callable[..., Any],
+    clip: float | None,
 ) -> tuple[list[tuple[float, float]], dict[str, Tensor]]:
-    """What the tests compare with: ordinary PyTorch on whole batches. (loss, gradient norm) of each step, and the final weights."""
+    """What the tests compare with: ordinary PyTorch on whole batches. (loss, gradient norm) of each step, and
+    the final weights."""
     trainable = [p for p in model.parameters() if p.requires_grad]
-    groups = [{"params": [p for p in trainable if p.dim() >= 2]}, {"params": [p for p in trainable if p.dim() < 2], "weight_decay": 0.0}]
+    groups = [
+        {"params": [p for p in trainable if p.dim() >= 2]},
+        {"params": [p for p in trainable if p.dim() < 2], "weight_decay": 0.0},
+    ]
     made = optimizer(groups)
     records = []
     for batch in batches:
@@ -169,6 +203,9 @@ def plain_training(
 
 
 def read_back(path: Any) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """What transformers reads of a checkpoint of `llama`, in the dtype that it was saved in, and what it says of it."""
-    model, info = transformers.AutoModelForCausalLM.from_pretrained(path, output_loading_info=True, dtype="auto")
+    """What transformers reads of a checkpoint of `llama`, in the dtype that it was saved in, and what it says
+    of it."""
+    model, info = transformers.AutoModelForCausalLM.from_pretrained(
+        path, output_loading_info=True, dtype="auto"
+    )
     return model.state_dict(), info

@@ -1,9 +1,9 @@
-"""Warm ranks for tests: real gloo process groups, started once from a forkserver and used again by every test.
+"""Warm ranks for tests: real gloo process groups, started once from a forkserver and used again by every
+test.
 
-Invariant: a pool that gets a job is clean (every rank idle, in step, only the default group alive); a pool that a job
-left otherwise is killed, and the next job of that world size gets new ranks. Nothing listens on a fixed port: ranks
-meet in a file.
-"""
+Invariant: a pool that gets a job is clean (every rank idle, in step, only the default group alive); a pool
+that a job left otherwise is killed, and the next job of that world size gets new ranks. Nothing listens on a
+fixed port: ranks meet in a file."""
 
 from __future__ import annotations
 
@@ -51,7 +51,8 @@ PRELOAD = [  # imported once by the forkserver; ranks begin with them
 
 
 class RanksFailed(Exception):
-    """A job failed on one or more ranks. `exceptions` has what each failed rank raised, where that can be pickled."""
+    """A job failed on one or more ranks. `exceptions` has what each failed rank raised, where that can be
+    pickled."""
 
     def __init__(self, report: str, exceptions: dict[int, BaseException]) -> None:
         super().__init__(report)
@@ -99,12 +100,11 @@ class Ranks:
     ) -> list[Any]:
         """Results of `function(rank, world_size, *args)`, by rank.
 
-        `function` stands at the top level of a test module, so that ranks can import it; arguments and results are
-        pickled. On every rank the default process group is up (gloo), one thread computes, the seed is 0. With
-        `deprecations="error"`, a deprecation warning that polyreme or torch.distributed causes fails the job.
-        Raises RanksFailed with every rank's traceback, the first failure first, or every rank's stacks after `timeout`
-        seconds.
-        """
+        `function` stands at the top level of a test module, so that ranks can import it; arguments and
+        results are pickled. On every rank the default process group is up (gloo), one thread computes, the
+        seed is 0. With `deprecations="error"`, a deprecation warning that polyreme or torch.distributed
+        causes fails the job. Raises RanksFailed with every rank's traceback, the first failure first, or
+        every rank's stacks after `timeout` seconds."""
         job = pickle.dumps((sys.path, pickle.dumps(Job(function, args, deprecations))))
         pool = self._pools.pop(world_size, None)
         if pool is None or not pool.alive():
@@ -141,7 +141,9 @@ class _Pool:
         self.processes: list[multiprocessing.process.BaseProcess] = []
         for rank in range(world_size):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, world_size, self.folder, theirs), daemon=True)
+            process = context.Process(
+                target=_serve, args=(rank, world_size, self.folder, theirs), daemon=True
+            )
             process.start()
             theirs.close()
             self.connections.append(ours)
@@ -166,21 +168,31 @@ class _Pool:
         deadline = time.monotonic() + timeout
         waiting = {connection: rank for rank, connection in enumerate(self.connections)}
         answers: dict[int, Answer] = {}
-        while waiting and (ready := multiprocessing.connection.wait(list(waiting), max(0.0, deadline - time.monotonic()))):
+        while waiting and (
+            ready := multiprocessing.connection.wait(list(waiting), max(0.0, deadline - time.monotonic()))
+        ):
             for connection in ready:
                 assert isinstance(connection, Connection)
                 rank = waiting.pop(connection)
                 answers[rank] = self._receive(rank, connection)
                 if answers[rank].failure is not None:
                     deadline = min(deadline, time.monotonic() + GRACE)
-        failed = sorted((rank for rank in answers if answers[rank].failure is not None), key=lambda r: answers[r].at)
+        failed = sorted(
+            (rank for rank in answers if answers[rank].failure is not None), key=lambda r: answers[r].at
+        )
         if not failed and not waiting:
             return [answers[rank] for rank in range(len(self.connections))]
         world_size = len(self.connections)
-        report = [f"rank {rank} of {world_size} failed{' first' if rank == failed[0] else ''}:\n{answers[rank].failure}" for rank in failed]
+        report = [
+            f"rank {rank} of {world_size} "
+            f"failed{' first' if rank == failed[0] else ''}:\n{answers[rank].failure}"
+            for rank in failed
+        ]
         why = "after another rank failed" if failed else f"at the timeout of {timeout:g} s"
         stacks = self._stacks(sorted(waiting.values()))
-        report += [f"rank {rank} of {world_size} still ran {why}; its stacks:\n{stacks[rank]}" for rank in stacks]
+        report += [
+            f"rank {rank} of {world_size} still ran {why}; its stacks:\n{stacks[rank]}" for rank in stacks
+        ]
         exceptions = {rank: error for rank in failed if (error := answers[rank].exception) is not None}
         raise RanksFailed("\n".join(["", *report]), exceptions)
 
@@ -192,11 +204,16 @@ class _Pool:
         except (EOFError, OSError):
             self.processes[rank].join(5)
             code = self.processes[rank].exitcode
-            end = f"signal {signal.Signals(-code).name}" if code is not None and code < 0 else f"exit status {code}"
+            end = (
+                f"signal {signal.Signals(-code).name}"
+                if code is not None and code < 0
+                else f"exit status {code}"
+            )
             return Answer(failure=f"the process ended with {end}\n")
 
     def _stacks(self, ranks: list[int]) -> dict[int, str]:
-        """Every thread's stack of ranks that still run; their faulthandler writes it even inside a blocked C++ call."""
+        """Every thread's stack of ranks that still run; their faulthandler writes it even inside a blocked
+        C++ call."""
         for rank in ranks:
             pid = self.processes[rank].pid
             assert pid is not None
@@ -240,7 +257,8 @@ def _serve(rank: int, world_size: int, folder: Path, connection: Connection) -> 
             while True:
                 answer = _run(rank, world_size, connection.recv_bytes())
                 connection.send_bytes(pickle.dumps(answer))
-                if answer.failure is None:  # else killed soon; a barrier here could pair with one of the failed job
+                # else killed soon; a barrier here could pair with one of the failed job
+                if answer.failure is None:
                     _tidy()
 
 
@@ -253,7 +271,9 @@ def _run(rank: int, world_size: int, job_bytes: bytes) -> Answer:
         with warnings.catch_warnings():
             if job.deprecations == "error":
                 for category in (DeprecationWarning, FutureWarning):
-                    warnings.filterwarnings("error", category=category, module=r"(polyreme|torch\.distributed)(\.|$)")
+                    warnings.filterwarnings(
+                        "error", category=category, module=r"(polyreme|torch\.distributed)(\.|$)"
+                    )
             result = pickle.dumps(job.function(rank, world_size, *job.args))
         return Answer(result, clean=dist.is_initialized())
     except BaseException as error:

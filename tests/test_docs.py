@@ -1,10 +1,9 @@
-"""The documentation tells the truth: every Python snippet of it runs, every config in it is valid, every example does what it
-says, every link leads somewhere.
+"""The documentation tells the truth: every Python snippet of it runs, every config in it is valid, every
+example does what it says, every link leads somewhere.
 
-A Python block runs in its page's namespace, one after the other, on as many ranks as RANKS says; one inside an HTML comment is
-set-up that readers need not see. A block whose first line is `# name.py` or `# name.toml` is a file: one of examples/ must be in the
-page as it is; any other is put where the page's snippets run.
-"""
+A Python block runs in its page's namespace, one after the other, on as many ranks as RANKS says; one inside
+an HTML comment is set-up that readers need not see. A block whose first line is `# name.py` or `# name.toml`
+is a file: one of examples/ must be in the page as it is; any other is put where the page's snippets run."""
 
 from __future__ import annotations
 
@@ -28,7 +27,14 @@ from pool import Ranks
 ROOT = Path(__file__).parents[1]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 EXAMPLES = sorted(p for p in (ROOT / "examples").iterdir() if p.is_file())
-RANKS = {"README.md": 2, "docs/zero.md": 2, "docs/mesh.md": 2, "docs/transport.md": 2, "docs/tensor.md": 2, "docs/checkpoint.md": 2}
+RANKS = {
+    "README.md": 2,
+    "docs/zero.md": 2,
+    "docs/mesh.md": 2,
+    "docs/transport.md": 2,
+    "docs/tensor.md": 2,
+    "docs/checkpoint.md": 2,
+}
 """Ranks that a page's snippets run on, where it is more than one."""
 
 
@@ -45,7 +51,9 @@ def name_of(page: Path) -> str:
 
 
 def blocks(page: Path) -> Iterator[Block]:
-    for language, text in re.findall(r"^```(\w+)\n(.*?)^```", page.read_text("utf-8"), re.DOTALL | re.MULTILINE):
+    for language, text in re.findall(
+        r"^```(\w+)\n(.*?)^```", page.read_text("utf-8"), re.DOTALL | re.MULTILINE
+    ):
         file = re.match(r"# ([\w/.-]+\.(?:py|toml))\b", text)
         yield Block(language, text, file[1] if file else None)
 
@@ -98,9 +106,17 @@ def folders(folder: Path) -> list[str]:
     return [f"checkpoint.folder={folder / 'run'}", f"data.cache={folder / 'cache'}"]
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if any(b.language == "python" and not b.file for b in blocks(page))], ids=name_of)
+@pytest.mark.parametrize(
+    "page",
+    [page for page in PAGES if any(b.language == "python" and not b.file for b in blocks(page))],
+    ids=name_of,
+)
 def test_snippets_run(page: Path, ranks: Ranks, tmp_path: Path) -> None:
-    snippets = [(f"{name_of(page)}, snippet {i}", b.text) for i, b in enumerate(blocks(page)) if b.language == "python" and not b.file]
+    snippets = [
+        (f"{name_of(page)}, snippet {i}", b.text)
+        for i, b in enumerate(blocks(page))
+        if b.language == "python" and not b.file
+    ]
     files = {b.file: b.text for b in blocks(page) if b.file and not (ROOT / b.file).exists()}
     for name, text in files.items():
         (tmp_path / name).write_text(text, "utf-8")
@@ -111,7 +127,9 @@ def test_snippets_run(page: Path, ranks: Ranks, tmp_path: Path) -> None:
 def test_files_and_configs_are_valid(page: Path) -> None:
     for block in blocks(page):
         if block.file and (ROOT / block.file).exists():
-            assert block.text == (ROOT / block.file).read_text("utf-8"), f"{name_of(page)} shows another {block.file}"
+            assert block.text == (ROOT / block.file).read_text("utf-8"), (
+                f"{name_of(page)} shows another {block.file}"
+            )
         if block.language == "toml":
             config = Config.load(tomllib.loads(block.text))
             assert config.problems(world_size=2) == []
@@ -134,7 +152,11 @@ def test_readme_script_is_short() -> None:
 
 def test_every_package_has_a_place_in_the_architecture() -> None:
     page = (ROOT / "docs" / "architecture.md").read_text("utf-8")
-    parts = {path.stem for path in (ROOT / "src" / "polyreme").iterdir() if not path.name.startswith("_") and path.suffix in ("", ".py")}
+    parts = {
+        path.stem
+        for path in (ROOT / "src" / "polyreme").iterdir()
+        if not path.name.startswith("_") and path.suffix in ("", ".py")
+    }
     assert [part for part in sorted(parts) if f"`{part}" not in page] == []
 
 
@@ -144,7 +166,11 @@ def test_the_version_is_that_of_the_package() -> None:
 
 def test_every_decision_is_listed() -> None:
     index = (ROOT / "docs" / "README.md").read_text("utf-8")
-    assert [p.name for p in sorted((ROOT / "docs" / "decisions").glob("*.md")) if f"(decisions/{p.name})" not in index] == []
+    assert [
+        p.name
+        for p in sorted((ROOT / "docs" / "decisions").glob("*.md"))
+        if f"(decisions/{p.name})" not in index
+    ] == []
 
 
 def test_every_example_is_run_by_a_test() -> None:
@@ -164,7 +190,9 @@ def test_huggingface(ranks: Ranks, tmp_path: Path) -> None:
     printed = ranks(2, run_example, ROOT / "examples" / "huggingface.py", tmp_path)[0]
     losses = [float(loss) for loss in re.findall(r"loss ([\d.]+)", printed)]
     assert losses[0] < 4.5 and losses[-1] < losses[0] - 0.3  # an even guess at a byte is ln 256 = 5.5
-    assert json.loads((tmp_path / "run/huggingface/config.json").read_text())["architectures"] == ["LlamaForCausalLM"]
+    assert json.loads((tmp_path / "run/huggingface/config.json").read_text())["architectures"] == [
+        "LlamaForCausalLM"
+    ]
 
 
 def test_big_model(ranks: Ranks, tmp_path: Path) -> None:
@@ -193,8 +221,17 @@ def test_layouts(ranks: Ranks, tmp_path: Path) -> None:
 def test_demo(ranks: Ranks, tmp_path: Path) -> None:
     """The demo, on less text and for a few steps."""
     smaller = "data.vocab_size=300 model.config.hidden_size=64 model.config.intermediate_size=128"
-    shorter = "train.length=4 train.validate_every=2 train.validate_batches=2 train.sample_tokens=4 lr_schedule.warmup=1"
-    overrides = ["data.path=docs", "data.pattern=*.md", *smaller.split(), *shorter.split(), *folders(tmp_path)]
+    shorter = (
+        "train.length=4 train.validate_every=2 train.validate_batches=2 "
+        "train.sample_tokens=4 lr_schedule.warmup=1"
+    )
+    overrides = [
+        "data.path=docs",
+        "data.pattern=*.md",
+        *smaller.split(),
+        *shorter.split(),
+        *folders(tmp_path),
+    ]
     summary = ranks(2, run_config, ROOT / "examples" / "demo.toml", overrides)[0]
     assert summary["steps"] == 4 and summary["bits_per_byte"] < summary["first_bits_per_byte"]
     assert Path(summary["checkpoint"], "model.safetensors").is_file() and Path(summary["plot"]).is_file()

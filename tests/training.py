@@ -1,4 +1,5 @@
-"""Short training runs that the tests of the core share: a config in a line, and records and weights of a run under it."""
+"""Short training runs that the tests of the core share: a config in a line, and records and weights of a run
+under it."""
 
 from __future__ import annotations
 
@@ -17,8 +18,8 @@ SAMPLES = 8
 
 
 def config(world: int, accumulation: int = 1, **sections: Any) -> dict[str, Any]:
-    """A config for SAMPLES a step; `zero`, `precision`, ... are merged over defaults that suit tiny models: no block is joined with
-    another, AdamW at 1e-2."""
+    """A config for SAMPLES a step; `zero`, `precision`, ... are merged over defaults that suit tiny models:
+    no block is joined with another, AdamW at 1e-2."""
     defaults: dict[str, dict[str, Any]] = {
         "batch": {"size": SAMPLES, "micro": SAMPLES // world // accumulation},
         "zero": {"stage": 2, "min_bucket": 0},
@@ -27,15 +28,25 @@ def config(world: int, accumulation: int = 1, **sections: Any) -> dict[str, Any]
     return {key: {**defaults.get(key, {}), **sections.get(key, {})} for key in {**defaults, **sections}}
 
 
-def train(rank: int, world: int, case: str, settings: Iterable[Mapping[str, Any]], steps: int = 2, seed_by_rank: bool = False) -> list[Run]:
-    """A run of `models.CASES[case]` under each of `settings`, on the same global batches whatever the world size."""
+def train(
+    rank: int,
+    world: int,
+    case: str,
+    settings: Iterable[Mapping[str, Any]],
+    steps: int = 2,
+    seed_by_rank: bool = False,
+) -> list[Run]:
+    """A run of `models.CASES[case]` under each of `settings`, on the same global batches whatever the world
+    size."""
     runs = []
     for each in settings:
         model = models.build(case, torch.float32, seed=rank if seed_by_rank else 0)
         engine = polyreme.initialize(model, each, loss_fn=models.CASES[case][2])
         records = []
         for step in range(steps):
-            result = engine.train_step(models.share(models.batch_of(case, SAMPLES, step, torch.float32), rank, world))
+            result = engine.train_step(
+                models.share(models.batch_of(case, SAMPLES, step, torch.float32), rank, world)
+            )
             records.append((result.loss, result.grad_norm))
         runs.append((records, engine.state_dict(rank0_only=True, master=True)))
     return runs
@@ -46,4 +57,8 @@ def differences(one: Run, other: Run) -> list[str]:
     found = [] if one[0] == other[0] else [f"records {one[0]} and {other[0]}"]
     if one[1].keys() != other[1].keys():
         return [*found, f"names {sorted(one[1])} and {sorted(other[1])}"]
-    return found + [f"{name} by {(t - other[1][name]).abs().max():g}" for name, t in one[1].items() if not torch.equal(t, other[1][name])]
+    return found + [
+        f"{name} by {(t - other[1][name]).abs().max():g}"
+        for name, t in one[1].items()
+        if not torch.equal(t, other[1][name])
+    ]

@@ -1,9 +1,8 @@
 """The training systems under comparison.
 
-Each module has `build(model, job, **options)`, which takes the fp32 model and returns the system's train step: a
-function from this rank's batch to an `Outcome`. A train step is forward, backward, clip at `CLIP`, AdamW, and leaves
-the gradients cleared.
-"""
+Each module has `build(model, job, **options)`, which takes the fp32 model and returns the system's train
+step: a function from this rank's batch to an `Outcome`. A train step is forward, backward, clip at `CLIP`,
+AdamW, and leaves the gradients cleared."""
 
 from __future__ import annotations
 
@@ -46,7 +45,8 @@ class System:
 TIERS = {"host": "host", "file": "files"}
 """By what a system's name says, where its numbers are."""
 
-# In this order they are started, so that rivals share a group (and its floor) when memory cannot hold all at once.
+# In this order they are started, so that rivals share a group (and its floor) when memory cannot hold all at
+# once.
 SYSTEMS: dict[str, System] = {
     FLOOR: System("floor"),
     "ddp": System("ddp"),
@@ -67,40 +67,68 @@ SYSTEMS: dict[str, System] = {
     "fsdp2-keep-bf16": System("fsdp2", {"reshard": False, "reduce": "bf16"}, ("bf16",), variant=True),
     "deepspeed2-bf16": System("deepspeed_zero", {"stage": 2, "reduce": "bf16"}, ("bf16",), variant=True),
     "deepspeed3-bf16": System("deepspeed_zero", {"stage": 3, "reduce": "bf16"}, ("bf16",), variant=True),
-    **{f"polyreme{stage}-bf16": System("polyreme_zero", {"stage": stage, "reduce": "bf16"}, ("bf16",), variant=True) for stage in range(4)},
+    **{
+        f"polyreme{stage}-bf16": System(
+            "polyreme_zero", {"stage": stage, "reduce": "bf16"}, ("bf16",), variant=True
+        )
+        for stage in range(4)
+    },
     # over gloo's sockets alone, as ranks of different hosts would
-    **{f"polyreme{stage}-sockets": System("polyreme_zero", {"stage": stage, "shared_memory": False}, variant=True) for stage in range(4)},
+    **{
+        f"polyreme{stage}-sockets": System(
+            "polyreme_zero", {"stage": stage, "shared_memory": False}, variant=True
+        )
+        for stage in range(4)
+    },
     # states, and with "+params" parameters too, in host memory or in files
-    **{f"polyreme{stage}+{name}": System("polyreme_zero", {"stage": stage, "states": home}, variant=True)
-       for stage in range(4) for name, home in TIERS.items()},
-    **{f"polyreme3+{name}+params": System("polyreme_zero", {"stage": 3, "states": home, "params": home}, variant=True)
-       for name, home in TIERS.items()},
+    **{
+        f"polyreme{stage}+{name}": System("polyreme_zero", {"stage": stage, "states": home}, variant=True)
+        for stage in range(4)
+        for name, home in TIERS.items()
+    },
+    **{
+        f"polyreme3+{name}+params": System(
+            "polyreme_zero", {"stage": 3, "states": home, "params": home}, variant=True
+        )
+        for name, home in TIERS.items()
+    },
     "fsdp2+cpu": System("fsdp2", {"reshard": True, "offload": True}, variant=True),
     "deepspeed2+cpu": System("deepspeed_zero", {"stage": 2, "states": "cpu"}, variant=True),
-    **{f"deepspeed3+{home}": System("deepspeed_zero", {"stage": 3, "states": home}, variant=True) for home in ("cpu", "nvme")},
-    **{f"deepspeed3+{home}+params": System("deepspeed_zero", {"stage": 3, "states": home, "params": home}, variant=True)
-       for home in ("cpu", "nvme")},
-}  # fmt: skip
+    **{
+        f"deepspeed3+{home}": System("deepspeed_zero", {"stage": 3, "states": home}, variant=True)
+        for home in ("cpu", "nvme")
+    },
+    **{
+        f"deepspeed3+{home}+params": System(
+            "deepspeed_zero", {"stage": 3, "states": home, "params": home}, variant=True
+        )
+        for home in ("cpu", "nvme")
+    },
+}
 
 # Blocks alone, forward and backward, divided over the ranks.
+# sums left out: wrong numbers
 TENSOR: dict[str, System] = {
     FLOOR: System("layers"),
     "polyreme": System("layers", {"by": "polyreme"}, divides_model=True),
     "dtensor": System("layers", {"by": "dtensor"}, divides_model=True),
     "polyreme-sequence": System("layers", {"by": "polyreme", "sequence_parallel": True}, divides_model=True),
-    "polyreme-silent": System("layers", {"by": "polyreme", "silent": True}, divides_model=True),  # sums left out: wrong numbers
+    "polyreme-silent": System("layers", {"by": "polyreme", "silent": True}, divides_model=True),
 }
 
 # The whole model, one stage on each rank.
+# cut where the others are
 PIPELINE: dict[str, System] = {
     FLOOR: System("floor"),
     "polyreme": System("polyreme_pipeline", divides_model=True),
-    "polyreme-even": System("polyreme_pipeline", {"blocks": "even"}, divides_model=True),  # cut where the others are
+    "polyreme-even": System("polyreme_pipeline", {"blocks": "even"}, divides_model=True),
     "polyreme-time": System("polyreme_pipeline", {"blocks": "time"}, divides_model=True),
     "torch": System("torch_pipeline", divides_model=True),
     "deepspeed": System("deepspeed_pipeline", dtypes=("fp32",), divides_model=True),
     **{
-        f"polyreme-{schedule}": System("polyreme_pipeline", {"schedule": schedule}, variant=True, divides_model=True)
+        f"polyreme-{schedule}": System(
+            "polyreme_pipeline", {"schedule": schedule}, variant=True, divides_model=True
+        )
         for schedule in ("gpipe", "1f1b", "1f1b-w", "interleaved", "zb-h1", "zb-v")
     },
 }
@@ -108,4 +136,6 @@ PIPELINE: dict[str, System] = {
 SUITES: dict[str, dict[str, System]] = {"step": SYSTEMS, "tensor": TENSOR, "pipeline": PIPELINE}
 """What is compared, by the script that compares it."""
 for _systems in SUITES.values():
-    _systems |= {name + BEFORE: replace(system, variant=True) for name, system in _systems.items() if system.is_ours}
+    _systems |= {
+        name + BEFORE: replace(system, variant=True) for name, system in _systems.items() if system.is_ours
+    }

@@ -1,8 +1,9 @@
-"""DeepSpeed's `PipelineModule` (1F1B), each stage one of its layers, so that its cut is everybody's; its own defaults otherwise.
+"""DeepSpeed's `PipelineModule` (1F1B), each stage one of its layers, so that its cut is everybody's; its own
+defaults otherwise.
 
-A rank names the other ranks' stages only by a placeholder, so that it does not hold them. Its gradient norm counts the parameters of the
-first stage alone, unless those of the others are marked as not being copies: they are.
-"""
+A rank names the other ranks' stages only by a placeholder, so that it does not hold them. Its gradient norm
+counts the parameters of the first stage alone, unless those of the others are marked as not being copies:
+they are."""
 
 from __future__ import annotations
 
@@ -21,7 +22,9 @@ from systems.stages import Stage, loss_of
 def build(model: Any, job: Job) -> Callable[[Batch], Outcome]:
     deepspeed.init_distributed("gloo")
     samples = job.batch * job.world
-    stages = [Stage(model, index, job.world) if index == job.rank else nn.Identity() for index in range(job.world)]
+    stages = [
+        Stage(model, index, job.world) if index == job.rank else nn.Identity() for index in range(job.world)
+    ]
     module = PipelineModule(stages, num_stages=job.world, loss_fn=loss_of(model), partition_method="uniform")
     for parameter in module.parameters():
         parameter.model_parallel = True  # type: ignore[attr-defined]

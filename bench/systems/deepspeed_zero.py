@@ -1,13 +1,13 @@
 """DeepSpeed, ZeRO stages 0 to 3, with torch's fused AdamW handed to it and its own defaults otherwise.
 
-bf16: its `bf16` mode keeps fp32 masters in the optimizer and is told to reduce in fp32 (`communication_data_type`;
-`reduce="bf16"` leaves its default). It casts the model's buffers too; they are put back, or the rotary
-frequencies would differ from everybody else's. Its stage 0 in bf16 begins Adam's step count one too high, so its
-losses are off by more than rounding in the first steps.
+bf16: its `bf16` mode keeps fp32 masters in the optimizer and is told to reduce in fp32
+(`communication_data_type`; `reduce="bf16"` leaves its default). It casts the model's buffers too; they are
+put back, or the rotary frequencies would differ from everybody else's. Its stage 0 in bf16 begins Adam's step
+count one too high, so its losses are off by more than rounding in the first steps.
 
-With an offload (`states` and `params`: "cpu" or "nvme") it is given its own CPU Adam and, where states are in files, parts of which one can
-be read and one written while a third is updated. Memory is pinned where there is a GPU.
-"""
+With an offload (`states` and `params`: "cpu" or "nvme") it is given its own CPU Adam and, where states are in
+files, parts of which one can be read and one written while a third is updated. Memory is pinned where there
+is a GPU."""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ BUFFERS = 12
 
 
 def offload(job: Job, **homes: str) -> dict[str, Any]:
-    """What its config says of ZeRO beside the stage: `homes` has where "params" and "states" are, unless on the device."""
+    """What its config says of ZeRO beside the stage: `homes` has where "params" and "states" are, unless on
+    the device."""
     found: dict[str, Any] = {}
     for what, home in homes.items():
         place = {"device": home, "pin_memory": torch.cuda.is_available()}
@@ -75,5 +76,7 @@ def step_of(engine: Any) -> Callable[[Batch], Outcome]:
     return step
 
 
-def build(model: nn.Module, job: Job, *, stage: int, reduce: str = "fp32", **homes: str) -> Callable[[Batch], Outcome]:
+def build(
+    model: nn.Module, job: Job, *, stage: int, reduce: str = "fp32", **homes: str
+) -> Callable[[Batch], Outcome]:
     return step_of(initialize(model, job, stage=stage, reduce=reduce, **homes))

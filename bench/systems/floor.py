@@ -1,8 +1,7 @@
 """The floor: each process trains alone, at the same time as the other, and nothing is communicated.
 
-It is the time that the computation takes where two ranks share the machine's memory bandwidth. In bf16 it makes the
-same casts as the others.
-"""
+It is the time that the computation takes where two ranks share the machine's memory bandwidth. In bf16 it
+makes the same casts as the others."""
 
 from __future__ import annotations
 

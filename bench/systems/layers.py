@@ -1,8 +1,9 @@
-"""Forward and backward of a model's blocks and final norm, divided over the ranks by tensor parallelism; no optimizer.
+"""Forward and backward of a model's blocks and final norm, divided over the ranks by tensor parallelism; no
+optimizer.
 
-Invariant: hidden states go in and come out whole, and depend on the tokens alone, so that losses can be compared. Every rank computes the
-same loss: the mean squared distance of what comes out from other hidden states. The gradient norm that is told is that of what went in.
-"""
+Invariant: hidden states go in and come out whole, and depend on the tokens alone, so that losses can be
+compared. Every rank computes the same loss: the mean squared distance of what comes out from other hidden
+states. The gradient norm that is told is that of what went in."""
 
 from __future__ import annotations
 
@@ -25,8 +26,11 @@ COLUMNS = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate
 ROWS = ("self_attn.o_proj", "mlp.down_proj")
 
 
-def divide_by_polyreme(model: nn.Module, world: int, sequence_parallel: bool = False, silent: bool = False) -> None:
-    """`silent` leaves out the sums over the ranks, so the numbers are wrong: what the divided computation takes by itself."""
+def divide_by_polyreme(
+    model: nn.Module, world: int, sequence_parallel: bool = False, silent: bool = False
+) -> None:
+    """`silent` leaves out the sums over the ranks, so the numbers are wrong: what the divided computation
+    takes by itself."""
     tp = Mesh.open({"tp": world}).tp
     parallelize(model, tp, plan(model, world, sequence_parallel=sequence_parallel), sequence_parallel)
     if silent:
@@ -37,7 +41,10 @@ def divide_by_dtensor(blocks: Sequence[nn.Module], world: int) -> None:
     """As torch's documentation has it for a Llama without sequence parallelism."""
     mesh = init_device_mesh("cpu", (world,))
     for block in blocks:
-        styles = {**{name: ColwiseParallel() for name in COLUMNS}, **{name: RowwiseParallel() for name in ROWS}}
+        styles = {
+            **{name: ColwiseParallel() for name in COLUMNS},
+            **{name: RowwiseParallel() for name in ROWS},
+        }
         parallelize_module(block, mesh, styles)  # type: ignore[arg-type]
 
 
@@ -49,8 +56,11 @@ def build(model: Any, job: Job, *, by: str | None = None, **options: bool) -> Ca
     elif by == "dtensor":
         divide_by_dtensor(model.model.layers, job.world)
     body, shape = model.model, SIZES[job.size]
-    states = torch.randn(shape.vocabulary, shape.hidden, generator=torch.Generator().manual_seed(0)).to(DTYPES[job.dtype])
-    small = model.config.initializer_range * states  # as embeddings begin: next to larger ones the blocks would hardly count
+    states = torch.randn(shape.vocabulary, shape.hidden, generator=torch.Generator().manual_seed(0)).to(
+        DTYPES[job.dtype]
+    )
+    # as embeddings begin: next to larger ones the blocks would hardly count
+    small = model.config.initializer_range * states
 
     def step(batch: Batch) -> Outcome:
         given: Tensor = small[batch["input_ids"]].requires_grad_()

@@ -17,11 +17,11 @@ def grad_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class Masters:
-    """The fp32 weights that the optimizer sees, and the casts between them and a model that computes in `dtype`.
+    """The fp32 weights that the optimizer sees, and the casts between them and a model that computes in
+    `dtype`.
 
-    In fp32 the model's parameters are the masters and both casts are nothing. Buffers keep their dtype: a rotary
-    frequency in bf16 would be another model.
-    """
+    In fp32 the model's parameters are the masters and both casts are nothing. Buffers keep their dtype: a
+    rotary frequency in bf16 would be another model."""
 
     def __init__(self, model: nn.Module, dtype: torch.dtype) -> None:
         self.params: list[torch.Tensor] = [p for p in model.parameters() if p.requires_grad]

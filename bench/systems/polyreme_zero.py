@@ -1,9 +1,9 @@
 """Polyreme, ZeRO stages 0 to 3, through its public interface and with its own defaults otherwise.
 
-bf16: bf16 compute, fp32 masters in the flat shard, gradients reduced in fp32 (`reduce="bf16"`: in bf16). Its loss is
-already the mean over the whole global batch, which costs it a reduction that the other systems are spared.
-Ranks of one host read each other's buffers; without `shared_memory`, all goes over gloo's sockets, as it does in the other systems.
-`states` and `params`: where they are kept, FILES being the job's folder.
+bf16: bf16 compute, fp32 masters in the flat shard, gradients reduced in fp32 (`reduce="bf16"`: in bf16). Its
+loss is already the mean over the whole global batch, which costs it a reduction that the other systems are
+spared. Ranks of one host read each other's buffers; without `shared_memory`, all goes over gloo's sockets, as
+it does in the other systems. `states` and `params`: where they are kept, FILES being the job's folder.
 """
 
 from __future__ import annotations
@@ -45,9 +45,20 @@ def step_of(engine: polyreme.Engine) -> Callable[[Batch], Outcome]:
 def build(
     model: nn.Module, job: Job, *, stage: int, reduce: str = "fp32", shared_memory: bool = True, **memory: str
 ) -> Callable[[Batch], Outcome]:
-    return step_of(initialize(model, job, stage=stage, reduce=reduce, mesh={"shared_memory": shared_memory}, memory=homes(job, memory)))
+    return step_of(
+        initialize(
+            model,
+            job,
+            stage=stage,
+            reduce=reduce,
+            mesh={"shared_memory": shared_memory},
+            memory=homes(job, memory),
+        )
+    )
 
 
 def homes(job: Job, memory: Mapping[str, str]) -> dict[str, str]:
     """`memory` with the folder that FILES stands for."""
-    return {what: str(Path(job.folder) / job.system) if home == FILES else home for what, home in memory.items()}
+    return {
+        what: str(Path(job.folder) / job.system) if home == FILES else home for what, home in memory.items()
+    }

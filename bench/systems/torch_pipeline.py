@@ -1,7 +1,7 @@
 """torch.distributed.pipelining: `Schedule1F1B` over stages written by hand.
 
-It leaves clipping to its user: squares of the stages' gradients, and the loss of the last, are summed in one all-reduce.
-"""
+It leaves clipping to its user: squares of the stages' gradients, and the loss of the last, are summed in one
+all-reduce."""
 
 from __future__ import annotations
 
@@ -33,7 +33,9 @@ def build(model: Any, job: Job) -> Callable[[Batch], Outcome]:
         schedule.step(*given, target=target, losses=losses if stage.is_last else None, return_outputs=False)
         masters.read_grads()
         squares = nn.utils.get_total_norm([grad_of(w) for w in masters.weights]).double().square()
-        told = torch.stack([squares, torch.stack(losses).mean().double() if losses else squares.new_zeros(())])
+        told = torch.stack(
+            [squares, torch.stack(losses).mean().double() if losses else squares.new_zeros(())]
+        )
         dist.all_reduce(told)
         norm = math.sqrt(told[0].item())
         nn.utils.clip_grads_with_norm_(masters.weights, CLIP, torch.tensor(norm))

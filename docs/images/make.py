@@ -1,9 +1,10 @@
-"""Makes the two pictures of the README from one real run of the demo: its terminal (demo.png) and its loss plot (loss.png).
+"""Makes the two pictures of the README from one real run of the demo: its terminal (demo.png) and its loss
+plot (loss.png).
 
     python docs/images/make.py [--set section.key=value ...]
 
-from the root of the repository; what follows goes to `polyreme train`. Needs a Unix system and the extra `demo`.
-"""
+from the root of the repository; what follows goes to `polyreme train`. Needs a Unix system and the extra
+`demo`."""
 
 from __future__ import annotations
 
@@ -29,13 +30,15 @@ from polyreme.config import Config
 
 COLUMNS = 100
 FONT, SIZE = "DejaVu Sans Mono", 10.0
-ADVANCE, LEADING, MARGIN = 0.602 * SIZE, 1.45 * SIZE, 12.0  # points; the first is what the font gives each character
+# points; the first is what the font gives each character
+ADVANCE, LEADING, MARGIN = 0.602 * SIZE, 1.45 * SIZE, 12.0
 PAPER, INK = "#16191d", "#d6dae0"
 CONTROL = re.compile(r"\x1b\[[?\d;]*[A-Za-z]|[\r\n]|[^\x1b\r\n]+")
 
 
 def capture(command: list[str]) -> str:
-    """All that `command` writes to a terminal of COLUMNS columns, control sequences included. Raises SystemExit if it fails."""
+    """All that `command` writes to a terminal of COLUMNS columns, control sequences included. Raises
+    SystemExit if it fails."""
     process, terminal = pty.fork()
     if process == 0:
         os.environ["TERM"] = "xterm-256color"
@@ -56,8 +59,8 @@ def capture(command: list[str]) -> str:
 
 
 def screen(output: str) -> list[str]:
-    """The lines that a terminal shows after `output`, with their colours. Knows what a live display uses: to go up a line, to
-    erase one, and to return to its beginning and write it anew."""
+    """The lines that a terminal shows after `output`, with their colours. Knows what a live display uses: to
+    go up a line, to erase one, and to return to its beginning and write it anew."""
     lines, row, returned = [""], 0, False
     for token in CONTROL.findall(output):
         if token == "\n":
@@ -78,7 +81,11 @@ def screen(output: str) -> list[str]:
 def draw(lines: list[str], png: Path) -> None:
     """Draw `lines` as a terminal shows them."""
     console = Console(width=COLUMNS, color_system="256", force_terminal=True)
-    rows = [part for line in lines for part in Text.from_ansi(line).wrap(console, COLUMNS, overflow="fold") or [Text()]]
+    rows = [
+        part
+        for line in lines
+        for part in Text.from_ansi(line).wrap(console, COLUMNS, overflow="fold") or [Text()]
+    ]
     width, height = COLUMNS * ADVANCE + 2 * MARGIN, len(rows) * LEADING + 2 * MARGIN
     figure = Figure(figsize=(width / 72, height / 72), dpi=144, facecolor=PAPER)
     FigureCanvasAgg(figure)
@@ -87,7 +94,16 @@ def draw(lines: list[str], png: Path) -> None:
         for text, style, _ in Segment.simplify(row.render(console)):
             x, y = (MARGIN + column * ADVANCE) / width, 1 - (MARGIN + (number + 0.8) * LEADING) / height
             bold = "bold" if style and style.bold else "normal"
-            figure.text(x, y, text.rstrip("\n"), color=_colour(style), family=FONT, size=SIZE, weight=bold, parse_math=False)
+            figure.text(
+                x,
+                y,
+                text.rstrip("\n"),
+                color=_colour(style),
+                family=FONT,
+                size=SIZE,
+                weight=bold,
+                parse_math=False,
+            )
             column += len(text)
     figure.savefig(png)
 

@@ -1,4 +1,5 @@
-# examples/recipes/actor_critic.py: an actor and a critic with one loss, and a frozen reference (Schulman et al., 2017).
+# examples/recipes/actor_critic.py: an actor and a critic with one loss, and a frozen reference (Schulman et
+# al., 2017).
 import copy
 
 import torch
@@ -11,7 +12,11 @@ actor = nn.Sequential(nn.Linear(4, 32), nn.Tanh(), nn.Linear(32, 3))
 critic = nn.Sequential(nn.Linear(4, 32), nn.Tanh(), nn.Linear(32, 1))
 reference = copy.deepcopy(actor).requires_grad_(False)
 states, actions, returns = torch.randn(16, 4), torch.randint(3, (16, 1)), torch.randn(16, 1)
-config = {"zero": {"stage": 3}, "batch": {"size": 16}, "optimizer": {"lr": 1e-2, "weight_decay": 0.0, "clip": None}}
+config = {
+    "zero": {"stage": 3},
+    "batch": {"size": 16},
+    "optimizer": {"lr": 1e-2, "weight_decay": 0.0, "clip": None},
+}
 actor, critic, reference = (polyreme.initialize(model, config) for model in (actor, critic, reference))
 
 

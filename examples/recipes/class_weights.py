@@ -13,5 +13,7 @@ config = {"batch": {"size": 64, "micro": 16}, "optimizer": {"lr": 1e-2, "weight_
 loss_fn = nn.CrossEntropyLoss(weight=torch.tensor([0.2, 1.0, 5.0]))
 engine = polyreme.initialize(model, config, loss_fn=loss_fn)
 
-mine = slice(engine.mesh.dp.rank * 64 // engine.mesh.dp.size, (engine.mesh.dp.rank + 1) * 64 // engine.mesh.dp.size)
+mine = slice(
+    engine.mesh.dp.rank * 64 // engine.mesh.dp.size, (engine.mesh.dp.rank + 1) * 64 // engine.mesh.dp.size
+)
 losses = [engine.train_step((inputs[mine], classes[mine])).loss for _ in range(5)]

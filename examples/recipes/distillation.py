@@ -1,4 +1,5 @@
-# examples/recipes/distillation.py: a student learns from a frozen teacher, which is an engine too (Hinton et al., 2015).
+# examples/recipes/distillation.py: a student learns from a frozen teacher, which is an engine too (Hinton et
+# al., 2015).
 import torch
 from torch import nn
 
@@ -8,7 +9,11 @@ torch.manual_seed(0)
 inputs, classes = torch.randn(16, 8), torch.randint(5, (16,))
 teacher = nn.Sequential(nn.Linear(8, 64), nn.Tanh(), nn.Linear(64, 5)).requires_grad_(False)
 student = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 5))
-config = {"zero": {"stage": 3}, "batch": {"size": 16}, "optimizer": {"lr": 1e-2, "weight_decay": 0.0, "clip": None}}
+config = {
+    "zero": {"stage": 3},
+    "batch": {"size": 16},
+    "optimizer": {"lr": 1e-2, "weight_decay": 0.0, "clip": None},
+}
 teacher, student = polyreme.initialize(teacher, config), polyreme.initialize(student, config)
 
 

@@ -11,7 +11,11 @@ torch.manual_seed(0)
 policy = nn.Sequential(nn.Embedding(16, 32), nn.Tanh(), nn.Linear(32, 16))  # of the next token
 reference = copy.deepcopy(policy).requires_grad_(False)
 prompts, chosen, rejected = torch.randint(16, (3, 16))
-config = {"zero": {"stage": 3}, "batch": {"size": 16}, "optimizer": {"lr": 1e-2, "weight_decay": 0.0, "clip": None}}
+config = {
+    "zero": {"stage": 3},
+    "batch": {"size": 16},
+    "optimizer": {"lr": 1e-2, "weight_decay": 0.0, "clip": None},
+}
 policy, reference = polyreme.initialize(policy, config), polyreme.initialize(reference, config)
 
 

@@ -8,7 +8,11 @@ torch.manual_seed(0)
 generator = nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Linear(16, 4))
 discriminator = nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Linear(16, 1))
 real, noise = torch.randn(16, 4) + 2, torch.randn(16, 4)
-config = {"zero": {"stage": 3}, "batch": {"size": 16}, "optimizer": {"lr": 1e-2, "weight_decay": 0.0, "clip": None}}
+config = {
+    "zero": {"stage": 3},
+    "batch": {"size": 16},
+    "optimizer": {"lr": 1e-2, "weight_decay": 0.0, "clip": None},
+}
 generator = polyreme.initialize(generator, config)
 discriminator = polyreme.initialize(discriminator, config)
 
@@ -24,7 +28,8 @@ ones, zeros = torch.ones(len(real), 1), torch.zeros(len(real), 1)
 losses = []
 for _ in range(5):
     fake = generator(noise)
-    discriminator.backward(loss_of(discriminator(real), ones), last=False)  # a second loss of this step follows
+    # a second loss of this step follows
+    discriminator.backward(loss_of(discriminator(real), ones), last=False)
     discriminator.backward(loss_of(discriminator(fake.detach()), zeros))
     losses.append(discriminator.step().loss)
     generator.backward(loss_of(discriminator(fake), ones))  # the discriminator gets no gradient of it

@@ -1,4 +1,5 @@
-# examples/recipes/gnn.py: graphs of unlike sizes, each a micro-batch of its own; the loss is the mean over all their nodes.
+# examples/recipes/gnn.py: graphs of unlike sizes, each a micro-batch of its own; the loss is the mean over
+# all their nodes.
 import torch
 from torch import nn
 

@@ -8,7 +8,11 @@ torch.manual_seed(0)
 x = torch.randn(16, 4)
 y = x.sum(dim=1, keepdim=True)
 model = nn.Sequential(nn.Linear(4, 32), nn.Tanh(), nn.Linear(32, 1))
-config = {"zero": {"stage": 3}, "batch": {"size": 16}, "optimizer": {"lr": 1e-2, "weight_decay": 0.0, "clip": None}}
+config = {
+    "zero": {"stage": 3},
+    "batch": {"size": 16},
+    "optimizer": {"lr": 1e-2, "weight_decay": 0.0, "clip": None},
+}
 engine = polyreme.initialize(model, config)
 
 

@@ -7,7 +7,11 @@ import polyreme
 torch.manual_seed(0)
 model = nn.Sequential(nn.Linear(1, 32), nn.Tanh(), nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 1))
 points = 3 * torch.rand(16, 1)
-config = {"zero": {"stage": 3}, "batch": {"size": 16}, "optimizer": {"lr": 1e-2, "weight_decay": 0.0, "clip": None}}
+config = {
+    "zero": {"stage": 3},
+    "batch": {"size": 16},
+    "optimizer": {"lr": 1e-2, "weight_decay": 0.0, "clip": None},
+}
 engine = polyreme.initialize(model, config)
 
 

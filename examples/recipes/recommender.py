@@ -1,4 +1,5 @@
-# examples/recipes/recommender.py: bags of items that users had, and how much each of their next choices counts.
+# examples/recipes/recommender.py: bags of items that users had, and how much each of their next choices
+# counts.
 import torch
 from torch import nn
 
@@ -6,7 +7,8 @@ import polyreme
 
 
 class Recommender(nn.Module):
-    """Scores of an item for users: (items of all users [N], where each user's begin [B], the item [B]) to [B]."""
+    """Scores of an item for users: (items of all users [N], where each user's begin [B], the item [B]) to
+    [B]."""
 
     def __init__(self):
         super().__init__()

@@ -9,7 +9,11 @@ generator = nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Linear(16, 4))
 critic = nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Linear(16, 1))
 real, noise = torch.randn(16, 4) + 2, torch.randn(16, 4)
 mix = torch.rand(16, 1)
-config = {"zero": {"stage": 3}, "batch": {"size": 16}, "optimizer": {"lr": 1e-2, "weight_decay": 0.0, "clip": None}}
+config = {
+    "zero": {"stage": 3},
+    "batch": {"size": 16},
+    "optimizer": {"lr": 1e-2, "weight_decay": 0.0, "clip": None},
+}
 generator = polyreme.initialize(generator, config)
 critic = polyreme.initialize(critic, config)
 

@@ -24,14 +24,27 @@ if TYPE_CHECKING:
 
 __version__ = VERSION
 __all__ = [
-    "BatchError", "CheckpointError", "Config", "ConfigError", "DataError", "Engine", "EvalResult", "LaunchError", "ModelError",
-    "NumericsError", "PolyremeError", "StepResult", "TierError", "TransportError", "initialize",
-]  # fmt: skip
+    "BatchError",
+    "CheckpointError",
+    "Config",
+    "ConfigError",
+    "DataError",
+    "Engine",
+    "EvalResult",
+    "LaunchError",
+    "ModelError",
+    "NumericsError",
+    "PolyremeError",
+    "StepResult",
+    "TierError",
+    "TransportError",
+    "initialize",
+]
 
 
 def __getattr__(name: str) -> Any:
-    """The engine is imported when it is first used: torch takes seconds, and `polyreme --help` does not need it; and the config when
-    the command can answer Ctrl-C."""
+    """The engine is imported when it is first used: torch takes seconds, and `polyreme --help` does not need
+    it; and the config when the command can answer Ctrl-C."""
     if name == "Config":
         from polyreme.config import Config
 

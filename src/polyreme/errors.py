@@ -11,22 +11,32 @@ SHOWN = 200
 
 
 def shortened(write: Callable[[Any], str], value: object) -> str:
-    """`value` as `write` writes it, in one line; of a long one the beginning, and of an integer too long to write its size."""
+    """`value` as `write` writes it, in one line; of a long one the beginning, and of an integer too long to
+    write its size."""
     try:
         text = write(value)
     except ValueError:  # Python writes no integer of more than some thousand digits
-        return f"an integer of {value.bit_length():,} bits" if isinstance(value, int) else f"a {type(value).__name__} of very long integers"
+        return (
+            f"an integer of {value.bit_length():,} bits"
+            if isinstance(value, int)
+            else f"a {type(value).__name__} of very long integers"
+        )
     text = "".join(each if each.isprintable() else repr(each)[1:-1] for each in text)
     return text if len(text) <= SHOWN else f"{text[:SHOWN]}..."
 
 
 def printable(text: str) -> str:
-    """`text` with all escaped that would not show, or would steer a terminal, but for line breaks and tabs."""
-    return "".join(each if each.isprintable() or each in "\n\t" else each.encode("unicode_escape").decode() for each in text)
+    """`text` with all escaped that would not show, or would steer a terminal, but for line breaks and
+    tabs."""
+    return "".join(
+        each if each.isprintable() or each in "\n\t" else each.encode("unicode_escape").decode()
+        for each in text
+    )
 
 
 class PolyremeError(Exception):
-    """Base of all errors of this library; the command exits with `exit_status` when one ends it. What it says of names is `printable`."""
+    """Base of all errors of this library; the command exits with `exit_status` when one ends it. What it says
+    of names is `printable`."""
 
     exit_status = 1
 
@@ -44,7 +54,9 @@ class Problem:
     fix: str
 
     def __str__(self) -> str:
-        return f"{shortened(str, self.key)} = {shortened(repr, self.value)}: {self.reason}\n    fix: {self.fix}"
+        return (
+            f"{shortened(str, self.key)} = {shortened(repr, self.value)}: {self.reason}\n    fix: {self.fix}"
+        )
 
 
 class ConfigError(PolyremeError):
@@ -56,7 +68,9 @@ class ConfigError(PolyremeError):
         self.problems, self.source = list(problems), source
         where = f" in {source}" if source else ""
         count = f"{len(self.problems)} problem{'s' if len(self.problems) != 1 else ''}"
-        super().__init__("\n".join([f"the config cannot run, {count}{where}:", *(f"  - {p}" for p in self.problems)]))
+        super().__init__(
+            "\n".join([f"the config cannot run, {count}{where}:", *(f"  - {p}" for p in self.problems)])
+        )
 
     def __reduce__(self) -> tuple[object, ...]:
         return (ConfigError, (self.problems, self.source))
@@ -71,7 +85,8 @@ class BatchError(PolyremeError):
 
 
 class ModelError(PolyremeError):
-    """A model that cannot be trained as it is: no parameters, or parameters used in a way that cannot be followed."""
+    """A model that cannot be trained as it is: no parameters, or parameters used in a way that cannot be
+    followed."""
 
 
 class NumericsError(PolyremeError):
@@ -83,7 +98,8 @@ class CheckpointError(PolyremeError):
 
 
 class TierError(PolyremeError):
-    """Host memory or files that hold states, parameters or activations: too little room, a folder in use, or a transfer that failed."""
+    """Host memory or files that hold states, parameters or activations: too little room, a folder in use, or
+    a transfer that failed."""
 
 
 class TransportError(PolyremeError):

@@ -1,7 +1,8 @@
-"""The engine on a GPU computes what it computes on a CPU and what plain torch does there; every test has its twin on the CPU.
+"""The engine on a GPU computes what it computes on a CPU and what plain torch does there; every test has its
+twin on the CPU.
 
-One rank: `bench/gpu.sh` runs this where a GPU is. What two ranks do to each other's memory and streams is played by `Mirror`.
-"""
+One rank: `bench/gpu.sh` runs this where a GPU is. What two ranks do to each other's memory and streams is
+played by `Mirror`."""
 
 from __future__ import annotations
 
@@ -51,7 +52,9 @@ def on(device: torch.device, value: Any) -> Any:
     return pytree.tree_map(lambda leaf: leaf.to(device) if isinstance(leaf, Tensor) else leaf, value)
 
 
-def run(engine: Engine, case: str, dtype: torch.dtype, steps: int = STEPS, samples: int = training.SAMPLES) -> training.Run:
+def run(
+    engine: Engine, case: str, dtype: torch.dtype, steps: int = STEPS, samples: int = training.SAMPLES
+) -> training.Run:
     """Records and final weights (on the CPU) of an engine; its batches come from the CPU."""
     records = []
     for step in range(steps):
@@ -63,7 +66,9 @@ def run(engine: Engine, case: str, dtype: torch.dtype, steps: int = STEPS, sampl
 def assert_close(one: training.Run, other: training.Run, tolerance: float) -> None:
     torch.testing.assert_close(one[0], other[0], rtol=tolerance, atol=tolerance)
     for name, expected in other[1].items():
-        torch.testing.assert_close(one[1][name], expected, rtol=tolerance, atol=tolerance, msg=lambda m, n=name: f"{n}: {m}")
+        torch.testing.assert_close(
+            one[1][name], expected, rtol=tolerance, atol=tolerance, msg=lambda m, n=name: f"{n}: {m}"
+        )
 
 
 # ---- the same numbers
@@ -73,19 +78,30 @@ def assert_close(one: training.Run, other: training.Run, tolerance: float) -> No
 @pytest.mark.parametrize(("stage", "accumulation", "recompute"), [(2, 1, False), (3, 2, True)])
 @pytest.mark.parametrize(("compute", "tolerance"), [("fp64", 1e-9), ("fp32", 2e-4)])
 def test_equals_plain_torch_on_the_same_device(
-    device: torch.device, case: str, stage: int, accumulation: int, recompute: bool, compute: str, tolerance: float
+    device: torch.device,
+    case: str,
+    stage: int,
+    accumulation: int,
+    recompute: bool,
+    compute: str,
+    tolerance: float,
 ) -> None:
     dtype = {"fp64": torch.float64, "fp32": torch.float32}[compute]
     memory = RECOMPUTE if recompute and case != "convnet" else {}
-    config = training.config(1, accumulation, zero={"stage": stage}, memory=memory, precision={"compute": compute})
+    config = training.config(
+        1, accumulation, zero={"stage": stage}, memory=memory, precision={"compute": compute}
+    )
     engine = polyreme.initialize(models.build(case, dtype), config, loss_fn=models.CASES[case][2])
     assert engine.mesh.device == device
     assert {t.device for t in (*engine.module.parameters(), *engine.module.buffers())} == {device}
     batches = [on(device, models.batch_of(case, training.SAMPLES, step, dtype)) for step in range(STEPS)]
     optimizer = lambda groups: torch.optim.AdamW(groups, lr=1e-2, betas=(0.9, 0.95), weight_decay=0.1)  # noqa: E731
-    records, weights = models.plain_training(models.build(case, dtype).to(device), models.CASES[case][2], batches, optimizer, 1.0)
+    records, weights = models.plain_training(
+        models.build(case, dtype).to(device), models.CASES[case][2], batches, optimizer, 1.0
+    )
     found = run(engine, case, dtype)
-    if compute == "fp32":  # where a gradient is rounding alone, Adam makes a whole step of it: weights are for fp64 to compare
+    # where a gradient is rounding alone, Adam makes a whole step of it: weights are for fp64 to compare
+    if compute == "fp32":
         torch.testing.assert_close(found[0], records, rtol=tolerance, atol=tolerance)
         return
     assert_close(found, (records, on(torch.device("cpu"), weights)), tolerance)
@@ -93,8 +109,11 @@ def test_equals_plain_torch_on_the_same_device(
 
 def test_bf16_with_fp32_masters(device: torch.device) -> None:
     """Against the same casts by hand."""
-    engine = polyreme.initialize(models.build("llama", torch.float32), training.config(1, precision={"compute": "bf16"}),
-                                 loss_fn=models.causal_loss)  # fmt: skip
+    engine = polyreme.initialize(
+        models.build("llama", torch.float32),
+        training.config(1, precision={"compute": "bf16"}),
+        loss_fn=models.causal_loss,
+    )
     model = models.build("llama", torch.float32).to(device)
     masters = {name: p.detach().clone() for name, p in model.named_parameters()}
     for p in model.parameters():
@@ -116,15 +135,22 @@ def test_bf16_with_fp32_masters(device: torch.device) -> None:
             p.data.copy_(masters[name])
         expected.append((loss.item() / weight.item(), norm.item()))
     records, weights = run(engine, "llama", torch.float32)
-    assert {t.dtype for t in weights.values()} == {torch.float32} and {p.dtype for p in engine.module.parameters()} == {torch.bfloat16}
+    assert {t.dtype for t in weights.values()} == {torch.float32} and {
+        p.dtype for p in engine.module.parameters()
+    } == {torch.bfloat16}
     torch.testing.assert_close(records, expected, rtol=1e-2, atol=1e-2)
-    for name, master in masters.items():  # a step moves a weight by at most 1e-2, so this is a fifth of the way
+    # a step moves a weight by at most 1e-2, so this is a fifth of the way
+    for name, master in masters.items():
         assert (weights[name] - master.cpu()).abs().mean() < 0.2 * 1e-2 * STEPS, name
 
 
 def test_fp16_overflow_skips_and_recovers(device: torch.device) -> None:
     precision = {"compute": "fp16", "initial_scale": 2.0**40, "growth_interval": 1000}
-    engine = polyreme.initialize(models.build("llama", torch.float32), training.config(1, precision=precision), loss_fn=models.causal_loss)
+    engine = polyreme.initialize(
+        models.build("llama", torch.float32),
+        training.config(1, precision=precision),
+        loss_fn=models.causal_loss,
+    )
     before = engine.state_dict(master=True)
     results = [engine.train_step(models.batch_of("llama", training.SAMPLES))]
     assert results[0].skipped
@@ -155,8 +181,11 @@ def test_recomputation_drops_out_the_same_numbers(device: torch.device, tmp_path
     runs = []
     for memory in ({}, RECOMPUTE, {"activations": "host"}, {"activations": str(tmp_path)}):
         torch.manual_seed(0)
-        engine = polyreme.initialize(Dropping().double(), training.config(1, memory=memory, precision={"compute": "fp64"}),
-                                     loss_fn=nn.functional.mse_loss)  # fmt: skip
+        engine = polyreme.initialize(
+            Dropping().double(),
+            training.config(1, memory=memory, precision={"compute": "fp64"}),
+            loss_fn=nn.functional.mse_loss,
+        )
         runs.append(run(engine, "dag", torch.float64))
     for each in runs[1:]:
         assert_close(each, runs[0], 1e-9)
@@ -171,13 +200,20 @@ def test_recomputation_drops_out_the_same_numbers(device: torch.device, tmp_path
         ("NAdam", torch.optim.NAdam, {"betas": (0.8, 0.9)}),
     ],
 )
-def test_optimizers_run_on_the_device(device: torch.device, name: str, cls: Any, options: dict[str, Any]) -> None:
+def test_optimizers_run_on_the_device(
+    device: torch.device, name: str, cls: Any, options: dict[str, Any]
+) -> None:
     optimizer = {"name": name, "weight_decay": 0.0, "clip": "none", **options}
-    engine = polyreme.initialize(models.build("llama"), training.config(1, precision={"compute": "fp64"}, optimizer=optimizer),
-                                 loss_fn=models.causal_loss)  # fmt: skip
+    engine = polyreme.initialize(
+        models.build("llama"),
+        training.config(1, precision={"compute": "fp64"}, optimizer=optimizer),
+        loss_fn=models.causal_loss,
+    )
     batches = [on(device, models.batch_of("llama", training.SAMPLES, step)) for step in range(STEPS)]
     make = lambda groups: cls([p for group in groups for p in group["params"]], lr=1e-2, **options)  # noqa: E731
-    records, weights = models.plain_training(models.build("llama").to(device), models.causal_loss, batches, make, None)
+    records, weights = models.plain_training(
+        models.build("llama").to(device), models.causal_loss, batches, make, None
+    )
     assert_close(run(engine, "llama", torch.float64), (records, on(torch.device("cpu"), weights)), 1e-9)
 
 
@@ -185,12 +221,14 @@ def test_optimizers_run_on_the_device(device: torch.device, name: str, cls: Any,
 
 
 MIRRORED = 1e-7
-"""Tolerance between devices where a model is far from one that is initialised well, so that the order of sums shows; garbage is far off."""
+"""Tolerance between devices where a model is far from one that is initialised well, so that the order of sums
+shows; garbage is far off."""
 
 
 class Mirror(Axis):
-    """An axis of two ranks, of which the other always holds what this one holds. On a GPU its collectives run late on a stream of
-    their own, as those of NCCL do: whoever reads a result before `wait`, or frees memory that a stream still uses, gets garbage."""
+    """An axis of two ranks, of which the other always holds what this one holds. On a GPU its collectives run
+    late on a stream of their own, as those of NCCL do: whoever reads a result before `wait`, or frees memory
+    that a stream still uses, gets garbage."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__("dp", 2, 0)
@@ -203,7 +241,8 @@ class Mirror(Axis):
         stream = self._stream
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
-            torch.cuda._sleep(1_000_000)  # cycles, about half a millisecond: the host and the computation run ahead
+            # cycles, about half a millisecond: the host and the computation run ahead
+            torch.cuda._sleep(1_000_000)
             operation()
             done = stream.record_event()
         return Work(finish=lambda: torch.cuda.current_stream().wait_event(done))
@@ -231,19 +270,31 @@ def mirrored(device: torch.device, **sections: Any) -> training.Run:
     config = Config.load(training.config(2, 2, precision={"compute": "fp64"}, **sections)).resolve(2)
     mesh = Mesh(0, 2, device, {name: Axis(name) for name in AXES} | {"dp": Mirror(device)})
     model = models.build("llama")
-    for p in model.parameters():  # a mirrored model is no longer one that was initialised well, but each of its numbers matters
+    # a mirrored model is no longer one that was initialised well, but each of its numbers matters
+    for p in model.parameters():
         nn.init.uniform_(p, 0.1, 0.5)
         p.data *= torch.where(torch.rand_like(p) < 0.5, -1.0, 1.0)
     engine = Engine(model, config, mesh, loss_fn=models.causal_loss)
     return run(engine, "llama", torch.float64, samples=training.SAMPLES // 2)
 
 
-@pytest.mark.parametrize("memory", [{}, RECOMPUTE, {"activations": "host"}], ids=["keep", "recompute", "host"])
-def test_gathers_and_reductions_on_a_stream_of_their_own(device: torch.device, memory: dict[str, str]) -> None:
-    """Stage 3, where memory is freed and taken again all the time: the CPU, where nothing runs beside anything, is right."""
+@pytest.mark.parametrize(
+    "memory", [{}, RECOMPUTE, {"activations": "host"}], ids=["keep", "recompute", "host"]
+)
+def test_gathers_and_reductions_on_a_stream_of_their_own(
+    device: torch.device, memory: dict[str, str]
+) -> None:
+    """Stage 3, where memory is freed and taken again all the time: the CPU, where nothing runs beside
+    anything, is right."""
     expected = mirrored(torch.device("cpu"), zero={"stage": 3, "prefetch": 0})
     assert len({loss for loss, _ in expected[0]}) == STEPS and all(norm > 0.1 for _, norm in expected[0])
-    for zero in ({"prefetch": 0}, {"prefetch": 1}, {"prefetch": 3}, {"prefetch": 2, "release": "always"}, {"reduce_every": "step"}):
+    for zero in (
+        {"prefetch": 0},
+        {"prefetch": 1},
+        {"prefetch": 3},
+        {"prefetch": 2, "release": "always"},
+        {"reduce_every": "step"},
+    ):
         assert_close(mirrored(device, zero={"stage": 3, **zero}, memory=memory), expected, MIRRORED)
 
 
@@ -251,7 +302,9 @@ def test_gathers_and_reductions_on_a_stream_of_their_own(device: torch.device, m
 
 
 def test_batches_are_pinned_for_a_gpu_only(device: torch.device) -> None:
-    engine = polyreme.initialize(models.build("llama", torch.float32), training.config(1), loss_fn=models.causal_loss)
+    engine = polyreme.initialize(
+        models.build("llama", torch.float32), training.config(1), loss_fn=models.causal_loss
+    )
     batch = models.batch_of("llama", training.SAMPLES * 2)
     dataset = [{key: value[i] for key, value in batch.items()} for i in range(training.SAMPLES * 2)]
     losses = []
@@ -267,7 +320,11 @@ def live_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         torch.cuda.synchronize()
         return torch.cuda.memory_allocated()
-    tensors = [o for o in gc.get_objects() if issubclass(type(o), Tensor) and o.layout == torch.strided and o.device == device]
+    tensors = [
+        o
+        for o in gc.get_objects()
+        if issubclass(type(o), Tensor) and o.layout == torch.strided and o.device == device
+    ]
     return sum({(s := t.untyped_storage())._cdata: s.nbytes() for t in tensors}.values())
 
 
@@ -275,7 +332,9 @@ def live_bytes(device: torch.device) -> int:
 def test_memory_accounts_for_what_is_alive_on_the_device(device: torch.device, compute: str) -> None:
     def trained() -> Engine:
         model = models.llama(hidden_size=128, intermediate_size=256)
-        engine = polyreme.initialize(model, training.config(1, precision={"compute": compute}), loss_fn=models.causal_loss)
+        engine = polyreme.initialize(
+            model, training.config(1, precision={"compute": compute}), loss_fn=models.causal_loss
+        )
         run(engine, "llama", torch.float32, steps=2)
         return engine
 
@@ -285,7 +344,8 @@ def test_memory_accounts_for_what_is_alive_on_the_device(device: torch.device, c
     found = engine.memory()
     size = engine.parameters
     assert found["parameters"] == pytest.approx(size * (4 if compute == "fp32" else 2), rel=0.01)
-    assert found["states"] == pytest.approx(size * (8 if compute == "fp32" else 12), rel=0.01)  # in fp32 the parameters are the masters
+    # in fp32 the parameters are the masters
+    assert found["states"] == pytest.approx(size * (8 if compute == "fp32" else 12), rel=0.01)
     expected = sum(found.values()) - found["activations"]
     assert live_bytes(device) - before == pytest.approx(expected, rel=0.02)
     assert found["activations"] > 0
@@ -302,7 +362,8 @@ class Reads(TorchDispatchMode):
 
 
 def waits(device: torch.device, step: Callable[[], object]) -> int:
-    """How often the host waits for the device in `step`; on a CPU, how often it would wait to read a number."""
+    """How often the host waits for the device in `step`; on a CPU, how often it would wait to read a
+    number."""
     if device.type == "cpu":
         with Reads() as reads:
             step()
@@ -320,13 +381,18 @@ def waits(device: torch.device, step: Callable[[], object]) -> int:
 def test_the_host_waits_a_few_times_a_step_whatever_the_model(
     device: torch.device, record_property: Callable[[str, object], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cpu_kernels, "compiler", lambda: None)  # of a CPU's update, which reads from its own memory
+    # of a CPU's update, which reads from its own memory
+    monkeypatch.setattr(cpu_kernels, "compiler", lambda: None)
     counts = []
     for blocks in (2, 6):
         model = models.llama(num_hidden_layers=blocks)
-        engine = polyreme.initialize(model, training.config(1, precision={"compute": "bf16"}), loss_fn=models.causal_loss)
+        engine = polyreme.initialize(
+            model, training.config(1, precision={"compute": "bf16"}), loss_fn=models.causal_loss
+        )
         run(engine, "llama", torch.float32, steps=2)
-        counts.append(waits(device, lambda engine=engine: engine.train_step(models.batch_of("llama", training.SAMPLES))))
+        counts.append(
+            waits(device, lambda engine=engine: engine.train_step(models.batch_of("llama", training.SAMPLES)))
+        )
     record_property("waits", counts)
     assert 0 < counts[0] == counts[1] < 16
 
@@ -336,9 +402,13 @@ def test_the_host_waits_a_few_times_a_step_whatever_the_model(
 
 FILES = "files"  # in a config here: the test's own folder
 HOMES: list[tuple[int, dict[str, Any]]] = [
-    (2, {"states": "host"}), (2, {"states": FILES}), (1, {"states": {"host": 0.5, "device": 0.5}}),
-    (3, {"states": "host", "params": "host"}), (3, {"states": FILES, "params": FILES, "activations": FILES}), (3, {"params": "host"}),
-]  # fmt: skip
+    (2, {"states": "host"}),
+    (2, {"states": FILES}),
+    (1, {"states": {"host": 0.5, "device": 0.5}}),
+    (3, {"states": "host", "params": "host"}),
+    (3, {"states": FILES, "params": FILES, "activations": FILES}),
+    (3, {"params": "host"}),
+]
 
 
 def placed(memory: dict[str, Any], folder: Path) -> dict[str, Any]:
@@ -347,12 +417,21 @@ def placed(memory: dict[str, Any], folder: Path) -> dict[str, Any]:
 
 @pytest.mark.parametrize(("stage", "memory"), HOMES, ids=lambda value: str(value).replace(" ", ""))
 @pytest.mark.parametrize("optimizer", ["adamw", "lion", "sgd"])
-def test_homes_train_the_same(device: torch.device, stage: int, memory: dict[str, Any], optimizer: str, tmp_path: Path) -> None:
-    """What is updated in host memory is what is updated on the device, but for the order in which each adds."""
-    sections: dict[str, Any] = {"zero": {"stage": stage}, "precision": {"compute": "fp64"}, "optimizer": {"name": optimizer, "lr": 1e-3}}
+def test_homes_train_the_same(
+    device: torch.device, stage: int, memory: dict[str, Any], optimizer: str, tmp_path: Path
+) -> None:
+    """What is updated in host memory is what is updated on the device, but for the order in which each
+    adds."""
+    sections: dict[str, Any] = {
+        "zero": {"stage": stage},
+        "precision": {"compute": "fp64"},
+        "optimizer": {"name": optimizer, "lr": 1e-3},
+    }
     runs = []
     for each in ({}, placed(memory, tmp_path)):
-        engine = polyreme.initialize(models.build("llama"), training.config(1, 2, memory=each, **sections), loss_fn=models.causal_loss)
+        engine = polyreme.initialize(
+            models.build("llama"), training.config(1, 2, memory=each, **sections), loss_fn=models.causal_loss
+        )
         runs.append(run(engine, "llama", torch.float64))
         engine.close()
     assert_close(runs[1], runs[0], 1e-9)
@@ -360,30 +439,45 @@ def test_homes_train_the_same(device: torch.device, stage: int, memory: dict[str
 
 @pytest.mark.parametrize("compute", ["bf16", "fp16", "fp32"])
 def test_host_and_files_are_bitwise_equal(device: torch.device, compute: str, tmp_path: Path) -> None:
-    """Both are updated by the same kernel from the same gradients, of which overflows are skipped. Where parameters are away, too,
-    gradients are added up on the CPU, and their norm is taken there."""
+    """Both are updated by the same kernel from the same gradients, of which overflows are skipped. Where
+    parameters are away, too, gradients are added up on the CPU, and their norm is taken there."""
     precision = {"compute": compute} | ({"initial_scale": 2.0**20} if compute == "fp16" else {})
     runs = []
-    for memory in ({"states": "host"}, {"states": FILES}, {"states": "host", "params": "host"}, {"states": FILES, "params": FILES}):
-        config = training.config(1, 2, zero={"stage": 3}, memory=placed(memory, tmp_path), precision=precision)
+    for memory in (
+        {"states": "host"},
+        {"states": FILES},
+        {"states": "host", "params": "host"},
+        {"states": FILES, "params": FILES},
+    ):
+        config = training.config(
+            1, 2, zero={"stage": 3}, memory=placed(memory, tmp_path), precision=precision
+        )
         engine = polyreme.initialize(models.build("llama", torch.float32), config, loss_fn=models.causal_loss)
         runs.append(run(engine, "llama", torch.float32))
         if device.type == "cuda":  # the twin without is test_ferry's
-            assert engine.memory()["gradients"] == 0, "they have left, and so has the memory in which they were added up"
+            assert engine.memory()["gradients"] == 0, (
+                "they have left, and so has the memory in which they were added up"
+            )
         engine.close()
     for one, other in ((0, 1), (2, 3), *(((0, 2),) if device.type == "cpu" else ())):
         assert not training.differences(runs[one], runs[other])
 
 
-@pytest.mark.parametrize("memory", [{}, {"states": "host"}, {"states": "host", "params": "host"}], ids=["device", "host", "params"])
-def test_threads_update_what_one_updates(device: torch.device, memory: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "memory", [{}, {"states": "host"}, {"states": "host", "params": "host"}], ids=["device", "host", "params"]
+)
+def test_threads_update_what_one_updates(
+    device: torch.device, memory: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Each takes pieces of its own, of a model that is large enough for that."""
     runs = []
     for threads in (1, 4):
         monkeypatch.setattr(torch, "get_num_threads", lambda count=threads: count)  # for the update alone
         torch.manual_seed(0)
         model = models.llama(hidden_size=256, intermediate_size=1024, num_hidden_layers=3)
-        config = training.config(1, zero={"stage": 3, "min_bucket": 1 << 26}, memory=memory, precision={"compute": "bf16"})
+        config = training.config(
+            1, zero={"stage": 3, "min_bucket": 1 << 26}, memory=memory, precision={"compute": "bf16"}
+        )
         engine = polyreme.initialize(model, config, loss_fn=models.causal_loss)
         assert engine.parameters > 1 << 21
         runs.append(run(engine, "llama", torch.float32))
@@ -391,16 +485,27 @@ def test_threads_update_what_one_updates(device: torch.device, memory: dict[str,
     assert not training.differences(*runs)
 
 
-@pytest.mark.parametrize("memory", [{"states": "host"}, {"states": "host", "params": "host"}, {"states": FILES, "params": FILES}],
-                         ids=lambda value: str(value).replace(" ", ""))  # fmt: skip
-def test_tiers_beside_collectives_on_a_stream_of_their_own(device: torch.device, memory: dict[str, Any], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "memory",
+    [{"states": "host"}, {"states": "host", "params": "host"}, {"states": FILES, "params": FILES}],
+    ids=lambda value: str(value).replace(" ", ""),
+)
+def test_tiers_beside_collectives_on_a_stream_of_their_own(
+    device: torch.device, memory: dict[str, Any], tmp_path: Path
+) -> None:
     expected = mirrored(torch.device("cpu"), zero={"stage": 3, "prefetch": 0})
     for i, zero in enumerate(({"prefetch": 0}, {"prefetch": 2}, {"reduce_every": "step"})):
-        assert_close(mirrored(device, zero={"stage": 3, **zero}, memory=placed(memory, tmp_path / str(i))), expected, MIRRORED)
+        assert_close(
+            mirrored(device, zero={"stage": 3, **zero}, memory=placed(memory, tmp_path / str(i))),
+            expected,
+            MIRRORED,
+        )
 
 
 @pytest.mark.parametrize("memory", [{}, {"states": "host", "params": "host"}], ids=["device", "host"])
-def test_a_loaded_run_goes_on_to_the_bit(device: torch.device, memory: dict[str, Any], tmp_path: Path) -> None:
+def test_a_loaded_run_goes_on_to_the_bit(
+    device: torch.device, memory: dict[str, Any], tmp_path: Path
+) -> None:
     """Dropout's random numbers included."""
 
     def engine() -> Engine:
@@ -410,7 +515,9 @@ def test_a_loaded_run_goes_on_to_the_bit(device: torch.device, memory: dict[str,
 
     def steps(engine: Engine, which: range) -> training.Run:
         records = [engine.train_step(models.batch_of("dag", training.SAMPLES, step)) for step in which]
-        return [(r.loss, r.grad_norm) for r in records], on(torch.device("cpu"), engine.state_dict(master=True))
+        return [(r.loss, r.grad_norm) for r in records], on(
+            torch.device("cpu"), engine.state_dict(master=True)
+        )
 
     first = engine()
     steps(first, range(2))
@@ -423,10 +530,15 @@ def test_a_loaded_run_goes_on_to_the_bit(device: torch.device, memory: dict[str,
 
 @pytest.mark.parametrize("memory", [{}, {"states": "host", "params": "host"}], ids=["device", "host"])
 def test_generate_from_a_tier(device: torch.device, memory: dict[str, Any]) -> None:
-    engine = polyreme.initialize(models.build("llama", torch.float32), training.config(1, zero={"stage": 3}, memory=memory),
-                                 loss_fn=models.causal_loss)  # fmt: skip
+    engine = polyreme.initialize(
+        models.build("llama", torch.float32),
+        training.config(1, zero={"stage": 3}, memory=memory),
+        loss_fn=models.causal_loss,
+    )
     ids = torch.tensor([[3, 1, 4, 1, 5]], device=device)
-    expected = models.build("llama", torch.float32).to(device).generate(ids, max_new_tokens=6, do_sample=False)
+    expected = (
+        models.build("llama", torch.float32).to(device).generate(ids, max_new_tokens=6, do_sample=False)
+    )
     with torch.no_grad():
         assert torch.equal(engine.module.generate(ids, max_new_tokens=6, do_sample=False), expected)
 
@@ -437,7 +549,9 @@ def test_generate_from_a_tier(device: torch.device, memory: dict[str, Any]) -> N
 def test_save_writes_what_is_on_the_device(device: torch.device, tmp_path: Path) -> None:
     from safetensors.torch import load_file
 
-    engine = polyreme.initialize(models.build("llama", torch.float32), training.config(1), loss_fn=models.causal_loss)
+    engine = polyreme.initialize(
+        models.build("llama", torch.float32), training.config(1), loss_fn=models.causal_loss
+    )
     _, weights = run(engine, "llama", torch.float32, steps=1)
     saved = load_file(engine.save(tmp_path / "model") / "model.safetensors")
     assert saved.keys() == weights.keys()
@@ -445,11 +559,16 @@ def test_save_writes_what_is_on_the_device(device: torch.device, tmp_path: Path)
 
 
 def test_eval_step_is_the_loss_of_plain_torch(device: torch.device) -> None:
-    engine = polyreme.initialize(models.build("llama"), training.config(1, precision={"compute": "fp64"}), loss_fn=models.causal_loss)
+    engine = polyreme.initialize(
+        models.build("llama"), training.config(1, precision={"compute": "fp64"}), loss_fn=models.causal_loss
+    )
     batch = models.batch_of("llama", 5)
     loss, weight = models.causal_loss(models.build("llama")(input_ids=batch["input_ids"]), batch)
     result = engine.eval_step(batch)
-    assert (result.loss, result.weight) == (pytest.approx(loss.item() / weight.item(), rel=1e-9), weight.item())
+    assert (result.loss, result.weight) == (
+        pytest.approx(loss.item() / weight.item(), rel=1e-9),
+        weight.item(),
+    )
 
 
 class Digits:
@@ -465,7 +584,9 @@ class Digits:
 
 
 def test_sampling_leaves_the_random_numbers_alone(device: torch.device) -> None:
-    engine = polyreme.initialize(models.build("llama", torch.float32), training.config(1), loss_fn=models.causal_loss)
+    engine = polyreme.initialize(
+        models.build("llama", torch.float32), training.config(1), loss_fn=models.causal_loss
+    )
     random = lambda: torch.rand(4, device=device).tolist()  # noqa: E731
     torch.manual_seed(7)
     expected = random()
@@ -477,8 +598,13 @@ def test_sampling_leaves_the_random_numbers_alone(device: torch.device) -> None:
 
 
 def test_a_nan_is_traced_to_its_module(device: torch.device) -> None:
-    engine = polyreme.initialize(models.build("llama", torch.float32), training.config(1), loss_fn=models.causal_loss)
+    engine = polyreme.initialize(
+        models.build("llama", torch.float32), training.config(1), loss_fn=models.causal_loss
+    )
     with torch.no_grad():
         engine.module.get_parameter("model.layers.1.mlp.up_proj.weight")[0, 0] = float("nan")
-    with pytest.raises(NumericsError, match=r"forward of model\.layers\.1\.mlp\.up_proj \(Linear\) .*parameters are not finite"):
+    with pytest.raises(
+        NumericsError,
+        match=r"forward of model\.layers\.1\.mlp\.up_proj \(Linear\) .*parameters are not finite",
+    ):
         engine.train_step(models.batch_of("llama", training.SAMPLES))

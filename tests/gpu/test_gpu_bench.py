@@ -38,12 +38,15 @@ def test_a_name_says_kind_stage_and_options(bench: ModuleType) -> None:
     assert system.floor == "torch+recompute+compile"
     away = bench.System.parse("polyreme3+host+params+recompute")
     assert (away.home, away.params, away.floor) == ("host", True, "torch+recompute")
-    assert all(bench.System.parse(name).home and bench.System.parse(name).floor == "torch" for name in bench.TIERS)
+    assert all(
+        bench.System.parse(name).home and bench.System.parse(name).floor == "torch" for name in bench.TIERS
+    )
     assert bench.System.parse("fsdp2").kind == "fsdp2" and bench.System.parse("fsdp2").floor == "torch"
     assert {bench.System.parse(name).floor for name in bench.SYSTEMS} <= set(bench.SYSTEMS)
 
 
-OTHERS = """polyreme polyreme4 torch2 fsdp23 torch+compile+recompute ddp torch+cpu deepspeed1+cpu deepspeed2+cpu+params polyreme3+cpu
+OTHERS = """polyreme polyreme4 torch2 fsdp23 torch+compile+recompute ddp torch+cpu
+    deepspeed1+cpu deepspeed2+cpu+params polyreme3+cpu
     polyreme3+params fsdp2+host"""
 
 
@@ -64,7 +67,9 @@ def test_patterns_choose_systems_in_order(bench: ModuleType) -> None:
 
 
 def record(seconds: dict[str, float], losses: list[float]) -> dict[str, Any]:
-    turns = {turn: {"seconds": [s, 9 * s, s], "live": 2**30, "peak": 3 * 2**30} for turn, s in seconds.items()}
+    turns = {
+        turn: {"seconds": [s, 9 * s, s], "live": 2**30, "peak": 3 * 2**30} for turn, s in seconds.items()
+    }
     return {"turns": turns, "checked": {"losses": losses}}
 
 
@@ -77,8 +82,14 @@ def case(**systems: dict[str, Any]) -> dict[str, Any]:
 def test_speeds_are_compared_round_by_round(bench: ModuleType) -> None:
     """The machine is twice as slow in the second round."""
     losses = [6.0, 5.0]
-    found = case(**{"torch": record({"0.0": 1.0, "0.1": 2.0}, losses), "polyreme2": record({"0.0": 0.5, "0.1": 1.0}, losses),
-                    "torch+compile": record({"0.1": 1.0}, losses), "polyreme2+compile": record({"0.1": 0.5}, losses)})  # fmt: skip
+    found = case(
+        **{
+            "torch": record({"0.0": 1.0, "0.1": 2.0}, losses),
+            "polyreme2": record({"0.0": 0.5, "0.1": 1.0}, losses),
+            "torch+compile": record({"0.1": 1.0}, losses),
+            "polyreme2+compile": record({"0.1": 0.5}, losses),
+        }
+    )
     rows = bench.summarise(found)
     assert [rows[name]["over_torch"] for name in rows] == [1.0, 2.0, 1.0, 2.0]
     assert rows["torch"]["tokens_per_second"] == pytest.approx(1000 / 1.5)
@@ -89,7 +100,9 @@ def test_speeds_are_compared_round_by_round(bench: ModuleType) -> None:
     assert "| polyreme2+compile | 2,000 | 500.0 |" in text and "DIFFER" not in text
 
 
-@pytest.mark.parametrize(("loss", "equal"), [(5.0, True), (5.0 * (1 + 5e-4), True), (5.1, False), (math.nan, False)])
+@pytest.mark.parametrize(
+    ("loss", "equal"), [(5.0, True), (5.0 * (1 + 5e-4), True), (5.1, False), (math.nan, False)]
+)
 def test_a_different_loss_is_found(bench: ModuleType, loss: float, equal: bool) -> None:
     found = case(torch=record({"0.0": 1.0}, [6.0, 5.0]), fsdp2=record({"0.0": 1.0}, [6.0, loss]))
     rows = bench.summarise(found)
@@ -98,7 +111,10 @@ def test_a_different_loss_is_found(bench: ModuleType, loss: float, equal: bool) 
 
 
 def test_a_system_that_failed_is_reported_and_no_row(bench: ModuleType) -> None:
-    others = {"fsdp2": {"turns": {}, "error": "out of memory"}, "deepspeed2": {"turns": {}, "skipped": "not here"}}
+    others = {
+        "fsdp2": {"turns": {}, "error": "out of memory"},
+        "deepspeed2": {"turns": {}, "skipped": "not here"},
+    }
     found = case(torch=record({"0.0": 1.0}, [6.0]), **others)
     rows = bench.summarise(found)
     text = "\n".join(bench.table(found | {"summary": rows}))
@@ -106,7 +122,10 @@ def test_a_system_that_failed_is_reported_and_no_row(bench: ModuleType) -> None:
     assert "**fsdp2** failed: out of memory" in text and "**deepspeed2** not run: not here" in text
 
 
-@pytest.mark.parametrize(("limit", "tried"), [(0, [4, 2, 1]), (3, [4, 2, 3]), (4, [4, 5]), (16, [4, 16, 18]), (19, [4, 19]), (99, [4, 20])])
+@pytest.mark.parametrize(
+    ("limit", "tried"),
+    [(0, [4, 2, 1]), (3, [4, 2, 3]), (4, [4, 5]), (16, [4, 16, 18]), (19, [4, 19]), (99, [4, 20])],
+)
 def test_the_deepest_model_is_found_in_few_tries(bench: ModuleType, limit: int, tried: list[int]) -> None:
     """Of at most 20 blocks, of which `limit` fit, as each that fits says."""
     seen: list[int] = []
@@ -135,15 +154,24 @@ def test_the_deepest_model_is_found_with_wrong_guesses(bench: ModuleType, limit:
 
 def test_memory_that_runs_out_first_bounds_the_guess(bench: ModuleType) -> None:
     told = {"peak": 10, "live": 5, "free": 75, "host": (30, 120), "disk": (0, 64)}
-    assert [bench.guess(24, told | change) for change in ({}, {"peak": 40}, {"disk": (48, 64)})] == [96, 48, 32]
+    assert [bench.guess(24, told | change) for change in ({}, {"peak": 40}, {"disk": (48, 64)})] == [
+        96,
+        48,
+        32,
+    ]
     assert bench.guess(1, told | {"peak": 81}) == 1, "what trained fits, whatever else took memory meanwhile"
 
 
-def test_a_process_that_takes_all_host_memory_is_ended(bench: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_that_takes_all_host_memory_is_ended(
+    bench: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
     sleeper = [sys.executable, "-c", "input()"]
     for left, ended in ((bench.RESERVE + 1, False), (bench.RESERVE - 1, True)):
         monkeypatch.setattr(bench, "host_free", lambda: 2 * bench.RESERVE)
-        with subprocess.Popen(sleeper, stdin=subprocess.PIPE, text=True) as process, bench.Guard(process) as guard:
+        with (
+            subprocess.Popen(sleeper, stdin=subprocess.PIPE, text=True) as process,
+            bench.Guard(process) as guard,
+        ):
             monkeypatch.setattr(bench, "host_free", lambda left=left: left)
             if ended:
                 process.wait()
@@ -154,17 +182,31 @@ def test_a_process_that_takes_all_host_memory_is_ended(bench: ModuleType, monkey
 
 
 def test_copies_beside_kernels(bench: ModuleType) -> None:
-    copies, kernels = bench.merged([(5.0, 9.0), (0.0, 2.0), (1.0, 3.0)]), bench.merged([(2.0, 6.0), (8.0, 20.0)])
+    copies = bench.merged([(5.0, 9.0), (0.0, 2.0), (1.0, 3.0)])
+    kernels = bench.merged([(2.0, 6.0), (8.0, 20.0)])
     assert copies == [(0.0, 3.0), (5.0, 9.0)]
     assert bench.length(copies) == 7.0 and bench.shared(copies, kernels) == 1.0 + 1.0 + 1.0
 
 
 def test_a_run_without_a_gpu(tmp_path: Path) -> None:
     out = tmp_path / "result.json"
-    options = "--device cpu --size tiny --dtype fp32 --batch 2 --sequence 32 --rounds 1 --steps 2 --settle 1 --threads 1 --profile"
+    options = (
+        "--device cpu --size tiny --dtype fp32 --batch 2 --sequence "
+        "32 --rounds 1 --steps 2 --settle 1 --threads 1 --profile"
+    )
     options += f" --folder {tmp_path} --largest 1"
-    command = [sys.executable, str(SCRIPT), *options.split(), "--systems", "polyreme3+file+params+recompute", "--out", str(out)]
-    run = subprocess.run(command, capture_output=True, text=True, check=False, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    command = [
+        sys.executable,
+        str(SCRIPT),
+        *options.split(),
+        "--systems",
+        "polyreme3+file+params+recompute",
+        "--out",
+        str(out),
+    ]
+    run = subprocess.run(
+        command, capture_output=True, text=True, check=False, env={**os.environ, "OMP_NUM_THREADS": "1"}
+    )
     assert run.returncode == 0, run.stderr
     assert run.stdout.strip() == out.with_suffix(".md").read_text().strip()
     found = json.loads(out.read_text())["cases"][0]
@@ -175,4 +217,6 @@ def test_a_run_without_a_gpu(tmp_path: Path) -> None:
     assert polyreme["checked"]["categories"] and polyreme["profile"]["kernels"] > 0
     assert polyreme["largest"]["blocks"] == 1 and polyreme["largest"]["why"] == "--largest 1"
     assert not [path for path in tmp_path.iterdir() if path.is_dir()], "nothing is left on the disk"
-    assert polyreme["checked"]["losses"] == pytest.approx(found["systems"]["torch"]["checked"]["losses"], rel=1e-5)
+    assert polyreme["checked"]["losses"] == pytest.approx(
+        found["systems"]["torch"]["checked"]["losses"], rel=1e-5
+    )

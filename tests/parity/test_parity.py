@@ -1,5 +1,5 @@
-"""A parallel run computes what one process computes: float64, to 1e-10, against plain PyTorch. Of all that a run may be, every three
-values are in some run; with `--all-cases` the whole product is run."""
+"""A parallel run computes what one process computes: float64, to 1e-10, against plain PyTorch. Of all that a
+run may be, every three values are in some run; with `--all-cases` the whole product is run."""
 
 from __future__ import annotations
 
@@ -37,16 +37,29 @@ class Case(NamedTuple):
             "batch": {"size": SAMPLES, "micro": SAMPLES // self.world // self.accumulation},
             "zero": {"stage": self.stage, "min_bucket": 0},
             "memory": {"activations": "recompute" if self.recompute else "keep"},
-            "optimizer": {"name": self.optimizer, "lr": 1e-2, "weight_decay": 0.1, "clip": self.clip or "none", **momentum},
+            "optimizer": {
+                "name": self.optimizer,
+                "lr": 1e-2,
+                "weight_decay": 0.1,
+                "clip": self.clip or "none",
+                **momentum,
+            },
         }
 
 
-CASES = [Case(*each) for each in product(models.CASES, (1, 2, 4), (0, 1, 2, 3), (1, 3), (False, True), (None, 0.05), ("adamw", "sgd"))]
+CASES = [
+    Case(*each)
+    for each in product(
+        models.CASES, (1, 2, 4), (0, 1, 2, 3), (1, 3), (False, True), (None, 0.05), ("adamw", "sgd")
+    )
+]
 random.Random(0).shuffle(CASES)
 FEW = cover(CASES, lambda case: together(case._asdict(), 3))
 
 
-def train(rank: int, world: int, case: str, settings: list[dict[str, Any]]) -> list[tuple[list[tuple[float, float]], dict[str, Any]]]:
+def train(
+    rank: int, world: int, case: str, settings: list[dict[str, Any]]
+) -> list[tuple[list[tuple[float, float]], dict[str, Any]]]:
     """Records and final weights of a run under each of `settings`."""
     results = []
     for each in settings:
@@ -73,12 +86,18 @@ def expected(case: str, clip: float | None, name: str) -> tuple[list[tuple[float
 @pytest.mark.parametrize("world", [1, 2, 4])
 @pytest.mark.parametrize("model", list(models.CASES))
 def test_equals_plain_pytorch(ranks: Ranks, request: pytest.FixtureRequest, model: str, world: int) -> None:
-    cases = [case for case in (CASES if request.config.getoption("all_cases") else FEW) if (case.model, case.world) == (model, world)]
+    cases = [
+        case
+        for case in (CASES if request.config.getoption("all_cases") else FEW)
+        if (case.model, case.world) == (model, world)
+    ]
     results = ranks(world, train, model, [case.config() for case in cases])
     for i, case in enumerate(cases):
         records, weights = expected(model, case.clip, case.optimizer)
         for rank in range(world):
-            torch.testing.assert_close(results[rank][i][0], records, rtol=1e-10, atol=1e-10, msg=lambda m, at=case: f"{at}: {m}")
+            torch.testing.assert_close(
+                results[rank][i][0], records, rtol=1e-10, atol=1e-10, msg=lambda m, at=case: f"{at}: {m}"
+            )
         for name, tensor in weights.items():
             torch.testing.assert_close(results[0][i][1][name], tensor, rtol=1e-10, atol=1e-10,
                                        msg=lambda m, n=name, at=case: f"{n} {at}: {m}")  # fmt: skip

@@ -1,4 +1,5 @@
-"""Divided over pipeline stages and tensor parallelism, too, a run computes what one process computes: float64, to 1e-10."""
+"""Divided over pipeline stages and tensor parallelism, too, a run computes what one process computes:
+float64, to 1e-10."""
 
 from __future__ import annotations
 
@@ -26,11 +27,20 @@ STEPS, SAMPLES, CLIP, BLOCKS = 3, 12, 0.05, 5
 Record = tuple[float, float]
 
 
-SMALL = {"vocab_size": models.VOCABULARY, "hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": BLOCKS,
-         "num_attention_heads": 4, "max_position_embeddings": 64}  # fmt: skip
+SMALL = {
+    "vocab_size": models.VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 40,
+    "num_hidden_layers": BLOCKS,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 64,
+}
 GROUPED = {**SMALL, "num_key_value_heads": 2}
 STILL = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-IMAGES = {key: SMALL[key] for key in ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")}
+IMAGES = {
+    key: SMALL[key]
+    for key in ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+}
 
 
 def causal(kind: str, **values: Any) -> nn.Module:
@@ -40,20 +50,31 @@ def causal(kind: str, **values: Any) -> nn.Module:
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "llama": lambda: models.llama(num_hidden_layers=BLOCKS),
     "llama tied": lambda: models.llama(num_hidden_layers=BLOCKS, tie_word_embeddings=True),
-    "llama of 6 heads": lambda: models.llama(num_hidden_layers=BLOCKS, num_attention_heads=6, num_key_value_heads=3, intermediate_size=42),
+    "llama of 6 heads": lambda: models.llama(
+        num_hidden_layers=BLOCKS, num_attention_heads=6, num_key_value_heads=3, intermediate_size=42
+    ),
     "gpt2": lambda: models.gpt2(blocks=BLOCKS),
     "qwen3": lambda: causal("qwen3", **GROUPED, head_dim=8),
     "mistral": lambda: causal("mistral", **GROUPED, sliding_window=5),
     "gemma2": lambda: causal("gemma2", **GROUPED, head_dim=8, sliding_window=5, query_pre_attn_scalar=8),
     "phi3": lambda: causal("phi3", **GROUPED, pad_token_id=0, bos_token_id=1, eos_token_id=2),
-    "opt": lambda: causal("opt", vocab_size=models.VOCABULARY, hidden_size=32, ffn_dim=40, num_hidden_layers=BLOCKS, num_attention_heads=4,
-                          max_position_embeddings=64, dropout=0.0, word_embed_proj_dim=32),
+    "opt": lambda: causal(
+        "opt",
+        vocab_size=models.VOCABULARY,
+        hidden_size=32,
+        ffn_dim=40,
+        num_hidden_layers=BLOCKS,
+        num_attention_heads=4,
+        max_position_embeddings=64,
+        dropout=0.0,
+        word_embed_proj_dim=32,
+    ),
     "gpt_neox": lambda: causal("gpt_neox", **SMALL),
     "bert": lambda: transformers.BertForMaskedLM(transformers.BertConfig(**SMALL, **STILL)),
     "vit": lambda: transformers.ViTForImageClassification(
         transformers.ViTConfig(**IMAGES, **STILL, image_size=8, patch_size=2, num_labels=5)
     ),
-}  # fmt: skip
+}
 
 
 def model_of(family: str) -> nn.Module:
@@ -94,7 +115,9 @@ def batch_of(family: str, step: int) -> Any:
     return batch
 
 
-def train(rank: int, world: int, family: str, each: list[dict[str, Any]]) -> list[tuple[list[Record], dict[str, Any], dict[str, Any]]]:
+def train(
+    rank: int, world: int, family: str, each: list[dict[str, Any]]
+) -> list[tuple[list[Record], dict[str, Any], dict[str, Any]]]:
     """Records, evaluation and final weights of a run under each of the settings."""
     results = []
     for config in each:
@@ -106,7 +129,13 @@ def train(rank: int, world: int, family: str, each: list[dict[str, Any]]) -> lis
                 result = engine.train_step(models.share(batch_of(family, step), dp.rank, dp.size))
                 records.append((result.loss, result.grad_norm))
             evaluated = engine.eval_step(models.share(batch_of(family, STEPS), dp.rank, dp.size))
-        results.append(([*records, (evaluated.loss, evaluated.weight)], engine.state_dict(rank0_only=True), engine.traffic()))
+        results.append(
+            (
+                [*records, (evaluated.loss, evaluated.weight)],
+                engine.state_dict(rank0_only=True),
+                engine.traffic(),
+            )
+        )
     return results
 
 
@@ -115,7 +144,9 @@ def expected(family: str) -> tuple[list[Record], dict[str, Any]]:
     optimizer = lambda groups: torch.optim.AdamW(groups, lr=1e-2, betas=(0.9, 0.95), weight_decay=0.1)  # noqa: E731
     model, loss_fn, batch = model_of(family), loss_of(family), batch_of(family, STEPS)
     with models.Wide():
-        records, weights = models.plain_training(model, loss_fn, [batch_of(family, step) for step in range(STEPS)], optimizer, CLIP)
+        records, weights = models.plain_training(
+            model, loss_fn, [batch_of(family, step) for step in range(STEPS)], optimizer, CLIP
+        )
         model.eval()
         with torch.no_grad():
             if family == "vit":
@@ -129,7 +160,9 @@ def compare(results: list[Any], family: str, each: list[dict[str, Any]]) -> None
     for i, config in enumerate(each):
         at = {key: config[key] for key in ("mesh", "zero", "pipeline", "batch") if key in config}
         for result in results:
-            torch.testing.assert_close(result[i][0], records, rtol=1e-10, atol=1e-10, msg=lambda m, at=at: f"{family} {at}: {m}")
+            torch.testing.assert_close(
+                result[i][0], records, rtol=1e-10, atol=1e-10, msg=lambda m, at=at: f"{family} {at}: {m}"
+            )
         assert results[0][i][1].keys() == weights.keys()
         for name, tensor in weights.items():
             torch.testing.assert_close(results[0][i][1][name], tensor, rtol=1e-10, atol=1e-10,
@@ -141,11 +174,20 @@ PIPELINES: dict[int, list[dict[str, Any]]] = {
     4: [
         *(settings({"pp": 2}, zero={"stage": stage}) for stage in (0, 1)),
         *(settings({"pp": 2}, zero={"stage": 2, "reduce_every": each}) for each in ("step", "microbatch")),
-        *(settings({"pp": 2}, zero={"stage": stage}, pipeline={"schedule": "interleaved"}) for stage in (1, 3)),
+        *(
+            settings({"pp": 2}, zero={"stage": stage}, pipeline={"schedule": "interleaved"})
+            for stage in (1, 3)
+        ),
         settings({"pp": 2}, zero={"stage": 3}, memory={"activations": "recompute"}),
         settings({"pp": 4}, pipeline={"blocks": [1, 1, 2, 1]}),
-        *(settings({"pp": 2}, zero={"stage": stage}, pipeline={"schedule": s}) for s in ("zb-h1", "zb-v") for stage in (0, 1, 3)),
-        settings({"pp": 2}, zero={"stage": 3}, pipeline={"schedule": "zb-h1"}, memory={"activations": "recompute"}),
+        *(
+            settings({"pp": 2}, zero={"stage": stage}, pipeline={"schedule": s})
+            for s in ("zb-h1", "zb-v")
+            for stage in (0, 1, 3)
+        ),
+        settings(
+            {"pp": 2}, zero={"stage": 3}, pipeline={"schedule": "zb-h1"}, memory={"activations": "recompute"}
+        ),
     ],
 }
 
@@ -173,7 +215,10 @@ def test_tensor_parallelism_equals_plain_pytorch(ranks: Ranks, world: int) -> No
 
 def test_two_of_each_on_eight_ranks(ranks: Ranks) -> None:
     sizes = {"tp": 2, "pp": 2, "sequence_parallel": True}
-    each = [settings(sizes, zero={"stage": 1}), settings(sizes, zero={"stage": 3}, pipeline={"schedule": "interleaved"})]
+    each = [
+        settings(sizes, zero={"stage": 1}),
+        settings(sizes, zero={"stage": 3}, pipeline={"schedule": "interleaved"}),
+    ]
     compare(ranks(8, train, "llama", each), "llama", each)
 
 
@@ -191,7 +236,8 @@ class Case(NamedTuple):
     microbatches: str  # "one" or "several"
 
     def pairs(self) -> frozenset[tuple[Any, Any]]:
-        """Of what it has, every two, but for family and sizes (the axes are enough), and family and schedule (which knows no model)."""
+        """Of what it has, every two, but for family and sizes (the axes are enough), and family and schedule
+        (which knows no model)."""
         axes = tuple(name for name, size in zip(("dp", "tp", "pp"), self.sizes, strict=True) if size > 1)
         known = {**self._asdict(), "axes": axes, "ranks": math.prod(self.sizes)}
         has = [each for each in known.items() if each[1] is not None]
@@ -205,9 +251,12 @@ class Case(NamedTuple):
         micro = share if self.microbatches == "one" else {12: 3, 6: 2, 4: 2, 3: 1}[share]
         more: dict[str, Any] = {"pipeline": {"schedule": self.schedule}} if self.schedule else {}
         return settings(
-            {"dp": dp, "tp": tp, "pp": pp}, mesh={"sequence_parallel": bool(self.sequence)}, zero={"stage": self.stage},
-            batch={"size": SAMPLES, "micro": micro}, **more,
-        )  # fmt: skip
+            {"dp": dp, "tp": tp, "pp": pp},
+            mesh={"sequence_parallel": bool(self.sequence)},
+            zero={"stage": self.stage},
+            batch={"size": SAMPLES, "micro": micro},
+            **more,
+        )
 
 
 EACH = ("llama", "gpt2", "qwen3", "mistral", "gemma2", "phi3", "opt", "gpt_neox", "bert", "vit")
@@ -235,7 +284,9 @@ def cases_of(family: str, world_size: int) -> list[Case]:
     ]
 
 
-@pytest.mark.parametrize(("family", "world"), [(family, world) for family, sizes in WORLDS.items() for world in sizes])
+@pytest.mark.parametrize(
+    ("family", "world"), [(family, world) for family, sizes in WORLDS.items() for world in sizes]
+)
 def test_every_family_equals_plain_pytorch(ranks: Ranks, family: str, world: int) -> None:
     each = [case.settings() for case in matrix() if case.family == family and math.prod(case.sizes) == world]
     assert each

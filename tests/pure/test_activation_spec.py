@@ -12,7 +12,11 @@ from polyreme.pipeline.activation_spec import buffers, put_together, take_apart
 
 
 def test_a_form_tells_all_but_the_numbers() -> None:
-    value = (torch.ones(2, 3, requires_grad=True) * 2, [torch.arange(3), None], {"a": torch.zeros((), dtype=torch.bool), "b": 1.5})
+    value = (
+        torch.ones(2, 3, requires_grad=True) * 2,
+        [torch.arange(3), None],
+        {"a": torch.zeros((), dtype=torch.bool), "b": 1.5},
+    )
     form, tensors = take_apart(value)
     form = json.loads(json.dumps(form))
     arrived = buffers(form, torch.device("cpu"))

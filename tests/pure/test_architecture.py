@@ -16,20 +16,30 @@ def importers(package: str) -> set[str]:
     for file in SOURCE.rglob("*.py"):
         for node in ast.walk(ast.parse(file.read_text("utf-8"))):
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
-            names += [f"{node.module}.{alias.name}" for alias in node.names] if isinstance(node, ast.ImportFrom) and node.module else []
+            names += (
+                [f"{node.module}.{alias.name}" for alias in node.names]
+                if isinstance(node, ast.ImportFrom) and node.module
+                else []
+            )
             if any(name == package or name.startswith(package + ".") for name in names):
                 found.add(file.relative_to(SOURCE).as_posix())
     return found
 
 
 def test_only_distributed_and_the_launcher_speak_to_torch_distributed() -> None:
-    outside = {file for file in importers("torch.distributed") if not file.startswith(("launch/", "distributed/"))}
+    outside = {
+        file for file in importers("torch.distributed") if not file.startswith(("launch/", "distributed/"))
+    }
     assert outside == {"checkpoint/formats/dcp.py"}  # for its file format alone
 
 
 def test_one_file_knows_transformers_models() -> None:
-    assert {file for file in importers("transformers") if not file.startswith("data/")} <= {"models/huggingface.py", "checkpoint/save.py"}
+    assert {file for file in importers("transformers") if not file.startswith("data/")} <= {
+        "models/huggingface.py",
+        "checkpoint/save.py",
+    }
 
 
 def test_no_pickle_is_loaded() -> None:
-    assert importers("pickle") == {"checkpoint/formats/dcp.py"}  # whose unpickler imports nothing that a file names
+    # whose unpickler imports nothing that a file names
+    assert importers("pickle") == {"checkpoint/formats/dcp.py"}

@@ -23,8 +23,16 @@ def test_any_partition_in_any_order(data: bytes, cuts: set[int], order: random.R
     assert checksum.total(len(data), found) == crc32(data)
 
 
-@given(st.integers(1, 20), st.lists(st.integers(1, 9), min_size=1, max_size=4), st.binary(max_size=9), st.binary(max_size=9), st.randoms())
-def test_columns_of_a_table_in_a_file(rows: int, widths: list[int], head: bytes, tail: bytes, source: random.Random) -> None:
+@given(
+    st.integers(1, 20),
+    st.lists(st.integers(1, 9), min_size=1, max_size=4),
+    st.binary(max_size=9),
+    st.binary(max_size=9),
+    st.randoms(),
+)
+def test_columns_of_a_table_in_a_file(
+    rows: int, widths: list[int], head: bytes, tail: bytes, source: random.Random
+) -> None:
     """As tensor parallelism cuts a matrix along its last dimension: each rank has a run of every row."""
     stride = sum(widths)
     table = source.randbytes(rows * stride)
@@ -36,8 +44,10 @@ def test_columns_of_a_table_in_a_file(rows: int, widths: list[int], head: bytes,
         behind = stride - at - width + len(tail)
         found.append(checksum.comb(runs, width, stride - width, behind))
         middle = source.randrange(rows + 1)  # the same in two pieces
-        pieces = [checksum.comb(runs[: middle * width], width, stride - width, behind + (rows - middle) * stride),
-                  checksum.comb(memoryview(runs)[middle * width :], width, stride - width, behind)]  # fmt: skip
+        pieces = [
+            checksum.comb(runs[: middle * width], width, stride - width, behind + (rows - middle) * stride),
+            checksum.comb(memoryview(runs)[middle * width :], width, stride - width, behind),
+        ]
         assert found[-1] == pieces[0] ^ pieces[1]
         at += width
     assert checksum.total(len(data), found) == crc32(data)

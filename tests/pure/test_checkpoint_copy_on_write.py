@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from polyreme.checkpoint.copy_on_write import Job, Line, Loan
+from polyreme.checkpoint.copy_on_write import BackgroundAccess, Job, JobQueue
 from polyreme.files.direct_io import ALIGNMENT
 
 
@@ -21,7 +21,12 @@ class Written:
         self.places: set[int] = set()  # of the memory that was packed into
         self.found: list[int] = []
         self.jobs = [
-            Job(ALIGNMENT, self._pack(i, pack), lambda packed: (put.wait(30), self.found.append(int(packed)))[1]) for i in range(count)
+            Job(
+                ALIGNMENT,
+                self._pack(i, pack),
+                lambda packed: (put.wait(30), self.found.append(int(packed)))[1],
+            )
+            for i in range(count)
         ]
 
     def _pack(self, i: int, event: threading.Event) -> Callable[[Tensor], Tensor]:
@@ -40,19 +45,19 @@ def at_once() -> threading.Event:
 
 
 def test_nothing_is_copied_that_is_not_wanted() -> None:
-    written, loan = Written(20, at_once(), at_once()), Loan()
-    Line(written.jobs, loan, None, 3).perform(2, 2)
+    written, access = Written(20, at_once(), at_once()), BackgroundAccess()
+    JobQueue(written.jobs, access, None, 3).perform(2, 2)
     assert sorted(written.found) == list(range(20)) and len(written.places) <= 3
-    loan.take_back()  # it was given back
+    access.take_back()  # it was given back
 
 
 @pytest.mark.parametrize("count", [0, 1, 2, 20])
 def test_all_is_copied_that_is_wanted(count: int) -> None:
     put = threading.Event()
-    written, loan = Written(count, at_once(), put), Loan()
-    thread = threading.Thread(target=Line(written.jobs, loan, None, 3).perform, args=(2, 2))
+    written, access = Written(count, at_once(), put), BackgroundAccess()
+    thread = threading.Thread(target=JobQueue(written.jobs, access, None, 3).perform, args=(2, 2))
     thread.start()
-    loan.take_back()
+    access.take_back()
     assert not written.found
     written.memory.fill_(99)
     put.set()
@@ -62,9 +67,9 @@ def test_all_is_copied_that_is_wanted(count: int) -> None:
 
 def test_it_comes_back_when_all_was_read() -> None:
     pack = threading.Event()
-    written, loan = Written(5, pack, at_once()), Loan()
-    thread = threading.Thread(target=Line(written.jobs, loan, None, 3).perform, args=(2, 2))
-    owner = threading.Thread(target=loan.take_back)
+    written, access = Written(5, pack, at_once()), BackgroundAccess()
+    thread = threading.Thread(target=JobQueue(written.jobs, access, None, 3).perform, args=(2, 2))
+    owner = threading.Thread(target=access.take_back)
     thread.start()
     owner.start()
     owner.join(0.05)
@@ -78,7 +83,7 @@ def test_it_comes_back_when_all_was_read() -> None:
 @pytest.mark.parametrize("wanted", [True, False])
 @pytest.mark.parametrize("where", ["pack", "put", "beside"])
 def test_an_error_is_told_and_the_memory_comes_back(where: str, wanted: bool) -> None:
-    written, loan = Written(20, at_once(), at_once()), Loan()
+    written, access = Written(20, at_once(), at_once()), BackgroundAccess()
 
     def fail(*_: Tensor) -> Tensor:
         raise OSError("no")
@@ -86,7 +91,7 @@ def test_an_error_is_told_and_the_memory_comes_back(where: str, wanted: bool) ->
     if where != "beside":
         written.jobs[17] = written.jobs[17]._replace(**{where: fail})
     if wanted:
-        threading.Thread(target=loan.take_back).start()
+        threading.Thread(target=access.take_back).start()
     with pytest.raises(OSError, match="no"):
-        Line(written.jobs, loan, None, 3).perform(2, 2, fail if where == "beside" else None)  # type: ignore[arg-type]
-    loan.take_back()
+        JobQueue(written.jobs, access, None, 3).perform(2, 2, fail if where == "beside" else None)  # type: ignore[arg-type]
+    access.take_back()

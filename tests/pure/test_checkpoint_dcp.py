@@ -108,13 +108,22 @@ class Cut(dcp.DefaultSavePlanner):
             tensor = self.state_dict[item.index.fqn]
             for box in self.grid(tuple(tensor.shape)):
                 offsets, sizes = torch.Size([a for a, _ in box]), torch.Size([b - a for a, b in box])
-                data = TensorWriteData(ChunkStorageMetadata(offsets, sizes), TensorProperties.create_from_tensor(tensor), tensor.size())
-                items.append(WriteItem(MetadataIndex(item.index.fqn, offsets), WriteItemType.SHARD, tensor_data=data))
+                data = TensorWriteData(
+                    ChunkStorageMetadata(offsets, sizes),
+                    TensorProperties.create_from_tensor(tensor),
+                    tensor.size(),
+                )
+                items.append(
+                    WriteItem(MetadataIndex(item.index.fqn, offsets), WriteItemType.SHARD, tensor_data=data)
+                )
         self.random.shuffle(items)
         return SavePlan(items, planner_data=plan.planner_data)
 
     def grid(self, shape: tuple[int, ...]) -> list[Any]:
-        edges = [sorted({0, size, *self.random.choices(range(size + 1), k=2)}) if size else [0, 0] for size in shape]
+        edges = [
+            sorted({0, size, *self.random.choices(range(size + 1), k=2)}) if size else [0, 0]
+            for size in shape
+        ]
         return list(itertools.product(*(itertools.pairwise(each) for each in edges)))
 
     def resolve_data(self, item: WriteItem) -> Any:
@@ -150,7 +159,9 @@ def test_boxes_are_the_range(shape: list[int], data: st.DataObject) -> None:
     found, boxes = [], list(_boxes(tuple(shape), start, stop))
     for at, box in boxes:
         assert at == sum(map(len, found))
-        found.append(numbers[tuple(slice(a, a + n) for a, n in zip(box.offsets, box.sizes, strict=True))].flatten())
+        found.append(
+            numbers[tuple(slice(a, a + n) for a, n in zip(box.offsets, box.sizes, strict=True))].flatten()
+        )
     assert torch.equal(torch.cat([torch.empty(0, dtype=torch.int64), *found]), torch.arange(start, stop))
     assert len(boxes) <= 2 * len(shape) - 1
 
@@ -171,12 +182,19 @@ def test_refuses_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (path / ".metadata").write_bytes(pickle.dumps(bad))
         with pytest.raises(CheckpointError, match=r"\.metadata is refused, as it names posix\.system"):
             DCPCheckpoint(path)
-    for stream in (b"cbuiltins\neval\n.", b"ctorch\nload\n.", b"cpathlib\nPath\n.", b"cpolyreme.train\nrun\n."):
+    for stream in (
+        b"cbuiltins\neval\n.",
+        b"ctorch\nload\n.",
+        b"cpathlib\nPath\n.",
+        b"cpolyreme.train\nrun\n.",
+    ):
         (path / ".metadata").write_bytes(stream)
         with pytest.raises(CheckpointError, match="is refused, as it names"):
             DCPCheckpoint(path)
     # a stand-in's own class is not changed for the next file
-    (path / ".metadata").write_bytes(b"ctorch.distributed.checkpoint.metadata\nMetadata\n(N(dVstate_dict_metadata\n(dstb.")
+    (path / ".metadata").write_bytes(
+        b"ctorch.distributed.checkpoint.metadata\nMetadata\n(N(dVstate_dict_metadata\n(dstb."
+    )
     with pytest.raises(CheckpointError):
         DCPCheckpoint(path)
     (path / ".metadata").write_bytes(pickled)
@@ -193,9 +211,12 @@ def test_refuses_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(("change", "message"), [
-    (lambda info, _: setattr(info, "relative_path", "../away.distcp"), "is not the name of a file within the folder"),
-    (lambda info, _: setattr(info, "relative_path", "/etc/passwd"), "is not the name of a file within the folder"),
-    (lambda info, _: setattr(info, "relative_path", "gone.distcp"), "gone.distcp cannot be read: No such file"),
+    (lambda info, _: setattr(info, "relative_path", "../away.distcp"), "is not the name of a "
+                                                                       "file within the folder"),
+    (lambda info, _: setattr(info, "relative_path", "/etc/passwd"), "is not the name of a "
+                                                                    "file within the folder"),
+    (lambda info, _: setattr(info, "relative_path", "gone.distcp"), "gone.distcp cannot "
+                                                                    "be read: No such file"),
     (lambda info, _: setattr(info, "length", 1 << 40), "and should have"),
     (lambda info, _: setattr(info, "offset", -1), "are not sizes"),
     (lambda info, _: setattr(info, "transform_descriptors", ["zstd"]), "is transformed by"),
@@ -203,7 +224,8 @@ def test_refuses_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (lambda _, item: setattr(item, "size", torch.Size([4])), "leave gaps, or overlap"),
     (lambda _, item: setattr(item, "size", torch.Size([2**25, 2**25])), "leave gaps, or overlap"),
     (lambda _, item: setattr(item, "chunks", None), "is not as DCP writes it"),
-    (lambda _, item: setattr(item.properties, "dtype", torch.int32), "are not the part of 'model.a' that should be there"),
+    (lambda _, item: setattr(item.properties, "dtype", torch.int32), "are not the part of "
+                                                                     "'model.a' that should be there"),
 ])  # fmt: skip
 def test_lies_are_found(tmp_path: Path, change: Any, message: str) -> None:
     path = save({"model": {"a": torch.ones(3)}}, tmp_path / "saved")
@@ -233,7 +255,11 @@ def check(path: Path, parts: int = 3) -> None:
 
 def test_corruption_is_found_or_harmless(tmp_path: Path) -> None:
     model = {"a": torch.randn(31, 5), "b": torch.randn(9, 4, dtype=torch.bfloat16)}
-    good = save({"model": model, "optim": {"state": {"a": {"step": torch.tensor(3.0)}}}}, tmp_path / "good", planner=Cut(0))
+    good = save(
+        {"model": model, "optim": {"state": {"a": {"step": torch.tensor(3.0)}}}},
+        tmp_path / "good",
+        planner=Cut(0),
+    )
     check(good)
     rng, found = random.Random(1), 0
     for trial in range(60):
@@ -243,7 +269,11 @@ def test_corruption_is_found_or_harmless(tmp_path: Path) -> None:
         try:
             check(path)
             source = DCPCheckpoint(path)
-            assert all(torch.equal(whole(source, MODEL, name), tensor) for name, tensor in model.items() if name in source.tensors[MODEL])
+            assert all(
+                torch.equal(whole(source, MODEL, name), tensor)
+                for name, tensor in model.items()
+                if name in source.tensors[MODEL]
+            )
             found += set(source.tensors[MODEL]) != set(model)  # the loader misses them
         except CheckpointError:
             found += 1
@@ -284,5 +314,8 @@ def test_torch_loads_what_is_written(tmp_path: Path) -> None:
     for (name, tensor), found in zip(model.state_dict().items(), other.state_dict().values(), strict=True):
         assert torch.equal(tensor, found), name
     for parameter, found in zip(model.parameters(), other.parameters(), strict=True):
-        assert all(torch.equal(tensor, theirs.state[found][kind]) for kind, tensor in optimizer.state[parameter].items())
+        assert all(
+            torch.equal(tensor, theirs.state[found][kind])
+            for kind, tensor in optimizer.state[parameter].items()
+        )
     assert theirs.param_groups[0]["lr"] == 0.5

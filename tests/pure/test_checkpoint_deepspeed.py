@@ -1,4 +1,5 @@
-"""Checkpoints of real DeepSpeed runs (tests/data/deepspeed/make.py) are read, to the bit, without DeepSpeed."""
+"""Checkpoints of real DeepSpeed runs (tests/data/deepspeed/make.py) are read, to the bit, without
+DeepSpeed."""
 
 from __future__ import annotations
 
@@ -47,8 +48,12 @@ def test_reads_what_deepspeed_had(case: str) -> None:
         same = {key.removeprefix(f"{kind}/") for key in expected if key.startswith(f"{kind}/")} or trained
         assert set(places) == same | {"head.weight"}, kind
         assert torch.equal(whole(source, kind, "head.weight"), whole(source, kind, "embed.weight"))
-    assert set(source.tensors) == {MODEL, "exp_avg", "exp_avg_sq", "step"} | ({MASTER} if "bf16" in case else set())
-    assert all(whole(source, "step", name) == 3 and not source.tensors["step"][name].shape for name in trained)
+    assert set(source.tensors) == {MODEL, "exp_avg", "exp_avg_sq", "step"} | (
+        {MASTER} if "bf16" in case else set()
+    )
+    assert all(
+        whole(source, "step", name) == 3 and not source.tensors["step"][name].shape for name in trained
+    )
     assert (source.zero_stage, source.mesh) == (int(case[5]), {"dp": 2})
     assert source.state["step"] == 3 and source.state["samples"] == 12 and source.state["lr"] == 0.0025
 
@@ -63,7 +68,8 @@ def test_reads_any_range(case: str) -> None:
                 start, stop = sorted(rng.choices(range(flat.numel() + 1), k=2))
                 assert torch.equal(source.read(kind, name, start, stop), flat[start:stop])
             assert source.read(kind, name, 0, 0).dtype == info.dtype
-            assert not source.read(kind, name, 0, 1).requires_grad  # DeepSpeed saves its masters as parameters
+            # DeepSpeed saves its masters as parameters
+            assert not source.read(kind, name, 0, 1).requires_grad
     with pytest.raises(CheckpointError, match="has 78 elements, not"):
         source.read(MODEL, "embed.weight", 0, 79)
     with pytest.raises(CheckpointError, match="no exp_avg of 'scale'"):
@@ -77,7 +83,8 @@ def copied(tmp_path: Path, case: str) -> Path:
 
 def rewrite(file: Path, **changes: Any) -> None:
     """A file's object with some entries changed."""
-    torch.save(torch_archive.load(file, "deepspeed") | changes, file.with_suffix(".new"))  # not in place: the old file is still mapped
+    # not in place: the old file is still mapped
+    torch.save(torch_archive.load(file, "deepspeed") | changes, file.with_suffix(".new"))
     file.with_suffix(".new").replace(file)
 
 
@@ -93,7 +100,9 @@ def test_refuses_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = copied(tmp_path, "stage1-fp32-aligned")
     file = folder / "global_step3" / "mp_rank_00_model_states.pt"
     rewrite(file, note=Evil())
-    with pytest.raises(CheckpointError, match=r"mp_rank_00_model_states.pt is refused, as it names posix.system"):
+    with pytest.raises(
+        CheckpointError, match=r"mp_rank_00_model_states.pt is refused, as it names posix.system"
+    ):
         DeepSpeedCheckpoint(folder)
     before = set(torch.serialization.get_safe_globals())
     torch.serialization.add_safe_globals([os.system])  # even where the process allows it
@@ -112,7 +121,9 @@ def test_other_parallelism_is_refused(tmp_path: Path) -> None:
     inner = folder / "global_step3"
     other = inner / "mp_rank_01_model_states.pt"
     shutil.copy(inner / "mp_rank_00_model_states.pt", other)
-    with pytest.raises(CheckpointError, match=r"tensor, pipeline or expert parallelism \(mp_rank_01_model_states.pt\)"):
+    with pytest.raises(
+        CheckpointError, match=r"tensor, pipeline or expert parallelism \(mp_rank_01_model_states.pt\)"
+    ):
         DeepSpeedCheckpoint(folder)
     other.unlink()
     rewrite(inner / "mp_rank_00_model_states.pt", mp_world_size=2)
@@ -125,7 +136,10 @@ def test_missing_files_are_named(tmp_path: Path) -> None:
     inner = folder / "global_step3"
     assert DeepSpeedCheckpoint(inner).tensors == DeepSpeedCheckpoint(folder).tensors
     (inner / "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt").rename(tmp_path / "away")
-    with pytest.raises(CheckpointError, match="was written by 2 ranks at stage 3, and has the optimizer's files of 1 and the model's of 2"):
+    with pytest.raises(
+        CheckpointError,
+        match="was written by 2 ranks at stage 3, and has the optimizer's files of 1 and the model's of 2",
+    ):
         DeepSpeedCheckpoint(folder)
     (inner / "bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt").unlink()
     with pytest.raises(CheckpointError, match="in which its weights are"):
@@ -152,7 +166,9 @@ def check(path: Path, parts: int = 3) -> None:
 def test_corruption_is_found_or_harmless(tmp_path: Path, case: str) -> None:
     check(DATA / case)
     good = DeepSpeedCheckpoint(DATA / case)
-    content = {(kind, name): whole(good, kind, name) for kind, places in good.tensors.items() for name in places}
+    content = {
+        (kind, name): whole(good, kind, name) for kind, places in good.tensors.items() for name in places
+    }
     rng, found = random.Random(1), 0
     for trial in range(40):
         folder = Path(shutil.copytree(DATA / case, tmp_path / str(trial)))
@@ -161,7 +177,9 @@ def test_corruption_is_found_or_harmless(tmp_path: Path, case: str) -> None:
         try:
             check(folder)
             source = DeepSpeedCheckpoint(folder)
-            assert {(kind, name) for kind, places in source.tensors.items() for name in places} == content.keys()
+            assert {
+                (kind, name) for kind, places in source.tensors.items() for name in places
+            } == content.keys()
             assert all(torch.equal(whole(source, *key), tensor) for key, tensor in content.items())
         except CheckpointError:
             found += 1

@@ -62,11 +62,26 @@ def seal(folder: Path) -> None:
 
 def contents() -> dict[str, Tensors]:
     make = torch.Generator().manual_seed(0)
-    shapes = {"embed.weight": (9, 4), "layers.0.w": (4, 4), "layers.1.w": (4, 4), "norm": (4,), "none": (0, 4), "scale": ()}
+    shapes = {
+        "embed.weight": (9, 4),
+        "layers.0.w": (4, 4),
+        "layers.1.w": (4, 4),
+        "norm": (4,),
+        "none": (0, 4),
+        "scale": (),
+    }
     master = {name: torch.randn(shape, generator=make) for name, shape in shapes.items()}
-    states = {kind: {name: torch.randn(shape, generator=make) for name, shape in shapes.items()} for kind in ("exp_avg", "exp_avg_sq")}
+    states = {
+        kind: {name: torch.randn(shape, generator=make) for name, shape in shapes.items()}
+        for kind in ("exp_avg", "exp_avg_sq")
+    }
     steps = {name: torch.tensor(7.0) for name in shapes}
-    return {MODEL: {name: t.bfloat16() for name, t in master.items()}, MASTER: master, **states, "step": steps}
+    return {
+        MODEL: {name: t.bfloat16() for name, t in master.items()},
+        MASTER: master,
+        **states,
+        "step": steps,
+    }
 
 
 def make(folder: Path, limit: int = 10**9, ours: bool = True) -> dict[str, Tensors]:
@@ -90,12 +105,20 @@ def check(folder: Path, parts: int = 1) -> Directory:
 
 
 def read_all(opened: Directory) -> dict[str, Tensors]:
-    return {kind: {name: opened.read(kind, name, 0, math.prod(info.shape)).view(info.shape) for name, info in tensors.items()}
-            for kind, tensors in opened.tensors.items()}  # fmt: skip
+    return {
+        kind: {
+            name: opened.read(kind, name, 0, math.prod(info.shape)).view(info.shape)
+            for name, info in tensors.items()
+        }
+        for kind, tensors in opened.tensors.items()
+    }
 
 
 def bits(kinds: dict[str, Tensors]) -> dict[str, object]:
-    return {kind: {name: (t.shape, t.dtype, raw(t)) for name, t in tensors.items()} for kind, tensors in kinds.items()}
+    return {
+        kind: {name: (t.shape, t.dtype, raw(t)) for name, t in tensors.items()}
+        for kind, tensors in kinds.items()
+    }
 
 
 def equal(a: dict[str, Tensors], b: dict[str, Tensors]) -> bool:
@@ -133,7 +156,9 @@ def test_any_range_is_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("parts", [1, 2, 3, 50])
-def test_shares_of_any_number_make_the_checksums(parts: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shares_of_any_number_make_the_checksums(
+    parts: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("polyreme.checkpoint.formats.huggingface.CHUNK", 100)
     make(tmp_path, limit=70)
     check(tmp_path, parts)
@@ -141,7 +166,9 @@ def test_shares_of_any_number_make_the_checksums(parts: int, tmp_path: Path, mon
     data = bytearray(file.read_bytes())
     data[-1] ^= 1
     file.write_bytes(data)
-    with pytest.raises(CheckpointError, match=r"optimizer/exp_avg-00001-of-00004\.safetensors \('embed\.weight'\)"):
+    with pytest.raises(
+        CheckpointError, match=r"optimizer/exp_avg-00001-of-00004\.safetensors \('embed\.weight'\)"
+    ):
         check(tmp_path, parts)
 
 
@@ -151,7 +178,9 @@ def test_a_share_reads_its_own_bytes_alone(tmp_path: Path) -> None:
     total = sum(file.size for file in opened._files.values())
     reads: list[int] = []
     contribution = opened._contribution
-    opened._contribution = lambda name, start, stop, size: reads.append(stop - start) or contribution(name, start, stop, size)  # type: ignore[method-assign, func-returns-value]
+    opened._contribution = lambda name, start, stop, size: (
+        reads.append(stop - start) or contribution(name, start, stop, size)
+    )  # type: ignore[method-assign, func-returns-value]
     for part in range(4):
         reads.clear()
         opened.contributions(part, 4)
@@ -238,7 +267,11 @@ def without(name: str) -> Change:
 INDEX, PART = "model.safetensors.index.json", "model-00002-of-00003.safetensors"
 FOREIGN: dict[str, tuple[bool, Change, str]] = {  # of a directory without resume.json: in several files?
     "no folder": (False, shutil.rmtree, "not a folder"),
-    "no weights": (False, without("model.safetensors"), "no model.safetensors, nor the index of several: it has README.md"),
+    "no weights": (
+        False,
+        without("model.safetensors"),
+        "no model.safetensors, nor the index of several: it has README.md",
+    ),
     "a pickle": (
         False,
         lambda f: (f / "model.safetensors").rename(f / "pytorch_model.bin"),
@@ -249,17 +282,45 @@ FOREIGN: dict[str, tuple[bool, Change, str]] = {  # of a directory without resum
     "a pipe": (False, pipe, "not a file"),
     "a folder as a file": (True, lambda f: [without(PART)(f), (f / PART).mkdir()], f"{PART} is not a file"),
     "no index": (True, without(INDEX), "no model.safetensors"),
-    "states without resume.json": (False, lambda f: [make(f), without("resume.json")(f)], "states and no resume.json"),
+    "states without resume.json": (
+        False,
+        lambda f: [make(f), without("resume.json")(f)],
+        "states and no resume.json",
+    ),
     "a missing part": (True, without(PART), f"{PART} cannot be read"),
-    "an index that is no JSON": (True, with_file(INDEX, "{"), "index.json is damaged: it holds no valid JSON"),
+    "an index that is no JSON": (
+        True,
+        with_file(INDEX, "{"),
+        "index.json is damaged: it holds no valid JSON",
+    ),
     "an index without a map": (True, with_file(INDEX), "no weight_map"),
-    "a name upwards": (True, edit(INDEX, lambda m: m.update(norm="../x.safetensors")), "'norm' would be in '../x.safetensors'"),
-    "an absolute name": (True, edit(INDEX, lambda m: m.update(norm="/x.safetensors")), "'norm' would be in '/x.safetensors'"),
-    "a name of another folder": (True, edit(INDEX, lambda m: m.update(norm=f"sub/{PART}")), "'norm' would be in"),
+    "a name upwards": (
+        True,
+        edit(INDEX, lambda m: m.update(norm="../x.safetensors")),
+        "'norm' would be in '../x.safetensors'",
+    ),
+    "an absolute name": (
+        True,
+        edit(INDEX, lambda m: m.update(norm="/x.safetensors")),
+        "'norm' would be in '/x.safetensors'",
+    ),
+    "a name of another folder": (
+        True,
+        edit(INDEX, lambda m: m.update(norm=f"sub/{PART}")),
+        "'norm' would be in",
+    ),
     "a pickle's name": (True, edit(INDEX, lambda m: m.update(norm="a.bin")), "'norm' would be in"),
     "a name of no kind": (True, edit(INDEX, lambda m: m.update(norm=3)), "'norm' would be in 3"),
-    "a tensor elsewhere": (True, edit(INDEX, lambda m: m.update(norm=m["embed.weight"])), "'norm' would be in .*does not hold it"),
-    "a tensor nowhere": (True, edit(INDEX, lambda m: m.update(new=PART)), "'new' would be in .*does not hold it"),
+    "a tensor elsewhere": (
+        True,
+        edit(INDEX, lambda m: m.update(norm=m["embed.weight"])),
+        "'norm' would be in .*does not hold it",
+    ),
+    "a tensor nowhere": (
+        True,
+        edit(INDEX, lambda m: m.update(new=PART)),
+        "'new' would be in .*does not hold it",
+    ),
 }
 
 
@@ -274,17 +335,45 @@ def test_what_is_wrong_with_any_directory(case: str, tmp_path: Path) -> None:
 
 OURS: dict[str, tuple[bool, Change, str]] = {
     "a missing file": (False, without("config.json"), "config.json cannot be read"),
-    "a truncated file": (False, lambda f: os.truncate(f / "model.safetensors", 4100), "written with 4242 bytes and has 4100"),
-    "a grown file": (False, with_file("config.json", "{}" * 99), "config.json was written with 22 bytes and has 198"),
+    "a truncated file": (
+        False,
+        lambda f: os.truncate(f / "model.safetensors", 4100),
+        "written with 4242 bytes and has 4100",
+    ),
+    "a grown file": (
+        False,
+        with_file("config.json", "{}" * 99),
+        "config.json was written with 22 bytes and has 198",
+    ),
     "an extra file": (False, with_file("tokenizer.json"), "'tokenizer.json' was not written with it"),
-    "an extra state": (False, with_file("optimizer/x.safetensors"), "'optimizer/x.safetensors' was not written with it"),
-    "several": (True, lambda f: [without(PART)(f), with_file("x.json")(f)], f"{PART} cannot be read.*; 'x.json' was not"),
-    "the whole folder": (False, lambda f: shutil.rmtree(f / "optimizer"), "exp_avg.safetensors cannot be read.*step.safetensors cannot"),
+    "an extra state": (
+        False,
+        with_file("optimizer/x.safetensors"),
+        "'optimizer/x.safetensors' was not written with it",
+    ),
+    "several": (
+        True,
+        lambda f: [without(PART)(f), with_file("x.json")(f)],
+        f"{PART} cannot be read.*; 'x.json' was not",
+    ),
+    "the whole folder": (
+        False,
+        lambda f: shutil.rmtree(f / "optimizer"),
+        "exp_avg.safetensors cannot be read.*step.safetensors cannot",
+    ),
     "a resume.json that leads out": (False, outside("resume.json"), "leads out"),
     "a folder that is a link out": (False, outside("optimizer"), "leads out of the checkpoint"),
-    "no index of a state": (True, lambda f: [without("optimizer/exp_avg.safetensors.index.json")(f), seal(f)], "no optimizer/exp_avg.s"),
-    "a tensor not in the index": (True, lambda f: [edit(INDEX, lambda m: m.pop("norm"))(f), seal(f)], "holds the tensor 'norm'"),
-}  # fmt: skip
+    "no index of a state": (
+        True,
+        lambda f: [without("optimizer/exp_avg.safetensors.index.json")(f), seal(f)],
+        "no optimizer/exp_avg.s",
+    ),
+    "a tensor not in the index": (
+        True,
+        lambda f: [edit(INDEX, lambda m: m.pop("norm"))(f), seal(f)],
+        "holds the tensor 'norm'",
+    ),
+}
 
 
 @pytest.mark.parametrize("case", OURS)
@@ -339,7 +428,13 @@ def corrupt(folder: Path, random_: random.Random) -> str:
     if kind == "delete":
         file.unlink()
     elif kind == "rename":
-        file.rename(file.with_name(random_.choice(["x.safetensors", "x.json", "model.safetensors", "resume.json", "x" + file.name])))
+        file.rename(
+            file.with_name(
+                random_.choice(
+                    ["x.safetensors", "x.json", "model.safetensors", "resume.json", "x" + file.name]
+                )
+            )
+        )
     elif kind == "swap":
         other = folder / random_.choice(names)
         other.rename(folder / "between")

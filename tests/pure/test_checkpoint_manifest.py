@@ -16,13 +16,25 @@ from hypothesis import strategies as st
 from polyreme.checkpoint.manifest import KINDS, File, Resume, dump, read, write
 from polyreme.errors import CheckpointError
 
-JSON = st.recursive(st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),
-                    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3), max_leaves=8)  # fmt: skip
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+    max_leaves=8,
+)
 OBJECTS = st.dictionaries(st.text(), JSON, max_size=3)
 FILES = {"model.safetensors": File(5, 0xABC), "optimizer/exp_avg.safetensors": File(6, 2**32 - 1)}
 RANDOM = {"0": {"cpu": "AP8="}}
-RESUME = Resume(FILES, {"step": 3, "lr": 1e-3}, {"dp": 2, "tp": 1}, 2, RANDOM, {"epoch": 1}, {"seed": 0}, {"polyreme": "0.1"},
-                {"mine": [1, None]})  # fmt: skip
+RESUME = Resume(
+    FILES,
+    {"step": 3, "lr": 1e-3},
+    {"dp": 2, "tp": 1},
+    2,
+    RANDOM,
+    {"epoch": 1},
+    {"seed": 0},
+    {"polyreme": "0.1"},
+    {"mine": [1, None]},
+)
 
 
 @given(OBJECTS.filter(lambda state: KINDS.keys().isdisjoint(state)), OBJECTS, st.integers(0, 3))
@@ -45,7 +57,20 @@ def test_keys_that_are_numbers_and_values_that_are_not(tmp_path: Path) -> None:
 
 def test_the_format_is_as_documented(tmp_path: Path) -> None:
     tree = json.loads(dump(RESUME))
-    assert set(tree) == {"format", "version", "files", "state", "mesh", "zero_stage", "rng", "data", "config", "versions", "extra", "self"}
+    assert set(tree) == {
+        "format",
+        "version",
+        "files",
+        "state",
+        "mesh",
+        "zero_stage",
+        "rng",
+        "data",
+        "config",
+        "versions",
+        "extra",
+        "self",
+    }
     assert tree["format"], tree["version"] == ("polyreme", 1)
     assert tree["files"] == {"model.safetensors": {"size": 5, "crc32": "00000abc"},
                              "optimizer/exp_avg.safetensors": {"size": 6, "crc32": "ffffffff"}}  # fmt: skip
@@ -60,7 +85,9 @@ def sealed(**changes: Any) -> str:
     """The text of RESUME with other values, and the checksum that belongs to them."""
     tree = json.loads(dump(RESUME)) | changes
     tree = {key: value for key, value in tree.items() if value is not ... and key != "self"}
-    return json.dumps(tree | {"self": f"{crc32(json.dumps(tree, sort_keys=True, separators=(',', ':')).encode()):08x}"})
+    return json.dumps(
+        tree | {"self": f"{crc32(json.dumps(tree, sort_keys=True, separators=(',', ':')).encode()):08x}"}
+    )
 
 
 def listed(name: str, size: Any = 1, crc: Any = "00000000") -> str:
@@ -76,7 +103,10 @@ BAD = {
     "other format": (sealed(format="zip"), "its format is 'zip'"),
     "no version": (sealed(version=...), "version None"),
     "version of no kind": (sealed(version="2"), "version '2'"),
-    "no checksum": (json.dumps({k: v for k, v in json.loads(dump(RESUME)).items() if k != "self"}), "it says None"),
+    "no checksum": (
+        json.dumps({k: v for k, v in json.loads(dump(RESUME)).items() if k != "self"}),
+        "it says None",
+    ),
     "other state": (dump(RESUME).decode().replace('"step": 3', '"step": 4'), "its own checksum"),
     "no state": (sealed(state=...), "'state'"),
     "a list of files": (sealed(files=[]), "'files'"),
@@ -127,14 +157,20 @@ def test_a_newer_version_asks_for_a_newer_polyreme(tmp_path: Path) -> None:
 def test_any_depth_is_read_or_refused(tmp_path: Path) -> None:
     """What is nested almost too deep to be read may be too deep to be checked."""
     for depth in (*range(100, 1100, 50), *range(2000, 100_000, 7000)):
-        (tmp_path / "resume.json").write_text('{"format": "polyreme", "version": 1, "a": ' + "[" * depth + "]" * depth + "}")
+        (tmp_path / "resume.json").write_text(
+            '{"format": "polyreme", "version": 1, "a": ' + "[" * depth + "]" * depth + "}"
+        )
         with pytest.raises(CheckpointError):
             read(tmp_path)
 
 
 def test_what_json_cannot_hold_is_not_written(tmp_path: Path) -> None:
-    for wrong, what in ((Resume(state={"a": object()}), "object"), (Resume({"../x": File(1, 1)}), "../x"), (Resume(rng=[1]), "rng"),  # type: ignore[arg-type]
-                        (Resume({"a": File(1, -1)}), "'a'")):  # fmt: skip
+    for wrong, what in (
+        (Resume(state={"a": object()}), "object"),
+        (Resume({"../x": File(1, 1)}), "../x"),
+        (Resume(rng=[1]), "rng"),  # type: ignore[arg-type]
+        (Resume({"a": File(1, -1)}), "'a'"),
+    ):
         with pytest.raises(CheckpointError, match=what):
             write(tmp_path, wrong)
     assert not list(tmp_path.iterdir())

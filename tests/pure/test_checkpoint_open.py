@@ -1,4 +1,5 @@
-"""Whatever the format of a checkpoint, it is opened, and `polyreme inspect` tells what is in it and whether it is whole."""
+"""Whatever the format of a checkpoint, it is opened, and `polyreme inspect` tells what is in it and whether
+it is whole."""
 
 from __future__ import annotations
 
@@ -51,7 +52,10 @@ def save_ours(folder: Path) -> Path:
     files = {str(file.relative_to(folder)): file.read_bytes() for file in folder.rglob("*.safetensors")}
     table = {name: File(len(data), crc32(data)) for name, data in files.items()}
     state = {"step": 1200, "lr": 3e-5, "options": {"more": 1}}
-    write(folder, Resume(table, state, {"dp": 2, "tp": 4, "order": ["dp", "tp"]}, 2, versions={"polyreme": "0.1.0"}))
+    write(
+        folder,
+        Resume(table, state, {"dp": 2, "tp": 4, "order": ["dp", "tp"]}, 2, versions={"polyreme": "0.1.0"}),
+    )
     return folder
 
 
@@ -85,7 +89,9 @@ def test_the_format_is_found(tmp_path: Path) -> None:
     pickled = tmp_path / "pickled"
     pickled.mkdir()
     (pickled / "notes.txt").write_text("")
-    with pytest.raises(CheckpointError, match=r"pickled has no checkpoint that can be read.*it has notes\.txt"):
+    with pytest.raises(
+        CheckpointError, match=r"pickled has no checkpoint that can be read.*it has notes\.txt"
+    ):
         open_source(pickled)
     (pickled / "pytorch_model.bin").write_text("")
     with pytest.raises(CheckpointError, match=r"has its weights in a pickle"):
@@ -101,17 +107,29 @@ def test_inspect_ours(tmp_path: Path) -> None:
     assert status == 0
     lines = [" ".join(line.strip("│┃ \n").replace("│", " ").split()) for line in output.splitlines()]
     assert "format Polyreme" in lines and "written by 8 ranks: dp 2 x tp 4, ZeRO stage 2" in lines
-    assert "state step 1,200, lr 3e-05" in lines and "integrity whole: all 3 checksums are as written" in lines
+    assert (
+        "state step 1,200, lr 3e-05" in lines and "integrity whole: all 3 checksums are as written" in lines
+    )
     assert "model 8 125 250 B bf16" in lines and "exp_avg 7 124 496 B fp32" in lines
     assert f"{LAYERS} layers.{{0-2}}.up.weight 4x4 bf16 all" in lines and "1 scale () bf16 none" in lines
 
     found = inspected(path)
-    assert (found["mesh"], found["zero_stage"], found["state"]["options"]) == ({"dp": 2, "tp": 4}, 2, {"more": 1})
+    assert (found["mesh"], found["zero_stage"], found["state"]["options"]) == (
+        {"dp": 2, "tp": 4},
+        2,
+        {"more": 1},
+    )
     assert len(found["tensors"]) == 8
     assert {"name": "embed.weight", "same_as": None, "kinds": {
         "model": {"shape": [7, 4], "dtype": "bfloat16"}, "master": {"shape": [7, 4], "dtype": "float32"},
         "exp_avg": {"shape": [7, 4], "dtype": "float32"}}} in found["tensors"]  # fmt: skip
-    assert found["kinds"][0] == {"name": "model", "tensors": 8, "elements": 125, "bytes": 250, "dtypes": ["bfloat16"]}
+    assert found["kinds"][0] == {
+        "name": "model",
+        "tensors": 8,
+        "elements": 125,
+        "bytes": 250,
+        "dtypes": ["bfloat16"],
+    }
 
 
 def test_inspect_finds_damage(tmp_path: Path) -> None:
@@ -130,7 +148,12 @@ def test_inspect_finds_damage(tmp_path: Path) -> None:
 
 def test_inspect_others(tmp_path: Path) -> None:
     found = inspected(DEEPSPEED)
-    assert (found["format"], found["mesh"], found["zero_stage"], found["state"]["step"]) == ("DeepSpeed", {"dp": 2}, 3, 3)
+    assert (found["format"], found["mesh"], found["zero_stage"], found["state"]["step"]) == (
+        "DeepSpeed",
+        {"dp": 2},
+        3,
+        3,
+    )
     assert {kind["name"]: kind["tensors"] for kind in found["kinds"]} == {
         "model": 11,
         "master": 9,
@@ -141,7 +164,11 @@ def test_inspect_others(tmp_path: Path) -> None:
     assert [row["name"] for row in found["tensors"] if row["same_as"] == "embed.weight"] == ["head.weight"]
     assert "head.weight = embed.weight" in inspect(DEEPSPEED)[1]
     found = inspected(save_dcp(tmp_path / "dcp"))
-    assert (found["format"], found["state"], found["kinds"][0]["tensors"]) == ("torch.distributed.checkpoint", {"step": 5}, 8)
+    assert (found["format"], found["state"], found["kinds"][0]["tensors"]) == (
+        "torch.distributed.checkpoint",
+        {"step": 5},
+        8,
+    )
     found = inspected(save_plain(tmp_path / "plain"))
     assert found["integrity"] == {"checksums": 0, "problem": None}
     assert "there are no checksums" in inspect(tmp_path / "plain")[1]

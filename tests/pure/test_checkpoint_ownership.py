@@ -1,4 +1,5 @@
-"""What a save, a run and its cleaning may replace or delete: a checkpoint of ours and nothing else, whatever a user has at the path."""
+"""What a save, a run and its cleaning may replace or delete: a checkpoint of ours and nothing else, whatever
+a user has at the path."""
 
 from __future__ import annotations
 
@@ -27,13 +28,19 @@ from polyreme.files import folder_lock
 @pytest.fixture(scope="module")
 def engine() -> Engine:
     torch.manual_seed(0)
-    return polyreme.initialize(nn.Linear(2, 2), {"batch": {"size": 1}}, loss_fn=lambda output, batch: output.sum())
+    return polyreme.initialize(
+        nn.Linear(2, 2), {"batch": {"size": 1}}, loss_fn=lambda output, batch: output.sum()
+    )
 
 
 def everything(folder: Path) -> dict[str, bytes | str | None]:
     """What is in the folder, byte for byte."""
     return {
-        str(path.relative_to(folder)): str(path.readlink()) if path.is_symlink() else path.read_bytes() if path.is_file() else None
+        str(path.relative_to(folder)): str(path.readlink())
+        if path.is_symlink()
+        else path.read_bytes()
+        if path.is_file()
+        else None
         for path in sorted(folder.rglob("*"))
     }
 
@@ -93,12 +100,16 @@ FOREIGN: dict[Callable[[Path], object], str] = {
 
 @pytest.mark.parametrize("make", FOREIGN, ids=lambda make: make.__name__)
 @pytest.mark.parametrize("suffix", ["", ".tmp", ".old"])
-def test_a_save_replaces_nothing_else(tmp_path: Path, engine: Engine, make: Callable[[Path], object], suffix: str) -> None:
+def test_a_save_replaces_nothing_else(
+    tmp_path: Path, engine: Engine, make: Callable[[Path], object], suffix: str
+) -> None:
     path = tmp_path / "docs"
     make(tmp_path / f"docs{suffix}")
     before = everything(tmp_path)
     for wait in (True, False):
-        with pytest.raises(CheckpointError, match=f"docs{suffix} would be replaced.*{FOREIGN[make]}.*Save to another path"):
+        with pytest.raises(
+            CheckpointError, match=f"docs{suffix} would be replaced.*{FOREIGN[make]}.*Save to another path"
+        ):
             engine.save(path, wait=wait)
     assert everything(tmp_path) == before
 
@@ -138,7 +149,9 @@ def test_a_checkpoint_that_another_process_writes(tmp_path: Path, engine: Engine
     before = everything(tmp_path)
     with (tmp_path / "step.tmp" / ownership.UNFINISHED).open() as other:
         fcntl.flock(other, fcntl.LOCK_SH)
-        with pytest.raises(CheckpointError, match=r"in use by another run, which process 1 on host there began noon"):
+        with pytest.raises(
+            CheckpointError, match=r"in use by another run, which process 1 on host there began noon"
+        ):
             engine.save(tmp_path / "step")
         assert everything(tmp_path) == before
         RunFolder(tmp_path).tidy()
@@ -148,10 +161,14 @@ def test_a_checkpoint_that_another_process_writes(tmp_path: Path, engine: Engine
 
 
 def test_a_folder_that_a_run_has(tmp_path: Path, engine: Engine) -> None:
-    (tmp_path / RUN_CLAIM).write_text(json.dumps({"run": "other", "pid": 1, "host": "there", "since": "noon"}))
+    (tmp_path / RUN_CLAIM).write_text(
+        json.dumps({"run": "other", "pid": 1, "host": "there", "since": "noon"})
+    )
     with (tmp_path / RUN_CLAIM).open() as other:
         fcntl.flock(other, fcntl.LOCK_SH)
-        with pytest.raises(CheckpointError, match="is the folder of a run, process 1 on host there: let it end"):
+        with pytest.raises(
+            CheckpointError, match="is the folder of a run, process 1 on host there: let it end"
+        ):
             engine.save(tmp_path / "step-1")
     engine.save(tmp_path / "step-1")
 
@@ -174,14 +191,21 @@ def test_a_run_deletes_nothing_else(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"so these stay: \S*step-3\.earlier: it has no resume.json"):
         run.drop_earlier()
     save(run, 10)
-    with pytest.raises(CheckpointError, match=r"so these stay: \S*step-2: it has evaluation, evaluation/scores.txt.*step-4: .*step-7: "):
+    with pytest.raises(
+        CheckpointError,
+        match=r"so these stay: \S*step-2: it has evaluation, evaluation/scores.txt.*step-4: .*step-7: ",
+    ):
         run.prune(1)
     left = everything(tmp_path)
     assert before.items() <= left.items() and "step-2/evaluation/scores.txt" in left
-    assert {"step-5", "step-6", "step-8", "step-6.earlier", "step-8.earlier"}.isdisjoint(names(run)) and "step-10" in names(run)
+    assert {"step-5", "step-6", "step-8", "step-6.earlier", "step-8.earlier"}.isdisjoint(
+        names(run)
+    ) and "step-10" in names(run)
 
 
-def test_what_is_left_of_a_deleted_one_is_ours_at_any_instant(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_left_of_a_deleted_one_is_ours_at_any_instant(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for ready in (write, lambda path, _: unfinished(path)):
         for after in range(5):
             ready(tmp_path / "step", 1)
@@ -207,12 +231,23 @@ def test_what_is_left_of_a_deleted_one_is_ours_at_any_instant(tmp_path: Path, mo
             assert not (tmp_path / "step").exists()
 
 
-@pytest.mark.parametrize(("mount", "taken"), [("ext4 /dev/sda rw", True), ("nfs4 server:/ rw,vers=4.2,local_lock=none", True),
-                                               ("nfs server:/ rw,local_lock=all", False), ("fuse.sshfs there: rw", False),
-                                               ("lustre mds:/ rw,localflock", False)])  # fmt: skip
-def test_a_dead_claim_of_another_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mount: str, taken: bool) -> None:
+@pytest.mark.parametrize(
+    ("mount", "taken"),
+    [
+        ("ext4 /dev/sda rw", True),
+        ("nfs4 server:/ rw,vers=4.2,local_lock=none", True),
+        ("nfs server:/ rw,local_lock=all", False),
+        ("fuse.sshfs there: rw", False),
+        ("lustre mds:/ rw,localflock", False),
+    ],
+)
+def test_a_dead_claim_of_another_host(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mount: str, taken: bool
+) -> None:
     device = tmp_path.stat().st_dev
-    (tmp_path / "mounts").write_text(f"36 35 {os.major(device)}:{os.minor(device)} / /mnt rw shared:1 - {mount}\n")
+    (tmp_path / "mounts").write_text(
+        f"36 35 {os.major(device)}:{os.minor(device)} / /mnt rw shared:1 - {mount}\n"
+    )
     monkeypatch.setattr(folder_lock, "MOUNTS", tmp_path / "mounts")
     dead = {"run": "other", "pid": 1, "host": "there", "boot": "b", "since": "noon"}
     for alike in ({"host": folder_lock.socket.gethostname()}, {"boot": folder_lock._boot()}, {}):
@@ -221,7 +256,10 @@ def test_a_dead_claim_of_another_host(tmp_path: Path, monkeypatch: pytest.Monkey
             folder_lock.Claim(tmp_path, "mine").close()
             assert not (tmp_path / folder_lock.NAME).exists()
         else:
-            with pytest.raises(polyreme.PolyremeError, match=rf"process 1 on host there \(noon\).*delete {tmp_path / folder_lock.NAME}"):
+            with pytest.raises(
+                polyreme.PolyremeError,
+                match=rf"process 1 on host there \(noon\).*delete {tmp_path / folder_lock.NAME}",
+            ):
                 folder_lock.Claim(tmp_path, "mine")
             assert json.loads((tmp_path / folder_lock.NAME).read_text()) == dead
 

@@ -41,7 +41,9 @@ def cases(draw: st.DrawFn) -> tuple[list[int], list[list[Range]]]:
 
 
 @given(cases(), st.integers(1, 70))
-def test_every_byte_is_read_by_one_rank_and_by_one_that_needs_it(case: tuple[list[int], list[list[Range]]], share: int) -> None:
+def test_every_byte_is_read_by_one_rank_and_by_one_that_needs_it(
+    case: tuple[list[int], list[list[Range]]], share: int
+) -> None:
     sizes, needed = case
     with patch.object(reader, "SHARE", share):
         parts = divide(sizes, needed)
@@ -51,7 +53,11 @@ def test_every_byte_is_read_by_one_rank_and_by_one_that_needs_it(case: tuple[lis
     for rank, each in enumerate(parts):
         for part in each:
             for at in range(part.begin, part.end):
-                by = [r for r, ranges in enumerate(needed) if any(file == part.file and a <= at < b for file, a, b in ranges)]
+                by = [
+                    r
+                    for r, ranges in enumerate(needed)
+                    if any(file == part.file and a <= at < b for file, a, b in ranges)
+                ]
                 assert part.wanted == (rank in by) == bool(by) and part.others == (len(by) > 1)
         assert [(part.file, part.begin) for part in each] == sorted((part.file, part.begin) for part in each)
 
@@ -64,7 +70,11 @@ def test_shares_are_alike_where_there_is_a_choice() -> None:
 
 
 def everything(source: Directory) -> list[Need]:
-    return [Need(kind, name, 0, math.prod(info.shape)) for kind, tensors in source.tensors.items() for name, info in tensors.items()]
+    return [
+        Need(kind, name, 0, math.prod(info.shape))
+        for kind, tensors in source.tensors.items()
+        for name, info in tensors.items()
+    ]
 
 
 @pytest.mark.parametrize("room", [0, 200, 1 << 30])
@@ -73,21 +83,28 @@ def test_what_is_kept_is_what_is_there(tmp_path: Path, room: int) -> None:
     source = Directory(tmp_path)
     wanted = everything(source)
     dtypes = {need: source.tensors[need.kind][need.name].dtype for need in wanted}
-    wanted = [need._replace(into=torch.empty(need.stop, dtype=dtypes[need])) if need.kind == "exp_avg" else need for need in wanted]
+    wanted = [
+        need._replace(into=torch.empty(need.stop, dtype=dtypes[need])) if need.kind == "exp_avg" else need
+        for need in wanted
+    ]
     with patch.object(reader, "available", lambda: 2 * room):
         found = keep(source, wanted, Axis("dp"))
     assert found.settled == {need[:2] for need in wanted if need.into is not None and room == 1 << 30}
     assert sum(place.memory.nbytes for place in found.places) <= room
     with patch.object(source, "read", wraps=source.read) as again:
         for kind, name, start, stop, *_ in wanted:
-            assert torch.equal(found.read(kind, name, start, stop), Directory(tmp_path).read(kind, name, start, stop))
+            assert torch.equal(
+                found.read(kind, name, start, stop), Directory(tmp_path).read(kind, name, start, stop)
+            )
     assert again.called == (room < 1 << 30)
     with pytest.raises(CheckpointError, match="has no exp_avg of 'other'"):
         found.read("exp_avg", "other", 0, 1)
 
 
 @given(st.data())
-def test_a_need_is_read_into_the_memory_that_it_gives(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
+def test_a_need_is_read_into_the_memory_that_it_gives(
+    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
+) -> None:
     path = tmp_path_factory.mktemp("saved")
     make(path)
     source, wanted = Directory(path), []
@@ -120,7 +137,9 @@ def spoil(file: Path) -> None:
 def test_what_is_not_needed_is_compared_too(tmp_path: Path) -> None:
     make(tmp_path)
     spoil(tmp_path / "optimizer/exp_avg.safetensors")
-    with pytest.raises(CheckpointError, match=r"other bytes than were written .* optimizer/exp_avg\.safetensors"):
+    with pytest.raises(
+        CheckpointError, match=r"other bytes than were written .* optimizer/exp_avg\.safetensors"
+    ):
         keep(Directory(tmp_path), [], Axis("dp"))
 
 
@@ -133,9 +152,12 @@ def test_what_the_cache_has_goes_straight_to_its_place(tmp_path: Path, cached: b
     if damaged:
         spoil(tmp_path / "model.safetensors")
     need = Need("model", "a", 0, 100_001, home)
-    expected = pytest.raises(CheckpointError, match=r"model\.safetensors") if damaged else contextlib.nullcontext()
+    expected = (
+        pytest.raises(CheckpointError, match=r"model\.safetensors") if damaged else contextlib.nullcontext()
+    )
     straight = patch.object(reader, "fill", side_effect=reader.fill)
-    small, told = patch.object(reader, "BLOCK", 4 * reader.ALIGNMENT), patch.object(DirectFile, "is_cached", return_value=cached)
+    small = patch.object(reader, "BLOCK", 4 * reader.ALIGNMENT)
+    told = patch.object(DirectFile, "is_cached", return_value=cached)
     with small, told, straight as reads, expected:
         keep(Directory(tmp_path), [need], Axis("dp"))
         assert torch.equal(home, numbers)
@@ -144,7 +166,9 @@ def test_what_the_cache_has_goes_straight_to_its_place(tmp_path: Path, cached: b
 
 @pytest.mark.parametrize("cached", [False, True])
 @pytest.mark.parametrize("left", [0, 1, 5000, 100_000, 4096 * 20, 400_000])
-def test_a_file_that_is_cut_short_while_it_is_open_is_said_to_end(tmp_path: Path, left: int, cached: bool) -> None:
+def test_a_file_that_is_cut_short_while_it_is_open_is_said_to_end(
+    tmp_path: Path, left: int, cached: bool
+) -> None:
     path = tmp_path / "file"
     path.write_bytes(bytes(400_003))
     with contextlib.closing(DirectFile(path)) as opened:
@@ -161,7 +185,9 @@ def test_where_nothing_can_go_past_the_cache(tmp_path: Path, refused: str) -> No
     original, direct = getattr(os, refused), set[int]()
 
     def refusing(*args: Any, **kwargs: Any) -> Any:
-        if (refused == "open" and args[1] & os.O_DIRECT) or (refused == "preadv" and fcntl.fcntl(args[0], fcntl.F_GETFL) & os.O_DIRECT):
+        if (refused == "open" and args[1] & os.O_DIRECT) or (
+            refused == "preadv" and fcntl.fcntl(args[0], fcntl.F_GETFL) & os.O_DIRECT
+        ):
             direct.add(args[0])
             raise OSError(errno.EINVAL, "Invalid argument")
         return original(*args, **kwargs)

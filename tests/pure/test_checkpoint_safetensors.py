@@ -1,4 +1,5 @@
-"""The header of a safetensors file: what others write is read, what we write others read, and nothing wrong is believed."""
+"""The header of a safetensors file: what others write is read, what we write others read, and nothing wrong
+is believed."""
 
 from __future__ import annotations
 
@@ -17,11 +18,23 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 
 import models
-from polyreme.checkpoint.safetensors import ALIGN, DTYPES, Entry, build, divide, file_names, index, nbytes, parse
+from polyreme.checkpoint.safetensors import (
+    ALIGN,
+    DTYPES,
+    Entry,
+    build,
+    divide,
+    file_names,
+    index,
+    nbytes,
+    parse,
+)
 from polyreme.checkpoint.sources import TensorInfo
 from polyreme.errors import CheckpointError
 
-INFOS = st.builds(TensorInfo, st.lists(st.integers(0, 5), max_size=3).map(tuple), st.sampled_from(list(DTYPES.values())))
+INFOS = st.builds(
+    TensorInfo, st.lists(st.integers(0, 5), max_size=3).map(tuple), st.sampled_from(list(DTYPES.values()))
+)
 TENSORS = st.dictionaries(st.text(st.characters(exclude_categories=["Cs"]), max_size=8), INFOS, max_size=6)
 
 
@@ -70,7 +83,11 @@ def test_tensors_of_one_width_are_in_the_order_given() -> None:
 
 def test_safetensors_reads_what_we_write_in_every_dtype_and_we_what_it_writes(tmp_path: Path) -> None:
     shapes = [(3,), (2, 3), (), (0,), (5, 0, 2)]
-    tensors = {f"{code} {shape}": random_tensor(TensorInfo(shape, dtype)) for code, dtype in DTYPES.items() for shape in shapes}
+    tensors = {
+        f"{code} {shape}": random_tensor(TensorInfo(shape, dtype))
+        for code, dtype in DTYPES.items()
+        for shape in shapes
+    }
     write(tmp_path / "ours", tensors, {"format": "pt"})
     with safe_open(tmp_path / "ours", "pt") as opened:
         assert opened.metadata() == {"format": "pt"}
@@ -92,7 +109,9 @@ def test_transformers_opens_what_we_write_in_one_file_and_in_several(tmp_path: P
     model.save_pretrained(tmp_path)
     weights = load_file(tmp_path / "model.safetensors")
     infos = {name: TensorInfo(tuple(t.shape), t.dtype) for name, t in weights.items()}
-    assert {name: entry.info for name, entry in parse(tmp_path / "model.safetensors").entries.items()} == infos
+    assert {
+        name: entry.info for name, entry in parse(tmp_path / "model.safetensors").entries.items()
+    } == infos
     for limit in (10**9, sum(map(nbytes, infos.values())) // 3):
         (tmp_path / "model.safetensors").unlink(missing_ok=True)
         parts = divide(infos, limit)
@@ -103,7 +122,11 @@ def test_transformers_opens_what_we_write_in_one_file_and_in_several(tmp_path: P
             (tmp_path / "model.safetensors.index.json").write_bytes(index(files, infos))
         loaded, report = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
         assert not report["missing_keys"] and not report["unexpected_keys"]
-        assert all(torch.equal(tensor, weights[name]) for name, tensor in loaded.state_dict().items() if name in weights)
+        assert all(
+            torch.equal(tensor, weights[name])
+            for name, tensor in loaded.state_dict().items()
+            if name in weights
+        )
     assert len(files) > 1
 
 
@@ -157,9 +180,15 @@ BAD: dict[str, tuple[bytes, str]] = {
     "offsets reversed": (packed({"a": row(offsets=[8, 0])}), "'a' of shape"),
     "other size than its shape": (packed({"a": row(shape=[3])}), "'a' of shape"),
     "gap before": (packed({"a": row(offsets=[4, 12])}, 12), "'a' begins 4 bytes behind the header"),
-    "gap between": (packed({"a": row(), "b": row(offsets=[9, 17])}, 17), "'b' begins 1 bytes behind tensor 'a'"),
+    "gap between": (
+        packed({"a": row(), "b": row(offsets=[9, 17])}, 17),
+        "'b' begins 1 bytes behind tensor 'a'",
+    ),
     "overlap": (packed({"a": row(), "b": row(offsets=[4, 12])}, 12), "'b' overlaps tensor 'a'"),
-    "empty tensor inside another": (packed({"a": row(), "b": row(shape=[0], offsets=[4, 4])}, 8), "'b' overlaps tensor 'a'"),
+    "empty tensor inside another": (
+        packed({"a": row(), "b": row(shape=[0], offsets=[4, 4])}, 8),
+        "'b' overlaps tensor 'a'",
+    ),
     "truncated": (packed({"a": row()}, 7), "'a' ends at byte"),
     "grown": (packed({"a": row()}, 9), "'a' ends at byte"),
     "grown without tensors": (packed({}, 1), "the header ends at byte"),
@@ -180,7 +209,9 @@ def test_what_is_wrong_is_refused(case: str, tmp_path: Path) -> None:
 def test_a_header_of_nothing_is_fine(tmp_path: Path) -> None:
     (tmp_path / "x").write_bytes(packed({}, 0))
     assert dict(parse(tmp_path / "x").entries) == {}
-    (tmp_path / "x").write_bytes(packed({"b": row(shape=[], offsets=[0, 4]), "a": row(shape=[7, 0], offsets=[4, 4])}, 4))
+    (tmp_path / "x").write_bytes(
+        packed({"b": row(shape=[], offsets=[0, 4]), "a": row(shape=[7, 0], offsets=[4, 4])}, 4)
+    )
     start = parse(tmp_path / "x").data_start
     assert parse(tmp_path / "x").entries["b"] == Entry(TensorInfo((), torch.float32), start, start + 4)
 
@@ -198,9 +229,15 @@ def test_what_the_format_does_not_have_is_not_built() -> None:
 
 
 def test_random_corruptions_are_refused_or_harmless(tmp_path: Path) -> None:
-    """A header has no checksum: what is left to see is that safetensors itself agrees, and that every byte is in one tensor."""
+    """A header has no checksum: what is left to see is that safetensors itself agrees, and that every byte is
+    in one tensor."""
     random_, file = random.Random(0), tmp_path / "x.safetensors"
-    tensors = {"a": torch.rand(2, 3), "b.c": torch.tensor(3), "d": torch.ones(0, dtype=torch.bool), "e": torch.rand(9).bfloat16()}
+    tensors = {
+        "a": torch.rand(2, 3),
+        "b.c": torch.tensor(3),
+        "d": torch.ones(0, dtype=torch.bool),
+        "e": torch.rand(9).bfloat16(),
+    }
     write(file, tensors)
     original = file.read_bytes()
     end = original.rindex(b"}", 0, ALIGN) + 1  # behind it: spaces
@@ -218,11 +255,15 @@ def test_random_corruptions_are_refused_or_harmless(tmp_path: Path) -> None:
             data[ALIGN:ALIGN] = b" " * count
             del data[at : at + count]
         elif kind == "insert":
-            text = random_.choice([b"0", b"-", b",", b"}", b"\0", b'"', b"[", b"null", b" ", b"\n", b"1e9", b'"x":1,', b"{}"])
+            text = random_.choice(
+                [b"0", b"-", b",", b"}", b"\0", b'"', b"[", b"null", b" ", b"\n", b"1e9", b'"x":1,', b"{}"]
+            )
             del data[ALIGN - len(text) : ALIGN]
             data[at:at] = text
         elif kind == "digit":
-            data[random_.choice([i for i in range(8, end) if chr(data[i]).isdigit()])] = random_.choice(b"0123456789")
+            data[random_.choice([i for i in range(8, end) if chr(data[i]).isdigit()])] = random_.choice(
+                b"0123456789"
+            )
         else:
             del data[at:]
         file.write_bytes(data)

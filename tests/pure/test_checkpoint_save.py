@@ -1,4 +1,5 @@
-"""Checkpoints of one process: names and files as transformers has them, and what is left when it ends in the middle."""
+"""Checkpoints of one process: names and files as transformers has them, and what is left when it ends in the
+middle."""
 
 from __future__ import annotations
 
@@ -30,31 +31,63 @@ V = models.VOCABULARY
 
 def t5() -> nn.Module:
     return transformers.T5ForConditionalGeneration(
-        transformers.T5Config(vocab_size=V, d_model=16, d_kv=4, d_ff=24, num_layers=2, num_heads=4, decoder_start_token_id=0)
+        transformers.T5Config(
+            vocab_size=V, d_model=16, d_kv=4, d_ff=24, num_layers=2, num_heads=4, decoder_start_token_id=0
+        )
     )
 
 
 def bart() -> nn.Module:
     return transformers.BartForConditionalGeneration(
-        transformers.BartConfig(vocab_size=V, d_model=16, encoder_layers=2, decoder_layers=2, encoder_attention_heads=4,
-                                decoder_attention_heads=4, encoder_ffn_dim=24, decoder_ffn_dim=24, max_position_embeddings=32)
-    )  # fmt: skip
+        transformers.BartConfig(
+            vocab_size=V,
+            d_model=16,
+            encoder_layers=2,
+            decoder_layers=2,
+            encoder_attention_heads=4,
+            decoder_attention_heads=4,
+            encoder_ffn_dim=24,
+            decoder_ffn_dim=24,
+            max_position_embeddings=32,
+        )
+    )
 
 
 def whisper() -> nn.Module:
     return transformers.WhisperForConditionalGeneration(
-        transformers.WhisperConfig(vocab_size=V, d_model=16, encoder_layers=2, decoder_layers=2, encoder_attention_heads=4,
-                                   decoder_attention_heads=4, encoder_ffn_dim=24, decoder_ffn_dim=24, num_mel_bins=8,
-                                   max_source_positions=8, max_target_positions=16, pad_token_id=0, bos_token_id=1, eos_token_id=2,
-                                   decoder_start_token_id=1, suppress_tokens=None, begin_suppress_tokens=None)
-    )  # fmt: skip
+        transformers.WhisperConfig(
+            vocab_size=V,
+            d_model=16,
+            encoder_layers=2,
+            decoder_layers=2,
+            encoder_attention_heads=4,
+            decoder_attention_heads=4,
+            encoder_ffn_dim=24,
+            decoder_ffn_dim=24,
+            num_mel_bins=8,
+            max_source_positions=8,
+            max_target_positions=16,
+            pad_token_id=0,
+            bos_token_id=1,
+            eos_token_id=2,
+            decoder_start_token_id=1,
+            suppress_tokens=None,
+            begin_suppress_tokens=None,
+        )
+    )
 
 
 ALIKE = ("gpt2-dropout", "mistral", "gemma3", "bert-classes", "roberta")
 FAMILIES: dict[str, Callable[[], nn.Module]] = {
-    **{name: lambda name=name: cuttable.family(name).float() for name in cuttable.FAMILIES if name not in ALIKE},
-    "t5": t5, "bart": bart, "whisper": whisper,
-}  # fmt: skip
+    **{
+        name: lambda name=name: cuttable.family(name).float()
+        for name in cuttable.FAMILIES
+        if name not in ALIKE
+    },
+    "t5": t5,
+    "bart": bart,
+    "whisper": whisper,
+}
 
 
 def built(name: str, seed: int) -> nn.Module:
@@ -67,7 +100,12 @@ def built(name: str, seed: int) -> nn.Module:
 
 
 def engine_of(model: nn.Module, **sections: Any) -> Engine:
-    settings = {"batch": {"size": 2}, "precision": {"compute": "fp32"}, "optimizer": {"name": "adamw", "lr": 1e-2}, **sections}
+    settings = {
+        "batch": {"size": 2},
+        "precision": {"compute": "fp32"},
+        "optimizer": {"name": "adamw", "lr": 1e-2},
+        **sections,
+    }
     return polyreme.initialize(model, settings, loss_fn=lambda output, batch: output.sum())
 
 
@@ -89,7 +127,8 @@ def test_a_family(tmp_path: Path, name: str) -> None:
     model.save_pretrained(tmp_path / "theirs")
     expected = weights(model)
     ours = engine_of(model).save(tmp_path / "ours")
-    if name != "mixtral":  # transformers divides the experts of each layer when it saves, and joins them when it loads
+    # transformers divides the experts of each layer when it saves, and joins them when it loads
+    if name != "mixtral":
         assert names_in(ours) == names_in(tmp_path / "theirs")
     opened = type(model).from_pretrained(ours)
     torch.testing.assert_close(weights(opened), expected, rtol=0, atol=0)
@@ -113,7 +152,9 @@ def test_a_model_without_a_head(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"1 not in the checkpoint: lm_head\.weight"):
         engine.load(tmp_path / "llama")
     assert engine.load(tmp_path / "llama", strict=False).notes == ["1 not in the checkpoint: lm_head.weight"]
-    torch.testing.assert_close(engine.state_dict(), {**weights(llama), "lm_head.weight": before["lm_head.weight"]}, rtol=0, atol=0)
+    torch.testing.assert_close(
+        engine.state_dict(), {**weights(llama), "lm_head.weight": before["lm_head.weight"]}, rtol=0, atol=0
+    )
 
 
 class Ended(BaseException):
@@ -135,10 +176,15 @@ def ending(after: int) -> Iterator[list[str]]:
         return call
 
     with ExitStack() as stack:
-        for owner, names in ((os, ("pwrite", "posix_fallocate", "fsync", "rename", "unlink", "rmdir", "mkdir")), (Path, ("write_bytes",))):
+        for owner, names in (
+            (os, ("pwrite", "posix_fallocate", "fsync", "rename", "unlink", "rmdir", "mkdir")),
+            (Path, ("write_bytes",)),
+        ):
             for name in names:
                 stack.enter_context(patch.object(owner, name, counted(name, getattr(owner, name))))
-        stack.enter_context(patch("polyreme.checkpoint.save.exchange", counted("exchange", run_directory.exchange)))
+        stack.enter_context(
+            patch("polyreme.checkpoint.save.exchange", counted("exchange", run_directory.exchange))
+        )
         yield done
 
 
@@ -177,7 +223,8 @@ def test_whenever_it_ends(tmp_path: Path, replaces: bool) -> None:
 
 @pytest.mark.parametrize("wait", [True, False])
 def test_another_file_cannot_be_written(tmp_path: Path, wait: bool) -> None:
-    """Those beside the tensors are written while these are: nothing of either is left, and what was there before stays."""
+    """Those beside the tensors are written while these are: nothing of either is left, and what was there
+    before stays."""
     engine = engine_of(models.llama())
     engine.save(tmp_path / "step")
     before = contents(tmp_path / "step")

@@ -21,13 +21,26 @@ from polyreme.launch import torchrun
 
 GOOD = """
 [model]
-config = {model_type = "llama", hidden_size = 64, intermediate_size = 64, num_attention_heads = 16, num_hidden_layers = 5}
+[model.config]
+model_type = "llama"
+hidden_size = 64
+intermediate_size = 64
+num_attention_heads = 16
+num_hidden_layers = 5
 [data]
 path = "corpus.txt"
 [batch]
 size = 8
 """
-RANK_VARIABLES = ("POLYREME_LAUNCHED", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+RANK_VARIABLES = (
+    "POLYREME_LAUNCHED",
+    "RANK",
+    "WORLD_SIZE",
+    "LOCAL_RANK",
+    "LOCAL_WORLD_SIZE",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+)
 
 
 @dataclasses.dataclass
@@ -52,7 +65,9 @@ def config(tmp_path: Path) -> str:
 def launched(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Sequence[str], int]]:
     """Every call of `launch`, in place of starting ranks."""
     calls: list[tuple[Sequence[str], int]] = []
-    monkeypatch.setattr(torchrun, "launch", lambda command, ranks, threads=None, saves=False: calls.append((command, ranks)))
+    monkeypatch.setattr(
+        torchrun, "launch", lambda command, ranks, threads=None, saves=False: calls.append((command, ranks))
+    )
     return calls
 
 
@@ -87,17 +102,26 @@ def polyreme(*words: str, env: Mapping[str, str] | None = None) -> tuple[int, st
 
 
 def test_help_needs_no_torch() -> None:
-    code = "import sys, polyreme.cli.main; sys.exit(any(name in sys.modules for name in ('torch', 'transformers', 'numpy')))"
-    assert subprocess.run([sys.executable, "-c", code], env={"PYTHONPATH": ":".join(sys.path)}).returncode == 0
+    code = (
+        "import sys, polyreme.cli.main; sys.exit(any(name in "
+        "sys.modules for name in ('torch', 'transformers', 'numpy')))"
+    )
+    assert (
+        subprocess.run([sys.executable, "-c", code], env={"PYTHONPATH": ":".join(sys.path)}).returncode == 0
+    )
 
 
-@pytest.mark.parametrize("words", [["--help"], *([name, "--help"] for name in ("train", "launch", "inspect", "doctor"))])
+@pytest.mark.parametrize(
+    "words", [["--help"], *([name, "--help"] for name in ("train", "launch", "inspect", "doctor"))]
+)
 def test_every_command_has_help(words: list[str]) -> None:
     status, output, _ = polyreme(*words)
     assert status == 0 and "Usage: " in output and "--help" in output
 
 
-@pytest.mark.parametrize("words", [["train"], ["none"], ["train", "x.toml", "-n", "0"], ["launch", "-n", "two", "x.py"]])
+@pytest.mark.parametrize(
+    "words", [["train"], ["none"], ["train", "x.toml", "-n", "0"], ["launch", "-n", "two", "x.py"]]
+)
 def test_bad_usage_is_exit_status_2(words: list[str]) -> None:
     status, output, errors = polyreme(*words)
     assert (status, output) == (2, "") and "Usage: " in errors
@@ -115,22 +139,39 @@ def test_train_writes_its_summary_as_json(config: str, trained: list[Config]) ->
     assert trained[0].monitor.console is False
 
 
-def test_train_starts_its_ranks(config: str, trained: list[Config], launched: list[tuple[Sequence[str], int]]) -> None:
+def test_train_starts_its_ranks(
+    config: str, trained: list[Config], launched: list[tuple[Sequence[str], int]]
+) -> None:
     assert polyreme("train", config, "-n", "2", "--set", "seed=7", "--json")[0] == 0
     assert launched == [(["-m", "polyreme", "train", config, "--set", "seed=7", "--json"], 2)]
     assert trained == []
 
 
-def test_where_training_begins(config: str, trained: list[Config], launched: list[tuple[Sequence[str], int]]) -> None:
-    for words, resume in (([], "auto"), (["--no-resume"], "never"), (["--resume", 'runs/a "b"/step-3'], 'runs/a "b"/step-3')):
-        assert polyreme("train", config, *words)[0] == 0 and polyreme("train", config, "-n", "2", *words)[0] == 0
+def test_where_training_begins(
+    config: str, trained: list[Config], launched: list[tuple[Sequence[str], int]]
+) -> None:
+    for words, resume in (
+        ([], "auto"),
+        (["--no-resume"], "never"),
+        (["--resume", 'runs/a "b"/step-3'], 'runs/a "b"/step-3'),
+    ):
+        assert (
+            polyreme("train", config, *words)[0] == 0 and polyreme("train", config, "-n", "2", *words)[0] == 0
+        )
         assert trained[-1].checkpoint.resume == resume
         command = launched[-1][0]
-        assert Config.load(config, [word for at, word in enumerate(command) if command[at - 1] == "--set"]).checkpoint.resume == resume
+        assert (
+            Config.load(
+                config, [word for at, word in enumerate(command) if command[at - 1] == "--set"]
+            ).checkpoint.resume
+            == resume
+        )
     assert polyreme("train", config, "--no-resume", "--resume", "run")[0] == 2
 
 
-def test_a_run_that_has_ended_starts_no_ranks(config: str, trained: list[Config], launched: list[object]) -> None:
+def test_a_run_that_has_ended_starts_no_ranks(
+    config: str, trained: list[Config], launched: list[object]
+) -> None:
     status, output, _ = polyreme("train", config, "-n", "2", "--json", "--set", "seed=15")
     assert (status, json.loads(output), trained, launched) == (0, {"loss": 0.5}, [], [])
 
@@ -140,7 +181,10 @@ def test_train_as_one_of_several_ranks(config: str, trained: list[Config], launc
     assert polyreme("train", config, "--json", env=ranks)[:2] == (0, "")  # rank 0 writes the summary
     assert (len(trained), launched) == (1, [])
     status, _, errors = polyreme("train", config, "-n", "4", env=ranks)
-    assert (status, errors) == (1, "rank 1: error: -n 4, but torchrun has already started 2 ranks; leave -n out\n")
+    assert (status, errors) == (
+        1,
+        "rank 1: error: -n 4, but torchrun has already started 2 ranks; leave -n out\n",
+    )
     with pytest.raises(BatchError):  # our launcher makes one report of all ranks
         polyreme("train", config, "--set", "seed=13", env={**ranks, "POLYREME_LAUNCHED": "1"})
 
@@ -155,16 +199,25 @@ def test_the_config_says_how_many_ranks_where_nobody_else_does(
     assert polyreme("train", config, *two, "-n", "1")[0] == 0
     for world_size in ("1", "4"):  # started already, by whoever
         assert (
-            polyreme("train", config, *two, env={"RANK": "0", "WORLD_SIZE": world_size, "MASTER_ADDR": "localhost", "MASTER_PORT": "1"})[0]
+            polyreme(
+                "train",
+                config,
+                *two,
+                env={"RANK": "0", "WORLD_SIZE": world_size, "MASTER_ADDR": "localhost", "MASTER_PORT": "1"},
+            )[0]
             == 0
         )
     assert (len(launched), len(trained)) == (2, 3)
 
 
-def test_bad_configs_are_refused_before_a_rank_starts(config: str, trained: list[Config], launched: list[object]) -> None:
+def test_bad_configs_are_refused_before_a_rank_starts(
+    config: str, trained: list[Config], launched: list[object]
+) -> None:
     status, output, errors = polyreme("train", config, "-n", "3")
     assert (status, output) == (2, "") and "batch.size = 8" in errors and "fix:" in errors
-    status, _, errors = polyreme("train", config, "-n", "2", "--set", "batch.sise=4", "--set", "optimizer.name=none")
+    status, _, errors = polyreme(
+        "train", config, "-n", "2", "--set", "batch.sise=4", "--set", "optimizer.name=none"
+    )
     assert status == 2 and "batch.sise" in errors and "Traceback" not in errors
     status, _, errors = polyreme("train", config + ".toml", "-n", "2")
     assert status == 2 and "there is no such file" in errors
@@ -183,7 +236,9 @@ def test_an_interrupt_is_exit_status_130(config: str, trained: list[Config]) -> 
 
 
 def test_contradicting_variables_are_an_error_not_a_crash(config: str) -> None:
-    status, _, errors = polyreme("train", config, env={"RANK": "2", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"})
+    status, _, errors = polyreme(
+        "train", config, env={"RANK": "2", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
+    )
     assert status == 1 and errors.startswith("error: torchrun gave rank = 2 with world_size = 2")
 
 
@@ -206,7 +261,18 @@ def test_inspect(config: str) -> None:
 
 
 def test_inspect_tells_which_ranks_form_which_axis(config: str) -> None:
-    divided = ["inspect", config, "-n", "8", "--set", "mesh.tp=2", "--set", "mesh.pp=2", "--set", "model.config=none"]
+    divided = [
+        "inspect",
+        config,
+        "-n",
+        "8",
+        "--set",
+        "mesh.tp=2",
+        "--set",
+        "mesh.pp=2",
+        "--set",
+        "model.config=none",
+    ]
     status, output, _ = polyreme(*divided)
     rows = [line for line in output.splitlines() if "|" in line]
     assert status == 0 and [re.split(r"[\s│]+", row.strip(" │"), maxsplit=2) for row in rows] == [
@@ -224,8 +290,14 @@ def test_inspect_tells_which_ranks_form_which_axis(config: str) -> None:
         "pp": [[0, 2], [1, 3], [4, 6], [5, 7]],
         "dp": [[0, 1], [2, 3], [4, 5], [6, 7]],
     }
-    status, output, _ = polyreme("inspect", config, "-n", "64", "--set", "mesh.tp=16", "--set", "batch.size=64")
-    assert "0 4 8" not in output and "0 1 2 3 4 5 6 ... 15  |  16 17" in output and "0 16 32 48  |  1 17 33 49" in output
+    status, output, _ = polyreme(
+        "inspect", config, "-n", "64", "--set", "mesh.tp=16", "--set", "batch.size=64"
+    )
+    assert (
+        "0 4 8" not in output
+        and "0 1 2 3 4 5 6 ... 15  |  16 17" in output
+        and "0 16 32 48  |  1 17 33 49" in output
+    )
     assert "ranks that form" not in polyreme("inspect", config)[1], "one rank forms none"
 
 
@@ -237,8 +309,20 @@ def test_inspect_tells_what_each_pipeline_stage_has(config: str) -> None:
     rows = [line.strip(" │").split("│") for line in output.splitlines() if "model.layers" in line]
     total = 5 * block + 2 * 2048 * 64 + 64
     assert status == 0 and [[cell.strip() for cell in row] for row in rows] == [
-        ["0", "0", "model.layers.0 to model.layers.2", f"{3 * block + 2048 * 64:,}", f"{(3 * block + 2048 * 64) / total:.1%}"],
-        ["1", "1", "model.layers.3 to model.layers.4", f"{2 * block + 2048 * 64 + 64:,}", f"{(2 * block + 2048 * 64 + 64) / total:.1%}"],
+        [
+            "0",
+            "0",
+            "model.layers.0 to model.layers.2",
+            f"{3 * block + 2048 * 64:,}",
+            f"{(3 * block + 2048 * 64) / total:.1%}",
+        ],
+        [
+            "1",
+            "1",
+            "model.layers.3 to model.layers.4",
+            f"{2 * block + 2048 * 64 + 64:,}",
+            f"{(2 * block + 2048 * 64 + 64) / total:.1%}",
+        ],
     ]
     told = json.loads(polyreme(*divided, "--set", "pipeline.schedule=zb-v", "--json")[1])["pipeline"]
     assert [(part["stage"], part["rank"]) for part in told] == [(0, 0), (1, 1), (2, 1), (3, 0)]
@@ -258,18 +342,30 @@ def test_inspect_tells_what_each_pipeline_stage_has(config: str) -> None:
     ("changes", "status", "said"),
     [
         (["mesh.pp=6"], 1, "the model has 5 blocks, too few for 6 stages"),
-        (["mesh.pp=2", "pipeline.blocks=[2,2]"], 1, "2 numbers of at least 1 with the sum 5, the model's blocks: change pipeline.blocks"),
+        (
+            ["mesh.pp=2", "pipeline.blocks=[2,2]"],
+            1,
+            "2 numbers of at least 1 with the sum 5, the model's blocks: change pipeline.blocks",
+        ),
         (["mesh.tp=3"], 1, "model.layers.*.self_attn: its 16 attention heads cannot be divided over 3 ranks"),
-        (["mesh.pp=2", "model.config.num_attention_heads=3"], 2, "not a multiple of the number of attention heads"),
+        (
+            ["mesh.pp=2", "model.config.num_attention_heads=3"],
+            2,
+            "not a multiple of the number of attention heads",
+        ),
     ],
 )
-def test_inspect_refuses_a_model_that_the_mesh_cannot_divide(config: str, changes: list[str], status: int, said: str) -> None:
+def test_inspect_refuses_a_model_that_the_mesh_cannot_divide(
+    config: str, changes: list[str], status: int, said: str
+) -> None:
     words = [word for change in ["batch.size=12", *changes] for word in ("--set", change)]
     found, output, errors = polyreme("inspect", config, "-n", "6", *words)
     assert (found, output) == (status, "") and errors.count("error: ") == 1 and said in errors
 
 
-def test_doctor_says_what_is_wrong(monkeypatch: pytest.MonkeyPatch, launched: list[tuple[Sequence[str], int]]) -> None:
+def test_doctor_says_what_is_wrong(
+    monkeypatch: pytest.MonkeyPatch, launched: list[tuple[Sequence[str], int]]
+) -> None:
     status, output, _ = polyreme("doctor")
     assert status == 0 and [line.split()[0] for line in output.splitlines()] == ["ok"] * 9
     assert launched == [(["-m", "polyreme.launch.probe"], 2)]
@@ -284,7 +380,8 @@ def test_doctor_says_what_is_wrong(monkeypatch: pytest.MonkeyPatch, launched: li
     assert checks["ranks"] == {
         "name": "ranks",
         "ok": False,
-        "found": "two gloo ranks could not all-reduce: no loopback; let processes of this host connect over loopback (127.0.0.1)",
+        "found": "two gloo ranks could not all-reduce: no loopback; let "
+        "processes of this host connect over loopback (127.0.0.1)",
     }
 
 
@@ -305,5 +402,7 @@ def test_a_current_folder_that_is_gone_is_named(tmp_path: Path, monkeypatch: pyt
     (tmp_path / "gone").rmdir()
     for words in (["train", "x.toml"], ["launch", "x.py"], ["inspect", "x.toml"]):
         found = CliRunner().invoke(main.app, words)
-        assert found.exit_code == 1 and found.stderr.startswith("error: the current folder cannot be used"), words
+        assert found.exit_code == 1 and found.stderr.startswith("error: the current folder cannot be used"), (
+            words
+        )
     assert CliRunner().invoke(main.app, ["--help"]).exit_code == 0

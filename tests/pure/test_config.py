@@ -1,4 +1,5 @@
-"""The config: what it reads, what it refuses and how it says so, what it derives, and that its page is in step."""
+"""The config: what it reads, what it refuses and how it says so, what it derives, and that its page is in
+step."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from polyreme.cli.inspect import as_json, render, with_reference
-from polyreme.config import Config, Progress, Span
+from polyreme.config import Config, Duration, Progress
 from polyreme.config.describe import default, expects, toml
 from polyreme.config.schema import LEAVES, SECTIONS
 from polyreme.errors import ConfigError, Problem
@@ -60,7 +61,8 @@ def conflicts(source: dict[str, Any], world_size: int = 2) -> dict[str, Problem]
     return {p.key: p for p in found}
 
 
-# ---- sources --------------------------------------------------------------------------------------------------------
+# ---- sources
+# --------------------------------------------------------------------------------------------------------
 
 
 def test_every_source_gives_the_same_config(tmp_path: Path) -> None:
@@ -73,7 +75,7 @@ def test_every_source_gives_the_same_config(tmp_path: Path) -> None:
     expected = Config.load(tree)
     assert expected.optimizer.clip is None
     assert expected.zero.bucket_size == 64 * 2**20
-    assert expected.train.length == Span(amount=1e6, unit="tokens")
+    assert expected.train.length == Duration(amount=1e6, unit="tokens")
     for name in ("run.toml", "run.json", "run.yaml"):
         loaded = Config.load(tmp_path / name)
         assert loaded == expected
@@ -132,7 +134,8 @@ def test_errors_name_their_file_and_survive_pickling(tmp_path: Path) -> None:
     assert caught.value.exit_status == 2
 
 
-# ---- overrides ------------------------------------------------------------------------------------------------------
+# ---- overrides
+# ------------------------------------------------------------------------------------------------------
 
 
 def test_overrides() -> None:
@@ -153,14 +156,15 @@ def test_overrides() -> None:
     config = Config.load(source, overrides)
     assert (config.seed, config.optimizer.lr, config.optimizer.name) == (2, 1e-3, "adam")
     assert config.optimizer.options == {"amsgrad": True}
-    assert config.train.length == Span(amount=100, unit="samples")
+    assert config.train.length == Duration(amount=100, unit="samples")
     assert config.checkpoint.folder == "2024-01-31"
     assert config.data.pattern == ("*.a", "*.b")
     assert config.data.path == "a=b"
     assert config.monitor.project == "1\nseed = 5"
     assert config.model.config == {"model_type": "llama"}
     assert config.optimizer.clip is None
-    assert source == {"optimizer": {"lr": 0.5, "options": {"amsgrad": False}}, "seed": 1}  # the caller's is untouched
+    # the caller's is untouched
+    assert source == {"optimizer": {"lr": 0.5, "options": {"amsgrad": False}}, "seed": 1}
     assert config.origins["optimizer.lr"] == "user"
 
 
@@ -175,10 +179,15 @@ def test_overrides_of_a_resolved_config_start_from_what_the_user_wrote() -> None
     assert (resolved.mesh.dp, resolved.batch.micro) == (2, 4)
     changed = Config.load(resolved, ["batch.size=16"])
     assert (changed.mesh.dp, changed.batch.micro, changed.batch.size) == ("auto", "auto", 16)
-    assert [changed.origins[key] for key in ("mesh.dp", "batch.micro", "batch.size")] == ["default", "default", "user"]
+    assert [changed.origins[key] for key in ("mesh.dp", "batch.micro", "batch.size")] == [
+        "default",
+        "default",
+        "user",
+    ]
 
 
-# ---- unknown keys and wrong types -----------------------------------------------------------------------------------
+# ---- unknown keys and wrong types
+# -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -252,7 +261,9 @@ WRONG: dict[str, list[Any]] = {
 }
 
 
-@pytest.mark.parametrize(("key", "value"), [(key, value) for key, values in WRONG.items() for value in values])
+@pytest.mark.parametrize(
+    ("key", "value"), [(key, value) for key, values in WRONG.items() for value in values]
+)
 def test_a_wrong_value_says_what_is_expected(key: str, value: Any) -> None:
     section, _, name = key.rpartition(".")
     problems = refused({section: {name: value}} if section else {name: value})
@@ -280,7 +291,12 @@ def test_every_key_is_documented_and_takes_its_own_default() -> None:
 
 
 JUNK = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5) | st.sampled_from(["auto", "none"]),
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats()
+    | st.text(max_size=5)
+    | st.sampled_from(["auto", "none"]),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=2),
     max_leaves=4,
 )
@@ -313,20 +329,35 @@ def test_a_config_cannot_be_changed() -> None:
         config.seed = 3
 
 
-# ---- conflicts ------------------------------------------------------------------------------------------------------
+# ---- conflicts
+# ------------------------------------------------------------------------------------------------------
 
 
 def test_the_defaults_run_on_any_rank_count_that_divides_the_batch() -> None:
     for world_size in (1, 2, 4, 8):
         resolved = Config().resolve(world_size)
-        assert not [key for key in LEAVES if resolved.value(key) == "auto" and key not in ("zero.release", "checkpoint.resume")]
+        assert not [
+            key
+            for key in LEAVES
+            if resolved.value(key) == "auto" and key not in ("zero.release", "checkpoint.resume")
+        ]
         assert resolved.mesh.dp == world_size
 
 
 def test_a_word_that_is_none_of_those_is_told_the_nearest() -> None:
-    problems = refused({"pipeline": {"schedule": "interleave"}, "lr_schedule": {"name": "cosinus"}, "precision": {"compute": "half"}})
+    problems = refused(
+        {
+            "pipeline": {"schedule": "interleave"},
+            "lr_schedule": {"name": "cosinus"},
+            "precision": {"compute": "half"},
+        }
+    )
     assert [problem.fix for problem in problems.values()] == [
-        *('write precision.compute = "fp32"', 'write pipeline.schedule = "interleaved"', 'write lr_schedule.name = "cosine"'),
+        *(
+            'write precision.compute = "fp32"',
+            'write pipeline.schedule = "interleaved"',
+            'write lr_schedule.name = "cosine"',
+        )
     ]
 
 
@@ -335,13 +366,29 @@ CONFLICTS: list[tuple[dict[str, Any], str, str]] = [
     ({"mesh": {"tp": 3}}, "mesh.tp", "mesh.tp = 2, or start 3 ranks"),
     ({"mesh": {"pp": 4}}, "mesh.pp", "mesh.pp = 2, or start 4 ranks"),
     ({"mesh": {"tp": 3, "pp": 3}}, "mesh.tp", "write mesh.tp = 1 and mesh.pp = 1, or start 9 ranks"),
-    ({"mesh": {"tp": 3, "pp": 3, "dp": 2}}, "mesh.tp", "write mesh.tp = 1 and mesh.pp = 1, or start 18 ranks"),
+    (
+        {"mesh": {"tp": 3, "pp": 3, "dp": 2}},
+        "mesh.tp",
+        "write mesh.tp = 1 and mesh.pp = 1, or start 18 ranks",
+    ),
     ({"mesh": {"tp": 2, "dp": 3}}, "mesh.dp", 'mesh.dp = 1 or mesh.dp = "auto", or start 6 ranks'),
     ({"mesh": {"tp": 2}, "optimizer": {"name": "muon"}}, "optimizer.name", "mesh.tp = 1"),
-    ({"mesh": {"pp": 2}, "pipeline": {"schedule": "zb-v"}, "compile": True}, "pipeline.schedule", "compile = false"),
+    (
+        {"mesh": {"pp": 2}, "pipeline": {"schedule": "zb-v"}, "compile": True},
+        "pipeline.schedule",
+        "compile = false",
+    ),
     ({"mesh": {"pp": 2}, "pipeline": {"blocks": [3]}}, "pipeline.blocks", "give 2 numbers"),
-    ({"mesh": {"pp": 2}, "pipeline": {"blocks": [3, 2], "schedule": "zb-v"}}, "pipeline.blocks", "give 4 numbers"),
-    ({"mesh": {"pp": 2}, "pipeline": {"virtual": 4}}, "pipeline.virtual", 'pipeline.schedule = "interleaved"'),
+    (
+        {"mesh": {"pp": 2}, "pipeline": {"blocks": [3, 2], "schedule": "zb-v"}},
+        "pipeline.blocks",
+        "give 4 numbers",
+    ),
+    (
+        {"mesh": {"pp": 2}, "pipeline": {"virtual": 4}},
+        "pipeline.virtual",
+        'pipeline.schedule = "interleaved"',
+    ),
     ({"mesh": {"pp": 2}, "batch": {"size": 6, "micro": 4}}, "batch.micro", "2 or 3"),
     ({"mesh": {"cp": 2}}, "mesh.cp", "mesh.cp = 1"),
     ({"mesh": {"ep": 2}}, "mesh.ep", "mesh.ep = 1"),
@@ -359,7 +406,11 @@ CONFLICTS: list[tuple[dict[str, Any], str, str]] = [
     ({"memory": {"states": []}}, "memory.states", "a list of folders"),
     ({"memory": {"states": {"host": 0.5, "device": 0.2}}}, "memory.states", "{host = 0.7, device = 0.3}"),
     ({"memory": {"params": "host"}}, "memory.params", "zero.stage = 3"),
-    ({"memory": {"params": {"host": 0.5, "device": 0.5}}, "zero": {"stage": 3}}, "memory.params", "a folder or several"),
+    (
+        {"memory": {"params": {"host": 0.5, "device": 0.5}}, "zero": {"stage": 3}},
+        "memory.params",
+        "a folder or several",
+    ),
     ({"optimizer": {"name": "muon", "states": "8bit"}}, "optimizer.states", '"fp32"'),
     ({"optimizer": {"name": "sgd", "states": "bf16"}}, "optimizer.states", '"fp32"'),
     ({"optimizer": {"states": "bf16"}, "precision": {"compute": "fp64"}}, "optimizer.states", '"fp32"'),
@@ -368,12 +419,24 @@ CONFLICTS: list[tuple[dict[str, Any], str, str]] = [
     ({"memory": {"gradients": "device", "states": "host"}}, "memory.gradients", "remove it"),
     ({"memory": {"gradients": "here", "states": "host"}}, "memory.gradients", "a folder such as"),
     (
-        {"memory": {"gradients": "./here", "states": "host"}, "zero": {"reduce_every": "step"}, "batch": {"size": 8, "micro": 2}},
+        {
+            "memory": {"gradients": "./here", "states": "host"},
+            "zero": {"reduce_every": "step"},
+            "batch": {"size": 8, "micro": 2},
+        },
         "zero.reduce_every",
         'zero.reduce_every = "microbatch"',
     ),
-    ({"memory": {"activations": "recompte"}}, "memory.activations", 'memory.activations = "recompute", or a folder with a slash'),
-    ({"memory": {"activations": "nvme"}}, "memory.activations", '"keep" or "recompute" or "host", or a folder'),
+    (
+        {"memory": {"activations": "recompte"}},
+        "memory.activations",
+        'memory.activations = "recompute", or a folder with a slash',
+    ),
+    (
+        {"memory": {"activations": "nvme"}},
+        "memory.activations",
+        '"keep" or "recompute" or "host", or a folder',
+    ),
     ({"memory": {"recompute_every": 2}}, "memory.recompute_every", '"recompute"'),
     ({"memory": {"recompute_save": ["mm"]}}, "memory.recompute_save", '"recompute"'),
     ({"precision": {"compute": "fp64", "reduce": "fp32"}}, "precision.reduce", '"fp64"'),
@@ -405,7 +468,11 @@ CONFLICTS: list[tuple[dict[str, Any], str, str]] = [
         '"100 steps"',
     ),
     ({"lr_schedule": {"name": "one-cycle", "warmup": 10, "total": 10}}, "lr_schedule.warmup", '"1 step"'),
-    ({"lr_schedule": {"name": "cosine", "warmup": "9 tokens", "total": "9 tokens"}}, "lr_schedule.warmup", "tokens"),
+    (
+        {"lr_schedule": {"name": "cosine", "warmup": "9 tokens", "total": "9 tokens"}},
+        "lr_schedule.warmup",
+        "tokens",
+    ),
     ({"lr_schedule": {"name": "wsd", "warmup": 500, "decay": 501}}, "lr_schedule.decay", '"250 steps"'),
     ({"checkpoint": {"keep": "none", "keep_every": 5}}, "checkpoint.keep_every", "checkpoint.keep = 3"),
 ]
@@ -424,7 +491,10 @@ NO_CONFLICTS: list[dict[str, Any]] = [
     {"memory": {"activations": "recompute", "recompute_every": 2, "recompute_save": "mm"}},
     {"memory": {"activations": "host", "recompute_every": 2}},
     {"memory": {"activations": "./here", "recompute_save": "mm"}},
-    {"memory": {"states": {"./here": 0.5, "device": 0.5}, "gradients": ["./here", "./there"]}, "zero": {"stage": 0}},
+    {
+        "memory": {"states": {"./here": 0.5, "device": 0.5}, "gradients": ["./here", "./there"]},
+        "zero": {"stage": 0},
+    },
     {"memory": {"states": "host", "gradients": "./here"}, "zero": {"reduce_every": "step"}},
     {"precision": {"compute": "fp16", "reduce": "fp16"}},
     {"precision": {"compute": "bf16", "reduce": "fp64"}},
@@ -485,7 +555,11 @@ def test_where_gradients_are(states: Any, params: str, reduce_every: str, expect
 
 
 def test_gradients_in_files_are_reduced_each_time() -> None:
-    source = {"memory": {"states": "host", "gradients": "./a"}, "zero": {"stage": 1}, "batch": {"size": 8, "micro": 2}}
+    source = {
+        "memory": {"states": "host", "gradients": "./a"},
+        "zero": {"stage": 1},
+        "batch": {"size": 8, "micro": 2},
+    }
     assert Config.load(source).resolve(2).zero.reduce_every == "microbatch"
 
 
@@ -499,7 +573,14 @@ def test_every_conflict_is_listed_at_once() -> None:
         "lr_schedule": {"name": "cosine", "warmup": "2000 steps"},
     }
     assert set(conflicts(source)) == {
-        *("mesh.ep", "mesh.dp", "mesh.sequence_parallel", "memory.states", "memory.activations", "precision.reduce"),
+        *(
+            "mesh.ep",
+            "mesh.dp",
+            "mesh.sequence_parallel",
+            "memory.states",
+            "memory.activations",
+            "precision.reduce",
+        ),
         *("precision.loss_scale", "batch.micro", "optimizer.name", "lr_schedule.warmup"),
     }
 
@@ -512,7 +593,9 @@ def test_a_world_size_that_is_none(world_size: Any) -> None:
 
 @settings(max_examples=300)
 @given(st.integers(1, 64), st.integers(1, 512), st.integers(1, 32) | st.just("auto"))
-def test_a_batch_is_divided_exactly_or_the_error_names_batches_that_are(world: int, size: int, micro: Any) -> None:
+def test_a_batch_is_divided_exactly_or_the_error_names_batches_that_are(
+    world: int, size: int, micro: Any
+) -> None:
     config = Config.load({"batch": {"size": size, "micro": micro}})
     try:
         resolved = config.resolve(world)
@@ -534,7 +617,8 @@ def test_a_batch_is_divided_exactly_or_the_error_names_batches_that_are(world: i
         assert resolved.mesh.dp == world
 
 
-# ---- what is derived ------------------------------------------------------------------------------------------------
+# ---- what is derived
+# ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -551,9 +635,9 @@ def test_a_batch_is_divided_exactly_or_the_error_names_batches_that_are(world: i
         ({"precision": {"compute": "fp64"}}, "precision.reduce", "fp64"),
         ({"precision": {"compute": "bf16"}}, "precision.reduce", "fp32"),
         ({"precision": {"compute": "fp16"}}, "precision.reduce", "fp32"),
-        ({"train": {"length": "9 tokens"}}, "lr_schedule.total", Span(amount=9, unit="tokens")),
-        ({"lr_schedule": {"name": "wsd", "total": 50}}, "lr_schedule.decay", Span(amount=5)),
-        ({"lr_schedule": {"name": "one-cycle", "total": 50}}, "lr_schedule.warmup", Span(amount=15)),
+        ({"train": {"length": "9 tokens"}}, "lr_schedule.total", Duration(amount=9, unit="tokens")),
+        ({"lr_schedule": {"name": "wsd", "total": 50}}, "lr_schedule.decay", Duration(amount=5)),
+        ({"lr_schedule": {"name": "one-cycle", "total": 50}}, "lr_schedule.warmup", Duration(amount=15)),
     ],
 )
 def test_derived_values(source: dict[str, Any], key: str, value: Any) -> None:
@@ -567,7 +651,13 @@ def test_derived_values(source: dict[str, Any], key: str, value: Any) -> None:
 def test_origins_survive_resolving_copying_and_pickling() -> None:
     config = Config.load({"batch": {"size": 12, "micro": "auto"}, "mesh": {"dp": 2}, "seed": 0})
     resolved = config.resolve(2)
-    expected = {"batch.size": "user", "batch.micro": "derived", "mesh.dp": "user", "mesh.tp": "default", "seed": "user"}
+    expected = {
+        "batch.size": "user",
+        "batch.micro": "derived",
+        "mesh.dp": "user",
+        "mesh.tp": "default",
+        "seed": "user",
+    }
     expected |= {"zero.stage": "default", "zero.reduce_every": "derived"}
     for same in (resolved, resolved.resolve(2), pickle.loads(pickle.dumps(resolved)), resolved.model_copy()):
         assert same == resolved
@@ -596,7 +686,8 @@ def test_accumulation_needs_a_world_size() -> None:
     assert Config.load({"batch": {"size": 24, "micro": 2}}).resolve(4).accumulation == 3
 
 
-# ---- spans ----------------------------------------------------------------------------------------------------------
+# ---- spans
+# ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -611,21 +702,21 @@ def test_accumulation_needs_a_world_size() -> None:
     ],
 )
 def test_spans(text: Any, amount: float, unit: str, written: str) -> None:
-    span = Span.model_validate(text)
+    span = Duration.model_validate(text)
     assert (span.amount, span.unit, str(span)) == (amount, unit, written)
-    assert Span.model_validate(str(span)) == span
+    assert Duration.model_validate(str(span)) == span
 
 
 def test_a_span_counts_in_its_unit() -> None:
     progress = Progress(steps=3, samples=30, tokens=300)
     for unit, count in zip(("steps", "samples", "tokens"), progress, strict=True):
-        assert Span.model_validate(f"{count} {unit}").reached(progress)
-        assert not Span.model_validate(f"{count + 1} {unit}").reached(progress)
+        assert Duration.model_validate(f"{count} {unit}").reached(progress)
+        assert not Duration.model_validate(f"{count + 1} {unit}").reached(progress)
 
 
 @given(st.integers(1, 20), st.lists(st.integers(0, 50), min_size=1, max_size=10))
 def test_a_span_is_due_whenever_a_multiple_was_passed(every: int, moves: list[int]) -> None:
-    span, samples = Span(amount=every, unit="samples"), 0
+    span, samples = Duration(amount=every, unit="samples"), 0
     for move in moves:
         passed = any(n % every == 0 for n in range(samples + 1, samples + move + 1))
         assert span.due(Progress(samples=samples), Progress(samples=samples + move)) == passed
@@ -635,10 +726,11 @@ def test_a_span_is_due_whenever_a_multiple_was_passed(every: int, moves: list[in
 def test_spans_in_steps() -> None:
     config = Config.load({"batch": {"size": 10}, "data": {"sequence": 8}})
     lengths = {"7 steps": 7, "70 samples": 7, "71 samples": 8, "560 tokens": 7, "561 tokens": 8}
-    assert {text: config.steps(Span.model_validate(text)) for text in lengths} == lengths
+    assert {text: config.steps(Duration.model_validate(text)) for text in lengths} == lengths
 
 
-# ---- rendering ------------------------------------------------------------------------------------------------------
+# ---- rendering
+# ------------------------------------------------------------------------------------------------------
 
 
 def rendered(config: Config, *options: bool, width: int = 80) -> list[str]:
@@ -659,7 +751,9 @@ def test_render_shows_what_differs_from_the_defaults_or_every_key() -> None:
         assert any("monitor.project" in line and '"[bold]x"' in line for line in lines)
         assert any("(accumulation)" in line and " 3 " in line for line in lines)
         assert max(map(len, lines)) <= 80
-    assert "Samples of one optimizer step" in " ".join(rendered(config, False, True)) and "Samples of" not in " ".join(every)
+    assert "Samples of one optimizer step" in " ".join(
+        rendered(config, False, True)
+    ) and "Samples of" not in " ".join(every)
     with pytest.raises(ConfigError):
         render(config, 5)
 
@@ -684,6 +778,9 @@ def test_the_page_is_an_example_that_runs(tmp_path: Path) -> None:
 
 
 def test_reading_a_config_does_not_import_torch() -> None:
-    code = "import sys; from polyreme.config import Config; Config().resolve(2); sys.exit('torch' in sys.modules)"
+    code = (
+        "import sys; from polyreme.config import Config; "
+        "Config().resolve(2); sys.exit('torch' in sys.modules)"
+    )
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     assert subprocess.run([sys.executable, "-c", code], check=False, env=env).returncode == 0

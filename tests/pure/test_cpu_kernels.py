@@ -44,7 +44,10 @@ RATES = (0.0, 0.1, 0.05, 0.7)
 
 def build(name: str, tensor: Tensor) -> Optimizer:
     cls, options = CASES[name]
-    return cls([tensor], **({"fused": True} if cls not in (Lion, torch.optim.NAdam, torch.optim.ASGD) else {}) | options)
+    return cls(
+        [tensor],
+        **({"fused": True} if cls not in (Lion, torch.optim.NAdam, torch.optim.ASGD) else {}) | options,
+    )
 
 
 def gradients(dtype: torch.dtype) -> list[Tensor]:
@@ -94,19 +97,40 @@ def check(name: str, dtype: torch.dtype, gradient: torch.dtype, out: torch.dtype
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize(
     ("dtype", "gradient", "out"),
-    [(torch.float32, torch.float32, None), (torch.float32, torch.bfloat16, torch.bfloat16), (torch.float32, torch.float16, torch.float16),
-     (torch.float64, torch.float64, None), (torch.float32, torch.float64, torch.bfloat16)],
+    [
+        (torch.float32, torch.float32, None),
+        (torch.float32, torch.bfloat16, torch.bfloat16),
+        (torch.float32, torch.float16, torch.float16),
+        (torch.float64, torch.float64, None),
+        (torch.float32, torch.float64, torch.bfloat16),
+    ],
     ids=lambda d: str(d).removeprefix("torch."),
-)  # fmt: skip
+)
 def test_bits_are_those_of_the_optimizers_own_step(
-    name: str, dtype: torch.dtype, gradient: torch.dtype, out: torch.dtype | None, monkeypatch: pytest.MonkeyPatch
+    name: str,
+    dtype: torch.dtype,
+    gradient: torch.dtype,
+    out: torch.dtype | None,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(cpu_kernels, "CHUNK", 2 * ALIGN)
     check(name, dtype, gradient, out)
 
 
-COMPILED = ["adamw", "adamw without decay", "adamw, slow", "adam with decay", "sgd", "sgd with decay", "momentum", "nesterov", "adagrad",
-            "adagrad with decay", "lion", "lion, slow"]  # fmt: skip
+COMPILED = [
+    "adamw",
+    "adamw without decay",
+    "adamw, slow",
+    "adam with decay",
+    "sgd",
+    "sgd with decay",
+    "momentum",
+    "nesterov",
+    "adagrad",
+    "adagrad with decay",
+    "lion",
+    "lion, slow",
+]
 
 
 def compiling(monkeypatch: pytest.MonkeyPatch) -> Any:
@@ -120,8 +144,13 @@ def compiling(monkeypatch: pytest.MonkeyPatch) -> Any:
     return compiled_kernels
 
 
-@pytest.mark.parametrize(("name", "out"), [*((name, torch.bfloat16) for name in COMPILED), ("adamw", torch.float16), ("adamw", None)])
-def test_compiled_loops_give_the_same_bits(name: str, out: torch.dtype | None, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("name", "out"),
+    [*((name, torch.bfloat16) for name in COMPILED), ("adamw", torch.float16), ("adamw", None)],
+)
+def test_compiled_loops_give_the_same_bits(
+    name: str, out: torch.dtype | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     compiling(monkeypatch)
     check(name, torch.float32, out or torch.float32, out)
     if torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512"):
@@ -129,14 +158,20 @@ def test_compiled_loops_give_the_same_bits(name: str, out: torch.dtype | None, m
 
 
 @pytest.mark.parametrize("size", [1, 31, 33, 997])
-def test_a_compiled_loop_makes_the_same_of_numbers_that_fill_no_run(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_compiled_loop_makes_the_same_of_numbers_that_fill_no_run(
+    size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     compiled_kernels = compiling(monkeypatch)
     ends = []
     for count in (size, 1024):
-        parameter, gradient, first, second, out = (torch.linspace(0.1, k, 1024)[:count].clone() for k in range(1, 6))
+        parameter, gradient, first, second, out = (
+            torch.linspace(0.1, k, 1024)[:count].clone() for k in range(1, 6)
+        )
         out = out.bfloat16()
         numbers = (0.5, 0.99, None, 0.1, 0.95, 0.05, 0.9, 1e-8, 1e-2)
-        compiled_kernels.run(compiled_kernels.adam, [parameter, gradient, first, second, out], numbers, threads=1)
+        compiled_kernels.run(
+            compiled_kernels.adam, [parameter, gradient, first, second, out], numbers, threads=1
+        )
         ends.append(torch.stack([parameter, first, second, out.float()])[:, :size])
     assert torch.equal(*ends) and not torch.equal(ends[0][0], torch.linspace(0.1, 1, 1024)[:size])
 
@@ -153,7 +188,11 @@ def test_memory_that_is_given_for_states_is_begun_and_kept(name: str) -> None:
     parameter, memory = start(torch.float32), {}
     kernel = cpu_kernels.kernel(build(name, torch.zeros(ALIGN)))
     kernel.step(start(torch.float32), gradients(torch.float32)[0], memory)
-    state = {key: torch.full_like(value, torch.nan) for key, value in memory.items() if isinstance(value, Tensor) and value.dim()}
+    state = {
+        key: torch.full_like(value, torch.nan)
+        for key, value in memory.items()
+        if isinstance(value, Tensor) and value.dim()
+    }
     given = dict(state)
     for each, factor, rate in zip(gradients(torch.float32), FACTORS, RATES, strict=True):
         kernel.optimizer.param_groups[0]["lr"] = rate
@@ -165,12 +204,18 @@ def test_memory_that_is_given_for_states_is_begun_and_kept(name: str) -> None:
 
 def test_whole_tensors_go_to_optimizers_that_look_at_them() -> None:
     matrix = start(torch.float32).view(15, ALIGN)
-    expected, gradient, rounded = matrix.clone(), torch.ones_like(matrix), torch.empty_like(matrix, dtype=torch.bfloat16)
+    expected = matrix.clone()
+    gradient = torch.ones_like(matrix)
+    rounded = torch.empty_like(matrix, dtype=torch.bfloat16)
     optimizer, state = torch.optim.Muon([expected], lr=0.1), {}
     expected.grad = gradient * 0.5
     optimizer.step()
-    cpu_kernels.kernel(torch.optim.Muon([torch.zeros_like(matrix)], lr=0.1)).step(matrix, gradient, state, 0.5, rounded)
-    assert same(matrix, expected) and same(state["momentum_buffer"], optimizer.state[expected]["momentum_buffer"])
+    cpu_kernels.kernel(torch.optim.Muon([torch.zeros_like(matrix)], lr=0.1)).step(
+        matrix, gradient, state, 0.5, rounded
+    )
+    assert same(matrix, expected) and same(
+        state["momentum_buffer"], optimizer.state[expected]["momentum_buffer"]
+    )
     assert torch.equal(rounded, matrix.bfloat16())
 
 

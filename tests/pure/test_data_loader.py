@@ -44,7 +44,9 @@ def make(dataset, *, batch_size: int, rank: int = 0, world: int = 1, seed: int =
     return Loader(dataset, batch_size=batch_size, rank=rank, world=world, seed=seed, **options)
 
 
-def global_batches(dataset, world: int, count: int, state: dict | None = None, **options) -> tuple[list, dict]:
+def global_batches(
+    dataset, world: int, count: int, state: dict | None = None, **options
+) -> tuple[list, dict]:
     """The next `count` global batches (the ranks' shares one after the other) and the state after them."""
     loaders = [make(dataset, rank=rank, world=world, **options) for rank in range(world)]
     for loader in loaders:
@@ -74,7 +76,12 @@ def test_global_batches_are_those_of_one_rank(
     batch_size = world * per_rank
     size = data.draw(st.integers(batch_size, 4 * batch_size))
     dataset = Stream(size) if stream else list(range(size))
-    options = {"batch_size": batch_size, "seed": seed, "shuffle": shuffle, "prefetch": data.draw(st.integers(0, 3))}
+    options = {
+        "batch_size": batch_size,
+        "seed": seed,
+        "shuffle": shuffle,
+        "prefetch": data.draw(st.integers(0, 3)),
+    }
     count = 2 * (size // batch_size) + 1
     one, state_of_one = global_batches(dataset, 1, count, **options)
     many, state_of_many = global_batches(dataset, world, count, **options)
@@ -170,7 +177,12 @@ def test_state_counts_only_what_was_handed_out(prefetch: int, stream: bool) -> N
     assert loader.state_dict()["sample"] == 0
     for taken in range(1, 4):
         next(batches)
-        assert loader.state_dict() == {"epoch": 0, "sample": 10 * taken, "seed": 0, "size": None if stream else 100}
+        assert loader.state_dict() == {
+            "epoch": 0,
+            "sample": 10 * taken,
+            "seed": 0,
+            "size": None if stream else 100,
+        }
     batches.close()
 
 
@@ -178,7 +190,11 @@ def test_state_counts_only_what_was_handed_out(prefetch: int, stream: bool) -> N
 def test_last_batch_is_kept_if_asked(stream: bool) -> None:
     dataset = Stream(11) if stream else list(range(11))
     shares = [
-        [b.tolist() for b in make(dataset, batch_size=4, rank=r, world=2, shuffle=False, drop_last=False, epochs=1)] for r in range(2)
+        [
+            b.tolist()
+            for b in make(dataset, batch_size=4, rank=r, world=2, shuffle=False, drop_last=False, epochs=1)
+        ]
+        for r in range(2)
     ]
     assert shares == [[[0, 1], [4, 5], [8]], [[2, 3], [6, 7], [9, 10]]]
     if not stream:
@@ -187,7 +203,10 @@ def test_last_batch_is_kept_if_asked(stream: bool) -> None:
 
 def test_last_batch_smaller_than_the_ranks() -> None:
     for dataset in (list(range(9)), Stream(9)):  # nothing is left for the first rank
-        last = [[*make(dataset, batch_size=4, rank=r, world=2, shuffle=False, drop_last=False, epochs=1)][-1] for r in range(2)]
+        last = [
+            [*make(dataset, batch_size=4, rank=r, world=2, shuffle=False, drop_last=False, epochs=1)][-1]
+            for r in range(2)
+        ]
         assert [batch.tolist() for batch in last] == [[], [8]] and last[0].dtype == last[1].dtype
 
 
@@ -214,7 +233,9 @@ def test_infinite_stream_resumes() -> None:
 
 
 def test_collates_tensors_tuples_and_dicts() -> None:
-    x, y = next(iter(make(TensorDataset(torch.arange(12.0).view(4, 3), torch.arange(4)), batch_size=4, shuffle=False)))
+    x, y = next(
+        iter(make(TensorDataset(torch.arange(12.0).view(4, 3), torch.arange(4)), batch_size=4, shuffle=False))
+    )
     assert x.shape == (4, 3)
     assert y.tolist() == [0, 1, 2, 3]
     point = namedtuple("Point", "a b")
@@ -229,7 +250,8 @@ def test_collates_tensors_tuples_and_dicts() -> None:
     assert batch["score"].tolist() == [0.5, 0.5]
     assert next(iter(make([[1, 2], [3, 4]], batch_size=2, shuffle=False))).tolist() == [[1, 2], [3, 4]]
     pair = next(iter(make([[torch.tensor(1.0), 5]] * 3, batch_size=3)))
-    assert [part.tolist() for part in pair] == [[1.0] * 3, [5] * 3]  # a list of other things, as torch does it
+    # a list of other things, as torch does it
+    assert [part.tolist() for part in pair] == [[1.0] * 3, [5] * 3]
 
 
 def test_hugging_face_datasets() -> None:

@@ -1,4 +1,5 @@
-"""Packing: the tokens are exactly those of the documents, the cache is built once, and short texts are refused."""
+"""Packing: the tokens are exactly those of the documents, the cache is built once, and short texts are
+refused."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from polyreme.data import PackedDataset, Part, open_text, pack, pack_texts, train_tokenizer
+from polyreme.data import PackedDataset, Subset, open_text, pack, pack_texts, train_tokenizer
 from polyreme.data.cache import cached
 from polyreme.errors import DataError
 
@@ -52,7 +53,7 @@ def section(tmp_path: Path) -> Section:
 
 
 def test_tokens_are_those_of_the_documents(tokenizer, tmp_path: Path) -> None:
-    folder = pack_texts(Part(TEXTS, "d"), tokenizer, tmp_path)
+    folder = pack_texts(Subset(TEXTS, "d"), tokenizer, tmp_path)
     expected = [token for text in TEXTS for token in (*tokenizer.encode(text), tokenizer.eos_token_id)]
     data = PackedDataset(folder, 16)
     assert data.tokens.tolist() == expected
@@ -71,7 +72,7 @@ def test_tokens_are_those_of_the_documents(tokenizer, tmp_path: Path) -> None:
 
 
 def test_bytes(tokenizer, tmp_path: Path) -> None:
-    data = PackedDataset(pack_texts(Part(TEXTS, "d"), tokenizer, tmp_path), 8)
+    data = PackedDataset(pack_texts(Subset(TEXTS, "d"), tokenizer, tmp_path), 8)
     total = sum(len(text.encode()) for text in TEXTS)
     assert data.bytes_per_token == total / len(data.tokens)
     assert total - 8 * data.bytes_per_token - 1 < data.bytes <= total
@@ -79,7 +80,9 @@ def test_bytes(tokenizer, tmp_path: Path) -> None:
 
 @settings(max_examples=40)
 @given(st.lists(st.text(st.sampled_from("ab é☕\n\t<|endoftext|>"), max_size=60), min_size=1, max_size=8))
-def test_pieces_and_batches_change_nothing(tokenizer, tmp_path_factory: pytest.TempPathFactory, texts: list[str]) -> None:
+def test_pieces_and_batches_change_nothing(
+    tokenizer, tmp_path_factory: pytest.TempPathFactory, texts: list[str]
+) -> None:
     folder = tmp_path_factory.mktemp("pack")
     expected: list[int] = []
     for text in texts:
@@ -87,30 +90,33 @@ def test_pieces_and_batches_change_nothing(tokenizer, tmp_path_factory: pytest.T
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(pack, "PIECE", 5)
         patch.setattr(pack, "BATCH", 17)
-        data = PackedDataset(pack_texts(Part(texts, "d"), tokenizer, folder), 1)
+        data = PackedDataset(pack_texts(Subset(texts, "d"), tokenizer, folder), 1)
     assert data.tokens.tolist() == expected
-    assert data.tokens.tolist().count(tokenizer.eos_token_id) == len(texts)  # text cannot spell an end of document
+    # text cannot spell an end of document
+    assert data.tokens.tolist().count(tokenizer.eos_token_id) == len(texts)
     assert tokenizer.decode([t for t in expected if t != tokenizer.eos_token_id]) == "".join(texts)
 
 
 def test_large_vocabulary_takes_four_bytes(tokenizer, tmp_path: Path) -> None:
     large = copy.deepcopy(tokenizer)
     large.add_tokens([f"<extra{i}>" for i in range(1 << 16)])
-    data = PackedDataset(pack_texts(Part(["a <extra65535>"], "d"), large, tmp_path), 1)
+    data = PackedDataset(pack_texts(Subset(["a <extra65535>"], "d"), large, tmp_path), 1)
     assert data.tokens.dtype == np.uint32
     assert data.tokens[-2] == 300 + 65535
 
 
 def test_too_short(tokenizer, tmp_path: Path) -> None:
-    folder = pack_texts(Part(["abc"], "d"), tokenizer, tmp_path)
+    folder = pack_texts(Subset(["abc"], "d"), tokenizer, tmp_path)
     count = len(tokenizer.encode("abc")) + 1
-    with pytest.raises(DataError, match=rf"data.sequence = 512: the validation text has {count} tokens \(3 bytes\).*larger"):
+    with pytest.raises(
+        DataError, match=rf"data.sequence = 512: the validation text has {count} tokens \(3 bytes\).*larger"
+    ):
         PackedDataset(folder, 512, "validation text")
     assert len(PackedDataset(folder, count)) == 1
 
 
 def test_damaged_folder(tokenizer, tmp_path: Path) -> None:
-    folder = pack_texts(Part(TEXTS, "d"), tokenizer, tmp_path)
+    folder = pack_texts(Subset(TEXTS, "d"), tokenizer, tmp_path)
     header = (folder / "header.json").read_text()
     for damage in ("{", "[]", json.dumps({**json.loads(header), "tokens": 10**6}), json.dumps({"tokens": 1})):
         (folder / "header.json").write_text(damage)
@@ -119,7 +125,7 @@ def test_damaged_folder(tokenizer, tmp_path: Path) -> None:
 
 
 def test_pickled_dataset_carries_no_tokens(tokenizer, tmp_path: Path) -> None:
-    data = PackedDataset(pack_texts(Part(TEXTS * 50, "d"), tokenizer, tmp_path), 8)
+    data = PackedDataset(pack_texts(Subset(TEXTS * 50, "d"), tokenizer, tmp_path), 8)
     blob = pickle.dumps(data)
     assert len(blob) < 1000 < data.tokens.nbytes
     assert torch.equal(pickle.loads(blob)[3]["input_ids"], data[3]["input_ids"])
@@ -140,7 +146,9 @@ def test_cache_is_used_and_follows_the_content(section: Section, monkeypatch: py
     build_once = cached
 
     def counted(folder: Path, build) -> Path:
-        return build_once(folder, lambda unfinished: (builds.append(folder.name.split("-")[0]), build(unfinished))[1])
+        return build_once(
+            folder, lambda unfinished: (builds.append(folder.name.split("-")[0]), build(unfinished))[1]
+        )
 
     monkeypatch.setattr("polyreme.data.pack.cached", counted)
     monkeypatch.setattr("polyreme.data.tokenizer.cached", counted)

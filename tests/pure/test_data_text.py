@@ -69,7 +69,9 @@ def test_glob_cannot_leave_its_folder(folder: Path, pattern: str) -> None:
         documents(str(folder), pattern=[pattern])
 
 
-def test_undecodable_file_of_a_folder_is_skipped_with_one_note(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_undecodable_file_of_a_folder_is_skipped_with_one_note(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     (folder / "bad.txt").write_bytes(b"\xff\xfe\x00\xd8")
     with caplog.at_level(logging.WARNING):
         corpus = documents(str(folder))
@@ -85,7 +87,13 @@ def test_undecodable_single_file_is_an_error(tmp_path: Path) -> None:
 
 def test_json_lines(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
-    lines = [json.dumps({"body": "one"}), "", json.dumps({"body": None}), '{"body": "half \\ud800"}', '"bare"']
+    lines = [
+        json.dumps({"body": "one"}),
+        "",
+        json.dumps({"body": None}),
+        '{"body": "half \\ud800"}',
+        '"bare"',
+    ]
     path.write_text("\n".join(lines), "utf-8")
     assert texts(documents(str(path), field="body")) == ["one", "half ?", "bare"]
 
@@ -165,7 +173,10 @@ def test_hugging_face_dataset(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(datasets, "load_dataset", load)
     assert texts(documents("owner/name:subset")) == ["a", "b"]
     assert texts(documents("owner/name")) == ["a", "b"]
-    assert calls == [(("owner/name", "subset"), {"split": "train"}), (("owner/name", None), {"split": "train"})]
+    assert calls == [
+        (("owner/name", "subset"), {"split": "train"}),
+        (("owner/name", None), {"split": "train"}),
+    ]
 
 
 def test_dataset_that_cannot_be_reached(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -185,7 +196,9 @@ def test_missing_library_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> 
         documents("owner/name")
 
 
-@pytest.mark.parametrize("path", ["missing.txt", "./missing", "missing/", "/no/such", "a/b/c", "missing", "~/no-such-x/"])
+@pytest.mark.parametrize(
+    "path", ["missing.txt", "./missing", "missing/", "/no/such", "a/b/c", "missing", "~/no-such-x/"]
+)
 def test_missing_path_asks_no_hub(path: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(text, "_load_dataset", lambda name: pytest.fail(f"asked the hub for {name}"))
@@ -222,7 +235,8 @@ def test_split_partitions_documents(items: list[str], fraction: float, seed: int
     assert not set(train) & set(validation)  # equal texts stay together
     assert len(set(validation)) == min(max(1, round(fraction * len(distinct))), len(distinct) - 1)
     again = split(corpus_of(items[::-1]), fraction, seed)
-    assert [set(part) for part in again] == [set(train), set(validation)]  # the order of documents does not matter
+    # the order of documents does not matter
+    assert [set(part) for part in again] == [set(train), set(validation)]
     assert list(train) == list(train)
 
 
@@ -241,13 +255,16 @@ def test_digest_names_the_texts() -> None:
     assert len({train.digest, validation.digest, one}) == 3
 
 
-@given(st.lists(printable, min_size=2, max_size=60), st.sampled_from([" ", "\n", "  "]), st.floats(0.001, 0.999))
+@given(
+    st.lists(printable, min_size=2, max_size=60), st.sampled_from([" ", "\n", "  "]), st.floats(0.001, 0.999)
+)
 def test_single_document_is_cut_at_white_space(words: list[str], gap: str, fraction: float) -> None:
     body = gap.join(words)
     try:
         train, validation = split(corpus_of([body]), fraction, 0)
     except DataError:
-        assert round(len(body) * (1 - fraction)) <= len(words[0]) + len(gap)  # the first word is all there would be
+        # the first word is all there would be
+        assert round(len(body) * (1 - fraction)) <= len(words[0]) + len(gap)
         return
     (first,), (last,) = train, validation
     assert first + last == body

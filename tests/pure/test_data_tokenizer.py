@@ -11,13 +11,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from polyreme.data import Part, load_tokenizer, open_tokenizer, train_tokenizer
+from polyreme.data import Subset, load_tokenizer, open_tokenizer, train_tokenizer
 from polyreme.data.tokenizer import END, fingerprint
 from polyreme.errors import DataError
 
 transformers = pytest.importorskip("transformers")
 
-TEXTS = ["the quick brown fox jumps over the lazy dog. " * 3, "def f(x):\n    return x + 1\n" * 3, "naïve café ☕ " * 3]
+TEXTS = [
+    "the quick brown fox jumps over the lazy dog. " * 3,
+    "def f(x):\n    return x + 1\n" * 3,
+    "naïve café ☕ " * 3,
+]
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +33,11 @@ def tokenizers(tmp_path_factory: pytest.TempPathFactory) -> list:
 
 
 @settings(max_examples=300)
-@given(s=st.one_of(st.text(), st.text(" \t\r\n\u00a0\u3000.,'é☕n"), st.sampled_from([END, f"a {END}b", "n't  .", "\0"])))
+@given(
+    s=st.one_of(
+        st.text(), st.text(" \t\r\n\u00a0\u3000.,'é☕n"), st.sampled_from([END, f"a {END}b", "n't  .", "\0"])
+    )
+)
 def test_every_text_comes_back(tokenizers: list, s: str) -> None:
     ids = [tokenizer.encode(s) for tokenizer in tokenizers]
     assert ids[0] == ids[1] == ids[2]
@@ -47,8 +55,13 @@ def test_vocabulary(tokenizers: list) -> None:
 
 
 def test_equal_in_another_process(tokenizers: list) -> None:
-    code = f"from polyreme.data import train_tokenizer\nprint(train_tokenizer({TEXTS!r}, 300).backend_tokenizer.to_str().encode().hex())"
-    other = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment())
+    code = (
+        f"from polyreme.data import train_tokenizer\nprint(train_tokenizer({TEXTS!r}, "
+        "300).backend_tokenizer.to_str().encode().hex())"
+    )
+    other = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment()
+    )
     assert bytes.fromhex(other.stdout.strip()).decode() == tokenizers[0].backend_tokenizer.to_str()
 
 
@@ -63,7 +76,9 @@ def test_too_small_a_vocabulary() -> None:
 
 def test_trained_once_for_the_same_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def opened(digest: str, size: int) -> str:
-        return fingerprint(open_tokenizer(Part(TEXTS, digest), folder=None, vocab_size=size, cache=tmp_path))
+        return fingerprint(
+            open_tokenizer(Subset(TEXTS, digest), folder=None, vocab_size=size, cache=tmp_path)
+        )
 
     first = opened("d", 300)
     assert opened("d", 290) != first
@@ -75,7 +90,9 @@ def test_trained_once_for_the_same_text(tmp_path: Path, monkeypatch: pytest.Monk
 
 def test_directory_of_ones_own(tmp_path: Path) -> None:
     train_tokenizer(TEXTS, 280).save_pretrained(tmp_path / "mine")
-    opened = open_tokenizer(Part([], "d"), folder=str(tmp_path / "mine"), vocab_size=2048, cache=tmp_path / "cache")
+    opened = open_tokenizer(
+        Subset([], "d"), folder=str(tmp_path / "mine"), vocab_size=2048, cache=tmp_path / "cache"
+    )
     assert len(opened) == 280
     assert not (tmp_path / "cache").exists()
 
@@ -99,7 +116,9 @@ def test_code_in_a_directory_is_not_run(tmp_path: Path) -> None:
 
 
 def test_end_of_document_is_needed(tmp_path: Path) -> None:
-    plain = transformers.PreTrainedTokenizerFast(tokenizer_object=train_tokenizer(TEXTS, 280).backend_tokenizer)
+    plain = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=train_tokenizer(TEXTS, 280).backend_tokenizer
+    )
     plain.save_pretrained(tmp_path / "plain")
     with pytest.raises(DataError, match="neither an eos nor a sep"):
         load_tokenizer(tmp_path / "plain")

@@ -31,7 +31,8 @@ def bits(tensor: Tensor) -> bytes:
 
 
 def check(build: Build, seed: int = 3) -> Recording:
-    """`build` recorded and replayed equals `build` run, in numbers, in layout and in the generator's state afterwards."""
+    """`build` recorded and replayed equals `build` run, in numbers, in layout and in the generator's state
+    afterwards."""
     torch.manual_seed(seed)
     whole = build()
     after = torch.get_rng_state()
@@ -52,10 +53,25 @@ def check(build: Build, seed: int = 3) -> Recording:
     assert list(recording.parameters) == [name for name, _ in whole.named_parameters()]
     for name, tensor in want.items():
         meta = (recording.parameters | recording.buffers)[name]
-        assert meta is dict(recording.module.named_parameters() if name in recording.parameters else recording.module.named_buffers())[name]
-        assert (meta.device.type, type(meta), meta.requires_grad) == ("meta", type(tensor), tensor.requires_grad), name
+        assert (
+            meta
+            is dict(
+                recording.module.named_parameters()
+                if name in recording.parameters
+                else recording.module.named_buffers()
+            )[name]
+        )
+        assert (meta.device.type, type(meta), meta.requires_grad) == (
+            "meta",
+            type(tensor),
+            tensor.requires_grad,
+        ), name
         for other in (got[name], meta):
-            assert (other.shape, other.dtype, other.stride()) == (tensor.shape, tensor.dtype, tensor.stride()), name
+            assert (other.shape, other.dtype, other.stride()) == (
+                tensor.shape,
+                tensor.dtype,
+                tensor.stride(),
+            ), name
         assert bits(got[name]) == bits(tensor), name
     return recording
 
@@ -90,7 +106,9 @@ INITS: dict[str, Callable[[nn.Linear], Any]] = {
     "orthogonal tall": lambda m: nn.init.orthogonal_(m.weight.data.t()),
     "truncated, drawn again until all are in": lambda m: nn.init.trunc_normal_(m.weight, std=1.0),
     "truncated, far in the tail": lambda m: nn.init.trunc_normal_(m.weight, std=1.0, a=1.5, b=3),
-    "truncated by erfinv": lambda m: m.weight.data.uniform_(-0.9, 0.9).erfinv_().mul_(0.02).clamp_(-0.02, 0.02),
+    "truncated by erfinv": lambda m: (
+        m.weight.data.uniform_(-0.9, 0.9).erfinv_().mul_(0.02).clamp_(-0.02, 0.02)
+    ),
     "sparse": lambda m: nn.init.sparse_(m.weight, 0.3),
     "eye": lambda m: nn.init.eye_(m.weight),
     "half": lambda m: m.half(),
@@ -113,7 +131,9 @@ INITS: dict[str, Callable[[nn.Linear], Any]] = {
 }
 BUFFERS: dict[str, Callable[[], Tensor]] = {
     "rotary": lambda: 1.0 / 10000 ** (torch.arange(0, 8, 2, dtype=torch.int64).float() / 8),
-    "sin, cos, cat, stack": lambda: torch.cat([torch.stack([torch.sin(a), torch.cos(a)]) for a in (torch.arange(4) / 3, torch.rand(4))]),
+    "sin, cos, cat, stack": lambda: torch.cat(
+        [torch.stack([torch.sin(a), torch.cos(a)]) for a in (torch.arange(4) / 3, torch.rand(4))]
+    ),
     "triangle": lambda: torch.tril(torch.ones(5, 5, dtype=torch.bool)).view(1, 1, 5, 5),
     "conjugate": lambda: torch.polar(torch.rand(3), torch.rand(3)).conj(),
     "imaginary part of a conjugate": lambda: torch.polar(torch.rand(3), torch.rand(3)).conj().imag,
@@ -126,14 +146,18 @@ BUFFERS: dict[str, Callable[[], Tensor]] = {
     "from numpy": lambda: torch.from_numpy(np.arange(6.0)).float() * torch.rand(6),
     "file-like": lambda: torch.frombuffer(bytearray(range(8)), dtype=torch.int16) + 1,
     "permutation": lambda: torch.randperm(9),
-    "dead draws that depend on their input": lambda: (torch.poisson(torch.rand(9) * 5), torch.multinomial(torch.rand(9), 4), torch.rand(2))[
-        2
-    ],
+    "dead draws that depend on their input": lambda: (
+        torch.poisson(torch.rand(9) * 5),
+        torch.multinomial(torch.rand(9), 4),
+        torch.rand(2),
+    )[2],
     "drawn into part of a dead tensor": lambda: (torch.zeros(3, 3)[1].normal_(), torch.rand(2))[1],
     "dropout": lambda: nn.functional.dropout(torch.ones(9), 0.5),
     "out": lambda: torch.randn(4, out=torch.empty(0)),
     "resized": lambda: torch.rand(3).resize_(2),
-    "double by default": lambda: with_default_dtype(torch.float64, lambda: torch.rand(3) + torch.arange(3) * 0.5),
+    "double by default": lambda: with_default_dtype(
+        torch.float64, lambda: torch.rand(3) + torch.arange(3) * 0.5
+    ),
     "svd": lambda: torch.linalg.svd(torch.randn(6, 4), full_matrices=False)[2],
 }
 
@@ -166,16 +190,28 @@ def test_buffers(name: str) -> None:
 def transformers_models() -> dict[str, Build]:
     import transformers as hf
 
-    text = {"vocab_size": 64, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
-    image = {k: text[k] for k in ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")}
+    text = {
+        "vocab_size": 64,
+        "hidden_size": 16,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "intermediate_size": 32,
+    }
+    image = {
+        k: text[k] for k in ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
+    }
     picture = hf.ViTConfig(**image, image_size=32, patch_size=8)
-    swin = hf.SwinConfig(image_size=32, patch_size=4, embed_dim=8, depths=[1, 1], num_heads=[1, 2], window_size=4)
+    swin = hf.SwinConfig(
+        image_size=32, patch_size=4, embed_dim=8, depths=[1, 1], num_heads=[1, 2], window_size=4
+    )
     t5 = hf.T5Config(vocab_size=64, d_model=16, d_kv=8, d_ff=32, num_layers=2, num_heads=2)
     ends = {"bos_token_id": 0, "eos_token_id": 1}
     lm = hf.AutoModelForCausalLM.from_config
     return {
         "llama": lambda: lm(hf.LlamaConfig(**text, num_key_value_heads=1)),
-        "llama, tied, bf16": lambda: lm(hf.LlamaConfig(**text, tie_word_embeddings=True), dtype=torch.bfloat16),
+        "llama, tied, bf16": lambda: lm(
+            hf.LlamaConfig(**text, tie_word_embeddings=True), dtype=torch.bfloat16
+        ),
         "mistral": lambda: lm(hf.MistralConfig(**text, num_key_value_heads=1)),
         "gpt2": lambda: lm(hf.GPT2Config(vocab_size=64, n_embd=16, n_layer=2, n_head=2, **ends)),
         "bert": lambda: hf.BertForMaskedLM(hf.BertConfig(**text)),
@@ -187,7 +223,9 @@ def transformers_models() -> dict[str, Build]:
     }
 
 
-@pytest.mark.parametrize("name", ["llama", "llama, tied, bf16", "mistral", "gpt2", "bert", "vit", "t5", "swin", "mamba", "mixtral"])
+@pytest.mark.parametrize(
+    "name", ["llama", "llama, tied, bf16", "mistral", "gpt2", "bert", "vit", "t5", "swin", "mamba", "mixtral"]
+)
 def test_transformers(name: str) -> None:
     pytest.importorskip("transformers")
     recording = check(transformers_models()[name])
@@ -206,7 +244,9 @@ def test_generators_of_the_build() -> None:
         nn.init.normal_(module.weight, generator=own)
         own.manual_seed(5)  # the same numbers again
         nn.init.normal_(module.bias, generator=own)
-        module.register_buffer("more", torch.randn(3, generator=own) + torch.rand(3, generator=torch.default_generator))
+        module.register_buffer(
+            "more", torch.randn(3, generator=own) + torch.rand(3, generator=torch.default_generator)
+        )
         module.register_buffer("state", own.get_state())
         return module
 
@@ -275,7 +315,11 @@ def test_ties_plain_tensors_and_attributes() -> None:
     recording = check(WithExtras)
     module = recording.module
     assert isinstance(module, WithExtras)
-    aliases = {"linear.weight": ("twin.weight", "again.weight"), "linear.bias": ("again.bias",), "steps": ("same_steps",)}
+    aliases = {
+        "linear.weight": ("twin.weight", "again.weight"),
+        "linear.bias": ("again.bias",),
+        "steps": ("same_steps",),
+    }
     assert recording.aliases == aliases
     assert module.twin.weight is module.linear.weight
     assert module.linear.weight.label == "kept"  # type: ignore[attr-defined]
@@ -367,7 +411,11 @@ class LiveBytes(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         self._alive = {key: found for key, found in self._alive.items() if not found[0].expired()}
         for tensor in torch.utils._pytree.tree_leaves(result):
-            if isinstance(tensor, Tensor) and not isinstance(tensor, FakeTensor) and tensor.device.type == "cpu":
+            if (
+                isinstance(tensor, Tensor)
+                and not isinstance(tensor, FakeTensor)
+                and tensor.device.type == "cpu"
+            ):
                 storage = tensor.untyped_storage()
                 if storage._cdata not in self._alive:
                     self.allocated += storage.nbytes()
@@ -377,7 +425,8 @@ class LiveBytes(TorchDispatchMode):
 
 
 def peak_of(build: Build) -> tuple[float, float, Recording]:
-    """Peak live bytes of a replay whose sink keeps nothing, and of building whole, both in units of the largest tensor."""
+    """Peak live bytes of a replay whose sink keeps nothing, and of building whole, both in units of the
+    largest tensor."""
     with LiveBytes() as whole:
         kept = build()
     largest = max(t.nbytes for t in [*kept.parameters(), *kept.buffers()])
@@ -419,8 +468,11 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
 
 @pytest.mark.skipif(sys.platform != "linux", reason="ru_maxrss counts kibibytes on Linux")
 def test_what_is_let_go_is_used_again() -> None:
-    """Memory of the process, not of live tensors: nothing small may stay between tensors that come and go. The model has 180 MiB."""
-    done = subprocess.run([sys.executable, "-c", RESIDENT], capture_output=True, text=True, check=True, env=environment())
+    """Memory of the process, not of live tensors: nothing small may stay between tensors that come and go.
+    The model has 180 MiB."""
+    done = subprocess.run(
+        [sys.executable, "-c", RESIDENT], capture_output=True, text=True, check=True, env=environment()
+    )
     assert int(done.stdout) < 36 * 1024
 
 
@@ -504,12 +556,17 @@ def test_of_what_is_not_wanted_only_the_draws_are_made() -> None:
     made: dict[str, Tensor] = {}
     with Operators() as operators:
         recording.replay(lambda name, tensor: made.update({name: tensor.clone()}), {"1.weight", "1.bias"})
-    assert not any("qr" in name for name in operators.seen) and sum("normal_" in name for name in operators.seen) == 1
+    assert (
+        not any("qr" in name for name in operators.seen)
+        and sum("normal_" in name for name in operators.seen) == 1
+    )
     state = torch.get_rng_state()
     torch.manual_seed(3)
     expected = build().state_dict()
     assert torch.equal(torch.get_rng_state(), state)
-    assert made.keys() == {"1.weight", "1.bias"} and all(torch.equal(tensor, expected[name]) for name, tensor in made.items())
+    assert made.keys() == {"1.weight", "1.bias"} and all(
+        torch.equal(tensor, expected[name]) for name, tensor in made.items()
+    )
 
 
 # ---- any program
@@ -521,7 +578,8 @@ def programs(draw: st.DrawFn) -> list[tuple[str, int, int, int]]:
     return draw(st.lists(step, min_size=3, max_size=25))
 
 
-# Each takes the pool of 4x4 tensors, the indices of a tensor read and of one written, and a row; it may write in place or put a new tensor.
+# Each takes the pool of 4x4 tensors, the indices of a tensor read and of one written, and a row; it may write
+# in place or put a new tensor.
 STEPS: dict[str, Callable[[list[Tensor], int, int, int], Any]] = {
     "draw": lambda pool, a, b, row: pool[b].normal_(),
     "draw row": lambda pool, a, b, row: pool[b][row].uniform_(),
@@ -542,7 +600,9 @@ STEPS: dict[str, Callable[[list[Tensor], int, int, int], Any]] = {
 
 @settings(max_examples=60, derandomize=True)
 @given(programs())
-@example([("new", 0, 1, 0), ("add", 2, 0, 0), ("add", 2, 1, 0)])  # 0 is done before 1, which is computed from what 0 was
+@example(
+    [("new", 0, 1, 0), ("add", 2, 0, 0), ("add", 2, 1, 0)]
+)  # 0 is done before 1, which is computed from what 0 was
 def test_any_program(program: list[tuple[str, int, int, int]]) -> None:
     def build() -> nn.Module:
         pool = [torch.full((4, 4), float(i)) for i in range(4)]

@@ -1,4 +1,5 @@
-"""A nameless file gives back what was written, byte by byte, or a TierError that says where and how much; nothing of it is ever left."""
+"""A nameless file gives back what was written, byte by byte, or a TierError that says where and how much;
+nothing of it is ever left."""
 
 from __future__ import annotations
 
@@ -33,7 +34,9 @@ def random_bytes(nbytes: int, seed: int = 0) -> Tensor:
 def small_disk(folder: Path, nbytes: int) -> Iterator[Path]:
     """A file system of that size, where this process may mount one."""
     folder.mkdir()
-    made = subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={nbytes}", "none", folder], capture_output=True, check=False)
+    made = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", f"size={nbytes}", "none", folder], capture_output=True, check=False
+    )
     if made.returncode:
         pytest.skip("a file system cannot be mounted here")
     try:
@@ -58,7 +61,12 @@ def unprivileged() -> Iterator[None]:
 @pytest.mark.parametrize("nbytes", (ALIGNMENT, 3 * ALIGNMENT, direct_io.HUGE_PAGE + ALIGNMENT))
 def test_memory_begins_at_a_page_and_is_zero(nbytes: int) -> None:
     memory = aligned(nbytes)
-    assert memory.dtype == torch.uint8 and memory.nbytes == nbytes and memory.data_ptr() % ALIGNMENT == 0 and not memory.any()
+    assert (
+        memory.dtype == torch.uint8
+        and memory.nbytes == nbytes
+        and memory.data_ptr() % ALIGNMENT == 0
+        and not memory.any()
+    )
     view = memory[5:].fill_(1)
     del memory
     assert view.sum() == nbytes - 5
@@ -102,7 +110,13 @@ def test_any_dtype_is_transferred(tmp_path: Path) -> None:
 
 def test_what_is_not_aligned_or_not_in_the_file_is_refused(tmp_path: Path) -> None:
     file, memory = File(tmp_path, 2 * ALIGNMENT), aligned(2 * ALIGNMENT)
-    for wrong, at in ((memory[512:-ALIGNMENT], 0), (memory[:512], 0), (memory, 512), (memory, ALIGNMENT), (memory, -ALIGNMENT)):
+    for wrong, at in (
+        (memory[512:-ALIGNMENT], 0),
+        (memory[:512], 0),
+        (memory, 512),
+        (memory, ALIGNMENT),
+        (memory, -ALIGNMENT),
+    ):
         with pytest.raises(ValueError, match="within the file"):
             file.read(wrong, at)
 
@@ -119,7 +133,9 @@ def test_a_file_takes_its_space_has_no_name_and_gives_all_back(tmp_path: Path) -
         os.fstat(descriptor)
 
 
-def test_where_nameless_files_or_direct_transfers_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_nameless_files_or_direct_transfers_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The file gets a name, which is gone at once; the page cache is used."""
     open_file, control = os.open, direct_io.fcntl.fcntl
 
@@ -143,12 +159,17 @@ def test_where_nameless_files_or_direct_transfers_are_refused(tmp_path: Path, mo
     assert torch.equal(found, numbers)
 
 
-def test_direct_transfers_that_fail_at_the_first_read_are_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_direct_transfers_that_fail_at_the_first_read_are_not_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As on file systems that accept the flag and want larger blocks."""
     with monkeypatch.context() as patch:
         patch.setattr(os, "preadv", failing(os.preadv, errno.EINVAL))
         file = File(tmp_path, ALIGNMENT)
-    assert not file.direct and not direct_io.fcntl.fcntl(file._descriptor, direct_io.fcntl.F_GETFL) & direct_io._O_DIRECT
+    assert (
+        not file.direct
+        and not direct_io.fcntl.fcntl(file._descriptor, direct_io.fcntl.F_GETFL) & direct_io._O_DIRECT
+    )
     file.read(aligned(ALIGNMENT), 0)
 
 
@@ -162,10 +183,16 @@ def failing(call: Callable[..., int], number: int) -> Callable[..., int]:
 
 
 @pytest.mark.parametrize("what", ("read", "write"))
-def test_an_error_of_the_disk_names_folder_and_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str) -> None:
+def test_an_error_of_the_disk_names_folder_and_bytes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
     file, memory, call = File(tmp_path, 4 * ALIGNMENT), aligned(4 * ALIGNMENT), f"p{what}v"
     monkeypatch.setattr(os, call, failing(getattr(os, call), errno.EIO))
-    with pytest.raises(TierError, match=rf"{tmp_path}: {what} of 16,384 bytes failed with 16,384 to go \(Input/output error\).* are free"):
+    with pytest.raises(
+        TierError,
+        match=rf"{tmp_path}: {what} of 16,384 bytes failed with "
+        r"16,384 to go \(Input/output error\).* are free",
+    ):
         getattr(file, what)(memory, 0)
 
 
@@ -192,7 +219,9 @@ def test_a_file_that_became_short_is_told(tmp_path: Path, direct: bool, left: in
     file = File(tmp_path, 4 * ALIGNMENT, direct)
     os.ftruncate(file._descriptor, left)
     to_go = 4 * ALIGNMENT - left // ALIGNMENT * ALIGNMENT
-    with pytest.raises(TierError, match=rf"{tmp_path}: read of 16,384 bytes failed with {to_go:,} to go \(it ended early\)"):
+    with pytest.raises(
+        TierError, match=rf"{tmp_path}: read of 16,384 bytes failed with {to_go:,} to go \(it ended early\)"
+    ):
         file.read(aligned(4 * ALIGNMENT), 0)
 
 
@@ -209,7 +238,9 @@ def test_a_full_disk_is_known_when_the_file_is_made(tmp_path: Path) -> None:
         file.close()
     missing = tmp_path / "missing"
     for call in (lambda: File(missing, ALIGNMENT), lambda: check_space({missing: ALIGNMENT})):
-        with pytest.raises(TierError, match=rf"{missing} cannot be used: No such file or directory. 4,096 bytes"):
+        with pytest.raises(
+            TierError, match=rf"{missing} cannot be used: No such file or directory. 4,096 bytes"
+        ):
             call()
 
 
@@ -219,7 +250,9 @@ def test_two_folders_of_one_disk_are_added_up(tmp_path: Path) -> None:
         for each in folders:
             each.mkdir()
         check_space(dict.fromkeys(folders, 512 << 10))
-        with pytest.raises(TierError, match=rf"{folders[0]}, {folders[1]}: 1,228,800 bytes needed, 1,048,576 free"):
+        with pytest.raises(
+            TierError, match=rf"{folders[0]}, {folders[1]}: 1,228,800 bytes needed, 1,048,576 free"
+        ):
             check_space(dict.fromkeys(folders, 600 << 10))
         check_space({folders[0]: 600 << 10, tmp_path: 600 << 10})
 
@@ -229,7 +262,10 @@ def test_a_limit_that_is_met_when_space_is_taken(tmp_path: Path) -> None:
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, before[1]))
     try:
-        with pytest.raises(TierError, match=rf"{tmp_path}: no file of 1,048,576 bytes can be made \([\d,]+ free\): File too large"):
+        with pytest.raises(
+            TierError,
+            match=rf"{tmp_path}: no file of 1,048,576 bytes can be made \([\d,]+ free\): File too large",
+        ):
             File(tmp_path, 1 << 20)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
@@ -239,7 +275,12 @@ def test_a_folder_that_may_not_be_written(tmp_path: Path) -> None:
     with tempfile.TemporaryDirectory() as name:  # tmp_path may be in a folder that is closed to others
         closed = Path(name)
         closed.chmod(0o555)
-        with unprivileged(), pytest.raises(TierError, match=rf"{closed}: no file of 4,096 bytes can be made .*Permission denied"):
+        with (
+            unprivileged(),
+            pytest.raises(
+                TierError, match=rf"{closed}: no file of 4,096 bytes can be made .*Permission denied"
+            ),
+        ):
             File(closed, ALIGNMENT)
         closed.chmod(0o700)
     file = tmp_path / "file"
@@ -270,4 +311,9 @@ def test_a_killed_process_leaves_nothing(tmp_path: Path) -> None:
 
 
 def test_padding() -> None:
-    assert [padded(nbytes) for nbytes in (0, 1, ALIGNMENT, ALIGNMENT + 1)] == [0, ALIGNMENT, ALIGNMENT, 2 * ALIGNMENT]
+    assert [padded(nbytes) for nbytes in (0, 1, ALIGNMENT, ALIGNMENT + 1)] == [
+        0,
+        ALIGNMENT,
+        ALIGNMENT,
+        2 * ALIGNMENT,
+    ]

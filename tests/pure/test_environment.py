@@ -30,7 +30,8 @@ def test_torchrun() -> None:
 def test_no_variables_are_a_single_process() -> None:
     assert detect({}) == Environment("single process", 0, 1, 0, 1, None)
     assert detect({"WORLD_SIZE": "1"}).address is None
-    assert detect({"RANK": "0", "WORLD_SIZE": "1"}) == Environment("torchrun", 0, 1, 0, 1, None)  # nobody to meet
+    # nobody to meet
+    assert detect({"RANK": "0", "WORLD_SIZE": "1"}) == Environment("torchrun", 0, 1, 0, 1, None)
 
 
 def test_ranks_started_by_hand_on_one_host() -> None:
@@ -68,7 +69,12 @@ def test_a_missing_variable_is_named(missing: str, named: str) -> None:
         detect({name: value for name, value in TORCHRUN.items() if name != missing})
 
 
-OPEN_MPI = {"OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_RANK": "2", "OMPI_COMM_WORLD_LOCAL_RANK": "0", "PMIX_RANK": "2"}
+OPEN_MPI = {
+    "OMPI_COMM_WORLD_SIZE": "4",
+    "OMPI_COMM_WORLD_RANK": "2",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "0",
+    "PMIX_RANK": "2",
+}
 HYDRA = {"PMI_SIZE": "2", "PMI_RANK": "1", "MPI_LOCALNRANKS": "2", "HYDI_CONTROL_FD": "7"}
 BATCH = {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "2", "SLURM_PROCID": "0", "SLURM_JOB_NUM_NODES": "2"}
 STEP = {**BATCH, "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "1"}
@@ -78,10 +84,22 @@ POD = {"JOB_COMPLETION_INDEX": "1"}
 @pytest.mark.parametrize(
     ("variables", "found", "way"),
     [
-        (OPEN_MPI, r"mpirun \(Open MPI\) started 4 processes \(OMPI_COMM_WORLD_SIZE\), of which this is number 2", "mpirun .*torchrun"),
-        ({"MV2_COMM_WORLD_SIZE": "3", "MV2_COMM_WORLD_RANK": "0"}, "MVAPICH.* started 3 processes", "mpiexec .*torchrun"),
+        (
+            OPEN_MPI,
+            r"mpirun \(Open MPI\) started 4 processes \(OMPI_COMM_WORLD_SIZE\), of which this is number 2",
+            "mpirun .*torchrun",
+        ),
+        (
+            {"MV2_COMM_WORLD_SIZE": "3", "MV2_COMM_WORLD_RANK": "0"},
+            "MVAPICH.* started 3 processes",
+            "mpiexec .*torchrun",
+        ),
         (HYDRA, r"mpiexec .* started 2 processes \(PMI_SIZE\)", "mpiexec .*torchrun"),
-        (STEP, r"srun started 2 processes \(SLURM_STEP_NUM_TASKS\), of which this is number 1 \(SLURM_PROCID\)", "srun .*torchrun"),
+        (
+            STEP,
+            r"srun started 2 processes \(SLURM_STEP_NUM_TASKS\), of which this is number 1 \(SLURM_PROCID\)",
+            "srun .*torchrun",
+        ),
         ({**BATCH, "SLURM_STEP_ID": "0"}, r"srun started 2 processes \(SLURM_NTASKS\)", "srun .*torchrun"),
         ({**STEP, **HYDRA}, "srun started 2", "srun .*torchrun"),  # srun --mpi=pmi2
         (POD, "this is pod 1 of an Indexed Job", "torchrun .*JOB_COMPLETION_INDEX"),
@@ -100,7 +118,9 @@ def test_one_of_several_processes_is_no_single_one(
         polyreme.initialize(nn.Linear(2, 2), {"batch": {"size": 2}})
     for command in (["train", "run.toml"], ["launch", "-n", "2", "script.py"]):
         result = CliRunner().invoke(app, command)
-        assert result.exit_code == 1 and re.search(found, result.output) and "torchrun" in result.output, command
+        assert result.exit_code == 1 and re.search(found, result.output) and "torchrun" in result.output, (
+            command
+        )
 
 
 @pytest.mark.parametrize("size", ["OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE", "PMI_SIZE"])

@@ -10,7 +10,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+)
 
 from polyreme.errors import ModelError
 from polyreme.planner import flops as cost
@@ -38,7 +45,8 @@ def tokens(samples: int, sequence: int) -> dict[str, Tensor]:
 
 
 def llama_forward(samples: int, sequence: int) -> int:
-    """Per token 2 x the weights of all matrices, and 4 x sequence x hidden per block for attention's two products."""
+    """Per token 2 x the weights of all matrices, and 4 x sequence x hidden per block for attention's two
+    products."""
     kv = HIDDEN * KV_HEADS // HEADS
     matrices = BLOCKS * (2 * HIDDEN * HIDDEN + 2 * HIDDEN * kv + 3 * HIDDEN * INNER) + HIDDEN * VOCABULARY
     return samples * sequence * (2 * matrices + BLOCKS * 4 * sequence * HIDDEN)
@@ -87,7 +95,15 @@ def test_convolution_with_groups(groups: int, transposed: bool) -> None:
 
 
 def test_gpt2_ties_the_head_once() -> None:
-    config = GPT2Config(n_embd=HIDDEN, n_layer=2, n_head=HEADS, vocab_size=VOCABULARY, n_positions=32, bos_token_id=0, eos_token_id=0)
+    config = GPT2Config(
+        n_embd=HIDDEN,
+        n_layer=2,
+        n_head=HEADS,
+        vocab_size=VOCABULARY,
+        n_positions=32,
+        bos_token_id=0,
+        eos_token_id=0,
+    )
     matrices = 2 * 12 * HIDDEN * HIDDEN + HIDDEN * VOCABULARY
     forward = 2 * 16 * (2 * matrices + 2 * 4 * 16 * HIDDEN)
     assert count_flops(GPT2LMHeadModel(config), tokens(2, 16)) == Flops(forward, 2 * forward, 0)
@@ -105,7 +121,10 @@ def test_experts_count_only_the_chosen_ones() -> None:
         num_experts_per_tok=2,
     )
     kv = HIDDEN * KV_HEADS // HEADS
-    active = 2 * (2 * HIDDEN * HIDDEN + 2 * HIDDEN * kv + 4 * HIDDEN + 2 * 3 * HIDDEN * INNER) + HIDDEN * VOCABULARY
+    active = (
+        2 * (2 * HIDDEN * HIDDEN + 2 * HIDDEN * kv + 4 * HIDDEN + 2 * 3 * HIDDEN * INNER)
+        + HIDDEN * VOCABULARY
+    )
     forward = 16 * (2 * active + 2 * 4 * 16 * HIDDEN)
     flops = count_flops(MixtralForCausalLM(config), tokens(1, 16), dtype=torch.bfloat16)
     assert flops == Flops(forward, 2 * forward, 0)
@@ -143,7 +162,9 @@ class Checkpointed(nn.Module):
         self.first, self.second, self.last = nn.Linear(8, 16), nn.Linear(16, 32), nn.Linear(32, 4)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.last(checkpoint(lambda y: self.second(self.first(y).relu()).relu(), x, use_reentrant=False))
+        return self.last(
+            checkpoint(lambda y: self.second(self.first(y).relu()).relu(), x, use_reentrant=False)
+        )
 
 
 def test_recompute_of_the_model_itself_is_seen() -> None:
@@ -165,14 +186,16 @@ def test_selective_recompute_saves_what_it_keeps() -> None:
         recompute_context=lambda: create_selective_checkpoint_contexts(policy),
     )
     attention = BLOCKS * 32 * 4 * 16 * HIDDEN
-    assert selective.recompute == attention  # the products of attention only: every linear layer's output was kept
+    # the products of attention only: every linear layer's output was kept
+    assert selective.recompute == attention
 
 
 # --- no trace
 
 
 class Mixed(nn.Module):
-    """Has all that counting could disturb: batch statistics, dropout, a plain tensor attribute, hooks, gradients."""
+    """Has all that counting could disturb: batch statistics, dropout, a plain tensor attribute, hooks,
+    gradients."""
 
     def __init__(self) -> None:
         super().__init__()

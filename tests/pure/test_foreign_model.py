@@ -1,4 +1,5 @@
-"""A directory of somebody else as `model.path`: what our reader refuses is not read in another way, and what it lacks is not made up."""
+"""A directory of somebody else as `model.path`: what our reader refuses is not read in another way, and what
+it lacks is not made up."""
 
 from __future__ import annotations
 
@@ -19,7 +20,13 @@ from polyreme.engine import Engine
 from polyreme.errors import ConfigError
 from polyreme.models import huggingface
 
-SIZES = {"vocab_size": 24, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+SIZES = {
+    "vocab_size": 24,
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+}
 WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
@@ -30,7 +37,9 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES))
     model.save_pretrained(folder / "one")
     model.save_pretrained(folder / "several", max_shard_size="4KB")
-    transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES, tie_word_embeddings=True)).save_pretrained(folder / "tied")
+    transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(**SIZES, tie_word_embeddings=True)
+    ).save_pretrained(folder / "tied")
     return folder
 
 
@@ -99,13 +108,21 @@ def test_missing_tensors_are_new_only_where_that_is_said(saved: Path, tmp_path: 
     left = {name: tensor for name, tensor in tensors.items() if name != "lm_head.weight"}
     save_file(left, tmp_path / "model" / WHOLE, {"format": "pt"})
     for allowed in (False, ["model.*"]):
-        with pytest.raises(ConfigError, match=r"lacks tensors of the model.*: lm_head\.weight\n.*model.allow_missing = true, or patterns"):
+        with pytest.raises(
+            ConfigError,
+            match=r"lacks tensors of the model.*: lm_head\.weight\n.*model.allow_missing = true, or patterns",
+        ):
             engine_of(tmp_path / "model", allow_missing=allowed)
     state = torch.random.get_rng_state()
-    found = [engine_of(tmp_path / "model", allow_missing=allowed).state_dict() for allowed in (True, "lm_head.*")]
+    found = [
+        engine_of(tmp_path / "model", allow_missing=allowed).state_dict() for allowed in (True, "lm_head.*")
+    ]
     torch.random.set_rng_state(state)
     assert all(torch.equal(each[name], tensor) for each in found for name, tensor in left.items())
-    assert torch.equal(found[0]["lm_head.weight"], found[1]["lm_head.weight"]) and found[0]["lm_head.weight"].std() > 0
+    assert (
+        torch.equal(found[0]["lm_head.weight"], found[1]["lm_head.weight"])
+        and found[0]["lm_head.weight"].std() > 0
+    )
 
 
 def test_a_layer_more_than_there_are_weights(saved: Path, tmp_path: Path) -> None:
@@ -122,16 +139,26 @@ def test_tied_weights_are_not_missing(saved: Path) -> None:
     huggingface.build(str(saved / "tied"), None)
 
 
-@pytest.mark.parametrize("kernel", ["kernels-community/flash-attn", "paged|somebody/else@main:f", "flash_attention_2"])
-def test_a_kernel_is_not_fetched_unless_trusted(saved: Path, tmp_path: Path, kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "kernel", ["kernels-community/flash-attn", "paged|somebody/else@main:f", "flash_attention_2"]
+)
+def test_a_kernel_is_not_fetched_unless_trusted(
+    saved: Path, tmp_path: Path, kernel: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     shutil.copytree(saved / "one", tmp_path / "model")
     change_json(tmp_path / "model" / "config.json", attn_implementation=kernel)
     monkeypatch.setattr("transformers.utils.is_flash_attn_2_available", lambda: False)
-    said = rf"attn_implementation = '{kernel.rpartition('|')[2]}' is code that transformers would fetch.*\n.*trust_remote_code = true"
+    said = (
+        rf"attn_implementation = '{kernel.rpartition('|')[2]}' is code "
+        r"that transformers would fetch.*\n.*trust_remote_code = true"
+    )
     with pytest.raises(ConfigError, match=said):
         engine_of(tmp_path / "model")
     with pytest.raises(ConfigError, match=said):
         huggingface.skeleton(None, {"model_type": "llama", **SIZES, "attn_implementation": kernel})
-    assert huggingface.read_config(str(tmp_path / "model"), None, trust_remote_code=True)._attn_implementation == kernel
+    assert (
+        huggingface.read_config(str(tmp_path / "model"), None, trust_remote_code=True)._attn_implementation
+        == kernel
+    )
     change_json(tmp_path / "model" / "config.json", attn_implementation="eager")
     engine_of(tmp_path / "model")

@@ -1,5 +1,5 @@
-"""Training on a CPU keeps the memory of a step for the next one, or with states or parameters elsewhere gives it back, unless the user
-decides."""
+"""Training on a CPU keeps the memory of a step for the next one, or with states or parameters elsewhere gives
+it back, unless the user decides."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ def faults():  # of 100 MiB that are touched again: by itself glibc maps blocks 
 
 polyreme.initialize(nn.Linear(4, 4), {"batch": {"size": 1}}, loss_fn=lambda output, batch: output.sum())
 torch.set_num_threads(1)
-# A small block behind a freed one can make glibc take another place a few times, since it looks for room to align it, too.
+# A small block behind a freed one can make glibc take another place a few times, since it looks for room to
+# align it, too.
 json.dump(min(faults() for _ in range(12)), sys.stdout)
 """
 
@@ -50,9 +51,11 @@ def resident():
 for memory in json.loads(sys.argv[1]):
     config = {"batch": {"size": 1}, "zero": {"stage": 3}, "memory": memory}
     polyreme.initialize(nn.Linear(4, 4), config, loss_fn=lambda output, batch: output.sum()).close()
-torch.ones(28 << 18)  # by itself glibc takes blocks up to this size, once it has seen one freed, from its heap
+# by itself glibc takes blocks up to this size, once it has seen one freed, from its heap
+torch.ones(28 << 18)
 before = resident()
-large, small = zip(*((torch.ones(20 << 18), torch.ones(1 << 18)) for _ in range(10)))  # small ones hold the heap's end where it is
+# small ones hold the heap's end where it is
+large, small = zip(*((torch.ones(20 << 18), torch.ones(1 << 18)) for _ in range(10)))
 del large
 print(resident() - before)
 """
@@ -62,14 +65,24 @@ UNDECIDED = {name: value for name, value in os.environ.items() if not decided({n
 
 
 @pytest.mark.skipif(
-    NAME != "glibc" or tuple(map(int, VERSION.split("."))) < (2, 35), reason="only a newer glibc can be told for large blocks"
+    NAME != "glibc" or tuple(map(int, VERSION.split("."))) < (2, 35),
+    reason="only a newer glibc can be told for large blocks",
 )
 def test_freed_memory_is_kept() -> None:
-    made = subprocess.run([sys.executable, "-c", PROGRAM], env=UNDECIDED, capture_output=True, text=True, timeout=240, check=True)
+    made = subprocess.run(
+        [sys.executable, "-c", PROGRAM],
+        env=UNDECIDED,
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=True,
+    )
     assert json.loads(made.stdout) < 1000
 
 
-@pytest.mark.skipif(NAME != "glibc" or sys.platform != "linux", reason="glibc alone is told, and /proc is Linux's")
+@pytest.mark.skipif(
+    NAME != "glibc" or sys.platform != "linux", reason="glibc alone is told, and /proc is Linux's"
+)
 @pytest.mark.parametrize(
     ("memories", "env", "given"),
     [
@@ -79,16 +92,26 @@ def test_freed_memory_is_kept() -> None:
         ([HOST], {"GLIBC_TUNABLES": ""}, False),
     ],
 )
-def test_freed_memory_is_given_back_where_states_are_elsewhere(memories: list[dict[str, Any]], env: dict[str, str], given: bool) -> None:
+def test_freed_memory_is_given_back_where_states_are_elsewhere(
+    memories: list[dict[str, Any]], env: dict[str, str], given: bool
+) -> None:
     """Of 200 MiB in blocks of 20 that are freed, between others that are not."""
     command = [sys.executable, "-c", GIVING, json.dumps(memories)]
-    made = subprocess.run(command, env=UNDECIDED | env, capture_output=True, text=True, timeout=240, check=True)
+    made = subprocess.run(
+        command, env=UNDECIDED | env, capture_output=True, text=True, timeout=240, check=True
+    )
     kept = int(made.stdout)
     assert kept < 20 if given else kept > 150
 
 
 @pytest.mark.parametrize(
-    "memory", [{"states": "host"}, {"params": "./a"}, {"states": {"host": 0.5, "device": 0.5}}, {"activations": "host"}]
+    "memory",
+    [
+        {"states": "host"},
+        {"params": "./a"},
+        {"states": {"host": 0.5, "device": 0.5}},
+        {"activations": "host"},
+    ],
 )
 def test_who_offloads_has_no_memory_to_spare(memory: dict[str, Any]) -> None:
     assert MemorySection().all_on_device and MemorySection(activations="recompute").all_on_device

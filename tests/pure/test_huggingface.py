@@ -35,15 +35,37 @@ def test_blocks_are_found_however_large_the_vocabulary_is() -> None:
 
 
 def test_lists_that_hold_a_tenth_or_else_the_largest() -> None:
-    assert list(find_blocks(Lists(a=linear(300, 300), b=linear(200, 200), c=linear(1, 1)))) == ["a.0", "a.1", "b.0", "b.1"]
-    assert list(find_blocks(Lists(a=linear(1, 1), b=linear(2, 2), c=[*linear(3), nn.Bilinear(3, 3, 3)]))) == ["b.0", "b.1"]
+    assert list(find_blocks(Lists(a=linear(300, 300), b=linear(200, 200), c=linear(1, 1)))) == [
+        "a.0",
+        "a.1",
+        "b.0",
+        "b.1",
+    ]
+    assert list(find_blocks(Lists(a=linear(1, 1), b=linear(2, 2), c=[*linear(3), nn.Bilinear(3, 3, 3)]))) == [
+        "b.0",
+        "b.1",
+    ]
     assert list(find_blocks(Lists(a=[nn.ReLU(), nn.ReLU()], b=linear(1)))) == []
     assert list(find_blocks(models.ConvNet())) == []
 
 
-SMALL = {"vocab_size": models.VOCABULARY, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
-WIDTHS = {"vocab_size": models.VOCABULARY, "d_model": 16, "encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 2,
-          "decoder_attention_heads": 2, "encoder_ffn_dim": 16, "decoder_ffn_dim": 16}  # fmt: skip
+SMALL = {
+    "vocab_size": models.VOCABULARY,
+    "hidden_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "intermediate_size": 16,
+}
+WIDTHS = {
+    "vocab_size": models.VOCABULARY,
+    "d_model": 16,
+    "encoder_layers": 1,
+    "decoder_layers": 1,
+    "encoder_attention_heads": 2,
+    "decoder_attention_heads": 2,
+    "encoder_ffn_dim": 16,
+    "decoder_ffn_dim": 16,
+}
 OWN_LOSS: dict[str, Callable[[], nn.Module]] = {
     "llama": models.llama,
     "gpt2": models.gpt2,
@@ -52,7 +74,13 @@ OWN_LOSS: dict[str, Callable[[], nn.Module]] = {
     "bart": lambda: transformers.BartForConditionalGeneration(transformers.BartConfig(**WIDTHS)),
     "t5": lambda: transformers.T5ForConditionalGeneration(
         transformers.T5Config(
-            vocab_size=models.VOCABULARY, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2, decoder_start_token_id=0
+            vocab_size=models.VOCABULARY,
+            d_model=16,
+            d_kv=8,
+            d_ff=16,
+            num_layers=1,
+            num_heads=2,
+            decoder_start_token_id=0,
         )
     ),
 }
@@ -70,4 +98,6 @@ def test_a_models_own_loss_is_the_mean_of_as_many_labels_as_are_counted(kind: st
         return model(**each).loss * count_labels(model, each)
 
     with torch.no_grad():
-        torch.testing.assert_close(total(batch), total(models.share(batch, 0, 2)) + total(models.share(batch, 1, 2)))
+        torch.testing.assert_close(
+            total(batch), total(models.share(batch, 0, 2)) + total(models.share(batch, 1, 2))
+        )

@@ -62,7 +62,10 @@ def test_ranks_begin_with_it_held_back(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_rank_that_was_interrupted_ends_at_once(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
-    script.write_text("import sys, time\ntry:\n    print('begun')\n    time.sleep(60)\nexcept KeyboardInterrupt:\n    sys.exit(130)\n")
+    script.write_text(
+        "import sys, time\ntry:\n    print('begun')\n    "
+        "time.sleep(60)\nexcept KeyboardInterrupt:\n    sys.exit(130)\n"
+    )
     variables = {**os.environ, "TORCHELASTIC_ERROR_FILE": str(tmp_path / "error")}
     command = [sys.executable, "-m", "polyreme.launch.rank", str(os.getpid()), str(script)]
     with subprocess.Popen(command, env=variables, stdout=subprocess.PIPE) as rank:

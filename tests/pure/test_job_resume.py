@@ -1,4 +1,5 @@
-"""Where a run begins, found before any rank starts: from which checkpoint, what has changed since, and whether anything is left to do."""
+"""Where a run begins, found before any rank starts: from which checkpoint, what has changed since, and
+whether anything is left to do."""
 
 from __future__ import annotations
 
@@ -17,10 +18,18 @@ from polyreme.checkpoint.run_directory import RunFolder
 from polyreme.config import Config
 from polyreme.errors import ConfigError
 from polyreme.job.resume import plan
-from polyreme.planner.meta_model import twin
+from polyreme.planner.meta_model import meta_model
 
-MODEL = {"model_type": "llama", "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2,
-         "num_key_value_heads": 1, "vocab_size": 40, "tie_word_embeddings": True}  # fmt: skip
+MODEL = {
+    "model_type": "llama",
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "vocab_size": 40,
+    "tie_word_embeddings": True,
+}
 
 
 @pytest.fixture
@@ -30,7 +39,12 @@ def run(tmp_path: Path) -> Path:
 
 def config(run: Path, **sections: Any) -> Config:
     """Of 20 steps, on two ranks."""
-    given: dict[str, Any] = {"model": {"config": MODEL}, "data": {"path": "text.txt"}, "train": {"length": 20}, "checkpoint": {}}
+    given: dict[str, Any] = {
+        "model": {"config": MODEL},
+        "data": {"path": "text.txt"},
+        "train": {"length": 20},
+        "checkpoint": {},
+    }
     tree = {name: {**given.get(name, {}), **sections.get(name, {})} for name in {**given, **sections}}
     tree["checkpoint"] = {"folder": str(run), **tree["checkpoint"]}
     return Config.load(tree).resolve(2)
@@ -39,7 +53,11 @@ def config(run: Path, **sections: Any) -> Config:
 def save(path: Path, step: int, written_by: Config, **extra: Any) -> Path:
     """A checkpoint as small as one can be; what is tied is in it once."""
     path.mkdir(parents=True)
-    tensors = {name: torch.zeros(tensor.shape) for name, tensor in twin(written_by).state_dict().items() if name != "lm_head.weight"}
+    tensors = {
+        name: torch.zeros(tensor.shape)
+        for name, tensor in meta_model(written_by).state_dict().items()
+        if name != "lm_head.weight"
+    }
     weights = save_tensors(tensors)
     (path / "model.safetensors").write_bytes(weights)
     manifest.write(path, Resume(files={"model.safetensors": File(len(weights), crc32(weights))}, extra=extra,
@@ -68,8 +86,17 @@ def test_the_newest_that_can_be_opened_is_gone_on_from(run: Path) -> None:
     (paths[3] / "model.safetensors").write_bytes(b"")
     (paths[2] / "resume.json").write_text("{}")
     found = plan(mine)
-    assert found.checkpoints == [str(paths[1]), str(paths[0])] and list(found.damaged) == [str(paths[3]), str(paths[2])]
-    assert (found.steps, found.tokens, found.extra, found.changes, found.finished) == (9, 9000, {"loss": 0.5}, [], False)
+    assert found.checkpoints == [str(paths[1]), str(paths[0])] and list(found.damaged) == [
+        str(paths[3]),
+        str(paths[2]),
+    ]
+    assert (found.steps, found.tokens, found.extra, found.changes, found.finished) == (
+        9,
+        9000,
+        {"loss": 0.5},
+        [],
+        False,
+    )
     assert "model.safetensors" in found.damaged[str(paths[3])]
     shutil.rmtree(paths[0]), (paths[1] / "model.safetensors").unlink()
     said = refused(mine)
@@ -84,10 +111,19 @@ def test_weights_alone_are_no_run(run: Path) -> None:
     assert "no resume.json" not in refused(config(run / "other", checkpoint={"resume": str(run / "step-6")}))
 
 
-def test_a_checkpoint_that_is_named_goes_before_the_runs_own_until_those_have_begun_from_it(run: Path) -> None:
+def test_a_checkpoint_that_is_named_goes_before_the_runs_own_until_those_have_begun_from_it(
+    run: Path,
+) -> None:
     mine = config(run)
-    other, older, newer = (save(run.parent / name, 7, mine) for name in ("other/step-7", "run/step-3", "run/step-9"))
-    for named, expected in ((other, [other]), (other.parent, [other]), (older, [older]), (run, [newer, older])):
+    other, older, newer = (
+        save(run.parent / name, 7, mine) for name in ("other/step-7", "run/step-3", "run/step-9")
+    )
+    for named, expected in (
+        (other, [other]),
+        (other.parent, [other]),
+        (older, [older]),
+        (run, [newer, older]),
+    ):
         asked = config(run, checkpoint={"resume": str(named)})
         assert plan(asked).checkpoints == [str(path) for path in expected]
     asked = config(run, checkpoint={"resume": str(other)})
@@ -118,11 +154,15 @@ def test_what_has_changed_is_listed(run: Path) -> None:
     assert found.changes == [
         "batch.micro = 8, and was 4",
         "optimizer.lr = 1e-05, and was 0.0003",
-        'lr_schedule.name = "cosine", and was "constant": the learning rate follows the new schedule from here on',
+        'lr_schedule.name = "cosine", and was "constant": the '
+        "learning rate follows the new schedule from here on",
     ]
     assert found.same_data
     found = plan(config(run, data={"path": "other.txt"}))
-    assert found.changes == ['data.path = "other.txt", and was "text.txt": the training data begins anew'] and not found.same_data
+    assert (
+        found.changes == ['data.path = "other.txt", and was "text.txt": the training data begins anew']
+        and not found.same_data
+    )
 
 
 @pytest.mark.parametrize(
@@ -152,10 +192,14 @@ def test_a_folder_that_has_the_name_of_a_checkpoint(run: Path, resume: str) -> N
     mine = config(run, checkpoint={"resume": resume})
     save(run / "step-5", 5, mine)
     (run / "step-3").mkdir()
-    assert plan(mine).checkpoints == ([str(run / "step-5"), str(run / "step-3")] if resume == "auto" else []), "an empty one is no loss"
+    assert plan(mine).checkpoints == (
+        [str(run / "step-5"), str(run / "step-3")] if resume == "auto" else []
+    ), "an empty one is no loss"
     (run / "step-7").mkdir()
     (run / "step-7" / "thesis.txt").write_text("four years")
     said = refused(mine)
     assert "step-7 in it would be replaced" in said and "thesis.txt" in said and "move that away" in said
     (run / "step-7").rename(run / "step-4")
-    assert "step-4 in it" in refused(mine) if resume == "never" else plan(mine).steps == 5, "it is in the way of no step to come"
+    assert "step-4 in it" in refused(mine) if resume == "never" else plan(mine).steps == 5, (
+        "it is in the way of no step to come"
+    )

@@ -1,4 +1,5 @@
-"""Links in a run's folder, which nothing is written through; and names that would steer a terminal, which are shown escaped."""
+"""Links in a run's folder, which nothing is written through; and names that would steer a terminal, which are
+shown escaped."""
 
 from __future__ import annotations
 
@@ -73,7 +74,9 @@ def test_latest_is_replaced_and_not_written_through(tmp_path: Path) -> None:
     (tmp_path / "mine").write_text("four years\n")
     (tmp_path / "latest").symlink_to(tmp_path / "mine")
     RunFolder(tmp_path).point(save(RunFolder(tmp_path), 3))
-    assert (tmp_path / "mine").read_text() == "four years\n" and (tmp_path / "latest").read_text() == "step-3\n"
+    assert (tmp_path / "mine").read_text() == "four years\n" and (
+        tmp_path / "latest"
+    ).read_text() == "step-3\n"
 
 
 @pytest.mark.parametrize("name", train.WRITTEN)
@@ -81,7 +84,10 @@ def test_a_run_says_so_before_it_begins(tmp_path: Path, name: str) -> None:
     (tmp_path / name).symlink_to(tmp_path.parent / "nothing")
     config = Config.load({"model": {"config": {"model_type": "llama"}}, "data": {"path": __file__},
                           "checkpoint": {"folder": str(tmp_path)}})  # fmt: skip
-    with pytest.raises(ConfigError, match=rf"{name} in it is a symbolic link, to .*nothing, and nothing is written.*\n.*remove the link"):
+    with pytest.raises(
+        ConfigError,
+        match=rf"{name} in it is a symbolic link, to .*nothing, and nothing is written.*\n.*remove the link",
+    ):
         train.check_sources(config)
     (tmp_path / name).unlink()
     train.check_sources(config)
@@ -93,18 +99,32 @@ def test_latest_of_deepspeed_stays_in_its_folder(tmp_path: Path) -> None:
         (tmp_path / name / "mp_rank_00_model_states.pt").touch()
     run = tmp_path / "run"
     (run / "linked").symlink_to(tmp_path / "elsewhere", target_is_directory=True)
-    for tag, found in (("step5\n", run / "step5"), ("nothing", None), ("", None), (".", None), ("a\0b", None), ("x" * 200, None)):
+    for tag, found in (
+        ("step5\n", run / "step5"),
+        ("nothing", None),
+        ("", None),
+        (".", None),
+        ("a\0b", None),
+        ("x" * 200, None),
+    ):
         (run / "latest").write_text(tag)
         assert deepspeed.find(run) == found, tag
     for tag in ("../elsewhere", str(tmp_path / "elsewhere"), "linked", "step5/../../elsewhere"):
         (run / "latest").write_text(tag)
-        with pytest.raises(CheckpointError, match=r"latest names '.*', which leads to .*/elsewhere: if you trust that, load it by"):
+        with pytest.raises(
+            CheckpointError,
+            match=r"latest names '.*', which leads to .*/elsewhere: if you trust that, load it by",
+        ):
             deepspeed.find(run)
 
 
 def test_names_are_shown_escaped(tmp_path: Path) -> None:
     assert printable(EVIL) == ESCAPED and printable("é 模型\n\t🚣") == "é 模型\n\t🚣"
-    for error in (CheckpointError(f"{EVIL} is damaged"), DataError(EVIL), ConfigError([Problem(EVIL, EVIL, EVIL, EVIL)])):
+    for error in (
+        CheckpointError(f"{EVIL} is damaged"),
+        DataError(EVIL),
+        ConfigError([Problem(EVIL, EVIL, EVIL, EVIL)]),
+    ):
         assert str(error).replace("\n", "").isprintable() and ESCAPED in str(error)
     assert json.loads(toml(EVIL)) == EVIL and toml(EVIL).isprintable()
     assert toml({EVIL: 1, "a-b": "é"}).isprintable() and toml({EVIL: 1, "a-b": "é"}).endswith('a-b = "é"}')

@@ -18,23 +18,39 @@ def entropy(**options: float) -> Tensor:
     return F.cross_entropy(LOGITS, LABELS, **options)
 
 
-@pytest.mark.parametrize(("loss", "weight"), [
-    (lambda: entropy(), 4), (lambda: 0.3 * entropy(), 4), (lambda: -entropy() / 2, 4), (lambda: entropy(label_smoothing=0.1), 4),
-    (lambda: entropy() + 2 * entropy(), 4), (lambda: entropy().double().squeeze(), 4),
-    (lambda: entropy() + F.mse_loss(LOGITS, NUMBERS), None),  # means over 4 and over 24
-    (lambda: F.mse_loss(LOGITS, NUMBERS), None), (lambda: LOGITS.square().mean(), None), (lambda: LOGITS.square().sum(), None),
-    (lambda: entropy() + LOGITS.square().sum(), None),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("loss", "weight"),
+    [
+        (lambda: entropy(), 4),
+        (lambda: 0.3 * entropy(), 4),
+        (lambda: -entropy() / 2, 4),
+        (lambda: entropy(label_smoothing=0.1), 4),
+        (lambda: entropy() + 2 * entropy(), 4),
+        (lambda: entropy().double().squeeze(), 4),
+        (lambda: entropy() + F.mse_loss(LOGITS, NUMBERS), None),  # means over 4 and over 24
+        (lambda: F.mse_loss(LOGITS, NUMBERS), None),
+        (lambda: LOGITS.square().mean(), None),
+        (lambda: LOGITS.square().sum(), None),
+        (lambda: entropy() + LOGITS.square().sum(), None),
+    ],
+)
 def test_cross_entropy_tells_its_weight(loss: object, weight: float | None) -> None:
     assert callable(loss)
     assert weight_of(loss()) == weight
 
 
-@pytest.mark.parametrize(("loss", "weight", "seen"), [
-    (lambda: entropy(), 4, None), (lambda: F.mse_loss(LOGITS, NUMBERS), 6, None), (lambda: LOGITS.square().mean(), 6, None),
-    (lambda: LOGITS.square().sum() / 6, 6, None), (lambda: entropy(), 6, "NllLoss (a mean over 4)"),
-    (lambda: entropy() + LOGITS.square().sum(), 4, "Sum (no mean)"), (lambda: F.mse_loss(LOGITS, NUMBERS, reduction="sum"), 6, "no mean"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("loss", "weight", "seen"),
+    [
+        (lambda: entropy(), 4, None),
+        (lambda: F.mse_loss(LOGITS, NUMBERS), 6, None),
+        (lambda: LOGITS.square().mean(), 6, None),
+        (lambda: LOGITS.square().sum() / 6, 6, None),
+        (lambda: entropy(), 6, "NllLoss (a mean over 4)"),
+        (lambda: entropy() + LOGITS.square().sum(), 4, "Sum (no mean)"),
+        (lambda: F.mse_loss(LOGITS, NUMBERS, reduction="sum"), 6, "no mean"),
+    ],
+)
 def test_what_is_no_mean_over_the_weight_is_named(loss: object, weight: float, seen: str | None) -> None:
     assert callable(loss)
     found = doubt(loss(), weight)

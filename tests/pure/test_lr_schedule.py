@@ -1,4 +1,5 @@
-"""The learning rate: equal to torch's schedules where they meet, without jumps, and blind to the number of ranks."""
+"""The learning rate: equal to torch's schedules where they meet, without jumps, and blind to the number of
+ranks."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ from hypothesis import assume, example, given
 from hypothesis import strategies as st
 from torch.optim import lr_scheduler
 
-from polyreme.config import Config, Progress, Span
+from polyreme.config import Config, Duration, Progress
 from polyreme.errors import ConfigError
 from polyreme.optim.lr_schedule import LRSchedule
 
@@ -20,7 +21,9 @@ NAMES = ("constant", "linear", "cosine", "wsd", "one-cycle")
 
 
 def schedule(**keys: Any) -> LRSchedule:
-    return LRSchedule(Config.load({"lr_schedule": keys, "train": {"length": "100 steps"}}).resolve(1).lr_schedule)
+    return LRSchedule(
+        Config.load({"lr_schedule": keys, "train": {"length": "100 steps"}}).resolve(1).lr_schedule
+    )
 
 
 def curve(made: LRSchedule, steps: int, samples: int = 8, tokens: int = 64) -> list[float]:
@@ -44,7 +47,9 @@ def test_cosine_equals_torch() -> None:
 
 
 def test_linear_equals_torch() -> None:
-    expected = torch_curve(lambda o: lr_scheduler.LinearLR(o, start_factor=1.0, end_factor=0.3, total_iters=40), 60)
+    expected = torch_curve(
+        lambda o: lr_scheduler.LinearLR(o, start_factor=1.0, end_factor=0.3, total_iters=40), 60
+    )
     assert curve(schedule(name="linear", total=40, final=0.3), 60) == pytest.approx(expected, abs=1e-12)
 
 
@@ -62,7 +67,9 @@ def test_one_cycle_equals_torch() -> None:
     steps = 101  # torch's phases end one step early: at 0.3 * 101 - 1 and at 100
 
     def build(optimizer: torch.optim.Optimizer) -> Any:
-        return lr_scheduler.OneCycleLR(optimizer, max_lr=1.0, total_steps=steps, pct_start=31 / steps, div_factor=25, final_div_factor=4)
+        return lr_scheduler.OneCycleLR(
+            optimizer, max_lr=1.0, total_steps=steps, pct_start=31 / steps, div_factor=25, final_div_factor=4
+        )
 
     made = schedule(name="one-cycle", total=100, warmup=30, start=1 / 25, final=1 / 100)
     assert curve(made, steps) == pytest.approx(torch_curve(build, steps), abs=1e-12)
@@ -115,7 +122,9 @@ def test_bounds_peak_end_and_no_jumps(name: str, phases: tuple[int, int, float, 
 
 
 @given(st.sampled_from(NAMES), st.sampled_from(["samples", "tokens"]), st.integers(1, 8))
-def test_the_curve_over_samples_or_tokens_does_not_depend_on_the_step(name: str, unit: str, times: int) -> None:
+def test_the_curve_over_samples_or_tokens_does_not_depend_on_the_step(
+    name: str, unit: str, times: int
+) -> None:
     keys: dict[str, Any] = {"decay": f"300 {unit}"} if name == "wsd" else {}
     made = schedule(name=name, warmup=f"200 {unit}", total=f"1000 {unit}", **keys)
     small = curve(made, 161, samples=8, tokens=8)
@@ -129,7 +138,9 @@ def test_lengths_in_different_units_are_the_same_curve_for_equal_steps(name: str
     def spans(warmup: str, total: str, decay: str) -> LRSchedule:
         rate = {"steps": 1, "samples": 8, "tokens": 64}
         keys: dict[str, Any] = {"decay": f"{30 * rate[decay]} {decay}"} if name == "wsd" else {}
-        return schedule(name=name, warmup=f"{20 * rate[warmup]} {warmup}", total=f"{100 * rate[total]} {total}", **keys)
+        return schedule(
+            name=name, warmup=f"{20 * rate[warmup]} {warmup}", total=f"{100 * rate[total]} {total}", **keys
+        )
 
     mixed, plain = curve(spans(*units), 120), curve(spans("steps", "steps", "steps"), 120)
     assert mixed == pytest.approx(plain, abs=1e-12)
@@ -147,7 +158,11 @@ def test_lengths_in_different_units_make_no_jump_where_steps_differ() -> None:
 
 
 def test_a_decay_in_a_unit_that_nothing_was_counted_in_does_not_begin() -> None:
-    made = LRSchedule(Config.load({"lr_schedule": {"name": "wsd", "total": 100, "decay": "64 tokens"}}).resolve(1).lr_schedule)
-    assert made.decay == Span(amount=64, unit="tokens")
+    made = LRSchedule(
+        Config.load({"lr_schedule": {"name": "wsd", "total": 100, "decay": "64 tokens"}})
+        .resolve(1)
+        .lr_schedule
+    )
+    assert made.decay == Duration(amount=64, unit="tokens")
     assert made.factor(Progress()) == made.factor(Progress(steps=50)) == 1.0
     assert made.factor(Progress(steps=100)) == pytest.approx(0.1)

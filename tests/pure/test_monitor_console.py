@@ -17,7 +17,13 @@ from polyreme.monitor.console import Console, _bytes, _clock, _decimal, _si
 
 
 def run(**changes: Any) -> Run:
-    fields: dict[str, Any] = {"model": "Llama", "parameters": 2_100_000, "ranks": 2, "stage": 2, "dtype": "bf16"}
+    fields: dict[str, Any] = {
+        "model": "Llama",
+        "parameters": 2_100_000,
+        "ranks": 2,
+        "stage": 2,
+        "dtype": "bf16",
+    }
     return Run(**(fields | {"steps": 1000} | changes))
 
 
@@ -43,7 +49,9 @@ def plain_console(every: int = 10) -> tuple[Console, io.StringIO]:
 
 def live_console(width: int = 80) -> tuple[Console, io.StringIO]:
     out = io.StringIO()
-    return Console(10, Terminal(file=out, width=width, force_terminal=True, color_system=None, _environ={})), out
+    return Console(
+        10, Terminal(file=out, width=width, force_terminal=True, color_system=None, _environ={})
+    ), out
 
 
 def frame(monitor: Console) -> list[str]:
@@ -61,7 +69,9 @@ def test_rows_without_a_terminal() -> None:
     monitor.close({})
     title, header, *rows = out.getvalue().splitlines()
     assert title == "Llama: 2.1M parameters, 2 ranks, ZeRO stage 2, bf16, 1,000 steps"
-    assert header.split() == [*("step", "loss", "val", "loss", "bits/byte", "tok/s", "grad", "norm", "lr", "memory", "left")]
+    assert header.split() == [
+        *("step", "loss", "val", "loss", "bits/byte", "tok/s", "grad", "norm", "lr", "memory", "left")
+    ]
     # The first step, each tenth, and the last one at the end.
     assert [row.split()[0] for row in rows] == ["1/1000", "10/1000", "20/1000", "25/1000"]
     assert rows[1].split()[1:] == ["7.4900", "18.4k", "0.5231", "2.00e-03", "702MiB", "1:39"]
@@ -71,8 +81,20 @@ def test_rows_without_a_terminal() -> None:
 def test_rows_are_aligned_and_fit_80_columns() -> None:
     monitor, out = plain_console(1)
     monitor.start(run(steps=99_999))
-    monitor.log(record(1, loss=12345.6, grad_norm=float("nan"), seconds=1e6, validation_loss=99.9999, bits_per_byte=9.5))
-    monitor.log(record(99_998, loss=2.5, tokens_per_second=999_949.0, memory_bytes={"parameters": 999 << 30}, skipped=True))
+    monitor.log(
+        record(
+            1, loss=12345.6, grad_norm=float("nan"), seconds=1e6, validation_loss=99.9999, bits_per_byte=9.5
+        )
+    )
+    monitor.log(
+        record(
+            99_998,
+            loss=2.5,
+            tokens_per_second=999_949.0,
+            memory_bytes={"parameters": 999 << 30},
+            skipped=True,
+        )
+    )
     monitor.close({})
     header, *rows = out.getvalue().splitlines()[1:]
     assert {len(row) for row in rows} == {len(header)}
@@ -80,7 +102,17 @@ def test_rows_are_aligned_and_fit_80_columns() -> None:
     for row in rows:
         ends = {match.end() for match in re.finditer(r"\S+", row)}
         assert ends <= {match.end() for match in re.finditer(r"\S+", header)}
-    assert rows[0].split() == ["1/99999", "1.2e+04", "99.9999", "9.5000", "18.4k", "nan", "2.00e-03", "702MiB", ">999d"]
+    assert rows[0].split() == [
+        "1/99999",
+        "1.2e+04",
+        "99.9999",
+        "9.5000",
+        "18.4k",
+        "nan",
+        "2.00e-03",
+        "702MiB",
+        ">999d",
+    ]
     assert "skipped" in rows[1].split()
 
 
@@ -88,7 +120,11 @@ def test_a_new_validation_loss_makes_a_row_and_is_shown_once() -> None:
     monitor, out = plain_console()
     monitor.start(run())
     for step in range(1, 11):
-        monitor.log(record(step, validation_loss=6.5 if step == 7 else None, bits_per_byte=2.25 if step == 7 else None))
+        monitor.log(
+            record(
+                step, validation_loss=6.5 if step == 7 else None, bits_per_byte=2.25 if step == 7 else None
+            )
+        )
     rows = out.getvalue().splitlines()[2:]
     assert [row.split()[0] for row in rows] == ["1/1000", "7/1000", "10/1000"]
     assert ["6.5000" in row and "2.2500" in row for row in rows] == [False, True, False]

@@ -14,7 +14,9 @@ from polyreme.monitor import LOG_NAME, FanOut, Record, Run, open_monitors
 from polyreme.monitor.console import Console
 
 RUN = Run(model="Llama", parameters=10, ranks=2, stage=2, dtype="fp32", steps=10)
-RECORD = Record(step=1, samples=4, tokens=64, loss=2.0, grad_norm=1.0, lr=0.1, tokens_per_second=5.0, seconds=1.0)
+RECORD = Record(
+    step=1, samples=4, tokens=64, loss=2.0, grad_norm=1.0, lr=0.1, tokens_per_second=5.0, seconds=1.0
+)
 
 
 class Recorder:
@@ -57,8 +59,11 @@ def test_one_that_fails_is_dropped_with_one_message(method: str, capsys: pytest.
     assert bad.calls[-1] == "close"  # it may hold a file
     assert [call for call in good.calls if call != "message"] == ["start", "log", "log", "close"]
     notes = [text for text in good.texts if text != "hello"]
-    assert notes == ["monitor Recorder stopped (OSError: [Errno 28] No space left on device); training goes on without it"]
-    assert capsys.readouterr().err.splitlines() == notes  # no console among the monitors, so it is told there as well
+    assert notes == [
+        "monitor Recorder stopped (OSError: [Errno 28] No space left on device); training goes on without it"
+    ]
+    # no console among the monitors, so it is told there as well
+    assert capsys.readouterr().err.splitlines() == notes
 
 
 def test_a_console_hears_of_it_instead_of_stderr(capsys: pytest.CaptureFixture[str]) -> None:
@@ -125,7 +130,9 @@ def test_missing_packages_are_named_together(tmp_path: Path, monkeypatch: pytest
     assert "pip install wandb, or set monitor.wandb = false" in str(caught.value)
 
 
-def test_a_folder_that_cannot_be_written_costs_the_log_only(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_folder_that_cannot_be_written_costs_the_log_only(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "run").write_text("a file where the folder should be")
     monitors = open_monitors(Config.load({}).monitor, tmp_path / "run")
     monitors.start(RUN)

@@ -15,11 +15,26 @@ from polyreme.monitor.jsonl import JSONL
 
 
 def run(step: int = 0, **config: object) -> Run:
-    return Run(model="Llama", parameters=10, ranks=2, stage=3, dtype="bf16", steps=100, step=step, config={"model": config})
+    return Run(
+        model="Llama",
+        parameters=10,
+        ranks=2,
+        stage=3,
+        dtype="bf16",
+        steps=100,
+        step=step,
+        config={"model": config},
+    )
 
 
 def record(step: int, loss: float = 2.0, **changes: Any) -> Record:
-    fields: dict[str, Any] = {"samples": 4, "tokens": 64, "grad_norm": 1.0, "lr": 0.1, "tokens_per_second": 5.0}
+    fields: dict[str, Any] = {
+        "samples": 4,
+        "tokens": 64,
+        "grad_norm": 1.0,
+        "lr": 0.1,
+        "tokens_per_second": 5.0,
+    }
     return Record(step=step, loss=loss, seconds=1.5, **(fields | changes))
 
 
@@ -125,7 +140,8 @@ def test_a_resumed_run_replaces_the_steps_it_does_again(tmp_path: Path) -> None:
 
 def test_a_resumed_run_goes_on_where_its_checkpoint_was_written(tmp_path: Path) -> None:
     def go(start: int, stop: int, summary: bool = True) -> str:
-        """Steps, a message after the third and the sixth, and the summary; the lines that are then in the file, in short."""
+        """Steps, a message after the third and the sixth, and the summary; the lines that are then in the
+        file, in short."""
         monitor = JSONL(tmp_path)
         monitor.start(run(step=start))
         for step in range(start + 1, stop + 1):
@@ -135,7 +151,10 @@ def test_a_resumed_run_goes_on_where_its_checkpoint_was_written(tmp_path: Path) 
         if summary:
             monitor.close({})
         entries = map(json.loads, (tmp_path / LOG_NAME).read_text().splitlines())
-        return " ".join(str(entry.get("step", entry["kind"])) if entry["kind"] != "run" else f"run{entry['step']}" for entry in entries)
+        return " ".join(
+            str(entry.get("step", entry["kind"])) if entry["kind"] != "run" else f"run{entry['step']}"
+            for entry in entries
+        )
 
     earlier = "run0 1 2 3 message 4 summary"
     assert go(0, 4) == earlier

@@ -18,7 +18,9 @@ from polyreme.monitor.jsonl import JSONL
 from polyreme.monitor.plot import TRAINING, _running_mean, plot_losses
 
 
-def write_log(folder: Path, losses: list[float], validation: dict[int, float], bits: float | None = 0.39) -> Path:
+def write_log(
+    folder: Path, losses: list[float], validation: dict[int, float], bits: float | None = 0.39
+) -> Path:
     monitor = JSONL(folder)
     monitor.start(Run(model="Llama", parameters=2_100_000, ranks=2, stage=2, dtype="bf16"))
     for step, loss in enumerate(losses, 1):

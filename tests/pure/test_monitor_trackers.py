@@ -1,4 +1,5 @@
-"""The three services: TensorBoard's own reader reads our events; the others are stood in for by small modules."""
+"""The three services: TensorBoard's own reader reads our events; the others are stood in for by small
+modules."""
 
 from __future__ import annotations
 
@@ -13,7 +14,12 @@ from polyreme.config import Config
 from polyreme.monitor import Monitor, Record, Run, open_monitors
 from polyreme.monitor.record import scalars
 
-CONFIG = {"optimizer": {"lr": 0.1, "betas": (0.9, 0.95)}, "data": {"path": Path("corpus")}, "seed": 0, "empty": {}}
+CONFIG = {
+    "optimizer": {"lr": 0.1, "betas": (0.9, 0.95)},
+    "data": {"path": Path("corpus")},
+    "seed": 0,
+    "empty": {},
+}
 RUN = Run(model="Llama", parameters=10, ranks=2, stage=2, dtype="fp32", steps=10, config=CONFIG)
 
 
@@ -52,19 +58,18 @@ def test_scalars_leave_out_what_was_not_measured() -> None:
         "traffic/dp/reduce_scatter_calls": 3.0,
         "traffic/dp/reduce_scatter_bytes": 96.0,
     }
-    assert set(scalars(record(3, validation_loss=1.0, bits_per_byte=0.5, mfu=0.3, loss_scale=2.0))) - set(values) == {
-        "validation/loss",
-        "validation/bits_per_byte",
-        "speed/mfu",
-        "train/loss_scale",
-    }
+    assert set(scalars(record(3, validation_loss=1.0, bits_per_byte=0.5, mfu=0.3, loss_scale=2.0))) - set(
+        values
+    ) == {"validation/loss", "validation/bits_per_byte", "speed/mfu", "train/loss_scale"}
 
 
 def test_tensorboard_reads_it_back(tmp_path: Path) -> None:
     accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     for start, steps, loss in [(0, range(1, 5), 1.0), (2, range(3, 5), 9.0)]:  # the second is a resumed run
         monitor = only("tensorboard", tmp_path)
-        monitor.start(Run(model="Llama", parameters=10, ranks=2, stage=2, dtype="fp32", step=start, config=CONFIG))
+        monitor.start(
+            Run(model="Llama", parameters=10, ranks=2, stage=2, dtype="fp32", step=start, config=CONFIG)
+        )
         for step in steps:
             monitor.log(record(step, validation_loss=loss))
         monitor.message("heard by no one")
@@ -83,7 +88,9 @@ def test_wandb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         finish=lambda: calls.append("finish"),
     )
     module = ModuleType("wandb")
-    monkeypatch.setattr(module, "init", lambda **options: calls.append(("init", options)) or fake, raising=False)
+    monkeypatch.setattr(
+        module, "init", lambda **options: calls.append(("init", options)) or fake, raising=False
+    )
     monkeypatch.setitem(sys.modules, "wandb", module)
     monitor = only("wandb", tmp_path / "first")
     assert calls == []
@@ -101,8 +108,21 @@ def test_wandb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_mlflow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, server_is_set: bool) -> None:
     calls: list[Any] = []
     module = ModuleType("mlflow")
-    for name in ("set_tracking_uri", "set_experiment", "start_run", "log_params", "log_metrics", "set_tags", "end_run"):
-        monkeypatch.setattr(module, name, lambda *args, _name=name, **options: calls.append((_name, *args, options)), raising=False)
+    for name in (
+        "set_tracking_uri",
+        "set_experiment",
+        "start_run",
+        "log_params",
+        "log_metrics",
+        "set_tags",
+        "end_run",
+    ):
+        monkeypatch.setattr(
+            module,
+            name,
+            lambda *args, _name=name, **options: calls.append((_name, *args, options)),
+            raising=False,
+        )
     monkeypatch.setattr(module, "is_tracking_uri_set", lambda: server_is_set, raising=False)
     monkeypatch.setitem(sys.modules, "mlflow", module)
     many = {f"key{i}": i for i in range(250)}

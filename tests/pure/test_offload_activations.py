@@ -1,4 +1,5 @@
-"""What blocks were given, moved away and brought back: the same bits, the device's memory really freed, space bounded, faults told."""
+"""What blocks were given, moved away and brought back: the same bits, the device's memory really freed, space
+bounded, faults told."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from polyreme.errors import ModelError, TierError
 from polyreme.files.direct_io import ALIGNMENT
 from polyreme.offload import activations as module
-from polyreme.offload.activations import Offload
+from polyreme.offload.activations import ActivationOffload
 from polyreme.step.recomputation import measure, wrap_blocks
 
 CPU = torch.device("cpu")
@@ -38,7 +39,9 @@ class Block(nn.Module):
     def forward(self, x: Tensor, extra: dict[str, Any]) -> Tensor:
         self.given.append(StorageWeakRef(x.untyped_storage()))
         self.mean.mul_(0.9).add_(x.detach().mean(0), alpha=0.1)
-        return x + self.dropout(torch.tanh(self.linear(x) * extra["mask"] + extra["memory"][0])) * self.mean.to(x.dtype)
+        return x + self.dropout(
+            torch.tanh(self.linear(x) * extra["mask"] + extra["memory"][0])
+        ) * self.mean.to(x.dtype)
 
 
 class Net(nn.Module):
@@ -64,7 +67,7 @@ def net(dtype: torch.dtype = torch.float32) -> Net:
     return Net().to(dtype)
 
 
-def wrapped(model: Net, offload: Offload | None, **options: Any) -> list[nn.Module]:
+def wrapped(model: Net, offload: ActivationOffload | None, **options: Any) -> list[nn.Module]:
     blocks = {str(i): block for i, block in enumerate(model.blocks)}
     return wrap_blocks(model, blocks, True, options.get("every", 1), options.get("keep", ()), False, offload)
 
@@ -83,7 +86,12 @@ def assert_same(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
     assert not [name for name in one if not torch.equal(one[name], other[name])]
 
 
-def steps(offload: Offload | None, dtype: torch.dtype = torch.float32, recompute: bool = True, **options: Any) -> dict[str, Tensor]:
+def steps(
+    offload: ActivationOffload | None,
+    dtype: torch.dtype = torch.float32,
+    recompute: bool = True,
+    **options: Any,
+) -> dict[str, Tensor]:
     model = net(dtype)
     if recompute:
         wrapped(model, offload, **options)
@@ -93,24 +101,25 @@ def steps(offload: Offload | None, dtype: torch.dtype = torch.float32, recompute
 
 
 @pytest.fixture(params=["host", "files"])
-def offload(request: pytest.FixtureRequest, tmp_path: Path) -> Offload:
-    return Offload(CPU, tmp_path / "made" if request.param == "files" else None)
+def offload(request: pytest.FixtureRequest, tmp_path: Path) -> ActivationOffload:
+    return ActivationOffload(CPU, tmp_path / "made" if request.param == "files" else None)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_bits_are_those_of_keeping(offload: Offload, dtype: torch.dtype) -> None:
+def test_bits_are_those_of_keeping(offload: ActivationOffload, dtype: torch.dtype) -> None:
     kept = steps(None, dtype, recompute=False)
     assert_same(steps(None, dtype), kept)
     assert_same(steps(offload, dtype), kept)
 
 
 @pytest.mark.parametrize("options", [{"every": 2}, {"keep": ["mm"]}])
-def test_every_second_block_and_kept_operators(offload: Offload, options: dict[str, Any]) -> None:
+def test_every_second_block_and_kept_operators(offload: ActivationOffload, options: dict[str, Any]) -> None:
     assert_same(steps(offload, **options), steps(None, recompute=False))
 
 
-def test_memory_is_freed_between_forward_and_backward(offload: Offload) -> None:
-    """Of all blocks' inputs only the last one's is left on the device; the shared ones, which it has too, were not moved."""
+def test_memory_is_freed_between_forward_and_backward(offload: ActivationOffload) -> None:
+    """Of all blocks' inputs only the last one's is left on the device; the shared ones, which it has too,
+    were not moved."""
     plain, model = net(), net()
     with measure(wrapped(plain, None), plain.parameters()) as kept:
         plain(inputs(0))
@@ -122,13 +131,16 @@ def test_memory_is_freed_between_forward_and_backward(offload: Offload) -> None:
         assert saved.moved == (BLOCKS - 1) * HIDDEN and saved.bytes == kept.bytes - saved.moved
         assert offload.traffic.written == (step + 1) * saved.moved
         loss.backward()
-        assert offload.traffic.read == offload.traffic.written or offload.place == "files"  # some are read before they are in a file
+        # some are read before they are in a file
+        assert offload.traffic.read == offload.traffic.written or offload.place == "files"
     assert offload.disk == (saved.moved if offload.place == "files" else 0)
-    assert offload.memory <= (4 * HIDDEN if offload.place == "files" else saved.moved)  # one to read, two ahead, or two to write; once more
+    # one to read, two ahead, or two to write; once more
+    assert offload.memory <= (4 * HIDDEN if offload.place == "files" else saved.moved)
 
 
-def test_interleaved_microbatches_reuse_their_space(offload: Offload) -> None:
-    """In the order of a pipeline: what the next backward begins with stays, what others end with is moved and read ahead of its use."""
+def test_interleaved_microbatches_reuse_their_space(offload: ActivationOffload) -> None:
+    """In the order of a pipeline: what the next backward begins with stays, what others end with is moved and
+    read ahead of its use."""
     order = [("F", 0), ("F", 1), ("F", 2), ("B", 0), ("F", 3), ("B", 1), ("B", 2), ("B", 3)]
     coming = [(0, 0), (0, 0), (0, 0), (0, 1), (0, 1), (0, 2), (0, 3), None]
     taken = []
@@ -146,8 +158,10 @@ def test_interleaved_microbatches_reuse_their_space(offload: Offload) -> None:
                     if moved is not None:
                         end = moved._end(following)
                         assert end is not None
-                        assert [call() is end for call in moved._held] == {0: [True], 3: [False]}.get(i, [True, False])
-                        assert all(record.bytes is not None or record.homes.memory for record in end.records)
+                        assert [call() is end for call in moved._held] == {0: [True], 3: [False]}.get(
+                            i, [True, False]
+                        )
+                        assert all(record.bytes is not None or record.slots.memory for record in end.records)
                         del end
                 else:
                     losses.pop(i).backward()
@@ -163,13 +177,14 @@ def test_interleaved_microbatches_reuse_their_space(offload: Offload) -> None:
     assert not offload._known
 
 
-def test_what_blocks_share_goes_out_once_and_back_once(offload: Offload) -> None:
+def test_what_blocks_share_goes_out_once_and_back_once(offload: ActivationOffload) -> None:
     model = net()
     wrapped(model, offload)
     offload.at(0, 0)
     first = model(inputs(0))
     offload.at(0, 1)
-    second = model(inputs(1))  # the mask (ROWS x WIDTH) and the memory of the first go out, with its last block's input
+    # the mask (ROWS x WIDTH) and the memory of the first go out, with its last block's input
+    second = model(inputs(1))
     assert offload.traffic.written == (2 * BLOCKS - 1 + 2) * HIDDEN
     second.backward()
     first.backward()
@@ -185,16 +200,26 @@ class Strided(nn.Module):
         self.seen: list[Any] = []
 
     def forward(self, *tensors: Tensor, same: Tensor, other: float) -> Tensor:
-        self.seen.append([(t.stride(), t.storage_offset(), t.dtype, t.requires_grad) for t in tensors] + [tensors[0] is same, other])
+        self.seen.append(
+            [(t.stride(), t.storage_offset(), t.dtype, t.requires_grad) for t in tensors]
+            + [tensors[0] is same, other]
+        )
         return sum((t.float() * self.weight).sin().sum() for t in tensors) + self.weight * 0
 
 
-def test_views_come_back_as_they_were(offload: Offload) -> None:
+def test_views_come_back_as_they_were(offload: ActivationOffload) -> None:
     block = Strided()
     wrap_blocks(block, {"0": block}, True, 1, (), False, offload)
     base = torch.randn(6, 8, requires_grad=True)
     whole = base * 2
-    tensors = [whole.t(), whole[1:3, ::2], whole[:, :1].expand(6, 5), torch.arange(6)[2:], torch.randn(4, dtype=torch.float64), whole]
+    tensors = [
+        whole.t(),
+        whole[1:3, ::2],
+        whole[:, :1].expand(6, 5),
+        torch.arange(6)[2:],
+        torch.randn(4, dtype=torch.float64),
+        whole,
+    ]
     loss = block(*tensors, same=tensors[0], other=1.5)
     expected = (torch.cos(whole.detach()) * 2).mul_(2)  # from the transposed and the whole one
     expected[1:3, ::2] += 2 * torch.cos(whole.detach()[1:3, ::2])
@@ -208,14 +233,14 @@ def test_views_come_back_as_they_were(offload: Offload) -> None:
     torch.testing.assert_close(base.grad, expected)
 
 
-def paged(offload: Offload) -> Callable[[int], int]:
+def paged(offload: ActivationOffload) -> Callable[[int], int]:
     """Bytes that move for so many."""
     return lambda nbytes: -(-nbytes // ALIGNMENT) * ALIGNMENT if offload.place == "files" else nbytes
 
 
 def test_what_lives_on_anyway_stays() -> None:
     parameter, buffer = nn.Parameter(torch.ones(3)), torch.ones(3)
-    offload = Offload(CPU)
+    offload = ActivationOffload(CPU)
     offload.leave([parameter, buffer])
     conjugate, empty = torch.ones(2, dtype=torch.complex64).conj(), torch.empty(0)
     value = [parameter, buffer[1:], parameter.detach(), conjugate, empty, "text"]
@@ -225,7 +250,7 @@ def test_what_lives_on_anyway_stays() -> None:
     assert all(a is b for a, b in zip(call.back(), value, strict=True))
 
 
-def test_a_change_in_place_is_refused(offload: Offload) -> None:
+def test_a_change_in_place_is_refused(offload: ActivationOffload) -> None:
     x = torch.ones(4)
     call = offload.keep([x])
     x.add_(1)
@@ -239,7 +264,7 @@ def test_a_change_in_place_is_refused(offload: Offload) -> None:
     assert changed.back()[0].tolist() == [2.0] * 4
 
 
-def test_a_backward_twice_and_none_at_all(offload: Offload) -> None:
+def test_a_backward_twice_and_none_at_all(offload: ActivationOffload) -> None:
     model, plain = net(), net()
     wrapped(model, offload)
     results = []
@@ -258,7 +283,7 @@ def test_a_backward_twice_and_none_at_all(offload: Offload) -> None:
     assert not offload._known
 
 
-def test_space_is_bounded_when_shapes_change(offload: Offload) -> None:
+def test_space_is_bounded_when_shapes_change(offload: ActivationOffload) -> None:
     model = net()
     wrapped(model, offload)
     sizes = [*range(40, 240, 20), *range(220, 40, -60)]
@@ -311,9 +336,11 @@ def failing(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str, int], No
 
 
 @pytest.mark.parametrize(("name", "after"), [("pwritev", 2), ("preadv", 1), ("posix_fallocate", 2)])
-def test_a_failing_disk_is_told(tmp_path: Path, failing: Callable[[str, int], None], name: str, after: int) -> None:
+def test_a_failing_disk_is_told(
+    tmp_path: Path, failing: Callable[[str, int], None], name: str, after: int
+) -> None:
     model, folder = net(), tmp_path / "disk"
-    offload = Offload(CPU, folder)
+    offload = ActivationOffload(CPU, folder)
     wrapped(model, offload)
     failing(name, after)
     with pytest.raises(TierError, match=rf"{folder}: .*{HIDDEN:,} bytes .*made up") as caught:
@@ -324,7 +351,7 @@ def test_a_failing_disk_is_told(tmp_path: Path, failing: Callable[[str, int], No
 
 
 def test_after_a_failure_the_next_step_is_right(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, offload = net(), Offload(CPU, tmp_path)
+    model, offload = net(), ActivationOffload(CPU, tmp_path)
     wrapped(model, offload)
     with monkeypatch.context() as patch:
         patch.setattr(os, "pwritev", lambda *args: (_ for _ in ()).throw(OSError(errno.EIO, "made up")))
@@ -346,12 +373,14 @@ def test_after_a_failure_the_next_step_is_right(tmp_path: Path, monkeypatch: pyt
 def test_a_folder_that_cannot_be_used(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(TierError, match=f"{tmp_path}/file/below cannot be used"):
-        Offload(CPU, tmp_path / "file" / "below")
+        ActivationOffload(CPU, tmp_path / "file" / "below")
 
 
 def test_too_little_host_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "available", lambda: 100)
     model = net()
-    wrapped(model, Offload(CPU))
-    with pytest.raises(TierError, match=rf"host memory: {HIDDEN:,} bytes more needed for activations, 100 free"):
+    wrapped(model, ActivationOffload(CPU))
+    with pytest.raises(
+        TierError, match=rf"host memory: {HIDDEN:,} bytes more needed for activations, 100 free"
+    ):
         model(inputs(0))

@@ -1,4 +1,5 @@
-"""A process that may not have the memory for a model's states trains it from files, within what `Engine.working_set` says."""
+"""A process that may not have the memory for a model's states trains it from files, within what
+`Engine.working_set` says."""
 
 from __future__ import annotations
 
@@ -30,7 +31,8 @@ def told(name):
 class Stack(nn.Module):
     def __init__(self, width=WIDTH):
         super().__init__()
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(width, width), nn.Tanh(), nn.Linear(width, width)) for _ in range(BLOCKS))
+        block = lambda: nn.Sequential(nn.Linear(width, width), nn.Tanh(), nn.Linear(width, width))
+        self.blocks = nn.ModuleList(block() for _ in range(BLOCKS))
 
     def forward(self, x):
         for block in self.blocks:
@@ -48,7 +50,8 @@ config = {
     "memory": {"states": states, "params": states},
     "optimizer": {"name": "adamw", "lr": 1e-3},
 }
-small = polyreme.initialize(lambda: Stack(256), config, loss_fn=loss)  # what libraries, threads and compiling take once
+# what libraries, threads and compiling take once
+small = polyreme.initialize(lambda: Stack(256), config, loss_fn=loss)
 small.train_step(torch.ones(4, 256))
 small.close()
 del small
@@ -58,13 +61,20 @@ if limit:
     resource.setrlimit(resource.RLIMIT_DATA, (data + limit, data + limit))
 engine = polyreme.initialize(Stack, config, loss_fn=loss)
 losses = [engine.train_step(torch.ones(4, WIDTH)).loss for _ in range(3)]
-print(json.dumps({"losses": losses, "base": base, "peak": told("VmHWM"), "working": engine.working_set(), "parameters": engine.parameters}))
+peak, working = told("VmHWM"), engine.working_set()
+told = {"losses": losses, "base": base, "peak": peak, "working": working}
+print(json.dumps({**told, "parameters": engine.parameters}))
 """
 
 
 def train(states: str, limit: int = 0) -> subprocess.CompletedProcess[str]:
     # glibc would keep what was freed, and reserve 64 MiB for every thread
-    env = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "1000000", "MALLOC_TRIM_THRESHOLD_": "1000000", "MALLOC_ARENA_MAX": "1"}
+    env = {
+        **os.environ,
+        "MALLOC_MMAP_THRESHOLD_": "1000000",
+        "MALLOC_TRIM_THRESHOLD_": "1000000",
+        "MALLOC_ARENA_MAX": "1",
+    }
     command = [sys.executable, "-c", PROGRAM, states, str(limit)]
     return subprocess.run(command, env=env, capture_output=True, text=True, timeout=240, check=False)
 

@@ -1,4 +1,5 @@
-"""A record is the same bytes in every tier, in whatever order it is used; what fails is told; a folder is one run's at a time."""
+"""A record is the same bytes in every tier, in whatever order it is used; what fails is told; a folder is one
+run's at a time."""
 
 from __future__ import annotations
 
@@ -26,24 +27,24 @@ from polyreme.files import folder_lock
 from polyreme.files.direct_io import ALIGNMENT, padded
 from polyreme.offload import file as file_module
 from polyreme.offload import host
-from polyreme.offload.file import FileTier
-from polyreme.offload.host import HostTier
-from polyreme.offload.store import Tier
+from polyreme.offload.file import FileStore
+from polyreme.offload.host import HostStore
+from polyreme.offload.store import Store
 
 SIZES = [3 * ALIGNMENT + 17, 0, 5, ALIGNMENT, 2 * ALIGNMENT + 1, 100, 7 * ALIGNMENT - 1, ALIGNMENT, 64]
 KINDS = ("host", "file", "two folders")
 
 
 @contextmanager
-def tier_of(kind: str, folder: Path, sizes: list[int] = SIZES, **options: Any) -> Iterator[Tier]:
+def tier_of(kind: str, folder: Path, sizes: list[int] = SIZES, **options: Any) -> Iterator[Store]:
     folders = [folder / "a", folder / "b"] if kind == "two folders" else [folder / "a"]
-    tier = HostTier() if kind == "host" else FileTier(folders, rank=1, run="run", **options)
+    store = HostStore() if kind == "host" else FileStore(folders, rank=1, run="run", **options)
     try:
-        assert [tier.reserve(size) for size in sizes] == list(range(len(sizes)))
-        tier.commit()
-        yield tier
+        assert [store.reserve(size) for size in sizes] == list(range(len(sizes)))
+        store.commit()
+        yield store
     finally:
-        tier.close()
+        store.close()
 
 
 def change(memory: Tensor, seed: int) -> None:
@@ -51,31 +52,36 @@ def change(memory: Tensor, seed: int) -> None:
     memory.mul_(3).add_(torch.arange(len(memory)).mul_(seed + 1).to(torch.uint8)).add_(seed + 1)
 
 
-def contents(tier: Tier) -> list[Tensor]:
-    return [tier.read(record, 0, size) for record, size in enumerate(tier.sizes)]
+def contents(store: Store) -> list[Tensor]:
+    return [store.read(record, 0, size) for record, size in enumerate(store.sizes)]
 
 
 def assert_same(found: list[Tensor], records: list[Tensor]) -> None:
-    assert len(found) == len(records) and all(torch.equal(one, other) for one, other in zip(found, records, strict=True))
+    assert len(found) == len(records) and all(
+        torch.equal(one, other) for one, other in zip(found, records, strict=True)
+    )
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @settings(max_examples=30)
 @given(st.data())
-def test_streams_one_after_the_other_are_as_plain_memory(tmp_path_factory: pytest.TempPathFactory, kind: str, data: st.DataObject) -> None:
-    """Records come again at any distance, streams end early, are read only, and begin anew after another use of the tier."""
+def test_streams_one_after_the_other_are_as_plain_memory(
+    tmp_path_factory: pytest.TempPathFactory, kind: str, data: st.DataObject
+) -> None:
+    """Records come again at any distance, streams end early, are read only, and begin anew after another use
+    of the tier."""
     sizes = data.draw(st.lists(st.integers(0, 3 * ALIGNMENT), min_size=1, max_size=12))
     orders = st.lists(st.integers(0, len(sizes) - 1), max_size=40)
     records = [torch.zeros(size, dtype=torch.uint8) for size in sizes]
     options = {"buffers": data.draw(st.integers(1, 6)), "threads": data.draw(st.integers(1, 4))}
-    with tier_of(kind, tmp_path_factory.getbasetemp(), sizes, **(options if kind != "host" else {})) as tier:
-        assert_same(contents(tier), records)
+    with tier_of(kind, tmp_path_factory.getbasetemp(), sizes, **(options if kind != "host" else {})) as store:
+        assert_same(contents(store), records)
         for order in data.draw(st.lists(orders, min_size=1, max_size=4)):
             write, stop = data.draw(st.booleans()), data.draw(st.integers(0, len(order)))
-            stream = tier.stream(order, write=write)
+            stream = store.stream(order, write=write)
             if order and data.draw(st.booleans()):  # before anything is taken from it
                 last = order[0]
-                tier.write(last, 0, torch.full_like(records[last], 7))
+                store.write(last, 0, torch.full_like(records[last], 7))
                 records[last].fill_(7)
             given = 0
             for seed, record in enumerate(order[: stop + 1]):
@@ -90,7 +96,7 @@ def test_streams_one_after_the_other_are_as_plain_memory(tmp_path_factory: pytes
             elif given == len(order):
                 assert next(stream, None) is None
             del stream
-        assert_same(contents(tier), records)
+        assert_same(contents(store), records)
 
 
 @pytest.mark.parametrize("read", (True, False))
@@ -107,68 +113,79 @@ def test_a_change_that_is_slow_to_be_written_comes_before_the_next_use_of_the_re
         return write(descriptor, buffers, at)
 
     monkeypatch.setattr(os, "pwritev", slowly)
-    with tier_of("file", tmp_path, [ALIGNMENT] * distance, buffers=3, threads=4) as tier:
+    with tier_of("file", tmp_path, [ALIGNMENT] * distance, buffers=3, threads=4) as store:
         seen = []
-        for number, memory in enumerate(tier.stream([*range(distance), 0], read=read)):
+        for number, memory in enumerate(store.stream([*range(distance), 0], read=read)):
             seen.append(int(memory[0]))
             memory.fill_(number + 1)
         assert not read or seen == [0] * distance + [1]
-        assert tier.read(0, 0, 1) == distance + 1
+        assert store.read(0, 0, 1) == distance + 1
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @settings(max_examples=30)
-@given(st.lists(st.tuples(st.integers(0, len(SIZES) - 1), st.integers(0, 7 * ALIGNMENT), st.integers(0, 7 * ALIGNMENT)), max_size=15))
-def test_any_range_is_read_and_written(tmp_path_factory: pytest.TempPathFactory, kind: str, ranges: list[tuple[int, int, int]]) -> None:
+@given(
+    st.lists(
+        st.tuples(
+            st.integers(0, len(SIZES) - 1), st.integers(0, 7 * ALIGNMENT), st.integers(0, 7 * ALIGNMENT)
+        ),
+        max_size=15,
+    )
+)
+def test_any_range_is_read_and_written(
+    tmp_path_factory: pytest.TempPathFactory, kind: str, ranges: list[tuple[int, int, int]]
+) -> None:
     records = [torch.zeros(size, dtype=torch.uint8) for size in SIZES]
-    with tier_of(kind, tmp_path_factory.getbasetemp()) as tier:
+    with tier_of(kind, tmp_path_factory.getbasetemp()) as store:
         for number, (record, one, other) in enumerate(ranges):
             start, stop = sorted((min(one, SIZES[record]), min(other, SIZES[record])))
             data = torch.full((stop - start,), number + 1, dtype=torch.uint8)
-            tier.write(record, start, data)
+            store.write(record, start, data)
             records[record][start:stop] = data
-            assert torch.equal(tier.read(record, start, stop), data)
-        assert_same(contents(tier), records)
+            assert torch.equal(store.read(record, start, stop), data)
+        assert_same(contents(store), records)
         for start, stop in ((-1, 1), (2, 1), (0, SIZES[0] + 1)):
             with pytest.raises(ValueError, match="record 0, which has"):
-                tier.read(0, start, stop)
+                store.read(0, start, stop)
         with pytest.raises(ValueError, match="record 0, which has"):
-            tier.write(0, SIZES[0], torch.ones(1))
+            store.write(0, SIZES[0], torch.ones(1))
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_numbers_of_any_dtype_are_written(tmp_path: Path, kind: str) -> None:
-    with tier_of(kind, tmp_path) as tier:
+    with tier_of(kind, tmp_path) as store:
         numbers = torch.randn(100)
-        tier.write(0, 12, numbers)
-        assert torch.equal(tier.read(0, 12, 412).view(torch.float32), numbers)
+        store.write(0, 12, numbers)
+        assert torch.equal(store.read(0, 12, 412).view(torch.float32), numbers)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_moves_is_counted(tmp_path: Path, kind: str) -> None:
-    with tier_of(kind, tmp_path) as tier:
+    with tier_of(kind, tmp_path) as store:
         moved = sum(SIZES) if kind == "host" else sum(map(padded, SIZES))
-        assert tier.nbytes == sum(SIZES)
-        assert tier.buffers == (sum(map(padded, SIZES)) if kind == "host" else file_module.BUFFERS * 7 * ALIGNMENT)
-        for _ in tier.stream(range(len(SIZES))):
+        assert store.nbytes == sum(SIZES)
+        assert store.buffers == (
+            sum(map(padded, SIZES)) if kind == "host" else file_module.BUFFERS * 7 * ALIGNMENT
+        )
+        for _ in store.stream(range(len(SIZES))):
             pass
-        assert (tier.traffic.read, tier.traffic.written) == (moved, moved)
-        for _ in tier.stream(range(len(SIZES)), write=False):
+        assert (store.traffic.read, store.traffic.written) == (moved, moved)
+        for _ in store.stream(range(len(SIZES)), write=False):
             pass
-        assert (tier.traffic.read, tier.traffic.written) == (2 * moved, moved)
-        for memory in tier.stream(range(len(SIZES)), read=False):
+        assert (store.traffic.read, store.traffic.written) == (2 * moved, moved)
+        for memory in store.stream(range(len(SIZES)), read=False):
             memory.fill_(1)
-        assert (tier.traffic.read, tier.traffic.written) == (2 * moved, 2 * moved)
-        assert tier.traffic.waited >= 0
+        assert (store.traffic.read, store.traffic.written) == (2 * moved, 2 * moved)
+        assert store.traffic.waited >= 0
 
 
 def test_reading_ahead_begins_at_once_and_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[int] = []
     read = os.preadv
     monkeypatch.setattr(os, "preadv", lambda file, buffers, at: seen.append(at) or read(file, buffers, at))  # type: ignore[func-returns-value]
-    with tier_of("file", tmp_path, [ALIGNMENT] * 20, buffers=4, threads=1) as tier:
+    with tier_of("file", tmp_path, [ALIGNMENT] * 20, buffers=4, threads=1) as store:
         seen.clear()
-        stream = tier.stream(range(20))
+        stream = store.stream(range(20))
         await_true(lambda: len(seen) == 4)
         next(stream)
         time.sleep(0.02)
@@ -187,47 +204,51 @@ def await_true(condition: Callable[[], bool]) -> None:
 
 
 def test_what_a_stream_gives_stays_until_the_next(tmp_path: Path) -> None:
-    with tier_of("file", tmp_path, [ALIGNMENT] * 12) as tier:
-        for number, memory in enumerate(tier.stream(range(12))):
+    with tier_of("file", tmp_path, [ALIGNMENT] * 12) as store:
+        for number, memory in enumerate(store.stream(range(12))):
             memory.fill_(number)
-        stream = tier.stream([*range(12)])
+        stream = store.stream([*range(12)])
         for number, memory in enumerate(stream):
             time.sleep(2e-3)
             assert (memory == number).all()
 
 
 def test_asking_for_something_else_ends_a_stream(tmp_path: Path) -> None:
-    with tier_of("file", tmp_path) as tier:
-        first = tier.stream(range(len(SIZES)))
+    with tier_of("file", tmp_path) as store:
+        first = store.stream(range(len(SIZES)))
         next(first).fill_(7)
-        second = tier.stream([0])
+        second = store.stream([0])
         assert (next(second) == 7).all()
         with pytest.raises(TierError, match="ended early"):
             next(first)
         first.close()
-        assert (tier.read(0, 0, 9) == 7).all()
+        assert (store.read(0, 0, 9) == 7).all()
         with pytest.raises(TierError, match="ended early"):
             next(second)
 
 
 def test_a_loop_that_is_left_keeps_its_changes(tmp_path: Path) -> None:
-    with tier_of("file", tmp_path) as tier:
+    with tier_of("file", tmp_path) as store:
         with pytest.raises(RuntimeError, match="left"):
-            for memory in tier.stream(range(len(SIZES))):
+            for memory in store.stream(range(len(SIZES))):
                 memory.fill_(9)
                 raise RuntimeError("left")
-        assert (tier.read(0, 0, SIZES[0]) == 9).all()
-        assert not tier.read(3, 0, ALIGNMENT).any()
+        assert (store.read(0, 0, SIZES[0]) == 9).all()
+        assert not store.read(3, 0, ALIGNMENT).any()
 
 
 def test_a_tier_that_has_no_space_yet_or_any_more(tmp_path: Path) -> None:
-    tier = FileTier([tmp_path], rank=0, run="run")
-    record = tier.reserve(10)
-    for use in (lambda: tier.stream([record]), lambda: tier.read(record, 0, 1), lambda: tier.write(record, 0, torch.ones(1))):
+    store = FileStore([tmp_path], rank=0, run="run")
+    record = store.reserve(10)
+    for use in (
+        lambda: store.stream([record]),
+        lambda: store.read(record, 0, 1),
+        lambda: store.write(record, 0, torch.ones(1)),
+    ):
         with pytest.raises(TierError, match="closed, or its space"):
             use()
-    tier.close()
-    tier.close()
+    store.close()
+    store.close()
     assert not list(tmp_path.iterdir())
 
 
@@ -250,51 +271,63 @@ def failing(call: Callable[..., int], after: int) -> Callable[..., int]:
 
 @pytest.mark.parametrize("call", ("preadv", "pwritev"))
 @pytest.mark.parametrize("after", (0, 1, 4, 8))
-def test_an_error_of_the_disk_ends_the_stream(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str, after: int) -> None:
-    with tier_of("file", tmp_path, [ALIGNMENT] * 9) as tier:
+def test_an_error_of_the_disk_ends_the_stream(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str, after: int
+) -> None:
+    with tier_of("file", tmp_path, [ALIGNMENT] * 9) as store:
         monkeypatch.setattr(os, call, failing(getattr(os, call), after))
-        stream = tier.stream(range(9))
-        with pytest.raises(TierError, match=rf"{tmp_path}/a: {call[1:-1]} of 4,096 bytes failed .*Input/output error.* free"):
+        stream = store.stream(range(9))
+        with pytest.raises(
+            TierError, match=rf"{tmp_path}/a: {call[1:-1]} of 4,096 bytes failed .*Input/output error.* free"
+        ):
             for memory in stream:
                 memory.fill_(1)
         assert next(stream, None) is None
         monkeypatch.undo()
-        for again in (lambda: tier.stream([0]), lambda: tier.read(0, 0, 1)):
+        for again in (lambda: store.stream([0]), lambda: store.read(0, 0, 1)):
             with pytest.raises(TierError, match=r"not whole any more: .*Input/output error"):
                 again()
     assert not list((tmp_path / "a").iterdir())
 
 
 def test_an_error_of_ranges_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for call, use in (("preadv", lambda tier: tier.read(0, 3, 5)), ("pwritev", lambda tier: tier.write(0, 0, torch.ones(1)))):
-        with tier_of("file", tmp_path) as tier, monkeypatch.context() as patch:
+    for call, use in (
+        ("preadv", lambda store: store.read(0, 3, 5)),
+        ("pwritev", lambda store: store.write(0, 0, torch.ones(1))),
+    ):
+        with tier_of("file", tmp_path) as store, monkeypatch.context() as patch:
             patch.setattr(os, call, failing(getattr(os, call), 0))
             with pytest.raises(TierError, match="Input/output error"):
-                use(tier)
+                use(store)
 
 
 def test_a_file_that_became_short_ends_the_stream(tmp_path: Path) -> None:
-    with tier_of("file", tmp_path, [ALIGNMENT] * 20) as tier:
-        os.ftruncate(tier._files[0]._descriptor, 10 * ALIGNMENT)  # type: ignore[attr-defined]
+    with tier_of("file", tmp_path, [ALIGNMENT] * 20) as store:
+        os.ftruncate(store._files[0]._descriptor, 10 * ALIGNMENT)  # type: ignore[attr-defined]
         given = 0
         with pytest.raises(TierError, match="it ended early"):
-            for _ in tier.stream(range(20), write=False):
+            for _ in store.stream(range(20), write=False):
                 given += 1
         assert given <= 10
 
 
 def test_a_folder_that_is_removed_does_no_harm(tmp_path: Path) -> None:
-    with tier_of("file", tmp_path) as tier:
+    with tier_of("file", tmp_path) as store:
         (tmp_path / "a" / folder_lock.NAME).unlink()
         (tmp_path / "a").rmdir()
-        for memory in tier.stream(range(len(SIZES))):
+        for memory in store.stream(range(len(SIZES))):
             memory.fill_(3)
-        assert all((record == 3).all() for record in contents(tier))
+        assert all((record == 3).all() for record in contents(store))
 
 
-def test_too_little_space_is_known_before_it_is_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_little_space_is_known_before_it_is_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     enough = 1 << 60
-    for kind, pattern in (("file", rf"{tmp_path}/a: {enough:,} bytes needed, [\d,]+ free"), ("host", rf"memory: {enough:,} bytes needed")):
+    for kind, pattern in (
+        ("file", rf"{tmp_path}/a: {enough:,} bytes needed, [\d,]+ free"),
+        ("host", rf"memory: {enough:,} bytes needed"),
+    ):
         with pytest.raises(TierError, match=pattern), tier_of(kind, tmp_path, [enough // 2] * 2):
             pass
     with (
@@ -308,11 +341,20 @@ def test_too_little_space_is_known_before_it_is_taken(tmp_path: Path, monkeypatc
     assert not [*(tmp_path / "a").iterdir(), *(tmp_path / "b").iterdir()]
 
 
-@pytest.mark.parametrize(("version", "line", "files"), [
-    (2, "0::/job/step", ("memory.max", "memory.current", "inactive_file")),
-    (1, "4:cpu,memory:/job/step", ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "total_inactive_file")),
-])  # fmt: skip
-def test_a_control_group_that_leaves_less_is_the_limit(tmp_path: Path, version: int, line: str, files: tuple[str, str, str]) -> None:
+@pytest.mark.parametrize(
+    ("version", "line", "files"),
+    [
+        (2, "0::/job/step", ("memory.max", "memory.current", "inactive_file")),
+        (
+            1,
+            "4:cpu,memory:/job/step",
+            ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "total_inactive_file"),
+        ),
+    ],
+)
+def test_a_control_group_that_leaves_less_is_the_limit(
+    tmp_path: Path, version: int, line: str, files: tuple[str, str, str]
+) -> None:
     """Whichever of the groups around the process has a limit, and where only the top one can be seen."""
     (tmp_path / "membership").write_text(f"9:pids:/job\n{line}\n")
 
@@ -320,7 +362,9 @@ def test_a_control_group_that_leaves_less_is_the_limit(tmp_path: Path, version: 
         root = tmp_path / "-".join(["root", *groups]).replace("/", "_")
         for group, (limit, used, inactive) in groups.items():
             for file, value in zip(
-                (*files[:2], files[0].rpartition("/")[0] + "/memory.stat"), (limit, used, f"anon 1\n{files[2]} {inactive}\n"), strict=True
+                (*files[:2], files[0].rpartition("/")[0] + "/memory.stat"),
+                (limit, used, f"anon 1\n{files[2]} {inactive}\n"),
+                strict=True,
             ):
                 folder, _, name = ("./" + file).rpartition("/")
                 path = root / folder.strip("/") / group / name
@@ -360,32 +404,32 @@ def test_memory_for_a_gpu_is_pinned_and_let_go(tmp_path: Path, monkeypatch: pyte
     runtime = Runtime()
     runtime.pinned = {}
     monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
-    for tier in (HostTier("cuda"), FileTier([tmp_path], 0, "run", pin=True)):
-        tier.reserve(10 * ALIGNMENT)
-        tier.commit()
-        assert list(runtime.pinned.values()) == [tier.buffers]
-        stream = tier.stream([0])
+    for store in (HostStore("cuda"), FileStore([tmp_path], 0, "run", pin=True)):
+        store.reserve(10 * ALIGNMENT)
+        store.commit()
+        assert list(runtime.pinned.values()) == [store.buffers]
+        stream = store.stream([0])
         next(stream)
         stream.close()
-        tier.close()
-        del stream, tier
+        store.close()
+        del stream, store
         assert not runtime.pinned
     runtime.status = 2
-    tier = HostTier("cuda")
-    tier.reserve(1)
+    store = HostStore("cuda")
+    store.reserve(1)
     with pytest.raises(TierError, match=r"could not be pinned \(CUDA error 2\)"):
-        tier.commit()
+        store.commit()
 
 
 def test_where_the_page_cache_is_used_it_is_noted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("polyreme.files.direct_io._go_direct", lambda _: False)
-    with caplog.at_level(logging.WARNING), tier_of("file", tmp_path) as tier:
+    with caplog.at_level(logging.WARNING), tier_of("file", tmp_path) as store:
         assert "no direct transfers" in caplog.text and str(tmp_path) in caplog.text
-        for memory in tier.stream(range(len(SIZES))):
+        for memory in store.stream(range(len(SIZES))):
             memory.fill_(3)
-        assert all((record == 3).all() for record in contents(tier))
+        assert all((record == 3).all() for record in contents(store))
 
 
 # Claims
@@ -413,10 +457,14 @@ def holder(folder: Path, run: str) -> Iterator[int]:
 def test_a_folder_of_another_run_that_lives(tmp_path: Path) -> None:
     folder = tmp_path / "new" / "folder"
     with holder(folder, "one") as pid:
-        with pytest.raises(TierError, match=rf"{folder} is in use by another run, which process {pid} on host {os.uname().nodename}"):
-            FileTier([folder], 0, "two")
+        with pytest.raises(
+            TierError,
+            match=rf"{folder} is in use by another run, which process {pid} on host {os.uname().nodename}",
+        ):
+            FileStore([folder], 0, "two")
         same = folder_lock.Claim(folder, "one")
-    with pytest.raises(TierError, match="in use by another run"):  # one of its ranks died, and another one lives
+    # one of its ranks died, and another one lives
+    with pytest.raises(TierError, match="in use by another run"):
         folder_lock.Claim(folder, "two")
     same.close()
     assert not list(folder.iterdir())
@@ -435,7 +483,9 @@ def test_a_folder_of_another_run_that_died(tmp_path: Path, caplog: pytest.LogCap
     assert not list(tmp_path.iterdir())
 
 
-def test_a_process_that_got_the_number_of_a_dead_one_holds_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_process_that_got_the_number_of_a_dead_one_holds_nothing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """The lock tells, not the number: here that of this test's parent, which lives."""
     with holder(tmp_path, "one"):
         pass
@@ -506,4 +556,4 @@ def test_many_that_come_and_go(tmp_path: Path) -> None:
 def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(TierError, match=rf"{tmp_path}/file/folder cannot be used: Not a directory"):
-        FileTier([tmp_path / "file" / "folder"], 0, "run")
+        FileStore([tmp_path / "file" / "folder"], 0, "run")

@@ -26,7 +26,20 @@ from polyreme.zero.buffer_pool import Pool
 from polyreme.zero.residency import Residency
 from polyreme.zero.sharded_optimizer import Update
 
-ELEMENTWISE = ["adam", "adamw", "sgd", "lion", "adagrad", "NAdam", "RAdam", "Adamax", "Adadelta", "RMSprop", "Rprop", "ASGD"]
+ELEMENTWISE = [
+    "adam",
+    "adamw",
+    "sgd",
+    "lion",
+    "adagrad",
+    "NAdam",
+    "RAdam",
+    "Adamax",
+    "Adadelta",
+    "RMSprop",
+    "Rprop",
+    "ASGD",
+]
 
 NAMES = ("embed.weight", "blocks.0.weight", "blocks.0.bias", "scale")
 
@@ -55,7 +68,11 @@ def options_of(made: Recipe, name: str) -> dict[str, Any]:
 
 
 def test_every_optimizer_of_torch_is_known_to_be_elementwise_or_not() -> None:
-    names = {n for n, c in vars(torch.optim).items() if isinstance(c, type) and issubclass(c, torch.optim.Optimizer)}
+    names = {
+        n
+        for n, c in vars(torch.optim).items()
+        if isinstance(c, type) and issubclass(c, torch.optim.Optimizer)
+    }
     names -= {"Optimizer", "LBFGS", "SparseAdam", "Muon"}
     found = {name: recipe(Small(), section(name=name)).groups[0].boundary for name in names}
     assert found == {**dict.fromkeys(names, "element"), "Adafactor": "tensor"}
@@ -64,21 +81,38 @@ def test_every_optimizer_of_torch_is_known_to_be_elementwise_or_not() -> None:
 @pytest.mark.parametrize("name", ["adam", "adamw", "sgd", "adagrad", "AdamW", "SGD"])
 def test_fused_kernels_are_used_where_they_exist(name: str) -> None:
     assert options_of(recipe(Small(), section(name=name)), "embed.weight")["fused"] is True
-    assert options_of(recipe(Small(), section(name=name, options={"foreach": True})), "embed.weight")["fused"] is None
-    assert options_of(recipe(Small(), section(name=name, options={"fused": False})), "embed.weight")["fused"] is False
+    assert (
+        options_of(recipe(Small(), section(name=name, options={"foreach": True})), "embed.weight")["fused"]
+        is None
+    )
+    assert (
+        options_of(recipe(Small(), section(name=name, options={"fused": False})), "embed.weight")["fused"]
+        is False
+    )
 
 
 def test_a_class_has_the_sections_groups_and_its_own_defaults() -> None:
-    made = recipe(Small(), section(lr=0.5, weight_decay=0.25, no_decay=("*.bias", "scale")), torch.optim.NAdam)
+    made = recipe(
+        Small(), section(lr=0.5, weight_decay=0.25, no_decay=("*.bias", "scale")), torch.optim.NAdam
+    )
     assert options_of(made, "embed.weight")["betas"] == (0.9, 0.999)
     assert [options_of(made, n)["weight_decay"] for n in NAMES] == [0.25, 0.25, 0, 0]
     assert options_of(made, "scale")["lr"] == 0.5
-    assert options_of(recipe(Small(), section(betas=(0.5, 0.6)), torch.optim.NAdam), "scale")["betas"] == (0.5, 0.6)
-    assert options_of(recipe(Small(), section(name="NAdam", betas=(0.5, 0.6))), "scale")["betas"] == (0.5, 0.6)
+    assert options_of(recipe(Small(), section(betas=(0.5, 0.6)), torch.optim.NAdam), "scale")["betas"] == (
+        0.5,
+        0.6,
+    )
+    assert options_of(recipe(Small(), section(name="NAdam", betas=(0.5, 0.6))), "scale")["betas"] == (
+        0.5,
+        0.6,
+    )
     assert options_of(recipe(Small(), section()), "scale")["betas"] == (0.9, 0.95)
 
 
-@pytest.mark.parametrize(("no_decay", "expected"), [("vectors", [0.1, 0.1, 0, 0]), ("none", [0.1] * 4), (("blocks.1.*",), [0.1] * 4)])
+@pytest.mark.parametrize(
+    ("no_decay", "expected"),
+    [("vectors", [0.1, 0.1, 0, 0]), ("none", [0.1] * 4), (("blocks.1.*",), [0.1] * 4)],
+)
 def test_weight_decay_groups(no_decay: Any, expected: list[float]) -> None:
     made = recipe(Small(), section(weight_decay=0.1, no_decay=no_decay))
     assert [options_of(made, n)["weight_decay"] for n in NAMES] == expected
@@ -89,11 +123,21 @@ def test_a_factory_decides_everything() -> None:
     def factory(parameters: list[Tensor]) -> torch.optim.Optimizer:
         assert all(p.requires_grad for p in parameters)
         flat = {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0, "lr": 0.5}
-        return torch.optim.AdamW([{"params": [p for p in parameters if p.dim() >= 2]}, flat], lr=0.25, betas=(0.7, 0.8), weight_decay=0.125)
+        return torch.optim.AdamW(
+            [{"params": [p for p in parameters if p.dim() >= 2]}, flat],
+            lr=0.25,
+            betas=(0.7, 0.8),
+            weight_decay=0.125,
+        )
 
     made = recipe(Small(), section(lr=9.0, weight_decay=9.0), factory)
     matrix, vector = options_of(made, "blocks.0.weight"), options_of(made, "blocks.0.bias")
-    assert (matrix["lr"], matrix["weight_decay"], matrix["betas"], matrix["fused"]) == (0.25, 0.125, (0.7, 0.8), True)
+    assert (matrix["lr"], matrix["weight_decay"], matrix["betas"], matrix["fused"]) == (
+        0.25,
+        0.125,
+        (0.7, 0.8),
+        True,
+    )
     assert (vector["lr"], vector["weight_decay"], vector["betas"]) == (0.5, 0.0, (0.7, 0.8))
 
 
@@ -107,12 +151,29 @@ def test_a_factory_with_a_scheduler_on_it_keeps_its_own_learning_rate() -> None:
 
 
 def test_muon_has_the_matrices_of_blocks() -> None:
-    made = recipe(Small(), section(name="muon", weight_decay=0.1, no_decay=("blocks.1.*",), matrix_lr=0.5, options={"nesterov": False}))
-    kinds = {n: type(made.groups[g].optimizer([torch.zeros(2, 2)])).__name__ for n, g in made.group_of.items()}
+    made = recipe(
+        Small(),
+        section(
+            name="muon",
+            weight_decay=0.1,
+            no_decay=("blocks.1.*",),
+            matrix_lr=0.5,
+            options={"nesterov": False},
+        ),
+    )
+    kinds = {
+        n: type(made.groups[g].optimizer([torch.zeros(2, 2)])).__name__ for n, g in made.group_of.items()
+    }
     assert kinds == {n: "Muon" if n in ("blocks.0.weight", "blocks.1.weight") else "AdamW" for n in kinds}
     assert all((made.boundary(made.group_of[n]) == "tensor") == (kind == "Muon") for n, kind in kinds.items())
-    assert (options_of(made, "blocks.0.weight")["weight_decay"], options_of(made, "blocks.1.weight")["weight_decay"]) == (0.1, 0.0)
-    assert (options_of(made, "blocks.0.weight")["lr"], options_of(made, "blocks.0.weight")["nesterov"]) == (0.5, False)
+    assert (
+        options_of(made, "blocks.0.weight")["weight_decay"],
+        options_of(made, "blocks.1.weight")["weight_decay"],
+    ) == (0.1, 0.0)
+    assert (options_of(made, "blocks.0.weight")["lr"], options_of(made, "blocks.0.weight")["nesterov"]) == (
+        0.5,
+        False,
+    )
 
 
 class Together(torch.optim.SGD):
@@ -147,7 +208,11 @@ def test_an_optimizer_that_looks_at_whole_tensors_gets_them_whole() -> None:
         ({}, torch.optim.SparseAdam, "dense"),
         ({}, torch.optim.Muon, "2D"),
         ({}, lambda params: torch.optim.LBFGS(params), "closure"),
-        ({}, lambda params: torch.optim.SGD(params[:2], lr=0.1), r"leaves out blocks.0.weight, .* \(4 in all\)"),
+        (
+            {},
+            lambda params: torch.optim.SGD(params[:2], lr=0.1),
+            r"leaves out blocks.0.weight, .* \(4 in all\)",
+        ),
         ({}, lambda params: None, "did not return"),
         ({}, lambda: None, "list of the trainable parameters"),
         ({}, lambda params: torch.optim.SGD(params, lr=-1.0), "Invalid learning rate"),
@@ -179,7 +244,9 @@ def test_the_config_refuses_by_name_what_cannot_run() -> None:
 # ---- the learning rate of a step
 
 
-def torch_options(make: Callable[[Any], Any], optimizer: torch.optim.Optimizer, steps: int) -> list[list[tuple[float, Any]]]:
+def torch_options(
+    make: Callable[[Any], Any], optimizer: torch.optim.Optimizer, steps: int
+) -> list[list[tuple[float, Any]]]:
     scheduler, found = make(optimizer), []
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -204,8 +271,12 @@ SCHEDULERS: dict[str, Callable[[torch.optim.Optimizer], Any]] = {
     "cycle with betas": lambda o: schedulers.OneCycleLR(o, max_lr=[0.5, 0.25], total_steps=12),
     "by group": lambda o: schedulers.LambdaLR(o, [lambda s: 1 / (s + 1), lambda s: 0.5**s]),
     "multiplicative": lambda o: schedulers.MultiplicativeLR(o, lambda s: 0.9),
-    "sequence": lambda o: schedulers.SequentialLR(o, [schedulers.LinearLR(o, 0.1, total_iters=3), schedulers.ExponentialLR(o, 0.8)], [3]),
-    "chain": lambda o: schedulers.ChainedScheduler([schedulers.ConstantLR(o, 0.5, 4), schedulers.ExponentialLR(o, 0.9)]),
+    "sequence": lambda o: schedulers.SequentialLR(
+        o, [schedulers.LinearLR(o, 0.1, total_iters=3), schedulers.ExponentialLR(o, 0.8)], [3]
+    ),
+    "chain": lambda o: schedulers.ChainedScheduler(
+        [schedulers.ConstantLR(o, 0.5, 4), schedulers.ExponentialLR(o, 0.9)]
+    ),
 }
 
 
@@ -235,12 +306,16 @@ def test_a_torch_scheduler_is_followed(name: str, built: str) -> None:
     if built == "factory":
         assert found == expected[:11]
     else:  # a scheduler on the caller's own optimizer leads the learning rates only
-        assert [[lr for lr, _ in step] for step in found] == [[lr for lr, _ in step] for step in expected[:11]]
+        assert [[lr for lr, _ in step] for step in found] == [
+            [lr for lr, _ in step] for step in expected[:11]
+        ]
 
 
 def test_a_scheduler_of_one_group_leads_all() -> None:
     own = torch.optim.SGD([torch.zeros(1)], lr=0.2)
-    expected = torch_options(lambda o: schedulers.StepLR(o, 2, 0.5), torch.optim.AdamW([torch.zeros(1)], lr=0.2), 6)
+    expected = torch_options(
+        lambda o: schedulers.StepLR(o, 2, 0.5), torch.optim.AdamW([torch.zeros(1)], lr=0.2), 6
+    )
     options = Options(recipe(Small(), section(), adamw), constant(), schedulers.StepLR(own, 2, 0.5))
     found = stepped(options, 6)
     assert [step[0][0] for step in found] == [step[0][0] for step in expected]
@@ -248,7 +323,11 @@ def test_a_scheduler_of_one_group_leads_all() -> None:
 
 
 def test_without_a_scheduler_the_configs_schedule_scales_each_groups_own_rate() -> None:
-    schedule = LRSchedule(Config.load({"lr_schedule": {"name": "linear", "total": "10 steps", "final": 0.0}}).resolve(1).lr_schedule)
+    schedule = LRSchedule(
+        Config.load({"lr_schedule": {"name": "linear", "total": "10 steps", "final": 0.0}})
+        .resolve(1)
+        .lr_schedule
+    )
     options = Options(recipe(Small(), section(lr=7.0), adamw), schedule)
     assert options.lr == 0.1
     options.advance(Progress(5, 0, 0))
@@ -259,7 +338,10 @@ def test_without_a_scheduler_the_configs_schedule_scales_each_groups_own_rate() 
 @pytest.mark.parametrize(
     ("scheduler", "says"),
     [
-        (schedulers.StepLR(torch.optim.SGD([{"params": [torch.zeros(1)]} for _ in range(3)], lr=0.1), 1), "3 groups, but the optimizer 2"),
+        (
+            schedulers.StepLR(torch.optim.SGD([{"params": [torch.zeros(1)]} for _ in range(3)], lr=0.1), 1),
+            "3 groups, but the optimizer 2",
+        ),
         (lambda o: schedulers.LambdaLR(o, [lambda s: 1.0]), "2 groups"),
         (lambda o: None, "no torch scheduler"),
         ("cosine", "no torch scheduler"),
@@ -275,12 +357,22 @@ def test_schedulers_that_cannot_be_followed(scheduler: Any, says: str) -> None:
 SHAPES = {"a": (9, 9), "b": (70,), "c": (0, 3), "d": (3, 50), "e": (), "f": (8, 40)}
 
 
-def bucket_of(values: dict[str, Tensor], boundary: Boundary, dtype: torch.dtype, reduce: torch.dtype | None = None) -> Bucket:
-    layout = BucketLayout.build([TensorSpec(n, tuple(t.shape), int(t.dim() < 2)) for n, t in values.items()], 1, boundary)
+def bucket_of(
+    values: dict[str, Tensor], boundary: Boundary, dtype: torch.dtype, reduce: torch.dtype | None = None
+) -> Bucket:
+    layout = BucketLayout.build(
+        [TensorSpec(n, tuple(t.shape), int(t.dim() < 2)) for n, t in values.items()], 1, boundary
+    )
     formats = Formats(dtype, dtype, reduce or dtype, dtype)
     parameters = [nn.Parameter(values[slot.name].clone()) for slot in layout.slots]
     bucket = Bucket(
-        layout, parameters, Axis("dp"), Residency.of_stage(0), formats, Pool(Axis("dp"), torch.device("cpu")), torch.device("cpu")
+        layout,
+        parameters,
+        Axis("dp"),
+        Residency.of_stage(0),
+        formats,
+        Pool(Axis("dp"), torch.device("cpu")),
+        torch.device("cpu"),
     )
     for slot in layout.slots:
         bucket.write(slot, values[slot.name])
@@ -288,10 +380,15 @@ def bucket_of(values: dict[str, Tensor], boundary: Boundary, dtype: torch.dtype,
 
 
 def run_bucket(
-    made: Recipe, steps: list[dict[str, Tensor]], boundary: Boundary, factor: float = 0.5, together: bool = False, **formats: Any
+    made: Recipe,
+    steps: list[dict[str, Tensor]],
+    boundary: Boundary,
+    factor: float = 0.5,
+    together: bool = False,
+    **formats: Any,
 ) -> tuple[dict[str, Tensor], Update]:
-    """Weights after updates from gradients by name, of which some are missing in some steps. `together` as on a GPU: a group's pieces
-    are updated at once."""
+    """Weights after updates from gradients by name, of which some are missing in some steps. `together` as on
+    a GPU: a group's pieces are updated at once."""
     values = initial(steps[0])
     bucket = bucket_of(values, boundary, values["f"].dtype, **formats)
     update = Update(bucket, made.groups)
@@ -308,19 +405,30 @@ def run_bucket(
         update.step(factor, [{} for _ in made.groups], missing)
         bucket.publish().wait()
         bucket.clear_grad()
-    return {slot.name: p.detach().clone() for slot, p in zip(bucket.layout.slots, bucket.parameters, strict=True)}, update
+    return {
+        slot.name: p.detach().clone() for slot, p in zip(bucket.layout.slots, bucket.parameters, strict=True)
+    }, update
 
 
 def initial(like: dict[str, Tensor]) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(5)
     dtype = next(iter(like.values())).dtype
-    return {name: torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for name, shape in SHAPES.items()}
+    return {
+        name: torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
+        for name, shape in SHAPES.items()
+    }
 
 
 def gradients_of(steps: int, dtype: torch.dtype, missing: list[str] | None = None) -> list[dict[str, Tensor]]:
     generator = torch.Generator().manual_seed(6)
-    full = [{n: torch.randn(s, generator=generator, dtype=torch.float64).to(dtype) for n, s in SHAPES.items()} for _ in range(steps)]
-    return [{n: g for n, g in each.items() if n not in absent} for each, absent in zip(full, missing or [""] * steps, strict=True)]
+    full = [
+        {n: torch.randn(s, generator=generator, dtype=torch.float64).to(dtype) for n, s in SHAPES.items()}
+        for _ in range(steps)
+    ]
+    return [
+        {n: g for n, g in each.items() if n not in absent}
+        for each, absent in zip(full, missing or [""] * steps, strict=True)
+    ]
 
 
 def plain(made: Recipe, steps: list[dict[str, Tensor]], factor: float = 0.5) -> dict[str, Tensor]:
@@ -354,7 +462,9 @@ def test_the_first_update_of_a_group_may_be_its_second_step() -> None:
     """A state that is made late must not share its step count with neighbours."""
     steps = gradients_of(3, torch.float64, missing=["abdef", "adf", "be"])
     made = recipe(Small(), section(lr=0.1))
-    torch.testing.assert_close(run_bucket(made, steps, "element")[0], plain(made, steps), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(
+        run_bucket(made, steps, "element")[0], plain(made, steps), rtol=1e-12, atol=1e-12
+    )
 
 
 @pytest.mark.parametrize("name", ELEMENTWISE)
@@ -370,17 +480,22 @@ def test_pieces_of_any_size_give_the_same_bits(name: str, monkeypatch: pytest.Mo
         assert len(list(update.state_of())) > pieces
         assert all(torch.equal(cut[n], whole[n]) for n in SHAPES)
         sizes = [(run.stop - run.start) * 4 for run, _ in update.state_of()]
-        assert name != "adamw" or update.nbytes() == sum(2 * size + 4 for size in sizes)  # two states and a step count
+        # two states and a step count
+        assert name != "adamw" or update.nbytes() == sum(2 * size + 4 for size in sizes)
 
 
 @pytest.mark.parametrize("name", [*ELEMENTWISE, "Adafactor"])
-def test_pieces_that_are_updated_at_once_give_the_same_bits(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pieces_that_are_updated_at_once_give_the_same_bits(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     steps = gradients_of(4, torch.float32, missing=["", "", "a", "bcef"])
     made = recipe(Small(), section(name=name, lr=0.1, weight_decay=0.1))
     boundary: Boundary = "tensor" if name == "Adafactor" else "element"
     monkeypatch.setattr(update_module, "CHUNK", ALIGN)
     calls = []
-    hook = register_optimizer_step_post_hook(lambda optimizer, *_: calls.append(len(optimizer.param_groups[0]["params"])))
+    hook = register_optimizer_step_post_hook(
+        lambda optimizer, *_: calls.append(len(optimizer.param_groups[0]["params"]))
+    )
     try:
         apart, _ = run_bucket(made, steps, boundary)
         assert set(calls) <= {1}, "one piece at a time, if not by a kernel of ours"
@@ -411,8 +526,11 @@ def test_deferred_models_too() -> None:
 
 @pytest.mark.parametrize("elsewhere", [False, True])
 @pytest.mark.parametrize("last", [False, True])
-def test_gradients_that_autograd_adds_up_are_the_sum_wherever_it_has_put_it(last: bool, elsewhere: bool) -> None:
-    """Of several micro-batches; in the `last` one the parameter has a gradient or not. Autograd adds in place unless it cannot."""
+def test_gradients_that_autograd_adds_up_are_the_sum_wherever_it_has_put_it(
+    last: bool, elsewhere: bool
+) -> None:
+    """Of several micro-batches; in the `last` one the parameter has a gradient or not. Autograd adds in place
+    unless it cannot."""
     first, *others = gradients_of(3, torch.float64)
     bucket = bucket_of(first, "element", torch.float64)
     index = next(i for i, slot in enumerate(bucket.layout.slots) if slot.name == "f")
@@ -428,4 +546,6 @@ def test_gradients_that_autograd_adds_up_are_the_sum_wherever_it_has_put_it(last
     bucket.finish_reduce()
     slot = bucket.layout.slots[index]
     expected = sum(gradients["f"] for gradients in (first, *others))
-    assert parameter.grad is None and torch.equal(bucket.own_grad[slot.start : slot.stop].view(slot.shape), expected)
+    assert parameter.grad is None and torch.equal(
+        bucket.own_grad[slot.start : slot.stop].view(slot.shape), expected
+    )

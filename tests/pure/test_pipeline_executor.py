@@ -36,7 +36,11 @@ def test_shapes_are_told_once_and_must_follow_from_the_batchs() -> None:
     row = [Action("F", 0, 0), Action("SA", 0, 0)]
 
     def run(length: int, batch: str) -> None:
-        runner.run(row, Calls(lambda stage, i: None, lambda i: torch.ones(2, length), lambda i, output: None), [batch])
+        runner.run(
+            row,
+            Calls(lambda stage, i: None, lambda i: torch.ones(2, length), lambda i, output: None),
+            [batch],
+        )
 
     for length, batch in ((3, "short"), (3, "short"), (4, "long"), (3, "short")):
         run(length, batch)

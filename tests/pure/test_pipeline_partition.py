@@ -1,4 +1,5 @@
-"""A plan divides a model's blocks and parameters over stages, and leaves of the model on each what the stage has."""
+"""A plan divides a model's blocks and parameters over stages, and leaves of the model on each what the stage
+has."""
 
 from __future__ import annotations
 
@@ -54,7 +55,11 @@ def test_what_others_have_is_not_in_memory(name: str) -> None:
     left = keep(model, split, [1])
     gc.collect()
     assert gone and all(ref() is None for ref in gone)
-    assert [n for n, _ in model.named_parameters(remove_duplicate=False)] == present == [n for n in names if n in left]
+    assert (
+        [n for n, _ in model.named_parameters(remove_duplicate=False)]
+        == present
+        == [n for n in names if n in left]
+    )
     assert all(any(n.startswith(block + ".") for block in split.blocks_of(model, [1])) for n in present)
     held = sum(t.nbytes for t in (*model.parameters(), *model.buffers()))
     assert storages(model) <= held + 8 * len(names)
@@ -66,7 +71,11 @@ def test_a_model_on_the_meta_device_is_cut_alike_and_filled_in_part() -> None:
     real = family("gpt2")
     recording = record(lambda: family("gpt2"), 0)
     split = plan(recording.module, 3)
-    assert (split.bounds, dict(split.stages_of), split.tied) == (plan(real, 3).bounds, plan(real, 3).stages_of, plan(real, 3).tied)
+    assert (split.bounds, dict(split.stages_of), split.tied) == (
+        plan(real, 3).bounds,
+        plan(real, 3).stages_of,
+        plan(real, 3).tied,
+    )
     left = keep(recording.module, split, [2], torch.device("cpu"), torch.float64)
     assert all(t.is_meta for t in (*recording.module.parameters(), *recording.module.buffers()))
     made: dict[str, Tensor] = {}
@@ -80,7 +89,12 @@ def test_a_model_on_the_meta_device_is_cut_alike_and_filled_in_part() -> None:
 
 
 def test_a_list_of_builders_builds_on_a_stage_only_what_it_has() -> None:
-    builders = [lambda: nn.Embedding(9, 6), *[lambda: nn.Linear(6, 6)] * 3, nn.ReLU(), lambda: nn.Linear(6, 9)]
+    builders = [
+        lambda: nn.Embedding(9, 6),
+        *[lambda: nn.Linear(6, 6)] * 3,
+        nn.ReLU(),
+        lambda: nn.Linear(6, 9),
+    ]
     build = layers(builders)
     torch.manual_seed(3)
     expected = nn.Sequential(*(b if isinstance(b, nn.Module) else b() for b in builders)).state_dict()
@@ -106,7 +120,9 @@ def test_a_list_of_layers_is_a_sequential() -> None:
 
 def mixture() -> nn.Module:
     architecture, config, settings = FAMILIES["mixtral"]
-    return getattr(transformers, architecture)(getattr(transformers, config)(**settings, output_router_logits=True))
+    return getattr(transformers, architecture)(
+        getattr(transformers, config)(**settings, output_router_logits=True)
+    )
 
 
 def layer_drop() -> nn.Module:
@@ -123,9 +139,18 @@ def two_lists() -> nn.Module:
 @pytest.mark.parametrize(
     ("build", "options", "message"),
     [
-        (Plain, {"stages": 5}, r"4 blocks, too few for 5 stages .*: lower mesh\.pp, or have fewer stages on each rank \(pipeline"),
+        (
+            Plain,
+            {"stages": 5},
+            r"4 blocks, too few for 5 stages .*: lower mesh\.pp, "
+            r"or have fewer stages on each rank \(pipeline",
+        ),
         (Plain, {"stages": 0}, "into 0 stages"),
-        (Plain, {"stages": 2, "counts": [1, 2]}, r"given as \[1, 2\], but must be 2 numbers of at least 1 with the sum 4"),
+        (
+            Plain,
+            {"stages": 2, "counts": [1, 2]},
+            r"given as \[1, 2\], but must be 2 numbers of at least 1 with the sum 4",
+        ),
         (Plain, {"stages": 2, "counts": [4, 0]}, "at least 1"),
         (Plain, {"stages": 2, "counts": [1, 1, 2]}, "2 numbers"),
         (Plain, {"stages": 2, "costs": [1.0]}, "1 costs for 4 blocks"),
@@ -136,12 +161,22 @@ def two_lists() -> nn.Module:
         (two_lists, {"stages": 2}, "several lists of blocks, blocks, others"),
         (lambda: nn.Sequential(*[nn.Linear(2, 2)] * 2), {"stages": 2}, "0 and 1 are one module"),
         (mixture, {"stages": 2}, "with output_router_logits the model takes something from every block"),
-        (lambda: models.llama(output_hidden_states=True), {"stages": 2}, "with output_hidden_states the model takes"),
-        (lambda: models.llama(attn_implementation="eager", output_attentions=True), {"stages": 2}, "with output_attentions the"),
+        (
+            lambda: models.llama(output_hidden_states=True),
+            {"stages": 2},
+            "with output_hidden_states the model takes",
+        ),
+        (
+            lambda: models.llama(attn_implementation="eager", output_attentions=True),
+            {"stages": 2},
+            "with output_attentions the",
+        ),
         (layer_drop, {"stages": 2}, r"with layerdrop = 0\.1 the model skips blocks at random"),
     ],
 )
-def test_what_cannot_be_planned(build: Callable[[], nn.Module], options: dict[str, Any], message: str) -> None:
+def test_what_cannot_be_planned(
+    build: Callable[[], nn.Module], options: dict[str, Any], message: str
+) -> None:
     with pytest.raises(ModelError, match=message):
         plan(build(), **options)
 
@@ -178,7 +213,9 @@ def test_balance_makes_the_most_expensive_stage_as_cheap_as_can_be() -> None:
 
 def test_balance_counts_head_and_for_memory_embedding() -> None:
     small, large = (
-        transformers.LlamaForCausalLM(transformers.LlamaConfig(**{**GROUPED, "num_hidden_layers": 8, "vocab_size": size}))
+        transformers.LlamaForCausalLM(
+            transformers.LlamaConfig(**{**GROUPED, "num_hidden_layers": 8, "vocab_size": size})
+        )
         for size in (8, 2000)
     )
     assert plan(small, 4).bounds == plan(small, 4, memory=True).bounds == (0, 2, 4, 6, 8)

@@ -101,7 +101,9 @@ def test_a_recorded_model_is_built_for_it() -> None:
     torch.manual_seed(3)
     model, recording = build(), record(build, seed=3)
     trial = copy_to(CPU, torch.float32, recording.module, recording.replay)
-    assert all(torch.equal(there, here) for there, here in zip(trial.parameters(), model.parameters(), strict=True))
+    assert all(
+        torch.equal(there, here) for there, here in zip(trial.parameters(), model.parameters(), strict=True)
+    )
     assert all(p.is_meta for p in recording.module.parameters()) and trial.first.weight is trial.second.weight
 
 

@@ -29,8 +29,11 @@ from polyreme.pipeline.schedule import (
 )
 
 SHAPES: dict[str, Any] = {
-    "name": st.sampled_from(NAMES), "pp": st.integers(1, 16), "microbatches": st.integers(1, 64), "virtual": st.integers(2, 4),
-}  # fmt: skip
+    "name": st.sampled_from(NAMES),
+    "pp": st.integers(1, 16),
+    "microbatches": st.integers(1, 64),
+    "virtual": st.integers(2, 4),
+}
 SMALL = SHAPES | {"pp": st.integers(1, 5), "microbatches": st.integers(1, 7), "virtual": st.just(2)}
 
 
@@ -43,8 +46,9 @@ def accepted(schedule: Schedule, microbatches: int) -> bool:
 
 
 def execute(schedule: Schedule, microbatches: int, seed: int) -> bool:
-    """Whether the table trains, by other means than `check`: sends go into one queue for each ordered pair of ranks, receives take what
-    comes next there, ranks move in random order, and what is computed says from what."""
+    """Whether the table trains, by other means than `check`: sends go into one queue for each ordered pair of
+    ranks, receives take what comes next there, ranks move in random order, and what is computed says from
+    what."""
     rank_of = {action.stage: rank for rank, row in enumerate(schedule) for action in row if action.op == "F"}
     halved, last = halves(schedule), max(rank_of)
     queues: dict[tuple[int, int], deque[Any]] = defaultdict(deque)
@@ -65,15 +69,21 @@ def execute(schedule: Schedule, microbatches: int, seed: int) -> bool:
     def perform(rank: int, action: Action) -> None:
         op, stage, i = action
         if op in ("SA", "SG"):
-            queues[rank, rank_of[other_end(action).stage]].append(values[Action("F" if op == "SA" else "B", stage, i)])
+            queues[rank, rank_of[other_end(action).stage]].append(
+                values[Action("F" if op == "SA" else "B", stage, i)]
+            )
         elif op in ("RA", "RG"):
             pair = (rank_of[other_end(action).stage], rank)
             received[action], posted[pair] = posted[pair], posted[pair] + 1
         elif op == "F":
-            values[action] = (*value(rank, Action("F", stage - 1, i), Action("RA", stage, i)), stage) if stage else (i, 0)
+            values[action] = (
+                (*value(rank, Action("F", stage - 1, i), Action("RA", stage, i)), stage) if stage else (i, 0)
+            )
         elif op == "B":
             own = values[Action("F", stage, i)]
-            values[action] = own if stage == last else value(rank, Action("B", stage + 1, i), Action("RG", stage, i))
+            values[action] = (
+                own if stage == last else value(rank, Action("B", stage + 1, i), Action("RG", stage, i))
+            )
         elif op == "W":
             values[action] = values[Action("B", stage, i)]
         elif op == "R":
@@ -96,12 +106,17 @@ def execute(schedule: Schedule, microbatches: int, seed: int) -> bool:
                 at[rank] += 1
                 moved = True
     whole = [(i, *range(last + 1)) for i in range(microbatches)]
-    return all(values.get(Action("U", rank)) == [whole] * list(rank_of.values()).count(rank) for rank in range(len(schedule)))
+    return all(
+        values.get(Action("U", rank)) == [whole] * list(rank_of.values()).count(rank)
+        for rank in range(len(schedule))
+    )
 
 
 @given(**SHAPES)
 @settings(max_examples=150)
-def test_every_schedule_is_valid_and_within_its_memory(name: Name, pp: int, microbatches: int, virtual: int) -> None:
+def test_every_schedule_is_valid_and_within_its_memory(
+    name: Name, pp: int, microbatches: int, virtual: int
+) -> None:
     schedule = build(name, pp, microbatches, virtual)
     limits = activation_limits(name, pp, microbatches, virtual)
     check(schedule, microbatches, limits)
@@ -111,16 +126,21 @@ def test_every_schedule_is_valid_and_within_its_memory(name: Name, pp: int, micr
 
 @given(**SHAPES, seed=st.integers(0, 9))
 @settings(max_examples=40)
-def test_every_schedule_computes_what_it_should(name: Name, pp: int, microbatches: int, virtual: int, seed: int) -> None:
+def test_every_schedule_computes_what_it_should(
+    name: Name, pp: int, microbatches: int, virtual: int, seed: int
+) -> None:
     assert execute(build(name, pp, microbatches, virtual), microbatches, seed)
 
 
 @given(**SHAPES)
 @settings(max_examples=60)
-def test_messages_of_two_ranks_stand_in_one_order_and_few_receives_wait(name: Name, pp: int, microbatches: int, virtual: int) -> None:
+def test_messages_of_two_ranks_stand_in_one_order_and_few_receives_wait(
+    name: Name, pp: int, microbatches: int, virtual: int
+) -> None:
     schedule = build(name, pp, microbatches, virtual)
     ranks = stage_ranks(name, pp, virtual)
-    between: dict[tuple[int, int], list[Action]] = defaultdict(list)  # (rank, peer): sends, or the sends that receives belong to
+    # (rank, peer): sends, or the sends that receives belong to
+    between: dict[tuple[int, int], list[Action]] = defaultdict(list)
     for rank, row in enumerate(schedule):
         waiting, present = 0, frozenset(row)
         for action in row:
@@ -129,7 +149,9 @@ def test_messages_of_two_ranks_stand_in_one_order_and_few_receives_wait(name: Na
                 assert peer in ((rank - 1) % pp, (rank + 1) % pp)
                 between[rank, peer].append(action if action.op in ("SA", "SG") else other_end(action))
                 waiting += action.op in ("RA", "RG")
-            elif (receive := {"F": "RA", "B": "RG"}.get(action.op)) and action._replace(op=receive) in present:
+            elif (receive := {"F": "RA", "B": "RG"}.get(action.op)) and action._replace(
+                op=receive
+            ) in present:
                 waiting -= 1
             assert waiting <= {"interleaved": 5, "1f1b-w": 3, "zb-v": 3}.get(name, 2)
     assert all(between[rank, peer] == between[peer, rank] for rank, peer in list(between))
@@ -137,13 +159,19 @@ def test_messages_of_two_ranks_stand_in_one_order_and_few_receives_wait(name: Na
 
 def test_tables_as_published() -> None:
     def computes(name: Name, pp: int, microbatches: int) -> list[str]:
-        return [" ".join(str(a) for a in row if a.op in ("F", "B", "W")) for row in build(name, pp, microbatches)]
+        return [
+            " ".join(str(a) for a in row if a.op in ("F", "B", "W")) for row in build(name, pp, microbatches)
+        ]
 
     assert computes("gpipe", 2, 2) == ["0F0 0F1 0B0 0B1", "1F0 1F1 1B0 1B1"]
     assert computes("1f1b", 2, 3) == ["0F0 0F1 0B0 0F2 0B1 0B2", "1F0 1B0 1F1 1B1 1F2 1B2"]
-    assert computes("interleaved", 2, 2) == ["0F0 0F1 2F0 2F1 2B0 2B1 0B0 0B1", "1F0 1F1 3F0 3B0 3F1 3B1 1B0 1B1"]
+    assert computes("interleaved", 2, 2) == [
+        "0F0 0F1 2F0 2F1 2B0 2B1 0B0 0B1",
+        "1F0 1F1 3F0 3B0 3F1 3B1 1B0 1B1",
+    ]
     assert computes("1f1b-w", 2, 3) == ["0F0 0F1 0F2 0B0 0B1 0B2", "1F0 1B0 1F1 1B1 1F2 1B2 1W2"]
-    # but for a B and its W that nothing comes between, and whose gradient no other rank waits for: a whole backward
+    # but for a B and its W that nothing comes between, and whose gradient no other rank waits for: a whole
+    # backward
     assert computes("zb-h1", 2, 3) == ["0F0 0F1 0B0 0F2 0B1 0B2", "1F0 1B0 1F1 1B1 1W0 1F2 1B2 1W1 1W2"]
     assert computes("zb-v", 2, 3) == [
         "0F0 0F1 0F2 3F0 3B0 3W0 3F1 3B1 3W1 0B0 3F2 3B2 3W2 0B1 0B2",
@@ -168,11 +196,15 @@ def test_ranks_of_stages() -> None:
 def test_one_stage(microbatches: int) -> None:
     schedule = build("1f1b", 1, microbatches)
     check(schedule, microbatches)
-    assert [str(action) for action in schedule[0]] == [f"0{op}{i}" for i in range(microbatches) for op in "FB"] + ["0R", "0U"]
+    assert [str(action) for action in schedule[0]] == [
+        f"0{op}{i}" for i in range(microbatches) for op in "FB"
+    ] + ["0R", "0U"]
 
 
 @given(st.integers(1, 8), st.data())
-def test_every_possible_order_of_one_stage_is_accepted_and_no_other(microbatches: int, data: st.DataObject) -> None:
+def test_every_possible_order_of_one_stage_is_accepted_and_no_other(
+    microbatches: int, data: st.DataObject
+) -> None:
     row = data.draw(st.permutations(build("1f1b", 1, microbatches)[0]))
     at = {action: i for i, action in enumerate(row)}
     possible = (
@@ -191,7 +223,9 @@ def changed(schedule: Schedule, rank: int, row: list[Action]) -> Schedule:
 
 @given(**SMALL, data=st.data())
 @settings(max_examples=100)
-def test_nothing_may_be_missing_or_done_twice(name: Name, pp: int, microbatches: int, virtual: int, data: st.DataObject) -> None:
+def test_nothing_may_be_missing_or_done_twice(
+    name: Name, pp: int, microbatches: int, virtual: int, data: st.DataObject
+) -> None:
     schedule = build(name, pp, microbatches, virtual)
     rank = data.draw(st.integers(0, pp - 1))
     row = list(schedule[rank])
@@ -207,17 +241,27 @@ NEEDS = {("F", "SA"), ("B", "SG"), ("RA", "F"), ("RG", "B"), ("F", "B"), ("B", "
 
 
 def must_follow(first: Action, second: Action, ranks: tuple[int, ...]) -> bool:
-    """Whether `second` can only come after `first` in a row: it needs it, or they are messages that follow each other the same way."""
+    """Whether `second` can only come after `first` in a row: it needs it, or they are messages that follow
+    each other the same way."""
     if first.op in MESSAGES and second.op in MESSAGES:
         ends = [(action.op[0], ranks[other_end(action).stage]) for action in (first, second)]
         return ends[0] == ends[1]
-    own = (first.stage, first.microbatch) == (second.stage, second.microbatch) and (first.op, second.op) in NEEDS
-    return own or second.op == "U" or (second.op == "R" and first.op in ("B", "W") and first.stage == second.stage)
+    own = (first.stage, first.microbatch) == (second.stage, second.microbatch) and (
+        first.op,
+        second.op,
+    ) in NEEDS
+    return (
+        own
+        or second.op == "U"
+        or (second.op == "R" and first.op in ("B", "W") and first.stage == second.stage)
+    )
 
 
 @given(**SMALL, data=st.data())
 @settings(max_examples=250)
-def test_a_swap_is_refused_unless_harmless(name: Name, pp: int, microbatches: int, virtual: int, data: st.DataObject) -> None:
+def test_a_swap_is_refused_unless_harmless(
+    name: Name, pp: int, microbatches: int, virtual: int, data: st.DataObject
+) -> None:
     schedule = build(name, pp, microbatches, virtual)
     rank = data.draw(st.integers(0, pp - 1))
     row = list(schedule[rank])
@@ -255,7 +299,10 @@ def test_the_error_names_row_action_and_reason() -> None:
     good = "1RA0 1RA1 1F0 1B0 1SG0 1F1 1B1 1SG1 1R 1U"
     assert accepted(changed(table, 1, list(table[1])), 2)
     assert refused(1, good.replace("1SG0 ", "")) == "row 1 of the schedule lacks 1SG0"
-    assert refused(1, good.replace("1RA0 1RA1 1F0", "1F0 1RA0 1RA1")) == "row 1 of the schedule: 1F0 needs 1RA0 first"
+    assert (
+        refused(1, good.replace("1RA0 1RA1 1F0", "1F0 1RA0 1RA1"))
+        == "row 1 of the schedule: 1F0 needs 1RA0 first"
+    )
     assert refused(1, good.replace("1R 1U", "1U 1R")) == "row 1 of the schedule: 1U needs 1R first"
     assert refused(1, good.replace("1F1", "1F1 1F1")) == "row 1 of the schedule: 1F1 is done twice"
     assert refused(1, good + " 0SA0").startswith("row 1 of the schedule: 0SA0 has no place in it")
@@ -265,7 +312,10 @@ def test_the_error_names_row_action_and_reason() -> None:
     )
     with pytest.raises(PolyremeError, match="no row of the schedule computes stage 0"):
         check((table[1],), 2)
-    with pytest.raises(PolyremeError, match="row 0 of the schedule keeps the activations of 2 micro-batches at once, above its limit, 1"):
+    with pytest.raises(
+        PolyremeError,
+        match="row 0 of the schedule keeps the activations of 2 micro-batches at once, above its limit, 1",
+    ):
         check(table, 2, limits=(1, 1))
 
 

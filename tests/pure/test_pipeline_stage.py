@@ -1,4 +1,5 @@
-"""Pipeline stages, run one after the other in this process, compute what the whole model computes: the loss and every gradient."""
+"""Pipeline stages, run one after the other in this process, compute what the whole model computes: the loss
+and every gradient."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ import models
 from cuttable import FAMILIES, Plain, V, batch_for, family
 from polyreme.errors import ModelError
 from polyreme.pipeline.activation_spec import buffers, put_together, take_apart
-from polyreme.pipeline.partition import Split, keep, plan
+from polyreme.pipeline.partition import PipelineSplit, keep, plan
 from polyreme.pipeline.stage import Stage
 
 Run = tuple[float, dict[str, Tensor]]
@@ -34,8 +35,14 @@ def whole(model: nn.Module, call: Callable[[nn.Module], Any]) -> Run:
     return loss.item(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
-def staged(model: nn.Module, split: Split, call: Callable[[nn.Module], Any], ranks: Sequence[Sequence[int]] = ()) -> Run:
-    """The same, by stages: each on a copy of the model of which only its part is left, or those of each rank on one such copy."""
+def staged(
+    model: nn.Module,
+    split: PipelineSplit,
+    call: Callable[[nn.Module], Any],
+    ranks: Sequence[Sequence[int]] = (),
+) -> Run:
+    """The same, by stages: each on a copy of the model of which only its part is left, or those of each rank
+    on one such copy."""
     ranks = ranks or [[stage] for stage in range(split.stages)]
     parts = [copy.deepcopy(model) for _ in ranks]
     for part, mine in zip(parts, ranks, strict=True):
@@ -81,7 +88,9 @@ def assert_same(one: Run, other: Run) -> None:
     assert one[0] == pytest.approx(other[0], rel=1e-12)
     assert one[1].keys() == other[1].keys()
     for name, gradient in one[1].items():
-        torch.testing.assert_close(gradient, other[1][name], rtol=1e-12, atol=1e-13, msg=lambda text, name=name: f"{name}: {text}")
+        torch.testing.assert_close(
+            gradient, other[1][name], rtol=1e-12, atol=1e-13, msg=lambda text, name=name: f"{name}: {text}"
+        )
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -113,7 +122,9 @@ def test_a_stage_can_be_run_again_and_without_gradients() -> None:
             value = stages[0](lambda: model(**batch))
             form, tensors = take_apart(value)
             assert form["grad"] == torch.is_grad_enabled()
-            assert stages[1](lambda: model(**batch), put_together(form, tensors)).loss.item() == pytest.approx(expected, rel=1e-12)
+            assert stages[1](
+                lambda: model(**batch), put_together(form, tensors)
+            ).loss.item() == pytest.approx(expected, rel=1e-12)
     assert [name for name, _ in model.named_modules()] == names
     assert model(**batch).loss.item() == expected
 
@@ -127,7 +138,14 @@ def test_hooks_of_other_stages_do_not_run() -> None:
     model.register_forward_hook(lambda module, args, output: called.append(type(output).__name__))
     first = Stage(model, split, 0)(lambda: model(**batch))
     Stage(model, split, 1)(lambda: model(**batch), first)
-    assert called == ["model.layers.0", "model.layers.1", "Tensor", "model.layers.2", "model.layers.3", "Tensor"]
+    assert called == [
+        "model.layers.0",
+        "model.layers.1",
+        "Tensor",
+        "model.layers.2",
+        "model.layers.3",
+        "Tensor",
+    ]
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3", "opt"])
@@ -165,7 +183,11 @@ class Pair(nn.Module):
     def forward(self, pair: tuple[Tensor, Tensor, dict[str, Any]]) -> tuple[Tensor, Tensor, dict[str, Any]]:
         hidden, kinds, rest = pair
         other = rest["other"] if rest["other"] is not None else hidden * 2
-        return torch.tanh(self.linear(hidden)) + kinds[:, None] + other, kinds + 1, {"times": rest["times"] + 1, "other": other.sin()}
+        return (
+            torch.tanh(self.linear(hidden)) + kinds[:, None] + other,
+            kinds + 1,
+            {"times": rest["times"] + 1, "other": other.sin()},
+        )
 
 
 class Begin(nn.Module):
@@ -193,7 +215,9 @@ def test_sequential_with_several_tensors_between_layers(counts: list[int]) -> No
 
 def test_a_cut_before_a_layer_that_writes_to_its_input() -> None:
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(5, 7), nn.ReLU(inplace=True), nn.Linear(7, 5), nn.ReLU(inplace=True), nn.Linear(5, 1)).double()
+    model = nn.Sequential(
+        nn.Linear(5, 7), nn.ReLU(inplace=True), nn.Linear(7, 5), nn.ReLU(inplace=True), nn.Linear(5, 1)
+    ).double()
     x = torch.randn(4, 5, dtype=torch.float64)
     expected = whole(copy.deepcopy(model), lambda m: m(x).mean())
     for counts in ([1, 4], [3, 2], [1, 2, 2], [1, 1, 1, 1, 1]):
@@ -207,7 +231,9 @@ def test_a_cut_before_a_layer_that_writes_to_its_input() -> None:
 
 def test_embedding_and_head_of_a_sequential_may_be_tied() -> None:
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Embedding(9, 6), nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 9, bias=False)).double()
+    model = nn.Sequential(
+        nn.Embedding(9, 6), nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 9, bias=False)
+    ).double()
     model[3].weight = model[0].weight
     ids = torch.randint(0, 9, (3, 4))
     split = plan(model, 2, counts=[2, 2])
@@ -224,7 +250,8 @@ def test_embedding_and_head_of_a_sequential_may_be_tied() -> None:
 
 
 class Own(nn.Module):
-    """Registered in another order than used, its head the embedding's own parameter, parameters of its own, work between blocks."""
+    """Registered in another order than used, its head the embedding's own parameter, parameters of its own,
+    work between blocks."""
 
     def __init__(self, blocks: int = 4) -> None:
         super().__init__()
@@ -266,7 +293,11 @@ def test_without_a_sample_the_order_of_registration_tells() -> None:
 @pytest.mark.parametrize(
     ("switch", "message"),
     [
-        ("skips", r"stage 1 computes with an output of blocks\.0, which another stage runs: only the blocks' first argument is sent"),
+        (
+            "skips",
+            r"stage 1 computes with an output of blocks\.0, which "
+            r"another stage runs: only the blocks' first argument is sent",
+        ),
         ("adds", r"stage 1 computes with embed\.weight, which stage 0 has"),
         ("drops", r"stage 0: the model's forward calls blocks\.3 when blocks\.2 is due.*turn layer drop off"),
         ("backwards", r"stage 0: the model's forward calls blocks\.3 when blocks\.0 is due"),
@@ -278,7 +309,9 @@ def test_what_cannot_be_cut_is_refused(switch: str, message: str) -> None:
         staged(model, plan(model, 2, counts=[2, 2]), lambda m: m(ids))
 
 
-@pytest.mark.parametrize(("ids", "error"), [(torch.tensor([[1, 2]]), ModelError), (torch.tensor([[1, 99]]), IndexError)])
+@pytest.mark.parametrize(
+    ("ids", "error"), [(torch.tensor([[1, 2]]), ModelError), (torch.tensor([[1, 99]]), IndexError)]
+)
 def test_an_error_leaves_the_model_as_it_was(ids: Tensor, error: type[Exception]) -> None:
     model = Plain(drops=True)
     modules, good = list(model.modules()), torch.tensor([[3, 4]])
@@ -306,7 +339,15 @@ def test_a_skipped_last_block_is_refused() -> None:
 
 def test_outputs_of_the_first_block_that_later_ones_need_are_refused() -> None:
     """T5 computes position biases in its first block alone."""
-    settings = {"vocab_size": V, "d_model": 16, "d_kv": 4, "d_ff": 24, "num_layers": 4, "num_heads": 4, "dropout_rate": 0.0}
+    settings = {
+        "vocab_size": V,
+        "d_model": 16,
+        "d_kv": 4,
+        "d_ff": 24,
+        "num_layers": 4,
+        "num_heads": 4,
+        "dropout_rate": 0.0,
+    }
     model = transformers.T5EncoderModel(transformers.T5Config(**settings)).double()
     ids = torch.randint(3, V, (2, 6))
     split = plan(model, 2)

@@ -77,12 +77,19 @@ def test_svg(name: Name) -> None:
     assert words.count("rank 2") == 1 and f"{simulation.bubble[2]:.1%}, {simulation.peak[2]}" in words
     width, height = map(float, root.attrib["viewBox"].split()[2:])
     for rect in cells:
-        assert float(rect.attrib["x"]) + float(rect.attrib["width"]) <= width and float(rect.attrib["y"]) + 26 <= height
+        assert (
+            float(rect.attrib["x"]) + float(rect.attrib["width"]) <= width
+            and float(rect.attrib["y"]) + 26 <= height
+        )
 
 
 def test_costs_in_seconds_are_drawn_as_well() -> None:
     schedule = build("1f1b", 2, 2)
-    seconds = {what: time * 1e-4 for what, time in Costs.even(schedule).duration.items()} | {("R", 0): 3e-5, ("R", 1): 1e-6, ("U", 0): 2e-4}
+    seconds = {what: time * 1e-4 for what, time in Costs.even(schedule).duration.items()} | {
+        ("R", 0): 3e-5,
+        ("R", 1): 1e-6,
+        ("U", 0): 2e-4,
+    }
     simulation = simulate(schedule, Costs(seconds, transfer=1e-5))  # type: ignore[arg-type]
     assert all(len(row) <= 60 for row in lines(simulation, 60)[:-1]) and "reduce" in lines(simulation, 60)[-1]
     view = re.search(r'viewBox="0 0 ([\d.]+)', svg(simulation, "a step"))
@@ -106,13 +113,21 @@ def polyreme(*words: str) -> tuple[int, str, str]:
 
 def test_the_command_draws_the_schedule(config: str, tmp_path: Path) -> None:
     picture = tmp_path / "step.svg"
-    status, output, _ = polyreme("inspect", config, "--schedule", "--set", "batch.size=8", "--svg", str(picture))
+    status, output, _ = polyreme(
+        "inspect", config, "--schedule", "--set", "batch.size=8", "--svg", str(picture)
+    )
     assert status == 0 and output.startswith("1f1b-w: 4 stages on 4 ranks, 8 micro-batches\n")
     assert "bubble 25.0%" in output and ElementTree.parse(picture).getroot().tag.endswith("svg")
-    status, output, _ = polyreme("inspect", config, "--schedule", "--json", "--set", "pipeline.schedule=interleaved")
+    status, output, _ = polyreme(
+        "inspect", config, "--schedule", "--json", "--set", "pipeline.schedule=interleaved"
+    )
     told = json.loads(output)
     assert status == 0 and told["rows"] == [" ".join(map(str, row)) for row in build("interleaved", 4, 16)]
-    assert told["bubble"] == pytest.approx(3 / 35) and told["peak_activations"] == [11, 9, 7, 5] and told["total"] == 105
+    assert (
+        told["bubble"] == pytest.approx(3 / 35)
+        and told["peak_activations"] == [11, 9, 7, 5]
+        and told["total"] == 105
+    )
 
 
 def test_the_command_says_what_is_wrong(config: str, tmp_path: Path) -> None:
@@ -135,7 +150,9 @@ def test_the_command_says_what_is_wrong(config: str, tmp_path: Path) -> None:
         (["batch.micro=auto"], 4, 1),
     ],
 )
-def test_micro_batches_follow_from_the_mesh(config: str, changes: list[str], world_size: int | None, microbatches: int) -> None:
+def test_micro_batches_follow_from_the_mesh(
+    config: str, changes: list[str], world_size: int | None, microbatches: int
+) -> None:
     title, schedule, _ = step_table(Config.load(config, changes), world_size)
     assert title.endswith(f", {microbatches} micro-batch{'es' if microbatches > 1 else ''}")
     assert schedule == build("1f1b-w", 4, microbatches)

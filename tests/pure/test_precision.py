@@ -1,4 +1,5 @@
-"""The loss scale's rules, norms that do not depend on the layout, and the finder of the module that made a NaN."""
+"""The loss scale's rules, norms that do not depend on the layout, and the finder of the module that made a
+NaN."""
 
 from __future__ import annotations
 
@@ -11,13 +12,21 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from polyreme.layout.bucket_layout import ALIGN, BucketLayout, TensorSpec
-from polyreme.step.precision import LossScale, cast_floating, clip_factor, master_dtype, norm_of, watch_nonfinite
+from polyreme.step.precision import (
+    LossScale,
+    cast_floating,
+    clip_factor,
+    master_dtype,
+    norm_of,
+    watch_nonfinite,
+)
 from polyreme.zero.bucket import squared_norm
 
 
 @given(st.lists(st.booleans(), max_size=60), st.integers(1, 5))
 def test_dynamic_scale(overflows: list[bool], interval: int) -> None:
-    """Halves at each overflow (not below the minimum), doubles after `interval` good steps in a row since the last change."""
+    """Halves at each overflow (not below the minimum), doubles after `interval` good steps in a row since the
+    last change."""
     scale = LossScale(2.0**10, True, interval=interval, minimum=2.0**6)
     exponent, good = 10, 0
     for overflow in overflows:
@@ -37,7 +46,9 @@ def test_static_scale() -> None:
     assert scale.value == 128.0
 
 
-@given(st.lists(st.integers(0, 300), min_size=1, max_size=6), st.lists(st.integers(1, 9), min_size=2, max_size=2))
+@given(
+    st.lists(st.integers(0, 300), min_size=1, max_size=6), st.lists(st.integers(1, 9), min_size=2, max_size=2)
+)
 @settings(max_examples=40)
 def test_norm_does_not_depend_on_shards_or_buckets(sizes: list[int], worlds: list[int]) -> None:
     generator = torch.Generator().manual_seed(sum(sizes))
@@ -89,7 +100,9 @@ def test_cast_and_master() -> None:
     assert isinstance(found, dict)
     assert found["x"][0].dtype == torch.bfloat16 and found["mask"][0].dtype == torch.bool
     assert found["x"][1] == "text" and found["ids"] is ids
-    assert [master_dtype(d) for d in (torch.float16, torch.bfloat16, torch.float32, torch.float64)] == [torch.float32] * 3 + [torch.float64]
+    assert [master_dtype(d) for d in (torch.float16, torch.bfloat16, torch.float32, torch.float64)] == [
+        torch.float32
+    ] * 3 + [torch.float64]
 
 
 class Step(nn.Module):
@@ -115,7 +128,9 @@ def first_of(*functions: str, weight: float = 1.0) -> list[str]:
         model[1].weight.fill_(weight)
     with watch_nonfinite(model) as found:
         model(torch.rand(2, 3, requires_grad=True) + 1).sum().backward()
-    assert not any(m._forward_hooks or m._backward_hooks for m in model.modules()), "the watch leaves nothing behind"
+    assert not any(m._forward_hooks or m._backward_hooks for m in model.modules()), (
+        "the watch leaves nothing behind"
+    )
     assert not any(p._backward_hooks for p in model.parameters())
     return found
 
@@ -123,6 +138,8 @@ def first_of(*functions: str, weight: float = 1.0) -> list[str]:
 def test_names_the_first_module() -> None:
     assert first_of("same", "same", "same") == []
     assert first_of("same", "log", "same") == ["the forward of 1 (Step) from finite inputs"]
-    assert first_of("same", "same", weight=math.nan) == ["the forward of 1 (Step) from finite inputs; its parameters are not finite"]
+    assert first_of("same", "same", weight=math.nan) == [
+        "the forward of 1 (Step) from finite inputs; its parameters are not finite"
+    ]
     assert first_of("same", "root", "same") == ["the backward of 1 (Step) from finite output gradients"]
     assert first_of("same", "same", "parameter") == ["the gradient of the parameter 2.weight"]

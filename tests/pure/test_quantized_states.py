@@ -1,4 +1,5 @@
-"""Compact optimizer states: what a rounding may be off by, that it is unbiased and independent of the cut, and that training converges."""
+"""Compact optimizer states: what a rounding may be off by, that it is unbiased and independent of the cut,
+and that training converges."""
 
 from __future__ import annotations
 
@@ -23,7 +24,9 @@ FORMATS: list[tuple[States, str]] = [("bf16", "exp_avg"), ("8bit", "exp_avg"), (
 def kept(states: States, name: str, values: Tensor, key: Key | None = None) -> dict[str, Tensor]:
     """`values` as they are stored."""
     form = format_of(states, name)
-    stored = {part: torch.empty(count, dtype=dtype) for part, (dtype, count) in form.fields(values.numel()).items()}
+    stored = {
+        part: torch.empty(count, dtype=dtype) for part, (dtype, count) in form.fields(values.numel()).items()
+    }
     form.encode(values.clone(), stored, key or Key(name, 1, 0))
     return stored
 
@@ -50,14 +53,18 @@ def numbers(draw: st.DrawFn) -> Tensor:
     """Two blocks of magnitudes over many decades, zeros too."""
     seed, decades, scale = draw(st.integers(0, 2**31)), draw(st.floats(0, 20)), draw(st.integers(-8, 8))
     generator = torch.Generator().manual_seed(seed)
-    values = torch.randn(2 * BLOCK, generator=generator) * 10.0 ** (scale - decades * torch.rand(2 * BLOCK, generator=generator))
+    values = torch.randn(2 * BLOCK, generator=generator) * 10.0 ** (
+        scale - decades * torch.rand(2 * BLOCK, generator=generator)
+    )
     return values * (torch.rand(2 * BLOCK, generator=generator) > draw(st.sampled_from([0.0, 0.5, 1.0])))
 
 
 @pytest.mark.parametrize(("states", "name"), FORMATS)
 @settings(max_examples=60)
 @given(values=numbers(), count=st.integers(0, 2**24), at=st.integers(0, 2**40))
-def test_the_error_is_as_stated_and_rounding_again_changes_nothing(states: States, name: str, values: Tensor, count: int, at: int) -> None:
+def test_the_error_is_as_stated_and_rounding_again_changes_nothing(
+    states: States, name: str, values: Tensor, count: int, at: int
+) -> None:
     values = values if SIGNED[name] else values.abs()
     stored = kept(states, name, values, Key(name, count, at))
     found = back(states, name, stored)
@@ -72,12 +79,20 @@ def test_the_error_is_as_stated_and_rounding_again_changes_nothing(states: State
 def test_the_mean_of_roundings_is_the_number(states: States, name: str) -> None:
     values = torch.rand(BLOCK, generator=torch.Generator().manual_seed(0)) + 0.01
     times = 2000
-    mean = torch.stack([back(states, name, kept(states, name, values, Key(name, count, 0))) for count in range(times)]).double().mean(0)
+    mean = (
+        torch.stack(
+            [back(states, name, kept(states, name, values, Key(name, count, 0))) for count in range(times)]
+        )
+        .double()
+        .mean(0)
+    )
     assert ((mean - values).abs() <= 4 * bound(states, name, values) / math.sqrt(times)).all()
 
 
 @pytest.mark.parametrize(("states", "name"), FORMATS)
-def test_compiled_loops_round_to_the_same_bits(states: States, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compiled_loops_round_to_the_same_bits(
+    states: States, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pytest.importorskip("numba")
     values = torch.randn(8 * BLOCK, generator=torch.Generator().manual_seed(0)) ** 5
     values[:BLOCK] = 0
@@ -97,22 +112,34 @@ def test_compiled_loops_round_to_the_same_bits(states: States, name: str, monkey
 def test_random_bits_are_those_of_each_place() -> None:
     key = Key("exp_avg", 7, 1000)
     found = quantized_states.random(key, 300, torch.device("cpu"))
-    assert [x & 0xFFFFFFFF for x in found.tolist()] == [quantized_states.mixed(key.place + i) for i in range(300)]
+    assert [x & 0xFFFFFFFF for x in found.tolist()] == [
+        quantized_states.mixed(key.place + i) for i in range(300)
+    ]
     assert torch.equal(found[100:], quantized_states.random(key._replace(at=1100), 200, torch.device("cpu")))
     others = (key._replace(steps=8), key._replace(name="exp_avg_sq"), key._replace(at=1000 + 2**32))
-    assert all((quantized_states.random(other, 300, torch.device("cpu")) == found).sum() < 3 for other in others)
+    assert all(
+        (quantized_states.random(other, 300, torch.device("cpu")) == found).sum() < 3 for other in others
+    )
 
 
 @pytest.mark.parametrize("compiles", [False, True])
 @pytest.mark.parametrize("states", ["bf16", "8bit"])
 @pytest.mark.parametrize(
     ("cls", "options"),
-    [(AdamW, {"fused": True}), (SGD, {"momentum": 0.9, "fused": True}), (Adagrad, {"fused": True}), (Lion, {}), (SGD, {"fused": True})],
+    [
+        (AdamW, {"fused": True}),
+        (SGD, {"momentum": 0.9, "fused": True}),
+        (Adagrad, {"fused": True}),
+        (Lion, {}),
+        (SGD, {"fused": True}),
+    ],
 )
 def test_results_do_not_depend_on_the_cut(
     cls: Any, options: dict[str, Any], states: States, compiles: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    compiled_kernels = pytest.importorskip("polyreme.optim.compiled_kernels", exc_type=ImportError) if compiles else None
+    compiled_kernels = (
+        pytest.importorskip("polyreme.optim.compiled_kernels", exc_type=ImportError) if compiles else None
+    )
     monkeypatch.setattr(cpu_kernels, "compiler", lambda: compiled_kernels)
     if compiled_kernels is not None:
         monkeypatch.setattr(compiled_kernels, "LEAST", 2 * ALIGN)  # on two threads
@@ -123,21 +150,29 @@ def test_results_do_not_depend_on_the_cut(
     for chunk, cuts in ((1 << 17, (0, size)), (2 * ALIGN, (0, size)), (1 << 17, (0, ALIGN, 4 * ALIGN, size))):
         monkeypatch.setattr(cpu_kernels, "CHUNK", chunk)
         kernel = Compact(cls([torch.zeros(1)], lr=0.01, **options), states)
-        parameter, out, pieces = start.clone(), torch.empty(size, dtype=torch.bfloat16), [{} for _ in cuts[1:]]
+        parameter = start.clone()
+        out = torch.empty(size, dtype=torch.bfloat16)
+        pieces = [{} for _ in cuts[1:]]
         for gradient in gradients:
             for state, low, high in zip(pieces, cuts, cuts[1:], strict=False):
                 kernel.step(parameter[low:high], gradient[low:high], state, 0.5, out[low:high], at=low)
         assert torch.equal(out, parameter.bfloat16())
         assert all(state["step"] == 4 and state.keys() == {*kernel.fields(size), "step"} for state in pieces)
-        assert all(state[n].dtype == d and state[n].numel() == c for state, low, high in zip(pieces, cuts, cuts[1:], strict=False)
-                   for n, (d, c) in kernel.fields(high - low).items())  # fmt: skip
-        ends.append(torch.cat([parameter, *(torch.cat([s[n].float() for s in pieces]) for n in kernel.fields(size))]))
+        assert all(
+            state[n].dtype == d and state[n].numel() == c
+            for state, low, high in zip(pieces, cuts, cuts[1:], strict=False)
+            for n, (d, c) in kernel.fields(high - low).items()
+        )
+        ends.append(
+            torch.cat([parameter, *(torch.cat([s[n].float() for s in pieces]) for n in kernel.fields(size))])
+        )
     assert torch.equal(ends[0], ends[1]) and torch.equal(ends[0], ends[2])
 
 
 @pytest.mark.parametrize("states", ["bf16", "8bit"])
 def test_a_slow_second_moment_follows_its_gradients(states: States) -> None:
-    """It grows and falls by a thousandth a step, less than either format can show: rounded to the nearest, it would stand still."""
+    """It grows and falls by a thousandth a step, less than either format can show: rounded to the nearest, it
+    would stand still."""
     size, steps = 16 * ALIGN, 700
     kernel = Compact(AdamW([torch.zeros(1)], lr=0.0, betas=(0.9, 0.999), fused=True), states)
     parameter, state = torch.zeros(size), {}
@@ -147,12 +182,18 @@ def test_a_slow_second_moment_follows_its_gradients(states: States) -> None:
         kernel.step(parameter, torch.full((size,), gradient), state)
         expected = 0.999 * expected + 0.001 * gradient**2
         if step % steps == steps - 1:
-            stored = {part: state["exp_avg_sq" + part] for part in ("", ".scale") if "exp_avg_sq" + part in state}
+            stored = {
+                part: state["exp_avg_sq" + part] for part in ("", ".scale") if "exp_avg_sq" + part in state
+            }
             assert float(back(states, "exp_avg_sq", stored).mean()) == pytest.approx(expected, rel=0.03)
 
 
 def test_optimizers_with_other_states_are_refused() -> None:
-    for optimizer in (torch.optim.NAdam([torch.zeros(1)]), AdamW([torch.zeros(1)], fused=True, amsgrad=True), AdamW([torch.zeros(1)])):
+    for optimizer in (
+        torch.optim.NAdam([torch.zeros(1)]),
+        AdamW([torch.zeros(1)], fused=True, amsgrad=True),
+        AdamW([torch.zeros(1)]),
+    ):
         with pytest.raises(ValueError, match="other states"):
             Compact(optimizer, "bf16")
 
@@ -166,8 +207,11 @@ class Letters(nn.Module):
     def __init__(self, letters: int, width: int = 64) -> None:
         super().__init__()
         self.embed, self.place = nn.Embedding(letters, width), nn.Embedding(32, width)
-        layer = nn.TransformerEncoderLayer(width, 4, 2 * width, dropout=0.0, batch_first=True, norm_first=True)
-        self.layers, self.head = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False), nn.Linear(width, letters)
+        layer = nn.TransformerEncoderLayer(
+            width, 4, 2 * width, dropout=0.0, batch_first=True, norm_first=True
+        )
+        self.layers = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+        self.head = nn.Linear(width, letters)
 
     def forward(self, x: Tensor) -> Tensor:
         mask = nn.Transformer.generate_square_subsequent_mask(x.shape[1])
@@ -178,7 +222,8 @@ STEPS = 160
 
 
 def trained(states: States | None) -> tuple[float, float]:
-    """The loss of the first steps and of the last, of a flat float32 master that AdamW updates as `states` says."""
+    """The loss of the first steps and of the last, of a flat float32 master that AdamW updates as `states`
+    says."""
     text = " ".join(f"{a} times {b} is {a * b}." for a in range(2, 14) for b in range(2, 14))
     letters = sorted(set(text))
     corpus = torch.tensor([letters.index(letter) for letter in text])

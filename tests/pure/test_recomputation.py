@@ -1,4 +1,5 @@
-"""Recomputation outside the engine: which parts of a model are recomputed, and that buffers come out as without it."""
+"""Recomputation outside the engine: which parts of a model are recomputed, and that buffers come out as
+without it."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ from polyreme.step.recomputation import measure, wrap_blocks
 
 
 class Half(nn.Module):
-    """Running means, and a weight whose norm a power iteration follows: buffers that forward changes, one that it also reads."""
+    """Running means, and a weight whose norm a power iteration follows: buffers that forward changes, one
+    that it also reads."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -71,7 +73,14 @@ def test_buffers_and_weights_are_those_of_a_run_without(build: Callable[[], nn.M
         (kept, plain), (kept_less, again) = trained(build, False), trained(build, True)
     assert plain.keys() == again.keys()
     assert not [name for name in plain if not torch.equal(plain[name], again[name])]
-    assert plain["net.parts.encoder.norm.num_batches_tracked" if build is Wrapper else "parts.encoder.norm.num_batches_tracked"] == 3
+    assert (
+        plain[
+            "net.parts.encoder.norm.num_batches_tracked"
+            if build is Wrapper
+            else "parts.encoder.norm.num_batches_tracked"
+        ]
+        == 3
+    )
     assert max(kept_less) < min(kept)
 
 

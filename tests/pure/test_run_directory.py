@@ -18,7 +18,7 @@ from safetensors.torch import save as save_tensors
 from polyreme.checkpoint import manifest
 from polyreme.checkpoint.manifest import File, Resume
 from polyreme.checkpoint.run_directory import RunFolder, is_whole, progress_of, step_of
-from polyreme.config import Progress, Span
+from polyreme.config import Duration, Progress
 
 
 class Killed(BaseException):
@@ -51,7 +51,8 @@ def names(run: RunFolder) -> list[str]:
 
 @contextmanager
 def killed_at(change: int) -> Iterator[None]:
-    """The process ends right before change number `change` to the folder, from 0; in the middle of it where it deletes a folder."""
+    """The process ends right before change number `change` to the folder, from 0; in the middle of it where
+    it deletes a folder."""
     left = change
 
     def count(half: Path | None = None) -> None:
@@ -86,12 +87,25 @@ def test_nothing_yet(tmp_path: Path) -> None:
 
 def test_only_whole_directories_of_that_name_count(tmp_path: Path) -> None:
     run = RunFolder(tmp_path)
-    for name in ("step-9", "step-10", "step-2", "step-11.tmp", "step-12.old", "step-13.damaged", "step-x", "step-", "step--3", "other"):
+    for name in (
+        "step-9",
+        "step-10",
+        "step-2",
+        "step-11.tmp",
+        "step-12.old",
+        "step-13.damaged",
+        "step-x",
+        "step-",
+        "step--3",
+        "other",
+    ):
         (tmp_path / name).mkdir()
     (tmp_path / "step-20").write_text("a file")
     assert steps(run) == [2, 9, 10] and run.newest() == tmp_path / "step-10"
     run.tidy()
-    assert names(run) == sorted(["step-9", "step-10", "step-2", "step-13.damaged", "step-x", "step-", "step--3", "other", "step-20"])
+    assert names(run) == sorted(
+        ["step-9", "step-10", "step-2", "step-13.damaged", "step-x", "step-", "step--3", "other", "step-20"]
+    )
 
 
 def test_latest_is_a_whole_name_and_may_be_wrong(tmp_path: Path) -> None:
@@ -112,22 +126,23 @@ def test_what_is_kept(tmp_path: Path) -> None:
     run = RunFolder(tmp_path)
     for step in range(100, 1300, 100):
         save(run, step)
-        run.prune(2, Span(amount=500))
+        run.prune(2, Duration(amount=500))
     assert steps(run) == [500, 1000, 1100, 1200]
-    run.prune(None, Span(amount=500))
+    run.prune(None, Duration(amount=500))
     assert steps(run) == [500, 1000, 1100, 1200]
     run.prune(1)
     assert steps(run) == [1200]
 
 
 @pytest.mark.parametrize(
-    ("every", "kept"), [("1000 steps", [1050, 2100, 3150]), ("8000 samples", [1050, 2100, 3150]), ("2e5 tokens", [2100])]
+    ("every", "kept"),
+    [("1000 steps", [1050, 2100, 3150]), ("8000 samples", [1050, 2100, 3150]), ("2e5 tokens", [2100])],
 )
 def test_where_none_is_just_there_the_next_is_kept(tmp_path: Path, every: str, kept: list[int]) -> None:
     run = RunFolder(tmp_path)
     for step in range(350, 3501, 350):
         save(run, step)
-        run.prune(1, Span.model_validate(every))
+        run.prune(1, Duration.model_validate(every))
     assert steps(run) == [*kept, 3500]
 
 
@@ -150,13 +165,17 @@ def test_a_new_run_in_the_folder_replaces_the_old_one_when_it_has_a_checkpoint(t
     assert run.newest() == tmp_path / "step-100", "the one to go on from"
     assert [path.name for path in run.set_aside()] == ["step-100"]
     run.drop_earlier()
-    assert names(run) == ["step-100.earlier", "step-200.earlier", "step-300.earlier"], "the new run has none yet"
+    assert names(run) == ["step-100.earlier", "step-200.earlier", "step-300.earlier"], (
+        "the new run has none yet"
+    )
     RunFolder(tmp_path).tidy()  # it never had one
     assert names(run) == ["step-100", "step-200", "step-300"]
     run.set_aside()
     save(run, 7)
     RunFolder(tmp_path).tidy()
-    assert run.newest() == tmp_path / "step-7", "not step-300, though the process was killed before it could drop that"
+    assert run.newest() == tmp_path / "step-7", (
+        "not step-300, though the process was killed before it could drop that"
+    )
     run.drop_earlier()
     assert names(run) == ["step-7"]
 
@@ -183,14 +202,15 @@ def test_killed_between_the_renames_that_replace_a_checkpoint(tmp_path: Path) ->
 @given(
     saves=st.lists(st.integers(1, 9), min_size=1, max_size=12),
     keep=st.integers(1, 3),
-    keep_every=st.none() | st.integers(1, 12).map(lambda n: Span(amount=n)),
+    keep_every=st.none() | st.integers(1, 12).map(lambda n: Duration(amount=n)),
     replaced=st.sets(st.integers(0, 11)),
     killed=st.lists(st.integers(0, 8), max_size=8),
 )
 def test_killed_at_any_change_to_the_folder(
-    saves: list[int], keep: int, keep_every: Span | None, replaced: set[int], killed: list[int]
+    saves: list[int], keep: int, keep_every: Duration | None, replaced: set[int], killed: list[int]
 ) -> None:
-    """A run that saves after so many steps each, begun anew now and then, killed at some changes and started again."""
+    """A run that saves after so many steps each, begun anew now and then, killed at some changes and started
+    again."""
     with tempfile.TemporaryDirectory() as where:
         run, ends = RunFolder(where), iter(killed)
         newest: Path | None = None

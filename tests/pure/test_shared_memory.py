@@ -1,4 +1,5 @@
-"""A heap gives out ranges that another process reads where they lie, and takes them back; a board's words last beyond its ring."""
+"""A heap gives out ranges that another process reads where they lie, and takes them back; a board's words
+last beyond its ring."""
 
 from __future__ import annotations
 
@@ -16,7 +17,9 @@ from polyreme.distributed import shared_memory
 from polyreme.distributed.shared_memory import NUMBERS, RING, SEGMENT, Board, Heap, Peer, heap, peer
 from polyreme.errors import TransportError
 
-pytestmark = pytest.mark.skipif(heap() is None, reason="this system has no memory to share, or orders writes too weakly")
+pytestmark = pytest.mark.skipif(
+    heap() is None, reason="this system has no memory to share, or orders writes too weakly"
+)
 
 
 def opened(home: Heap) -> Peer:
@@ -29,7 +32,8 @@ def opened(home: Heap) -> Peer:
 def test_what_is_written_shows_at_the_peer() -> None:
     home = Heap()
     other = opened(home)
-    small, large = home.empty(1000, torch.float64), home.empty(SEGMENT // 4 + 7, torch.float32)  # the second one spans two segments
+    # the second one spans two segments
+    small, large = (home.empty(1000, torch.float64), home.empty(SEGMENT // 4 + 7, torch.float32))
     for tensor in (small, large):
         assert not tensor[:5].any() and not tensor[-5:].any()
         tensor[-3:] = torch.tensor([1, 2, 3], dtype=tensor.dtype)
@@ -48,7 +52,8 @@ def test_freed_ranges_go_back_and_are_used_again() -> None:
     offset, view = home.offset(tensor), tensor[5:]
     del tensor
     gc.collect()
-    assert home.offset(view) == offset + 5 and os.fstat(home._file).st_blocks >= blocks + (1 << 20) // 512  # a view holds it
+    # a view holds it
+    assert home.offset(view) == offset + 5 and os.fstat(home._file).st_blocks >= blocks + (1 << 20) // 512
     del view
     gc.collect()
     assert os.fstat(home._file).st_blocks <= blocks + 16
@@ -124,11 +129,14 @@ def test_words(exchange: int, offset: int, later: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("limit", "room", "option"), [("RLIMIT_FSIZE", 1 << 20, "f"), ("RLIMIT_AS", 1 << 20, "v"), ("RLIMIT_NOFILE", 0, "n")]
+    ("limit", "room", "option"),
+    [("RLIMIT_FSIZE", 1 << 20, "f"), ("RLIMIT_AS", 1 << 20, "v"), ("RLIMIT_NOFILE", 0, "n")],
 )
 def test_a_limit_of_the_process_is_named(limit: str, room: int, option: str) -> None:
     home, kind = Heap(), getattr(resource, limit)
-    taken = {"RLIMIT_AS": resource.getpagesize() * int(Path("/proc/self/statm").read_text().split()[0])}.get(limit, 0)
+    taken = {"RLIMIT_AS": resource.getpagesize() * int(Path("/proc/self/statm").read_text().split()[0])}.get(
+        limit, 0
+    )
     before = resource.getrlimit(kind)
     resource.setrlimit(kind, (taken + room, before[1]))
     try:
@@ -136,5 +144,7 @@ def test_a_limit_of_the_process_is_named(limit: str, room: int, option: str) -> 
             home.empty(SEGMENT, torch.uint8) if room else Heap()
     finally:
         resource.setrlimit(kind, before)
-    assert f"`ulimit -{option}` of {taken + room:,} is too low" in str(refused.value) and "mesh.shared_memory" in str(refused.value)
+    assert f"`ulimit -{option}` of {taken + room:,} is too low" in str(
+        refused.value
+    ) and "mesh.shared_memory" in str(refused.value)
     assert not home.empty(SEGMENT, torch.uint8)[-1:].any()  # what failed took nothing

@@ -1,4 +1,5 @@
-"""The gradient of an embedding's table, by rows where the engine asks for it and as ever where anybody else does."""
+"""The gradient of an embedding's table, by rows where the engine asks for it and as ever where anybody else
+does."""
 
 from __future__ import annotations
 
@@ -121,7 +122,10 @@ def test_gradients_of_several_micro_batches_add_up_as_torch_adds_them() -> None:
     plain, _ = both()
     engine = polyreme.initialize(
         copy.deepcopy(plain),
-        {"batch": {"size": 4, "micro": 1}, "optimizer": {"name": "sgd", "lr": 1.0, "clip": "none", "weight_decay": 0.0}},
+        {
+            "batch": {"size": 4, "micro": 1},
+            "optimizer": {"name": "sgd", "lr": 1.0, "clip": "none", "weight_decay": 0.0},
+        },
         loss_fn=lambda output, batch: (output, 1),
     )
     batch = torch.randint(0, ROWS, (4, 200), generator=torch.Generator().manual_seed(1))

@@ -1,4 +1,5 @@
-"""Cut: split then join is the identity for any number of ranks, uneven vocabulary and packed sections; every number has one owner."""
+"""Cut: split then join is the identity for any number of ranks, uneven vocabulary and packed sections; every
+number has one owner."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ from polyreme.layout.bucket_layout import Cut
 @st.composite
 def cuts(draw: Any) -> Cut:
     ways = draw(st.integers(1, 8))
-    before, behind = draw(st.lists(st.integers(1, 3), max_size=2)), draw(st.lists(st.integers(1, 3), max_size=2))
+    before = draw(st.lists(st.integers(1, 3), max_size=2))
+    behind = draw(st.lists(st.integers(1, 3), max_size=2))
 
     def shape(size: int) -> tuple[int, ...]:
         return (*before, size, *behind)
@@ -26,8 +28,12 @@ def cuts(draw: Any) -> Cut:
         return Cut.whole(draw(st.sampled_from([(), (5,), shape(4)])), ways)
     if kind == "padded":
         return Cut.padded(shape(draw(st.integers(ways, 50))), len(before), ways)
-    units = [draw(st.integers(1, 3)) * ways if draw(st.booleans()) else draw(st.sampled_from([n for n in range(1, 9) if ways % n == 0]))
-             for _ in range(draw(st.integers(1, 4)))]  # fmt: skip
+    units = [
+        draw(st.integers(1, 3)) * ways
+        if draw(st.booleans())
+        else draw(st.sampled_from([n for n in range(1, 9) if ways % n == 0]))
+        for _ in range(draw(st.integers(1, 4)))
+    ]
     sections = [(draw(st.integers(1, 3)) * count, count) for count in units]
     return Cut.packed(shape(sum(size for size, _ in sections)), len(before), ways, sections)
 
@@ -71,10 +77,14 @@ def test_put_writes_what_split_read_and_nothing_else(cut: Cut) -> None:
 
 
 def test_packed_query_key_value() -> None:
-    cut = Cut.packed((16, 3), 0, 4, [(8, 4), (4, 2), (4, 2)])  # four query heads of two, two key and two value heads
+    # four query heads of two, two key and two value heads
+    cut = Cut.packed((16, 3), 0, 4, [(8, 4), (4, 2), (4, 2)])
     assert cut.pieces == (
-        ((0, 2), (8, 10), (12, 14)), ((2, 4), (8, 10), (12, 14)), ((4, 6), (10, 12), (14, 16)), ((6, 8), (10, 12), (14, 16)),
-    )  # fmt: skip
+        ((0, 2), (8, 10), (12, 14)),
+        ((2, 4), (8, 10), (12, 14)),
+        ((4, 6), (10, 12), (14, 16)),
+        ((6, 8), (10, 12), (14, 16)),
+    )
     assert [cut.owned(rank) for rank in range(4)] == [[(0, 6)], [(0, 2)], [(0, 6)], [(0, 2)]]
     assert cut.local == (6, 3) and not cut.is_whole
 

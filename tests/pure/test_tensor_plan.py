@@ -1,4 +1,5 @@
-"""Which module gets which style, and what is said where one gets none or cannot be divided. Models are on the meta device."""
+"""Which module gets which style, and what is said where one gets none or cannot be divided. Models are on the
+meta device."""
 
 from __future__ import annotations
 
@@ -14,14 +15,22 @@ from polyreme.errors import ModelError
 from polyreme.layout.bucket_layout import Cut
 from polyreme.tensor.layers import Column, EmbeddingColumns, Replicate, Row, Vocabulary
 from polyreme.tensor.parallelize import parallelize
-from polyreme.tensor.plan import FAMILIES, WORDS, Plan, plan
+from polyreme.tensor.plan import FAMILIES, WORDS, TensorPlan, plan
 
-SMALL = {"vocab_size": 97, "hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 2, "num_attention_heads": 4}
+SMALL = {
+    "vocab_size": 97,
+    "hidden_size": 32,
+    "intermediate_size": 40,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+}
 
 
 def causal(config: str, **values: Any) -> nn.Module:
     with torch.device("meta"):
-        return transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(config, **{**SMALL, **values}))
+        return transformers.AutoModelForCausalLM.from_config(
+            transformers.AutoConfig.for_model(config, **{**SMALL, **values})
+        )
 
 
 class Attention(nn.Module):
@@ -34,7 +43,10 @@ class Attention(nn.Module):
 class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.attention, self.up, self.down, self.mix = Attention(), nn.Linear(8, 12), nn.Linear(12, 8), nn.Conv1d(8, 8, 3)
+        self.attention = Attention()
+        self.up = nn.Linear(8, 12)
+        self.down = nn.Linear(12, 8)
+        self.mix = nn.Conv1d(8, 8, 3)
 
 
 class Own(nn.Module):
@@ -42,13 +54,20 @@ class Own(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.embed, self.blocks, self.head = nn.Embedding(11, 8), nn.ModuleList(Block() for _ in range(2)), nn.Linear(8, 11)
+        self.embed = nn.Embedding(11, 8)
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.head = nn.Linear(8, 11)
 
 
 MAPPING = {
-    "embed": "vocabulary", "head": "vocabulary", "blocks.*.attention.qkv": "fused_qkv", "blocks.*.attention.out": "rowwise",
-    "blocks.*.attention.norm": "replicated_with_grad_allreduce", "blocks.*.up": "colwise", "blocks.*.down": "rowwise",
-}  # fmt: skip
+    "embed": "vocabulary",
+    "head": "vocabulary",
+    "blocks.*.attention.qkv": "fused_qkv",
+    "blocks.*.attention.out": "rowwise",
+    "blocks.*.attention.norm": "replicated_with_grad_allreduce",
+    "blocks.*.up": "colwise",
+    "blocks.*.down": "rowwise",
+}
 
 
 def message(*args: Any, **kwargs: Any) -> str:
@@ -59,14 +78,26 @@ def message(*args: Any, **kwargs: Any) -> str:
 
 def test_the_models_own_plan() -> None:
     found = plan(causal("qwen3", num_key_value_heads=2, head_dim=8), 2)
-    block = {name.removeprefix("model.layers.1."): style for name, style in found.styles.items() if name.startswith("model.layers.1.")}
+    block = {
+        name.removeprefix("model.layers.1."): style
+        for name, style in found.styles.items()
+        if name.startswith("model.layers.1.")
+    }
     assert block == {
-        "self_attn.q_proj": Column(((32, 4),)), "self_attn.k_proj": Column(((16, 2),)), "self_attn.v_proj": Column(((16, 2),)),
-        "self_attn.o_proj": Row(), "self_attn.q_norm": Replicate(True), "self_attn.k_norm": Replicate(True),
-        "mlp.gate_proj": Column(), "mlp.up_proj": Column(), "mlp.down_proj": Row(),
-    }  # fmt: skip
+        "self_attn.q_proj": Column(((32, 4),)),
+        "self_attn.k_proj": Column(((16, 2),)),
+        "self_attn.v_proj": Column(((16, 2),)),
+        "self_attn.o_proj": Row(),
+        "self_attn.q_norm": Replicate(True),
+        "self_attn.k_norm": Replicate(True),
+        "mlp.gate_proj": Column(),
+        "mlp.up_proj": Column(),
+        "mlp.down_proj": Row(),
+    }
     assert found.styles["model.embed_tokens"] == found.styles["lm_head"] == Vocabulary()
-    assert found.siblings["model.layers.0.self_attn"] == [f"model.layers.0.self_attn.{name}_proj" for name in "qkv"]
+    assert found.siblings["model.layers.0.self_attn"] == [
+        f"model.layers.0.self_attn.{name}_proj" for name in "qkv"
+    ]
 
 
 def test_the_table_for_families_without_a_plan() -> None:
@@ -79,7 +110,9 @@ def test_the_table_for_families_without_a_plan() -> None:
         )
     styles = plan(t5, 2).styles
     assert styles["encoder.block.0.layer.0.SelfAttention.relative_attention_bias"] == EmbeddingColumns()
-    assert {styles[name] for name in ("shared", "encoder.embed_tokens", "decoder.embed_tokens", "lm_head")} == {Vocabulary()}
+    assert {
+        styles[name] for name in ("shared", "encoder.embed_tokens", "decoder.embed_tokens", "lm_head")
+    } == {Vocabulary()}
 
 
 def test_the_table_is_about_words_and_families_that_exist() -> None:
@@ -89,17 +122,30 @@ def test_the_table_is_about_words_and_families_that_exist() -> None:
 
 def test_a_users_mapping_comes_first() -> None:
     model = causal("llama")
-    styles = plan(model, 2, {"model.layers.*.mlp.gate_proj": "colwise_gather_output", "model.layers.1.self_attn": "replicate",
-                             "lm_head": "replicate"}).styles  # fmt: skip
-    assert styles["model.layers.0.mlp.gate_proj"] == Column(gathered=True) and styles["lm_head"] == Replicate()
-    assert [style for name, style in styles.items() if name.startswith("model.layers.1.self_attn")] == [Replicate()]
+    styles = plan(
+        model,
+        2,
+        {
+            "model.layers.*.mlp.gate_proj": "colwise_gather_output",
+            "model.layers.1.self_attn": "replicate",
+            "lm_head": "replicate",
+        },
+    ).styles
+    assert (
+        styles["model.layers.0.mlp.gate_proj"] == Column(gathered=True) and styles["lm_head"] == Replicate()
+    )
+    assert [style for name, style in styles.items() if name.startswith("model.layers.1.self_attn")] == [
+        Replicate()
+    ]
     assert styles["model.layers.0.self_attn.q_proj"] == Column(((32, 4),))
 
 
 def test_a_mapping_for_a_module_covers_what_is_in_it() -> None:
     model = causal("mixtral", num_key_value_heads=2)
     styles = plan(model, 2, {"model.layers.*.mlp": "replicate"}).styles
-    assert styles["model.layers.0.mlp"] == Replicate() and styles["model.layers.0.self_attn.q_proj"] == Column(((32, 4),))
+    assert styles["model.layers.0.mlp"] == Replicate() and styles[
+        "model.layers.0.self_attn.q_proj"
+    ] == Column(((32, 4),))
 
 
 def test_an_unknown_model_is_told_what_to_add() -> None:
@@ -113,19 +159,34 @@ def test_an_unknown_model_is_told_what_to_add() -> None:
     attention = plan(model, 2, MAPPING)
     assert attention.styles["blocks.0.attention.qkv"] == Column(((8, 4),) * 3)
     without = {path: word for path, word in MAPPING.items() if not path.endswith("norm")}
-    assert 'mesh.tp_plan."blocks.*.attention.norm" = "replicated_with_grad_allreduce" if it works on divided' in message(model, 2, without)
+    assert (
+        'mesh.tp_plan."blocks.*.attention.norm" = "replicated_with_grad_allreduce" if it works on divided'
+        in message(model, 2, without)
+    )
 
 
-@pytest.mark.parametrize(("mapping", "expected"), [
-    ({"nothing.at.all": "colwise"}, "nothing.at.all: mesh.tp_plan names it, but the model has no such module\n  or set"),
-    ({"blocks.*.atention.qkv": "fusedqkv"}, 'has no such module\n    fix: mesh.tp_plan."blocks.*.attention.qkv" = "fused_qkv"'),
-    ({"blocks.*.up": "columns"}, "blocks.*.up: there is no style 'columns'; there are colwise,"),
-    ({"blocks.*.up": "colwize"}, 'fix: mesh.tp_plan."blocks.*.up" = "colwise"'),
-    ({"blocks.*.mix": "colwise"}, "blocks.*.mix: is Conv1d, no linear layer"),
-    ({"blocks": "replicate", "embed": "replicate", "head": "replicate"}, "Own: nothing of it would be divided"),
-    ({"blocks.*.attention.qkv": "packed_colwise", "blocks.*.attention": "replicate"}, "no error"),
-    ({"blocks.*.up": "packed_colwise"}, "no error"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("mapping", "expected"),
+    [
+        (
+            {"nothing.at.all": "colwise"},
+            "nothing.at.all: mesh.tp_plan names it, but the model has no such module\n  or set",
+        ),
+        (
+            {"blocks.*.atention.qkv": "fusedqkv"},
+            'has no such module\n    fix: mesh.tp_plan."blocks.*.attention.qkv" = "fused_qkv"',
+        ),
+        ({"blocks.*.up": "columns"}, "blocks.*.up: there is no style 'columns'; there are colwise,"),
+        ({"blocks.*.up": "colwize"}, 'fix: mesh.tp_plan."blocks.*.up" = "colwise"'),
+        ({"blocks.*.mix": "colwise"}, "blocks.*.mix: is Conv1d, no linear layer"),
+        (
+            {"blocks": "replicate", "embed": "replicate", "head": "replicate"},
+            "Own: nothing of it would be divided",
+        ),
+        ({"blocks.*.attention.qkv": "packed_colwise", "blocks.*.attention": "replicate"}, "no error"),
+        ({"blocks.*.up": "packed_colwise"}, "no error"),
+    ],
+)
 def test_mistakes_in_a_mapping(mapping: dict[str, str], expected: str) -> None:
     with torch.device("meta"):
         model = Own()
@@ -136,15 +197,22 @@ def test_mistakes_in_a_mapping(mapping: dict[str, str], expected: str) -> None:
 
 
 @pytest.mark.parametrize(("config", "values", "ways", "expected"), [
-    ("llama", {}, 3, ["model.layers.*.self_attn: its 4 attention heads cannot be divided over 3 ranks", "fix: mesh.tp = 1 or 2 or 4",
+    ("llama", {}, 3, ["model.layers.*.self_attn: its 4 attention "
+                      "heads cannot be divided over 3 ranks", "fix: mesh.tp = 1 or 2 or 4",
                       "model.layers.*.mlp.gate_proj: its 40 outputs cannot be divided evenly over 3 ranks"]),
     ("llama", {"hidden_size": 48, "num_attention_heads": 6, "num_key_value_heads": 3}, 2,
-     ["its 3 key-value heads can neither be divided over 2 ranks, nor replicated evenly", "fix: mesh.tp = 1 or 3 or 6"]),
-    ("llama", {"intermediate_size": 41}, 2, ["model.layers.*.mlp.up_proj: its 41 outputs cannot be divided evenly over 2 ranks",
-                                             "model.layers.*.mlp.down_proj: cannot be divided as 'rowwise': 41 elements"]),
-    ("llama", {"vocab_size": 1}, 2, ["lm_head: cannot be divided as 'vocabulary': 1 elements cannot be divided by 2"]),
-    ("falcon", {"new_decoder_architecture": True, "num_kv_heads": 1}, 2, ["its 1 key-value heads are packed with the others"]),
-    ("mixtral", {"num_key_value_heads": 2}, 2, ["asks for the style 'moe_tp_experts', which this version does not have"]),
+     ["its 3 key-value heads can neither be "
+      "divided over 2 ranks, nor replicated evenly", "fix: mesh.tp = 1 or 3 or 6"]),
+    ("llama", {"intermediate_size": 41}, 2, ["model.layers.*.mlp.up_proj: its 41 outputs "
+                                             "cannot be divided evenly over 2 ranks",
+                                             "model.layers.*.mlp.down_proj: cannot "
+                                             "be divided as 'rowwise': 41 elements"]),
+    ("llama", {"vocab_size": 1}, 2, ["lm_head: cannot be divided as 'vocabulary': "
+                                     "1 elements cannot be divided by 2"]),
+    ("falcon", {"new_decoder_architecture": True, "num_kv_heads": 1}, 2, ["its 1 key-value heads "
+                                                                          "are packed with the others"]),
+    ("mixtral", {"num_key_value_heads": 2}, 2, ["asks for the style 'moe_tp_experts', "
+                                                "which this version does not have"]),
     ("mamba", {}, 2, ["backbone.layers.*.mixer.in_proj: Linear without a style"]),
 ])  # fmt: skip
 def test_what_cannot_be_divided(config: str, values: dict[str, Any], ways: int, expected: list[str]) -> None:
@@ -160,8 +228,13 @@ def test_the_sequence_is_not_split_where_positions_may_be_mixed() -> None:
     llama = causal("llama")
     text = message(llama, 2, {"model.layers.1.self_attn": "replicate"}, sequence_parallel=True)
     assert "model.layers.*.self_attn: is placed whole on every rank, and may not work" in text
-    assert "model.layers.*: has no attention in a module of its own" in text and "fix: mesh.sequence_parallel = false" in text
-    assert "Sequential: has no repeated blocks" in message(plain, 2, {"0": "colwise", "1": "rowwise"}, sequence_parallel=True)
+    assert (
+        "model.layers.*: has no attention in a module of its own" in text
+        and "fix: mesh.sequence_parallel = false" in text
+    )
+    assert "Sequential: has no repeated blocks" in message(
+        plain, 2, {"0": "colwise", "1": "rowwise"}, sequence_parallel=True
+    )
     plan(causal("olmo2"), 2, sequence_parallel=True)
 
 
@@ -197,6 +270,11 @@ def test_head_counts_become_those_of_a_rank() -> None:
     found = plan(model, 4)
     parallelize(model, Axis("tp", 4, 2), found)
     attention = model.model.layers[0].self_attn
-    assert (attention.num_key_value_heads, attention.num_key_value_groups, attention.config.num_attention_heads) == (1, 1, 1)
-    assert config.num_attention_heads == 4 and attention.qkv_proj.weight.shape == (8 + 8 + 8, 32)  # other parts' config stays
-    assert isinstance(found, Plan) and attention.o_proj.in_features == 8
+    assert (
+        attention.num_key_value_heads,
+        attention.num_key_value_groups,
+        attention.config.num_attention_heads,
+    ) == (1, 1, 1)
+    # other parts' config stays
+    assert config.num_attention_heads == 4 and attention.qkv_proj.weight.shape == (8 + 8 + 8, 32)
+    assert isinstance(found, TensorPlan) and attention.o_proj.in_features == 8

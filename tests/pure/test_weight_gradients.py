@@ -1,4 +1,5 @@
-"""Both halves of a backward together give what one gives, and the products for the weights are in the second."""
+"""Both halves of a backward together give what one gives, and the products for the weights are in the
+second."""
 
 from __future__ import annotations
 
@@ -42,13 +43,17 @@ class Own(nn.Linear):
 
 
 class Model(nn.Module):
-    """An embedding tied to the head, a layer that is called twice, a transposed one, a computed weight, a frozen one, norms."""
+    """An embedding tied to the head, a layer that is called twice, a transposed one, a computed weight, a
+    frozen one, norms."""
 
     def __init__(self, recompute: bool) -> None:
         super().__init__()
         self.recompute = recompute
         self.embedding = nn.Embedding(7, 4)
-        self.first, self.twice, self.transposed, self.own = nn.Linear(4, 4), nn.Linear(4, 4), Conv1D(4, 4), Own(4, 4)
+        self.first = nn.Linear(4, 4)
+        self.twice = nn.Linear(4, 4)
+        self.transposed = Conv1D(4, 4)
+        self.own = Own(4, 4)
         self.computed = nn.utils.parametrizations.weight_norm(nn.Linear(4, 4))
         self.frozen = nn.Linear(4, 4).requires_grad_(False)
         self.norm = nn.LayerNorm(4)
@@ -97,7 +102,8 @@ def test_two_halves_are_one_backward(recompute: bool) -> None:
     trained = {name: parameter for name, parameter in split.named_parameters() if parameter.requires_grad}
     for name, parameter in trained.items():
         watch(name, parameter)
-    split.transposed.weight.register_hook(lambda gradient: hooked.append(gradient.clone()))  # the user's, who expects a gradient
+    # the user's, who expects a gradient
+    split.transposed.weight.register_hook(lambda gradient: hooked.append(gradient.clone()))
     loss = loss_of(split, ids)
     with Products() as first, weights.put_off():
         loss.backward()
@@ -111,7 +117,9 @@ def test_two_halves_are_one_backward(recompute: bool) -> None:
         torch.testing.assert_close(parameter.grad, expected[name].grad, rtol=1e-12, atol=1e-14, msg=name)
     assert sorted(complete) == sorted(trained)
     layers = ("first", "twice", "transposed")
-    put_off = {"computed.bias", *(f"{layer}.{kind}" for layer in layers for kind in ("weight", "bias"))} - {"transposed.weight"}
+    put_off = {"computed.bias", *(f"{layer}.{kind}" for layer in layers for kind in ("weight", "bias"))} - {
+        "transposed.weight"
+    }
     assert held == {*trained} - put_off  # the embedding's as an embedding; as the head it was put off
     torch.testing.assert_close(hooked, [expected["transposed.weight"].grad], rtol=1e-12, atol=1e-14)
     assert second.count == 4  # head, first, and twice, which is called twice
@@ -133,16 +141,23 @@ class Sums:
 
 
 def test_products_are_added_to_what_is_summed_already() -> None:
-    """Each once, of layers called twice and of both kinds; not those of a weight that has another gradient as well."""
+    """Each once, of layers called twice and of both kinds; not those of a weight that has another gradient as
+    well."""
     torch.manual_seed(0)
     plain = Model(recompute=False).double()
     split = copy.deepcopy(plain)
     put_off_weights(split)
     ids = torch.tensor([[0, 1, 1], [5, 2, 6]])
     loss_of(plain, ids).backward()
-    places = {parameter: torch.full_like(parameter, 3.0) for parameter in split.parameters() if parameter.requires_grad}
+    places = {
+        parameter: torch.full_like(parameter, 3.0)
+        for parameter in split.parameters()
+        if parameter.requires_grad
+    }
     for parameter in places:
-        parameter.register_post_accumulate_grad_hook(lambda p: late.hold(p, lambda _: None) if (late := current()) is not None else None)
+        parameter.register_post_accumulate_grad_hook(
+            lambda p: late.hold(p, lambda _: None) if (late := current()) is not None else None
+        )
     weights, sums = WeightGradients(), Sums(places)
     loss = loss_of(split, ids)
     with weights.put_off():
@@ -150,7 +165,11 @@ def test_products_are_added_to_what_is_summed_already() -> None:
     weights.accumulate(sums)
     layers = ("first", "twice", "transposed")
     added = {f"{layer}.{kind}" for layer in layers for kind in ("weight", "bias")} | {"computed.bias"}
-    assert {name for name, parameter in split.named_parameters() if any(parameter is each for each in sums.complete)} == added
+    assert {
+        name
+        for name, parameter in split.named_parameters()
+        if any(parameter is each for each in sums.complete)
+    } == added
     assert len(sums.complete) == len(added)
     for (name, parameter), expected in zip(split.named_parameters(), plain.parameters(), strict=True):
         if expected.requires_grad:
@@ -159,7 +178,8 @@ def test_products_are_added_to_what_is_summed_already() -> None:
 
 
 def test_nothing_is_put_off_outside() -> None:
-    """A layer whose weights can be put off works like any other, also after a backward in two halves that failed."""
+    """A layer whose weights can be put off works like any other, also after a backward in two halves that
+    failed."""
     layer = nn.Linear(3, 2)
     expected = copy.deepcopy(layer)
     put_off_weights(layer)

@@ -21,7 +21,9 @@ def test_what_failed_stays_failed(again: str) -> None:
     finished: list[str] = []
     work = Work([None, Broken()], lambda: finished.append("copied"), "all-gather of 'weights'")  # type: ignore[list-item]
     for call in (work.wait, getattr(work, again), work.wait):
-        with pytest.raises(TransportError, match=r"all-gather of 'weights' failed, because .*Connection closed by peer"):
+        with pytest.raises(
+            TransportError, match=r"all-gather of 'weights' failed, because .*Connection closed by peer"
+        ):
             call()
     assert not finished
 

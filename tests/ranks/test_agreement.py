@@ -1,4 +1,5 @@
-"""Ranks that are given different configs or models: each of them says which keys and names differ, and none waits for another."""
+"""Ranks that are given different configs or models: each of them says which keys and names differ, and none
+waits for another."""
 
 from __future__ import annotations
 
@@ -43,7 +44,10 @@ def longer() -> nn.Module:
 
 
 MODELS: dict[str, tuple[Callable[[], Any], list[str]]] = {
-    "wider": (lambda: model(5), ['0.weight: "(4, 4) torch.float32" on rank 0, "(5, 4) torch.float32" on rank 1']),
+    "wider": (
+        lambda: model(5),
+        ['0.weight: "(4, 4) torch.float32" on rank 0, "(5, 4) torch.float32" on rank 1'],
+    ),
     "dtype": (lambda: model(dtype=torch.float64), ["0.weight", "torch.float64"]),
     "frozen": (frozen, ["0.bias", ', frozen" on rank 1']),
     "longer": (longer, ["2.weight: nothing on rank 0"]),
@@ -61,13 +65,20 @@ LOSSES: dict[str, Any] = {
 SCHEDULERS: dict[str, Any] = {
     "none": (None, ["lr_scheduler:", "null on rank 1"]),
     "class": (torch.optim.lr_scheduler.ConstantLR, ["lr_scheduler:", "ConstantLR"]),
-    "number": (partial(torch.optim.lr_scheduler.StepLR, step_size=7), ["lr_scheduler", "step_size", "5", "7"]),
+    "number": (
+        partial(torch.optim.lr_scheduler.StepLR, step_size=7),
+        ["lr_scheduler", "step_size", "5", "7"],
+    ),
 }
 
 
 def grouped(of: int) -> Callable[[Any], torch.optim.Optimizer]:
     """Makes two groups of the model's parameters, of which the first has `of`."""
-    return lambda p: torch.optim.SGD([{"params": p[:of]}, {"params": p[of:]}], lr=0.1) if isinstance(p[0], Tensor) else torch.optim.SGD(p)
+    return lambda p: (
+        torch.optim.SGD([{"params": p[:of]}, {"params": p[of:]}], lr=0.1)
+        if isinstance(p[0], Tensor)
+        else torch.optim.SGD(p)
+    )
 
 
 def logged(power: int, rank: int) -> Callable[[Tensor, Tensor], Tensor]:
@@ -87,16 +98,33 @@ def said(model: Any, config: dict[str, Any], **others: Any) -> str:
 
 def differing(rank: int, world: int) -> dict[str, str]:
     odd = rank == 1
-    found = {f"config {name}": said(model(), {**BASE, **(change if odd else {})}) for name, (change, _) in CONFIGS.items()}
+    found = {
+        f"config {name}": said(model(), {**BASE, **(change if odd else {})})
+        for name, (change, _) in CONFIGS.items()
+    }
     found |= {f"model {name}": said(make() if odd else model(), BASE) for name, (make, _) in MODELS.items()}
-    found |= {f"optimizer {name}": said(model(), BASE, optimizer=each if odd else None) for name, (each, _) in OPTIMIZERS.items()}
+    found |= {
+        f"optimizer {name}": said(model(), BASE, optimizer=each if odd else None)
+        for name, (each, _) in OPTIMIZERS.items()
+    }
     step = partial(torch.optim.lr_scheduler.StepLR, step_size=5)
-    found |= {f"loss {name}": said(model(), BASE, loss_fn=each if odd else nn.functional.mse_loss) for name, (each, _) in LOSSES.items()}
-    found |= {f"scheduler {name}": said(model(), BASE, lr_scheduler=each if odd else step) for name, (each, _) in SCHEDULERS.items()}
+    found |= {
+        f"loss {name}": said(model(), BASE, loss_fn=each if odd else nn.functional.mse_loss)
+        for name, (each, _) in LOSSES.items()
+    }
+    found |= {
+        f"scheduler {name}": said(model(), BASE, lr_scheduler=each if odd else step)
+        for name, (each, _) in SCHEDULERS.items()
+    }
     found["loss code"] = said(model(), BASE, loss_fn=logged(2 + rank, 0))
     found["optimizer groups"] = said(model(), BASE, optimizer=grouped(1 + rank))
     assert said(model(), BASE, loss_fn=logged(2, rank), lr_scheduler=step, optimizer=grouped(1)) == ""
-    local = {**BASE, "monitor": {"console": odd}, "checkpoint": {"folder": f"run-{rank}"}, "data": {"path": f"there/{rank}"}}
+    local = {
+        **BASE,
+        "monitor": {"console": odd},
+        "checkpoint": {"folder": f"run-{rank}"},
+        "data": {"path": f"there/{rank}"},
+    }
     found["allowed"] = said(model(), local)
     return found
 
@@ -116,7 +144,9 @@ def test_every_rank_names_what_differs(ranks: Ranks) -> None:
     for case, names in expected.items():
         kind = "ConfigError" if case.startswith("config") else "ModelError"
         if case == "config wrong":  # only one rank has it
-            assert first[case].startswith("LaunchError: rank 1 could not read its config") and second[case].startswith(kind)
+            assert first[case].startswith("LaunchError: rank 1 could not read its config") and second[
+                case
+            ].startswith(kind)
         else:
             assert first[case] == second[case] and first[case].startswith(kind), case
         for name in names:

@@ -1,4 +1,5 @@
-"""Whatever is wrong with a config, a text, a model or a batch: one message that says what to change, early, on every rank alike."""
+"""Whatever is wrong with a config, a text, a model or a batch: one message that says what to change, early,
+on every rank alike."""
 
 from __future__ import annotations
 
@@ -40,24 +41,65 @@ BEFORE_RANKS: dict[str, tuple[list[str], int, list[str]]] = {
     "unknown key, wrong type, unknown optimizer": (
         ["tiny.toml", "--set", "optimizer.lr=fast", "--set", "batch.sise=3", "--set", "zero.stage=4"],
         2,
-        ["3 problems", "optimizer.lr = 'fast': must be a number above 0", 'did you mean "batch.size"?', "zero.stage = 4"],
+        [
+            "3 problems",
+            "optimizer.lr = 'fast': must be a number above 0",
+            'did you mean "batch.size"?',
+            "zero.stage = 4",
+        ],
     ),
-    "unknown optimizer": (["tiny.toml", "--set", "optimizer.name=adamv"], 2, ["neither one of ours", 'write optimizer.name = "adam']),
-    "ranks that do not divide": (["tiny.toml", "-n", "3"], 2, ["batch.size = 4", "write batch.size = 3 or 6"]),
-    "no model directory, no tokenizer directory, no folder": (
-        ["tiny.toml", "--set", "model.path=nothing", "--set", "model.config=none", "--set", "data.tokenizer=text.txt", "--set",
-         "checkpoint.folder=text.txt/run"],
+    "unknown optimizer": (
+        ["tiny.toml", "--set", "optimizer.name=adamv"],
         2,
-        ["3 problems", "model.path = 'nothing'", "no config.json in it", "data.tokenizer", "checkpoint.folder", "cannot be written"],
+        ["neither one of ours", 'write optimizer.name = "adam'],
+    ),
+    "ranks that do not divide": (
+        ["tiny.toml", "-n", "3"],
+        2,
+        ["batch.size = 4", "write batch.size = 3 or 6"],
+    ),
+    "no model directory, no tokenizer directory, no folder": (
+        [
+            "tiny.toml",
+            "--set",
+            "model.path=nothing",
+            "--set",
+            "model.config=none",
+            "--set",
+            "data.tokenizer=text.txt",
+            "--set",
+            "checkpoint.folder=text.txt/run",
+        ],
+        2,
+        [
+            "3 problems",
+            "model.path = 'nothing'",
+            "no config.json in it",
+            "data.tokenizer",
+            "checkpoint.folder",
+            "cannot be written",
+        ],
     ),
     "heads that cannot be divided, on three ranks": (
         ["tiny.toml", "-n", "3", "--set", "mesh.tp=3"],
         1,
-        ["cannot be divided over mesh.tp = 3 ranks", "its 2 attention heads cannot be divided over 3 ranks", "fix: mesh.tp = 1 or 2"],
+        [
+            "cannot be divided over mesh.tp = 3 ranks",
+            "its 2 attention heads cannot be divided over 3 ranks",
+            "fix: mesh.tp = 1 or 2",
+        ],
     ),
-    "no text": (["tiny.toml", "--set", "data.path=missing.txt"], 1, ["data.path = 'missing.txt': there is no such file", "python-stdlib"]),
-    "no validation text": (["tiny.toml", "--set", "data.validation=missing/"], 1, ["'missing/'", "there is no such file"]),
-}  # fmt: skip
+    "no text": (
+        ["tiny.toml", "--set", "data.path=missing.txt"],
+        1,
+        ["data.path = 'missing.txt': there is no such file", "python-stdlib"],
+    ),
+    "no validation text": (
+        ["tiny.toml", "--set", "data.validation=missing/"],
+        1,
+        ["'missing/'", "there is no such file"],
+    ),
+}
 
 
 @pytest.mark.parametrize("case", BEFORE_RANKS)
@@ -95,40 +137,80 @@ def test_what_all_ranks_find_is_said_once(folder: Path) -> None:
 IN_RANKS: dict[str, tuple[list[str], type[PolyremeError], list[str]]] = {
     "empty corpus": (["data.path=blank.txt"], DataError, ["no text in it"]),
     "sequence longer than the text": (
-        ["data.sequence=50000", "model.config.max_position_embeddings=60000"], DataError, ["= 50000: the training text", "less than one"],
+        ["data.sequence=50000", "model.config.max_position_embeddings=60000"],
+        DataError,
+        ["= 50000: the training text", "less than one"],
     ),
-    "text shorter than a batch": (["batch.size=4000"], DataError, ["the training text has", "fewer than batch.size = 4000"]),
+    "text shorter than a batch": (
+        ["batch.size=4000"],
+        DataError,
+        ["the training text has", "fewer than batch.size = 4000"],
+    ),
     "validation shorter than a sequence": (
-        ["data.validation=one-line.txt", "data.sequence=64"], DataError, ["the validation text has", "less than one sequence"],
+        ["data.validation=one-line.txt", "data.sequence=64"],
+        DataError,
+        ["the validation text has", "less than one sequence"],
     ),
     "validation shorter than the ranks": (
-        ["data.validation=one-line.txt"], DataError, ["the validation text has 1 sequences", "fewer than 2 data-parallel ranks"],
+        ["data.validation=one-line.txt"],
+        DataError,
+        ["the validation text has 1 sequences", "fewer than 2 data-parallel ranks"],
     ),
-    "unknown architecture": (["model.config.model_type=lama"], ConfigError, ["'lama'", 'write model_type = "llama"']),
-    "value of a wrong type": (["model.config.hidden_size=wide"], ConfigError, ["cannot build it", "hidden_size", "expected int"]),
-    "values that do not fit": (["model.config.num_attention_heads=3"], ConfigError, ["not a multiple of the number of attention"]),
+    "unknown architecture": (
+        ["model.config.model_type=lama"],
+        ConfigError,
+        ["'lama'", 'write model_type = "llama"'],
+    ),
+    "value of a wrong type": (
+        ["model.config.hidden_size=wide"],
+        ConfigError,
+        ["cannot build it", "hidden_size", "expected int"],
+    ),
+    "values that do not fit": (
+        ["model.config.num_attention_heads=3"],
+        ConfigError,
+        ["not a multiple of the number of attention"],
+    ),
     "no heads": (["model.config.num_attention_heads=0"], ConfigError, ["ZeroDivisionError"]),
     "unknown activation": (["model.config.hidden_act=swich"], ConfigError, ["KeyError: 'swich'"]),
     "shared heads that do not divide": (
-        ["model.config.num_attention_heads=4", "model.config.num_key_value_heads=3"], ConfigError, ["num_key_value_heads", "1 or 2 or 4"],
+        ["model.config.num_attention_heads=4", "model.config.num_key_value_heads=3"],
+        ConfigError,
+        ["num_key_value_heads", "1 or 2 or 4"],
     ),
-    "misspelt key": (["model.config.hidden_sice=64"], ConfigError, ['did you mean "model.config.hidden_size"?']),
+    "misspelt key": (
+        ["model.config.hidden_sice=64"],
+        ConfigError,
+        ['did you mean "model.config.hidden_size"?'],
+    ),
     "no language model": (["model.config.model_type=vit"], ConfigError, ["cannot build it", "ViTConfig"]),
-    "tokens out of range": (["model.config.vocab_size=299"], ConfigError, ["the tokenizer has 300 tokens", "write 300 or more"]),
+    "tokens out of range": (
+        ["model.config.vocab_size=299"],
+        ConfigError,
+        ["the tokenizer has 300 tokens", "write 300 or more"],
+    ),
     "sequence longer than the positions": (
-        ["data.sequence=65"], ConfigError, ["at most 64 tokens", "write data.sequence = 64 or less", "max_position_embeddings = 65"],
+        ["data.sequence=65"],
+        ConfigError,
+        ["at most 64 tokens", "write data.sequence = 64 or less", "max_position_embeddings = 65"],
     ),
     "no tokenizer in the directory": (["data.tokenizer=nothing"], DataError, ["no tokenizer can be loaded"]),
     "a model without its weights": (
-        ["model.config=none", "model.path=weightless"], ConfigError, ["its weights cannot be loaded"],
+        ["model.config=none", "model.path=weightless"],
+        ConfigError,
+        ["its weights cannot be loaded"],
     ),
     "another model's tokenizer": (
         ["model.config=none", "model.path=weightless", "data.tokenizer=larger"],
         ConfigError,
         ["model.path.vocab_size = 257", "set data.tokenizer"],
     ),
-    "cache that cannot be written": (["data.cache=text.txt/cache"], DataError, ["cannot write the data cache", "Set data.cache"]),
-}  # fmt: skip
+    "cache that cannot be written": (
+        ["data.cache=text.txt/cache"],
+        DataError,
+        ["cannot write the data cache", "Set data.cache"],
+    ),
+}
 
 
 def refusals(rank: int, world_size: int, folder: str) -> dict[str, tuple[str, str]]:
@@ -139,7 +221,12 @@ def refusals(rank: int, world_size: int, folder: str) -> dict[str, tuple[str, st
         changes = [*paths, *(c.replace("=text.txt/", f"={folder}/text.txt/") for c in changes)]
         config = Config.load(f"{folder}/tiny.toml", changes)
         tree = config.model_dump(exclude_unset=True)
-        for section, key in (("data", "path"), ("data", "validation"), ("data", "tokenizer"), ("model", "path")):
+        for section, key in (
+            ("data", "path"),
+            ("data", "validation"),
+            ("data", "tokenizer"),
+            ("model", "path"),
+        ):
             if isinstance(tree[section].get(key), str):
                 tree[section][key] = str(Path(folder, tree[section][key]))
         try:
@@ -153,7 +240,13 @@ def refusals(rank: int, world_size: int, folder: str) -> dict[str, tuple[str, st
 
 
 def test_found_by_every_rank_alike(ranks: Ranks, folder: Path) -> None:
-    keys = {"hidden_size": 32, "num_attention_heads": 2, "num_hidden_layers": 1, "intermediate_size": 8, "vocab_size": 257}
+    keys = {
+        "hidden_size": 32,
+        "num_attention_heads": 2,
+        "num_hidden_layers": 1,
+        "intermediate_size": 8,
+        "vocab_size": 257,
+    }
     transformers.LlamaConfig(**keys).save_pretrained(folder / "weightless")
     train_tokenizer(["a text"], 257).save_pretrained(folder / "weightless")
     train_tokenizer(["the cat and the hat, and the bat"], 262).save_pretrained(folder / "larger")
@@ -189,13 +282,33 @@ def tokenless() -> dict[str, Any]:
 
 
 TRAINING: dict[str, tuple[Callable[[], None], type[PolyremeError], str]] = {
-    "no model": (lambda: train_once(None, {}, mean, 2), ModelError, "the model is a NoneType: give initialize() a torch.nn.Module"),
+    "no model": (
+        lambda: train_once(None, {}, mean, 2),
+        ModelError,
+        "the model is a NoneType: give initialize() a torch.nn.Module",
+    ),
     "a model without parameters": (lambda: train_once(Bare(), {}, mean, 2), ModelError, "no parameters"),
-    "a batch of the wrong size": (lambda: train_once(nn.Linear(3, 3), {}, mean, 3), BatchError, "has 3 samples, but batch.size = 4"),
-    "a loss for each sample": (lambda: train_once(nn.Linear(3, 3), {}, each, 2), BatchError, "but is a tensor of shape (2,)"),
-    "a loss that is a number": (lambda: train_once(nn.Linear(3, 3), {}, lambda o, t: 0.5, 2), BatchError, "but is float"),
-    "a length in tokens of batches without": (lambda: train_once(nn.Linear(3, 3), tokenless(), mean, 2), BatchError, "carry no tokens"),
-}  # fmt: skip
+    "a batch of the wrong size": (
+        lambda: train_once(nn.Linear(3, 3), {}, mean, 3),
+        BatchError,
+        "has 3 samples, but batch.size = 4",
+    ),
+    "a loss for each sample": (
+        lambda: train_once(nn.Linear(3, 3), {}, each, 2),
+        BatchError,
+        "but is a tensor of shape (2,)",
+    ),
+    "a loss that is a number": (
+        lambda: train_once(nn.Linear(3, 3), {}, lambda o, t: 0.5, 2),
+        BatchError,
+        "but is float",
+    ),
+    "a length in tokens of batches without": (
+        lambda: train_once(nn.Linear(3, 3), tokenless(), mean, 2),
+        BatchError,
+        "carry no tokens",
+    ),
+}
 
 
 def failures(rank: int, world_size: int) -> dict[str, tuple[str, str]]:
@@ -227,5 +340,7 @@ engine.train_step((torch.randn(2 + rank, 3), torch.randn(2 + rank, 3)))
 """)
     status, output, errors = polyreme(folder, "launch", "-n", "2", "script.py")
     assert (status, output) == (1, "")
-    assert errors.startswith("error: rank 1 of 2 failed first: this rank's share of the batch has 3 samples, but batch.size = 4")
+    assert errors.startswith(
+        "error: rank 1 of 2 failed first: this rank's share of the batch has 3 samples, but batch.size = 4"
+    )
     assert "Traceback" not in errors

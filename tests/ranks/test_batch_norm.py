@@ -1,4 +1,5 @@
-"""BatchNorm, and other modules that change buffers, in each way of `batch_norm`, against plain PyTorch on the whole batch."""
+"""BatchNorm, and other modules that change buffers, in each way of `batch_norm`, against plain PyTorch on the
+whole batch."""
 
 from __future__ import annotations
 
@@ -33,9 +34,13 @@ class Net(nn.Module):
     def __init__(self, case: str) -> None:
         super().__init__()
         torch.manual_seed(1)
-        self.blocks = nn.ModuleList(nn.ModuleDict({"mix": nn.Linear(6, 6, bias=False), "norm": CASES[case][0]()}) for _ in range(2))
+        self.blocks = nn.ModuleList(
+            nn.ModuleDict({"mix": nn.Linear(6, 6, bias=False), "norm": CASES[case][0]()}) for _ in range(2)
+        )
         for block in self.blocks:
-            block.forward = lambda x, block=block: torch.tanh(block["norm"](block["mix"](x.transpose(1, -1)).transpose(1, -1)))
+            block.forward = lambda x, block=block: torch.tanh(
+                block["norm"](block["mix"](x.transpose(1, -1)).transpose(1, -1))
+            )
 
     def forward(self, x: Tensor) -> Tensor:
         for block in self.blocks:
@@ -83,16 +88,20 @@ def config(world: int, accumulation: int, stage: int, way: str, **sections: Any)
     return {**made, "batch_norm": way}
 
 
-SYNC = [(case, stage, accumulation, activations)
-        for i, case in enumerate(CASES)
-        for stage, accumulation, activations in [(0, 1, "keep"), (2, 2, "recompute"), (3, 1 + i % 2, "recompute")]]  # fmt: skip
+SYNC = [
+    (case, stage, accumulation, activations)
+    for i, case in enumerate(CASES)
+    for stage, accumulation, activations in [(0, 1, "keep"), (2, 2, "recompute"), (3, 1 + i % 2, "recompute")]
+]
 
 
 def synchronised(rank: int, world: int) -> list[tuple[list[float], dict[str, Tensor]]]:
     found = []
     for case, stage, accumulation, activations in SYNC:
         sections = {"precision": {"compute": "fp64"}, "memory": {"activations": activations}}
-        engine = polyreme.initialize(Net(case), config(world, accumulation, stage, "sync", **sections), loss_fn=F.mse_loss)
+        engine = polyreme.initialize(
+            Net(case), config(world, accumulation, stage, "sync", **sections), loss_fn=F.mse_loss
+        )
         losses = [engine.train_step(models.share(batch(case, step), rank, world)).loss for step in range(3)]
         losses.append(engine.eval_step(models.share(batch(case, 9), rank, world)).loss)
         found.append((losses, engine.state_dict()))
@@ -110,7 +119,13 @@ def test_synchronised_is_one_process(ranks: Ranks, world: int) -> None:
             assert got == pytest.approx(losses[: len(got)], rel=1e-10), (case, stage, accumulation)
             assert state.keys() == weights.keys()
             for name, tensor in weights.items():
-                torch.testing.assert_close(state[name], tensor, rtol=0, atol=1e-10, msg=lambda m, at=(case, stage, name): f"{at}: {m}")
+                torch.testing.assert_close(
+                    state[name],
+                    tensor,
+                    rtol=0,
+                    atol=1e-10,
+                    msg=lambda m, at=(case, stage, name): f"{at}: {m}",
+                )
 
 
 def uneven(rank: int, world: int) -> tuple[list[float], dict[str, Tensor]]:
@@ -133,7 +148,8 @@ def test_ranks_with_different_numbers_of_samples(ranks: Ranks) -> None:
 
 
 class Codebook(nn.Module):
-    """A running mean of its own, replaced by each forward, one that is changed in place every other time, and a cache."""
+    """A running mean of its own, replaced by each forward, one that is changed in place every other time, and
+    a cache."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -154,11 +170,14 @@ class Codebook(nn.Module):
 
 
 def shared(rank: int, world: int, folder: Path) -> tuple[list[dict[str, Tensor]], int, int]:
-    """The buffers after steps with batch_norm = "rank" and "broadcast"; and what was sent for them in the steps after the first."""
+    """The buffers after steps with batch_norm = "rank" and "broadcast"; and what was sent for them in the
+    steps after the first."""
     found, sent = [], [0]
     for way in ("rank", "broadcast"):
         torch.manual_seed(rank)
-        engine = polyreme.initialize(Codebook(), {**training.config(world), "batch_norm": way}, loss_fn=F.mse_loss)
+        engine = polyreme.initialize(
+            Codebook(), {**training.config(world), "batch_norm": way}, loss_fn=F.mse_loss
+        )
         for step in range(3):
             torch.manual_seed(100 + 10 * step + rank)
             x = torch.randn(training.SAMPLES // world, 6)
@@ -183,14 +202,30 @@ def test_buffers_that_forwards_change_are_rank_0s_after_a_step(ranks: Ranks, tmp
 
 def half(rank: int, world: int) -> list[tuple[list[float], list[torch.dtype]]]:
     found = []
-    for compute, way in (("fp32", "broadcast"), ("bf16", "rank"), ("bf16", "broadcast"), ("bf16", "sync"), ("fp16", "broadcast")):
+    for compute, way in (
+        ("fp32", "broadcast"),
+        ("bf16", "rank"),
+        ("bf16", "broadcast"),
+        ("bf16", "sync"),
+        ("fp16", "broadcast"),
+    ):
         for dtype in (torch.float32, torch.bfloat16):
-            section: dict[str, Any] = {"compute": compute} | ({"initial_scale": 1.0} if compute == "fp16" else {})
-            engine = polyreme.initialize(Net("2d").to(dtype), config(world, 1, 2, way, precision=section), loss_fn=F.mse_loss)
-            losses = [engine.train_step(models.share(batch("2d", step), rank, world)).loss for step in range(3)]
+            section: dict[str, Any] = {"compute": compute} | (
+                {"initial_scale": 1.0} if compute == "fp16" else {}
+            )
+            engine = polyreme.initialize(
+                Net("2d").to(dtype), config(world, 1, 2, way, precision=section), loss_fn=F.mse_loss
+            )
+            losses = [
+                engine.train_step(models.share(batch("2d", step), rank, world)).loss for step in range(3)
+            ]
             losses.append(engine.eval_step(models.share(batch("2d", 9), rank, world)).loss)
-            found.append((losses, [b.dtype for name, b in engine.module.named_buffers() if "running" in name]))
-            assert torch.isfinite(copy.deepcopy(engine.module.blocks[0]["norm"])(torch.randn(4, 6, 2, 2).to(engine._dtype))).all()
+            found.append(
+                (losses, [b.dtype for name, b in engine.module.named_buffers() if "running" in name])
+            )
+            assert torch.isfinite(
+                copy.deepcopy(engine.module.blocks[0]["norm"])(torch.randn(4, 6, 2, 2).to(engine._dtype))
+            ).all()
     return found
 
 
@@ -209,13 +244,17 @@ class OwnForward(nn.BatchNorm1d):
 
 def refused(rank: int, world: int) -> None:
     way = {**training.config(world), "batch_norm": "sync"}
-    with pytest.raises(ModelError, match=r'1 \(OwnForward\) has a forward of its own.*batch_norm = "broadcast"'):
+    with pytest.raises(
+        ModelError, match=r'1 \(OwnForward\) has a forward of its own.*batch_norm = "broadcast"'
+    ):
         polyreme.initialize(nn.Sequential(nn.Linear(6, 6), OwnForward(6)), way)
     with pytest.raises(ModelError, match=r"1 is an nn\.SyncBatchNorm over a process group"):
         polyreme.initialize(nn.Sequential(nn.Linear(6, 6), nn.SyncBatchNorm(6, process_group=object())), way)
     engine = polyreme.initialize(nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6)), way)
     if world == 2:
-        with pytest.raises(BatchError, match="more than one value a channel in training, but all 2 ranks together have 1"):
+        with pytest.raises(
+            BatchError, match="more than one value a channel in training, but all 2 ranks together have 1"
+        ):
             engine(torch.randn(1 - rank, 6))
 
 

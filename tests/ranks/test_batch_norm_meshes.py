@@ -1,4 +1,5 @@
-"""BatchNorm under tensor parallelism, in a pipeline, compiled and with accumulation, in each way of `batch_norm`, against plain PyTorch."""
+"""BatchNorm under tensor parallelism, in a pipeline, compiled and with accumulation, in each way of
+`batch_norm`, against plain PyTorch."""
 
 from __future__ import annotations
 
@@ -21,7 +22,13 @@ from polyreme.errors import ModelError
 from pool import Ranks
 
 WIDTH, STEPS = 6, 2
-PLAN = {"blocks.*.up": "colwise", "blocks.*.down": "rowwise", "blocks.*.norm": "replicate", "first": "replicate", "last": "replicate"}
+PLAN = {
+    "blocks.*.up": "colwise",
+    "blocks.*.down": "rowwise",
+    "blocks.*.norm": "replicate",
+    "first": "replicate",
+    "last": "replicate",
+}
 
 
 class Block(nn.Module):
@@ -55,7 +62,8 @@ def batch(step: int) -> tuple[Tensor, Tensor]:
 
 
 def plain(accumulation: int, dp: int, apart: bool) -> tuple[list[float], dict[str, Tensor]]:
-    """apart: each data-parallel rank's share is normalised by itself, and running statistics are those of the first."""
+    """apart: each data-parallel rank's share is normalised by itself, and running statistics are those of the
+    first."""
     model = Net().double()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, betas=(0.9, 0.95), weight_decay=0.0)
     losses, each = [], training.SAMPLES // dp // accumulation
@@ -81,7 +89,8 @@ def plain(accumulation: int, dp: int, apart: bool) -> tuple[list[float], dict[st
 
 
 TP, PP = {"tp": 2, "tp_plan": PLAN}, {"pp": 2}
-CASES: list[tuple[int, dict[str, Any], int, int, str, dict[str, Any]]] = [  # ranks, mesh, stage, accumulation, batch_norm, other keys
+# ranks, mesh, stage, accumulation, batch_norm, other keys
+CASES: list[tuple[int, dict[str, Any], int, int, str, dict[str, Any]]] = [
     (1, {}, 0, 2, "sync", {}),
     (2, {}, 2, 1, "sync", {"compile": True}),
     (2, {}, 3, 2, "broadcast", {}),
@@ -102,15 +111,26 @@ def trained(rank: int, world: int, folder: Path) -> list[tuple[list[float], dict
     found = []
     for _, mesh, stage, accumulation, way, more in [case for case in CASES if case[0] == world]:
         dp = world // int(mesh.get("tp", mesh.get("pp", 1)))
-        made = training.config(dp, accumulation, zero={"stage": stage}, precision={"compute": "fp64"}, mesh=mesh,
-                               **{key: value for key, value in more.items() if isinstance(value, dict)})  # fmt: skip
+        made = training.config(
+            dp,
+            accumulation,
+            zero={"stage": stage},
+            precision={"compute": "fp64"},
+            mesh=mesh,
+            **{key: value for key, value in more.items() if isinstance(value, dict)},
+        )
         made |= {key: value for key, value in more.items() if not isinstance(value, dict)}
         made |= {"batch_norm": "broadcast" if way == "own" else way}
         made["optimizer"] |= {"weight_decay": 0.0, "clip": None}
-        with mock.patch("torch.compile", partial(torch.compile, backend="eager")):  # the blocks are traced all the same
-            engine = polyreme.initialize(Net(nn.SyncBatchNorm if way == "own" else nn.BatchNorm1d), made, loss_fn=F.mse_loss)
+        # the blocks are traced all the same
+        with mock.patch("torch.compile", partial(torch.compile, backend="eager")):
+            engine = polyreme.initialize(
+                Net(nn.SyncBatchNorm if way == "own" else nn.BatchNorm1d), made, loss_fn=F.mse_loss
+            )
         axis = engine.mesh.dp
-        losses = [engine.train_step(models.share(batch(step), axis.rank, axis.size)).loss for step in range(STEPS)]
+        losses = [
+            engine.train_step(models.share(batch(step), axis.rank, axis.size)).loss for step in range(STEPS)
+        ]
         losses.append(engine.eval_step(models.share(batch(9), axis.rank, axis.size)).loss)
         found.append((losses, engine.state_dict()))
         if mesh == PP:
@@ -123,13 +143,19 @@ def trained(rank: int, world: int, folder: Path) -> list[tuple[list[float], dict
 @pytest.mark.parametrize("world", [1, 2, 4])
 def test_batch_norm_is_plain_torchs_on_every_mesh(ranks: Ranks, world: int, tmp_path: Path) -> None:
     for found in ranks(world, trained, tmp_path, deprecations="default"):  # torch.compile's own
-        for (_, mesh, stage, accumulation, way, _), (losses, state) in zip([c for c in CASES if c[0] == world], found, strict=True):
+        for (_, mesh, stage, accumulation, way, _), (losses, state) in zip(
+            [c for c in CASES if c[0] == world], found, strict=True
+        ):
             case = f"{mesh} stage {stage} {way}"
-            expected, weights = plain(accumulation, world // int(mesh.get("tp", mesh.get("pp", 1))), way == "broadcast")
+            expected, weights = plain(
+                accumulation, world // int(mesh.get("tp", mesh.get("pp", 1))), way == "broadcast"
+            )
             assert losses == pytest.approx(expected, rel=1e-10), case
             assert state.keys() == weights.keys()
             for name, tensor in weights.items():
-                torch.testing.assert_close(state[name], tensor, rtol=0, atol=1e-10, msg=lambda m, at=f"{case} {name}": f"{at}: {m}")
+                torch.testing.assert_close(
+                    state[name], tensor, rtol=0, atol=1e-10, msg=lambda m, at=f"{case} {name}": f"{at}: {m}"
+                )
 
 
 def half(rank: int, world: int) -> list[list[float]]:
@@ -137,11 +163,18 @@ def half(rank: int, world: int) -> list[list[float]]:
     for mesh in (TP, PP):
         for compute, way in (("bf16", "sync"), ("fp16", "broadcast")):
             scale = {"initial_scale": 1.0} if compute == "fp16" else {}
-            made = training.config(1, 1, mesh=mesh, zero={"stage": 2}, precision={"compute": compute, **scale}) | {"batch_norm": way}
+            made = training.config(
+                1, 1, mesh=mesh, zero={"stage": 2}, precision={"compute": compute, **scale}
+            ) | {"batch_norm": way}
             made["optimizer"] |= {"weight_decay": 0.0, "clip": None}
             engine = polyreme.initialize(Net(), made, loss_fn=F.mse_loss)
-            found.append([engine.train_step(batch(step)).loss for step in range(STEPS)] + [engine.eval_step(batch(9)).loss])
-            assert {b.dtype for name, b in engine.module.named_buffers() if "running" in name} == {torch.float32}
+            found.append(
+                [engine.train_step(batch(step)).loss for step in range(STEPS)]
+                + [engine.eval_step(batch(9)).loss]
+            )
+            assert {b.dtype for name, b in engine.module.named_buffers() if "running" in name} == {
+                torch.float32
+            }
     return found
 
 
@@ -157,7 +190,10 @@ class Between(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, WIDTH)) for _ in range(2))
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(WIDTH, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, WIDTH))
+            for _ in range(2)
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         for block in self.blocks:
@@ -167,7 +203,9 @@ class Between(nn.Module):
 
 def refused(rank: int, world: int, plan: dict[str, str]) -> None:
     mesh = {"tp": 2, "tp_plan": {"blocks.*.0": "colwise", "blocks.*.3": "rowwise", **plan}}
-    with pytest.raises(ModelError, match=r"blocks\.0\.1, a BatchNorm of 8 channels, is given 4\. .*colwise_gather_output"):
+    with pytest.raises(
+        ModelError, match=r"blocks\.0\.1, a BatchNorm of 8 channels, is given 4\. .*colwise_gather_output"
+    ):
         engine = polyreme.initialize(Between(), training.config(1, mesh=mesh), loss_fn=F.mse_loss)
         engine.train_step(tuple(part.float() for part in batch(0)))
 

@@ -1,4 +1,5 @@
-"""What batches and losses of real scripts become: exact targets, ragged and incomplete batches, short windows, weights of losses."""
+"""What batches and losses of real scripts become: exact targets, ragged and incomplete batches, short
+windows, weights of losses."""
 
 from __future__ import annotations
 
@@ -31,7 +32,9 @@ class Regression(nn.Module):
     def forward(self, x: Tensor, labels: Tensor | None = None) -> dict[str, Tensor]:
         self.seen = {"x": x.dtype, "labels": labels}
         output = self.layers(x)
-        return {"output": output} if labels is None else {"loss": F.mse_loss(output, labels), "output": output}
+        return (
+            {"output": output} if labels is None else {"loss": F.mse_loss(output, labels), "output": output}
+        )
 
 
 def exact_targets(rank: int, world: int) -> None:
@@ -45,11 +48,19 @@ def exact_targets(rank: int, world: int) -> None:
         return (F.huber_loss(output, batch["labels"], reduction="none") * batch["importance"]).mean()
 
     # what only a loss_fn sees, in a mapping and in a tuple; in training and in evaluation
-    engine = polyreme.initialize(Regression(), settings, loss_fn=lambda output, batch: weighted(output["output"], batch))
-    results = [act({"x": x, "labels": y, "importance": importance}).loss for act in (engine.eval_step, engine.train_step)]
+    engine = polyreme.initialize(
+        Regression(), settings, loss_fn=lambda output, batch: weighted(output["output"], batch)
+    )
+    results = [
+        act({"x": x, "labels": y, "importance": importance}).loss
+        for act in (engine.eval_step, engine.train_step)
+    ]
     assert set(seen) == {(20001.0, importance.max().item())} and engine.module.seen["x"] == torch.bfloat16
-    results += [act((x, y)).loss for e in [polyreme.initialize(line(torch.float32), settings, loss_fn=F.huber_loss)]
-                for act in (e.eval_step, e.train_step)]  # fmt: skip
+    results += [
+        act((x, y)).loss
+        for e in [polyreme.initialize(line(torch.float32), settings, loss_fn=F.huber_loss)]
+        for act in (e.eval_step, e.train_step)
+    ]
     assert all(loss == pytest.approx(20001.0, rel=0.004) for loss in results)
     # a model's own labels; and the same number in the loop
     own = polyreme.initialize(Regression(), settings)
@@ -62,7 +73,9 @@ def exact_targets(rank: int, world: int) -> None:
     handed = polyreme.initialize(line(torch.float32), settings, loss_fn=F.mse_loss)
     assert handed.train_step((x, y)).loss == result.loss
     # an output of an autoencoder is compared with the numbers that came, not with those that the model got
-    coder = polyreme.initialize(nn.Linear(4, 4), settings, loss_fn=lambda output, target: (target - x).abs().sum() + 0 * output.sum())
+    coder = polyreme.initialize(
+        nn.Linear(4, 4), settings, loss_fn=lambda output, target: (target - x).abs().sum() + 0 * output.sum()
+    )
     assert coder.train_step(x).loss == 0
 
 
@@ -97,45 +110,80 @@ class Graph(nn.Module):
         self.double()
 
     def forward(self, nodes: Tensor, edges: Tensor) -> Tensor:
-        gathered = nodes.new_zeros(len(nodes), 6).index_add(0, edges[1], torch.tanh(self.message(nodes))[edges[0]])
+        gathered = nodes.new_zeros(len(nodes), 6).index_add(
+            0, edges[1], torch.tanh(self.message(nodes))[edges[0]]
+        )
         return self.head(torch.cat([nodes, gathered], 1)).squeeze(-1)
 
 
 def bags(sizes: list[int], seed: int) -> tuple[Tensor, Tensor, Tensor]:
     torch.manual_seed(seed)
     lengths = torch.tensor(sizes)
-    return torch.randint(0, 20, (int(lengths.sum()),)), lengths.cumsum(0) - lengths, torch.randn(len(sizes), dtype=torch.float64)
+    return (
+        torch.randint(0, 20, (int(lengths.sum()),)),
+        lengths.cumsum(0) - lengths,
+        torch.randn(len(sizes), dtype=torch.float64),
+    )
 
 
 def graph(nodes: int, seed: int) -> tuple[Tensor, Tensor, Tensor]:
     torch.manual_seed(seed)
-    return (torch.randn(nodes, 4, dtype=torch.float64), torch.randint(0, nodes, (2, 3 * nodes)), torch.randn(nodes, dtype=torch.float64))
+    return (
+        torch.randn(nodes, 4, dtype=torch.float64),
+        torch.randint(0, nodes, (2, 3 * nodes)),
+        torch.randn(nodes, dtype=torch.float64),
+    )
 
 
 RAGGED: dict[str, tuple[Callable[[], nn.Module], list[list[tuple[Tensor, ...]]]]] = {
-    "bags": (Bags, [[bags([3, 1, 2], 0), bags([1], 1), bags([4, 0], 2), bags([2, 2], 3)], [bags([5, 1], 4 + i) for i in range(4)],
-                    [bags([3], 8), bags([1, 1, 1], 9)]]),
-    "graphs": (Graph, [[graph(n, n) for n in (5, 3, 8, 2)], [graph(n, n) for n in (4, 9, 1, 6)], [graph(7, 7), graph(3, 3)]]),
-}  # fmt: skip
+    "bags": (
+        Bags,
+        [
+            [bags([3, 1, 2], 0), bags([1], 1), bags([4, 0], 2), bags([2, 2], 3)],
+            [bags([5, 1], 4 + i) for i in range(4)],
+            [bags([3], 8), bags([1, 1, 1], 9)],
+        ],
+    ),
+    "graphs": (
+        Graph,
+        [
+            [graph(n, n) for n in (5, 3, 8, 2)],
+            [graph(n, n) for n in (4, 9, 1, 6)],
+            [graph(7, 7), graph(3, 3)],
+        ],
+    ),
+}
 """By name: a model, and the micro-batches of three steps; the last has fewer."""
 
 
-def plain(model: nn.Module, steps: list[list[tuple[Tensor, ...]]], loss: Callable[..., Tensor] = F.mse_loss) -> training.Run:
+def plain(
+    model: nn.Module, steps: list[list[tuple[Tensor, ...]]], loss: Callable[..., Tensor] = F.mse_loss
+) -> training.Run:
     """Plain PyTorch: the mean over what all micro-batches of a step have together."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     records = []
     for parts in steps:
         optimizer.zero_grad()
-        total = sum(loss(model(*inputs), target, reduction="sum") for *inputs, target in parts) / sum(len(part[-1]) for part in parts)
+        total = sum(loss(model(*inputs), target, reduction="sum") for *inputs, target in parts) / sum(
+            len(part[-1]) for part in parts
+        )
         total.backward()
-        records.append((total.item(), torch.nn.utils.clip_grad_norm_(model.parameters(), float("inf")).item()))
+        records.append(
+            (total.item(), torch.nn.utils.clip_grad_norm_(model.parameters(), float("inf")).item())
+        )
         optimizer.step()
     return records, {name: p.detach().clone() for name, p in model.named_parameters()}
 
 
 def sgd(world: int, accumulation: int, stage: int, **sections: Any) -> dict[str, Any]:
-    return training.config(world, accumulation, zero={"stage": stage}, precision={"compute": "fp64"},
-                           optimizer={"name": "sgd", "lr": 0.1, "weight_decay": 0.0, "clip": None}, **sections)  # fmt: skip
+    return training.config(
+        world,
+        accumulation,
+        zero={"stage": stage},
+        precision={"compute": "fp64"},
+        optimizer={"name": "sgd", "lr": 0.1, "weight_decay": 0.0, "clip": None},
+        **sections,
+    )
 
 
 def ragged(rank: int, world: int) -> list[tuple[str, training.Run]]:
@@ -190,12 +238,23 @@ def incomplete(rank: int, world: int) -> list[tuple[str, training.Run]]:
         for stage in (0, 2, 3):
             for accumulation in (1, 4):
                 engine = polyreme.initialize(line(), sgd(world, accumulation, stage), loss_fn=F.mse_loss)
-                loader = engine.loader(torch.utils.data.TensorDataset(*data(size)), shuffle=False, drop_last=False, epochs=2)
+                loader = engine.loader(
+                    torch.utils.data.TensorDataset(*data(size)), shuffle=False, drop_last=False, epochs=2
+                )
                 results = [engine.train_step(batch) for batch in loader]
-                assert [r.samples for r in results] == [8, 8, size - 16] * 2 and engine.state.samples == 2 * size
+                assert [r.samples for r in results] == [
+                    8,
+                    8,
+                    size - 16,
+                ] * 2 and engine.state.samples == 2 * size
                 rest = [t[16 + rank :: world] for t in data(size)]
                 assert engine.eval_step(tuple(rest)).weight == size - 16
-                runs.append((f"{size} {stage} {accumulation}", ([(r.loss, r.grad_norm) for r in results], engine.state_dict())))
+                runs.append(
+                    (
+                        f"{size} {stage} {accumulation}",
+                        ([(r.loss, r.grad_norm) for r in results], engine.state_dict()),
+                    )
+                )
     return runs
 
 
@@ -211,7 +270,8 @@ def test_the_last_incomplete_batch(ranks: Ranks) -> None:
 
 
 def piped(rank: int, world: int) -> list[training.Run]:
-    """The same through two pipeline stages: batches cut by the engine, and lists of micro-batches of unlike shapes."""
+    """The same through two pipeline stages: batches cut by the engine, and lists of micro-batches of unlike
+    shapes."""
     runs = []
     x, y = data(19)
     for lists in (False, True):

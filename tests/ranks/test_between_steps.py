@@ -1,4 +1,5 @@
-"""What scripts do between a forward, its backward and the next step: copies, writes, forwards for a look, models that two engines want."""
+"""What scripts do between a forward, its backward and the next step: copies, writes, forwards for a look,
+models that two engines want."""
 
 from __future__ import annotations
 
@@ -26,7 +27,9 @@ def net(width: int = 6) -> nn.Module:
     return nn.Sequential(nn.Linear(width, 8), nn.Tanh(), nn.Linear(8, 1)).double()
 
 
-def engine_of(model: nn.Module, world: int, stage: int, accumulation: int = 1, compute: str = "fp64", **sections: Any) -> polyreme.Engine:
+def engine_of(
+    model: nn.Module, world: int, stage: int, accumulation: int = 1, compute: str = "fp64", **sections: Any
+) -> polyreme.Engine:
     settings = {"zero": {"stage": stage}, "precision": {"compute": compute}, "optimizer": SGD, **sections}
     return polyreme.initialize(model, training.config(world, accumulation, **settings), loss_fn=F.mse_loss)
 
@@ -75,14 +78,17 @@ class Plain(nn.Module):
 
 
 def objects(rank: int, world: int) -> None:
-    """Tensors in the attributes of a plain object are found: at stage 3 parameters would not be there in the backward."""
+    """Tensors in the attributes of a plain object are found: at stage 3 parameters would not be there in the
+    backward."""
     x, y = data()
     plain = Plain()
     F.mse_loss(plain(x).y, y).backward()
     norm = torch.nn.utils.get_total_norm([p.grad for p in plain.parameters()]).item()
     for stage in (0, 3):
         for release in ("auto", "always"):
-            engine = engine_of(Plain(), world, stage, zero={"stage": stage, "release": release, "min_bucket": 0})
+            engine = engine_of(
+                Plain(), world, stage, zero={"stage": stage, "release": release, "min_bucket": 0}
+            )
             loss = F.mse_loss(engine(share(x, rank, world)).y, share(y, rank, world))
             with torch.no_grad():
                 engine(x)
@@ -107,14 +113,17 @@ def copies(rank: int, world: int) -> None:
 
 
 def writes(rank: int, world: int, folder: Path) -> None:
-    """A parameter that was given other numbers between steps, in place or as other memory, has them wherever it is asked for."""
+    """A parameter that was given other numbers between steps, in place or as other memory, has them wherever
+    it is asked for."""
     x, y = (share(t, rank, world) for t in data())
     for stage in (0, 1, 2):
         for compute in ("fp64", "bf16"):
             for way in ("other memory", "in place"):
                 case = f"{stage}-{compute}-{way}"
 
-                def fresh(frozen: bool = False, way: str = way, compute: str = compute, stage: int = stage) -> polyreme.Engine:
+                def fresh(
+                    frozen: bool = False, way: str = way, compute: str = compute, stage: int = stage
+                ) -> polyreme.Engine:
                     model = net()
                     model[0].weight.requires_grad_(not frozen)
                     engine = engine_of(model, world, stage, compute=compute)
@@ -132,7 +141,12 @@ def writes(rank: int, world: int, folder: Path) -> None:
                 again = engine_of(net(), world, stage, compute=compute)
                 again.load(folder / case)
                 engine.load(folder / case)
-                for found in (saved, again.state_dict()["0.weight"], engine.state_dict(master=True)["0.weight"], engine.module[0].weight):
+                for found in (
+                    saved,
+                    again.state_dict()["0.weight"],
+                    engine.state_dict(master=True)["0.weight"],
+                    engine.module[0].weight,
+                ):
                     assert (found == 7).all(), case
                 assert (fresh().state_dict()["0.weight"] == 7).all(), case
                 with fresh().full_parameters(write=True) as module:
@@ -140,7 +154,9 @@ def writes(rank: int, world: int, folder: Path) -> None:
                 engine = fresh()
                 engine.module[2].requires_grad_(False)
                 engine.refresh()
-                assert (engine.module[0].weight == 7).all() and (engine.state_dict()["0.weight"] == 7).all(), case
+                assert (engine.module[0].weight == 7).all() and (
+                    engine.state_dict()["0.weight"] == 7
+                ).all(), case
                 engine = fresh(frozen=True)
                 engine.train_step((x, y))
                 engine.save(folder / case)
@@ -159,7 +175,8 @@ def swapped(rank: int, world: int) -> None:
 
 
 def apart(rank: int, world: int) -> None:
-    """What one rank alone writes to its replica, in a way that autograd does not count, is said within a few steps."""
+    """What one rank alone writes to its replica, in a way that autograd does not count, is said within a few
+    steps."""
     x, y = (share(t, rank, world) for t in data())
     for compute in ("fp64", "bf16"):
         engine = engine_of(net(), world, 0, compute=compute)
@@ -189,7 +206,9 @@ def shared(rank: int, world: int) -> None:
 
     model = net()
     with pytest.raises(ConfigError, match="momentum of the optimizer that it was made with"):
-        polyreme.initialize(model, training.config(world), lr_scheduler=make(torch.optim.AdamW(model.parameters())))
+        polyreme.initialize(
+            model, training.config(world), lr_scheduler=make(torch.optim.AdamW(model.parameters()))
+        )
     polyreme.initialize(net(), training.config(world), lr_scheduler=make)
 
 

@@ -37,7 +37,8 @@ def tied() -> nn.Module:
 
 
 class Sometimes(nn.Module):
-    """Of its layers, one is used in every second step, and one from step 4 on: the first number of a sample is the step."""
+    """Of its layers, one is used in every second step, and one from step 4 on: the first number of a sample
+    is the step."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -70,11 +71,14 @@ def build(case: str, dtype: torch.dtype = torch.float64) -> nn.Module:
 
 def batch(case: str, step: int, dtype: torch.dtype = torch.float64) -> Any:
     made = MODELS[case][1](training.SAMPLES, seed=step)
-    return made if isinstance(made, dict) else tuple(t.to(dtype) if t.is_floating_point() else t for t in made)
+    return (
+        made if isinstance(made, dict) else tuple(t.to(dtype) if t.is_floating_point() else t for t in made)
+    )
 
 
 def engine_of(case: str, layout: Mapping[str, Any], seed: int = 0) -> Engine:
-    """`layout`: sections of the config; its `micro` is the micro-batch. The weights are such that only loading makes them right."""
+    """`layout`: sections of the config; its `micro` is the micro-batch. The weights are such that only
+    loading makes them right."""
     sections = {key: value for key, value in layout.items() if key != "micro"}
     settings = {"precision": {"compute": "fp64"}, **training.config(1, **sections)}
     settings["batch"] = {"size": training.SAMPLES, "micro": layout.get("micro", 2)}
@@ -98,12 +102,22 @@ def contents(path: Path) -> dict[str, bytes]:
     return {str(file.relative_to(path)): file.read_bytes() for file in path.rglob("*.safetensors*")}
 
 
-def chain(rank: int, world: int, case: str, sections: Mapping[str, Any], layouts: Sequence[Mapping[str, Any]], source: Path) -> Any:
-    """Through the layouts, each of which loads what the one before it saved, saves it again, trains a step and saves that. The first one
-    goes on from `source`. Returns the losses, and the last checkpoint."""
+def chain(
+    rank: int,
+    world: int,
+    case: str,
+    sections: Mapping[str, Any],
+    layouts: Sequence[Mapping[str, Any]],
+    source: Path,
+) -> Any:
+    """Through the layouts, each of which loads what the one before it saved, saves it again, trains a step
+    and saves that. The first one goes on from `source`. Returns the losses, and the last checkpoint."""
     losses, folder = [], source.parent
     for i, layout in enumerate(layouts):
-        homes = {key: str(folder / f"tier-{world}") if home == FILES else home for key, home in layout.get("memory", {}).items()}
+        homes = {
+            key: str(folder / f"tier-{world}") if home == FILES else home
+            for key, home in layout.get("memory", {}).items()
+        }
         layout = {**layout, "memory": homes}
         engine = engine_of(case, {**sections, **layout}, seed=1)
         engine.load(source)
@@ -111,7 +125,10 @@ def chain(rank: int, world: int, case: str, sections: Mapping[str, Any], layouts
         if rank == 0:
             before, after = contents(source), contents(again)
             assert sorted(before) == sorted(after), layout
-            assert not (different := [name for name in before if before[name] != after[name]]), (layout, different)
+            assert not (different := [name for name in before if before[name] != after[name]]), (
+                layout,
+                different,
+            )
         losses.append(step(engine, case))
         source = engine.save(folder / f"{world}-{i}")
     return losses, source
@@ -139,7 +156,12 @@ SGD = {"optimizer": {"name": "sgd", "lr": 0.05, "momentum": 0.9}}
 LION = {"optimizer": {"name": "lion", "lr": 1e-3, "weight_decay": 0.1}}
 ADAFACTOR = {"optimizer": {"name": "Adafactor", "lr": 1e-2}}
 CHAINS: list[tuple[str, dict[str, Any], list[dict[str, Any]], list[dict[str, Any]]]] = [
-    ("llama", {}, [z(0), z(3), tp(1, 2), pp("1f1b", 2), pp("interleaved", 3)], [z(1, micro=1), tp(2, 2), tp(1, 4), pp("1f1b", 2, 2)]),
+    (
+        "llama",
+        {},
+        [z(0), z(3), tp(1, 2), pp("1f1b", 2), pp("interleaved", 3)],
+        [z(1, micro=1), tp(2, 2), tp(1, 4), pp("1f1b", 2, 2)],
+    ),
     ("llama-tied", LION, [pp("1f1b", 3), tp(0, 2), pp("zb-v", 0)], [pp("interleaved", 1, 2), pp("1f1b", 3)]),
     ("gpt2", SGD, [z(2), tp(3, 2), pp("interleaved", 1)], [tp(2, 2), pp("zb-h1", 3)]),
     ("gpt2", MUON, [z(3), pp("1f1b", 1), z(0)], [z(2)]),
@@ -147,17 +169,28 @@ CHAINS: list[tuple[str, dict[str, Any], list[dict[str, Any]], list[dict[str, Any
     ("dag", {}, [z(3), z(0), z(2, micro=1)], [z(3), z(1)]),
     ("convnet", LION, [z(3), z(1)], [z(2)]),
     ("sometimes", {}, [z(3), z(0), z(2)], [z(1)]),
-    ("llama", {}, [z(0, **homes(FILES)), z(3, **homes("device", FILES)), {**tp(1, 2), **homes("host")}],
-     [{**pp("1f1b", 3, 2), **homes(FILES, FILES)}, z(3, **homes("host", "host"))]),
+    (
+        "llama",
+        {},
+        [z(0, **homes(FILES)), z(3, **homes("device", FILES)), {**tp(1, 2), **homes("host")}],
+        [{**pp("1f1b", 3, 2), **homes(FILES, FILES)}, z(3, **homes("host", "host"))],
+    ),
     ("gpt2", MUON, [z(1, **homes(FILES)), z(3, **homes("host", FILES))], [z(2, **homes(FILES))]),
     ("sometimes", LION, [z(1, **homes(FILES)), z(3, **homes("host", FILES))], [z(0, **homes("host"))]),
     ("llama", ADAFACTOR, [z(3, **homes(FILES, FILES))], [z(1)]),
-]  # fmt: skip
+]
 
 
-@pytest.mark.parametrize(("case", "sections", "two", "four"), CHAINS, ids=lambda value: value if isinstance(value, str) else None)
+@pytest.mark.parametrize(
+    ("case", "sections", "two", "four"), CHAINS, ids=lambda value: value if isinstance(value, str) else None
+)
 def test_any_layout_goes_on_from_any_other(
-    ranks: Ranks, tmp_path: Path, case: str, sections: dict[str, Any], two: list[dict[str, Any]], four: list[dict[str, Any]]
+    ranks: Ranks,
+    tmp_path: Path,
+    case: str,
+    sections: dict[str, Any],
+    two: list[dict[str, Any]],
+    four: list[dict[str, Any]],
 ) -> None:
     engine = engine_of(case, {**sections, **z(0)})
     for _ in range(2):
@@ -173,7 +206,9 @@ def test_any_layout_goes_on_from_any_other(
 
 
 def dropping() -> nn.Module:
-    config = transformers.GPT2Config(vocab_size=models.VOCABULARY, n_positions=32, n_embd=24, n_layer=4, n_head=4)
+    config = transformers.GPT2Config(
+        vocab_size=models.VOCABULARY, n_positions=32, n_embd=24, n_layer=4, n_head=4
+    )
     return transformers.GPT2LMHeadModel(config)
 
 
@@ -183,7 +218,8 @@ FP16 = {"precision": {"compute": "fp16", "growth_interval": 3, "initial_scale": 
 
 
 def same_layout(rank: int, world: int, runs: Sequence[tuple[str, Mapping[str, Any]]], folder: Path) -> None:
-    """A run that goes on from a checkpoint is that which was never stopped, to the last bit; and so is one that wrote it meanwhile."""
+    """A run that goes on from a checkpoint is that which was never stopped, to the last bit; and so is one
+    that wrote it meanwhile."""
     for i, (case, layout) in enumerate(runs):
         engine = engine_of(case, layout)
         for _ in range(2):
@@ -195,15 +231,31 @@ def same_layout(rank: int, world: int, runs: Sequence[tuple[str, Mapping[str, An
         other = engine_of(case, layout, seed=1)
         assert other.load(saved).extra == {"i": i}
         assert [step(other, case) for _ in range(3)] == expected, (case, layout)
-        different = [name for name, tensor in other.state_dict(master=True).items() if not torch.equal(tensor, weights[name])]
+        different = [
+            name
+            for name, tensor in other.state_dict(master=True).items()
+            if not torch.equal(tensor, weights[name])
+        ]
         assert not different and asdict(other.state) == state, (case, layout, different)
 
 
 def test_the_same_layout_goes_on_to_the_last_bit(ranks: Ranks, tmp_path: Path) -> None:
-    two = [("dropout", z(3, **BF16)), ("dropout", tp(1, 2, **FP32)), ("llama", tp(3, 2, **FP16)), ("dropout", {**pp("1f1b", 0), **FP16}),
-           ("dag", z(2, **FP32)), ("dropout", z(0, **FP32, **MUON)), ("dag", z(1, **BF16, **ADAFACTOR))]  # fmt: skip
+    two = [
+        ("dropout", z(3, **BF16)),
+        ("dropout", tp(1, 2, **FP32)),
+        ("llama", tp(3, 2, **FP16)),
+        ("dropout", {**pp("1f1b", 0), **FP16}),
+        ("dag", z(2, **FP32)),
+        ("dropout", z(0, **FP32, **MUON)),
+        ("dag", z(1, **BF16, **ADAFACTOR)),
+    ]
     ranks(2, same_layout, two, tmp_path)
-    ranks(4, same_layout, [("dropout", {**pp("interleaved", 3), **BF16}), ("dropout", tp(2, 2, **BF16, **LION))], tmp_path)
+    ranks(
+        4,
+        same_layout,
+        [("dropout", {**pp("interleaved", 3), **BF16}), ("dropout", tp(2, 2, **BF16, **LION))],
+        tmp_path,
+    )
 
 
 @pytest.mark.parametrize("room", [0, 20_000, 1 << 40])
@@ -222,7 +274,9 @@ def shared_or_not(rank: int, world: int, folder: Path) -> None:
     saved = []
     for shared in (True, False):
         torch.manual_seed(0)
-        engine = engine_of("llama", tp(3, 2, **BF16, checkpoint={"file_size": "10 KiB", "shared_files": shared}))
+        engine = engine_of(
+            "llama", tp(3, 2, **BF16, checkpoint={"file_size": "10 KiB", "shared_files": shared})
+        )
         step(engine, "llama")
         saved.append(engine.save(folder / str(shared)))
     found = engine.state_dict()
@@ -243,8 +297,15 @@ def test_one_writer_for_each_file_writes_the_same(ranks: Ranks, tmp_path: Path) 
 def snapshot_of(engine: Engine) -> tuple[Any, ...]:
     """All that a load that fails must leave alone."""
     used = [bucket.full.clone() for bucket in engine._placement.buckets if not bucket.sharded]
-    weights = [tensor.clone() for bucket in engine._placement.buckets for tensor in (bucket.master, bucket.shard)]
-    states = [value.clone() for update in engine._updates for _, state in update.state_of() for value in state.values()]
+    weights = [
+        tensor.clone() for bucket in engine._placement.buckets for tensor in (bucket.master, bucket.shard)
+    ]
+    states = [
+        value.clone()
+        for update in engine._updates
+        for _, state in update.state_of()
+        for value in state.values()
+    ]
     return asdict(engine.state), torch.get_rng_state(), used, weights, states
 
 
@@ -269,8 +330,16 @@ def newer(file: Path) -> None:
 
 DAMAGES: list[tuple[str, Callable[[Path], Any], list[str]]] = [
     ("model.safetensors", flip, ["other bytes than were written", "model.safetensors ('"]),
-    ("optimizer/exp_avg.safetensors", flip, ["other bytes than were written", "optimizer/exp_avg.safetensors ('"]),
-    ("model.safetensors", lambda file: os.truncate(file, file.stat().st_size - 8), ["model.safetensors was written with"]),
+    (
+        "optimizer/exp_avg.safetensors",
+        flip,
+        ["other bytes than were written", "optimizer/exp_avg.safetensors ('"],
+    ),
+    (
+        "model.safetensors",
+        lambda file: os.truncate(file, file.stat().st_size - 8),
+        ["model.safetensors was written with"],
+    ),
     ("optimizer/exp_avg_sq.safetensors", Path.unlink, ["optimizer/exp_avg_sq.safetensors cannot be read"]),
     ("optimizer/extra.safetensors", Path.touch, ["optimizer/extra.safetensors' was not written with it"]),
     ("resume.json", newer, ["has version 2 of the format"]),
@@ -290,7 +359,8 @@ def damaged(rank: int, world: int, folder: Path, layout: Mapping[str, Any]) -> N
             damage(copy / name)
         engine._aside().barrier()
         refused(engine, copy, copy.name, *expected)
-    refused(engine, folder if rank == 0 else folder / "elsewhere", "elsewhere/step-2", "is not a folder")  # not one file system
+    # not one file system
+    refused(engine, folder if rank == 0 else folder / "elsewhere", "elsewhere/step-2", "is not a folder")
     if rank == 0:
         flip(folder / "step-2/model.safetensors")
     engine._aside().barrier()
@@ -299,14 +369,24 @@ def damaged(rank: int, world: int, folder: Path, layout: Mapping[str, Any]) -> N
     assert "step-2 was passed over: " in found.notes[0] and "model.safetensors ('" in found.notes[0]
 
     other = engine_of("llama", z(1, **FP32, **SGD))
-    refused(other, folder / "step-1", "has the optimizer states exp_avg", "this optimizer has momentum_buffer")
+    refused(
+        other, folder / "step-1", "has the optimizer states exp_avg", "this optimizer has momentum_buffer"
+    )
     assert other.load(folder / "step-1", weights_only=True).state == {}
     lion = engine_of("llama", z(2, **FP32, **LION))
     refused(lion, folder / "step-1", "exp_avg_sq", "weights_only=True")
-    refused(engine_of("gpt2", z(2, **FP32)), folder / "step-1", "not in the checkpoint: ", "not in the model: ")
-    MODELS["wider"] = (lambda: models.llama(**{**GROUPED, "vocab_size": 101}), models.tokens, models.causal_loss)
+    refused(
+        engine_of("gpt2", z(2, **FP32)), folder / "step-1", "not in the checkpoint: ", "not in the model: "
+    )
+    MODELS["wider"] = (
+        lambda: models.llama(**{**GROUPED, "vocab_size": 101}),
+        models.tokens,
+        models.causal_loss,
+    )
     wider = engine_of("wider", tp(1, 2, **FP32))
-    refused(wider, folder / "step-1", "2 of another shape: ", "embed_tokens.weight 97x24, in the model 101x24")
+    refused(
+        wider, folder / "step-1", "2 of another shape: ", "embed_tokens.weight 97x24, in the model 101x24"
+    )
     assert "2 of another shape" in wider.load(folder / "step-1", strict=False).notes[0]
     found, expected = wider.state_dict(), engine.state_dict(master=True)
     assert torch.equal(found["model.norm.weight"], expected["model.norm.weight"])
@@ -314,12 +394,16 @@ def damaged(rank: int, world: int, folder: Path, layout: Mapping[str, Any]) -> N
 
 
 @pytest.mark.parametrize("layout", [z(3, **FP32), z(2, **BF16), z(0, **FP32)], ids=["3", "2", "0"])
-def test_what_cannot_be_loaded_changes_nothing(ranks: Ranks, tmp_path: Path, layout: Mapping[str, Any]) -> None:
+def test_what_cannot_be_loaded_changes_nothing(
+    ranks: Ranks, tmp_path: Path, layout: Mapping[str, Any]
+) -> None:
     ranks(2, damaged, tmp_path, layout)
 
 
 @pytest.mark.parametrize("precision", [FP32, BF16], ids=["fp32", "bf16"])
-def test_an_interrupt_while_files_are_compared_changes_nothing(tmp_path: Path, precision: dict[str, Any]) -> None:
+def test_an_interrupt_while_files_are_compared_changes_nothing(
+    tmp_path: Path, precision: dict[str, Any]
+) -> None:
     engine = engine_of("llama", z(2, **precision))
     saved = engine.save(tmp_path / "saved")
     step(engine, "llama")

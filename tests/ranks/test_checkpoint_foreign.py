@@ -24,12 +24,16 @@ def made(config: dict[str, Any]) -> polyreme.Engine:
 
 
 def go_over(rank: int, world_size: int, case: str, config: dict[str, Any], folder: Path) -> None:
-    """DeepSpeed's checkpoint, loaded, saved, and written for torch.distributed.checkpoint, which is loaded again."""
+    """DeepSpeed's checkpoint, loaded, saved, and written for torch.distributed.checkpoint, which is loaded
+    again."""
     expected: dict[str, dict[str, torch.Tensor]] = {}
     for key, tensor in load_file(DATA / f"{case}.safetensors").items():
         kind, _, name = key.partition("/")
         expected.setdefault(kind, {})[name] = tensor
-    expected["master"] = {**{name: tensor.float() for name, tensor in expected["model"].items()}, **expected["master"]}
+    expected["master"] = {
+        **{name: tensor.float() for name, tensor in expected["model"].items()},
+        **expected["master"],
+    }
 
     def holds(engine: polyreme.Engine, path: Path) -> None:
         weights = engine.state_dict(master=True)
@@ -55,6 +59,9 @@ def go_over(rank: int, world_size: int, case: str, config: dict[str, Any], folde
 
 
 def test_deepspeed_to_ours_to_dcp_to_ours(ranks: Ranks, tmp_path: Path) -> None:
-    cases = {"stage3-bf16": {"zero": {"stage": 2}, "precision": {"compute": "bf16"}}, "stage2-fp32-elastic": {"zero": {"stage": 3}}}
+    cases = {
+        "stage3-bf16": {"zero": {"stage": 2}, "precision": {"compute": "bf16"}},
+        "stage2-fp32-elastic": {"zero": {"stage": 3}},
+    }
     for case, config in cases.items():
         ranks(2, go_over, case, config, tmp_path / case)

@@ -1,4 +1,5 @@
-"""Models whose modules are not all run by every rank: which ones depends on the rank's data. The numbers are plain PyTorch's."""
+"""Models whose modules are not all run by every rank: which ones depends on the rank's data. The numbers are
+plain PyTorch's."""
 
 from __future__ import annotations
 
@@ -17,15 +18,19 @@ WIDTH, STEPS = 32, 3  # a block's part is larger than what ranks of one host sen
 
 
 class Mixture(nn.Module):
-    """Blocks around experts, of which a sample's first number chooses; an expert that no sample chooses is not called."""
+    """Blocks around experts, of which a sample's first number chooses; an expert that no sample chooses is
+    not called."""
 
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
         kind: Any = {"dtype": torch.float64}
-        self.before = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH, **kind), nn.Tanh()) for _ in range(2))
+        self.before = nn.ModuleList(
+            nn.Sequential(nn.Linear(WIDTH, WIDTH, **kind), nn.Tanh()) for _ in range(2)
+        )
         self.experts = nn.ModuleList(
-            nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH, **kind), nn.Linear(2 * WIDTH, WIDTH, **kind)) for _ in range(4)
+            nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH, **kind), nn.Linear(2 * WIDTH, WIDTH, **kind))
+            for _ in range(4)
         )
         self.after = nn.Linear(WIDTH, WIDTH, **kind)
 
@@ -67,7 +72,9 @@ def mixtures(rank: int, world: int) -> list[training.Run]:
         for accumulation in (1, 2):
             zero = {"stage": stage, "keep": ["experts.*"]}
             optimizer = {"weight_decay": 0.0, "betas": (0.9, 0.95), "clip": 1.0}
-            config = training.config(world, accumulation, zero=zero, precision={"compute": "fp64"}, optimizer=optimizer)
+            config = training.config(
+                world, accumulation, zero=zero, precision={"compute": "fp64"}, optimizer=optimizer
+            )
             engine = polyreme.initialize(Mixture(), config, loss_fn=nn.functional.mse_loss)
             records = []
             for step in range(STEPS):
@@ -83,9 +90,13 @@ def test_modules_that_not_every_rank_runs(ranks: Ranks, world: int) -> None:
     expected = plain()
     for rank, runs in enumerate(ranks(world, mixtures)):
         for i, (records, weights) in enumerate(runs):
-            torch.testing.assert_close(records, expected[0], rtol=1e-10, atol=1e-12, msg=lambda m, at=(rank, i): f"{at}: {m}")
+            torch.testing.assert_close(
+                records, expected[0], rtol=1e-10, atol=1e-12, msg=lambda m, at=(rank, i): f"{at}: {m}"
+            )
             for name, tensor in weights.items():
-                torch.testing.assert_close(tensor, expected[1][name], rtol=0, atol=1e-10, msg=lambda m, at=(i, name): f"{at}: {m}")
+                torch.testing.assert_close(
+                    tensor, expected[1][name], rtol=0, atol=1e-10, msg=lambda m, at=(i, name): f"{at}: {m}"
+                )
 
 
 def test_a_name_to_keep_that_nothing_has() -> None:

@@ -1,4 +1,5 @@
-"""Runs of `polyreme train` whose ranks are killed while they write, or whose disk is full: nothing complete is lost."""
+"""Runs of `polyreme train` whose ranks are killed while they write, or whose disk is full: nothing complete
+is lost."""
 
 from __future__ import annotations
 
@@ -28,7 +29,13 @@ from pool import Ranks, RanksFailed
 
 END_WITHIN = 30.0  # seconds from a kill to the end of the command
 PLAIN = ["precision.compute=bf16", "zero.stage=1", "checkpoint.every=1", "checkpoint.keep=2"]
-BACKGROUND = ["precision.compute=bf16", "zero.stage=3", "checkpoint.every=1", "checkpoint.keep=2", "checkpoint.background=true"]
+BACKGROUND = [
+    "precision.compute=bf16",
+    "zero.stage=3",
+    "checkpoint.every=1",
+    "checkpoint.keep=2",
+    "checkpoint.background=true",
+]
 
 Patches = pytest.MonkeyPatch
 
@@ -46,11 +53,36 @@ def killed_in(patches: Patches, place: Any, name: str, here: Callable[..., bool]
 
 
 MOMENTS: dict[str, tuple[int, Callable[[Patches], None], str, int]] = {
-    "a rank writes its part": (1, lambda p: killed_in(p, Writer, "_put_stretch", lambda writer, *_: is_third(writer)), "step-2.tmp", 1),
-    "all is there but resume.json": (0, lambda p: killed_in(p, manifest, "write", lambda at, _: at.name == "step-4.tmp"), "step-4.tmp", 3),
-    "about to be named": (0, lambda p: killed_in(p, Path, "rename", lambda path, _: path.name == "step-5.tmp"), "step-5.tmp", 4),
-    "named, and not pointed to": (0, lambda p: killed_in(p, RunFolder, "point", lambda _, path: path.name == "step-6"), "step-6", 6),
-    "the oldest is being deleted": (0, lambda p: killed_in(p, shutil, "rmtree", is_half_gone), "step-5.old", 7),
+    "a rank writes its part": (
+        1,
+        lambda p: killed_in(p, Writer, "_put_stretch", lambda writer, *_: is_third(writer)),
+        "step-2.tmp",
+        1,
+    ),
+    "all is there but resume.json": (
+        0,
+        lambda p: killed_in(p, manifest, "write", lambda at, _: at.name == "step-4.tmp"),
+        "step-4.tmp",
+        3,
+    ),
+    "about to be named": (
+        0,
+        lambda p: killed_in(p, Path, "rename", lambda path, _: path.name == "step-5.tmp"),
+        "step-5.tmp",
+        4,
+    ),
+    "named, and not pointed to": (
+        0,
+        lambda p: killed_in(p, RunFolder, "point", lambda _, path: path.name == "step-6"),
+        "step-6",
+        6,
+    ),
+    "the oldest is being deleted": (
+        0,
+        lambda p: killed_in(p, shutil, "rmtree", is_half_gone),
+        "step-5.old",
+        7,
+    ),
 }
 """Which rank dies, when, what is then in the folder, and the step from which the run goes on."""
 
@@ -104,17 +136,22 @@ def test_killed_in_the_middle_of_a_save(folder: Path, ranks: Ranks, mode: str, m
     ranks(2, job, folder, settings)
     assert_same(run, folder / mode)
     assert names(run) == names(folder / mode) == ["latest", "log.jsonl", "step-7", "step-8"]
-    went_on = [int(step) for line in said(run) for step in re.findall(r"^resumed from \S+/step-(\d+): ", line)]
+    went_on = [
+        int(step) for line in said(run) for step in re.findall(r"^resumed from \S+/step-(\d+): ", line)
+    ]
     assert went_on == [MOMENTS[moment][3] for moment in chosen]
 
 
 @contextlib.contextmanager
 def small_disk(place: Path, size: int) -> Iterator[Callable[[int], None]]:
-    """A file system of `size` bytes at `place`; what it gives changes its size. Skips the test where none can be mounted."""
+    """A file system of `size` bytes at `place`; what it gives changes its size. Skips the test where none can
+    be mounted."""
     place.mkdir()
 
     def mount(options: str) -> int:
-        return subprocess.run(["mount", "-t", "tmpfs", "-o", options, "none", place], capture_output=True, check=False).returncode
+        return subprocess.run(
+            ["mount", "-t", "tmpfs", "-o", options, "none", place], capture_output=True, check=False
+        ).returncode
 
     if shutil.which("mount") is None or mount(f"size={size}") != 0:
         pytest.skip("no file system can be mounted here")
@@ -131,14 +168,23 @@ def bytes_of(checkpoint: Path) -> int:
 
 @pytest.mark.parametrize("mode", ["plain", "background"])
 def test_the_disk_is_full(folder: Path, ranks: Ranks, mode: str) -> None:
-    """There is room for one checkpoint and a half, so every save after the first fails, the last one, too, and with it the run."""
-    run, settings = folder / f"{mode}-full", [*(PLAIN if mode == "plain" else BACKGROUND), f"checkpoint.folder={mode}-full"]
+    """There is room for one checkpoint and a half, so every save after the first fails, the last one, too,
+    and with it the run."""
+    run = folder / f"{mode}-full"
+    settings = [*(PLAIN if mode == "plain" else BACKGROUND), f"checkpoint.folder={mode}-full"]
     settings += ["checkpoint.every=3", "checkpoint.keep=none"]
     with small_disk(run, int(1.5 * bytes_of(folder / mode / "step-8")) + 65536) as resize:
         with pytest.raises(RanksFailed, match="step-8 was not written") as caught:
             ranks(2, job, folder, settings)
-        assert all(isinstance(error, CheckpointError) for error in caught.value.exceptions.values()) and len(caught.value.exceptions) == 2
-        assert names(run) == ["latest", "log.jsonl", "step-3"] and (run / "latest").read_text() == "step-3\n" and is_whole(run / "step-3")
+        assert (
+            all(isinstance(error, CheckpointError) for error in caught.value.exceptions.values())
+            and len(caught.value.exceptions) == 2
+        )
+        assert (
+            names(run) == ["latest", "log.jsonl", "step-3"]
+            and (run / "latest").read_text() == "step-3\n"
+            and is_whole(run / "step-3")
+        )
         assert len(numbers(run)) == 8, "it went on"
         (line,) = [line for line in said(run) if line.endswith("; training goes on")]
         needed, free = FULL.fullmatch(line).groups()  # type: ignore[union-attr]
@@ -150,7 +196,8 @@ def test_the_disk_is_full(folder: Path, ranks: Ranks, mode: str) -> None:
 
 
 FULL = re.compile(
-    r"the checkpoint \S+-full/step-6 was not written, rank 0: No space left on device: its tensors need ([0-9,]+) bytes, "
+    r"the checkpoint \S+-full/step-6 was not written, rank 0: "
+    r"No space left on device: its tensors need ([0-9,]+) bytes, "
     r"and ([0-9,]+) are free in \S+-full; training goes on"
 )
 
@@ -170,7 +217,11 @@ def test_a_rank_of_the_command_is_killed_while_it_saves(folder: Path, ranks: Ran
         at = time.monotonic()
         status, _, errors = command.end()
         assert time.monotonic() - at < END_WITHIN
-    assert status == 1 and "error: rank 1 of 2 failed first: it was ended by SIGKILL\n" in errors and "Traceback" not in errors
+    assert (
+        status == 1
+        and "error: rank 1 of 2 failed first: it was ended by SIGKILL\n" in errors
+        and "Traceback" not in errors
+    )
     assert "polyreme: " not in errors, "what the other was writing at that moment is no error of its own"
     newest = RunFolder(run).newest()
     assert newest is not None

@@ -1,4 +1,5 @@
-"""Ranks that raise, are killed or interrupted in the middle of training: the run ends soon, says who it was, and leaves nothing behind."""
+"""Ranks that raise, are killed or interrupted in the middle of training: the run ends soon, says who it was,
+and leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -41,7 +42,8 @@ class Model(nn.Module):
             x = block(x).tanh()
         return x
 
-engine = polyreme.initialize(Model(), {"zero": {"stage": stage, "min_bucket": 0}, "batch": {"size": 4}}, loss_fn=loss_fn)
+config = {"zero": {"stage": stage, "min_bucket": 0}, "batch": {"size": 4}}
+engine = polyreme.initialize(Model(), config, loss_fn=loss_fn)
 while True:
     steps += 1
     engine.train_step((torch.randn(2, 8), torch.randn(2, 8)))
@@ -51,12 +53,15 @@ while True:
 
 
 def ended(command: Command, since: Callable[[], float]) -> tuple[int, str, str]:
-    """As `Command.end`, within the promised time after `since`, and with nothing in shared memory that is of any rank."""
+    """As `Command.end`, within the promised time after `since`, and with nothing in shared memory that is of
+    any rank."""
     ranks = {pid for pid, rank in command.descendants().items() if rank is not None}
     result = command.end()
     seconds = time.time() - since()
     assert seconds < END_WITHIN, f"ended only {seconds:.1f} s later"
-    left = [entry.name for entry in Path("/dev/shm").glob("*") if any(str(pid) in entry.name for pid in ranks)]
+    left = [
+        entry.name for entry in Path("/dev/shm").glob("*") if any(str(pid) in entry.name for pid in ranks)
+    ]
     assert not left, "shared memory outlived the run"
     return result
 
@@ -161,7 +166,9 @@ def is_training(folder: Path) -> bool:
 
 
 def test_the_rank_that_shows_the_training_job_is_killed(job: Path) -> None:
-    with running(job, "train", "tiny.toml", "--set", "train.length=1000000", "--set", "zero.stage=3") as command:
+    with running(
+        job, "train", "tiny.toml", "--set", "train.length=1000000", "--set", "zero.stage=3"
+    ) as command:
         until(lambda: is_training(job), "training")
         at = time.time()
         os.kill(next(pid for pid, rank in command.descendants().items() if rank == 0), signal.SIGKILL)
@@ -178,5 +185,7 @@ def test_the_training_job_is_interrupted_with_its_whole_group(job: Path) -> None
         status, output, errors = ended(command, lambda: at)
     assert (status, errors) == (130, "error: stopped by SIGINT; every rank has ended\n")
     assert "ZeRO stage 2" in output and "Traceback" not in output
-    assert sorted(path.name for path in (job / "run").iterdir()) == ["log.jsonl"], "no half-written checkpoint"
+    assert sorted(path.name for path in (job / "run").iterdir()) == ["log.jsonl"], (
+        "no half-written checkpoint"
+    )
     assert not list((job / ".polyreme-cache").glob("*unfinished*"))

@@ -1,4 +1,5 @@
-"""What a save and a run may not replace, and a folder that another run has: refused on every rank, and nothing is lost."""
+"""What a save and a run may not replace, and a folder that another run has: refused on every rank, and
+nothing is lost."""
 
 from __future__ import annotations
 
@@ -39,7 +40,13 @@ def job(rank: int, world: int, folder: Path) -> None:
         )
         refused(engine, folder / "docs", "docs would be replaced", "thesis.txt", "Save to another path")
         if world > 1:
-            refused(engine, folder / f"mine-{rank}", "rank 1: it was to be ", "mine-1, and of rank 0 ", "give all ranks the same path")
+            refused(
+                engine,
+                folder / f"mine-{rank}",
+                "rank 1: it was to be ",
+                "mine-1, and of rank 0 ",
+                "give all ranks the same path",
+            )
         path = folder / f"step-{stage}"
         for _ in range(2):
             engine.save(path)
@@ -67,7 +74,10 @@ def claims(rank: int, engine: Engine, folder: Path) -> None:
         fcntl.flock(other, fcntl.LOCK_SH)
     with pytest.MonkeyPatch.context() as patches:
         patches.setattr(saving, "PATIENCE", 0.0)
-        with pytest.raises(CheckpointError, match=r"run is in use by another run, which process 1 on host there began noon: let it end"):
+        with pytest.raises(
+            CheckpointError,
+            match=r"run is in use by another run, which process 1 on host there began noon: let it end",
+        ):
             checkpoints.begin()
     if other is not None:  # it dies, and its claim is taken over
         other.close()

@@ -1,4 +1,5 @@
-"""The model in the user's hands: reading and writing parameters between steps works as it does in plain PyTorch, or raises ModelError."""
+"""The model in the user's hands: reading and writing parameters between steps works as it does in plain
+PyTorch, or raises ModelError."""
 
 from __future__ import annotations
 
@@ -31,7 +32,9 @@ def make(world: int, compute: str = "fp64", case: str = CASE, **sections: Any) -
 
 def step(engine: polyreme.Engine, at: int = 0, case: str = CASE) -> polyreme.StepResult:
     dp = engine.mesh.dp
-    return engine.train_step(models.share(models.batch_of(case, training.SAMPLES, at, torch.float32), dp.rank, dp.size))
+    return engine.train_step(
+        models.share(models.batch_of(case, training.SAMPLES, at, torch.float32), dp.rank, dp.size)
+    )
 
 
 RELEASED: dict[str, Callable[[nn.Module, nn.Parameter], object]] = {
@@ -60,7 +63,9 @@ RELEASED: dict[str, Callable[[nn.Module, nn.Parameter], object]] = {
     "save of the module": lambda module, p: torch.save(module, io.BytesIO()),
     "state_dict": lambda module, p: module.state_dict(),
     "save of the variables": lambda module, p: torch.save(module.state_dict(keep_vars=True), io.BytesIO()),
-    "load_state_dict": lambda module, p: module.load_state_dict({name: torch.zeros(q.shape) for name, q in module.named_parameters()}),
+    "load_state_dict": lambda module, p: module.load_state_dict(
+        {name: torch.zeros(q.shape) for name, q in module.named_parameters()}
+    ),
     "half": lambda module, p: module.half(),
     "share_memory": lambda module, p: module.share_memory(),
     "resize": lambda module, p: module.resize_token_embeddings(100),  # type: ignore[operator]
@@ -81,7 +86,12 @@ def touch_released(rank: int, world: int, folder: Path) -> None:
                             touch(module, p)
                         assert "weight" in str(caught.value), what
                 assert isinstance(p, nn.Parameter) and "released" in repr(p) and "released" in f"{p}"
-                assert p.shape == torch.zeros_like(p).shape and p.numel() == p.nelement() and p.dtype == torch.float64 and len(p) == len(p)
+                assert (
+                    p.shape == torch.zeros_like(p).shape
+                    and p.numel() == p.nelement()
+                    and p.dtype == torch.float64
+                    and len(p) == len(p)
+                )
                 assert p.requires_grad and p.grad is None and p.is_leaf and p in {p}
             assert sum(p.numel() for p in module.parameters()) == engine.parameters
             assert step(engine, number).loss > 0
@@ -149,7 +159,13 @@ def write(rank: int, world: int, folder: Path) -> None:
             for name, tensor in expected.items():
                 assert torch.equal(after[name], tensor), (compute, stage, home, how, name)
                 same = tensor == whole[name]
-                assert torch.equal(masters[name][~same], tensor[~same].to(masters[name].dtype)), (compute, stage, home, how, name)
+                assert torch.equal(masters[name][~same], tensor[~same].to(masters[name].dtype)), (
+                    compute,
+                    stage,
+                    home,
+                    how,
+                    name,
+                )
                 assert torch.equal(masters[name][same], before[name][same]), (compute, stage, home, how, name)
         assert step(engine, 1).loss > 0
         engine.close()
@@ -162,10 +178,17 @@ def test_written_weights_reach_masters(ranks: Ranks, tmp_path: Path, world: int)
 
 def write_outside(rank: int, world: int, folder: Path) -> None:
     """What is written between steps counts in the next one as if it had been there from the start."""
-    for compute, stage, home, hows in (("fp64", 2, "device", ["data"]), ("bf16", 0, "device", ["copy_", "one"]),
-                                       ("bf16", 1, "device", ["given"]), ("fp32", 2, str(folder / "tier"), ["load", "data"])):  # fmt: skip
+    for compute, stage, home, hows in (
+        ("fp64", 2, "device", ["data"]),
+        ("bf16", 0, "device", ["copy_", "one"]),
+        ("bf16", 1, "device", ["given"]),
+        ("fp32", 2, str(folder / "tier"), ["load", "data"]),
+    ):
         for how in hows:
-            one, other = (make(world, compute, zero={"stage": stage}, memory={"states": home if e else "device"}) for e in (1, 0))
+            one, other = (
+                make(world, compute, zero={"stage": stage}, memory={"states": home if e else "device"})
+                for e in (1, 0)
+            )
             for engine in (one, other):
                 step(engine)
             with torch.no_grad():
@@ -175,7 +198,12 @@ def write_outside(rank: int, world: int, folder: Path) -> None:
             for number in (1, 2):
                 assert step(one, number).loss == step(other, number).loss, (compute, stage, home, how)
             found, expected = one.state_dict(master=True), other.state_dict(master=True)
-            assert all(torch.equal(t, found[name]) for name, t in expected.items()), (compute, stage, home, how)
+            assert all(torch.equal(t, found[name]) for name, t in expected.items()), (
+                compute,
+                stage,
+                home,
+                how,
+            )
             one.close()
 
 
@@ -200,13 +228,18 @@ def misuse(rank: int, world: int) -> None:
             with pytest.raises(ModelError, match="after the with block"):
                 step(engine)
         assert all(torch.equal(t, before[name]) for name, t in engine.state_dict(master=True).items())
-        with pytest.raises(ModelError, match=r"precision\.compute"), engine.full_parameters(write=True) as module:
+        with (
+            pytest.raises(ModelError, match=r"precision\.compute"),
+            engine.full_parameters(write=True) as module,
+        ):
             module.double()
         with engine.full_parameters(write=True) as module, torch.no_grad():
             for p in module.parameters():
                 p.fill_(rank)
             twin = copy.deepcopy(module)
-        assert all(not p.any() for name, p in engine.state_dict().items() if name in dict(module.named_parameters())), "rank 0's count"
+        assert all(
+            not p.any() for name, p in engine.state_dict().items() if name in dict(module.named_parameters())
+        ), "rank 0's count"
         twin(**models.tokens(2))
         assert step(engine).loss > 0
     if world > 1:
@@ -231,14 +264,33 @@ def call_a_stage(rank: int, world: int) -> None:
         ids = models.tokens(2)["input_ids"]
         inner = engine.module.transformer if tied else engine.module.model
         with engine.full_parameters() as whole:
-            for call in (lambda: whole(ids), lambda: whole.generate(ids, max_new_tokens=2), lambda: inner(ids)):  # noqa: B023
+            for call in (
+                lambda: whole(ids),
+                lambda: whole.generate(ids, max_new_tokens=2),
+                lambda: inner(ids),
+            ):
                 with pytest.raises(ModelError, match=r"engine\.eval_step"), torch.no_grad():
                     call()
-        absent = next(value for module in engine.module.modules() for value in vars(module).values() if isinstance(value, Tensor))
-        for touch in (absent.norm, absent.detach, absent.zero_, lambda: torch.save(absent, io.BytesIO()), lambda: copy.deepcopy(absent)):  # noqa: B023
+        absent = next(
+            value
+            for module in engine.module.modules()
+            for value in vars(module).values()
+            if isinstance(value, Tensor)
+        )
+        for touch in (
+            absent.norm,
+            absent.detach,
+            absent.zero_,
+            lambda: torch.save(absent, io.BytesIO()),
+            lambda: copy.deepcopy(absent),
+        ):
             with pytest.raises(ModelError, match="which another pipeline stage has"):
                 touch()
-        for whole_of in (engine.module.state_dict, lambda: torch.save(engine.module, io.BytesIO()), lambda: copy.deepcopy(engine.module)):  # noqa: B023
+        for whole_of in (
+            engine.module.state_dict,
+            lambda: torch.save(engine.module, io.BytesIO()),
+            lambda: copy.deepcopy(engine.module),
+        ):
             with pytest.raises(ModelError, match=r"only its pipeline stage|another pipeline stage has"):
                 whole_of()
         assert engine.eval_step(models.batch_of(case, training.SAMPLES, 0)).loss > 0

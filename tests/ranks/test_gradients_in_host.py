@@ -1,5 +1,6 @@
-"""What goes between a device and the CPU that updates its buckets, where copies take place as late as they may: an order of steps that does
-not wait for one shows as a wrong number. On a GPU the same code has streams instead."""
+"""What goes between a device and the CPU that updates its buckets, where copies take place as late as they
+may: an order of steps that does not wait for one shows as a wrong number. On a GPU the same code has streams
+instead."""
 
 from __future__ import annotations
 
@@ -19,8 +20,8 @@ import polyreme
 import training
 from polyreme.layout.bucket_layout import ALIGN
 from polyreme.offload import optimizer_states
-from polyreme.offload.copy_stream import Lane
-from polyreme.offload.gradients_in_host import Ferry
+from polyreme.offload.copy_stream import CopyStream
+from polyreme.offload.gradients_in_host import HostTransfer
 from pool import Ranks
 
 
@@ -39,7 +40,7 @@ class Copy:
                 self._copy = None
 
 
-class LateLane(Lane):
+class LateLane(CopyStream):
     def __init__(self) -> None:
         self._leaving: list[Copy] = []
         self._coming: list[Copy] = []
@@ -63,22 +64,25 @@ class LateLane(Lane):
         self._leaving.clear()
 
 
-class LateFerry(Ferry):
+class LateFerry(HostTransfer):
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
-        self.lane = LateLane()
+        self.copy_stream = LateLane()
 
 
 def train(rank: int, world: int, settings: list[dict[str, Any]], share: bool = True) -> list[training.Run]:
-    """A run of each config; all but the first with a ferry, and with so small records that several are on their way at a time."""
+    """A run of each config; all but the first with a ferry, and with so small records that several are on
+    their way at a time."""
     runs = []
     for i, each in enumerate(settings):
         with (
-            patch.object(Ferry, "over", LateFerry if i else Ferry.over),
+            patch.object(HostTransfer, "over", LateFerry if i else HostTransfer.over),
             patch.object(optimizer_states, "RECORD", 4 * ALIGN),
         ):
             torch.manual_seed(0)
-            engine = polyreme.initialize(models.llama(num_hidden_layers=4, tie_word_embeddings=True), each, loss_fn=models.causal_loss)
+            engine = polyreme.initialize(
+                models.llama(num_hidden_layers=4, tie_word_embeddings=True), each, loss_fn=models.causal_loss
+            )
         told = []
         for step in range(3):
             batch = models.tokens(training.SAMPLES, seed=step)
@@ -97,10 +101,20 @@ def assert_equal(runs: list[training.Run]) -> None:
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_a_ferry_changes_no_bit(ranks: Ranks, tmp_path: Path, world: int, stage: int) -> None:
     """fp16 begins with steps that overflow."""
-    homes: list[dict[str, Any]] = [{}, {"states": "host"}, {"states": str(tmp_path)}, {"states": {"host": 0.5, "device": 0.5}}]
+    homes: list[dict[str, Any]] = [
+        {},
+        {"states": "host"},
+        {"states": str(tmp_path)},
+        {"states": {"host": 0.5, "device": 0.5}},
+    ]
     if stage == 3:
-        homes += [{"states": "host", "params": "host"}, {"states": {"host": 0.5, "device": 0.5}, "params": "host"}]
-    spilled: list[dict[str, Any]] = [{"states": states, "gradients": str(tmp_path)} for states in ("host", str(tmp_path))]
+        homes += [
+            {"states": "host", "params": "host"},
+            {"states": {"host": 0.5, "device": 0.5}, "params": "host"},
+        ]
+    spilled: list[dict[str, Any]] = [
+        {"states": states, "gradients": str(tmp_path)} for states in ("host", str(tmp_path))
+    ]
     for accumulation, zero, precision in (
         (1, {}, {"compute": "bf16"}),
         (2, {}, {"compute": "fp16", "initial_scale": 2.0**20}),
@@ -109,54 +123,90 @@ def test_a_ferry_changes_no_bit(ranks: Ranks, tmp_path: Path, world: int, stage:
         sections = {"zero": {"stage": stage, "min_bucket": 0, **zero}, "precision": precision}
         each = world == 1 or stage > 1 or accumulation == 1 or bool(zero)  # is reduced, not the sum of both
         tried = homes + spilled if each else homes
-        for told in ranks(world, train, [training.config(world, accumulation, memory=memory, **sections) for memory in tried]):
+        for told in ranks(
+            world,
+            train,
+            [training.config(world, accumulation, memory=memory, **sections) for memory in tried],
+        ):
             assert_equal(told)
             finite = {math.isfinite(norm) for _, norm in told[0][0]}
-            assert len(finite) == (2 if precision["compute"] == "fp16" else 1), "some steps have to overflow, not all"
+            assert len(finite) == (2 if precision["compute"] == "fp16" else 1), (
+                "some steps have to overflow, not all"
+            )
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
-@pytest.mark.parametrize("memory", [{}, {"params": "host"}, {"gradients": "files"}], ids=["states", "params", "gradients"])
+@pytest.mark.parametrize(
+    "memory", [{}, {"params": "host"}, {"gradients": "files"}], ids=["states", "params", "gradients"]
+)
 def test_with_a_pipeline(ranks: Ranks, tmp_path: Path, schedule: str, memory: dict[str, Any]) -> None:
     """The embedding is tied to the head, so that its gradients are summed over the stages before they go."""
     memory = {"states": "host"} | memory | ({"gradients": str(tmp_path)} if "gradients" in memory else {})
     zero = {"stage": 3 if "params" in memory else 1, "min_bucket": 0}
-    settings = [training.config(1, 2, zero=zero, mesh={"pp": 2}, pipeline={"schedule": schedule}, memory=each) for each in ({}, memory)]
+    settings = [
+        training.config(1, 2, zero=zero, mesh={"pp": 2}, pipeline={"schedule": schedule}, memory=each)
+        for each in ({}, memory)
+    ]
     for told in ranks(2, train, settings, False):
         assert_equal(told)
 
 
 def test_with_tensor_parallelism(ranks: Ranks, tmp_path: Path) -> None:
     """Where a part of a shard is on several ranks, and counts once in the norm."""
-    settings = [training.config(1, 2, zero={"stage": 3, "min_bucket": 0}, mesh={"tp": 2}, precision={"compute": "bf16"}, memory=memory)
-                for memory in ({}, {"states": "host"}, {"states": "host", "params": "host"},
-                               {"states": "host", "gradients": str(tmp_path)})]  # fmt: skip
+    settings = [
+        training.config(
+            1,
+            2,
+            zero={"stage": 3, "min_bucket": 0},
+            mesh={"tp": 2},
+            precision={"compute": "bf16"},
+            memory=memory,
+        )
+        for memory in (
+            {},
+            {"states": "host"},
+            {"states": "host", "params": "host"},
+            {"states": "host", "gradients": str(tmp_path)},
+        )
+    ]
     for told in ranks(2, train, settings, False):
         assert_equal(told)
 
 
 def account(rank: int, world: int, stage: int) -> dict[str, Any]:
-    made = training.config(world, zero={"stage": stage, "min_bucket": 0}, precision={"compute": "bf16"}, memory={"states": "host"})
-    with patch.object(Ferry, "over", LateFerry):
+    made = training.config(
+        world,
+        zero={"stage": stage, "min_bucket": 0},
+        precision={"compute": "bf16"},
+        memory={"states": "host"},
+    )
+    with patch.object(HostTransfer, "over", LateFerry):
         engine = polyreme.initialize(models.llama(), made, loss_fn=models.causal_loss)
     for _ in range(2):
         engine.train_step(models.share(models.tokens(training.SAMPLES), rank, world))
     shards = sum(bucket.layout.shard_size for bucket in engine._placement.trainable)
-    updated = sum(record.run.stop - record.run.start for bucket in engine._placement.trainable for record in bucket.records or ())
+    updated = sum(
+        record.run.stop - record.run.start
+        for bucket in engine._placement.trainable
+        for record in bucket.records or ()
+    )
     return {
         "shards": shards,
         "updated": updated,
         "tier": engine.tiers()["gradients"],
         "held": [
-            gradients for bucket in engine._placement.trainable for gradients in (bucket.grad, bucket._local) if gradients is not None
+            gradients
+            for bucket in engine._placement.trainable
+            for gradients in (bucket.grad, bucket._local)
+            if gradients is not None
         ],
     }
 
 
 @pytest.mark.parametrize(("world", "itemsize"), [(1, 2), (2, 4)])
 def test_what_goes_is_what_must_and_leaves_the_device(ranks: Ranks, world: int, itemsize: int) -> None:
-    """Of bf16, parameters come in bf16, and gradients go in float32, or in bf16 where nothing is summed; between the last reduction and the
-    next backward none is on the device."""
+    """Of bf16, parameters come in bf16, and gradients go in float32, or in bf16 where nothing is summed;
+    between the last reduction and the next backward none is on the device."""
     for told in ranks(world, account, 2):
         assert told["tier"]["written"] == 2 * itemsize * told["shards"]
         assert told["tier"]["read"] == 2 * 2 * told["updated"]
@@ -166,23 +216,39 @@ def test_what_goes_is_what_must_and_leaves_the_device(ranks: Ranks, world: int, 
 
 def accumulate(rank: int, world: int, memory: dict[str, Any]) -> dict[str, Any]:
     """Two micro-batches; what of gradients is on the device after each."""
-    made = training.config(world, 2, zero={"stage": 3, "min_bucket": 0}, precision={"compute": "bf16"}, memory=memory)
-    with patch.object(Ferry, "over", LateFerry):
+    made = training.config(
+        world, 2, zero={"stage": 3, "min_bucket": 0}, precision={"compute": "bf16"}, memory=memory
+    )
+    with patch.object(HostTransfer, "over", LateFerry):
         engine = polyreme.initialize(models.llama(), made, loss_fn=models.causal_loss)
     held = []
     for at in range(2):
-        engine.backward(engine(**models.share(models.tokens(training.SAMPLES // 2, seed=at), rank, world), use_cache=False).loss)
+        engine.backward(
+            engine(
+                **models.share(models.tokens(training.SAMPLES // 2, seed=at), rank, world), use_cache=False
+            ).loss
+        )
         trainable = engine._placement.trainable
-        held.append(sum(kept.nbytes for bucket in trainable for kept in (bucket.grad, bucket._local) if kept is not None))
+        held.append(
+            sum(
+                kept.nbytes
+                for bucket in trainable
+                for kept in (bucket.grad, bucket._local)
+                if kept is not None
+            )
+        )
     engine.step()
     shards = sum(bucket.layout.shard_size for bucket in trainable)
     return {"shards": shards, "held": held, "written": engine.tiers()["gradients"]["written"]}
 
 
 @pytest.mark.parametrize(("world", "itemsize"), [(1, 2), (2, 4)])
-def test_gradients_of_several_micro_batches_are_added_up_where_parameters_are(ranks: Ranks, world: int, itemsize: int) -> None:
-    """With parameters off the device, it has no gradients between micro-batches, and each one's leave: in bf16 where nothing is summed
-    over ranks. With parameters on it, they are added up there, and leave once."""
+def test_gradients_of_several_micro_batches_are_added_up_where_parameters_are(
+    ranks: Ranks, world: int, itemsize: int
+) -> None:
+    """With parameters off the device, it has no gradients between micro-batches, and each one's leave: in
+    bf16 where nothing is summed over ranks. With parameters on it, they are added up there, and leave
+    once."""
     for told in ranks(world, accumulate, {"states": "host", "params": "host"}):
         assert told["held"] == [0, 0]
         assert told["written"] == 2 * itemsize * told["shards"]
@@ -192,19 +258,25 @@ def test_gradients_of_several_micro_batches_are_added_up_where_parameters_are(ra
 
 
 def looked_at(rank: int, world: int, folder: Path) -> None:
-    """What is read ahead of the update is not what it was, where something else was done with the tier meanwhile."""
+    """What is read ahead of the update is not what it was, where something else was done with the tier
+    meanwhile."""
     results = []
     for looks in (False, True):
         torch.manual_seed(0)
         engine = polyreme.initialize(models.llama(), training.config(world, memory={"states": str(folder)}))
         for step in range(2):
-            engine.backward(engine(**models.share(models.tokens(training.SAMPLES, seed=step), rank, world)).loss)
+            engine.backward(
+                engine(**models.share(models.tokens(training.SAMPLES, seed=step), rank, world)).loss
+            )
             if looks:
                 before = engine.state_dict(master=True)
                 engine.save(folder / "between") if step else None
             results.append(engine.step().loss)
         if looks:
-            assert any(not torch.equal(tensor, before[name]) for name, tensor in engine.state_dict(master=True).items())
+            assert any(
+                not torch.equal(tensor, before[name])
+                for name, tensor in engine.state_dict(master=True).items()
+            )
         results.append(sum(tensor.double().sum() for tensor in engine.state_dict(master=True).values()))
         engine.close()
     assert results[:3] == results[3:]

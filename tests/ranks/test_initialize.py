@@ -1,4 +1,5 @@
-"""Whatever is given as the model, and however its numbers lie in memory: a divided run is plain PyTorch's, on rank 0's numbers."""
+"""Whatever is given as the model, and however its numbers lie in memory: a divided run is plain PyTorch's, on
+rank 0's numbers."""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ FP64: dict[str, Any] = {"dtype": torch.float64}
 
 
 class Block(nn.Module):
-    """A weight that lies transposed in memory, a buffer of one number expanded, and one that all blocks share."""
+    """A weight that lies transposed in memory, a buffer of one number expanded, and one that all blocks
+    share."""
 
     def __init__(self, shared: Tensor) -> None:
         super().__init__()
@@ -63,7 +65,10 @@ def batch_of(step: int) -> tuple[Tensor, Tensor]:
 
 def config(dp: int, mesh: dict[str, Any], **sections: Any) -> dict[str, Any]:
     plan = {"blocks.*.up": "colwise", "blocks.*.down": "rowwise"} if mesh.get("tp", 1) > 1 else {}
-    return {**training.config(dp, 2, precision={"compute": "fp64"}, mesh={**mesh, "tp_plan": plan}, **sections), "seed": SEED}
+    return {
+        **training.config(dp, 2, precision={"compute": "fp64"}, mesh={**mesh, "tp_plan": plan}, **sections),
+        "seed": SEED,
+    }
 
 
 class Trained(NamedTuple):
@@ -85,7 +90,9 @@ def trained(model: Any, world: int, mesh: dict[str, int], **sections: Any) -> Tr
         result = engine.train_step(models.share(batch_of(step), engine.mesh.dp.rank, dp))
         records.append((result.loss, result.grad_norm))
     names = {name for name, _ in engine.module.named_parameters()}
-    return Trained((records, engine.state_dict()), names, size, dict(engine.module.named_buffers(remove_duplicate=False)))
+    return Trained(
+        (records, engine.state_dict()), names, size, dict(engine.module.named_buffers(remove_duplicate=False))
+    )
 
 
 def plain(model: nn.Module) -> training.Run:
@@ -94,9 +101,13 @@ def plain(model: nn.Module) -> training.Run:
 
 
 def assert_equals(found: Trained, expected: training.Run, what: object) -> None:
-    torch.testing.assert_close(found.run[0], expected[0], rtol=1e-10, atol=1e-10, msg=lambda m: f"{what}: {m}")
+    torch.testing.assert_close(
+        found.run[0], expected[0], rtol=1e-10, atol=1e-10, msg=lambda m: f"{what}: {m}"
+    )
     for name, tensor in expected[1].items():
-        torch.testing.assert_close(found.run[1][name], tensor, rtol=1e-10, atol=1e-10, msg=lambda m, n=name: f"{what}, {n}: {m}")
+        torch.testing.assert_close(
+            found.run[1][name], tensor, rtol=1e-10, atol=1e-10, msg=lambda m, n=name: f"{what}, {n}: {m}"
+        )
 
 
 # ---- numbers anywhere in memory, other ones on each rank
@@ -126,12 +137,21 @@ def test_rank_0s_numbers_count(ranks: Ranks, world: int, layouts: list[dict[str,
         for mesh, found in zip(layouts, each, strict=True):
             assert_equals(found, expected, (rank, mesh))
             assert found.buffers and found.buffers.keys() <= buffers.keys()
-            assert all(torch.equal(buffer, buffers[name]) for name, buffer in found.buffers.items()), (rank, mesh)
-            assert len({buffer.data_ptr() for name, buffer in found.buffers.items() if name.endswith("shared")}) == 1
+            assert all(torch.equal(buffer, buffers[name]) for name, buffer in found.buffers.items()), (
+                rank,
+                mesh,
+            )
+            assert (
+                len({buffer.data_ptr() for name, buffer in found.buffers.items() if name.endswith("shared")})
+                == 1
+            )
 
 
 def without_numbers(rank: int, world: int) -> None:
-    with torch.device("meta"), pytest.raises(ModelError, match=r"weight is on the meta device.* the function that builds the model"):
+    with (
+        torch.device("meta"),
+        pytest.raises(ModelError, match=r"weight is on the meta device.* the function that builds the model"),
+    ):
         polyreme.initialize(nn.Linear(2, 2), config(world, {}))
 
 
@@ -143,9 +163,14 @@ def test_a_module_without_numbers_is_refused(ranks: Ranks) -> None:
 
 
 BUILDERS: list[Callable[[], nn.Module]] = [
-    lambda: nn.Linear(WIDTH, 16, **FP64), nn.Tanh, lambda: nn.Linear(16, 16, **FP64), nn.Tanh, lambda: nn.Linear(16, 16, **FP64), nn.Tanh,
+    lambda: nn.Linear(WIDTH, 16, **FP64),
+    nn.Tanh,
+    lambda: nn.Linear(16, 16, **FP64),
+    nn.Tanh,
+    lambda: nn.Linear(16, 16, **FP64),
+    nn.Tanh,
     lambda: nn.Linear(16, 5, **FP64),
-]  # fmt: skip
+]
 BUILT: dict[str, set[int]] = {"builders": set(), "layers": set(range(len(BUILDERS))), "mixed": {1, 2, 5}}
 """Which of the layers are given as modules."""
 
@@ -176,7 +201,8 @@ def test_lists_of_layers(ranks: Ranks) -> None:
             first, last = (result.pop(0) for result in results)
             for found in (first, last):
                 assert_equals(found, expected, (kind, mesh))
-                assert found.bytes <= sum(8 * (sizes[name] + 64) for name in found.names)  # slots begin at multiples of 64
+                # slots begin at multiples of 64
+                assert found.bytes <= sum(8 * (sizes[name] + 64) for name in found.names)
             if mesh["pp"] == 2:
                 assert not first.names & last.names and first.names | last.names == sizes.keys()
 
@@ -185,14 +211,26 @@ def test_lists_of_layers(ranks: Ranks) -> None:
 
 DIRECTORIES = {
     "llama": lambda: models.llama(tie_word_embeddings=False),
-    "gpt2 without its head": lambda: models.gpt2().transformer,  # of the same config, whose names have no prefix
-    "mixtral": lambda: transformers.MixtralForCausalLM(  # its experts are saved one by one, and fused by transformers
-        transformers.MixtralConfig(vocab_size=models.VOCABULARY, hidden_size=16, intermediate_size=16, num_hidden_layers=2,
-                                   num_attention_heads=4, num_key_value_heads=2, num_local_experts=4)),
-}  # fmt: skip
+    # of the same config, whose names have no prefix
+    "gpt2 without its head": lambda: models.gpt2().transformer,
+    # its experts are saved one by one, and fused by transformers
+    "mixtral": lambda: transformers.MixtralForCausalLM(
+        transformers.MixtralConfig(
+            vocab_size=models.VOCABULARY,
+            hidden_size=16,
+            intermediate_size=16,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            num_local_experts=4,
+        )
+    ),
+}
 
 
-def opened(rank: int, world: int, folder: str, meshes: list[dict[str, int]]) -> list[tuple[bool, dict[str, Tensor]]]:
+def opened(
+    rank: int, world: int, folder: str, meshes: list[dict[str, int]]
+) -> list[tuple[bool, dict[str, Tensor]]]:
     found = []
     for mesh in meshes:
         engine = polyreme.initialize(folder, {"batch": {"size": 4}, "zero": {"stage": 3}, "mesh": mesh})

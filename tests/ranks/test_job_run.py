@@ -1,4 +1,5 @@
-"""`polyreme train` from its config to a checkpoint that Hugging Face opens, and datasets of other kinds in a loop of one's own."""
+"""`polyreme train` from its config to a checkpoint that Hugging Face opens, and datasets of other kinds in a
+loop of one's own."""
 
 from __future__ import annotations
 
@@ -21,11 +22,22 @@ from pool import Ranks
 
 DEMO = Path(__file__).parents[2] / "examples" / "demo.toml"
 SMALL = {
-    "model.config.hidden_size": 32, "model.config.intermediate_size": 64, "model.config.num_attention_heads": 2,
-    "data.path": "text.txt", "data.sequence": 32, "data.vocab_size": 300, "lr_schedule.warmup": 4, "optimizer.lr": 1e-2,
-    "train.length": 30, "train.validate_every": 10, "train.validate_batches": 2, "train.sample_tokens": 5,
-    "checkpoint.folder": "run", "checkpoint.every": 8, "checkpoint.keep": 2,
-}  # fmt: skip
+    "model.config.hidden_size": 32,
+    "model.config.intermediate_size": 64,
+    "model.config.num_attention_heads": 2,
+    "data.path": "text.txt",
+    "data.sequence": 32,
+    "data.vocab_size": 300,
+    "lr_schedule.warmup": 4,
+    "optimizer.lr": 1e-2,
+    "train.length": 30,
+    "train.validate_every": 10,
+    "train.validate_batches": 2,
+    "train.sample_tokens": 5,
+    "checkpoint.folder": "run",
+    "checkpoint.every": 8,
+    "checkpoint.keep": 2,
+}
 
 
 def sets(changes: dict[str, Any]) -> list[str]:
@@ -51,7 +63,9 @@ def validation_loss(folder: Path, config: Config, checkpoint: str, dtype: torch.
     """The loss of a checkpoint as transformers opens it, on the batches that the run validates with."""
     model = transformers.AutoModelForCausalLM.from_pretrained(folder / checkpoint, dtype=dtype).eval()
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder / checkpoint)
-    section = config.data.model_copy(update={"path": str(folder / "text.txt"), "cache": str(folder / ".polyreme-cache")})
+    section = config.data.model_copy(
+        update={"path": str(folder / "text.txt"), "cache": str(folder / ".polyreme-cache")}
+    )
     text = open_text(section, config.seed)
     assert text.validation is not None and tokenizer.get_vocab() == text.tokenizer.get_vocab()
     batches = min(config.train.validate_batches, len(text.validation) // config.batch.size)
@@ -67,10 +81,21 @@ def test_the_demo_from_end_to_end(tmp_path: Path) -> None:
     status, output, errors = polyreme(tmp_path, "train", str(DEMO), *sets(SMALL))
     assert status == 0 and "Writing model shards" not in errors and "Traceback" not in errors
     assert "2 ranks, ZeRO stage 2, fp32, 30 steps" in output and "before training: " in output
-    assert output.count("trained 30 steps") == 1 and 'AutoModelForCausalLM.from_pretrained("run/step-30")' in output
-    assert output.rstrip().endswith('AutoTokenizer.from_pretrained("run/step-30")'), "nothing repeats the summary"
+    assert (
+        output.count("trained 30 steps") == 1
+        and 'AutoModelForCausalLM.from_pretrained("run/step-30")' in output
+    )
+    assert output.rstrip().endswith('AutoTokenizer.from_pretrained("run/step-30")'), (
+        "nothing repeats the summary"
+    )
     run = tmp_path / "run"
-    assert sorted(path.name for path in run.iterdir()) == ["latest", "log.jsonl", "loss.png", "step-24", "step-30"]
+    assert sorted(path.name for path in run.iterdir()) == [
+        "latest",
+        "log.jsonl",
+        "loss.png",
+        "step-24",
+        "step-30",
+    ]
     assert (run / "loss.png").read_bytes().startswith(b"\x89PNG")
     steps = log(run)
     assert [step["step"] for step in steps] == list(range(1, 31))
@@ -82,7 +107,9 @@ def test_the_demo_from_end_to_end(tmp_path: Path) -> None:
     losses = [step["validation_loss"] for step in steps if step["validation_loss"] is not None]
     assert len(losses) == 4 and losses[-1] < losses[0] / 2
     config = Config.load(DEMO, [f"{key}={value}" for key, value in SMALL.items()])
-    assert validation_loss(tmp_path, config, "run/step-30", torch.float32) == pytest.approx(losses[-1], rel=1e-5)
+    assert validation_loss(tmp_path, config, "run/step-30", torch.float32) == pytest.approx(
+        losses[-1], rel=1e-5
+    )
 
 
 @pytest.fixture(scope="module")
@@ -98,7 +125,9 @@ def fp32(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_the_checkpoint_has_the_loss_that_the_run_had(fp32: Path) -> None:
     loss = log(fp32 / "run")[-1]["validation_loss"]
-    assert validation_loss(fp32, Config.load(fp32 / "tiny.toml"), "run/step-20", torch.float32) == pytest.approx(loss, rel=1e-5)
+    assert validation_loss(
+        fp32, Config.load(fp32 / "tiny.toml"), "run/step-20", torch.float32
+    ) == pytest.approx(loss, rel=1e-5)
 
 
 def job(rank: int, world: int, folder: Path, changes: dict[str, Any]) -> None:
@@ -115,7 +144,9 @@ def test_stages_and_numbers_of_ranks_learn_alike(fp32: Path, ranks: Ranks, world
     for step, same in zip(log(fp32 / "run"), log(fp32 / name), strict=True):
         assert same["loss"] == pytest.approx(step["loss"], rel=1e-5)
         assert same["grad_norm"] == pytest.approx(step["grad_norm"], rel=1e-4)
-        assert same["validation_loss"] == (pytest.approx(step["validation_loss"], rel=1e-5) if step["validation_loss"] else None)
+        assert same["validation_loss"] == (
+            pytest.approx(step["validation_loss"], rel=1e-5) if step["validation_loss"] else None
+        )
 
 
 def test_a_checkpoint_is_a_start(fp32: Path, ranks: Ranks) -> None:
@@ -150,10 +181,16 @@ def learned(rank: int, world: int) -> dict[str, list[float]]:
     plain = Squares()
     table = datasets.Dataset.from_dict({k: [plain[i][k].tolist() for i in range(16)] for k in ("x", "y")})
     losses = {}
-    for name, dataset in {"torch": plain, "datasets": table, "with_format": table.with_format("torch")}.items():
+    for name, dataset in {
+        "torch": plain,
+        "datasets": table,
+        "with_format": table.with_format("torch"),
+    }.items():
         torch.manual_seed(0)
         config = {"batch": {"size": 8}, "optimizer": {"lr": 1e-2}}
-        engine = library.initialize(Model(), config, loss_fn=lambda output, batch: (output - batch["y"]).square().mean())
+        engine = library.initialize(
+            Model(), config, loss_fn=lambda output, batch: (output - batch["y"]).square().mean()
+        )
         losses[name] = [engine.train_step(batch).loss for batch in engine.loader(dataset, epochs=3)]
     return losses
 

@@ -1,4 +1,5 @@
-"""Real processes under the launcher: what reaches them, who is named when they fail, and that none is left."""
+"""Real processes under the launcher: what reaches them, who is named when they fail, and that none is
+left."""
 
 from __future__ import annotations
 
@@ -101,7 +102,8 @@ def failure(command: list[str], ranks: int = 2) -> RanksFailedError:
 
 
 def command(folder: Path, *words: str) -> subprocess.Popen[str]:
-    """The command itself, in a process of its own; what it leaves behind when it is killed lies in `folder`."""
+    """The command itself, in a process of its own; what it leaves behind when it is killed lies in
+    `folder`."""
     return python(folder, "-m", "polyreme", *words)
 
 
@@ -122,22 +124,36 @@ def python(folder: Path, *words: str) -> subprocess.Popen[str]:
 
 def test_arguments_and_variables_reach_the_script(script: Script, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    names = ("WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "OMP_NUM_THREADS", "OMP_WAIT_POLICY")
+    names = (
+        "WORLD_SIZE",
+        "LOCAL_RANK",
+        "LOCAL_WORLD_SIZE",
+        "MASTER_ADDR",
+        "OMP_NUM_THREADS",
+        "OMP_WAIT_POLICY",
+    )
     body = f"tell([sys.argv[1:], [os.environ[name] for name in {names!r}], __name__, sys.path[0]])"
     arguments = ["--d", "3", "--nproc", "x", "-n", "5", "--help", "--", "$HOME $$ ${local_rank}", "", "-m"]
     before = dict(os.environ), signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
     launch([script.write(body), *arguments], 2, threads=3)
-    expected = {rank: [arguments, ["2", str(rank), "2", "127.0.0.1", "3", "PASSIVE"], "__main__", str(script.folder)] for rank in range(2)}
+    expected = {
+        rank: [arguments, ["2", str(rank), "2", "127.0.0.1", "3", "PASSIVE"], "__main__", str(script.folder)]
+        for rank in range(2)
+    }
     assert script.facts() == expected
     assert (dict(os.environ), signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before
 
 
-def test_ranks_of_one_host_meet_on_the_loopback_unless_the_user_decides(script: Script, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_of_one_host_meet_on_the_loopback_unless_the_user_decides(
+    script: Script, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
     monkeypatch.setenv("NCCL_SOCKET_IFNAME", "eth7")
     path = script.write("tell({k: v for k, v in os.environ.items() if k.endswith('_SOCKET_IFNAME')})")
     launch([path], 2)
-    assert script.facts() == {rank: {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "eth7"} for rank in range(2)}
+    assert script.facts() == {
+        rank: {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "eth7"} for rank in range(2)
+    }
     monkeypatch.delenv("NCCL_SOCKET_IFNAME")
     launch([path], 2)
     assert script.facts()[1] == {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
@@ -151,7 +167,9 @@ def test_the_users_own_number_of_threads_stays(script: Script, monkeypatch: pyte
     assert script.facts() == {0: "7"}
 
 
-def test_ranks_stay_on_their_share_of_the_cores_unless_the_user_decides(script: Script, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_stay_on_their_share_of_the_cores_unless_the_user_decides(
+    script: Script, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     mine = os.sched_getaffinity(0)
     path = script.write("tell(sorted(os.sched_getaffinity(0)))")
@@ -176,7 +194,9 @@ def test_shares_of_the_cores_are_even_and_disjoint(cores: int, ranks: int) -> No
 def test_a_module_that_is_not_there() -> None:
     with pytest.raises(RanksFailedError) as caught:
         launch(["-m", "json.gone"], 1)
-    assert str(caught.value).startswith("-m json.gone: No module named json.gone; name a module") and "\n" not in str(caught.value)
+    assert str(caught.value).startswith(
+        "-m json.gone: No module named json.gone; name a module"
+    ) and "\n" not in str(caught.value)
     assert caught.value.exit_status == 1
 
 
@@ -185,7 +205,9 @@ def test_a_module_with_arguments(capfd: pytest.CaptureFixture[str]) -> None:
     assert "Namespaces are one honking great idea" in capfd.readouterr().out
 
 
-def test_a_rank_that_raises_is_named_with_its_traceback(script: Script, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_rank_that_raises_is_named_with_its_traceback(
+    script: Script, capfd: pytest.CaptureFixture[str]
+) -> None:
     path = script.write("""
         def deep():
             raise ValueError("no good")
@@ -230,7 +252,9 @@ def test_the_first_of_two_that_raise_is_named_first(script: Script) -> None:
     """)
     error = failure([path])
     assert error.rank == 1
-    assert str(error).startswith("rank 1 of 2 failed first:\nTraceback") and "KeyError: 'the cause'" in str(error)
+    assert str(error).startswith("rank 1 of 2 failed first:\nTraceback") and "KeyError: 'the cause'" in str(
+        error
+    )
 
 
 def test_one_report_for_many_ranks(tmp_path: Path) -> None:
@@ -247,10 +271,14 @@ def test_one_report_for_many_ranks(tmp_path: Path) -> None:
         2: failed(2, 1, "KeyError: 7", at=100.5),
         3: failed(3, 1, "KeyError: 7", at=100.9),
     }
-    expected = "Traceback of 2\nrank 3 failed in the same way\nthen rank 0 failed: RuntimeError: connection lost"
+    expected = (
+        "Traceback of 2\nrank 3 failed in the same way\nthen rank 0 failed: RuntimeError: connection lost"
+    )
     assert str(torchrun._report(failures, (), 4)) == f"rank 2 of 4 failed first:\n{expected}"
     failures[1] = failed(1, -signal.SIGSEGV)
-    assert str(torchrun._report(failures, (1,), 4)).startswith("rank 1 of 4 failed first: it was ended by SIGSEGV\nthen")
+    assert str(torchrun._report(failures, (1,), 4)).startswith(
+        "rank 1 of 4 failed first: it was ended by SIGSEGV\nthen"
+    )
 
 
 def test_an_error_of_ours_is_a_message_with_its_exit_status(script: Script) -> None:
@@ -317,8 +345,12 @@ def test_nothing_listens_beyond_loopback(script: Script) -> None:
     assert listening and set(listening) == {"0100007F"}
 
 
-@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)], ids=["interrupt", "terminate"])
-def test_a_signal_reaches_the_ranks_and_ends_the_run(script: Script, number: signal.Signals, status: int) -> None:
+@pytest.mark.parametrize(
+    ("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)], ids=["interrupt", "terminate"]
+)
+def test_a_signal_reaches_the_ranks_and_ends_the_run(
+    script: Script, number: signal.Signals, status: int
+) -> None:
     path = script.write("""
         def note(number, frame):
             tell(number)
@@ -373,7 +405,8 @@ def saving(script: Script, body: str = RANK_THAT_SAVES, **limits: float) -> subp
 def test_ranks_that_save_are_asked_once_and_waited_for(script: Script) -> None:
     process = saving(script)
     process.send_signal(signal.SIGTERM)
-    process.send_signal(signal.SIGTERM)  # as a scheduler does that signals every process, of which some forward it
+    # as a scheduler does that signals every process, of which some forward it
+    process.send_signal(signal.SIGTERM)
     assert (*process.communicate(timeout=END_WITHIN), process.returncode) == ("", "", 0)
     assert script.facts() == {0: [signal.SIGTERM], 1: [signal.SIGTERM]}
 
@@ -405,7 +438,9 @@ def test_ranks_that_take_too_long_to_save_are_killed(script: Script) -> None:
     process = saving(script, SAVING=0.3)
     process.send_signal(signal.SIGUSR1)
     errors = process.communicate(timeout=END_WITHIN)[1]
-    assert errors == "138: stopped by SIGUSR1; its ranks had not saved and ended 0.3 s later, and were killed\n"
+    assert (
+        errors == "138: stopped by SIGUSR1; its ranks had not saved and ended 0.3 s later, and were killed\n"
+    )
 
 
 def test_a_wish_before_ranks_listen_ends_them(script: Script) -> None:
@@ -430,7 +465,9 @@ while True:
     assert script.facts() == {}
 
 
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the kernel's parent death signal is Linux's")
+@pytest.mark.skipif(
+    not sys.platform.startswith("linux"), reason="the kernel's parent death signal is Linux's"
+)
 def test_a_killed_launcher_leaves_no_rank(script: Script) -> None:
     process = command(script.folder, "launch", "-n", "2", script.write("wait()"))
     until(lambda: len(script.pids()) == 2, "both ranks run")
@@ -450,7 +487,9 @@ def test_the_command_reports_once_and_passes_output_on(script: Script) -> None:
     output, errors = process.communicate()
     assert process.returncode == 1
     assert sorted(output.splitlines()) == ["rank 0 ['--d', '3']", "rank 1 ['--d', '3']"]
-    assert re.fullmatch(rf'error: a batch of 3\n  at {path}:\d+: raise BatchError\("a batch of 3"\)\n', errors)
+    assert re.fullmatch(
+        rf'error: a batch of 3\n  at {path}:\d+: raise BatchError\("a batch of 3"\)\n', errors
+    )
 
 
 def test_lines_of_ranks_do_not_mix(script: Script, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -32,7 +32,8 @@ except polyreme.PolyremeError as error:
 
 
 @pytest.mark.parametrize(("stage", "way", "said"), [
-    (3, "ends", "rank 1 ended before this one: all ranks have to make the same number of steps, and engine.ask_to_stop()"),
+    (3, "ends", "rank 1 ended before this one: all ranks have to make "
+                "the same number of steps, and engine.ask_to_stop()"),
     (2, "raises", "ValueError: no more of it"),
     (0, "is killed", "rank 1 of 2 failed first: it was ended by SIGKILL"),
 ])  # fmt: skip

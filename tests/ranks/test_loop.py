@@ -1,4 +1,5 @@
-"""Gradients in the user's hands: the loop's backward, however it is called, engines in one graph, hooks, and derivatives of derivatives."""
+"""Gradients in the user's hands: the loop's backward, however it is called, engines in one graph, hooks, and
+derivatives of derivatives."""
 
 from __future__ import annotations
 
@@ -42,14 +43,18 @@ class Net(nn.Module):
         return self.head(x)
 
 
-def engine_of(model: nn.Module, world: int, stage: int, accumulation: int = 1, loss_fn: Any = None, **sections: Any) -> polyreme.Engine:
+def engine_of(
+    model: nn.Module, world: int, stage: int, accumulation: int = 1, loss_fn: Any = None, **sections: Any
+) -> polyreme.Engine:
     changes = {"zero": {"stage": stage}, "precision": {"compute": "fp64"}, "optimizer": SGD, **sections}
     return polyreme.initialize(model, training.config(world, accumulation, **changes), loss_fn=loss_fn)
 
 
 def data(seed: int, width: int = 6) -> Tensor:
     """A global batch."""
-    return torch.randn(training.SAMPLES, width, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    return torch.randn(
+        training.SAMPLES, width, generator=torch.Generator().manual_seed(seed), dtype=torch.float64
+    )
 
 
 def part(x: Tensor, rank: int, world: int, micro: int = 0, accumulation: int = 1) -> Tensor:
@@ -72,7 +77,9 @@ def descend(model: nn.Module) -> float:
 def same(engine: polyreme.Engine, model: nn.Module) -> None:
     """The weights of both are equal."""
     for name, tensor in engine.state_dict().items():
-        torch.testing.assert_close(tensor, model.state_dict()[name], rtol=1e-10, atol=1e-12, msg=lambda m, name=name: f"{name}: {m}")
+        torch.testing.assert_close(
+            tensor, model.state_dict()[name], rtol=1e-10, atol=1e-12, msg=lambda m, name=name: f"{name}: {m}"
+        )
 
 
 def error_of(act: Callable[[], object]) -> str:
@@ -85,7 +92,8 @@ def error_of(act: Callable[[], object]) -> str:
 
 
 def own_backward(rank: int, world: int) -> None:
-    """Micro-batches whose backward the user calls, all of them or every other, and those in which a hook listens."""
+    """Micro-batches whose backward the user calls, all of them or every other, and those in which a hook
+    listens."""
     x, y = data(0), data(1)
     for stage in (0, 2, 3):
         for accumulation in (1, 4):
@@ -105,7 +113,9 @@ def own_backward(rank: int, world: int) -> None:
                     case = (stage, accumulation, kinds)
                     assert result.grad_norm == pytest.approx(descend(plain), rel=1e-10), case
                     known = "user" not in kinds.split(", ")[:accumulation]
-                    assert result.loss == pytest.approx(loss.item() if known else math.nan, rel=1e-10, nan_ok=True), case
+                    assert result.loss == pytest.approx(
+                        loss.item() if known else math.nan, rel=1e-10, nan_ok=True
+                    ), case
                 same(engine, plain)
                 if kinds == "hook":
                     assert len(seen) == 2 * accumulation
@@ -125,7 +135,9 @@ def hooked(rank: int, world: int) -> None:
         late: list[Tensor] = []
         engine.module.head.weight.register_hook(lambda g: g.clamp(-0.01, 0.01))
         engine.module.head.weight.register_hook(lambda g, seen=seen: seen.append(g.clone()))
-        engine.module.head.bias.register_post_accumulate_grad_hook(lambda p, late=late: late.append(p.grad.clone()))
+        engine.module.head.bias.register_post_accumulate_grad_hook(
+            lambda p, late=late: late.append(p.grad.clone())
+        )
         sums = torch.zeros_like(plain.head.weight)
         for r in range(world):
             for micro in range(2):
@@ -138,19 +150,31 @@ def hooked(rank: int, world: int) -> None:
                     engine.backward(F.mse_loss(engine(mine[0]), mine[1]))
                     torch.testing.assert_close((seen[-1], late[-1]), expected, rtol=1e-10, atol=1e-14)
         engine.step()
-        torch.testing.assert_close(engine.state_dict()["head.weight"], Net().head.weight.detach() - RATE * sums, rtol=1e-10, atol=1e-12)
+        torch.testing.assert_close(
+            engine.state_dict()["head.weight"],
+            Net().head.weight.detach() - RATE * sums,
+            rtol=1e-10,
+            atol=1e-12,
+        )
 
 
 def modules_hooked(rank: int, world: int) -> None:
-    """Backward hooks of modules see the gradient of the micro-batch's mean loss, however its backward is called."""
+    """Backward hooks of modules see the gradient of the micro-batch's mean loss, however its backward is
+    called."""
     x, y = data(0), data(1)
     for stage in (0, 2, 3):
         for how in ("train_step", "engine.backward", "loss.backward"):
             engine, plain = engine_of(Net(), world, stage, 2, loss_fn=F.mse_loss), Net()
             seen: dict[str, list[Tensor]] = {"module": [], "before": [], "plain": []}
-            engine.module.head.register_full_backward_hook(lambda _, grads, out, seen=seen: seen["module"].append(out[0].clone()))
-            engine.module.blocks[0].register_full_backward_pre_hook(lambda _, out, seen=seen: seen["before"].append(out[0].clone()))
-            plain.head.register_full_backward_hook(lambda _, grads, out, seen=seen: seen["plain"].append(out[0].clone()))
+            engine.module.head.register_full_backward_hook(
+                lambda _, grads, out, seen=seen: seen["module"].append(out[0].clone())
+            )
+            engine.module.blocks[0].register_full_backward_pre_hook(
+                lambda _, out, seen=seen: seen["before"].append(out[0].clone())
+            )
+            plain.head.register_full_backward_hook(
+                lambda _, grads, out, seen=seen: seen["plain"].append(out[0].clone())
+            )
             mine = [[part(t, rank, world, micro, 2) for t in (x, y)] for micro in range(2)]
             if how == "train_step":
                 engine.train_step([tuple(pair) for pair in mine])
@@ -221,13 +245,16 @@ def test_what_cannot_work_says_what_does(ranks: Ranks) -> None:
                 "fp16": "call engine.backward(loss)",
             }.items():
                 assert words in found[case], (case, found[case])
-            assert found["second"].startswith(BatchError.__name__) and found["read"].startswith(ModelError.__name__)
+            assert found["second"].startswith(BatchError.__name__) and found["read"].startswith(
+                ModelError.__name__
+            )
 
 
 def earlier(rank: int, world: int) -> None:
     """Backwards of forwards that are not the last one count for their own micro-batches, or are refused."""
     config = {"batch": {"size": 4 * world, "micro": 2}}
-    x, y = data(0)[:, None].expand(-1, 3, -1).clone(), torch.randint(6, (training.SAMPLES, 3), generator=torch.Generator().manual_seed(1))
+    x = data(0)[:, None].expand(-1, 3, -1).clone()
+    y = torch.randint(6, (training.SAMPLES, 3), generator=torch.Generator().manual_seed(1))
     y[1, 1:] = y[4 * world - 1, :] = -100
 
     def rows(micro: int) -> slice:
@@ -243,11 +270,15 @@ def earlier(rank: int, world: int) -> None:
             engine.backward(loss_of(outputs[micro], y[rows(micro)]))
         result, loss = engine.step(), loss_of(plain(x[: 4 * world]), y[: 4 * world])
         loss.backward()
-        assert result.grad_norm == pytest.approx(descend(plain), rel=1e-10) and result.loss == pytest.approx(loss.item(), rel=1e-10)
+        assert result.grad_norm == pytest.approx(descend(plain), rel=1e-10) and result.loss == pytest.approx(
+            loss.item(), rel=1e-10
+        )
         same(engine, plain)
         outputs = [engine(x[rows(micro)]) for micro in range(2)]
         engine.backward(loss_of(outputs[1], y[rows(1)]))
-        assert "the backward of each before" in error_of(lambda: engine.backward(loss_of(outputs[0], y[rows(0)])))  # noqa: B023
+        assert "the backward of each before" in error_of(
+            lambda: engine.backward(loss_of(outputs[0], y[rows(0)]))
+        )
 
         for first in ("user", "engine"):  # means over samples
             engine, plain = engine_of(Net(), world, stage, **config), Net()
@@ -262,19 +293,19 @@ def earlier(rank: int, world: int) -> None:
 
         engine = engine_of(Net(), world, stage, **config)
         output, _ = engine(x[rows(0), 0]), engine(x[rows(1), 0][:1])
-        assert "a forward before the last one" in error_of(lambda: engine.backward(output.square().mean()))  # noqa: B023
+        assert "a forward before the last one" in error_of(lambda: engine.backward(output.square().mean()))
         engine.zero_grad()
         output = engine(x[rows(0), 0])
         aside = engine.module(x[rows(1), 0])
-        assert "is of engine.module(...)" in error_of(lambda: engine.backward(aside.square().mean()))  # noqa: B023
+        assert "is of engine.module(...)" in error_of(lambda: engine.backward(aside.square().mean()))
         engine.zero_grad()
         engine(x[rows(0), 0])
         aside = engine.module(x[rows(1), 0])
-        assert "is of engine.module(...)" in error_of(lambda: aside.square().mean().backward())  # noqa: B023
+        assert "is of engine.module(...)" in error_of(lambda: aside.square().mean().backward())
         engine.zero_grad()
         output = engine(x[rows(0), 0])
         engine.backward(output.square().mean(), last=False)
-        assert "add the losses of one forward up" in error_of(lambda: engine.backward(output.abs().mean()))  # noqa: B023
+        assert "add the losses of one forward up" in error_of(lambda: engine.backward(output.abs().mean()))
         engine.zero_grad()
         engine.backward(engine(x[rows(0), 0]).square().mean())
 
@@ -285,13 +316,16 @@ def test_backwards_of_earlier_forwards(ranks: Ranks) -> None:
 
 
 def frozen_between(rank: int, world: int) -> None:
-    """A parameter that is frozen after the first micro-batch has the gradient of that one, and none in the next step."""
+    """A parameter that is frozen after the first micro-batch has the gradient of that one, and none in the
+    next step."""
     x, y = data(0), data(1)
     for stage in (0, 2, 3):
         engine, plain = engine_of(Net(), world, stage, 2), Net()
         for _ in range(2):
             for micro in range(2):
-                engine.backward(F.mse_loss(engine(part(x, rank, world, micro, 2)), part(y, rank, world, micro, 2)))
+                engine.backward(
+                    F.mse_loss(engine(part(x, rank, world, micro, 2)), part(y, rank, world, micro, 2))
+                )
                 engine.module.head.weight.requires_grad_(False)
                 rows = [torch.cat([part(t, r, world, micro, 2) for r in range(world)]) for t in (x, y)]
                 (F.mse_loss(plain(rows[0]), rows[1]) / 2).backward()
@@ -315,17 +349,26 @@ def by_hand(rank: int, world: int) -> list[str]:
             x = part(data(0), rank, world)
             engine.backward(engine(x).float().square().mean())
             engine.step()
-            found += [error_of(act) for act in (lambda: pickle.dumps(engine), lambda: copy.deepcopy(engine))]  # noqa: B023
-            found += [error_of(lambda: setattr(engine.state, "lr", 1.0)), error_of(lambda: setattr(engine.config.optimizer, "lr", 1.0))]  # noqa: B023
+            found += [error_of(act) for act in (lambda: pickle.dumps(engine), lambda: copy.deepcopy(engine))]
+            found += [
+                error_of(lambda: setattr(engine.state, "lr", 1.0)),
+                error_of(lambda: setattr(engine.config.optimizer, "lr", 1.0)),
+            ]
             engine.backward(engine(x).float().square().mean())
             engine.step()
             assert engine.state.lr == RATE and engine.state.step == 2
-            found += [error_of(lambda: (engine.module.to(torch.float32), engine(x)))]  # noqa: B023
+            found += [error_of(lambda: (engine.module.to(torch.float32), engine(x)))]
     return found
 
 
 def test_what_is_done_to_an_engine_by_hand(ranks: Ranks) -> None:
-    told = ["engine.save(path)", "engine.save(path)", "engine.state.lr = 1.0", "lr = 1.0: a config does not change", "precision.compute"]
+    told = [
+        "engine.save(path)",
+        "engine.save(path)",
+        "engine.state.lr = 1.0",
+        "lr = 1.0: a config does not change",
+        "precision.compute",
+    ]
     for world in (1, 2):
         for found in ranks(world, by_hand):
             for words, error in zip(told * 6, found, strict=True):
@@ -368,7 +411,8 @@ def test_a_backward_that_failed_is_begun_again(ranks: Ranks) -> None:
 
 
 def losses_of(model: Callable[[Tensor], Tensor], style: str, a: Tensor, b: Tensor) -> list[Tensor]:
-    """Of one micro-batch: several, as of a GAN's discriminator; of two forwards; of a forward of a forward."""
+    """Of one micro-batch: several, as of a GAN's discriminator; of two forwards; of a forward of a
+    forward."""
     if style == "losses":
         return [model(a).square().mean(), (model(b) - 1).square().mean()]
     if style == "forwards":
@@ -392,7 +436,11 @@ def several(rank: int, world: int) -> None:
                     result = engine.step()
                     loss = torch.stack(losses_of(plain, style, x, y)).sum()
                     loss.backward()
-                    assert result.grad_norm == pytest.approx(descend(plain), rel=1e-10), (stage, style, accumulation)
+                    assert result.grad_norm == pytest.approx(descend(plain), rel=1e-10), (
+                        stage,
+                        style,
+                        accumulation,
+                    )
                     assert result.loss == pytest.approx(loss.item(), rel=1e-10)
                 same(engine, plain)
 
@@ -411,10 +459,16 @@ class Pair:
     def __init__(self, rank: int, world: int, stage: int | None, accumulation: int) -> None:
         self.accumulation = accumulation
         self.modules = [Net(seed=3), Net(outputs=1, seed=4)]
-        self.engines = [engine_of(module, world, stage, accumulation) for module in self.modules] if stage is not None else []
+        self.engines = (
+            [engine_of(module, world, stage, accumulation) for module in self.modules]
+            if stage is not None
+            else []
+        )
         self.generate, self.judge = self.engines or self.modules
         self.z, self.real = (
-            [part(data(seed), rank, world, i, accumulation) for i in range(accumulation)] if stage is not None else [data(seed)]
+            [part(data(seed), rank, world, i, accumulation) for i in range(accumulation)]
+            if stage is not None
+            else [data(seed)]
             for seed in (5, 6)
         )
 
@@ -429,7 +483,8 @@ class Pair:
         (self.engines or self.modules)[at].zero_grad()
 
     def tutorial(self, own: bool) -> list[float]:
-        """A step of each. own: by `loss.backward()`, and the generator first, so that its backward leaves gradients in the judge."""
+        """A step of each. own: by `loss.backward()`, and the generator first, so that its backward leaves
+        gradients in the judge."""
         norms = []
         for z, _ in zip(self.z, self.real, strict=True):
             loss = F.softplus(-self.judge(self.generate(z))).mean()
@@ -453,7 +508,13 @@ def adversaries(rank: int, world: int) -> None:
             for stage in (0, 2, 3):
                 pair = Pair(rank, world, stage, accumulation)
                 found = [pair.tutorial(own) for _ in range(2)]
-                torch.testing.assert_close(found, expected, rtol=1e-10, atol=0, msg=lambda m, c=(stage, accumulation, own): f"{c}: {m}")
+                torch.testing.assert_close(
+                    found,
+                    expected,
+                    rtol=1e-10,
+                    atol=0,
+                    msg=lambda m, c=(stage, accumulation, own): f"{c}: {m}",
+                )
                 for engine, module in zip(pair.engines, plain.modules, strict=True):
                     same(engine, module)
 
@@ -491,17 +552,21 @@ class Keeping(nn.Module):
 
     def losses(self, which: str, output: Tensor) -> Tensor:
         of_blocks = sum(block.aux[0] for block in self.blocks)
-        return {"model": self.aux, "blocks": of_blocks, "all": output.square().mean() + self.aux + of_blocks}[which]
+        return {"model": self.aux, "blocks": of_blocks, "all": output.square().mean() + self.aux + of_blocks}[
+            which
+        ]
 
 
 def kept(rank: int, world: int) -> None:
-    """Losses that a forward leaves as attributes of modules are differentiated alone, too, where their parameters are released."""
+    """Losses that a forward leaves as attributes of modules are differentiated alone, too, where their
+    parameters are released."""
     x = data(0)
     mine = part(x, rank, world)
     for stage, release in ((2, "auto"), (3, "auto"), (3, "always")):
         for which in ("model", "blocks", "all"):
             for own in (False, True):
-                engine, plain = engine_of(Keeping(), world, stage, zero={"stage": stage, "release": release}), Keeping()
+                engine = engine_of(Keeping(), world, stage, zero={"stage": stage, "release": release})
+                plain = Keeping()
                 for _ in range(2):
                     loss = engine.module.losses(which, engine(mine))
                     loss.backward() if own else engine.backward(loss)
@@ -517,7 +582,8 @@ def test_losses_kept_as_attributes(ranks: Ranks) -> None:
 
 
 def stale(rank: int, world: int) -> None:
-    """A backward through weights that another step has changed since the forward; plain torch refuses it, too."""
+    """A backward through weights that another step has changed since the forward; plain torch refuses it,
+    too."""
     for stage in (0, 2, 3):
         for own in (False, True):
             generator, critic = engine_of(Net(seed=1), world, stage), engine_of(Net(seed=2), world, stage)
@@ -527,11 +593,15 @@ def stale(rank: int, world: int) -> None:
             critic.backward(critic(mine).square().mean())
             critic.step()
             said = error_of(loss.backward if own else partial(generator.backward, loss))
-            assert "changed the weights between this forward and its backward" in said or (own and "without a forward" in said)
+            assert "changed the weights between this forward and its backward" in said or (
+                own and "without a forward" in said
+            )
             generator.zero_grad()
             generator.backward(critic(generator(mine)).square().mean())  # the forward done again
             generator.step()
-            assert any(not torch.equal(tensor, before[name]) for name, tensor in generator.state_dict().items())
+            assert any(
+                not torch.equal(tensor, before[name]) for name, tensor in generator.state_dict().items()
+            )
 
 
 def test_a_backward_through_weights_that_changed_since_is_refused(ranks: Ranks) -> None:
@@ -550,7 +620,9 @@ def both(rank: int, world: int) -> None:
             losses = []
             for a, c, t, x in ((*engines, teacher, mine), (actor, critic, frozen, data(0))):
                 action = a(x)
-                losses.append(F.mse_loss(action, t(x)) + F.mse_loss(t(action), t(x)) + (c(x) - 1).square().mean())
+                losses.append(
+                    F.mse_loss(action, t(x)) + F.mse_loss(t(action), t(x)) + (c(x) - 1).square().mean()
+                )
                 losses[-1].backward()
             norms = [engine.step().grad_norm for engine in engines]
             assert norms == pytest.approx([descend(actor), descend(critic)], rel=1e-10), stage
@@ -568,16 +640,21 @@ def test_one_loss_of_several_engines(ranks: Ranks) -> None:
 
 
 def teachers(rank: int, world: int, folder: str) -> None:
-    """Frozen models whose parameters are in a tier, or divided over tensor-parallel ranks, and the gradient that comes through them."""
+    """Frozen models whose parameters are in a tier, or divided over tensor-parallel ranks, and the gradient
+    that comes through them."""
     batch = models.batch_of("llama", training.SAMPLES)
     plain = models.llama().double().eval().requires_grad_(False)
     table = plain.get_input_embeddings().weight.clone().requires_grad_()
     expected = plain(inputs_embeds=F.embedding(batch["input_ids"], table)).logits
     (whole,) = torch.autograd.grad(expected.square().mean(), table)
-    cases: list[dict[str, Any]] = [{"zero": {"stage": 3}, "memory": {"params": home}} for home in ("host", folder)]
+    cases: list[dict[str, Any]] = [
+        {"zero": {"stage": 3}, "memory": {"params": home}} for home in ("host", folder)
+    ]
     cases += [{"mesh": {"tp": world}, "zero": {"stage": stage}} for stage in (0, 3)] if world > 1 else []
     for sections in cases:
-        engine = polyreme.initialize(copy.deepcopy(plain), {"batch": {"size": 2 * world}, **sections, "precision": {"compute": "fp64"}})
+        engine = polyreme.initialize(
+            copy.deepcopy(plain), {"batch": {"size": 2 * world}, **sections, "precision": {"compute": "fp64"}}
+        )
         mine = table.detach().requires_grad_()
         for _ in range(2):
             found = engine(inputs_embeds=F.embedding(batch["input_ids"], mine)).logits
@@ -639,7 +716,8 @@ def test_a_divided_model_is_not_copied(ranks: Ranks) -> None:
 
 
 def taken(rank: int, world: int, folder: str) -> None:
-    """What a hook takes of a parameter in a forward is right there, as its copies are for ever, and is refused behind the block."""
+    """What a hook takes of a parameter in a forward is right there, as its copies are for ever, and is
+    refused behind the block."""
     for stage, memory in ((0, {}), (2, {}), (3, {}), (3, {"params": "host"}), (3, {"params": folder})):
         engine, x = engine_of(Net(), world, stage, memory=memory), part(data(0), rank, world)
         module, first = engine.module.blocks[1][0], Net().blocks[1][0]
@@ -648,20 +726,46 @@ def taken(rank: int, world: int, folder: str) -> None:
 
         def hook(views: list[Tensor], copies: list[Tensor], module: nn.Linear, *_: object) -> None:
             weight, bias = module.weight, module.bias
-            views.extend((weight.detach(), weight.data, weight[:2], weight.t().detach()[1], weight.detach().unbind()[0], bias.view(-1)))
-            copies.extend((weight.detach().clone(), torch.from_numpy(weight.detach().numpy()), weight.data.mean()[None], weight * 1))
-            assert float(weight.detach()[0, 0]) == weight[0, 0].item() and int(weight.detach()[0, 0] * 0 + 3) == 3
+            views.extend(
+                (
+                    weight.detach(),
+                    weight.data,
+                    weight[:2],
+                    weight.t().detach()[1],
+                    weight.detach().unbind()[0],
+                    bias.view(-1),
+                )
+            )
+            copies.extend(
+                (
+                    weight.detach().clone(),
+                    torch.from_numpy(weight.detach().numpy()),
+                    weight.data.mean()[None],
+                    weight * 1,
+                )
+            )
+            assert (
+                float(weight.detach()[0, 0]) == weight[0, 0].item()
+                and int(weight.detach()[0, 0] * 0 + 3) == 3
+            )
             assert int(weight.detach()[0, 0]) in (-1, 0, 1)
 
         handle = module.register_forward_hook(partial(hook, views, copies))
         engine.backward(engine(x).square().mean())
         handle.remove()
-        for found, expected in zip(copies, (first.weight, first.weight, first.weight.mean()[None], first.weight), strict=True):
+        for found, expected in zip(
+            copies, (first.weight, first.weight, first.weight.mean()[None], first.weight), strict=True
+        ):
             torch.testing.assert_close(found.detach(), expected.detach())
         released = stage == 3 and (bool(memory) or world > 1)
         engine.step()
         for view in views:
-            for read in (view.sum, view.clone, view.detach().numpy if not released else view.numpy, partial(torch.add, 1, view)):
+            for read in (
+                view.sum,
+                view.clone,
+                view.detach().numpy if not released else view.numpy,
+                partial(torch.add, 1, view),
+            ):
                 if released:
                     assert "in a forward or backward, where its memory is freed" in error_of(read)
                 else:
@@ -684,12 +788,16 @@ def taken(rank: int, world: int, folder: str) -> None:
             engine.backward(engine(x).square().mean())
             engine.step()
             other = engine.module.blocks[0][0]  # gathered, beside a view of what is released
-            handle = other.register_forward_hook(lambda m, *_, view=views[0]: torch.add(m.weight.detach()[0, 0], view))
+            handle = other.register_forward_hook(
+                lambda m, *_, view=views[0]: torch.add(m.weight.detach()[0, 0], view)
+            )
             assert "blocks.1.0.weight in a forward or backward" in error_of(partial(engine, x))
             handle.remove()
             engine.zero_grad()
         average = torch.zeros_like(first.weight)
-        handle = module.register_forward_hook(lambda m, *_, average=average: [average.lerp_(m.weight.detach(), 0.5), None][1])
+        handle = module.register_forward_hook(
+            lambda m, *_, average=average: [average.lerp_(m.weight.detach(), 0.5), None][1]
+        )
         engine.backward(engine(x).square().mean())
         engine.step()
         handle.remove()
@@ -717,9 +825,18 @@ def derivatives(rank: int, world: int) -> None:
     width = 400  # a block of more than 1 MiB
     x, rate = data(0, width), 1e-3
     for stage in (0, 2, 3):
-        for own, release, activations in ((True, "auto", "keep"), (False, "always", "keep"), (False, "auto", "recompute")):
-            changes: dict[str, Any] = {"optimizer": {**SGD, "lr": rate}, "memory": {"activations": activations}}
-            engine = engine_of(Net(width), world, stage, 2, zero={"stage": stage, "release": release}, **changes)
+        for own, release, activations in (
+            (True, "auto", "keep"),
+            (False, "always", "keep"),
+            (False, "auto", "recompute"),
+        ):
+            changes: dict[str, Any] = {
+                "optimizer": {**SGD, "lr": rate},
+                "memory": {"activations": activations},
+            }
+            engine = engine_of(
+                Net(width), world, stage, 2, zero={"stage": stage, "release": release}, **changes
+            )
             plain = Net(width)
             for _ in range(2):
                 for micro in range(2):
@@ -781,7 +898,9 @@ def gradients(rank: int, world: int) -> None:
                 after = torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.1).item()
                 descend(plain)
                 expected = [norm, {name: g.norm().item() for name, g in whole.items()}, whole, after, after]
-                torch.testing.assert_close(seen, expected, rtol=1e-10, atol=1e-14, msg=lambda m, c=(stage, memory, own): f"{c}: {m}")
+                torch.testing.assert_close(
+                    seen, expected, rtol=1e-10, atol=1e-14, msg=lambda m, c=(stage, memory, own): f"{c}: {m}"
+                )
                 assert result.grad_norm == pytest.approx(after, rel=1e-10)
                 same(engine, plain)
     assert "no parameter" in error_of(partial(refuse_scale, engine_of(Net(), world, 3), part(x, rank, world)))
@@ -795,8 +914,15 @@ def divided(rank: int, world: int) -> None:
         for mesh, stage in (("tp", 0), ("tp", 3), ("pp", 0), ("pp", 1)):
             torch.manual_seed(0)
             plain = models.llama(tie_word_embeddings=tied).double().train()
-            changes = {"zero": {"stage": stage}, "mesh": {mesh: world}, "precision": {"compute": "fp64"}, "optimizer": {**SGD, "clip": 0.3}}
-            engine = polyreme.initialize(copy.deepcopy(plain), training.config(1, 2, **changes), loss_fn=models.causal_loss)
+            changes = {
+                "zero": {"stage": stage},
+                "mesh": {mesh: world},
+                "precision": {"compute": "fp64"},
+                "optimizer": {**SGD, "clip": 0.3},
+            }
+            engine = polyreme.initialize(
+                copy.deepcopy(plain), training.config(1, 2, **changes), loss_fn=models.causal_loss
+            )
             seen: list[Any] = []
 
             def look(found: Any, seen: list[Any] = seen) -> None:
@@ -815,7 +941,9 @@ def divided(rank: int, world: int) -> None:
             after = torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.1).item()
             descend(plain)
             expected = [norm, norms, whole, after, after]
-            torch.testing.assert_close(seen, expected, rtol=1e-9, atol=1e-12, msg=lambda m, c=(mesh, stage, tied): f"{c}: {m}")
+            torch.testing.assert_close(
+                seen, expected, rtol=1e-9, atol=1e-12, msg=lambda m, c=(mesh, stage, tied): f"{c}: {m}"
+            )
             assert result.grad_norm == pytest.approx(after, rel=1e-10)
             same(engine, plain)
 

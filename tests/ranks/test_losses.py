@@ -49,7 +49,9 @@ def target_of(name: str) -> Tensor:
 
 
 def reference(model: nn.Module, loss: Tensor) -> Record:
-    norm = torch.stack([g.square().sum() for g in torch.autograd.grad(loss, [*model.parameters()])]).sum().sqrt()
+    norm = (
+        torch.stack([g.square().sum() for g in torch.autograd.grad(loss, [*model.parameters()])]).sum().sqrt()
+    )
     return loss.item(), norm.item()
 
 
@@ -67,7 +69,9 @@ def weighed(rank: int, world: int) -> dict[str, list[Record]]:
     for name, loss_fn in LOSSES.items():
         x, y = (t.chunk(world)[rank] for t in (data()[0], target_of(name)))
         for stage in (0, 2, 3):
-            settings = training.config(world, 4 // world, zero={"stage": stage}, precision={"compute": "fp64"})
+            settings = training.config(
+                world, 4 // world, zero={"stage": stage}, precision={"compute": "fp64"}
+            )
             results = []
             if "by hand" not in name:
                 results.append(polyreme.initialize(net(), settings, loss_fn=loss_fn).train_step((x, y)))
@@ -83,7 +87,13 @@ def test_cross_entropy_is_weighted_by_its_targets(ranks: Ranks) -> None:
     for world in (1, 2):
         for found in ranks(world, weighed):
             for name, records in found.items():
-                torch.testing.assert_close(records, [expected[name]] * len(records), rtol=1e-10, atol=0, msg=lambda m, n=name: f"{n}: {m}")
+                torch.testing.assert_close(
+                    records,
+                    [expected[name]] * len(records),
+                    rtol=1e-10,
+                    atol=0,
+                    msg=lambda m, n=name: f"{n}: {m}",
+                )
 
 
 def ragged_tokens() -> dict[str, Tensor]:
@@ -95,8 +105,15 @@ def ragged_tokens() -> dict[str, Tensor]:
 
 def questions() -> nn.Module:
     torch.manual_seed(0)
-    config = transformers.BertConfig(vocab_size=models.VOCABULARY, hidden_size=16, num_hidden_layers=1, num_attention_heads=2,
-                                     intermediate_size=16, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)  # fmt: skip
+    config = transformers.BertConfig(
+        vocab_size=models.VOCABULARY,
+        hidden_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        intermediate_size=16,
+        hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
+    )
     return transformers.BertForQuestionAnswering(config).double()
 
 
@@ -122,7 +139,9 @@ def heads(rank: int, world: int) -> list[tuple[str, Record]]:
                 for part in range(4 // world):
                     engine.backward(engine(**models.share(mine, part, 4 // world), **given).loss)
                 results.append(engine.step())
-            assert any("num_items_in_batch is not passed" in str(w.message) for w in said) == (items is not None)
+            assert any("num_items_in_batch is not passed" in str(w.message) for w in said) == (
+                items is not None
+            )
             found += [("tokens", (r.loss, r.grad_norm)) for r in results]
         result = polyreme.initialize(questions(), settings).train_step(models.share(answers(), rank, world))
         found.append(("questions", (result.loss, result.grad_norm)))
@@ -132,26 +151,84 @@ def heads(rank: int, world: int) -> list[tuple[str, Record]]:
 def test_num_items_and_answers(ranks: Ranks) -> None:
     llama, model = models.build("llama"), questions()
     total, weight = models.causal_loss(llama(input_ids=ragged_tokens()["input_ids"]), ragged_tokens())
-    expected = {"tokens": (reference(llama, total / weight), 1e-5), "questions": (reference(model, model(**answers()).loss), 1e-10)}
+    expected = {
+        "tokens": (reference(llama, total / weight), 1e-5),
+        "questions": (reference(model, model(**answers()).loss), 1e-10),
+    }
     for world in (1, 2):  # transformers computes the loss of tokens in float32
         for found in ranks(world, heads):
             for name, record in found:
-                torch.testing.assert_close(record, expected[name][0], rtol=expected[name][1], atol=0, msg=lambda m, n=name: f"{n}: {m}")
+                torch.testing.assert_close(
+                    record,
+                    expected[name][0],
+                    rtol=expected[name][1],
+                    atol=0,
+                    msg=lambda m, n=name: f"{n}: {m}",
+                )
 
 
-BERT = {"vocab_size": 97, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16,
-        "max_position_embeddings": 32, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}  # fmt: skip
-MIXTRAL = {"vocab_size": 97, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2,
-           "intermediate_size": 16, "num_local_experts": 4, "output_router_logits": True, "experts_implementation": "eager"}  # fmt: skip
-T5 = {"vocab_size": 97, "d_model": 16, "d_kv": 8, "d_ff": 16, "num_layers": 1, "num_heads": 2, "dropout_rate": 0.0,
-      "decoder_start_token_id": 0}  # fmt: skip
-VIT = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16, "image_size": 8, "patch_size": 4,
-       "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}  # fmt: skip
-SPEECH = {"vocab_size": 9, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16, "conv_dim": (8,),
-          "conv_stride": (4,), "conv_kernel": (8,), "num_feat_extract_layers": 1, "num_conv_pos_embeddings": 4,
-          "num_conv_pos_embedding_groups": 2,
-          "hidden_dropout": 0.0, "attention_dropout": 0.0, "feat_proj_dropout": 0.0, "layerdrop": 0.0, "mask_time_prob": 0.0,
-          "feat_extract_norm": "layer", "final_dropout": 0.0, "activation_dropout": 0.0}  # fmt: skip
+BERT = {
+    "vocab_size": 97,
+    "hidden_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "intermediate_size": 16,
+    "max_position_embeddings": 32,
+    "hidden_dropout_prob": 0.0,
+    "attention_probs_dropout_prob": 0.0,
+}
+MIXTRAL = {
+    "vocab_size": 97,
+    "hidden_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "intermediate_size": 16,
+    "num_local_experts": 4,
+    "output_router_logits": True,
+    "experts_implementation": "eager",
+}
+T5 = {
+    "vocab_size": 97,
+    "d_model": 16,
+    "d_kv": 8,
+    "d_ff": 16,
+    "num_layers": 1,
+    "num_heads": 2,
+    "dropout_rate": 0.0,
+    "decoder_start_token_id": 0,
+}
+VIT = {
+    "hidden_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "intermediate_size": 16,
+    "image_size": 8,
+    "patch_size": 4,
+    "hidden_dropout_prob": 0.0,
+    "attention_probs_dropout_prob": 0.0,
+}
+SPEECH = {
+    "vocab_size": 9,
+    "hidden_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "intermediate_size": 16,
+    "conv_dim": (8,),
+    "conv_stride": (4,),
+    "conv_kernel": (8,),
+    "num_feat_extract_layers": 1,
+    "num_conv_pos_embeddings": 4,
+    "num_conv_pos_embedding_groups": 2,
+    "hidden_dropout": 0.0,
+    "attention_dropout": 0.0,
+    "feat_proj_dropout": 0.0,
+    "layerdrop": 0.0,
+    "mask_time_prob": 0.0,
+    "feat_extract_norm": "layer",
+    "final_dropout": 0.0,
+    "activation_dropout": 0.0,
+}
 
 
 def text(**others: Tensor) -> dict[str, Tensor]:
@@ -179,24 +256,65 @@ def bert(kind: Any, **options: Any) -> nn.Module:
 Head = tuple[nn.Module, dict[str, Tensor]]
 NUMBERS = torch.linspace(-1, 2, 24, dtype=torch.float64).view(8, 3)
 HEADS: dict[str, tuple[Callable[[], Head], str | None]] = {
-    "classification": (lambda: (bert(transformers.BertForSequenceClassification, num_labels=3), text(labels=classes(3))), None),
-    "regression": (lambda: (bert(transformers.BertForSequenceClassification, num_labels=1), text(labels=NUMBERS[:, 0])), None),
-    "several": (lambda: (bert(transformers.BertForSequenceClassification, num_labels=3), text(labels=(NUMBERS > 0).double())), None),
-    "choice": (lambda: (bert(transformers.BertForMultipleChoice),
-                        {"input_ids": text()["input_ids"].view(8, 2, 3), "labels": classes(2)}), None),
+    "classification": (
+        lambda: (bert(transformers.BertForSequenceClassification, num_labels=3), text(labels=classes(3))),
+        None,
+    ),
+    "regression": (
+        lambda: (bert(transformers.BertForSequenceClassification, num_labels=1), text(labels=NUMBERS[:, 0])),
+        None,
+    ),
+    "several": (
+        lambda: (
+            bert(transformers.BertForSequenceClassification, num_labels=3),
+            text(labels=(NUMBERS > 0).double()),
+        ),
+        None,
+    ),
+    "choice": (
+        lambda: (
+            bert(transformers.BertForMultipleChoice),
+            {"input_ids": text()["input_ids"].view(8, 2, 3), "labels": classes(2)},
+        ),
+        None,
+    ),
     "tokens": (lambda: (bert(transformers.BertForTokenClassification, num_labels=97), ragged(text())), None),
     "masked": (lambda: (bert(transformers.BertForMaskedLM), ragged(text())), None),
-    "two heads": (lambda: (bert(transformers.BertForPreTraining), {**ragged(text()), "next_sentence_label": classes(2)}),
-                  "NllLoss (a mean over"),
-    "experts": (lambda: (transformers.MixtralForCausalLM(transformers.MixtralConfig(**MIXTRAL)), ragged(text())), "Sum (no mean)"),
-    "sequences": (lambda: (transformers.T5ForConditionalGeneration(transformers.T5Config(**T5)), ragged(text())), None),
-    "images": (lambda: (transformers.ViTForImageClassification(transformers.ViTConfig(**VIT, num_labels=3)),
-                        {"pixel_values": torch.randn(8, 3, 8, 8, dtype=torch.float64), "labels": classes(3)}), None),
-    "speech": (lambda: (transformers.Wav2Vec2ForCTC(transformers.Wav2Vec2Config(**SPEECH)),
-                        {"input_values": torch.randn(8, 64, dtype=torch.float64), "labels": 1 + classes(8)[:, None].repeat(1, 3)}),
-               "Sum (no mean)"),
-}  # fmt: skip
-"""A model and its batch of 8; and what its loss is said to be made of, where that is no mean over labels or samples."""
+    "two heads": (
+        lambda: (
+            bert(transformers.BertForPreTraining),
+            {**ragged(text()), "next_sentence_label": classes(2)},
+        ),
+        "NllLoss (a mean over",
+    ),
+    "experts": (
+        lambda: (transformers.MixtralForCausalLM(transformers.MixtralConfig(**MIXTRAL)), ragged(text())),
+        "Sum (no mean)",
+    ),
+    "sequences": (
+        lambda: (transformers.T5ForConditionalGeneration(transformers.T5Config(**T5)), ragged(text())),
+        None,
+    ),
+    "images": (
+        lambda: (
+            transformers.ViTForImageClassification(transformers.ViTConfig(**VIT, num_labels=3)),
+            {"pixel_values": torch.randn(8, 3, 8, 8, dtype=torch.float64), "labels": classes(3)},
+        ),
+        None,
+    ),
+    "speech": (
+        lambda: (
+            transformers.Wav2Vec2ForCTC(transformers.Wav2Vec2Config(**SPEECH)),
+            {
+                "input_values": torch.randn(8, 64, dtype=torch.float64),
+                "labels": 1 + classes(8)[:, None].repeat(1, 3),
+            },
+        ),
+        "Sum (no mean)",
+    ),
+}
+"""A model and its batch of 8; and what its loss is said to be made of, where that is no mean over labels or
+samples."""
 
 
 def head(name: str) -> Head:
@@ -220,7 +338,8 @@ def own_losses(rank: int, world: int) -> dict[str, tuple[list[Record], list[str]
                 engine.backward(loss) if part else loss.backward()
             results.append(engine.step())
         warned = [str(warning.message) for warning in said if "is made of" in str(warning.message)]
-        found[name] = [(results[0].loss, r.grad_norm) for r in results], warned  # of `loss.backward()` no engine knows the loss
+        # of `loss.backward()` no engine knows the loss
+        found[name] = ([(results[0].loss, r.grad_norm) for r in results], warned)
     return found
 
 
@@ -238,7 +357,9 @@ def test_losses_of_heads_are_means_or_warned_of(ranks: Ranks) -> None:
                     continue
                 assert not warned, (name, warned)
                 rtol = 1e-6 if name == "sequences" else 1e-10  # T5 computes its norms in float32
-                torch.testing.assert_close(records, [known] * 2, rtol=rtol, atol=0, msg=lambda m, n=name: f"{n}: {m}")
+                torch.testing.assert_close(
+                    records, [known] * 2, rtol=rtol, atol=0, msg=lambda m, n=name: f"{n}: {m}"
+                )
 
 
 def refused(rank: int, world: int) -> list[str]:
@@ -257,7 +378,11 @@ def refused(rank: int, world: int) -> list[str]:
             engine.backward(make(engine(x[:2]), y[:2]))
         found.append(str(caught.value))
         engine.backward(make(engine(x[:2]), y[:2]), weight=2)  # said, it is taken
-    for make in (lambda o, t: (o - t).square().sum() / 4, lambda o, t: F.mse_loss(o, t) / 3, lambda o, t: F.mse_loss(o, t) + o.mean()):
+    for make in (
+        lambda o, t: (o - t).square().sum() / 4,
+        lambda o, t: F.mse_loss(o, t) / 3,
+        lambda o, t: F.mse_loss(o, t) + o.mean(),
+    ):
         engine = polyreme.initialize(net(), {**settings, "precision": {"compute": "fp64"}})
         engine.backward(make(engine(x[:2]), y[:2]))  # a mean, or meant
     with pytest.raises(BatchError) as caught:
@@ -267,7 +392,9 @@ def refused(rank: int, world: int) -> list[str]:
 
 def test_losses_that_are_no_mean_are_refused(ranks: Ranks) -> None:
     [found] = ranks(1, refused)
-    for words, message in zip(["was divided by 4"] * 2 + ["weight=n"] * 2 + ['reduction="sum"'], found, strict=True):
+    for words, message in zip(
+        ["was divided by 4"] * 2 + ["weight=n"] * 2 + ['reduction="sum"'], found, strict=True
+    ):
         assert words in message
 
 
@@ -284,7 +411,9 @@ def compared(rank: int, world: int) -> list[list[str]]:
 
     found = []
     for loss_fn in (masked, said_masked, lambda output, batch: F.mse_loss(output, batch["goal"])):
-        engine = polyreme.initialize(net(), {**training.config(1, 2), "precision": {"compute": "fp64"}}, loss_fn=loss_fn)
+        engine = polyreme.initialize(
+            net(), {**training.config(1, 2), "precision": {"compute": "fp64"}}, loss_fn=loss_fn
+        )
         with warnings.catch_warnings(record=True) as said:
             warnings.simplefilter("always")
             for _ in range(2):

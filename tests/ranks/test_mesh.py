@@ -1,4 +1,5 @@
-"""Collectives equal plain sums in rank order, to the last bit, at every size and dtype; and what they sent is counted exactly."""
+"""Collectives equal plain sums in rank order, to the last bit, at every size and dtype; and what they sent is
+counted exactly."""
 
 from __future__ import annotations
 
@@ -30,7 +31,9 @@ DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
 def numbers(rank: int, size: int, dtype: torch.dtype) -> Tensor:
     """Of very different magnitudes, so that another order of addition gives another sum."""
     generator = torch.Generator().manual_seed(1000 * size + rank)
-    return (torch.randn(size, generator=generator) * 10.0 ** torch.randint(-3, 3, (size,), generator=generator)).to(dtype)
+    return (
+        torch.randn(size, generator=generator) * 10.0 ** torch.randint(-3, 3, (size,), generator=generator)
+    ).to(dtype)
 
 
 def in_order(parts: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
@@ -44,16 +47,23 @@ def collectives(rank: int, world: int, shared: list[bool]) -> None:
     """`shared` says which ranks keep what they send in memory that the others read."""
     axis = Mesh.open({"dp": world}, shared_memory=any(shared)).dp
     assert (axis.name, axis.size, axis.rank) == ("dp", world, rank)
-    assert (axis._direct is not None and axis._direct.reads) == (world > 1 and any(shared) and heap() is not None)
+    assert (axis._direct is not None and axis._direct.reads) == (
+        world > 1 and any(shared) and heap() is not None
+    )
 
     def placed(tensor: Tensor) -> Tensor:
-        return axis.empty(tensor.numel(), tensor.dtype, tensor.device).copy_(tensor) if shared[rank] else tensor.clone()
+        return (
+            axis.empty(tensor.numel(), tensor.dtype, tensor.device).copy_(tensor)
+            if shared[rank]
+            else tensor.clone()
+        )
 
     for size in SIZES:
         for dtype in DTYPES:
             everyone = [numbers(r, size, dtype) for r in range(world)]
             full = torch.full((world * size,), float("nan"), dtype=dtype)
-            axis.all_gather(full, placed(everyone[rank])).wait()  # whose input nobody here holds while others read it
+            # whose input nobody here holds while others read it
+            axis.all_gather(full, placed(everyone[rank])).wait()
             assert torch.equal(full, torch.cat(everyone)), ("all_gather", size, dtype)
             full = placed(torch.full((world * size,), float("nan"), dtype=dtype))
             own = full[rank * size : (rank + 1) * size]
@@ -76,7 +86,11 @@ def collectives(rank: int, world: int, shared: list[bool]) -> None:
                 assert torch.equal(out, wanted + wanted), ("accumulate", size, dtype, out_dtype)
             full = placed(fulls[rank])
             axis.reduce_scatter(full[rank * size : (rank + 1) * size], full).wait()  # in place
-            assert torch.equal(full[rank * size : (rank + 1) * size], in_order(mine, dtype)), ("in place", size, dtype)
+            assert torch.equal(full[rank * size : (rank + 1) * size], in_order(mine, dtype)), (
+                "in place",
+                size,
+                dtype,
+            )
 
             tensor = everyone[rank].clone()
             axis.all_reduce(tensor).wait()
@@ -92,12 +106,15 @@ def collectives(rank: int, world: int, shared: list[bool]) -> None:
 @pytest.mark.parametrize(("world", "shared"), [(1, "all"), (2, "all"), (2, "none"), (4, "some"), (4, "none")])
 def test_collectives_are_sums_in_rank_order(ranks: Ranks, world: int, shared: str) -> None:
     """With no deprecated name of torch among them (the pool makes each warning an error)."""
-    ranks(world, collectives, [shared == "all" or (shared == "some" and rank % 2 == 1) for rank in range(world)])
+    ranks(
+        world, collectives, [shared == "all" or (shared == "some" and rank % 2 == 1) for rank in range(world)]
+    )
 
 
 def reading_late(rank: int, world: int) -> None:
     axis = Mesh.open({"dp": world}).dp
-    full, mine = torch.empty(world * 5000), axis.empty(5000, torch.float32, torch.device("cpu")).fill_(rank + 1.0)
+    full = torch.empty(world * 5000)
+    mine = axis.empty(5000, torch.float32, torch.device("cpu")).fill_(rank + 1.0)
     work = axis.all_gather(full, mine)
     if rank == 0:
         del mine
@@ -119,13 +136,24 @@ def test_memory_that_others_still_read_stays(ranks: Ranks, world: int) -> None:
 def broadcasts(rank: int, world: int) -> None:
     axis = Mesh.open({"dp": world}).dp
     for source in range(world):
-        for made in (torch.tensor(1.5), torch.arange(3), torch.ones(2, 3, dtype=torch.bfloat16), torch.tensor([True, False]),
-                     torch.ones(2, dtype=torch.complex64), torch.ones(3, dtype=torch.int8), torch.empty(0, 2),
-                     torch.ones(4).to(torch.float8_e4m3fn), torch.ones(2, dtype=torch.uint16)):  # fmt: skip
+        for made in (
+            torch.tensor(1.5),
+            torch.arange(3),
+            torch.ones(2, 3, dtype=torch.bfloat16),
+            torch.tensor([True, False]),
+            torch.ones(2, dtype=torch.complex64),
+            torch.ones(3, dtype=torch.int8),
+            torch.empty(0, 2),
+            torch.ones(4).to(torch.float8_e4m3fn),
+            torch.ones(2, dtype=torch.uint16),
+        ):
             tensor = made.clone() if rank == source else torch.zeros_like(made)
             axis.broadcast(tensor, source)
-            assert tensor.dtype == made.dtype and torch.equal(tensor.view(-1).view(torch.uint8), made.view(-1).view(torch.uint8)), made
-    for longest in (0, SHORT, SHORT + 1, 100_000):  # of the text in JSON, in quotes; within one exchange, and beyond
+            assert tensor.dtype == made.dtype and torch.equal(
+                tensor.view(-1).view(torch.uint8), made.view(-1).view(torch.uint8)
+            ), made
+    # of the text in JSON, in quotes; within one exchange, and beyond
+    for longest in (0, SHORT, SHORT + 1, 100_000):
         texts = ["x" * max(longest * (r + 1) // world - 2, 0) for r in range(world)]
         assert axis.gather_objects(texts[rank]) == texts
     assert axis.gather_objects({"rank": rank}) == [{"rank": r} for r in range(world)]
@@ -142,7 +170,8 @@ def counting(rank: int, world: int) -> dict[str, dict[str, tuple[int, int]]]:
     full = torch.ones(world * 10)
     mesh.dp.all_gather(full, torch.ones(10)).wait()
     mesh.dp.all_gather(full.bfloat16(), torch.ones(10).bfloat16()).wait()
-    mesh.dp.reduce_scatter(torch.zeros(10, dtype=torch.float64), full.half()).wait()  # counted as sent: in float16
+    # counted as sent: in float16
+    mesh.dp.reduce_scatter(torch.zeros(10, dtype=torch.float64), full.half()).wait()
     mesh.dp.all_reduce(torch.ones(3, dtype=torch.float64)).wait()
     mesh.dp.broadcast(torch.ones(5))
     mesh.dp.all_gather(torch.empty(0), torch.empty(0)).wait()
@@ -184,17 +213,25 @@ def parts(rank: int, world: int, members: list[int]) -> None:
     messages: list[int] = []
     isend = dist.isend
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(dist, "isend", lambda tensor, *args, **named: messages.append(tensor.nbytes) or isend(tensor, *args, **named))
+        patch.setattr(
+            dist,
+            "isend",
+            lambda tensor, *args, **named: messages.append(tensor.nbytes) or isend(tensor, *args, **named),
+        )
         for shared in (True, False):
             mesh = Mesh.open({"pp": world}, shared_memory=shared)
             part = mesh.part("pp", members)
-            assert (part.size, part.rank) == ((len(members), members.index(rank)) if rank in members else (1, 0))
+            assert (part.size, part.rank) == (
+                (len(members), members.index(rank)) if rank in members else (1, 0)
+            )
             messages.clear()
             summed = torch.full((5000,), rank + 1.0)
             part.all_reduce(summed).settle()
             assert summed.unique().tolist() == [sum(r + 1 for r in members) if rank in members else rank + 1]
             assert messages == ([20_000] * (part.size - 1) if not shared or heap() is None else [])
-            assert mesh.traffic().get("pp", {}).get("all_reduce") == ((1, 20_000 * (part.size - 1)) if rank in members else None)
+            assert mesh.traffic().get("pp", {}).get("all_reduce") == (
+                (1, 20_000 * (part.size - 1)) if rank in members else None
+            )
 
 
 @pytest.mark.parametrize(("world", "members"), [(2, [0, 1]), (4, [0, 1, 3])])
@@ -204,10 +241,15 @@ def test_parts_of_an_axis_share_memory_as_the_mesh_does(ranks: Ranks, world: int
 
 @pytest.mark.parametrize("order", [AXES, ("tp", "pp", "cp", "ep", "dp")])
 def test_two_axes(ranks: Ranks, order: tuple[str, ...]) -> None:
-    neighbours, strided = {0: [0, 1], 1: [0, 1], 2: [2, 3], 3: [2, 3]}, {0: [0, 2], 1: [1, 3], 2: [0, 2], 3: [1, 3]}
+    neighbours = {0: [0, 1], 1: [0, 1], 2: [2, 3], 3: [2, 3]}
+    strided = {0: [0, 2], 1: [1, 3], 2: [0, 2], 3: [1, 3]}
     inner, outer = ("tp", "dp") if order.index("tp") > order.index("dp") else ("dp", "tp")
     for rank, found in enumerate(ranks(4, two_axes, order)):
-        assert found == {inner: (rank % 2, neighbours[rank]), outer: (rank // 2, strided[rank]), "pp": (0, [rank])}
+        assert found == {
+            inner: (rank % 2, neighbours[rank]),
+            outer: (rank // 2, strided[rank]),
+            "pp": (0, [rank]),
+        }
 
 
 def test_lines_partition_the_ranks() -> None:
@@ -257,7 +299,9 @@ def with_a_dead_peer(rank: int, world: int, operation: str, folder: Path) -> Non
         raise
 
 
-@pytest.mark.parametrize("operation", ["all_gather", "reduce_scatter", "all_reduce", "broadcast", "gather_objects"])
+@pytest.mark.parametrize(
+    "operation", ["all_gather", "reduce_scatter", "all_reduce", "broadcast", "gather_objects"]
+)
 def test_a_dead_peer_is_an_error_and_no_hang(ranks: Ranks, operation: str, tmp_path: Path) -> None:
     with pytest.raises(RanksFailed, match="SIGKILL"):
         ranks(2, with_a_dead_peer, operation, tmp_path)
@@ -268,7 +312,9 @@ def test_a_dead_peer_is_an_error_and_no_hang(ranks: Ranks, operation: str, tmp_p
 def test_a_dead_peer_whose_memory_is_read_is_named(ranks: Ranks, tmp_path: Path) -> None:
     with pytest.raises(RanksFailed, match="SIGKILL"):
         ranks(2, with_a_dead_peer, "reading", tmp_path)
-    assert (tmp_path / "reading-0").read_text() == "all-gather over dp (5000 torch.float32) failed, because rank 1 of axis dp ended"
+    assert (
+        tmp_path / "reading-0"
+    ).read_text() == "all-gather over dp (5000 torch.float32) failed, because rank 1 of axis dp ended"
 
 
 def test_one_process_needs_no_group() -> None:

@@ -35,7 +35,9 @@ class Blocks(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(16, 16), nn.LayerNorm(16), nn.GELU()) for _ in range(3))
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(16, 16), nn.LayerNorm(16), nn.GELU()) for _ in range(3)
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         for block in self.blocks:
@@ -49,8 +51,12 @@ def batch(step: int, width: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     return x, x.sin()
 
 
-def plain(model: nn.Module, width: int, dtype: torch.dtype, cast: bool) -> tuple[list[float], dict[str, Tensor]]:
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2, betas=(0.9, 0.95), weight_decay=0.0)
+def plain(
+    model: nn.Module, width: int, dtype: torch.dtype, cast: bool
+) -> tuple[list[float], dict[str, Tensor]]:
+    optimizer = torch.optim.AdamW(
+        [p for p in model.parameters() if p.requires_grad], lr=1e-2, betas=(0.9, 0.95), weight_decay=0.0
+    )
     losses = []
     for step in range(3):
         x, y = batch(step, width, dtype)
@@ -64,7 +70,9 @@ def plain(model: nn.Module, width: int, dtype: torch.dtype, cast: bool) -> tuple
 
 
 def config(world: int, stage: int, compute: str, activations: str = "keep") -> dict[str, Any]:
-    made = training.config(world, zero={"stage": stage}, precision={"compute": compute}, memory={"activations": activations})
+    made = training.config(
+        world, zero={"stage": stage}, precision={"compute": compute}, memory={"activations": activations}
+    )
     made["optimizer"] |= {"weight_decay": 0.0, "clip": None}
     return made
 
@@ -73,16 +81,23 @@ def adapted(rank: int, world: int, folder: Path) -> list[tuple[list[float], dict
     found = []
     for stage in (0, 2, 3):
         engine = polyreme.initialize(Adapted(), config(world, stage, "fp64"), loss_fn=F.mse_loss)
-        losses = [engine.train_step(models.share(batch(step, 6, torch.float64), rank, world)).loss for step in range(3)]
+        losses = [
+            engine.train_step(models.share(batch(step, 6, torch.float64), rank, world)).loss
+            for step in range(3)
+        ]
         engine.save(folder / str(stage))
-        fresh = polyreme.initialize(Adapted(), config(world, 3 - stage, "fp64") if stage != 2 else config(world, 2, "fp64"))
+        fresh = polyreme.initialize(
+            Adapted(), config(world, 3 - stage, "fp64") if stage != 2 else config(world, 2, "fp64")
+        )
         fresh.load(folder / str(stage))
         found.append((losses, fresh.state_dict()))
     return found
 
 
 @pytest.mark.parametrize("world", [1, 2])
-def test_frozen_parameters_of_another_dtype_stay_what_they_are(ranks: Ranks, world: int, tmp_path: Path) -> None:
+def test_frozen_parameters_of_another_dtype_stay_what_they_are(
+    ranks: Ranks, world: int, tmp_path: Path
+) -> None:
     model = Adapted()
     model.adapter.double()
     losses, weights = plain(model, 6, torch.float64, False)
@@ -91,14 +106,23 @@ def test_frozen_parameters_of_another_dtype_stay_what_they_are(ranks: Ranks, wor
             assert got == pytest.approx(losses, rel=1e-10)
             for name, tensor in weights.items():
                 assert state[name].dtype == tensor.dtype, name
-                torch.testing.assert_close(state[name], tensor, rtol=0, atol=1e-10 if name.startswith("adapter") else 0)
+                torch.testing.assert_close(
+                    state[name], tensor, rtol=0, atol=1e-10 if name.startswith("adapter") else 0
+                )
 
 
 def autocast(rank: int, world: int) -> list[tuple[list[float], dict[str, Tensor]]]:
     """In both loops; evaluation has the loss of the next step."""
     found = []
-    for stage, activations, loop in ((0, "keep", False), (2, "recompute", False), (3, "keep", False), (3, "recompute", True)):
-        engine = polyreme.initialize(Blocks(), config(world, stage, "autocast-bf16", activations), loss_fn=F.mse_loss)
+    for stage, activations, loop in (
+        (0, "keep", False),
+        (2, "recompute", False),
+        (3, "keep", False),
+        (3, "recompute", True),
+    ):
+        engine = polyreme.initialize(
+            Blocks(), config(world, stage, "autocast-bf16", activations), loss_fn=F.mse_loss
+        )
         losses = []
         for step in range(3):
             x, y = models.share(batch(step, 16, torch.float32), rank, world)

@@ -1,4 +1,5 @@
-"""Activations in host memory and in files, on meshes: the bits of keeping them, memory really freed, a failure on one rank ends all."""
+"""Activations in host memory and in files, on meshes: the bits of keeping them, memory really freed, a
+failure on one rank ends all."""
 
 from __future__ import annotations
 
@@ -22,16 +23,24 @@ LAYERS = 6
 CASES: dict[str, dict[str, Any]] = {
     "zero-3": {"mesh": {"dp": 2}, "zero": {"stage": 3}},
     "1f1b": {"mesh": {"pp": 2}, "batch": {"micro": 1}},
-    "zb-v-bf16": {"mesh": {"pp": 2}, "batch": {"micro": 2}, "pipeline": {"schedule": "zb-v"}, "precision": {"compute": "bf16"}},
+    "zb-v-bf16": {
+        "mesh": {"pp": 2},
+        "batch": {"micro": 2},
+        "pipeline": {"schedule": "zb-v"},
+        "precision": {"compute": "bf16"},
+    },
     "sequence-parallel": {"mesh": {"tp": 2, "sequence_parallel": True}, "batch": {"micro": 4}},
 }
 
 
 def run(sections: dict[str, Any], activations: str) -> tuple[training.Run, dict[str, int], int, int]:
-    """A run of two steps; bytes told; the most bytes of blocks' inputs that lived between forwards and backwards; bytes moved."""
+    """A run of two steps; bytes told; the most bytes of blocks' inputs that lived between forwards and
+    backwards; bytes moved."""
     torch.manual_seed(0)
     model = models.llama(num_hidden_layers=LAYERS, attention_dropout=0.1)
-    engine = polyreme.initialize(model, training.config(2, **sections, memory={"activations": activations}), loss_fn=models.causal_loss)
+    engine = polyreme.initialize(
+        model, training.config(2, **sections, memory={"activations": activations}), loss_fn=models.causal_loss
+    )
     given: dict[int, tuple[StorageWeakRef, int]] = {}
     alive = [0]
 
@@ -50,7 +59,9 @@ def run(sections: dict[str, Any], activations: str) -> tuple[training.Run, dict[
     records = []
     for step in range(2):
         dp = engine.mesh.dp
-        result = engine.train_step(models.share(models.batch_of("llama", training.SAMPLES, step), dp.rank, dp.size))
+        result = engine.train_step(
+            models.share(models.batch_of("llama", training.SAMPLES, step), dp.rank, dp.size)
+        )
         records.append((result.loss, result.grad_norm))
     moved = 0
     if engine._offload is not None:
@@ -72,12 +83,16 @@ def test_bits_and_bytes(ranks: Ranks, case: str) -> None:
         assert not [d for other, *_ in results[1:] for d in training.differences(plain, other)]
         _, (_, recompute, most, _), (_, host, less, to_host), (_, files, least, to_files) = results
         assert (
-            host["activations"] + host["activations_host"] == files["activations"] + files["activations_files"] == recompute["activations"]
+            host["activations"] + host["activations_host"]
+            == files["activations"] + files["activations_files"]
+            == recompute["activations"]
         )
         assert host["activations_host"] == files["activations_files"]
         assert to_files >= to_host > 0
-        assert least == less <= most / (2 if case == "zb-v-bf16" else 3)  # where stages of one rank follow each other, what passes stays
-        assert host["activations_host"] > 0 or case == "zb-v-bf16"  # where the first micro-batch may find one block on a stage
+        # where stages of one rank follow each other, what passes stays
+        assert least == less <= most / (2 if case == "zb-v-bf16" else 3)
+        # where the first micro-batch may find one block on a stage
+        assert host["activations_host"] > 0 or case == "zb-v-bf16"
 
 
 SCRIPT = """
@@ -119,5 +134,9 @@ def test_a_failing_disk_of_one_rank_ends_all(tmp_path: Path) -> None:
     status, output, errors = command(tmp_path, "launch", "-n", "2", "script.py")
     assert (status, output) == (1, "")
     assert errors.startswith("error: rank 1 of 2 failed first")
-    assert "kept: write of 4,096 bytes failed with 4,096 to go (made up)" in errors and "are free" in errors and "Traceback" not in errors
+    assert (
+        "kept: write of 4,096 bytes failed with 4,096 to go (made up)" in errors
+        and "are free" in errors
+        and "Traceback" not in errors
+    )
     assert not list((tmp_path / "kept").iterdir())

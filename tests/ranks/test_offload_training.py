@@ -1,5 +1,5 @@
-"""Where states and parameters live changes no bit of the losses, the gradient norms or the weights; and what a tier says it moved is what
-must move."""
+"""Where states and parameters live changes no bit of the losses, the gradient norms or the weights; and what
+a tier says it moved is what must move."""
 
 from __future__ import annotations
 
@@ -36,11 +36,23 @@ FILES = "files"  # in a config here: the test's own folder
 
 def homes(stage: int, gradients: bool = True) -> list[dict[str, Any]]:
     """`memory` sections, first of all that of the device; `gradients`: of files for them, too."""
-    found: list[dict[str, Any]] = [{}, {"states": "host"}, {"states": FILES}, {"states": {"host": 0.5, "device": 0.5}}]
+    found: list[dict[str, Any]] = [
+        {},
+        {"states": "host"},
+        {"states": FILES},
+        {"states": {"host": 0.5, "device": 0.5}},
+    ]
     if stage == 3:
-        found += [{"params": "host"}, {"params": FILES}, {"states": FILES, "params": FILES}, {"states": "host", "params": FILES}]
+        found += [
+            {"params": "host"},
+            {"params": FILES},
+            {"states": FILES, "params": FILES},
+            {"states": "host", "params": FILES},
+        ]
     if gradients:
-        found += [{"states": states, "gradients": FILES} for states in ("host", FILES, {"host": 0.5, "device": 0.5})]
+        found += [
+            {"states": states, "gradients": FILES} for states in ("host", FILES, {"host": 0.5, "device": 0.5})
+        ]
     return found
 
 
@@ -51,7 +63,9 @@ def placed(value: Any, folder: Path) -> Any:
     return [str(folder / "a"), str(folder / "b")] if value == FILES else value
 
 
-def assert_equal(ranks: Ranks, world: int, case: str, settings: list[dict[str, Any]], folder: Path, steps: int = 2) -> training.Run:
+def assert_equal(
+    ranks: Ranks, world: int, case: str, settings: list[dict[str, Any]], folder: Path, steps: int = 2
+) -> training.Run:
     """All of `settings` make the same run."""
     runs = ranks(world, training.train, case, placed_all(settings, folder), steps)[0]
     found = {i: different for i, run in enumerate(runs) if (different := training.differences(runs[0], run))}
@@ -74,12 +88,21 @@ class Case(NamedTuple):
     reduce_every: str
 
     def settings(self) -> list[dict[str, Any]]:
-        """A config for each home. (Several micro-batches that are added up before they are reduced are so in memory.)"""
+        """A config for each home. (Several micro-batches that are added up before they are reduced are so in
+        memory.)"""
         zero = {"stage": self.stage, "min_bucket": 0, "reduce_every": self.reduce_every}
         gradients = self.world == 1 or self.accumulation == 1 or self.reduce_every == "microbatch"
-        return [training.config(self.world, self.accumulation, zero=zero, memory=memory, precision=PRECISIONS[self.precision],
-                                optimizer=OPTIMIZERS[self.optimizer])
-                for memory in homes(self.stage, gradients)]  # fmt: skip
+        return [
+            training.config(
+                self.world,
+                self.accumulation,
+                zero=zero,
+                memory=memory,
+                precision=PRECISIONS[self.precision],
+                optimizer=OPTIMIZERS[self.optimizer],
+            )
+            for memory in homes(self.stage, gradients)
+        ]
 
 
 SUMS = ((1, "step"), (2, "step"), (2, "microbatch"))
@@ -103,11 +126,16 @@ def test_every_home_makes_the_same_bits(ranks: Ranks, tmp_path: Path, world: int
             assert len(finite) == 2, "some steps have to overflow, not all"
 
 
-@pytest.mark.parametrize("mesh", [{"tp": 2}, {"pp": 2}, {"tp": 2, "sequence_parallel": True, "pp": 2}], ids=str)
+@pytest.mark.parametrize(
+    "mesh", [{"tp": 2}, {"pp": 2}, {"tp": 2, "sequence_parallel": True, "pp": 2}], ids=str
+)
 def test_with_a_divided_model(ranks: Ranks, tmp_path: Path, mesh: dict[str, Any]) -> None:
     world = mesh.get("tp", 1) * mesh.get("pp", 1)
     for stage, memory in ((1, homes(1)), (3, homes(3)[::3])):
-        settings = [training.config(1, 2, zero={"stage": stage, "min_bucket": 0}, mesh=mesh, memory=each) for each in memory]
+        settings = [
+            training.config(1, 2, zero={"stage": stage, "min_bucket": 0}, mesh=mesh, memory=each)
+            for each in memory
+        ]
         runs = ranks(world, whole_batch, placed_all(settings, tmp_path))
         assert not any(training.differences(each[0], run) for each in runs for run in each)
 
@@ -141,19 +169,37 @@ def without_gradients(rank: int, world: int, settings: list[dict[str, Any]]) -> 
 
 @pytest.mark.parametrize("stage", [1, 3])
 def test_parameters_without_a_gradient_and_evaluation(ranks: Ranks, tmp_path: Path, stage: int) -> None:
-    settings = [training.config(2, zero={"stage": stage, "min_bucket": 0}, memory=memory) for memory in homes(stage)]
+    settings = [
+        training.config(2, zero={"stage": stage, "min_bucket": 0}, memory=memory) for memory in homes(stage)
+    ]
     runs = ranks(2, without_gradients, placed_all(settings, tmp_path))[0]
     assert not [training.differences(runs[0], run) for run in runs[1:] if training.differences(runs[0], run)]
 
 
 def narrow(rank: int, world: int, folder: Path) -> list[str]:
-    """What is wrong with moments in fewer bits: in any home they go on from a checkpoint as they would have without it."""
+    """What is wrong with moments in fewer bits: in any home they go on from a checkpoint as they would have
+    without it."""
     wrong = []
-    batches = [models.share(models.batch_of("llama", training.SAMPLES, step, torch.float32), rank, world) for step in range(4)]
+    batches = [
+        models.share(models.batch_of("llama", training.SAMPLES, step, torch.float32), rank, world)
+        for step in range(4)
+    ]
     for states, (name, options) in zip(["bf16", "8bit"] * 2, OPTIMIZERS.items(), strict=True):
-        optimizer = {"momentum": 0.9} | options | {"states": states} if name == "sgd" else {**options, "states": states}
-        made = [training.config(world, 1, optimizer=optimizer, zero={"stage": 2, "min_bucket": 0}, memory=placed(memory, folder))
-                for memory in homes(2)]  # fmt: skip
+        optimizer = (
+            {"momentum": 0.9} | options | {"states": states}
+            if name == "sgd"
+            else {**options, "states": states}
+        )
+        made = [
+            training.config(
+                world,
+                1,
+                optimizer=optimizer,
+                zero={"stage": 2, "min_bucket": 0},
+                memory=placed(memory, folder),
+            )
+            for memory in homes(2)
+        ]
         first = polyreme.initialize(models.build("llama", torch.float32), made[0], loss_fn=models.causal_loss)
         for batch in batches[:2]:
             first.train_step(batch)
@@ -161,7 +207,9 @@ def narrow(rank: int, world: int, folder: Path) -> list[str]:
         expected = [first.train_step(batch).loss for batch in batches[2:]]
         size = first.memory()["states"]
         for each in made[1:]:
-            other = polyreme.initialize(models.build("llama", torch.float32, seed=1), each, loss_fn=models.causal_loss)
+            other = polyreme.initialize(
+                models.build("llama", torch.float32, seed=1), each, loss_fn=models.causal_loss
+            )
             other.load(path)
             if [other.train_step(batch).loss for batch in batches[2:]] != expected:
                 wrong.append(f"{name} {states} in {each['memory']} goes on with other losses")
@@ -170,7 +218,9 @@ def narrow(rank: int, world: int, folder: Path) -> list[str]:
         wide = {**made[0], "optimizer": {**made[0]["optimizer"], "states": "fp32"}}
         whole = polyreme.initialize(models.build("llama", torch.float32), wide, loss_fn=models.causal_loss)
         whole.load(path)  # which widens them
-        torch.testing.assert_close([whole.train_step(batch).loss for batch in batches[2:]], expected, rtol=1e-2, atol=1e-2)
+        torch.testing.assert_close(
+            [whole.train_step(batch).loss for batch in batches[2:]], expected, rtol=1e-2, atol=1e-2
+        )
         bits = {"bf16": 0.51, "8bit": 0.28}[states]
         if size > bits * whole.memory()["states"]:
             wrong.append(f"{name} {states} takes {size} bytes of {whole.memory()['states']}")
@@ -192,19 +242,31 @@ def moved(rank: int, world: int, folder: str, compute: str, accumulation: int) -
     engine.train_step(batch)
     shards = [bucket.layout.shard_size for bucket in engine._placement.buckets]
     records = [record.nbytes for update in engine._updates for record in update.records or ()]
-    elements = [record.run.stop - record.run.start for update in engine._updates for record in update.records or ()]
+    elements = [
+        record.run.stop - record.run.start for update in engine._updates for record in update.records or ()
+    ]
     after = engine.tiers()
-    found = {name: (after[name]["read"] - before[name]["read"], after[name]["written"] - before[name]["written"]) for name in after}
-    return {"moved": found, "shards": shards, "records": records, "elements": elements, "memory": engine.memory(), "root": [
-        b.layout.shard_size for b in engine._placement.root.buckets], "last": [
-        b.layout.shard_size for b in engine._placement.units[-1].buckets]}  # fmt: skip
+    found = {
+        name: (after[name]["read"] - before[name]["read"], after[name]["written"] - before[name]["written"])
+        for name in after
+    }
+    return {
+        "moved": found,
+        "shards": shards,
+        "records": records,
+        "elements": elements,
+        "memory": engine.memory(),
+        "root": [b.layout.shard_size for b in engine._placement.root.buckets],
+        "last": [b.layout.shard_size for b in engine._placement.units[-1].buckets],
+    }
 
 
 @pytest.mark.parametrize("accumulation", [1, 2])
 @pytest.mark.parametrize("compute", ["fp32", "bf16"])
 def test_what_moves_is_what_must(ranks: Ranks, tmp_path: Path, compute: str, accumulation: int) -> None:
-    """States once each way; for each micro-batch parameters in twice (but the root and the last block, which stay from forward to backward)
-    and its gradients in, to be added to others or updated from, and out; parameters out once."""
+    """States once each way; for each micro-batch parameters in twice (but the root and the last block, which
+    stay from forward to backward) and its gradients in, to be added to others or updated from, and out;
+    parameters out once."""
 
     def padded(nbytes: int) -> int:
         return -(-nbytes // 4096) * 4096
@@ -215,8 +277,12 @@ def test_what_moves_is_what_must(ranks: Ranks, tmp_path: Path, compute: str, acc
         assert told["moved"]["states"] == (states, states)
         shards = sum(padded(each * size) for each in told["shards"])
         stay = sum(padded(each * size) for each in told["root"] + told["last"])
-        root = sum(padded(each * size) for each in told["root"])  # which stays from one micro-batch to the next
-        assert told["moved"]["params"] == (accumulation * (2 * shards - stay) - (accumulation - 1) * root, shards)
+        # which stays from one micro-batch to the next
+        root = sum(padded(each * size) for each in told["root"])
+        assert told["moved"]["params"] == (
+            accumulation * (2 * shards - stay) - (accumulation - 1) * root,
+            shards,
+        )
         gradients = sum(padded(each * 4) for each in told["elements"])
         assert told["moved"]["gradients"] == (accumulation * gradients, accumulation * gradients)
         assert told["memory"]["states"] < 100, "step counts"
@@ -240,24 +306,33 @@ def accumulate(rank: int, world: int, settings: list[dict[str, Any]]) -> list[li
 
 
 @pytest.mark.parametrize("world", [1, 2])
-def test_gradients_in_files_take_no_memory_between_micro_batches(ranks: Ranks, tmp_path: Path, world: int) -> None:
+def test_gradients_in_files_take_no_memory_between_micro_batches(
+    ranks: Ranks, tmp_path: Path, world: int
+) -> None:
     homes: list[dict[str, Any]] = [{"states": "host"}, {"states": "host", "gradients": FILES}]
-    settings = [training.config(world, 2, zero={"stage": 2, "min_bucket": 0}, memory=memory) for memory in homes]
+    settings = [
+        training.config(world, 2, zero={"stage": 2, "min_bucket": 0}, memory=memory) for memory in homes
+    ]
     for held, spilled in ranks(world, accumulate, placed_all(settings, tmp_path)):
         assert sum(held) and not any(spilled)
 
 
 @pytest.mark.parametrize("world", [1, 2])
-def test_gradients_in_files_of_an_optimizer_of_whole_tensors(ranks: Ranks, tmp_path: Path, world: int) -> None:
+def test_gradients_in_files_of_an_optimizer_of_whole_tensors(
+    ranks: Ranks, tmp_path: Path, world: int
+) -> None:
     """Whose sizes are no multiples of a row of the norm, which clips."""
     optimizer = {"name": "Adafactor", "lr": 1e-2, "clip": 0.5}
     zero = {"stage": 1, "min_bucket": 0, "reduce_every": "microbatch"}
-    settings = [training.config(world, 2, zero=zero, optimizer=optimizer, memory=memory) for memory in homes(1)]
+    settings = [
+        training.config(world, 2, zero=zero, optimizer=optimizer, memory=memory) for memory in homes(1)
+    ]
     assert_equal(ranks, world, "llama", settings, tmp_path, steps=3)
 
 
 def test_gradients_go_to_files_after_the_others_have_read_them(ranks: Ranks, tmp_path: Path) -> None:
-    """At stage 0 the ranks read each other's reduced gradients, in memory that is used again when they have left."""
+    """At stage 0 the ranks read each other's reduced gradients, in memory that is used again when they have
+    left."""
     settings = Case(4, 0, "lion", "fp32", 1, "step").settings()
     assert_equal(ranks, 4, "llama", [settings[0], *settings[-3:]], tmp_path, steps=3)
 
@@ -278,14 +353,20 @@ def test_gradients_in_files_with_several_threads(ranks: Ranks, tmp_path: Path) -
 
 
 def generated(rank: int, world: int, settings: list[dict[str, Any]]) -> list[tuple[list[list[int]], float]]:
-    """Under each of `settings`: tokens that the model likes best, before and after an update, and the loss of the next step."""
+    """Under each of `settings`: tokens that the model likes best, before and after an update, and the loss of
+    the next step."""
     found = []
     batch = models.share(models.tokens(training.SAMPLES), rank, world)
     prompt = batch["input_ids"][:2, :5]
     for each in settings:
         torch.manual_seed(0)
         engine = polyreme.initialize(models.llama(num_hidden_layers=4), each, loss_fn=models.causal_loss)
-        options = {"attention_mask": torch.ones_like(prompt), "max_new_tokens": 8, "do_sample": False, "eos_token_id": None}
+        options = {
+            "attention_mask": torch.ones_like(prompt),
+            "max_new_tokens": 8,
+            "do_sample": False,
+            "eos_token_id": None,
+        }
         texts = []
         for _ in range(2):
             with torch.no_grad():
@@ -298,13 +379,21 @@ def generated(rank: int, world: int, settings: list[dict[str, Any]]) -> list[tup
 
 
 def test_generating_text_with_parameters_away(ranks: Ranks, tmp_path: Path) -> None:
-    """A block comes for each token; the tokens, and the training around them, are those of parameters on the device."""
-    places: list[dict[str, Any]] = [{}, {"params": "host"}, {"params": FILES}, {"states": FILES, "params": FILES}]
+    """A block comes for each token; the tokens, and the training around them, are those of parameters on the
+    device."""
+    places: list[dict[str, Any]] = [
+        {},
+        {"params": "host"},
+        {"params": FILES},
+        {"states": FILES, "params": FILES},
+    ]
     settings = [training.config(2, zero={"stage": 3, "min_bucket": 0}, memory=memory) for memory in places]
     for told in ranks(2, generated, placed_all(settings, tmp_path)):
         texts, _ = told[0]
         assert all(each == told[0] for each in told[1:])
-        assert len(texts) == 4 and all(len(text) == 5 + 8 for text in texts) and texts[:2] != texts[2:], "an update changes them"
+        assert len(texts) == 4 and all(len(text) == 5 + 8 for text in texts) and texts[:2] != texts[2:], (
+            "an update changes them"
+        )
 
 
 def opened(rank: int, world: int, folder: str) -> None:
@@ -316,7 +405,9 @@ def opened(rank: int, world: int, folder: str) -> None:
 def test_a_folder_is_one_run_s(ranks: Ranks, tmp_path: Path) -> None:
     ranks(2, opened, str(tmp_path))
     claim = Claim(tmp_path, "another run")
-    with pytest.raises(RanksFailed, match=rf"{tmp_path} is in use by another run, which process {os.getpid()} on host"):
+    with pytest.raises(
+        RanksFailed, match=rf"{tmp_path} is in use by another run, which process {os.getpid()} on host"
+    ):
         ranks(2, opened, str(tmp_path))
     claim.close()
 
@@ -346,7 +437,9 @@ def going_on(rank: int, world: int, folder: Path) -> int:
     return engine.train_step(models.share(models.tokens(training.SAMPLES), rank, world)).step
 
 
-@pytest.mark.parametrize(("call", "gradients"), [("preadv", False), ("pwritev", True)], ids=["states", "gradients"])
+@pytest.mark.parametrize(
+    ("call", "gradients"), [("preadv", False), ("pwritev", True)], ids=["states", "gradients"]
+)
 def test_an_error_of_the_disk_ends_all_ranks_with_its_path_and_the_last_checkpoint_is_whole(
     ranks: Ranks, tmp_path: Path, call: str, gradients: bool
 ) -> None:

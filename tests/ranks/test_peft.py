@@ -40,7 +40,12 @@ def optimizer_of(model: nn.Module, before: torch.optim.Optimizer | None = None) 
     """What the config of `training` describes; with the states of `before`."""
     trained = [p for p in model.parameters() if p.requires_grad]
     vectors = {"params": [p for p in trained if p.dim() < 2], "weight_decay": 0.0}
-    made = torch.optim.AdamW([{"params": [p for p in trained if p.dim() >= 2]}, vectors], lr=1e-2, betas=(0.9, 0.95), weight_decay=0.1)
+    made = torch.optim.AdamW(
+        [{"params": [p for p in trained if p.dim() >= 2]}, vectors],
+        lr=1e-2,
+        betas=(0.9, 0.95),
+        weight_decay=0.1,
+    )
     made.state.update({p: before.state[p] for p in trained if before is not None and p in before.state})
     return made
 
@@ -74,8 +79,12 @@ def saved(rank: int, world: int, folder: Path) -> None:
         for stage in (3,) if name == "head" else (2 if world > 1 else 0,):
             config = training.config(world, zero={"stage": stage}, precision={"compute": "fp64"})
             engine = polyreme.initialize(make(), config, loss_fn=models.causal_loss)
-            batches = [models.share(models.tokens(training.SAMPLES, seed=step), rank, world) for step in range(3)]
-            assert [engine.train_step(batch).loss for batch in batches[:2]] == pytest.approx(expected, rel=1e-10), (name, stage)
+            batches = [
+                models.share(models.tokens(training.SAMPLES, seed=step), rank, world) for step in range(3)
+            ]
+            assert [engine.train_step(batch).loss for batch in batches[:2]] == pytest.approx(
+                expected, rel=1e-10
+            ), (name, stage)
             with warnings.catch_warnings():
                 warnings.filterwarnings("error", message=".*trains too")
                 path = engine.save(folder / f"{name}-{stage}")
@@ -84,7 +93,10 @@ def saved(rank: int, world: int, folder: Path) -> None:
                 opened.load_adapter(path / "other", "other")
             whole = engine.state_dict()
             assert opened.state_dict().keys() == whole.keys()
-            assert all(torch.equal(tensor, whole[key]) for key, tensor in opened.state_dict().items()), (name, stage)
+            assert all(torch.equal(tensor, whole[key]) for key, tensor in opened.state_dict().items()), (
+                name,
+                stage,
+            )
             assert len(load_file(path / "adapter_model.safetensors")) == 12 + (name == "head")
             after = engine.train_step(batches[2]).loss
             again = polyreme.initialize(make(), config, loss_fn=models.causal_loss)
@@ -104,17 +116,35 @@ def normed() -> nn.Module:
     forward = base.lm_head.forward
     base.lm_head.forward = lambda x: forward(base.norm(x.flatten(0, 1)).view(x.shape))
     torch.manual_seed(1)
-    return peft.get_peft_model(base, peft.LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=["norm"]))
+    return peft.get_peft_model(
+        base, peft.LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=["norm"])
+    )
 
 
 def alone(rank: int, world: int, folder: Path) -> None:
     files = {"states": f"{folder}/tier/", "params": "host"}
     cases: list[tuple[str, Any, dict[str, Any]]] = [
-        ("head", lambda: adapted(modules_to_save=["lm_head"]), {"zero": {"stage": 0}, "precision": {"compute": "fp64"}}),
-        ("embedding", lambda: adapted(trainable_token_indices=[3, 7]), {"zero": {"stage": 2}, "precision": {"compute": "fp64"}}),
+        (
+            "head",
+            lambda: adapted(modules_to_save=["lm_head"]),
+            {"zero": {"stage": 0}, "precision": {"compute": "fp64"}},
+        ),
+        (
+            "embedding",
+            lambda: adapted(trainable_token_indices=[3, 7]),
+            {"zero": {"stage": 2}, "precision": {"compute": "fp64"}},
+        ),
         ("two", two_adapters, {"zero": {"stage": 3}, "precision": {"compute": "fp64"}, "memory": files}),
-        ("norm", lambda: normed(), {"zero": {"stage": 3}, "precision": {"compute": "fp64"}, "checkpoint": {"shared_files": False}}),
-        ("bf16", adapted, {"zero": {"stage": 2}, "precision": {"compute": "bf16"}, "memory": {"states": "host"}}),
+        (
+            "norm",
+            lambda: normed(),
+            {"zero": {"stage": 3}, "precision": {"compute": "fp64"}, "checkpoint": {"shared_files": False}},
+        ),
+        (
+            "bf16",
+            adapted,
+            {"zero": {"stage": 2}, "precision": {"compute": "bf16"}, "memory": {"states": "host"}},
+        ),
     ]
     for name, make, sections in cases[:2] if world == 1 else cases[2:]:
         config = training.config(world, **sections)
@@ -125,11 +155,15 @@ def alone(rank: int, world: int, folder: Path) -> None:
         path = engine.save(folder / name, adapters_only=True, extra={"name": name}, wait=name != "head")
         engine.wait()
         kinds = {"exp_avg", "exp_avg_sq", "step", "model"} | ({"master"} if name == "bf16" else set())
-        assert {file.name for file in (path / "optimizer").iterdir()} == {f"{kind}.safetensors" for kind in kinds}
+        assert {file.name for file in (path / "optimizer").iterdir()} == {
+            f"{kind}.safetensors" for kind in kinds
+        }
         assert not list(path.glob("model*"))
         whole, has = engine.state_dict(), huggingface.adapters(engine.module)
         if name != "norm":
-            opened = peft.PeftModel.from_pretrained(models.build("llama"), path).to(torch.bfloat16 if name == "bf16" else torch.float64)
+            opened = peft.PeftModel.from_pretrained(models.build("llama"), path).to(
+                torch.bfloat16 if name == "bf16" else torch.float64
+            )
             if name == "two":
                 opened.load_adapter(path / "other", "other")
             assert all(torch.equal(tensor, whole[key]) for key, tensor in opened.state_dict().items()), name
@@ -142,12 +176,16 @@ def alone(rank: int, world: int, folder: Path) -> None:
         loaded = again.load(path)
         assert loaded.extra == {"name": name} and not loaded.notes
         assert again.state.step == 2 and again.train_step(batches[2]).loss == after, name
-        assert all(torch.equal(tensor, again.state_dict()[key]) for key, tensor in engine.state_dict().items()), name
+        assert all(
+            torch.equal(tensor, again.state_dict()[key]) for key, tensor in engine.state_dict().items()
+        ), name
         engine.close()
         again.close()
 
     plain = polyreme.initialize(models.build("llama"), training.config(world), loss_fn=models.causal_loss)
-    with pytest.raises(ModelError, match=r"adapters_only=True\) of a LlamaForCausalLM, which has no adapters.*get_peft_model"):
+    with pytest.raises(
+        ModelError, match=r"adapters_only=True\) of a LlamaForCausalLM, which has no adapters.*get_peft_model"
+    ):
         plain.save(folder / "none", adapters_only=True)
     with pytest.raises(CheckpointError, match="has adapters alone, and the model has none"):
         plain.load(path)
@@ -160,7 +198,9 @@ def alone(rank: int, world: int, folder: Path) -> None:
         more.load(path)
     more.train_step(batches[0])
     name, trained = "base_model.model.model.norm.weight", more.state_dict()
-    with pytest.warns(UserWarning, match=rf"{name} trains too, and PEFT's files have none of it.*modules_to_save"):
+    with pytest.warns(
+        UserWarning, match=rf"{name} trains too, and PEFT's files have none of it.*modules_to_save"
+    ):
         path = more.save(folder / "more")
     opened = peft.PeftModel.from_pretrained(models.build("llama"), path)
     assert not torch.equal(opened.state_dict()[name], trained[name])
@@ -178,32 +218,47 @@ def test_adapters_alone_are_saved_and_gone_on_from(world: int, ranks: Ranks, tmp
 def test_labels_are_counted_as_by_the_base() -> None:
     model, batch = adapted(), models.tokens(2)
     count = huggingface.count_labels
-    assert count(model, batch) == count(models.build("llama"), batch) == int((batch["labels"][:, 1:] != -100).sum())
+    assert (
+        count(model, batch)
+        == count(models.build("llama"), batch)
+        == int((batch["labels"][:, 1:] != -100).sum())
+    )
     assert huggingface.training_arguments(model) == {"use_cache": False}
 
 
 def staged(rank: int, world: int, folder: Path) -> None:
-    """Over a pipeline: the adapters of all stages are saved, and an engine of another mesh goes on from them."""
+    """Over a pipeline: the adapters of all stages are saved, and an engine of another mesh goes on from
+    them."""
     batch = models.tokens(training.SAMPLES)
     for name, options in {"tokens": {"trainable_token_indices": [3, 7]}, "dora": {"use_dora": True}}.items():
         expected = plain(adapted(**options))
-        engine = polyreme.initialize(adapted(**options), training.config(1, mesh={"pp": 2}, precision={"compute": "fp64"}),
-                                     loss_fn=models.causal_loss)  # fmt: skip
+        engine = polyreme.initialize(
+            adapted(**options),
+            training.config(1, mesh={"pp": 2}, precision={"compute": "fp64"}),
+            loss_fn=models.causal_loss,
+        )
         batches = [models.tokens(training.SAMPLES, seed=step) for step in range(3)]
-        assert [engine.train_step(batch).loss for batch in batches[:2]] == pytest.approx(expected, rel=1e-10), name
+        assert [engine.train_step(batch).loss for batch in batches[:2]] == pytest.approx(
+            expected, rel=1e-10
+        ), name
         for only in (False, True):
             path = engine.save(folder / f"{name}-{only}", adapters_only=only)
             opened = peft.PeftModel.from_pretrained(models.build("llama"), path).double()
             whole = engine.state_dict()
             assert all(torch.equal(tensor, whole[key]) for key, tensor in opened.state_dict().items()), name
         after = engine.train_step(batches[2]).loss
-        again = polyreme.initialize(adapted(**options), training.config(2, zero={"stage": 3}, precision={"compute": "fp64"}),
-                                    loss_fn=models.causal_loss)  # fmt: skip
+        again = polyreme.initialize(
+            adapted(**options),
+            training.config(2, zero={"stage": 3}, precision={"compute": "fp64"}),
+            loss_fn=models.causal_loss,
+        )
         again.load(path)
         assert again.train_step(models.share(batches[2], rank, world)).loss == pytest.approx(after, rel=1e-10)
     engine = polyreme.initialize(adapted(modules_to_save=["lm_head"]), training.config(1, mesh={"pp": 2}))
     engine.train_step(batch)
-    with pytest.raises(ModelError, match=r"PEFT, called by rank 0, cannot save base_model.model.lm_head.*mesh.pp = 1"):
+    with pytest.raises(
+        ModelError, match=r"PEFT, called by rank 0, cannot save base_model.model.lm_head.*mesh.pp = 1"
+    ):
         engine.save(folder / "none", adapters_only=True)
     with pytest.warns(UserWarning, match="no files of PEFT's"):
         path = engine.save(folder / "whole")
@@ -216,31 +271,63 @@ def test_adapters_of_all_pipeline_stages_are_saved(ranks: Ranks, tmp_path: Path)
 
 
 def divided(rank: int, world: int, folder: Path) -> None:
-    """Over tensor parallelism: the steps of plain PyTorch; PEFT opens the adapters, and an engine of another mesh goes on from them."""
-    cases: dict[str, dict[str, Any]] = {"plain": {}, "rows": {"trainable_token_indices": [3, 7], "use_rslora": True}}
+    """Over tensor parallelism: the steps of plain PyTorch; PEFT opens the adapters, and an engine of another
+    mesh goes on from them."""
+    cases: dict[str, dict[str, Any]] = {
+        "plain": {},
+        "rows": {"trainable_token_indices": [3, 7], "use_rslora": True},
+    }
     batches = [models.tokens(training.SAMPLES, seed=step) for step in range(3)]
     for name, options in cases.items():
         expected = plain(adapted(**options))
         for sequence in (False, True):
-            config = training.config(1, mesh={"tp": 2, "sequence_parallel": sequence}, precision={"compute": "fp64"})
+            config = training.config(
+                1, mesh={"tp": 2, "sequence_parallel": sequence}, precision={"compute": "fp64"}
+            )
             engine = polyreme.initialize(adapted(**options), config, loss_fn=models.causal_loss)
-            assert [engine.train_step(batch).loss for batch in batches[:2]] == pytest.approx(expected, rel=1e-10), (name, sequence)
+            assert [engine.train_step(batch).loss for batch in batches[:2]] == pytest.approx(
+                expected, rel=1e-10
+            ), (name, sequence)
         path = engine.save(folder / f"tp-{name}", adapters_only=True)
-        opened, whole = peft.PeftModel.from_pretrained(models.build("llama"), path).double(), engine.state_dict()
+        opened = peft.PeftModel.from_pretrained(models.build("llama"), path).double()
+        whole = engine.state_dict()
         assert all(torch.equal(tensor, whole[key]) for key, tensor in opened.state_dict().items()), name
         after = engine.train_step(batches[2]).loss
-        again = polyreme.initialize(adapted(**options), training.config(2, zero={"stage": 3}, precision={"compute": "fp64"}),
-                                    loss_fn=models.causal_loss)  # fmt: skip
+        again = polyreme.initialize(
+            adapted(**options),
+            training.config(2, zero={"stage": 3}, precision={"compute": "fp64"}),
+            loss_fn=models.causal_loss,
+        )
         again.load(path)
         assert again.train_step(models.share(batches[2], rank, world)).loss == pytest.approx(after, rel=1e-10)
 
-    ia3 = peft.IA3Config(target_modules=["k_proj", "down_proj"], feedforward_modules=["down_proj"], task_type="CAUSAL_LM")
+    ia3 = peft.IA3Config(
+        target_modules=["k_proj", "down_proj"], feedforward_modules=["down_proj"], task_type="CAUSAL_LM"
+    )
     refused: list[tuple[nn.Module, dict[str, Any], str]] = [
-        (adapted(use_dora=True), {}, r"q_proj.base_layer: DoraLinearVariant adapters of a layer that is divided: only plain LoRA"),
-        (peft.get_peft_model(models.build("llama"), ia3), {}, r"k_proj.base_layer: ia3 Linear adapters of a layer that is divided"),
-        (adapted(lora_dropout=0.1), {"sequence_parallel": True}, "lora_dropout would drop other inputs on each rank"),
+        (
+            adapted(use_dora=True),
+            {},
+            r"q_proj.base_layer: DoraLinearVariant adapters of a layer that is divided: only plain LoRA",
+        ),
+        (
+            peft.get_peft_model(models.build("llama"), ia3),
+            {},
+            r"k_proj.base_layer: ia3 Linear adapters of a layer that is divided",
+        ),
+        (
+            adapted(lora_dropout=0.1),
+            {"sequence_parallel": True},
+            "lora_dropout would drop other inputs on each rank",
+        ),
     ]
-    refused.append((adapted(), {"tp_plan": {"model.layers.*.mlp.down_proj": "vocabulary"}}, r"down_proj.base_layer: LoRA adapters"))
+    refused.append(
+        (
+            adapted(),
+            {"tp_plan": {"model.layers.*.mlp.down_proj": "vocabulary"}},
+            r"down_proj.base_layer: LoRA adapters",
+        )
+    )
     for model, mesh, says in refused:
         with pytest.raises(ModelError, match=says):
             polyreme.initialize(model, training.config(1, mesh={"tp": 2, **mesh}))
@@ -252,7 +339,9 @@ def test_adapters_are_divided_with_their_layers(ranks: Ranks, tmp_path: Path) ->
 
 def put_in(model: nn.Module) -> nn.Module:
     torch.manual_seed(1)
-    return peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["q_proj", "down_proj"], task_type="CAUSAL_LM")).double()
+    return peft.get_peft_model(
+        model, peft.LoraConfig(r=2, target_modules=["q_proj", "down_proj"], task_type="CAUSAL_LM")
+    ).double()
 
 
 def one_more(model: nn.Module) -> nn.Module:
@@ -272,7 +361,9 @@ def tied() -> nn.Module:
     """Adapters of the embedding and of the head that is tied to it."""
     torch.manual_seed(0)
     model = models.llama(tie_word_embeddings=True).double().train()
-    return peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["embed_tokens", "lm_head"], init_lora_weights=False))
+    return peft.get_peft_model(
+        model, peft.LoraConfig(r=2, target_modules=["embed_tokens", "lm_head"], init_lora_weights=False)
+    )
 
 
 def put_in_later(rank: int, world: int, folder: Path) -> None:
@@ -293,12 +384,18 @@ def put_in_later(rank: int, world: int, folder: Path) -> None:
             losses.append(engine.train_step(batch).loss)
         assert losses == pytest.approx(expected, rel=1e-10), stage
         path = engine.save(folder / f"later-{stage}", adapters_only=True)
-        opened, whole = peft.PeftModel.from_pretrained(models.build("llama"), path).double(), engine.state_dict()
+        opened = peft.PeftModel.from_pretrained(models.build("llama"), path).double()
+        whole = engine.state_dict()
         if stage != 2:
             opened.load_adapter(path / "other", "other")
-        names = {key: f"base_model.model.{key}" if stage == 2 else key for key in huggingface.adapters(engine.module)}
+        names = {
+            key: f"base_model.model.{key}" if stage == 2 else key
+            for key in huggingface.adapters(engine.module)
+        }
         assert len(names) == (12 if stage == 2 else 24)
-        assert all(torch.equal(opened.state_dict()[there].double(), whole[key]) for key, there in names.items()), stage
+        assert all(
+            torch.equal(opened.state_dict()[there].double(), whole[key]) for key, there in names.items()
+        ), stage
         engine.load(path)
         engine.train_step(batch)
 
@@ -309,7 +406,9 @@ def put_in_later(rank: int, world: int, folder: Path) -> None:
     bare = models.build("llama")
     put_in(bare)
     with pytest.raises(
-        ModelError, match=r"PEFT has wrapped model.layers.0.self_attn.q_proj of this LlamaForCausalLM.*get_peft_model returns"
+        ModelError,
+        match=r"PEFT has wrapped model.layers.0.self_attn.q_proj "
+        r"of this LlamaForCausalLM.*get_peft_model returns",
     ):
         polyreme.initialize(bare, config)
     engine = polyreme.initialize(models.build("llama"), config, loss_fn=models.causal_loss)
@@ -331,7 +430,9 @@ KINDS: dict[str, Callable[[], peft.PeftConfig]] = {
     "lokr": lambda: peft.LoKrConfig(r=2, target_modules=LAYERS),
     "vera": lambda: peft.VeraConfig(r=2, target_modules=["q_proj", "o_proj"]),
     "prompt": lambda: peft.PromptTuningConfig(num_virtual_tokens=3, task_type="CAUSAL_LM"),
-    "encoder": lambda: peft.PromptEncoderConfig(num_virtual_tokens=3, encoder_hidden_size=8, task_type="CAUSAL_LM"),
+    "encoder": lambda: peft.PromptEncoderConfig(
+        num_virtual_tokens=3, encoder_hidden_size=8, task_type="CAUSAL_LM"
+    ),
     "prefix": lambda: peft.PrefixTuningConfig(num_virtual_tokens=3, task_type="CAUSAL_LM"),
 }
 
@@ -343,17 +444,27 @@ def of_kind(kind: str) -> nn.Module:
 
 def kinds(rank: int, world: int, folder: Path) -> None:
     """What else PEFT learns: as in plain PyTorch, saved alone, opened by PEFT, gone on from."""
-    single = [("dora", 0), ("lokr", 2), ("encoder", 3), ("prefix", 0)]  # with a stage; without one, over tensor parallelism
+    # with a stage; without one, over tensor parallelism
+    single = [("dora", 0), ("lokr", 2), ("encoder", 3), ("prefix", 0)]
     for kind, stage in single if world == 1 else [("ia3", 2), ("vera", 3), ("prompt", 3), ("prompt", None)]:
         expected = plain(of_kind(kind))
-        config = training.config(1 if stage is None else world, mesh={"tp": 2 if stage is None else 1}, zero={"stage": stage or 0},
-                                 precision={"compute": "fp64"})  # fmt: skip
+        config = training.config(
+            1 if stage is None else world,
+            mesh={"tp": 2 if stage is None else 1},
+            zero={"stage": stage or 0},
+            precision={"compute": "fp64"},
+        )
         engine = polyreme.initialize(of_kind(kind), config, loss_fn=last_tokens)
         dp = engine.mesh.dp
-        batches = [models.share(models.tokens(training.SAMPLES, seed=step), dp.rank, dp.size) for step in range(3)]
-        assert [engine.train_step(batch).loss for batch in batches[:2]] == pytest.approx(expected, rel=1e-10), kind
+        batches = [
+            models.share(models.tokens(training.SAMPLES, seed=step), dp.rank, dp.size) for step in range(3)
+        ]
+        assert [engine.train_step(batch).loss for batch in batches[:2]] == pytest.approx(
+            expected, rel=1e-10
+        ), kind
         path = engine.save(folder / kind, adapters_only=True)
-        opened, whole = peft.PeftModel.from_pretrained(models.build("llama"), path).double(), engine.state_dict()
+        opened = peft.PeftModel.from_pretrained(models.build("llama"), path).double()
+        whole = engine.state_dict()
         if kind in ("dora", "ia3", "lokr", "vera"):
             assert all(torch.equal(tensor, whole[key]) for key, tensor in opened.state_dict().items()), kind
         else:
@@ -366,7 +477,10 @@ def kinds(rank: int, world: int, folder: Path) -> None:
         again.load(path)
         assert again.train_step(batches[2]).loss == after, kind
     if world == 2:
-        for mesh, says in (("pp", "which a pipeline does not know: set mesh.pp = 1"), ("tp", "keys and values of all heads")):
+        for mesh, says in (
+            ("pp", "which a pipeline does not know: set mesh.pp = 1"),
+            ("tp", "keys and values of all heads"),
+        ):
             with pytest.raises(ModelError, match=says):
                 polyreme.initialize(of_kind("prefix"), training.config(1, mesh={mesh: 2}))
 

@@ -21,7 +21,14 @@ BLOCKS = 5
 
 def settings(world: int, how: Any = "time", **mesh: int) -> dict[str, Any]:
     dp = world // (2 * mesh.get("tp", 1))
-    return training.config(dp, 2, mesh={"pp": 2, **mesh}, pipeline={"blocks": how}, data={"sequence": 12}, precision={"compute": "fp64"})
+    return training.config(
+        dp,
+        2,
+        mesh={"pp": 2, **mesh},
+        pipeline={"blocks": how},
+        data={"sequence": 12},
+        precision={"compute": "fp64"},
+    )
 
 
 def burn(block: nn.Module, args: tuple[Any, ...]) -> None:
@@ -46,7 +53,9 @@ def given_seconds(rank: int, world: int) -> list[tuple[int, list[int]]]:
     measure = mock.Mock(return_value=[1, 1, 1, 5, 2]) if rank == 0 else mock.Mock(side_effect=AssertionError)
     with mock.patch.object(polyreme.step.build, "block_seconds", measure):
         layouts = [settings(world), settings(world, tp=2)]
-        return [own_blocks(polyreme.initialize(model, each)) for each in layouts for model in (uneven, uneven())]
+        return [
+            own_blocks(polyreme.initialize(model, each)) for each in layouts for model in (uneven, uneven())
+        ]
 
 
 def test_all_ranks_cut_by_rank_0s_seconds(ranks: Ranks) -> None:
@@ -61,7 +70,9 @@ def train(rank: int, world: int, how: Any) -> tuple[list[tuple[int, list[int]]],
         engine = polyreme.initialize(model, settings(world, how), loss_fn=models.causal_loss)
         blocks.append(own_blocks(engine))
         with models.Wide():
-            losses += [engine.train_step(models.tokens(training.SAMPLES, seed=step)).loss for step in range(2)]
+            losses += [
+                engine.train_step(models.tokens(training.SAMPLES, seed=step)).loss for step in range(2)
+            ]
     return blocks, losses
 
 
@@ -69,7 +80,12 @@ def test_measured_stages_compute_the_same(ranks: Ranks) -> None:
     """Which blocks they are depends on the time that was measured; not what they compute."""
     (first, losses), (second, others) = ranks(2, train, "time")
     for (stage, blocks), (other_stage, other_blocks) in zip(first, second, strict=True):
-        assert (stage, other_stage) == (0, 1) and blocks and other_blocks and blocks + other_blocks == list(range(BLOCKS))
+        assert (
+            (stage, other_stage) == (0, 1)
+            and blocks
+            and other_blocks
+            and blocks + other_blocks == list(range(BLOCKS))
+        )
     assert losses == others
     torch.testing.assert_close(losses, ranks(2, train, "parameters")[0][1], rtol=1e-10, atol=1e-10)
 
@@ -79,7 +95,9 @@ def refused(rank: int, world: int) -> list[str]:
     with pytest.raises(ConfigError) as unknown:
         polyreme.initialize(nn.Sequential(*(nn.Linear(3, 3) for _ in range(3))), settings(world))
     found.append(str(unknown.value))
-    with mock.patch.object(polyreme.step.build, "block_seconds", mock.Mock(side_effect=ValueError("too long a text"))):
+    with mock.patch.object(
+        polyreme.step.build, "block_seconds", mock.Mock(side_effect=ValueError("too long a text"))
+    ):
         with pytest.raises(ModelError) as failed:
             polyreme.initialize(uneven(), settings(world))
         found.append(str(failed.value))

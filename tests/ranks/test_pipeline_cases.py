@@ -65,8 +65,13 @@ PARTLY: list[tuple[str, dict[str, Any]]] = [
 def partly_trainable(rank: int, world: int) -> None:
     for kinds, sections in PARTLY:
         expected, config = plain(layers(kinds), F.mse_loss, vectors()), settings(**sections)
-        torch.testing.assert_close(divided(layers(kinds), F.mse_loss, vectors(), config), expected, rtol=1e-10, atol=1e-10,
-                                   msg=lambda m, at=(kinds, sections): f"{at}: {m}")  # fmt: skip
+        torch.testing.assert_close(
+            divided(layers(kinds), F.mse_loss, vectors(), config),
+            expected,
+            rtol=1e-10,
+            atol=1e-10,
+            msg=lambda m, at=(kinds, sections): f"{at}: {m}",
+        )
 
 
 def test_stages_that_are_frozen_or_have_no_parameters(ranks: Ranks) -> None:
@@ -81,7 +86,9 @@ def lengths(rank: int, world: int) -> None:
     for schedule in NAMES:
         torch.manual_seed(0)
         found = divided(build(), models.causal_loss, batches, settings(pipeline={"schedule": schedule}))
-        torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10, msg=lambda m, at=schedule: f"{at}: {m}")
+        torch.testing.assert_close(
+            found, expected, rtol=1e-10, atol=1e-10, msg=lambda m, at=schedule: f"{at}: {m}"
+        )
 
 
 def test_batches_that_change_their_length(ranks: Ranks) -> None:
@@ -92,7 +99,9 @@ def few(rank: int, world: int) -> None:
     expected = plain(layers("tttt"), F.mse_loss, vectors())
     for schedule in NAMES:
         found = divided(layers("tttt"), F.mse_loss, vectors(), settings(1, pipeline={"schedule": schedule}))
-        torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10, msg=lambda m, at=schedule: f"{at}: {m}")
+        torch.testing.assert_close(
+            found, expected, rtol=1e-10, atol=1e-10, msg=lambda m, at=schedule: f"{at}: {m}"
+        )
 
 
 def test_fewer_micro_batches_than_stages(ranks: Ranks) -> None:
@@ -100,10 +109,13 @@ def test_fewer_micro_batches_than_stages(ranks: Ranks) -> None:
 
 
 def overflow(rank: int, world: int) -> None:
-    """A gradient that overflows on one rank, whichever it is, makes all skip the step and halve the scale; then training goes on."""
+    """A gradient that overflows on one rank, whichever it is, makes all skip the step and halve the scale;
+    then training goes on."""
     precision = {"compute": "fp16", "initial_scale": 2.0**10}
     torch.manual_seed(0)
-    engine = polyreme.initialize(models.llama(), training.config(1, 2, mesh={"tp": 2, "pp": 2}, precision=precision))
+    engine = polyreme.initialize(
+        models.llama(), training.config(1, 2, mesh={"tp": 2, "pp": 2}, precision=precision)
+    )
     batch = models.tokens(training.SAMPLES)
     bad: int | None = None
     own = next(p for name, p in engine.module.named_parameters() if name.endswith("up_proj.weight"))
@@ -112,7 +124,9 @@ def overflow(rank: int, world: int) -> None:
     for bad in (None, 0, 1, 2, 3, None):
         before = engine.state_dict(master=True)
         result = engine.train_step(batch)
-        same = all(torch.equal(tensor, before[name]) for name, tensor in engine.state_dict(master=True).items())
+        same = all(
+            torch.equal(tensor, before[name]) for name, tensor in engine.state_dict(master=True).items()
+        )
         assert result.skipped == same == (bad is not None), bad
         scale = scale / 2 if result.skipped else scale
         assert engine.state.loss_scale == scale and math.isfinite(result.loss)

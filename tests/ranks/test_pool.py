@@ -63,7 +63,13 @@ def leave_a_mess(rank: int, world_size: int) -> None:
 
 def surroundings(rank: int, world_size: int) -> tuple[int, torch.dtype, bool, int, float]:
     groups = len(dist.distributed_c10d._world.pg_map)
-    return groups, torch.get_default_dtype(), torch.is_grad_enabled(), torch.get_num_threads(), torch.rand(()).item()
+    return (
+        groups,
+        torch.get_default_dtype(),
+        torch.is_grad_enabled(),
+        torch.get_num_threads(),
+        torch.rand(()).item(),
+    )
 
 
 def leave_the_group(rank: int, world_size: int) -> None:
@@ -71,7 +77,9 @@ def leave_the_group(rank: int, world_size: int) -> None:
 
 
 def warn_as_torch(rank: int, world_size: int) -> str:
-    warnings.warn_explicit("old name", FutureWarning, "file.py", 1, module="torch.distributed.distributed_c10d")
+    warnings.warn_explicit(
+        "old name", FutureWarning, "file.py", 1, module="torch.distributed.distributed_c10d"
+    )
     return "went on"
 
 
@@ -98,7 +106,11 @@ def test_a_failing_rank_is_named_first_with_its_traceback_and_the_others_stacks(
     with pytest.raises(RanksFailed) as caught:
         ranks(2, fail_on, 1)
     text = str(caught.value)
-    assert text.index("rank 1 of 2 failed first") < text.index("BatchError: bad batch on rank 1") < text.index("rank 0")
+    assert (
+        text.index("rank 1 of 2 failed first")
+        < text.index("BatchError: bad batch on rank 1")
+        < text.index("rank 0")
+    )
     assert "in fail_on" in text.split("rank 0 of 2 still ran after another rank failed")[1]
     assert isinstance(caught.value.exceptions[1], BatchError)
     assert not set(ranks(2, pid)) & set(before)
@@ -108,7 +120,9 @@ def test_all_ranks_failures_are_listed_in_the_order_they_happened(ranks: Ranks) 
     with pytest.raises(RanksFailed) as caught:
         ranks(2, fail_in_turn)
     text = str(caught.value)
-    assert text.index("rank 1 of 2 failed first") < text.index("rank 1 says no") < text.index("rank 0 says no")
+    assert (
+        text.index("rank 1 of 2 failed first") < text.index("rank 1 says no") < text.index("rank 0 says no")
+    )
     assert set(caught.value.exceptions) == {0, 1}
 
 

@@ -1,4 +1,5 @@
-"""Half-precision training equals plain PyTorch with the same casts by hand; overflow, loss scale and NaN are handled on all ranks alike."""
+"""Half-precision training equals plain PyTorch with the same casts by hand; overflow, loss scale and NaN are
+handled on all ranks alike."""
 
 from __future__ import annotations
 
@@ -26,20 +27,24 @@ def train(rank: int, world: int, settings: list[dict[str, Any]]) -> list[trainin
 
 
 def padded(tensor: Tensor) -> Tensor:
-    """Flat, and filled up to whole vectors: torch's fused kernels compute what is left over by other instructions."""
+    """Flat, and filled up to whole vectors: torch's fused kernels compute what is left over by other
+    instructions."""
     return F.pad(tensor.detach().reshape(-1), (0, -tensor.numel() % ALIGN))
 
 
 def by_hand(dtype: torch.dtype, accumulation: int, reduced: torch.dtype, scale: float) -> training.Run:
-    """Half-precision copies of float32 masters; gradients of each micro-batch in half precision; sums in float32: first over a rank's
-    micro-batches, then over the ranks; all divided by the global weight before the norm, the clip and the update."""
+    """Half-precision copies of float32 masters; gradients of each micro-batch in half precision; sums in
+    float32: first over a rank's micro-batches, then over the ranks; all divided by the global weight before
+    the norm, the clip and the update."""
     model = models.build("llama", torch.float32)
     masters = {name: padded(p) for name, p in model.named_parameters()}
     matrices = {name for name, p in model.named_parameters() if p.dim() >= 2}
     for p in model.parameters():  # and no buffers: the rotary frequencies stay float32
         p.data = p.data.to(dtype)
-    groups = [{"params": [p for name, p in masters.items() if name in matrices]},
-              {"params": [p for name, p in masters.items() if name not in matrices], "weight_decay": 0.0}]  # fmt: skip
+    groups = [
+        {"params": [p for name, p in masters.items() if name in matrices]},
+        {"params": [p for name, p in masters.items() if name not in matrices], "weight_decay": 0.0},
+    ]
     optimizer = torch.optim.AdamW(groups, lr=1e-2, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
     records = []
     for step in range(STEPS):
@@ -58,7 +63,9 @@ def by_hand(dtype: torch.dtype, accumulation: int, reduced: torch.dtype, scale: 
                     gradient = p.grad.clone() if accumulation == 1 else p.grad.to(reduced)
                     local[name] = gradient if name not in local else local[name] + gradient
             for name, gradient in local.items():
-                total[name] = gradient.to(reduced) if name not in total else total[name] + gradient.to(reduced)
+                total[name] = (
+                    gradient.to(reduced) if name not in total else total[name] + gradient.to(reduced)
+                )
         to_mean = hint / (weight * scale)
         norm = math.sqrt(sum(t.double().square().sum().item() for t in total.values())) * to_mean
         factor = to_mean * min(1.0, 1.0 / (torch.tensor(norm, dtype=torch.float32).item() + 1e-6))
@@ -81,7 +88,9 @@ def test_equals_the_same_casts_by_hand(ranks: Ranks, compute: str, accumulation:
     zeros = [{"stage": stage, "reduce_every": "step"} for stage in (0, 2, 3)]
     settings = [training.config(WORLD, accumulation, zero=zero, precision=precision) for zero in zeros]
     scale = SCALE if compute == "fp16" else 1.0
-    expected = by_hand(DTYPES[compute], accumulation, torch.float32 if reduce == "fp32" else DTYPES[compute], scale)
+    expected = by_hand(
+        DTYPES[compute], accumulation, torch.float32 if reduce == "fp32" else DTYPES[compute], scale
+    )
     for run in ranks(WORLD, train, settings)[0]:
         torch.testing.assert_close(torch.tensor(run[0]), torch.tensor(expected[0]), rtol=1e-6, atol=0)
         for name, tensor in expected[1].items():
@@ -89,7 +98,8 @@ def test_equals_the_same_casts_by_hand(ranks: Ranks, compute: str, accumulation:
 
 
 class Exploding(nn.Module):
-    """Its gradient overflows in float16 where a sample is large; NaN where one is NaN-making (a negative one in column 1)."""
+    """Its gradient overflows in float16 where a sample is large; NaN where one is NaN-making (a negative one
+    in column 1)."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -125,12 +135,16 @@ def mean_square(output: Tensor, target: Tensor) -> Tensor:
 
 def engine_for(world: int, stage: int, **precision: Any) -> polyreme.Engine:
     torch.manual_seed(0)
-    return polyreme.initialize(Exploding(), training.config(world, zero={"stage": stage}, precision=precision), loss_fn=mean_square)
+    return polyreme.initialize(
+        Exploding(), training.config(world, zero={"stage": stage}, precision=precision), loss_fn=mean_square
+    )
 
 
 def overflow(rank: int, world: int) -> None:
     for stage in (0, 1, 2, 3):
-        engine = engine_for(world, stage, compute="fp16", initial_scale=2.0**12, growth_interval=2, min_scale=2.0**11)
+        engine = engine_for(
+            world, stage, compute="fp16", initial_scale=2.0**12, growth_interval=2, min_scale=2.0**11
+        )
         size = training.SAMPLES // world
         scales, before = [], engine.state_dict(master=True)
         # an overflow in the backward of the last rank alone: 300^2 * 2^12 does not fit float16
@@ -155,7 +169,10 @@ def static(rank: int, world: int) -> None:
     engine = engine_for(world, 2, compute="fp16", loss_scale=64.0, on_nonfinite="skip")
     good = batch(rank, training.SAMPLES // world, 1.0, 0)
     assert not engine.train_step(good).skipped and engine.state.loss_scale == 64.0
-    assert engine.train_step(batch(rank, training.SAMPLES // world, 2e4, 0)).skipped and engine.state.loss_scale == 64.0
+    assert (
+        engine.train_step(batch(rank, training.SAMPLES // world, 2e4, 0)).skipped
+        and engine.state.loss_scale == 64.0
+    )
 
 
 def test_static_scale_stays(ranks: Ranks) -> None:
@@ -192,25 +209,33 @@ def pipelined_nan(rank: int, world: int, schedule: str, layer: int) -> tuple[str
     if rank == 0:
         with torch.no_grad():
             model[layer].weight.mul_(1e35)  # its output overflows
-    config = training.config(1, 2, mesh={"pp": 2}, pipeline={"schedule": schedule}, precision={"compute": "fp32"})
+    config = training.config(
+        1, 2, mesh={"pp": 2}, pipeline={"schedule": schedule}, precision={"compute": "fp32"}
+    )
     engine = polyreme.initialize(model, config, loss_fn=F.mse_loss)
     batch = (torch.full((training.SAMPLES, 6), 1e10), torch.zeros(training.SAMPLES, 6))
     before = engine.state_dict(master=True)
     with pytest.raises(NumericsError) as caught:
         engine.train_step(batch)
-    return str(caught.value), all(torch.equal(t, before[name]) for name, t in engine.state_dict(master=True).items())
+    return str(caught.value), all(
+        torch.equal(t, before[name]) for name, t in engine.state_dict(master=True).items()
+    )
 
 
 @pytest.mark.parametrize(("schedule", "layer"), [("1f1b", 2), ("1f1b", 1), ("zb-h1", 2)])
 def test_nan_in_a_pipeline_names_the_module_and_its_rank(ranks: Ranks, schedule: str, layer: int) -> None:
     at, other = layer // 2, 1 - layer // 2
     for message, unchanged in ranks(2, pipelined_nan, schedule, layer):
-        assert f"rank {at}: first made by the forward of {layer} (Linear) from finite inputs" in message, message
+        assert f"rank {at}: first made by the forward of {layer} (Linear) from finite inputs" in message, (
+            message
+        )
         assert f"rank {other}" not in message and unchanged, message
 
 
 def no_label(rank: int, world: int) -> None:
-    engine = polyreme.initialize(models.build("llama", torch.float32), training.config(world, precision={"compute": "fp16"}))
+    engine = polyreme.initialize(
+        models.build("llama", torch.float32), training.config(world, precision={"compute": "fp16"})
+    )
     silent = models.batch_of("llama", training.SAMPLES // world)
     silent["labels"].fill_(-100)
     before, scale = engine.state_dict(), engine.state.loss_scale

@@ -1,6 +1,8 @@
-"""Batches whose tensors have no common first dimension: texts with images (Qwen2-VL), images of several sizes, targets of detection.
+"""Batches whose tensors have no common first dimension: texts with images (Qwen2-VL), images of several
+sizes, targets of detection.
 
-Each trains as in plain torch, as a list of micro-batches, in the loop and, where it can be cut, as a whole; or says what is not known."""
+Each trains as in plain torch, as a list of micro-batches, in the loop and, where it can be cut, as a whole;
+or says what is not known."""
 
 from __future__ import annotations
 
@@ -27,12 +29,38 @@ def qwen() -> nn.Module:
     from transformers import Qwen2VLConfig, Qwen2VLForConditionalGeneration
 
     rope = {"type": "mrope", "mrope_section": [2, 2, 2], "rope_type": "default"}
-    text = {"vocab_size": 48, "hidden_size": 24, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2,
-            "num_key_value_heads": 2, "rope_scaling": rope, "bos_token_id": 0, "eos_token_id": 1}  # fmt: skip
-    vision = {"depth": 1, "embed_dim": 16, "hidden_size": 24, "num_heads": 2, "mlp_ratio": 2, "patch_size": 4, "temporal_patch_size": 1}
-    ids = {"image_token_id": IMAGE, "video_token_id": 41, "vision_start_token_id": BEGIN, "vision_end_token_id": END}
+    text = {
+        "vocab_size": 48,
+        "hidden_size": 24,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "rope_scaling": rope,
+        "bos_token_id": 0,
+        "eos_token_id": 1,
+    }
+    vision = {
+        "depth": 1,
+        "embed_dim": 16,
+        "hidden_size": 24,
+        "num_heads": 2,
+        "mlp_ratio": 2,
+        "patch_size": 4,
+        "temporal_patch_size": 1,
+    }
+    ids = {
+        "image_token_id": IMAGE,
+        "video_token_id": 41,
+        "vision_start_token_id": BEGIN,
+        "vision_end_token_id": END,
+    }
     torch.manual_seed(0)
-    return Qwen2VLForConditionalGeneration(Qwen2VLConfig(text_config=text, vision_config=vision, **ids)).double().train()
+    return (
+        Qwen2VLForConditionalGeneration(Qwen2VLConfig(text_config=text, vision_config=vision, **ids))
+        .double()
+        .train()
+    )
 
 
 GRIDS = [(4, 4), (2, 4), (2, 2), (4, 6), (2, 2), (2, 6), (4, 2), (4, 4)]  # patches of each sample's image
@@ -49,13 +77,19 @@ def texts(samples: slice) -> dict[str, Tensor]:
         patches.append(torch.randn(height * width, 48, dtype=torch.float64, generator=draw))
     ids = nn.utils.rnn.pad_sequence(rows, batch_first=True)
     mask = (ids != 0).long()
-    return {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill((ids == 0) | (ids >= IMAGE), -100),
-            "mm_token_type_ids": (ids == IMAGE).long(), "pixel_values": torch.cat(patches),
-            "image_grid_thw": torch.tensor([[1, *grid] for grid in GRIDS[samples]])}  # fmt: skip
+    return {
+        "input_ids": ids,
+        "attention_mask": mask,
+        "labels": ids.masked_fill((ids == 0) | (ids >= IMAGE), -100),
+        "mm_token_type_ids": (ids == IMAGE).long(),
+        "pixel_values": torch.cat(patches),
+        "image_grid_thw": torch.tensor([[1, *grid] for grid in GRIDS[samples]]),
+    }
 
 
 class Detector(nn.Module):
-    """As torchvision's: images of several sizes and what is in each of them, to a dictionary of losses, each a mean over the images."""
+    """As torchvision's: images of several sizes and what is in each of them, to a dictionary of losses, each
+    a mean over the images."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -64,8 +98,16 @@ class Detector(nn.Module):
 
     def forward(self, images: list[Tensor], targets: list[dict[str, Tensor]]) -> dict[str, Tensor]:
         seen = torch.stack([self.look(image).tanh().mean((1, 2)) for image in images])
-        boxes = torch.stack([F.mse_loss(box.expand_as(t["boxes"]), t["boxes"]) for box, t in zip(self.box(seen), targets, strict=True)])
-        kinds = [F.cross_entropy(k.expand(len(t["labels"]), 5), t["labels"]) for k, t in zip(self.kind(seen), targets, strict=True)]
+        boxes = torch.stack(
+            [
+                F.mse_loss(box.expand_as(t["boxes"]), t["boxes"])
+                for box, t in zip(self.box(seen), targets, strict=True)
+            ]
+        )
+        kinds = [
+            F.cross_entropy(k.expand(len(t["labels"]), 5), t["labels"])
+            for k, t in zip(self.kind(seen), targets, strict=True)
+        ]
         return {"loss_box": boxes.mean(), "loss_kind": torch.stack(kinds).mean()}
 
 
@@ -76,7 +118,9 @@ def images(samples: slice, things: int | None = None) -> dict[str, list[Any]]:
         torch.manual_seed(i)
         count = things or 1 + i % 4
         found["images"].append(torch.randn(3, 5 + i, 9 - i % 3, dtype=torch.float64))
-        found["targets"].append({"boxes": torch.rand(count, 4, dtype=torch.float64), "labels": torch.randint(5, (count,))})
+        found["targets"].append(
+            {"boxes": torch.rand(count, 4, dtype=torch.float64), "labels": torch.randint(5, (count,))}
+        )
     return found
 
 
@@ -137,7 +181,9 @@ def trained(rank: int, world: int, case: str) -> list[tuple[str, list[float]]]:
     parts = [slice(at, at + micro) for at in range(rank * each, (rank + 1) * each, micro)]
     optimizer = {"name": "sgd", "lr": 0.1, "weight_decay": 0.0, "clip": None}
     for stage in STAGES:
-        settings = training.config(world, 2, zero={"stage": stage}, precision={"compute": "fp64"}, optimizer=optimizer)
+        settings = training.config(
+            world, 2, zero={"stage": stage}, precision={"compute": "fp64"}, optimizer=optimizer
+        )
         for way in ("list", "whole", "loop"):
             if case == "qwen" and way == "whole":
                 continue
@@ -153,7 +199,9 @@ def trained(rank: int, world: int, case: str) -> list[tuple[str, list[float]]]:
                 else:
                     whole = batch_of(slice(rank * each, (rank + 1) * each))
                     with Wide():
-                        result = engine.train_step([batch_of(part) for part in parts] if way == "list" else whole)
+                        result = engine.train_step(
+                            [batch_of(part) for part in parts] if way == "list" else whole
+                        )
                 losses.append(result.loss)
                 assert result.samples == training.SAMPLES, (case, way)
             if case == "qwen":
@@ -193,7 +241,9 @@ def test_images_alone_are_refused_where_their_number_counts(ranks: Ranks) -> Non
 
 
 def refused(rank: int, world: int) -> None:
-    engine = polyreme.initialize(Classifier().double(), {"precision": {"compute": "fp64"}, "batch": {"size": 4, "micro": 2}})
+    engine = polyreme.initialize(
+        Classifier().double(), {"precision": {"compute": "fp64"}, "batch": {"size": 4, "micro": 2}}
+    )
     found: Sequence[Tensor] = images(slice(0, 2))["images"]
     with pytest.raises(BatchError, match=r"tensors of \[2, 3\] rows.*weight="):
         engine.backward(engine(found).square().mean())

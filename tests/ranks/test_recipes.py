@@ -1,4 +1,5 @@
-"""Every script of examples/recipes computes, on one rank and on two, what its twin in tests/recipes computes in plain PyTorch."""
+"""Every script of examples/recipes computes, on one rank and on two, what its twin in tests/recipes computes
+in plain PyTorch."""
 
 from __future__ import annotations
 
@@ -37,7 +38,9 @@ def run_recipe(rank: int, world_size: int, name: str, folder: Path) -> list[floa
     initialize = polyreme.initialize
 
     def in_fp64(model: Any, config: dict[str, Any], **options: Any) -> polyreme.Engine:
-        return initialize(model, {**config, "precision": {**config.get("precision", {}), "compute": "fp64"}}, **options)
+        return initialize(
+            model, {**config, "precision": {**config.get("precision", {}), "compute": "fp64"}}, **options
+        )
 
     with contextlib.chdir(folder), in_float64(), mock.patch.object(polyreme, "initialize", in_fp64):
         return runpy.run_path(str(ROOT / "examples" / "recipes" / f"{name}.py"))["losses"]

@@ -1,4 +1,5 @@
-"""What a script changes of a model after `initialize`: taken in by `engine.refresh()`, exactly as plain PyTorch goes on, or refused."""
+"""What a script changes of a model after `initialize`: taken in by `engine.refresh()`, exactly as plain
+PyTorch goes on, or refused."""
 
 from __future__ import annotations
 
@@ -83,9 +84,15 @@ def tied(model: nn.Module) -> None:
 
 
 CHANGES: dict[str, Change] = {
-    "unfrozen": unfreeze, "frozen": freeze, "both": freeze_and_unfreeze, "adapters": adapt, "head": new_head, "layers": fewer_layers,
-    "vocabulary": resized, "tied": tied,
-}  # fmt: skip
+    "unfrozen": unfreeze,
+    "frozen": freeze,
+    "both": freeze_and_unfreeze,
+    "adapters": adapt,
+    "head": new_head,
+    "layers": fewer_layers,
+    "vocabulary": resized,
+    "tied": tied,
+}
 
 
 def base() -> nn.Module:
@@ -102,9 +109,14 @@ def plain(change: Change) -> list[float]:
     def optimizer_of(before: torch.optim.Optimizer | None) -> torch.optim.Optimizer:
         trained = [p for p in model.parameters() if p.requires_grad]
         made = torch.optim.AdamW(
-            [{"params": [p for p in trained if p.dim() >= 2]}, {"params": [p for p in trained if p.dim() < 2], "weight_decay": 0.0}],
-            lr=1e-2, betas=(0.9, 0.95), weight_decay=0.1,
-        )  # fmt: skip
+            [
+                {"params": [p for p in trained if p.dim() >= 2]},
+                {"params": [p for p in trained if p.dim() < 2], "weight_decay": 0.0},
+            ],
+            lr=1e-2,
+            betas=(0.9, 0.95),
+            weight_decay=0.1,
+        )
         made.state.update({p: before.state[p] for p in trained if before is not None and p in before.state
                            and before.state[p]["exp_avg"].shape == p.shape})  # fmt: skip
         return made
@@ -128,15 +140,20 @@ def plain(change: Change) -> list[float]:
     return losses
 
 
-def refreshed(rank: int, world: int, settings: list[dict[str, Any]], changes: list[str], folder: Path) -> dict[str, list[list[float]]]:
-    """By change, the losses under some of the settings; the change made beside full parameters, so that it may read them."""
+def refreshed(
+    rank: int, world: int, settings: list[dict[str, Any]], changes: list[str], folder: Path
+) -> dict[str, list[list[float]]]:
+    """By change, the losses under some of the settings; the change made beside full parameters, so that it
+    may read them."""
     found: dict[str, list[list[float]]] = {name: [] for name in changes}
     for at, name in enumerate(changes):
         for config in (settings * len(changes))[at::2][:2]:
             engine = polyreme.initialize(base(), config, loss_fn=models.causal_loss)
             losses = []
             for step in range(4):
-                batch = models.share(models.tokens(training.SAMPLES, seed=step), engine.mesh.dp.rank, engine.mesh.dp.size)
+                batch = models.share(
+                    models.tokens(training.SAMPLES, seed=step), engine.mesh.dp.rank, engine.mesh.dp.size
+                )
                 if step == 2:
                     with engine.full_parameters() as model:
                         CHANGES[name](model)
@@ -155,7 +172,9 @@ def refreshed(rank: int, world: int, settings: list[dict[str, Any]], changes: li
             after = engine.state_dict(master=True)
             engine.load(path)
             engine.train_step(batch)
-            assert all(torch.equal(tensor, after[key]) for key, tensor in engine.state_dict(master=True).items()), name
+            assert all(
+                torch.equal(tensor, after[key]) for key, tensor in engine.state_dict(master=True).items()
+            ), name
     return found
 
 
@@ -165,7 +184,12 @@ def settings(world: int) -> list[dict[str, Any]]:
         training.config(world, zero={"stage": 0}, **fp64),
         training.config(world, accumulation=2, zero={"stage": 2}, **fp64),
         training.config(world, zero={"stage": 3}, memory={"activations": "recompute"}, **fp64),
-        training.config(world, zero={"stage": 3}, memory={"states": "host", "params": "host", "activations": "host"}, **fp64),
+        training.config(
+            world,
+            zero={"stage": 3},
+            memory={"states": "host", "params": "host", "activations": "host"},
+            **fp64,
+        ),
     ]
 
 
@@ -194,8 +218,13 @@ def left(rank: int, world: int) -> list[str]:
     """What is left of the division before, by stage."""
     found = []
     for stage in (0, 2, 3):
-        engine = polyreme.initialize(base(), training.config(world, zero={"stage": stage}), loss_fn=models.causal_loss)
-        old = {name: weakref.ref(getattr(engine, f"_{name}")) for name in ("placement", "step", "reducer", "blocks", "loop")}
+        engine = polyreme.initialize(
+            base(), training.config(world, zero={"stage": stage}), loss_fn=models.causal_loss
+        )
+        old = {
+            name: weakref.ref(getattr(engine, f"_{name}"))
+            for name in ("placement", "step", "reducer", "blocks", "loop")
+        }
         unfreeze(engine.module)
         engine.refresh()
         gc.collect()
@@ -211,7 +240,9 @@ def test_nothing_is_left_of_the_division_before(world: int, ranks: Ranks) -> Non
 def frozen(rank: int, world: int) -> None:
     """Freezing alone needs no refresh: the optimizer leaves the parameter alone, weight decay included."""
     for stage in (0, 2, 3):
-        engine = polyreme.initialize(base(), training.config(world, zero={"stage": stage}, precision={"compute": "fp64"}))
+        engine = polyreme.initialize(
+            base(), training.config(world, zero={"stage": stage}, precision={"compute": "fp64"})
+        )
         batch = models.share(models.tokens(training.SAMPLES), rank, world)
         engine.train_step(batch)
         freeze(engine.module)
@@ -236,8 +267,13 @@ def refused(rank: int, world: int, folder: Path) -> None:
     engine = engine_of(zero={"stage": 3})
     engine.module.extra = nn.Linear(2, 2)
     says = r"added extra.weight, extra.bias\. To train it as it is now, call engine.refresh\(\)"
-    for call in (lambda: engine.train_step(batch), lambda: engine(**batch), lambda: engine.save(folder / "none"),
-                 lambda: engine.load(folder / "none"), lambda: engine.eval_step(batch)):  # fmt: skip
+    for call in (
+        lambda: engine.train_step(batch),
+        lambda: engine(**batch),
+        lambda: engine.save(folder / "none"),
+        lambda: engine.load(folder / "none"),
+        lambda: engine.eval_step(batch),
+    ):
         with pytest.raises(ModelError, match=says):
             call()
     del engine.module.extra
@@ -286,11 +322,16 @@ def test_what_cannot_be_taken_in_is_refused(ranks: Ranks, tmp_path: Path) -> Non
 
 
 def states(rank: int, world: int, folder: Path) -> None:
-    """Of what stays, every number of weights, masters and states is to the last bit what it was, in whatever form it is kept."""
+    """Of what stays, every number of weights, masters and states is to the last bit what it was, in whatever
+    form it is kept."""
     forms: dict[str, dict[str, Any]] = {
         "8bit": {"optimizer": {"states": "8bit"}},
         "bf16": {"precision": {"compute": "bf16"}, "optimizer": {"states": "bf16"}, "zero": {"stage": 3}},
-        "host": {"precision": {"compute": "bf16"}, "memory": {"states": "host", "params": "host"}, "zero": {"stage": 3}},
+        "host": {
+            "precision": {"compute": "bf16"},
+            "memory": {"states": "host", "params": "host"},
+            "zero": {"stage": 3},
+        },
         "sgd": {"optimizer": {"name": "sgd", "momentum": 0.9}, "zero": {"stage": 0}},
     }
     for name, sections in forms.items():
@@ -308,12 +349,20 @@ def states(rank: int, world: int, folder: Path) -> None:
             compared = 0
             for kind, tensors in before.tensors.items():
                 for tensor, info in tensors.items():
-                    kept = tensor.replace("proj.weight", "proj.base.weight") if tensor not in after.tensors["model"] else tensor
+                    kept = (
+                        tensor.replace("proj.weight", "proj.base.weight")
+                        if tensor not in after.tensors["model"]
+                        else tensor
+                    )
                     if kind != "model" and kept not in trained:
                         assert kept not in after.tensors.get(kind, {})
                         continue
                     size = math.prod(info.shape)
-                    assert torch.equal(before.read(kind, tensor, 0, size), after.read(kind, kept, 0, size)), (name, kind, tensor)
+                    assert torch.equal(before.read(kind, tensor, 0, size), after.read(kind, kept, 0, size)), (
+                        name,
+                        kind,
+                        tensor,
+                    )
                     compared += kind not in ("model", "master", "step")
             assert compared >= 8
             engine.train_step(batch)
@@ -367,7 +416,9 @@ def test_a_scheduler_of_other_groups_is_refused() -> None:
         model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
         model[0].bias.requires_grad_(False)
         model[1].bias.requires_grad_(False)
-        engine = polyreme.initialize(model, config, loss_fn=nn.functional.mse_loss, optimizer=by_dimension, lr_scheduler=scheduler)
+        engine = polyreme.initialize(
+            model, config, loss_fn=nn.functional.mse_loss, optimizer=by_dimension, lr_scheduler=scheduler
+        )
         engine.train_step(batch)
         model[1].weight.requires_grad_(False)
         engine.refresh()  # one group, as before
@@ -376,7 +427,9 @@ def test_a_scheduler_of_other_groups_is_refused() -> None:
         if scheduler is None:
             engine.refresh()
         else:
-            with pytest.raises(ModelError, match=r"goes by the optimizer's 1 groups, and of the model as it is now it has 2"):
+            with pytest.raises(
+                ModelError, match=r"goes by the optimizer's 1 groups, and of the model as it is now it has 2"
+            ):
                 engine.refresh()
             model[0].bias.requires_grad_(False)
         engine.train_step(batch)
@@ -401,7 +454,11 @@ def normed(rank: int, world: int) -> None:
                 engine.module.append(nn.BatchNorm1d(1, dtype=torch.float64))
                 engine.module[4].running_mean.fill_(rank)
                 engine.refresh()
-                assert all(torch.equal(buffer, before[name]) for name, buffer in engine.module.named_buffers() if name in before)
+                assert all(
+                    torch.equal(buffer, before[name])
+                    for name, buffer in engine.module.named_buffers()
+                    if name in before
+                )
                 assert not engine.module[4].running_mean.any()
                 del engine.module[4]
                 engine.refresh()

@@ -1,4 +1,5 @@
-"""A run of `polyreme train` that is killed, stopped or damaged, and goes on: with the numbers of one that never was."""
+"""A run of `polyreme train` that is killed, stopped or damaged, and goes on: with the numbers of one that
+never was."""
 
 from __future__ import annotations
 
@@ -59,8 +60,11 @@ OF_THE_PROCESS = ("seconds", "tokens_per_second", "flops_per_second", "mfu", "me
 """What differs between two processes that compute the same."""
 
 
-def job(rank: int, world: int, folder: Path, changes: list[str], patch: str | None = None, at: int = 0) -> dict[str, Any]:
-    """What `polyreme train` runs on a rank, where after step `at` rank 1 gets a signal, or the disk is full."""
+def job(
+    rank: int, world: int, folder: Path, changes: list[str], patch: str | None = None, at: int = 0
+) -> dict[str, Any]:
+    """What `polyreme train` runs on a rank, where after step `at` rank 1 gets a signal, or the disk is
+    full."""
     step, write = Engine.train_step, saving.write
 
     def train_step(engine: Engine, batch: Any) -> Any:
@@ -101,11 +105,16 @@ def said(run: Path) -> list[str]:
 
 def numbers(run: Path) -> list[dict[str, Any]]:
     """The log, without what is of the process."""
-    return [{k: v for k, v in step.items() if k not in OF_THE_PROCESS} for step in read_log(run / "log.jsonl")[1]]
+    return [
+        {k: v for k, v in step.items() if k not in OF_THE_PROCESS} for step in read_log(run / "log.jsonl")[1]
+    ]
 
 
 def tensors(checkpoint: Path) -> dict[str, bytes]:
-    return {path.relative_to(checkpoint).as_posix(): path.read_bytes() for path in checkpoint.rglob("*.safetensors")}
+    return {
+        path.relative_to(checkpoint).as_posix(): path.read_bytes()
+        for path in checkpoint.rglob("*.safetensors")
+    }
 
 
 def assert_same(run: Path, whole: Path) -> None:
@@ -129,30 +138,55 @@ def test_a_killed_run_goes_on_as_if_it_had_not_been(folder: Path, ranks: Ranks) 
 
 def test_a_run_that_is_asked_to_stop_saves_and_goes_on(folder: Path, ranks: Ranks) -> None:
     """One rank alone gets the signal."""
-    run, sets = folder / "stopped", ["checkpoint.folder=stopped", "checkpoint.every=2", "checkpoint.background=true", "checkpoint.keep=2"]
+    run = folder / "stopped"
+    sets = [
+        "checkpoint.folder=stopped",
+        "checkpoint.every=2",
+        "checkpoint.background=true",
+        "checkpoint.keep=2",
+    ]
     before = signal.getsignal(signal.SIGTERM)
     for summary in ranks(2, job, folder, sets, "stop", 4):
-        assert (summary["stopped"], summary["steps"], summary["checkpoint"]) == ("SIGTERM", 5, "stopped/step-5")
+        assert (summary["stopped"], summary["steps"], summary["checkpoint"]) == (
+            "SIGTERM",
+            5,
+            "stopped/step-5",
+        )
     assert signal.getsignal(signal.SIGTERM) == before
     for summary in ranks(2, job, folder, sets):
         assert (summary["stopped"], summary["steps"]) == (None, 8)
     assert_same(run, folder / "whole")
-    assert names(run) == ["latest", "log.jsonl", "step-6", "step-8"] and (run / "latest").read_text() == "step-8\n"
+    assert (
+        names(run) == ["latest", "log.jsonl", "step-6", "step-8"]
+        and (run / "latest").read_text() == "step-8\n"
+    )
 
 
 def test_a_damaged_checkpoint_is_passed_over_on_every_rank(folder: Path, ranks: Ranks) -> None:
     run, sets = folder / "damaged", ["checkpoint.folder=damaged"]
     shutil.copytree(folder / "whole", run)
-    for name in ("step-8", "step-6"):  # one that is seen to be damaged when it is opened, one only when all of it is read
+    # one that is seen to be damaged when it is opened, one only when all of it is read
+    for name in ("step-8", "step-6"):
         file = run / name / "model.safetensors"
         data = file.read_bytes()
         file.write_bytes(data[:-100] if name == "step-8" else data[:-100] + bytes(100))
     ranks(2, job, folder, sets)
     assert_same(run, folder / "whole")
-    assert names(run) == ["latest", "log.jsonl", "step-3", "step-6", "step-6.damaged", "step-8", "step-8.damaged"]
+    assert names(run) == [
+        "latest",
+        "log.jsonl",
+        "step-3",
+        "step-6",
+        "step-6.damaged",
+        "step-8",
+        "step-8.damaged",
+    ]
     told = said(run)
     at = told.index("resumed from damaged/step-3: 3 steps, 192 tokens")
-    assert told[at - 2].startswith("damaged/step-8 cannot be used (it is now step-8.damaged): ") and "model.safetensors" in told[at - 2]
+    assert (
+        told[at - 2].startswith("damaged/step-8 cannot be used (it is now step-8.damaged): ")
+        and "model.safetensors" in told[at - 2]
+    )
     assert told[at - 1].startswith("damaged/step-6 cannot be used (it is now step-6.damaged): ")
     for name in ("step-3", "step-6", "step-8"):
         (run / name / "model.safetensors").unlink()
@@ -162,11 +196,16 @@ def test_a_damaged_checkpoint_is_passed_over_on_every_rank(folder: Path, ranks: 
 
 
 @pytest.mark.parametrize(("sets", "message"), [
-    (["checkpoint.folder=unreadable"], r"checkpoint\.folder.*no run can go on from the checkpoints in it.*--no-resume"),
-    (["checkpoint.folder=begun", "checkpoint.resume=unreadable"], r"checkpoint\.resume.*no run can go on from it.*name a checkpoint"),
+    (["checkpoint.folder=unreadable"], r"checkpoint\.folder.*no run can go on "
+                                       r"from the checkpoints in it.*--no-resume"),
+    (["checkpoint.folder=begun", "checkpoint.resume=unreadable"], r"checkpoint\.resume.*no run can "
+                                                                  r"go on from it.*name a checkpoint"),
 ])  # fmt: skip
-def test_where_all_checkpoints_turn_out_to_be_damaged(folder: Path, ranks: Ranks, sets: list[str], message: str) -> None:
-    """Which is seen when they are read, by every rank, and says what was seen and what to do as where they cannot even be opened."""
+def test_where_all_checkpoints_turn_out_to_be_damaged(
+    folder: Path, ranks: Ranks, sets: list[str], message: str
+) -> None:
+    """Which is seen when they are read, by every rank, and says what was seen and what to do as where they
+    cannot even be opened."""
     run = folder / "unreadable"
     if not run.exists():
         shutil.copytree(folder / "whole", run)
@@ -175,17 +214,27 @@ def test_where_all_checkpoints_turn_out_to_be_damaged(folder: Path, ranks: Ranks
     before = names(run)
     with pytest.raises(RanksFailed, match=f"(?s){message}") as failed:
         ranks(2, job, folder, [*sets, "train.length=12"])
-    assert all(isinstance(error, ConfigError) and str(error).count("step-8") == 1 for error in failed.value.exceptions.values())
+    assert all(
+        isinstance(error, ConfigError) and str(error).count("step-8") == 1
+        for error in failed.value.exceptions.values()
+    )
     assert len(failed.value.exceptions) == 2 and names(run) == before
 
 
 @pytest.mark.parametrize("background", ["false", "true"])
-def test_training_goes_on_where_a_checkpoint_cannot_be_written(folder: Path, ranks: Ranks, background: str) -> None:
+def test_training_goes_on_where_a_checkpoint_cannot_be_written(
+    folder: Path, ranks: Ranks, background: str
+) -> None:
     run = folder / f"full-{background}"
     ranks(2, job, folder, [f"checkpoint.folder={run.name}", f"checkpoint.background={background}"], "full", 6)
     assert_same(run, folder / "whole")
-    assert names(run) == ["latest", "log.jsonl", "step-3", "step-8"] and (run / "latest").read_text() == "step-8\n"
-    assert f"the checkpoint {run.name}/step-6 was not written: the disk is full; training goes on" in said(run)
+    assert (
+        names(run) == ["latest", "log.jsonl", "step-3", "step-8"]
+        and (run / "latest").read_text() == "step-8\n"
+    )
+    assert f"the checkpoint {run.name}/step-6 was not written: the disk is full; training goes on" in said(
+        run
+    )
 
 
 def test_a_run_that_has_ended_goes_on_where_it_is_made_longer(
@@ -196,7 +245,9 @@ def test_a_run_that_has_ended_goes_on_where_it_is_made_longer(
     before = (run / "log.jsonl").read_bytes()
     for summary in ranks(2, job, folder, sets):
         assert (summary["steps"], summary["tokens"], summary["checkpoint"]) == (8, 512, "longer/step-8")
-        assert summary["validation_loss"] == numbers(run)[-1]["validation_loss"] and summary["bits_per_byte"] > 0
+        assert (
+            summary["validation_loss"] == numbers(run)[-1]["validation_loss"] and summary["bits_per_byte"] > 0
+        )
     assert (run / "log.jsonl").read_bytes() == before
     monkeypatch.chdir(folder)
     config = Config.load("run.toml", [*sets, "monitor.console=true", "optimizer.lr=1e-3"]).resolve(2)
@@ -223,19 +274,34 @@ def test_begun_anew_or_from_elsewhere(folder: Path, ranks: Ranks) -> None:
         shutil.copytree(folder / "whole" / name, run / name)
     ranks(2, job, folder, [*sets, "checkpoint.resume=never", "checkpoint.every=none", "train.length=2"])
     assert names(run) == ["latest", "log.jsonl", "step-2"]
-    assert "step-6, step-8 in other, of an earlier run, will go when the first checkpoint is there" in said(run)
+    assert "step-6, step-8 in other, of an earlier run, will go when the first checkpoint is there" in said(
+        run
+    )
     ranks(2, job, folder, [*sets, "checkpoint.resume=whole/step-6"])
     assert names(run) == ["latest", "log.jsonl", "step-7"]
     shutil.rmtree(run / "step-7")
     shutil.copytree(folder / "whole" / "step-8", run / "step-8")
-    ranks(2, job, folder, [*sets, "checkpoint.resume=whole/step-6"])  # which goes before what is in the folder
+    # which goes before what is in the folder
+    ranks(2, job, folder, [*sets, "checkpoint.resume=whole/step-6"])
     assert names(run) == ["latest", "log.jsonl", "step-7"] and len(numbers(run)) == 2 + 1
 
 
 def test_another_tokenizer_is_refused(folder: Path, ranks: Ranks) -> None:
-    (folder / "changed.txt").write_text((folder / "text.txt").read_text() + "Quite another text, with words of its own. " * 40)
+    (folder / "changed.txt").write_text(
+        (folder / "text.txt").read_text() + "Quite another text, with words of its own. " * 40
+    )
     with pytest.raises(RanksFailed, match=r'Set data\.tokenizer = "whole/step-8"') as caught:
-        ranks(2, job, folder, ["checkpoint.folder=changed", "checkpoint.resume=whole", "data.path=changed.txt", "train.length=9"])
+        ranks(
+            2,
+            job,
+            folder,
+            [
+                "checkpoint.folder=changed",
+                "checkpoint.resume=whole",
+                "data.path=changed.txt",
+                "train.length=9",
+            ],
+        )
     assert all(isinstance(error, DataError) for error in caught.value.exceptions.values())
 
 
@@ -249,5 +315,8 @@ def test_sigterm_to_the_command(tmp_path: Path) -> None:
         command.process.send_signal(signal.SIGTERM)
         status, output, errors = command.end()
     last = read_log(log)[1][-1]["step"]
-    assert status == 0 and f"stopped by SIGTERM after step {last}; the same command goes on from run/step-{last}\n" in output, errors
+    assert (
+        status == 0
+        and f"stopped by SIGTERM after step {last}; the same command goes on from run/step-{last}\n" in output
+    ), errors
     assert names(tmp_path / "run") == ["latest", "log.jsonl", f"step-{last}"]

@@ -1,4 +1,5 @@
-"""Learning rates: of groups by patterns, by ReduceLROnPlateau, and in steps that are skipped, against plain PyTorch."""
+"""Learning rates: of groups by patterns, by ReduceLROnPlateau, and in steps that are skipped, against plain
+PyTorch."""
 
 from __future__ import annotations
 
@@ -17,7 +18,11 @@ import training
 from polyreme.errors import ConfigError
 from pool import Ranks
 
-GROUPS = {"embed.*": {"lr": 3e-2}, "*.bias": {"weight_decay": 0.2}, "head.*": {"lr": 1e-3, "weight_decay": 0.0}}
+GROUPS = {
+    "embed.*": {"lr": 3e-2},
+    "*.bias": {"weight_decay": 0.2},
+    "head.*": {"lr": 1e-3, "weight_decay": 0.0},
+}
 METRICS = [1.0, 0.5, 0.7, 0.6, 0.9, 0.4]
 
 
@@ -38,10 +43,17 @@ def plain(groups: bool, make: Any, steps: int = 6) -> tuple[list[float], list[fl
     """Losses, and the learning rate of the first group after each step."""
     model = build().double()
     by = {"lr": 1e-2, "weight_decay": 0.1}
-    special: dict[str, dict[str, float]] = {
-        "embed.weight": {"lr": 3e-2}, "embed.bias": {"lr": 3e-2}, "body.bias": {"weight_decay": 0.2}, "head.bias": {"weight_decay": 0.2},
-        "head.weight": {"lr": 1e-3, "weight_decay": 0.0},
-    } if groups else {}  # fmt: skip
+    special: dict[str, dict[str, float]] = (
+        {
+            "embed.weight": {"lr": 3e-2},
+            "embed.bias": {"lr": 3e-2},
+            "body.bias": {"weight_decay": 0.2},
+            "head.bias": {"weight_decay": 0.2},
+            "head.weight": {"lr": 1e-3, "weight_decay": 0.0},
+        }
+        if groups
+        else {}
+    )
     made = [{"params": [p], **by, **({"weight_decay": 0.0} if p.dim() == 1 else {}), **special.get(name, {})}
             for name, p in model.named_parameters()]  # fmt: skip
     made.sort(key=lambda group: group["lr"] != 1e-2)
@@ -72,10 +84,16 @@ def trained(rank: int, world: int, way: str, folder: Path) -> list[tuple[list[fl
     found = []
     for stage in (0, 2, 3):
         made = training.config(
-            world, zero={"stage": stage}, precision={"compute": "fp64"}, lr_schedule={"name": "linear", "total": "10 steps"}
+            world,
+            zero={"stage": stage},
+            precision={"compute": "fp64"},
+            lr_schedule={"name": "linear", "total": "10 steps"},
         )
         made["optimizer"] |= {"clip": None, **({"groups": GROUPS} if way == "groups" else {})}
-        scheduler = {"plateau": plateau, "own plateau": plateau(torch.optim.SGD([torch.zeros(1)], lr=1e-2))}.get(way)
+        scheduler = {
+            "plateau": plateau,
+            "own plateau": plateau(torch.optim.SGD([torch.zeros(1)], lr=1e-2)),
+        }.get(way)
         losses, rates = [], []
         for half in range(2):
             engine = polyreme.initialize(build(), made, loss_fn=F.mse_loss, lr_scheduler=scheduler)
@@ -108,7 +126,12 @@ def skipping(rank: int, world: int, folder: Path) -> list[list[tuple[bool, float
     found = []
     for scheduler, stage in ((None, 0), (linear, 2), (None, 3), (linear, 3)):
         section = {"compute": "fp16", "initial_scale": 2.0**40, "backoff": 2.0**-30}
-        made = training.config(world, zero={"stage": stage}, precision=section, lr_schedule={"name": "linear", "total": "10 steps"})
+        made = training.config(
+            world,
+            zero={"stage": stage},
+            precision=section,
+            lr_schedule={"name": "linear", "total": "10 steps"},
+        )
         records = []
         for half in range(2):
             engine = polyreme.initialize(build(), made, loss_fn=F.mse_loss, lr_scheduler=scheduler)
@@ -135,12 +158,21 @@ def test_a_skipped_step_leaves_the_schedule_where_it_is(ranks: Ranks, world: int
 @pytest.mark.parametrize(
     ("groups", "options", "says"),
     [
-        ({"embed.*": {"lr": 1.0}, "embbed.bias": {"lr": 1.0}}, {}, r"optimizer\.groups\.embbed\.bias.*no parameter.*such as embed\.bias"),
-        ({"embed.*": {"lr": 1.0}}, {"optimizer": lambda ps: torch.optim.SGD(ps, lr=0.1)}, "the factory .* decides the groups"),
+        (
+            {"embed.*": {"lr": 1.0}, "embbed.bias": {"lr": 1.0}},
+            {},
+            r"optimizer\.groups\.embbed\.bias.*no parameter.*such as embed\.bias",
+        ),
+        (
+            {"embed.*": {"lr": 1.0}},
+            {"optimizer": lambda ps: torch.optim.SGD(ps, lr=0.1)},
+            "the factory .* decides the groups",
+        ),
         (
             {"embed.*": {"lr": -1.0}},
             {},
-            r"each a table of \"lr\" or \"weight_decay\", each a number of at least 0.*\{\"\*\.embed\*\" = \{lr",
+            r"each a table of \"lr\" or \"weight_decay\", each "
+            r"a number of at least 0.*\{\"\*\.embed\*\" = \{lr",
         ),
         ({"embed.*": {"betas": 1.0}}, {}, "lr"),
     ],

@@ -1,4 +1,5 @@
-"""The step as a user sees it: three styles of loop, losses weighted by labels, evaluation, whole parameters, saving, and errors."""
+"""The step as a user sees it: three styles of loop, losses weighted by labels, evaluation, whole parameters,
+saving, and errors."""
 
 from __future__ import annotations
 
@@ -50,7 +51,9 @@ def training_of(model: nn.Module, batches: list[Any]) -> training.Run:
     return models.plain_training(model, models.causal_loss, batches, optimizer, 1.0)
 
 
-def in_style(engine: polyreme.Engine, style: str, batch: dict[str, Tensor], accumulation: int) -> polyreme.StepResult:
+def in_style(
+    engine: polyreme.Engine, style: str, batch: dict[str, Tensor], accumulation: int
+) -> polyreme.StepResult:
     if style == "train_step":
         return engine.train_step(batch)
     for micro in range(accumulation):
@@ -65,9 +68,15 @@ def in_style(engine: polyreme.Engine, style: str, batch: dict[str, Tensor], accu
 
 
 def styles(rank: int, world: int, accumulation: int) -> list[training.Run]:
-    """With a loss_fn, through the model's own loss, and by hand; the micro-batch of rank and accumulation may have no label."""
+    """With a loss_fn, through the model's own loss, and by hand; the micro-batch of rank and accumulation may
+    have no label."""
     runs = []
-    for style, loss_fn in (("train_step", models.causal_loss), ("train_step", None), ("own loss", None), ("by hand", None)):
+    for style, loss_fn in (
+        ("train_step", models.causal_loss),
+        ("train_step", None),
+        ("own loss", None),
+        ("by hand", None),
+    ):
         for stage in (1, 3):
             config = training.config(world, accumulation, zero={"stage": stage}, **FP64)
             engine = polyreme.initialize(models.build("llama"), config, loss_fn=loss_fn)
@@ -75,7 +84,11 @@ def styles(rank: int, world: int, accumulation: int) -> list[training.Run]:
             for step in range(2):
                 result = in_style(engine, style, models.share(uneven(step), rank, world), accumulation)
                 records.append((result.loss, result.grad_norm))
-                assert result.step == step + 1 and result.samples == training.SAMPLES and result.tokens == training.SAMPLES * 12
+                assert (
+                    result.step == step + 1
+                    and result.samples == training.SAMPLES
+                    and result.tokens == training.SAMPLES * 12
+                )
                 assert engine.state.step == step + 1 and engine.state.samples == result.samples * (step + 1)
                 assert engine.state.tokens == result.tokens * (step + 1)
             runs.append((records, engine.state_dict(rank0_only=True)))
@@ -90,16 +103,20 @@ def test_mean_over_all_labels_in_every_style(ranks: Ranks, world: int, accumulat
         for i, (got, _) in enumerate(runs):
             # transformers computes its loss in float32 whatever the model's dtype
             tolerance = 1e-10 if i in (0, 1, 6, 7) else 1e-5
-            torch.testing.assert_close(got, records, rtol=tolerance, atol=0, msg=lambda m, at=(rank, i): f"rank, run {at}: {m}")
+            torch.testing.assert_close(
+                got, records, rtol=tolerance, atol=0, msg=lambda m, at=(rank, i): f"rank, run {at}: {m}"
+            )
     for i, (_, got) in enumerate(by_rank[0]):
         for name, tensor in weights.items():
             tolerance = 1e-10 if i in (0, 1, 6, 7) else 1e-3
-            torch.testing.assert_close(got[name], tensor, rtol=0, atol=tolerance, msg=lambda m, i=i: f"run {i}: {m}")
+            torch.testing.assert_close(
+                got[name], tensor, rtol=0, atol=tolerance, msg=lambda m, i=i: f"run {i}: {m}"
+            )
 
 
 def counted(rank: int, world: int) -> list[bool]:
-    """Of every count of labels in steps of two styles: whether it read the caller's own tensor. Nothing else is on the host where
-    training is on a device, and to read from there would wait for it."""
+    """Of every count of labels in steps of two styles: whether it read the caller's own tensor. Nothing else
+    is on the host where training is on a device, and to read from there would wait for it."""
     counts, own = [], uneven(0)
     cast, count = engine_module.cast_floating, objective_module.count_labels
 
@@ -114,7 +131,9 @@ def counted(rank: int, world: int) -> list[bool]:
         patch.setattr(engine_module, "cast_floating", move)
         patch.setattr(objective_module, "count_labels", note)
         for style in ("train_step", "own loss"):
-            in_style(polyreme.initialize(models.build("llama"), training.config(world, 2, **FP64)), style, own, 2)
+            in_style(
+                polyreme.initialize(models.build("llama"), training.config(world, 2, **FP64)), style, own, 2
+            )
     return counts
 
 
@@ -150,8 +169,12 @@ def loss_forms(rank: int, world: int) -> list[list[float]]:
         torch.manual_seed(1)
         model = WithLoss(form)
         loss_fn = {"mean": vectors, "sum": vectors_sum}.get(form)
-        engine = polyreme.initialize(model if loss_fn is None else model.layer, training.config(world, **FP64), loss_fn=loss_fn)
-        found.append([value for b in batches for r in [engine.train_step(b)] for value in (r.loss, r.grad_norm)])
+        engine = polyreme.initialize(
+            model if loss_fn is None else model.layer, training.config(world, **FP64), loss_fn=loss_fn
+        )
+        found.append(
+            [value for b in batches for r in [engine.train_step(b)] for value in (r.loss, r.grad_norm)]
+        )
     return found
 
 
@@ -166,7 +189,9 @@ def evaluation(rank: int, world: int) -> list[tuple[float, float]]:
     for stage in (2, 3):
         model = models.build("gpt2")
         model.transformer.drop.p = 0.9
-        engine = polyreme.initialize(model, training.config(world, zero={"stage": stage}, **FP64), loss_fn=models.causal_loss)
+        engine = polyreme.initialize(
+            model, training.config(world, zero={"stage": stage}, **FP64), loss_fn=models.causal_loss
+        )
         results = [engine.eval_step(models.share(uneven(7), rank, world)) for _ in range(2)]
         assert results[0] == results[1] and engine.module.training and engine.state.step == 0
         engine.train_step(models.share(uneven(0), rank, world))
@@ -189,10 +214,14 @@ def whole(rank: int, world: int, folder: Path) -> None:
         for stage in (0, 3):
             model = models.build(case, torch.float32)
             names, before = list(model.state_dict()), copy.deepcopy(model.state_dict())
-            engine = polyreme.initialize(model, training.config(world, zero={"stage": stage}), loss_fn=models.CASES[case][2])
+            engine = polyreme.initialize(
+                model, training.config(world, zero={"stage": stage}), loss_fn=models.CASES[case][2]
+            )
             for name, tensor in engine.state_dict().items():
                 assert torch.equal(tensor, before[name]), name
-            engine.train_step(models.share(models.batch_of(case, training.SAMPLES, dtype=torch.float32), rank, world))
+            engine.train_step(
+                models.share(models.batch_of(case, training.SAMPLES, dtype=torch.float32), rank, world)
+            )
             after = engine.state_dict()
             assert sorted(after) == sorted(names)
             assert any(not torch.equal(tensor, before[name]) for name, tensor in after.items())
@@ -200,11 +229,18 @@ def whole(rank: int, world: int, folder: Path) -> None:
                 for name, parameter in module.named_parameters(remove_duplicate=False):
                     assert torch.equal(parameter, after[name]), (case, stage, name)
             assert engine.state_dict(rank0_only=True).keys() == (after.keys() if rank == 0 else {}.keys())
-            for first, second in (("transformer.wte.weight", "lm_head.weight"), ("nodes.0.1.weight", "nodes.0.3.weight")):
+            for first, second in (
+                ("transformer.wte.weight", "lm_head.weight"),
+                ("nodes.0.1.weight", "nodes.0.3.weight"),
+            ):
                 assert first not in after or torch.equal(after[first], after[second])
     saved = engine.save(folder / "dag")  # no transformers model: weights alone
     if rank == 0:
-        assert sorted(file.name for file in saved.iterdir()) == ["model.safetensors", "optimizer", "resume.json"]
+        assert sorted(file.name for file in saved.iterdir()) == [
+            "model.safetensors",
+            "optimizer",
+            "resume.json",
+        ]
         stored = load_file(saved / "model.safetensors")
         assert all(torch.equal(tensor, after[name]) for name, tensor in stored.items())
         assert {"nodes.0.1.weight", "unused", "offset"} <= stored.keys() and "nodes.0.3.weight" not in stored
@@ -216,7 +252,9 @@ def test_whole_parameters(ranks: Ranks, tmp_path: Path) -> None:
 
 def save_language_model(rank: int, world: int, folder: Path, case: str, stage: int, compute: str) -> Tensor:
     model = models.CASES[case][0]()
-    engine = polyreme.initialize(model, training.config(world, zero={"stage": stage}, precision={"compute": compute}))
+    engine = polyreme.initialize(
+        model, training.config(world, zero={"stage": stage}, precision={"compute": compute})
+    )
     engine.train_step(models.share(models.tokens(training.SAMPLES), rank, world))
     for _ in range(2):  # the second replaces the first
         engine.save(folder)
@@ -224,14 +262,20 @@ def save_language_model(rank: int, world: int, folder: Path, case: str, stage: i
         return module.eval()(input_ids=models.tokens(2)["input_ids"]).logits
 
 
-@pytest.mark.parametrize(("case", "stage", "compute"), [("gpt2", 3, "fp32"), ("llama", 2, "bf16"), ("llama", 3, "fp32")])
-def test_transformers_opens_what_was_saved(ranks: Ranks, tmp_path: Path, case: str, stage: int, compute: str) -> None:
+@pytest.mark.parametrize(
+    ("case", "stage", "compute"), [("gpt2", 3, "fp32"), ("llama", 2, "bf16"), ("llama", 3, "fp32")]
+)
+def test_transformers_opens_what_was_saved(
+    ranks: Ranks, tmp_path: Path, case: str, stage: int, compute: str
+) -> None:
     logits = ranks(2, save_language_model, tmp_path / "model", case, stage, compute)
     files = ["config.json", "generation_config.json", "model.safetensors", "optimizer", "resume.json"]
     assert sorted(file.name for file in (tmp_path / "model").iterdir()) == files
     assert [file.name for file in tmp_path.iterdir()] == ["model"]
     with_dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[compute]
-    opened, report = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=with_dtype, output_loading_info=True)
+    opened, report = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "model", dtype=with_dtype, output_loading_info=True
+    )
     assert not any(report.values()), report
     with torch.no_grad():
         again = opened.eval()(input_ids=models.tokens(2)["input_ids"]).logits
@@ -249,7 +293,9 @@ def error_of(act: Callable[[], object]) -> str:
 
 
 def bad_use(rank: int, world: int) -> dict[str, str]:
-    engine = polyreme.initialize(models.build("dag", torch.float32), training.config(world, 2), loss_fn=F.mse_loss)
+    engine = polyreme.initialize(
+        models.build("dag", torch.float32), training.config(world, 2), loss_fn=F.mse_loss
+    )
     x, y = models.share(models.vectors(training.SAMPLES), rank, world)
     half = len(x) // 2
     found = {
@@ -269,13 +315,17 @@ def bad_use(rank: int, world: int) -> dict[str, str]:
     engine(x)
     found["late"] = error_of(lambda: engine.backward(F.mse_loss(engine(x[:half]), y[:half])))
     assert engine.step().step == 1
-    unreduced = polyreme.initialize(models.build("dag", torch.float32), training.config(world), loss_fn=unreduced_loss)
+    unreduced = polyreme.initialize(
+        models.build("dag", torch.float32), training.config(world), loss_fn=unreduced_loss
+    )
     found["unreduced"] = error_of(lambda: unreduced.train_step((x, y)))
     no_loss = polyreme.initialize(models.build("llama", torch.float32), training.config(world))
     ids = models.share(models.tokens(training.SAMPLES), rank, world)["input_ids"]
     found["no loss"] = error_of(lambda: no_loss.train_step({"input_ids": ids}))
     found["empty"] = error_of(lambda: polyreme.initialize(nn.ReLU(), training.config(world)))
-    frozen = polyreme.initialize(nn.Linear(9, 9).requires_grad_(False), training.config(world), loss_fn=F.mse_loss)
+    frozen = polyreme.initialize(
+        nn.Linear(9, 9).requires_grad_(False), training.config(world), loss_fn=F.mse_loss
+    )
     found["frozen"] = error_of(lambda: frozen.train_step((x, y)))
     whole_numbers = nn.Linear(2, 2)
     whole_numbers.weight = nn.Parameter(torch.ones(2, 2, dtype=torch.complex64))
@@ -284,7 +334,8 @@ def bad_use(rank: int, world: int) -> dict[str, str]:
 
 
 def interrupted(rank: int, world: int, changes: dict[str, Any], where: str) -> None:
-    """A step that ended in an error leaves nothing behind: the next ones are those of an engine that never saw it."""
+    """A step that ended in an error leaves nothing behind: the next ones are those of an engine that never
+    saw it."""
     dp = world // changes.get("mesh", {}).get("pp", 1)
     runs = []
     armed = False
@@ -296,7 +347,9 @@ def interrupted(rank: int, world: int, changes: dict[str, Any], where: str) -> N
         return loss * math.nan if armed and where == "update" else loss, weight
 
     for fails in (True, False):
-        engine = polyreme.initialize(models.build("llama"), training.config(dp, 2, **FP64, **changes), loss_fn=loss_fn)
+        engine = polyreme.initialize(
+            models.build("llama"), training.config(dp, 2, **FP64, **changes), loss_fn=loss_fn
+        )
         records = []
         for step in range(2):
             batch = models.share(models.tokens(training.SAMPLES, seed=step), engine.mesh.dp.rank, dp)
@@ -313,7 +366,9 @@ def interrupted(rank: int, world: int, changes: dict[str, Any], where: str) -> N
 
 
 @pytest.mark.parametrize("where", ["loss", "update"])
-@pytest.mark.parametrize("zero", [{"stage": 1}, {"stage": 3}, {"stage": 2, "reduce_every": "microbatch"}], ids=str)
+@pytest.mark.parametrize(
+    "zero", [{"stage": 1}, {"stage": 3}, {"stage": 2, "reduce_every": "microbatch"}], ids=str
+)
 def test_a_step_that_failed_leaves_nothing_behind(ranks: Ranks, zero: dict[str, Any], where: str) -> None:
     ranks(2, interrupted, {"zero": zero}, where)
 
@@ -337,7 +392,8 @@ def test_bad_use_is_explained(ranks: Ranks) -> None:
             "vector": (BatchError, "must be a scalar"),
             "half": (
                 BatchError,
-                "after 1 backward() calls, but batch.size = 8 over 2 ranks with batch.micro = 2 makes 2 a step: call step(last=",
+                "after 1 backward() calls, but batch.size = 8 over 2 "
+                "ranks with batch.micro = 2 makes 2 a step: call step(last=",
             ),
             "early, last": (BatchError, "after 0 backward() calls"),
             "middle": (BatchError, "in the middle of a step"),
@@ -354,9 +410,14 @@ def test_bad_use_is_explained(ranks: Ranks) -> None:
 def scheduled(rank: int, world: int) -> tuple[list[float], dict[str, Tensor]]:
     dummy = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.5)
     scheduler = torch.optim.lr_scheduler.StepLR(dummy, step_size=2, gamma=0.1)
-    config = training.config(world, **FP64, optimizer={"name": "sgd", "lr": 0.5, "weight_decay": 0.0, "clip": "none"})
+    config = training.config(
+        world, **FP64, optimizer={"name": "sgd", "lr": 0.5, "weight_decay": 0.0, "clip": "none"}
+    )
     engine = polyreme.initialize(models.build("dag"), config, lr_scheduler=scheduler, loss_fn=F.mse_loss)
-    rates = [engine.train_step(models.share(models.batch_of("dag", training.SAMPLES, step), rank, world)).lr for step in range(5)]
+    rates = [
+        engine.train_step(models.share(models.batch_of("dag", training.SAMPLES, step), rank, world)).lr
+        for step in range(5)
+    ]
     return rates, engine.state_dict(rank0_only=True)
 
 

@@ -1,4 +1,5 @@
-"""Tensor parallelism of whole models equals the undivided model: loss and every gradient, joined, in float64."""
+"""Tensor parallelism of whole models equals the undivided model: loss and every gradient, joined, in
+float64."""
 
 from __future__ import annotations
 
@@ -26,8 +27,14 @@ from pool import Ranks, RanksFailed
 TOLERANCE = 1e-10
 
 
-SMALL = {"vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 2, "num_attention_heads": 4,
-         "max_position_embeddings": 64}  # fmt: skip
+SMALL = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 40,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 64,
+}
 GROUPED = {**SMALL, "num_key_value_heads": 2}
 
 
@@ -36,34 +43,63 @@ def causal(config: str, **values: Any) -> nn.Module:
 
 
 def bert() -> nn.Module:
-    return transformers.BertForMaskedLM(transformers.BertConfig(**SMALL, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0))
+    return transformers.BertForMaskedLM(
+        transformers.BertConfig(**SMALL, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
+    )
 
 
 def t5() -> nn.Module:
     return transformers.T5ForConditionalGeneration(
-        transformers.T5Config(vocab_size=VOCABULARY, d_model=32, d_kv=8, d_ff=40, num_layers=2, num_heads=4, dropout_rate=0.0,
-                              feed_forward_proj="gated-gelu", decoder_start_token_id=0)
-    )  # fmt: skip
+        transformers.T5Config(
+            vocab_size=VOCABULARY,
+            d_model=32,
+            d_kv=8,
+            d_ff=40,
+            num_layers=2,
+            num_heads=4,
+            dropout_rate=0.0,
+            feed_forward_proj="gated-gelu",
+            decoder_start_token_id=0,
+        )
+    )
 
 
 def vit() -> nn.Module:
     return transformers.ViTForImageClassification(
-        transformers.ViTConfig(hidden_size=32, intermediate_size=40, num_hidden_layers=2, num_attention_heads=4, image_size=8, patch_size=2,
-                               num_labels=5)
-    )  # fmt: skip
+        transformers.ViTConfig(
+            hidden_size=32,
+            intermediate_size=40,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            image_size=8,
+            patch_size=2,
+            num_labels=5,
+        )
+    )
 
 
 def bart() -> nn.Module:
     return transformers.BartForConditionalGeneration(
-        transformers.BartConfig(vocab_size=VOCABULARY, d_model=32, encoder_layers=2, decoder_layers=2, encoder_attention_heads=4,
-                                decoder_attention_heads=4, encoder_ffn_dim=40, decoder_ffn_dim=40, dropout=0.0,
-                                max_position_embeddings=64)
-    )  # fmt: skip
+        transformers.BartConfig(
+            vocab_size=VOCABULARY,
+            d_model=32,
+            encoder_layers=2,
+            decoder_layers=2,
+            encoder_attention_heads=4,
+            decoder_attention_heads=4,
+            encoder_ffn_dim=40,
+            decoder_ffn_dim=40,
+            dropout=0.0,
+            max_position_embeddings=64,
+        )
+    )
 
 
 def lora(base: nn.Module, *targets: str, **options: Any) -> nn.Module:
     torch.manual_seed(4)
-    return peft.get_peft_model(base, peft.LoraConfig(r=3, target_modules=list(targets), init_lora_weights=False, **options))
+    return peft.get_peft_model(
+        base, peft.LoraConfig(r=3, target_modules=list(targets), init_lora_weights=False, **options)
+    )
 
 
 def dropping() -> nn.Module:
@@ -73,40 +109,110 @@ def dropping() -> nn.Module:
 NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "llama": lambda: causal("llama", **GROUPED),
-    "llama-kv1": lambda: causal("llama", **{**SMALL, "num_key_value_heads": 1, "attention_bias": True, "mlp_bias": True}),
+    "llama-kv1": lambda: causal(
+        "llama", **{**SMALL, "num_key_value_heads": 1, "attention_bias": True, "mlp_bias": True}
+    ),
     "qwen2": lambda: causal("qwen2", **GROUPED),
     "qwen3": lambda: causal("qwen3", **GROUPED, head_dim=8),
     "mistral": lambda: causal("mistral", **GROUPED, sliding_window=5),
     "gemma2": lambda: causal("gemma2", **GROUPED, head_dim=8, sliding_window=5, query_pre_attn_scalar=8),
-    "gemma3": lambda: causal("gemma3_text", **GROUPED, head_dim=8, sliding_window=5, query_pre_attn_scalar=8,
-                             layer_types=["sliding_attention", "full_attention"]),
+    "gemma3": lambda: causal(
+        "gemma3_text",
+        **GROUPED,
+        head_dim=8,
+        sliding_window=5,
+        query_pre_attn_scalar=8,
+        layer_types=["sliding_attention", "full_attention"],
+    ),
     "phi3": lambda: causal("phi3", **GROUPED, pad_token_id=0, bos_token_id=1, eos_token_id=2),
-    "phi3-kv1": lambda: causal("phi3", **{**SMALL, "num_key_value_heads": 1}, pad_token_id=0, bos_token_id=1, eos_token_id=2),
+    "phi3-kv1": lambda: causal(
+        "phi3", **{**SMALL, "num_key_value_heads": 1}, pad_token_id=0, bos_token_id=1, eos_token_id=2
+    ),
     "phi": lambda: causal("phi", **GROUPED, qk_layernorm=True),
     "olmo2": lambda: causal("olmo2", **GROUPED),
     "cohere": lambda: causal("cohere", **GROUPED),
     "starcoder2": lambda: causal("starcoder2", **GROUPED, residual_dropout=0.0, embedding_dropout=0.0),
-    "gpt2": lambda: causal("gpt2", vocab_size=VOCABULARY, n_positions=32, n_embd=32, n_layer=2, n_head=4, **NO_DROPOUT),
-    "opt": lambda: causal("opt", vocab_size=VOCABULARY, hidden_size=32, ffn_dim=40, num_hidden_layers=2, num_attention_heads=4,
-                          max_position_embeddings=64, dropout=0.0, word_embed_proj_dim=32),
+    "gpt2": lambda: causal(
+        "gpt2", vocab_size=VOCABULARY, n_positions=32, n_embd=32, n_layer=2, n_head=4, **NO_DROPOUT
+    ),
+    "opt": lambda: causal(
+        "opt",
+        vocab_size=VOCABULARY,
+        hidden_size=32,
+        ffn_dim=40,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        max_position_embeddings=64,
+        dropout=0.0,
+        word_embed_proj_dim=32,
+    ),
     "gpt_neox": lambda: causal("gpt_neox", **SMALL),
-    "gptj": lambda: causal("gptj", vocab_size=VOCABULARY, n_positions=32, n_embd=32, n_layer=2, n_head=4, rotary_dim=4, **NO_DROPOUT),
-    "gpt_neo": lambda: causal("gpt_neo", vocab_size=VOCABULARY, max_position_embeddings=64, hidden_size=32, num_layers=2, num_heads=4,
-                              attention_types=[[["global", "local"], 1]], window_size=5, embed_dropout=0.0, attention_dropout=0.0,
-                              resid_dropout=0.0),
+    "gptj": lambda: causal(
+        "gptj",
+        vocab_size=VOCABULARY,
+        n_positions=32,
+        n_embd=32,
+        n_layer=2,
+        n_head=4,
+        rotary_dim=4,
+        **NO_DROPOUT,
+    ),
+    "gpt_neo": lambda: causal(
+        "gpt_neo",
+        vocab_size=VOCABULARY,
+        max_position_embeddings=64,
+        hidden_size=32,
+        num_layers=2,
+        num_heads=4,
+        attention_types=[[["global", "local"], 1]],
+        window_size=5,
+        embed_dropout=0.0,
+        attention_dropout=0.0,
+        resid_dropout=0.0,
+    ),
     "bloom": lambda: causal("bloom", vocab_size=VOCABULARY, hidden_size=32, n_layer=2, n_head=4),
-    "falcon": lambda: causal("falcon", vocab_size=VOCABULARY, hidden_size=32, num_hidden_layers=2, num_attention_heads=4,
-                             new_decoder_architecture=True, num_kv_heads=2),
-    "falcon-alibi": lambda: causal("falcon", vocab_size=VOCABULARY, hidden_size=32, num_hidden_layers=2, num_attention_heads=4,
-                                   multi_query=False, alibi=True, bias=True),
-    "bert": bert, "t5": t5, "vit": vit, "bart": bart,
-    "llama-lora": lambda: lora(causal("llama", **GROUPED), "q_proj", "v_proj", "o_proj", "up_proj", "down_proj", use_rslora=True),
-    "phi3-lora": lambda: lora(causal("phi3", **GROUPED, pad_token_id=0, bos_token_id=1, eos_token_id=2), "qkv_proj", "gate_up_proj"),
-    "gpt2-lora": lambda: lora(MODELS["gpt2"](), "c_attn", "c_proj", "c_fc", lora_bias=True, fan_in_fan_out=True),
-    "llama-lora-head": lambda: lora(causal("llama", **GROUPED), "embed_tokens", "lm_head", "q_proj", modules_to_save=["norm"]),
-    "llama-lora-table": lambda: lora(causal("llama", **GROUPED, tie_word_embeddings=True), "embed_tokens", "k_proj"),
-    "llama-lora-tied": lambda: lora(causal("llama", **GROUPED, tie_word_embeddings=True), "q_proj", trainable_token_indices=[3, 7]),
-}  # fmt: skip
+    "falcon": lambda: causal(
+        "falcon",
+        vocab_size=VOCABULARY,
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        new_decoder_architecture=True,
+        num_kv_heads=2,
+    ),
+    "falcon-alibi": lambda: causal(
+        "falcon",
+        vocab_size=VOCABULARY,
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        multi_query=False,
+        alibi=True,
+        bias=True,
+    ),
+    "bert": bert,
+    "t5": t5,
+    "vit": vit,
+    "bart": bart,
+    "llama-lora": lambda: lora(
+        causal("llama", **GROUPED), "q_proj", "v_proj", "o_proj", "up_proj", "down_proj", use_rslora=True
+    ),
+    "phi3-lora": lambda: lora(
+        causal("phi3", **GROUPED, pad_token_id=0, bos_token_id=1, eos_token_id=2), "qkv_proj", "gate_up_proj"
+    ),
+    "gpt2-lora": lambda: lora(
+        MODELS["gpt2"](), "c_attn", "c_proj", "c_fc", lora_bias=True, fan_in_fan_out=True
+    ),
+    "llama-lora-head": lambda: lora(
+        causal("llama", **GROUPED), "embed_tokens", "lm_head", "q_proj", modules_to_save=["norm"]
+    ),
+    "llama-lora-table": lambda: lora(
+        causal("llama", **GROUPED, tie_word_embeddings=True), "embed_tokens", "k_proj"
+    ),
+    "llama-lora-tied": lambda: lora(
+        causal("llama", **GROUPED, tie_word_embeddings=True), "q_proj", trainable_token_indices=[3, 7]
+    ),
+}
 
 
 def build(name: str) -> nn.Module:
@@ -122,7 +228,10 @@ def build(name: str) -> nn.Module:
 def batch_of(name: str, length: int = 12) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(5)
     if name == "vit":
-        return {"pixel_values": torch.randn(3, 3, 8, 8, generator=generator).double(), "labels": torch.tensor([0, 4, 2])}
+        return {
+            "pixel_values": torch.randn(3, 3, 8, 8, generator=generator).double(),
+            "labels": torch.tensor([0, 4, 2]),
+        }
     ids = torch.randint(3, VOCABULARY, (3, length), generator=generator)
     labels = ids.clone()
     labels[:, 2:4] = -100
@@ -153,7 +262,11 @@ def compare(rank: int, world: int, names: Sequence[str], sequence: bool) -> dict
             expected.backward()
             loss = divided(**batch, **extra).loss
             loss.backward()
-        wrong = [] if abs(float(loss.detach() - expected.detach())) < TOLERANCE else [f"loss {loss} for {expected}"]
+        wrong = (
+            []
+            if abs(float(loss.detach() - expected.detach())) < TOLERANCE
+            else [f"loss {loss} for {expected}"]
+        )
         assert [n for n, _ in divided.named_parameters()] == [n for n, _ in whole.named_parameters()]
         for (path, mine), theirs in zip(divided.named_parameters(), whole.parameters(), strict=True):
             cut = cuts[path]
@@ -164,10 +277,17 @@ def compare(rank: int, world: int, names: Sequence[str], sequence: bool) -> dict
                 wrong.append(f"{path} has a gradient: {mine.grad is not None}")
             elif mine.grad is not None:
                 own = cut.put(mine.grad, rank, theirs.grad.clone())
-                for what, each in (("joined", gather(axis, cut, mine.grad)), ("here", own)):  # several ranks may hold the same numbers
+                # several ranks may hold the same numbers
+                for what, each in (("joined", gather(axis, cut, mine.grad)), ("here", own)):
                     if (difference := float((each - theirs.grad).abs().max())) > TOLERANCE:
-                        wrong.append(f"gradient of {path} {what} by {difference:g}, of {float(theirs.grad.abs().max()):g}")
-                if mine.dim() and mine.grad.narrow(cut.dim, cut.used(rank), cut.length - cut.used(rank)).any():
+                        wrong.append(
+                            f"gradient of {path} {what} by {difference:g}, "
+                            f"of {float(theirs.grad.abs().max()):g}"
+                        )
+                if (
+                    mine.dim()
+                    and mine.grad.narrow(cut.dim, cut.used(rank), cut.length - cut.used(rank)).any()
+                ):
                     wrong.append(f"gradient of {path} in the padding")
         if wrong:
             found[name] = f"rank {rank}: " + "; ".join(wrong)
@@ -203,14 +323,24 @@ def gradients(model: nn.Module, batch: dict[str, Tensor], seed: int = 0) -> tupl
     model.zero_grad()
     loss = model(**batch, use_cache=False).loss
     loss.backward()
-    return float(loss.detach()), {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    return float(loss.detach()), {
+        name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None
+    }
 
 
 def recompute(rank: int, world: int, sequence: bool) -> None:
     """Dropout everywhere, blocks recomputed in backward: not a bit changes."""
     axis = Mesh.open({"tp": world}).tp
     torch.manual_seed(3)
-    bloom = causal("bloom", vocab_size=VOCABULARY, hidden_size=32, n_layer=2, n_head=4, hidden_dropout=0.2, attention_dropout=0.2)
+    bloom = causal(
+        "bloom",
+        vocab_size=VOCABULARY,
+        hidden_size=32,
+        n_layer=2,
+        n_head=4,
+        hidden_dropout=0.2,
+        attention_dropout=0.2,
+    )
     for model in [bloom.double()] if sequence else [bloom.double(), dropping().double()]:
         divide(model, axis, sequence)
         kept = gradients(model, batch_of("bloom"))
@@ -226,12 +356,17 @@ def test_recomputed_blocks_draw_the_same(ranks: Ranks, sequence: bool) -> None:
     ranks(2, recompute, sequence)
 
 
-def dropped(rank: int, world: int, name: str, ends: str, sequence: bool) -> tuple[list[Tensor], float, dict[str, Tensor]]:
-    """What the dropouts whose names end like that let through, the loss, and the gradients of what is whole on every rank."""
+def dropped(
+    rank: int, world: int, name: str, ends: str, sequence: bool
+) -> tuple[list[Tensor], float, dict[str, Tensor]]:
+    """What the dropouts whose names end like that let through, the loss, and the gradients of what is whole
+    on every rank."""
     axis = Mesh.open({"tp": world}).tp
     torch.manual_seed(3)
     model = {
-        "bloom": lambda: causal("bloom", vocab_size=VOCABULARY, hidden_size=32, n_layer=2, n_head=4, attention_dropout=0.5),
+        "bloom": lambda: causal(
+            "bloom", vocab_size=VOCABULARY, hidden_size=32, n_layer=2, n_head=4, attention_dropout=0.5
+        ),
         "gpt2": lambda: causal("gpt2", vocab_size=VOCABULARY, n_positions=32, n_embd=32, n_layer=2, n_head=4),
         "lora": dropping,
     }[name]().double()
@@ -246,11 +381,18 @@ def dropped(rank: int, world: int, name: str, ends: str, sequence: bool) -> tupl
     return masks, loss, {n: g for n, g in grads.items() if cuts[n].is_whole}
 
 
-@pytest.mark.parametrize(("name", "ends", "sequence", "same"), [
-    ("bloom", "attention_dropout", False, False), ("bloom", "attention_dropout", True, False),
-    ("lora", "k_proj.lora_dropout.default", False, True), ("lora", "down_proj.lora_dropout.default", False, False),
-    ("gpt2", "resid_dropout", False, True), ("gpt2", "resid_dropout", True, False), ("gpt2", "drop", True, True),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "ends", "sequence", "same"),
+    [
+        ("bloom", "attention_dropout", False, False),
+        ("bloom", "attention_dropout", True, False),
+        ("lora", "k_proj.lora_dropout.default", False, True),
+        ("lora", "down_proj.lora_dropout.default", False, False),
+        ("gpt2", "resid_dropout", False, True),
+        ("gpt2", "resid_dropout", True, False),
+        ("gpt2", "drop", True, True),
+    ],
+)
 def test_dropout_is_the_same_where_replicated_and_different_where_split(
     ranks: Ranks, name: str, ends: str, sequence: bool, same: bool
 ) -> None:
@@ -261,10 +403,14 @@ def test_dropout_is_the_same_where_replicated_and_different_where_split(
         assert torch.equal(mine, theirs) == same
     assert not torch.equal(one[0], one[-1]) or len(one) == 1  # nor are blocks' masks the same
     assert loss == other_loss
-    assert grads.keys() == other_grads.keys() and all(torch.equal(grad, other_grads[n]) for n, grad in grads.items())
+    assert grads.keys() == other_grads.keys() and all(
+        torch.equal(grad, other_grads[n]) for n, grad in grads.items()
+    )
 
 
-def counted(rank: int, world: int, sequence: bool) -> tuple[dict[str, tuple[int, int]], dict[str, tuple[int, int]]]:
+def counted(
+    rank: int, world: int, sequence: bool
+) -> tuple[dict[str, tuple[int, int]], dict[str, tuple[int, int]]]:
     axis = Mesh.open({"tp": world}).tp
     model = build("llama")
     divide(model, axis, sequence)
@@ -280,17 +426,22 @@ def counted(rank: int, world: int, sequence: bool) -> tuple[dict[str, tuple[int,
 def test_traffic_is_what_the_papers_say(ranks: Ranks) -> None:
     tokens, width, number, blocks = 3 * 12, 32, 8, 2
     hidden = tokens * width * number
-    for forward, total in ranks(2, counted, False):  # two ranks: an all-reduce sends as much as its tensor has
-        assert forward["all_reduce"] == (1 + 2 * blocks, (1 + 2 * blocks) * hidden)  # the embedding's, and two a block
+    # two ranks: an all-reduce sends as much as its tensor has
+    for forward, total in ranks(2, counted, False):
+        # the embedding's, and two a block
+        assert forward["all_reduce"] == (1 + 2 * blocks, (1 + 2 * blocks) * hidden)
         assert forward["all_gather"] == (1, 2 * tokens * number)  # the loss
-        assert total["all_reduce"] == (2 + 4 * blocks, (2 + 4 * blocks) * hidden)  # and two a block, and the head's
+        # and two a block, and the head's
+        assert total["all_reduce"] == (2 + 4 * blocks, (2 + 4 * blocks) * hidden)
         assert total["all_gather"] == forward["all_gather"] and total.keys() == {"all_reduce", "all_gather"}
     for forward, total in ranks(2, counted, True):
         assert forward["reduce_scatter"] == (2 * blocks, 2 * blocks * hidden // 2)
-        assert forward["all_gather"] == (2 * blocks + 2, (2 * blocks + 1) * hidden // 2 + 2 * tokens * number)  # one behind the last block
+        # one behind the last block
+        assert forward["all_gather"] == (2 * blocks + 2, (2 * blocks + 1) * hidden // 2 + 2 * tokens * number)
         assert forward["all_reduce"] == (1, hidden)
         assert total["reduce_scatter"] == (4 * blocks, 4 * blocks * hidden // 2)
-        # in backward, each row layer gathers its gradient, each column layer its input again, and the embedding gets its gradient
+        # in backward, each row layer gathers its gradient, each column layer its input again, and the
+        # embedding gets its gradient
         assert total["all_gather"] == (6 * blocks + 3, (6 * blocks + 2) * hidden // 2 + 2 * tokens * number)
         norms = blocks * 2 * width * number
         assert total["all_reduce"] == (2 + blocks, 2 * hidden + norms)
@@ -318,7 +469,8 @@ def test_generation_and_logits_are_those_of_the_whole_model(ranks: Ranks) -> Non
 
 
 def own_loss(rank: int, world: int) -> None:
-    """A user's loss of the logits, in the ways that people write it; those that need the whole vocabulary get it."""
+    """A user's loss of the logits, in the ways that people write it; those that need the whole vocabulary get
+    it."""
     axis = Mesh.open({"tp": world}).tp
     whole = build("gemma2")
     divided = copy.deepcopy(whole)
@@ -326,15 +478,35 @@ def own_loss(rank: int, world: int) -> None:
     batch = batch_of("gemma2")
     ids, labels = batch["input_ids"], batch["labels"]
     losses: list[tuple[bool, Callable[[Tensor], Tensor]]] = [
-        (True, lambda logits: F.cross_entropy(logits[:, :-1].reshape(-1, VOCABULARY), labels[:, 1:].reshape(-1))),
-        (True, lambda logits: F.cross_entropy(logits[..., :-1, :].flatten(0, 1), labels[:, 1:].flatten(), reduction="sum") / 7),
-        (True, lambda logits: nn.CrossEntropyLoss(reduction="none")(logits.view(-1, logits.size(-1)).float() / 2, ids.view(-1)).mean()),
+        (
+            True,
+            lambda logits: F.cross_entropy(logits[:, :-1].reshape(-1, VOCABULARY), labels[:, 1:].reshape(-1)),
+        ),
+        (
+            True,
+            lambda logits: (
+                F.cross_entropy(logits[..., :-1, :].flatten(0, 1), labels[:, 1:].flatten(), reduction="sum")
+                / 7
+            ),
+        ),
+        (
+            True,
+            lambda logits: nn.CrossEntropyLoss(reduction="none")(
+                logits.view(-1, logits.size(-1)).float() / 2, ids.view(-1)
+            ).mean(),
+        ),
         (False, lambda logits: F.cross_entropy(logits.transpose(1, 2), ids)),
-        (False, lambda logits: F.cross_entropy(logits.view(-1, VOCABULARY), ids.view(-1), label_smoothing=0.1)),
+        (
+            False,
+            lambda logits: F.cross_entropy(logits.view(-1, VOCABULARY), ids.view(-1), label_smoothing=0.1),
+        ),
         (False, lambda logits: -logits.log_softmax(-1).gather(-1, ids[..., None]).mean()),
-        (False, lambda logits: (logits * torch.arange(VOCABULARY)).sum() + torch.logsumexp(2 * logits, -1).mean()),
+        (
+            False,
+            lambda logits: (logits * torch.arange(VOCABULARY)).sum() + torch.logsumexp(2 * logits, -1).mean(),
+        ),
         (False, lambda logits: logits[..., :50].pow(2).mean() + logits[0, 0, 3]),
-    ]  # fmt: skip
+    ]
     for local, loss_of in losses:
         results = []
         for model in (whole, divided):
@@ -350,10 +522,15 @@ def own_loss(rank: int, world: int) -> None:
         (expected, theirs), (got, mine) = results
         torch.testing.assert_close(got, expected, rtol=TOLERANCE, atol=TOLERANCE)
         cuts = list(parallelize(copy.deepcopy(whole), Axis("tp", world, rank), plan(whole, world)).values())
-        unique = [cut for (name, _), cut in zip(whole.named_parameters(remove_duplicate=False), cuts, strict=True)
-                  if name in dict(whole.named_parameters())]  # fmt: skip
+        unique = [
+            cut
+            for (name, _), cut in zip(whole.named_parameters(remove_duplicate=False), cuts, strict=True)
+            if name in dict(whole.named_parameters())
+        ]
         for cut, one, other in zip(unique, mine, theirs, strict=True):
-            torch.testing.assert_close(one, cut.split(other, rank), rtol=TOLERANCE, atol=1e-8 * float(other.abs().max() + 1))
+            torch.testing.assert_close(
+                one, cut.split(other, rank), rtol=TOLERANCE, atol=1e-8 * float(other.abs().max() + 1)
+            )
 
 
 def test_a_users_loss_on_split_logits(ranks: Ranks) -> None:
@@ -370,7 +547,9 @@ class OwnAttention(nn.Module):
         self.norm = nn.LayerNorm(4)
 
     def forward(self, x: Tensor, residual: Tensor) -> Tensor:
-        key, value = (each.unflatten(-1, (self.num_heads, 4)).transpose(1, 2) for each in self.both(x).chunk(2, -1))
+        key, value = (
+            each.unflatten(-1, (self.num_heads, 4)).transpose(1, 2) for each in self.both(x).chunk(2, -1)
+        )
         query = self.norm(self.query(x).unflatten(-1, (self.num_heads, 4))).transpose(1, 2)
         mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True).transpose(1, 2).flatten(2)
         return self.out(mixed * self.gate(residual.tanh()).sigmoid())
@@ -379,7 +558,10 @@ class OwnAttention(nn.Module):
 class OwnBlock(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.before, self.attention, self.mlp_in, self.mlp_out = nn.LayerNorm(16), OwnAttention(), nn.Linear(16, 24), nn.Linear(24, 16)
+        self.before = nn.LayerNorm(16)
+        self.attention = OwnAttention()
+        self.mlp_in = nn.Linear(16, 24)
+        self.mlp_out = nn.Linear(24, 16)
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.attention(self.before(x), x)
@@ -389,11 +571,9 @@ class OwnBlock(nn.Module):
 class Own(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.embed, self.blocks, self.head = (
-            nn.Embedding(VOCABULARY, 16),
-            nn.ModuleList(OwnBlock() for _ in range(3)),
-            nn.Linear(16, VOCABULARY),
-        )
+        self.embed = nn.Embedding(VOCABULARY, 16)
+        self.blocks = nn.ModuleList(OwnBlock() for _ in range(3))
+        self.head = nn.Linear(16, VOCABULARY)
 
     def forward(self, ids: Tensor) -> Tensor:
         x = self.embed(ids)
@@ -408,10 +588,16 @@ def a_users_model(rank: int, world: int, recomputed: bool) -> None:
     whole = Own().double()
     divided = copy.deepcopy(whole)
     mapping = {
-        "embed": "vocabulary", "head": "vocabulary", "blocks.*.attention.query": "colwise", "blocks.*.attention.gate": "colwise",
-        "blocks.*.attention.both": "packed_colwise", "blocks.*.attention.norm": "replicated_with_grad_allreduce",
-        "blocks.*.attention.out": "rowwise", "blocks.*.mlp_in": "colwise", "blocks.*.mlp_out": "rowwise",
-    }  # fmt: skip
+        "embed": "vocabulary",
+        "head": "vocabulary",
+        "blocks.*.attention.query": "colwise",
+        "blocks.*.attention.gate": "colwise",
+        "blocks.*.attention.both": "packed_colwise",
+        "blocks.*.attention.norm": "replicated_with_grad_allreduce",
+        "blocks.*.attention.out": "rowwise",
+        "blocks.*.mlp_in": "colwise",
+        "blocks.*.mlp_out": "rowwise",
+    }
     cuts = parallelize(divided, axis, plan(divided, world, mapping))
     assert divided.blocks[0].attention.both.weight.shape == (32 // world, 16)
     if recomputed:
@@ -423,14 +609,19 @@ def a_users_model(rank: int, world: int, recomputed: bool) -> None:
             F.cross_entropy(model(ids).flatten(0, 1), ids.flatten()).backward()
         for (path, mine), theirs in zip(divided.named_parameters(), whole.parameters(), strict=True):
             torch.testing.assert_close(
-                mine.grad, cuts[path].split(theirs.grad, rank), rtol=0, atol=TOLERANCE, msg=lambda t, p=path: f"{p}: {t}"
+                mine.grad,
+                cuts[path].split(theirs.grad, rank),
+                rtol=0,
+                atol=TOLERANCE,
+                msg=lambda t, p=path: f"{p}: {t}",
             )
     # the gate has another input: once that is known, no layer is computed in vain
     assert axis.counts["all_reduce"].calls > 0
     before = axis.counts["all_reduce"].calls
     F.cross_entropy(divided(ids).flatten(0, 1), ids.flatten()).backward()
     reduced = axis.counts["all_reduce"].calls - before
-    assert reduced == 2 + len(divided.blocks) * (2 + 3 + 1 + 1 + 2 * recomputed)  # rows; three columns each for itself; MLP; the norm
+    # rows; three columns each for itself; MLP; the norm
+    assert reduced == 2 + len(divided.blocks) * (2 + 3 + 1 + 1 + 2 * recomputed)
 
 
 @pytest.mark.parametrize("recomputed", [False, True])
@@ -449,7 +640,10 @@ class Single(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         a = self.attention
-        key, value = (each.unflatten(-1, (1, 4)).transpose(1, 2).expand(-1, a.num_heads, -1, -1) for each in a.both(x).chunk(2, -1))
+        key, value = (
+            each.unflatten(-1, (1, 4)).transpose(1, 2).expand(-1, a.num_heads, -1, -1)
+            for each in a.both(x).chunk(2, -1)
+        )
         query = a.norm(a.query(x).unflatten(-1, (a.num_heads, 4))).transpose(1, 2)
         return a.out(F.scaled_dot_product_attention(query, key, value).transpose(1, 2).flatten(2) * a.gate(x))
 
@@ -460,8 +654,13 @@ def outside_of_blocks(rank: int, world: int) -> None:
     whole = Single().double()
     whole.attention.gate.requires_grad_(False)
     divided = copy.deepcopy(whole)
-    mapping = {"attention.query": "colwise", "attention.gate": "colwise", "attention.both": "packed_colwise", "attention.out": "rowwise",
-               "attention.norm": "replicated_with_grad_allreduce"}  # fmt: skip
+    mapping = {
+        "attention.query": "colwise",
+        "attention.gate": "colwise",
+        "attention.both": "packed_colwise",
+        "attention.out": "rowwise",
+        "attention.norm": "replicated_with_grad_allreduce",
+    }
     cuts = parallelize(divided, axis, plan(divided, world, mapping))
     x = torch.randn(2, 5, 16, dtype=torch.float64)
     for model in (whole, divided):
@@ -477,14 +676,17 @@ def test_gradients_are_summed_outside_of_blocks_too(ranks: Ranks) -> None:
 
 
 def from_recording(rank: int, world: int) -> None:
-    """Initialised from the whole tensors of a recorded build: bit for bit the part of what the undivided model starts with."""
+    """Initialised from the whole tensors of a recorded build: bit for bit the part of what the undivided
+    model starts with."""
     axis = Mesh.open({"tp": world}).tp
     for name in ("llama", "gpt2", "phi3"):
         recording = record(MODELS[name], seed=11)
         cuts = divide(recording.module, axis)
         made: dict[str, Tensor] = {}
 
-        def write(path: str, tensor: Tensor, cuts: dict[str, Cut] = cuts, made: dict[str, Tensor] = made) -> None:
+        def write(
+            path: str, tensor: Tensor, cuts: dict[str, Cut] = cuts, made: dict[str, Tensor] = made
+        ) -> None:
             made[path] = cuts[path].split(tensor, axis.rank).clone() if path in cuts else tensor.clone()
 
         recording.replay(write)

@@ -1,4 +1,5 @@
-"""The autograd pairs, the linear layers and the divided cross-entropy against plain torch, in float64; what they keep and overlap."""
+"""The autograd pairs, the linear layers and the divided cross-entropy against plain torch, in float64; what
+they keep and overlap."""
 
 from __future__ import annotations
 
@@ -43,7 +44,10 @@ def pairs(rank: int, world: int) -> None:
     (total * 3).sum().backward()
     assert torch.equal(partial.grad, torch.full((4, 3), 3.0, dtype=torch.float64))
 
-    one, other, unused = (torch.ones(3, dtype=dtype, requires_grad=True) for dtype in (torch.float64, torch.float32, torch.float64))
+    one, other, unused = (
+        torch.ones(3, dtype=dtype, requires_grad=True)
+        for dtype in (torch.float64, torch.float32, torch.float64)
+    )
     cut = Cut.packed((2,), 0, world, [(2, 1)]) if world > 1 else Cut.whole((2,), 1)
     shared = torch.ones(2, dtype=torch.float64, requires_grad=True)
     used = ops.sum_gradients(axis, [one, other, unused, shared], [Cut.whole((3,), world)] * 3 + [cut])
@@ -112,7 +116,11 @@ def linears(rank: int, world: int, sequence: bool, transposed: bool, flat: bool)
     dim = ops.sequence_dim(x)
     shape = Noting(transposed)
     object.__setattr__(shape, "events", events)
-    mine = x.detach().chunk(world, dim)[rank].contiguous().requires_grad_() if sequence else x.detach().clone().requires_grad_()
+    mine = (
+        x.detach().chunk(world, dim)[rank].contiguous().requires_grad_()
+        if sequence
+        else x.detach().clone().requires_grad_()
+    )
     parts, part_bias = [local(w, 0) for w in weights], local(bias, 0)
     one, other = ops.columns(axis, mine, parts, [part_bias, None], [shape, shape], sequence)
     part_last, whole_bias = local(last, 1), last_bias.detach().clone().requires_grad_()
@@ -126,18 +134,31 @@ def linears(rank: int, world: int, sequence: bool, transposed: bool, flat: bool)
     (got * own(scale)).sum().backward()
     torch.testing.assert_close(mine.grad, own(x.grad), **EXACT)
     for each, whole in zip(parts, weights, strict=True):
-        torch.testing.assert_close(each.grad.t() if transposed else each.grad, whole.grad.chunk(world, 0)[rank], **EXACT)
+        torch.testing.assert_close(
+            each.grad.t() if transposed else each.grad, whole.grad.chunk(world, 0)[rank], **EXACT
+        )
     torch.testing.assert_close(part_bias.grad, bias.grad.chunk(world)[rank], **EXACT)
-    torch.testing.assert_close(part_last.grad.t() if transposed else part_last.grad, last.grad.chunk(world, 1)[rank], **EXACT)
+    torch.testing.assert_close(
+        part_last.grad.t() if transposed else part_last.grad, last.grad.chunk(world, 1)[rank], **EXACT
+    )
     bias_grad = whole_bias.grad.clone()
     if sequence:
         axis.all_reduce(bias_grad).wait()  # of this rank's part of the sequence alone
     torch.testing.assert_close(bias_grad, last_bias.grad, **EXACT)
 
     products = ["weight gradient"] * 2
-    if sequence:  # the row's gradient; then the column's input again and the sum of its gradient, both under a product
+    # the row's gradient; then the column's input again and the sum of its gradient, both under a product
+    if sequence:
         gather, gathered = "all-gather", "all-gather done"
-        assert events[:8] == [gather, gathered, gather, "reduce-scatter", gathered, *products, "reduce-scatter done"]
+        assert events[:8] == [
+            gather,
+            gathered,
+            gather,
+            "reduce-scatter",
+            gathered,
+            *products,
+            "reduce-scatter done",
+        ]
     else:
         assert events == ["all-reduce", *products, "all-reduce done"]
 
@@ -162,7 +183,9 @@ def kept(rank: int, world: int) -> None:
         ops.columns(axis, part, [weight], [None], [ops.PLAIN], sequence=True)
     assert saved == [(1, 4, 5), (3, 5)]
     events.clear()
-    (frozen,) = ops.columns(axis, part.detach(), [weight.detach()], [numbers(3).requires_grad_()], [ops.PLAIN])
+    (frozen,) = ops.columns(
+        axis, part.detach(), [weight.detach()], [numbers(3).requires_grad_()], [ops.PLAIN]
+    )
     frozen.sum().backward()
     assert events == []
 
@@ -196,14 +219,21 @@ def losses(rank: int, world: int) -> None:
             got, expected = cross_entropy(mine, labels, axis, cut), F.cross_entropy(wide, labels)
             got.backward(), expected.backward()
             assert got.dtype == mine.grad.dtype == dtype  # computed in float32, rounded at the end
-            torch.testing.assert_close(got, expected.to(dtype), rtol=1e-6 if dtype is torch.float32 else 0, atol=0)
             torch.testing.assert_close(
-                mine.grad, wide.grad[:, start:stop].to(dtype), rtol=1e-5 if dtype is torch.float32 else 8e-3, atol=1e-7
+                got, expected.to(dtype), rtol=1e-6 if dtype is torch.float32 else 0, atol=0
+            )
+            torch.testing.assert_close(
+                mine.grad,
+                wide.grad[:, start:stop].to(dtype),
+                rtol=1e-5 if dtype is torch.float32 else 8e-3,
+                atol=1e-7,
             )
         nothing = cross_entropy(logits.detach()[:, start:stop], torch.full((11,), -100), axis, cut)
         assert nothing.isnan()  # as torch has it
         for wrong in (vocabulary, -1):
-            with pytest.raises(BatchError, match=f"label {wrong} is outside of the vocabulary of {vocabulary}"):
+            with pytest.raises(
+                BatchError, match=f"label {wrong} is outside of the vocabulary of {vocabulary}"
+            ):
                 cross_entropy(logits.detach()[:, start:stop], torch.full((11,), wrong), axis, cut)
 
 
@@ -222,32 +252,92 @@ def as_whole(rank: int, world: int) -> None:
     split = SplitLogits.of(whole[..., start:stop].clone(), axis, cut)
     mask = torch.tensor([[True, False, True], [False, True, True]])
     operations = [
-        lambda t: t.shape, lambda t: t.size(), lambda t: t.size(-1), lambda t: t.size(0), lambda t: t.numel(), lambda t: len(t),
-        lambda t: t.ndim, lambda t: t.dtype, lambda t: t.device, lambda t: t.is_floating_point(), lambda t: t.type(),
-        lambda t: t[0], lambda t: t[:, 1:], lambda t: t[..., :-1, :], lambda t: t[:, -1, :], lambda t: t[:, -1], lambda t: t[..., 2],
-        lambda t: t[..., 2:5], lambda t: t[:, :, 1:3], lambda t: t[0, 1, 6], lambda t: t[None], lambda t: t[..., None], lambda t: t[mask],
-        lambda t: t[:, None], lambda t: t[:, :, ...], lambda t: t[torch.tensor([1, 0])], lambda t: t[:, 0, None],
-        lambda t: t.view(-1, 7), lambda t: t.view(6, -1), lambda t: t.reshape(2, 21), lambda t: t.reshape((3, 2, 7)), lambda t: t.view(-1),
-        lambda t: t.flatten(0, 1), lambda t: t.flatten(), lambda t: t.transpose(1, 2), lambda t: t.float(), lambda t: t.to(torch.float16),
-        lambda t: t.contiguous() * 2, lambda t: 2 * t, lambda t: t / 30, lambda t: torch.tanh(t / 3) * 3, lambda t: t * torch.arange(7),
-        lambda t: t / torch.tensor(3.0), lambda t: t + 1, lambda t: t.sum(), lambda t: t.argmax(-1), lambda t: t.softmax(-1),
-        lambda t: torch.topk(t, 2).values, lambda t: t.tolist(), lambda t: str(t), lambda t: t.detach().numpy().tolist(),
-        lambda t: torch.where(t > 0, t, 0), lambda t: torch.cat([t, t], -1), lambda t: torch.stack([t[0], t[1]]), lambda t: t.mul(t),
-        lambda t: F.cross_entropy(t.view(-1, 7), torch.arange(6)), lambda t: F.log_softmax(t, -1), lambda t: t.max(), lambda t: t == t,
-        lambda t: t.unflatten(-1, (7, 1)), lambda t: t.masked_fill(mask[..., None], 0), lambda t: (t.T if t.dim() == 2 else t.mT),
-        lambda t: t.data, lambda t: t.new_zeros(2), lambda t: torch.zeros_like(t), lambda t: t.to(torch.zeros(1)), lambda t: t.item
-    ]  # fmt: skip
+        lambda t: t.shape,
+        lambda t: t.size(),
+        lambda t: t.size(-1),
+        lambda t: t.size(0),
+        lambda t: t.numel(),
+        lambda t: len(t),
+        lambda t: t.ndim,
+        lambda t: t.dtype,
+        lambda t: t.device,
+        lambda t: t.is_floating_point(),
+        lambda t: t.type(),
+        lambda t: t[0],
+        lambda t: t[:, 1:],
+        lambda t: t[..., :-1, :],
+        lambda t: t[:, -1, :],
+        lambda t: t[:, -1],
+        lambda t: t[..., 2],
+        lambda t: t[..., 2:5],
+        lambda t: t[:, :, 1:3],
+        lambda t: t[0, 1, 6],
+        lambda t: t[None],
+        lambda t: t[..., None],
+        lambda t: t[mask],
+        lambda t: t[:, None],
+        lambda t: t[:, :, ...],
+        lambda t: t[torch.tensor([1, 0])],
+        lambda t: t[:, 0, None],
+        lambda t: t.view(-1, 7),
+        lambda t: t.view(6, -1),
+        lambda t: t.reshape(2, 21),
+        lambda t: t.reshape((3, 2, 7)),
+        lambda t: t.view(-1),
+        lambda t: t.flatten(0, 1),
+        lambda t: t.flatten(),
+        lambda t: t.transpose(1, 2),
+        lambda t: t.float(),
+        lambda t: t.to(torch.float16),
+        lambda t: t.contiguous() * 2,
+        lambda t: 2 * t,
+        lambda t: t / 30,
+        lambda t: torch.tanh(t / 3) * 3,
+        lambda t: t * torch.arange(7),
+        lambda t: t / torch.tensor(3.0),
+        lambda t: t + 1,
+        lambda t: t.sum(),
+        lambda t: t.argmax(-1),
+        lambda t: t.softmax(-1),
+        lambda t: torch.topk(t, 2).values,
+        lambda t: t.tolist(),
+        lambda t: str(t),
+        lambda t: t.detach().numpy().tolist(),
+        lambda t: torch.where(t > 0, t, 0),
+        lambda t: torch.cat([t, t], -1),
+        lambda t: torch.stack([t[0], t[1]]),
+        lambda t: t.mul(t),
+        lambda t: F.cross_entropy(t.view(-1, 7), torch.arange(6)),
+        lambda t: F.log_softmax(t, -1),
+        lambda t: t.max(),
+        lambda t: t == t,
+        lambda t: t.unflatten(-1, (7, 1)),
+        lambda t: t.masked_fill(mask[..., None], 0),
+        lambda t: t.T if t.dim() == 2 else t.mT,
+        lambda t: t.data,
+        lambda t: t.new_zeros(2),
+        lambda t: torch.zeros_like(t),
+        lambda t: t.to(torch.zeros(1)),
+        lambda t: t.item,
+    ]
     for number, operation in enumerate(operations):
         expected, got = operation(whole), operation(split)
         if isinstance(got, SplitLogits):
             assert got.shape == expected.shape, number
             got = got.whole()
         if isinstance(expected, Tensor):
-            torch.testing.assert_close(got, expected, **EXACT, msg=lambda text, number=number: f"{number}: {text}")
+            torch.testing.assert_close(
+                got, expected, **EXACT, msg=lambda text, number=number: f"{number}: {text}"
+            )
         elif not callable(expected):
             assert got == expected, number
-    for write in (lambda t: t.mul_(2), lambda t: t.__setitem__(0, 1), lambda t: t.clamp_(0), lambda t: torch.add(t, 1, out=t),
-                  lambda t: torch.relu_(t)):  # fmt: skip
+    for write in (
+        lambda t: t.mul_(2),
+        lambda t: t.__setitem__(0, 1),
+        lambda t: t.clamp_(0),
+        lambda t: torch.add(t, 1, out=t),
+        lambda t: torch.relu_(t),
+    ):
         with pytest.raises(ModelError, match="writes into logits whose vocabulary is divided"):
             write(split)
     assert torch.equal(split.part, whole[..., start:stop])

@@ -1,4 +1,5 @@
-"""Ranks that do not make the same calls, or run the same blocks: each says so, of whom, and none waits until the deadline."""
+"""Ranks that do not make the same calls, or run the same blocks: each says so, of whom, and none waits until
+the deadline."""
 
 from __future__ import annotations
 
@@ -59,7 +60,8 @@ def apart(rank: int, world: int, case: str, folder: Path) -> tuple[str, float]:
         else:
             engine.save(folder)
     except PolyremeError as error:
-        with pytest.raises(PolyremeError, match="rank"):  # at once, and over other connections, too: the other rank has left
+        # at once, and over other connections, too: the other rank has left
+        with pytest.raises(PolyremeError, match="rank"):
             engine.save(folder)
         return f"{type(error).__name__}: {error}", time.monotonic() - began
     finally:
@@ -80,7 +82,10 @@ CASES = {
 def test_both_ranks_say_what_the_other_does(ranks: Ranks, tmp_path: Path, case: str) -> None:
     answers: list[Any] = ranks(2, apart, case, tmp_path / "checkpoint")
     for rank, (said, seconds) in enumerate(answers):
-        assert f"rank {1 - rank}" in said and said.startswith(("TransportError", "CheckpointError")), (rank, said)
+        assert f"rank {1 - rank}" in said and said.startswith(("TransportError", "CheckpointError")), (
+            rank,
+            said,
+        )
         assert seconds < 120, "far before the deadline of ten minutes"
     for name in CASES[case]:
         assert any(name in said for said, _ in answers), (name, answers)
@@ -106,7 +111,10 @@ def test_a_long_wait_says_for_whom_and_goes_on(ranks: Ranks, tmp_path: Path) -> 
     losses = ranks(2, late, tmp_path / "told")
     assert losses[0] == losses[1]
     # Which operation comes first in a step is not told of here: a first step compares its batches, too.
-    assert re.match(r"polyreme: rank 0 has waited \d+ s for rank 1 in train_step: .+ over dp \(", (tmp_path / "told").read_text())
+    assert re.match(
+        r"polyreme: rank 0 has waited \d+ s for rank 1 in train_step: .+ over dp \(",
+        (tmp_path / "told").read_text(),
+    )
 
 
 def around(rank: int, world: int) -> str:
@@ -128,11 +136,15 @@ def test_ranks_that_wait_in_a_circle_are_named(ranks: Ranks) -> None:
     for rank, said in enumerate(ranks(4, around)):
         assert "same calls in the same order" in said, (rank, said)
         for other in range(4):
-            assert f"rank {other} waits for rank" in said or f"and rank {other} for rank" in said, (rank, said)
+            assert f"rank {other} waits for rank" in said or f"and rank {other} for rank" in said, (
+                rank,
+                said,
+            )
 
 
 def beside(rank: int, world: int) -> float:
-    """The sum where rank 1 waits for rank 0, whose saving thread waits for rank 1, and which comes after both have looked some times."""
+    """The sum where rank 1 waits for rank 0, whose saving thread waits for rank 1, and which comes after both
+    have looked some times."""
     dp, aside = Mesh.open({"dp": 2}).dp, everyone()
     told, total = [_told(each) for each in range(2)], torch.ones(1)
     dp.barrier()
@@ -154,7 +166,9 @@ def beside(rank: int, world: int) -> float:
 
 
 def _told(rank: int) -> int:
-    return int(json.loads(WATCH._store.get(f"at/{rank}"))["told"]) if WATCH._store.check([f"at/{rank}"]) else 0
+    return (
+        int(json.loads(WATCH._store.get(f"at/{rank}"))["told"]) if WATCH._store.check([f"at/{rank}"]) else 0
+    )
 
 
 def test_a_thread_that_saves_is_in_no_circle(ranks: Ranks) -> None:

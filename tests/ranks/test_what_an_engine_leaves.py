@@ -21,10 +21,18 @@ WIDTH, TIMEOUT = 16, 60
 
 
 def settings(folder: Path, world: int) -> dict[str, dict[str, Any]]:
-    cases: dict[str, dict[str, Any]] = {f"stage {stage}": {"zero": {"stage": stage, "min_bucket": 0}} for stage in (0, 2, 3)}
+    cases: dict[str, dict[str, Any]] = {
+        f"stage {stage}": {"zero": {"stage": stage, "min_bucket": 0}} for stage in (0, 2, 3)
+    }
     cases["states in files"] = {**cases["stage 2"], "memory": {"states": str(folder / "states")}}
-    cases["all in files"] = {**cases["stage 3"], "memory": {"states": str(folder / "all"), "params": str(folder / "all")}}
-    cases["activations in files"] = {**cases["stage 3"], "memory": {"activations": str(folder / "activations")}}
+    cases["all in files"] = {
+        **cases["stage 3"],
+        "memory": {"states": str(folder / "all"), "params": str(folder / "all")},
+    }
+    cases["activations in files"] = {
+        **cases["stage 3"],
+        "memory": {"activations": str(folder / "activations")},
+    }
     cases["recomputation"] = {**cases["stage 3"], "memory": {"activations": "recompute"}}
     cases["accumulation"] = {**cases["stage 2"], "batch": {"size": 4, "micro": 1}}
     if world > 1:
@@ -45,13 +53,19 @@ def left(rank: int, world: int, folder: Path) -> list[str]:
         if "pipeline" not in name:
             engine(x[:1])  # whose backward does not come
         watched = {"engine": weakref.ref(engine), "model": weakref.ref(model)}
-        threads = [each for each in threading.enumerate() if each not in before and each.name.startswith(("tier", "offload"))]
+        threads = [
+            each
+            for each in threading.enumerate()
+            if each not in before and each.name.startswith(("tier", "offload"))
+        ]
         del engine, model
         gc.collect()
         for each in threads:
             each.join(TIMEOUT)
         until = time.monotonic() + TIMEOUT
-        while (own := len([each for each in UNSETTLED._held if all(each is not other for other in held)])) and time.monotonic() < until:
+        while (
+            own := len([each for each in UNSETTLED._held if all(each is not other for other in held)])
+        ) and time.monotonic() < until:
             time.sleep(1e-3)  # the others drop their engines, too
             UNSETTLED.sweep()
         found += [f"{name}: {own} inputs of exchanges"] * bool(own)

@@ -1,4 +1,5 @@
-"""Models that others have wrapped: taken out, so that a checkpoint has the plain model's names, or refused."""
+"""Models that others have wrapped: taken out, so that a checkpoint has the plain model's names, or
+refused."""
 
 from __future__ import annotations
 
@@ -72,12 +73,15 @@ def wrapped(rank: int, world: int, folder: Path) -> None:
             if dtype != "bf16":
                 sent = engine.traffic()
                 with engine.full_parameters():
-                    assert torch.equal(model(**batch).loss, engine.module(**batch).loss), name  # the wrapper is the plain module now
+                    # the wrapper is the plain module now
+                    assert torch.equal(model(**batch).loss, engine.module(**batch).loss), name
                 assert stage or engine.traffic() == sent
         path = engine.save(folder / f"{stage}-{dtype}")
         loaded, info = models.read_back(path)
         assert not info["missing_keys"] and not info["unexpected_keys"]
-        assert all(torch.equal(whole, loaded[name]) for name, whole in engine.state_dict(master=False).items())
+        assert all(
+            torch.equal(whole, loaded[name]) for name, whole in engine.state_dict(master=False).items()
+        )
 
 
 @pytest.mark.parametrize("world", [1, 2])
@@ -98,9 +102,15 @@ def refused(rank: int, world: int) -> None:
         return made
 
     cases: dict[str, tuple[Wrap, str]] = {
-        "FSDP": (lambda model: FullyShardedDataParallel(model, device_id=torch.device("cpu")), "zero.stage = 3"),
+        "FSDP": (
+            lambda model: FullyShardedDataParallel(model, device_id=torch.device("cpu")),
+            "zero.stage = 3",
+        ),
         "fully_shard": (lambda model: fully_shard(model, mesh=mesh), "zero.stage = 3"),
-        "a block of fully_shard": (lambda model: (fully_shard(model.model.layers[0], mesh=mesh), model)[1], "model.layers.0 was given to"),
+        "a block of fully_shard": (
+            lambda model: (fully_shard(model.model.layers[0], mesh=mesh), model)[1],
+            "model.layers.0 was given to",
+        ),
         "a parameter that is cut": (with_a_part, "parameter lm_head.weight is a DTensor"),
         "hooks": (hooked, "hooks are registered on a OptimizedModule"),
     }

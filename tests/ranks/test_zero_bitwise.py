@@ -1,4 +1,5 @@
-"""Stages, bucket sizes, prefetching, releasing and recomputing change no bit of the losses, the gradient norms or the weights."""
+"""Stages, bucket sizes, prefetching, releasing and recomputing change no bit of the losses, the gradient
+norms or the weights."""
 
 from __future__ import annotations
 
@@ -62,9 +63,13 @@ class Case(NamedTuple):
 
 
 def cases() -> list[Case]:
-    """Every two values of two kinds are in one; but sums in bf16 depend on how often they are made, so they are made once a step."""
+    """Every two values of two kinds are in one; but sums in bf16 depend on how often they are made, so they
+    are made once a step."""
     possible = [
-        Case(*each) for each in product(("llama", "gpt2", "dag"), (2, 4), PRECISIONS, ("step", "microbatch"), range(1, len(LAYOUTS)))
+        Case(*each)
+        for each in product(
+            ("llama", "gpt2", "dag"), (2, 4), PRECISIONS, ("step", "microbatch"), range(1, len(LAYOUTS))
+        )
     ]
     possible = [case for case in possible if (case.precision, case.every) != ("bf16 sums", "microbatch")]
     return cover(possible, lambda case: together(case._asdict(), 2))
@@ -76,12 +81,16 @@ CASES = cases()
 @pytest.mark.parametrize("world", [2, 4])
 @pytest.mark.parametrize("model", ["llama", "gpt2", "dag"])
 def test_layout_changes_nothing(ranks: Ranks, model: str, world: int) -> None:
-    trained = [name for name, p in models.build(model).named_parameters(remove_duplicate=False) if p.requires_grad]
+    trained = [
+        name for name, p in models.build(model).named_parameters(remove_duplicate=False) if p.requires_grad
+    ]
     cases = [case for case in CASES if (case.model, case.world) == (model, world)]
     for precision, every in {(case.precision, case.every) for case in cases}:
         chosen = {0, *(case.layout for case in cases if (case.precision, case.every) == (precision, every))}
         sections = {"precision": PRECISIONS[precision], "optimizer": {"clip": 0.5}}
-        settings = [training.config(world, 2, **reducing(LAYOUTS[at], every), **sections) for at in sorted(chosen)]
+        settings = [
+            training.config(world, 2, **reducing(LAYOUTS[at], every), **sections) for at in sorted(chosen)
+        ]
         records, weights = assert_all_equal(ranks, world, model, settings)
         assert records[0][1] > 0.5, "the clip has to cut for this test to test it"
         assert all(torch.isfinite(t).all() for t in weights.values())
@@ -92,12 +101,21 @@ def test_layout_changes_nothing(ranks: Ranks, model: str, world: int) -> None:
 @pytest.mark.parametrize("options", OPTIMIZERS, ids=lambda options: options["name"])
 def test_other_optimizers(ranks: Ranks, case: str, options: dict[str, Any]) -> None:
     assert_all_equal(
-        ranks, 2, case, [training.config(2, **each, optimizer=options) for each in (STAGES[0], STAGES[2], VARIATIONS[0], VARIATIONS[4])]
+        ranks,
+        2,
+        case,
+        [
+            training.config(2, **each, optimizer=options)
+            for each in (STAGES[0], STAGES[2], VARIATIONS[0], VARIATIONS[4])
+        ],
     )
 
 
 def test_optimizer_options_differ(ranks: Ranks) -> None:
     """So that equal runs above cannot come from runs that ignore their config."""
-    settings = [training.config(2, optimizer=o) for o in [{"name": "adamw", "lr": 1e-2}, *OPTIMIZERS, {**OPTIMIZERS[0], "clip": "none"}]]
+    settings = [
+        training.config(2, optimizer=o)
+        for o in [{"name": "adamw", "lr": 1e-2}, *OPTIMIZERS, {**OPTIMIZERS[0], "clip": "none"}]
+    ]
     runs = ranks(2, training.train, "llama", settings)[0]
     assert all(training.differences(a, b) for i, a in enumerate(runs) for b in runs[:i])

@@ -25,8 +25,12 @@ ACCUMULATION = 4
 
 @contextmanager
 def watched(events: list[str]) -> Iterator[None]:
-    """Note each backward, or half of one, when it begins, the products for weights put off, and the reductions of buckets."""
-    whole, inputs, product, reduce = Step.differentiate, Step.differentiate_inputs, ops.Shape.weight_grad, Bucket.reduce
+    """Note each backward, or half of one, when it begins, the products for weights put off, and the
+    reductions of buckets."""
+    whole = Step.differentiate
+    inputs = Step.differentiate_inputs
+    product = ops.Shape.weight_grad
+    reduce = Bucket.reduce
 
     def differentiate(self: Step, stage: int, *rest: Any) -> None:
         events.append(f"{stage}B")
@@ -59,8 +63,11 @@ def watched(events: list[str]) -> Iterator[None]:
         yield
 
 
-def step(rank: int, world: int, schedule: Any, stage: int, recompute: bool) -> tuple[list[str], dict[int, int], int]:
-    """What happened in one step; how many linear layers each of the rank's stages has, and how many buckets the rank."""
+def step(
+    rank: int, world: int, schedule: Any, stage: int, recompute: bool
+) -> tuple[list[str], dict[int, int], int]:
+    """What happened in one step; how many linear layers each of the rank's stages has, and how many buckets
+    the rank."""
     engine = polyreme.initialize(
         models.llama(num_hidden_layers=5),
         training.config(
@@ -76,7 +83,9 @@ def step(rank: int, world: int, schedule: Any, stage: int, recompute: bool) -> t
     dp = engine.mesh.dp
     events: list[str] = []
     with watched(events):
-        engine.train_step(models.share(models.batch_of("llama", training.SAMPLES, 0, torch.float32), dp.rank, dp.size))
+        engine.train_step(
+            models.share(models.batch_of("llama", training.SAMPLES, 0, torch.float32), dp.rank, dp.size)
+        )
     return events, linear_layers(engine), len(engine._placement.trainable)
 
 
@@ -86,8 +95,12 @@ def linear_layers(engine: polyreme.Engine) -> dict[int, int]:
     return {index: 7 * (each._stop - each._first) + each.is_last for index, each in stages.items()}
 
 
-@pytest.mark.parametrize(("schedule", "stage", "recompute"), [("1f1b-w", 2, False), ("zb-h1", 3, True), ("zb-v", 1, False)])
-def test_b_leaves_products_and_reductions_to_w(ranks: Ranks, schedule: Any, stage: int, recompute: bool) -> None:
+@pytest.mark.parametrize(
+    ("schedule", "stage", "recompute"), [("1f1b-w", 2, False), ("zb-h1", 3, True), ("zb-v", 1, False)]
+)
+def test_b_leaves_products_and_reductions_to_w(
+    ranks: Ranks, schedule: Any, stage: int, recompute: bool
+) -> None:
     rows = build(schedule, 2, ACCUMULATION)
     pp_rank = lambda rank: rank // 2  # noqa: E731  pp is outermost
     for rank, (events, linear, buckets) in enumerate(ranks(4, step, schedule, stage, recompute)):
@@ -106,14 +119,17 @@ def test_b_leaves_products_and_reductions_to_w(ranks: Ranks, schedule: Any, stag
         reductions = sum(done.count("reduction") for _, done in parts)
         assert reductions == buckets * (ACCUMULATION if stage > 1 else 1)
         last = parts[-1][1]
-        if schedule == "zb-h1" and rank > 1:  # stages have several blocks: the last's gradients are reduced while others are computed
+        # stages have several blocks: the last's gradients are reduced while others are computed
+        if schedule == "zb-h1" and rank > 1:
             assert last.index("reduction") < len(last) - 1 - last[::-1].index("product")
 
 
 def listening(rank: int, world: int, schedule: str) -> tuple[list[float], int, int, int]:
-    """Gradient norms of two steps. Of the last: how often a hook of the user's on a weight heard of its gradient, how many products were
-    added in place, and how many linear layers the rank has."""
-    config = training.config(1, ACCUMULATION, mesh={"pp": 2}, precision={"compute": "fp64"}, pipeline={"schedule": schedule})
+    """Gradient norms of two steps. Of the last: how often a hook of the user's on a weight heard of its
+    gradient, how many products were added in place, and how many linear layers the rank has."""
+    config = training.config(
+        1, ACCUMULATION, mesh={"pp": 2}, precision={"compute": "fp64"}, pipeline={"schedule": schedule}
+    )
     engine = polyreme.initialize(models.llama(num_hidden_layers=4), config, loss_fn=models.causal_loss)
     heard = added = 0
 
@@ -123,18 +139,24 @@ def listening(rank: int, world: int, schedule: str) -> tuple[list[float], int, i
 
     product = ops.Shape.weight_grad
 
-    def weight_grad(self: ops.Shape, grad: Any, x: Any, weight: Any, into: torch.Tensor | None = None) -> torch.Tensor:
+    def weight_grad(
+        self: ops.Shape, grad: Any, x: Any, weight: Any, into: torch.Tensor | None = None
+    ) -> torch.Tensor:
         nonlocal added
         added += into is not None
         return product(self, grad, x, weight, into)
 
-    weight = next(p for name, p in engine.module.named_parameters() if p.dim() == 2 and p.numel() and "layers" in name)
+    weight = next(
+        p for name, p in engine.module.named_parameters() if p.dim() == 2 and p.numel() and "layers" in name
+    )
     weight.register_post_accumulate_grad_hook(hear)
     norms = []
     for step in range(2):
         heard = added = 0
         with mock.patch.object(ops.Shape, "weight_grad", weight_grad):
-            norms.append(engine.train_step(models.batch_of("llama", training.SAMPLES, step, torch.float64)).grad_norm)
+            norms.append(
+                engine.train_step(models.batch_of("llama", training.SAMPLES, step, torch.float64)).grad_norm
+            )
     return norms, heard, added, linear_layers(engine)[rank]
 
 
@@ -150,13 +172,19 @@ def test_w_adds_products_to_the_buckets(ranks: Ranks) -> None:
 def precisions(rank: int, world: int, schedule: str) -> list[list[float]]:
     found = []
     for precision in ({"compute": "bf16"}, {"compute": "fp16", "loss_scale": "dynamic"}):
-        config = training.config(1, ACCUMULATION, mesh={"pp": 2}, precision=precision, pipeline={"schedule": schedule})
+        config = training.config(
+            1, ACCUMULATION, mesh={"pp": 2}, precision=precision, pipeline={"schedule": schedule}
+        )
         engine = polyreme.initialize(models.llama(num_hidden_layers=5), config, loss_fn=models.causal_loss)
-        found.append([engine.train_step(models.batch_of("llama", training.SAMPLES, step)).loss for step in range(3)])
+        found.append(
+            [engine.train_step(models.batch_of("llama", training.SAMPLES, step)).loss for step in range(3)]
+        )
     return found
 
 
 def test_low_precision(ranks: Ranks) -> None:
     """Losses as of 1F1B, but for the order in which gradients are added up."""
     for schedule in ("zb-h1", "zb-v"):
-        torch.testing.assert_close(ranks(2, precisions, schedule)[0], ranks(2, precisions, "1f1b")[0], rtol=5e-3, atol=0)
+        torch.testing.assert_close(
+            ranks(2, precisions, schedule)[0], ranks(2, precisions, "1f1b")[0], rtol=5e-3, atol=0
+        )

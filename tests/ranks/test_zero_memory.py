@@ -1,6 +1,8 @@
-"""Live bytes of model state equal the ZeRO formula between steps, and within a step exceed it by the root's and two blocks' at most.
+"""Live bytes of model state equal the ZeRO formula between steps, and within a step exceed it by the root's
+and two blocks' at most.
 
-Counted twice: by `engine.memory()`, and from outside, by the storages of all tensors that the interpreter knows."""
+Counted twice: by `engine.memory()`, and from outside, by the storages of all tensors that the interpreter
+knows."""
 
 from __future__ import annotations
 
@@ -47,40 +49,57 @@ def start(world: int, sections: dict[str, Any], **shape: int) -> tuple[polyreme.
 
 
 def formula(engine: polyreme.Engine, stage: int, compute: str) -> dict[str, int]:
-    """Bytes by category between steps: Ψ numbers in the compute dtype, Ψ gradients in float32, and float32 moments (and, beside a
-    half-precision model, a float32 copy); each divided by n from the stage on that shards it. Padding included."""
+    """Bytes by category between steps: Ψ numbers in the compute dtype, Ψ gradients in float32, and float32
+    moments (and, beside a half-precision model, a float32 copy); each divided by n from the stage on that
+    shards it. Padding included."""
     found = dict.fromkeys(STATE, 0)
     for bucket in engine._placement.trainable:
         layout, wire, half = bucket.layout, BYTES[compute], compute != "fp32"
         whole, shard = layout.size, layout.shard_size
         found["parameters"] += wire * (shard if stage == 3 else whole)
         region = whole if stage == 0 else shard
-        found["gradients"] += 4 * (region if stage >= 2 or half else whole)  # fp32 at stages 0 and 1: reduced in place
+        # fp32 at stages 0 and 1: reduced in place
+        found["gradients"] += 4 * (region if stage >= 2 or half else whole)
         if half and stage < 2:
             found["gradients"] += wire * whole  # before reduction, in the dtype of the model
         found["states"] += 4 * region * half
-        updated = sum(run.stop - run.start for run in layout.runs(*((0, whole) if stage == 0 else layout.shard(bucket.axis.rank))))
+        updated = sum(
+            run.stop - run.start
+            for run in layout.runs(*((0, whole) if stage == 0 else layout.shard(bucket.axis.rank)))
+        )
         found["states"] += 8 * updated
     return found
 
 
 def between_steps(rank: int, world: int, stage: int, compute: str) -> list[str]:
     """What is wrong with the bytes that live between steps."""
-    stale = [each for _, inputs in UNSETTLED._held for each in inputs if isinstance(each, Tensor)]  # of engines that were here before
+    # of engines that were here before
+    stale = [each for _, inputs in UNSETTLED._held for each in inputs if isinstance(each, Tensor)]
     before = live_bytes(stale)
-    engine, batch = start(world, {"zero": {"stage": stage}, "precision": {"compute": compute, "initial_scale": 8.0}})
+    engine, batch = start(
+        world, {"zero": {"stage": stage}, "precision": {"compute": compute, "initial_scale": 8.0}}
+    )
     for _ in range(2):
         assert not engine.train_step(models.share(batch, rank, world)).skipped
     del batch
     wrong, told, outside = [], engine.memory(), live_bytes(stale) - before
-    steps = sum(t.nbytes for u in engine._updates for _, s in u.state_of() for t in s.values() if isinstance(t, Tensor) and not t.dim())
+    steps = sum(
+        t.nbytes
+        for u in engine._updates
+        for _, s in u.state_of()
+        for t in s.values()
+        if isinstance(t, Tensor) and not t.dim()
+    )
     transient = engine._placement.pool.nbytes()
     counted = {key: told[key] - {"gradients": transient, "states": steps}.get(key, 0) for key in STATE}
     if counted != (wanted := formula(engine, stage, compute)):
         wrong.append(f"{counted} is not {wanted}")
     if not 0 <= outside - (told["buffers"] + sum(told[key] for key in STATE)) < 256:
         wrong.append(f"{outside} bytes from outside, told {told}")
-    sizes = [sum(bucket.layout.size for bucket in unit.buckets) for unit in (engine._placement.root, *engine._placement.units)]
+    sizes = [
+        sum(bucket.layout.size for bucket in unit.buckets)
+        for unit in (engine._placement.root, *engine._placement.units)
+    ]
     if transient > (sizes[0] + 2 * max(sizes[1:])) * BYTES[compute] or (stage < 2 and transient):
         wrong.append(f"{transient} bytes wait in the pool")
     emptied = [p.untyped_storage().nbytes() == 0 for p in engine.module.parameters()]
@@ -91,7 +110,12 @@ def between_steps(rank: int, world: int, stage: int, compute: str) -> list[str]:
 
 def all_between_steps(rank: int, world: int) -> list[str]:
     between_steps(rank, world, 0, "fp32")  # what a process has once, such as the scratch memory of kernels
-    return [problem for stage in (0, 1, 2, 3) for compute in BYTES for problem in between_steps(rank, world, stage, compute)]
+    return [
+        problem
+        for stage in (0, 1, 2, 3)
+        for compute in BYTES
+        for problem in between_steps(rank, world, stage, compute)
+    ]
 
 
 @pytest.mark.parametrize("world", [2, 4])
@@ -101,7 +125,8 @@ def test_state_between_steps(ranks: Ranks, world: int) -> None:
 
 
 def within_step(rank: int, world: int, sections: dict[str, Any]) -> dict[str, int]:
-    """The most bytes at any module's forward or backward in a step: whole parameters, and gradients beyond the shards; and sizes."""
+    """The most bytes at any module's forward or backward in a step: whole parameters, and gradients beyond
+    the shards; and sizes."""
     engine, batch = start(world, sections)
     share = models.share(batch, rank, world)
     engine.train_step(share)
@@ -128,18 +153,24 @@ def within_step(rank: int, world: int, sections: dict[str, Any]) -> dict[str, in
         parameter.register_post_accumulate_grad_hook(sample)
     engine.train_step(share)
     wire = BYTES[engine.config.precision.compute]
-    sizes = {"root": sum(b.layout.size for b in engine._placement.root.buckets) * wire,
-             "block": max(sum(b.layout.size for b in unit.buckets) for unit in engine._placement.units) * wire}  # fmt: skip
+    sizes = {
+        "root": sum(b.layout.size for b in engine._placement.root.buckets) * wire,
+        "block": max(sum(b.layout.size for b in unit.buckets) for unit in engine._placement.units) * wire,
+    }
     assert len(engine._placement.units) == LAYERS
     return peak | sizes
 
 
 @pytest.mark.parametrize("prefetch", [0, 1, 2])
 def test_working_set_of_stage_3(ranks: Ranks, prefetch: int) -> None:
-    """Beside its shards a rank holds the root and 1 + prefetch gathered blocks (two by default), and two blocks' gradients."""
+    """Beside its shards a rank holds the root and 1 + prefetch gathered blocks (two by default), and two
+    blocks' gradients."""
     for release, compute, activations in (("auto", "fp32", "keep"), ("always", "bf16", "recompute")):
-        sections = {"zero": {"stage": 3, "prefetch": prefetch, "release": release}, "precision": {"compute": compute},
-                    "memory": {"activations": activations}}  # fmt: skip
+        sections = {
+            "zero": {"stage": 3, "prefetch": prefetch, "release": release},
+            "precision": {"compute": compute},
+            "memory": {"activations": activations},
+        }
         for peak in ranks(2, within_step, sections):
             assert peak["samples"] > 100
             assert peak["parameters"] == peak["root"] + (1 + prefetch) * peak["block"]
@@ -147,10 +178,14 @@ def test_working_set_of_stage_3(ranks: Ranks, prefetch: int) -> None:
 
 
 def lent(rank: int, world: int, folder: str, sections: dict[str, Any]) -> dict[str, int]:
-    """Bytes that three steps take of the pool (of each size the most at once) and of memory for tiers, and what `working_set` says."""
+    """Bytes that three steps take of the pool (of each size the most at once) and of memory for tiers, and
+    what `working_set` says."""
     memory = {key: folder if value == "files" else value for key, value in sections["memory"].items()}
-    engine, batch = start(world, {**sections, "memory": memory}, intermediate_size=56)  # no bucket is as large as another's shard
-    pool, now, most = engine._placement.pool, Counter[tuple[int, torch.dtype]](), Counter[tuple[int, torch.dtype]]()
+    # no bucket is as large as another's shard
+    engine, batch = start(world, {**sections, "memory": memory}, intermediate_size=56)
+    pool = engine._placement.pool
+    now = Counter[tuple[int, torch.dtype]]()
+    most = Counter[tuple[int, torch.dtype]]()
     take, give = pool.take, pool.give
 
     def taken(size: int, dtype: torch.dtype) -> Tensor:
@@ -168,8 +203,8 @@ def lent(rank: int, world: int, folder: str, sections: dict[str, Any]) -> dict[s
         engine.train_step(models.share(batch, rank, world))
     buckets, said = engine._placement.buckets, engine.working_set()
     single = max(slot.size * b.formats.compute.itemsize for b in buckets for slot in b.layout.slots)
-    away = engine._placement.homes.away
-    ring = away.tier.buffers if away is not None and away.is_far else 0
+    away = engine._placement.offload.parameters
+    ring = away.store.buffers if away is not None and away.is_far else 0
     return {
         "pool": sum(count * size * dtype.itemsize for (size, dtype), count in most.items()),
         "pool said": said["gradients"] - single - sum(b.staying()[1] - b.unreduced for b in buckets),
@@ -198,7 +233,8 @@ def test_working_set_with_tiers(ranks: Ranks, tmp_path: Path, world: int, prefet
         for found in ranks(world, lent, str(tmp_path), sections):
             assert found["pool"] == found["pool said"], (case, found)
             assert found["tiers"] <= found["tiers said"], (case, found)
-            assert found["tiers"] == found["tiers said"] or not prefetch, (case, found)  # else what is written may be gone in time
+            # else what is written may be gone in time
+            assert found["tiers"] == found["tiers said"] or not prefetch, (case, found)
 
 
 def test_gradients_of_stage_2(ranks: Ranks) -> None:

@@ -84,7 +84,9 @@ class Quantized(Block):
         super().__init__()
         self.up.half()
         self.down.bfloat16()
-        self.matrix = nn.Parameter(torch.randint(-100, 100, (WIDTH, WIDTH), dtype=torch.int8), requires_grad=False)
+        self.matrix = nn.Parameter(
+            torch.randint(-100, 100, (WIDTH, WIDTH), dtype=torch.int8), requires_grad=False
+        )
         self.scale = nn.Parameter(torch.rand(WIDTH) / 100, requires_grad=False)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -92,11 +94,14 @@ class Quantized(Block):
 
 
 class Optional(Block):
-    """Parameters that only some inputs use: those whose `column` starts with a positive number (in `inputs`, by step and rank)."""
+    """Parameters that only some inputs use: those whose `column` starts with a positive number (in `inputs`,
+    by step and rank)."""
 
     def __init__(self, column: int = 0) -> None:
         super().__init__()
-        self.extra, self.after, self.column = nn.Parameter(torch.rand(WIDTH)), nn.Parameter(torch.rand(3, WIDTH)), column
+        self.extra = nn.Parameter(torch.rand(WIDTH))
+        self.after = nn.Parameter(torch.rand(3, WIDTH))
+        self.column = column
 
     def forward(self, x: Tensor, flags: Tensor) -> Tensor:
         x = super().forward(x) + self.after.sum(0)
@@ -143,7 +148,8 @@ class Buffered(Stack):
 
 
 class Odd(Stack):
-    """Parameters of size zero (used and unused), scalars, and a zero-sized one that lies where the next one begins."""
+    """Parameters of size zero (used and unused), scalars, and a zero-sized one that lies where the next one
+    begins."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -287,10 +293,22 @@ class TiedToBlock(Stack):
 
 
 CASES: dict[str, Callable[[], nn.Module]] = {
-    "stack": Stack, "adapted": Adapted, "quantized": lambda: Stack(Quantized), "conditional": Conditional, "repeated": Repeated,
-    "buffered": Buffered, "odd": Odd, "only-empty-outside": OnlyEmptyOutside, "outside": Outside, "structured": Structured,
-    "in-out": InOut, "passed": Passed, "in-place": InPlace, "dense-lookup": lambda: Lookup(False), "tied-to-block": TiedToBlock,
-}  # fmt: skip
+    "stack": Stack,
+    "adapted": Adapted,
+    "quantized": lambda: Stack(Quantized),
+    "conditional": Conditional,
+    "repeated": Repeated,
+    "buffered": Buffered,
+    "odd": Odd,
+    "only-empty-outside": OnlyEmptyOutside,
+    "outside": Outside,
+    "structured": Structured,
+    "in-out": InOut,
+    "passed": Passed,
+    "in-place": InPlace,
+    "dense-lookup": lambda: Lookup(False),
+    "tied-to-block": TiedToBlock,
+}
 
 
 def build(name: str, seed: int = 0) -> nn.Module:
@@ -303,13 +321,15 @@ def loss_fn(output: Any, target: Tensor) -> Tensor:
 
 
 def inputs(step: int, world: int) -> tuple[Tensor, Tensor]:
-    """A global batch. The sign of the first row of each rank's micro-batches in columns 0 to 3 says what `Conditional` uses: never,
-    always, in the second step only, on the last rank only (in the block whose gradients come first, so that ranks differ in when
-    they reduce it)."""
+    """A global batch. The sign of the first row of each rank's micro-batches in columns 0 to 3 says what
+    `Conditional` uses: never, always, in the second step only, on the last rank only (in the block whose
+    gradients come first, so that ranks differ in when they reduce it)."""
     generator = torch.Generator().manual_seed(step)
     x, y = (torch.randn(training.SAMPLES, WIDTH, generator=generator, dtype=torch.float64) for _ in range(2))
     for rank, part in enumerate(x.chunk(world)):
-        part[:, :4] = part[:, :4].abs() * torch.tensor([-1, 1, 1 if step == 1 else -1, 1 if rank == world - 1 else -1])
+        part[:, :4] = part[:, :4].abs() * torch.tensor(
+            [-1, 1, 1 if step == 1 else -1, 1 if rank == world - 1 else -1]
+        )
     return x, y
 
 
@@ -317,7 +337,10 @@ def reference(model: nn.Module, world: int) -> training.Run:
     """Plain PyTorch on the same micro-batches; parameters that none of them uses have no gradient."""
     model = model.double()
     trainable = [p for p in model.parameters() if p.requires_grad]
-    groups = [{"params": [p for p in trainable if p.dim() >= 2]}, {"params": [p for p in trainable if p.dim() < 2], "weight_decay": 0.0}]
+    groups = [
+        {"params": [p for p in trainable if p.dim() >= 2]},
+        {"params": [p for p in trainable if p.dim() < 2], "weight_decay": 0.0},
+    ]
     optimizer = torch.optim.AdamW(groups, lr=1e-2, betas=(0.9, 0.95), weight_decay=0.1)
     records = []
     for step in range(STEPS):
@@ -402,7 +425,8 @@ def own_checkpoints(rank: int, world: int) -> list[training.Run]:
 
 
 def test_the_models_own_checkpoints(ranks: Ranks) -> None:
-    """Hugging Face's gradient checkpointing, whose recomputation calls whole blocks with their hooks, changes no bit."""
+    """Hugging Face's gradient checkpointing, whose recomputation calls whole blocks with their hooks, changes
+    no bit."""
     for runs in ranks(2, own_checkpoints):
         assert not [d for run in runs[1:] for d in training.differences(runs[0], run)]
 
@@ -415,17 +439,27 @@ class Counting(TorchDispatchMode):
         self.count = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count += func in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.bmm.default)
+        self.count += func in (
+            torch.ops.aten.mm.default,
+            torch.ops.aten.addmm.default,
+            torch.ops.aten.bmm.default,
+        )
         return func(*args, **(kwargs or {}))
 
 
 def recomputation(rank: int, world: int) -> tuple[list[training.Run], list[tuple[int, int]]]:
-    """Runs with nothing, everything, every second and (of three blocks) only the first block recomputed, then with kept operators; and
-    how often each ran its MLPs' forward and its matrix products in a step."""
+    """Runs with nothing, everything, every second and (of three blocks) only the first block recomputed, then
+    with kept operators; and how often each ran its MLPs' forward and its matrix products in a step."""
     runs, counts = [], []
     recompute = {"activations": "recompute"}
-    for memory in ({}, recompute, {**recompute, "recompute_every": 2}, {**recompute, "recompute_every": 3},
-                   {**recompute, "recompute_save": ["mm"]}, {**recompute, "recompute_save": ["attention", "aten.silu"]}):  # fmt: skip
+    for memory in (
+        {},
+        recompute,
+        {**recompute, "recompute_every": 2},
+        {**recompute, "recompute_every": 3},
+        {**recompute, "recompute_save": ["mm"]},
+        {**recompute, "recompute_save": ["attention", "aten.silu"]},
+    ):
         config = training.config(world, zero={"stage": 3}, memory=memory)
         engine = polyreme.initialize(models.build("llama", torch.float32), config, loss_fn=models.causal_loss)
         calls = [0]
@@ -463,10 +497,14 @@ def test_what_cannot_be_recomputed_is_refused(ranks: Ranks) -> None:
 def compiled(rank: int, world: int) -> list[training.Run]:
     runs = []
     monkeypatch = pytest.MonkeyPatch()
-    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))  # all but the C++ compiler
+    # all but the C++ compiler
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
     for compile in (False, True):
         torch.manual_seed(0)
-        config = {**training.config(world, zero={"stage": 3}, precision={"compute": "fp64"}), "compile": compile}
+        config = {
+            **training.config(world, zero={"stage": 3}, precision={"compute": "fp64"}),
+            "compile": compile,
+        }
         engine = polyreme.initialize(Stack(), config, loss_fn=loss_fn)
         results = [engine.train_step(models.share(inputs(step, world), rank, world)) for step in range(2)]
         runs.append(([(r.loss, r.grad_norm) for r in results], engine.state_dict()))
@@ -484,7 +522,9 @@ def forwards_before_backward(rank: int, world: int) -> list[float]:
     norms = []
     for stage in (0, 3):
         torch.manual_seed(0)
-        engine = polyreme.initialize(Stack(), training.config(world, zero={"stage": stage}, precision={"compute": "fp64"}))
+        engine = polyreme.initialize(
+            Stack(), training.config(world, zero={"stage": stage}, precision={"compute": "fp64"})
+        )
         for step in range(2):
             x, y = models.share(inputs(step, world), rank, world)
             engine(y)

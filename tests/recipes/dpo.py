@@ -22,7 +22,9 @@ def plain() -> list[float]:
         margins = []
         for model in (policy, reference):
             scores = model(prompts).log_softmax(dim=-1)
-            margins.append((scores.gather(1, chosen[:, None]) - scores.gather(1, rejected[:, None])).squeeze(1))
+            margins.append(
+                (scores.gather(1, chosen[:, None]) - scores.gather(1, rejected[:, None])).squeeze(1)
+            )
         optimizer.zero_grad()
         loss = -nn.functional.logsigmoid(0.1 * (margins[0] - margins[1])).mean()
         loss.backward()

@@ -23,7 +23,9 @@ def plain() -> list[float]:
         weight = model[2].weight
         assert weight.grad is not None
         weight.grad *= min(1.0, 0.1 / weight.grad.norm().item())
-        norms.append(torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None]).item())
+        norms.append(
+            torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None]).item()
+        )
         torch.nn.utils.clip_grad_norm_(model.parameters(), sum(norms) / len(norms))
         optimizer.step()
         losses.append(loss.item())

@@ -15,7 +15,9 @@ def plain() -> list[float]:
         choices, counts = torch.randint(0, 2, (4,)).to(torch.get_default_dtype()), torch.rand(4)
         users += zip(bags, torch.randint(0, 50, (4,)), choices, counts, strict=True)
     taste, item = nn.EmbeddingBag(50, 16, mode="mean"), nn.Embedding(50, 16)
-    optimizer = torch.optim.AdamW([*taste.parameters(), *item.parameters()], lr=1e-2, betas=(0.9, 0.95), weight_decay=0.0)
+    optimizer = torch.optim.AdamW(
+        [*taste.parameters(), *item.parameters()], lr=1e-2, betas=(0.9, 0.95), weight_decay=0.0
+    )
     counts = torch.stack([count for *_, count in users])
     losses = []
     for _ in range(5):

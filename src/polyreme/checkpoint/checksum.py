@@ -1,12 +1,13 @@
 """The CRC-32 of a file from the checksums of its parts, in any order, by whoever has them. Pure.
 
-A CRC is linear: but for a constant that depends on the size alone, the checksum of a file is the XOR, over its parts, of the checksum of
-that part followed by as many zero bytes as come behind it in the file: the part's contribution. So ranks that write or read different
-parts of one file XOR what they have, and nobody needs to see the whole.
+A CRC is linear: but for a constant that depends on the size alone, the checksum of a file is the XOR, over
+its parts, of the checksum of that part followed by as many zero bytes as come behind it in the file: the
+part's contribution. So ranks that write or read different parts of one file XOR what they have, and nobody
+needs to see the whole.
 
-Invariant: `total(size, contributions of parts that partition a file of that size)` is `zlib.crc32` of the file.
-Polynomials over GF(2) are integers whose highest bit is x^0, as in zlib; a state is one of degree below 32.
-"""
+Invariant: `total(size, contributions of parts that partition a file of that size)` is `zlib.crc32` of the
+file. Polynomials over GF(2) are integers whose highest bit is x^0, as in zlib; a state is one of degree below
+32."""
 
 from __future__ import annotations
 
@@ -25,12 +26,14 @@ Data = bytes | bytearray | memoryview
 
 
 def linear(data: Data, before: int = 0) -> int:
-    """The state after `data`, from the state `before` (0: nothing, or only zeros, before it), without zlib's inversions."""
+    """The state after `data`, from the state `before` (0: nothing, or only zeros, before it), without zlib's
+    inversions."""
     return crc32(data, before ^ ALL) ^ ALL
 
 
 def shift(state: int, nbytes: int) -> int:
-    """The state after another `nbytes` zero bytes: `state` times x^(8 nbytes). Takes microseconds, whatever their number."""
+    """The state after another `nbytes` zero bytes: `state` times x^(8 nbytes). Takes microseconds, whatever
+    their number."""
     place = 0
     while nbytes:
         if nbytes & 1:
@@ -52,19 +55,23 @@ def contribution(data: Data, behind: int) -> int:
 
 
 def comb(data: Data, size: int, gap: int, behind: int) -> int:
-    """What many runs of `size` bytes each add to the checksum of a file in which `gap` bytes lie between each and the next, and `behind`
-    bytes after the last. `data` holds the runs, without the gaps. A fraction of a microsecond for each, besides its own bytes."""
+    """What many runs of `size` bytes each add to the checksum of a file in which `gap` bytes lie between each
+    and the next, and `behind` bytes after the last. `data` holds the runs, without the gaps. A fraction of a
+    microsecond for each, besides its own bytes."""
     if not gap or len(data) <= size:
         return contribution(data, behind)
     runs, state = memoryview(data).cast("B"), ALL
     a, b, c, d = _shift_inverted(gap)
     for at in range(0, len(runs), size):
-        state = crc32(runs[at : at + size], a[state & 255] ^ b[state >> 8 & 255] ^ c[state >> 16 & 255] ^ d[state >> 24])
+        state = crc32(
+            runs[at : at + size], a[state & 255] ^ b[state >> 8 & 255] ^ c[state >> 16 & 255] ^ d[state >> 24]
+        )
     return shift(state ^ ALL, behind)
 
 
 def total(size: int, contributions: Iterable[int]) -> int:
-    """`zlib.crc32` of a file of `size` bytes, of parts that partition it (what no part covers counts as zeros)."""
+    """`zlib.crc32` of a file of `size` bytes, of parts that partition it (what no part covers counts as
+    zeros)."""
     value = zeros(size)
     for each in contributions:
         value ^= each

@@ -1,4 +1,5 @@
-"""What ranks do together, so that a failure on one of them is an error on all. Communication: one exchange of reports."""
+"""What ranks do together, so that a failure on one of them is an error on all. Communication: one exchange of
+reports."""
 
 from __future__ import annotations
 
@@ -14,9 +15,13 @@ def reason(error: Exception) -> str:
     return str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
 
 
-def together(axis: Axis, work: Callable[[], Any], why: Callable[[int, Exception], str] = lambda rank, error: reason(error)) -> list[Any]:
-    """What `work` returned on every rank (JSON can hold it). Where it failed on any, CheckpointError on all, as `why` says it of that
-    rank and its error."""
+def collectively(
+    axis: Axis,
+    work: Callable[[], Any],
+    why: Callable[[int, Exception], str] = lambda rank, error: reason(error),
+) -> list[Any]:
+    """What `work` returned on every rank (JSON can hold it). Where it failed on any, CheckpointError on all,
+    as `why` says it of that rank and its error."""
     result, failure = None, None
     try:
         result = work()

@@ -44,7 +44,8 @@ class Row:
 
 @dataclass(frozen=True)
 class Contents:
-    """mesh: the sizes of the axes of the ranks that wrote it. state: how far training had come. others: names that are there and not read.
+    """mesh: the sizes of the axes of the ranks that wrote it. state: how far training had come. others: names
+    that are there and not read.
     checksums: how many there are; None if none was compared. problem: what the comparison found."""
 
     path: Path
@@ -76,7 +77,10 @@ class Contents:
             "tensors": [
                 {
                     "name": row.name,
-                    "kinds": {kind: {"shape": list(info.shape), "dtype": dtype(info)} for kind, info in row.kinds.items()},
+                    "kinds": {
+                        kind: {"shape": list(info.shape), "dtype": dtype(info)}
+                        for kind, info in row.kinds.items()
+                    },
                     "same_as": row.same_as,
                 }
                 for row in self.tensors
@@ -87,22 +91,27 @@ class Contents:
 
 
 def contents(path: Path, shares: Callable[[int], Iterable[int]] = range) -> Contents:
-    """Of the checkpoint at `path`, or the newest of the run's folder `path`. All of its bytes are compared with their checksums.
+    """Of the checkpoint at `path`, or the newest of the run's folder `path`. All of its bytes are compared
+    with their checksums.
 
-    shares: of a number of equal shares of that work, the numbers from 0 on, as they are to be done. Raises CheckpointError for what cannot
-    be opened.
-    """
+    shares: of a number of equal shares of that work, the numbers from 0 on, as they are to be done. Raises
+    CheckpointError for what cannot be opened."""
     source = open_source(RunFolder(path).newest() or path if path.is_dir() else path)
     checksums, problem = _check(source, shares)
     aliases: Mapping[str, str] = getattr(source, "aliases", {})
     by_name: dict[str, dict[str, TensorInfo]] = {}
-    order = sorted(source.tensors, key=lambda kind: ((MODEL, MASTER).index(kind) if kind in (MODEL, MASTER) else 2, kind))
+    order = sorted(
+        source.tensors, key=lambda kind: ((MODEL, MASTER).index(kind) if kind in (MODEL, MASTER) else 2, kind)
+    )
     for kind in order:
         for name, info in source.tensors[kind].items():
             by_name.setdefault(name, {})[kind] = info
     return Contents(
         path=source.path,
-        kinds=[_kind(kind, [info for name, info in source.tensors[kind].items() if name not in aliases]) for kind in order],
+        kinds=[
+            _kind(kind, [info for name, info in source.tensors[kind].items() if name not in aliases])
+            for kind in order
+        ],
         tensors=[Row(name, kinds, aliases.get(name)) for name, kinds in by_name.items()],
         checksums=checksums,
         problem=problem,
@@ -114,14 +123,31 @@ def _of_format(source: Source) -> dict[str, Any]:
     if isinstance(source, DeepSpeedCheckpoint):
         state = dict(source.state)
         versions = {"deepspeed": state.pop("deepspeed")} if "deepspeed" in state else {}
-        return {"format": "DeepSpeed", "mesh": source.mesh, "zero_stage": source.zero_stage, "state": state, "versions": versions}
+        return {
+            "format": "DeepSpeed",
+            "mesh": source.mesh,
+            "zero_stage": source.zero_stage,
+            "state": state,
+            "versions": versions,
+        }
     if isinstance(source, DCPCheckpoint):
-        return {"format": "torch.distributed.checkpoint", "mesh": {"ranks": source.ranks}, "state": source.state, "others": source.others}
+        return {
+            "format": "torch.distributed.checkpoint",
+            "mesh": {"ranks": source.ranks},
+            "state": source.state,
+            "others": source.others,
+        }
     resume = source.resume if isinstance(source, Directory) else None
     if resume is None:
         return {"format": "Hugging Face"}
     mesh = {name: size for name, size in resume.mesh.items() if isinstance(size, int)}
-    return {"format": "Polyreme", "mesh": mesh, "zero_stage": resume.zero_stage, "state": resume.state, "versions": resume.versions}
+    return {
+        "format": "Polyreme",
+        "mesh": mesh,
+        "zero_stage": resume.zero_stage,
+        "state": resume.state,
+        "versions": resume.versions,
+    }
 
 
 def _check(source: Source, shares: Callable[[int], Iterable[int]]) -> tuple[int, str | None]:

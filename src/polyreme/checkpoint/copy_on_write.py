@@ -1,5 +1,6 @@
-"""Memory that is written to a disk while its owner goes on computing, until the owner wants to change it: then what is not yet written is
-copied at once. So where the disk is fast enough, nothing is copied, and no memory taken. No communication."""
+"""Memory that is written to a disk while its owner goes on computing, until the owner wants to change it:
+then what is not yet written is copied at once. So where the disk is fast enough, nothing is copied, and no
+memory taken. No communication."""
 
 from __future__ import annotations
 
@@ -17,13 +18,14 @@ from torch import Tensor
 from polyreme.files.direct_io import HUGE_PAGE, aligned
 
 BLOCK = HUGE_PAGE
-"""Bytes of memory for one job. Larger ones would not be faster, and pages of less are slower for the disk (docs/LOG.md)."""
+"""Bytes of memory for one job. Larger ones would not be faster, and pages of less are slower for the disk
+(docs/LOG.md)."""
 
 
 Work = Callable[[], None]
 
 
-class Loan:
+class BackgroundAccess:
     """What others may read until the owner takes it back."""
 
     def __init__(self) -> None:
@@ -45,20 +47,23 @@ class Loan:
 
 
 class Job(NamedTuple):
-    """pack: copies `nbytes` bytes (whole pages, at most BLOCK) from where they are lent into the memory, and returns them or a part of
-    them. put: writes them."""
+    """pack: copies `nbytes` bytes (whole pages, at most BLOCK) from where they are lent into the memory, and
+    returns them or a part of them. put: writes them."""
 
     nbytes: int
     pack: Callable[[Tensor], Tensor]
     put: Callable[[Tensor], None]
 
 
-class Line:
-    """Performs jobs in order, some at a time: some threads pack, others do nothing but write, so that the disk never waits for a copy. They
-    share `buffers` blocks of memory; once the loan is wanted, what is left is packed into new memory at once."""
+class JobQueue:
+    """Performs jobs in order, some at a time: some threads pack, others do nothing but write, so that the
+    disk never waits for a copy. They share `buffers` blocks of memory; once the loan is wanted, what is left
+    is packed into new memory at once."""
 
-    def __init__(self, jobs: Iterable[Job], loan: Loan, stream: torch.cuda.Stream | None, buffers: int) -> None:
-        self._waiting, self._loan, self._stream = deque(jobs), loan, stream
+    def __init__(
+        self, jobs: Iterable[Job], access: BackgroundAccess, stream: torch.cuda.Stream | None, buffers: int
+    ) -> None:
+        self._waiting, self._access, self._stream = deque(jobs), access, stream
         self._free: SimpleQueue[Tensor | None] = SimpleQueue()
         """Blocks; None: take new memory."""
         for memory in aligned(buffers * BLOCK).split(BLOCK):
@@ -68,21 +73,25 @@ class Line:
         self._left, self._counting, self._wanted = len(self._waiting), threading.Lock(), False
 
     def perform(self, packers: int, writers: int, beside: Work | None = None) -> None:
-        """With so many threads. beside: what this one does meanwhile. Raises what that, or one of the jobs, raised; those that were not
-        begun are dropped then."""
+        """With so many threads. beside: what this one does meanwhile. Raises what that, or one of the jobs,
+        raised; those that were not begun are dropped then."""
         if not self._left:
             self._end()
         with ThreadPoolExecutor(packers + writers + 1) as pool:
             watching = pool.submit(self._watch)
             try:
-                # those that write first: they wait at once, while one that packs would hold up the start of the others
-                threads = [pool.submit(self._guarded, work) for work in (*[self._write] * writers, *[self._pack] * packers)]
+                # those that write first: they wait at once, while one that packs would hold up the start of
+                # the others
+                threads = [
+                    pool.submit(self._guarded, work)
+                    for work in (*[self._write] * writers, *[self._pack] * packers)
+                ]
                 if beside is not None:
                     self._guarded(beside)
                 for thread in threads:
                     thread.result()
             finally:
-                self._loan.give_back()
+                self._access.give_back()
             watching.result()
 
     def _guarded(self, work: Work) -> None:
@@ -99,12 +108,12 @@ class Line:
 
     def _end(self) -> None:
         """All is packed, or nothing more is to be: nobody shall wait for anything."""
-        self._loan.give_back()
+        self._access.give_back()
         self._free.put(None)
         self._packed.put(None)
 
     def _watch(self) -> None:
-        self._loan.wait()
+        self._access.wait()
         self._wanted = True
         self._free.put(None)
 

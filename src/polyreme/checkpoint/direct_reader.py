@@ -1,9 +1,8 @@
-"""Files that are read and written past the page cache, where the system lets them: no copy is made then, and no page taken for it. What is
-in the cache already is read from there.
+"""Files that are read and written past the page cache, where the system lets them: no copy is made then, and
+no page taken for it. What is in the cache already is read from there.
 
-Invariant: a page of a file goes through the cache or past it, never both ways at a time, if those who write it have bytes of their own.
-No communication.
-"""
+Invariant: a page of a file goes through the cache or past it, never both ways at a time, if those who write
+it have bytes of their own. No communication."""
 
 from __future__ import annotations
 
@@ -41,10 +40,11 @@ def cover(begin: int, end: int) -> tuple[int, int]:
 
 
 class DirectFile:
-    """An open file, of which threads read or write different parts. `write`: it is to be written, and not read.
+    """An open file, of which threads read or write different parts. `write`: it is to be written, and not
+    read.
 
-    What goes past the cache begins and ends at multiples of ALIGNMENT, in the file and in memory: so memory that is read into is to have
-    room for whole pages (see `cover`), and to begin with a page."""
+    What goes past the cache begins and ends at multiples of ALIGNMENT, in the file and in memory: so memory
+    that is read into is to have room for whole pages (see `cover`), and to begin with a page."""
 
     def __init__(self, path: Path, write: bool = False) -> None:
         self.path, self._flags = path, os.O_WRONLY | os.O_NOFOLLOW if write else os.O_RDONLY
@@ -64,7 +64,8 @@ class DirectFile:
         os.fsync(self.descriptor)
 
     def _direct(self) -> int:
-        """The descriptor for what is to go past the cache: of a file system that has no such thing, the other one."""
+        """The descriptor for what is to go past the cache: of a file system that has no such thing, the other
+        one."""
         with self._opening:
             if self._past is None:
                 try:
@@ -114,23 +115,29 @@ class DirectFile:
             _begin_writing(descriptor, begin, end - begin, _SYNC_FILE_RANGE_WRITE)
 
     def is_cached(self, begin: int, end: int) -> bool:
-        """Whether all pages of the bytes [begin, end), at least one, are in the page cache; `begin` is where one begins. (For files that
-        this user may not write, Linux does not tell, and says yes.)"""
+        """Whether all pages of the bytes [begin, end), at least one, are in the page cache; `begin` is where
+        one begins. (For files that this user may not write, Linux does not tell, and says yes.)"""
         if self._mapped is None:
             self._mapped = np.empty(0, dtype=np.uint8)
             with contextlib.suppress(OSError, ValueError):  # a file system without mappings, an empty file
-                self._mapped = np.frombuffer(mmap.mmap(self.descriptor, 0, prot=mmap.PROT_READ), dtype=np.uint8)
+                self._mapped = np.frombuffer(
+                    mmap.mmap(self.descriptor, 0, prot=mmap.PROT_READ), dtype=np.uint8
+                )
         if _mincore is None or end > len(self._mapped):
             return False
-        for stop in (min(begin + mmap.PAGESIZE, end), end):  # the first page mostly tells, and all would take 0.1 ms
+        # the first page mostly tells, and all would take 0.1 ms
+        for stop in (min(begin + mmap.PAGESIZE, end), end):
             pages = ctypes.create_string_buffer(-(-(stop - begin) // mmap.PAGESIZE))
-            if _mincore(self._mapped.ctypes.data + begin, stop - begin, pages) or not all(page & 1 for page in pages.raw):
+            if _mincore(self._mapped.ctypes.data + begin, stop - begin, pages) or not all(
+                page & 1 for page in pages.raw
+            ):
                 return False
         return True
 
     def read(self, memory: memoryview, begin: int, end: int, cached: bool) -> memoryview:
-        """The bytes [begin, end) of the file, in the memory, which has room for their pages. cached: through the page cache, as they are
-        there, or others will read them, too. Raises CheckpointError where there are fewer."""
+        """The bytes [begin, end) of the file, in the memory, which has room for their pages. cached: through
+        the page cache, as they are there, or others will read them, too. Raises CheckpointError where there
+        are fewer."""
         base, stop = cover(begin, end)
         descriptor = self.descriptor if cached or end - begin < SMALL else self._direct()
         at = base

@@ -1,4 +1,5 @@
-"""Files that may be damaged or made to harm: whatever is wrong with one is a CheckpointError that names it. No communication."""
+"""Files that may be damaged or made to harm: whatever is wrong with one is a CheckpointError that names it.
+No communication."""
 
 from __future__ import annotations
 
@@ -18,7 +19,9 @@ JSON_LIMIT = 1 << 30
 
 def damaged(file: Path, what: str) -> CheckpointError:
     """The error that `file` is not what it must be."""
-    return CheckpointError(f"{file} is damaged: {what}. Copy it again from where it was whole, or use an earlier checkpoint")
+    return CheckpointError(
+        f"{file} is damaged: {what}. Copy it again from where it was whole, or use an earlier checkpoint"
+    )
 
 
 @contextmanager
@@ -31,7 +34,8 @@ def reading(file: Path) -> Iterator[None]:
 
 
 def is_plain(name: object) -> bool:
-    """Whether `name` is that of a file within a folder on any system: parts between slashes, without `..`, drives, control characters."""
+    """Whether `name` is that of a file within a folder on any system: parts between slashes, without `..`,
+    drives, control characters."""
     if not isinstance(name, str) or "\\" in name or ":" in name or not name.isprintable():
         return False
     return all(part not in ("", ".", "..") for part in name.split("/"))
@@ -40,28 +44,34 @@ def is_plain(name: object) -> bool:
 def locate(folder: Path, name: str) -> tuple[Path, int]:
     """The regular file `name` (see `is_plain`) of `folder`, and its bytes.
 
-    Raises CheckpointError where there is none, and where a link leads out of the folder; but those of the Hugging Face cache, whose
-    folders `snapshots/*` are links to the files of `blobs` beside them, are followed."""
+    Raises CheckpointError where there is none, and where a link leads out of the folder; but those of the
+    Hugging Face cache, whose folders `snapshots/*` are links to the files of `blobs` beside them, are
+    followed."""
     file = folder / name
     with reading(file):
         status = file.stat()
         home, target = folder.resolve(), file.resolve()
     blobs = home.parent.parent / "blobs"
     if not target.is_relative_to(home) and not (home.parent.name == "snapshots" and target.parent == blobs):
-        raise CheckpointError(f"{file} is a link that leads out of the checkpoint, to {target}: put the file itself in its place")
+        raise CheckpointError(
+            f"{file} is a link that leads out of the checkpoint, "
+            f"to {target}: put the file itself in its place"
+        )
     if not stat.S_ISREG(status.st_mode):
         raise CheckpointError(f"{file} is not a file")
     return file, status.st_size
 
 
 def fill(file: Path, memory: memoryview, offset: int) -> None:
-    """Read the bytes of `file` from `offset` on into the whole of `memory`; CheckpointError where there are fewer."""
+    """Read the bytes of `file` from `offset` on into the whole of `memory`; CheckpointError where there are
+    fewer."""
     for _ in chunks(file, offset, offset + len(memory), memory):
         pass
 
 
 def chunks(file: Path, start: int, stop: int, memory: memoryview) -> Iterator[memoryview]:
-    """The bytes [start, stop) of `file`, one part of `memory` after the other. CheckpointError where there are fewer."""
+    """The bytes [start, stop) of `file`, one part of `memory` after the other. CheckpointError where there
+    are fewer."""
     with reading(file), file.open("rb", buffering=0) as opened:
         opened.seek(start)
         while start < stop:
@@ -88,7 +98,8 @@ def read_json(file: Path) -> dict[str, Any]:
 
 
 def parse_json(text: bytes | bytearray, file: Path) -> dict[str, Any]:
-    """The object that `text`, from `file`, holds. CheckpointError where a key comes twice, too: parsers differ in which counts."""
+    """The object that `text`, from `file`, holds. CheckpointError where a key comes twice, too: parsers
+    differ in which counts."""
     try:
         value = json.loads(text.decode(), object_pairs_hook=_distinct)
     except (ValueError, RecursionError) as error:

@@ -1,8 +1,9 @@
-"""Reads a checkpoint of any layout, or format, into what this rank has: only the ranges that it needs, straight to their place.
+"""Reads a checkpoint of any layout, or format, into what this rank has: only the ranges that it needs,
+straight to their place.
 
 Invariant: all that can be known to be wrong is known, on every rank, before any number of the model changes.
-Communication: what each rank needs, and read of the files' checksums; what each lacks; nothing while the model is filled.
-"""
+Communication: what each rank needs, and read of the files' checksums; what each lacks; nothing while the
+model is filled."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from polyreme.checkpoint.collective_errors import together
+from polyreme.checkpoint.collective_errors import collectively
 from polyreme.checkpoint.formats.huggingface import Directory
 from polyreme.checkpoint.reader import Kept, Need, keep
 from polyreme.checkpoint.sources import MASTER, MODEL, Source, TensorInfo
@@ -27,7 +28,8 @@ from polyreme.models.huggingface import base_prefix, file_names
 BLOCK = 1 << 20  # elements
 THREADS = 2
 SPARSE = 8
-"""Runs that are this many times shorter than the distance between them are read one by one, others with what lies between them."""
+"""Runs that are this many times shorter than the distance between them are read one by one, others with what
+lies between them."""
 
 
 @dataclass(frozen=True)
@@ -40,8 +42,9 @@ class Wanted:
 
 @dataclass(frozen=True)
 class Match:
-    """name_of: by the first name of each tensor of this rank that the checkpoint has, its name there. missing, unexpected, unlike: over all
-    ranks, what the checkpoint lacks, has besides, or has in another shape, each with the reason."""
+    """name_of: by the first name of each tensor of this rank that the checkpoint has, its name there.
+    missing, unexpected, unlike: over all ranks, what the checkpoint lacks, has besides, or has in another
+    shape, each with the reason."""
 
     name_of: Mapping[str, str]
     missing: Sequence[str]
@@ -56,24 +59,36 @@ class Match:
         named = ("not in the checkpoint", "in the checkpoint, not in the model", "of another shape")
         parts = zip((self.missing, self.unexpected, self.unlike), named, strict=True)
         return "; ".join(
-            f"{len(names)} {what}: {', '.join(names[:4])}{', ...' if len(names) > 4 else ''}" for names, what in parts if names
+            f"{len(names)} {what}: {', '.join(names[:4])}{', ...' if len(names) > 4 else ''}"
+            for names, what in parts
+            if names
         )
 
 
 def verify(source: Source, needed: Iterable[Need], axis: Axis) -> Source:
-    """Compare all bytes with the checksums, each rank a part of them. Returns the source, which has in memory what it could keep of what
-    is needed. Raises CheckpointError on every rank."""
+    """Compare all bytes with the checksums, each rank a part of them. Returns the source, which has in memory
+    what it could keep of what is needed. Raises CheckpointError on every rank."""
     if isinstance(source, Directory):
         return keep(source, needed, axis) if source.resume else source
-    parts = together(axis, lambda: source.contributions(axis.rank, axis.size))
-    together(axis, lambda: source.compare([combine(each) for each in zip(*parts, strict=True)]))
+    parts = collectively(axis, lambda: source.contributions(axis.rank, axis.size))
+    collectively(axis, lambda: source.compare([combine(each) for each in zip(*parts, strict=True)]))
     return source
 
 
-def needs(source: Source, name: str, cut: Cut, rank: int, start: int, stop: int, homes: Mapping[str, Tensor], at: int) -> Iterator[Need]:
-    """What of a tensor of the source, of all its kinds, those will read who have the elements [start, stop) of the flattened part that
-    tensor-parallel rank `rank` has of it; for `verify`. A guess where a state has a shape of its own: all of it. homes: by kind, flat
-    memory that is to have those elements from its element `at` on."""
+def needs(
+    source: Source,
+    name: str,
+    cut: Cut,
+    rank: int,
+    start: int,
+    stop: int,
+    homes: Mapping[str, Tensor],
+    at: int,
+) -> Iterator[Need]:
+    """What of a tensor of the source, of all its kinds, those will read who have the elements [start, stop)
+    of the flattened part that tensor-parallel rank `rank` has of it; for `verify`. A guess where a state has
+    a shape of its own: all of it. homes: by kind, flat memory that is to have those elements from its element
+    `at` on."""
     own = held(cut, rank, start, stop)
     for kind, tensors in source.tensors.items():
         if name not in tensors or (kind == MODEL and name in source.tensors.get(MASTER, {})):
@@ -89,9 +104,11 @@ def needs(source: Source, name: str, cut: Cut, rank: int, start: int, stop: int,
                 yield Need(kind, name, runs.whole, runs.whole if _is_sparse(runs) else _stop(runs))
 
 
-def match(source: Source, wanted: Iterable[Wanted], renamed: Mapping[str, str], prefix: str, axis: Axis) -> Match:
-    """Which of the source's tensors are this rank's, by name. renamed: other names of some. prefix: what a model with a head has before the
-    names of one without."""
+def match(
+    source: Source, wanted: Iterable[Wanted], renamed: Mapping[str, str], prefix: str, axis: Axis
+) -> Match:
+    """Which of the source's tensors are this rank's, by name. renamed: other names of some. prefix: what a
+    model with a head has before the names of one without."""
     found = _weights(source)
     wanted = [Wanted(_with(renamed, tensor.names), tensor.shape) for tensor in wanted]
     name_of: dict[str, str] = {}
@@ -100,7 +117,9 @@ def match(source: Source, wanted: Iterable[Wanted], renamed: Mapping[str, str], 
         there = _name(found, tensor.names, prefix)
         if there is None:
             missing.append(tensor.names[0])
-        elif wrong := [info.shape for info in _all(source, there) if tuple(info.shape) != tuple(tensor.shape)]:
+        elif wrong := [
+            info.shape for info in _all(source, there) if tuple(info.shape) != tuple(tensor.shape)
+        ]:
             unlike.append(f"{tensor.names[0]} {_shape(wrong[0])}, in the model {_shape(tensor.shape)}")
         else:
             name_of[tensor.names[0]] = there
@@ -113,7 +132,8 @@ def match(source: Source, wanted: Iterable[Wanted], renamed: Mapping[str, str], 
 
 
 def lacks(source: Source, model: nn.Module) -> list[str]:
-    """Parameters and persistent buffers of a whole model that the source does not have, or not in this shape. No communication."""
+    """Parameters and persistent buffers of a whole model that the source does not have, or not in this shape.
+    No communication."""
     found, names_of, tensors = _weights(source), dict[int, list[str]](), model.state_dict(keep_vars=True)
     for name, tensor in tensors.items():
         names_of.setdefault(id(tensor), []).append(name)
@@ -141,7 +161,11 @@ def _all(source: Source, name: str) -> list[TensorInfo]:
 
 def _name(found: Mapping[str, TensorInfo], names: Sequence[str], prefix: str) -> str | None:
     """Under which of its names, with or without `prefix`, a tensor is there."""
-    others = [name.removeprefix(prefix) if name.startswith(prefix) else prefix + name for name in names] if prefix else []
+    others = (
+        [name.removeprefix(prefix) if name.startswith(prefix) else prefix + name for name in names]
+        if prefix
+        else []
+    )
     return next((name for name in (*names, *others) if name in found), None)
 
 
@@ -149,7 +173,12 @@ def fill(source: Source, regions: Iterable[tuple[str, str, Region]]) -> None:
     """Read (kind, name in the source) into each region's memory, in its dtype."""
     settled = source.settled if isinstance(source, Kept) else ()
     left = [each for each in regions if each[:2] not in settled]
-    blocks = [(kind, name, region, block) for kind, name, region in left for runs in region.runs() for block in _blocks(runs)]
+    blocks = [
+        (kind, name, region, block)
+        for kind, name, region in left
+        for runs in region.runs()
+        for block in _blocks(runs)
+    ]
     if isinstance(source, Kept):  # nearly all of it is in memory
         for block in blocks:
             _read(source, *block)

@@ -1,7 +1,7 @@
 """`resume.json`: what a checkpoint holds besides tensors, and the size and CRC-32 of each of its files.
 
-Invariant: `read` returns what `dump` was given, or raises; its names of files stay within the folder. No communication.
-"""
+Invariant: `read` returns what `dump` was given, or raises; its names of files stay within the folder. No
+communication."""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ class File(NamedTuple):
 
 @dataclass(frozen=True)
 class Resume:
-    """All but `files` and `zero_stage` are mappings of whatever JSON holds (NaN and infinities included), with keys that are strings."""
+    """All but `files` and `zero_stage` are mappings of whatever JSON holds (NaN and infinities included),
+    with keys that are strings."""
 
     files: Mapping[str, File] = field(default_factory=dict)
     """By path within the folder, with slashes: every file but resume.json itself."""
@@ -50,9 +51,14 @@ class Resume:
 
 
 def dump(resume: Resume) -> bytes:
-    """The text of the file. Raises CheckpointError for what JSON cannot hold, and for names of files that would not be read again."""
-    tree: dict[str, Any] = {"format": FORMAT, "version": VERSION} | {each.name: getattr(resume, each.name) for each in fields(Resume)}
-    tree["files"] = {name: {"size": file.size, "crc32": f"{file.crc32:08x}"} for name, file in resume.files.items()}
+    """The text of the file. Raises CheckpointError for what JSON cannot hold, and for names of files that
+    would not be read again."""
+    tree: dict[str, Any] = {"format": FORMAT, "version": VERSION} | {
+        each.name: getattr(resume, each.name) for each in fields(Resume)
+    }
+    tree["files"] = {
+        name: {"size": file.size, "crc32": f"{file.crc32:08x}"} for name, file in resume.files.items()
+    }
     try:
         tree = json.loads(json.dumps(tree))
     except (TypeError, ValueError, RecursionError) as error:
@@ -69,7 +75,8 @@ def write(folder: Path, resume: Resume) -> None:
 
 
 def read(folder: Path) -> Resume | None:
-    """What the folder's resume.json says; None where there is none. Raises CheckpointError for one that is damaged, or too new."""
+    """What the folder's resume.json says; None where there is none. Raises CheckpointError for one that is
+    damaged, or too new."""
     file = folder / NAME
     with reading(folder):
         if NAME not in (entry.name for entry in folder.iterdir()):
@@ -77,10 +84,16 @@ def read(folder: Path) -> Resume | None:
     tree = read_json(locate(folder, NAME)[0])
     version = tree.get("version")
     if tree.get("format") == FORMAT and type(version) is int and version > VERSION:
-        raise CheckpointError(f"{file} has version {version} of the format, and this Polyreme reads up to version {VERSION}: "
-                              f"use a Polyreme as new as the one that wrote it ({tree.get('versions')!r:.200})")  # fmt: skip
+        raise CheckpointError(f"{file} has version {version} of the format, "
+                              f"and this Polyreme reads up to version {VERSION}: "
+                              "use a Polyreme as new as the one that "
+                              f"wrote it ({tree.get('versions')!r:.200})")  # fmt: skip
     if tree.get("format") != FORMAT or version != VERSION:
-        raise damaged(file, f"its format is {tree.get('format')!r:.200}, version {version!r:.200}, not {FORMAT!r}, version {VERSION}")
+        raise damaged(
+            file,
+            f"its format is {tree.get('format')!r:.200}, version "
+            f"{version!r:.200}, not {FORMAT!r}, version {VERSION}",
+        )
     said = tree.pop("self", None)
     if said != _checksum(tree):
         raise damaged(file, f"its own checksum is {_checksum(tree)}, and it says {said!r:.200}")
@@ -105,7 +118,12 @@ def _wrong(tree: Mapping[str, Any]) -> str | None:
     for name, row in tree["files"].items():
         if not is_plain(name) or name == NAME:
             return f"{name!r} is not the name of a file within the folder"
-        if not isinstance(row, dict) or type(row.get("size")) is not int or row["size"] < 0 or not _is_checksum(row.get("crc32")):
+        if (
+            not isinstance(row, dict)
+            or type(row.get("size")) is not int
+            or row["size"] < 0
+            or not _is_checksum(row.get("crc32"))
+        ):
             return f"the file {name!r} is without its size or its checksum of 8 hexadecimal digits"
     return _wrong_within(tree)
 
@@ -124,13 +142,17 @@ def _wrong_within(tree: Mapping[str, Any]) -> str | None:
         if key in KINDS and (type(value) not in KINDS[key] or (type(value) is int and value < 0)):
             return f"state: {key!r} is {value!r:.200}"
     counts = tree["state"].get("skipped", {})
-    if not counts.keys() <= {"steps", "samples", "tokens"} or not all(type(count) is int for count in counts.values()):
+    if not counts.keys() <= {"steps", "samples", "tokens"} or not all(
+        type(count) is int for count in counts.values()
+    ):
         return f"state: 'skipped' is {counts!r:.200}"
     groups = tree["state"].get("options", {}).get("groups", [])
     if not isinstance(groups, list) or not all(isinstance(group, dict) for group in groups):
         return f"state: the groups of 'options' are {groups!r:.200}"
     for rank, states in tree["rng"].items():
-        if not isinstance(states, dict) or not all(isinstance(text, str) and _is_base64(text) for text in states.values()):
+        if not isinstance(states, dict) or not all(
+            isinstance(text, str) and _is_base64(text) for text in states.values()
+        ):
             return f"rng: that of {rank!r} is no state of random numbers"
     places = tree["data"].get("loaders", [])
     if not isinstance(places, list) or not all(isinstance(place, dict) for place in places):

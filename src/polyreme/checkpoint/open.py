@@ -15,11 +15,12 @@ from polyreme.errors import CheckpointError
 
 
 def open_source(path: str | Path) -> Source:
-    """The checkpoint in the folder `path`: one of ours, of DeepSpeed, of torch.distributed.checkpoint or of Hugging Face.
+    """The checkpoint in the folder `path`: one of ours, of DeepSpeed, of torch.distributed.checkpoint or of
+    Hugging Face.
 
-    Of several in one folder, as Hugging Face's trainer leaves them, it is the first of these, as weights alone would lose the optimizer's
-    states. Raises CheckpointError where there is none, or for what is wrong with it.
-    """
+    Of several in one folder, as Hugging Face's trainer leaves them, it is the first of these, as weights
+    alone would lose the optimizer's states. Raises CheckpointError where there is none, or for what is wrong
+    with it."""
     path = Path(path)
     with reading(path):
         if not path.is_dir():
@@ -35,7 +36,9 @@ def open_source(path: str | Path) -> Source:
         return Directory(path)
     there = ", ".join(sorted(names)[:10]) + (", ..." if len(names) > 10 else "")
     raise CheckpointError(
-        f"{path} has no checkpoint that can be read. It would have a {RESUME} (Polyreme), model.safetensors or its index (Hugging Face), "
-        f"*_model_states.pt or a file `latest` that names a folder of such (DeepSpeed), or {dcp.METADATA} (torch.distributed.checkpoint); "
+        f"{path} has no checkpoint that can be read. It would have a "
+        f"{RESUME} (Polyreme), model.safetensors or its index (Hugging Face), "
+        "*_model_states.pt or a file `latest` that names a folder of such "
+        f"(DeepSpeed), or {dcp.METADATA} (torch.distributed.checkpoint); "
         f"it has {there or 'no files'}"
     )

@@ -1,9 +1,8 @@
 """What of a disk is ours, and may be replaced or deleted: nothing else ever is.
 
-A checkpoint carries `resume.json`, which names each of its files; one that is being written carries UNFINISHED, from before its first file
-until resume.json is there. Whoever deletes one deletes these last, so that what is left of it, whenever the process ends, is still ours.
-No communication.
-"""
+A checkpoint carries `resume.json`, which names each of its files; one that is being written carries
+UNFINISHED, from before its first file until resume.json is there. Whoever deletes one deletes these last, so
+that what is left of it, whenever the process ends, is still ours. No communication."""
 
 from __future__ import annotations
 
@@ -16,13 +15,15 @@ from polyreme.checkpoint import manifest
 from polyreme.errors import CheckpointError
 
 UNFINISHED = "polyreme.unfinished"
-"""The file in a checkpoint that is being written; a claim (see `claim`), which tells whether its writer lives."""
+"""The file in a checkpoint that is being written; a claim (see `claim`), which tells whether its writer
+lives."""
 STEP = re.compile(r"step-[0-9]+")
 """The name of a checkpoint in a run's folder."""
 
 
 def why_not(path: Path) -> str | None:
-    """Why the directory `path` is not ours to delete; None where it is, as a whole, or empty, or not there at all."""
+    """Why the directory `path` is not ours to delete; None where it is, as a whole, or empty, or not there at
+    all."""
     if not os.path.lexists(path):
         return None
     if path.is_symlink():
@@ -46,9 +47,12 @@ def why_not(path: Path) -> str | None:
     others = sorted(
         name
         for entry in path.rglob("*")
-        if (name := entry.relative_to(path).as_posix()) not in (folders if entry.is_dir() and not entry.is_symlink() else known)
+        if (name := entry.relative_to(path).as_posix())
+        not in (folders if entry.is_dir() and not entry.is_symlink() else known)
     )
-    return f"it has {_listed(others)}, which the checkpoint in it does not name as its own" if others else None
+    return (
+        f"it has {_listed(others)}, which the checkpoint in it does not name as its own" if others else None
+    )
 
 
 def carries_manifest(path: Path) -> bool:
@@ -57,20 +61,24 @@ def carries_manifest(path: Path) -> bool:
 
 
 def check(path: Path) -> None:
-    """Raises CheckpointError where a checkpoint cannot be written to `path` without replacing what is not ours."""
+    """Raises CheckpointError where a checkpoint cannot be written to `path` without replacing what is not
+    ours."""
     if path.name in ("", ".."):
-        raise CheckpointError(f"{str(path)!r} is a folder that is there, not a name for a checkpoint: give one in it, such as "
+        raise CheckpointError(f"{str(path)!r} is a folder that is there, not a "
+                              "name for a checkpoint: give one in it, such as "
                               f"{str(path / 'step-1000')!r}")  # fmt: skip
     for each in (path, path.with_name(path.name + ".tmp"), path.with_name(path.name + ".old")):
         if reason := why_not(each):
             inside = f" (such as {path / 'step-1000'})" if each == path and path.is_dir() else ""
             needed = "" if each == path else f", a name that is needed while {path.name} is written"
-            raise CheckpointError(f"{each} would be replaced{needed}, and only a checkpoint of Polyreme ever is: {reason}. "
+            raise CheckpointError(f"{each} would be replaced{needed}, and only "
+                                  f"a checkpoint of Polyreme ever is: {reason}. "
                                   f"Save to another path{inside}, or move that away")  # fmt: skip
 
 
 def remove(path: Path) -> None:
-    """Delete the directory, if it is there. Raises CheckpointError, and deletes nothing, where it is not ours."""
+    """Delete the directory, if it is there. Raises CheckpointError, and deletes nothing, where it is not
+    ours."""
     if not os.path.lexists(path):
         return
     if reason := why_not(path):

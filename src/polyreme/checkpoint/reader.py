@@ -1,10 +1,11 @@
-"""Reads all bytes of a checkpoint once, compares them with their checksums, and keeps those that this rank needs in host memory.
+"""Reads all bytes of a checkpoint once, compares them with their checksums, and keeps those that this rank
+needs in host memory.
 
-Invariants: each byte is read for the comparison by exactly one rank; what is kept is what was compared; and no rank keeps more than its
-share of half of the memory that is available (the rest is read again when it is needed).
-Blocks are read into a little memory that is used again, and copied from there while the processor's cache has them: memory that is mapped
-anew, in huge pages, may first have to be given by the host, which costs more than the disk (docs/LOG.md). What the page cache has goes
-straight to its place.
+Invariants: each byte is read for the comparison by exactly one rank; what is kept is what was compared; and
+no rank keeps more than its share of half of the memory that is available (the rest is read again when it is
+needed). Blocks are read into a little memory that is used again, and copied from there while the processor's
+cache has them: memory that is mapped anew, in huge pages, may first have to be given by the host, which costs
+more than the disk (docs/LOG.md). What the page cache has goes straight to its place.
 Communication: what each rank needs; what each read of the files' checksums.
 """
 
@@ -23,7 +24,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from polyreme.checkpoint.collective_errors import together
+from polyreme.checkpoint.collective_errors import collectively
 from polyreme.checkpoint.direct_reader import DirectFile, cover
 from polyreme.checkpoint.files import fill
 from polyreme.checkpoint.formats.huggingface import Directory
@@ -36,8 +37,8 @@ from polyreme.offload.host import available
 BLOCK = HUGE_PAGE
 """Bytes that are read at once, at most."""
 THREADS = 3
-"""Each reads into one block of memory, compares and copies. More memory would not stay in the processor's cache, in which a virtual disk,
-too, is faster (docs/LOG.md)."""
+"""Each reads into one block of memory, compares and copies. More memory would not stay in the processor's
+cache, in which a virtual disk, too, is faster (docs/LOG.md)."""
 LARGEST = 16
 """Bytes of the largest number."""
 SHARE = 1 << 26
@@ -47,7 +48,7 @@ Range = tuple[int, int, int]
 """Bytes of a checkpoint: the number of the file, from where, to where."""
 
 
-class Part(NamedTuple):
+class FileRange(NamedTuple):
     """Bytes of a file for one rank to read. `wanted`: it needs them; `others`: so do others."""
 
     file: int
@@ -58,8 +59,8 @@ class Part(NamedTuple):
 
 
 class Need(NamedTuple):
-    """The elements [start, stop) of a tensor; there may be none. `into`: flat memory of the tensor's dtype that is to have them from its
-    element `at` on, if that is known: it is not in use."""
+    """The elements [start, stop) of a tensor; there may be none. `into`: flat memory of the tensor's dtype
+    that is to have them from its element `at` on, if that is known: it is not in use."""
 
     kind: str
     name: str
@@ -69,7 +70,7 @@ class Need(NamedTuple):
     at: int = 0
 
 
-class Place(NamedTuple):
+class KeptRange(NamedTuple):
     """Bytes that are kept, and their memory."""
 
     range: Range
@@ -79,17 +80,20 @@ class Place(NamedTuple):
 class Kept:
     """A checkpoint of which a part is in memory: a `Source`."""
 
-    def __init__(self, source: Directory, places: Sequence[Place]) -> None:
+    def __init__(self, source: Directory, places: Sequence[KeptRange]) -> None:
         self._source, self.places, self._begins = source, places, [place.range[:2] for place in places]
         self.settled: Collection[tuple[str, str]] = frozenset()
-        """Kinds and names of tensors of which all that this rank needs is in the memory that was named for it."""
+        """Kinds and names of tensors of which all that this rank needs is in the memory that was named for
+        it."""
         self.path: Path = source.path
         self.tensors: Mapping[str, Mapping[str, TensorInfo]] = source.tensors
         self.resume = source.resume
 
-    def among(self, file: int, begin: int, end: int) -> Sequence[Place]:
+    def among(self, file: int, begin: int, end: int) -> Sequence[KeptRange]:
         """The places that have any of these bytes, and perhaps one that has none."""
-        return self.places[max(bisect_right(self._begins, (file, begin)) - 1, 0) : bisect_left(self._begins, (file, end))]
+        return self.places[
+            max(bisect_right(self._begins, (file, begin)) - 1, 0) : bisect_left(self._begins, (file, end))
+        ]
 
     def read(self, kind: str, name: str, start: int, stop: int) -> Tensor:
         """See `Source`. What is kept is not copied."""
@@ -111,8 +115,8 @@ class Kept:
 
 
 def keep(source: Directory, needed: Iterable[Need], axis: Axis) -> Kept:
-    """Read and compare all of it, with all ranks. needed: what this rank will read. Raises CheckpointError on every rank where anything is
-    not as it was written; what was named `into` may be read then, or not."""
+    """Read and compare all of it, with all ranks. needed: what this rank will read. Raises CheckpointError on
+    every rank where anything is not as it was written; what was named `into` may be read then, or not."""
     mine: list[tuple[Range, Need]] = []
     host, free = socket.gethostname(), available() or 0
 
@@ -120,13 +124,13 @@ def keep(source: Directory, needed: Iterable[Need], axis: Axis) -> Kept:
         mine.extend((source.place(*need[:4]), need) for need in needed)
         return {"needed": joined(place for place, _ in mine), "host": host, "free": free}
 
-    reports = together(axis, report)
+    reports = collectively(axis, report)
     ranges = [[tuple(place) for place in each["needed"]] for each in reports]
     parts = divide([file.size for file in source.files], ranges)[axis.rank]
     kept = Kept(source, _places(parts, sorted(mine, key=lambda each: each[0]), _room(reports, host)))
     if _nbytes(place.range for place in kept.places) == _nbytes(place for place, _ in mine):
         kept.settled = {need[:2] for _, need in mine} - {need[:2] for _, need in mine if need.into is None}
-    source.compare(_combined(together(axis, lambda: _read_parts(source, parts, kept))))
+    source.compare(_combined(collectively(axis, lambda: _read_parts(source, parts, kept))))
     return kept
 
 
@@ -156,11 +160,11 @@ def joined(ranges: Iterable[Range]) -> list[Range]:
     return found
 
 
-def divide(sizes: Sequence[int], needed: Sequence[Sequence[Range]]) -> list[list[Part]]:
-    """Which rank reads which bytes of files of these sizes, every byte by one: by one that needs it, if any does. needed: of each rank,
-    `joined`."""
+def divide(sizes: Sequence[int], needed: Sequence[Sequence[Range]]) -> list[list[FileRange]]:
+    """Which rank reads which bytes of files of these sizes, every byte by one: by one that needs it, if any
+    does. needed: of each rank, `joined`."""
     bytes_of = [0] * len(needed)
-    found: list[list[Part]] = [[] for _ in needed]
+    found: list[list[FileRange]] = [[] for _ in needed]
     events: list[dict[int, list[int]]] = [{} for _ in sizes]
     for rank, ranges in enumerate(needed):
         for file, begin, end in ranges:
@@ -175,25 +179,30 @@ def divide(sizes: Sequence[int], needed: Sequence[Sequence[Range]]) -> list[list
                 stop = min(at + step, end)
                 rank = min(wanting or range(len(needed)), key=lambda rank: (bytes_of[rank], rank))
                 bytes_of[rank] += stop - at
-                found[rank].append(Part(file, at, stop, bool(wanting), len(wanting) > 1))
+                found[rank].append(FileRange(file, at, stop, bool(wanting), len(wanting) > 1))
     return [_merged(parts) for parts in found]
 
 
-def _merged(parts: Sequence[Part]) -> list[Part]:
+def _merged(parts: Sequence[FileRange]) -> list[FileRange]:
     """Those that lie end to end and are alike, together."""
-    found: list[Part] = []
+    found: list[FileRange] = []
     for part in parts:
         before = found[-1] if found else None
-        if before is not None and before.end == part.begin and (before.file, *before[3:]) == (part.file, *part[3:]):
+        if (
+            before is not None
+            and before.end == part.begin
+            and (before.file, *before[3:]) == (part.file, *part[3:])
+        ):
             found[-1] = before._replace(end=part.end)
         else:
             found.append(part)
     return found
 
 
-def _places(parts: Sequence[Part], needed: Sequence[tuple[Range, Need]], room: int) -> list[Place]:
-    """Which bytes of the parts are to be kept, and where: those that are needed (in order), each once, and at most `room`."""
-    found: list[Place] = []
+def _places(parts: Sequence[FileRange], needed: Sequence[tuple[Range, Need]], room: int) -> list[KeptRange]:
+    """Which bytes of the parts are to be kept, and where: those that are needed (in order), each once, and at
+    most `room`."""
+    found: list[KeptRange] = []
     first, last = 0, (0, 0)
     for part in parts:
         while first < len(needed) and (needed[first][0][0], needed[first][0][2]) <= part[:2]:
@@ -203,7 +212,7 @@ def _places(parts: Sequence[Part], needed: Sequence[tuple[Range, Need]], room: i
                 break
             low, high = max(begin, part.begin), min(end, part.end)
             if last <= (file, low) < (file, high) and high - low <= room:
-                found.append(Place((file, low, high), _memory(need, low - begin, high - begin)))
+                found.append(KeptRange((file, low, high), _memory(need, low - begin, high - begin)))
                 room -= high - low
                 last = file, high
     return found
@@ -218,7 +227,7 @@ def _memory(need: Need, low: int, high: int) -> Tensor:
     return torch.empty(skip + high - low, dtype=torch.uint8)[skip:]
 
 
-def _blocks(part: Part) -> Iterator[Part]:
+def _blocks(part: FileRange) -> Iterator[FileRange]:
     """The same bytes in pieces, each with its pages at most BLOCK, cut where pages begin."""
     size = part.end - part.begin
     count = -(-size // (BLOCK - 2 * ALIGNMENT))
@@ -227,8 +236,9 @@ def _blocks(part: Part) -> Iterator[Part]:
         yield part._replace(begin=begin, end=end)
 
 
-def _read_parts(source: Directory, parts: Iterable[Part], kept: Kept) -> list[int]:
-    """Read the parts, in order, and fill what is `kept` of them. Returns what they add to the checksum of each file."""
+def _read_parts(source: Directory, parts: Iterable[FileRange], kept: Kept) -> list[int]:
+    """Read the parts, in order, and fill what is `kept` of them. Returns what they add to the checksum of
+    each file."""
     blocks = deque(block for part in parts for block in _blocks(part))
 
     def work(memory: Tensor) -> list[int]:
@@ -239,7 +249,8 @@ def _read_parts(source: Directory, parts: Iterable[Part], kept: Kept) -> list[in
                     block = blocks.popleft()
                     if block.file != opened:
                         files.close()
-                        file, opened = files.enter_context(contextlib.closing(source.open(block.file))), block.file
+                        file = files.enter_context(contextlib.closing(source.open(block.file)))
+                        opened = block.file
                     found[block.file] ^= _read(source, file, block, memory, kept)
             except IndexError:  # there are no more
                 return found
@@ -251,9 +262,9 @@ def _read_parts(source: Directory, parts: Iterable[Part], kept: Kept) -> list[in
         return _combined(list(threads.map(work, aligned(THREADS * BLOCK).split(BLOCK))))
 
 
-def _read(source: Directory, file: DirectFile, block: Part, memory: Tensor, kept: Kept) -> int:
-    """Read a block into the memory, and copy what is kept of it; or, where all of it is in the page cache and goes to one place, read it
-    there. Returns what it adds to the checksum."""
+def _read(source: Directory, file: DirectFile, block: FileRange, memory: Tensor, kept: Kept) -> int:
+    """Read a block into the memory, and copy what is kept of it; or, where all of it is in the page cache and
+    goes to one place, read it there. Returns what it adds to the checksum."""
     number, begin, end = block[:3]
     places = [place for place in kept.among(number, begin, end) if place.range[0] == number]
     is_cached = file.is_cached(*cover(begin, end))
@@ -270,6 +281,6 @@ def _read(source: Directory, file: DirectFile, block: Part, memory: Tensor, kept
     return contribution
 
 
-def _memory_of(place: Place, start: int, stop: int) -> Tensor:
+def _memory_of(place: KeptRange, start: int, stop: int) -> Tensor:
     """The place's memory for the bytes [start, stop) of its file."""
     return place.memory[start - place.range[1] : stop - place.range[1]]

@@ -1,8 +1,8 @@
 """The folder of a run: its checkpoints `step-N`, which is the newest, and which may go.
 
-Invariants: a directory named `step-N` is complete, because it got that name when all of it was written; the newest one, and the newest
-whose files are all there, are never deleted, and nothing that is not ours (see `ours`); whatever instant a process is killed at, `tidy`
-leaves only complete ones.
+Invariants: a directory named `step-N` is complete, because it got that name when all of it was written; the
+newest one, and the newest whose files are all there, are never deleted, and nothing that is not ours (see
+`ours`); whatever instant a process is killed at, `tidy` leaves only complete ones.
 Pure: one process (rank 0) changes the folder, any may read it. No communication.
 """
 
@@ -16,15 +16,17 @@ from pathlib import Path
 
 from polyreme.checkpoint import manifest, ownership
 from polyreme.checkpoint.formats.huggingface import Directory
-from polyreme.config import Progress, Span
+from polyreme.config import Duration, Progress
 from polyreme.errors import CheckpointError
 from polyreme.files.direct_io import no_links
 from polyreme.files.folder_lock import holder
 
 LATEST = "latest"
-"""The file with the name of the newest checkpoint: for people and other programs. What is here counts, so it may be old or missing."""
+"""The file with the name of the newest checkpoint: for people and other programs. What is here counts, so it
+may be old or missing."""
 EARLIER = ".earlier"
-"""Ends the names of checkpoints that a new run in the same folder is to replace: kept until it has one of its own."""
+"""Ends the names of checkpoints that a new run in the same folder is to replace: kept until it has one of its
+own."""
 RUN_CLAIM = "polyreme.run"
 """The file by which a live run has the folder to itself (see `claim`)."""
 DAMAGED = ".damaged"
@@ -62,43 +64,59 @@ class RunFolder:
         sync(self.path)
 
     def foreign(self, after: int = -1) -> list[Path]:
-        """What has the name of a checkpoint of a step beyond `after`, or one that is needed to write it, and is none of ours: a run cannot
-        save that step."""
-        named = [path for path in self.path.glob("step-*") if re.fullmatch(r"step-[0-9]+(\.tmp|\.old)?", path.name)]
-        return sorted(path for path in named if step_of(path) > after and not ownership.carries_manifest(path) and ownership.why_not(path))
+        """What has the name of a checkpoint of a step beyond `after`, or one that is needed to write it, and
+        is none of ours: a run cannot save that step."""
+        named = [
+            path for path in self.path.glob("step-*") if re.fullmatch(r"step-[0-9]+(\.tmp|\.old)?", path.name)
+        ]
+        return sorted(
+            path
+            for path in named
+            if step_of(path) > after and not ownership.carries_manifest(path) and ownership.why_not(path)
+        )
 
-    def prune(self, keep: int | None, keep_every: Span | None = None) -> None:
-        """Delete the oldest beyond the last `keep` (None: none), but the first one of each `keep_every`: with "1000 steps" those of step
-        1000, 2000, ..., or where there is none of just that step, the next. Raises CheckpointError for those that stay as they hold more
-        than the checkpoint, or are none."""
+    def prune(self, keep: int | None, keep_every: Duration | None = None) -> None:
+        """Delete the oldest beyond the last `keep` (None: none), but the first one of each `keep_every`: with
+        "1000 steps" those of step 1000, 2000, ..., or where there is none of just that step, the next. Raises
+        CheckpointError for those that stay as they hold more than the checkpoint, or are none."""
         saved = self.saved()
         old = [] if keep is None else saved[:-keep]
         if not old:
             return
-        spared = {next((path for path in reversed(saved) if is_whole(path)), None), *_first_of_each(saved, keep_every)}
+        spared = {
+            next((path for path in reversed(saved) if is_whole(path)), None),
+            *_first_of_each(saved, keep_every),
+        }
         _delete(path for path in old if path not in spared)
 
     def set_aside(self, after: int = -1) -> list[Path]:
-        """Rename the checkpoints beyond step `after`, which a new run is to replace, so that none counts as the newest. Returns what they
-        were called."""
+        """Rename the checkpoints beyond step `after`, which a new run is to replace, so that none counts as
+        the newest. Returns what they were called."""
         aside = [path for path in self.saved() if step_of(path) > after and ownership.carries_manifest(path)]
         for path in aside:
             _rename(path, EARLIER)
         return aside
 
     def drop_earlier(self) -> None:
-        """Delete what was set aside, if the run that replaces it has a checkpoint. Raises CheckpointError as `prune` does."""
+        """Delete what was set aside, if the run that replaces it has a checkpoint. Raises CheckpointError as
+        `prune` does."""
         if self.saved():
             _delete(self._named(EARLIER))
 
     def pass_over(self, checkpoint: Path) -> Path:
-        """Rename one that cannot be read, so that it does not count as the newest again. Returns its new place."""
+        """Rename one that cannot be read, so that it does not count as the newest again. Returns its new
+        place."""
         return _rename(checkpoint, DAMAGED)
 
     def tidy(self) -> None:
-        """Remove what a dead run left unfinished, and give back their names to checkpoints set aside by one that then saved none."""
+        """Remove what a dead run left unfinished, and give back their names to checkpoints set aside by one
+        that then saved none."""
         for old in self._named(".old"):  # with a step-N.tmp it was about to be replaced, else to be deleted
-            if ownership.carries_manifest(old) and old.with_suffix(".tmp").is_dir() and not old.with_suffix("").exists():
+            if (
+                ownership.carries_manifest(old)
+                and old.with_suffix(".tmp").is_dir()
+                and not old.with_suffix("").exists()
+            ):
                 old.rename(old.with_suffix(""))
         for ending in (".tmp", ".old", f"{EARLIER}.old"):
             for leftover in self._named(ending):
@@ -111,7 +129,11 @@ class RunFolder:
 
     def _named(self, ending: str) -> list[Path]:
         pattern = re.compile(rf"step-[0-9]+{re.escape(ending)}")
-        return [path for path in self.path.glob(f"step-*{ending}") if pattern.fullmatch(path.name) and path.is_dir()]
+        return [
+            path
+            for path in self.path.glob(f"step-*{ending}")
+            if pattern.fullmatch(path.name) and path.is_dir()
+        ]
 
 
 def step_of(checkpoint: Path) -> int:
@@ -125,14 +147,17 @@ def progress_of(checkpoint: Path) -> Progress | None:
         found = manifest.read(checkpoint)
     except CheckpointError:
         return None
-    steps, samples, tokens = (found.state.get(name) if found else None for name in ("step", "samples", "tokens"))
+    steps, samples, tokens = (
+        found.state.get(name) if found else None for name in ("step", "samples", "tokens")
+    )
     if not (isinstance(steps, int) and isinstance(samples, int) and isinstance(tokens, int)):
         return None
     return Progress(steps, samples, tokens)
 
 
 def is_whole(checkpoint: Path) -> bool:
-    """Whether it can be opened to go on from: every file is there, with all its bytes. What these are is not looked at."""
+    """Whether it can be opened to go on from: every file is there, with all its bytes. What these are is not
+    looked at."""
     try:
         return Directory(checkpoint).resume is not None
     except CheckpointError:
@@ -149,18 +174,21 @@ def sync(folder: Path) -> None:
 
 
 def exchange(one: Path, other: Path) -> bool:
-    """Give each of two paths the other's name, at one instant. False where the system or the file system cannot, and nothing is done."""
+    """Give each of two paths the other's name, at one instant. False where the system or the file system
+    cannot, and nothing is done."""
     rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     return rename is not None and rename(HERE, bytes(one), HERE, bytes(other), EXCHANGE) == 0
 
 
-def _first_of_each(saved: Iterable[Path], every: Span | None) -> list[Path]:
-    """Of checkpoints in order, the first one at or after each multiple of `every`: one that is the first stays so, whatever goes."""
+def _first_of_each(saved: Iterable[Path], every: Duration | None) -> list[Path]:
+    """Of checkpoints in order, the first one at or after each multiple of `every`: one that is the first
+    stays so, whatever goes."""
     if every is None:
         return []
     first: dict[int, Path] = {}
     for path in saved:
-        progress = Progress(step_of(path)) if every.unit == "steps" else progress_of(path)  # of many, only names are looked at
+        # of many, only names are looked at
+        progress = Progress(step_of(path)) if every.unit == "steps" else progress_of(path)
         if progress is not None and every.reached(progress):
             first.setdefault(int(every.count(progress) // every.amount), path)
     return list(first.values())
@@ -173,7 +201,8 @@ def _rename(path: Path, ending: str) -> Path:
 
 
 def _delete(paths: Iterable[Path]) -> None:
-    """First out of sight, so that half a checkpoint never bears a name. Raises CheckpointError, at the end, for what is not ours."""
+    """First out of sight, so that half a checkpoint never bears a name. Raises CheckpointError, at the end,
+    for what is not ours."""
     left = []
     for path in paths:
         if reason := ownership.why_not(path):
@@ -181,4 +210,6 @@ def _delete(paths: Iterable[Path]) -> None:
         else:
             ownership.remove(_rename(path, ".old"))
     if left:
-        raise CheckpointError(f"only checkpoints are deleted, and nothing else with them, so these stay: {'; '.join(left)}")
+        raise CheckpointError(
+            f"only checkpoints are deleted, and nothing else with them, so these stay: {'; '.join(left)}"
+        )

@@ -1,8 +1,8 @@
-"""The safetensors format: eight bytes of length, that many of JSON, and the tensors, which fill the rest of the file without a gap.
+"""The safetensors format: eight bytes of length, that many of JSON, and the tensors, which fill the rest of
+the file without a gap.
 
-Invariant: a header that `parse` returns places every byte of the file behind it in exactly one tensor. No communication.
-https://huggingface.co/docs/safetensors
-"""
+Invariant: a header that `parse` returns places every byte of the file behind it in exactly one tensor. No
+communication. https://huggingface.co/docs/safetensors"""
 
 from __future__ import annotations
 
@@ -44,7 +44,8 @@ class Entry(NamedTuple):
 
 @dataclass(frozen=True)
 class Header:
-    """What a file holds. `data_start`: where the first tensor begins, in bytes; `entries`: in the order of the header."""
+    """What a file holds. `data_start`: where the first tensor begins, in bytes; `entries`: in the order of
+    the header."""
 
     data_start: int
     entries: Mapping[str, Entry]
@@ -61,35 +62,51 @@ def nbytes(info: TensorInfo) -> int:
     return math.prod(info.shape) * info.dtype.itemsize
 
 
-def build(tensors: Mapping[str, TensorInfo], metadata: Mapping[str, str] | None = None) -> tuple[bytes, Header]:
-    """The beginning of a file of `tensors`, up to the first of them, and what it says: where each is. They come in the order given, but
-    wider dtypes first: so each lies at a multiple of its item size, for those who map the file.
+def build(
+    tensors: Mapping[str, TensorInfo], metadata: Mapping[str, str] | None = None
+) -> tuple[bytes, Header]:
+    """The beginning of a file of `tensors`, up to the first of them, and what it says: where each is. They
+    come in the order given, but wider dtypes first: so each lies at a multiple of its item size, for those
+    who map the file.
 
-    `metadata` of a model is {"format": "pt"}, which transformers asks for. Raises CheckpointError for a dtype the format does not have,
-    and for a header that is too long."""
+    `metadata` of a model is {"format": "pt"}, which transformers asks for. Raises CheckpointError for a dtype
+    the format does not have, and for a header that is too long."""
     table: dict[str, Any] = {"__metadata__": dict(metadata or {})}
     at = 0
     for name in sorted(tensors, key=lambda name: -tensors[name].dtype.itemsize):
         info = tensors[name]
         if info.dtype not in CODES or name in table:
-            raise CheckpointError(f"tensor {name!r} of {info.dtype} cannot be saved: safetensors has no such dtype, or not this name")
-        table[name] = {"dtype": CODES[info.dtype], "shape": list(info.shape), "data_offsets": [at, at + nbytes(info)]}
+            raise CheckpointError(
+                f"tensor {name!r} of {info.dtype} cannot be saved: "
+                "safetensors has no such dtype, or not this name"
+            )
+        table[name] = {
+            "dtype": CODES[info.dtype],
+            "shape": list(info.shape),
+            "data_offsets": [at, at + nbytes(info)],
+        }
         at += nbytes(info)
     text = json.dumps(table, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-(8 + len(text)) % ALIGN)
     if len(text) > LIMIT:
         raise CheckpointError(
-            f"the header of {len(tensors)} tensors has {len(text)} bytes, and may have {LIMIT}: divide them over more files"
+            f"the header of {len(tensors)} tensors has {len(text)} "
+            f"bytes, and may have {LIMIT}: divide them over more files"
         )
     start = 8 + len(text)
-    entries = {name: Entry(tensors[name], *(start + at for at in row["data_offsets"])) for name, row in table.items() if name in tensors}
+    entries = {
+        name: Entry(tensors[name], *(start + at for at in row["data_offsets"]))
+        for name, row in table.items()
+        if name in tensors
+    }
     return len(text).to_bytes(8, "little") + text, Header(start, entries, table["__metadata__"])
 
 
 def parse(file: Path) -> Header:
     """The header of a safetensors file, of which nothing else is read.
 
-    Raises CheckpointError, with the file and the tensor, for all that is not as the format wants it, or not as long."""
+    Raises CheckpointError, with the file and the tensor, for all that is not as the format wants it, or not
+    as long."""
     with reading(file):
         size = file.stat().st_size
     if size < 8:
@@ -98,14 +115,17 @@ def parse(file: Path) -> Header:
     fill(file, memoryview(length), 0)
     count = int.from_bytes(length, "little")
     if count > min(LIMIT, size - 8):
-        raise damaged(file, f"its header would have {count} bytes, of {size - 8} in the file and at most {LIMIT}")
+        raise damaged(
+            file, f"its header would have {count} bytes, of {size - 8} in the file and at most {LIMIT}"
+        )
     text = bytearray(count)
     fill(file, memoryview(text), 8)
     return _header(text, size, file)
 
 
 def divide(tensors: Mapping[str, TensorInfo], limit: int) -> list[list[str]]:
-    """The names of `tensors`, in order, in files of at most `limit` bytes of tensors each; one that is larger has a file alone."""
+    """The names of `tensors`, in order, in files of at most `limit` bytes of tensors each; one that is larger
+    has a file alone."""
     files: list[list[str]] = [[]]
     room = limit
     for name, info in tensors.items():
@@ -125,7 +145,8 @@ def file_names(stem: str, count: int) -> list[str]:
 
 
 def index(files: Mapping[str, Iterable[str]], tensors: Mapping[str, TensorInfo]) -> bytes:
-    """What the file `stem`.safetensors.index.json says: which tensor is in which of `files` (by name: the tensors in it)."""
+    """What the file `stem`.safetensors.index.json says: which tensor is in which of `files` (by name: the
+    tensors in it)."""
     places = {name: file for file, names in files.items() for name in names}
     whole = {"metadata": {"total_size": sum(nbytes(tensors[name]) for name in places)}, "weight_map": places}
     return json.dumps(whole, indent=2, sort_keys=True).encode() + b"\n"
@@ -155,13 +176,17 @@ def _entry(name: str, row: object, start: int, file: Path) -> Entry:
     code, shape, offsets = row["dtype"], row["shape"], row["data_offsets"]
     dtype = DTYPES.get(code) if isinstance(code, str) else None
     if dtype is None:
-        raise damaged(file, f"tensor {name!r} has the dtype {code!r}, which is not one of {', '.join(DTYPES)}")
+        raise damaged(
+            file, f"tensor {name!r} has the dtype {code!r}, which is not one of {', '.join(DTYPES)}"
+        )
     if not _are_counts(shape) or not _are_counts(offsets) or len(offsets) != 2:
         raise damaged(file, f"tensor {name!r} has the shape {shape!r:.200} at {offsets!r:.200}")
     info = TensorInfo(tuple(shape), dtype)
     if offsets[1] - offsets[0] != nbytes(info):
         raise damaged(
-            file, f"tensor {name!r} of shape {shape} in {code} has {nbytes(info)} bytes, and {offsets[1] - offsets[0]} in the file"
+            file,
+            f"tensor {name!r} of shape {shape} in {code} has {nbytes(info)} "
+            f"bytes, and {offsets[1] - offsets[0]} in the file",
         )
     return Entry(info, start + offsets[0], start + offsets[1])
 

@@ -1,10 +1,9 @@
 """Writes a checkpoint: a Hugging Face directory with the optimizer's states beside the weights.
 
-Invariants: the directory at the path is complete, old or new, at any instant; a failure on one rank is an error on every rank; each number
-is written by one rank, which has it.
-Communication (over an axis of its own, as all of it may go on beside training): what tensors there are; whether rank 0 made the files; what
-each rank added to their checksums; whether rank 0 gave the directory its name.
-"""
+Invariants: the directory at the path is complete, old or new, at any instant; a failure on one rank is an
+error on every rank; each number is written by one rank, which has it. Communication (over an axis of its own,
+as all of it may go on beside training): what tensors there are; whether rank 0 made the files; what each rank
+added to their checksums; whether rank 0 gave the directory its name."""
 
 from __future__ import annotations
 
@@ -26,13 +25,13 @@ import torch
 from torch import Tensor, nn
 
 from polyreme.checkpoint import checksum, manifest, ownership
-from polyreme.checkpoint.collective_errors import reason, together
-from polyreme.checkpoint.copy_on_write import Loan
+from polyreme.checkpoint.collective_errors import collectively, reason
+from polyreme.checkpoint.copy_on_write import BackgroundAccess
 from polyreme.checkpoint.manifest import File, Resume
 from polyreme.checkpoint.run_directory import RUN_CLAIM, exchange, sync
 from polyreme.checkpoint.safetensors import CODES, DTYPES
 from polyreme.checkpoint.sources import MODEL, TensorInfo
-from polyreme.checkpoint.writer import Name, Plan, Writer, combine
+from polyreme.checkpoint.writer import Name, WritePlan, Writer, combine
 from polyreme.distributed.mesh import Axis
 from polyreme.distributed.watch import ASIDE
 from polyreme.errors import CheckpointError
@@ -46,10 +45,12 @@ from polyreme.models.huggingface import save_config
 class Content:
     """What this rank gives to a checkpoint.
 
-    regions: what it holds of parameters and states. buffers: with all their names; several ranks have each, and the first writes it.
-    saved_name: of all names of a tensor the one in the file. small: writes the other files (rank 0). resume: all but the files and the
-    states of random numbers; `rng`: this rank's. weights: the beginning of the names of the files with the weights. storages: addresses of
-    memory that the module's parameters show to scripts."""
+    regions: what it holds of parameters and states. buffers: with all their names; several ranks have each,
+    and the first writes it.
+    saved_name: of all names of a tensor the one in the file. small: writes the other files (rank 0). resume:
+    all but the files and the states of random numbers; `rng`: this rank's. weights: the beginning of the
+    names of the files with the weights. storages: addresses of memory that the module's parameters show to
+    scripts."""
 
     regions: Sequence[Region]
     buffers: Sequence[tuple[Sequence[str], Tensor]]
@@ -73,22 +74,22 @@ class Saver:
         self._axis = axis
         self._thread: threading.Thread | None = None
         self._error: Exception | None = None
-        self._loan = Loan()
+        self._access = BackgroundAccess()
         atexit.register(self._tell)
 
     def save(self, path: Path, make: Callable[[], Content], background: bool = False) -> None:
-        """Write the checkpoint `path` of what `make` returns. All ranks must call. In the background, an error comes with the next
-        `wait` or `save`: call `taken` before anything but buffers changes. What is not in memory is written at once, as memory may have
-        no room for a copy. Raises CheckpointError."""
+        """Write the checkpoint `path` of what `make` returns. All ranks must call. In the background, an
+        error comes with the next `wait` or `save`: call `taken` before anything but buffers changes. What is
+        not in memory is written at once, as memory may have no room for a copy. Raises CheckpointError."""
         self.wait()
         self.idle()
         made: list[Content] = []
         _together(path, self._axis, partial(self._begin, path, make, background, made), ())
         if not background or any(isinstance(region.data, Stored) for region in made[0].regions):
-            write(path, made[0], self._axis, Loan())
+            write(path, made[0], self._axis, BackgroundAccess())
             return
-        self._loan = Loan()
-        arguments = (path, made[0], self._loan, side_stream())
+        self._access = BackgroundAccess()
+        arguments = (path, made[0], self._access, side_stream())
         self._thread = threading.Thread(target=self._run, args=arguments, name=f"{ASIDE}-{path.name}")
         self._thread.start()
         self._writing.append(self._thread)
@@ -97,7 +98,9 @@ class Saver:
         if self._axis.rank == 0:
             ownership.check(path)
             if user := holder(path.parent, RUN_CLAIM):
-                raise CheckpointError(f"{path.parent} is the folder of a run, {user}: let it end, or save to another folder")
+                raise CheckpointError(
+                    f"{path.parent} is the folder of a run, {user}: let it end, or save to another folder"
+                )
         made.append(apart(make()) if background else make())
 
     def wait(self) -> None:
@@ -110,9 +113,10 @@ class Saver:
             raise error
 
     def taken(self) -> None:
-        """Return when the background has written what it was given, or copied it: weights and states may change then."""
+        """Return when the background has written what it was given, or copied it: weights and states may
+        change then."""
         if self._thread is not None:
-            self._loan.take_back()
+            self._access.take_back()
 
     @property
     def failed(self) -> bool:
@@ -126,27 +130,31 @@ class Saver:
             cls._writing.pop().join()
 
     def _tell(self) -> None:
-        """At the end of the process, when its threads have ended: an error that nobody asked for, but for the end of another rank."""
+        """At the end of the process, when its threads have ended: an error that nobody asked for, but for the
+        end of another rank."""
         if isinstance(self._error, CheckpointError):
             print(f"polyreme: {self._error}", file=sys.stderr)
 
-    def _run(self, path: Path, content: Content, loan: Loan, stream: torch.cuda.Stream | None) -> None:
+    def _run(
+        self, path: Path, content: Content, access: BackgroundAccess, stream: torch.cuda.Stream | None
+    ) -> None:
         try:
             if not content.shared_files:  # then ranks wait for each other, and nobody knows how long
                 copies: list[Content] = []
                 with torch.cuda.stream(stream):
                     _together(path, self._axis, lambda: copies.append(with_regions(content)), ())
                 content = copies[0]
-                loan.give_back()
-            write(path, content, self._axis, loan, stream)
+                access.give_back()
+            write(path, content, self._axis, access, stream)
         except Exception as error:
             self._error = error
         finally:
-            loan.give_back()
+            access.give_back()
 
 
 def apart(content: Content) -> Content:
-    """With a copy, in host memory, of what changes without a word: buffers, by a forward, and parameters, by a script."""
+    """With a copy, in host memory, of what changes without a word: buffers, by a forward, and parameters, by
+    a script."""
     buffers = [(names, buffer.detach().to("cpu", copy=True)) for names, buffer in content.buffers]
     regions = [
         replace(each, data=each.data.detach().to("cpu", copy=True))
@@ -159,7 +167,11 @@ def apart(content: Content) -> Content:
 
 def with_regions(content: Content) -> Content:
     """With a copy of weights and states, which an update changes, in host memory."""
-    copies = [replace(each, data=each.data.detach().to("cpu", copy=True)) for each in content.regions if isinstance(each.data, Tensor)]
+    copies = [
+        replace(each, data=each.data.detach().to("cpu", copy=True))
+        for each in content.regions
+        if isinstance(each.data, Tensor)
+    ]
     return replace(content, regions=copies)
 
 
@@ -172,13 +184,24 @@ def side_stream() -> torch.cuda.Stream | None:
     return stream
 
 
-def write(path: Path, content: Content, axis: Axis, loan: Loan, stream: torch.cuda.Stream | None = None) -> None:
-    """Write the checkpoint, with all ranks of the axis. loan: of the regions' memory; see `Writer.write`. Raises CheckpointError on each
-    rank, whichever failed."""
+def write(
+    path: Path,
+    content: Content,
+    axis: Axis,
+    access: BackgroundAccess,
+    stream: torch.cuda.Stream | None = None,
+) -> None:
+    """Write the checkpoint, with all ranks of the axis. loan: of the regions' memory; see `Writer.write`.
+    Raises CheckpointError on each rank, whichever failed."""
     unfinished = path.with_name(path.name + ".tmp")
     regions = [((region.kind, content.saved_name(region.names)), region) for region in content.regions]
-    buffers = [((MODEL, content.saved_name(names)), _whole(names, buffer)) for names, buffer in content.buffers]
-    mine = [[*name, list(region.whole), CODES.get(region.data.dtype, str(region.data.dtype))] for name, region in (*regions, *buffers)]
+    buffers = [
+        ((MODEL, content.saved_name(names)), _whole(names, buffer)) for names, buffer in content.buffers
+    ]
+    mine = [
+        [*name, list(region.whole), CODES.get(region.data.dtype, str(region.data.dtype))]
+        for name, region in (*regions, *buffers)
+    ]
     reports: list[Any] = axis.gather_objects({"path": str(path), "tensors": mine, "rng": content.rng})
     seen: set[Name] = set()
     for rank, report in enumerate(reports):
@@ -186,33 +209,41 @@ def write(path: Path, content: Content, axis: Axis, loan: Loan, stream: torch.cu
             if rank == axis.rank and (kind, name) not in seen:
                 regions += [(key, region) for key, region in buffers if key == (kind, name)]
             seen.add((kind, name))
-    plan: list[Plan] = []
+    plan: list[WritePlan] = []
     claims: list[Claim] = []  # rank 0's
 
     def prepare() -> None:
         if path != Path(reports[0]["path"]):
-            raise CheckpointError(f"it was to be {path}, and of rank 0 {reports[0]['path']}: give all ranks the same path")
+            raise CheckpointError(
+                f"it was to be {path}, and of rank 0 {reports[0]['path']}: give all ranks the same path"
+            )
         tensors: dict[str, dict[str, TensorInfo]] = {}
         for report in reports:
             for kind, name, shape, code in report["tensors"]:
                 if code not in DTYPES:
-                    raise CheckpointError(f"tensor {name!r} of {code} cannot be saved: safetensors has no such dtype")
+                    raise CheckpointError(
+                        f"tensor {name!r} of {code} cannot be saved: safetensors has no such dtype"
+                    )
                 tensors.setdefault(kind, {})[name] = TensorInfo(tuple(shape), DTYPES[code])
-        plan.append(Plan.of(tensors, content.limit, content.weights))
+        plan.append(WritePlan.of(tensors, content.limit, content.weights))
         if axis.rank == 0:
             ownership.check(path)
-            claims.append(Claim(unfinished, uuid4().hex, ownership.UNFINISHED, keep=True, error=CheckpointError))
+            claims.append(
+                Claim(unfinished, uuid4().hex, ownership.UNFINISHED, keep=True, error=CheckpointError)
+            )
             ownership.clear(unfinished)
             (unfinished / manifest.NAME).unlink(missing_ok=True)
             plan[0].create(unfinished)
 
     def fill() -> dict[int, int]:
         if not unfinished.is_dir():
-            raise CheckpointError(f"it does not see {unfinished}, which rank 0 made: give a folder that all hosts share")
+            raise CheckpointError(
+                f"it does not see {unfinished}, which rank 0 made: give a folder that all hosts share"
+            )
         writer = Writer(plan[0], unfinished)
         beside = partial(content.small, unfinished) if axis.rank == 0 else None
         if content.shared_files or axis.size == 1:
-            return writer.write(regions, loan, stream, beside)
+            return writer.write(regions, access, stream, beside)
         return writer.collect(regions, axis, beside)
 
     def finish() -> None:
@@ -236,16 +267,22 @@ def write(path: Path, content: Content, axis: Axis, loan: Loan, stream: torch.cu
 
 
 def _whole(names: Sequence[str], buffer: Tensor) -> Region:
-    return Region(MODEL, names, Cut.whole(tuple(buffer.shape), 1), 0, 0, buffer.detach().contiguous().view(-1))
+    return Region(
+        MODEL, names, Cut.whole(tuple(buffer.shape), 1), 0, 0, buffer.detach().contiguous().view(-1)
+    )
 
 
-def _together(path: Path, axis: Axis, work: Callable[[], Any], plan: Sequence[Plan]) -> list[Any]:
-    """What `work` returned on every rank. Raises CheckpointError on all of them where it failed on one. plan: one, once it is known."""
+def _together(path: Path, axis: Axis, work: Callable[[], Any], plan: Sequence[WritePlan]) -> list[Any]:
+    """What `work` returned on every rank. Raises CheckpointError on all of them where it failed on one. plan:
+    one, once it is known."""
 
     def why(rank: int, error: Exception) -> str:
-        return f"the checkpoint {path} was not written, rank {rank}: {_reason(error, path, sum(plan[0].sizes) if plan else 0)}"
+        return (
+            f"the checkpoint {path} was not written, rank {rank}: "
+            f"{_reason(error, path, sum(plan[0].sizes) if plan else 0)}"
+        )
 
-    return together(axis, work, why)
+    return collectively(axis, work, why)
 
 
 def _reason(error: Exception, path: Path, needed: int) -> str:
@@ -260,12 +297,16 @@ def _reason(error: Exception, path: Path, needed: int) -> str:
     return f"{os.strerror(number)}: its tensors need {needed:,} bytes, and {free:,} are free in {folder}"
 
 
-def _finish(path: Path, unfinished: Path, plan: Plan, contributions: Sequence[Mapping[int, int]], done: Resume) -> None:
+def _finish(
+    path: Path, unfinished: Path, plan: WritePlan, contributions: Sequence[Mapping[int, int]], done: Resume
+) -> None:
     """Write resume.json, and give the directory its name."""
     files = {}
     for i, (file, size, beginning) in enumerate(zip(plan.files, plan.sizes, plan.headers, strict=True)):
         own = checksum.contribution(beginning, size - len(beginning))
-        files[file] = File(size, checksum.total(size, [own, combine(each.get(i, 0) for each in contributions)]))
+        files[file] = File(
+            size, checksum.total(size, [own, combine(each.get(i, 0) for each in contributions)])
+        )
     for small in sorted(each for each in unfinished.rglob("*") if each.is_file()):
         name = small.relative_to(unfinished).as_posix()
         if name not in (*files, ownership.UNFINISHED):
@@ -282,8 +323,8 @@ def _finish(path: Path, unfinished: Path, plan: Plan, contributions: Sequence[Ma
 
 
 def _put(unfinished: Path, path: Path) -> None:
-    """Give the directory the name `path`; what had it is deleted, if it is ours. Where the file system cannot exchange two names, there is
-    an instant in which what had it is called `path.old`."""
+    """Give the directory the name `path`; what had it is deleted, if it is ours. Where the file system cannot
+    exchange two names, there is an instant in which what had it is called `path.old`."""
     ownership.check(path)
     old = path.with_name(path.name + ".old")
     ownership.remove(old)
@@ -306,9 +347,11 @@ def _sync_file(file: Path) -> None:
         os.fsync(opened.fileno())
 
 
-def small_files(module: nn.Module, tokenizer: Any, adapters: Mapping[str, Tensor] | None, folder: Path) -> None:
-    """What a Hugging Face model has beside its weights, PEFT's files of `adapters`, and the tokenizer's, written to `folder`. None: of a
-    PEFT model none."""
+def small_files(
+    module: nn.Module, tokenizer: Any, adapters: Mapping[str, Tensor] | None, folder: Path
+) -> None:
+    """What a Hugging Face model has beside its weights, PEFT's files of `adapters`, and the tokenizer's,
+    written to `folder`. None: of a PEFT model none."""
     if hasattr(module, "save_pretrained") and adapters is not None:
         aside = folder / "config"
         save_config(module, aside, adapters)

@@ -1,7 +1,8 @@
-"""What a checkpoint is to whoever reads one, whatever its format: named tensors of several kinds, of which any range can be read.
+"""What a checkpoint is to whoever reads one, whatever its format: named tensors of several kinds, of which
+any range can be read.
 
-Invariant: a source reads only what is asked for, never a pickle's code, and never a file outside of its folder. No communication.
-"""
+Invariant: a source reads only what is asked for, never a pickle's code, and never a file outside of its
+folder. No communication."""
 
 from __future__ import annotations
 
@@ -34,17 +35,18 @@ class Source(Protocol):
     """By kind, by name."""
 
     def read(self, kind: str, name: str, start: int, stop: int) -> Tensor:
-        """Elements [start, stop) of the flattened whole tensor: flat, on the CPU, in the dtype of the checkpoint.
+        """Elements [start, stop) of the flattened whole tensor: flat, on the CPU, in the dtype of the
+        checkpoint.
 
         Raises CheckpointError, with the file and the tensor, where they cannot be read."""
         ...
 
     def contributions(self, part: int, parts: int) -> list[int]:
-        """Reads the `part`-th of `parts` equal shares of all bytes: what it adds to the checksum of each file. Empty for a format without
-        checksums. Raises CheckpointError where a file cannot be read."""
+        """Reads the `part`-th of `parts` equal shares of all bytes: what it adds to the checksum of each
+        file. Empty for a format without checksums. Raises CheckpointError where a file cannot be read."""
         ...
 
     def compare(self, contributions: Sequence[int]) -> None:
-        """Raises CheckpointError, with the files and what they hold, where a file is not as it was written: `contributions` are those of
-        all parts, combined by XOR file by file."""
+        """Raises CheckpointError, with the files and what they hold, where a file is not as it was written:
+        `contributions` are those of all parts, combined by XOR file by file."""
         ...

@@ -1,8 +1,9 @@
 """Files of tensors that many ranks fill at the same time, each with what it holds, straight from its memory.
 
-All headers are known before: so is every number's place in a file. The checksum of a file is made of what each rank wrote, without reading
-it again (`crc`).
-Invariant: a rank holds at most BUFFERS blocks of BLOCK bytes beside what it is given, if that is not wanted back meanwhile.
+All headers are known before: so is every number's place in a file. The checksum of a file is made of what
+each rank wrote, without reading it again (`crc`).
+Invariant: a rank holds at most BUFFERS blocks of BLOCK bytes beside what it is given, if that is not wanted
+back meanwhile.
 Communication: none; or, where one rank writes a whole file, blocks that are sent to it.
 """
 
@@ -22,7 +23,7 @@ import torch
 from torch import Tensor
 
 from polyreme.checkpoint import checksum, safetensors
-from polyreme.checkpoint.copy_on_write import BLOCK, Job, Line, Loan, Work
+from polyreme.checkpoint.copy_on_write import BLOCK, BackgroundAccess, Job, JobQueue, Work
 from polyreme.checkpoint.direct_reader import SMALL, DirectFile, cover
 from polyreme.checkpoint.sources import MODEL, TensorInfo
 from polyreme.distributed.mesh import Axis
@@ -30,14 +31,15 @@ from polyreme.files.direct_io import ALIGNMENT, padded
 from polyreme.layout.region import Region, Runs
 
 PACKERS, WRITERS, BUFFERS = 2, 6, 10
-"""Threads that copy and count, threads that only write, and blocks of memory that they share (docs/LOG.md)."""
+"""Threads that copy and count, threads that only write, and blocks of memory that they share
+(docs/LOG.md)."""
 
 Name = tuple[str, str]
 """Of a tensor: its kind, and its name in the checkpoint."""
 
 
 @dataclass(frozen=True)
-class Place:
+class FilePosition:
     """Where a tensor is: in which of the plan's files, from which byte on."""
 
     file: int
@@ -46,18 +48,22 @@ class Place:
 
 
 @dataclass(frozen=True)
-class Plan:
-    """The files of a checkpoint's tensors: paths within its folder, sizes in bytes and beginnings; and the indices that belong to them."""
+class WritePlan:
+    """The files of a checkpoint's tensors: paths within its folder, sizes in bytes and beginnings; and the
+    indices that belong to them."""
 
     files: Sequence[str]
     sizes: Sequence[int]
     headers: Sequence[bytes]
-    places: Mapping[Name, Place]
+    places: Mapping[Name, FilePosition]
     indices: Mapping[str, bytes]
 
     @classmethod
-    def of(cls, tensors: Mapping[str, Mapping[str, TensorInfo]], limit: int, weights: str = "model") -> Plan:
-        """For `tensors` by kind and name, in files of at most `limit` bytes of tensors each; those of the weights begin with `weights`."""
+    def of(
+        cls, tensors: Mapping[str, Mapping[str, TensorInfo]], limit: int, weights: str = "model"
+    ) -> WritePlan:
+        """For `tensors` by kind and name, in files of at most `limit` bytes of tensors each; those of the
+        weights begin with `weights`."""
         plan = cls([], [], [], {}, {})
         for kind, infos in sorted(tensors.items()):
             infos = dict(sorted(infos.items()))
@@ -65,9 +71,14 @@ class Plan:
             groups = safetensors.divide(infos, limit)
             names = safetensors.file_names(stem, len(groups))
             for file, group in zip(names, groups, strict=True):
-                beginning, found = safetensors.build({name: infos[name] for name in group}, {"format": "pt"} if kind == MODEL else None)
+                beginning, found = safetensors.build(
+                    {name: infos[name] for name in group}, {"format": "pt"} if kind == MODEL else None
+                )
                 plan.places.update(  # type: ignore[attr-defined]
-                    {(kind, name): Place(len(plan.files), entry.begin, entry.info.dtype.itemsize) for name, entry in found.entries.items()}
+                    {
+                        (kind, name): FilePosition(len(plan.files), entry.begin, entry.info.dtype.itemsize)
+                        for name, entry in found.entries.items()
+                    }
                 )
                 plan.files.append(file)  # type: ignore[attr-defined]
                 plan.sizes.append(found.size)  # type: ignore[attr-defined]
@@ -91,7 +102,8 @@ class Plan:
 
 @dataclass(frozen=True)
 class Stretch:
-    """The bytes [begin, end) of a file, within one of its BLOCKs; `parts`: the runs that they consist of, in order, each a single one."""
+    """The bytes [begin, end) of a file, within one of its BLOCKs; `parts`: the runs that they consist of, in
+    order, each a single one."""
 
     file: int
     begin: int
@@ -107,7 +119,7 @@ class Stretch:
 class Writer:
     """What one rank writes into the plan's files in `folder`."""
 
-    def __init__(self, plan: Plan, folder: Path) -> None:
+    def __init__(self, plan: WritePlan, folder: Path) -> None:
         self._plan, self._folder = plan, folder
         self._open: dict[int, DirectFile] = {}
         self._found: dict[int, int] = {}
@@ -115,21 +127,26 @@ class Writer:
         self._lock = threading.Lock()
 
     def write(
-        self, regions: Iterable[tuple[Name, Region]], loan: Loan, stream: torch.cuda.Stream | None = None, beside: Work | None = None
+        self,
+        regions: Iterable[tuple[Name, Region]],
+        access: BackgroundAccess,
+        stream: torch.cuda.Stream | None = None,
+        beside: Work | None = None,
     ) -> dict[int, int]:
-        """Write what this rank owns of `regions`, which are lent. Returns the contribution to the checksum of each file that got something.
+        """Write what this rank owns of `regions`, which are lent. Returns the contribution to the checksum of
+        each file that got something.
         stream: for copies from a GPU. beside: what else is to be done, by this thread, meanwhile."""
         jobs = self._jobs(regions)
         self._left = Counter(file for file, _ in jobs)
         try:
-            Line((job for _, job in jobs), loan, stream, BUFFERS).perform(PACKERS, WRITERS, beside)
+            JobQueue((job for _, job in jobs), access, stream, BUFFERS).perform(PACKERS, WRITERS, beside)
         finally:
             self._close()
         return self._found
 
     def _jobs(self, regions: Iterable[tuple[Name, Region]]) -> list[tuple[int, Job]]:
         """All that there is to write, each with its file: file after file, so that each is soon complete."""
-        single: list[tuple[Place, Runs, Region]] = []
+        single: list[tuple[FilePosition, Runs, Region]] = []
         jobs: list[tuple[int, Job]] = []
         for name, region in regions:
             place = self._plan.places[name]
@@ -139,21 +156,43 @@ class Writer:
                     continue
                 for block in runs.blocks(BLOCK // place.itemsize):
                     size = padded(block.elements * place.itemsize)
-                    jobs.append((place.file, Job(size, partial(self._gather, place, block, region), partial(self._put, place, block))))
+                    jobs.append(
+                        (
+                            place.file,
+                            Job(
+                                size,
+                                partial(self._gather, place, block, region),
+                                partial(self._put, place, block),
+                            ),
+                        )
+                    )
         for stretch in _stretches(single):
             low, high = cover(stretch.begin, stretch.end)
-            jobs.append((stretch.file, Job(high - low, partial(self._fill, stretch), partial(self._put_stretch, stretch))))
+            jobs.append(
+                (
+                    stretch.file,
+                    Job(high - low, partial(self._fill, stretch), partial(self._put_stretch, stretch)),
+                )
+            )
         return sorted(jobs, key=itemgetter(0))
 
-    def collect(self, regions: Sequence[tuple[Name, Region]], axis: Axis, beside: Work | None = None) -> dict[int, int]:
-        """The same where each file is written by one rank alone, to which the others send what they own. All ranks must call."""
+    def collect(
+        self, regions: Sequence[tuple[Name, Region]], axis: Axis, beside: Work | None = None
+    ) -> dict[int, int]:
+        """The same where each file is written by one rank alone, to which the others send what they own. All
+        ranks must call."""
         mine: dict[Name, list[tuple[Region, Runs]]] = {}
         for name, region in regions:
             mine.setdefault(name, []).extend((region, block) for block in _blocks(region))
-        told = axis.gather_objects([[*name, [list(vars(block).values()) for _, block in held]] for name, held in mine.items()])
-        theirs = [{(kind, name): [Runs(*numbers) for numbers in blocks] for kind, name, blocks in each} for each in told]  # type: ignore[attr-defined]
+        told = axis.gather_objects(
+            [[*name, [list(vars(block).values()) for _, block in held]] for name, held in mine.items()]
+        )
+        theirs = [
+            {(kind, name): [Runs(*numbers) for numbers in blocks] for kind, name, blocks in each}  # type: ignore[attr-defined]
+            for each in told
+        ]
 
-        def blocks() -> Iterator[tuple[Place, Runs, Tensor]]:
+        def blocks() -> Iterator[tuple[FilePosition, Runs, Tensor]]:
             for name, place in self._plan.places.items():
                 writer = place.file % axis.size
                 for source, held in enumerate(theirs):
@@ -200,22 +239,28 @@ class Writer:
             memory[end : end + size].view(region.data.dtype).copy_(region.read(runs).view(-1))
             end += size
         packed = memory[begin:end]
-        self._count(stretch.file, checksum.contribution(packed.numpy().data, self._plan.sizes[stretch.file] - stretch.end))
+        self._count(
+            stretch.file,
+            checksum.contribution(packed.numpy().data, self._plan.sizes[stretch.file] - stretch.end),
+        )
         return packed
 
-    def _gather(self, place: Place, runs: Runs, region: Region, memory: Tensor) -> Tensor:
+    def _gather(self, place: FilePosition, runs: Runs, region: Region, memory: Tensor) -> Tensor:
         """The bytes of the runs, one behind the other, in the memory."""
         packed = memory[: runs.elements * place.itemsize]
         packed.view(region.data.dtype).view(runs.count, runs.size).copy_(region.read(runs))
         self._count_runs(place, runs, packed)
         return packed
 
-    def _count_runs(self, place: Place, runs: Runs, packed: Tensor) -> None:
+    def _count_runs(self, place: FilePosition, runs: Runs, packed: Tensor) -> None:
         """Add them, whose bytes are `packed`, to the checksum."""
         size, step = runs.size * place.itemsize, runs.whole_step * place.itemsize
         end = place.begin + runs.whole * place.itemsize + (runs.count - 1) * step + size
         gap = step - size if runs.count > 1 else 0
-        self._count(place.file, checksum.comb(packed.reshape(-1).numpy().data, size, gap, self._plan.sizes[place.file] - end))
+        self._count(
+            place.file,
+            checksum.comb(packed.reshape(-1).numpy().data, size, gap, self._plan.sizes[place.file] - end),
+        )
 
     def _count(self, file: int, contribution: int) -> None:
         with self._lock:
@@ -227,7 +272,7 @@ class Writer:
         (opened.write if stretch.is_direct else opened.write_cached)(packed.numpy().data, stretch.begin)
         self._wrote(stretch.file)
 
-    def _put(self, place: Place, runs: Runs, packed: Tensor) -> None:
+    def _put(self, place: FilePosition, runs: Runs, packed: Tensor) -> None:
         """Write the runs, of which `packed` are the bytes."""
         memory = packed.reshape(-1).numpy().data
         size, step = runs.size * place.itemsize, runs.whole_step * place.itemsize
@@ -253,8 +298,9 @@ class Writer:
             return self._open[file]
 
 
-def _stretches(runs: Iterable[tuple[Place, Runs, Region]]) -> list[Stretch]:
-    """Of single runs, those that lie end to end in a file together, cut at the ends of BLOCKs. Many whole pages are one by themselves."""
+def _stretches(runs: Iterable[tuple[FilePosition, Runs, Region]]) -> list[Stretch]:
+    """Of single runs, those that lie end to end in a file together, cut at the ends of BLOCKs. Many whole
+    pages are one by themselves."""
     cut: list[tuple[int, int, int, Runs, Region]] = []
     for place, run, region in runs:
         first, size = place.begin + run.whole * place.itemsize, place.itemsize
@@ -267,7 +313,9 @@ def _stretches(runs: Iterable[tuple[Place, Runs, Region]]) -> list[Stretch]:
             whole[-1].append(part)
         else:
             whole.append([part])
-    stretches = [Stretch(parts[0][0], parts[0][1], parts[-1][2], [part[3:] for part in parts]) for parts in whole]
+    stretches = [
+        Stretch(parts[0][0], parts[0][1], parts[-1][2], [part[3:] for part in parts]) for parts in whole
+    ]
     return [part for each in stretches for part in _paged(each)]
 
 
@@ -280,7 +328,8 @@ def _cut(begin: int, end: int) -> Iterator[tuple[int, int]]:
 
 
 def _paged(stretch: Stretch) -> Iterator[Stretch]:
-    """The pages of which all bytes are there, if they are many, and what is before and behind them; or the stretch as it is."""
+    """The pages of which all bytes are there, if they are many, and what is before and behind them; or the
+    stretch as it is."""
     low, high = -(-stretch.begin // ALIGNMENT) * ALIGNMENT, stretch.end // ALIGNMENT * ALIGNMENT
     if high - low < SMALL or (low, high) == (stretch.begin, stretch.end):
         yield stretch
@@ -310,7 +359,8 @@ def _blocks(region: Region) -> Iterator[Runs]:
 
 
 def _packed(runs: Runs, region: Region) -> Tensor:
-    """The bytes of the runs, one behind the other, on the CPU; those of one run are where they were, if they were there."""
+    """The bytes of the runs, one behind the other, on the CPU; those of one run are where they were, if they
+    were there."""
     return region.read(runs).cpu().contiguous().view(torch.uint8)
 
 

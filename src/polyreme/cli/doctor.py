@@ -30,14 +30,26 @@ class Check:
 
 def examine() -> list[Check]:
     """Every check, in the order they are shown."""
-    checks: list[Callable[[], Check]] = [_python, _torch, _transformers, _cores, _memory, _disk, _accelerators, _bf16, _ranks]
+    checks: list[Callable[[], Check]] = [
+        _python,
+        _torch,
+        _transformers,
+        _cores,
+        _memory,
+        _disk,
+        _accelerators,
+        _bf16,
+        _ranks,
+    ]
     return [check() for check in checks]
 
 
 def _python() -> Check:
     found = platform.python_version()
     enough = sys.version_info >= (3, 11)
-    return Check("python", enough, found if enough else f"{found}; install Python 3.11 or later, and Polyreme in it")
+    return Check(
+        "python", enough, found if enough else f"{found}; install Python 3.11 or later, and Polyreme in it"
+    )
 
 
 def _torch() -> Check:
@@ -45,14 +57,20 @@ def _torch() -> Check:
 
     numbers = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
     enough = numbers >= (2, 11)
-    return Check("torch", enough, torch.__version__ if enough else f"{torch.__version__}; pip install 'torch>=2.11'")
+    return Check(
+        "torch", enough, torch.__version__ if enough else f"{torch.__version__}; pip install 'torch>=2.11'"
+    )
 
 
 def _transformers() -> Check:
     try:
         return Check("transformers", True, metadata.version("transformers"))
     except metadata.PackageNotFoundError:
-        return Check("transformers", True, "not installed, only Hugging Face models need it: pip install 'polyreme[hf]'")
+        return Check(
+            "transformers",
+            True,
+            "not installed, only Hugging Face models need it: pip install 'polyreme[hf]'",
+        )
 
 
 def _cores() -> Check:
@@ -64,7 +82,10 @@ def _memory() -> Check:
     total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     enough = total >= 2 * GIB
     return Check(
-        "memory", enough, f"{total / GIB:.1f} GiB" + ("" if enough else "; use a machine of 2 GiB or more, the least to train anything")
+        "memory",
+        enough,
+        f"{total / GIB:.1f} GiB"
+        + ("" if enough else "; use a machine of 2 GiB or more, the least to train anything"),
     )
 
 
@@ -75,7 +96,11 @@ def _disk() -> Check:
         "disk",
         enough,
         f"{free / GIB:.1f} GiB free here"
-        + ("" if enough else "; make room, or change to a folder on another disk: checkpoints need 1 GiB or more"),
+        + (
+            ""
+            if enough
+            else "; make room, or change to a folder on another disk: checkpoints need 1 GiB or more"
+        ),
     )
 
 
@@ -83,7 +108,11 @@ def _accelerators() -> Check:
     import torch
 
     count = torch.cuda.device_count()
-    return Check("accelerators", True, f"{count} x {torch.cuda.get_device_name(0)}" if count else "none, training uses the cores")
+    return Check(
+        "accelerators",
+        True,
+        f"{count} x {torch.cuda.get_device_name(0)}" if count else "none, training uses the cores",
+    )
 
 
 def _bf16() -> Check:
@@ -106,6 +135,9 @@ def _ranks() -> Check:
         if isinstance(error, RanksFailedError) and error.rank is None:  # a signal ended them: the user's wish
             raise
         return Check(
-            "ranks", False, f"two gloo ranks could not all-reduce: {error}; let processes of this host connect over loopback (127.0.0.1)"
+            "ranks",
+            False,
+            f"two gloo ranks could not all-reduce: {error}; let "
+            "processes of this host connect over loopback (127.0.0.1)",
         )
     return Check("ranks", True, "two gloo ranks all-reduced")

@@ -1,5 +1,5 @@
-"""A config, or a checkpoint, as people and programs read it. Rendering only: facts come from `polyreme.config`, `polyreme.pipeline`,
-`polyreme.planner.meta_model` and `polyreme.checkpoint`.
+"""A config, or a checkpoint, as people and programs read it. Rendering only: facts come from
+`polyreme.config`, `polyreme.pipeline`, `polyreme.planner.meta_model` and `polyreme.checkpoint`.
 
 `python -m polyreme.cli.inspect docs/config.md` writes the key reference into that page again.
 """
@@ -43,12 +43,18 @@ NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")  # between dots
 
 
 def render(config: Config, world_size: int, every: bool = False, describe: bool = False) -> Group:
-    """The resolved config as a table of key, value and origin: what differs from the defaults, or with `every` all keys; with `describe`
-    what each of them means is below it. Raises ConfigError where it cannot run."""
+    """The resolved config as a table of key, value and origin: what differs from the defaults, or with
+    `every` all keys; with `describe` what each of them means is below it. Raises ConfigError where it cannot
+    run."""
     resolved = config.resolve(world_size)
     origins: dict[str, str] = dict(resolved.origins)
     shown = [key for key in LEAVES if every or origins[key] != "default"]
-    table = Table(title=f"config for {_count(world_size, 'rank')}", title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
+    table = Table(
+        title=f"config for {_count(world_size, 'rank')}",
+        title_justify="left",
+        box=SIMPLE_HEAD,
+        pad_edge=False,
+    )
     table.add_column("key", no_wrap=True)
     table.add_column("value", overflow="fold")
     table.add_column("origin", no_wrap=True)
@@ -56,7 +62,14 @@ def render(config: Config, world_size: int, every: bool = False, describe: bool 
     for key in shown:
         rows.append((key, toml(resolved.value(key)), origins[key], LEAVES[key].description or ""))
         if key == "batch.micro":
-            rows.append(("(accumulation)", str(resolved.accumulation), "derived", "Micro-batches of one step on one rank."))
+            rows.append(
+                (
+                    "(accumulation)",
+                    str(resolved.accumulation),
+                    "derived",
+                    "Micro-batches of one step on one rank.",
+                )
+            )
     for key, value, origin, _ in rows:
         # Text, not str: a value may hold brackets, which rich would take for markup.
         table.add_row(Text(key), Text(value, style=STYLES[origin]), origin)
@@ -65,12 +78,18 @@ def render(config: Config, world_size: int, every: bool = False, describe: bool 
         for key, _, _, description in rows:
             parts += [Text(key, style="bold"), Padding(Text(description), (0, 0, 0, 4))]
     if len(shown) < len(LEAVES):
-        parts.append(Text(f"{len(LEAVES) - len(shown)} other keys have their defaults: --all shows them, --describe what keys mean"))
+        parts.append(
+            Text(
+                f"{len(LEAVES) - len(shown)} other keys have their "
+                "defaults: --all shows them, --describe what keys mean"
+            )
+        )
     return Group(*parts)
 
 
 def axes(config: Config, world_size: int) -> dict[str, list[list[int]]]:
-    """The ranks that form each axis which has several, outermost axis first. Raises ConfigError where the config cannot run."""
+    """The ranks that form each axis which has several, outermost axis first. Raises ConfigError where the
+    config cannot run."""
     mesh = config.resolve(world_size).mesh
     sizes: dict[str, int] = {name: getattr(mesh, name) for name in mesh.order}
     return {name: lines(sizes, mesh.order, name) for name in mesh.order if sizes[name] > 1}
@@ -85,8 +104,9 @@ def rank_stages(config: Config) -> tuple[tuple[int, ...], ...]:
 
 @dataclass(frozen=True)
 class StagePart:
-    """What a pipeline stage has: its rank on axis pp, its blocks by name, the parameters of these and of what comes before and after all
-    blocks (a parameter that several stages have counts on each), and their share of the model's."""
+    """What a pipeline stage has: its rank on axis pp, its blocks by name, the parameters of these and of what
+    comes before and after all blocks (a parameter that several stages have counts on each), and their share
+    of the model's."""
 
     stage: int
     rank: int
@@ -96,12 +116,15 @@ class StagePart:
 
 
 def stage_parts(config: Config) -> list[StagePart]:
-    """What each pipeline stage has, in their order; nothing without a pipeline, or where the config's model is not known on this machine.
+    """What each pipeline stage has, in their order; nothing without a pipeline, or where the config's model
+    is not known on this machine.
 
-    Raises ConfigError for a model that cannot be built, and ModelError for one that the mesh cannot divide."""
+    Raises ConfigError for a model that cannot be built, and ModelError for one that the mesh cannot
+    divide."""
     if config.mesh.tp * config.mesh.pp == 1:
         return []
-    from polyreme.planner.meta_model import divide, expected  # only here: most configs are shown without torch
+    # only here: most configs are shown without torch
+    from polyreme.planner.meta_model import divide, expected
 
     model = expected(config)
     split = divide(model, config) if model is not None else None
@@ -118,7 +141,9 @@ def stage_parts(config: Config) -> list[StagePart]:
 
 
 def _stage_table(parts: list[StagePart], measured: bool) -> Table:
-    title = "pipeline stages on the ranks of a pp line" + (", by parameters until blocks are measured" if measured else "")
+    title = "pipeline stages on the ranks of a pp line" + (
+        ", by parameters until blocks are measured" if measured else ""
+    )
     table = Table(title=title, title_justify="left")
     for column in ("rank", "stage"):
         table.add_column(column, justify="right")
@@ -127,13 +152,15 @@ def _stage_table(parts: list[StagePart], measured: bool) -> Table:
         table.add_column(column, justify="right")
     for part in sorted(parts, key=lambda part: (part.rank, part.stage)):
         blocks = part.blocks[0] if len(part.blocks) == 1 else f"{part.blocks[0]} to {part.blocks[-1]}"
-        table.add_row(str(part.rank), str(part.stage), Text(blocks), f"{part.parameters:,}", f"{part.share:.1%}")
+        table.add_row(
+            str(part.rank), str(part.stage), Text(blocks), f"{part.parameters:,}", f"{part.share:.1%}"
+        )
     return table
 
 
 def render_axes(config: Config, world_size: int) -> Group:
-    """Which ranks form which axis, as a table, and which of a pipeline's ranks has which stages, with what is in them where the model is
-    known; nothing for a single rank.
+    """Which ranks form which axis, as a table, and which of a pipeline's ranks has which stages, with what is
+    in them where the model is known; nothing for a single rank.
 
     Raises ConfigError where the config cannot run, and what `stage_parts` raises."""
     found = axes(config, world_size)
@@ -161,8 +188,9 @@ def _some(words: list[str], between: str) -> str:
 
 
 def as_json(config: Config, world_size: int) -> str:
-    """The same as a JSON object: world_size, accumulation, axes (each axis of several ranks: the lists of ranks that form it), stages (of
-    each rank of axis pp), pipeline (what `stage_parts` tells of each stage), config, and origins by dotted key."""
+    """The same as a JSON object: world_size, accumulation, axes (each axis of several ranks: the lists of
+    ranks that form it), stages (of each rank of axis pp), pipeline (what `stage_parts` tells of each stage),
+    config, and origins by dotted key."""
     resolved = config.resolve(world_size)
     told: dict[str, Any] = {
         "world_size": world_size,
@@ -177,10 +205,11 @@ def as_json(config: Config, world_size: int) -> str:
 
 
 def step_table(config: Config, world_size: int | None = None) -> tuple[str, Schedule, Simulation]:
-    """The table of one step of one pipeline, simulated with the same time for every stage, and a title for it.
+    """The table of one step of one pipeline, simulated with the same time for every stage, and a title for
+    it.
 
-    world_size: None takes the smallest that the mesh fits. Raises ConfigError where the config cannot run on it.
-    """
+    world_size: None takes the smallest that the mesh fits. Raises ConfigError where the config cannot run on
+    it."""
     mesh = config.mesh
     others = mesh.tp * mesh.pp * mesh.cp * mesh.ep
     ranks = world_size or others * (1 if mesh.dp == "auto" else mesh.dp)
@@ -198,12 +227,22 @@ def step_table(config: Config, world_size: int | None = None) -> tuple[str, Sche
     if forwards > MOST_FORWARDS:
         reason = f"a step of {forwards:,} forwards of stages is too much to draw, more than {MOST_FORWARDS:,}"
         raise ConfigError(
-            [Problem("batch.size", config.batch.size, reason, "draw a step of fewer micro-batches: add --set batch.size=...")]
+            [
+                Problem(
+                    "batch.size",
+                    config.batch.size,
+                    reason,
+                    "draw a step of fewer micro-batches: add --set batch.size=...",
+                )
+            ]
         )
     schedule = build(name, mesh.pp, microbatches, virtual)
     check(schedule, microbatches)
     stages = len(stage_ranks(name, mesh.pp, virtual))
-    title = f"{name}: {_count(stages, 'stage')} on {_count(mesh.pp, 'rank')}, {_count(microbatches, 'micro-batch')}"
+    title = (
+        f"{name}: {_count(stages, 'stage')} on "
+        f"{_count(mesh.pp, 'rank')}, {_count(microbatches, 'micro-batch')}"
+    )
     return title, schedule, simulate(schedule, Costs.even(schedule))
 
 
@@ -212,8 +251,8 @@ def _count(number: int, what: str) -> str:
 
 
 def schedule_as_json(schedule: Schedule, simulation: Simulation) -> str:
-    """A table as a JSON object: rows (each rank's actions, with spaces between), and of the simulation total (in forwards of a stage),
-    bubble (of all ranks), bubbles and peak_activations (of each)."""
+    """A table as a JSON object: rows (each rank's actions, with spaces between), and of the simulation total
+    (in forwards of a stage), bubble (of all ranks), bubbles and peak_activations (of each)."""
     told: dict[str, Any] = {
         "rows": [" ".join(map(str, row)) for row in schedule],
         "total": simulation.total,
@@ -225,7 +264,8 @@ def schedule_as_json(schedule: Schedule, simulation: Simulation) -> str:
 
 
 def render_checkpoint(found: Contents) -> Group:
-    """What is in a checkpoint: how it came about, sizes by kind, and tensors; those of blocks that differ by numbers alone in one line."""
+    """What is in a checkpoint: how it came about, sizes by kind, and tensors; those of blocks that differ by
+    numbers alone in one line."""
     top = Table.grid(padding=(0, 2))
     for label, text in _summary(found):
         style = "bold red" if label == "damaged" else ""
@@ -237,7 +277,9 @@ def render_checkpoint(found: Contents) -> Group:
     kinds.add_column("dtype")
     for kind in found.kinds:
         dtypes = ", ".join(SHORT.get(dtype, dtype) for dtype in kind.dtypes)
-        kinds.add_row(Text(printable(kind.name)), f"{kind.tensors:,}", f"{kind.elements:,}", _binary(kind.bytes), dtypes)
+        kinds.add_row(
+            Text(printable(kind.name)), f"{kind.tensors:,}", f"{kind.elements:,}", _binary(kind.bytes), dtypes
+        )
     tensors = Table(title="tensors", title_justify="left")
     tensors.add_column("count", justify="right")
     tensors.add_column("name", overflow="fold")
@@ -252,7 +294,13 @@ def render_checkpoint(found: Contents) -> Group:
         dtype = str(first.dtype).removeprefix("torch.")
         name = _common_name([row.name for row in rows]) + (f" = {rows[0].same_as}" if rows[0].same_as else "")
         shape = "x".join(map(str, first.shape)) or "()"
-        tensors.add_row(str(len(rows)), Text(printable(name)), shape, SHORT.get(dtype, dtype), *([Text(printable(told))] if every else []))
+        tensors.add_row(
+            str(len(rows)),
+            Text(printable(name)),
+            shape,
+            SHORT.get(dtype, dtype),
+            *([Text(printable(told))] if every else []),
+        )
     if not every:
         tensors.columns.pop()
     return Group(top, kinds, tensors)
@@ -263,8 +311,17 @@ def _summary(found: Contents) -> list[tuple[str, str]]:
     if found.mesh:
         axes = [f"{name} {size}" for name, size in found.mesh.items() if size > 1 and name != "ranks"]
         ranks = f"{_count(prod(found.mesh.values()), 'rank')}{': ' if axes else ''}{' x '.join(axes)}"
-        lines.append(("written by", ranks + (f", ZeRO stage {found.zero_stage}" if found.zero_stage is not None else "")))
-    lines += [(label, _values(values)) for label, values in (("state", found.state), ("versions", found.versions)) if _values(values)]
+        lines.append(
+            (
+                "written by",
+                ranks + (f", ZeRO stage {found.zero_stage}" if found.zero_stage is not None else ""),
+            )
+        )
+    lines += [
+        (label, _values(values))
+        for label, values in (("state", found.state), ("versions", found.versions))
+        if _values(values)
+    ]
     if found.others:
         lines.append(("not read", _some(list(found.others), ", ")))
     if found.problem:
@@ -288,7 +345,8 @@ def _values(values: Mapping[str, Any]) -> str:
 
 
 def _alike(rows: Sequence[Row]) -> list[list[Row]]:
-    """Tensors that differ in the numbers of their names alone, together, in the order of the first of each."""
+    """Tensors that differ in the numbers of their names alone, together, in the order of the first of
+    each."""
     groups: dict[Any, list[Row]] = {}
     for row in rows:
         kinds = tuple((kind, info.shape, info.dtype) for kind, info in row.kinds.items())
@@ -298,14 +356,21 @@ def _alike(rows: Sequence[Row]) -> list[list[Row]]:
 
 def _common_name(names: Sequence[str]) -> str:
     """Of names that differ in numbers alone: "layers.{0-31}.weight"."""
-    columns = iter(sorted({int(number) for number in numbers}) for numbers in zip(*map(NUMBER.findall, names), strict=True))
+    columns = iter(
+        sorted({int(number) for number in numbers})
+        for numbers in zip(*map(NUMBER.findall, names), strict=True)
+    )
 
     def told(_: re.Match[str]) -> str:
         numbers = next(columns)
         if len(numbers) == 1:
             return str(numbers[0])
         dense = numbers[-1] - numbers[0] == len(numbers) - 1
-        return "{" + (f"{numbers[0]}-{numbers[-1]}" if dense else _some([str(number) for number in numbers], ",")) + "}"
+        return (
+            "{"
+            + (f"{numbers[0]}-{numbers[-1]}" if dense else _some([str(number) for number in numbers], ","))
+            + "}"
+        )
 
     return NUMBER.sub(told, names[0])
 
@@ -319,7 +384,8 @@ def _binary(size: float) -> str:
 
 
 def reference() -> str:
-    """Every key in Markdown: a table for each section, of what the key takes, its default and its description."""
+    """Every key in Markdown: a table for each section, of what the key takes, its default and its
+    description."""
     root = [key for key in LEAVES if "." not in key]
     lines = ["### Top level", "", *_rows(root)]
     for name, section in SECTIONS.items():

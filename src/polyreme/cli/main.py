@@ -1,9 +1,8 @@
 """The command `polyreme`: arguments in, the library called, errors as messages.
 
-Invariants: a config that cannot run is refused before any rank starts; the exit status is 0, 1 (failed), 2 (bad usage
-or config) or 128 + the signal that stopped it. Nothing heavy is imported before a command needs it, so that `--help`
-is quick.
-"""
+Invariants: a config that cannot run is refused before any rank starts; the exit status is 0, 1 (failed), 2
+(bad usage or config) or 128 + the signal that stopped it. Nothing heavy is imported before a command needs
+it, so that `--help` is quick."""
 
 from __future__ import annotations
 
@@ -46,18 +45,24 @@ class _Commands(TyperGroup):
             if LAUNCHED in os.environ or ctx.params["debug"]:
                 raise
             where = f": {shortened(str, error.filename)}" if error.filename is not None else ""
-            _report(f"{error.strerror or error}{where}; give another path (with --debug before the command, the traceback is shown)")
+            _report(
+                f"{error.strerror or error}{where}; give another path "
+                "(with --debug before the command, the traceback is shown)"
+            )
             ctx.exit(PolyremeError.exit_status)
 
 
 def _report(text: str) -> None:
     """An error, as any terminal can show it."""
     typer.secho(f"{_rank_of_several()}error: ", fg=typer.colors.RED, bold=True, nl=False, err=True)
-    typer.echo("".join(each if each.isprintable() or each in "\n\t" else repr(each)[1:-1] for each in text), err=True)
+    typer.echo(
+        "".join(each if each.isprintable() or each in "\n\t" else repr(each)[1:-1] for each in text), err=True
+    )
 
 
 def _rank_of_several() -> str:
-    """Which rank speaks, where torchrun or the like started several and reports nothing of them but their exit status."""
+    """Which rank speaks, where torchrun or the like started several and reports nothing of them but their
+    exit status."""
     try:
         place = detect()
     except LaunchError:
@@ -67,21 +72,30 @@ def _rank_of_several() -> str:
 
 app = typer.Typer(cls=_Commands, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 
-ConfigFile = Annotated[Path, typer.Argument(metavar="CONFIG", help="A config: .toml, .yaml or .json.", show_default=False)]
+ConfigFile = Annotated[
+    Path, typer.Argument(metavar="CONFIG", help="A config: .toml, .yaml or .json.", show_default=False)
+]
 Overrides = Annotated[
     list[str] | None,
-    typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Change one key of the config; may be given again."),
+    typer.Option(
+        "--set", metavar="SECTION.KEY=VALUE", help="Change one key of the config; may be given again."
+    ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Write JSON to stdout, for programs.")]
 
 
 @app.callback()
-def _options(debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False) -> None:
+def _options(
+    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
+) -> None:
     """Train PyTorch models across ranks."""
     try:
         Path.cwd()
     except OSError as error:  # in which torch's mathematics end the process, with a word about libraries
-        raise PolyremeError(f"the current folder cannot be used ({error.strerror}): has it been deleted? Go to another one first") from None
+        raise PolyremeError(
+            f"the current folder cannot be used ({error.strerror}): "
+            "has it been deleted? Go to another one first"
+        ) from None
 
 
 @app.command()
@@ -90,24 +104,37 @@ def train(
     overrides: Overrides = None,
     ranks: Annotated[
         int | None,
-        typer.Option("-n", "--ranks", min=1, help="Ranks to start on this host.", show_default="launch.ranks, or else 1"),
+        typer.Option(
+            "-n",
+            "--ranks",
+            min=1,
+            help="Ranks to start on this host.",
+            show_default="launch.ranks, or else 1",
+        ),
     ] = None,
     resume: Annotated[
         str | None,
-        typer.Option(metavar="PATH", help="Go on from this checkpoint, or another run's folder.", show_default="the run's own folder"),
+        typer.Option(
+            metavar="PATH",
+            help="Go on from this checkpoint, or another run's folder.",
+            show_default="the run's own folder",
+        ),
     ] = None,
-    anew: Annotated[bool, typer.Option("--no-resume", help="Begin anew, though the run's folder has checkpoints.")] = False,
+    anew: Annotated[
+        bool, typer.Option("--no-resume", help="Begin anew, though the run's folder has checkpoints.")
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Train the model that CONFIG describes, from where its checkpoints in the run's folder end.
 
-    Started by torchrun or `polyreme launch`, it is one rank of those; otherwise it starts the ranks itself. SIGTERM and SIGUSR1
-    have it save, and end with status 0; the same command then goes on.
-    """
+    Started by torchrun or `polyreme launch`, it is one rank of those; otherwise it starts the ranks itself.
+    SIGTERM and SIGUSR1 have it save, and end with status 0; the same command then goes on."""
     from polyreme.config import Config
 
     if resume is not None and anew:
-        raise typer.BadParameter("begin anew, or go on from PATH: give one of the two", param_hint="--no-resume")
+        raise typer.BadParameter(
+            "begin anew, or go on from PATH: give one of the two", param_hint="--no-resume"
+        )
     place = detect()
     changes = list(overrides or [])
     if anew or resume is not None:
@@ -118,7 +145,8 @@ def train(
     with importing():
         from polyreme.job import run as job
 
-    with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():  # libraries print there, too
+    # libraries print there, too
+    with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
         if world_size > place.world_size:
             job.check_sources(checked)
             job.check_division(checked)
@@ -130,17 +158,24 @@ def train(
             from polyreme.launch.torchrun import launch as start
 
         sets = [word for change in changes for word in ("--set", change)]
-        start(["-m", "polyreme", "train", str(config), *sets, *(["--json"] if as_json else [])], world_size, saves=True)
+        start(
+            ["-m", "polyreme", "train", str(config), *sets, *(["--json"] if as_json else [])],
+            world_size,
+            saves=True,
+        )
     elif as_json and place.rank == 0:
         typer.echo(json.dumps(_plain(summary)))
 
 
 def _world_size(asked: int | None, configured: int | None, place: Environment) -> int:
-    """How many ranks train: those that were started already, or else `asked` (-n), or else `configured` (launch.ranks)."""
+    """How many ranks train: those that were started already, or else `asked` (-n), or else `configured`
+    (launch.ranks)."""
     if place.address is None:
         return asked or configured or 1
     if asked not in (None, place.world_size):
-        raise LaunchError(f"-n {asked}, but {place.name} has already started {place.world_size} ranks; leave -n out")
+        raise LaunchError(
+            f"-n {asked}, but {place.name} has already started {place.world_size} ranks; leave -n out"
+        )
     return place.world_size
 
 
@@ -152,17 +187,23 @@ def _plain(summary: Any) -> Mapping[str, Any]:
 
 @app.command(context_settings={"allow_interspersed_args": False})
 def launch(
-    script: Annotated[str, typer.Argument(metavar="SCRIPT", help="A Python script, or with -m a module.", show_default=False)],
-    arguments: Annotated[list[str] | None, typer.Argument(metavar="ARGUMENT", help="All that follows is the script's.")] = None,
+    script: Annotated[
+        str,
+        typer.Argument(metavar="SCRIPT", help="A Python script, or with -m a module.", show_default=False),
+    ],
+    arguments: Annotated[
+        list[str] | None, typer.Argument(metavar="ARGUMENT", help="All that follows is the script's.")
+    ] = None,
     ranks: Annotated[int, typer.Option("-n", "--ranks", min=1, help="Ranks to start on this host.")] = 1,
-    threads: Annotated[int | None, typer.Option(min=1, help="Computing threads per rank.", show_default="cores / ranks")] = None,
+    threads: Annotated[
+        int | None, typer.Option(min=1, help="Computing threads per rank.", show_default="cores / ranks")
+    ] = None,
     module: Annotated[bool, typer.Option("-m", "--module", help="SCRIPT is a module's name.")] = False,
 ) -> None:
     """Run any Python script as several ranks on this host.
 
-    The ranks find each other through the variables that torchrun sets. If one fails, the others are ended, and the one
-    that failed first is shown.
-    """
+    The ranks find each other through the variables that torchrun sets. If one fails, the others are ended,
+    and the one that failed first is shown."""
     with importing():
         from polyreme.launch.torchrun import launch as start
 
@@ -172,28 +213,45 @@ def launch(
 
 @app.command()
 def inspect(
-    path: Annotated[Path, typer.Argument(metavar="CONFIG|DIR", help="A config, or the folder of a checkpoint or run.", show_default=False)],
+    path: Annotated[
+        Path,
+        typer.Argument(
+            metavar="CONFIG|DIR", help="A config, or the folder of a checkpoint or run.", show_default=False
+        ),
+    ],
     overrides: Overrides = None,
     ranks: Annotated[
         int | None,
-        typer.Option("-n", "--ranks", min=1, help="The world size to resolve it for.", show_default="1; --schedule: the fewest possible"),
+        typer.Option(
+            "-n",
+            "--ranks",
+            min=1,
+            help="The world size to resolve it for.",
+            show_default="1; --schedule: the fewest possible",
+        ),
     ] = None,
     as_json: AsJson = False,
     every: Annotated[bool, typer.Option("--all", help="Also the keys that have their default.")] = False,
     describe: Annotated[bool, typer.Option("--describe", help="Also what the keys mean.")] = False,
-    schedule: Annotated[bool, typer.Option("--schedule", help="Draw the timeline of a pipeline's step instead.")] = False,
-    svg: Annotated[Path | None, typer.Option(metavar="FILE", help="With --schedule: also write the timeline as an SVG file.")] = None,
+    schedule: Annotated[
+        bool, typer.Option("--schedule", help="Draw the timeline of a pipeline's step instead.")
+    ] = False,
+    svg: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="With --schedule: also write the timeline as an SVG file."),
+    ] = None,
 ) -> None:
     """Show what CONFIG comes to, where each value comes from, and which of several ranks form which axis.
 
     Keys that have their default are left out, but with --all (and with --json, which has every key).
 
-    With --schedule, show what each pipeline rank does when, with the bubble (its share of the step without work) and how many
-    micro-batches' activations it keeps at once, if every stage takes the same time and a backward twice that of a forward.
+    With --schedule, show what each pipeline rank does when, with the bubble (its share of the step without
+    work) and how many micro-batches' activations it keeps at once, if every stage takes the same time and a
+    backward twice that of a forward.
 
-    Of DIR, a checkpoint of Polyreme, Hugging Face, DeepSpeed or torch.distributed.checkpoint (or a run's folder, for its newest one), show
-    tensors, sizes, the ranks that wrote it and how far training was, and compare all bytes with their checksums: status 1 if any differ.
-    """
+    Of DIR, a checkpoint of Polyreme, Hugging Face, DeepSpeed or torch.distributed.checkpoint (or a run's
+    folder, for its newest one), show tensors, sizes, the ranks that wrote it and how far training was, and
+    compare all bytes with their checksums: status 1 if any differ."""
     from rich.console import Console
 
     from polyreme.cli import inspect as inspection
@@ -201,7 +259,9 @@ def inspect(
 
     if path.is_dir():
         if overrides or ranks or schedule or svg or every or describe:
-            raise typer.BadParameter(f"{path} is a folder, so that a checkpoint is shown: of the options only --json applies")
+            raise typer.BadParameter(
+                f"{path} is a folder, so that a checkpoint is shown: of the options only --json applies"
+            )
         _inspect_checkpoint(path, as_json)
         return
     if svg and not schedule:
@@ -221,7 +281,8 @@ def inspect(
                     file.write(timeline.svg(simulation, title))
             except OSError as error:
                 raise PolyremeError(
-                    f"cannot write --svg {svg}: {error.strerror}; name a file, not a link or a pipe, in a folder that can be written"
+                    f"cannot write --svg {svg}: {error.strerror}; name a file, "
+                    "not a link or a pipe, in a folder that can be written"
                 ) from None
         if as_json:
             typer.echo(inspection.schedule_as_json(table, simulation))
@@ -231,7 +292,11 @@ def inspect(
     elif as_json:
         typer.echo(inspection.as_json(loaded, ranks or 1))
     else:
-        Console().print(inspection.render(loaded, ranks or 1, every, describe), inspection.render_axes(loaded, ranks or 1), sep="")
+        Console().print(
+            inspection.render(loaded, ranks or 1, every, describe),
+            inspection.render_axes(loaded, ranks or 1),
+            sep="",
+        )
 
 
 def _inspect_checkpoint(path: Path, as_json: bool) -> None:
@@ -242,7 +307,12 @@ def _inspect_checkpoint(path: Path, as_json: bool) -> None:
     from polyreme.cli import inspect as inspection
 
     errors = Console(stderr=True)
-    found = contents(path, lambda shares: track(range(shares), "comparing checksums", console=errors, transient=True, disable=shares == 1))
+    found = contents(
+        path,
+        lambda shares: track(
+            range(shares), "comparing checksums", console=errors, transient=True, disable=shares == 1
+        ),
+    )
     if as_json:
         typer.echo(json.dumps(found.as_json(), indent=2))
     else:

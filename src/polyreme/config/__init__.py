@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from pydantic import PrivateAttr, ValidationError
 
-from polyreme.config.duration import Progress, Span
+from polyreme.config.duration import Duration, Progress
 from polyreme.config.loading import override, plain, problems_of, read, unusable
 from polyreme.config.schema import LEAVES, Keys, LRScheduleSection
 from polyreme.config.validate import MOST_RANKS, conflicts, derive, samples
@@ -43,7 +43,9 @@ class Config(Keys):
             try:
                 tree, name = plain(source), None
             except ValueError as error:
-                raise ConfigError([Problem("config", "a mapping", str(error), "give plain tables of values")]) from None
+                raise ConfigError(
+                    [Problem("config", "a mapping", str(error), "give plain tables of values")]
+                ) from None
         else:
             tree, name = read(source), str(source)
         problems = [p for text in overrides if (p := override(tree, text))]
@@ -71,11 +73,17 @@ class Config(Keys):
 
     def problems(self, world_size: int) -> list[Problem]:
         """Every conflict of this config with itself and with `world_size` ranks; empty where it can run."""
-        if isinstance(world_size, bool) or not isinstance(world_size, int) or not 1 <= world_size <= MOST_RANKS:
+        if (
+            isinstance(world_size, bool)
+            or not isinstance(world_size, int)
+            or not 1 <= world_size <= MOST_RANKS
+        ):
             reason, fix = f"must be an integer from 1 to {MOST_RANKS}", "start one rank or more"
             return [Problem("world size", world_size, reason, fix)]
         config = self._unresolved()
-        return [Problem(key, config.value(key), reason, fix) for key, reason, fix in conflicts(config, world_size)]
+        return [
+            Problem(key, config.value(key), reason, fix) for key, reason, fix in conflicts(config, world_size)
+        ]
 
     def resolve(self, world_size: int) -> Config:
         """This config for `world_size` ranks, every "auto" replaced. Raises ConfigError with every problem.
@@ -96,10 +104,12 @@ class Config(Keys):
         dp, micro = self.mesh.dp, self.batch.micro
         if dp == "auto" or micro == "auto":
             key = "mesh.dp" if dp == "auto" else "batch.micro"
-            raise ConfigError([Problem(key, "auto", "not known before the world size is", "call resolve(world_size)")])
+            raise ConfigError(
+                [Problem(key, "auto", "not known before the world size is", "call resolve(world_size)")]
+            )
         return self.batch.size // (dp * micro)
 
-    def steps(self, length: Span) -> int:
+    def steps(self, length: Duration) -> int:
         """`length` in whole optimizer steps, taking every sample as full (`data.sequence` tokens)."""
         return math.ceil(samples(self, length) / self.batch.size)
 

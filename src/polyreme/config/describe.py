@@ -12,7 +12,7 @@ import annotated_types
 from pydantic import ByteSize
 from pydantic.fields import FieldInfo
 
-from polyreme.config.duration import Span
+from polyreme.config.duration import Duration
 
 BARE = re.compile(r"[A-Za-z0-9_-]+")
 """A key that TOML takes without quotes."""
@@ -61,7 +61,7 @@ def _in_words(annotation: Any, metadata: Sequence[Any] = ()) -> str:
         return f"a list, each {_in_words(args[0])}"
     simple = {
         int: "an integer", float: "a number", bool: "true or false", str: "text", types.NoneType: '"none"',
-        Span: '"100 steps", "5000 samples" or "1e6 tokens"', ByteSize: 'bytes (1048576 or "1 MiB")',
+        Duration: '"100 steps", "5000 samples" or "1e6 tokens"', ByteSize: 'bytes (1048576 or "1 MiB")',
     }  # fmt: skip
     return " ".join([simple.get(annotation, "a table"), " and ".join(limits)]).strip()
 
@@ -73,7 +73,13 @@ def toml(value: object) -> str:
     if isinstance(value, ByteSize):
         return toml(value.human_readable(separator=" ").replace(".0 ", " "))
     if isinstance(value, dict):
-        return "{" + ", ".join(f"{k if BARE.fullmatch(str(k)) else toml(str(k))} = {toml(v)}" for k, v in value.items()) + "}"
+        return (
+            "{"
+            + ", ".join(
+                f"{k if BARE.fullmatch(str(k)) else toml(str(k))} = {toml(v)}" for k, v in value.items()
+            )
+            + "}"
+        )
     if isinstance(value, list | tuple):
         return "[" + ", ".join(toml(v) for v in value) + "]"
     if isinstance(value, bool | int | float):

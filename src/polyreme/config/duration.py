@@ -18,8 +18,9 @@ class Progress(NamedTuple):
     tokens: int = 0
 
 
-class Span(BaseModel):
-    """A length of training in optimizer steps, samples or tokens: "100 steps", "1e6 tokens", or 100 (steps)."""
+class Duration(BaseModel):
+    """A length of training in optimizer steps, samples or tokens: "100 steps", "1e6 tokens", or 100
+    (steps)."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
     amount: float = Field(ge=0, le=1e18)
@@ -42,8 +43,8 @@ class Span(BaseModel):
     def __repr__(self) -> str:
         return repr(str(self))
 
-    def scaled(self, factor: float) -> Span:
-        return Span(amount=self.amount * factor, unit=self.unit)
+    def scaled(self, factor: float) -> Duration:
+        return Duration(amount=self.amount * factor, unit=self.unit)
 
     def count(self, progress: Progress) -> int:
         """The counter of `progress` that this span is measured by."""
@@ -58,7 +59,8 @@ class Span(BaseModel):
 
 
 def real(value: object) -> object:
-    """YAML 1.1 reads 3e-4 as text, so text that is a number is taken as one; true and false are not numbers."""
+    """YAML 1.1 reads 3e-4 as text, so text that is a number is taken as one; true and false are not
+    numbers."""
     if isinstance(value, str):
         try:
             return float(value)

@@ -1,4 +1,5 @@
-"""From a file, a mapping and overrides to plain tables, and from pydantic's errors to problems a user can act on."""
+"""From a file, a mapping and overrides to plain tables, and from pydantic's errors to problems a user can act
+on."""
 
 from __future__ import annotations
 
@@ -31,7 +32,8 @@ VALUES, LEVELS = 100_000, 64
 
 
 def plain(source: Mapping[str, Any]) -> dict[str, Any]:
-    """A copy that overrides may change: sections as mappings, and empty ones (YAML writes null) as empty ones."""
+    """A copy that overrides may change: sections as mappings, and empty ones (YAML writes null) as empty
+    ones."""
 
     check_bounds(source, members)
 
@@ -44,11 +46,14 @@ def plain(source: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def expand(path: str | Path) -> Path:
-    """`path` with a leading ~ replaced by the home of the user. Raises ValueError where there is no such user."""
+    """`path` with a leading ~ replaced by the home of the user. Raises ValueError where there is no such
+    user."""
     try:
         return Path(path).expanduser()
     except RuntimeError:
-        raise ValueError(f"there is no user {str(path).split('/', 1)[0][1:]!r} for ~ to stand for; write the whole path") from None
+        raise ValueError(
+            f"there is no user {str(path).split('/', 1)[0][1:]!r} for ~ to stand for; write the whole path"
+        ) from None
 
 
 def read(source: str | Path) -> dict[str, Any]:
@@ -63,10 +68,15 @@ def read(source: str | Path) -> dict[str, Any]:
             raise failed("there is no such file", f"check the path; it is taken from {working_folder()}")
         suffix = path.suffix.lower()
         if suffix not in (".toml", ".yaml", ".yml", ".json"):
-            raise failed(f"cannot tell its format from the suffix {suffix!r}", "use a .toml, .yaml, .yml or .json file")
+            raise failed(
+                f"cannot tell its format from the suffix {suffix!r}", "use a .toml, .yaml, .yml or .json file"
+            )
         text = _text(path)
     except (OSError, ValueError) as error:
-        raise failed(f"cannot be read: {getattr(error, 'strerror', None) or error}", "give a readable text file in UTF-8") from None
+        raise failed(
+            f"cannot be read: {getattr(error, 'strerror', None) or error}",
+            "give a readable text file in UTF-8",
+        ) from None
     try:
         tree = _parse(text, suffix)
         if tree is None:
@@ -87,7 +97,8 @@ def working_folder() -> str:
 
 
 def _text(path: Path) -> str:
-    """What the file holds. Raises OSError and ValueError; never waits for the writer of a pipe, nor reads more than FILE_LIMIT."""
+    """What the file holds. Raises OSError and ValueError; never waits for the writer of a pipe, nor reads
+    more than FILE_LIMIT."""
     opened = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
     with os.fdopen(opened, "rb") as file:
         if not stat.S_ISREG(os.fstat(opened).st_mode):
@@ -107,7 +118,8 @@ def _parse(text: str, suffix: str) -> object:
     import yaml
 
     class Loader(yaml.SafeLoader):
-        """Checks a document before anything is built of it: an alias costs a few bytes, and can stand for any number of values."""
+        """Checks a document before anything is built of it: an alias costs a few bytes, and can stand for any
+        number of values."""
 
         def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
             node = super().compose_mapping_node(anchor)
@@ -115,7 +127,16 @@ def _parse(text: str, suffix: str) -> object:
             return node
 
         def construct_document(self, node: yaml.Node) -> Any:
-            check_bounds(node, lambda each: each.value if isinstance(each, yaml.CollectionNode) else each if type(each) is tuple else ())
+            check_bounds(
+                node,
+                lambda each: (
+                    each.value
+                    if isinstance(each, yaml.CollectionNode)
+                    else each
+                    if type(each) is tuple
+                    else ()
+                ),
+            )
             return super().construct_document(node)
 
     try:
@@ -132,13 +153,16 @@ def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def check_bounds(root: object, children: Callable[[Any], Iterable[object]]) -> None:
-    """Raises ValueError where there is more below `root` than any config has: more levels, or, each counted wherever it comes, values."""
+    """Raises ValueError where there is more below `root` than any config has: more levels, or, each counted
+    wherever it comes, values."""
     left, level = VALUES, [root]
     for _ in range(LEVELS):
         level = list(islice(chain.from_iterable(map(children, level)), left + 1))
         left -= len(level)
         if left < 0:
-            raise ValueError(f"it holds more than {VALUES:,} values (each alias counts as all that it stands for)")
+            raise ValueError(
+                f"it holds more than {VALUES:,} values (each alias counts as all that it stands for)"
+            )
         if not level:
             return
     raise ValueError(f"it is nested more than {LEVELS} levels deep")
@@ -154,19 +178,38 @@ def members(value: object) -> Iterable[object]:
 
 
 def unusable(tree: object, key: str = "") -> Iterator[Problem]:
-    """Values anywhere in `tree` that no file's name, and no file in UTF-8, can hold; and those that only some formats have."""
-    below = tree.items() if isinstance(tree, Mapping) else enumerate(tree) if isinstance(tree, list | tuple) else ()
+    """Values anywhere in `tree` that no file's name, and no file in UTF-8, can hold; and those that only some
+    formats have."""
+    below = (
+        tree.items()
+        if isinstance(tree, Mapping)
+        else enumerate(tree)
+        if isinstance(tree, list | tuple)
+        else ()
+    )
     for name, value in below:
         path = f"{key}.{name}" if key else str(name)
         yield from unusable(value, path)
         if isinstance(name, str) and not _is_text(name):
-            yield Problem(key or "config", name, "a key has a character that is no text (a NUL, or half of a pair)", "write text in UTF-8")
+            yield Problem(
+                key or "config",
+                name,
+                "a key has a character that is no text (a NUL, or half of a pair)",
+                "write text in UTF-8",
+            )
     if isinstance(tree, str) and not _is_text(tree):
-        yield Problem(key, tree, "it has a character that is no text (a NUL, or half of a pair)", "write text in UTF-8")
+        yield Problem(
+            key, tree, "it has a character that is no text (a NUL, or half of a pair)", "write text in UTF-8"
+        )
     elif isinstance(tree, int) and tree.bit_length() > LONGEST:
         yield Problem(key, tree, "no number of a config is so long", "write a shorter one")
     elif isinstance(tree, date | time | bytes | set):
-        yield Problem(key, tree, f"must be text, a number, true or false, a list or a table, not {_named(tree)}", "write it in quotes")
+        yield Problem(
+            key,
+            tree,
+            f"must be text, a number, true or false, a list or a table, not {_named(tree)}",
+            "write it in quotes",
+        )
 
 
 def _is_text(text: str) -> bool:
@@ -181,19 +224,25 @@ def override(tree: dict[str, Any], text: str) -> Problem | None:
     key, equals, raw = text.partition("=")
     path = [part.strip() for part in key.split(".")]
     if not equals or not all(path) or len(path) > LEVELS:
-        return Problem("override", text, "not of the form section.key=value", 'write for example "optimizer.lr=1e-3"')
+        return Problem(
+            "override", text, "not of the form section.key=value", 'write for example "optimizer.lr=1e-3"'
+        )
     try:
         parsed = tomllib.loads(f"value = {raw.strip()}")
         check_bounds(parsed, members)
     except (ValueError, RecursionError):  # no TOML, or numbers or nesting beyond what it can be
         parsed = {}
     # A date is text here, and a line break could have smuggled in more keys.
-    is_value = list(parsed) == ["value"] and isinstance(parsed["value"], bool | int | float | str | list | dict)
+    is_value = list(parsed) == ["value"] and isinstance(
+        parsed["value"], bool | int | float | str | list | dict
+    )
     table = tree
     for depth, part in enumerate(path[:-1], 1):
         table = table.setdefault(part, {})
         if not isinstance(table, dict):
-            return Problem(".".join(path[:depth]), table, f"not a table, so {key.strip()} cannot be set", "remove it")
+            return Problem(
+                ".".join(path[:depth]), table, f"not a table, so {key.strip()} cannot be set", "remove it"
+            )
     table[path[-1]] = parsed["value"] if is_value else raw.strip()
     return None
 
@@ -226,16 +275,26 @@ def problems_of(error: ValidationError, tree: Mapping[str, Any]) -> list[Problem
 
 
 def _nearest(field: FieldInfo, value: object) -> object:
-    """The word that the key may have and that is most like `value`, or else an example of what it may have."""
-    words = [word for word in get_args(field.annotation) if isinstance(word, str)] if get_origin(field.annotation) is Literal else []
+    """The word that the key may have and that is most like `value`, or else an example of what it may
+    have."""
+    words = (
+        [word for word in get_args(field.annotation) if isinstance(word, str)]
+        if get_origin(field.annotation) is Literal
+        else []
+    )
     return next(iter(difflib.get_close_matches(str(value), words, n=1)), example(field))
 
 
 ELSEWHERE = {
     **dict.fromkeys(("learning_rate", "max_lr"), "optimizer.lr"),
-    **dict.fromkeys(("max_grad_norm", "grad_clip", "gradient_clipping", "clip_grad_norm", "gradient_clip_val"), "optimizer.clip"),
+    **dict.fromkeys(
+        ("max_grad_norm", "grad_clip", "gradient_clipping", "clip_grad_norm", "gradient_clip_val"),
+        "optimizer.clip",
+    ),
     **dict.fromkeys(("batch_size", "train_batch_size", "global_batch_size"), "batch.size"),
-    **dict.fromkeys(("micro_batch_size", "per_device_train_batch_size", "train_micro_batch_size_per_gpu"), "batch.micro"),
+    **dict.fromkeys(
+        ("micro_batch_size", "per_device_train_batch_size", "train_micro_batch_size_per_gpu"), "batch.micro"
+    ),
     **dict.fromkeys(("warmup_steps", "warmup_ratio", "num_warmup_steps"), "lr_schedule.warmup"),
     **dict.fromkeys(("bf16", "fp16", "mixed_precision", "dtype", "torch_dtype"), "precision.compute"),
 }
@@ -250,7 +309,9 @@ def _unknown(key: str, value: object) -> Problem:
         alike = difflib.SequenceMatcher(None, name, its_name).ratio()
         if there == section:  # which makes no names alike
             return alike + 0.1
-        return max(alike, difflib.SequenceMatcher(None, key.replace(".", "_"), candidate.replace(".", "_")).ratio())
+        return max(
+            alike, difflib.SequenceMatcher(None, key.replace(".", "_"), candidate.replace(".", "_")).ratio()
+        )
 
     if (meant := ELSEWHERE.get(name)) is not None:
         return Problem(key, value, "there is no such key", f'did you mean "{meant}"?')

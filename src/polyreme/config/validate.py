@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterator
 
 from polyreme.config.describe import default, toml
-from polyreme.config.duration import Span
+from polyreme.config.duration import Duration
 from polyreme.config.schema import LEAVES, OPTIMIZERS, BatchSection, Keys, OptimizerSection, home, is_files
 
 Conflict = tuple[str, str, str]
@@ -26,13 +26,13 @@ ACTIVATIONS = ("keep", "recompute", "host")
 DTYPE_BYTES = {"autocast-bf16": 4, "fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
 
 
-def samples(keys: Keys, length: Span) -> float:
+def samples(keys: Keys, length: Duration) -> float:
     """`length` in samples, taking every sample as full (`data.sequence` tokens)."""
     rate = {"steps": keys.batch.size, "samples": 1, "tokens": 1 / keys.data.sequence}
     return length.amount * rate[length.unit]
 
 
-def _total(keys: Keys) -> Span:
+def _total(keys: Keys) -> Duration:
     return keys.train.length if isinstance(keys.lr_schedule.total, str) else keys.lr_schedule.total
 
 
@@ -51,7 +51,11 @@ def derive(keys: Keys, world_size: int) -> dict[str, object]:
         spilled = is_files(home(keys.memory.gradients)[0])
         reduce_every = derived["zero.reduce_every"] = "step" if stage < 2 and not spilled else "microbatch"
     if keys.memory.gradients == "auto":
-        files = is_files(states) and is_files(home(keys.memory.params)[0]) and (reduce_every == "microbatch" or dp == 1)
+        files = (
+            is_files(states)
+            and is_files(home(keys.memory.params)[0])
+            and (reduce_every == "microbatch" or dp == 1)
+        )
         derived["memory.gradients"] = states if files else "device" if states == ["device"] else "host"
     if keys.precision.reduce == "auto":
         derived["precision.reduce"] = "fp64" if keys.precision.compute == "fp64" else "fp32"
@@ -69,7 +73,8 @@ def derive(keys: Keys, world_size: int) -> dict[str, object]:
 
 
 def _micro(share: int, pp: int) -> int:
-    """Samples of a micro-batch: all of a rank's share; in a pipeline, so few that the bubble stays below a fifth, if that can be."""
+    """Samples of a micro-batch: all of a rank's share; in a pipeline, so few that the bubble stays below a
+    fifth, if that can be."""
     return max(n for n in _divisors(share) if n == 1 or share // n >= (4 * pp if pp > 1 else 1))
 
 
@@ -91,7 +96,11 @@ def conflicts(keys: Keys, world_size: int) -> Iterator[Conflict]:
     yield from _optimizer(keys.optimizer)
     yield from _lr_schedule(keys)
     if keys.checkpoint.keep_every is not None and keys.checkpoint.keep is None:
-        yield "checkpoint.keep_every", "checkpoint.keep keeps all of them", "write checkpoint.keep = 3, or remove it"
+        yield (
+            "checkpoint.keep_every",
+            "checkpoint.keep keeps all of them",
+            "write checkpoint.keep = 3, or remove it",
+        )
 
 
 def _model(keys: Keys) -> Iterator[Conflict]:
@@ -113,7 +122,11 @@ def _mesh(keys: Keys, world_size: int) -> Iterator[Conflict]:
         if getattr(mesh, axis) > 1:
             yield f"mesh.{axis}", f"this version has no {kind} parallelism", f"write mesh.{axis} = 1"
     if mesh.sequence_parallel and mesh.tp == 1:
-        yield "mesh.sequence_parallel", "it needs tensor parallelism", "write mesh.tp = 2 or more, or mesh.sequence_parallel = false"
+        yield (
+            "mesh.sequence_parallel",
+            "it needs tensor parallelism",
+            "write mesh.tp = 2 or more, or mesh.sequence_parallel = false",
+        )
     length, tp = keys.data.sequence, mesh.tp
     if mesh.sequence_parallel and keys.data.path is not None and length % tp:  # else the samples are not ours
         near = " or ".join(str(n) for n in (length // tp * tp, (length // tp + 1) * tp) if n > 1)
@@ -122,14 +135,34 @@ def _mesh(keys: Keys, world_size: int) -> Iterator[Conflict]:
     others = mesh.tp * mesh.pp * mesh.cp * mesh.ep
     dp = data_parallel(keys, world_size)
     if dp is None:
-        fit = [f"mesh.{axis} = {n}" for axis in ("tp", "pp") if (n := _nearest_divisor(world_size, others, getattr(mesh, axis)))]
+        fit = [
+            f"mesh.{axis} = {n}"
+            for axis in ("tp", "pp")
+            if (n := _nearest_divisor(world_size, others, getattr(mesh, axis)))
+        ]
         reason = f"tp x pp x cp x ep is {others}, which does not divide the world size, {world_size}"
-        key = "mesh.tp" if mesh.tp > 1 else "mesh.pp" if mesh.pp > 1 else "mesh.cp" if mesh.cp > 1 else "mesh.ep"
+        key = (
+            "mesh.tp"
+            if mesh.tp > 1
+            else "mesh.pp"
+            if mesh.pp > 1
+            else "mesh.cp"
+            if mesh.cp > 1
+            else "mesh.ep"
+        )
         replicas = max(1, world_size // others) if mesh.dp == "auto" else mesh.dp
-        yield key, reason, f"write {' or '.join(fit) or 'mesh.tp = 1 and mesh.pp = 1'}, or start {others * replicas} ranks"
+        yield (
+            key,
+            reason,
+            f"write {' or '.join(fit) or 'mesh.tp = 1 and mesh.pp = 1'}, or start {others * replicas} ranks",
+        )
     elif mesh.dp != "auto" and mesh.dp != dp:
         reason = f"dp x tp x pp x cp x ep is {mesh.dp * others}, but the world size is {world_size}"
-        yield "mesh.dp", reason, f'write mesh.dp = {dp} or mesh.dp = "auto", or start {mesh.dp * others} ranks'
+        yield (
+            "mesh.dp",
+            reason,
+            f'write mesh.dp = {dp} or mesh.dp = "auto", or start {mesh.dp * others} ranks',
+        )
     if mesh.tp > 1 and keys.optimizer.name == "muon":
         reason = "it needs whole matrices, of which tensor parallelism gives each rank a part"
         yield "optimizer.name", reason, 'write optimizer.name = "adamw", or mesh.tp = 1'
@@ -138,14 +171,25 @@ def _mesh(keys: Keys, world_size: int) -> Iterator[Conflict]:
 def _pipeline(keys: Keys) -> Iterator[Conflict]:
     pipeline, pp = keys.pipeline, keys.mesh.pp
     if pipeline.schedule in ("1f1b-w", "zb-h1", "zb-v") and pp > 1 and keys.compile:
-        reason = "it computes gradients of weights apart from those of inputs, which compiled blocks compute together"
-        yield "pipeline.schedule", reason, 'write pipeline.schedule = "1f1b" or "interleaved", or compile = false'
+        reason = (
+            "it computes gradients of weights apart from those "
+            "of inputs, which compiled blocks compute together"
+        )
+        yield (
+            "pipeline.schedule",
+            reason,
+            'write pipeline.schedule = "1f1b" or "interleaved", or compile = false',
+        )
     if pipeline.virtual != default(LEAVES["pipeline.virtual"]) and pipeline.schedule != "interleaved":
         fix = 'write pipeline.schedule = "interleaved", or remove pipeline.virtual'
         yield "pipeline.virtual", f"{pipeline.schedule} does not use it", fix
     stages = pp * {"interleaved": pipeline.virtual, "zb-v": 2}.get(pipeline.schedule, 1)
     if not isinstance(pipeline.blocks, str) and pp > 1 and len(pipeline.blocks) != stages:
-        yield "pipeline.blocks", f"{len(pipeline.blocks)} numbers for {stages} stages", f"give {stages} numbers, or remove it"
+        yield (
+            "pipeline.blocks",
+            f"{len(pipeline.blocks)} numbers for {stages} stages",
+            f"give {stages} numbers, or remove it",
+        )
 
 
 def data_parallel(keys: Keys, world_size: int) -> int | None:
@@ -164,13 +208,23 @@ def _memory(keys: Keys) -> Iterator[Conflict]:
     zero, memory = keys.zero, keys.memory
     if zero.min_bucket > zero.bucket_size:
         limit = toml(zero.bucket_size)
-        yield "zero.min_bucket", f"larger than zero.bucket_size, {limit}", f"write zero.min_bucket = {limit} or less"
+        yield (
+            "zero.min_bucket",
+            f"larger than zero.bucket_size, {limit}",
+            f"write zero.min_bucket = {limit} or less",
+        )
     if memory.params != "device" and zero.stage not in (3, "auto"):
         reason = "only ZeRO stage 3 brings each block's parameters to the device when they are needed"
         yield "memory.params", reason, 'write zero.stage = 3, or memory.params = "device"'
     if isinstance(memory.params, dict):
-        yield "memory.params", "all parameters have one home, or are striped over folders", 'write "device", "host", a folder or several'
-    if isinstance(memory.states, dict) and (len({*memory.states} - {"device"}) != 1 or not math.isclose(sum(memory.states.values()), 1)):
+        yield (
+            "memory.params",
+            "all parameters have one home, or are striped over folders",
+            'write "device", "host", a folder or several',
+        )
+    if isinstance(memory.states, dict) and (
+        len({*memory.states} - {"device"}) != 1 or not math.isclose(sum(memory.states.values()), 1)
+    ):
         fix = 'write {host = 0.7, device = 0.3}, or another home than "host" in its place'
         yield "memory.states", "shares are of the device and of one other home, and add up to 1", fix
     for key in ("states", "params", "gradients"):
@@ -178,14 +232,22 @@ def _memory(keys: Keys) -> Iterator[Conflict]:
         wrong = [name for name in homes if "/" not in name] if is_files(homes) else []
         if wrong or not homes or (homes == ["auto"] and key != "gradients"):
             reason = "an empty list is no home" if not homes else f"{(wrong or homes)[0]!r} is no folder"
-            yield f"memory.{key}", reason, 'write "device", "host", a folder such as "./offload", or a list of folders'
+            yield (
+                f"memory.{key}",
+                reason,
+                'write "device", "host", a folder such as "./offload", or a list of folders',
+            )
     if memory.gradients != "auto" and (memory.gradients == "device") != (memory.states == "device"):
         reason = "gradients leave the device for the CPU to update what is off it, then and only then"
         yield "memory.gradients", reason, 'remove it, or write memory.states = "host" or a folder'
-    if memory.activations not in ACTIVATIONS and "/" not in memory.activations:  # a folder made by mistake would fill unseen
+    # a folder made by mistake would fill unseen
+    if memory.activations not in ACTIVATIONS and "/" not in memory.activations:
         near = difflib.get_close_matches(memory.activations, ACTIVATIONS, n=1, cutoff=0.5)
         words = f'"{near[0]}"' if near else " or ".join(f'"{name}"' for name in ACTIVATIONS)
-        fix = f'write memory.activations = {words}, or a folder with a slash in it, such as "/nvme/run" or "./here"'
+        fix = (
+            f"write memory.activations = {words}, or a folder "
+            'with a slash in it, such as "/nvme/run" or "./here"'
+        )
         yield "memory.activations", "it is none of the words, and a folder is told by a slash", fix
     elif memory.activations == "keep":
         for key in ("memory.recompute_every", "memory.recompute_save"):
@@ -206,7 +268,8 @@ def _precision(keys: Keys) -> Iterator[Conflict]:
         yield (
             "precision.compute",
             reason,
-            'write precision.compute = "bf16" (whose optimizer has fp32 weights, too), or mesh.tp = mesh.pp = 1',
+            'write precision.compute = "bf16" (whose optimizer '
+            "has fp32 weights, too), or mesh.tp = mesh.pp = 1",
         )
     if compute == "fp16" and precision.loss_scale is None:
         fix = 'write precision.loss_scale = "dynamic" (or 1.0 to do without it all the same)'
@@ -215,7 +278,11 @@ def _precision(keys: Keys) -> Iterator[Conflict]:
         yield "optimizer.states", "computing in fp64 keeps them in fp64", 'write optimizer.states = "fp32"'
     if precision.initial_scale < precision.min_scale:
         reason = f"below precision.min_scale, {precision.min_scale}"
-        yield "precision.initial_scale", reason, f"write precision.initial_scale = {precision.min_scale} or more"
+        yield (
+            "precision.initial_scale",
+            reason,
+            f"write precision.initial_scale = {precision.min_scale} or more",
+        )
 
 
 def _batch(batch: BatchSection, dp: int) -> Iterator[Conflict]:
@@ -225,7 +292,11 @@ def _batch(batch: BatchSection, dp: int) -> Iterator[Conflict]:
     below = batch.size // unit * unit
     sizes = " or ".join(str(size) for size in (below, below + unit) if size)
     if batch.micro == "auto" or batch.size % dp:
-        among = f"{dp} data-parallel ranks" if unit == dp else f"{dp} data-parallel ranks of micro-batch {batch.micro}"
+        among = (
+            f"{dp} data-parallel ranks"
+            if unit == dp
+            else f"{dp} data-parallel ranks of micro-batch {batch.micro}"
+        )
         yield "batch.size", f"cannot be divided among {among}", f"write batch.size = {sizes}"
         return
     share, wanted = batch.size // dp, batch.micro
@@ -238,7 +309,10 @@ def _sums(keys: Keys, dp: int) -> Iterator[Conflict]:
     share, micro = keys.batch.size // dp, keys.batch.micro
     several = share > (micro if micro != "auto" else _micro(share, keys.mesh.pp)) if share else False
     if several and dp > 1 and keys.zero.reduce_every == "step" and is_files(home(keys.memory.gradients)[0]):
-        reason = "sums of several micro-batches that are not reduced yet take memory, and memory.gradients is to take none"
+        reason = (
+            "sums of several micro-batches that are not reduced "
+            "yet take memory, and memory.gradients is to take none"
+        )
         yield "zero.reduce_every", reason, 'write zero.reduce_every = "microbatch", or remove it'
 
 
@@ -269,10 +343,20 @@ def _optimizer(optimizer: OptimizerSection) -> Iterator[Conflict]:
     if name == "sgd" and optimizer.nesterov and optimizer.momentum == 0:
         yield "optimizer.nesterov", "it needs a momentum", "write optimizer.momentum = 0.9"
     if optimizer.states != "fp32" and (name not in COMPACT or (name == "sgd" and not optimizer.momentum)):
-        yield "optimizer.states", f"of {name} in {optimizer.states} none are kept", 'write optimizer.states = "fp32", or use adamw'
+        yield (
+            "optimizer.states",
+            f"of {name} in {optimizer.states} none are kept",
+            'write optimizer.states = "fp32", or use adamw',
+        )
     for option, value in optimizer.options.items():
-        if option in OptimizerSection.model_fields and not (option in SPECIFIC_KEYS and option in arguments - reads):
-            yield "optimizer.options", f"{option} has a key of its own", f"write optimizer.{option} = {toml(value)}"
+        if option in OptimizerSection.model_fields and not (
+            option in SPECIFIC_KEYS and option in arguments - reads
+        ):
+            yield (
+                "optimizer.options",
+                f"{option} has a key of its own",
+                f"write optimizer.{option} = {toml(value)}",
+            )
         elif option not in arguments:
             near = difflib.get_close_matches(option, arguments, n=1)
             fix = f"write optimizer.options.{near[0]} = {toml(value)}" if near else f"remove {option}"
@@ -283,7 +367,11 @@ def _unknown_optimizer(name: str) -> Conflict:
     known = {n.lower(): n for n in [*_torch_optimizers(), *OPTIMIZERS] if n not in UNSUITED}
     nearest = known[difflib.get_close_matches(name.lower(), known, n=1, cutoff=0)[0]]
     reason = "neither one of ours nor a class of torch.optim"
-    return "optimizer.name", reason, f"write optimizer.name = {toml(nearest)}; ours are {', '.join(OPTIMIZERS)}"
+    return (
+        "optimizer.name",
+        reason,
+        f"write optimizer.name = {toml(nearest)}; ours are {', '.join(OPTIMIZERS)}",
+    )
 
 
 def _torch_optimizers() -> dict[str, type]:
@@ -302,9 +390,9 @@ def _arguments(class_name: str) -> set[str]:
     return set(inspect.signature(found).parameters) - {"params"} if found else set()
 
 
-def _comparable(keys: Keys, *spans: Span | None) -> bool:
+def _comparable(keys: Keys, *durations: Duration | None) -> bool:
     """Tokens convert to other units only where the samples are ours, all of `data.sequence` tokens."""
-    units = {span.unit for span in spans if span is not None and span.amount}
+    units = {duration.unit for duration in durations if duration is not None and duration.amount}
     return "tokens" not in units or len(units) == 1 or keys.data.path is not None
 
 
@@ -326,4 +414,8 @@ def _lr_schedule(keys: Keys) -> Iterator[Conflict]:
         if warmup + samples(keys, decay) > whole:
             shorter = total.scaled((1 - warmup / whole) / 2)
             reason = f"longer than {total} together with the warm-up, {schedule.warmup}"
-            yield "lr_schedule.decay", reason, f"write lr_schedule.decay = {toml(shorter)}, or a shorter warm-up"
+            yield (
+                "lr_schedule.decay",
+                reason,
+                f"write lr_schedule.decay = {toml(shorter)}, or a shorter warm-up",
+            )

@@ -1,7 +1,7 @@
 """Training data: text to packed token sequences, and any dataset to each rank's share of each global batch.
 
-Invariant: what a run sees depends on the data, the config and the seed, never on the number of ranks.
-No communication: each rank reads for itself, ranks of one host share the cache.
+Invariant: what a run sees depends on the data, the config and the seed, never on the number of ranks. No
+communication: each rank reads for itself, ranks of one host share the cache.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from polyreme.data.loader import Loader
 from polyreme.data.pack import PackedDataset, pack_texts
-from polyreme.data.text import Corpus, Document, Part, documents, split, whole
+from polyreme.data.text import Corpus, Document, Subset, documents, split, whole
 from polyreme.data.tokenizer import load_tokenizer, open_tokenizer, tokenizer_folder, train_tokenizer
 
 if TYPE_CHECKING:
@@ -63,7 +63,8 @@ class TextSection(Protocol):
 
 @dataclass(frozen=True)
 class TextData:
-    """A corpus ready to train on. The tokenizer is there at once; the texts are tokenised in the background."""
+    """A corpus ready to train on. The tokenizer is there at once; the texts are tokenised in the
+    background."""
 
     tokenizer: PreTrainedTokenizerBase
     _train: Future[PackedDataset]
@@ -85,13 +86,15 @@ def open_text(section: TextSection, seed: int, model: str | None = None) -> Text
 
     model: the directory whose tokenizer is used where the section names none.
 
-    Every rank may call it at once. Building the model goes well between this call and the first use of `.train`.
+    Every rank may call it at once. Building the model goes well between this call and the first use of
+    `.train`.
 
     Raises:
-        DataError: no corpus, no tokenizer, or (from `.train` and `.validation`) a text shorter than one sequence.
+        DataError: no corpus, no tokenizer, or (from `.train` and `.validation`) a text shorter than one
+        sequence.
     """
     corpus = documents(section.path or "", pattern=section.pattern, field=section.field)
-    validation: Part | None
+    validation: Subset | None
     if section.validation == 0:
         train, validation = whole(corpus), None
     elif isinstance(section.validation, str):
@@ -103,7 +106,7 @@ def open_text(section: TextSection, seed: int, model: str | None = None) -> Text
     folder = tokenizer_folder(section.tokenizer, model)
     tokenizer = open_tokenizer(train, folder=folder, vocab_size=section.vocab_size, cache=cache)
 
-    def packed(part: Part, name: str) -> PackedDataset:
+    def packed(part: Subset, name: str) -> PackedDataset:
         return PackedDataset(pack_texts(part, tokenizer, cache), section.sequence, name)
 
     pool = ThreadPoolExecutor(1, thread_name_prefix="polyreme-pack")

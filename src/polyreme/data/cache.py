@@ -1,10 +1,9 @@
 """The data cache: folders built once, named by what they were built from.
 
-Invariant: a folder with its final name is complete. It is filled under another name and renamed last, under a lock
-that the processes of one host share, so ranks that race for it build it once; where the lock does not reach
-(another host, some network file systems) they build equal content and the first to finish wins. A killed build leaves
-a folder `*.unfinished-*`, which nothing reads.
-"""
+Invariant: a folder with its final name is complete. It is filled under another name and renamed last, under a
+lock that the processes of one host share, so ranks that race for it build it once; where the lock does not
+reach (another host, some network file systems) they build equal content and the first to finish wins. A
+killed build leaves a folder `*.unfinished-*`, which nothing reads."""
 
 from __future__ import annotations
 
@@ -37,7 +36,8 @@ def cached(folder: Path, build: Callable[[Path], None]) -> Path:
     except OSError as error:
         if not folder.is_dir():
             raise DataError(
-                f"cannot write the data cache {str(folder)!r}: {error}. Set data.cache to a folder that can be written."
+                f"cannot write the data cache {str(folder)!r}: {error}. "
+                "Set data.cache to a folder that can be written."
             ) from error
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)  # there only after a failure

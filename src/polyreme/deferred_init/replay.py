@@ -1,14 +1,15 @@
 """Building a model too big to build whole: record how it is built, then make its tensors one at a time.
 
-Invariant: `record(build, seed).replay(sink)` hands out bit for bit the tensors of `torch.manual_seed(seed); build()`, and leaves
-the generator where that leaves it, whatever the number of ranks. No communication: every rank walks the same tape.
+Invariant: `record(build, seed).replay(sink)` hands out bit for bit the tensors of `torch.manual_seed(seed);
+build()`, and leaves the generator where that leaves it, whatever the number of ranks. No communication: every
+rank walks the same tape.
 
-While recording, every tensor is fake: it claims to be on the CPU (so that libraries which skip initialisation on the meta device do
-not) and holds no numbers. Each operator that makes or writes numbers goes on a tape (`zero.tape`). Replay is driven by demand, from the
-last value of each parameter and buffer: what was overwritten is never computed, except that its random draws are still made on scrap
-memory, because they move the generator. The generator's state before each draw is remembered (5 KB each), so a value that was let go to
-save memory, or one that the build reads (`.item()`, `if mask.any()`), can be made again at any time.
-"""
+While recording, every tensor is fake: it claims to be on the CPU (so that libraries which skip initialisation
+on the meta device do not) and holds no numbers. Each operator that makes or writes numbers goes on a tape
+(`zero.graph`). Replay is driven by demand, from the last value of each parameter and buffer: what was
+overwritten is never computed, except that its random draws are still made on scrap memory, because they move
+the generator. The generator's state before each draw is remembered (5 KB each), so a value that was let go to
+save memory, or one that the build reads (`.item()`, `if mask.any()`), can be made again at any time."""
 
 from __future__ import annotations
 
@@ -32,7 +33,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from polyreme.deferred_init.graph import Evaluator, Op, Tape, View
+from polyreme.deferred_init.graph import Evaluator, Graph, Op, View
 from polyreme.errors import ModelError
 
 aten = torch.ops.aten
@@ -52,7 +53,14 @@ _FILLS = {
 # Operators that look at the shape of their tensor argument and never at its numbers.
 _SHAPE_ONLY = {
     *(aten.empty_like, aten.zeros_like, aten.ones_like, aten.full_like, aten.rand_like, aten.randn_like),
-    *(aten.randint_like, aten.new_empty, aten.new_empty_strided, aten.new_zeros, aten.new_ones, aten.new_full),
+    *(
+        aten.randint_like,
+        aten.new_empty,
+        aten.new_empty_strided,
+        aten.new_zeros,
+        aten.new_ones,
+        aten.new_full,
+    ),
 }
 _MARK = 1 << 62
 
@@ -67,22 +75,26 @@ class _Fakes(FakeTensorMode):
 class _Recorder(TorchDispatchMode):
     """Runs every operator on fake tensors and tapes those that make or write numbers.
 
-    The default generator does not draw meanwhile: after each random row it is set to a mark that stands for "where that row ended", so
-    that `torch.manual_seed`, `fork_rng` and `set_rng_state` in the build are noticed by the next draw.
-    """
+    The default generator does not draw meanwhile: after each random row it is set to a mark that stands for
+    "where that row ended", so that `torch.manual_seed`, `fork_rng` and `set_rng_state` in the build are
+    noticed by the next draw."""
 
     def __init__(self) -> None:
         super().__init__()
         self.fake = _Fakes(allow_fallback_kernels=False)
-        self.tape = Tape()
-        self.evaluator = Evaluator(self.tape, pending=lambda value: value not in self._superseded)
+        self.graph = Graph()
+        self.evaluator = Evaluator(self.graph, pending=lambda value: value not in self._superseded)
         self._superseded: set[int] = set()
         self._current: dict[int, int] = {}  # address of a storage -> its latest value
         self._storages: dict[int, UntypedStorage] = {}  # kept, so that no address is used twice
         self._marks: dict[bytes, int] = {}
 
     def __torch_dispatch__(
-        self, func: Any, types: Collection[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self,
+        func: Any,
+        types: Collection[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
         if func.namespace == "prim":
@@ -95,17 +107,26 @@ class _Recorder(TorchDispatchMode):
         random = torch.Tag.nondeterministic_seeded in func.tags
         if any(isinstance(leaf, UntypedStorage) and leaf._cdata not in self._current for leaf in leaves):
             raise ModelError(
-                f"{func} puts a tensor on memory that was not seen being made, as torch.load does, while the model is built; load after "
+                f"{func} puts a tensor on memory that was not seen being made, "
+                "as torch.load does, while the model is built; load after "
                 "building, or build the model whole and pass the module"
             )
         outside = tensors and not random and not any(isinstance(t, FakeTensor) for t in tensors)
         if not outside and all(isinstance(t, FakeTensor) for t in tensors if id(t) in written):
             try:
-                return self._tape(func, tree_map_only(Tensor, self._as_fake, args), tree_map_only(Tensor, self._as_fake, kwargs), random)
+                return self._graph(
+                    func,
+                    tree_map_only(Tensor, self._as_fake, args),
+                    tree_map_only(Tensor, self._as_fake, kwargs),
+                    random,
+                )
             except _UNFAKEABLE:
                 pass
         if random or any(isinstance(t, FakeTensor) for t in tensors if id(t) in written):
-            raise ModelError(f"{func} cannot be recorded while the model is built; build the model whole and pass the module")
+            raise ModelError(
+                f"{func} cannot be recorded while the model is "
+                "built; build the model whole and pass the module"
+            )
         return func(*tree_map_only(Tensor, self.read, args), **tree_map_only(Tensor, self.read, kwargs))
 
     def view(self, tensor: Tensor) -> View:
@@ -124,17 +145,22 @@ class _Recorder(TorchDispatchMode):
         state = torch.get_rng_state()
         return self._marks.get(state.numpy().tobytes(), state)
 
-    def _tape(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], random: bool) -> Any:
-        seen_args, seen_kwargs = tree_map_only(Tensor, self.view, args), tree_map_only(Tensor, self.view, kwargs)
+    def _graph(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], random: bool) -> Any:
+        seen_args = tree_map_only(Tensor, self.view, args)
+        seen_kwargs = tree_map_only(Tensor, self.view, kwargs)
         reads = frozenset(v.value for v in _leaves(func, seen_args, seen_kwargs, View, _is_read))
-        written = [(t.untyped_storage()._cdata, _covers(t)) for t in _leaves(func, args, kwargs, Tensor, _is_written)]
+        written = [
+            (t.untyped_storage()._cdata, _covers(t)) for t in _leaves(func, args, kwargs, Tensor, _is_written)
+        ]
         covers = any(covered for _, covered in written) and len(written) == 1 and _is_filled(func)
         old = {address: self._current[address] for address, _ in written}
         needs = reads if covers else reads | set(old.values())
-        blind = {"generator": None} if "generator" in kwargs else {}  # fake kernels refuse a generator of another device
+        # fake kernels refuse a generator of another device
+        blind = {"generator": None} if "generator" in kwargs else {}
         with self.fake:
             result = func(*args, **kwargs | blind)
-        self.fake.fake_tensor_converter.tensor_memo.clear()  # its weak references keep `module.half()` from swapping parameters
+        # its weak references keep `module.half()` from swapping parameters
+        self.fake.fake_tensor_converter.tensor_memo.clear()
         outputs = tree_leaves(result)
         fresh: dict[int, int] = {}
         for i, tensor in enumerate(outputs):
@@ -144,17 +170,28 @@ class _Recorder(TorchDispatchMode):
             return result
         writes = tuple((value, self._new_value(address)) for address, value in old.items())
         creates = tuple((i, self._adopt(outputs[i])) for i in fresh.values())
-        op = Op(func, seen_args, seen_kwargs | blind, reads, needs, writes, creates, torch.get_default_dtype(), random)
+        op = Op(
+            func,
+            seen_args,
+            seen_kwargs | blind,
+            reads,
+            needs,
+            writes,
+            creates,
+            torch.get_default_dtype(),
+            random,
+        )
         if random:
             self._draw(op, kwargs.get("generator"))
         else:
-            self.tape.ops.append(op)
+            self.graph.ops.append(op)
         return result
 
     def _draw(self, op: Op, generator: torch.Generator | None) -> None:
-        """Append a random row, and put the generator where it can be recognised, or (one of the build's own) where the draw leaves it."""
-        row = len(self.tape.ops)
-        self.tape.ops.append(op)
+        """Append a random row, and put the generator where it can be recognised, or (one of the build's own)
+        where the draw leaves it."""
+        row = len(self.graph.ops)
+        self.graph.ops.append(op)
         if generator is None or _same(generator, torch.default_generator):
             op.start = self.position()
             mark = torch.Generator().manual_seed(_MARK + row).get_state()
@@ -162,7 +199,10 @@ class _Recorder(TorchDispatchMode):
             torch.set_rng_state(mark)
             return
         if generator.device.type != "cpu":
-            raise ModelError(f"{op.func} draws from a generator on {generator.device} while the model is built; build it on the CPU")
+            raise ModelError(
+                f"{op.func} draws from a generator on {generator.device} "
+                "while the model is built; build it on the CPU"
+            )
         op.private, op.start = True, generator.get_state()
         self.evaluator.run(row, full=False)
         generator.set_state(self.evaluator.state(row))
@@ -174,7 +214,9 @@ class _Recorder(TorchDispatchMode):
         with self.fake:
             fake = torch.empty_strided(held.shape, held.stride(), dtype=held.dtype, device="cpu")
         view = self._adopt(fake)
-        self.tape.ops.append(Op(held.clone, (), {}, frozenset(), frozenset(), (), ((0, view),), torch.get_default_dtype()))
+        self.graph.ops.append(
+            Op(held.clone, (), {}, frozenset(), frozenset(), (), ((0, view),), torch.get_default_dtype())
+        )
         return fake
 
     def _as_fake(self, tensor: Tensor) -> Tensor:
@@ -190,7 +232,7 @@ class _Recorder(TorchDispatchMode):
         """The value that the row about to be appended gives to this storage."""
         if address in self._current:
             self._superseded.add(self._current[address])
-        self._current[address] = self.tape.new_value(self._storages[address].nbytes())
+        self._current[address] = self.graph.new_value(self._storages[address].nbytes())
         return self._current[address]
 
 
@@ -198,7 +240,8 @@ def _storage(tensor: Tensor, maker: object) -> UntypedStorage:
     """The tensor's memory. Raises ModelError for one that cannot be recorded."""
     if tensor.device.type != "cpu" or tensor.layout != torch.strided:
         raise ModelError(
-            f"{maker} makes a {tensor.layout} tensor on {tensor.device} while the model is built; only dense tensors on the CPU can be "
+            f"{maker} makes a {tensor.layout} tensor on {tensor.device} "
+            "while the model is built; only dense tensors on the CPU can be "
             "recorded: build it there, or build the model whole and pass the module"
         )
     return tensor.untyped_storage()
@@ -208,12 +251,20 @@ def _same(a: torch.Generator, b: torch.Generator) -> bool:
     return getattr(a, "_cdata", a) == getattr(b, "_cdata", b)  # operators are given a new wrapper each time
 
 
-def _leaves(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], kind: type, chosen: Callable[[Any, Any], bool]) -> list[Any]:
+def _leaves(
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], kind: type, chosen: Callable[[Any, Any], bool]
+) -> list[Any]:
     """The leaves of type `kind` among the arguments that `chosen(func, argument of the schema)` accepts."""
     schema = func._schema.arguments
     named = {argument.name: argument for argument in schema}
     pairs = [*zip(schema, args, strict=False), *((named[name], value) for name, value in kwargs.items())]
-    return [leaf for argument, value in pairs if chosen(func, argument) for leaf in tree_leaves(value) if isinstance(leaf, kind)]
+    return [
+        leaf
+        for argument, value in pairs
+        if chosen(func, argument)
+        for leaf in tree_leaves(value)
+        if isinstance(leaf, kind)
+    ]
 
 
 def _is_written(func: Any, argument: Any) -> bool:
@@ -228,13 +279,17 @@ def _is_read(func: Any, argument: Any) -> bool:
 
 def _is_filled(func: Any) -> bool:
     """Whether what `func` writes owes nothing to what was there."""
-    return func.overloadpacket in _FILLS or any(a.kwarg_only and _is_written(func, a) for a in func._schema.arguments)
+    return func.overloadpacket in _FILLS or any(
+        a.kwarg_only and _is_written(func, a) for a in func._schema.arguments
+    )
 
 
 def _covers(tensor: Tensor) -> bool:
     """Whether `tensor` reaches each byte of its storage: dense, without overlap, and as large."""
     step = 1
-    for stride, size in sorted((st, si) for st, si in zip(tensor.stride(), tensor.shape, strict=True) if si != 1):
+    for stride, size in sorted(
+        (st, si) for st, si in zip(tensor.stride(), tensor.shape, strict=True) if si != 1
+    ):
         if stride != step:
             return False
         step *= size
@@ -242,14 +297,19 @@ def _covers(tensor: Tensor) -> bool:
 
 
 class _Reads(TorchFunctionMode):
-    """Answers the reads that no operator stands for: `.numpy()` and `numpy.asarray`. The array is a copy, and read-only."""
+    """Answers the reads that no operator stands for: `.numpy()` and `numpy.asarray`. The array is a copy, and
+    read-only."""
 
     def __init__(self, recorder: _Recorder) -> None:
         super().__init__()
         self._recorder = recorder
 
     def __torch_function__(
-        self, func: Any, types: Collection[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self,
+        func: Any,
+        types: Collection[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         if func not in (Tensor.numpy, Tensor.__array__) or not isinstance(args[0], FakeTensor):
             return func(*args, **(kwargs or {}))
@@ -262,12 +322,15 @@ class _Reads(TorchFunctionMode):
 class Recording:
     """A module whose tensors are on the meta device, and how to make them.
 
-    parameters, buffers: by first name, in the order of registration; meta tensors, those that the module holds.
+    parameters, buffers: by first name, in the order of registration; meta tensors, those that the module
+    holds.
     aliases: for each tied parameter or buffer, its first name and the others.
     order: names in the order in which `replay` completes them, the same on every rank.
     """
 
-    def __init__(self, module: nn.Module, seed: int, tape: Tape, views: dict[str, View], final: int | Tensor) -> None:
+    def __init__(
+        self, module: nn.Module, seed: int, graph: Graph, views: dict[str, View], final: int | Tensor
+    ) -> None:
         self.module = module
         self.parameters: dict[str, Tensor] = dict(module.named_parameters())
         self.buffers: dict[str, Tensor] = dict(module.named_buffers())
@@ -278,24 +341,27 @@ class Recording:
                 known = first.setdefault(id(tensor), name)
                 if known != name:
                     self.aliases[known] = (*self.aliases.get(known, ()), name)
-        self.order = sorted(views, key=lambda name: tape.producer[views[name].value])
-        self._seed, self._tape, self._views, self._final = seed, tape, views, final
+        self.order = sorted(views, key=lambda name: graph.producer[views[name].value])
+        self._seed, self._graph, self._views, self._final = seed, graph, views, final
 
     def replay(self, sink: Sink, names: Collection[str] | None = None) -> None:
-        """Make each parameter and buffer, or those whose first name is in `names`, and give it to `sink(name, tensor)`, once, under its
-        first name. Of the others only the random draws are made, one at a time, because they move the generator.
+        """Make each parameter and buffer, or those whose first name is in `names`, and give it to `sink(name,
+        tensor)`, once, under its first name. Of the others only the random draws are made, one at a time,
+        because they move the generator.
 
-        The tensor is whole, on the CPU, without gradient. It is let go after the call unless the sink keeps it; while the replay goes on,
-        the sink must not write it (later tensors may be computed from it). Afterwards the generators are where
-        `torch.manual_seed(seed); build()` leaves them; an exception of the sink leaves them as they were. May be called again.
-        """
-        tape = self._tape
+        The tensor is whole, on the CPU, without gradient. It is let go after the call unless the sink keeps
+        it; while the replay goes on, the sink must not write it (later tensors may be computed from it).
+        Afterwards the generators are where `torch.manual_seed(seed); build()` leaves them; an exception of
+        the sink leaves them as they were. May be called again."""
+        graph = self._graph
         wanted = deque(name for name in self.order if names is None or name in names)
         undelivered = Counter(self._views[name].value for name in wanted)
-        live, consumers = tape.live(undelivered)
+        live, consumers = graph.live(undelivered)
 
         def pending(value: int) -> bool:
-            return undelivered[value] > 0 or any(row not in evaluator.executed for row in consumers.get(value, ()))
+            return undelivered[value] > 0 or any(
+                row not in evaluator.executed for row in consumers.get(value, ())
+            )
 
         def deliver(name: str) -> None:
             view = self._views[name]
@@ -304,29 +370,31 @@ class Recording:
             evaluator.release(view.value)
             sink(name, tensor)
 
-        evaluator = Evaluator(tape, pending)
+        evaluator = Evaluator(graph, pending)
         with torch.no_grad():
-            for row, op in enumerate(tape.ops):
+            for row, op in enumerate(graph.ops):
                 if op.random and not op.private:
                     evaluator.run(row, full=row in live)
-                while wanted and tape.producer[self._views[wanted[0]].value] == row:
+                while wanted and graph.producer[self._views[wanted[0]].value] == row:
                     deliver(wanted.popleft())
         torch.manual_seed(self._seed)  # the generators of other devices, too
         torch.set_rng_state(evaluator.state(self._final))
 
 
 def record(build: Callable[[], nn.Module], seed: int) -> Recording:
-    """Run `build` without memory for its tensors, and record how `torch.manual_seed(seed); build()` makes them.
+    """Run `build` without memory for its tensors, and record how `torch.manual_seed(seed); build()` makes
+    them.
 
-    build: makes the module on the CPU. It runs once, without gradients, on fake tensors. Where it reads numbers (`.item()`, `if
-        mask.any()`, `.numpy()`), these are computed on the spot, at the cost of the random draws that lead there. Its subclasses of
-        nn.Parameter become plain ones.
-    seed: for the default generator. Generators of the build's own are followed as well; those of Python and NumPy are the caller's.
+    build: makes the module on the CPU. It runs once, without gradients, on fake tensors. Where it reads
+        numbers (`.item()`, `if mask.any()`, `.numpy()`), these are computed on the spot, at the cost of the
+        random draws that lead there. Its subclasses of nn.Parameter become plain ones.
+    seed: for the default generator. Generators of the build's own are followed as well; those of Python and
+    NumPy are the caller's.
 
-    Tensors that the module keeps outside its parameters and buffers are made at once. Generator states are left as they were. A build on
-    meta tensors, on another device or of sparse tensors, in-place operators that cannot run on fake tensors, and parameters that are
-    kept outside the module as well, raise ModelError; whatever `build` raises goes through.
-    """
+    Tensors that the module keeps outside its parameters and buffers are made at once. Generator states are
+    left as they were. A build on meta tensors, on another device or of sparse tensors, in-place operators
+    that cannot run on fake tensors, and parameters that are kept outside the module as well, raise
+    ModelError; whatever `build` raises goes through."""
     recorder = _Recorder()
     state = torch.get_rng_state()
     torch.default_generator.manual_seed(seed)
@@ -337,24 +405,39 @@ def record(build: Callable[[], nn.Module], seed: int) -> Recording:
         final = recorder.position()
     except Exception as error:
         if "FakeTensor" in str(error):
-            raise ModelError(f"the model's building cannot be recorded; build it whole and pass the module ({error})") from error
-        error.add_note("raised while the model's building was recorded on fake tensors; if it builds otherwise, pass the built module")
+            raise ModelError(
+                f"the model's building cannot be recorded; build it whole and pass the module ({error})"
+            ) from error
+        error.add_note(
+            "raised while the model's building was recorded on fake "
+            "tensors; if it builds otherwise, pass the built module"
+        )
         raise
     finally:
         torch.set_rng_state(state)
     if not isinstance(module, nn.Module):
-        raise ModelError(f"the function given as the model returned {type(module)}, not a torch.nn.Module; return the module")
-    views = {name: recorder.view(t) for named in (module.named_parameters, module.named_buffers) for name, t in named()}
+        raise ModelError(
+            "the function given as the model returned "
+            f"{type(module)}, not a torch.nn.Module; return the module"
+        )
+    views = {
+        name: recorder.view(t)
+        for named in (module.named_parameters, module.named_buffers)
+        for name, t in named()
+    }
     names = _put_on_meta(module, recorder)
     _make_others(recorder, names)
-    return Recording(module, seed, recorder.tape, views, final)
+    return Recording(module, seed, recorder.graph, views, final)
 
 
 def _put_on_meta(module: nn.Module, recorder: _Recorder) -> dict[int, str]:
-    """Replace the module's parameters and buffers by meta tensors, tied alike; returns the first names of the old parameters, by id."""
+    """Replace the module's parameters and buffers by meta tensors, tied alike; returns the first names of the
+    old parameters, by id."""
     with recorder.fake:
         internal = vars(torch.empty(0)).keys() | {"_is_param"}
-    old = {id(t): (name, t) for named in (module.named_buffers, module.named_parameters) for name, t in named()}
+    old = {
+        id(t): (name, t) for named in (module.named_buffers, module.named_parameters) for name, t in named()
+    }
     new: dict[int, Tensor] = {}
     for key, (_, tensor) in old.items():
         meta = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
@@ -366,12 +449,14 @@ def _put_on_meta(module: nn.Module, recorder: _Recorder) -> dict[int, str]:
         for held in (owner._parameters, owner._buffers):
             for attribute, current in list(held.items()):
                 if current is not None:
-                    setattr(owner, attribute, new[id(current)])  # not into `held`: recurrent modules follow assignments
+                    # not into `held`: recurrent modules follow assignments
+                    setattr(owner, attribute, new[id(current)])
     return {key: name for key, (name, tensor) in old.items() if isinstance(tensor, nn.Parameter)}
 
 
 def _make_others(recorder: _Recorder, names: dict[int, str]) -> None:
-    """Give their numbers to the fake tensors that outlive the build: plain attributes, items of lists, variables of closures."""
+    """Give their numbers to the fake tensors that outlive the build: plain attributes, items of lists,
+    variables of closures."""
 
     def survivors() -> list[FakeTensor]:
         return [o for o in gc.get_objects() if type(o) is FakeTensor and o.fake_mode is recorder.fake]
@@ -382,8 +467,10 @@ def _make_others(recorder: _Recorder, names: dict[int, str]) -> None:
     for tensor in survivors():
         if id(tensor) in names:
             raise ModelError(
-                f"parameter {names[id(tensor)]} is also kept outside the module's parameters (in a plain list, attribute or closure), "
-                "where it cannot be followed: keep it in an nn.ParameterList or not at all, or build the model whole and pass the module"
+                f"parameter {names[id(tensor)]} is also kept outside the "
+                "module's parameters (in a plain list, attribute or closure), "
+                "where it cannot be followed: keep it in an nn.ParameterList "
+                "or not at all, or build the model whole and pass the module"
             )
         real = recorder.read(tensor).requires_grad_(tensor.requires_grad)
         torch.utils.swap_tensors(tensor, real)

@@ -1,7 +1,8 @@
-"""What has to be the same on all ranks is compared before anything depends on it: the config before the mesh is made of it, the model
-before its numbers move.
+"""What has to be the same on all ranks is compared before anything depends on it: the config before the mesh
+is made of it, the model before its numbers move.
 
-Invariant: where ranks differ, or where it cannot be had on some of them, every rank raises, and none waits for another.
+Invariant: where ranks differ, or where it cannot be had on some of them, every rank raises, and none waits
+for another.
 Communication: one exchange of a digest, and where ranks differ, one of all that was compared.
 """
 
@@ -34,26 +35,38 @@ Difference = tuple[str, Any, str]
 
 
 def same_config(everyone: Axis, load: Callable[[], Config]) -> Config:
-    """The config, which is the same on all ranks. Raises ConfigError on every rank, with each key that differs; where some
-    rank could not read it, its own error there and LaunchError on the others."""
+    """The config, which is the same on all ranks. Raises ConfigError on every rank, with each key that
+    differs; where some rank could not read it, its own error there and LaunchError on the others."""
     return _same(everyone, load, _config_facts, "could not read its config", _configs_differ)
 
 
 def same_model(everyone: Axis, module: nn.Module, others: Mapping[str, object]) -> None:
-    """Compare the model's structure, not its numbers, and `others` by name. Raises ModelError on every rank, with what differs."""
-    _same(everyone, lambda: None, lambda _: {**_model_facts(module), **{key: _plain(each) for key, each in others.items()}},
-          "could not make its model", _models_differ)  # fmt: skip
+    """Compare the model's structure, not its numbers, and `others` by name. Raises ModelError on every rank,
+    with what differs."""
+    _same(
+        everyone,
+        lambda: None,
+        lambda _: {**_model_facts(module), **{key: _plain(each) for key, each in others.items()}},
+        "could not make its model",
+        _models_differ,
+    )
 
 
 def same_scheduler(everyone: Axis, state: Mapping[str, object]) -> None:
     """Compare what a torch scheduler knows. Raises ModelError on every rank, with what differs."""
-    _same(everyone, lambda: None, lambda _: {f"lr_scheduler {key}": _plain(value) for key, value in state.items()},
-          "could not make its lr_scheduler", _models_differ)  # fmt: skip
+    _same(
+        everyone,
+        lambda: None,
+        lambda _: {f"lr_scheduler {key}": _plain(value) for key, value in state.items()},
+        "could not make its lr_scheduler",
+        _models_differ,
+    )
 
 
 def known_as(given: object) -> str | None:
-    """Of a function, a class or an object that does what a function does, what is the same wherever it is the same: its name, and of
-    Python code a digest. What it closes over may differ, such as a rank's number for its log."""
+    """Of a function, a class or an object that does what a function does, what is the same wherever it is the
+    same: its name, and of Python code a digest. What it closes over may differ, such as a rank's number for
+    its log."""
     if given is None:
         return None
     while isinstance(given, partial):
@@ -62,13 +75,23 @@ def known_as(given: object) -> str | None:
     named = function if hasattr(function, "__qualname__") else type(function)
     name = f"{named.__module__}.{named.__qualname__}".replace("__mp_main__", "__main__")
     code = getattr(function, "__code__", None)
-    return name if code is None else f"{name} (code {hashlib.sha256(repr(_code(code)).encode()).hexdigest()[:8]})"
+    return (
+        name
+        if code is None
+        else f"{name} (code {hashlib.sha256(repr(_code(code)).encode()).hexdigest()[:8]})"
+    )
 
 
 def _code(code: CodeType) -> tuple[object, ...]:
     """What a function does, without where its text stands."""
-    constants = [_code(each) if isinstance(each, CodeType) else sorted(map(repr, each)) if isinstance(each, frozenset) else repr(each)
-                 for each in code.co_consts]  # fmt: skip
+    constants = [
+        _code(each)
+        if isinstance(each, CodeType)
+        else sorted(map(repr, each))
+        if isinstance(each, frozenset)
+        else repr(each)
+        for each in code.co_consts
+    ]
     return code.co_code, code.co_names, constants
 
 
@@ -107,7 +130,11 @@ def _differences(by_rank: list[Any]) -> Iterator[Difference]:
         for rank, facts in enumerate(by_rank):
             who.setdefault(json.dumps(facts[key]) if key in facts else "nothing", []).append(rank)
         if len(who) > 1:
-            yield key, by_rank[0].get(key), ", ".join(f"{value} on {ranks_named(ranks)}" for value, ranks in who.items())
+            yield (
+                key,
+                by_rank[0].get(key),
+                ", ".join(f"{value} on {ranks_named(ranks)}" for value, ranks in who.items()),
+            )
 
 
 def ranks_named(ranks: list[int]) -> str:
@@ -117,14 +144,20 @@ def ranks_named(ranks: list[int]) -> str:
 
 def _configs_differ(differences: list[Difference]) -> ConfigError:
     return ConfigError(
-        [Problem(key, value, f"ranks have different ones: {who}", "give every rank the same") for key, value, who in differences]
+        [
+            Problem(key, value, f"ranks have different ones: {who}", "give every rank the same")
+            for key, value, who in differences
+        ]
     )
 
 
 def _models_differ(differences: list[Difference]) -> ModelError:
     lines = [f"\n  - {key}: {who}" for key, _, who in differences[:SHOWN]]
     more = f"\n  and {len(differences) - SHOWN} more" * (len(differences) > SHOWN)
-    return ModelError(f"the ranks were given different models, but train one together: give every rank the same{''.join(lines)}{more}")
+    return ModelError(
+        "the ranks were given different models, but train one "
+        f"together: give every rank the same{''.join(lines)}{more}"
+    )
 
 
 def _config_facts(config: Config) -> dict[str, Any]:
@@ -135,16 +168,29 @@ def _comparable(key: str, value: object) -> Any:
     """A value as JSON has it; of homes in files, that they are files: each host has folders of its own."""
     if key.startswith("memory."):
         names = value if isinstance(value, list) else [value]
-        value = ["files" if isinstance(each, str) and ("/" in each or "\\" in each or each.startswith("~")) else each for each in names]
+        value = [
+            "files"
+            if isinstance(each, str) and ("/" in each or "\\" in each or each.startswith("~"))
+            else each
+            for each in names
+        ]
     return _plain(value)
 
 
 def _model_facts(module: nn.Module) -> dict[str, Any]:
-    """By name: what kind of model it is, and of each of its tensors shape, dtype and whether it is trained."""
+    """By name: what kind of model it is, and of each of its tensors shape, dtype and whether it is
+    trained."""
     facts: dict[str, Any] = {"model": type(module).__name__}
     for name, parameter in module.named_parameters(remove_duplicate=False):
-        facts[name] = f"{tuple(parameter.shape)} {parameter.dtype}{'' if parameter.requires_grad else ', frozen'}"
-    facts.update({name: f"{tuple(buffer.shape)} {buffer.dtype}" for name, buffer in module.named_buffers(remove_duplicate=False)})
+        facts[name] = (
+            f"{tuple(parameter.shape)} {parameter.dtype}{'' if parameter.requires_grad else ', frozen'}"
+        )
+    facts.update(
+        {
+            name: f"{tuple(buffer.shape)} {buffer.dtype}"
+            for name, buffer in module.named_buffers(remove_duplicate=False)
+        }
+    )
     return facts
 
 

@@ -1,13 +1,15 @@
-"""Collectives as direct exchanges: every rank of an axis gives every other one its part, and sums what it gets itself.
+"""Collectives as direct exchanges: every rank of an axis gives every other one its part, and sums what it
+gets itself.
 
-Invariants: a sum over ranks is taken in rank order for each element by itself, so that it does not depend on where in a buffer the element
-lies, and in the output's dtype whatever the dtype on the wire. Every rank begins the same exchanges in the same order.
+Invariants: a sum over ranks is taken in rank order for each element by itself, so that it does not depend on
+where in a buffer the element lies, and in the output's dtype whatever the dtype on the wire. Every rank
+begins the same exchanges in the same order.
 
-Communication: all-gather and reduce-scatter send (n-1)/n of the buffer, half of what gloo's own reduce-scatter sends; all-reduce, which is
-for little, n-1 times the tensor. Ranks of one host only tell each other where a part lies (`shared_memory`) and read it there; to others,
-and where it is little, it is sent. Nothing goes through gloo's worker threads: one that still holds a tensor when the interpreter ends
-aborts the process.
-"""
+Communication: all-gather and reduce-scatter send (n-1)/n of the buffer, half of what gloo's own
+reduce-scatter sends; all-reduce, which is for little, n-1 times the tensor. Ranks of one host only tell each
+other where a part lies (`shared_memory`) and read it there; to others, and where it is little, it is sent.
+Nothing goes through gloo's worker threads: one that still holds a tensor when the interpreter ends aborts the
+process."""
 
 from __future__ import annotations
 
@@ -28,18 +30,21 @@ from polyreme.distributed.work import UNSETTLED, Work, reporting
 CHUNK = 1 << 18
 """Elements summed at a time: small enough that a chunk and its conversion stay in the cache."""
 SMALL = 4096
-"""Bytes below which numbers are sent even to a rank of the same host: telling it where they lie takes as many messages."""
+"""Bytes below which numbers are sent even to a rank of the same host: telling it where they lie takes as many
+messages."""
 STAGED = 4
 """Copies of one size, of tensors that others cannot read where they are, which are kept to be used again."""
 NUMBERS = SIGNS = 1 << 14
-"""A message's tag tells the exchanges from each other, whatever the order in which they are waited for, by their number and by what each is
-about: where ranks do not begin the same ones, none takes one's numbers for another's."""
+"""A message's tag tells the exchanges from each other, whatever the order in which they are waited for, by
+their number and by what each is about: where ranks do not begin the same ones, none takes one's numbers for
+another's."""
 TAGS = NUMBERS * SIGNS
 """Beyond those of exchanges."""
 
 
 class DirectExchange:
-    """The exchanges of one axis, named `axis`, whose ranks are those of the gloo group. Tensors are flat and contiguous.
+    """The exchanges of one axis, named `axis`, whose ranks are those of the gloo group. Tensors are flat and
+    contiguous.
 
     Sent and not read, until `meet` has found ranks on this host."""
 
@@ -56,11 +61,18 @@ class DirectExchange:
         return self._board is not None
 
     def meet(self, gather: Callable[[object], list[Any]], timeout: timedelta) -> None:
-        """Find the ranks of the axis that are on this host. `gather` returns every rank's value; all ranks must call."""
+        """Find the ranks of the axis that are on this host. `gather` returns every rank's value; all ranks
+        must call."""
         mine = heap()
-        board = None if mine is None else Board(mine, self._axis, self._rank, self._size, timeout.total_seconds())
+        board = (
+            None if mine is None else Board(mine, self._axis, self._rank, self._size, timeout.total_seconds())
+        )
         addresses = gather(None if mine is None or board is None else (mine.address, board.offset))
-        peers = {rank: peer(*address[0]) for rank, address in enumerate(addresses) if address and rank != self._rank}
+        peers = {
+            rank: peer(*address[0])
+            for rank, address in enumerate(addresses)
+            if address and rank != self._rank
+        }
         can_read = gather([rank for rank, found in peers.items() if found])
         for rank, found in peers.items():
             if found and self._rank in can_read[rank] and board is not None:
@@ -83,8 +95,12 @@ class DirectExchange:
 
     def reduce_scatter(self, out: Tensor, full: Tensor, accumulate: bool, of: str) -> Work:
         """As `Axis.reduce_scatter`."""
-        return self._begin(full.chunk(self._size), lambda _: torch.empty_like(out, dtype=full.dtype),
-                           lambda received: sum_into(out, received, accumulate), f"reduce-scatter{of}")  # fmt: skip
+        return self._begin(
+            full.chunk(self._size),
+            lambda _: torch.empty_like(out, dtype=full.dtype),
+            lambda received: sum_into(out, received, accumulate),
+            f"reduce-scatter{of}",
+        )
 
     def all_reduce(self, tensor: Tensor) -> Work:
         """As `Axis.all_reduce`."""
@@ -93,7 +109,12 @@ class DirectExchange:
         else:  # others read a copy while the sum takes its place
             copy = self._stage(tensor)
             out = [tensor if rank == self._rank else copy for rank in range(self._size)]
-        work = self._begin(out, lambda _: torch.empty_like(tensor), lambda parts: sum_into(tensor, parts, False), "all-reduce")
+        work = self._begin(
+            out,
+            lambda _: torch.empty_like(tensor),
+            lambda parts: sum_into(tensor, parts, False),
+            "all-reduce",
+        )
         if out[self._rank - 1] is not tensor:
             self._unstage(copy, work)
         return work
@@ -102,7 +123,12 @@ class DirectExchange:
         """Every rank's `tensor`, of the same size everywhere."""
         found: list[Tensor] = []
         out = [tensor] * self._size
-        self._begin(out, lambda _: torch.empty_like(tensor), lambda parts: found.extend(part.clone() for part in parts), what).settle()
+        self._begin(
+            out,
+            lambda _: torch.empty_like(tensor),
+            lambda parts: found.extend(part.clone() for part in parts),
+            what,
+        ).settle()
         return found
 
     def _begin(
@@ -112,12 +138,11 @@ class DirectExchange:
         finish: Callable[[Sequence[Tensor]], None],
         what: str,
     ) -> Work:
-        """Begin to give out[r] to every rank r of the axis and to get theirs, all of one size; `finish` is called with what came, in rank
-        order (out[own rank] among it).
+        """Begin to give out[r] to every rank r of the axis and to get theirs, all of one size; `finish` is
+        called with what came, in rank order (out[own rank] among it).
 
-        A peer on this host gets told where out[r] lies, and says when it has read it. Others, and all where it is little, get the numbers,
-        received in into(r).
-        """
+        A peer on this host gets told where out[r] lies, and says when it has read it. Others, and all where
+        it is little, get the numbers, received in into(r)."""
         what = f"{what} over {self._axis} ({out[0].numel()} {out[0].dtype})"
         board = None if out[0].nbytes < SMALL else self._board
         near = board.ranks if board is not None else ()
@@ -132,7 +157,8 @@ class DirectExchange:
                 ready[key] = self._stage(each)
         pending = []
         with reporting(what, self.meeting):
-            for step in range(1, self._size):  # each rank starts with another peer, so that none is everybody's first
+            # each rank starts with another peer, so that none is everybody's first
+            for step in range(1, self._size):
                 to, source = (self._rank + step) % self._size, (self._rank - step) % self._size
                 if source not in near:
                     parts[source] = into(source)
@@ -185,7 +211,8 @@ def put(place: Tensor, part: Tensor) -> None:
 
 
 def sum_into(out: Tensor, parts: Sequence[Tensor], accumulate: bool) -> None:
-    """out = (out +) parts[0] + parts[1] + ..., in that order, element by element, in `out`'s dtype. Parts may alias `out`."""
+    """out = (out +) parts[0] + parts[1] + ..., in that order, element by element, in `out`'s dtype. Parts may
+    alias `out`."""
     if len(parts) == 1 and not accumulate:
         put(out, parts[0])
         return
@@ -199,7 +226,8 @@ def sum_into(out: Tensor, parts: Sequence[Tensor], accumulate: bool) -> None:
         stop = min(start + chunk, out.numel())
         acc, operand = total[: stop - start], wide[: stop - start]
         acc.copy_(parts[0][start:stop])
-        for part in parts[1:]:  # converted first: a mixed-dtype add is several times slower than a copy and an add
+        # converted first: a mixed-dtype add is several times slower than a copy and an add
+        for part in parts[1:]:
             acc.add_(part[start:stop] if part.dtype == out.dtype else operand.copy_(part[start:stop]))
         if accumulate:
             out[start:stop].add_(acc)

@@ -1,11 +1,12 @@
-"""Named axes over the ranks, and every collective that Polyreme uses. With `transport`, on which it stands, the one importer of
-`torch.distributed` in the engine.
+"""Named axes over the ranks, and every collective that Polyreme uses. With `transport`, on which it stands,
+the one importer of `torch.distributed` in the engine.
 
-Invariants: every rank of an axis issues the same operations on it in the same order; an axis of size 1 moves nothing.
+Invariants: every rank of an axis issues the same operations on it in the same order; an axis of size 1 moves
+nothing.
 
-Communication: on CPU ranks (gloo) all-gather, reduce-scatter and all-reduce are direct exchanges (`transport.direct`), whose sums do not
-depend on where in a buffer a number lies; on other backends they are the backend's own.
-"""
+Communication: on CPU ranks (gloo) all-gather, reduce-scatter and all-reduce are direct exchanges
+(`transport.direct`), whose sums do not depend on where in a buffer a number lies; on other backends they are
+the backend's own."""
 
 from __future__ import annotations
 
@@ -31,8 +32,8 @@ from polyreme.errors import ModelError, TransportError
 from polyreme.layout.mesh_axes import AXES, lines
 
 SIZE, SHORT = 8, 2040
-"""Bytes of a length, and of the beginning of an object that is exchanged with it: most are no longer. Together they are less
-than `transport.direct.SMALL`: sockets carry them."""
+"""Bytes of a length, and of the beginning of an object that is exchanged with it: most are no longer.
+Together they are less than `transport.direct.SMALL`: sockets carry them."""
 
 
 @dataclass
@@ -46,8 +47,9 @@ class Count:
 class Axis:
     """One named axis of the mesh as this rank sees it: the ranks that differ only in this coordinate.
 
-    All tensors are flat and contiguous. Bytes are counted as sent by this rank: (n-1) shards for an all-gather and for a
-    reduce-scatter, and for an all-reduce (n-1) times the tensor in a direct exchange, 2(n-1)/n of it by a backend.
+    All tensors are flat and contiguous. Bytes are counted as sent by this rank: (n-1) shards for an
+    all-gather and for a reduce-scatter, and for an all-reduce (n-1) times the tensor in a direct exchange,
+    2(n-1)/n of it by a backend.
 
     Every operation raises TransportError where a rank has ended or cannot be reached.
     """
@@ -72,7 +74,8 @@ class Axis:
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         raise ModelError(
-            f"a module that communicates over {self.name} cannot be copied: engine.state_dict() has whole copies of its weights, which "
+            f"a module that communicates over {self.name} cannot be copied: "
+            "engine.state_dict() has whole copies of its weights, which "
             "a model that is built anew takes by load_state_dict"
         )
 
@@ -80,8 +83,8 @@ class Axis:
         return f"Axis({self.name!r}, size={self.size}, rank={self.rank})"
 
     def all_gather(self, full: Tensor, shard: Tensor, of: str = "") -> Work:
-        """Fill `full` (n * s elements) with every rank's `shard` (s elements) in rank order. `of` names it in errors, and tells it from
-        others: ranks that give different ones do not meet.
+        """Fill `full` (n * s elements) with every rank's `shard` (s elements) in rank order. `of` names it in
+        errors, and tells it from others: ranks that give different ones do not meet.
 
         `shard` may be this rank's part of `full`; then it is not copied."""
         if self.size == 1 or shard.numel() == 0:
@@ -91,14 +94,18 @@ class Axis:
         if self._direct is not None:
             return self._direct.all_gather(full, shard, of)
         put(full.chunk(self.size)[self.rank], shard)
-        gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # renamed in torch 2.13
-        return Work([gather(full, shard, group=self._group, async_op=True)], what=f"all-gather over {self.name}")
+        # renamed in torch 2.13
+        gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+        return Work(
+            [gather(full, shard, group=self._group, async_op=True)], what=f"all-gather over {self.name}"
+        )
 
     def reduce_scatter(self, out: Tensor, full: Tensor, accumulate: bool = False, of: str = "") -> Work:
-        """Sum `full` (n * s elements) over the ranks; this rank's part of the sum goes to `out` (s elements), in `out`'s dtype.
+        """Sum `full` (n * s elements) over the ranks; this rank's part of the sum goes to `out` (s elements),
+        in `out`'s dtype.
 
-        With `accumulate` the sum is added to what `out` holds. `full` must stay untouched until the work is done; `out` may be
-        this rank's part of it."""
+        With `accumulate` the sum is added to what `out` holds. `full` must stay untouched until the work is
+        done; `out` may be this rank's part of it."""
         if self.size == 1 or out.numel() == 0:
             sum_into(out, [full], accumulate)
             return DONE
@@ -115,17 +122,21 @@ class Axis:
         return Work(pending, lambda: sum_into(out, [part], accumulate), what)
 
     def all_reduce(self, tensor: Tensor) -> Work:
-        """Sum `tensor` (contiguous, of any shape) over the ranks in place; the result is the same to the last bit on every rank."""
+        """Sum `tensor` (contiguous, of any shape) over the ranks in place; the result is the same to the last
+        bit on every rank."""
         if self.size == 1 or tensor.numel() == 0:
             return DONE
         if self._direct is not None:
             self._count("all_reduce", (self.size - 1) * _bytes(tensor))
             return self._direct.all_reduce(tensor.view(-1))
         self._count("all_reduce", 2 * (self.size - 1) * _bytes(tensor) // self.size)
-        return Work([dist.all_reduce(tensor, group=self._group, async_op=True)], what=f"all-reduce over {self.name}")
+        return Work(
+            [dist.all_reduce(tensor, group=self._group, async_op=True)], what=f"all-reduce over {self.name}"
+        )
 
     def broadcast(self, tensor: Tensor, source: int = 0) -> None:
-        """Copy `tensor` (contiguous, of any shape and dtype) of rank `source` of this axis to all its ranks."""
+        """Copy `tensor` (contiguous, of any shape and dtype) of rank `source` of this axis to all its
+        ranks."""
         if self.size == 1 or tensor.numel() == 0:
             return
         self._count("broadcast", _bytes(tensor) * (self.rank == source))
@@ -135,21 +146,34 @@ class Axis:
                 dist.broadcast(flat, group=self._group, group_src=source)
                 return
             if self.rank == source:
-                pending = [dist.isend(flat, group=self._group, group_dst=to) for to in range(self.size) if to != source]
+                pending = [
+                    dist.isend(flat, group=self._group, group_dst=to)
+                    for to in range(self.size)
+                    if to != source
+                ]
             else:
                 pending = [dist.irecv(flat, group=self._group, group_src=source)]
         Work(pending, what=what, meeting=self._meeting).wait()
 
     def send(self, tensor: Tensor, to: int) -> Work:
-        """Begin to send a contiguous `tensor` to rank `to` of this axis. Sends between two ranks arrive in the order of their receives."""
+        """Begin to send a contiguous `tensor` to rank `to` of this axis. Sends between two ranks arrive in
+        the order of their receives."""
         self._count("send", _bytes(tensor))
         with reporting(what := f"send over {self.name}"):
-            return Work([dist.isend(tensor, group=self._group, group_dst=to, tag=TAGS)], what=what, meeting=self._meeting)
+            return Work(
+                [dist.isend(tensor, group=self._group, group_dst=to, tag=TAGS)],
+                what=what,
+                meeting=self._meeting,
+            )
 
     def receive(self, tensor: Tensor, source: int) -> Work:
         """Begin to fill a contiguous `tensor` with what rank `source` sends."""
         with reporting(what := f"receive over {self.name}"):
-            return Work([dist.irecv(tensor, group=self._group, group_src=source, tag=TAGS)], what=what, meeting=self._meeting)
+            return Work(
+                [dist.irecv(tensor, group=self._group, group_src=source, tag=TAGS)],
+                what=what,
+                meeting=self._meeting,
+            )
 
     def send_object(self, value: object, to: int) -> None:
         """Send `value` (what JSON can hold) to rank `to`, and wait until it has it."""
@@ -167,14 +191,20 @@ class Axis:
         return json.loads(bytes(text.tolist()))
 
     def gather_objects(self, value: object) -> list[object]:
-        """Every rank's `value` (what JSON can hold), in rank order. For set-up and error reports, not for training."""
+        """Every rank's `value` (what JSON can hold), in rank order. For set-up and error reports, not for
+        training."""
         if self.size == 1:
             return [value]
         text = json.dumps(value).encode()
         firsts = self._all(len(text).to_bytes(SIZE, "little") + text[:SHORT].ljust(SHORT))
         sizes = [int.from_bytes(first[:SIZE], "little") for first in firsts]
-        rests = [b""] * self.size if max(sizes) <= SHORT else self._all(text[SHORT:].ljust(max(sizes) - SHORT))
-        return [json.loads((first[SIZE:] + rest)[:size]) for first, rest, size in zip(firsts, rests, sizes, strict=True)]
+        rests = (
+            [b""] * self.size if max(sizes) <= SHORT else self._all(text[SHORT:].ljust(max(sizes) - SHORT))
+        )
+        return [
+            json.loads((first[SIZE:] + rest)[:size])
+            for first, rest, size in zip(firsts, rests, sizes, strict=True)
+        ]
 
     def _all(self, data: bytes) -> list[bytes]:
         """Every rank's `data`, of the same size everywhere."""
@@ -194,7 +224,8 @@ class Axis:
             self.all_reduce(torch.zeros(1)).settle()
 
     def empty(self, size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """A flat tensor, not initialised, that ranks of this host can read: it is exchanged without a copy."""
+        """A flat tensor, not initialised, that ranks of this host can read: it is exchanged without a
+        copy."""
         if self._direct is not None and device.type == "cpu":
             return self._direct.empty(size, dtype)
         return torch.empty(size, dtype=dtype, device=device)
@@ -237,10 +268,9 @@ class Mesh:
     ) -> Mesh:
         """Build the axes over all ranks; `sizes` gives each axis' size and their product is the world size.
 
-        Joins the process group that exists, or else the one that the environment (RANK, WORLD_SIZE, MASTER_ADDR, ...) describes;
-        without either, one process is the whole world. With `shared_memory`, CPU ranks of one host read each other's memory.
-        Raises TransportError where the ranks cannot meet.
-        """
+        Joins the process group that exists, or else the one that the environment (RANK, WORLD_SIZE,
+        MASTER_ADDR, ...) describes; without either, one process is the whole world. With `shared_memory`, CPU
+        ranks of one host read each other's memory. Raises TransportError where the ranks cannot meet."""
         device = _join(timeout)
         world_size, rank = world()
         if math.prod(sizes.values()) != world_size:
@@ -260,7 +290,8 @@ class Mesh:
         return cls(rank, world_size, device, axes, all_lines, timeout, shared_memory)
 
     def part(self, name: str, ranks: Sequence[int]) -> Axis:
-        """An axis of its own over some `ranks` of axis `name`; of size 1 on the others. All ranks of the mesh must call."""
+        """An axis of its own over some `ranks` of axis `name`; of size 1 on the others. All ranks of the mesh
+        must call."""
         mine = self.axes[name]
         if len(ranks) == 1 or mine.size == 1:
             return Axis(name)
@@ -268,12 +299,15 @@ class Mesh:
         for line in self._lines[name]:
             group = GROUPS.of(tuple(line[rank] for rank in ranks), self._timeout)
             if self.rank in line and mine.rank in ranks:
-                found = Axis(name, len(ranks), list(ranks).index(mine.rank), group, self._timeout, self._shared_memory)
+                found = Axis(
+                    name, len(ranks), list(ranks).index(mine.rank), group, self._timeout, self._shared_memory
+                )
                 found.counts = mine.counts
         return found
 
     def aside(self) -> Axis:
-        """An axis over all ranks, between CPUs, for what goes on beside training in another thread. All ranks must call."""
+        """An axis over all ranks, between CPUs, for what goes on beside training in another thread. All ranks
+        must call."""
         return everyone(self._timeout)
 
     def traffic(self) -> dict[str, dict[str, tuple[int, int]]]:
@@ -286,7 +320,8 @@ class Mesh:
 
 
 def everyone(timeout: timedelta = timedelta(minutes=10)) -> Axis:
-    """An axis over all ranks, between CPUs, apart from those of any mesh. All ranks must call. Raises as `Mesh.open`."""
+    """An axis over all ranks, between CPUs, apart from those of any mesh. All ranks must call. Raises as
+    `Mesh.open`."""
     _join(timeout)
     size, rank = world()
     if size == 1:
@@ -295,11 +330,14 @@ def everyone(timeout: timedelta = timedelta(minutes=10)) -> Axis:
 
 
 def _join(timeout: timedelta) -> torch.device:
-    """Open the process group that the environment describes, unless there is one. Returns this rank's device."""
+    """Open the process group that the environment describes, unless there is one. Returns this rank's
+    device."""
     device = _device()
     if not dist.is_initialized() and world()[0] > 1:
         try:
-            dist.init_process_group("cuda:nccl,cpu:gloo" if device.type == "cuda" else "gloo", timeout=timeout)
+            dist.init_process_group(
+                "cuda:nccl,cpu:gloo" if device.type == "cuda" else "gloo", timeout=timeout
+            )
             atexit.register(close)
         except (RuntimeError, ValueError) as error:
             raise TransportError(f"the ranks could not meet: {error}") from error
@@ -307,7 +345,8 @@ def _join(timeout: timedelta) -> torch.device:
 
 
 def world() -> tuple[int, int]:
-    """(world size, rank) of the process group, or (1, 0) without one; before it is opened, as the environment says.
+    """(world size, rank) of the process group, or (1, 0) without one; before it is opened, as the environment
+    says.
 
     Raises LaunchError where that does not tell."""
     if dist.is_initialized():
@@ -324,25 +363,33 @@ def close() -> None:
 
 
 def _device() -> torch.device:
-    """This rank's GPU, where there are any and the process group, if there is one already, can use them; else the CPU."""
-    if not torch.cuda.is_available() or (dist.is_initialized() and "cuda:nccl" not in dist.get_backend_config()):
+    """This rank's GPU, where there are any and the process group, if there is one already, can use them; else
+    the CPU."""
+    if not torch.cuda.is_available() or (
+        dist.is_initialized() and "cuda:nccl" not in dist.get_backend_config()
+    ):
         return torch.device("cpu")
     local, count = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
     if local >= count:
-        raise TransportError(f"local rank {local} has no GPU of its own: this host has {count}; start {count} ranks on it at most")
+        raise TransportError(
+            f"local rank {local} has no GPU of its own: this "
+            f"host has {count}; start {count} ranks on it at most"
+        )
     torch.cuda.set_device(local)
     return torch.device("cuda", local)
 
 
 class _Groups:
-    """The groups that meshes of this process made, by their ranks: a second engine talks over the first one's connections and threads."""
+    """The groups that meshes of this process made, by their ranks: a second engine talks over the first one's
+    connections and threads."""
 
     def __init__(self) -> None:
         self._world: object = None
         self._made: dict[tuple[tuple[int, ...], str | None], dist.ProcessGroup] = {}
 
     def of(self, ranks: tuple[int, ...], timeout: timedelta, backend: str | None = None) -> dist.ProcessGroup:
-        """A process group of `ranks`, apart from the default one, which is the user's; with `backend`, also from those without."""
+        """A process group of `ranks`, apart from the default one, which is the user's; with `backend`, also
+        from those without."""
         if self._world is not dist.group.WORLD:
             self.forget()
         if dist.get_backend() == "gloo" or backend == "gloo":

@@ -1,11 +1,12 @@
-"""Memory that the ranks of one host read where it lies: between them a number is copied once, and not twice through a socket.
+"""Memory that the ranks of one host read where it lies: between them a number is copied once, and not twice
+through a socket.
 
-Invariants: a process writes only to its own memory and reads that of others; it reads a buffer only between its owner's notice and its
-own acknowledgement, both on a `Board`. The memory has no name in any file system, so that nothing is left of it when the processes end,
-however they end.
+Invariants: a process writes only to its own memory and reads that of others; it reads a buffer only between
+its owner's notice and its own acknowledgement, both on a `Board`. The memory has no name in any file system,
+so that nothing is left of it when the processes end, however they end.
 
-A notice is one aligned word written after the numbers it is about, which other cores see in that order on x86; elsewhere nothing is shared.
-"""
+A notice is one aligned word written after the numbers it is about, which other cores see in that order on
+x86; elsewhere nothing is shared."""
 
 from __future__ import annotations
 
@@ -34,23 +35,31 @@ from polyreme.errors import TransportError
 TOKEN = 16
 """Bytes at the beginning of a heap that tell it from any other, on this host or elsewhere."""
 SEGMENT = 1 << 28
-"""Bytes mapped at a time. What is mapped and not used takes no memory; each mapping takes a file descriptor."""
+"""Bytes mapped at a time. What is mapped and not used takes no memory; each mapping takes a file
+descriptor."""
 
 RING = 256
 """Exchanges that can be under way at a time on one axis."""
 OFFSET_BITS = 44
-"""Of a word, for where the buffer lies (plus 1, so that no word is 0). Above are those of the number of the exchange, modulo NUMBERS."""
+"""Of a word, for where the buffer lies (plus 1, so that no word is 0). Above are those of the number of the
+exchange, modulo NUMBERS."""
 NUMBERS = 1 << 19
 PATIENCE = 200e-6
 """Seconds of waiting before the processor is left to others."""
-LIMITS = {errno.EFBIG: ("f", resource.RLIMIT_FSIZE), errno.ENOMEM: ("v", resource.RLIMIT_AS), errno.EMFILE: ("n", resource.RLIMIT_NOFILE)}
+LIMITS = {
+    errno.EFBIG: ("f", resource.RLIMIT_FSIZE),
+    errno.ENOMEM: ("v", resource.RLIMIT_AS),
+    errno.EMFILE: ("n", resource.RLIMIT_NOFILE),
+}
 """Of a process: the option of `ulimit` and the number of the limit, by the error of what goes beyond it."""
 
 
 class Heap:
-    """This process' memory for tensors that others read: a nameless file (memfd) that grows by segments as tensors are made.
+    """This process' memory for tensors that others read: a nameless file (memfd) that grows by segments as
+    tensors are made.
 
-    What is freed goes back to the system, and its range of the file is used again by the next tensor of its size."""
+    What is freed goes back to the system, and its range of the file is used again by the next tensor of its
+    size."""
 
     def __init__(self) -> None:
         self.pid = os.getpid()
@@ -59,7 +68,8 @@ class Heap:
             self._file = os.memfd_create("polyreme")
             os.write(self._file, self._token)
         self._segment: mmap.mmap | None = None  # the last one, of which ranges are given out
-        self._base, self._used, self._end = 0, 0, SEGMENT  # where in the file it begins; bytes given out; end of the file
+        # where in the file it begins; bytes given out; end of the file
+        self._base, self._used, self._end = (0, 0, SEGMENT)
         self._free: dict[int, list[tuple[mmap.mmap, int, int]]] = defaultdict(list)  # by size
         self._offsets: dict[int, int] = {}  # in the file, of each range in use, by its address
 
@@ -79,8 +89,8 @@ class Heap:
         return tensor
 
     def reserve(self, nbytes: int, again: bool = True) -> tuple[memoryview, int]:
-        """A range of zeros, given back when nobody holds it any more, and where it begins in the file. again: others may have the range
-        then; without, it stays zeros for ever."""
+        """A range of zeros, given back when nobody holds it any more, and where it begins in the file. again:
+        others may have the range then; without, it stays zeros for ever."""
         nbytes = _round_up(nbytes, mmap.PAGESIZE)
         segment, base, start = self._free[nbytes].pop() if again and self._free[nbytes] else self._cut(nbytes)
         memory = memoryview(segment)[start : start + nbytes]
@@ -94,7 +104,8 @@ class Heap:
         return found if found < 0 else found + tensor.data_ptr() - start
 
     def _cut(self, nbytes: int) -> tuple[mmap.mmap, int, int]:
-        """A range that was never used: its segment, where that begins in the file, and where the range begins in it."""
+        """A range that was never used: its segment, where that begins in the file, and where the range begins
+        in it."""
         if self._segment is None or self._used + nbytes > len(self._segment):
             length = _round_up(nbytes, SEGMENT)
             with _limits(f"{length:,} bytes"):
@@ -121,9 +132,12 @@ class Peer:
 
     @classmethod
     def open(cls, pid: int, file: int, token: str) -> Peer | None:
-        """The heap at `Heap.address`; None where there is no way to it, as from another host or another user."""
+        """The heap at `Heap.address`; None where there is no way to it, as from another host or another
+        user."""
         try:  # on another host that may be anything, even a pipe that would block
-            opened = os.open(f"/proc/{pid}/fd/{file}", os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
+            opened = os.open(
+                f"/proc/{pid}/fd/{file}", os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY
+            )
         except OSError:
             return None
         try:
@@ -143,17 +157,22 @@ class Peer:
         begin, end = offset // SEGMENT * SEGMENT, _round_up(offset + nbytes, SEGMENT)
         if (begin, end) not in self._segments:
             with _limits(f"{end - begin:,} bytes of process {self._pid}"):
-                self._segments[begin, end] = mmap.mmap(self._file, end - begin, prot=mmap.PROT_READ, offset=begin)
+                self._segments[begin, end] = mmap.mmap(
+                    self._file, end - begin, prot=mmap.PROT_READ, offset=begin
+                )
         return memoryview(self._segments[begin, end])[offset - begin : offset - begin + nbytes]
 
 
 class Board:
-    """Notices of one rank of an axis to the others on its host, for exchanges that are numbered alike on all of them.
+    """Notices of one rank of an axis to the others on its host, for exchanges that are numbered alike on all
+    of them.
 
-    Words `[0, to, exchange % RING]` say that a buffer for rank `to` is ready, and where; words `[1, of, exchange % RING]` that rank `of`'s
-    buffer has been read; words `[2, to, exchange % RING]` are signs of what the exchanges are about: ranks with different ones do not meet.
-    A last word is 1 until nobody has the board any more, which then reads nothing more; others wait for it in vain. `memory` holds what the
-    board says beyond its end; nothing else ever takes its place. `offset` is where it lies in this process' heap."""
+    Words `[0, to, exchange % RING]` say that a buffer for rank `to` is ready, and where; words `[1, of,
+    exchange % RING]` that rank `of`'s buffer has been read; words `[2, to, exchange % RING]` are signs of
+    what the exchanges are about: ranks with different ones do not meet. A last word is 1 until nobody has the
+    board any more, which then reads nothing more; others wait for it in vain. `memory` holds what the board
+    says beyond its end; nothing else ever takes its place. `offset` is where it lies in this process'
+    heap."""
 
     def __init__(self, home: Heap, axis: str, rank: int, size: int, timeout: float) -> None:
         self.heap, self._axis, self._rank, self._timeout = home, axis, rank, timeout
@@ -201,7 +220,9 @@ class Board:
 
     def reading(self, exchange: int) -> Callable[[], bool]:
         """Tells whether all ranks have read their buffers, or never will."""
-        places = [(words[1, self._rank, exchange % RING :][:1], there) for _, words, there in self._others.values()]
+        places = [
+            (words[1, self._rank, exchange % RING :][:1], there) for _, words, there in self._others.values()
+        ]
         return lambda: all(_is_about(int(word[0]), exchange) or not there[0] for word, there in places)
 
     def _await(self, rank: int, kind: int, exchange: int, sign: int | None = None) -> int:
@@ -211,7 +232,8 @@ class Board:
         while True:
             alive, here = True, there[0]
             if (now := time.monotonic()) - checked > 0.05:
-                alive, checked = other.alive(), now  # looked at before the word, which its last act may have been to write
+                # looked at before the word, which its last act may have been to write
+                alive, checked = (other.alive(), now)
             word = int(words[kind, self._rank, exchange % RING])
             if _is_about(word, exchange) and (sign is None or words[2, self._rank, exchange % RING] == sign):
                 return word
@@ -223,7 +245,9 @@ class Board:
             if not alive:
                 raise TransportError(f"rank {rank} of axis {self._axis} ended")
             if now - began > self._timeout:
-                raise TransportError(f"rank {rank} of axis {self._axis} did not come within {self._timeout:g} s")
+                raise TransportError(
+                    f"rank {rank} of axis {self._axis} did not come within {self._timeout:g} s"
+                )
             if now - began < PATIENCE:
                 os.sched_yield()
             else:
@@ -231,10 +255,16 @@ class Board:
 
 
 def heap() -> Heap | None:
-    """This process' heap; None where the system has no such memory, or lets a core see another's writes in another order."""
+    """This process' heap; None where the system has no such memory, or lets a core see another's writes in
+    another order."""
     global _heap
-    possible = hasattr(os, "memfd_create") and Path("/proc/self/fd").is_dir() and platform.machine() in ("x86_64", "AMD64")
-    if possible and (_heap is None or _heap.pid != os.getpid()):  # a forked child must not allocate from its parent's
+    possible = (
+        hasattr(os, "memfd_create")
+        and Path("/proc/self/fd").is_dir()
+        and platform.machine() in ("x86_64", "AMD64")
+    )
+    # a forked child must not allocate from its parent's
+    if possible and (_heap is None or _heap.pid != os.getpid()):
         _heap = Heap()
     return _heap
 
@@ -274,7 +304,10 @@ def _limits(what: str) -> Iterator[None]:
         if most != resource.RLIM_INFINITY:
             reason = f"`ulimit -{option}` of {most:,} is too low"
             way = f"raise it (`ulimit -{option}`, or in the batch system), or "
-        raise TransportError(f"no memory for {what} that ranks of one host share: {reason}; {way}set mesh.shared_memory = false") from error
+        raise TransportError(
+            f"no memory for {what} that ranks of one host share: "
+            f"{reason}; {way}set mesh.shared_memory = false"
+        ) from error
 
 
 def _round_up(nbytes: int, unit: int) -> int:

@@ -1,10 +1,10 @@
-"""What this rank waits for, and whether it can ever come: ranks that wait long tell each other where they are, and a wait without end is
-broken off.
+"""What this rank waits for, and whether it can ever come: ranks that wait long tell each other where they
+are, and a wait without end is broken off.
 
-Invariants: an operation that ranks do in the same order costs a note in this process' memory; only a wait of more than `patience` seconds
-communicates, through the store by which the ranks met, in a thread of its own. A wait is broken off only where it is known to be without
-end: the other rank began another operation in its place, or ranks wait in a circle, each for what the next one has not begun.
-"""
+Invariants: an operation that ranks do in the same order costs a note in this process' memory; only a wait of
+more than `patience` seconds communicates, through the store by which the ranks met, in a thread of its own. A
+wait is broken off only where it is known to be without end: the other rank began another operation in its
+place, or ranks wait in a circle, each for what the next one has not begun."""
 
 from __future__ import annotations
 
@@ -56,16 +56,20 @@ class Meeting:
         return [rank for rank in self.ranks if rank != mine]
 
     def leave(self) -> None:
-        """Have every wait for this group's messages fail at once, here and on the others: gloo closes connections after a timeout."""
+        """Have every wait for this group's messages fail at once, here and on the others: gloo closes
+        connections after a timeout."""
         peer = next(at for at, rank in enumerate(self.ranks) if rank != dist.get_rank())
         try:
-            dist.irecv(torch.zeros(1), group=self.group, group_src=peer, tag=BREAK).wait(timedelta(milliseconds=1))  # type: ignore[union-attr]
+            dist.irecv(torch.zeros(1), group=self.group, group_src=peer, tag=BREAK).wait(  # type: ignore[union-attr]
+                timedelta(milliseconds=1)
+            )
         except RuntimeError:
             return
 
 
 class Waiter(NamedTuple):
-    """Of another rank: what it waits for, in which call, since when by its clock, and how often it has told of itself."""
+    """Of another rank: what it waits for, in which call, since when by its clock, and how often it has told
+    of itself."""
 
     what: str
     call: str
@@ -88,8 +92,8 @@ class Wait:
 
 
 class Watch:
-    """The waits of this process. `patience`, `every` and `period` are seconds: before others are asked, between two lines of a wait on
-    stderr, and between looks."""
+    """The waits of this process. `patience`, `every` and `period` are seconds: before others are asked,
+    between two lines of a wait on stderr, and between looks."""
 
     def __init__(self) -> None:
         self.patience, self.every, self.period = 5.0, 60.0, 1.0
@@ -113,7 +117,10 @@ class Watch:
             return
         self._world = dist.group.WORLD
         self._times += 1
-        self._store = dist.PrefixStore(f"polyreme/{self._times}", dist.distributed_c10d._get_default_store().clone())  # type: ignore[attr-defined]
+        self._store = dist.PrefixStore(
+            f"polyreme/{self._times}",
+            dist.distributed_c10d._get_default_store().clone(),  # type: ignore[attr-defined]
+        )
         if self._thread is None:
             sys.excepthook = self._noting(sys.excepthook)
             atexit.register(self._end)
@@ -151,7 +158,8 @@ class Watch:
         while True:
             self._wake.wait(self.period)
             for wait in list(self._waits.values()):
-                with suppress(Exception):  # the wait ended meanwhile, and with it its group: look on for others
+                # the wait ended meanwhile, and with it its group: look on for others
+                with suppress(Exception):
                     if time.monotonic() - wait.since > self.patience:
                         self._visit(wait)
 
@@ -172,8 +180,14 @@ class Watch:
         begun = {meeting.key: list(meeting.begun) for meeting in list(self.meetings)}
         self._told += 1
         self._reports.clear()
-        self._store.set(f"at/{mine}", json.dumps({"call": self.call, "waits": waits, "begun": begun, "told": self._told}))
-        failure = self._heard(wait.meeting) or self._other_in_place(wait) or ("" if wait.aside else self._in_circle(wait))
+        self._store.set(
+            f"at/{mine}", json.dumps({"call": self.call, "waits": waits, "begun": begun, "told": self._told})
+        )
+        failure = (
+            self._heard(wait.meeting)
+            or self._other_in_place(wait)
+            or ("" if wait.aside else self._in_circle(wait))
+        )
         if failure:
             self.failure = failure
             self._store.set(f"left/{mine}", f"could not go on with {wait.what}{within(self.call)}: {failure}")
@@ -200,26 +214,42 @@ class Watch:
         """Why the wait has no end, where another rank of its meeting began another operation in its place."""
         for rank in wait.meeting.others():
             there = self._at(rank)
-            other = wait.what if there is None else dict(there["begun"].get(wait.meeting.key, [])).get(wait.number, wait.what)
+            other = (
+                wait.what
+                if there is None
+                else dict(there["begun"].get(wait.meeting.key, [])).get(wait.number, wait.what)
+            )
             if other != wait.what:
-                return f"rank {rank} began another operation in its place, {other}{within(there['call'])}; {_WAY}"
+                return (
+                    f"rank {rank} began another operation in its "
+                    f"place, {other}{within(there['call'])}; {_WAY}"
+                )
         return ""
 
     def _in_circle(self, wait: Wait) -> str:
-        """Why the wait has no end, where it is in a circle of waits that have all gone on since the circle was first seen."""
+        """Why the wait has no end, where it is in a circle of waits that have all gone on since the circle
+        was first seen."""
         before, wait.circle = wait.circle, self._circle(wait)
-        if not wait.circle or any(rank not in before or before[rank].since != each.since for rank, each in wait.circle.items()):
+        if not wait.circle or any(
+            rank not in before or before[rank].since != each.since for rank, each in wait.circle.items()
+        ):
             return ""
         if any(before[rank].told == each.told for rank, each in wait.circle.items()):
             wait.circle = before  # not everyone has told again
             return ""
         mine, ranks = dist.get_rank(), list(wait.circle)
-        each = [f"rank {rank} waits for rank {after}, in {here.what}{within(here.call)}"
-                for (rank, here), after in zip(wait.circle.items(), [*ranks[1:], mine], strict=True)]  # fmt: skip
-        return f"{', '.join(each)}, and rank {mine} for rank {ranks[0]}, in {wait.what}{within(self.call)}; {_WAY}"
+        each = [
+            f"rank {rank} waits for rank {after}, in {here.what}{within(here.call)}"
+            for (rank, here), after in zip(wait.circle.items(), [*ranks[1:], mine], strict=True)
+        ]
+        return (
+            f"{', '.join(each)}, and rank {mine} for rank "
+            f"{ranks[0]}, in {wait.what}{within(self.call)}; {_WAY}"
+        )
 
     def _circle(self, wait: Wait) -> dict[int, Waiter]:
-        """The ranks of a shortest circle, from one that this wait is for to one that waits for this rank; empty where there is none."""
+        """The ranks of a shortest circle, from one that this wait is for to one that waits for this rank;
+        empty where there is none."""
         mine = dist.get_rank()
         ways: dict[int, dict[int, Waiter]] = {mine: {}}  # to each rank that is waited for
         queue = deque([mine])
@@ -229,9 +259,15 @@ class Watch:
             for key, members, number, what, since in there["waits"]:
                 if number is None or (rank == mine and (key, number) != (wait.meeting.key, wait.number)):
                     continue
-                way = ways[rank] if rank == mine else {**ways[rank], rank: Waiter(what, there["call"], since, there["told"])}
+                way = (
+                    ways[rank]
+                    if rank == mine
+                    else {**ways[rank], rank: Waiter(what, there["call"], since, there["told"])}
+                )
                 for other in members:
-                    if (at := self._at(other)) is None or max((n for n, _ in at["begun"].get(key, [])), default=-1) >= number:
+                    if (at := self._at(other)) is None or max(
+                        (n for n, _ in at["begun"].get(key, [])), default=-1
+                    ) >= number:
                         continue  # nothing is known of it, or it came
                     if other == mine:
                         return way
@@ -245,7 +281,8 @@ class Watch:
         if seconds >= self.every * (wait.told + 1):
             wait.told = int(seconds / self.every)
             ranks = f"rank{'s' * (len(wait.meeting.ranks) > 2)} {', '.join(map(str, wait.meeting.others()))}"
-            print(f"polyreme: rank {dist.get_rank()} has waited {seconds:.0f} s for {ranks}{within(self.call)}: "
+            print(f"polyreme: rank {dist.get_rank()} has waited "
+                  f"{seconds:.0f} s for {ranks}{within(self.call)}: "
                   f"{wait.what} {more}", file=sys.stderr, flush=True)  # fmt: skip
 
     # ---- the end of this process
@@ -271,8 +308,14 @@ def within(call: str) -> str:
     return f" in {call}" if call else ""
 
 
-_WAY = "all ranks have to make the same calls in the same order, and to run the same blocks (zero.keep names those that not all run)"
-_ENDED = "ended before this one: all ranks have to make the same number of steps, and engine.ask_to_stop() has them stop at the same one"
+_WAY = (
+    "all ranks have to make the same calls in the same order, and "
+    "to run the same blocks (zero.keep names those that not all run)"
+)
+_ENDED = (
+    "ended before this one: all ranks have to make the same number "
+    "of steps, and engine.ask_to_stop() has them stop at the same one"
+)
 WATCH = Watch()
 
 

@@ -1,8 +1,7 @@
 """Operations under way between ranks, and how they fail.
 
-Invariant: what others may still read is held until they have read it, even where nobody waits for the operation. Communication: none of
-its own.
-"""
+Invariant: what others may still read is held until they have read it, even where nobody waits for the
+operation. Communication: none of its own."""
 
 from __future__ import annotations
 
@@ -21,21 +20,23 @@ ENOUGH = 64
 
 @contextmanager
 def reporting(what: str, meeting: Meeting | None = None) -> Iterator[None]:
-    """Turns a backend's errors into TransportError, and names the operation in those of `transport`; and says what is known of the cause,
-    where the ranks of `meeting` took part."""
+    """Turns a backend's errors into TransportError, and names the operation in those of `transport`; and says
+    what is known of the cause, where the ranks of `meeting` took part."""
     try:
         yield
     except TransportError as error:
-        raise TransportError(f"{what}{within(WATCH.call)} failed, because {WATCH.why(meeting) or error}") from error
+        raise TransportError(
+            f"{what}{within(WATCH.call)} failed, because {WATCH.why(meeting) or error}"
+        ) from error
     except RuntimeError as error:
         why = WATCH.why(meeting) or f"another rank ended or cannot be reached: {error}"
         raise TransportError(f"{what}{within(WATCH.call)} failed, because {why}") from error
 
 
 class Work:
-    """An operation under way. `wait` returns when its output is complete, and `settle` when its input may be overwritten, too: ranks of
-    this host may still read it where it lies. A second call does nothing, or raises again what the first one raised: what it left is no
-    complete output."""
+    """An operation under way. `wait` returns when its output is complete, and `settle` when its input may be
+    overwritten, too: ranks of this host may still read it where it lies. A second call does nothing, or
+    raises again what the first one raised: what it left is no complete output."""
 
     def __init__(
         self,
@@ -46,8 +47,9 @@ class Work:
         meeting: Meeting | None = None,
         number: int | None = None,
     ) -> None:
-        """`finish` is called when `pending` is complete. `settled` tells whether the input is free; given True, it waits till then.
-        `meeting` are the ranks that take part, and `number` tells which of their operations it is."""
+        """`finish` is called when `pending` is complete. `settled` tells whether the input is free; given
+        True, it waits till then. `meeting` are the ranks that take part, and `number` tells which of their
+        operations it is."""
         self._meeting, self._number = meeting, number
         self._failed: BaseException | None = None
         self._pending, self._finish, self._what, self._settled = deque(pending), finish, what, settled
@@ -91,7 +93,8 @@ DONE = Work()
 
 
 class _Unsettled:
-    """Keeps the inputs of operations that others of this host may still have to read, whatever becomes of who began them."""
+    """Keeps the inputs of operations that others of this host may still have to read, whatever becomes of who
+    began them."""
 
     def __init__(self) -> None:
         self._held: deque[tuple[Callable[[], bool], Sequence[object]]] = deque()

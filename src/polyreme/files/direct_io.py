@@ -1,9 +1,9 @@
-"""Files without a name, for numbers that outlive no run, and the page-aligned memory that they are read into and written from; and files
-that are opened where they are, not where a link leads.
+"""Files without a name, for numbers that outlive no run, and the page-aligned memory that they are read into
+and written from; and files that are opened where they are, not where a link leads.
 
-Invariants: a file's space is really taken when it is made, so no write fails for want of it; a transfer is whole, or a TierError. Nothing
-is left behind when the process ends, however it ends: the kernel frees what has no name. No communication.
-"""
+Invariants: a file's space is really taken when it is made, so no write fails for want of it; a transfer is
+whole, or a TierError. Nothing is left behind when the process ends, however it ends: the kernel frees what
+has no name. No communication."""
 
 from __future__ import annotations
 
@@ -23,15 +23,18 @@ from torch import Tensor
 from polyreme.errors import TierError
 
 ALIGNMENT = 4096
-"""Bytes. Memory, places in a file and sizes of transfers are multiples, as O_DIRECT wants them of every disk in use."""
+"""Bytes. Memory, places in a file and sizes of transfers are multiples, as O_DIRECT wants them of every disk
+in use."""
 HUGE_PAGE = 2 << 20
 _O_TMPFILE, _O_DIRECT = getattr(os, "O_TMPFILE", 0), getattr(os, "O_DIRECT", 0)  # Linux has them
 
 
 def no_links(path: str | Path, flags: int) -> int:
-    """The descriptor of a file that is opened, or made, unless its name is a symbolic link: an `opener` for what is written in a run's
-    folder. OSError (ELOOP) for a link, as what is written would be somewhere else; OSError (ENXIO) for a pipe, which nobody may read."""
-    return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)  # a file is written as without O_NONBLOCK
+    """The descriptor of a file that is opened, or made, unless its name is a symbolic link: an `opener` for
+    what is written in a run's folder. OSError (ELOOP) for a link, as what is written would be somewhere else;
+    OSError (ENXIO) for a pipe, which nobody may read."""
+    # a file is written as without O_NONBLOCK
+    return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
 
 
 def padded(nbytes: int) -> int:
@@ -40,9 +43,11 @@ def padded(nbytes: int) -> int:
 
 
 def aligned(nbytes: int, pin: bool = False) -> Tensor:
-    """`nbytes` (a multiple of ALIGNMENT) zeros in memory that begins at a page, uint8; with `pin` locked for transfers to a CUDA device.
+    """`nbytes` (a multiple of ALIGNMENT) zeros in memory that begins at a page, uint8; with `pin` locked for
+    transfers to a CUDA device.
 
-    No page is taken before it is touched, unless it is pinned. Raises TierError where the system gives no such memory."""
+    No page is taken before it is touched, unless it is pinned. Raises TierError where the system gives no
+    such memory."""
     if nbytes % ALIGNMENT:
         raise ValueError(f"{nbytes} bytes are no multiple of {ALIGNMENT}")
     if not nbytes:
@@ -62,12 +67,14 @@ def aligned(nbytes: int, pin: bool = False) -> Tensor:
 
 
 def _pin(view: memoryview, memory: mmap.mmap, tensor: Tensor) -> None:
-    """Lock the memory until `tensor`'s last view is gone. torch's own pinned memory would be rounded up to a power of two."""
+    """Lock the memory until `tensor`'s last view is gone. torch's own pinned memory would be rounded up to a
+    power of two."""
     runtime, address = torch.cuda.cudart(), tensor.data_ptr()
     status = int(runtime.cudaHostRegister(address, tensor.nbytes, 0))
     if status:
         raise TierError(
-            f"{tensor.nbytes:,} bytes of host memory could not be pinned (CUDA error {status}): is the limit of `ulimit -l` too low?"
+            f"{tensor.nbytes:,} bytes of host memory could not be pinned "
+            f"(CUDA error {status}): is the limit of `ulimit -l` too low?"
         )
 
     def unpin(memory: mmap.mmap) -> None:  # which is unmapped when this returns, not before
@@ -77,7 +84,8 @@ def _pin(view: memoryview, memory: mmap.mmap, tensor: Tensor) -> None:
 
 
 def check_space(needed: Mapping[Path, int]) -> None:
-    """TierError unless the file systems of these folders have that many bytes free; those of one file system are added up."""
+    """TierError unless the file systems of these folders have that many bytes free; those of one file system
+    are added up."""
     systems: dict[int, list[Path]] = {}
     free: dict[Path, int] = {}
     for folder in needed:
@@ -85,19 +93,25 @@ def check_space(needed: Mapping[Path, int]) -> None:
             systems.setdefault(folder.stat().st_dev, []).append(folder)
             free[folder] = _free(folder)
         except OSError as error:
-            raise TierError(f"{folder} cannot be used: {error.strerror}. {needed[folder]:,} bytes are needed there") from error
+            raise TierError(
+                f"{folder} cannot be used: {error.strerror}. {needed[folder]:,} bytes are needed there"
+            ) from error
     for folders in systems.values():
         total, left = sum(needed[folder] for folder in folders), free[folders[0]]
         if total > left:
             where = ", ".join(map(str, folders))
-            raise TierError(f"{where}: {total:,} bytes needed, {left:,} free. Free some, or choose a folder of another disk")
+            raise TierError(
+                f"{where}: {total:,} bytes needed, {left:,} free. "
+                "Free some, or choose a folder of another disk"
+            )
 
 
 class File:
-    """A nameless file of `nbytes` (rounded up to ALIGNMENT), of zeros, in an existing `folder`. Several threads may use it.
+    """A nameless file of `nbytes` (rounded up to ALIGNMENT), of zeros, in an existing `folder`. Several
+    threads may use it.
 
-    `direct`: transfers go past the page cache (O_DIRECT); False where that is not wanted, or the file system refuses it.
-    Raises TierError where the folder cannot be used or has too little room."""
+    `direct`: transfers go past the page cache (O_DIRECT); False where that is not wanted, or the file system
+    refuses it. Raises TierError where the folder cannot be used or has too little room."""
 
     def __init__(self, folder: Path | str, nbytes: int, direct: bool = True) -> None:
         self.folder, self.nbytes = Path(folder), padded(nbytes)
@@ -110,31 +124,43 @@ class File:
                 os.posix_fallocate(self._descriptor, 0, self.nbytes)
         except OSError as error:
             raise TierError(
-                f"{self.folder}: no file of {self.nbytes:,} bytes can be made ({_free(self.folder):,} free): {error.strerror}"
+                f"{self.folder}: no file of {self.nbytes:,} bytes can "
+                f"be made ({_free(self.folder):,} free): {error.strerror}"
             ) from error
         self.direct = direct and _go_direct(self._descriptor)
 
     def read(self, memory: Tensor, at: int) -> None:
-        """Fill all of `memory` (of any dtype, contiguous, as from `aligned`) with the bytes of the file from `at` on."""
+        """Fill all of `memory` (of any dtype, contiguous, as from `aligned`) with the bytes of the file from
+        `at` on."""
         self._transfer("read", os.preadv, memory, at)
 
     def write(self, memory: Tensor, at: int) -> None:
         """Write all of `memory` into the file from `at` on."""
         self._transfer("write", os.pwritev, memory, at)
 
-    def _transfer(self, what: str, call: Callable[[int, Sequence[memoryview], int], int], memory: Tensor, at: int) -> None:
-        if memory.data_ptr() % ALIGNMENT or memory.nbytes % ALIGNMENT or at % ALIGNMENT or not 0 <= at <= self.nbytes - memory.nbytes:
-            raise ValueError(f"{memory.nbytes} bytes at address {memory.data_ptr():#x} and {at} of a file of {self.nbytes}: all are to be "
+    def _transfer(
+        self, what: str, call: Callable[[int, Sequence[memoryview], int], int], memory: Tensor, at: int
+    ) -> None:
+        if (
+            memory.data_ptr() % ALIGNMENT
+            or memory.nbytes % ALIGNMENT
+            or at % ALIGNMENT
+            or not 0 <= at <= self.nbytes - memory.nbytes
+        ):
+            raise ValueError(f"{memory.nbytes} bytes at address {memory.data_ptr():#x} "
+                             f"and {at} of a file of {self.nbytes}: all are to be "
                              f"multiples of {ALIGNMENT}, and within the file")  # fmt: skip
         rest, reason = memory.view(torch.uint8).numpy().data, "it ended early"
         while rest:
             try:
-                count = call(self._descriptor, [rest], at) // ALIGNMENT * ALIGNMENT  # what is over is done again, at an aligned place
+                # what is over is done again, at an aligned place
+                count = call(self._descriptor, [rest], at) // ALIGNMENT * ALIGNMENT
             except OSError as error:
                 count, reason = 0, error.strerror or str(error)
             if not count:
                 raise TierError(
-                    f"{self.folder}: {what} of {memory.nbytes:,} bytes failed with {len(rest):,} to go ({reason}); "
+                    f"{self.folder}: {what} of {memory.nbytes:,} "
+                    f"bytes failed with {len(rest):,} to go ({reason}); "
                     f"the file has {self.nbytes:,} bytes, {_free(self._descriptor):,} are free"
                 )
             rest, at = rest[count:], at + count
@@ -146,7 +172,8 @@ def _nameless(folder: Path) -> int:
         try:
             return os.open(folder, _O_TMPFILE | os.O_RDWR | os.O_EXCL, 0o600)
         except OSError as error:
-            if error.errno not in (errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL):  # all else is no matter of the file system's kind
+            # all else is no matter of the file system's kind
+            if error.errno not in (errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL):
                 raise
     descriptor, name = tempfile.mkstemp(prefix=".polyreme-", dir=folder)
     os.unlink(name)  # noqa: PTH108

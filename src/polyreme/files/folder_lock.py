@@ -1,9 +1,9 @@
 """Whose a folder is: one run's at a time, of which all ranks and tiers share it.
 
-Invariants: a claim lives as long as a process holds a lock on its file, which the kernel lets go however the process ends; it is changed
-only under an exclusive lock, so whoever reads it under a shared one reads it whole. Where a file system keeps locks to each host, the claim
-of another host is never taken over; where it has no locks at all, nothing is refused. No communication.
-"""
+Invariants: a claim lives as long as a process holds a lock on its file, which the kernel lets go however the
+process ends; it is changed only under an exclusive lock, so whoever reads it under a shared one reads it
+whole. Where a file system keeps locks to each host, the claim of another host is never taken over; where it
+has no locks at all, nothing is refused. No communication."""
 
 from __future__ import annotations
 
@@ -30,11 +30,12 @@ MOUNTS = Path("/proc/self/mountinfo")
 
 
 class Claim:
-    """Makes `folder` if need be and claims it for `run`, a name that the ranks of a run have in common and no other run has.
+    """Makes `folder` if need be and claims it for `run`, a name that the ranks of a run have in common and no
+    other run has.
 
-    name: of the claim's file. keep: it stays when the claim is let go. patience: seconds that another run gets to leave.
-    Raises `error` where the folder cannot be used, and where a process of another run lives that claimed it. The claim of a run whose
-    processes all died is taken over."""
+    name: of the claim's file. keep: it stays when the claim is let go. patience: seconds that another run
+    gets to leave. Raises `error` where the folder cannot be used, and where a process of another run lives
+    that claimed it. The claim of a run whose processes all died is taken over."""
 
     def __init__(
         self,
@@ -58,7 +59,8 @@ class Claim:
 
 
 def holder(folder: Path, name: str = NAME) -> str | None:
-    """Which other process has claimed the folder, in words; None where none has that lives. Nothing is changed."""
+    """Which other process has claimed the folder, in words; None where none has that lives. Nothing is
+    changed."""
     try:
         descriptor = no_links(folder / name, os.O_RDONLY)
     except OSError:
@@ -69,7 +71,11 @@ def holder(folder: Path, name: str = NAME) -> str | None:
         claim = _read(descriptor)
     finally:
         os.close(descriptor)
-    return None if (claim.get("pid"), claim.get("host")) == (os.getpid(), socket.gethostname()) else _named(claim)
+    return (
+        None
+        if (claim.get("pid"), claim.get("host")) == (os.getpid(), socket.gethostname())
+        else _named(claim)
+    )
 
 
 def _take(path: Path, run: str, patience: float, error: type[PolyremeError]) -> int:
@@ -80,14 +86,16 @@ def _take(path: Path, run: str, patience: float, error: type[PolyremeError]) -> 
         try:
             if _lock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB) and _is_named(path, descriptor):
                 _rewrite(path, descriptor, run, error)
-            _lock(descriptor, fcntl.LOCK_SH)  # not in one step with the exclusive one: another may come between
+            # not in one step with the exclusive one: another may come between
+            _lock(descriptor, fcntl.LOCK_SH)
             claim = _read(descriptor)
             if _is_named(path, descriptor):
                 if claim.get("run") == run:
                     return descriptor
                 if time.monotonic() > deadline:
                     raise error(
-                        f"{path.parent} is in use by another run, which {_named(claim)} began {claim.get('since')}: let it end, or choose "
+                        f"{path.parent} is in use by another run, which {_named(claim)} "
+                        f"began {claim.get('since')}: let it end, or choose "
                         "another folder"
                     )
         except BaseException:
@@ -100,13 +108,25 @@ def _take(path: Path, run: str, patience: float, error: type[PolyremeError]) -> 
 def _rewrite(path: Path, descriptor: int, run: str, error: type[PolyremeError]) -> None:
     dead = _read(descriptor)
     if dead and dead.get("run") != run:
-        if dead.get("host") != socket.gethostname() and dead.get("boot") != _boot() and not _locks_reach_other_hosts(descriptor):
+        if (
+            dead.get("host") != socket.gethostname()
+            and dead.get("boot") != _boot()
+            and not _locks_reach_other_hosts(descriptor)
+        ):
             raise error(
-                f"{path.parent} was claimed by {_named(dead)} ({dead.get('since')}), and whether that has ended cannot be known from here, "
-                f"as this file system keeps locks to each host: if it has, delete {path}; else choose another folder"
+                f"{path.parent} was claimed by {_named(dead)} ({dead.get('since')}), "
+                "and whether that has ended cannot be known from here, "
+                "as this file system keeps locks to each host: if "
+                f"it has, delete {path}; else choose another folder"
             )
         log.warning("%s: taken over from a run that died (%s)", path.parent, _named(dead))
-    claim = {"run": run, "pid": os.getpid(), "host": socket.gethostname(), "boot": _boot(), "since": time.strftime("%Y-%m-%d %H:%M:%S")}
+    claim = {
+        "run": run,
+        "pid": os.getpid(),
+        "host": socket.gethostname(),
+        "boot": _boot(),
+        "since": time.strftime("%Y-%m-%d %H:%M:%S"),
+    }
     os.ftruncate(descriptor, 0)
     os.pwrite(descriptor, json.dumps(claim).encode(), 0)
 
@@ -116,7 +136,8 @@ def _named(claim: dict[str, object]) -> str:
 
 
 def _boot() -> str | None:
-    """Which start of which machine this is: the same in all its containers, whatever their hosts are called."""
+    """Which start of which machine this is: the same in all its containers, whatever their hosts are
+    called."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
@@ -124,7 +145,8 @@ def _boot() -> str | None:
 
 
 def _locks_reach_other_hosts(descriptor: int) -> bool:
-    """Whether a lock that another host has on the open file would be seen here; so it is of a file system of this host alone."""
+    """Whether a lock that another host has on the open file would be seen here; so it is of a file system of
+    this host alone."""
     device = os.fstat(descriptor).st_dev
     number = f"{os.major(device)}:{os.minor(device)}"
     try:
@@ -149,13 +171,19 @@ def _read(descriptor: int) -> dict[str, object]:
 
 
 def _leave(path: Path, descriptor: int, pid: int, keep: bool) -> None:
-    if not keep and os.getpid() == pid and _lock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB) and _is_named(path, descriptor):
+    if (
+        not keep
+        and os.getpid() == pid
+        and _lock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        and _is_named(path, descriptor)
+    ):
         path.unlink()  # nobody else holds it (a forked child only seems to hold its parent's)
     os.close(descriptor)
 
 
 def _lock(descriptor: int, kind: int) -> bool:
-    """Lock the file, instead of what lock this descriptor has; False where others are in the way and it is not to wait."""
+    """Lock the file, instead of what lock this descriptor has; False where others are in the way and it is
+    not to wait."""
     try:
         fcntl.flock(descriptor, kind)
     except BlockingIOError:

@@ -1,6 +1,7 @@
 """The checkpoints of `polyreme train`: which one its run begins from, when they are written, which go.
 
-Invariant: all ranks begin from the same one, and what is in the folder is changed by rank 0 alone, after every rank has what it needs.
+Invariant: all ranks begin from the same one, and what is in the folder is changed by rank 0 alone, after
+every rank has what it needs.
 Communication: rank 0 tells where to begin; loading and saving, as `Engine` does it.
 """
 
@@ -60,10 +61,11 @@ class Checkpoints:
         self._said: set[str] = set()
 
     def begin(self) -> Beginning:
-        """Where this run, which has the folder to itself from here on, begins, the same on every rank. Nothing is loaded yet.
+        """Where this run, which has the folder to itself from here on, begins, the same on every rank.
+        Nothing is loaded yet.
 
-        Raises CheckpointError where another run has the folder, ConfigError where it cannot begin, and DataError where the text has another
-        tokenizer now."""
+        Raises CheckpointError where another run has the folder, ConfigError where it cannot begin, and
+        DataError where the text has another tokenizer now."""
         from_rank_0(self._engine.mesh, self._take_folder)
         beginning = Beginning(**from_rank_0(self._engine.mesh, self._plan))
         if beginning.checkpoints:
@@ -71,7 +73,8 @@ class Checkpoints:
         return beginning
 
     def load(self, beginning: Beginning) -> tuple[Account, list[str]]:
-        """Put the engine where the run begins. Returns what is known of its past, and what there is to say of it.
+        """Put the engine where the run begins. Returns what is known of its past, and what there is to say of
+        it.
 
         Raises ConfigError where no checkpoint of it can be read."""
         unreadable = dict(beginning.damaged)
@@ -83,16 +86,28 @@ class Checkpoints:
                 continue
             account = Account.of(loaded.extra)
             account.origin = origin(self._config) or account.origin
-            return account, [*self._pass_over(unreadable), *self._resumed(Path(name), beginning), *loaded.notes]
+            return account, [
+                *self._pass_over(unreadable),
+                *self._resumed(Path(name), beginning),
+                *loaded.notes,
+            ]
         if unreadable:
-            key = "checkpoint.folder" if all(self._is_ours(Path(name)) for name in unreadable) else "checkpoint.resume"
+            key = (
+                "checkpoint.folder"
+                if all(self._is_ours(Path(name)) for name in unreadable)
+                else "checkpoint.resume"
+            )
             raise ConfigError([nothing_to_go_on_from(self._config, key, unreadable.values())])
         aside = self._set_aside()
-        later = f"{', '.join(aside)} in {self._folder.path}, of an earlier run, will go when the first checkpoint is there"
+        later = (
+            f"{', '.join(aside)} in {self._folder.path}, of an "
+            "earlier run, will go when the first checkpoint is there"
+        )
         return Account(origin(self._config)), [later] if aside else []
 
     def save(self, account: Account, wait: bool = True) -> Path:
-        """Write a checkpoint of this step; without `wait`, in the background. Every rank must call. Raises CheckpointError."""
+        """Write a checkpoint of this step; without `wait`, in the background. Every rank must call. Raises
+        CheckpointError."""
         path = self._folder.path / f"step-{self._engine.state.step}"
         self.finish()
         self._say(f"saving {path}")
@@ -102,7 +117,8 @@ class Checkpoints:
         return path
 
     def finish(self) -> None:
-        """Wait for what is being written in the background. If that fails, it is said, and training goes on."""
+        """Wait for what is being written in the background. If that fails, it is said, and training goes
+        on."""
         try:
             self._engine.wait()
         except CheckpointError as error:
@@ -125,7 +141,8 @@ class Checkpoints:
         for change in (partial(self._folder.point, path), self._folder.drop_earlier, prune):
             try:
                 change()
-            except (OSError, CheckpointError) as error:  # on a full disk there may be room when older ones have gone
+            # on a full disk there may be room when older ones have gone
+            except (OSError, CheckpointError) as error:
                 said = f"{self._folder.path} could not be brought up to date: {error}"
                 if said not in self._said:
                     self._said.add(said)
@@ -137,7 +154,9 @@ class Checkpoints:
             self._claim.close()
 
     def _take_folder(self) -> None:
-        self._claim = Claim(self._folder.path, uuid4().hex, RUN_CLAIM, patience=PATIENCE, error=CheckpointError)
+        self._claim = Claim(
+            self._folder.path, uuid4().hex, RUN_CLAIM, patience=PATIENCE, error=CheckpointError
+        )
 
     def _plan(self) -> dict[str, Any]:
         self._folder.tidy()
@@ -150,8 +169,10 @@ class Checkpoints:
             return
         if tokenizer.get_vocab() != self._tokenizer.get_vocab():
             raise DataError(
-                f"the tokens of the text are not those that the model of {checkpoint} knows: its tokenizer is another now, as the text or "
-                f'the config has changed. Set data.tokenizer = "{checkpoint}" (or a copy of it), or --no-resume to begin anew'
+                "the tokens of the text are not those that the model of "
+                f"{checkpoint} knows: its tokenizer is another now, as the text or "
+                f'the config has changed. Set data.tokenizer = "{checkpoint}" '
+                "(or a copy of it), or --no-resume to begin anew"
             )
 
     def _pass_over(self, unreadable: Mapping[str, str]) -> list[str]:
@@ -175,7 +196,9 @@ class Checkpoints:
         notes = [f"resumed from {checkpoint}: {state.step:,} steps, {state.tokens:,} tokens"]
         notes += [f"changed since then: {change}" for change in beginning.changes]
         if aside:
-            notes.append(f"{', '.join(aside)} in {self._folder.path} will go when the first new checkpoint is there")
+            notes.append(
+                f"{', '.join(aside)} in {self._folder.path} will go when the first new checkpoint is there"
+            )
         return notes
 
     def _is_ours(self, checkpoint: Path) -> bool:
@@ -189,8 +212,12 @@ def from_rank_0(mesh: Mesh, question: Callable[[], Any]) -> Any:
         answer = question() if mesh.rank == 0 else None
     except Exception as error:  # whatever it is, the others must not wait for it
         failure = error
-    problems = [list(vars(each).values()) for each in failure.problems] if isinstance(failure, ConfigError) else None
-    told = from_all_ranks(mesh, {"answer": answer, "said": failure and f"rank 0: {reason(failure)}", "problems": problems})[0]
+    problems = (
+        [list(vars(each).values()) for each in failure.problems] if isinstance(failure, ConfigError) else None
+    )
+    told = from_all_ranks(
+        mesh, {"answer": answer, "said": failure and f"rank 0: {reason(failure)}", "problems": problems}
+    )[0]
     if failure is not None:
         raise failure
     if told["problems"]:

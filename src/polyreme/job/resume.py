@@ -1,4 +1,5 @@
-"""Where a run of `polyreme train` begins: anew, or from which checkpoint; and what its config says otherwise than that one's.
+"""Where a run of `polyreme train` begins: anew, or from which checkpoint; and what its config says otherwise
+than that one's.
 
 Invariant: only looks, so it can be asked before any rank starts. In a run rank 0 asks for all.
 Communication: none.
@@ -22,13 +23,31 @@ from polyreme.data import load_tokenizer
 from polyreme.distributed.mesh import Axis
 from polyreme.errors import CheckpointError, ConfigError, DataError, Problem
 from polyreme.models.huggingface import base_prefix, file_names
-from polyreme.planner.meta_model import twin
+from polyreme.planner.meta_model import meta_model
 
-ORDER = ("seed", "data.path", "data.pattern", "data.field", "data.sequence", "data.tokenizer", "data.vocab_size", "data.validation",
-         "data.shuffle")  # fmt: skip
+ORDER = (
+    "seed",
+    "data.path",
+    "data.pattern",
+    "data.field",
+    "data.sequence",
+    "data.tokenizer",
+    "data.vocab_size",
+    "data.validation",
+    "data.shuffle",
+)
 """The keys that decide which sample comes when."""
-NOT_TOLD = ("checkpoint", "monitor", "launch", "data.cache", "data.workers", "train.sample", "train.sample_tokens",
-                "model.trust_remote_code", "batch.size")  # fmt: skip
+NOT_TOLD = (
+    "checkpoint",
+    "monitor",
+    "launch",
+    "data.cache",
+    "data.workers",
+    "train.sample",
+    "train.sample_tokens",
+    "model.trust_remote_code",
+    "batch.size",
+)
 """Sections and keys that change nothing of what is computed; and that of which the engine speaks itself."""
 EFFECTS = {
     **dict.fromkeys(ORDER, "the training data begins anew"),
@@ -67,7 +86,9 @@ def plan(config: Config) -> Beginning:
         return Beginning()
     paths, source, damaged = _open(folder.candidates())
     wanted = origin(config)
-    if wanted is not None and (source is None or source.resume is None or source.resume.extra.get("origin") != wanted):
+    if wanted is not None and (
+        source is None or source.resume is None or source.resume.extra.get("origin") != wanted
+    ):
         key = "checkpoint.resume"
         given = Path(section.resume).expanduser()
         paths, source, damaged = _open(RunFolder(given).candidates() or [given])
@@ -95,22 +116,28 @@ def plan(config: Config) -> Beginning:
 
 
 def _check_names(config: Config, folder: RunFolder, after: int) -> None:
-    """Raises ConfigError where a name that the run gives to a checkpoint, of a step beyond `after`, is that of something else."""
+    """Raises ConfigError where a name that the run gives to a checkpoint, of a step beyond `after`, is that
+    of something else."""
     if taken := folder.foreign(after):
         names = ", ".join(path.name for path in taken[:5]) + (", ..." if len(taken) > 5 else "")
-        reason = f"{names} in it would be replaced by checkpoints of this run, and is none: {ownership.why_not(taken[0])}"
+        reason = (
+            f"{names} in it would be replaced by checkpoints of "
+            f"this run, and is none: {ownership.why_not(taken[0])}"
+        )
         fix = "move that away, or give another folder"
         raise ConfigError([Problem("checkpoint.folder", config.checkpoint.folder, reason, fix)])
 
 
 def origin(config: Config) -> str | None:
-    """What the config names to begin from, as an absolute path. The run's own checkpoints, which keep it, go before it."""
+    """What the config names to begin from, as an absolute path. The run's own checkpoints, which keep it, go
+    before it."""
     named = config.checkpoint.resume
     return None if named in ("auto", "never") else str(Path(named).expanduser().resolve())
 
 
 def _open(paths: Sequence[Path]) -> tuple[Sequence[Path], Directory | None, dict[Path, str]]:
-    """The first of `paths` that can be gone on from, open, with those after it; and those before it, with what is wrong with them."""
+    """The first of `paths` that can be gone on from, open, with those after it; and those before it, with
+    what is wrong with them."""
     damaged: dict[Path, str] = {}
     for at, path in enumerate(paths):
         try:
@@ -127,10 +154,15 @@ def nothing_to_go_on_from(config: Config, key: str, damages: Iterable[str]) -> P
     """That no checkpoint of those that `key` names can be read, and why not."""
     reasons = "; ".join(damages)
     if key == "checkpoint.resume":
-        fix = "name a checkpoint of Polyreme, or a folder of them; to begin anew with the weights of any other directory, set model.path"
+        fix = (
+            "name a checkpoint of Polyreme, or a folder of them; to begin "
+            "anew with the weights of any other directory, set model.path"
+        )
         return Problem(key, config.checkpoint.resume, f"no run can go on from it ({reasons})", fix)
     fix = "give another folder, or --no-resume to begin anew in this one"
-    return Problem(key, config.checkpoint.folder, f"no run can go on from the checkpoints in it ({reasons})", fix)
+    return Problem(
+        key, config.checkpoint.folder, f"no run can go on from the checkpoints in it ({reasons})", fix
+    )
 
 
 def _check_model(config: Config, source: Directory) -> None:
@@ -140,7 +172,7 @@ def _check_model(config: Config, source: Directory) -> None:
         vocabulary = len(load_tokenizer(tokenizer))
     except DataError:
         vocabulary = None
-    model = twin(config, vocabulary)
+    model = meta_model(config, vocabulary)
     names: dict[int, list[str]] = {}  # several of a tensor that is shared
     tensors = model.state_dict(keep_vars=True)
     for name, tensor in tensors.items():
@@ -151,11 +183,14 @@ def _check_model(config: Config, source: Directory) -> None:
     if not found.is_exact:
         key = "model.path" if config.model.path is not None else "model.config"
         fix = "give this model another checkpoint.folder, or --no-resume to begin anew in this one"
-        raise ConfigError([Problem(key, config.value(key), f"{source.path} is of another model: {found}", fix)])
+        raise ConfigError(
+            [Problem(key, config.value(key), f"{source.path} is of another model: {found}", fix)]
+        )
 
 
 def _changed(before: Mapping[str, Any], config: Config) -> dict[str, tuple[Any, Any]]:
-    """The keys that have another value in `config`, with the value they had and the one they have; of tables, the keys in them."""
+    """The keys that have another value in `config`, with the value they had and the one they have; of tables,
+    the keys in them."""
     now = config.model_dump(mode="json")
     found: dict[str, tuple[Any, Any]] = {}
     for key in LEAVES:
@@ -165,7 +200,11 @@ def _changed(before: Mapping[str, Any], config: Config) -> dict[str, tuple[Any, 
             continue
         old, new = there[name], here[name]
         if isinstance(old, dict) and isinstance(new, dict):
-            found |= {f"{key}.{n}": (old.get(n), new.get(n)) for n in sorted({*old, *new}) if old.get(n) != new.get(n)}
+            found |= {
+                f"{key}.{n}": (old.get(n), new.get(n))
+                for n in sorted({*old, *new})
+                if old.get(n) != new.get(n)
+            }
         else:
             found[key] = old, new
     return found

@@ -1,8 +1,9 @@
-"""The job that `polyreme train` runs on each rank: text, model, engine, loop, checkpoints. Reads from top to bottom.
+"""The job that `polyreme train` runs on each rank: text, model, engine, loop, checkpoints. Reads from top to
+bottom.
 
-Invariants: every rank runs the same loop over the same global batches; rank 0 alone shows, logs, plots and decides where the run begins.
-A run that was ended and gone on with has the numbers of one that was not, on the same mesh to the last bit.
-"""
+Invariants: every rank runs the same loop over the same global batches; rank 0 alone shows, logs, plots and
+decides where the run begins. A run that was ended and gone on with has the numbers of one that was not, on
+the same mesh to the last bit."""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ from typing import Any
 import torch
 
 from polyreme.checkpoint.run_directory import LATEST, RUN_CLAIM
-from polyreme.config import Config, Span
+from polyreme.config import Config, Duration
 from polyreme.data import Loader, PackedDataset, TextData, documents, open_text, tokenizer_folder
 from polyreme.distributed.mesh import close, world
 from polyreme.engine import Engine, StepResult, initialize
@@ -36,7 +37,7 @@ from polyreme.launch.signals import listening
 from polyreme.models import huggingface
 from polyreme.monitor import LOG_NAME, FanOut, Monitor, Record, Run, open_monitors
 from polyreme.planner.flops import count_flops, mfu, peak_flops
-from polyreme.planner.meta_model import divide, expected, twin
+from polyreme.planner.meta_model import divide, expected, meta_model
 from polyreme.step.precision import DTYPES
 
 WRITTEN = (LOG_NAME, "loss.png", LATEST, f"{LATEST}.tmp", RUN_CLAIM, "tensorboard", "wandb", "mlflow.db")
@@ -75,8 +76,8 @@ class _Rate:
 def run(config: Config) -> Summary:
     """Train as `config` says and return how it ended; every rank of the run calls this.
 
-    Raises ConfigError, DataError, CheckpointError where another run has the folder, and what `initialize` and `Engine.train_step` raise.
-    """
+    Raises ConfigError, DataError, CheckpointError where another run has the folder, and what `initialize` and
+    `Engine.train_step` raise."""
     with ExitStack() as afterwards:
         return _run(config, afterwards)
 
@@ -117,7 +118,8 @@ def _run(config: Config, afterwards: ExitStack) -> Summary:
     try:
         if peak < single and dtype.itemsize < 4:
             monitors.message(
-                f"this processor takes {single / peak:.1f} times as long for a matrix product in {config.precision.compute} as in fp32: "
+                f"this processor takes {single / peak:.1f} times as long for "
+                f"a matrix product in {config.precision.compute} as in fp32: "
                 'precision.compute = "fp32" trains faster on it'
             )
         for note in notes:
@@ -144,22 +146,34 @@ def _run(config: Config, afterwards: ExitStack) -> Summary:
 
 
 def finished(config: Config) -> Summary | None:
-    """How the run ended that the resolved `config` describes, if it has ended already; which is then said. Raises ConfigError where its
-    checkpoints are of another model, or cannot be gone on from, and CheckpointError where another run has its folder."""
+    """How the run ended that the resolved `config` describes, if it has ended already; which is then said.
+    Raises ConfigError where its checkpoints are of another model, or cannot be gone on from, and
+    CheckpointError where another run has its folder."""
     beginning = plan(config)
     if beginning.finished:
         return _finished(config, beginning, 0)
     if user := holder(Path(config.checkpoint.folder), RUN_CLAIM):
-        raise CheckpointError(f"{config.checkpoint.folder} is the folder of another run, {user}: let it end, or choose another folder")
+        raise CheckpointError(
+            f"{config.checkpoint.folder} is the folder of another "
+            f"run, {user}: let it end, or choose another folder"
+        )
     return None
 
 
 def _finished(config: Config, beginning: Beginning, rank: int) -> Summary:
-    summary = _summary(config, beginning.steps, beginning.tokens, Account.of(beginning.extra), Path(beginning.checkpoints[0]))
+    summary = _summary(
+        config, beginning.steps, beginning.tokens, Account.of(beginning.extra), Path(beginning.checkpoints[0])
+    )
     if rank == 0 and config.monitor.console:
         changes = [f"changed since then: {change}" for change in beginning.changes]
-        said = f"nothing to do: {summary.checkpoint} is the end of this run, with {summary.steps:,} steps and {summary.tokens:,} tokens"
-        fix = f"raise train.length (now {config.train.length}) to go on from there, or begin anew with --no-resume"
+        said = (
+            f"nothing to do: {summary.checkpoint} is the end of this run, "
+            f"with {summary.steps:,} steps and {summary.tokens:,} tokens"
+        )
+        fix = (
+            f"raise train.length (now {config.train.length}) to "
+            "go on from there, or begin anew with --no-resume"
+        )
         _say(printable("\n".join([said, *changes, fix])))
     return summary
 
@@ -208,7 +222,9 @@ class _Loop:
             if done:
                 return
             if result.stop:
-                self.stopped = next(name for name in from_all_ranks(engine.mesh, self._asked) if name is not None)
+                self.stopped = next(
+                    name for name in from_all_ranks(engine.mesh, self._asked) if name is not None
+                )
                 return
             if config.checkpoint.every is not None and config.checkpoint.every.due(before, after):
                 self._save()
@@ -273,7 +289,13 @@ class _Loop:
 
 
 def _summary(
-    config: Config, steps: int, tokens: int, account: Account, checkpoint: Path, plot: Path | None = None, stopped: str | None = None
+    config: Config,
+    steps: int,
+    tokens: int,
+    account: Account,
+    checkpoint: Path,
+    plot: Path | None = None,
+    stopped: str | None = None,
 ) -> Summary:
     return Summary(
         steps=steps,
@@ -293,7 +315,11 @@ def _summary(
 
 def _bits(loss: float | None, account: Account) -> float | None:
     """Per byte of the validation text."""
-    return None if loss is None or account.bytes_per_token is None else loss / math.log(2) / account.bytes_per_token
+    return (
+        None
+        if loss is None or account.bytes_per_token is None
+        else loss / math.log(2) / account.bytes_per_token
+    )
 
 
 def validate(engine: Engine, data: PackedDataset, config: Config) -> float:
@@ -311,8 +337,8 @@ def validate(engine: Engine, data: PackedDataset, config: Config) -> float:
 
 
 def sample(engine: Engine, tokenizer: Any, prompt: str, length: int, seed: int) -> str:
-    """`prompt` continued by `length` tokens, drawn at temperature 0.8 from the 50 likeliest. All ranks must call: where parameters
-    are sharded they gather them together, and draw the same tokens."""
+    """`prompt` continued by `length` tokens, drawn at temperature 0.8 from the 50 likeliest. All ranks must
+    call: where parameters are sharded they gather them together, and draw the same tokens."""
     ids = tokenizer(prompt, return_tensors="pt", add_special_tokens=False).input_ids.to(engine.mesh.device)
     modes = {module: module.training for module in engine.module.modules()}
     engine.module.eval()
@@ -321,16 +347,22 @@ def sample(engine: Engine, tokenizer: Any, prompt: str, length: int, seed: int) 
         torch.manual_seed(seed)
         model: Any = engine.module
         out = model.generate(
-            ids, attention_mask=torch.ones_like(ids), max_new_tokens=length, do_sample=True, temperature=0.8, top_k=50,
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=length,
+            do_sample=True,
+            temperature=0.8,
+            top_k=50,
             pad_token_id=tokenizer.eos_token_id,
-        )  # fmt: skip
+        )
     for module, mode in modes.items():
         module.training = mode
     return tokenizer.decode(out[0], skip_special_tokens=True)
 
 
 def _say(text: str) -> None:
-    """Print `text`. An output that is closed or full (`| head`) ends no run: from then on what is printed goes nowhere."""
+    """Print `text`. An output that is closed or full (`| head`) ends no run: from then on what is printed
+    goes nowhere."""
     try:
         print(text, flush=True)
     except OSError as error:
@@ -347,16 +379,25 @@ def peak_memory(device: torch.device) -> dict[str, int]:
 
 
 def check_sources(config: Config) -> None:
-    """What can be said of the model, the text and the folder before any rank starts. Raises ConfigError and DataError."""
+    """What can be said of the model, the text and the folder before any rank starts. Raises ConfigError and
+    DataError."""
     model, data, problems = config.model, config.data, []
     if model.path is None and model.config is None:
         fix = 'set model.path, or model.config = {model_type = "llama", ...}'
         problems.append(Problem("model", None, "says nothing of the model", fix))
     if model.path is not None and not (Path(model.path) / "config.json").is_file():
-        problems.append(Problem("model.path", model.path, "is not a Hugging Face model directory (no config.json in it)",
+        problems.append(Problem("model.path", model.path, "is not a Hugging Face model "
+                                                          "directory (no config.json in it)",
                                 "give a directory that save_pretrained wrote, or model.config"))  # fmt: skip
     if data.path is None:
-        problems.append(Problem("data.path", None, "says nothing of the text", 'set a file, a folder, a datasets name, or "python-stdlib"'))
+        problems.append(
+            Problem(
+                "data.path",
+                None,
+                "says nothing of the text",
+                'set a file, a folder, a datasets name, or "python-stdlib"',
+            )
+        )
     if data.tokenizer is not None and not Path(data.tokenizer).expanduser().is_dir():
         fix = "give a directory that save_pretrained wrote, or remove it to train a tokenizer on the text"
         problems.append(Problem("data.tokenizer", data.tokenizer, "there is no such directory", fix))
@@ -366,10 +407,21 @@ def check_sources(config: Config) -> None:
         problems.append(Problem("checkpoint.resume", resume, "there is no such directory", fix))
     folder = Path(config.checkpoint.folder)
     if links := [name for name in WRITTEN if (folder / name).is_symlink()]:
-        link = f"{links[0]} in it is a symbolic link, to {(folder / links[0]).readlink()}, and nothing is written through one"
-        problems.append(Problem("checkpoint.folder", config.checkpoint.folder, link, "remove the link, or give another folder"))
+        link = (
+            f"{links[0]} in it is a symbolic link, to "
+            f"{(folder / links[0]).readlink()}, and nothing is written through one"
+        )
+        problems.append(
+            Problem(
+                "checkpoint.folder", config.checkpoint.folder, link, "remove the link, or give another folder"
+            )
+        )
     if reason := _not_writable(folder):
-        problems.append(Problem("checkpoint.folder", config.checkpoint.folder, reason, "give a folder that can be written"))
+        problems.append(
+            Problem(
+                "checkpoint.folder", config.checkpoint.folder, reason, "give a folder that can be written"
+            )
+        )
     if problems:
         raise ConfigError(problems)
     tokenizer_folder(data.tokenizer, model.path)
@@ -379,7 +431,8 @@ def check_sources(config: Config) -> None:
 
 
 def _not_writable(folder: Path) -> str | None:
-    """Why nothing can be written to `folder`, or made in the nearest folder that is there; all ranks look at once, so none makes it."""
+    """Why nothing can be written to `folder`, or made in the nearest folder that is there; all ranks look at
+    once, so none makes it."""
     nearest = next((each for each in (folder, *folder.parents) if os.path.lexists(each)), Path())
     try:
         with TemporaryFile(dir=nearest):
@@ -392,7 +445,8 @@ def _not_writable(folder: Path) -> str | None:
 
 
 def _check_model(config: Config, vocabulary: int | None = None) -> None:
-    """Whether the model can be built, and takes such texts; without `vocabulary`, what is known before there is a tokenizer."""
+    """Whether the model can be built, and takes such texts; without `vocabulary`, what is known before there
+    is a tokenizer."""
     model = config.model
     loaded = huggingface.read_config(model.path, model.config, model.trust_remote_code, vocabulary)
     if problems := huggingface.text_problems(model.path, loaded, config.data.sequence, vocabulary):
@@ -400,7 +454,8 @@ def _check_model(config: Config, vocabulary: int | None = None) -> None:
 
 
 def check_division(config: Config) -> None:
-    """Whether the mesh can divide the model. Raises ConfigError for a model that cannot be built, and ModelError."""
+    """Whether the mesh can divide the model. Raises ConfigError for a model that cannot be built, and
+    ModelError."""
     if config.mesh.tp * config.mesh.pp > 1 and (model := expected(config)) is not None:
         divide(model, config)
 
@@ -410,18 +465,21 @@ def _check_lengths(config: Config, text: TextData, dp: int) -> None:
     sequence, size = config.data.sequence, config.batch.size
     if len(text.train) < size:
         raise DataError(
-            f"the training text has {len(text.train)} sequences of data.sequence = {sequence} tokens, fewer than batch.size = {size}: "
+            f"the training text has {len(text.train)} sequences of "
+            f"data.sequence = {sequence} tokens, fewer than batch.size = {size}: "
             "use more text, shorten data.sequence, or lower batch.size"
         )
     if text.validation is not None and len(text.validation) < dp:
         raise DataError(
-            f"the validation text has {len(text.validation)} sequences of data.sequence = {sequence} tokens, fewer than {dp} "
+            f"the validation text has {len(text.validation)} sequences "
+            f"of data.sequence = {sequence} tokens, fewer than {dp} "
             "data-parallel ranks: raise data.validation, or shorten data.sequence"
         )
 
 
 def _model(config: Config, vocabulary: int) -> Any:
-    """What `initialize` takes: the directory, or a function that builds the model (which is then never built whole)."""
+    """What `initialize` takes: the directory, or a function that builds the model (which is then never built
+    whole)."""
     if config.model.path is not None:
         return config.model.path
     return lambda: huggingface.build(None, config.model.config, vocab_size=vocabulary)
@@ -431,9 +489,11 @@ def _flops_per_token(config: Config, vocabulary: int) -> float | None:
     """Counted on a model without memory; None where they cannot be counted."""
     dtype = DTYPES[config.precision.compute]
     ids = torch.zeros(1, config.data.sequence, dtype=torch.long, device="meta")
-    model = twin(config, vocabulary)
+    model = meta_model(config, vocabulary)
     try:
-        flops = count_flops(model, {"input_ids": ids, "labels": ids, **huggingface.training_arguments(model)}, dtype=dtype)
+        flops = count_flops(
+            model, {"input_ids": ids, "labels": ids, **huggingface.training_arguments(model)}, dtype=dtype
+        )
     except ModelError:
         return None
     return flops.model / config.data.sequence
@@ -442,23 +502,34 @@ def _flops_per_token(config: Config, vocabulary: int) -> float | None:
 def _run_info(config: Config, engine: Engine, world_size: int) -> Run:
     name = config.model.path or f"{(config.model.config or {}).get('model_type')} (new)"
     return Run(
-        model=str(name), parameters=engine.parameters, ranks=world_size, stage=int(config.zero.stage), dtype=config.precision.compute,
-        steps=_last_step(config, engine), step=engine.state.step, config=config.model_dump(mode="json"),
-    )  # fmt: skip
+        model=str(name),
+        parameters=engine.parameters,
+        ranks=world_size,
+        stage=int(config.zero.stage),
+        dtype=config.precision.compute,
+        steps=_last_step(config, engine),
+        step=engine.state.step,
+        config=config.model_dump(mode="json"),
+    )
 
 
 def _last_step(config: Config, engine: Engine) -> int:
     """Where the run ends, if all samples to come are full."""
     length, state = config.train.length, engine.state
     rest = max(0.0, length.amount - length.count(state.progress))
-    return state.step + config.steps(Span(amount=rest, unit=length.unit))
+    return state.step + config.steps(Duration(amount=rest, unit=length.unit))
 
 
 def _show_sample(config: Config, engine: Engine, text: TextData, monitors: Monitor, when: str) -> None:
     if config.train.sample is not None and (engine.mesh.pp.size > 1 or config.mesh.sequence_parallel):
-        monitors.message(f"no sample {when}: a model cut into pipeline stages, or along the sequence, does not generate text yet")
+        monitors.message(
+            f"no sample {when}: a model cut into pipeline stages, "
+            "or along the sequence, does not generate text yet"
+        )
     elif config.train.sample is not None:
-        continued = sample(engine, text.tokenizer, config.train.sample, config.train.sample_tokens, config.seed)
+        continued = sample(
+            engine, text.tokenizer, config.train.sample, config.train.sample_tokens, config.seed
+        )
         monitors.message(f"{when}: {continued!r}")
 
 
@@ -470,7 +541,9 @@ def _ending(config: Config, summary: Summary) -> str:
         return f"stopped by {summary.stopped} after step {summary.steps}; {how}"
     lines = [f"trained {summary.steps:,} steps, {summary.tokens:,} tokens in {summary.seconds:.0f} s"]
     if summary.bits_per_byte is not None and summary.first_bits_per_byte is not None:
-        lines.append(f"validation: {summary.first_bits_per_byte:.2f} -> {summary.bits_per_byte:.2f} bits per byte")
+        lines.append(
+            f"validation: {summary.first_bits_per_byte:.2f} -> {summary.bits_per_byte:.2f} bits per byte"
+        )
     if summary.plot:
         lines.append(f"loss plot: {summary.plot}")
     lines += [

@@ -1,8 +1,7 @@
 """Which of the host's cores a rank computes on, where several ranks share them.
 
-Invariants: ranks share the cores that this process may use evenly and disjointly, and the hardware threads of a core, as far as there are
-enough cores, belong to one rank. No process group.
-"""
+Invariants: ranks share the cores that this process may use evenly and disjointly, and the hardware threads of
+a core, as far as there are enough cores, belong to one rank. No process group."""
 
 from __future__ import annotations
 
@@ -15,15 +14,21 @@ PIN = "POLYREME_PIN"
 
 
 def pin(variables: Mapping[str, str] = os.environ) -> None:
-    """Keep this process, and all that it starts, on its share of the cores, where `variables` say so and there is one for each rank."""
+    """Keep this process, and all that it starts, on its share of the cores, where `variables` say so and
+    there is one for each rank."""
     if variables.get(PIN, "0") in ("", "0") or not hasattr(os, "sched_setaffinity"):
         return
-    if cores := share(sorted(os.sched_getaffinity(0), key=_place), int(variables["LOCAL_RANK"]), int(variables["LOCAL_WORLD_SIZE"])):
+    if cores := share(
+        sorted(os.sched_getaffinity(0), key=_place),
+        int(variables["LOCAL_RANK"]),
+        int(variables["LOCAL_WORLD_SIZE"]),
+    ):
         os.sched_setaffinity(0, cores)
 
 
 def share(cores: Sequence[int], rank: int, ranks: int) -> Sequence[int]:
-    """The rank's part of `cores`: as many as every other has, one after the other; none where there are fewer cores than ranks."""
+    """The rank's part of `cores`: as many as every other has, one after the other; none where there are fewer
+    cores than ranks."""
     count = len(cores) // ranks
     return cores[rank * count : (rank + 1) * count]
 
@@ -32,6 +37,10 @@ def _place(core: int) -> tuple[int, int, int]:
     """Sorts hardware threads by package and core."""
     topology = Path(f"/sys/devices/system/cpu/cpu{core}/topology")
     try:
-        return int((topology / "physical_package_id").read_text()), int((topology / "core_id").read_text()), core
+        return (
+            int((topology / "physical_package_id").read_text()),
+            int((topology / "core_id").read_text()),
+            core,
+        )
     except (OSError, ValueError):  # not told here
         return 0, core, core

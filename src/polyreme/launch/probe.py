@@ -19,7 +19,9 @@ def main() -> None:
     total = torch.ones(())
     dist.all_reduce(total)
     if total.item() != dist.get_world_size():
-        raise TransportError(f"ones over {dist.get_world_size()} ranks sum to {total.item()}; reinstall torch")
+        raise TransportError(
+            f"ones over {dist.get_world_size()} ranks sum to {total.item()}; reinstall torch"
+        )
     dist.destroy_process_group()
 
 

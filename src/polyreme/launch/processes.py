@@ -1,4 +1,5 @@
-"""What the operating system does for a launcher. Invariant: a process that asked to does not outlive its parent."""
+"""What the operating system does for a launcher. Invariant: a process that asked to does not outlive its
+parent."""
 
 from __future__ import annotations
 
@@ -14,8 +15,8 @@ _PR_SET_PDEATHSIG = 1
 def die_with_parent(parent: int | None = None) -> None:
     """Have the kernel send SIGKILL to this process when its parent ends, however that happens. Linux only.
 
-    `parent` is the process id of whoever started this process, to notice if that one has ended before this call.
-    """
+    `parent` is the process id of whoever started this process, to notice if that one has ended before this
+    call."""
     if not sys.platform.startswith("linux"):
         return
     parent = os.getppid() if parent is None else parent

@@ -2,10 +2,9 @@
 
 `python -m polyreme.launch.rank LAUNCHER_PID [-m MODULE | SCRIPT] ARGUMENTS...`
 
-Invariants: the rank does not outlive its launcher. A rank that fails writes why to the file that torchrun's agent
-names, and then waits for the agent to end it: its connections stay open meanwhile, so its failure causes none on
-other ranks before the agent has seen which rank was first.
-"""
+Invariants: the rank does not outlive its launcher. A rank that fails writes why to the file that torchrun's
+agent names, and then waits for the agent to end it: its connections stay open meanwhile, so its failure
+causes none on other ranks before the agent has seen which rank was first."""
 
 from __future__ import annotations
 
@@ -35,14 +34,16 @@ def main(arguments: list[str]) -> None:
     pin()
     for stream in sys.stdout, sys.stderr:
         if isinstance(stream, io.TextIOWrapper):
-            # Into a pipe, too; and not less than a line, even with PYTHONUNBUFFERED, or the output of several ranks would mix within one.
+            # Into a pipe, too; and not less than a line, even with PYTHONUNBUFFERED, or the output of several
+            # ranks would mix within one.
             stream.reconfigure(line_buffering=True, write_through=False)
     faulthandler.enable()  # a crash in compiled code shows where
     is_module = arguments[1] == "-m"
     target = arguments[2] if is_module else arguments[1]
     sys.argv = arguments[2:] if is_module else arguments[1:]
     try:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # which the launcher holds back until a rank can answer it
+        # which the launcher holds back until a rank can answer it
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
         if is_module:
             runpy.run_module(target, run_name="__main__", alter_sys=True)
         else:
@@ -57,8 +58,11 @@ def main(arguments: list[str]) -> None:
         if end.code not in (None, 0):
             _fail(end, end.code if isinstance(end.code, int) else 1)
     except Exception as error:
-        if is_module and isinstance(error, ImportError) and _last_file(error) == "<frozen runpy>":  # nothing of the module has run
-            error = LaunchError(f"-m {target}: {error}; name a module that Python finds from {Path.cwd()}, or give a script")
+        # nothing of the module has run
+        if is_module and isinstance(error, ImportError) and _last_file(error) == "<frozen runpy>":
+            error = LaunchError(
+                f"-m {target}: {error}; name a module that Python finds from {Path.cwd()}, or give a script"
+            )
         _fail(error, 1)
 
 
@@ -71,7 +75,8 @@ def _fail(error: Exception | SystemExit, status: int) -> NoReturn:
     """Leave `error` for the agent, which prints one report for all ranks, and wait for the end."""
     try:
         _write(error, time.time())
-        signal.signal(signal.SIGTERM, lambda *_: sys.exit(status))  # not dead at once: clean-up at exit has yet to run
+        # not dead at once: clean-up at exit has yet to run
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(status))
         time.sleep(HOLD)
     except KeyboardInterrupt:
         sys.exit(128 + signal.SIGINT)
@@ -103,11 +108,14 @@ def _write(error: Exception | SystemExit, at: float) -> None:
 
 
 def _traceback(error: BaseException) -> str:
-    """The traceback as from a plain `python script.py`: without the first frames, of this module, runpy and our own command."""
+    """The traceback as from a plain `python script.py`: without the first frames, of this module, runpy and
+    our own command."""
     here = str(Path(__file__).parents[1])
     starters = (__file__, runpy.__file__, "<frozen runpy>", f"{here}/__main__.py", f"{here}/cli/main.py")
     frames = error.__traceback__
-    while frames and (_file(frames) in starters or frames.tb_frame.f_globals.get("__name__", "").startswith("typer.")):
+    while frames and (
+        _file(frames) in starters or frames.tb_frame.f_globals.get("__name__", "").startswith("typer.")
+    ):
         frames = frames.tb_next
     return "".join(traceback.format_exception(type(error), error, frames or error.__traceback__))
 
@@ -115,7 +123,11 @@ def _traceback(error: BaseException) -> str:
 def _place(error: BaseException) -> list[str]:
     """Where the script was, in a line, if any of the frames is a script's and none of a library's."""
     libraries = (str(Path(__file__).parents[1]), sys.prefix, sys.base_prefix, "<")
-    own = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(libraries)]
+    own = [
+        frame
+        for frame in traceback.extract_tb(error.__traceback__)
+        if not frame.filename.startswith(libraries)
+    ]
     return [f"  at {own[-1].filename}:{own[-1].lineno}: {own[-1].line}"] if own else []
 
 

@@ -1,4 +1,5 @@
-"""The signals that ask a run to save and stop: schedulers send them some time before they end a job. And Ctrl-C before a run begins.
+"""The signals that ask a run to save and stop: schedulers send them some time before they end a job. And
+Ctrl-C before a run begins.
 
 Invariant: while nobody listens they do what they always do, which is to end the process.
 """
@@ -18,11 +19,14 @@ WISHES = (signal.SIGTERM, signal.SIGUSR1)
 
 @contextmanager
 def listening(told: Callable[[signal.Signals], None]) -> Iterator[None]:
-    """Call `told` with each of WISHES that this process gets. It runs between two of the main thread's Python instructions.
+    """Call `told` with each of WISHES that this process gets. It runs between two of the main thread's Python
+    instructions.
 
     In any other thread, and for a signal whose handler is not Python's, nothing changes."""
     here = threading.current_thread() is threading.main_thread()
-    before = {number: action for number in WISHES if here and (action := signal.getsignal(number)) is not None}
+    before = {
+        number: action for number in WISHES if here and (action := signal.getsignal(number)) is not None
+    }
 
     def handle(number: int, frame: FrameType | None) -> None:
         told(signal.Signals(number))
@@ -38,8 +42,8 @@ def listening(told: Callable[[signal.Signals], None]) -> Iterator[None]:
 
 @contextmanager
 def importing() -> Iterator[None]:
-    """Have Ctrl-C end the process at once while modules are imported, without their tracebacks: nothing is to be put in order yet, and
-    some modules would swallow it. A handler of the user's own stays."""
+    """Have Ctrl-C end the process at once while modules are imported, without their tracebacks: nothing is to
+    be put in order yet, and some modules would swallow it. A handler of the user's own stays."""
     before = signal.getsignal(signal.SIGINT)
     if before is not signal.default_int_handler or threading.current_thread() is not threading.main_thread():
         yield

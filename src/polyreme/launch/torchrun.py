@@ -1,9 +1,8 @@
 """Starts ranks on this host through torchrun's own agent, and says which one failed first.
 
-Invariants: no rank outlives the launcher; when `launch` returns or raises, every rank has ended; nothing listens on
-an address other than loopback. The objects behind `torch.distributed.run` are used rather than its command line,
-which takes a script's options that begin like its own for its own.
-"""
+Invariants: no rank outlives the launcher; when `launch` returns or raises, every rank has ended; nothing
+listens on an address other than loopback. The objects behind `torch.distributed.run` are used rather than its
+command line, which takes a script's options that begin like its own for its own."""
 
 from __future__ import annotations
 
@@ -43,11 +42,15 @@ from polyreme.launch.signals import WISHES
 
 PATIENCE = 8  # seconds that ranks get to end by themselves before SIGKILL
 SAVING = 15 * 60  # and those that were asked to save before
-ONE_SIGNAL = 2.0  # seconds in which the same signal again is no second one: schedulers send theirs to every process, and some forward it
-ENDINGS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)  # which the agent takes as the wish to end
+# seconds in which the same signal again is no second one: schedulers send theirs to every process, and some
+# forward it
+ONE_SIGNAL = 2.0
+# which the agent takes as the wish to end
+ENDINGS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 POLL = 0.1  # seconds between looks at the ranks
 LOOPBACK = "127.0.0.1"
-FOLDER, MARK = "polyreme-launch-", "polyreme.launch"  # a file in it: what is called so and has none is somebody else's
+# a file in it: what is called so and has none is somebody else's
+FOLDER, MARK = ("polyreme-launch-", "polyreme.launch")
 YOUNG = 60.0  # seconds in which a folder may not have been locked yet
 
 
@@ -57,7 +60,9 @@ class RanksFailedError(LaunchError):
     `rank` is the one that failed first (None after a signal), `traceback` its traceback if it left one.
     """
 
-    def __init__(self, message: str, exit_status: int, rank: int | None = None, traceback: str | None = None) -> None:
+    def __init__(
+        self, message: str, exit_status: int, rank: int | None = None, traceback: str | None = None
+    ) -> None:
         super().__init__(message)
         self.exit_status = exit_status
         self.rank = rank
@@ -67,26 +72,21 @@ class RanksFailedError(LaunchError):
 def launch(command: Sequence[str], ranks: int, *, threads: int | None = None, saves: bool = False) -> None:
     """Run `python COMMAND` as `ranks` ranks on this host and wait for their end.
 
-    `command` is a script and its arguments, or "-m", a module and its arguments; arguments reach it as they are. Each
-    rank computes with `threads` threads, by default its part of the cores; OMP_NUM_THREADS, if set, decides instead. Otherwise ranks stay
-    on their part of the cores, unless the variable POLYREME_PIN is 0.
+    `command` is a script and its arguments, or "-m", a module and its arguments; arguments reach it as they
+    are. Each rank computes with `threads` threads, by default its part of the cores; OMP_NUM_THREADS, if set,
+    decides instead. Otherwise ranks stay on their part of the cores, unless the variable POLYREME_PIN is 0.
     The ranks' output passes through line by line.
 
-    `saves`: the ranks take SIGTERM and SIGUSR1 as the wish to save and to end with status 0. Each is forwarded, and they get SAVING
-    seconds; a second SIGTERM kills them.
+    `saves`: the ranks take SIGTERM and SIGUSR1 as the wish to save and to end with status 0. Each is
+    forwarded, and they get SAVING seconds; a second SIGTERM kills them.
 
-    Raises LaunchError for a command that cannot be started, and RanksFailedError (naming the rank that failed first,
-    with the exit status that fits) when a rank ends with a status other than 0 or a signal (SIGINT, SIGTERM, SIGHUP,
-    SIGQUIT, forwarded to the ranks) ends the run. From a thread other than the main one, signals are not forwarded.
-    """
+    Raises LaunchError for a command that cannot be started, and RanksFailedError (naming the rank that failed
+    first, with the exit status that fits) when a rank ends with a status other than 0 or a signal (SIGINT,
+    SIGTERM, SIGHUP, SIGQUIT, forwarded to the ranks) ends the run. From a thread other than the main one,
+    signals are not forwarded."""
     _check(command, ranks)
     arguments = ("-m", "polyreme.launch.rank", str(os.getpid()), *(a.replace("$", "$$") for a in command))
-    with (
-        _folder() as folder,
-        _variables(_for_ranks(ranks, threads)),
-        _restored_signals(),
-        _quiet_agent(),
-    ):
+    with _folder() as folder, _variables(_for_ranks(ranks, threads)), _restored_signals(), _quiet_agent():
         spec = WorkerSpec(
             role="rank",
             local_world_size=ranks,
@@ -119,7 +119,9 @@ def _check(command: Sequence[str], ranks: int) -> None:
     if not words:
         raise LaunchError("nothing to launch: give a script, or -m and a module")
     if command[0] != "-m" and not Path(command[0]).is_file():
-        raise LaunchError(f"the script {command[0]!r} is not a file; give a Python script, or -m and a module")
+        raise LaunchError(
+            f"the script {command[0]!r} is not a file; give a Python script, or -m and a module"
+        )
 
 
 def _for_ranks(ranks: int, threads: int | None) -> dict[str, str]:
@@ -130,8 +132,11 @@ def _for_ranks(ranks: int, threads: int | None) -> dict[str, str]:
         variables[PIN] = "1"
     if ranks > 1:
         variables["OMP_WAIT_POLICY"] = "PASSIVE"  # a thread that spins takes the core of another rank
-        variables |= dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), "lo" if sys.platform.startswith("linux") else "lo0")
-    # Those that whoever started this process had it ignore (nohup, jobs in the background) stay ignored: the agent would listen to all.
+        variables |= dict.fromkeys(
+            ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), "lo" if sys.platform.startswith("linux") else "lo0"
+        )
+    # Those that whoever started this process had it ignore (nohup, jobs in the background) stay ignored: the
+    # agent would listen to all.
     heard = [number.name for number in ENDINGS if signal.getsignal(number) != signal.SIG_IGN]
     if len(heard) < len(ENDINGS) and heard:
         variables["TORCHELASTIC_SIGNALS_TO_HANDLE"] = ",".join(heard)
@@ -140,11 +145,16 @@ def _for_ranks(ranks: int, threads: int | None) -> dict[str, str]:
 
 @contextlib.contextmanager
 def _folder() -> Iterator[str]:
-    """A folder for the ranks' last words, locked while this process lives. Those of this user's launchers that were killed are deleted."""
+    """A folder for the ranks' last words, locked while this process lives. Those of this user's launchers
+    that were killed are deleted."""
     for left in Path(tempfile.gettempdir()).glob(f"{FOLDER}*"):
         with contextlib.suppress(OSError), _locked(left):
             status = left.stat()
-            if (left / MARK).is_file() and status.st_uid == os.getuid() and status.st_mtime < time.time() - YOUNG:
+            if (
+                (left / MARK).is_file()
+                and status.st_uid == os.getuid()
+                and status.st_mtime < time.time() - YOUNG
+            ):
                 shutil.rmtree(left, ignore_errors=True)
     with tempfile.TemporaryDirectory(prefix=FOLDER) as folder, contextlib.ExitStack() as held:
         with contextlib.suppress(OSError):  # a file system without locks, on which nothing is deleted either
@@ -190,7 +200,8 @@ def _restored_signals() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _quiet_agent() -> Iterator[None]:
-    """The agent would log what the report says. Its loggers set their own levels, so their way out is closed."""
+    """The agent would log what the report says. Its loggers set their own levels, so their way out is
+    closed."""
     logger = logging.getLogger("torch.distributed.elastic")
     propagate, handlers = logger.propagate, logger.handlers
     logger.propagate, logger.handlers = False, [logging.NullHandler()]
@@ -201,7 +212,8 @@ def _quiet_agent() -> Iterator[None]:
 
 
 class _Loopback(RendezvousHandler):
-    """The meeting of one agent with itself. Its store, which ranks use, too, listens on loopback; torch's anywhere."""
+    """The meeting of one agent with itself. Its store, which ranks use, too, listens on loopback; torch's
+    anywhere."""
 
     def __init__(self) -> None:
         self._run_id = uuid.uuid4().hex
@@ -209,7 +221,9 @@ class _Loopback(RendezvousHandler):
     def next_rendezvous(self) -> RendezvousInfo:
         listener = socket.create_server((LOOPBACK, 0))
         port = listener.getsockname()[1]
-        store = TCPStore(LOOPBACK, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
+        store = TCPStore(
+            LOOPBACK, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
+        )
         return RendezvousInfo(store, 0, 1, RendezvousStoreInfo(LOOPBACK, port))
 
     @property
@@ -236,7 +250,8 @@ class _Loopback(RendezvousHandler):
 
 
 class _Agent(LocalElasticAgent):
-    """torchrun's agent, which also notes who failed first, gives the others PATIENCE, not half a minute, to end, and passes wishes on."""
+    """torchrun's agent, which also notes who failed first, gives the others PATIENCE, not half a minute, to
+    end, and passes wishes on."""
 
     ended_first: tuple[int, ...] = ()  # ranks that had ended badly when the first failure was seen
     saves = False  # whether ranks save and end by themselves when they are asked to
@@ -246,7 +261,8 @@ class _Agent(LocalElasticAgent):
     _terminated_at = math.inf
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
-        held = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # ranks would show tracebacks of what they import at first
+        # ranks would show tracebacks of what they import at first
+        held = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
             started: dict[int, Any] = super()._start_workers(worker_group)
         finally:
@@ -281,12 +297,16 @@ class _Agent(LocalElasticAgent):
         if time.monotonic() > self._asked_at + SAVING and not self.late:
             self.late = True
             _kill(processes.values())
-        # A rank that raised waits (see polyreme.launch.rank): one that ended did so by itself, not for its peer.
+        # A rank that raised waits (see polyreme.launch.rank): one that ended did so by itself, not for its
+        # peer.
         raised = {local for local, file in self._pcontext.error_files.items() if Path(file).exists()}
-        if raised:  # perhaps because a dying peer closed its connections, which it does just before it has ended
+        # perhaps because a dying peer closed its connections, which it does just before it has ended
+        if raised:
             time.sleep(POLL)
         rank_of = {worker.local_rank: worker.global_rank for worker in worker_group.workers}
-        self.ended_first = tuple(rank_of[local] for local, process in processes.items() if process.poll() not in (None, 0))
+        self.ended_first = tuple(
+            rank_of[local] for local, process in processes.items() if process.poll() not in (None, 0)
+        )
         if raised or self.ended_first:
             if self.saves:  # SIGTERM would have them go on to the end of their step, which will not come
                 _kill(process for local, process in processes.items() if local not in raised)
@@ -311,7 +331,11 @@ def _kill(processes: Iterable[subprocess.Popen[bytes]]) -> None:
 
 
 def _stopped_by(number: signal.Signals, late: bool = False) -> RanksFailedError:
-    how = f"its ranks had not saved and ended {SAVING} s later, and were killed" if late else "every rank has ended"
+    how = (
+        f"its ranks had not saved and ended {SAVING} s later, and were killed"
+        if late
+        else "every rank has ended"
+    )
     return RanksFailedError(f"stopped by {number.name}; {how}", exit_status=128 + number)
 
 
@@ -346,15 +370,22 @@ class _Failure:
         )
 
 
-def _report(failures: Mapping[int, ProcessFailure], ended_first: Sequence[int], ranks: int) -> RanksFailedError:
-    """One error for all ranks: the bare message where it is the config, or where all say the same of bad input.
+def _report(
+    failures: Mapping[int, ProcessFailure], ended_first: Sequence[int], ranks: int
+) -> RanksFailedError:
+    """One error for all ranks: the bare message where it is the config, or where all say the same of bad
+    input.
 
     First are `ended_first`, who ended before any was told to, then who raised first."""
     all_failures = [_Failure.read(rank, failure) for rank, failure in failures.items()]
     first, *others = sorted(all_failures, key=lambda f: (f.rank not in ended_first, f.at, f.rank))
     name = f"rank {first.rank} of {ranks}"
     same = [f.rank for f in others if f.message is not None and f.message == first.message]
-    if first.expected and first.message is not None and (first.exit_status == ConfigError.exit_status or len(same) + 1 == ranks):
+    if (
+        first.expected
+        and first.message is not None
+        and (first.exit_status == ConfigError.exit_status or len(same) + 1 == ranks)
+    ):
         return RanksFailedError(first.message, first.exit_status, first.rank, first.traceback)
     if first.message is None:
         text = f"{name} failed first: it {first.end}"
@@ -363,7 +394,9 @@ def _report(failures: Mapping[int, ProcessFailure], ended_first: Sequence[int], 
     else:
         text = f"{name} failed first:\n{(first.traceback or first.message).rstrip()}"
     if same:
-        text += f"\nrank{'s' if len(same) > 1 else ''} {', '.join(map(str, sorted(same)))} failed in the same way"
+        text += (
+            f"\nrank{'s' if len(same) > 1 else ''} {', '.join(map(str, sorted(same)))} failed in the same way"
+        )
     for failure in others:
         if failure.message is not None and failure.message != first.message:
             text += f"\nthen rank {failure.rank} failed: {failure.message.splitlines()[0]}"

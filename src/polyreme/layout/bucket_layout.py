@@ -1,9 +1,9 @@
-"""Where every number of every tensor lives: named tensors packed into a flat buffer that is cut into one shard per rank, and single
-tensors cut along a dimension over the ranks of tensor parallelism.
+"""Where every number of every tensor lives: named tensors packed into a flat buffer that is cut into one
+shard per rank, and single tensors cut along a dimension over the ranks of tensor parallelism.
 
-Invariant: the shards partition the buffer exactly, and every number of every tensor lies in exactly one shard at one place.
-All arithmetic is in ranges; nothing assumes that a tensor, or the buffer, divides by the world size.
-"""
+Invariant: the shards partition the buffer exactly, and every number of every tensor lies in exactly one shard
+at one place. All arithmetic is in ranges; nothing assumes that a tensor, or the buffer, divides by the world
+size."""
 
 from __future__ import annotations
 
@@ -18,8 +18,9 @@ import torch
 from torch import Tensor
 
 ALIGN = 64
-"""Slots and shards begin at multiples of this many elements, so that a vectorised elementwise kernel never meets a tail
-inside them: the same number then goes through the same instructions wherever it lies, and results are bitwise equal."""
+"""Slots and shards begin at multiples of this many elements, so that a vectorised elementwise kernel never
+meets a tail inside them: the same number then goes through the same instructions wherever it lies, and
+results are bitwise equal."""
 
 Boundary = Literal["element", "tensor"]
 
@@ -31,7 +32,8 @@ def align(count: int) -> int:
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """One tensor to be placed: its name, shape, and the optimizer group (any small integer) that it belongs to."""
+    """One tensor to be placed: its name, shape, and the optimizer group (any small integer) that it belongs
+    to."""
 
     name: str
     shape: tuple[int, ...]
@@ -62,7 +64,8 @@ class Slot:
 
 @dataclass(frozen=True)
 class Range:
-    """Elements [start, stop) of the flattened tensor `name` lie at [offset, offset + stop - start) of a shard."""
+    """Elements [start, stop) of the flattened tensor `name` lie at [offset, offset + stop - start) of a
+    shard."""
 
     name: str
     start: int
@@ -86,9 +89,9 @@ class Run:
 class BucketLayout:
     """The placement of tensors in one flat buffer of `world` shards of `shard_size` elements each.
 
-    boundary="element" cuts the buffer into equal shards wherever the cut falls (at most ALIGN-1 elements of padding behind each
-    tensor); boundary="tensor" gives every tensor whole to one rank, for optimizers that need whole matrices.
-    """
+    boundary="element" cuts the buffer into equal shards wherever the cut falls (at most ALIGN-1 elements of
+    padding behind each tensor); boundary="tensor" gives every tensor whole to one rank, for optimizers that
+    need whole matrices."""
 
     slots: tuple[Slot, ...]
     shard_size: int
@@ -97,7 +100,8 @@ class BucketLayout:
 
     @classmethod
     def build(cls, tensors: Iterable[TensorSpec], world: int, boundary: Boundary = "element") -> BucketLayout:
-        """Place `tensors` for `world` ranks. Tensors of a group lie together, otherwise in the order given."""
+        """Place `tensors` for `world` ranks. Tensors of a group lie together, otherwise in the order
+        given."""
         specs = sorted(tensors, key=lambda t: t.group)
         if boundary == "element":
             slots, used = _pack(specs, 0)
@@ -150,8 +154,13 @@ class BucketLayout:
         return found
 
     def runs(self, start: int, stop: int) -> list[Run]:
-        """The runs of [start, stop), which covers whole shards. Padding is part of the run before it (its values stay zero)."""
-        ordered = [s for s in sorted(self.slots, key=lambda s: s.start) if s.size and s.start < stop and s.stop > start]
+        """The runs of [start, stop), which covers whole shards. Padding is part of the run before it (its
+        values stay zero)."""
+        ordered = [
+            s
+            for s in sorted(self.slots, key=lambda s: s.start)
+            if s.size and s.start < stop and s.stop > start
+        ]
         if self.boundary == "tensor":
             return [Run(s.group, s.start, s.stop, s) for s in ordered]
         runs: list[Run] = []
@@ -175,11 +184,12 @@ def _pack(specs: Sequence[TensorSpec], start: int) -> tuple[list[Slot], int]:
 
 @dataclass(frozen=True)
 class Cut:
-    """How a whole tensor of `shape` is divided over ranks along `dim`: rank r holds the ranges `pieces[r]` of it, one behind the other,
-    and zeros behind them up to `length`, so that every rank's tensor has the same shape.
+    """How a whole tensor of `shape` is divided over ranks along `dim`: rank r holds the ranges `pieces[r]` of
+    it, one behind the other, and zeros behind them up to `length`, so that every rank's tensor has the same
+    shape.
 
-    Ranks may hold the same numbers (a key-value head that several need); every number is held by one rank at least.
-    """
+    Ranks may hold the same numbers (a key-value head that several need); every number is held by one rank at
+    least."""
 
     shape: tuple[int, ...]
     dim: int
@@ -194,10 +204,11 @@ class Cut:
 
     @classmethod
     def packed(cls, shape: Sequence[int], dim: int, ways: int, sections: Sequence[tuple[int, int]]) -> Cut:
-        """Several sections one behind the other, each divided by itself: (elements, units that cannot be divided, such as heads).
+        """Several sections one behind the other, each divided by itself: (elements, units that cannot be
+        divided, such as heads).
 
-        A section of fewer units than ranks is replicated by rule: `ways / units` neighbours hold the same unit. Raises ValueError where
-        neither number divides the other."""
+        A section of fewer units than ranks is replicated by rule: `ways / units` neighbours hold the same
+        unit. Raises ValueError where neither number divides the other."""
         ranges: list[list[tuple[int, int]]] = [[] for _ in range(ways)]
         start = 0
         for size, units in sections:
@@ -221,7 +232,8 @@ class Cut:
 
     @classmethod
     def padded(cls, shape: Sequence[int], dim: int, ways: int) -> Cut:
-        """Parts that differ by one element at most; the shorter ones are padded. Raises ValueError for fewer elements than ranks."""
+        """Parts that differ by one element at most; the shorter ones are padded. Raises ValueError for fewer
+        elements than ranks."""
         size = shape[dim]
         if size < ways:
             raise ValueError(f"{size} elements cannot be divided by {ways}")
@@ -230,19 +242,26 @@ class Cut:
 
     @property
     def is_whole(self) -> bool:
-        return all(held == ((0, self.length),) for held in self.pieces) and self.shape[self.dim : self.dim + 1] in ((self.length,), ())
+        return all(held == ((0, self.length),) for held in self.pieces) and self.shape[
+            self.dim : self.dim + 1
+        ] in ((self.length,), ())
 
     @property
     def local(self) -> tuple[int, ...]:
         """The shape of each rank's tensor."""
-        return self.shape if not self.shape else (*self.shape[: self.dim], self.length, *self.shape[self.dim + 1 :])
+        return (
+            self.shape
+            if not self.shape
+            else (*self.shape[: self.dim], self.length, *self.shape[self.dim + 1 :])
+        )
 
     def used(self, rank: int) -> int:
         """Elements of the rank's tensor along `dim` that are not padding."""
         return sum(stop - start for start, stop in self.pieces[rank])
 
     def owned(self, rank: int) -> list[tuple[int, int]]:
-        """Ranges along `dim` of the rank's tensor that no rank before it holds: what it counts in a sum over all ranks' numbers."""
+        """Ranges along `dim` of the rank's tensor that no rank before it holds: what it counts in a sum over
+        all ranks' numbers."""
         taken = {piece for held in self.pieces[:rank] for piece in held}
         found: list[tuple[int, int]] = []
         at = 0
@@ -262,7 +281,11 @@ class Cut:
         parts = [whole.narrow(self.dim, start, stop - start) for start, stop in self.pieces[rank]]
         if missing := self.length - self.used(rank):
             parts.append(whole.new_zeros((*self.shape[: self.dim], missing, *self.shape[self.dim + 1 :])))
-        return parts[0].clone(memory_format=torch.contiguous_format) if len(parts) == 1 else torch.cat(parts, self.dim)
+        return (
+            parts[0].clone(memory_format=torch.contiguous_format)
+            if len(parts) == 1
+            else torch.cat(parts, self.dim)
+        )
 
     def put(self, local: Tensor, rank: int, whole: Tensor) -> Tensor:
         """Write the rank's numbers to their place in `whole`, without the padding; returns `whole`."""

@@ -10,7 +10,8 @@ AXES = ("pp", "dp", "cp", "ep", "tp")
 
 
 def lines(sizes: Mapping[str, int], order: Sequence[str], name: str) -> list[list[int]]:
-    """The lists of global ranks that form axis `name`; the last axis of `order` is innermost (its ranks are neighbours)."""
+    """The lists of global ranks that form axis `name`; the last axis of `order` is innermost (its ranks are
+    neighbours)."""
     strides, stride = {}, 1
     for axis in reversed(order):
         strides[axis] = stride

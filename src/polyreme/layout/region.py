@@ -1,10 +1,11 @@
 """Regions: where the numbers that a rank holds lie in the whole tensors. Pure.
 
-A rank holds a range of the flattened part that tensor parallelism gave it of a tensor; in the whole tensor that is one run of numbers, or,
-where the tensor was cut along a later dimension, many equal runs at equal distances.
+A rank holds a range of the flattened part that tensor parallelism gave it of a tensor; in the whole tensor
+that is one run of numbers, or, where the tensor was cut along a later dimension, many equal runs at equal
+distances.
 
-Invariant: `held` over all ranks covers every number of the tensor; with `owned` each exactly once; padding is never part of a run.
-"""
+Invariant: `held` over all ranks covers every number of the tensor; with `owned` each exactly once; padding is
+never part of a run."""
 
 from __future__ import annotations
 
@@ -19,13 +20,15 @@ from polyreme.layout.bucket_layout import Cut
 MODEL = "model"
 """The kind of the weights themselves, in the dtype that the model computes in."""
 MASTER = "master"
-"""The kind of the optimizer's full-precision copy of the weights. Every other kind is one of its states, such as `exp_avg`."""
+"""The kind of the optimizer's full-precision copy of the weights. Every other kind is one of its states, such
+as `exp_avg`."""
 
 
 @dataclass(frozen=True)
 class Runs:
-    """`count` runs of `size` elements: the i-th begins at local + i * local_step of what a rank holds of a flattened tensor, and at
-    whole + i * whole_step of the whole one. The runs of one never overlap and come in rising order."""
+    """`count` runs of `size` elements: the i-th begins at local + i * local_step of what a rank holds of a
+    flattened tensor, and at whole + i * whole_step of the whole one. The runs of one never overlap and come
+    in rising order."""
 
     local: int
     whole: int
@@ -39,11 +42,17 @@ class Runs:
         return self.size * self.count
 
     def of(self, part: Tensor, base: int = 0) -> Tensor:
-        """The runs in the flat `part`, which begins at element `base` of what the rank holds: a view of shape (count, size)."""
-        return part.as_strided((self.count, self.size), (self.local_step or self.size, 1), part.storage_offset() + self.local - base)
+        """The runs in the flat `part`, which begins at element `base` of what the rank holds: a view of shape
+        (count, size)."""
+        return part.as_strided(
+            (self.count, self.size),
+            (self.local_step or self.size, 1),
+            part.storage_offset() + self.local - base,
+        )
 
     def blocks(self, elements: int) -> Iterator[Runs]:
-        """The same runs in pieces of at most `elements` elements: of several runs each, or of a part of one."""
+        """The same runs in pieces of at most `elements` elements: of several runs each, or of a part of
+        one."""
         if self.size > elements:
             for i in range(self.count):
                 local, whole = self.local + i * self.local_step, self.whole + i * self.whole_step
@@ -52,8 +61,14 @@ class Runs:
             return
         each = elements // self.size
         for i in range(0, self.count, each):
-            yield Runs(self.local + i * self.local_step, self.whole + i * self.whole_step, self.size, min(each, self.count - i),
-                       self.local_step, self.whole_step)  # fmt: skip
+            yield Runs(
+                self.local + i * self.local_step,
+                self.whole + i * self.whole_step,
+                self.size,
+                min(each, self.count - i),
+                self.local_step,
+                self.whole_step,
+            )
 
 
 @dataclass(frozen=True)
@@ -76,9 +91,10 @@ class Stored:
 class Region:
     """A range of one of the model's tensors, and where this rank has it.
 
-    kind: what the numbers are (MODEL, MASTER, or the name of an optimizer's state). names: all that the model has for the tensor.
-    cut: how tensor parallelism divides it, and `rank` this rank's place in that. data: flat, the elements from `start` on of this rank's
-    flattened part, in memory or not."""
+    kind: what the numbers are (MODEL, MASTER, or the name of an optimizer's state). names: all that the model
+    has for the tensor.
+    cut: how tensor parallelism divides it, and `rank` this rank's place in that. data: flat, the elements
+    from `start` on of this rank's flattened part, in memory or not."""
 
     kind: str
     names: Sequence[str]
@@ -93,7 +109,8 @@ class Region:
         return self.cut.shape
 
     def runs(self, owned: bool = False) -> list[Runs]:
-        """Where they are in the whole tensor; with `owned`, those that no rank of tensor parallelism before this one has."""
+        """Where they are in the whole tensor; with `owned`, those that no rank of tensor parallelism before
+        this one has."""
         return held(self.cut, self.rank, self.start, self.start + self.data.numel(), owned)
 
     def read(self, runs: Runs) -> Tensor:
@@ -101,12 +118,14 @@ class Region:
         if isinstance(self.data, Tensor):
             return runs.of(self.data, self.start)
         first = runs.local - self.start
-        return replace(runs, local=0).of(self.data.fetch(first, first + (runs.count - 1) * runs.local_step + runs.size))
+        return replace(runs, local=0).of(
+            self.data.fetch(first, first + (runs.count - 1) * runs.local_step + runs.size)
+        )
 
 
 def held(cut: Cut, rank: int, start: int, stop: int, owned: bool = False) -> list[Runs]:
-    """The elements [start, stop) of the flattened tensor of tensor-parallel rank `rank`, which has the shape `cut.local`, without its
-    padding; with `owned`, also without what a rank before it has."""
+    """The elements [start, stop) of the flattened tensor of tensor-parallel rank `rank`, which has the shape
+    `cut.local`, without its padding; with `owned`, also without what a rank before it has."""
     if start >= stop:
         return []
     if not cut.shape:
@@ -129,16 +148,26 @@ def held(cut: Cut, rank: int, start: int, stop: int, owned: bool = False) -> lis
 
 
 def _clip(runs: Runs, start: int, stop: int) -> list[Runs]:
-    """What of `runs` lies in the elements [start, stop) of the rank's: a part of a first, whole ones, a part of a last."""
+    """What of `runs` lies in the elements [start, stop) of the rank's: a part of a first, whole ones, a part
+    of a last."""
     step = runs.local_step or runs.size
     first = max(0, -(-(start - runs.local) // step))  # the first that begins at `start` or later
-    after = min(runs.count, max(first, (stop - runs.local - runs.size) // step + 1))  # the first behind that does not end by `stop`
+    # the first behind that does not end by `stop`
+    after = min(runs.count, max(first, (stop - runs.local - runs.size) // step + 1))
     found = []
     if 0 < first <= runs.count:
         found += _part(runs, first - 1, start, stop)
     if after > first:
-        found.append(Runs(runs.local + first * runs.local_step, runs.whole + first * runs.whole_step, runs.size, after - first,
-                          runs.local_step if after > first + 1 else 0, runs.whole_step if after > first + 1 else 0))  # fmt: skip
+        found.append(
+            Runs(
+                runs.local + first * runs.local_step,
+                runs.whole + first * runs.whole_step,
+                runs.size,
+                after - first,
+                runs.local_step if after > first + 1 else 0,
+                runs.whole_step if after > first + 1 else 0,
+            )
+        )
     if first <= after < runs.count:
         found += _part(runs, after, start, stop)
     return found

@@ -1,11 +1,12 @@
 """BatchNorm in any precision, and over the batch of all ranks (SyncBatchNorm, on CPUs too).
 
-Invariant: synchronised, outputs, gradients and running statistics are those of one process with the whole micro-batch, also where ranks
-have different numbers of samples, and running statistics are the same to the last bit on every rank. Statistics are kept and computed in
-the master's dtype. Evaluation communicates nothing.
-Communication, synchronised: an all-gather of 2 numbers a channel and a count in a forward, an all-reduce of 2 numbers a channel in a
-backward. Ioffe and Szegedy, "Batch Normalization", 2015; sums of squares are put together as in Chan et al., 1979.
-"""
+Invariant: synchronised, outputs, gradients and running statistics are those of one process with the whole
+micro-batch, also where ranks have different numbers of samples, and running statistics are the same to the
+last bit on every rank. Statistics are kept and computed in the master's dtype. Evaluation communicates
+nothing.
+Communication, synchronised: an all-gather of 2 numbers a channel and a count in a forward, an all-reduce of 2
+numbers a channel in a backward. Ioffe and Szegedy, "Batch Normalization", 2015; sums of squares are put
+together as in Chan et al., 1979."""
 
 from __future__ import annotations
 
@@ -24,11 +25,11 @@ from polyreme.errors import BatchError, ModelError
 
 
 def normalise(model: nn.Module, axis: Axis, sync: bool, dtype: torch.dtype) -> set[Tensor]:
-    """Let every BatchNorm of `model` keep its statistics in `dtype`, with `sync` over the ranks of `axis`; nn.SyncBatchNorm always is.
-    Returns the running statistics that every rank computes alike.
+    """Let every BatchNorm of `model` keep its statistics in `dtype`, with `sync` over the ranks of `axis`;
+    nn.SyncBatchNorm always is. Returns the running statistics that every rank computes alike.
 
-    Raises ModelError for an nn.SyncBatchNorm over a process group of its own, and for one that is to be synchronised but has its own
-    forward."""
+    Raises ModelError for an nn.SyncBatchNorm over a process group of its own, and for one that is to be
+    synchronised but has its own forward."""
     alike: set[Tensor] = set()
     for name, module in model.named_modules():
         if not isinstance(module, _BatchNorm):
@@ -38,13 +39,18 @@ def normalise(model: nn.Module, axis: Axis, sync: bool, dtype: torch.dtype) -> s
                 buffer.data = buffer.data.to(dtype)
         together = sync or isinstance(module, nn.SyncBatchNorm)
         if isinstance(module, nn.SyncBatchNorm) and module.process_group is not None:
-            raise ModelError(f"{name} is an nn.SyncBatchNorm over a process group of its own, but is synchronised over the data-parallel "
+            raise ModelError(f"{name} is an nn.SyncBatchNorm over a process group of "
+                             "its own, but is synchronised over the data-parallel "
                              "ranks: make it without process_group")  # fmt: skip
         own = vars(module).get("forward")
-        if type(module).forward not in (_BatchNorm.forward, nn.SyncBatchNorm.forward) or getattr(own, "func", own) not in (None, _forward):
+        if type(module).forward not in (_BatchNorm.forward, nn.SyncBatchNorm.forward) or getattr(
+            own, "func", own
+        ) not in (None, _forward):
             if together:
-                raise ModelError(f"{name} ({type(module).__name__}) has a forward of its own, which is not known to synchronise: "
-                                 'use nn.BatchNorm1d, 2d or 3d, or write batch_norm = "broadcast"')  # fmt: skip
+                raise ModelError(f"{name} ({type(module).__name__}) has a forward "
+                                 "of its own, which is not known to synchronise: "
+                                 'use nn.BatchNorm1d, 2d or 3d, '
+                                 'or write batch_norm = "broadcast"')  # fmt: skip
             continue
         over = _Ranks(axis) if together and axis.size > 1 else None
         module.forward = functools.partial(_forward, module, over, dtype, name)  # type: ignore[method-assign]
@@ -64,21 +70,30 @@ class _Ranks:
 
 
 def _forward(module: _BatchNorm, over: _Ranks | None, dtype: torch.dtype, name: str, input: Tensor) -> Tensor:
-    """What torch's forward computes, with weights in the dtype of the statistics, as mixed precision needs."""
+    """What torch's forward computes, with weights in the dtype of the statistics, as mixed precision
+    needs."""
     module._check_input_dim(input)
     if input.shape[1] != module.num_features:
-        raise ModelError(f"{name}, a BatchNorm of {module.num_features} channels, is given {input.shape[1]}. Where mesh.tp divides the "
-                         'layer before it, write "colwise_gather_output" for that layer in mesh.tp_plan')  # fmt: skip
+        raise ModelError(f"{name}, a BatchNorm of {module.num_features} channels, "
+                         f"is given {input.shape[1]}. Where mesh.tp divides the "
+                         'layer before it, write "colwise_gather_output" '
+                         'for that layer in mesh.tp_plan')  # fmt: skip
     counted = module.training and module.track_running_stats
     if counted and module.num_batches_tracked is not None:
         module.num_batches_tracked.add_(1)
     momentum = module.momentum
     if momentum is None:  # a mean over all batches
-        momentum = 1.0 / float(module.num_batches_tracked) if counted and module.num_batches_tracked is not None else 0.0
+        momentum = (
+            1.0 / float(module.num_batches_tracked)
+            if counted and module.num_batches_tracked is not None
+            else 0.0
+        )
     mean, var = (module.running_mean, module.running_var) if counted or not module.training else (None, None)
     weight, bias = (None if p is None else p.to(dtype) for p in (module.weight, module.bias))
     if over is None or not module.training:
-        return F.batch_norm(input, mean, var, weight, bias, module.training or mean is None, momentum, module.eps)
+        return F.batch_norm(
+            input, mean, var, weight, bias, module.training or mean is None, momentum, module.eps
+        )
     output, batch_mean, batch_var = _synchronised(input, weight, bias, over.axis, module.eps, dtype)
     if mean is not None and var is not None:
         with torch.no_grad():
@@ -97,11 +112,18 @@ def _synchronised(
 
 
 class _Normalise(Function):
-    """input: (samples, channels, ...), of any number of samples, 0 as well; weight, bias: (channels,) or None."""
+    """input: (samples, channels, ...), of any number of samples, 0 as well; weight, bias: (channels,) or
+    None."""
 
     @staticmethod
     def forward(
-        ctx: Any, input: Tensor, weight: Tensor | None, bias: Tensor | None, axis: Axis, eps: float, dtype: torch.dtype
+        ctx: Any,
+        input: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        axis: Axis,
+        eps: float,
+        dtype: torch.dtype,
     ) -> tuple[Tensor, Tensor, Tensor]:
         dims, x = [0, *range(2, input.dim())], input.to(dtype)
         total, mean, squares = _moments(x, dims, axis)
@@ -130,12 +152,22 @@ class _Normalise(Function):
             ctx.axis.all_reduce(sums).wait()
             by_mean, by_normal = sums / total
             scale = inverse if weight is None else inverse * weight
-            found = ((grad - _wide(by_mean, grad) - normal * _wide(by_normal, grad)) * _wide(scale, grad)).to(input.dtype)
-        return found, None if weight is None else of_weight, of_bias if ctx.has_bias else None, None, None, None
+            found = ((grad - _wide(by_mean, grad) - normal * _wide(by_normal, grad)) * _wide(scale, grad)).to(
+                input.dtype
+            )
+        return (
+            found,
+            None if weight is None else of_weight,
+            of_bias if ctx.has_bias else None,
+            None,
+            None,
+            None,
+        )
 
 
 def _moments(x: Tensor, dims: list[int], axis: Axis) -> tuple[Tensor, Tensor, Tensor]:
-    """Of the batch of all ranks: values a channel, their means, and their sums of squared distances from these."""
+    """Of the batch of all ranks: values a channel, their means, and their sums of squared distances from
+    these."""
     channels, count = x.shape[1], x.numel() // x.shape[1]
     mean = x.mean(dims) if count else x.new_zeros(channels)
     mine = torch.cat([x.new_tensor([count]), mean, (x - _wide(mean, x)).square().sum(dims)])
@@ -144,7 +176,8 @@ def _moments(x: Tensor, dims: list[int], axis: Axis) -> tuple[Tensor, Tensor, Te
     counts, means, squares = everyone.view(axis.size, -1).split([1, channels, channels], dim=1)
     total = counts.sum()
     if count <= 1 and total <= 1:  # only who has so few asks: to read it would wait for a device
-        raise BatchError(f"BatchNorm needs more than one value a channel in training, but all {axis.size} ranks together have "
+        raise BatchError("BatchNorm needs more than one value a channel in "
+                         f"training, but all {axis.size} ranks together have "
                          f"{int(total)}: make batch.size larger")  # fmt: skip
     mean = (counts * means).sum(0) / total
     return total, mean, (squares + counts * (means - mean).square()).sum(0)

@@ -1,11 +1,11 @@
-"""Buffers that forwards change, such as BatchNorm's running means, a codebook, the vectors of a spectral norm: within a step each rank's
-own, after it rank 0's on all of them, as with DDP's `broadcast_buffers`.
+"""Buffers that forwards change, such as BatchNorm's running means, a codebook, the vectors of a spectral
+norm: within a step each rank's own, after it rank 0's on all of them, as with DDP's `broadcast_buffers`.
 
-Invariant: after a step the persistent buffers are the same on every rank. Those that no forward changes are not sent (but running
-statistics, which torch changes unnoticed), nor those that are not persistent, which are caches, nor those that ranks compute alike.
-Communication: one broadcast for each dtype after a step, of what has ever changed; whether there is something new goes with the step's
-totals.
-"""
+Invariant: after a step the persistent buffers are the same on every rank. Those that no forward changes are
+not sent (but running statistics, which torch changes unnoticed), nor those that are not persistent, which are
+caches, nor those that ranks compute alike.
+Communication: one broadcast for each dtype after a step, of what has ever changed; whether there is something
+new goes with the step's totals."""
 
 from __future__ import annotations
 
@@ -22,17 +22,29 @@ from polyreme.errors import ModelError
 
 
 class Buffers:
-    """The persistent buffers of `model`, but `alike`, which need no sharing; with `apart`, or on one rank, none of them."""
+    """The persistent buffers of `model`, but `alike`, which need no sharing; with `apart`, or on one rank,
+    none of them."""
 
-    def __init__(self, model: nn.Module, axis: Axis, alike: Collection[Tensor] = (), apart: bool = False) -> None:
+    def __init__(
+        self, model: nn.Module, axis: Axis, alike: Collection[Tensor] = (), apart: bool = False
+    ) -> None:
         self._axis = axis
-        self._places = [] if apart or axis.size == 1 else [
-            (f"{prefix}.{name}".lstrip("."), module, name)
-            for prefix, module in model.named_modules() for name, buffer in module._buffers.items()
-            if buffer is not None and name not in module._non_persistent_buffers_set and not any(buffer is each for each in alike)
-        ]  # fmt: skip
+        self._places = (
+            []
+            if apart or axis.size == 1
+            else [
+                (f"{prefix}.{name}".lstrip("."), module, name)
+                for prefix, module in model.named_modules()
+                for name, buffer in module._buffers.items()
+                if buffer is not None
+                and name not in module._non_persistent_buffers_set
+                and not any(buffer is each for each in alike)
+            ]
+        )
         self._known = {  # shapes of those that have changed, by place
-            at: tuple(getattr(module, name).shape) for at, (_, module, name) in enumerate(self._places) if isinstance(module, _NormBase)
+            at: tuple(getattr(module, name).shape)
+            for at, (_, module, name) in enumerate(self._places)
+            if isinstance(module, _NormBase)
         }
         self.take_note()
 
@@ -57,7 +69,9 @@ class Buffers:
             for tensors in by_dtype.values():
                 flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
                 self._axis.broadcast(flat)
-                for tensor, numbers in zip(tensors, flat.split([tensor.numel() for tensor in tensors]), strict=True):
+                for tensor, numbers in zip(
+                    tensors, flat.split([tensor.numel() for tensor in tensors]), strict=True
+                ):
                     tensor.copy_(numbers.view(tensor.shape))
         self.take_note()
 
@@ -65,19 +79,29 @@ class Buffers:
         full, module, name = self._places[place]
         buffer = module._buffers.get(name)
         if buffer is None:
-            raise ModelError(f"the buffer {full} was taken away after initialize: call engine.refresh() on every rank, which takes that in")
+            raise ModelError(
+                f"the buffer {full} was taken away after initialize: "
+                "call engine.refresh() on every rank, which takes that in"
+            )
         return buffer
 
     def _changed(self) -> list[int]:
-        return [at for at, (before, version) in enumerate(self._found) if self._at(at) is not before or before._version != version]
+        return [
+            at
+            for at, (before, version) in enumerate(self._found)
+            if self._at(at) is not before or before._version != version
+        ]
 
     def _ask(self) -> None:
-        """Have the same known on all ranks. Raises ModelError where a buffer has not the same shape on all."""
+        """Have the same known on all ranks. Raises ModelError where a buffer has not the same shape on
+        all."""
         told: list[Any] = self._axis.gather_objects(sorted({*self._known, *self._changed()}))
         places = sorted({at for each in told for at in each})
         shapes: list[Any] = self._axis.gather_objects([list(self._at(at).shape) for at in places])
         for at, each in zip(places, zip(*shapes, strict=True), strict=True):
             if any(shape != each[0] for shape in each):
-                raise ModelError(f"the buffer {self._places[at][0]} has another shape on each rank ({', '.join(map(str, each))}), so "
-                                 'all cannot have rank 0\'s: register it with persistent=False, or write batch_norm = "rank"')  # fmt: skip
+                raise ModelError(f"the buffer {self._places[at][0]} has another shape "
+                                 f"on each rank ({', '.join(map(str, each))}), so "
+                                 'all cannot have rank 0\'s: register it with '
+                                 'persistent=False, or write batch_norm = "rank"')  # fmt: skip
             self._known[at] = tuple(each[0])

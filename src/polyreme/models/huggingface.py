@@ -1,4 +1,5 @@
-"""Where things are in a model: its repeated blocks, and what its forward and its loss expect. The one file that knows Hugging Face names.
+"""Where things are in a model: its repeated blocks, and what its forward and its loss expect. The one file
+that knows Hugging Face names.
 
 Pure: looks at modules and signatures, changes nothing.
 """
@@ -26,15 +27,31 @@ NUM_ITEMS = "num_items_in_batch"
 IGNORED_LABEL = -100
 """The label that takes no part in a loss, in torch and in transformers."""
 
-SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "vocab_size")
+SIZES = (
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "vocab_size",
+)
 """Keys of transformers configs that count what every model has some of."""
-BLOCKS = ("num_hidden_layers", "num_layers", "num_decoder_layers", "n_layer", "n_layers", "encoder_layers", "decoder_layers")
+BLOCKS = (
+    "num_hidden_layers",
+    "num_layers",
+    "num_decoder_layers",
+    "n_layer",
+    "n_layers",
+    "encoder_layers",
+    "decoder_layers",
+)
 """Those that count blocks, each of which takes a millisecond or so to make, even without memory."""
 MOST_BLOCKS = 10_000
 
 
 def tensors_in(value: object) -> list[Tensor]:
-    """Every tensor in what a module takes or returns: nested tuples, lists, mappings and dataclasses, transformers' outputs too."""
+    """Every tensor in what a module takes or returns: nested tuples, lists, mappings and dataclasses,
+    transformers' outputs too."""
     found: list[Tensor] = []
     for leaf in pytree.tree_leaves(value):
         if isinstance(leaf, Tensor):
@@ -47,13 +64,15 @@ def tensors_in(value: object) -> list[Tensor]:
 
 
 def returned(value: object) -> list[Tensor]:
-    """The tensors that a module returned: `tensors_in` it, or else those that are attributes of a plain object."""
+    """The tensors that a module returned: `tensors_in` it, or else those that are attributes of a plain
+    object."""
     return tensors_in(value) or (tensors_in(list(vars(value).values())) if hasattr(value, "__dict__") else [])
 
 
 def find_blocks(model: nn.Module) -> dict[str, nn.Module]:
-    """The repeated blocks, by name in registration order: the elements of every outermost ModuleList that holds a tenth of the model's
-    parameters (an encoder beside a decoder); or else of nn.Sequential alike; or else of the largest ModuleList of modules of one class."""
+    """The repeated blocks, by name in registration order: the elements of every outermost ModuleList that
+    holds a tenth of the model's parameters (an encoder beside a decoder); or else of nn.Sequential alike; or
+    else of the largest ModuleList of modules of one class."""
     return {
         f"{name}.{child}": block
         for name in _block_lists(model)
@@ -78,37 +97,46 @@ def _block_lists(model: nn.Module) -> list[str]:
     alike = {  # in a small model with a large vocabulary
         name: sum(p.numel() for p in module.parameters())
         for name, module in model.named_modules()
-        if isinstance(module, nn.ModuleList) and len(module) > 1 and len({type(block) for block in module}) == 1
+        if isinstance(module, nn.ModuleList)
+        and len(module) > 1
+        and len({type(block) for block in module}) == 1
     }
     largest = max(alike, key=lambda name: alike[name], default="")
     return [largest] if alike.get(largest) else []
 
 
 def pipeline_list(model: nn.Module, name: str | None = None) -> str:
-    """The name of the one list of blocks that a pipeline cuts: `name`, or "" for a model that is an nn.Sequential itself, or else the
-    model's only list of repeated blocks. Raises ModelError where that is none, or where there are several."""
+    """The name of the one list of blocks that a pipeline cuts: `name`, or "" for a model that is an
+    nn.Sequential itself, or else the model's only list of repeated blocks. Raises ModelError where that is
+    none, or where there are several."""
     if name is not None:
         if not isinstance(dict(model.named_modules()).get(name), nn.ModuleList | nn.Sequential):
-            raise ModelError(f"the model has no nn.ModuleList or nn.Sequential named {name!r}: give the name of the list of its blocks")
+            raise ModelError(
+                "the model has no nn.ModuleList or nn.Sequential "
+                f"named {name!r}: give the name of the list of its blocks"
+            )
         return name
     if isinstance(model, nn.Sequential) and type(model).forward is nn.Sequential.forward:
         return ""
     lists = _block_lists(model)
     if not lists:
         raise ModelError(
-            "the model has no repeated blocks to cut into pipeline stages: put them into an nn.ModuleList, make the model an "
+            "the model has no repeated blocks to cut into pipeline "
+            "stages: put them into an nn.ModuleList, make the model an "
             "nn.Sequential, or set mesh.pp = 1"
         )
     if len(lists) > 1:
         raise ModelError(
-            f"the model has several lists of blocks, {', '.join(lists)}, and a pipeline cuts only one: set mesh.pp = 1 (mesh.tp divides "
+            f"the model has several lists of blocks, {', '.join(lists)}, "
+            "and a pipeline cuts only one: set mesh.pp = 1 (mesh.tp divides "
             "them all)"
         )
     return lists[0]
 
 
 def sample_inputs(model: nn.Module) -> dict[str, Tensor] | None:
-    """The smallest inputs that a Hugging Face model of texts or images accepts, on the CPU; None for any other model."""
+    """The smallest inputs that a Hugging Face model of texts or images accepts, on the CPU; None for any
+    other model."""
     config: Any = getattr(model, "config", None)
     name = getattr(model, "main_input_name", None)
     if name == "input_ids":
@@ -121,9 +149,11 @@ def sample_inputs(model: nn.Module) -> dict[str, Tensor] | None:
 
 
 def sample_batch(model: nn.Module, samples: int, sequence: int) -> dict[str, Tensor] | None:
-    """Random numbers on the CPU, of the shapes of a micro-batch for a Hugging Face model of texts or images; None for any other model.
+    """Random numbers on the CPU, of the shapes of a micro-batch for a Hugging Face model of texts or images;
+    None for any other model.
 
-    Texts are `sequence` tokens long, or as long as the model takes; with them go a language model's labels."""
+    Texts are `sequence` tokens long, or as long as the model takes; with them go a language model's
+    labels."""
     smallest = sample_inputs(model)
     if smallest is None:
         return None
@@ -134,21 +164,30 @@ def sample_batch(model: nn.Module, samples: int, sequence: int) -> dict[str, Ten
     text = config.get_text_config()
     longest = getattr(text, "max_position_embeddings", None)
     length = min(sequence, longest) if isinstance(longest, int) and longest > 0 else sequence
-    ids = torch.randint(3, text.vocab_size, (samples, length), generator=generator)  # 0, 1 and 2 often mean padding
-    predicts_tokens = "labels" in ForwardSignature.of(model).names and model.get_output_embeddings() is not None  # type: ignore[operator]
+    # 0, 1 and 2 often mean padding
+    ids = torch.randint(3, text.vocab_size, (samples, length), generator=generator)
+    predicts_tokens = (
+        "labels" in ForwardSignature.of(model).names and model.get_output_embeddings() is not None  # type: ignore[operator]
+    )
     return {"input_ids": ids, "labels": ids} if predicts_tokens else {"input_ids": ids}
 
 
 def takes_from_all_blocks(model: nn.Module) -> str | None:
-    """The setting by which a Hugging Face model's loss or output takes something from every block, not from the last alone; or None."""
+    """The setting by which a Hugging Face model's loss or output takes something from every block, not from
+    the last alone; or None."""
     settings = ("output_router_logits", "output_hidden_states", "output_attentions")
     return next((name for name in settings if getattr(getattr(model, "config", None), name, False)), None)
 
 
 def skips_blocks(model: nn.Module) -> str | None:
-    """The setting by which a Hugging Face model skips whole blocks at random, such as "layerdrop = 0.1"; None without one."""
+    """The setting by which a Hugging Face model skips whole blocks at random, such as "layerdrop = 0.1"; None
+    without one."""
     values = getattr(getattr(model, "config", None), "__dict__", {})
-    found = (f"{key} = {value}" for key, value in values.items() if "layerdrop" in key and isinstance(value, int | float) and value > 0)
+    found = (
+        f"{key} = {value}"
+        for key, value in values.items()
+        if "layerdrop" in key and isinstance(value, int | float) and value > 0
+    )
     return next(found, None)
 
 
@@ -169,22 +208,28 @@ class ForwardSignature:
 
 
 def training_arguments(model: nn.Module) -> dict[str, Any]:
-    """Arguments that a Hugging Face model wants in training whatever the batch: no key-value cache, which only generation reads
-    (and which a recomputed block would fill twice)."""
+    """Arguments that a Hugging Face model wants in training whatever the batch: no key-value cache, which
+    only generation reads (and which a recomputed block would fill twice)."""
     model = plain_model(model)
     config = getattr(model, "config", None)
-    return {"use_cache": False} if hasattr(config, "use_cache") and "use_cache" in ForwardSignature.of(model).names else {}
+    return (
+        {"use_cache": False}
+        if hasattr(config, "use_cache") and "use_cache" in ForwardSignature.of(model).names
+        else {}
+    )
 
 
 def count_labels(model: nn.Module, batch: object) -> int | None:
-    """How many labels of `batch` the model's own loss is the mean of; None where the batch carries no `labels` tensor.
+    """How many labels of `batch` the model's own loss is the mean of; None where the batch carries no
+    `labels` tensor.
 
-    A causal language model predicts the next token, so the first label of each sequence is never predicted; a decoder whose loss does
-    not shift the labels itself is given them shifted."""
+    A causal language model predicts the next token, so the first label of each sequence is never predicted; a
+    decoder whose loss does not shift the labels itself is given them shifted."""
     if not isinstance(batch, Mapping):
         return None
     labels, start, ids = (batch.get(name) for name in ("labels", "start_positions", "input_ids"))
-    if isinstance(start, Tensor) and isinstance(ids, Tensor):  # of an answer; one that begins after the text's end has no loss
+    # of an answer; one that begins after the text's end has no loss
+    if isinstance(start, Tensor) and isinstance(ids, Tensor):
         return int((start < ids.shape[1]).sum())
     if not isinstance(labels, Tensor) or labels.is_floating_point():
         return None
@@ -194,18 +239,27 @@ def count_labels(model: nn.Module, batch: object) -> int | None:
 
 
 def _shifts_labels(model: nn.Module) -> bool:
-    """Whether the model's forward calls transformers' loss for causal language models, which is also that of models of no known kind."""
+    """Whether the model's forward calls transformers' loss for causal language models, which is also that of
+    models of no known kind."""
     model = plain_model(model)
     if getattr(model, "loss_type", "") not in ("ForCausalLM", "ForConditionalGeneration", None):
         return False
-    forwards = [inspect.unwrap(vars(kind)["forward"]) for kind in type(model).__mro__ if "forward" in vars(kind)]
-    return any("loss_function" in code.co_names for forward in forwards if (code := getattr(forward, "__code__", None)))
+    forwards = [
+        inspect.unwrap(vars(kind)["forward"]) for kind in type(model).__mro__ if "forward" in vars(kind)
+    ]
+    return any(
+        "loss_function" in code.co_names
+        for forward in forwards
+        if (code := getattr(forward, "__code__", None))
+    )
 
 
 def count_tokens(batch: object) -> int:
-    """Positions of the batch's `input_ids`, without those that an `attention_mask` of their shape says are padding; 0 for a batch that is
-    not text."""
-    ids, mask = (batch.get(name) if isinstance(batch, Mapping) else None for name in ("input_ids", "attention_mask"))
+    """Positions of the batch's `input_ids`, without those that an `attention_mask` of their shape says are
+    padding; 0 for a batch that is not text."""
+    ids, mask = (
+        batch.get(name) if isinstance(batch, Mapping) else None for name in ("input_ids", "attention_mask")
+    )
     if not isinstance(ids, Tensor):
         return 0
     return int(mask.count_nonzero()) if isinstance(mask, Tensor) and mask.shape == ids.shape else ids.numel()
@@ -221,21 +275,29 @@ def _is_peft_model(model: nn.Module) -> bool:
 
 
 def has_adapters(model: nn.Module) -> bool:
-    """Whether it is a PeftModel, or one of transformers after `add_adapter`: both save their adapters by themselves."""
+    """Whether it is a PeftModel, or one of transformers after `add_adapter`: both save their adapters by
+    themselves."""
     return _is_peft_model(model) or getattr(model, "_hf_peft_config_loaded", False)
 
 
 def refuse_bare_base(model: nn.Module) -> None:
-    """Raise ModelError for a Hugging Face model whose layers PEFT wrapped, where it is not the one that can save that."""
-    if hasattr(model, "save_pretrained") and not has_adapters(model) and (wrapped := list(adapted_layers(model))):
-        raise ModelError(f"PEFT has wrapped {wrapped[0]} of this {type(model).__name__}, whose checkpoints nothing could open: train the "
-                         "model that get_peft_model returns (give it to initialize(), or assign it to engine.module), not the one that it "
+    """Raise ModelError for a Hugging Face model whose layers PEFT wrapped, where it is not the one that can
+    save that."""
+    if (
+        hasattr(model, "save_pretrained")
+        and not has_adapters(model)
+        and (wrapped := list(adapted_layers(model)))
+    ):
+        raise ModelError(f"PEFT has wrapped {wrapped[0]} of this {type(model).__name__}, "
+                         "whose checkpoints nothing could open: train the "
+                         "model that get_peft_model returns (give it to initialize(), "
+                         "or assign it to engine.module), not the one that it "
                          "was made from")  # fmt: skip
 
 
 def adapters(model: nn.Module, absent: Iterable[str] = ()) -> set[str]:
-    """Names of the parameters and buffers that PEFT's adapter files hold, of all adapters; none for any other model. absent: names of those
-    that other pipeline stages have."""
+    """Names of the parameters and buffers that PEFT's adapter files hold, of all adapters; none for any other
+    model. absent: names of those that other pipeline stages have."""
     if not has_adapters(model):
         return set()
     if learns_prompts(model):
@@ -243,16 +305,21 @@ def adapters(model: nn.Module, absent: Iterable[str] = ()) -> set[str]:
     from peft import get_peft_model_state_dict
 
     empty = {name: torch.empty(0, device="meta") for name in (*entries(model), *absent)}
-    with torch._C.DisableTorchFunctionSubclass():  # it looks at names of parameters whose numbers may be released
-        saved = [get_peft_model_state_dict(model, empty, name, save_embedding_layers=False) for name in model.peft_config]  # type: ignore[union-attr]
+    # it looks at names of parameters whose numbers may be released
+    with torch._C.DisableTorchFunctionSubclass():
+        saved = [
+            get_peft_model_state_dict(model, empty, name, save_embedding_layers=False)
+            for name in model.peft_config  # type: ignore[union-attr]
+        ]
     kept = {id(tensor) for each in saved for tensor in each.values()}
     return {name for name, tensor in empty.items() if id(tensor) in kept}
 
 
 @dataclass(frozen=True)
 class Adapted:
-    """Names of the modules in a layer that PEFT wrapped. base: the layer itself. kind: "LoRA", or what else. Of LoRA: down, up: the linear
-    layers to each adapter's low rank and back; dropouts: what they drop before it."""
+    """Names of the modules in a layer that PEFT wrapped. base: the layer itself. kind: "LoRA", or what else.
+    Of LoRA: down, up: the linear layers to each adapter's low rank and back; dropouts: what they drop before
+    it."""
 
     base: str
     kind: str
@@ -271,16 +338,26 @@ def adapted_layers(model: nn.Module) -> dict[str, Adapted]:
         kind = type(module).__module__.removeprefix("peft.").removeprefix("tuners.").partition(".")[0]
         if kind == "lora" and type(module).__name__ == "Linear":
             variants = {type(variant).__name__ for variant in module.lora_variant.values()}
-            parts = [[f"{name}.{part}.{each}" for each, inner in module.get_submodule(part).named_children()
-                      if not isinstance(inner, nn.Identity)] for part in ("lora_A", "lora_B", "lora_dropout")]  # fmt: skip
+            parts = [
+                [
+                    f"{name}.{part}.{each}"
+                    for each, inner in module.get_submodule(part).named_children()
+                    if not isinstance(inner, nn.Identity)
+                ]
+                for part in ("lora_A", "lora_B", "lora_dropout")
+            ]
             found[name] = Adapted(f"{name}.{base}", ", ".join(sorted(variants)) or "LoRA", *parts)
         else:
-            found[name] = Adapted(f"{name}.{base}", type(module).__name__ if kind == "utils" else f"{kind} {type(module).__name__}")
+            found[name] = Adapted(
+                f"{name}.{base}",
+                type(module).__name__ if kind == "utils" else f"{kind} {type(module).__name__}",
+            )
     return found
 
 
 def plain_names(model: nn.Module) -> dict[str, str]:
-    """By the names of its modules, what they are called in the model without PEFT's wrappers and adapters, but for those that are these."""
+    """By the names of its modules, what they are called in the model without PEFT's wrappers and adapters,
+    but for those that are these."""
     modules, plain = dict(model.named_modules()), plain_model(model)
     adapted = adapted_layers(model)
     prefix = next(f"{name}." if name else "" for name, module in modules.items() if module is plain)
@@ -289,7 +366,9 @@ def plain_names(model: nn.Module) -> dict[str, str]:
         if name in adapted or not (f"{name}.".startswith(prefix) or name == ""):
             continue
         parts = name.split(".")
-        outer = next((each for end in range(1, len(parts)) if (each := ".".join(parts[:end])) in adapted), None)
+        outer = next(
+            (each for end in range(1, len(parts)) if (each := ".".join(parts[:end])) in adapted), None
+        )
         if outer is None:
             found[name] = name.removeprefix(prefix)
         elif name == adapted[outer].base or name.startswith(adapted[outer].base + "."):
@@ -310,14 +389,15 @@ def learns_keys(model: nn.Module) -> bool:
 
 
 def prompts(model: nn.Module) -> dict[str, Tensor]:
-    """By adapter, the prompt that PEFT's file of it holds: computed, so the parameters with names of `adapters` have to be in memory."""
+    """By adapter, the prompt that PEFT's file of it holds: computed, so the parameters with names of
+    `adapters` have to be in memory."""
     with torch.random.fork_rng():  # an encoder may have dropout
         return {name: model.get_prompt_embedding_to_save(name).clone() for name in model.peft_config}  # type: ignore[union-attr, operator]
 
 
 def save_config(model: nn.Module, folder: Path, weights: Mapping[str, Tensor]) -> None:
-    """Write what transformers saves of a model (config, generation settings, code of its own) without its weights, and what PEFT does: its
-    adapters, whose whole tensors are in `weights` (or its `prompts`)."""
+    """Write what transformers saves of a model (config, generation settings, code of its own) without its
+    weights, and what PEFT does: its adapters, whose whole tensors are in `weights` (or its `prompts`)."""
     from transformers.utils import logging
 
     shown = logging.is_progress_bar_enabled()
@@ -335,14 +415,15 @@ def save_config(model: nn.Module, folder: Path, weights: Mapping[str, Tensor]) -
 
 
 def saved_name(model: nn.Module, names: Sequence[str]) -> str:
-    """Of all names of a tensor the one under which transformers saves it: not one that it ties to another when it loads the model."""
+    """Of all names of a tensor the one under which transformers saves it: not one that it ties to another
+    when it loads the model."""
     tied = getattr(model, "all_tied_weights_keys", None) or {}
     return next((name for name in names if name not in tied), names[0])
 
 
 def file_names(model: nn.Module, shapes: Mapping[str, Sequence[int]]) -> dict[str, str]:
-    """Of tensors, by name: what transformers calls them in files, where that is another name. Tensors that it would also divide or join
-    keep theirs, which it reads as well."""
+    """Of tensors, by name: what transformers calls them in files, where that is another name. Tensors that it
+    would also divide or join keep theirs, which it reads as well."""
     try:
         from transformers.core_model_loading import revert_weight_conversion
     except ImportError:
@@ -359,21 +440,30 @@ def file_names(model: nn.Module, shapes: Mapping[str, Sequence[int]]) -> dict[st
 
 
 def base_prefix(model: nn.Module) -> str:
-    """What the names of a model with a head have before those of the model without one, with its dot; "" for other modules."""
+    """What the names of a model with a head have before those of the model without one, with its dot; "" for
+    other modules."""
     prefix = getattr(model, "base_model_prefix", "")
     return f"{prefix}." if prefix else ""
 
 
 def no_decay(model: nn.Module) -> set[str]:
-    """Names of the parameters that weight decay should leave alone by default: vectors and scalars, which all norms and biases are."""
+    """Names of the parameters that weight decay should leave alone by default: vectors and scalars, which all
+    norms and biases are."""
     return {name for name, p in model.named_parameters(remove_duplicate=False) if p.dim() < 2}
 
 
 def matrices(model: nn.Module) -> set[str]:
-    """Names of the block's weight matrices: what Muon is for. Embeddings, heads and everything outside the blocks are not among them."""
+    """Names of the block's weight matrices: what Muon is for. Embeddings, heads and everything outside the
+    blocks are not among them."""
     inside = tuple(name + "." for name in find_blocks(model))
-    embeddings = {id(p) for m in model.modules() if isinstance(m, nn.Embedding) for p in m.parameters(recurse=False)}
-    return {name for name, p in model.named_parameters() if p.dim() == 2 and name.startswith(inside) and id(p) not in embeddings}
+    embeddings = {
+        id(p) for m in model.modules() if isinstance(m, nn.Embedding) for p in m.parameters(recurse=False)
+    }
+    return {
+        name
+        for name, p in model.named_parameters()
+        if p.dim() == 2 and name.startswith(inside) and id(p) not in embeddings
+    }
 
 
 def build(
@@ -383,37 +473,54 @@ def build(
     vocab_size: int | None = None,
     allow_missing: bool | Sequence[str] = False,
 ) -> nn.Module:
-    """A Hugging Face model: from the safetensors of the directory `path` in float32, or newly initialised from `config`, a transformers
-    config as a mapping with `model_type`. `vocab_size` fills in the tokenizer's where the config gives none.
+    """A Hugging Face model: from the safetensors of the directory `path` in float32, or newly initialised
+    from `config`, a transformers config as a mapping with `model_type`. `vocab_size` fills in the tokenizer's
+    where the config gives none.
 
-    allow_missing: whether the directory may lack tensors of the model, or patterns of their names. Raises ConfigError where neither can be
-    built, or tensors are missing.
-    """
+    allow_missing: whether the directory may lack tensors of the model, or patterns of their names. Raises
+    ConfigError where neither can be built, or tensors are missing."""
     if path is None:
         return skeleton(None, config, trust_remote_code, vocab_size)
     loaded = read_config(path, None, trust_remote_code)
     auto = _architecture(loaded)
     fix = "give a directory that save_pretrained wrote, or model.config to start anew"
     if named := getattr(loaded, "transformers_weights", None):
-        raise ConfigError([Problem("model.path", path, f"its config.json names another file of weights, {named!r}", fix)])
+        raise ConfigError(
+            [Problem("model.path", path, f"its config.json names another file of weights, {named!r}", fix)]
+        )
     try:
         model, report = auto.from_pretrained(
-            path, dtype=torch.float32, trust_remote_code=trust_remote_code, use_safetensors=True, output_loading_info=True
+            path,
+            dtype=torch.float32,
+            trust_remote_code=trust_remote_code,
+            use_safetensors=True,
+            output_loading_info=True,
         )
     except Exception as error:  # each format of weights has errors of its own
-        raise ConfigError([Problem("model.path", path, f"its weights cannot be loaded: {error}", fix)]) from error
+        raise ConfigError(
+            [Problem("model.path", path, f"its weights cannot be loaded: {error}", fix)]
+        ) from error
     patterns = ("*",) if allow_missing is True else allow_missing or ()
-    missing = sorted(name for name in report["missing_keys"] if not any(fnmatch(name, pattern) for pattern in patterns))
+    missing = sorted(
+        name for name in report["missing_keys"] if not any(fnmatch(name, pattern) for pattern in patterns)
+    )
     if missing:
         shown = ", ".join(missing[:5]) + (f" and {len(missing) - 5} more" if len(missing) > 5 else "")
-        reason = f"{path} lacks tensors of the model that its config.json describes, which would be new random numbers: {shown}"
-        fix = f'correct config.json; or, if that is meant, write model.allow_missing = true, or patterns such as ["{missing[0]}"]'
+        reason = (
+            f"{path} lacks tensors of the model that its config.json "
+            f"describes, which would be new random numbers: {shown}"
+        )
+        fix = (
+            "correct config.json; or, if that is meant, write "
+            f'model.allow_missing = true, or patterns such as ["{missing[0]}"]'
+        )
         raise ConfigError([Problem("model.allow_missing", allow_missing, reason, fix)])
     return model
 
 
 def shell(path: str, trust_remote_code: bool = False) -> nn.Module:
-    """The model that `build` builds from a directory, in training mode, with new weights. Raises ModelError where they are quantized."""
+    """The model that `build` builds from a directory, in training mode, with new weights. Raises ModelError
+    where they are quantized."""
     loaded = read_config(path, None, trust_remote_code)
     if getattr(loaded, "quantization_config", None) is not None:
         raise ModelError(f"{path} has quantized weights")
@@ -424,7 +531,8 @@ def shell(path: str, trust_remote_code: bool = False) -> nn.Module:
 
 
 def _generation_config(path: str) -> Any:
-    """What the directory's generation_config.json says; None without one. Raises ConfigError for one that cannot be read."""
+    """What the directory's generation_config.json says; None without one. Raises ConfigError for one that
+    cannot be read."""
     import transformers
 
     file = Path(path) / "generation_config.json"
@@ -433,7 +541,11 @@ def _generation_config(path: str) -> Any:
     try:
         loaded = transformers.GenerationConfig.from_pretrained(path)
         for ids in (loaded.bos_token_id, loaded.eos_token_id, loaded.pad_token_id):
-            if wrong := [each for each in (ids if isinstance(ids, list) else [ids]) if type(each) not in (int, NoneType)]:
+            if wrong := [
+                each
+                for each in (ids if isinstance(ids, list) else [ids])
+                if type(each) not in (int, NoneType)
+            ]:
                 raise ValueError(f"{wrong[0]!r} is not the number of a token")
     except Exception as error:  # what is wrong in a file comes out as any kind
         said = f"its {file.name} cannot be read: {' '.join(str(error).split()) or type(error).__name__:.300}"
@@ -442,9 +554,13 @@ def _generation_config(path: str) -> Any:
 
 
 def skeleton(
-    path: str | None, config: Mapping[str, Any] | None, trust_remote_code: bool = False, vocab_size: int | None = None
+    path: str | None,
+    config: Mapping[str, Any] | None,
+    trust_remote_code: bool = False,
+    vocab_size: int | None = None,
 ) -> nn.Module:
-    """The model that `build` builds, newly initialised in any case: under `torch.device("meta")`, its shapes alone."""
+    """The model that `build` builds, newly initialised in any case: under `torch.device("meta")`, its shapes
+    alone."""
     loaded = read_config(path, config, trust_remote_code, vocab_size)
     try:
         return _architecture(loaded).from_config(loaded)
@@ -452,14 +568,22 @@ def skeleton(
         raise _unfit(path, config, error) from error
 
 
-def read_config(path: str | None, config: Mapping[str, Any] | None, trust_remote_code: bool = False, vocab_size: int | None = None) -> Any:
-    """The transformers config of the directory `path`, or that `config` describes, as for `build`. Raises ConfigError."""
+def read_config(
+    path: str | None,
+    config: Mapping[str, Any] | None,
+    trust_remote_code: bool = False,
+    vocab_size: int | None = None,
+) -> Any:
+    """The transformers config of the directory `path`, or that `config` describes, as for `build`. Raises
+    ConfigError."""
     import transformers
 
     if path is not None:
         if not (Path(path) / "config.json").is_file():
-            raise ConfigError([Problem("model.path", path, "is not a Hugging Face model directory (no config.json in it)",
-                                       "give a directory that save_pretrained wrote, or model.config")])  # fmt: skip
+            raise ConfigError([Problem("model.path", path, "is not a Hugging Face model "
+                                                           "directory (no config.json in it)",
+                                       "give a directory that "
+                                       "save_pretrained wrote, or model.config")])  # fmt: skip
         try:
             loaded = transformers.AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
         except Exception as error:  # what is wrong in a directory comes out as any kind
@@ -486,11 +610,18 @@ def read_config(path: str | None, config: Mapping[str, Any] | None, trust_remote
 
 
 def _refuse_kernels(config: Any, key: str, value: object, trusted: bool) -> None:
-    """transformers fetches a kernel that a config names (or stands for one that is not installed) from its hub, and runs it. Raises
-    ConfigError for one, unless it is trusted."""
+    """transformers fetches a kernel that a config names (or stands for one that is not installed) from its
+    hub, and runs it. Raises ConfigError for one, unless it is trusted."""
     from transformers import utils
 
-    parts = [config, *(part for name in getattr(config, "sub_configs", {}) if (part := getattr(config, name, None)) is not None)]
+    parts = [
+        config,
+        *(
+            part
+            for name in getattr(config, "sub_configs", {})
+            if (part := getattr(config, name, None)) is not None
+        ),
+    ]
     for part in () if trusted else parts:
         for name in ("attn_implementation", "experts_implementation"):
             chosen = str(getattr(part, f"_{name}", None) or "").rpartition("|")[2]
@@ -508,29 +639,42 @@ def _nonsense(values: Mapping[str, Any]) -> list[Problem]:
         if isinstance(value, bool) or not isinstance(value, int | float):
             continue
         if key in SIZES and value < 1:
-            found.append(Problem(f"model.config.{key}", value, "a model has at least 1", f"write {key} = 1 or more"))
+            found.append(
+                Problem(f"model.config.{key}", value, "a model has at least 1", f"write {key} = 1 or more")
+            )
         elif key in BLOCKS and value > MOST_BLOCKS:
-            found.append(Problem(f"model.config.{key}", value, f"no model of more than {MOST_BLOCKS:,} blocks can be built",
+            found.append(Problem(f"model.config.{key}", value, "no model of more than "
+                                                               f"{MOST_BLOCKS:,} blocks can be built",
                                  f"write {key} = {MOST_BLOCKS} or fewer"))  # fmt: skip
         elif "dropout" in key and not 0 <= value <= 1:
-            found.append(Problem(f"model.config.{key}", value, "it is a probability", f"write {key} = 0.0, or up to 1.0"))
+            found.append(
+                Problem(
+                    f"model.config.{key}", value, "it is a probability", f"write {key} = 0.0, or up to 1.0"
+                )
+            )
     return found
 
 
 def _misspelt(kind: str, values: Mapping[str, Any], default: Any) -> list[Problem]:
-    """transformers takes keys that it does not know, without a word; those that are nearly one that it knows are mistakes."""
+    """transformers takes keys that it does not know, without a word; those that are nearly one that it knows
+    are mistakes."""
     known = {*vars(default), *default.attribute_map}
     found = []
     for key in values:
         near = difflib.get_close_matches(key, known, n=1, cutoff=0.85)
         if near and key not in known and not hasattr(default, key):
             reason = f"{kind} has no such key"
-            found.append(Problem(f"model.config.{key}", values[key], reason, f'did you mean "model.config.{near[0]}"?'))
+            found.append(
+                Problem(f"model.config.{key}", values[key], reason, f'did you mean "model.config.{near[0]}"?')
+            )
     return found
 
 
-def text_problems(path: str | None, config: Any, sequence: int, vocabulary: int | None = None) -> list[Problem]:
-    """Why the model of a transformers config cannot learn texts of `sequence` tokens out of `vocabulary` (None: not known yet)."""
+def text_problems(
+    path: str | None, config: Any, sequence: int, vocabulary: int | None = None
+) -> list[Problem]:
+    """Why the model of a transformers config cannot learn texts of `sequence` tokens out of `vocabulary`
+    (None: not known yet)."""
     text, found = config.get_text_config(), []
     owner = "model.path" if path is not None else "model.config"
     longest, tokens = getattr(text, "max_position_embeddings", None), getattr(text, "vocab_size", None)
@@ -538,23 +682,33 @@ def text_problems(path: str | None, config: Any, sequence: int, vocabulary: int 
     if isinstance(longest, int) and 0 < longest < sequence:
         longer = "" if path is not None else f", or model.config.max_position_embeddings = {sequence}"
         reason = f"the model takes at most {longest} tokens (max_position_embeddings)"
-        found.append(Problem("data.sequence", sequence, reason, f"write data.sequence = {longest} or less{longer}"))
+        found.append(
+            Problem("data.sequence", sequence, reason, f"write data.sequence = {longest} or less{longer}")
+        )
     if vocabulary is not None and isinstance(tokens, int) and tokens < vocabulary:
         if path is None:
-            fix = f"remove model.config.vocab_size (it then follows the tokenizer), or write {vocabulary} or more"
+            fix = (
+                "remove model.config.vocab_size (it then follows "
+                f"the tokenizer), or write {vocabulary} or more"
+            )
         else:
             fix = "set data.tokenizer to the tokenizer that the model was made with, often the same directory"
         reason = f"the tokenizer has {vocabulary} tokens, so some ids would be out of range"
         found.append(Problem(f"{owner}.vocab_size", tokens, reason, fix))
     if isinstance(heads, int) and isinstance(shared, int) and shared > 0 and heads % shared:
         fix = f"write {' or '.join(str(n) for n in range(1, heads + 1) if heads % n == 0)}"
-        found.append(Problem(f"{owner}.num_key_value_heads", shared, f"does not divide num_attention_heads = {heads}", fix))
+        found.append(
+            Problem(
+                f"{owner}.num_key_value_heads", shared, f"does not divide num_attention_heads = {heads}", fix
+            )
+        )
     return found
 
 
 def _unfit(path: str | None, config: Mapping[str, Any] | None, error: Exception) -> ConfigError:
     key, value = ("model.config", dict(config or {})) if path is None else ("model.path", path)
-    said = str(error).partition("Model type should be one of")[0].strip() or type(error).__name__  # a list of all that there are
+    # a list of all that there are
+    said = str(error).partition("Model type should be one of")[0].strip() or type(error).__name__
     if not isinstance(error, ValueError | RuntimeError) and type(error).__module__ == "builtins":
         said = f"{type(error).__name__}: {said}"  # KeyError: 'swish' says more than 'swish'
     return ConfigError([Problem(key, value, f"transformers cannot build it: {' '.join(said.split())}",
@@ -567,12 +721,23 @@ def _architecture(config: Any) -> Any:
 
     names = getattr(config, "architectures", None) or []
     for name in names:
-        for auto in (transformers.AutoModelForCausalLM, transformers.AutoModelForMaskedLM, transformers.AutoModelForSeq2SeqLM,
-                     transformers.AutoModelForSequenceClassification, transformers.AutoModelForImageClassification):  # fmt: skip
-            if any(name in (cls if isinstance(cls, tuple) else (cls,)) for cls in auto._model_mapping._model_mapping.values()):
+        for auto in (
+            transformers.AutoModelForCausalLM,
+            transformers.AutoModelForMaskedLM,
+            transformers.AutoModelForSeq2SeqLM,
+            transformers.AutoModelForSequenceClassification,
+            transformers.AutoModelForImageClassification,
+        ):
+            if any(
+                name in (cls if isinstance(cls, tuple) else (cls,))
+                for cls in auto._model_mapping._model_mapping.values()
+            ):
                 return auto
     if names:
-        raise ModelError(f"no Auto class of transformers builds {names[0]}: build the model in Python and pass it to initialize()")
+        raise ModelError(
+            f"no Auto class of transformers builds {names[0]}: "
+            "build the model in Python and pass it to initialize()"
+        )
     return transformers.AutoModelForCausalLM
 
 

@@ -1,5 +1,5 @@
-"""Which functions of torch need the numbers of a tensor, and which only look at its shape, its place or its hooks; and how to look at names
-where those that need numbers are refused."""
+"""Which functions of torch need the numbers of a tensor, and which only look at its shape, its place or its
+hooks; and how to look at names where those that need numbers are refused."""
 
 from __future__ import annotations
 
@@ -10,11 +10,62 @@ import torch
 from torch import Tensor, nn
 
 _HARMLESS = {
-    *("shape", "dtype", "device", "layout", "ndim", "names", "itemsize", "nbytes", "numel", "nelement", "size", "dim", "ndimension"),
-    *("stride", "storage_offset", "element_size", "get_device", "result_type", "untyped_storage", "_base", "_version", "output_nr"),
-    *("requires_grad", "requires_grad_", "grad", "_grad", "grad_fn", "retain_grad", "retains_grad", "register_hook"),
-    *("register_post_accumulate_grad_hook", "_backward_hooks", "_post_accumulate_grad_hooks", "_is_view", "_is_zerotensor", "has_names"),
-    *("empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like", "new_empty", "new_zeros", "new_ones", "new_full"),
+    *(
+        "shape",
+        "dtype",
+        "device",
+        "layout",
+        "ndim",
+        "names",
+        "itemsize",
+        "nbytes",
+        "numel",
+        "nelement",
+        "size",
+        "dim",
+        "ndimension",
+    ),
+    *(
+        "stride",
+        "storage_offset",
+        "element_size",
+        "get_device",
+        "result_type",
+        "untyped_storage",
+        "_base",
+        "_version",
+        "output_nr",
+    ),
+    *(
+        "requires_grad",
+        "requires_grad_",
+        "grad",
+        "_grad",
+        "grad_fn",
+        "retain_grad",
+        "retains_grad",
+        "register_hook",
+    ),
+    *(
+        "register_post_accumulate_grad_hook",
+        "_backward_hooks",
+        "_post_accumulate_grad_hooks",
+        "_is_view",
+        "_is_zerotensor",
+        "has_names",
+    ),
+    *(
+        "empty_like",
+        "zeros_like",
+        "ones_like",
+        "full_like",
+        "rand_like",
+        "randn_like",
+        "new_empty",
+        "new_zeros",
+        "new_ones",
+        "new_full",
+    ),
     *("__len__", "__hash__", "__dlpack_device__"),
 }
 """Names of what does not touch a parameter's numbers, beside those that begin with `is_`."""
@@ -29,7 +80,8 @@ def touching(func: Callable[..., Any]) -> str | None:
 
 
 def entries(module: nn.Module) -> dict[str, Tensor]:
-    """The parameters and persistent buffers themselves, by each of their names, where the module's `state_dict()` is refused, too."""
+    """The parameters and persistent buffers themselves, by each of their names, where the module's
+    `state_dict()` is refused, too."""
     with torch._C.DisableTorchFunctionSubclass():
         found: dict[str, Tensor] = module.state_dict(keep_vars=True)
         return found

@@ -1,8 +1,9 @@
-"""Takes a model out of what others wrapped it in, so that its names are the plain model's: torch.compile, DistributedDataParallel, ...
+"""Takes a model out of what others wrapped it in, so that its names are the plain model's: torch.compile,
+DistributedDataParallel, ...
 
-Invariant: of the module that `unwrap` returns no name has a wrapper's prefix, and it computes what the wrapped one does, by itself: without
-another's communication. A wrapper that the caller still has calls the plain module from then on. What cannot be undone is refused.
-"""
+Invariant: of the module that `unwrap` returns no name has a wrapper's prefix, and it computes what the
+wrapped one does, by itself: without another's communication. A wrapper that the caller still has calls the
+plain module from then on. What cannot be undone is refused."""
 
 from __future__ import annotations
 
@@ -16,23 +17,32 @@ from polyreme.errors import ModelError
 COMPILE = "compile = true in the config compiles its blocks"
 INSIDE = {
     "torch._dynamo.eval_frame.OptimizedModule": ("_orig_mod", COMPILE),
-    "torch.nn.parallel.distributed.DistributedDataParallel": ("module", "the engine reduces the gradients itself"),
-    "torch.nn.parallel.data_parallel.DataParallel": ("module", "start one process for each device: polyreme launch"),
+    "torch.nn.parallel.distributed.DistributedDataParallel": ("module", "the engine reduces "
+                                                                        "the gradients itself"),
+    "torch.nn.parallel.data_parallel.DataParallel": ("module", "start one process for each "
+                                                               "device: polyreme launch"),
     "torch.distributed.algorithms._checkpoint.checkpoint_wrapper.CheckpointWrapper":
         ("_checkpoint_wrapped_module", 'memory.activations = "recompute" in the config does it'),
     "torch.distributed.algorithms._checkpoint.checkpoint_wrapper.OffloadWrapper":
         ("_checkpoint_wrapped_module", 'memory.activations = "host" in the config does it'),
 }  # fmt: skip
-"""By class: the attribute of a wrapper that is the wrapped module, and what to do for what the wrapper did."""
+"""By class: the attribute of a wrapper that is the wrapped module, and what to do for what the wrapper
+did."""
 
-FOREIGN = ("torch.distributed.fsdp", "torch.distributed._composable", "torch.distributed.tensor", "deepspeed.")
+FOREIGN = (
+    "torch.distributed.fsdp",
+    "torch.distributed._composable",
+    "torch.distributed.tensor",
+    "deepspeed.",
+)
 """Packages whose modules and parameters hold a part of a model, or communicate."""
 
 
 def unwrap(model: nn.Module) -> nn.Module:
     """`model` without wrappers around it and around the modules in it, with a warning for each kind.
 
-    Raises ModelError for what another library has divided, and for wrappers that do more than to call the module."""
+    Raises ModelError for what another library has divided, and for wrappers that do more than to call the
+    module."""
     _refuse_divided(model)
     notes: dict[str, str] = {}
     plain = _opened(model, notes)
@@ -49,7 +59,10 @@ def unwrap(model: nn.Module) -> nn.Module:
             module.forward = forward
             notes["torch.compile(module.forward)"] = COMPILE
     for what, instead in notes.items():
-        warnings.warn(f"the model was taken out of {what}, so that its names are the plain model's; {instead}", stacklevel=4)
+        warnings.warn(
+            f"the model was taken out of {what}, so that its names are the plain model's; {instead}",
+            stacklevel=4,
+        )
     return plain
 
 
@@ -58,15 +71,23 @@ def _opened(module: nn.Module, notes: dict[str, str]) -> nn.Module:
     while (found := INSIDE.get(_path(type(module)))) is not None:
         attribute, notes[type(module).__name__] = found
         inner: nn.Module = getattr(module, attribute)
-        if module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks:
-            raise ModelError(f"hooks are registered on a {type(module).__name__}, which is not trained itself: register them on the "
+        if (
+            module._forward_hooks
+            or module._forward_pre_hooks
+            or module._backward_hooks
+            or module._backward_pre_hooks
+        ):
+            raise ModelError(f"hooks are registered on a {type(module).__name__}, "
+                             "which is not trained itself: register them on the "
                              f"module in it ({attribute})")  # fmt: skip
         if getattr(module, "mixed_precision", None) is not None:
-            raise ModelError("DistributedDataParallel(mixed_precision=...) keeps a second copy of every parameter: give initialize() the "
+            raise ModelError("DistributedDataParallel(mixed_precision=...) keeps a "
+                             "second copy of every parameter: give initialize() the "
                              'plain module, and write precision.compute = "bf16"')  # fmt: skip
         if (reducer := module.__dict__.get("reducer")) is not None:
             reducer._remove_autograd_hooks()
-            module.__dict__.update(reducer=None, logger=None)  # they hold what autograd made of the parameters, of the dtype of then
+            # they hold what autograd made of the parameters, of the dtype of then
+            module.__dict__.update(reducer=None, logger=None)
         module.__dict__["forward"] = inner.__call__
         module = inner
     return module
@@ -75,12 +96,15 @@ def _opened(module: nn.Module, notes: dict[str, str]) -> nn.Module:
 def _refuse_divided(model: nn.Module) -> None:
     for name, module in model.named_modules():
         if (kind := _foreign(module)) is not None:
-            raise ModelError(f"{name or 'the model'} was given to {kind}, which divides it itself: give initialize() the plain module; "
+            raise ModelError(f"{name or 'the model'} was given to {kind}, which "
+                             "divides it itself: give initialize() the plain module; "
                              "zero.stage = 3 shards its parameters, mesh.tp divides its layers")  # fmt: skip
     for name, parameter in model.named_parameters():
         if _foreign(parameter) is not None:
-            raise ModelError(f"parameter {name} is a {type(parameter).__name__}, of which this rank has a part: give initialize() "
-                             "the plain module, before fully_shard or parallelize_module; zero.stage = 3 shards it")  # fmt: skip
+            raise ModelError(f"parameter {name} is a {type(parameter).__name__}, "
+                             "of which this rank has a part: give initialize() "
+                             "the plain module, before fully_shard or "
+                             "parallelize_module; zero.stage = 3 shards it")  # fmt: skip
 
 
 def _foreign(thing: object) -> str | None:
@@ -89,7 +113,8 @@ def _foreign(thing: object) -> str | None:
 
 
 def _paths(thing: object) -> Iterator[str]:
-    """Where the classes of a module or a parameter come from; of a parameter that holds a tensor of a class of its own, its too."""
+    """Where the classes of a module or a parameter come from; of a parameter that holds a tensor of a class
+    of its own, its too."""
     kinds = [*type(thing).__mro__, *(type(thing.data).__mro__ if isinstance(thing, nn.Parameter) else ())]
     return (_path(kind) for kind in kinds)
 

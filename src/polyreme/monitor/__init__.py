@@ -55,7 +55,10 @@ class FanOut:
         self._monitors.remove(monitor)
         with contextlib.suppress(Exception):
             monitor.close({})
-        text = f"monitor {type(monitor).__name__} stopped ({type(error).__name__}: {error}); training goes on without it"
+        text = (
+            f"monitor {type(monitor).__name__} stopped "
+            f"({type(error).__name__}: {error}); training goes on without it"
+        )
         if not any(isinstance(other, Console) for other in self._monitors):
             with contextlib.suppress(OSError, ValueError):
                 print(text, file=sys.stderr)
@@ -73,7 +76,11 @@ def open_monitors(section: MonitorSection, folder: Path) -> Monitor:
         monitors.append(Console(section.every))
     if section.jsonl:
         monitors.append(JSONL(folder))
-    services: dict[str, Callable[[Path, str], Monitor]] = {"tensorboard": TensorBoard, "wandb": WandB, "mlflow": MLflow}
+    services: dict[str, Callable[[Path, str], Monitor]] = {
+        "tensorboard": TensorBoard,
+        "wandb": WandB,
+        "mlflow": MLflow,
+    }
     for name, service in services.items():
         if getattr(section, name):
             try:

@@ -1,8 +1,7 @@
 """The terminal: a live bar where there is one, else one aligned line every few steps.
 
-Invariant: at 80 columns nothing wraps, and messages never break the bar. No thread of its own: the bar is drawn by the
-step that changes it.
-"""
+Invariant: at 80 columns nothing wraps, and messages never break the bar. No thread of its own: the bar is
+drawn by the step that changes it."""
 
 from __future__ import annotations
 
@@ -28,14 +27,16 @@ _WIDTHS = {
 
 
 class _Output(Terminal):
-    """Standard output, which a run outlives: where nobody reads on (`| head`), rich would end the process with status 1."""
+    """Standard output, which a run outlives: where nobody reads on (`| head`), rich would end the process
+    with status 1."""
 
     def on_broken_pipe(self) -> None:
         raise BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE))
 
 
 class Console:
-    """Shows progress on `terminal` (default: standard output): a bar, or without a terminal a row each `every` steps.
+    """Shows progress on `terminal` (default: standard output): a bar, or without a terminal a row each
+    `every` steps.
 
     Rows also appear for the first and the last step and wherever a validation loss is new.
     """
@@ -103,12 +104,15 @@ class Console:
         return " ".join([f"{step:>{width}}", *cells])
 
     def _progress(self, record: Record | None) -> str:
-        """ "512/1000", or without the total where that would be long or is not known; the widest one for None."""
+        """ "512/1000", or without the total where that would be long or is not known; the widest one for
+        None."""
         total = self._run.steps if self._run else None
         step = record.step if record else total or 10**7
         return f"{step}/{total}" if total and total < 100_000 else str(step)
 
-    def _values(self, record: Record, validation_loss: float | None, bits_per_byte: float | None) -> dict[str, str]:
+    def _values(
+        self, record: Record, validation_loss: float | None, bits_per_byte: float | None
+    ) -> dict[str, str]:
         memory = record.memory_bytes
         in_use = memory.get("peak_device") or memory.get("peak_rss") or sum(memory.values())
         return {

@@ -1,9 +1,8 @@
 """The log file of a run: one JSON object per line.
 
-Invariant: each line is complete as soon as its step ends, or, where the disk is full, as soon as there is room. A process killed while
-writing costs the one line it was writing. A run resumed in the same folder goes on in the same file, from which the steps go that it does
-again.
-"""
+Invariant: each line is complete as soon as its step ends, or, where the disk is full, as soon as there is
+room. A process killed while writing costs the one line it was writing. A run resumed in the same folder goes
+on in the same file, from which the steps go that it does again."""
 
 from __future__ import annotations
 
@@ -24,7 +23,8 @@ LOG_NAME = "log.jsonl"
 
 
 class JSONL:
-    """Appends to `log.jsonl` in `folder`: a line of kind "run", then lines of kind "step", "message" and "summary"."""
+    """Appends to `log.jsonl` in `folder`: a line of kind "run", then lines of kind "step", "message" and
+    "summary"."""
 
     def __init__(self, folder: Path) -> None:
         self._path = folder / LOG_NAME
@@ -38,7 +38,9 @@ class JSONL:
             os.truncate(self._file.fileno(), _end_of(self._path, run.step))
         torn = _is_torn(self._path)
         self._waiting = b"\n" if torn else b""  # what a killed process left of its last line stays by itself
-        self._write("run", {"started": datetime.now(UTC).isoformat(timespec="seconds"), **dataclasses.asdict(run)})
+        self._write(
+            "run", {"started": datetime.now(UTC).isoformat(timespec="seconds"), **dataclasses.asdict(run)}
+        )
 
     def log(self, record: Record) -> None:
         self._write("step", dataclasses.asdict(record))
@@ -52,7 +54,11 @@ class JSONL:
             self._file.close()
             self._file = None
             if self._waiting:
-                raise OSError(errno.ENOSPC, f"the last {len(self._waiting)} bytes of the log were not written", str(self._path))
+                raise OSError(
+                    errno.ENOSPC,
+                    f"the last {len(self._waiting)} bytes of the log were not written",
+                    str(self._path),
+                )
 
     def _write(self, kind: str, fields: Mapping[str, object]) -> None:
         if self._file is None:
@@ -68,7 +74,8 @@ class JSONL:
 
 
 def _end_of(path: Path, step: int) -> int:
-    """The bytes of a log up to what its last run did after `step` steps, and up to the summary of its end, if it had one."""
+    """The bytes of a log up to what its last run did after `step` steps, and up to the summary of its end, if
+    it had one."""
     end = at = 0
     over = False
     with path.open("rb") as lines:
@@ -98,9 +105,8 @@ def _is_torn(path: Path) -> bool:
 def read_log(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """The run and its steps as `JSONL` wrote them, each step once and in order; NaN reads as None.
 
-    Where a resumed run did steps again, the later ones count. Lines that are not complete are passed over. Raises
-    `DataError` if there is no such file or it has no run.
-    """
+    Where a resumed run did steps again, the later ones count. Lines that are not complete are passed over.
+    Raises `DataError` if there is no such file or it has no run."""
     if not path.is_file():
         raise DataError(f"{path}: there is no such log; a run writes it where monitor.jsonl = true")
     run: dict[str, Any] | None = None

@@ -1,8 +1,7 @@
 """The picture of a run: losses and learning rate over steps, from the run's log file.
 
-Invariant: drawn off screen, with no global state of matplotlib touched. Importing this module without matplotlib raises
-`ConfigError`, so a run that is to end with a plot imports it before it begins.
-"""
+Invariant: drawn off screen, with no global state of matplotlib touched. Importing this module without
+matplotlib raises `ConfigError`, so a run that is to end with a plot imports it before it begins."""
 
 from __future__ import annotations
 
@@ -32,12 +31,15 @@ TRAINING, VALIDATION, RATE, INK, MUTED = "#3b6fb6", "#d1602b", "#5a8f5a", "#2222
 def plot_losses(jsonl: Path, png: Path) -> None:
     """Draw `jsonl`, the log of a run (`log.jsonl`), into the image file `png`.
 
-    The upper panel holds the training loss of each step, its running mean and the validation loss, with tokens along
-    the top and, where the log has them, bits per byte of the validation text on the right; the lower one the learning
-    rate. Steps without a finite loss leave a gap. Raises `DataError` if the log holds no step with a loss.
-    """
+    The upper panel holds the training loss of each step, its running mean and the validation loss, with
+    tokens along the top and, where the log has them, bits per byte of the validation text on the right; the
+    lower one the learning rate. Steps without a finite loss leave a gap. Raises `DataError` if the log holds
+    no step with a loss."""
     run, steps = read_log(jsonl)
-    series = {name: _column(steps, name) for name in ("step", "tokens", "loss", "validation_loss", "bits_per_byte", "lr")}
+    series = {
+        name: _column(steps, name)
+        for name in ("step", "tokens", "loss", "validation_loss", "bits_per_byte", "lr")
+    }
     if not np.isfinite(series["loss"]).any():
         raise DataError(f"{jsonl}: no step with a loss to plot; train for at least one step")
     figure = Figure(figsize=(9, 5.6), dpi=150, layout="constrained", facecolor="white")
@@ -106,7 +108,9 @@ def _draw_losses(axes: Axes, series: dict[str, Floats]) -> None:
         _draw_tokens(axes, step, series["tokens"])
 
 
-def _line(slope: float, x0: float = 0.0, y0: float = 0.0) -> tuple[Callable[[Any], Any], Callable[[Any], Any]]:
+def _line(
+    slope: float, x0: float = 0.0, y0: float = 0.0
+) -> tuple[Callable[[Any], Any], Callable[[Any], Any]]:
     """The line through (x0, y0), and its inverse."""
     return lambda x: y0 + (x - x0) * slope, lambda y: x0 + (y - y0) / slope
 
@@ -151,4 +155,6 @@ def _draw_title(figure: Figure, run: dict[str, Any], series: dict[str, Floats]) 
         if len(known):
             final.append(f"{known[-1]:.3f} {unit}")
     figure.suptitle(f"{title}\n", fontsize=11, color=INK)
-    figure.text(0.5, 0.945, f"last loss: {', '.join(final)}", ha="center", va="center", fontsize=9, color=MUTED)
+    figure.text(
+        0.5, 0.945, f"last loss: {', '.join(final)}", ha="center", va="center", fontsize=9, color=MUTED
+    )

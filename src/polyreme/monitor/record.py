@@ -1,7 +1,7 @@
 """What a monitor is told: the run, each step, messages, and the end.
 
-Invariant: plain values only. A record holds no tensor and no reference into the engine, so a monitor may keep it.
-"""
+Invariant: plain values only. A record holds no tensor and no reference into the engine, so a monitor may keep
+it."""
 
 from __future__ import annotations
 
@@ -43,14 +43,16 @@ class Record:
     bits_per_byte: float | None = None  # of the validation text, so that tokenizers compare
     flops_per_second: float | None = None  # model FLOPs
     mfu: float | None = None  # fraction of 1
-    # Bytes by category: parameters, gradients, states, activations, buffers; and the most that was ever in use,
-    # "peak_rss" of the process or "peak_device" of the accelerator.
+    # Bytes by category: parameters, gradients, states, activations, buffers; and the most that was ever in
+    # use, "peak_rss" of the process or "peak_device" of the accelerator.
     memory_bytes: Mapping[str, int] = field(default_factory=dict)
-    traffic: Mapping[str, Mapping[str, tuple[int, int]]] = field(default_factory=dict)  # axis, operation: calls, bytes
+    # axis, operation: calls, bytes
+    traffic: Mapping[str, Mapping[str, tuple[int, int]]] = field(default_factory=dict)
 
 
 class Monitor(Protocol):
-    """One place where records go. Only rank 0 has monitors. Any method may raise: the caller then drops the monitor."""
+    """One place where records go. Only rank 0 has monitors. Any method may raise: the caller then drops the
+    monitor."""
 
     def start(self, run: Run) -> None: ...
 

@@ -1,8 +1,7 @@
 """TensorBoard, Weights & Biases and MLflow, each when its package is installed.
 
-Invariant: the packages are imported when a monitor is made, never before, and every file goes into the run's folder
-unless the user's own settings of the service say otherwise.
-"""
+Invariant: the packages are imported when a monitor is made, never before, and every file goes into the run's
+folder unless the user's own settings of the service say otherwise."""
 
 from __future__ import annotations
 

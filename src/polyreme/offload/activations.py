@@ -1,10 +1,11 @@
-"""What blocks were called with, from their forward to their recomputation in backward, in host memory or in files.
+"""What blocks were called with, from their forward to their recomputation in backward, in host memory or in
+files.
 
-Invariants: a storage goes out once, whichever calls have a part of it, comes back with the strides and offsets that it had, and is really
-freed on the device in between. What the last call of a forward was given stays on the device until another forward begins: its backward may
-come first. Calls of one forward are read ahead in reverse order. All space is taken in steps, used again, and given back with the graph
-that it belongs to. One thread of the rank at a time uses an Offload; others only copy. No communication.
-"""
+Invariants: a storage goes out once, whichever calls have a part of it, comes back with the strides and
+offsets that it had, and is really freed on the device in between. What the last call of a forward was given
+stays on the device until another forward begins: its backward may come first. Calls of one forward are read
+ahead in reverse order. All space is taken in steps, used again, and given back with the graph that it belongs
+to. One thread of the rank at a time uses an ActivationOffload; others only copy. No communication."""
 
 from __future__ import annotations
 
@@ -25,7 +26,7 @@ from torch.utils import _pytree as pytree
 
 from polyreme.errors import ModelError, TierError
 from polyreme.files.direct_io import File, aligned, padded
-from polyreme.offload.copy_stream import lane_to
+from polyreme.offload.copy_stream import copy_stream_to
 from polyreme.offload.host import available
 from polyreme.offload.store import Traffic
 
@@ -38,29 +39,32 @@ BEHIND = 2
 THREADS = 4
 
 
-class Offload:
+class ActivationOffload:
     """Keeps tensors of `device` in host memory, or in nameless files in `folder`, which is made if need be.
 
-    Raises TierError where the folder cannot be used, and later where there is too little room or a transfer fails."""
+    Raises TierError where the folder cannot be used, and later where there is too little room or a transfer
+    fails."""
 
     def __init__(self, device: torch.device, folder: Path | None = None) -> None:
         self.place: Literal["host", "files"] = "host" if folder is None else "files"
         self.traffic = Traffic()
-        """Bytes to and from host memory, or the files, and how long this rank stood still for it (not its device for the host)."""
+        """Bytes to and from host memory, or the files, and how long this rank stood still for it (not its
+        device for the host)."""
         self.marker = torch.empty(0, device=device)
         """Tells the device, in place of what is kept."""
         self._device = device
         self._stays: set[int] = set()  # storages
-        self._lane = lane_to(device)
-        self._memory = _Space(self._open_memory, self._lane.finish)
+        self._copy_stream = copy_stream_to(device)
+        self._memory = _Space(self._open_memory, self._copy_stream.finish)
         self._files: _Space | None = None
         if folder is not None:
             _try(folder)
             self._files = _Space(lambda nbytes: File(folder, nbytes))
             self._pool = ThreadPoolExecutor(THREADS, "offload")
-        self._known: weakref.WeakValueDictionary[int, _Record] = weakref.WeakValueDictionary()  # by storage
-        self._dropped: deque[_Homes] = deque()  # of records that are gone, in whichever thread that was
-        self._writing: deque[_Record] = deque()
+        # by storage
+        self._known: weakref.WeakValueDictionary[int, _StoredStorage] = weakref.WeakValueDictionary()
+        self._dropped: deque[_Slots] = deque()  # of records that are gone, in whichever thread that was
+        self._writing: deque[_StoredStorage] = deque()
         self._largest = 0  # bytes of a storage that went out
         self._held: list[weakref.ref[Call]] = []  # calls whose storages are still on the device
         self._ends: dict[tuple[int, int], weakref.ref[Call]] = {}  # the last call of each forward
@@ -83,7 +87,8 @@ class Offload:
         self._stays = {tensor.untyped_storage()._cdata for tensor in tensors}
 
     def at(self, stage: int, microbatch: int, coming: tuple[int, int] | None = None) -> None:
-        """Before a forward or a backward: which one comes, and whose backward (stage, micro-batch) is the next one."""
+        """Before a forward or a backward: which one comes, and whose backward (stage, micro-batch) is the
+        next one."""
         self._forward, self._coming, self._before = (stage, microbatch), coming, None
         self._settle()
         for key in (self._forward, coming):
@@ -92,7 +97,8 @@ class Offload:
                 self._return_ahead(end)
 
     def keep(self, value: Any) -> Call:
-        """Keep the tensors in nested tuples, lists and dictionaries, and let go of those that were kept before."""
+        """Keep the tensors in nested tuples, lists and dictionaries, and let go of those that were kept
+        before."""
         self._settle()
         leaves, form = pytree.tree_flatten(value)
         views: dict[int, _View] = {}
@@ -108,7 +114,8 @@ class Offload:
         return call
 
     def where(self, storage: int) -> tuple[bool, bool]:
-        """Whether the storage with that `_cdata` is on the device, and whether it is in host memory or a file."""
+        """Whether the storage with that `_cdata` is on the device, and whether it is in host memory or a
+        file."""
         record = self._known.get(storage)
         return (True, False) if record is None else (record.bytes is not None, record.is_out)
 
@@ -121,11 +128,11 @@ class Offload:
             and leaf.untyped_storage().nbytes() > 0 and leaf.untyped_storage()._cdata not in self._stays
         )  # fmt: skip
 
-    def _record_of(self, tensor: Tensor) -> _Record:
+    def _record_of(self, tensor: Tensor) -> _StoredStorage:
         storage = tensor.untyped_storage()
         record = self._known.get(storage._cdata)
         if record is None or record.version != tensor._version:
-            record = _Record(storage.nbytes(), tensor._version, StorageWeakRef(storage), self._dropped)
+            record = _StoredStorage(storage.nbytes(), tensor._version, StorageWeakRef(storage), self._dropped)
             self._known[storage._cdata] = record
         record.source, record.bytes = tensor.detach(), _bytes_of(storage)
         return record
@@ -139,34 +146,34 @@ class Offload:
                     self._move_out(record)
         self._held = [ref for ref in self._held if (call := ref()) is not None and call in staying]
 
-    def _move_out(self, record: _Record) -> None:
+    def _move_out(self, record: _StoredStorage) -> None:
         record.check()
         if not record.is_out and record.bytes is not None:
-            homes, began = record.homes, time.perf_counter()
+            slots, began = record.slots, time.perf_counter()
             self._largest = max(self._largest, record.nbytes)
             while sum(each.nbytes for each in self._writing) > BEHIND * self._largest - record.nbytes:
                 self._written(self._writing.popleft())
-            homes.memory = self._memory.take(record.nbytes)
-            record.left = self._lane.out(record.bytes, homes.memory.memory)
+            slots.memory = self._memory.take(record.nbytes)
+            record.left = self._copy_stream.out(record.bytes, slots.memory.memory)
             if self._files is not None:
-                homes.file = self._files.take(record.nbytes)
-                homes.busy = self._pool.submit(_write, record.left, homes.memory.memory, homes.file)
+                slots.file = self._files.take(record.nbytes)
+                slots.busy = self._pool.submit(_write, record.left, slots.memory.memory, slots.file)
                 self._writing.append(record)
             self.traffic.written += record.nbytes if self._files is None else padded(record.nbytes)
             self.traffic.waited += time.perf_counter() - began
         record.source = record.bytes = None
 
-    def _written(self, record: _Record) -> None:
+    def _written(self, record: _StoredStorage) -> None:
         """Wait until the record is in its file, and free its buffer. Raises what failed."""
-        assert record.homes.busy is not None
+        assert record.slots.busy is not None
         try:
-            record.homes.busy.result()
+            record.slots.busy.result()
         except Exception:
-            wait([busy for each in self._writing if (busy := each.homes.busy) is not None])
+            wait([busy for each in self._writing if (busy := each.slots.busy) is not None])
             self._writing.clear()  # those that failed, too, are told where they are needed
             raise
-        record.homes.busy = None
-        self._free_memory(record.homes)
+        record.slots.busy = None
+        self._free_memory(record.slots)
 
     # ---- back
 
@@ -177,9 +184,11 @@ class Offload:
         for record in call.records:
             record.check()
             self._return(record)
-            self._lane.wait(record.arrived)
+            self._copy_stream.wait(record.arrived)
         self._return_ahead(call.before())
-        tensors = {view: view.of(record.bytes) for view in call.views if (record := view.record).bytes is not None}
+        tensors = {
+            view: view.of(record.bytes) for view in call.views if (record := view.record).bytes is not None
+        }
         for record in call.records:
             record.due -= 1
             if record.due <= 0 and record.source is None:
@@ -190,60 +199,68 @@ class Offload:
         """Begin to read from files what `call` and those before it have there."""
         for each, _ in zip(call.backwards(), range(1 + AHEAD), strict=False):
             for record in each.records:
-                homes = record.homes
-                if record.bytes is None and homes.memory is None:
-                    assert homes.file is not None
-                    homes.memory = self._memory.take(record.nbytes)
-                    homes.busy = self._pool.submit(_read, self._lane.returned(), homes.memory.memory, homes.file)
+                slots = record.slots
+                if record.bytes is None and slots.memory is None:
+                    assert slots.file is not None
+                    slots.memory = self._memory.take(record.nbytes)
+                    slots.busy = self._pool.submit(
+                        _read, self._copy_stream.returned(), slots.memory.memory, slots.file
+                    )
                     self.traffic.read += padded(record.nbytes)
 
     def _return_ahead(self, call: Call | None) -> None:
-        """Begin to copy to a GPU what `call` has in host memory; on a CPU copying early would be of no use."""
+        """Begin to copy to a GPU what `call` has in host memory; on a CPU copying early would be of no
+        use."""
         for record in call.records if call is not None and self._device.type == "cuda" else ():
-            if record.homes.busy is None or record.homes.file is None or record.homes.busy.done():
+            if record.slots.busy is None or record.slots.file is None or record.slots.busy.done():
                 self._return(record)
 
-    def _return(self, record: _Record) -> None:
+    def _return(self, record: _StoredStorage) -> None:
         """Begin to copy the record to the device, once it is in host memory."""
         if record.bytes is not None:
             return
-        homes, began = record.homes, time.perf_counter()
-        written_behind = homes.busy is not None and record in self._writing
-        if homes.busy is not None and not written_behind:
-            homes.busy.result()
-            homes.busy = None
-        assert homes.memory is not None
-        record.bytes, record.arrived = self._lane.back(homes.memory.memory[: record.nbytes], record.left)
+        slots, began = record.slots, time.perf_counter()
+        written_behind = slots.busy is not None and record in self._writing
+        if slots.busy is not None and not written_behind:
+            slots.busy.result()
+            slots.busy = None
+        assert slots.memory is not None
+        record.bytes, record.arrived = self._copy_stream.back(
+            slots.memory.memory[: record.nbytes], record.left
+        )
         if self._files is None:
             self.traffic.read += record.nbytes
         elif not written_behind:
-            self._free_memory(homes)
+            self._free_memory(slots)
         self.traffic.waited += time.perf_counter() - began
 
     # ---- space
 
     def _settle(self) -> None:
         """Free what is not needed any more. Raises what failed to be written."""
-        self._lane.settle()
-        while self._writing and (busy := self._writing[0].homes.busy) is not None and busy.done():
+        self._copy_stream.settle()
+        while self._writing and (busy := self._writing[0].slots.busy) is not None and busy.done():
             self._written(self._writing.popleft())
         for _ in range(len(self._dropped)):
-            homes = self._dropped.popleft()
-            if homes.busy is not None and not homes.busy.done():  # it is being read
-                self._dropped.append(homes)
+            slots = self._dropped.popleft()
+            if slots.busy is not None and not slots.busy.done():  # it is being read
+                self._dropped.append(slots)
                 continue
-            self._free_memory(homes)
-            if homes.file is not None and self._files is not None:
-                self._files.free(homes.file)
+            self._free_memory(slots)
+            if slots.file is not None and self._files is not None:
+                self._files.free(slots.file)
 
-    def _free_memory(self, homes: _Homes) -> None:
-        if homes.memory is not None:
-            self._memory.free(homes.memory)
-        homes.memory = None
+    def _free_memory(self, slots: _Slots) -> None:
+        if slots.memory is not None:
+            self._memory.free(slots.memory)
+        slots.memory = None
 
     def _open_memory(self, nbytes: int) -> Tensor:
         if (free := available()) is not None and nbytes > free:
-            raise TierError(f"host memory: {nbytes:,} bytes more needed for activations, {free:,} free. Keep them in a folder")
+            raise TierError(
+                f"host memory: {nbytes:,} bytes more needed for "
+                f"activations, {free:,} free. Keep them in a folder"
+            )
         return aligned(nbytes, pin=self._device.type == "cuda")
 
     def _end(self, key: tuple[int, int] | None) -> Call | None:
@@ -254,7 +271,9 @@ class Offload:
 class Call:
     """What one call of a block was given. To drop it is to free it."""
 
-    def __init__(self, offload: Offload, parts: Sequence[Any], form: Any, before: weakref.ref[Call] | None) -> None:
+    def __init__(
+        self, offload: ActivationOffload, parts: Sequence[Any], form: Any, before: weakref.ref[Call] | None
+    ) -> None:
         self.parts, self._form, self._offload, self._before = parts, form, offload, before
         self.views = {part for part in parts if isinstance(part, _View)}
         self.records = {part.record: None for part in parts if isinstance(part, _View)}.keys()
@@ -276,8 +295,9 @@ class Call:
 
 
 @dataclass
-class _Homes:
-    """Where a record is besides the device: in memory (for good, or on its way) and in a file; and the transfer between the two."""
+class _Slots:
+    """Where a record is besides the device: in memory (for good, or on its way) and in a file; and the
+    transfer between the two."""
 
     memory: _Place | None = None
     file: _Place | None = None
@@ -285,45 +305,51 @@ class _Homes:
 
 
 @dataclass(eq=False)
-class _Record:
+class _StoredStorage:
     """The bytes of one storage."""
 
     nbytes: int
     version: int
     storage: StorageWeakRef  # no other storage gets its address meanwhile
-    dropped: deque[_Homes]
-    source: Tensor | None = None  # shares the storage that is kept, and its version, while that has not left the device
+    dropped: deque[_Slots]
+    source: Tensor | None = (
+        None  # shares the storage that is kept, and its version, while that has not left the device
+    )
     bytes: Tensor | None = None  # all of them, on the device: the source's or a copy
     due: int = 0  # calls that are still to come back for it
     left: Any = None  # when the copy to memory is complete
     arrived: Any = None  # when that to the device is
-    homes: _Homes = field(default_factory=_Homes)
+    slots: _Slots = field(default_factory=_Slots)
 
     @property
     def is_out(self) -> bool:
-        return self.homes.memory is not None or self.homes.file is not None
+        return self.slots.memory is not None or self.slots.file is not None
 
     def check(self) -> None:
         """Raise ModelError if what is on the device is not what was kept."""
         if self.source is not None and self.source._version != self.version:
             raise ModelError(
-                f"a tensor of shape {tuple(self.source.shape)} that a block was given was changed in place before the block's backward, "
-                'which recomputes the block: have the model make a new one, or set memory.activations = "keep"'
+                f"a tensor of shape {tuple(self.source.shape)} that a block "
+                "was given was changed in place before the block's backward, "
+                "which recomputes the block: have the model make "
+                'a new one, or set memory.activations = "keep"'
             )
 
     def __del__(self) -> None:
-        self.dropped.append(self.homes)
+        self.dropped.append(self.slots)
 
 
 class _View:
     """A tensor as a part of its storage."""
 
-    def __init__(self, record: _Record, tensor: Tensor) -> None:
+    def __init__(self, record: _StoredStorage, tensor: Tensor) -> None:
         self.record, self._dtype, self._requires_grad = record, tensor.dtype, tensor.requires_grad
         self._geometry = tensor.storage_offset(), tensor.shape, tensor.stride()
 
     def of(self, whole: Tensor) -> Tensor:
-        tensor = torch.empty(0, dtype=self._dtype, device=whole.device).set_(whole.untyped_storage(), *self._geometry)
+        tensor = torch.empty(0, dtype=self._dtype, device=whole.device).set_(
+            whole.untyped_storage(), *self._geometry
+        )
         return tensor.requires_grad_(self._requires_grad)
 
 
@@ -373,7 +399,9 @@ class _Segment:
 class _Space:
     """Grows by an eighth at a time, and is used again. `finish` is called before any of it is given back."""
 
-    def __init__(self, open: Callable[[int], Tensor | File], finish: Callable[[], None] = lambda: None) -> None:
+    def __init__(
+        self, open: Callable[[int], Tensor | File], finish: Callable[[], None] = lambda: None
+    ) -> None:
         self._open, self._finish = open, finish
         self._segments: list[_Segment] = []
 

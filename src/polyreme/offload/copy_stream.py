@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 
 
-def lane_to(device: torch.device) -> Lane:
+def copy_stream_to(device: torch.device) -> CopyStream:
     """The way between host memory and the device."""
-    return Streams(device) if device.type == "cuda" else Lane()
+    return CudaCopyStream(device) if device.type == "cuda" else CopyStream()
 
 
-class Lane:
+class CopyStream:
     """On a CPU: done at once. What out and back return in place of an event is None."""
 
     def out(self, source: Tensor, memory: Tensor) -> Any:
@@ -25,7 +25,8 @@ class Lane:
         memory[: source.nbytes].copy_(source)
 
     def back(self, memory: Tensor, after: Any) -> tuple[Tensor, Any]:
-        """Begin to copy memory, once `after` has come, to a new tensor; returns it, and when that is complete."""
+        """Begin to copy memory, once `after` has come, to a new tensor; returns it, and when that is
+        complete."""
         return memory.clone(), None
 
     def into(self, memory: Tensor, target: Tensor) -> Any:
@@ -33,7 +34,8 @@ class Lane:
         target.copy_(memory)
 
     def beside(self) -> AbstractContextManager[object]:
-        """What is begun inside begins after the copies to the device, and not after what is being computed."""
+        """What is begun inside begins after the copies to the device, and not after what is being
+        computed."""
         return nullcontext()
 
     def wait(self, event: Any) -> None:
@@ -52,8 +54,9 @@ class Lane:
         """Return when nothing is being copied."""
 
 
-class Streams(Lane):
-    """On a GPU: on a stream in each direction, beside the one that computes. Memory is used again in the order of the streams."""
+class CudaCopyStream(CopyStream):
+    """On a GPU: on a stream in each direction, beside the one that computes. Memory is used again in the
+    order of the streams."""
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._out, self._back = device, torch.cuda.Stream(device), torch.cuda.Stream(device)
@@ -70,7 +73,8 @@ class Streams(Lane):
 
     def back(self, memory: Tensor, after: torch.cuda.Event | None) -> tuple[Tensor, torch.cuda.Event]:
         copy = torch.empty(memory.nbytes, dtype=torch.uint8, device=self._device)
-        self._back.wait_stream(torch.cuda.current_stream(self._device))  # which may still use what the copy's memory had before
+        # which may still use what the copy's memory had before
+        self._back.wait_stream(torch.cuda.current_stream(self._device))
         if after is not None:
             self._back.wait_event(after)
         with torch.cuda.stream(self._back):
@@ -79,7 +83,8 @@ class Streams(Lane):
         return copy, self._back.record_event()
 
     def into(self, memory: Tensor, target: Tensor) -> torch.cuda.Event:
-        self._back.wait_stream(torch.cuda.current_stream(self._device))  # which may still read what the target had before
+        # which may still read what the target had before
+        self._back.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._back):
             target.copy_(memory, non_blocking=True)
         return self._back.record_event()
@@ -98,7 +103,8 @@ class Streams(Lane):
         return self._back.record_event()
 
     def settle(self) -> None:
-        """The sources that left since the last time are freed: from here on the stream that computes waits for them to have left."""
+        """The sources that left since the last time are freed: from here on the stream that computes waits
+        for them to have left."""
         for _, event in self._leaving:
             torch.cuda.current_stream(self._device).wait_event(event)
         self._leaving.clear()

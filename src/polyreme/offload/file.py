@@ -1,8 +1,8 @@
 """Records in files: read ahead and written behind by threads, through a few buffers that are used in turn.
 
-Invariants: position p of a stream's order has buffer p % len(buffers), and what that held before is written first. No record is read while
-an earlier change of it may be on the way. Only the thread that uses a tier starts transfers. No communication.
-"""
+Invariants: position p of a stream's order has buffer p % len(buffers), and what that held before is written
+first. No record is read while an earlier change of it may be on the way. Only the thread that uses a tier
+starts transfers. No communication."""
 
 from __future__ import annotations
 
@@ -21,27 +21,39 @@ from torch import Tensor
 from polyreme.errors import TierError
 from polyreme.files.direct_io import ALIGNMENT, File, aligned, check_space, padded
 from polyreme.files.folder_lock import Claim
-from polyreme.offload.store import Tier
+from polyreme.offload.store import Store
 
 log = logging.getLogger(__name__)
 
 BUFFERS = 5
-"""One in use, and where as much is written as read, two that are read ahead and two that are written behind."""
+"""One in use, and where as much is written as read, two that are read ahead and two that are written
+behind."""
 THREADS = 2
 
 
-class FileTier(Tier):
-    """Records in nameless files of `folders`, which are made if need be and are claimed for `run` until `close` (see Claim).
+class FileStore(Store):
+    """Records in nameless files of `folders`, which are made if need be and are claimed for `run` until
+    `close` (see Claim).
 
-    Record i is in folder (i + rank) % len(folders), so that ranks which go through their records together use all disks. All the memory
-    that it takes are `buffers` times the largest record, pinned with `pin`.
-    Raises TierError where a folder cannot be used or is another run's."""
+    Record i is in folder (i + rank) % len(folders), so that ranks which go through their records together use
+    all disks. All the memory that it takes are `buffers` times the largest record, pinned with `pin`. Raises
+    TierError where a folder cannot be used or is another run's."""
 
     def __init__(
-        self, folders: Sequence[Path | str], rank: int, run: str, *, buffers: int = BUFFERS, threads: int = THREADS, pin: bool = False
+        self,
+        folders: Sequence[Path | str],
+        rank: int,
+        run: str,
+        *,
+        buffers: int = BUFFERS,
+        threads: int = THREADS,
+        pin: bool = False,
     ) -> None:
         super().__init__()
-        self.folders, self._rank, self._count, self._pin = [Path(folder) for folder in folders], rank, buffers, pin
+        self.folders = [Path(folder) for folder in folders]
+        self._rank = rank
+        self._count = buffers
+        self._pin = pin
         self._claims = [Claim(folder, run) for folder in self.folders]
         self._files: list[File] = []
         self._places: list[tuple[File, int]] = []
@@ -125,7 +137,8 @@ class FileTier(Tier):
         return self._pool.submit(work)
 
     def move(self, what: Literal["read", "write"], record: int, memory: Tensor, at: int = 0) -> None:
-        """Read all of `memory` from the record's bytes from `at` on, or write it there. In any thread; `check` raises its errors."""
+        """Read all of `memory` from the record's bytes from `at` on, or write it there. In any thread;
+        `check` raises its errors."""
         file, begin = self._places[record]
         if self._failure is not None:
             return
@@ -144,7 +157,9 @@ class FileTier(Tier):
 
     def check(self) -> None:
         if self._failure is not None:
-            raise TierError(f"a transfer failed, and what the tier holds is not whole any more: {self._failure}") from self._failure
+            raise TierError(
+                f"a transfer failed, and what the tier holds is not whole any more: {self._failure}"
+            ) from self._failure
 
     def _settle(self) -> None:
         """End the stream that may be open."""
@@ -157,10 +172,11 @@ class FileTier(Tier):
 
 
 class FileStream:
-    """A Stream of a FileTier, of one thread. It stays open when it is dropped, until the tier is used again."""
+    """A Stream of a FileStore, of one thread. It stays open when it is dropped, until the tier is used
+    again."""
 
-    def __init__(self, tier: FileTier, order: Sequence[int], write: bool, read: bool) -> None:
-        self._tier, self._order, self._write, self._read = tier, list(order), write, read
+    def __init__(self, store: FileStore, order: Sequence[int], write: bool, read: bool) -> None:
+        self._store, self._order, self._write, self._read = store, list(order), write, read
         self._position, self._using = 0, False  # of the record in use, or else of the next one
         self._jobs: dict[int, Future[None]] = {}  # by the position that the buffer goes on to
         self._taken = self._superseded = self._waits = False
@@ -169,11 +185,12 @@ class FileStream:
     def begin(self) -> None:
         """Read ahead."""
         self._waits = False
-        for position in range(-len(self._tier.ring), 0):
+        for position in range(-len(self._store.ring), 0):
             self._pass_on(position)
 
     def give_way(self) -> None:
-        """The tier is to be used for something else. If nothing was taken yet, this begins anew when something is."""
+        """The tier is to be used for something else. If nothing was taken yet, this begins anew when
+        something is."""
         if self.closed:
             return
         if self._taken:
@@ -189,15 +206,17 @@ class FileStream:
 
     def __next__(self) -> Tensor:
         if self._waits and not self.closed:
-            self._tier.begin(self)
+            self._store.begin(self)
         self._taken = True
         if not self.closed:
             self._advance()
         if self._superseded:
-            raise TierError("this stream ended early, because the tier was asked for something else meanwhile")
+            raise TierError(
+                "this stream ended early, because the tier was asked for something else meanwhile"
+            )
         if self.closed:
             raise StopIteration
-        return self._buffer(self._position)[: self._tier.sizes[self._order[self._position]]]
+        return self._buffer(self._position)[: self._store.sizes[self._order[self._position]]]
 
     def close(self) -> None:
         """Return when everything is written, what is in use, too. Raises what failed."""
@@ -206,16 +225,18 @@ class FileStream:
         self.closed = True
         began = time.perf_counter()
         if self._using and self._write:
-            self._tier.move("write", self._order[self._position], self._buffer(self._position))
+            self._store.move("write", self._order[self._position], self._buffer(self._position))
         self._using = False
         wait(self._jobs.values())
-        self._tier.traffic.waited += time.perf_counter() - began
-        self._tier.check()
+        self._store.traffic.waited += time.perf_counter() - began
+        self._store.check()
 
     def _advance(self) -> None:
         """Go on to the next record; behind the last one, and after a failure, close."""
         if self._using:
-            self._using = False  # first: whatever interrupts this, a buffer that another has is not written again
+            self._using = (
+                False  # first: whatever interrupts this, a buffer that another has is not written again
+            )
             self._pass_on(self._position)
             self._position += 1
         if self._position == len(self._order):
@@ -225,31 +246,38 @@ class FileStream:
         late, job = self._is_late(self._position), self._jobs.pop(self._position, None)
         wait([*([job] if job is not None else []), *(self._jobs.values() if late else [])])
         if late and self._read:
-            self._tier.move("read", self._order[self._position], self._buffer(self._position))
-        self._tier.traffic.waited += time.perf_counter() - began
-        if self._tier.failed:
+            self._store.move("read", self._order[self._position], self._buffer(self._position))
+        self._store.traffic.waited += time.perf_counter() - began
+        if self._store.failed:
             self.close()
         self._using = not self.closed
 
     def _pass_on(self, position: int) -> None:
-        """Have a thread write what is in the buffer of `position`, and read what it holds next; the first positions take theirs from
-        negative ones, of which nothing is written."""
-        coming = position + len(self._tier.ring)
+        """Have a thread write what is in the buffer of `position`, and read what it holds next; the first
+        positions take theirs from negative ones, of which nothing is written."""
+        coming = position + len(self._store.ring)
         old = position if self._write and position >= 0 else None
         new = coming if self._read and coming < len(self._order) and not self._is_late(coming) else None
         if old is not None or new is not None:
-            self._jobs[coming] = self._tier.submit(lambda: self._turn(old, new))
+            self._jobs[coming] = self._store.submit(lambda: self._turn(old, new))
 
     def _turn(self, old: int | None, new: int | None) -> None:
         if old is not None:
-            self._tier.move("write", self._order[old], self._buffer(old))
+            self._store.move("write", self._order[old], self._buffer(old))
         if new is not None and not self.closed and not self._waits:
-            self._tier.move("read", self._order[new], self._buffer(new))
+            self._store.move("read", self._order[new], self._buffer(new))
 
     def _is_late(self, position: int) -> bool:
-        """Whether its record has an earlier position whose change may not be written yet when this one could be read ahead, or might be
-        written after this one's: one of those that the buffers are still for, or of as many before, which may be on their way."""
-        return self._write and self._order[position] in self._order[max(0, position - 2 * len(self._tier.ring) + 1) : position]
+        """Whether its record has an earlier position whose change may not be written yet when this one could
+        be read ahead, or might be written after this one's: one of those that the buffers are still for, or
+        of as many before, which may be on their way."""
+        return (
+            self._write
+            and self._order[position]
+            in self._order[max(0, position - 2 * len(self._store.ring) + 1) : position]
+        )
 
     def _buffer(self, position: int) -> Tensor:
-        return self._tier.ring[position % len(self._tier.ring)][: padded(self._tier.sizes[self._order[position]])]
+        return self._store.ring[position % len(self._store.ring)][
+            : padded(self._store.sizes[self._order[position]])
+        ]

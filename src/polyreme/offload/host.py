@@ -1,4 +1,5 @@
-"""Records in host memory. Invariant: a record never moves, so what a stream gives is the record itself. No communication."""
+"""Records in host memory. Invariant: a record never moves, so what a stream gives is the record itself. No
+communication."""
 
 from __future__ import annotations
 
@@ -12,12 +13,12 @@ from torch import Tensor
 
 from polyreme.errors import TierError
 from polyreme.files.direct_io import aligned, padded
-from polyreme.offload.store import Tier
+from polyreme.offload.store import Store
 
 
-class HostTier(Tier):
-    """Records of `device` in host memory, pinned where that is a GPU. `traffic` counts what is used of records where they lie; whoever has
-    to take it to the device, or from there, does that itself."""
+class HostStore(Store):
+    """Records of `device` in host memory, pinned where that is a GPU. `traffic` counts what is used of
+    records where they lie; whoever has to take it to the device, or from there, does that itself."""
 
     def __init__(self, device: torch.device | str = "cpu") -> None:
         super().__init__()
@@ -30,12 +31,20 @@ class HostTier(Tier):
 
     def commit(self) -> None:
         if (free := available()) is not None and self.buffers > free:
-            raise TierError(f"host memory: {self.buffers:,} bytes needed, {free:,} free. Use more hosts, or keep them in a folder")
-        memory = aligned(self.buffers, self._pin).zero_()  # touched: taken here, and not when training is under way
+            raise TierError(
+                f"host memory: {self.buffers:,} bytes needed, {free:,} "
+                "free. Use more hosts, or keep them in a folder"
+            )
+        # touched: taken here, and not when training is under way
+        memory = aligned(self.buffers, self._pin).zero_()
         stops = accumulate(padded(size) for size in self.sizes)
-        self._records = [memory[stop - padded(size) :][:size] for size, stop in zip(self.sizes, stops, strict=True)]
+        self._records = [
+            memory[stop - padded(size) :][:size] for size, stop in zip(self.sizes, stops, strict=True)
+        ]
 
-    def stream(self, order: Sequence[int], write: bool = True, read: bool = True) -> Generator[Tensor, None, None]:
+    def stream(
+        self, order: Sequence[int], write: bool = True, read: bool = True
+    ) -> Generator[Tensor, None, None]:
         for record in order:
             self.traffic.read += self.sizes[record] if read else 0
             try:
@@ -60,8 +69,8 @@ class HostTier(Tier):
 
 
 def available() -> int | None:
-    """Bytes of host memory that this process can have without swapping or being killed: what the system has, and what its control groups
-    leave it (a container's limit, a job's of Slurm). None where neither tells."""
+    """Bytes of host memory that this process can have without swapping or being killed: what the system has,
+    and what its control groups leave it (a container's limit, a job's of Slurm). None where neither tells."""
     told = Path("/proc/meminfo")
     lines = told.read_text().splitlines() if told.exists() else []
     free = [int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:")]
@@ -69,15 +78,17 @@ def available() -> int | None:
 
 
 def _left_by_groups(membership: Path, root: Path) -> Iterator[int]:
-    """Bytes that each control group around this process leaves it, of those that have a limit: versions 2 and 1
-    (https://docs.kernel.org/admin-guide/cgroup-v2.html). Pages of files that were not used lately count as free."""
+    """Bytes that each control group around this process leaves it, of those that have a limit: versions 2 and
+    1 (https://docs.kernel.org/admin-guide/cgroup-v2.html). Pages of files that were not used lately count as
+    free."""
     for line in membership.read_text().splitlines() if membership.exists() else ():
         _, controllers, path = line.split(":", 2)
         if controllers and "memory" not in controllers.split(","):
             continue
         top, files = (root / "memory", _VERSION_1) if controllers else (root, _VERSION_2)
         group = top / path.lstrip("/")
-        for each in (group, *(parent for parent in group.parents if parent.is_relative_to(top))):  # a container may see the top alone
+        # a container may see the top alone
+        for each in (group, *(parent for parent in group.parents if parent.is_relative_to(top))):
             with contextlib.suppress(OSError, ValueError):  # no such group here; "max": no limit
                 limit, used = (int((each / name).read_text()) for name in files[:2])
                 statistics = (each / "memory.stat").read_text().split()

@@ -1,4 +1,5 @@
-"""glibc's memory allocator, which every tensor on a CPU comes from, told to keep what is freed, or to give it back to the kernel."""
+"""glibc's memory allocator, which every tensor on a CPU comes from, told to keep what is freed, or to give it
+back to the kernel."""
 
 from __future__ import annotations
 
@@ -9,7 +10,8 @@ from collections.abc import Callable, Mapping
 TRIM_THRESHOLD, MMAP_THRESHOLD = -1, -3  # of <malloc.h>
 KEPT = (1 << 31) - 1  # bytes: the most that mallopt takes, an int
 ALLOWED = 32 << 20  # and the most that an older glibc takes for MMAP_THRESHOLD
-GIVEN_BACK = 16 << 20  # blocks this large leave as they are freed; smaller ones come and go in each operator, and hold little
+# blocks this large leave as they are freed; smaller ones come and go in each operator, and hold little
+GIVEN_BACK = 16 << 20
 
 
 def decided(variables: Mapping[str, str] = os.environ) -> bool:
@@ -18,16 +20,18 @@ def decided(variables: Mapping[str, str] = os.environ) -> bool:
 
 
 def keep_freed_memory() -> None:
-    """From now on, glibc keeps freed memory for this process (up to 2 GiB at the heap's end) instead of giving it back to the kernel, from
-    where every step would fault it in again, page by page. Nothing where the environment decides, nor with another C library."""
+    """From now on, glibc keeps freed memory for this process (up to 2 GiB at the heap's end) instead of
+    giving it back to the kernel, from where every step would fault it in again, page by page. Nothing where
+    the environment decides, nor with another C library."""
     tell = _mallopt()
     if tell(MMAP_THRESHOLD, KEPT) or tell(MMAP_THRESHOLD, ALLOWED):
         tell(TRIM_THRESHOLD, KEPT)
 
 
 def give_freed_memory_back() -> None:
-    """From now on, glibc gives blocks of 16 MiB and more back to the kernel as they are freed. By itself it raises that size to that of the
-    blocks it has seen, up to 32 MiB, and its heap keeps them. Nothing where the environment decides, nor with another C library."""
+    """From now on, glibc gives blocks of 16 MiB and more back to the kernel as they are freed. By itself it
+    raises that size to that of the blocks it has seen, up to 32 MiB, and its heap keeps them. Nothing where
+    the environment decides, nor with another C library."""
     tell = _mallopt()
     tell(MMAP_THRESHOLD, GIVEN_BACK)  # which stops the raising, too
     tell(TRIM_THRESHOLD, GIVEN_BACK)
@@ -35,5 +39,7 @@ def give_freed_memory_back() -> None:
 
 def _mallopt() -> Callable[[int, int], int]:
     """glibc's function of that name, or one that refuses all, where nobody is to be told."""
-    found: Callable[[int, int], int] | None = getattr(ctypes.CDLL(None), "mallopt", None) if os.name == "posix" else None
+    found: Callable[[int, int], int] | None = (
+        getattr(ctypes.CDLL(None), "mallopt", None) if os.name == "posix" else None
+    )
     return (lambda option, value: 0) if found is None or decided() else found

@@ -1,8 +1,9 @@
-"""The optimizer's numbers of one bucket in a tier: records, each with a part of the master and, behind it, that part of every state.
+"""The optimizer's numbers of one bucket in a tier: records, each with a part of the master and, behind it,
+that part of every state.
 
-Invariants: a record is of consecutive elements of one optimizer group (of one tensor, where the optimizer looks at whole ones), so it is
-all that the update of these elements reads and writes; the records of a bucket come in rising order. Communication: none.
-"""
+Invariants: a record is of consecutive elements of one optimizer group (of one tensor, where the optimizer
+looks at whole ones), so it is all that the update of these elements reads and writes; the records of a bucket
+come in rising order. Communication: none."""
 
 from __future__ import annotations
 
@@ -15,13 +16,14 @@ from torch import Tensor
 
 from polyreme.layout.bucket_layout import BucketLayout, Run, align
 from polyreme.layout.region import MASTER, Stored
-from polyreme.offload.host import HostTier
-from polyreme.offload.store import Tier
+from polyreme.offload.host import HostStore
+from polyreme.offload.store import Store
 from polyreme.optim.groups import Group, trial_state
 from polyreme.optim.quantized_states import Compact, States
 
 RECORD = 1 << 20
-"""Most elements of a record, a multiple of ALIGN: AdamW's are 12 MiB, of which a stream of files holds five."""
+"""Most elements of a record, a multiple of ALIGN: AdamW's are 12 MiB, of which a stream of files holds
+five."""
 MOST = 1 << 22
 """The same in host memory, where each thread takes records of its own, if there are enough."""
 
@@ -50,8 +52,9 @@ class Field:
 
 
 @dataclass(frozen=True)
-class Record:
-    """The elements of `run`, record `number` of the tier, with `fields` by kind: MASTER, and the names of states."""
+class StateRecord:
+    """The elements of `run`, record `number` of the tier, with `fields` by kind: MASTER, and the names of
+    states."""
 
     run: Run
     number: int
@@ -62,57 +65,73 @@ class Record:
         return max(field.end for field in self.fields.values())
 
 
-class Records:
-    """Of one bucket: those of the part `region` of its flat buffer, with masters of `dtype`. Reserves them in `tier`. `compact`: how
-    states are kept, if not as torch does."""
+class OffloadedStates:
+    """Of one bucket: those of the part `region` of its flat buffer, with masters of `dtype`. Reserves them in
+    `store`. `compact`: how states are kept, if not as torch does."""
 
     def __init__(
-        self, layout: BucketLayout, region: slice, groups: Sequence[Group], dtype: torch.dtype, tier: Tier, compact: States | None = None
+        self,
+        layout: BucketLayout,
+        region: slice,
+        groups: Sequence[Group],
+        dtype: torch.dtype,
+        store: Store,
+        compact: States | None = None,
     ) -> None:
-        self.tier = tier
-        self._all: list[Record] = []
+        self.store = store
+        self._all: list[StateRecord] = []
         for run in layout.runs(region.start, region.stop):
             share = align(-(-(run.stop - run.start) // torch.get_num_threads()))
-            for part in cut(run, min(MOST, max(RECORD, share)) if isinstance(tier, HostTier) else RECORD):
+            for part in cut(run, min(MOST, max(RECORD, share)) if isinstance(store, HostStore) else RECORD):
                 fields = _fields(part, groups[part.group], dtype, compact)
-                self._all.append(Record(part, tier.reserve(max(field.end for field in fields.values())), fields))
+                self._all.append(
+                    StateRecord(part, store.reserve(max(field.end for field in fields.values())), fields)
+                )
 
-    def __iter__(self) -> Iterator[Record]:
+    def __iter__(self) -> Iterator[StateRecord]:
         return iter(self._all)
 
     def write_master(self, start: int, flat: Tensor) -> None:
-        """Set the masters of the elements from `start` of the bucket's flat buffer on, as far as they are here."""
+        """Set the masters of the elements from `start` of the bucket's flat buffer on, as far as they are
+        here."""
         for record in self._all:
             low, high = max(start, record.run.start), min(start + flat.numel(), record.run.stop)
             if low < high:
                 field = record.fields[MASTER]
                 numbers = flat[low - start : high - start].to("cpu", field.dtype)
-                self.tier.write(record.number, field.begin + (low - record.run.start) * field.dtype.itemsize, numbers)
+                self.store.write(
+                    record.number, field.begin + (low - record.run.start) * field.dtype.itemsize, numbers
+                )
 
     def read_master(self, flat: Tensor, start: int) -> None:
-        """Copy the masters to `flat`, which begins at element `start` of the bucket's flat buffer; what is padding there stays."""
+        """Copy the masters to `flat`, which begins at element `start` of the bucket's flat buffer; what is
+        padding there stays."""
         for record in self._all:
             field = record.fields[MASTER]
             numbers = self._fetch(record, field, 0, field.size)
             flat[record.run.start - start :][: field.size].copy_(numbers)
 
-    def held(self, record: Record, kind: str, part: Run | None) -> Tensor | Stored:
-        """The record's numbers of one kind, or those of a part of its run: in host memory, or to be read when they are needed."""
+    def held(self, record: StateRecord, kind: str, part: Run | None) -> Tensor | Stored:
+        """The record's numbers of one kind, or those of a part of its run: in host memory, or to be read when
+        they are needed."""
         field = record.fields[kind]
         span = None if part is None else within(record.run, part, field.size)
-        if isinstance(self.tier, HostTier):
-            numbers = field.of(self.tier.memory(record.number))
+        if isinstance(self.store, HostStore):
+            numbers = field.of(self.store.memory(record.number))
             return numbers if span is None else numbers[slice(*span)]
         whole = Stored(field.dtype, field.shape, partial(self._fetch, record, field))
         return whole if span is None else whole.part(*span)
 
-    def _fetch(self, record: Record, field: Field, start: int, stop: int) -> Tensor:
+    def _fetch(self, record: StateRecord, field: Field, start: int, stop: int) -> Tensor:
         size = field.dtype.itemsize
-        return self.tier.read(record.number, field.begin + start * size, field.begin + stop * size).view(field.dtype)
+        return self.store.read(record.number, field.begin + start * size, field.begin + stop * size).view(
+            field.dtype
+        )
 
 
 def within(whole: Run, part: Run, size: int) -> tuple[int, int]:
-    """Where the part of a run is in the `size` numbers that there are of the run: one for each element, or one for some of them."""
+    """Where the part of a run is in the `size` numbers that there are of the run: one for each element, or
+    one for some of them."""
     elements = whole.stop - whole.start
     return (part.start - whole.start) * size // elements, (part.stop - whole.start) * size // elements
 
@@ -121,7 +140,9 @@ def cut(run: Run, chunk: int) -> list[Run]:
     """`run` in parts of at most `chunk` elements each, or as it is where it is one whole tensor."""
     if run.slot is not None:
         return [run]
-    return [Run(run.group, start, min(start + chunk, run.stop)) for start in range(run.start, run.stop, chunk)]
+    return [
+        Run(run.group, start, min(start + chunk, run.stop)) for start in range(run.start, run.stop, chunk)
+    ]
 
 
 def _fields(run: Run, group: Group, dtype: torch.dtype, compact: States | None) -> dict[str, Field]:

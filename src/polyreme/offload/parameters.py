@@ -1,7 +1,8 @@
-"""A bucket's shard of the parameters that is not on the device: in host memory or in a file, from where it comes for each use.
+"""A bucket's shard of the parameters that is not on the device: in host memory or in a file, from where it
+comes for each use.
 
-Invariant: what is fetched is what was stored last; a shard is fetched or open for writing, never both. No communication.
-"""
+Invariant: what is fetched is what was stored last; a shard is fetched or open for writing, never both. No
+communication."""
 
 from __future__ import annotations
 
@@ -17,19 +18,19 @@ from torch import Tensor
 from polyreme.distributed.work import Work
 from polyreme.files.direct_io import aligned, padded
 from polyreme.layout.region import Stored
-from polyreme.offload.copy_stream import lane_to
-from polyreme.offload.file import FileTier
-from polyreme.offload.host import HostTier
+from polyreme.offload.copy_stream import copy_stream_to
+from polyreme.offload.file import FileStore
+from polyreme.offload.host import HostStore
 
 WRITING = 1
 """Shards that may wait in memory to be written."""
 
 
-class Away:
+class OffloadedParameters:
     """The shards of all buckets that are in one tier, and the memory through which those of files go."""
 
-    def __init__(self, tier: HostTier | FileTier, device: torch.device) -> None:
-        self.tier, self.lane = tier, lane_to(device)
+    def __init__(self, store: HostStore | FileStore, device: torch.device) -> None:
+        self.store, self.copy_stream = store, copy_stream_to(device)
         self._pin = device.type == "cuda"
         self._free: dict[int, deque[tuple[Tensor, Any]]] = defaultdict(deque)  # by bytes; and when it is free
         self._writing: deque[Future[None]] = deque()
@@ -38,21 +39,21 @@ class Away:
     @property
     def is_far(self) -> bool:
         """Whether what is there has to be waited for: files."""
-        return isinstance(self.tier, FileTier)
+        return isinstance(self.store, FileStore)
 
     @property
     def memory(self) -> int:
         """Bytes of host memory that it takes: of all shards, or to move those of files."""
-        return self._taken + (self.tier.buffers if isinstance(self.tier, HostTier) else 0)
+        return self._taken + (self.store.buffers if isinstance(self.store, HostStore) else 0)
 
     def settle(self) -> None:
         """Return when all is written."""
         while self._writing:
             self._writing.popleft().result()
 
-    def shard(self, elements: int, dtype: torch.dtype) -> AwayShard:
+    def shard(self, elements: int, dtype: torch.dtype) -> OffloadedShard:
         """A new one, of zeros once the tier is committed."""
-        return AwayShard(self, elements, dtype)
+        return OffloadedShard(self, elements, dtype)
 
     def take(self, nbytes: int) -> Tensor:
         """Memory that a file can be read into."""
@@ -70,27 +71,27 @@ class Away:
 
     def write(self, record: int, memory: Tensor) -> Future[None]:
         """Begin to write a file's record; the memory is free after it."""
-        tier = self.tier
-        assert isinstance(tier, FileTier)
+        store = self.store
+        assert isinstance(store, FileStore)
         while len(self._writing) >= WRITING:
             self._writing.popleft().result()
 
         def job() -> None:
-            tier.move("write", record, memory)
+            store.move("write", record, memory)
             self.give(memory)
 
-        self._writing.append(tier.submit(job))
+        self._writing.append(store.submit(job))
         return self._writing[-1]
 
 
-class AwayShard:
+class OffloadedShard:
     """One bucket's: flat, of `elements` numbers."""
 
-    def __init__(self, away: Away, elements: int, dtype: torch.dtype) -> None:
+    def __init__(self, offloaded: OffloadedParameters, elements: int, dtype: torch.dtype) -> None:
         self.elements, self.dtype = elements, dtype
-        self._away, self._tier = away, away.tier
+        self._all, self._store = offloaded, offloaded.store
         self._nbytes = elements * dtype.itemsize
-        self._record = away.tier.reserve(self._nbytes)
+        self._record = offloaded.store.reserve(self._nbytes)
         self._memory: Tensor | None = None  # of a file: what is fetched or open
         self._copied: Any = None  # when the last copy to the device will have left the memory
         self._reading: Future[None] | None = None
@@ -100,44 +101,44 @@ class AwayShard:
     @property
     def is_near(self) -> bool:
         """Whether it need not be waited for: host memory."""
-        return isinstance(self._tier, HostTier)
+        return isinstance(self._store, HostStore)
 
     def write(self, start: int, flat: Tensor) -> None:
         """Set the numbers from `start` on, in their dtype. Slower than `open`."""
         self._after_writing()
         if self._copied is not None:
             self._copied.synchronize()
-        self._tier.write(self._record, start * self.dtype.itemsize, flat.to("cpu", self.dtype))
+        self._store.write(self._record, start * self.dtype.itemsize, flat.to("cpu", self.dtype))
 
     def fetch(self) -> None:
         """Begin to read it."""
-        if isinstance(tier := self._tier, FileTier) and self._memory is None:
+        if isinstance(store := self._store, FileStore) and self._memory is None:
             self._after_writing()
-            memory = self._memory = self._away.take(padded(self._nbytes))
-            self._reading = tier.submit(lambda: tier.move("read", self._record, memory))
+            memory = self._memory = self._all.take(padded(self._nbytes))
+            self._reading = store.submit(lambda: store.move("read", self._record, memory))
 
     def arrive(self) -> Tensor:
         """The numbers, on the CPU, to be read until `leave`."""
-        if isinstance(self._tier, HostTier):
-            self._tier.traffic.read += self._nbytes
+        if isinstance(self._store, HostStore):
+            self._store.traffic.read += self._nbytes
         elif self._reading is not None:
             began = time.perf_counter()
             self._reading.result()
             self._reading = None
-            self._tier.traffic.waited += time.perf_counter() - began
-            self._tier.check()
+            self._store.traffic.waited += time.perf_counter() - began
+            self._store.check()
         return self._numbers()
 
     def into(self, target: Tensor) -> Work:
         """Begin to copy the numbers, which were fetched, to `target`, and leave."""
-        lane = self._away.lane
-        copied = self._copied = lane.into(self.arrive(), target)
+        copy_stream = self._all.copy_stream
+        copied = self._copied = copy_stream.into(self.arrive(), target)
         self.leave()
-        return Work(finish=lambda: lane.wait(copied))
+        return Work(finish=lambda: copy_stream.wait(copied))
 
     def beside(self) -> AbstractContextManager[object]:
         """Where what is begun on the device begins after the copy, whatever is being computed."""
-        return self._away.lane.beside()
+        return self._all.copy_stream.beside()
 
     def leave(self) -> None:
         """What was fetched is not needed any more."""
@@ -145,16 +146,17 @@ class AwayShard:
             self._reading.result()
             self._reading = None
         if self._memory is not None:
-            self._away.give(self._memory, self._copied)
+            self._all.give(self._memory, self._copied)
             self._memory = self._copied = None
 
     def open(self, keep: bool) -> Tensor:
-        """The numbers, on the CPU, to be changed until `store`; without `keep`, all are zero, or any. The same ones when it is open."""
-        if isinstance(self._tier, FileTier) and self._memory is None:
+        """The numbers, on the CPU, to be changed until `store`; without `keep`, all are zero, or any. The
+        same ones when it is open."""
+        if isinstance(self._store, FileStore) and self._memory is None:
             if keep:
                 self.fetch()
                 return self.arrive()
-            self._memory = self._away.take(padded(self._nbytes)).zero_()
+            self._memory = self._all.take(padded(self._nbytes)).zero_()
         if self._copied is not None:
             self._copied.synchronize()
             self._copied = None
@@ -163,25 +165,28 @@ class AwayShard:
 
     def store(self) -> None:
         """Keep what was opened. A file is written while other things go on."""
-        if isinstance(self._tier, HostTier):
-            self._tier.traffic.written += self._nbytes * self._is_open
+        if isinstance(self._store, HostStore):
+            self._store.traffic.written += self._nbytes * self._is_open
             self._is_open = False
         elif self._memory is not None:
             memory, self._memory = self._memory, None
             self._after_writing()
-            self._written = self._away.write(self._record, memory)
+            self._written = self._all.write(self._record, memory)
 
     def stored(self) -> Tensor | Stored:
         """The numbers as they are now: in memory, or to be read when they are needed."""
-        if isinstance(self._tier, HostTier):
+        if isinstance(self._store, HostStore):
             return self._numbers()
         self._after_writing()
         size = self.dtype.itemsize
-        return Stored(self.dtype, (self.elements,),
-                      lambda start, stop: self._tier.read(self._record, start * size, stop * size).view(self.dtype))  # fmt: skip
+        return Stored(
+            self.dtype,
+            (self.elements,),
+            lambda start, stop: self._store.read(self._record, start * size, stop * size).view(self.dtype),
+        )
 
     def _numbers(self) -> Tensor:
-        memory = self._tier.memory(self._record) if isinstance(self._tier, HostTier) else self._memory
+        memory = self._store.memory(self._record) if isinstance(self._store, HostStore) else self._memory
         assert memory is not None, "the shard is neither fetched nor open"
         return memory[: self._nbytes].view(self.dtype)
 

@@ -1,7 +1,8 @@
-"""A tier: a home of records, flat byte strings of known sizes, that are used in an order which is known before.
+"""A tier: a home of records, flat byte strings of known sizes, that are used in an order which is known
+before.
 
-Invariant: whatever the tier, a record is the same bytes after the same changes. No communication: a tier is of one rank.
-"""
+Invariant: whatever the tier, a record is the same bytes after the same changes. No communication: a tier is
+of one rank."""
 
 from __future__ import annotations
 
@@ -26,19 +27,22 @@ class Traffic:
 
 
 class Stream(Protocol):
-    """What `Tier.stream` returns: an iterator over records, which may be closed before its end, as a generator may."""
+    """What `Store.stream` returns: an iterator over records, which may be closed before its end, as a
+    generator may."""
 
     def __iter__(self) -> Self: ...
     def __next__(self) -> Tensor: ...
     def close(self) -> None: ...
 
 
-class Tier(ABC):
-    """First all records are reserved, then `commit` takes their space, then they are used; all are zeros at first.
+class Store(ABC):
+    """First all records are reserved, then `commit` takes their space, then they are used; all are zeros at
+    first.
 
-    One stream is open at a time, and `read` and `write` find none open: each of these ends an earlier stream, whose user gets a TierError
-    if it asks for more; one that nothing was taken from yet begins anew instead. A failed transfer is a TierError, then and whenever the
-    tier is asked again, because its records are not whole."""
+    One stream is open at a time, and `read` and `write` find none open: each of these ends an earlier stream,
+    whose user gets a TierError if it asks for more; one that nothing was taken from yet begins anew instead.
+    A failed transfer is a TierError, then and whenever the tier is asked again, because its records are not
+    whole."""
 
     def __init__(self) -> None:
         self.sizes: list[int] = []
@@ -67,15 +71,18 @@ class Tier(ABC):
 
     @abstractmethod
     def commit(self) -> None:
-        """Take the space of all records. TierError, with what is needed and what is free, where there is too little."""
+        """Take the space of all records. TierError, with what is needed and what is free, where there is too
+        little."""
 
     @abstractmethod
     def stream(self, order: Sequence[int], write: bool = True, read: bool = True) -> Stream:
-        """The bytes of each record of `order`, one after the other (any may come again): a uint8 tensor of the CPU that begins at a page.
+        """The bytes of each record of `order`, one after the other (any may come again): a uint8 tensor of
+        the CPU that begins at a page.
 
-        It is good until the next one is asked for or the stream is closed, and what was changed in it until then is kept; `write=False`
-        promises that nothing is, `read=False` that every byte is set, whatever it was. Reading ahead begins at once, not when the first is
-        asked for. A stream that is dropped ends when the tier is used again."""
+        It is good until the next one is asked for or the stream is closed, and what was changed in it until
+        then is kept; `write=False` promises that nothing is, `read=False` that every byte is set, whatever it
+        was. Reading ahead begins at once, not when the first is asked for. A stream that is dropped ends when
+        the tier is used again."""
 
     @abstractmethod
     def read(self, record: int, start: int, stop: int) -> Tensor:
@@ -83,7 +90,8 @@ class Tier(ABC):
 
     @abstractmethod
     def write(self, record: int, start: int, data: Tensor) -> None:
-        """Change the record's bytes from `start` on to those of `data`, a flat tensor of the CPU. Slower than a stream."""
+        """Change the record's bytes from `start` on to those of `data`, a flat tensor of the CPU. Slower than
+        a stream."""
 
     @abstractmethod
     def close(self) -> None:

@@ -1,8 +1,10 @@
-"""Optimizer updates of a flat float32 piece in one pass over memory, compiled by numba, an optional extra (importing this fails without).
+"""Optimizer updates of a flat float32 piece in one pass over memory, compiled by numba, an optional extra
+(importing this fails without).
 
-Every function reads a gradient in any of three formats, scales it, updates the parameter and its states in place and writes the rounded
-parameter, number by number. The order of operations, and which of them are fused, is that of torch's vectorised CPU kernels, so that the
-bits are equal; `kernels` tries that before it relies on it. Options that are None are compiled away.
+Every function reads a gradient in any of three formats, scales it, updates the parameter and its states in
+place and writes the rounded parameter, number by number. The order of operations, and which of them are
+fused, is that of torch's vectorised CPU kernels, so that the bits are equal; `kernels` tries that before it
+relies on it. Options that are None are compiled away.
 
 float32 is itself, bfloat16 comes as uint16 and float16 as int16, as numpy and numba have no type for them.
 """
@@ -33,7 +35,8 @@ INT, FLOAT, BYTES = ir.IntType(32), ir.FloatType(), ir.IntType(8).as_pointer()
 RUN = 32
 """Numbers between two prefetches: as few as fill a line of the cache in the narrowest format."""
 AHEAD = 96
-"""Numbers from those that are read to those that are prefetched. A fast memory is slowed down by more than 128 (docs/LOG.md)."""
+"""Numbers from those that are read to those that are prefetched. A fast memory is slowed down by more than
+128 (docs/LOG.md)."""
 LINE = 64
 """Bytes of the cache that are fetched together."""
 
@@ -45,8 +48,9 @@ def run(
     place: int | None = None,
     threads: int | None = None,
 ) -> None:
-    """Call `function` on flat tensors, in parts on `threads` (torch's number), on `numbers` in float32, and on the place of the first
-    number, if that is given. The tensors have one size, but for scales of blocks."""
+    """Call `function` on flat tensors, in parts on `threads` (torch's number), on `numbers` in float32, and
+    on the place of the first number, if that is given. The tensors have one size, but for scales of
+    blocks."""
     views = [None if t is None else _array(t) for t in tensors]
     scalars = [None if x is None else np.float32(x) for x in numbers]
     size = views[0].size  # type: ignore[union-attr]
@@ -54,7 +58,10 @@ def run(
     part = -(-size // (threads * ALIGN)) * ALIGN
     calls = []
     for at in range(0, size, part):
-        inside = [v if v is None or threads == 1 else v[at * v.size // size : min(at + part, size) * v.size // size] for v in views]
+        inside = [
+            v if v is None or threads == 1 else v[at * v.size // size : min(at + part, size) * v.size // size]
+            for v in views
+        ]
         calls.append((*inside, *scalars, *(() if place is None else (np.uint32(place + at & 0xFFFFFFFF),))))
     others = [pool(threads - 1).submit(function, *call) for call in calls[1:]]
     function(*calls[0])
@@ -63,7 +70,8 @@ def run(
 
 
 def each(function: Callable[[int], None], starts: Sequence[int]) -> None:
-    """Call `function`, which calls compiled loops on less than 2 * LEAST elements, with each of `starts`, on torch's number of threads."""
+    """Call `function`, which calls compiled loops on less than 2 * LEAST elements, with each of `starts`, on
+    torch's number of threads."""
     threads = min(torch.get_num_threads(), len(starts))
     for _ in map(function, starts) if threads < 2 else pool(threads).map(function, starts):
         pass
@@ -90,7 +98,8 @@ class Apart(Compiler):
 
 @intrinsic
 def prefetch(context: Any, values: Any, at: Any) -> Any:
-    """Have the RUN numbers from `at` on, of every array among `values`, brought to the cache. `at` may be past the end."""
+    """Have the RUN numbers from `at` on, of every array among `values`, brought to the cache. `at` may be
+    past the end."""
 
     def emit(target: Any, build: Any, _: Any, given: Any) -> Any:
         form = ir.FunctionType(ir.VoidType(), [BYTES, INT, INT, INT])
@@ -102,19 +111,21 @@ def prefetch(context: Any, values: Any, at: Any) -> Any:
             for place in range(0, RUN, LINE // (array.dtype.bitwidth // 8)):
                 address = build.gep(memory, [build.add(given[1], ir.Constant(given[1].type, place))])
                 # to read, into all levels, data
-                build.call(function, [build.bitcast(address, BYTES), *(ir.Constant(INT, k) for k in (0, 3, 1))])
+                build.call(
+                    function, [build.bitcast(address, BYTES), *(ir.Constant(INT, k) for k in (0, 3, 1))]
+                )
         return target.get_dummy_value()
 
     return types.void(values, types.int64), emit
 
 
 def elementwise(step: Callable[..., None]) -> Callable[..., None]:
-    """The loop that calls `step(i, *given)` for every number i of the flat arrays among what it is given, which have one size and do not
-    overlap.
+    """The loop that calls `step(i, *given)` for every number i of the flat arrays among what it is given,
+    which have one size and do not overlap.
 
-    What the loop needs next is prefetched between short runs of it, which are what is vectorised: an update's chain of a root and two
-    divisions fills the processor's queues before it gets to the next reads, and the processor's own prefetching ends at every page.
-    """
+    What the loop needs next is prefetched between short runs of it, which are what is vectorised: an update's
+    chain of a root and two divisions fills the processor's queues before it gets to the next reads, and the
+    processor's own prefetching ends at every page."""
     one = njit(step, forceinline=True, error_model="numpy")
 
     @njit(nogil=True, error_model="numpy", pipeline_class=Apart)
@@ -134,7 +145,9 @@ def elementwise(step: Callable[..., None]) -> Callable[..., None]:
 @intrinsic
 def fma(context: Any, a: Any, b: Any, c: Any) -> Any:
     """a * b + c, rounded once."""
-    return types.float32(types.float32, types.float32, types.float32), lambda _, build, __, values: build.fma(*values)
+    return types.float32(types.float32, types.float32, types.float32), lambda _, build, __, values: build.fma(
+        *values
+    )
 
 
 @intrinsic
@@ -165,14 +178,18 @@ def widen(context: Any, x: Any) -> Any:
 def half(context: Any, x: Any) -> Any:
     """A float32 rounded to float16, as int16."""
     narrow, wide = ir.HalfType(), ir.IntType(16)
-    return types.int16(types.float32), lambda _, build, __, values: build.bitcast(build.fptrunc(values[0], narrow), wide)
+    return types.int16(types.float32), lambda _, build, __, values: build.bitcast(
+        build.fptrunc(values[0], narrow), wide
+    )
 
 
 @njit(inline="always")
 def brain(x: Any) -> Any:
     """A float32 rounded to bfloat16, as uint16."""
     whole = bits(x)
-    rounded = np.uint16((whole + np.uint32(0x7FFF) + ((whole >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16))
+    rounded = np.uint16(
+        (whole + np.uint32(0x7FFF) + ((whole >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
+    )
     return rounded if x == x else np.uint16(0xFFFF)
 
 
@@ -209,8 +226,8 @@ def lerp(a: Any, b: Any, weight: Any) -> Any:
 
 @elementwise
 def adam(i, p, g, m, v, out, factor, keep, decay, rate1, beta2, rate2, root2, eps, size):  # type: ignore[no-untyped-def]
-    """Adam (`decay`: L2) and AdamW (`keep`: 1 - lr * decay), rate = 1 - beta, root2 the root of the second bias correction, size of a
-    step lr / the first."""
+    """Adam (`decay`: L2) and AdamW (`keep`: 1 - lr * decay), rate = 1 - beta, root2 the root of the second
+    bias correction, size of a step lr / the first."""
     x, grad = p[i], widen(g[i]) * factor
     if keep is not None:
         x *= keep
@@ -226,7 +243,8 @@ def adam(i, p, g, m, v, out, factor, keep, decay, rate1, beta2, rate2, root2, ep
 
 @elementwise
 def sgd(i, p, g, m, out, factor, decay, momentum, damped, ahead, size):  # type: ignore[no-untyped-def]
-    """SGD, `m` None without momentum; damped = 1 - dampening, `ahead` the momentum again for Nesterov's, size = -lr."""
+    """SGD, `m` None without momentum; damped = 1 - dampening, `ahead` the momentum again for Nesterov's, size
+    = -lr."""
     x, grad = p[i], widen(g[i]) * factor
     if decay is not None:
         grad = fma(x, decay, grad)
@@ -297,7 +315,8 @@ def rooted(signed: bool) -> tuple[Callable[..., None], Callable[..., None]]:
             begin = np.uint64(block * ALIGN)
             most = np.uint32(0)
             for i in range(ALIGN):
-                most = max(most, bits(abs(values[begin + np.uint64(i)])))  # as integers, which takes no care of NaN
+                # as integers, which takes no care of NaN
+                most = max(most, bits(abs(values[begin + np.uint64(i)])))
             scale = number(most)
             scales[block] = scale
             safe = scale if scale > 0 else np.float32(1)
@@ -311,8 +330,11 @@ def rooted(signed: bool) -> tuple[Callable[..., None], Callable[..., None]]:
                 low = min(np.float32(np.int32(root * top + nudge)), top - np.float32(1))
                 high = low + np.float32(1)
                 below, above = value(low, unit) * scale, value(high, unit) * scale
-                uniform = np.float32(np.int32(mixed(np.uint32(first + np.uint32(i))) >> np.uint32(8))) * np.float32(2.0**-24)
-                code = high if uniform * (above - below) < size - below else low  # in float32: numba widens sums of integers
+                uniform = np.float32(
+                    np.int32(mixed(np.uint32(first + np.uint32(i))) >> np.uint32(8))
+                ) * np.float32(2.0**-24)
+                # in float32: numba widens sums of integers
+                code = high if uniform * (above - below) < size - below else low
                 if signed:
                     code = -code if x < 0 else code
                 elif size > 0:
@@ -325,7 +347,9 @@ def rooted(signed: bool) -> tuple[Callable[..., None], Callable[..., None]]:
             begin, scale = np.uint64(block * ALIGN), scales[block]
             for i in range(ALIGN):
                 code = np.float32(codes[begin + np.uint64(i)])
-                values[begin + np.uint64(i)] = (code * abs(code) * unit if signed else value(code, unit)) * scale
+                values[begin + np.uint64(i)] = (
+                    code * abs(code) * unit if signed else value(code, unit)
+                ) * scale
 
     return encode, decode
 

@@ -1,13 +1,13 @@
-"""The optimizer's step of one contiguous piece on the CPU, in one pass over memory: gradient times factor, update of parameter and states,
-rounded copy.
+"""The optimizer's step of one contiguous piece on the CPU, in one pass over memory: gradient times factor,
+update of parameter and states, rounded copy.
 
-For torch's Adam, AdamW, SGD and Adagrad with `fused`, and for Lion, a piece is walked either by a loop that numba compiled (`compiled`),
-where numba is installed, or in parts small enough that every pass of torch's own kernels but the first finds them in the cache. Any other
-optimizer makes its own `step()` on the whole piece.
+For torch's Adam, AdamW, SGD and Adagrad with `fused`, and for Lion, a piece is walked either by a loop that
+numba compiled (`compiled`), where numba is installed, or in parts small enough that every pass of torch's own
+kernels but the first finds them in the cache. Any other optimizer makes its own `step()` on the whole piece.
 
-Invariant: the numbers are, to the last bit, those of `optimizer.step()` on the widened and scaled gradient, whichever way they are made.
-A compiled loop is tried on a few numbers with the options at hand, and taken only if its bits are torch's.
-"""
+Invariant: the numbers are, to the last bit, those of `optimizer.step()` on the widened and scaled gradient,
+whichever way they are made. A compiled loop is tried on a few numbers with the options at hand, and taken
+only if its bits are torch's."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ from polyreme.layout.bucket_layout import ALIGN
 from polyreme.optim.groups import Lion
 
 CHUNK = 1 << 17
-"""Elements of a part, a multiple of ALIGN: scratch, parameter and states of it are in the second-level cache together."""
+"""Elements of a part, a multiple of ALIGN: scratch, parameter and states of it are in the second-level cache
+together."""
 
 WORTH = 1 << 16
 """Fewest elements of a piece for which a loop is compiled, which takes some tenths of a second."""
@@ -38,7 +39,8 @@ State = dict[str, Any]
 
 
 def kernel(optimizer: Optimizer) -> Kernel:
-    """The kernel for an optimizer of one group, whose options (lr, ...) in `param_groups[0]` it follows from step to step."""
+    """The kernel for an optimizer of one group, whose options (lr, ...) in `param_groups[0]` it follows from
+    step to step."""
     found = _KERNELS.get(type(optimizer), Kernel)
     fused = optimizer.param_groups[0].get("fused") or found is _Lion
     return found(optimizer) if fused else Kernel(optimizer)
@@ -62,13 +64,15 @@ class Kernel:
         at: int = 0,
         later: bool = False,
     ) -> Callable[[], None] | None:
-        """One step of `parameter` (contiguous, on the CPU) along `gradient` times `factor` (same shape, any float format, only read).
+        """One step of `parameter` (contiguous, on the CPU) along `gradient` times `factor` (same shape, any
+        float format, only read).
 
-        `state` is its torch state, which is updated in place: tensors stay where they are, missing ones are made as torch makes them.
-        `first`: those that are given hold nothing yet, and begin as torch would begin them. `out`, of the same shape, gets the new
-        parameter rounded to its format. `at` is the place of the piece's first number in all that the optimizer updates, which only
-        `compact` looks at. With `later`, all that is left to do may be returned, which takes one thread, any.
-        """
+        `state` is its torch state, which is updated in place: tensors stay where they are, missing ones are
+        made as torch makes them.
+        `first`: those that are given hold nothing yet, and begin as torch would begin them. `out`, of the
+        same shape, gets the new parameter rounded to its format. `at` is the place of the piece's first
+        number in all that the optimizer updates, which only `compact` looks at. With `later`, all that is
+        left to do may be returned, which takes one thread, any."""
         given = dict(state)
         if first:
             state.clear()
@@ -99,8 +103,8 @@ class Crew:
         return torch.get_num_threads() + 2
 
     def do(self, job: Callable[[], None] | None, then: Callable[[], None] = lambda: None) -> None:
-        """Have a thread do `job`, unless there is nothing to do; `then` is called by the caller's thread, now or later, in `finish` at the
-        latest."""
+        """Have a thread do `job`, unless there is nothing to do; `then` is called by the caller's thread, now
+        or later, in `finish` at the latest."""
         if job is None or torch.get_num_threads() < 2 or (compiled_kernels := compiler()) is None:
             if job is not None:
                 job()
@@ -136,7 +140,8 @@ class Walk(Kernel):
         raise NotImplementedError
 
     def update(self, parts: Sequence[Tensor], options: Mapping[str, Any], step: Tensor, first: bool) -> None:
-        """Torch's update of a part (parameter, gradient, states); `step` is the count of steps, this one too."""
+        """Torch's update of a part (parameter, gradient, states); `step` is the count of steps, this one
+        too."""
         raise NotImplementedError
 
     def numbers(self, options: Mapping[str, Any], step: float) -> tuple[float | None, ...]:
@@ -183,12 +188,20 @@ class Walk(Kernel):
             state["step"] = torch.zeros((), dtype=torch.float32)
 
     def _walked(
-        self, tensors: Sequence[Tensor], out: Tensor | None, factor: float, options: Mapping[str, Any], count: Tensor, first: bool = False
+        self,
+        tensors: Sequence[Tensor],
+        out: Tensor | None,
+        factor: float,
+        options: Mapping[str, Any],
+        count: Tensor,
+        first: bool = False,
     ) -> None:
         walk = list(zip(*(t.split(CHUNK) for t in tensors), strict=True))
         outs = [None] * len(walk) if out is None else out.split(CHUNK)
         for (parameter, gradient, *moments), rounded in zip(walk, outs, strict=True):
-            self.update([parameter, _scaled(gradient, parameter.dtype, factor), *moments], options, count, first)
+            self.update(
+                [parameter, _scaled(gradient, parameter.dtype, factor), *moments], options, count, first
+            )
             if rounded is not None:
                 rounded.copy_(parameter)
 
@@ -205,23 +218,36 @@ class Walk(Kernel):
         assert compiled_kernels is not None
         absent = [None] * (2 + self.most - len(tensors))
         numbers = [factor, *self.numbers(options, float(count))]
-        compiled_kernels.run(getattr(compiled_kernels, self.name), [*tensors, *absent, out], numbers, threads=threads)
+        compiled_kernels.run(
+            getattr(compiled_kernels, self.name), [*tensors, *absent, out], numbers, threads=threads
+        )
 
-    def _compiles(self, tensors: Sequence[Tensor], out: Tensor | None, options: Mapping[str, Any], first: bool) -> bool:
-        """Whether the compiled loop takes these tensors and options and gives torch's bits on a few numbers."""
+    def _compiles(
+        self, tensors: Sequence[Tensor], out: Tensor | None, options: Mapping[str, Any], first: bool
+    ) -> bool:
+        """Whether the compiled loop takes these tensors and options and gives torch's bits on a few
+        numbers."""
         if options.get("maximize") or (compiled_kernels := compiler()) is None:
             return False
-        if len(tensors) > 2 + self.most or (first and len(tensors) == 3 and self.name == "sgd"):  # the first momentum is the gradient
+        # the first momentum is the gradient
+        if len(tensors) > 2 + self.most or (first and len(tensors) == 3 and self.name == "sgd"):
             return False
         # what of the options changes the arithmetic
         formats = (*(t.dtype for t in tensors), None if out is None else out.dtype)
-        key = (self.name, formats, *(bool(options.get(name)) for name in ("weight_decay", "nesterov", "decoupled_weight_decay")),
-               *(beta < 0.5 for beta in options.get("betas", ())))  # fmt: skip
+        key = (
+            self.name,
+            formats,
+            *(bool(options.get(name)) for name in ("weight_decay", "nesterov", "decoupled_weight_decay")),
+            *(beta < 0.5 for beta in options.get("betas", ())),
+        )
         if key not in _TRIED:
             if tensors[0].numel() < WORTH:
                 return False
             known = {*compiled_kernels.VIEWS, None}
-            taken = all(d == torch.float32 for d in (formats[0], *formats[2:-1])) and {formats[1], formats[-1]} <= known
+            taken = (
+                all(d == torch.float32 for d in (formats[0], *formats[2:-1]))
+                and {formats[1], formats[-1]} <= known
+            )
             _TRIED[key] = taken and self._agrees(tensors, out, {**options, "lr": float(options["lr"]) or 0.1})
         return _TRIED[key]
 
@@ -286,15 +312,39 @@ class _Adam(Walk):
         parameter, gradient, mean, square, *largest = parts
         beta1, beta2 = options["betas"]
         apply = torch._fused_adamw_ if options["decoupled_weight_decay"] else torch._fused_adam_
-        apply([parameter], [gradient], [mean], [square], largest, [step], lr=float(options["lr"]), beta1=float(beta1),
-              beta2=float(beta2), weight_decay=options["weight_decay"], eps=options["eps"], amsgrad=options["amsgrad"],
-              maximize=options["maximize"])  # fmt: skip
+        apply(
+            [parameter],
+            [gradient],
+            [mean],
+            [square],
+            largest,
+            [step],
+            lr=float(options["lr"]),
+            beta1=float(beta1),
+            beta2=float(beta2),
+            weight_decay=options["weight_decay"],
+            eps=options["eps"],
+            amsgrad=options["amsgrad"],
+            maximize=options["maximize"],
+        )
 
     def numbers(self, options: Mapping[str, Any], step: float) -> tuple[float | None, ...]:
-        lr, decay, (beta1, beta2) = float(options["lr"]), options["weight_decay"], map(float, options["betas"])
+        lr = float(options["lr"])
+        decay = options["weight_decay"]
+        (beta1, beta2) = map(float, options["betas"])
         decoupled = options["decoupled_weight_decay"]
-        keep, l2 = (1 - lr * decay if decay and decoupled else None), (decay if decay and not decoupled else None)
-        return keep, l2, 1 - beta1, beta2, 1 - beta2, math.sqrt(1 - beta2**step), options["eps"], lr / (1 - beta1**step)
+        keep = 1 - lr * decay if decay and decoupled else None
+        l2 = decay if decay and not decoupled else None
+        return (
+            keep,
+            l2,
+            1 - beta1,
+            beta2,
+            1 - beta2,
+            math.sqrt(1 - beta2**step),
+            options["eps"],
+            lr / (1 - beta1**step),
+        )
 
 
 class _SGD(Walk):
@@ -305,14 +355,29 @@ class _SGD(Walk):
 
     def update(self, parts: Sequence[Tensor], options: Mapping[str, Any], step: Tensor, first: bool) -> None:
         parameter, gradient, *buffer = parts
-        torch._fused_sgd_([parameter], [gradient], buffer, weight_decay=float(options["weight_decay"]), momentum=options["momentum"],
-                          lr=float(options["lr"]), dampening=options["dampening"], nesterov=options["nesterov"],
-                          maximize=options["maximize"], is_first_step=first and bool(buffer))  # fmt: skip
+        torch._fused_sgd_(
+            [parameter],
+            [gradient],
+            buffer,
+            weight_decay=float(options["weight_decay"]),
+            momentum=options["momentum"],
+            lr=float(options["lr"]),
+            dampening=options["dampening"],
+            nesterov=options["nesterov"],
+            maximize=options["maximize"],
+            is_first_step=first and bool(buffer),
+        )
 
     def numbers(self, options: Mapping[str, Any], step: float) -> tuple[float | None, ...]:
         momentum = options["momentum"] or None
         ahead = momentum if options["nesterov"] else None
-        return float(options["weight_decay"]) or None, momentum, 1 - options["dampening"], ahead, -float(options["lr"])
+        return (
+            float(options["weight_decay"]) or None,
+            momentum,
+            1 - options["dampening"],
+            ahead,
+            -float(options["lr"]),
+        )
 
 
 class _Adagrad(Walk):
@@ -323,8 +388,17 @@ class _Adagrad(Walk):
 
     def update(self, parts: Sequence[Tensor], options: Mapping[str, Any], step: Tensor, first: bool) -> None:
         parameter, gradient, total = parts
-        torch._fused_adagrad_([parameter], [gradient], [total], [step], lr=float(options["lr"]), lr_decay=options["lr_decay"],
-                              weight_decay=options["weight_decay"], eps=options["eps"], maximize=options["maximize"])  # fmt: skip
+        torch._fused_adagrad_(
+            [parameter],
+            [gradient],
+            [total],
+            [step],
+            lr=float(options["lr"]),
+            lr_decay=options["lr_decay"],
+            weight_decay=options["weight_decay"],
+            eps=options["eps"],
+            maximize=options["maximize"],
+        )
 
     def numbers(self, options: Mapping[str, Any], step: float) -> tuple[float | None, ...]:
         size = float(options["lr"]) / (1 + (step - 1) * options["lr_decay"])
@@ -340,7 +414,9 @@ class _Lion(Walk):
     def update(self, parts: Sequence[Tensor], options: Mapping[str, Any], step: Tensor, first: bool) -> None:
         parameter, gradient, mean = parts
         beta1, beta2 = options["betas"]
-        direction = torch.lerp(gradient, mean, beta1, out=scratch(gradient.dtype, gradient.numel(), "direction")).sign_()
+        direction = torch.lerp(
+            gradient, mean, beta1, out=scratch(gradient.dtype, gradient.numel(), "direction")
+        ).sign_()
         parameter.mul_(1 - options["lr"] * options["weight_decay"]).sub_(direction, alpha=options["lr"])
         mean.lerp_(gradient, 1 - beta2)
 

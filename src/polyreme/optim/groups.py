@@ -1,8 +1,9 @@
-"""Which torch optimizer updates which parameters, from the config or from what the caller passed, and the options it has in each step.
+"""Which torch optimizer updates which parameters, from the config or from what the caller passed, and the
+options it has in each step.
 
-Invariant: an optimizer runs on flat shards (boundary "element") only if cutting a tensor changes nothing of its update, which is tried
-out on small tensors; one that looks at whole tensors gets them whole ("tensor"), and one that looks at all of them at once is refused.
-"""
+Invariant: an optimizer runs on flat shards (boundary "element") only if cutting a tensor changes nothing of
+its update, which is tried out on small tensors; one that looks at whole tensors gets them whole ("tensor"),
+and one that looks at all of them at once is refused."""
 
 from __future__ import annotations
 
@@ -42,7 +43,8 @@ FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagr
 
 @dataclass(frozen=True)
 class Group:
-    """One optimizer group: what makes its optimizer, with which options in place of the maker's own, and where shards may cut."""
+    """One optimizer group: what makes its optimizer, with which options in place of the maker's own, and
+    where shards may cut."""
 
     make: Make
     boundary: Boundary
@@ -51,14 +53,18 @@ class Group:
     def optimizer(self, tensors: Sequence[Tensor]) -> Optimizer:
         """A torch optimizer of this one group."""
         made = self.make([{**self.options, "params": list(tensors)}])
-        if isinstance(made, torch.optim.Adagrad) and any(t.device.type == "cuda" for t in tensors):  # its fused kernel is for CPUs alone
+        # its fused kernel is for CPUs alone
+        if isinstance(made, torch.optim.Adagrad) and any(t.device.type == "cuda" for t in tensors):
             for group in made.param_groups:
                 group["fused"] = False
         return made
 
 
-def trial_state(group: Group, shape: tuple[int, ...] | None, dtype: torch.dtype, device: torch.device | None = None) -> dict[str, Any]:
-    """What torch's optimizer keeps of a parameter of this shape after a step on zeros; None: of a few elements of any."""
+def trial_state(
+    group: Group, shape: tuple[int, ...] | None, dtype: torch.dtype, device: torch.device | None = None
+) -> dict[str, Any]:
+    """What torch's optimizer keeps of a parameter of this shape after a step on zeros; None: of a few
+    elements of any."""
     trial = torch.zeros((ALIGN,) if shape is None else shape, dtype=dtype, device=device)
     trial.grad = torch.zeros_like(trial)
     optimizer = group.optimizer([trial])
@@ -68,8 +74,9 @@ def trial_state(group: Group, shape: tuple[int, ...] | None, dtype: torch.dtype,
 
 @dataclass(frozen=True)
 class Recipe:
-    """How the parameters of a model are updated: groups, and the group of each parameter by name. kept: the dtypes of the frozen
-    ones of another dtype than any that is trained, such as the bf16 base of fp32 adapters, which stay as they are."""
+    """How the parameters of a model are updated: groups, and the group of each parameter by name. kept: the
+    dtypes of the frozen ones of another dtype than any that is trained, such as the bf16 base of fp32
+    adapters, which stay as they are."""
 
     groups: tuple[Group, ...]
     group_of: Mapping[str, int]
@@ -80,10 +87,16 @@ class Recipe:
 
 
 class Lion(Optimizer):
-    """Lion (Chen et al., "Symbolic Discovery of Optimization Algorithms", 2023): the sign of an interpolated momentum, with
-    decoupled weight decay. One state of the parameter's size."""
+    """Lion (Chen et al., "Symbolic Discovery of Optimization Algorithms", 2023): the sign of an interpolated
+    momentum, with decoupled weight decay. One state of the parameter's size."""
 
-    def __init__(self, params: Any, lr: float = 1e-4, betas: tuple[float, float] = (0.9, 0.99), weight_decay: float = 0.0) -> None:
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-4,
+        betas: tuple[float, float] = (0.9, 0.99),
+        weight_decay: float = 0.0,
+    ) -> None:
         super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
 
     @torch.no_grad()
@@ -104,27 +117,37 @@ class Lion(Optimizer):
         return loss
 
 
-def recipe(model: nn.Module, section: OptimizerSection, given: type[Optimizer] | Make | None = None) -> Recipe:
-    """The recipe of the config section, or of `given`: a torch optimizer class in place of the section's `name`, or a factory, which is
-    called with the model's trainable parameters and decides everything itself (groups, learning rates, options).
+def recipe(
+    model: nn.Module, section: OptimizerSection, given: type[Optimizer] | Make | None = None
+) -> Recipe:
+    """The recipe of the config section, or of `given`: a torch optimizer class in place of the section's
+    `name`, or a factory, which is called with the model's trainable parameters and decides everything itself
+    (groups, learning rates, options).
 
-    A class that is not one of the section's names keeps its own defaults for those of betas, eps, momentum and nesterov that the
-    section does not set. Of a frozen model nothing is updated. Raises ConfigError for an optimizer that cannot run here, and for options
-    that it does not take; and ModelError for a model without parameters.
-    """
+    A class that is not one of the section's names keeps its own defaults for those of betas, eps, momentum
+    and nesterov that the section does not set. Of a frozen model nothing is updated. Raises ConfigError for
+    an optimizer that cannot run here, and for options that it does not take; and ModelError for a model
+    without parameters."""
     if not any(True for _ in model.parameters()):
         raise ModelError("the model has no parameters: there is nothing to train")
     if not any(p.requires_grad for p in model.parameters()):
         given = None
     if isinstance(given, Optimizer) or not (given is None or callable(given)):
-        raise ConfigError([Problem("optimizer", type(given).__name__, "its parameters are to move into buckets",
-                                   "pass its class, or a factory such as lambda params: torch.optim.AdamW(params, lr=3e-4)")])  # fmt: skip
+        raise ConfigError([Problem("optimizer", type(given).__name__, "its parameters are "
+                                                                      "to move into buckets",
+                                   "pass its class, or a factory such as lambda "
+                                   "params: torch.optim.AdamW(params, lr=3e-4)")])  # fmt: skip
     trained = {p.dtype for p in model.parameters() if p.requires_grad}
-    kept = {name: p.dtype for name, p in model.named_parameters() if trained and p.is_floating_point() and p.dtype not in trained}
+    kept = {
+        name: p.dtype
+        for name, p in model.named_parameters()
+        if trained and p.is_floating_point() and p.dtype not in trained
+    }
     if given is None or isinstance(given, type):
         return replace(_by_pattern(model, section, _from_section(model, section, given)), kept=kept)
     if section.groups:
-        raise ConfigError([Problem("optimizer.groups", section.groups, "the factory that was passed as optimizer decides the groups",
+        raise ConfigError([Problem("optimizer.groups", section.groups, "the factory that was passed "
+                                                                       "as optimizer decides the groups",
                                    "leave optimizer.groups out, or pass the optimizer's class")])  # fmt: skip
     return replace(_from_factory(model, given), kept=kept)
 
@@ -135,11 +158,20 @@ def _from_section(model: nn.Module, section: OptimizerSection, given: type[Optim
     adam = {"betas": section.betas, "eps": section.eps}
     if given is None and section.name == "muon":
         whole = matrices(model)
-        muon = _configured(torch.optim.Muon, section, {"lr": section.matrix_lr, "momentum": section.matrix_momentum})
+        muon = _configured(
+            torch.optim.Muon, section, {"lr": section.matrix_lr, "momentum": section.matrix_momentum}
+        )
         _boundary(muon, {2})
         rest = _configured(torch.optim.AdamW, section, adam, own_options=False)
-        groups = Group(rest, "element"), Group(rest, "element", spare), Group(muon, "tensor"), Group(muon, "tensor", spare)
-        return Recipe(groups, {name: 2 * (name in whole) + (name in spared) for name, _ in model.named_parameters()})
+        groups = (
+            Group(rest, "element"),
+            Group(rest, "element", spare),
+            Group(muon, "tensor"),
+            Group(muon, "tensor", spare),
+        )
+        return Recipe(
+            groups, {name: 2 * (name in whole) + (name in spared) for name, _ in model.named_parameters()}
+        )
     ours: dict[str, tuple[type[Optimizer], dict[str, Any]]] = {
         "adamw": (torch.optim.AdamW, adam),
         "adam": (torch.optim.Adam, adam),
@@ -150,14 +182,21 @@ def _from_section(model: nn.Module, section: OptimizerSection, given: type[Optim
     if given is None and section.name in ours:
         make = _configured(ours[section.name][0], section, ours[section.name][1])
     else:
-        written = {key: getattr(section, key) for key in section.model_fields_set & {"betas", "eps", "momentum", "nesterov"}}
+        written = {
+            key: getattr(section, key)
+            for key in section.model_fields_set & {"betas", "eps", "momentum", "nesterov"}
+        }
         make = _configured(given or getattr(torch.optim, section.name), section, written)
     boundary = _boundary(make, {p.dim() for p in model.parameters() if p.requires_grad})
-    return Recipe((Group(make, boundary), Group(make, boundary, spare)), {n: int(n in spared) for n, _ in model.named_parameters()})
+    return Recipe(
+        (Group(make, boundary), Group(make, boundary, spare)),
+        {n: int(n in spared) for n, _ in model.named_parameters()},
+    )
 
 
 def _by_pattern(model: nn.Module, section: OptimizerSection, made: Recipe) -> Recipe:
-    """`made` with a group more for each of its own that has parameters of a pattern. Raises ConfigError for patterns without any."""
+    """`made` with a group more for each of its own that has parameters of a pattern. Raises ConfigError for
+    patterns without any."""
     names: dict[int, list[str]] = {}  # of each parameter all its names
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
@@ -171,18 +210,30 @@ def _by_pattern(model: nn.Module, section: OptimizerSection, made: Recipe) -> Re
         before, first = made.group_of[own[0]], matching[0]
         if (before, first) not in at:
             at[before, first] = len(groups)
-            group, own_options = made.groups[before], {str(key): value for key, value in section.groups[first].items()}
+            group = made.groups[before]
+            own_options = {str(key): value for key, value in section.groups[first].items()}
             groups.append(replace(group, options={**group.options, **own_options}))
         group_of[own[0]] = at[before, first]
     every = [name for own in names.values() for name in own]
     if unmatched:
-        raise ConfigError([Problem(f"optimizer.groups.{pattern}", section.groups[pattern], "no parameter of the model has such a name",
-                                   f"their names are such as {', '.join(get_close_matches(pattern, every, cutoff=0.0))}")
-                           for pattern in section.groups if pattern in unmatched])  # fmt: skip
+        raise ConfigError(
+            [
+                Problem(
+                    f"optimizer.groups.{pattern}",
+                    section.groups[pattern],
+                    "no parameter of the model has such a name",
+                    f"their names are such as {', '.join(get_close_matches(pattern, every, cutoff=0.0))}",
+                )
+                for pattern in section.groups
+                if pattern in unmatched
+            ]
+        )
     return Recipe(tuple(groups), group_of)
 
 
-def _configured(cls: type[Optimizer], section: OptimizerSection, arguments: Mapping[str, Any], own_options: bool = True) -> Make:
+def _configured(
+    cls: type[Optimizer], section: OptimizerSection, arguments: Mapping[str, Any], own_options: bool = True
+) -> Make:
     """`cls` with the section's learning rate, weight decay and options."""
     taken = inspect.signature(cls).parameters
     options = {"lr": section.lr, "weight_decay": section.weight_decay, **arguments}
@@ -190,33 +241,61 @@ def _configured(cls: type[Optimizer], section: OptimizerSection, arguments: Mapp
     if own_options:
         unknown = sorted(set(section.options) - set(taken))
         if unknown:
-            raise ConfigError([Problem(f"optimizer.options.{key}", section.options[key], f"{cls.__name__} does not take it",
-                                       f"one of {', '.join(k for k in taken if k != 'params')}") for key in unknown])  # fmt: skip
+            raise ConfigError(
+                [
+                    Problem(
+                        f"optimizer.options.{key}",
+                        section.options[key],
+                        f"{cls.__name__} does not take it",
+                        f"one of {', '.join(k for k in taken if k != 'params')}",
+                    )
+                    for key in unknown
+                ]
+            )
         options |= section.options
     return partial(cls, **_fused(cls, options))
 
 
 def _from_factory(model: nn.Module, factory: Make) -> Recipe:
-    """The groups that the caller's factory makes of the model's own parameters, to be made again of shards."""
+    """The groups that the caller's factory makes of the model's own parameters, to be made again of
+    shards."""
     trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
     try:
         made = factory(list(trainable.values()))
     except Exception as error:
-        raise ConfigError([Problem("optimizer", getattr(factory, "__name__", factory), f"the factory failed: {error}",
-                                   "it is called with a list of the trainable parameters")]) from error  # fmt: skip
+        raise ConfigError(
+            [
+                Problem(
+                    "optimizer",
+                    getattr(factory, "__name__", factory),
+                    f"the factory failed: {error}",
+                    "it is called with a list of the trainable parameters",
+                )
+            ]
+        ) from error
     if not isinstance(made, Optimizer):
         raise ConfigError([Problem("optimizer", made, "the factory did not return a torch optimizer",
-                                   "pass a torch.optim class, or a function of a list of parameters that returns one")])  # fmt: skip
+                                   "pass a torch.optim class, or a function "
+                                   "of a list of parameters that returns one")])  # fmt: skip
     at = {id(p): index for index, group in enumerate(made.param_groups) for p in group["params"]}
     if left_out := [name for name, p in trainable.items() if id(p) not in at]:
-        raise ConfigError([Problem("optimizer", type(made).__name__, f"the factory leaves out {', '.join(left_out[:3])} "
-                                   f"({len(left_out)} in all)", "call requires_grad_(False) on what is not to be trained")])  # fmt: skip
+        raise ConfigError([Problem("optimizer", type(made).__name__, "the factory leaves out "
+                                                                     f"{', '.join(left_out[:3])} "
+                                   f"({len(left_out)} in all)", "call requires_grad_(False) "
+                                                                "on what is not to be trained")])  # fmt: skip
     cls = type(made)
     taken = inspect.signature(cls).parameters
     make = partial(cls, **_fused(cls, {key: value for key, value in made.defaults.items() if key in taken}))
     groups = []
     for group in made.param_groups:
-        options = _fused(cls, {key: value for key, value in group.items() if key not in ("params", "param_names", "initial_lr")})
+        options = _fused(
+            cls,
+            {
+                key: value
+                for key, value in group.items()
+                if key not in ("params", "param_names", "initial_lr")
+            },
+        )
         if "initial_lr" in group:  # a scheduler has changed lr already
             options["lr"] = group["initial_lr"]
         groups.append(Group(make, _boundary(make, {p.dim() for p in group["params"]}, options), options))
@@ -230,7 +309,8 @@ def _fused(cls: type[Optimizer], options: dict[str, Any]) -> dict[str, Any]:
 
 
 def _boundary(make: Make, dims: AbstractSet[int], options: Mapping[str, Any] | None = None) -> Boundary:
-    """Where shards may cut tensors of these numbers of dimensions, found by trying. Raises ConfigError if the optimizer does not work."""
+    """Where shards may cut tensors of these numbers of dimensions, found by trying. Raises ConfigError if the
+    optimizer does not work."""
     generator = torch.Generator().manual_seed(0)
     shapes = [(4,) * dim for dim in sorted(dims or {2}) for _ in range(2)]
     tensors = [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
@@ -240,11 +320,18 @@ def _boundary(make: Make, dims: AbstractSet[int], options: Mapping[str, Any] | N
         together = _trial(group, tensors)
         alone = torch.cat([_trial(group, [tensor]) for tensor in tensors])
     except Exception as error:  # whatever a class of the caller's raises
-        reason = f"it fails on tensors of {' or '.join(map(str, sorted(dims)))} dimensions with its options: {error}"
-        raise ConfigError([Problem("optimizer", name, reason, 'change the options, or use another one such as "adamw"')]) from error
+        reason = (
+            f"it fails on tensors of {' or '.join(map(str, sorted(dims)))} "
+            f"dimensions with its options: {error}"
+        )
+        raise ConfigError(
+            [Problem("optimizer", name, reason, 'change the options, or use another one such as "adamw"')]
+        ) from error
     if not _same(together, alone):
-        raise ConfigError([Problem("optimizer", name, "its update of one tensor depends on the others, which are in other buckets",
-                                   'use an optimizer that treats tensors one by one, such as "adamw"')])  # fmt: skip
+        raise ConfigError([Problem("optimizer", name, "its update of one tensor depends on "
+                                                      "the others, which are in other buckets",
+                                   'use an optimizer that treats '
+                                   'tensors one by one, such as "adamw"')])  # fmt: skip
     try:
         cut = _trial(group, [half for tensor in tensors for half in tensor.flatten().chunk(2)])
     except Exception:  # such as Muon's, which takes matrices only
@@ -253,7 +340,8 @@ def _boundary(make: Make, dims: AbstractSet[int], options: Mapping[str, Any] | N
 
 
 def _trial(group: Group, tensors: Sequence[Tensor]) -> Tensor:
-    """All numbers of copies of `tensors` after three steps, with gradients that are a function of each number alone."""
+    """All numbers of copies of `tensors` after three steps, with gradients that are a function of each number
+    alone."""
     copies = [tensor.clone() for tensor in tensors]
     made = group.optimizer(copies)
     made.param_groups[0]["lr"] = 0.1  # one of 0, as a warm-up begins with, would show nothing
@@ -288,12 +376,14 @@ def _spared(model: nn.Module, section: OptimizerSection) -> set[str]:
 
 
 class Options:
-    """The options of every group in the coming step (lr, betas, ...), which the optimizers of all shards follow.
+    """The options of every group in the coming step (lr, betas, ...), which the optimizers of all shards
+    follow.
 
-    The learning rate is each group's own times the factor of `schedule`; or, with `scheduler`, what that torch scheduler makes of it: a
-    scheduler on any optimizer of the caller's (with one group, whose learning rate leads all groups in proportion, or with as many as
-    the recipe), or a factory that builds one on the optimizer that it is given, which has the recipe's groups. ReduceLROnPlateau goes on
-    by what `observe` is told.
+    The learning rate is each group's own times the factor of `schedule`; or, with `scheduler`, what that
+    torch scheduler makes of it: a scheduler on any optimizer of the caller's (with one group, whose learning
+    rate leads all groups in proportion, or with as many as the recipe), or a factory that builds one on the
+    optimizer that it is given, which has the recipe's groups. ReduceLROnPlateau goes on by what `observe` is
+    told.
 
     Raises ConfigError for anything else.
     """
@@ -307,7 +397,8 @@ class Options:
             group["lr"] = base  # a number, where the caller gave a tensor
         self._scheduler = None if scheduler is None else self._built(scheduler)
         self.needs_tokens = scheduler is None and schedule.in_tokens
-        """Whether the learning rate follows the number of tokens, which only batches with `input_ids` carry."""
+        """Whether the learning rate follows the number of tokens, which only batches with `input_ids`
+        carry."""
         self._follow(Progress(0, 0, 0))
 
     @property
@@ -321,14 +412,22 @@ class Options:
         return float(self.groups[0]["lr"])
 
     def check(self, made: Recipe) -> None:
-        """Raise ModelError where the torch scheduler could not go on with the groups of a recipe that is to take this one's place."""
+        """Raise ModelError where the torch scheduler could not go on with the groups of a recipe that is to
+        take this one's place."""
         scheduler, count, now = self._scheduler, len(self._base), len(made.groups)
-        if scheduler is not None and now != count and (scheduler.optimizer is self._lead or len(scheduler.optimizer.param_groups) > 1):
-            raise ModelError(f"lr_scheduler goes by the optimizer's {count} groups, and of the model as it is now it has {now}: use a "
-                             "factory that makes the same groups, the config's lr_schedule, or save, and initialize anew")  # fmt: skip
+        if (
+            scheduler is not None
+            and now != count
+            and (scheduler.optimizer is self._lead or len(scheduler.optimizer.param_groups) > 1)
+        ):
+            raise ModelError(f"lr_scheduler goes by the optimizer's {count} groups, "
+                             f"and of the model as it is now it has {now}: use a "
+                             "factory that makes the same groups, the config's "
+                             "lr_schedule, or save, and initialize anew")  # fmt: skip
 
     def advance(self, progress: Progress) -> None:
-        """To the step that follows `progress`, by one step of the torch scheduler where there is one that waits for no metric."""
+        """To the step that follows `progress`, by one step of the torch scheduler where there is one that
+        waits for no metric."""
         if self._scheduler is not None and not isinstance(self._scheduler, ReduceLROnPlateau):
             with warnings.catch_warnings():  # that it is stepped before its optimizer: ours are others
                 warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step", UserWarning)
@@ -339,24 +438,35 @@ class Options:
         """Step ReduceLROnPlateau. Raises ConfigError where the scheduler is another one."""
         if not isinstance(self._scheduler, ReduceLROnPlateau):
             name = "the config's schedule" if self._scheduler is None else type(self._scheduler).__name__
-            raise ConfigError([Problem("lr_scheduler", name, "it waits for no metric, and goes on with each step by itself",
-                                       "pass lr_scheduler=ReduceLROnPlateau, or leave plateau() out")])  # fmt: skip
+            raise ConfigError([Problem("lr_scheduler", name, "it waits for no metric, and "
+                                                             "goes on with each step by itself",
+                                       "pass lr_scheduler=ReduceLROnPlateau, "
+                                       "or leave plateau() out")])  # fmt: skip
         self._scheduler.step(metric)
         self._follow(Progress(0, 0, 0))
 
     def state_dict(self) -> dict[str, Any]:
-        """What a torch scheduler knows of the past, as JSON can hold it; the config's schedule follows from how far training has come."""
+        """What a torch scheduler knows of the past, as JSON can hold it; the config's schedule follows from
+        how far training has come."""
         if self._scheduler is None:
             return {}
-        groups = [{key: value for key, value in group.items() if key != "params"} for group in self._scheduler.optimizer.param_groups]
-        return {"groups": [_json(group) for group in groups], "scheduler": _json(self._scheduler.state_dict())}
+        groups = [
+            {key: value for key, value in group.items() if key != "params"}
+            for group in self._scheduler.optimizer.param_groups
+        ]
+        return {
+            "groups": [_json(group) for group in groups],
+            "scheduler": _json(self._scheduler.state_dict()),
+        }
 
     def load_state_dict(self, state: Mapping[str, Any], progress: Progress) -> None:
         """Go on from `state`, and from `progress`."""
         if self._scheduler is not None and state:
             self._scheduler.load_state_dict({**self._scheduler.state_dict(), **state["scheduler"]})
             for group, before in zip(self._scheduler.optimizer.param_groups, state["groups"], strict=False):
-                group.update({key: tuple(value) if isinstance(value, list) else value for key, value in before.items()})
+                group.update(
+                    {key: tuple(value) if isinstance(value, list) else value for key, value in before.items()}
+                )
         self._follow(progress)
 
     def _follow(self, progress: Progress) -> None:
@@ -367,7 +477,10 @@ class Options:
         elif self._scheduler.optimizer is not self._lead:
             rates = [float(group["lr"]) for group in self._scheduler.optimizer.param_groups]
             if len(rates) == 1:
-                rates = [rates[0] if base == self._base[0] else rates[0] * (base / self._base[0]) for base in self._base]
+                rates = [
+                    rates[0] if base == self._base[0] else rates[0] * (base / self._base[0])
+                    for base in self._base
+                ]
         else:
             return
         for group, rate in zip(self._lead.param_groups, rates, strict=True):
@@ -387,8 +500,15 @@ class Options:
         elif count == 1 < len(self._base) and not self._base[0]:
             reason = "the first group's learning rate is 0, so the others cannot be in proportion to it"
         elif getattr(made, "cycle_momentum", False) and made.optimizer is not self._lead:
-            reason = "it changes the momentum of the optimizer that it was made with, which is not the engine's"
+            reason = (
+                "it changes the momentum of the optimizer that it was made with, which is not the engine's"
+            )
         if reason:
-            fix = "pass a function such as lambda optimizer: CosineAnnealingLR(optimizer, 1000), or use the config's lr_schedule"
-            raise ConfigError([Problem("lr_scheduler", getattr(made, "__name__", type(made).__name__), reason, fix)])
+            fix = (
+                "pass a function such as lambda optimizer: "
+                "CosineAnnealingLR(optimizer, 1000), or use the config's lr_schedule"
+            )
+            raise ConfigError(
+                [Problem("lr_scheduler", getattr(made, "__name__", type(made).__name__), reason, fix)]
+            )
         return made

@@ -1,40 +1,43 @@
 """The learning rate over time, as a fraction of its highest value.
 
-Invariant: the factor depends only on what was done so far (steps, samples, tokens), so a schedule in samples or
-tokens is the same curve for any number of ranks and any batch size. It is at most 1, reaches 1 when the warm-up
-ends, changes without jumps, and stays at its last value after the end. Pure.
-"""
+Invariant: the factor depends only on what was done so far (steps, samples, tokens), so a schedule in samples
+or tokens is the same curve for any number of ranks and any batch size. It is at most 1, reaches 1 when the
+warm-up ends, changes without jumps, and stays at its last value after the end. Pure."""
 
 from __future__ import annotations
 
 import math
 
-from polyreme.config import LRScheduleSection, Progress, Span
+from polyreme.config import Duration, LRScheduleSection, Progress
 from polyreme.errors import ConfigError, Problem
 
 
 class LRSchedule:
-    """One of constant, linear, cosine (arXiv:1608.03983, one period), wsd (warm-up, stable, decay: arXiv:2404.06395,
-    with a linear decay) and one-cycle (arXiv:1708.07120), after a warm-up.
+    """One of constant, linear, cosine (arXiv:1608.03983, one period), wsd (warm-up, stable, decay:
+    arXiv:2404.06395, with a linear decay) and one-cycle (arXiv:1708.07120), after a warm-up.
 
-    The warm-up, the whole schedule and wsd's decay may each be in their own unit. A length in another unit than the
-    schedule's is converted at the rate seen so far (such as tokens per step), which is exact for equal steps.
-    Raises ConfigError where `section` was not resolved.
-    """
+    The warm-up, the whole schedule and wsd's decay may each be in their own unit. A length in another unit
+    than the schedule's is converted at the rate seen so far (such as tokens per step), which is exact for
+    equal steps. Raises ConfigError where `section` was not resolved."""
 
     def __init__(self, section: LRScheduleSection) -> None:
         if isinstance(section.total, str):
             fix = "use the section of a config after resolve(world_size), or write a span"
-            raise ConfigError([Problem("lr_schedule.total", section.total, "the length is not known yet", fix)])
+            raise ConfigError(
+                [Problem("lr_schedule.total", section.total, "the length is not known yet", fix)]
+            )
         self.section = section
-        self.total: Span = section.total
-        self.decay: Span = section.decay or self.total.scaled(0.1)
+        self.total: Duration = section.total
+        self.decay: Duration = section.decay or self.total.scaled(0.1)
 
     @property
     def in_tokens(self) -> bool:
         """Whether a length that matters is in tokens."""
-        spans = [self.section.warmup, *([] if self.section.name == "constant" else [self.total, self.decay])]
-        return any(span.amount and span.unit == "tokens" for span in spans)
+        durations = [
+            self.section.warmup,
+            *([] if self.section.name == "constant" else [self.total, self.decay]),
+        ]
+        return any(duration.amount and duration.unit == "tokens" for duration in durations)
 
     def factor(self, progress: Progress) -> float:
         """The fraction of the highest learning rate for the step that follows `progress`, in [0, 1]."""
@@ -63,9 +66,9 @@ class LRSchedule:
             return 1.0
         return max(0.0, (done - begin) / (self.total.amount - begin)) if done > begin else 0.0
 
-    def _length(self, span: Span, progress: Progress) -> float:
-        """`span` in the unit of the whole schedule, 0 where nothing was counted in its own yet."""
-        if span.unit == self.total.unit:
-            return span.amount
-        counted = span.count(progress)
-        return span.amount * self.total.count(progress) / counted if counted else 0.0
+    def _length(self, duration: Duration, progress: Progress) -> float:
+        """`duration` in the unit of the whole schedule, 0 where nothing was counted in its own yet."""
+        if duration.unit == self.total.unit:
+            return duration.amount
+        counted = duration.count(progress)
+        return duration.amount * self.total.count(progress) / counted if counted else 0.0

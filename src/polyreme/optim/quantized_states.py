@@ -1,17 +1,18 @@
 """Optimizer states in 2 or 1 bytes a number, widened for each step and rounded after it.
 
-`"bf16"`: bfloat16. `"8bit"`: blocks of BLOCK numbers, each with its largest magnitude s as float32, and for each number a code k that
-stands for s (k / 127)² with a sign, or, where numbers cannot be negative, for s (k / 255)⁴, whose root has the first kind of steps
-(block-wise quantisation after Dettmers et al., "8-bit Optimizers via Block-wise Quantization", 2022, with another map than theirs).
+`"bf16"`: bfloat16. `"8bit"`: blocks of BLOCK numbers, each with its largest magnitude s as float32, and for
+each number a code k that stands for s (k / 127)² with a sign, or, where numbers cannot be negative, for s (k
+/ 255)⁴, whose root has the first kind of steps (block-wise quantisation after Dettmers et al., "8-bit
+Optimizers via Block-wise Quantization", 2022, with another map than theirs).
 
-Both round at random to one of the two neighbours, the nearer the likelier, so that the mean of what is kept is the number itself: with
-beta2 = 0.999 a second moment changes by less than half a step of either format, and rounded to the nearest would never change at all. A
-second moment that is not zero is never rounded to zero, where it would make the update infinite.
+Both round at random to one of the two neighbours, the nearer the likelier, so that the mean of what is kept
+is the number itself: with beta2 = 0.999 a second moment changes by less than half a step of either format,
+and rounded to the nearest would never change at all. A second moment that is not zero is never rounded to
+zero, where it would make the update infinite.
 
-Invariants: the random bits are a function of the state's name, the count of steps and the place of the number, and no block is cut, as a
-piece begins and ends at multiples of ALIGN; so results do not depend on tiers, pieces, shards or threads. What was widened is rounded
-back to the same bits, whatever the key.
-"""
+Invariants: the random bits are a function of the state's name, the count of steps and the place of the
+number, and no block is cut, as a piece begins and ends at multiples of ALIGN; so results do not depend on
+tiers, pieces, shards or threads. What was widened is rounded back to the same bits, whatever the key."""
 
 from __future__ import annotations
 
@@ -45,8 +46,8 @@ SCALE = ".scale"
 
 
 class Key(NamedTuple):
-    """What the random bits of a rounding depend on: the state, how many steps it has seen, and the place of the first number, any
-    integer that tells the numbers of different pieces apart."""
+    """What the random bits of a rounding depend on: the state, how many steps it has seen, and the place of
+    the first number, any integer that tells the numbers of different pieces apart."""
 
     name: str
     steps: int
@@ -54,8 +55,12 @@ class Key(NamedTuple):
 
     @property
     def place(self) -> int:
-        """The place of the first number in a sequence of random numbers of the state and the steps, modulo 2^32."""
-        return mixed(zlib.crc32(self.name.encode()) ^ mixed(self.steps ^ mixed(self.at >> 32))) + self.at & 0xFFFFFFFF
+        """The place of the first number in a sequence of random numbers of the state and the steps, modulo
+        2^32."""
+        return (
+            mixed(zlib.crc32(self.name.encode()) ^ mixed(self.steps ^ mixed(self.at >> 32))) + self.at
+            & 0xFFFFFFFF
+        )
 
 
 class Format(Protocol):
@@ -97,9 +102,9 @@ class Brain:
 class Root:
     """8 bits for each number and 32 for each block.
 
-    With y the number's magnitude over the block's largest, s, the error is less than s (2 √y + 1/127) / 127 for signed states (power 2 of
-    127 codes), and less than s ((r + 1/255)⁴ - r⁴), r = the fourth root of y, for the others (power 4 of 255 codes).
-    """
+    With y the number's magnitude over the block's largest, s, the error is less than s (2 √y + 1/127) / 127
+    for signed states (power 2 of 127 codes), and less than s ((r + 1/255)⁴ - r⁴), r = the fourth root of y,
+    for the others (power 4 of 255 codes)."""
 
     def __init__(self, signed: bool) -> None:
         self.signed = signed
@@ -110,7 +115,12 @@ class Root:
 
     def encode(self, values: Tensor, stored: Mapping[str, Tensor], key: Key) -> None:
         if (compiled := _compiled(values)) is not None:
-            compiled.run(compiled.ROOTS[self.signed][0], [values, stored[""], stored[SCALE]], [self.top, self.top**-2, NUDGE], key.place)
+            compiled.run(
+                compiled.ROOTS[self.signed][0],
+                [values, stored[""], stored[SCALE]],
+                [self.top, self.top**-2, NUDGE],
+                key.place,
+            )
             return
         blocks = values.view(-1, BLOCK)
         sizes = blocks.abs()
@@ -118,10 +128,14 @@ class Root:
         root = (sizes / torch.where(scale > 0, scale, 1)).sqrt_()
         if not self.signed:
             root.sqrt_()
-        # nudged, so that a number that is a code's is that code; at most the last but one, whose upper neighbour is the last
+        # nudged, so that a number that is a code's is that code; at most the last but one, whose upper
+        # neighbour is the last
         low = root.mul_(self.top).add_(NUDGE).floor_().clamp_(max=self.top - 1)
         below, above = self._value(low) * scale, self._value(low + 1) * scale
-        uniform = random(key, values.numel(), values.device).bitwise_right_shift_(8).bitwise_and_(0xFFFFFF).float() * 2.0**-24
+        uniform = (
+            random(key, values.numel(), values.device).bitwise_right_shift_(8).bitwise_and_(0xFFFFFF).float()
+            * 2.0**-24
+        )
         low += uniform.view_as(low) * (above - below) < sizes - below
         if self.signed:
             low.copysign_(blocks)
@@ -162,27 +176,41 @@ def random(key: Key, size: int, device: torch.device) -> Tensor:
 
 def _compiled(values: Tensor) -> ModuleType | None:
     """The compiled loops, if they are worth it."""
-    return cpu_kernels.compiler() if values.device.type == "cpu" and values.numel() >= cpu_kernels.WORTH else None
+    return (
+        cpu_kernels.compiler()
+        if values.device.type == "cpu" and values.numel() >= cpu_kernels.WORTH
+        else None
+    )
 
 
 class Compact(Kernel):
     """The kernel of a torch optimizer on moments that are kept as `states` says.
 
-    The state of a piece has, in place of each tensor of SIGNED, those of its format's `fields`, by its name with theirs behind. An
-    optimizer without a count of steps gets one, which the random bits need. ValueError for an optimizer that has no such kernel.
-    """
+    The state of a piece has, in place of each tensor of SIGNED, those of its format's `fields`, by its name
+    with theirs behind. An optimizer without a count of steps gets one, which the random bits need. ValueError
+    for an optimizer that has no such kernel."""
 
     def __init__(self, optimizer: Optimizer, states: States) -> None:
         super().__init__(optimizer)
         kernel = cpu_kernels.kernel(optimizer)
-        if not isinstance(kernel, cpu_kernels.Walk) or not kernel.moments(optimizer.param_groups[0]).keys() <= SIGNED.keys():
-            raise ValueError(f"{type(optimizer).__name__} with these options keeps other states than {', '.join(SIGNED)}")
+        if (
+            not isinstance(kernel, cpu_kernels.Walk)
+            or not kernel.moments(optimizer.param_groups[0]).keys() <= SIGNED.keys()
+        ):
+            raise ValueError(
+                f"{type(optimizer).__name__} with these options keeps other states than {', '.join(SIGNED)}"
+            )
         self._kernel, self._states = kernel, states
 
     def fields(self, size: int) -> dict[str, tuple[torch.dtype, int]]:
         """The tensors in the state of a piece of `size` numbers."""
-        formats = {name: format_of(self._states, name) for name in self._kernel.moments(self.optimizer.param_groups[0])}
-        return {name + part: what for name, kept in formats.items() for part, what in kept.fields(size).items()}
+        formats = {
+            name: format_of(self._states, name)
+            for name in self._kernel.moments(self.optimizer.param_groups[0])
+        }
+        return {
+            name + part: what for name, kept in formats.items() for part, what in kept.fields(size).items()
+        }
 
     @property
     def names(self) -> list[str]:
@@ -235,8 +263,14 @@ class Compact(Kernel):
 
         def update(start: int) -> None:
             stop = min(start + step, size)
-            parts = {name: {part: _inside(state[name + part], start, stop, size) for part in ("", SCALE) if name + part in fields}
-                     for name in self.names}  # fmt: skip
+            parts = {
+                name: {
+                    part: _inside(state[name + part], start, stop, size)
+                    for part in ("", SCALE)
+                    if name + part in fields
+                }
+                for name in self.names
+            }
             wide: State = {name: cpu_kernels.scratch(torch.float32, stop - start, name) for name in parts}
             if not first:
                 for name, stored in parts.items():

@@ -1,7 +1,7 @@
 """A model's own forward, in which the calls of its blocks go somewhere else.
 
-Invariant: afterwards, and also after an error, the model is as it was; meanwhile its module tree has the same names. No communication.
-"""
+Invariant: afterwards, and also after an error, the model is as it was; meanwhile its module tree has the same
+names. No communication."""
 
 from __future__ import annotations
 
@@ -24,10 +24,13 @@ Through = Callable[[int, nn.Module, tuple[Any, ...], dict[str, Any]], Any]
 """Is called in place of the n-th block: (n, block, args, kwargs)."""
 
 
-class _Gate(nn.Module):
-    """Stands in a block's place during a stage's forward, so that a block of another stage is not called and its hooks do not run."""
+class _Intercept(nn.Module):
+    """Stands in a block's place during a stage's forward, so that a block of another stage is not called and
+    its hooks do not run."""
 
-    def __init__(self, block: nn.Module, through: Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], Any]) -> None:
+    def __init__(
+        self, block: nn.Module, through: Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], Any]
+    ) -> None:
         super().__init__()
         self.training = block.training
         self.__dict__ |= {"_block": block, "_through": through}  # not as a child
@@ -53,31 +56,36 @@ def wrapped(model: nn.Module, wrapper: Callable[..., Any]) -> Iterator[None]:
 
 
 @contextmanager
-def gates(model: nn.Module, owner: str, through: Through) -> Iterator[None]:
+def intercepted(model: nn.Module, owner: str, through: Through) -> Iterator[None]:
     """Meanwhile, a call of the n-th block goes to `through(n, block, args, kwargs)`."""
     modules = model.get_submodule(owner)._modules
     blocks = {name: block for name, block in modules.items() if block is not None}
     try:
         for index, (name, block) in enumerate(blocks.items()):
-            modules[name] = _Gate(block, partial(through, index))
+            modules[name] = _Intercept(block, partial(through, index))
         yield
     finally:
         modules.update(blocks)
 
 
 def argument(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[int | str, Any]:
-    """Of a block's arguments the one that goes from block to block: the first that holds a floating-point tensor, or else the first."""
+    """Of a block's arguments the one that goes from block to block: the first that holds a floating-point
+    tensor, or else the first."""
     found: list[tuple[int | str, Any]] = [*enumerate(args), *kwargs.items()]
     if not found:
         raise ModelError("a block is called without arguments: a pipeline cannot send it anything")
-    return next(((key, value) for key, value in found if any(t.is_floating_point() for t in tensors_in(value))), found[0])
+    return next(
+        ((key, value) for key, value in found if any(t.is_floating_point() for t in tensors_in(value))),
+        found[0],
+    )
 
 
 # ---- what blocks take and return
 
 
 class Leaf(Enum):
-    """Of what a block returns: its new hidden states, another tensor, or anything else, for which None is good enough."""
+    """Of what a block returns: its new hidden states, another tensor, or anything else, for which None is
+    good enough."""
 
     HIDDEN = 1
     TENSOR = 2
@@ -86,7 +94,8 @@ class Leaf(Enum):
 
 @dataclass(frozen=True)
 class Answer:
-    """What a block returns, where that is not its new hidden states alone: `leaves` in the structure `spec`."""
+    """What a block returns, where that is not its new hidden states alone: `leaves` in the structure
+    `spec`."""
 
     spec: pytree.TreeSpec
     leaves: tuple[Leaf, ...]
@@ -98,7 +107,10 @@ def answer_like(output: Any) -> Answer | None:
     tensors = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
     if not tensors or isinstance(output, Tensor):
         return None
-    kinds = (Leaf.HIDDEN if i == tensors[0] else Leaf.TENSOR if i in tensors else Leaf.NONE for i in range(len(leaves)))
+    kinds = (
+        Leaf.HIDDEN if i == tensors[0] else Leaf.TENSOR if i in tensors else Leaf.NONE
+        for i in range(len(leaves))
+    )
     return Answer(spec, tuple(kinds))
 
 
@@ -107,4 +119,6 @@ def answer_with(answer: Answer | None, value: Any) -> Any:
     if answer is None:
         return value
     unknown = {Leaf.TENSOR: output_of("a block beside its hidden states", torch.zeros(())), Leaf.NONE: None}
-    return pytree.tree_unflatten([value if leaf is Leaf.HIDDEN else unknown[leaf] for leaf in answer.leaves], answer.spec)
+    return pytree.tree_unflatten(
+        [value if leaf is Leaf.HIDDEN else unknown[leaf] for leaf in answer.leaves], answer.spec
+    )

@@ -1,12 +1,13 @@
-"""Cutting a model into pipeline stages, without renaming or rewriting anything in it: which stage has what, and leaving it that.
+"""Cutting a model into pipeline stages, without renaming or rewriting anything in it: which stage has what,
+and leaving it that.
 
-A stage is a range of the model's blocks. Cuts lie where a block's first argument is: what the model computes from there to the first
-argument of another stage's first block belongs to the stage; so the first stage has what comes before the blocks, the last what comes
-after. `stage` runs one.
+A stage is a range of the model's blocks. Cuts lie where a block's first argument is: what the model computes
+from there to the first argument of another stage's first block belongs to the stage; so the first stage has
+what comes before the blocks, the last what comes after. `stage` runs one.
 
-Invariant: the module tree and the names of what is left in it are the whole model's. A parameter of other stages is *hollow*: a plain
-tensor of the same shape, all of whose elements are one zero in memory. No communication: every rank makes the same plan of the same model.
-"""
+Invariant: the module tree and the names of what is left in it are the whole model's. A parameter of other
+stages is *hollow*: a plain tensor of the same shape, all of whose elements are one zero in memory. No
+communication: every rank makes the same plan of the same model."""
 
 from __future__ import annotations
 
@@ -26,24 +27,31 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from polyreme.errors import ModelError
-from polyreme.models.huggingface import pipeline_list, sample_inputs, skips_blocks, takes_from_all_blocks, tensors_in, training_arguments
-from polyreme.pipeline.intercept import Answer, answer_like, answer_with, argument, gates, wrapped
-from polyreme.pipeline.placeholders import StandIn, hollow, mark
+from polyreme.models.huggingface import (
+    pipeline_list,
+    sample_inputs,
+    skips_blocks,
+    takes_from_all_blocks,
+    tensors_in,
+    training_arguments,
+)
+from polyreme.pipeline.intercept import Answer, answer_like, answer_with, argument, intercepted, wrapped
+from polyreme.pipeline.placeholders import StandIn, mark, placeholder
 
 # ---- the plan
 
 
 @dataclass(frozen=True)
-class Split:
+class PipelineSplit:
     """Which stage has what; the same on every rank.
 
     owner: name of the list of blocks; "" for an nn.Sequential that is the model.
     blocks: names of the blocks, in order; stage i has those from bounds[i] to bounds[i + 1].
-    stages_of: every name of a parameter or buffer, and the stages that have it. (Buffers outside the blocks are everywhere, but only
-        on those stages do they take part.)
-    tied: the parameters that several stages have, by first name. Each stage has a copy, under all its names; their gradients are
-        to be summed. A copy without a gradient counts as zero.
-    answer: see `gates.Answer`; None where blocks return their new hidden states.
+    stages_of: every name of a parameter or buffer, and the stages that have it. (Buffers outside the blocks
+        are everywhere, but only on those stages do they take part.)
+    tied: the parameters that several stages have, by first name. Each stage has a copy, under all its names;
+        their gradients are to be summed. A copy without a gradient counts as zero.
+    answer: see `intercepted.Answer`; None where blocks return their new hidden states.
     """
 
     owner: str
@@ -59,7 +67,11 @@ class Split:
 
     def blocks_of(self, model: nn.Module, stages: Iterable[int]) -> dict[str, nn.Module]:
         """The blocks of some stages that have parameters, by name."""
-        names = [name for stage in sorted(stages) for name in self.blocks[self.bounds[stage] : self.bounds[stage + 1]]]
+        names = [
+            name
+            for stage in sorted(stages)
+            for name in self.blocks[self.bounds[stage] : self.bounds[stage + 1]]
+        ]
         found = {name: model.get_submodule(name) for name in names}
         return {name: block for name, block in found.items() if any(True for _ in block.parameters())}
 
@@ -73,58 +85,71 @@ def plan(
     memory: bool = False,
     blocks: str | None = None,
     sample: Any = None,
-) -> Split:
-    """Cut `model` (real, or on the meta device; it is not changed) into `stages`, each a range of at least one block.
+) -> PipelineSplit:
+    """Cut `model` (real, or on the meta device; it is not changed) into `stages`, each a range of at least
+    one block.
 
     counts: blocks of each stage; by default the most expensive stage is made as cheap as can be.
-    costs: of each block, such as `stage.measure` finds; by default the number of parameters that it multiplies by.
+    costs: of each block, such as `stage.measure` finds; by default the number of parameters that it
+    multiplies by.
     memory: take as a block's cost the number of all its parameters instead.
     blocks: the name of the list of blocks, for a model that has several.
-    sample: what to call the model with (a mapping: by keywords; a tuple: by position) to see, on a few numbers and without memory for
-        the parameters, which of them come before the blocks and which after. Hugging Face models need none; for others without one, those
-        registered before the blocks come before them.
+    sample: what to call the model with (a mapping: by keywords; a tuple: by position) to see, on a few
+        numbers and without memory for the parameters, which of them come before the blocks and which after.
+        Hugging Face models need none; for others without one, those registered before the blocks come before
+        them.
 
-    Raises ModelError for a model without blocks or with fewer than stages, that skips blocks, or whose loss or output takes something from
-    all of them, and for `counts` that do not fit it.
-    """
+    Raises ModelError for a model without blocks or with fewer than stages, that skips blocks, or whose loss
+    or output takes something from all of them, and for `counts` that do not fit it."""
     if stages < 1:
         raise ModelError(f"a model cannot be cut into {stages} stages: mesh.pp must be at least 1")
     if stages == 1:
         names = [name for kind in _named(model) for group in kind for name in group[0]]
-        return Split("", (), (0, 0), dict.fromkeys(names, (0,)), {})
+        return PipelineSplit("", (), (0, 0), dict.fromkeys(names, (0,)), {})
     if setting := takes_from_all_blocks(model):
-        raise ModelError(f"with {setting} the model takes something from every block, which are on several stages: turn it off in the "
+        raise ModelError(f"with {setting} the model takes something from every "
+                         "block, which are on several stages: turn it off in the "
                          "model's config, or set mesh.pp = 1")  # fmt: skip
     if setting := skips_blocks(model):
-        raise ModelError(f"with {setting} the model skips blocks at random, which a pipeline cannot: set it to 0 in the model's config, or "
+        raise ModelError(f"with {setting} the model skips blocks at random, which "
+                         "a pipeline cannot: set it to 0 in the model's config, or "
                          "set mesh.pp = 1")  # fmt: skip
     owner, found = pipeline_list(model, blocks), blocks_in(model, blocks)
     seen = _Seen() if owner == "" else _observe(model, owner, found, sample)
     use = _Use(model, found, seen)
     bounds = _bounds(len(found), stages, counts, costs or use.numels(tables=memory))
     stages_of, tied = use.stages_of(bounds)
-    return Split(owner, tuple(found), bounds, stages_of, tied, seen.answer)
+    return PipelineSplit(owner, tuple(found), bounds, stages_of, tied, seen.answer)
 
 
 def blocks_in(model: nn.Module, blocks: str | None = None) -> dict[str, nn.Module]:
-    """What can be divided over stages: the elements of the model's list of blocks by name, those without parameters, too."""
+    """What can be divided over stages: the elements of the model's list of blocks by name, those without
+    parameters, too."""
     owner = pipeline_list(model, blocks)
     prefix = owner + "." if owner else ""
-    found = {prefix + name: block for name, block in model.get_submodule(owner)._modules.items() if block is not None}
+    found = {
+        prefix + name: block
+        for name, block in model.get_submodule(owner)._modules.items()
+        if block is not None
+    }
     first: dict[int, str] = {}
     for name, block in found.items():
         if (other := first.setdefault(id(block), name)) != name:
             raise ModelError(
-                f"{other} and {name} are one module, which stages cannot divide: build two modules, and tie their parameters if they "
+                f"{other} and {name} are one module, which stages cannot "
+                "divide: build two modules, and tie their parameters if they "
                 "are to share them"
             )
     return found
 
 
-def _bounds(blocks: int, stages: int, counts: Sequence[int] | None, costs: Sequence[float]) -> tuple[int, ...]:
+def _bounds(
+    blocks: int, stages: int, counts: Sequence[int] | None, costs: Sequence[float]
+) -> tuple[int, ...]:
     if stages > blocks:
         raise ModelError(
-            f"the model has {blocks} blocks, too few for {stages} stages of at least one each: lower mesh.pp, or have fewer stages on each "
+            f"the model has {blocks} blocks, too few for {stages} stages of "
+            "at least one each: lower mesh.pp, or have fewer stages on each "
             "rank (pipeline.schedule, pipeline.virtual)"
         )
     if counts is None:
@@ -133,17 +158,21 @@ def _bounds(blocks: int, stages: int, counts: Sequence[int] | None, costs: Seque
         return _balance(costs, stages)
     if len(counts) != stages or sum(counts) != blocks or min(counts) < 1:
         raise ModelError(
-            f"the blocks of each stage are given as {list(counts)}, but must be {stages} numbers of at least 1 with the sum {blocks}, "
+            f"the blocks of each stage are given as {list(counts)}, but "
+            f"must be {stages} numbers of at least 1 with the sum {blocks}, "
             "the model's blocks: change pipeline.blocks"
         )
     return (0, *accumulate(counts))
 
 
 def _balance(costs: Sequence[float], stages: int) -> tuple[int, ...]:
-    """Bounds that make the most expensive of the ranges as cheap as can be, and among those, all of them as even as can be."""
+    """Bounds that make the most expensive of the ranges as cheap as can be, and among those, all of them as
+    even as can be."""
     total = [0.0, *accumulate(costs)]
 
-    def best(price: Callable[[float], float], join: Callable[[float, float], float]) -> tuple[float, tuple[int, ...]]:
+    def best(
+        price: Callable[[float], float], join: Callable[[float, float], float]
+    ) -> tuple[float, tuple[int, ...]]:
         rows: dict[int, tuple[float, tuple[int, ...]]] = {0: (0.0, (0,))}
         for stage in range(1, stages + 1):
             rows = {
@@ -192,16 +221,22 @@ class _Use:
 
     def __init__(self, model: nn.Module, blocks: Mapping[str, nn.Module], seen: _Seen) -> None:
         self._parameters, self._buffers = _named(model)
-        self._block_of = {f"{name}.{leaf}": i for i, (name, block) in enumerate(blocks.items()) for leaf in _leaves(block)}
+        self._block_of = {
+            f"{name}.{leaf}": i for i, (name, block) in enumerate(blocks.items()) for leaf in _leaves(block)
+        }
         self._count, self._seen = len(blocks), seen
-        self._tables = {f"{name}.weight" for name, module in model.named_modules() if isinstance(module, nn.Embedding)}
+        self._tables = {
+            f"{name}.weight" for name, module in model.named_modules() if isinstance(module, nn.Embedding)
+        }
         self._early: set[str] = set()
         for name, _ in model.named_parameters(remove_duplicate=False):
             if name in self._block_of:
                 break
             self._early.add(name)
         early = {name.rpartition(".")[0] for name in self._early}
-        self._early |= {name for names, _ in self._buffers for name in names if name.rpartition(".")[0] in early}
+        self._early |= {
+            name for names, _ in self._buffers for name in names if name.rpartition(".")[0] in early
+        }
 
     def phases(self, names: Sequence[str], tensor: Tensor) -> set[Phase]:
         """When the forward uses a tensor outside the blocks."""
@@ -216,8 +251,8 @@ class _Use:
         return {"before" if name in self._early else "after" for name in outside}
 
     def numels(self, tables: bool) -> list[int]:
-        """Parameters of each block; of the first and the last with those before and after. Without `tables`, an embedding before the
-        blocks, of which a forward only takes rows, is left out."""
+        """Parameters of each block; of the first and the last with those before and after. Without `tables`,
+        an embedding before the blocks, of which a forward only takes rows, is left out."""
         found = [0] * self._count
         for names, tensor in self._parameters:
             phases = self.phases(names, tensor)
@@ -228,8 +263,10 @@ class _Use:
                 found[index] += tensor.numel()
         return found
 
-    def stages_of(self, bounds: Sequence[int]) -> tuple[dict[str, tuple[int, ...]], dict[str, tuple[int, ...]]]:
-        """For `Split`: the stages of every name, and of the parameters that have several."""
+    def stages_of(
+        self, bounds: Sequence[int]
+    ) -> tuple[dict[str, tuple[int, ...]], dict[str, tuple[int, ...]]]:
+        """For `PipelineSplit`: the stages of every name, and of the parameters that have several."""
         stages = len(bounds) - 1
         stage_of = [stage for stage, (start, stop) in enumerate(pairwise(bounds)) for _ in range(start, stop)]
         where: dict[Phase, set[int]] = {"before": {0}, "between": set(range(stages)), "after": {stages - 1}}
@@ -250,16 +287,22 @@ def _leaves(module: nn.Module) -> list[str]:
 
 
 def _observe(model: nn.Module, owner: str, blocks: Mapping[str, nn.Module], sample: Any) -> _Seen:
-    """Run `model` on hollow parameters, and from the first block on without computing anything at all, as far as it goes; of the blocks
-    only the first. A model that does not go through to the end shows less, and a block that does not (it looks at numbers) is taken to
-    return its hidden states alone. Raises ModelError where a `sample` does not reach the blocks.
-    """
+    """Run `model` on hollow parameters, and from the first block on without computing anything at all, as far
+    as it goes; of the blocks only the first. A model that does not go through to the end shows less, and a
+    block that does not (it looks at numbers) is taken to return its hidden states alone. Raises ModelError
+    where a `sample` does not reach the blocks."""
     seen, given = _Seen(), sample is not None
     inputs = sample if given else sample_inputs(model)
     if inputs is None:
         return seen
     inputs = pytree.tree_map_only(Tensor, lambda t: t.detach().cpu(), inputs)
-    args = () if isinstance(inputs, Mapping) else tuple(inputs) if isinstance(inputs, tuple | list) else (inputs,)
+    args = (
+        ()
+        if isinstance(inputs, Mapping)
+        else tuple(inputs)
+        if isinstance(inputs, tuple | list)
+        else (inputs,)
+    )
     kwargs = {**training_arguments(model), **(inputs if isinstance(inputs, Mapping) else {})}
     first, last = next(iter(blocks)), len(blocks) - 1
     parameters, buffers = _named(model)
@@ -269,9 +312,13 @@ def _observe(model: nn.Module, owner: str, blocks: Mapping[str, nn.Module], samp
         if all(name.startswith(owner + ".") and not name.startswith(first + ".") for name in names):
             continue  # only of the blocks that are not run
         if isinstance(tensor, nn.Parameter):
-            stand_in = hollow(tensor, torch.device("cpu"), tensor.dtype)
+            stand_in = placeholder(tensor, torch.device("cpu"), tensor.dtype)
         else:
-            stand_in = tensor.detach().clone() if tensor.device.type == "cpu" else torch.zeros(tensor.shape, dtype=tensor.dtype)
+            stand_in = (
+                tensor.detach().clone()
+                if tensor.device.type == "cpu"
+                else torch.zeros(tensor.shape, dtype=tensor.dtype)
+            )
         stand_ins |= dict.fromkeys(names, stand_in)
         if not all(name.startswith(owner + ".") for name in names):
             watched[id(stand_in)] = id(tensor)
@@ -289,7 +336,7 @@ def _observe(model: nn.Module, owner: str, blocks: Mapping[str, nn.Module], samp
             return answer_with(seen.answer, argument(args, kwargs)[1])
 
         def gated(inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-            with gates(model, owner, through):
+            with intercepted(model, owner, through):
                 return inner(*args, **kwargs)
 
         modes.enter_context(torch.no_grad())
@@ -328,31 +375,45 @@ class _Watch(TorchFunctionMode):
 
 
 def keep(
-    model: nn.Module, split: Split, stages: Collection[int], device: torch.device | None = None, dtype: torch.dtype | None = None
+    model: nn.Module,
+    split: PipelineSplit,
+    stages: Collection[int],
+    device: torch.device | None = None,
+    dtype: torch.dtype | None = None,
 ) -> set[str]:
-    """Take from `model`, real or meta, what none of `stages` has: parameters, and the buffers of other stages' blocks. Returns the names
-    of the parameters and buffers that are left.
+    """Take from `model`, real or meta, what none of `stages` has: parameters, and the buffers of other
+    stages' blocks. Returns the names of the parameters and buffers that are left.
 
     device, dtype: where the stage computes, and in what; by default those of the parameters.
     """
     mine = set(stages)
-    absent = tuple(name + "." for s in range(split.stages) if s not in mine for name in split.blocks[split.bounds[s] : split.bounds[s + 1]])
+    absent = tuple(
+        name + "."
+        for s in range(split.stages)
+        if s not in mine
+        for name in split.blocks[split.bounds[s] : split.bounds[s + 1]]
+    )
     parameters, buffers = _named(model)
     left: set[str] = set()
     for names, tensor in (*parameters, *buffers):
         is_buffer = not isinstance(tensor, nn.Parameter)
-        if mine & set(split.stages_of[names[0]]) or (is_buffer and not all(name.startswith(absent) for name in names)):
+        if mine & set(split.stages_of[names[0]]) or (
+            is_buffer and not all(name.startswith(absent) for name in names)
+        ):
             left.update(names)
             continue
         on = device or (torch.device("cpu") if tensor.is_meta else tensor.device)
-        stand_in = hollow(tensor, on, (dtype or tensor.dtype) if tensor.is_floating_point() else tensor.dtype)
+        stand_in = placeholder(
+            tensor, on, (dtype or tensor.dtype) if tensor.is_floating_point() else tensor.dtype
+        )
         stand_in = stand_in.as_subclass(StandIn)
         stand_in.of = names[0]
         mark(stand_in, f"{names[0]}, which stage {split.stages_of[names[0]][0]} has")
         for name in names:
             path, _, attribute = name.rpartition(".")
             module = model.get_submodule(path)
-            if attribute in module._parameters or attribute in module._buffers:  # a module under two names has it no more
+            # a module under two names has it no more
+            if attribute in module._parameters or attribute in module._buffers:
                 delattr(module, attribute)
                 setattr(module, attribute, stand_in)  # recurrent modules follow assignments
     return left
@@ -361,14 +422,18 @@ def keep(
 # ---- models given as lists
 
 
-def layers(items: Sequence[nn.Module | Callable[[], nn.Module]]) -> nn.Sequential | Callable[[], nn.Sequential]:
-    """A model that is a list of layers, each called with what the one before returned: an nn.Sequential of them, or, if some are functions
-    without arguments that build a layer, a function that builds it. `zero.deferred.record` calls that without memory for the parameters,
-    of which a stage then makes those that it has. Raises ModelError for an item that is neither."""
+def layers(
+    items: Sequence[nn.Module | Callable[[], nn.Module]],
+) -> nn.Sequential | Callable[[], nn.Sequential]:
+    """A model that is a list of layers, each called with what the one before returned: an nn.Sequential of
+    them, or, if some are functions without arguments that build a layer, a function that builds it.
+    `zero.deferred.record` calls that without memory for the parameters, of which a stage then makes those
+    that it has. Raises ModelError for an item that is neither."""
     for index, item in enumerate(items):
         if not callable(item):
             raise ModelError(
-                f"layer {index} of the list is a {type(item).__name__}: give a torch.nn.Module, or a function without arguments that "
+                f"layer {index} of the list is a {type(item).__name__}: give "
+                "a torch.nn.Module, or a function without arguments that "
                 "builds one"
             )
     if all(isinstance(item, nn.Module) for item in items):
@@ -378,7 +443,9 @@ def layers(items: Sequence[nn.Module | Callable[[], nn.Module]]) -> nn.Sequentia
         built = [item if isinstance(item, nn.Module) else item() for item in items]
         for index, layer in enumerate(built):
             if not isinstance(layer, nn.Module):
-                raise ModelError(f"layer {index} of the list builds a {type(layer).__name__}, not a torch.nn.Module")
+                raise ModelError(
+                    f"layer {index} of the list builds a {type(layer).__name__}, not a torch.nn.Module"
+                )
         return nn.Sequential(*built)
 
     return build

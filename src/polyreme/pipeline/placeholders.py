@@ -1,9 +1,9 @@
-"""What stands in, on a stage, for what other stages have: hollow parameters, and outputs of blocks that are not run.
+"""What stands in, on a stage, for what other stages have: hollow parameters, and outputs of blocks that are
+not run.
 
-Invariant: a stand-in has shape, dtype and device of what it stands for, and no numbers that mean anything. What floats of it requires
-grad, so that whatever is computed from it with gradients on can be told by its graph. What a user asks of its numbers raises ModelError.
-No communication.
-"""
+Invariant: a stand-in has shape, dtype and device of what it stands for, and no numbers that mean anything.
+What floats of it requires grad, so that whatever is computed from it with gradients on can be told by its
+graph. What a user asks of its numbers raises ModelError. No communication."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from polyreme.errors import ModelError
 from polyreme.models.tensor_access import touching
 
 
-def hollow(like: Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:
+def placeholder(like: Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:
     """A tensor of the shape of `like` that takes the memory of one element."""
     return torch.zeros((), dtype=dtype, device=device).expand(like.shape)
 
@@ -32,17 +32,25 @@ class StandIn(Tensor):
 
     @classmethod
     def __torch_function__(
-        cls, func: Callable[..., Any], types: Iterable[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+        cls,
+        func: Callable[..., Any],
+        types: Iterable[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         if not cls.running and (what := touching(func)) is not None:
-            next(leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, StandIn)).refuse(what)
+            next(leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, StandIn)).refuse(
+                what
+            )
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))
 
     def refuse(self, what: str) -> NoReturn:
         raise ModelError(
-            f"{what} of {self.of}, which another pipeline stage has (mesh.pp > 1): engine.state_dict() gives every rank whole copies of "
-            "all, and engine.save writes them; the parameters that this rank has are those of engine.module.parameters()"
+            f"{what} of {self.of}, which another pipeline stage has (mesh.pp "
+            "> 1): engine.state_dict() gives every rank whole copies of "
+            "all, and engine.save writes them; the parameters that "
+            "this rank has are those of engine.module.parameters()"
         )
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]

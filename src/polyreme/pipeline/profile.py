@@ -20,10 +20,15 @@ from polyreme.pipeline.stage import Stage
 
 
 def measure(
-    model: nn.Module, forward: Callable[[], Any], *, blocks: str | None = None, sample: Any = None, repeats: int = 3
+    model: nn.Module,
+    forward: Callable[[], Any],
+    *,
+    blocks: str | None = None,
+    sample: Any = None,
+    repeats: int = 3,
 ) -> list[float]:
-    """Seconds that each block of a whole model takes for forward and backward, the first with what comes before the blocks, the last
-    with what comes after. No gradient is left behind.
+    """Seconds that each block of a whole model takes for forward and backward, the first with what comes
+    before the blocks, the last with what comes after. No gradient is left behind.
 
     forward: calls the model on a batch and returns its output, as in `lambda: model(**batch)`.
     blocks, sample: as for `plan`.
@@ -40,7 +45,8 @@ def measure(
         return time.perf_counter()
 
     with torch.random.fork_rng(devices=list(devices)):
-        for _ in range(1 + repeats):  # all blocks in turn, so that what else the machine does slows none of them each time
+        # all blocks in turn, so that what else the machine does slows none of them each time
+        for _ in range(1 + repeats):
             form, tensors = take_apart(None)
             for stage, times in timed:
                 received = put_together(form, [t.detach().clone() for t in tensors])
@@ -56,7 +62,8 @@ def measure(
 
 
 def block_seconds(model: nn.Module, batch: Mapping[str, Any]) -> list[float]:
-    """As `measure`, for a micro-batch that is passed by keywords. If it has labels, the model's own loss counts to the last block."""
+    """As `measure`, for a micro-batch that is passed by keywords. If it has labels, the model's own loss
+    counts to the last block."""
 
     def forward() -> Any:
         output = model(**training_arguments(model), **batch)
@@ -67,12 +74,15 @@ def block_seconds(model: nn.Module, batch: Mapping[str, Any]) -> list[float]:
 
 
 def copy_to(
-    device: torch.device, dtype: torch.dtype, model: nn.Module, replay: Callable[[Callable[[str, Tensor], None]], None] | None = None
+    device: torch.device,
+    dtype: torch.dtype,
+    model: nn.Module,
+    replay: Callable[[Callable[[str, Tensor], None]], None] | None = None,
 ) -> nn.Module:
     """A copy of `model` on `device`: its parameters in `dtype`, its buffers free to change.
 
-    replay: of a model on the meta device, passes each parameter and buffer under its first name to the function that it is given.
-    """
+    replay: of a model on the meta device, passes each parameter and buffer under its first name to the
+    function that it is given."""
     own: dict[str, Tensor] = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     copies: dict[int, Any] = {}
 

@@ -1,12 +1,12 @@
 """A training step as a table: one row of actions per pipeline rank. Pure data; `pipeline.run` executes a row.
 
-Two steps make a table. A rule says in which order a rank computes (`_pattern`, one line for each schedule). One function (`_lower`) adds
-what does not depend on the schedule: messages, reductions and updates.
+Two steps make a table. A rule says in which order a rank computes (`_pattern`, one line for each schedule).
+One function (`_lower`) adds what does not depend on the schedule: messages, reductions and updates.
 
-Invariant: every row of a built table is a part of one order of the whole step. Messages between two ranks therefore stand in the same
-order in both rows, in both directions together, and no row waits in a circle, even if every send and receive waited for its other end.
-`check` refuses a table that does not have this property, that is incomplete, or that keeps more activations than it may.
-"""
+Invariant: every row of a built table is a part of one order of the whole step. Messages between two ranks
+therefore stand in the same order in both rows, in both directions together, and no row waits in a circle,
+even if every send and receive waited for its other end. `check` refuses a table that does not have this
+property, that is incomplete, or that keeps more activations than it may."""
 
 from __future__ import annotations
 
@@ -20,22 +20,24 @@ from polyreme.config.schema import Schedule as Name
 from polyreme.errors import PolyremeError
 
 Op = Literal["F", "B", "W", "SA", "RA", "SG", "RG", "R", "U"]
-"""F forward, B backward (where the row has its W: the gradients of the inputs only), W gradients of the weights.
-SA, RA send and receive activations; SG, RG send and receive their gradients: sends begin and do not wait; receives are posted, and the F or
-B that uses what comes waits for it. R reduce (what of a stage's gradients is not reduced yet), U update."""
+"""F forward, B backward (where the row has its W: the gradients of the inputs only), W gradients of the
+weights. SA, RA send and receive activations; SG, RG send and receive their gradients: sends begin and do not
+wait; receives are posted, and the F or B that uses what comes waits for it. R reduce (what of a stage's
+gradients is not reduced yet), U update."""
 
 NAMES: tuple[Name, ...] = get_args(Name)
 TRANSFER = 0.25
-"""How long a message takes where receives are placed, in forwards of a stage. A receive is posted before the action during which its
-message would begin to pass, so that the transfer hides behind that action: a step takes about 5% longer at worst than if every receive
-were posted at the start, while a rank has no more than two that wait (zb-v and 1f1b-w: three, interleaved on 16 ranks: five)."""
+"""How long a message takes where receives are placed, in forwards of a stage. A receive is posted before the
+action during which its message would begin to pass, so that the transfer hides behind that action: a step
+takes about 5% longer at worst than if every receive were posted at the start, while a rank has no more than
+two that wait (zb-v and 1f1b-w: three, interleaved on 16 ranks: five)."""
 
 
 class Action(NamedTuple):
     """One cell of the table; prints as "2F0": stage 2, forward, micro-batch 0.
 
-    A send names the stage whose output (SA) or input gradient (SG) is sent, a receive the stage that needs it, a U its rank.
-    """
+    A send names the stage whose output (SA) or input gradient (SG) is sent, a receive the stage that needs
+    it, a U its rank."""
 
     op: Op
     stage: int
@@ -63,20 +65,22 @@ def halves(schedule: Sequence[Sequence[Action]]) -> frozenset[Action]:
 
 
 def stage_ranks(name: Name, pp: int, virtual: int = 2) -> tuple[int, ...]:
-    """The rank of each stage. Interleaved: `virtual` rounds over the ranks; zb-v: down the ranks and up again; else stage = rank."""
+    """The rank of each stage. Interleaved: `virtual` rounds over the ranks; zb-v: down the ranks and up
+    again; else stage = rank."""
     if name == "zb-v":
         return (*range(pp), *reversed(range(pp)))
     return tuple(range(pp)) * (virtual if name == "interleaved" else 1)
 
 
 def build(name: Name, pp: int, microbatches: int, virtual: int = 2) -> Schedule:
-    """The table of a step of `microbatches` on `pp` ranks, any number of either; `virtual` stages on each rank if interleaved.
+    """The table of a step of `microbatches` on `pp` ranks, any number of either; `virtual` stages on each
+    rank if interleaved.
 
-    gpipe: arXiv:1811.06965. 1f1b and interleaved: arXiv:2104.04473. zb-h1: arXiv:2401.10241. zb-v: arXiv:2405.15362, two stages a rank.
-    1f1b-w: 1f1b in which every rank but the last is one more forward ahead, so that none has to wait for a message or for one that takes
-    longer for once, and a stage hands its last gradient on before it computes its weights'.
-    Raises PolyremeError for an unknown name or a number that is too small.
-    """
+    gpipe: arXiv:1811.06965. 1f1b and interleaved: arXiv:2104.04473. zb-h1: arXiv:2401.10241. zb-v:
+    arXiv:2405.15362, two stages a rank. 1f1b-w: 1f1b in which every rank but the last is one more forward
+    ahead, so that none has to wait for a message or for one that takes longer for once, and a stage hands its
+    last gradient on before it computes its weights'. Raises PolyremeError for an unknown name or a number
+    that is too small."""
     if name not in NAMES:
         raise PolyremeError(f"there is no schedule {name!r}: choose one of {', '.join(NAMES)}")
     for what, number, least in (("pp", pp, 1), ("microbatches", microbatches, 1), ("virtual", virtual, 2)):
@@ -112,7 +116,8 @@ def activation_limits(name: Name, pp: int, microbatches: int, virtual: int = 2) 
 
 
 def _pattern(name: Name, pp: int, rank: int, m: int, chunks: int) -> str:
-    """A rank's order: each letter is the next of its kind; small letters are zb-v's second stage. Those beyond the last are left out."""
+    """A rank's order: each letter is the next of its kind; small letters are zb-v's second stage. Those
+    beyond the last are left out."""
     after = pp - 1 - rank
     if name == "gpipe":
         return "F" * m + "B" * m
@@ -121,7 +126,11 @@ def _pattern(name: Name, pp: int, rank: int, m: int, chunks: int) -> str:
         return "F" * (after + ahead) + "FB" * m
     if name == "interleaved":
         return "F" * (2 * after + (chunks - 1) * pp) + "FB" * (chunks * (m + pp - 1))
-    if name == "zb-h1":  # weight gradients wait until they fill what would be a bubble, as long as no rank keeps more than the first
+    if (
+        name == "zb-h1"
+        # weight gradients wait until they fill what would be a bubble, as long as no rank keeps more than the
+        # first
+    ):
         return "F" * after + "FB" * rank + "FBW" * m + "W" * rank
     rounds = max(m, 2 * pp - 1) - pp
     warmup = "F" * (2 * after + 1) + "fF" * rank + "fbw" * (after + 1)
@@ -129,8 +138,9 @@ def _pattern(name: Name, pp: int, rank: int, m: int, chunks: int) -> str:
 
 
 def _order(pattern: str, stages: Sequence[int], pp: int, microbatches: int, chunks: int) -> Iterator[Action]:
-    """The actions of a pattern. With several chunks, each takes `pp` micro-batches in turn, backward from the last chunk on; a group that
-    the micro-batches do not fill is passed through all the same, without those that are not there."""
+    """The actions of a pattern. With several chunks, each takes `pp` micro-batches in turn, backward from the
+    last chunk on; a group that the micro-batches do not fill is passed through all the same, without those
+    that are not there."""
     turns: Counter[str] = Counter()
     for letter in pattern:
         group, place = divmod(turns[letter], pp * chunks)
@@ -143,9 +153,12 @@ def _order(pattern: str, stages: Sequence[int], pp: int, microbatches: int, chun
 
 
 def _join(order: Sequence[Action], ranks: Sequence[int]) -> tuple[Action, ...]:
-    """A B and its W in one go, where nothing comes between them and no other rank waits for what the B gives."""
+    """A B and its W in one go, where nothing comes between them and no other rank waits for what the B
+    gives."""
     joined = {
-        after for action, after in pairwise(order) if after == action._replace(op="W") and not _message(action._replace(op="B"), ranks)
+        after
+        for action, after in pairwise(order)
+        if after == action._replace(op="W") and not _message(action._replace(op="B"), ranks)
     }
     return tuple(action for action in order if action not in joined)
 
@@ -154,12 +167,15 @@ def _join(order: Sequence[Action], ranks: Sequence[int]) -> tuple[Action, ...]:
 
 
 def _lower(orders: Sequence[Sequence[Action]], ranks: Sequence[int]) -> Schedule:
-    """The whole table: actions one by one in the order in which they would end, and each message into both rows when its sender ends.
+    """The whole table: actions one by one in the order in which they would end, and each message into both
+    rows when its sender ends.
 
     A reduction follows the last backward part of its stage.
     """
     halved = halves(orders)
-    lasts = {a.stage: a for order in orders for a in order if a.op == "W" or (a.op == "B" and a not in halved)}
+    lasts = {
+        a.stage: a for order in orders for a in order if a.op == "W" or (a.op == "B" and a not in halved)
+    }
     rows: list[list[Action]] = [[] for _ in orders]
     todo = [deque(order) for order in orders]
     ends: dict[Action, float] = {}
@@ -199,7 +215,8 @@ def _source(action: Action, stages: int) -> Action | None:
 
 
 def _message(action: Action, ranks: Sequence[int]) -> tuple[Action, ...]:
-    """The send that follows an action and the receive that belongs to it; nothing, unless another rank needs what the action gives."""
+    """The send that follows an action and the receive that belongs to it; nothing, unless another rank needs
+    what the action gives."""
     to = action.stage + {"F": 1, "B": -1}.get(action.op, 0)
     if to in (-1, len(ranks)) or ranks[to] == ranks[action.stage]:
         return ()
@@ -211,19 +228,22 @@ def _message(action: Action, ranks: Sequence[int]) -> tuple[Action, ...]:
 
 
 def check(schedule: Schedule, microbatches: int, limits: Sequence[int] | None = None) -> None:
-    """Raise PolyremeError, naming row, action and reason, unless the table is a whole step that cannot stop half-way.
+    """Raise PolyremeError, naming row, action and reason, unless the table is a whole step that cannot stop
+    half-way.
 
-    Complete: every micro-batch forward, then backward (then its W, if any) once at every stage, each output sent to where it is needed and
-    received before it is used, every stage reduced after its last backward, every row ended by its update. No deadlock: it runs to the end
-    even if every send waited for its receive and every receive for its send, so all the more with sends and receives that do not.
-    `limits`: micro-batches' activations that each rank may keep at once (see `activation_limits`); None leaves them unlimited.
-    """
+    Complete: every micro-batch forward, then backward (then its W, if any) once at every stage, each output
+    sent to where it is needed and received before it is used, every stage reduced after its last backward,
+    every row ended by its update. No deadlock: it runs to the end even if every send waited for its receive
+    and every receive for its send, so all the more with sends and receives that do not.
+    `limits`: micro-batches' activations that each rank may keep at once (see `activation_limits`); None
+    leaves them unlimited."""
     ranks = _stage_rows(schedule)
     for rank, row in enumerate(schedule):
         _check_row(rank, row, ranks, microbatches)
         if limits is not None and (peak := peak_activations(row)) > limits[rank]:
             raise PolyremeError(
-                f"row {rank} of the schedule keeps the activations of {peak} micro-batches at once, above its limit, {limits[rank]}"
+                f"row {rank} of the schedule keeps the activations of {peak} "
+                f"micro-batches at once, above its limit, {limits[rank]}"
             )
     _check_messages(schedule, ranks)
 
@@ -234,7 +254,10 @@ def _stage_rows(schedule: Schedule) -> list[int]:
     for rank, row in enumerate(schedule):
         for action in row:
             if action.op == "F" and rows.setdefault(action.stage, rank) != rank:
-                raise PolyremeError(f"row {rank} of the schedule: {action} is of a stage that row {rows[action.stage]} computes")
+                raise PolyremeError(
+                    f"row {rank} of the schedule: {action} is of "
+                    f"a stage that row {rows[action.stage]} computes"
+                )
     if missing := set(range(len(rows))) - set(rows):
         raise PolyremeError(f"no row of the schedule computes stage {min(missing)}")
     return [rows[stage] for stage in sorted(rows)]
@@ -250,7 +273,8 @@ def _check_row(rank: int, row: Sequence[Action], ranks: Sequence[int], microbatc
     for action in row:
         if action not in needs:
             raise PolyremeError(
-                f"row {rank} of the schedule: {action} has no place in it (micro-batches: {microbatches}, stages: {len(ranks)})"
+                f"row {rank} of the schedule: {action} has no place in "
+                f"it (micro-batches: {microbatches}, stages: {len(ranks)})"
             )
         if action in done:
             raise PolyremeError(f"row {rank} of the schedule: {action} is done twice")
@@ -259,7 +283,9 @@ def _check_row(rank: int, row: Sequence[Action], ranks: Sequence[int], microbatc
         done.add(action)
 
 
-def _needs(rank: int, ranks: Sequence[int], microbatches: int, halved: Collection[Action]) -> dict[Action, list[Action]]:
+def _needs(
+    rank: int, ranks: Sequence[int], microbatches: int, halved: Collection[Action]
+) -> dict[Action, list[Action]]:
     """Every action that a row must have, and what must come earlier in the same row."""
     needs: dict[Action, list[Action]] = {}
     for stage in [stage for stage, owner in enumerate(ranks) if owner == rank]:
@@ -272,7 +298,9 @@ def _needs(rank: int, ranks: Sequence[int], microbatches: int, halved: Collectio
                     needs |= {message: [] for message in receive}
                     needs[action] += receive or (source,)
                 needs |= {message: [action] for message in _message(action, ranks)[:1]}
-        needs[Action("R", stage)] = [action for action in needs if action.stage == stage and action.op in ("B", "W")]
+        needs[Action("R", stage)] = [
+            action for action in needs if action.stage == stage and action.op in ("B", "W")
+        ]
     return {**needs, Action("U", rank): list(needs)}
 
 
@@ -298,14 +326,15 @@ def _check_messages(schedule: Schedule, ranks: Sequence[int]) -> None:
             end = other_end(row[at[rank]])
             peer = ranks[end.stage]
             raise PolyremeError(
-                f"deadlock in the schedule: row {rank} stands at {row[at[rank]]} and waits for {end} of row {peer}, "
+                f"deadlock in the schedule: row {rank} stands at "
+                f"{row[at[rank]]} and waits for {end} of row {peer}, "
                 f"which stands at {schedule[peer][at[peer]]}"
             )
 
 
 def peak_activations(row: Sequence[Action], size: Sequence[int] | None = None) -> int:
-    """What a rank keeps at once, at most, from forwards whose backward has not ended (with W: whose W has not): a number of micro-batches,
-    or the sum of `size`, one number for each stage."""
+    """What a rank keeps at once, at most, from forwards whose backward has not ended (with W: whose W has
+    not): a number of micro-batches, or the sum of `size`, one number for each stage."""
     halved = halves([row])
     kept = peak = 0
     for action in row:
@@ -316,7 +345,8 @@ def peak_activations(row: Sequence[Action], size: Sequence[int] | None = None) -
 
 
 def next_backwards(row: Sequence[Action]) -> list[tuple[int, int] | None]:
-    """For each forward and each backward of `row`: the stage and micro-batch of the first backward behind it."""
+    """For each forward and each backward of `row`: the stage and micro-batch of the first backward behind
+    it."""
     found: list[tuple[int, int] | None] = []
     coming: tuple[int, int] | None = None
     for action in reversed(row):

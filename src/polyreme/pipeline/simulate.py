@@ -1,8 +1,8 @@
 """How long a step takes and what it keeps, from its table and the cost of each action. Pure arithmetic.
 
-Invariant: the result follows from the table and the costs alone. A rank computes one action after another and waits only for what the
-next one needs; messages pass meanwhile, each from when both of its ends are posted, and do not slow each other down.
-"""
+Invariant: the result follows from the table and the costs alone. A rank computes one action after another and
+waits only for what the next one needs; messages pass meanwhile, each from when both of its ends are posted,
+and do not slow each other down."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ class Costs:
 
     duration: of one action of (op, stage), or of the very Action, which comes first; of those left out, none.
     transfer: of one message, from when both ends are posted.
-    activations: bytes that a stage keeps of one micro-batch between forward and backward, one number for each stage.
-    """
+    activations: bytes that a stage keeps of one micro-batch between forward and backward, one number for each
+    stage."""
 
     duration: Mapping[tuple[Op, int] | Action, float]
     transfer: float = 0.0
@@ -37,7 +37,8 @@ class Costs:
 
     @classmethod
     def even(cls, schedule: Schedule, transfer: float = 0.0) -> Costs:
-        """Forward, backward for the inputs and backward for the weights take 1 each at every stage, a whole backward 2."""
+        """Forward, backward for the inputs and backward for the weights take 1 each at every stage, a whole
+        backward 2."""
         time: dict[Op, float] = {"F": 1.0, "B": 2.0, "W": 1.0}
         whole = {(a.op, a.stage): time[a.op] for row in schedule for a in row if a.op in time}
         return cls(whole | dict.fromkeys(halves(schedule), 1.0), transfer)
@@ -53,8 +54,9 @@ class Cell(NamedTuple):
 
 @dataclass(frozen=True)
 class Simulation:
-    """cells: of each rank, in the order of its row. total: when the last action ends. bubble: of each rank, the fraction of `total` in
-    which it computes nothing. peak: of each rank, micro-batches' activations kept at once, at most; peak_bytes: the same in bytes."""
+    """cells: of each rank, in the order of its row. total: when the last action ends. bubble: of each rank,
+    the fraction of `total` in which it computes nothing. peak: of each rank, micro-batches' activations kept
+    at once, at most; peak_bytes: the same in bytes."""
 
     cells: tuple[tuple[Cell, ...], ...]
     total: float
@@ -69,7 +71,8 @@ class Simulation:
 
 
 def simulate(schedule: Schedule, costs: Costs) -> Simulation:
-    """Run a table in simulated time. Raises PolyremeError for one that stops half-way (`schedule.check` says why)."""
+    """Run a table in simulated time. Raises PolyremeError for one that stops half-way (`schedule.check` says
+    why)."""
     posted: dict[Action, float] = {}  # messages: when their rank came to them
     cells: list[list[Cell]] = [[] for _ in schedule]
 
@@ -97,10 +100,18 @@ def simulate(schedule: Schedule, costs: Costs) -> Simulation:
     total = max((done[-1].end for done in cells if done), default=0.0)
     return Simulation(
         cells=tuple(
-            tuple(Cell(cell.action, *passes(cell.action)) if cell.action.op in MESSAGES else cell for cell in done) for done in cells
+            tuple(
+                Cell(cell.action, *passes(cell.action)) if cell.action.op in MESSAGES else cell
+                for cell in done
+            )
+            for done in cells
         ),
         total=total,
-        bubble=tuple(1 - sum(cell.end - cell.start for cell in done) / total if total else 0.0 for done in cells),
+        bubble=tuple(
+            1 - sum(cell.end - cell.start for cell in done) / total if total else 0.0 for done in cells
+        ),
         peak=tuple(peak_activations(row) for row in schedule),
-        peak_bytes=tuple(peak_activations(row, costs.activations) for row in schedule) if costs.activations else None,
+        peak_bytes=tuple(peak_activations(row, costs.activations) for row in schedule)
+        if costs.activations
+        else None,
     )

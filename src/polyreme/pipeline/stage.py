@@ -1,10 +1,13 @@
-"""Running one stage of a cut model: the model's own forward, from where the stage before ended to where the next one begins.
+"""Running one stage of a cut model: the model's own forward, from where the stage before ended to where the
+next one begins.
 
-Until its first block a stage computes only what does not depend on other stages (masks, positions, rotary embeddings); then the block is
-given what the stage before sent, and at the next stage's first block the forward ends.
+Until its first block a stage computes only what does not depend on other stages (masks, positions, rotary
+embeddings); then the block is given what the stage before sent, and at the next stage's first block the
+forward ends.
 
-Invariant: what a stage puts out is computed from what it received and from its own parameters. Its first forward follows the graph to make
-sure. No communication: what goes from stage to stage is passed in and returned (`pipeline.run` sends it).
+Invariant: what a stage puts out is computed from what it received and from its own parameters. Its first
+forward follows the graph to make sure. No communication: what goes from stage to stage is passed in and
+returned (`pipeline.run` sends it).
 """
 
 from __future__ import annotations
@@ -20,8 +23,8 @@ from torch.utils import _pytree as pytree
 
 from polyreme.errors import ModelError
 from polyreme.models.huggingface import tensors_in
-from polyreme.pipeline.intercept import answer_with, argument, gates, wrapped
-from polyreme.pipeline.partition import Split
+from polyreme.pipeline.intercept import answer_with, argument, intercepted, wrapped
+from polyreme.pipeline.partition import PipelineSplit
 from polyreme.pipeline.placeholders import Alias, StandIn, foreign, is_marked, output_of
 
 
@@ -31,7 +34,7 @@ class Stage:
     Several stages of one rank (interleaved schedules) are several `Stage`s on one model.
     """
 
-    def __init__(self, model: nn.Module, split: Split, index: int) -> None:
+    def __init__(self, model: nn.Module, split: PipelineSplit, index: int) -> None:
         self.index = index
         self.is_first, self.is_last = index == 0, index == split.stages - 1
         self._model, self._split = model, split
@@ -42,16 +45,19 @@ class Stage:
         self._checked = self.is_first and self.is_last
 
     def __call__(self, forward: Callable[[], Any], received: Any = None) -> Any:
-        """Call `forward`, in which the model is to be called once, with the whole micro-batch, on every stage alike.
+        """Call `forward`, in which the model is to be called once, with the whole micro-batch, on every stage
+        alike.
 
-        On the last stage the model returns what it always returns; on others, what the next stage is to receive: the first argument of
-        its first block, a tensor or whatever else the model hands from block to block. Its hooks see that as its output.
+        On the last stage the model returns what it always returns; on others, what the next stage is to
+        receive: the first argument of its first block, a tensor or whatever else the model hands from block
+        to block. Its hooks see that as its output.
 
-        received: what the stage before returned; nothing on the first. For the backward through a cut see `message.put_together`.
+        received: what the stage before returned; nothing on the first. For the backward through a cut see
+        `message.put_together`.
 
-        Raises ModelError for a model whose blocks are not called once each, in order (layer drop), or in which something else than the
-        first argument reaches over a cut (skip connections, position biases that only the first block makes).
-        """
+        Raises ModelError for a model whose blocks are not called once each, in order (layer drop), or in
+        which something else than the first argument reaches over a cut (skip connections, position biases
+        that only the first block makes)."""
         self._received, self._next, self.running = received, 0, True
         StandIn.running += 1
         try:
@@ -64,21 +70,24 @@ class Stage:
     def _forward(self, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """The model's forward as this stage."""
         names = self._split.blocks
-        with gates(self._model, self._split.owner, self._through) if names else nullcontext():
+        with intercepted(self._model, self._split.owner, self._through) if names else nullcontext():
             try:
                 output = inner(*args, **kwargs)
             except _Cut as cut:
                 output = cut.value
         if self._next != self._stop + (not self.is_last):
             raise ModelError(
-                f"stage {self.index}: the model's forward did not call {names[self._next]}; a pipeline needs every block to be called "
+                f"stage {self.index}: the model's forward did not call "
+                f"{names[self._next]}; a pipeline needs every block to be called "
                 "once, in order (turn layer drop off)"
             )
         if not self._checked and torch.is_grad_enabled():
             if (what := foreign(tensors_in(output))) is not None:
                 raise ModelError(
-                    f"stage {self.index} computes with {what}: only the blocks' first argument is sent from stage to stage. Cut the model "
-                    "elsewhere (pipeline.blocks), or have the blocks pass all they need in that argument, and do x + block(x) themselves"
+                    f"stage {self.index} computes with {what}: only the blocks' "
+                    "first argument is sent from stage to stage. Cut the model "
+                    "elsewhere (pipeline.blocks), or have the blocks pass all "
+                    "they need in that argument, and do x + block(x) themselves"
                 )
             self._checked = True
         return output
@@ -89,13 +98,16 @@ class Stage:
         if index != self._next:
             due = names[self._next] if self._next < len(names) else "no block"
             raise ModelError(
-                f"stage {self.index}: the model's forward calls {names[index]} when {due} is due; a pipeline needs every block to be "
+                f"stage {self.index}: the model's forward calls {names[index]} "
+                f"when {due} is due; a pipeline needs every block to be "
                 "called once, in order (turn layer drop off)"
             )
         self._next += 1
         key, value = argument(args, kwargs)
         if index < self._first:
-            return answer_with(self._split.answer, pytree.tree_map_only(Tensor, partial(output_of, names[index]), value))
+            return answer_with(
+                self._split.answer, pytree.tree_map_only(Tensor, partial(output_of, names[index]), value)
+            )
         if index == self._stop:
             raise _Cut(value)
         if index == self._first and not self.is_first:
@@ -107,12 +119,17 @@ class Stage:
         return block(*args, **kwargs)
 
 
-def refuse_calls(model: nn.Module, split: Split, stages: Collection[Stage]) -> None:
-    """Have calls of `model`, of what contains its blocks and of what other stages have raise ModelError, but for those of a stage; and
-    its `state_dict()`, pickles and copies, which would have this stage's part alone."""
+def refuse_calls(model: nn.Module, split: PipelineSplit, stages: Collection[Stage]) -> None:
+    """Have calls of `model`, of what contains its blocks and of what other stages have raise ModelError, but
+    for those of a stage; and its `state_dict()`, pickles and copies, which would have this stage's part
+    alone."""
     refusal = _Refusal(stages)
     for name, module in model.named_modules():
-        if not name or f"{split.owner}.".startswith(f"{name}.") or any(is_marked(value) for value in vars(module).values()):
+        if (
+            not name
+            or f"{split.owner}.".startswith(f"{name}.")
+            or any(is_marked(value) for value in vars(module).values())
+        ):
             module.register_forward_pre_hook(refusal, prepend=True)
             module.register_state_dict_pre_hook(refusal.state_dict)
 
@@ -126,8 +143,10 @@ class _Refusal:
     def __call__(self, module: nn.Module, args: object) -> None:
         if not any(stage.running for stage in self._stages):
             raise ModelError(
-                f"{type(module).__name__} was called, of which this rank has only its pipeline stage (mesh.pp > 1): use engine.train_step "
-                "or engine.eval_step; to call the whole model, or to generate, engine.save it and open the checkpoint with mesh.pp = 1 or "
+                f"{type(module).__name__} was called, of which this rank has "
+                "only its pipeline stage (mesh.pp > 1): use engine.train_step "
+                "or engine.eval_step; to call the whole model, or to generate, "
+                "engine.save it and open the checkpoint with mesh.pp = 1 or "
                 "with from_pretrained"
             )
 
@@ -140,7 +159,8 @@ class _Refusal:
 
     def _refuse(self, what: str) -> NoReturn:
         raise ModelError(
-            f"{what}, of which this rank has only its pipeline stage (mesh.pp > 1): engine.state_dict() gives every rank whole copies of "
+            f"{what}, of which this rank has only its pipeline stage (mesh.pp "
+            "> 1): engine.state_dict() gives every rank whole copies of "
             "all, and engine.save writes them"
         )
 

@@ -1,8 +1,9 @@
-"""A simulated step as a picture: a row for each rank, time to the right, a cell for each action with its micro-batch.
+"""A simulated step as a picture: a row for each rank, time to the right, a cell for each action with its
+micro-batch.
 
-Invariant: drawn from the simulation alone; the same simulation gives the same picture. Messages, and actions that take no time, are not
-drawn. Beside each row stand the rank's bubble and how many micro-batches' activations it keeps at once.
-"""
+Invariant: drawn from the simulation alone; the same simulation gives the same picture. Messages, and actions
+that take no time, are not drawn. Beside each row stand the rank's bubble and how many micro-batches'
+activations it keeps at once."""
 
 from __future__ import annotations
 
@@ -16,7 +17,13 @@ from rich.text import Text
 from polyreme.pipeline.schedule import Op
 from polyreme.pipeline.simulate import Cell, Simulation
 
-MEANING: dict[Op, str] = {"F": "forward", "B": "backward", "W": "weight gradients", "R": "reduce", "U": "update"}
+MEANING: dict[Op, str] = {
+    "F": "forward",
+    "B": "backward",
+    "W": "weight gradients",
+    "R": "reduce",
+    "U": "update",
+}
 COLOURS: dict[Op, tuple[str, str]] = {
     "F": ("#bcd4f6", "#6fa0e6"),
     "B": ("#bfe3bf", "#6fb873"),
@@ -31,12 +38,13 @@ INK = "#202020"
 def text(simulation: Simulation, title: str, width: int = 80) -> Text:
     """The picture for a terminal of `width` columns. The table must have an action that takes time.
 
-    Cells say operation and micro-batch if all have room for both, else the micro-batch, else the operation alone (in small letters for
-    a rank's other stages than its first).
-    """
+    Cells say operation and micro-batch if all have room for both, else the micro-batch, else the operation
+    alone (in small letters for a rank's other stages than its first)."""
     rows = _drawn(simulation)
     head = [f"rank {rank} " for rank in range(len(rows))]
-    tail = [f" {bubble:>6.1%} {peak:>4}" for bubble, peak in zip(simulation.bubble, simulation.peak, strict=True)]
+    tail = [
+        f" {bubble:>6.1%} {peak:>4}" for bubble, peak in zip(simulation.bubble, simulation.peak, strict=True)
+    ]
     margin = max(map(len, head))
     scale, kind = _scale(rows, simulation.total, max(width - margin - max(map(len, tail)), 1))
     columns = round(simulation.total * scale)
@@ -74,10 +82,16 @@ def svg(simulation: Simulation, title: str) -> str:
         y = top + rank * (height + gap)
         parts.append(f'<text x="12" y="{y + 17}">rank {rank}</text>')
         parts.append(f'<rect x="{left}" y="{y}" width="{end - left:g}" height="{height}" fill="#f3f3f3"/>')
-        parts.append(f'<text x="{end + 12:g}" y="{y + 17}">{simulation.bubble[rank]:.1%}, {simulation.peak[rank]}</text>')
+        parts.append(
+            f'<text x="{end + 12:g}" y="{y + 17}">{simulation.bubble[rank]:.1%}, '
+            f"{simulation.peak[rank]}</text>"
+        )
         for cell, shade in row:
             x, width = left + cell.start * scale, (cell.end - cell.start) * scale
-            box = f'x="{x:g}" y="{y}" width="{width:g}" height="{height}" fill="{COLOURS[cell.action.op][shade]}" stroke="#fff"'
+            box = (
+                f'x="{x:g}" y="{y}" width="{width:g}" height="{height}" '
+                f'fill="{COLOURS[cell.action.op][shade]}" stroke="#fff"'
+            )
             parts.append(f"<rect {box}><title>{cell.action}</title></rect>")
             label = _label(cell, NUMBERS)
             if width > 7 * len(label):
@@ -86,7 +100,10 @@ def svg(simulation: Simulation, title: str) -> str:
         x = left + 140 * i
         parts.append(f'<rect x="{x}" y="{bottom + 10}" width="14" height="14" fill="{COLOURS[op][1]}"/>')
         parts.append(f'<text x="{x + 20}" y="{bottom + 21}">{MEANING[op]}</text>')
-    view = f'viewBox="0 0 {max(end + right, 640):g} {bottom + 36}" font-family="sans-serif" font-size="12" fill="{INK}"'
+    view = (
+        f'viewBox="0 0 {max(end + right, 640):g} {bottom + 36}" '
+        f'font-family="sans-serif" font-size="12" fill="{INK}"'
+    )
     background = '<rect width="100%" height="100%" fill="#fff"/>'
     return "\n".join([f'<svg xmlns="http://www.w3.org/2000/svg" {view}>', background, *parts, "</svg>\n"])
 

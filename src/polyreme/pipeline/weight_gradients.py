@@ -1,13 +1,13 @@
 """A backward in two halves: first the gradients of inputs, then, whenever it suits, those of weights.
 
-Invariant: when both halves are done, every parameter has got the gradient that one backward would have given it, in one piece, and its
-hooks ran once (none where only those who sum gradients listen, to whose sum it was added); before the second half none has any.
+Invariant: when both halves are done, every parameter has got the gradient that one backward would have given
+it, in one piece, and its hooks ran once (none where only those who sum gradients listen, to whose sum it was
+added); before the second half none has any.
 
-The first half keeps, of each layer that asks `now_or_later`, what its product is made of (the layer's input and the gradient of its
-output); the second adds the product to where the parameter's gradients are summed, if some are already. All else (norms, embeddings, layers
-that do not ask) has its gradients computed in the first half and held until the second.
-Qi et al., "Zero Bubble Pipeline Parallelism", 2023 (arXiv:2401.10241).
-"""
+The first half keeps, of each layer that asks `now_or_later`, what its product is made of (the layer's input
+and the gradient of its output); the second adds the product to where the parameter's gradients are summed, if
+some are already. All else (norms, embeddings, layers that do not ask) has its gradients computed in the first
+half and held until the second. Qi et al., "Zero Bubble Pipeline Parallelism", 2023 (arXiv:2401.10241)."""
 
 from __future__ import annotations
 
@@ -56,17 +56,22 @@ class WeightGradients:
             _current = None
 
     def hold(self, parameter: Tensor, arrived: Callable[[Tensor], None]) -> None:
-        """Take `parameter.grad` away until the second half, which calls `arrived(parameter)` where no product adds to it."""
+        """Take `parameter.grad` away until the second half, which calls `arrived(parameter)` where no product
+        adds to it."""
         gradient, parameter.grad = parameter.grad, None
         if gradient is not None:
-            self._held[parameter] = gradient if parameter not in self._held else self._held[parameter][0] + gradient, arrived
+            self._held[parameter] = (
+                gradient if parameter not in self._held else self._held[parameter][0] + gradient,
+                arrived,
+            )
 
     def later(self, parameter: Tensor, product: Product) -> None:
         """`product` is (a part of) the gradient of `parameter`."""
         self._products.setdefault(parameter, []).append(product)
 
     def accumulate(self, sums: Sums | None = None) -> None:
-        """The second half, one parameter after the other: products are added to `sums`, or go the way of autograd, with all hooks."""
+        """The second half, one parameter after the other: products are added to `sums`, or go the way of
+        autograd, with all hooks."""
         held, self._held = self._held, {}
         for parameter, (gradient, arrived) in held.items():
             Tensor.grad.__set__(parameter, gradient)  # type: ignore[union-attr]  # past what `.grad` says to users
@@ -85,7 +90,8 @@ class WeightGradients:
 
 
 class _Product(Function):
-    """Nothing, whose gradient is `product`. In a graph, so that products of one parameter are added up before it gets them."""
+    """Nothing, whose gradient is `product`. In a graph, so that products of one parameter are added up before
+    it gets them."""
 
     @staticmethod
     def forward(ctx: Any, parameter: Tensor, product: Product) -> Tensor:
@@ -100,7 +106,8 @@ class _Product(Function):
 
 
 def expect(halves: bool) -> None:
-    """Whether the forwards from now on have a backward in two halves: else layers do what they always do, which is faster."""
+    """Whether the forwards from now on have a backward in two halves: else layers do what they always do,
+    which is faster."""
     global _expected
     _expected = halves
 
@@ -116,8 +123,9 @@ def current() -> WeightGradients | None:
 
 
 def now_or_later(parameter: Tensor | None, product: Product) -> Tensor | None:
-    """In a backward: the gradient `product` of `parameter`; or None where it is put off. None in place of `parameter` stands for a weight
-    that is computed itself, whose gradient is needed now. So is one for a hook of the user's, which would be called without it."""
+    """In a backward: the gradient `product` of `parameter`; or None where it is put off. None in place of
+    `parameter` stands for a weight that is computed itself, whose gradient is needed now. So is one for a
+    hook of the user's, which would be called without it."""
     if _current is None or parameter is None or parameter._backward_hooks:
         return product(None)
     _current.later(parameter, product)

@@ -1,12 +1,12 @@
-"""Floating-point operations of a model, counted by running it on fake tensors, and their share of the device's peak.
+"""Floating-point operations of a model, counted by running it on fake tensors, and their share of the
+device's peak.
 
-Invariant: counting reads shapes only. It allocates no tensor data, and leaves the model, its buffers, its hooks and
-every random generator as they were. No communication.
+Invariant: counting reads shapes only. It allocates no tensor data, and leaves the model, its buffers, its
+hooks and every random generator as they were. No communication.
 
-Only matrix products, convolutions and attention are counted (a multiply and an add are two operations), as is usual
-for model FLOPs utilisation (Chowdhery et al., PaLM, 2022, appendix B). Attention counts the whole square of scores,
-masked or not.
-"""
+Only matrix products, convolutions and attention are counted (a multiply and an add are two operations), as is
+usual for model FLOPs utilisation (Chowdhery et al., PaLM, 2022, appendix B). Attention counts the whole
+square of scores, masked or not."""
 
 from __future__ import annotations
 
@@ -61,30 +61,33 @@ def count_flops(
     *,
     forward: Callable[[nn.Module, Any], Any] | None = None,
     recompute: Iterable[str] = (),
-    recompute_context: Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]] = noop_context_fn,
+    recompute_context: Callable[
+        [], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
+    ] = noop_context_fn,
     dtype: torch.dtype | None = None,
 ) -> Flops:
     """Count the operations of one forward and backward pass of `model` over `batch`.
 
-    `batch` is what `forward(model, batch)` takes, any tree of tensors of which only shapes and dtypes are read; one
-    sample of the true sequence length is enough. By default a mapping is passed as keyword arguments, a tuple or list
-    as positional ones. The result's `loss` is differentiated where it has one, else the sum of all differentiable
-    outputs. Frozen parameters cost no gradient, as in a real step.
+    `batch` is what `forward(model, batch)` takes, any tree of tensors of which only shapes and dtypes are
+    read; one sample of the true sequence length is enough. By default a mapping is passed as keyword
+    arguments, a tuple or list as positional ones. The result's `loss` is differentiated where it has one,
+    else the sum of all differentiable outputs. Frozen parameters cost no gradient, as in a real step.
 
-    `recompute` names the submodules whose activations are to be checkpointed (torch's non-reentrant checkpoint, with
-    `recompute_context` for selective recomputation). `dtype` replaces the dtype of all floating-point parameters,
-    buffers and inputs: operations do not depend on it, but some operators exist in few dtypes.
+    `recompute` names the submodules whose activations are to be checkpointed (torch's non-reentrant
+    checkpoint, with `recompute_context` for selective recomputation). `dtype` replaces the dtype of all
+    floating-point parameters, buffers and inputs: operations do not depend on it, but some operators exist in
+    few dtypes.
 
-    Count before the training engine wraps the model. Hooks on the model do not run. Raises `ModelError` if the model's
-    control flow depends on tensor values, or an operator cannot run on fake tensors.
-    """
+    Count before the training engine wraps the model. Hooks on the model do not run. Raises `ModelError` if
+    the model's control flow depends on tensor values, or an operator cannot run on fake tensors."""
     tally: Counter[str] = Counter()
     phase = "forward"
 
     def counted(formula: Formula) -> Formula:
         @wraps(formula)
         def count(*args: Any, **kwargs: Any) -> int:
-            # Gradients are computed with grad mode off; it is on in backward only where a checkpoint repeats forward.
+            # Gradients are computed with grad mode off; it is on in backward only where a checkpoint repeats
+            # forward.
             again = phase == "backward" and torch.is_grad_enabled()
             tally["recompute" if again else phase] += (flops := formula(*args, **kwargs))
             return flops
@@ -95,18 +98,20 @@ def count_flops(
     formulas = {op: counted(formula) for op, formula in (flop_registry | _FORMULAS).items()}
     log, onednn = logging.getLogger("torch._subclasses.fake_tensor"), torch.backends.mkldnn
     before = log.disabled, onednn.enabled
-    # Our error is enough without a logged traceback. Fused recurrent and attention kernels give way to the matrix
-    # products they stand for: the same count on every device, without a fused backward's own rework.
+    # Our error is enough without a logged traceback. Fused recurrent and attention kernels give way to the
+    # matrix products they stand for: the same count on every device, without a fused backward's own rework.
     log.disabled, onednn.enabled = True, False  # type: ignore[assignment]
     try:
         with FakeTensorMode(allow_non_fake_inputs=True), sdpa_kernel(SDPBackend.MATH), torch.enable_grad():
-            twin = _fake_twin(model, dtype)
-            again = partial(checkpoint, use_reentrant=False, preserve_rng_state=False, context_fn=recompute_context)
-            for block in [twin.get_submodule(name) for name in recompute]:
+            fake = _fake_copy(model, dtype)
+            again = partial(
+                checkpoint, use_reentrant=False, preserve_rng_state=False, context_fn=recompute_context
+            )
+            for block in [fake.get_submodule(name) for name in recompute]:
                 block.forward = partial(again, block.forward)
             inputs = tree_map_only(Tensor, lambda t: _fake_like(t, dtype), batch)
             with FlopCounterMode(display=False, custom_mapping=formulas):
-                loss = _loss_of((forward or _call)(twin, inputs))
+                loss = _loss_of((forward or _call)(fake, inputs))
                 phase = "backward"
                 torch.autograd.backward(loss)
     except PolyremeError:
@@ -114,8 +119,10 @@ def count_flops(
     except Exception as error:
         reason = str(error).strip().partition("\n")[0].rstrip(".")
         raise ModelError(
-            f"the operations of {type(model).__name__} cannot be counted without running it: {type(error).__name__}: "
-            f"{reason}. Training is not affected; to have FLOPs and MFU reported, keep the forward pass free of "
+            f"the operations of {type(model).__name__} cannot be "
+            f"counted without running it: {type(error).__name__}: "
+            f"{reason}. Training is not affected; to have FLOPs "
+            "and MFU reported, keep the forward pass free of "
             f"decisions that depend on tensor values, or pass a `forward` that avoids them"
         ) from error
     finally:
@@ -124,7 +131,8 @@ def count_flops(
 
 
 def _fake_like(t: Tensor, dtype: torch.dtype | None) -> Tensor:
-    # All on one fake CPU, wherever the originals live: on the meta device, sharded away or on different devices.
+    # All on one fake CPU, wherever the originals live: on the meta device, sharded away or on different
+    # devices.
     dtype = dtype if dtype is not None and t.is_floating_point() else t.dtype
     fake = torch.empty_strided(t.shape, t.stride(), dtype=dtype, device="cpu")
     if isinstance(t, nn.Parameter):
@@ -132,7 +140,7 @@ def _fake_like(t: Tensor, dtype: torch.dtype | None) -> Tensor:
     return fake.requires_grad_(t.requires_grad)
 
 
-def _fake_twin(model: nn.Module, dtype: torch.dtype | None) -> nn.Module:
+def _fake_copy(model: nn.Module, dtype: torch.dtype | None) -> nn.Module:
     """A copy of `model` over fake tensors, without its hooks. Call under a `FakeTensorMode`."""
     memo: dict[int, Any] = {}
     for module in model.modules():
@@ -154,28 +162,36 @@ def _call(model: nn.Module, batch: Any) -> Any:
 
 def _loss_of(output: Any) -> Tensor:
     loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
-    tensors = [t for t in tree_leaves(output if loss is None else loss) if isinstance(t, Tensor) and t.requires_grad]
+    tensors = [
+        t for t in tree_leaves(output if loss is None else loss) if isinstance(t, Tensor) and t.requires_grad
+    ]
     if not tensors:
         raise ModelError(
-            "the operations cannot be counted: no output of the model depends on a parameter that requires a gradient; "
+            "the operations cannot be counted: no output of the "
+            "model depends on a parameter that requires a gradient; "
             "unfreeze a parameter or return the loss"
         )
     return torch.stack([t.sum() for t in tensors]).sum()
 
 
 def _convolution_backward(grad_out: Tensor, x: Tensor, weight: Tensor, *args: Any, **_: Any) -> int:
-    # As many operations for each wanted gradient as for the forward pass; torch's own formula overcounts with groups.
+    # As many operations for each wanted gradient as for the forward pass; torch's own formula overcounts with
+    # groups.
     transposed, mask = args[4], args[7]
     positions = (x if transposed else grad_out).shape[2:]
     return 2 * x.shape[0] * weight.numel() * math.prod(positions) * (int(mask[0]) + int(mask[1]))
 
 
 def _grouped_mm(a: Tensor, b: Tensor, *_: Any, **__: Any) -> int:
-    # With a two-dimensional operand its rows or columns, or the inner dimension, are divided among the groups.
+    # With a two-dimensional operand its rows or columns, or the inner dimension, are divided among the
+    # groups.
     return 2 * math.prod(a.shape if b.ndim == 3 else a.shape[-2:]) * b.shape[-1]
 
 
-_FORMULAS: dict[Any, Formula] = {aten.convolution_backward: _convolution_backward, aten._grouped_mm: _grouped_mm}
+_FORMULAS: dict[Any, Formula] = {
+    aten.convolution_backward: _convolution_backward,
+    aten._grouped_mm: _grouped_mm,
+}
 
 
 @dataclass(frozen=True)
@@ -186,10 +202,11 @@ class Peak:
     source: str  # "NVIDIA H100 SXM, data sheet" or "measured: ..."
 
 
-# Dense (no structured sparsity) TFLOP/s: device name as the driver gives it, label, bf16 and fp16, tf32, fp32, fp64.
-# Matrix units where the type has them, with fp32 accumulation. From the makers' data sheets, whose sparse figures are
-# halved: NVIDIA "B200 / GB200 NVL72", "H200 Tensor Core GPU", "H100 Tensor Core GPU", "A100 Tensor Core GPU", "L40S",
-# "L4", "Ada GPU architecture" (white paper, appendix A); AMD "Instinct MI300X accelerator". The first match counts.
+# Dense (no structured sparsity) TFLOP/s: device name as the driver gives it, label, bf16 and fp16, tf32,
+# fp32, fp64. Matrix units where the type has them, with fp32 accumulation. From the makers' data sheets,
+# whose sparse figures are halved: NVIDIA "B200 / GB200 NVL72", "H200 Tensor Core GPU", "H100 Tensor Core
+# GPU", "A100 Tensor Core GPU", "L40S", "L4", "Ada GPU architecture" (white paper, appendix A); AMD "Instinct
+# MI300X accelerator". The first match counts.
 _PEAKS: tuple[tuple[str, str, float, float, float, float], ...] = (
     (r"\bGB200\b", "NVIDIA GB200", 2500, 1250, 80, 40),
     (r"\bB200\b", "NVIDIA B200", 2250, 1125, 75, 37),
@@ -209,11 +226,10 @@ _PEAKS: tuple[tuple[str, str, float, float, float, float], ...] = (
 def peak_flops(device: torch.device | str, dtype: torch.dtype) -> Peak:
     """The peak of `device` for matrix products in `dtype`, in operations per second.
 
-    Known accelerators are looked up (dense figures). Everything else, CPUs, parts of a partitioned GPU (MIG) and
-    dtypes without a published figure, is measured by a short matrix product, about 50 ms, with the threads this
-    process has; ranks that share cores should measure at the same time, so that each finds its share. Uses no random
-    generator.
-    """
+    Known accelerators are looked up (dense figures). Everything else, CPUs, parts of a partitioned GPU (MIG)
+    and dtypes without a published figure, is measured by a short matrix product, about 50 ms, with the
+    threads this process has; ranks that share cores should measure at the same time, so that each finds its
+    share. Uses no random generator."""
     device = torch.device(device)
     if device.type == "cuda":
         known = _known_peak(torch.cuda.get_device_name(device), dtype)
@@ -229,7 +245,12 @@ def _known_peak(name: str, dtype: torch.dtype) -> Peak | None:
         if re.search(pattern, name):
             if torch.get_float32_matmul_precision() != "highest":
                 single = tf32
-            by_dtype = {torch.bfloat16: half, torch.float16: half, torch.float32: single, torch.float64: double}
+            by_dtype = {
+                torch.bfloat16: half,
+                torch.float16: half,
+                torch.float32: single,
+                torch.float64: double,
+            }
             tera = by_dtype.get(dtype, 0)
             return Peak(tera * 1e12, f"{label}, data sheet, dense") if tera else None
     return None
@@ -252,7 +273,9 @@ def _measured_peak(device: torch.device, dtype: torch.dtype, seconds: float = 0.
             wait()
             best = min(best, time.perf_counter() - start)
     where = f"{torch.get_num_threads()} CPU threads" if device.type == "cpu" else str(device)
-    return Peak(2 * n**3 / best, f"measured: {n} x {n} {str(dtype).removeprefix('torch.')} matrix product on {where}")
+    return Peak(
+        2 * n**3 / best, f"measured: {n} x {n} {str(dtype).removeprefix('torch.')} matrix product on {where}"
+    )
 
 
 def mfu(flops_per_token: float, tokens_per_second: float, peak: float) -> float:
@@ -262,5 +285,7 @@ def mfu(flops_per_token: float, tokens_per_second: float, peak: float) -> float:
     `tokens_per_second`: this rank's. `peak`: operations per second (`Peak.flops`).
     """
     if peak <= 0:
-        raise ModelError(f"peak = {peak!r}: a device's peak is positive; take it from `peak_flops(device, dtype)`")
+        raise ModelError(
+            f"peak = {peak!r}: a device's peak is positive; take it from `peak_flops(device, dtype)`"
+        )
     return flops_per_token * tokens_per_second / peak

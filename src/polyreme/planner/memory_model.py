@@ -22,36 +22,45 @@ from polyreme.zero.reduce import IN_FLIGHT
 
 
 def working_set(placement: Placement, prefetch: int) -> dict[str, int]:
-    """The most bytes that a step takes by category: beside all that stays, the parameters of the root and of 1 + `prefetch` blocks (of
-    files 1, and the shards of the others), what the pool lends, and one gradient that autograd has just made. `exchange`: of CPU ranks,
-    what they read or receive of each other's."""
-    units, homes, buckets = (placement.root, *placement.units), placement.homes, placement.buckets
+    """The most bytes that a step takes by category: beside all that stays, the parameters of the root and of
+    1 + `prefetch` blocks (of files 1, and the shards of the others), what the pool lends, and one gradient
+    that autograd has just made. `exchange`: of CPU ranks, what they read or receive of each other's."""
+    units, offload, buckets = (placement.root, *placement.units), placement.offload, placement.buckets
     stay = [bucket for unit in units if unit is placement.root or unit.pinned for bucket in unit.buckets]
     blocks = [unit.buckets for unit in placement.units if not unit.pinned]
     ahead = [list(chain(*blocks[max(i - prefetch, 0) : i + 1])) for i in range(len(blocks))]
-    far = homes.away is not None and homes.away.is_far
+    far = offload.parameters is not None and offload.parameters.is_far
     lent = _lent(placement, stay, blocks, None if far else ahead)
     parameters, gradients, masters = (sum(bucket.staying()[i] for bucket in buckets) for i in range(3))
     full = max((sum(bucket.coming() for bucket in each) for each in (blocks if far else ahead)), default=0)
-    single = max((slot.size * b.formats.compute.itemsize for b in placement.trainable for slot in b.layout.slots), default=0)
-    written = [placement.trainable[i : i + 1 + WRITING] for i in range(len(placement.trainable))]  # and, of the first, being changed
+    single = max(
+        (slot.size * b.formats.compute.itemsize for b in placement.trainable for slot in b.layout.slots),
+        default=0,
+    )
+    # and, of the first, being changed
+    written = [placement.trainable[i : i + 1 + WRITING] for i in range(len(placement.trainable))]
     fetched = [[*stay, *chain(*blocks[:1])], *ahead, *written]
     return {
         "parameters": parameters + sum(bucket.coming() for bucket in stay) + full,
         "gradients": gradients + _bytes(lent) + single,
         "states": masters,
-        "tiers": homes.memory(_bytes(_most(Buffers(map(_file, each)) for each in fetched))),
+        "tiers": offload.memory(_bytes(_most(Buffers(map(_file, each)) for each in fetched))),
         "exchange": _read(placement, lent) if placement.device.type == "cpu" else 0,
     }
 
 
 def _lent(
-    placement: Placement, stay: Sequence[Bucket], blocks: Sequence[Sequence[Bucket]], ahead: Sequence[Sequence[Bucket]] | None
+    placement: Placement,
+    stay: Sequence[Bucket],
+    blocks: Sequence[Sequence[Bucket]],
+    ahead: Sequence[Sequence[Bucket]] | None,
 ) -> Buffers:
-    """The buffers of the pool that a step uses at once; on a CPU, where the pool keeps them, the most of each size at any moment.
+    """The buffers of the pool that a step uses at once; on a CPU, where the pool keeps them, the most of each
+    size at any moment.
 
-    In backward a block fills its buffers while the last reductions of the one before are in flight and the shards of the blocks `ahead` are
-    on their way (None: of one bucket after the other). Those of `stay` are reduced behind all blocks."""
+    In backward a block fills its buffers while the last reductions of the one before are in flight and the
+    shards of the blocks `ahead` are on their way (None: of one bucket after the other). Those of `stay` are
+    reduced behind all blocks."""
     moments: list[Buffers] = []
     flying: deque[Bucket] = deque(maxlen=IN_FLIGHT)
 
@@ -72,13 +81,21 @@ def _lent(
 
 
 def _read(placement: Placement, lent: Buffers) -> int:
-    """Bytes of the other ranks' memory that a CPU rank reads: its part of all that is reduced, and whole shards of parameters."""
+    """Bytes of the other ranks' memory that a CPU rank reads: its part of all that is reduced, and whole
+    shards of parameters."""
     ranks = max((bucket.axis.size for bucket in placement.buckets), default=1)
     shards = Buffers({buffer: lent[buffer] for bucket in placement.buckets for buffer in bucket.borrows()[2]})
-    reduced = Buffers({buffer: lent[buffer] for bucket in placement.buckets for buffer in bucket.borrows()[0]}) - shards
-    size = _bytes(shards) + (_bytes(reduced) + sum(bucket.unreduced for bucket in placement.trainable)) // ranks
-    if placement.homes.away is None:
-        size += sum(bucket.layout.shard_size * bucket.formats.compute.itemsize for bucket in placement.buckets)
+    reduced = (
+        Buffers({buffer: lent[buffer] for bucket in placement.buckets for buffer in bucket.borrows()[0]})
+        - shards
+    )
+    size = (
+        _bytes(shards) + (_bytes(reduced) + sum(bucket.unreduced for bucket in placement.trainable)) // ranks
+    )
+    if placement.offload.parameters is None:
+        size += sum(
+            bucket.layout.shard_size * bucket.formats.compute.itemsize for bucket in placement.buckets
+        )
     return (ranks - 1) * size
 
 

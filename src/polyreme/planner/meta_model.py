@@ -1,4 +1,5 @@
-"""The model that a config describes, without memory for it: whether and how it can be divided, said before anything of it is built.
+"""The model that a config describes, without memory for it: whether and how it can be divided, said before
+anything of it is built.
 
 Invariant: what `divide` refuses, `initialize` would refuse on every rank.
 Communication: none.
@@ -14,35 +15,43 @@ from torch import nn
 from polyreme.config import Config
 from polyreme.data import load_tokenizer
 from polyreme.models import huggingface
-from polyreme.pipeline.partition import Split, plan
+from polyreme.pipeline.partition import PipelineSplit, plan
 from polyreme.pipeline.schedule import stage_ranks
 from polyreme.tensor import plan as rules
 
 
-def twin(config: Config, vocabulary: int | None = None) -> nn.Module:
-    """The model on the meta device; with `vocabulary` tokens, where its own config leaves that open. Raises ConfigError."""
+def meta_model(config: Config, vocabulary: int | None = None) -> nn.Module:
+    """The model on the meta device; with `vocabulary` tokens, where its own config leaves that open. Raises
+    ConfigError."""
     section = config.model
     with torch.device("meta"):
         return huggingface.skeleton(section.path, section.config, section.trust_remote_code, vocabulary)
 
 
 def expected(config: Config) -> nn.Module | None:
-    """The twin before there is a tokenizer, with as many tokens as it may have; None where the config names no model, or a directory
-    that is not on this machine."""
+    """The twin before there is a tokenizer, with as many tokens as it may have; None where the config names
+    no model, or a directory that is not on this machine."""
     model, data = config.model, config.data
     if model.path is None and model.config is None:
         return None
-    if any(folder is not None and not Path(folder).expanduser().is_dir() for folder in (model.path, data.tokenizer)):
+    if any(
+        folder is not None and not Path(folder).expanduser().is_dir()
+        for folder in (model.path, data.tokenizer)
+    ):
         return None
     if model.path is not None:
-        return twin(config)
-    return twin(config, data.vocab_size if data.tokenizer is None else len(load_tokenizer(data.tokenizer)))
+        return meta_model(config)
+    return meta_model(
+        config, data.vocab_size if data.tokenizer is None else len(load_tokenizer(data.tokenizer))
+    )
 
 
-def divide(model: nn.Module, config: Config) -> Split | None:
-    """Which pipeline stage has what of `model`, as `config` says, but for times; None where there is one stage.
+def divide(model: nn.Module, config: Config) -> PipelineSplit | None:
+    """Which pipeline stage has what of `model`, as `config` says, but for times; None where there is one
+    stage.
 
-    Raises ModelError where the mesh of `config` cannot divide the model, over tensor-parallel or over pipeline ranks."""
+    Raises ModelError where the mesh of `config` cannot divide the model, over tensor-parallel or over
+    pipeline ranks."""
     mesh, pipeline = config.mesh, config.pipeline
     if mesh.tp > 1:
         rules.plan(model, mesh.tp, mesh.tp_plan, mesh.sequence_parallel)

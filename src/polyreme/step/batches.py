@@ -1,9 +1,8 @@
 """How a rank's share of a global batch becomes the micro-batches of a step. No communication.
 
-Invariant: a step has the same number of micro-batches on every rank, whatever the shares are. So ranks with unlike shares, as of the last
-batch of an epoch, call the model equally often and none waits for another. Those that are missing are filled up by some that count for
-nothing.
-"""
+Invariant: a step has the same number of micro-batches on every rank, whatever the shares are. So ranks with
+unlike shares, as of the last batch of an epoch, call the model equally often and none waits for another.
+Those that are missing are filled up by some that count for nothing."""
 
 from __future__ import annotations
 
@@ -24,7 +23,8 @@ from polyreme.errors import BatchError
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """What one forward gets, and how many samples and tokens it counts for; none for one that fills up: its loss and gradients are zero."""
+    """What one forward gets, and how many samples and tokens it counts for; none for one that fills up: its
+    loss and gradients are zero."""
 
     batch: Any
     samples: int
@@ -32,31 +32,37 @@ class MicroBatch:
 
 
 def micro_batches(batch: Any, config: Config, first: bool) -> list[MicroBatch]:
-    """The micro-batches of a step: a list of them as they are, anything else cut along its samples into parts that differ by one at most.
+    """The micro-batches of a step: a list of them as they are, anything else cut along its samples into parts
+    that differ by one at most.
 
-    Raises BatchError for more than batch.size / dp samples, or more than `config.accumulation` micro-batches; in the `first` step of a run,
-    where it is a mistake and no end of an epoch, for fewer, too.
-    """
+    Raises BatchError for more than batch.size / dp samples, or more than `config.accumulation` micro-batches;
+    in the `first` step of a run, where it is a mistake and no end of an epoch, for fewer, too."""
     batch = plain_mappings(batch)
     count, expected = config.accumulation, config.batch.size // int(config.mesh.dp)
     if is_list(batch):
         if len(batch) > count or (first and len(batch) < count):
             raise BatchError(
-                f"train_step got a list of {len(batch)} micro-batches, but batch.size = {config.batch.size} over {config.mesh.dp} "
-                f"ranks with batch.micro = {config.batch.micro} makes {count}: give {count}, or change batch.size or batch.micro"
+                f"train_step got a list of {len(batch)} micro-batches, but "
+                f"batch.size = {config.batch.size} over {config.mesh.dp} "
+                f"ranks with batch.micro = {config.batch.micro} makes "
+                f"{count}: give {count}, or change batch.size or batch.micro"
             )
         return filled(parts_of(batch, config), count)
     if (size := leading_size(batch)) > expected or (first and size < expected):
         raise BatchError(
-            f"this rank's share of the batch has {size} samples, but batch.size = {config.batch.size} over {config.mesh.dp} "
+            f"this rank's share of the batch has {size} samples, but "
+            f"batch.size = {config.batch.size} over {config.mesh.dp} "
             f"data-parallel ranks makes {expected}: change batch.size, or give each rank {expected}"
             + (" (only later steps may have fewer, as the last of an epoch)" if size < expected else "")
         )
-    return filled([part for each in split(batch, min(size, count) or 1) for part in parts_of(each, config)], count)
+    return filled(
+        [part for each in split(batch, min(size, count) or 1) for part in parts_of(each, config)], count
+    )
 
 
 def is_list(batch: Any) -> bool:
-    """Whether `batch` is a list of micro-batches: a list without a tensor among its elements. One with a tensor is a batch itself."""
+    """Whether `batch` is a list of micro-batches: a list without a tensor among its elements. One with a
+    tensor is a batch itself."""
     return isinstance(batch, list) and bool(batch) and not any(isinstance(part, Tensor) for part in batch)
 
 
@@ -81,19 +87,25 @@ def filled(parts: Sequence[MicroBatch], count: int) -> list[MicroBatch]:
 
 
 def plain_mappings(batch: Any) -> Any:
-    """`batch` with a dict for every mapping that torch's trees do not know, such as the UserDict that a tokenizer returns."""
-    return pytree.tree_map_only(Mapping, lambda each: {key: plain_mappings(value) for key, value in each.items()}, batch)
+    """`batch` with a dict for every mapping that torch's trees do not know, such as the UserDict that a
+    tokenizer returns."""
+    return pytree.tree_map_only(
+        Mapping, lambda each: {key: plain_mappings(value) for key, value in each.items()}, batch
+    )
 
 
 def leading_sizes(batch: Any) -> set[int]:
-    """First dimensions of a batch's tensors and arrays (but scalars), and lengths of lists that have an element for each sample. Raises
-    BatchError for a nested tensor that has no shape."""
+    """First dimensions of a batch's tensors and arrays (but scalars), and lengths of lists that have an
+    element for each sample. Raises BatchError for a nested tensor that has no shape."""
     return _lengths(pytree.tree_leaves(batch, _by_sample(batch))) | _images_alone(batch)
 
 
 def _lengths(leaves: Sequence[Any]) -> set[int]:
     if any(isinstance(leaf, Tensor) and leaf.is_nested and leaf.layout == torch.strided for leaf in leaves):
-        raise BatchError("the batch has a nested tensor of strided layout, which has no shape: make it with layout=torch.jagged")
+        raise BatchError(
+            "the batch has a nested tensor of strided layout, "
+            "which has no shape: make it with layout=torch.jagged"
+        )
     return {len(leaf) for leaf in leaves if _has_rows(leaf) or _has_only(leaf, Mapping)}
 
 
@@ -102,14 +114,18 @@ def _has_only(node: Any, kind: type) -> bool:
 
 
 def _by_sample(batch: Any) -> Callable[[Any], bool]:
-    """Which lists have an element for each sample: those of mappings (targets of detection); and, of those of tensors that are as long as
-    all else of the batch, images and whatever has other first dimensions."""
-    sizes = _lengths(pytree.tree_leaves(batch, lambda node: _has_only(node, Mapping) or _has_only(node, Tensor)))
+    """Which lists have an element for each sample: those of mappings (targets of detection); and, of those of
+    tensors that are as long as all else of the batch, images and whatever has other first dimensions."""
+    sizes = _lengths(
+        pytree.tree_leaves(batch, lambda node: _has_only(node, Mapping) or _has_only(node, Tensor))
+    )
 
     def is_one(node: Any) -> bool:
         if not _has_only(node, Tensor):
             return _has_only(node, Mapping)
-        return sizes == {len(node)} and (_are_images(node) or all(each.dim() and len(each) not in sizes for each in node))
+        return sizes == {len(node)} and (
+            _are_images(node) or all(each.dim() and len(each) not in sizes for each in node)
+        )
 
     return is_one
 
@@ -120,9 +136,14 @@ def _are_images(tensors: Sequence[Tensor]) -> bool:
 
 
 def _images_alone(batch: Any) -> set[int]:
-    """How many images there are, where a batch is nothing but a list of some of several sizes, whose channels would pass for samples."""
+    """How many images there are, where a batch is nothing but a list of some of several sizes, whose channels
+    would pass for samples."""
     found = [*batch] if isinstance(batch, tuple) else [*batch.values()] if isinstance(batch, Mapping) else []
-    return {len(found[0])} if len(found) == 1 and _has_only(found[0], Tensor) and _are_images(found[0]) else set()
+    return (
+        {len(found[0])}
+        if len(found) == 1 and _has_only(found[0], Tensor) and _are_images(found[0])
+        else set()
+    )
 
 
 def leading_size(batch: Any) -> int:
@@ -133,7 +154,8 @@ def leading_size(batch: Any) -> int:
     if len(sizes) != 1:
         what = f"tensors with first dimensions {sorted(sizes)}" if sizes else "no tensor"
         raise BatchError(
-            f"a batch needs tensors that share their first dimension, the samples; this one has {what}. Give train_step a list of "
+            "a batch needs tensors that share their first dimension, "
+            f"the samples; this one has {what}. Give train_step a list of "
             "micro-batches, [batch, ...], which are not cut"
         )
     return sizes.pop()
@@ -155,25 +177,33 @@ def warn_of_equal(digests: Sequence[str | None]) -> None:
     """Warn where the batches of several ranks, of which these are digests, are all the same."""
     if len(digests) > 1 and digests[0] is not None and len({*digests}) == 1:
         warnings.warn(
-            f"all {len(digests)} data-parallel ranks train on the same batch, so that {len(digests) - 1} of them add nothing: give each "
-            "its own share, with engine.loader(dataset), or a DataLoader with sampler=DistributedSampler(dataset, dp.size, dp.rank), dp "
+            f"all {len(digests)} data-parallel ranks train on the same batch, "
+            f"so that {len(digests) - 1} of them add nothing: give each "
+            "its own share, with engine.loader(dataset), or a DataLoader "
+            "with sampler=DistributedSampler(dataset, dp.size, dp.rank), dp "
             "being engine.mesh.dp",
             stacklevel=3,
         )
 
 
 def split(batch: Any, parts: int) -> list[Any]:
-    """`batch` cut along its samples into `parts` micro-batches that differ by one sample at most. Cut are tensors, arrays and lists as long
-    as these, as of a sample's name; all else goes into each.
+    """`batch` cut along its samples into `parts` micro-batches that differ by one sample at most. Cut are
+    tensors, arrays and lists as long as these, as of a sample's name; all else goes into each.
 
     Raises BatchError for a tensor that cannot be cut."""
     if parts == 1:
         return [batch]
     samples, by_sample = leading_size(batch), _by_sample(batch)
     leaves, spec = pytree.tree_flatten(
-        batch, lambda node: by_sample(node) or (isinstance(node, list) and len(node) == samples and not leading_sizes(node))
+        batch,
+        lambda node: (
+            by_sample(node) or (isinstance(node, list) and len(node) == samples and not leading_sizes(node))
+        ),
     )
-    return [pytree.tree_unflatten([_rows(leaf, rows) for leaf in leaves], spec) for rows in _bounds(samples, parts)]
+    return [
+        pytree.tree_unflatten([_rows(leaf, rows) for leaf in leaves], spec)
+        for rows in _bounds(samples, parts)
+    ]
 
 
 def _bounds(samples: int, parts: int) -> list[slice]:
@@ -187,7 +217,10 @@ def _rows(leaf: Any, rows: slice) -> Any:
     if not (_has_rows(leaf) or isinstance(leaf, list)):
         return leaf
     if isinstance(leaf, Tensor) and leaf.layout != torch.strided:
-        raise BatchError(f"a tensor of layout {leaf.layout} cannot be cut into micro-batches: give train_step a list of them, [batch, ...]")
+        raise BatchError(
+            f"a tensor of layout {leaf.layout} cannot be cut into "
+            "micro-batches: give train_step a list of them, [batch, ...]"
+        )
     return leaf[rows]
 
 

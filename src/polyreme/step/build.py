@@ -1,7 +1,8 @@
-"""From the model that a user gave to this rank's part of it, ready to train: the engine's set-up, in the order of the functions.
+"""From the model that a user gave to this rank's part of it, ready to train: the engine's set-up, in the
+order of the functions.
 
-Invariant: rank 0's numbers count, whatever the other ranks were given; a model given as a function is never whole on a rank (but to be
-measured, on rank 0, for `pipeline.blocks = "time"`).
+Invariant: rank 0's numbers count, whatever the other ranks were given; a model given as a function is never
+whole on a rank (but to be measured, on rank 0, for `pipeline.blocks = "time"`).
 Communication: broadcasts of what the user's model holds; the measured seconds; what `zero.place` needs.
 """
 
@@ -27,25 +28,26 @@ from polyreme.errors import CheckpointError, ConfigError, ModelError, Problem
 from polyreme.layout.bucket_layout import Cut
 from polyreme.models import huggingface
 from polyreme.models.wrappers import unwrap
-from polyreme.offload.copy_stream import Lane
-from polyreme.offload.file import BUFFERS, FileTier
-from polyreme.offload.gradients_in_files import Spill
-from polyreme.offload.gradients_in_host import Ferry
-from polyreme.offload.host import HostTier
-from polyreme.offload.parameters import Away
+from polyreme.offload.copy_stream import CopyStream
+from polyreme.offload.file import BUFFERS, FileStore
+from polyreme.offload.gradients_in_files import GradientFiles
+from polyreme.offload.gradients_in_host import HostTransfer
+from polyreme.offload.host import HostStore
+from polyreme.offload.parameters import OffloadedParameters
 from polyreme.optim.groups import Recipe
-from polyreme.pipeline.partition import Split, keep, layers, plan
+from polyreme.pipeline.partition import PipelineSplit, keep, layers, plan
 from polyreme.pipeline.profile import block_seconds, copy_to
 from polyreme.step.precision import DTYPES, cast_floating, master_dtype
 from polyreme.tensor import plan as rules
 from polyreme.tensor.parallelize import parallelize
 from polyreme.zero.bucket import Formats, Microbatches
 from polyreme.zero.changes import Roster
-from polyreme.zero.partition import Division, Homes, Part, Placement, place
+from polyreme.zero.partition import Division, LocalPart, OffloadPlan, Placement, place
 from polyreme.zero.residency import Residency
 
 RUN = uuid.uuid4().hex
-"""With the process' number the name of the runs that it leads, as rank 0: engines made one after the other may use the same folders."""
+"""With the process' number the name of the runs that it leads, as rank 0: engines made one after the other
+may use the same folders."""
 
 Layer = nn.Module | Callable[[], nn.Module]
 Model = Layer | Sequence[Layer] | str | Path
@@ -53,8 +55,8 @@ Model = Layer | Sequence[Layer] | str | Path
 
 
 def open_model(given: Model, config: Config, mesh: Mesh) -> tuple[nn.Module, Recording | None, Path | None]:
-    """The model in training mode; how to make its numbers, if it is on the meta device, as what builds it was given; and the directory from
-    which its weights are to be read, if they are not in it yet."""
+    """The model in training mode; how to make its numbers, if it is on the meta device, as what builds it was
+    given; and the directory from which its weights are to be read, if they are not in it yet."""
     if isinstance(given, str | Path):
         return _from_directory(Path(given), config)
     module, recording = _given(given, config, mesh)
@@ -66,16 +68,20 @@ def open_model(given: Model, config: Config, mesh: Mesh) -> tuple[nn.Module, Rec
 
 
 def _refuse_max_norm(module: nn.Module) -> None:
-    """Raise ModelError for tables that their lookups change: each rank would change its own copy, of other rows, and no master would."""
+    """Raise ModelError for tables that their lookups change: each rank would change its own copy, of other
+    rows, and no master would."""
     for name, each in module.named_modules():
         if isinstance(each, nn.Embedding | nn.EmbeddingBag) and each.max_norm is not None:
-            raise ModelError(f"{name} has max_norm = {each.max_norm}, with which lookups change its weight, on each rank another way: "
-                             "leave max_norm out, and scale what it returns in the model's forward")  # fmt: skip
+            raise ModelError(f"{name} has max_norm = {each.max_norm}, with which "
+                             "lookups change its weight, on each rank another way: "
+                             "leave max_norm out, and scale what "
+                             "it returns in the model's forward")  # fmt: skip
 
 
 def _from_directory(path: Path, config: Config) -> tuple[nn.Module, Recording | None, Path | None]:
-    """The model of a Hugging Face directory: to be read by ranges where its tensors are the model's, name by name; otherwise transformers
-    reads, renames and converts them, whole on every rank, but never what our reader refused."""
+    """The model of a Hugging Face directory: to be read by ranges where its tensors are the model's, name by
+    name; otherwise transformers reads, renames and converts them, whole on every rank, but never what our
+    reader refused."""
     trust = config.model.trust_remote_code
     try:
         recording = record(lambda: huggingface.shell(str(path), trust), config.seed)
@@ -85,12 +91,17 @@ def _from_directory(path: Path, config: Config) -> tuple[nn.Module, Recording | 
         source = Directory(path)
     except CheckpointError as error:
         raise ConfigError([Problem("model.path", str(path), f"its weights cannot be loaded: {error}",
-                                   "give a directory that save_pretrained wrote, or model.config to start anew")]) from error  # fmt: skip
+                                   "give a directory that save_pretrained "
+                                   "wrote, or model.config to start anew")]) from error  # fmt: skip
     if recording is not None and not lacks(source, recording.module):
         return recording.module, recording, path
     with torch.random.fork_rng([]):  # what may be missing is new
         torch.manual_seed(config.seed)
-        return huggingface.build(str(path), None, trust, allow_missing=config.model.allow_missing).train(), None, None
+        return (
+            huggingface.build(str(path), None, trust, allow_missing=config.model.allow_missing).train(),
+            None,
+            None,
+        )
 
 
 def _given(given: Layer | Sequence[Layer], config: Config, mesh: Mesh) -> tuple[nn.Module, Recording | None]:
@@ -101,11 +112,17 @@ def _given(given: Layer | Sequence[Layer], config: Config, mesh: Mesh) -> tuple[
         if not isinstance(model, nn.Module):  # these are copied into the recording
             take_from_rank_0([*built.parameters(), *built.buffers()], mesh.device, mesh.dp, mesh.tp, mesh.pp)
     if isinstance(model, nn.Module):
-        if empty := [name for name, tensor in (*model.named_parameters(), *model.named_buffers()) if tensor.is_meta]:
-            raise ModelError(f"{empty[0]} is on the meta device, without numbers: give initialize() the function that builds the model")
+        if empty := [
+            name for name, tensor in (*model.named_parameters(), *model.named_buffers()) if tensor.is_meta
+        ]:
+            raise ModelError(
+                f"{empty[0]} is on the meta device, without numbers: "
+                "give initialize() the function that builds the model"
+            )
         return unwrap(model), None
     if not callable(model):
-        raise ModelError(f"the model is a {type(model).__name__}: give initialize() a torch.nn.Module, a function that builds one, a "
+        raise ModelError(f"the model is a {type(model).__name__}: give initialize() "
+                         "a torch.nn.Module, a function that builds one, a "
                          "list of layers, or the path of a Hugging Face directory")  # fmt: skip
     recording = record(lambda: _plain(model()), config.seed)
     return recording.module, recording
@@ -115,13 +132,16 @@ def _plain(built: Any) -> Any:
     return unwrap(built) if isinstance(built, nn.Module) else built
 
 
-def cut(module: nn.Module, recording: Recording | None, stages: int, config: Config, mesh: Mesh) -> Split | None:
+def cut(
+    module: nn.Module, recording: Recording | None, stages: int, config: Config, mesh: Mesh
+) -> PipelineSplit | None:
     """Which pipeline stage has what, the same on every rank; None for one stage."""
     if stages == 1:
         return None
     if huggingface.learns_prompts(module):
         raise ModelError(
-            "PEFT puts learned prompts before this model's inputs, which a pipeline does not know: set mesh.pp = 1, or use LoRA"
+            "PEFT puts learned prompts before this model's inputs, "
+            "which a pipeline does not know: set mesh.pp = 1, or use LoRA"
         )
     blocks = config.pipeline.blocks
     if not isinstance(blocks, str):
@@ -136,7 +156,10 @@ def _block_seconds(module: nn.Module, recording: Recording | None, config: Confi
     assert micro != "auto"
     batch: Any = huggingface.sample_batch(module, micro, config.data.sequence)
     if batch is None:
-        reason = "to be measured, the model has to be called, but only of Hugging Face models of texts or images is known with what"
+        reason = (
+            "to be measured, the model has to be called, but only of "
+            "Hugging Face models of texts or images is known with what"
+        )
         fix = 'write pipeline.blocks = "work", or how many blocks each stage has'
         raise ConfigError([Problem("pipeline.blocks", "time", reason, fix)])
     found: Any = None
@@ -150,14 +173,15 @@ def _block_seconds(module: nn.Module, recording: Recording | None, config: Confi
     for axis in mesh.axes.values():
         found = axis.gather_objects(found)[0]
     if isinstance(found, str):
-        raise ModelError(f'pipeline.blocks = "time": the blocks could not be measured ({found}); write "work", or how many '
+        raise ModelError('pipeline.blocks = "time": the blocks could not '
+                         f'be measured ({found}); write "work", or how many '
                          "blocks each stage has")  # fmt: skip
     return found
 
 
 def take_from_rank_0(tensors: Iterable[Tensor], device: torch.device, *axes: Axis) -> None:
-    """Give `tensors`, where they are, the numbers of the axes' rank 0, sent from and to `device`. Those that are not contiguous become
-    so."""
+    """Give `tensors`, where they are, the numbers of the axes' rank 0, sent from and to `device`. Those that
+    are not contiguous become so."""
     several = [axis for axis in axes if axis.size > 1]
     for tensor in tensors if several else ():
         numbers = tensor.data.to(device).contiguous()
@@ -166,38 +190,53 @@ def take_from_rank_0(tensors: Iterable[Tensor], device: torch.device, *axes: Axi
         tensor.data = numbers.to(tensor.device)
 
 
-def divide(module: nn.Module, split: Split | None, rank_of: Sequence[int], config: Config, mesh: Mesh) -> Division:
-    """Leave of the model this rank's pipeline stages (those s with rank_of[s] its rank), and of their parameters its part for tensor
-    parallelism."""
+def divide(
+    module: nn.Module, split: PipelineSplit | None, rank_of: Sequence[int], config: Config, mesh: Mesh
+) -> Division:
+    """Leave of the model this rank's pipeline stages (those s with rank_of[s] its rank), and of their
+    parameters its part for tensor parallelism."""
     cuts = {name: Cut.whole(p.shape, 1) for name, p in module.named_parameters(remove_duplicate=False)}
     if mesh.tp.size > 1:
         sequence = config.mesh.sequence_parallel
-        cuts = parallelize(module, mesh.tp, rules.plan(module, mesh.tp.size, config.mesh.tp_plan, sequence), sequence)
+        cuts = parallelize(
+            module, mesh.tp, rules.plan(module, mesh.tp.size, config.mesh.tp_plan, sequence), sequence
+        )
     if split is None:
-        return Division({name: Part(each) for name, each in cuts.items()}, mesh.tp, mesh.pp)
+        return Division({name: LocalPart(each) for name, each in cuts.items()}, mesh.tp, mesh.pp)
     mine = [stage for stage, rank in enumerate(rank_of) if rank == mesh.pp.rank]
     keep(module, split, mine, mesh.device, DTYPES[config.precision.compute])
-    parts = {name: Part(each, split.stages_of[name]) for name, each in cuts.items()}
+    parts = {name: LocalPart(each, split.stages_of[name]) for name, each in cuts.items()}
     shared = sorted({tuple(sorted({rank_of[stage] for stage in stages})) for stages in split.tied.values()})
     ties = {ranks: mesh.part("pp", ranks) for ranks in shared if len(ranks) > 1}
     ties = {ranks: axis for ranks, axis in ties.items() if axis.size > 1}
     return Division(parts, mesh.tp, mesh.pp, rank_of, ties, split.stages_of)
 
 
-def divide_again(module: nn.Module, roster: Roster, placement: Placement, config: Config, mesh: Mesh) -> Division:
+def divide_again(
+    module: nn.Module, roster: Roster, placement: Placement, config: Config, mesh: Mesh
+) -> Division:
     """How `module`, which was changed since `placement`, is divided now; its new buffers become rank 0's.
 
     Raises ModelError where buckets cannot be made again. The ranks have changed it in the same way."""
     parameters, told = dict(module.named_parameters(remove_duplicate=False)), roster.changes(module)
     reason = ""
     memory = config.memory
-    away = [key for key in ("states", "params", "gradients") if is_files(home(getattr(memory, key))[0])]
+    offloaded = [key for key in ("states", "params", "gradients") if is_files(home(getattr(memory, key))[0])]
     if mesh.pp.size > 1:
-        reason = "with mesh.pp each rank has a part of its modules: save, and initialize a new engine of the changed model"
+        reason = (
+            "with mesh.pp each rank has a part of its modules: "
+            "save, and initialize a new engine of the changed model"
+        )
     elif mesh.tp.size > 1 and not told.only_unfrozen:
-        reason = "with mesh.tp its layers are divided already: add before initialize, or save and initialize a new engine"
-    elif away:
-        reason = f"memory.{away[0]} is in files: save, and initialize a new engine of the changed model, or use host memory"
+        reason = (
+            "with mesh.tp its layers are divided already: add "
+            "before initialize, or save and initialize a new engine"
+        )
+    elif offloaded:
+        reason = (
+            f"memory.{offloaded[0]} is in files: save, and initialize "
+            "a new engine of the changed model, or use host memory"
+        )
     elif meta := [name for name, p in parameters.items() if p.is_meta and name in told.new]:
         reason = f"{meta[0]} is on the meta device, without numbers: build it on the CPU"
     huggingface.refuse_bare_base(module)
@@ -209,26 +248,40 @@ def divide_again(module: nn.Module, roster: Roster, placement: Placement, config
         buffer.data = buffer.data.to(mesh.device).contiguous()
         if name not in roster.buffers:
             take_from_rank_0([buffer], mesh.device, mesh.dp)
-    return Division({name: Part(Cut.whole(p.shape, 1)) for name, p in parameters.items()}, mesh.tp, mesh.pp)
+    return Division(
+        {name: LocalPart(Cut.whole(p.shape, 1)) for name, p in parameters.items()}, mesh.tp, mesh.pp
+    )
 
 
 def share_out(
-    module: nn.Module, blocks: Mapping[str, nn.Module], recipe: Recipe, division: Division, config: Config, mesh: Mesh,
+    module: nn.Module,
+    blocks: Mapping[str, nn.Module],
+    recipe: Recipe,
+    division: Division,
+    config: Config,
+    mesh: Mesh,
     held: Collection[int] = (),
-) -> Placement:  # fmt: skip
-    """Move what is left of the model into buckets, shared out over the data-parallel ranks as the ZeRO stage says. held: ids of parameters
-    whose numbers are to come from where they are now."""
+) -> Placement:
+    """Move what is left of the model into buckets, shared out over the data-parallel ranks as the ZeRO stage
+    says. held: ids of parameters whose numbers are to come from where they are now."""
     zero, dtype, several = config.zero, DTYPES[config.precision.compute], config.accumulation > 1
     assert zero.stage != "auto"
     folders, share = home(config.memory.states)
     near, _ = home(config.memory.params)
     reduced, _ = home(config.memory.gradients)
-    ferry = Ferry.over(mesh.device) if folders != ["device"] else None
+    transfer = HostTransfer.over(mesh.device) if folders != ["device"] else None
     microbatches: Microbatches = "one"
     if several:
         each = mesh.dp.size == 1 or zero.reduce_every == "microbatch"
-        away = ferry is not None and near != ["device"]  # then nothing that grows with the model stays on the device
-        microbatches = "left" if each and (away or is_files(reduced)) else "reduced" if each and mesh.dp.size > 1 else "added"
+        # then nothing that grows with the model stays on the device
+        offloaded = transfer is not None and near != ["device"]
+        microbatches = (
+            "left"
+            if each and (offloaded or is_files(reduced))
+            else "reduced"
+            if each and mesh.dp.size > 1
+            else "added"
+        )
     reduce = DTYPES[config.precision.reduce]
     if mesh.world_size == 1 and not several:  # nothing is summed
         reduce = dtype
@@ -237,41 +290,74 @@ def share_out(
     run: Any = f"{RUN}-{os.getpid()}"
     for axis in mesh.axes.values():
         run = axis.gather_objects(run)[0]
-    params = _tier(near, mesh, run, buffers=1)  # it is not streamed
+    params = _store(near, mesh, run, buffers=1)  # it is not streamed
     compact = None if config.optimizer.states == "fp32" else config.optimizer.states
-    states = _tier(folders, mesh, run)
-    gradients = _tier(reduced, mesh, run) if is_files(reduced) else None
-    spill = None
-    if isinstance(gradients, FileTier):
-        spill = Spill(gradients, Lane() if ferry is None else ferry.lane, microbatches == "left")
+    states = _store(folders, mesh, run)
+    gradients = _store(reduced, mesh, run) if is_files(reduced) else None
+    gradient_files = None
+    if isinstance(gradients, FileStore):
+        gradient_files = GradientFiles(
+            gradients, CopyStream() if transfer is None else transfer.copy_stream, microbatches == "left"
+        )
     blocks = _released(module, blocks, zero.keep)
-    homes = Homes(states, share, None if params is None else Away(params, mesh.device), compact, ferry, spill)
-    return place(module, blocks, recipe, mesh.dp, zero, residency, formats, mesh.device, microbatches, division, homes, held)
+    offload = OffloadPlan(
+        states,
+        share,
+        None if params is None else OffloadedParameters(params, mesh.device),
+        compact,
+        transfer,
+        gradient_files,
+    )
+    return place(
+        module,
+        blocks,
+        recipe,
+        mesh.dp,
+        zero,
+        residency,
+        formats,
+        mesh.device,
+        microbatches,
+        division,
+        offload,
+        held,
+    )
 
 
-def _released(module: nn.Module, blocks: Mapping[str, nn.Module], keep: Sequence[str]) -> Mapping[str, nn.Module]:
+def _released(
+    module: nn.Module, blocks: Mapping[str, nn.Module], keep: Sequence[str]
+) -> Mapping[str, nn.Module]:
     """Those of `blocks` that are gathered for each use: neither they nor what they are in match `keep`."""
     names = [name for name, _ in module.named_modules(remove_duplicate=False)]
     for pattern in keep:
         if not any(fnmatchcase(name, pattern) for name in names):
             raise ConfigError([Problem("zero.keep", pattern, "no module of the model has such a name",
-                                       f"names are such as {', '.join(list(blocks)[:3] or names[1:4])}")])  # fmt: skip
+                                       "names are such as "
+                                       f"{', '.join(list(blocks)[:3] or names[1:4])}")])  # fmt: skip
 
     def kept(name: str) -> bool:
         parts = name.split(".")
-        return any(fnmatchcase(".".join(parts[:end]), pattern) for end in range(1, len(parts) + 1) for pattern in keep)
+        return any(
+            fnmatchcase(".".join(parts[:end]), pattern)
+            for end in range(1, len(parts) + 1)
+            for pattern in keep
+        )
 
     return {name: block for name, block in blocks.items() if not kept(name)}
 
 
-def _tier(where: Sequence[str], mesh: Mesh, run: str, buffers: int = BUFFERS) -> HostTier | FileTier | None:
+def _store(
+    where: Sequence[str], mesh: Mesh, run: str, buffers: int = BUFFERS
+) -> HostStore | FileStore | None:
     """This rank's tier in the host's memory, or in folders, claimed for `run`; None for the device."""
     if not is_files(where):
-        return HostTier(mesh.device) if where == ["host"] else None
-    return FileTier(where, mesh.rank, run, buffers=buffers, pin=mesh.device.type == "cuda")
+        return HostStore(mesh.device) if where == ["host"] else None
+    return FileStore(where, mesh.rank, run, buffers=buffers, pin=mesh.device.type == "cuda")
 
 
-def make_numbers(module: nn.Module, recording: Recording, placement: Placement, mesh: Mesh, parameters: bool = True) -> None:
+def make_numbers(
+    module: nn.Module, recording: Recording, placement: Placement, mesh: Mesh, parameters: bool = True
+) -> None:
     """Make the initial values of what this rank has: into its buckets (with `parameters`), or as buffers."""
 
     def write(name: str, tensor: Tensor) -> None:

@@ -1,8 +1,8 @@
-"""All that an engine is at one moment, to a checkpoint and back: weights, optimizer states, how far training has come, random numbers, the
-place in the data.
+"""All that an engine is at one moment, to a checkpoint and back: weights, optimizer states, how far training
+has come, random numbers, the place in the data.
 
-Invariant: an engine that loads what another of the same layout saved goes on as that one would have, to the last bit; on any other layout
-it goes on with the same numbers, and other random ones.
+Invariant: an engine that loads what another of the same layout saved goes on as that one would have, to the
+last bit; on any other layout it goes on with the same numbers, and other random ones.
 Communication: that of `checkpoint.save` and `checkpoint.load`.
 """
 
@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from polyreme.checkpoint import load
-from polyreme.checkpoint.collective_errors import together
+from polyreme.checkpoint.collective_errors import collectively
 from polyreme.checkpoint.formats.huggingface import ADAPTERS, Directory
 from polyreme.checkpoint.manifest import Resume
 from polyreme.checkpoint.open import open_source
@@ -47,8 +47,9 @@ from polyreme.zero.sharded_state import frozen, masters, saved, states
 
 
 @dataclass
-class Parts:
-    """Of an engine. loaders: those whose place in the data is kept; positions: places that wait for loaders to be made."""
+class EngineParts:
+    """Of an engine. loaders: those whose place in the data is kept; positions: places that wait for loaders
+    to be made."""
 
     module: nn.Module
     config: Config
@@ -73,7 +74,10 @@ class Parts:
 
     def layout(self) -> dict[str, Any]:
         """The size of each axis of the mesh, and their order: where random numbers are the same."""
-        return {**{name: axis.size for name, axis in self.mesh.axes.items()}, "order": list(self.config.mesh.order)}
+        return {
+            **{name: axis.size for name, axis in self.mesh.axes.items()},
+            "order": list(self.config.mesh.order),
+        }
 
     def buffers(self) -> list[tuple[list[str], Tensor]]:
         """The persistent ones, with all their names."""
@@ -87,8 +91,8 @@ class Parts:
 
 @dataclass(frozen=True)
 class Loaded:
-    """What `engine.load` found. path: the checkpoint. state: steps, samples, tokens, ... of its run; empty for weights alone. extra: what
-    `engine.save` was given. notes: what there is to say of it."""
+    """What `engine.load` found. path: the checkpoint. state: steps, samples, tokens, ... of its run; empty
+    for weights alone. extra: what `engine.save` was given. notes: what there is to say of it."""
 
     path: Path
     state: Mapping[str, Any]
@@ -96,17 +100,22 @@ class Loaded:
     notes: Sequence[str]
 
 
-def adapters(parts: Parts) -> dict[str, Tensor] | None:
-    """Whole copies of what PEFT's files of adapters hold, on rank 0; nothing for other models; None, with a warning, where PEFT, which
-    rank 0 calls, would leave out what another pipeline stage has. All ranks must call."""
+def adapters(parts: EngineParts) -> dict[str, Tensor] | None:
+    """Whole copies of what PEFT's files of adapters hold, on rank 0; nothing for other models; None, with a
+    warning, where PEFT, which rank 0 calls, would leave out what another pipeline stage has. All ranks must
+    call."""
     wanted, lost = _adapter_names(parts)
     if lost:
-        warnings.warn(f"{lost[0]} is a part of the adapters which PEFT, called by rank 0, cannot save, as another pipeline stage has its "
-                      "module: the checkpoint has the whole model, but no files of PEFT's", stacklevel=4)  # fmt: skip
+        warnings.warn(f"{lost[0]} is a part of the adapters which PEFT, called "
+                      "by rank 0, cannot save, as another pipeline stage has its "
+                      "module: the checkpoint has the "
+                      "whole model, but no files of PEFT's", stacklevel=4)  # fmt: skip
         return None
     if wanted and (others := _trained_besides(parts, wanted)):
-        warnings.warn(f"{_several(others)} trains too, and PEFT's files have none of it: PeftModel.from_pretrained of this begins "
-                      "with what the base has there. engine.load takes all of it. Name its module in modules_to_save of PEFT's config",
+        warnings.warn(f"{_several(others)} trains too, and PEFT's files have "
+                      "none of it: PeftModel.from_pretrained of this begins "
+                      "with what the base has there. engine.load takes all of "
+                      "it. Name its module in modules_to_save of PEFT's config",
                       stacklevel=4)  # fmt: skip
     if huggingface.learns_prompts(parts.module):
         with lent(parts.placement, wanted):
@@ -119,34 +128,43 @@ def adapters(parts: Parts) -> dict[str, Tensor] | None:
     return found
 
 
-def _adapter_names(parts: Parts) -> tuple[set[str], list[str]]:
-    """Of what PEFT's files hold, over all pipeline stages; and those of them that rank 0 does not see. All ranks must call."""
-    told: list[Any] = parts.mesh.pp.gather_objects(sorted(huggingface.adapters(parts.module, parts.placement.division.parts)))
+def _adapter_names(parts: EngineParts) -> tuple[set[str], list[str]]:
+    """Of what PEFT's files hold, over all pipeline stages; and those of them that rank 0 does not see. All
+    ranks must call."""
+    told: list[Any] = parts.mesh.pp.gather_objects(
+        sorted(huggingface.adapters(parts.module, parts.placement.division.parts))
+    )
     wanted = {name for each in told for name in each}
     return wanted, sorted(wanted.difference(told[0]))
 
 
-def adapters_alone(parts: Parts) -> set[str]:
-    """Names of all that a checkpoint of adapters alone has. All ranks must call. Raises ModelError where PEFT's files would not have it, or
-    more trains."""
+def adapters_alone(parts: EngineParts) -> set[str]:
+    """Names of all that a checkpoint of adapters alone has. All ranks must call. Raises ModelError where
+    PEFT's files would not have it, or more trains."""
     found, lost = _adapter_names(parts)
     name, instead = type(parts.module).__name__, "save without it, which writes the whole model"
     if not found:
-        raise ModelError(f"save(adapters_only=True) of a {name}, which has no adapters: give initialize() a model of peft.get_peft_model, "
+        raise ModelError(f"save(adapters_only=True) of a {name}, which has no "
+                         "adapters: give initialize() a model of peft.get_peft_model, "
                          f"or {instead}")  # fmt: skip
     if lost:
-        raise ModelError(f"save(adapters_only=True), but PEFT, called by rank 0, cannot save {lost[0]}, as another pipeline stage has its "
-                         f"module: take it out of modules_to_save, set mesh.pp = 1, or {instead}")  # fmt: skip
+        raise ModelError("save(adapters_only=True), but PEFT, called by rank 0, "
+                         f"cannot save {lost[0]}, as another pipeline stage has its "
+                         "module: take it out of modules_to_save, "
+                         f"set mesh.pp = 1, or {instead}")  # fmt: skip
     if others := _trained_besides(parts, found):
         raise ModelError(f"save(adapters_only=True), but {_several(others)} trains too, and PEFT "
-                         f"saves none of it: name its module in modules_to_save of PEFT's config, freeze it, or {instead}")  # fmt: skip
+                         "saves none of it: name its module in modules_to_save "
+                         f"of PEFT's config, freeze it, or {instead}")  # fmt: skip
     return found
 
 
-def _trained_besides(parts: Parts, names: Collection[str]) -> list[str]:
+def _trained_besides(parts: EngineParts, names: Collection[str]) -> list[str]:
     """What is trained beside what has these names, over all pipeline stages. All ranks must call."""
     trained = [each for update in parts.updates for each, _ in parts.placement.named(update.bucket)]
-    told: list[Any] = parts.mesh.pp.gather_objects([each[0] for each in trained if set(names).isdisjoint(each)])
+    told: list[Any] = parts.mesh.pp.gather_objects(
+        [each[0] for each in trained if set(names).isdisjoint(each)]
+    )
     return [name for each in told for name in each]
 
 
@@ -155,11 +173,12 @@ def _several(names: Sequence[str]) -> str:
 
 
 def content(
-    parts: Parts, tokenizer: Any, extra: Mapping[str, Any], adapters: Mapping[str, Tensor] | None,
+    parts: EngineParts, tokenizer: Any, extra: Mapping[str, Any], adapters: Mapping[str, Tensor] | None,
     only: Collection[str] | None = None,
 ) -> Content:  # fmt: skip
-    """What this rank gives to a checkpoint; `adapters` to PEFT's files, if there are to be any. only: names of the tensors that it is to
-    have, where these are not all. Raises CheckpointError for what a checkpoint cannot hold."""
+    """What this rank gives to a checkpoint; `adapters` to PEFT's files, if there are to be any. only: names
+    of the tensors that it is to have, where these are not all. Raises CheckpointError for what a checkpoint
+    cannot hold."""
     module, config, mesh = parts.module, parts.config, parts.mesh
     try:
         extra = json.loads(json.dumps(extra))  # the caller may change it while it is written
@@ -177,11 +196,18 @@ def content(
     wanted = lambda names: only is None or not {*names}.isdisjoint(only)  # noqa: E731
     return Content(
         regions=[region for region in saved(parts.placement, parts.updates) if wanted(region.names)],
-        buffers=[(names, buffer) for names, buffer in parts.buffers() if wanted(names) and parts.placement.division.computes(names[0])],
+        buffers=[
+            (names, buffer)
+            for names, buffer in parts.buffers()
+            if wanted(names) and parts.placement.division.computes(names[0])
+        ],
         saved_name=parts.saved_name,
         small=partial(small_files, module, tokenizer, adapters),
         resume=resume,
-        rng={name: base64.b64encode(state.numpy().tobytes()).decode() for name, state in _random_states(mesh).items()},
+        rng={
+            name: base64.b64encode(state.numpy().tobytes()).decode()
+            for name, state in _random_states(mesh).items()
+        },
         limit=int(config.checkpoint.file_size),
         shared_files=config.checkpoint.shared_files,
         weights=MODEL if only is None else ADAPTERS,
@@ -189,11 +215,14 @@ def content(
     )
 
 
-def restore(parts: Parts, path: Path, strict: bool, weights_only: bool, axis: Axis) -> Loaded:
-    """Make the engine what the checkpoint at `path` says; or the newest complete one of the run's folder `path`, as rank 0 sees it.
+def restore(parts: EngineParts, path: Path, strict: bool, weights_only: bool, axis: Axis) -> Loaded:
+    """Make the engine what the checkpoint at `path` says; or the newest complete one of the run's folder
+    `path`, as rank 0 sees it.
 
     Raises CheckpointError on every rank, and then nothing has changed."""
-    names = together(axis, lambda: [each.name for each in RunFolder(path).candidates()] if path.is_dir() else [])[0]
+    names = collectively(
+        axis, lambda: [each.name for each in RunFolder(path).candidates()] if path.is_dir() else []
+    )[0]
     candidates = [path / name for name in names] or [path]
     problems: list[str] = []
     for each in candidates:
@@ -201,31 +230,33 @@ def restore(parts: Parts, path: Path, strict: bool, weights_only: bool, axis: Ax
             source = _open(each, axis)
             found = _match(parts, source, axis)
             alike = isinstance(source, Directory) and not weights_only
-            homes: Homes = {update.bucket: update.homes() for update in parts.updates} if alike else {}
-            source = load.verify(source, _needs(parts, source, found, homes, weights_only), axis)
+            new_states: NewStates = (
+                {update.bucket: update.new_states() for update in parts.updates} if alike else {}
+            )
+            source = load.verify(source, _needs(parts, source, found, new_states, weights_only), axis)
             scalars = _look(parts, source, found, strict, weights_only, axis)
         except CheckpointError as error:
             problems.append(f"{each} was passed over: {error}")
             if len(problems) == len(candidates):
                 raise CheckpointError("\n".join([*problems[:-1], str(error)])) from error
         else:
-            return _take(parts, source, found, scalars, homes, weights_only, axis, problems)
+            return _take(parts, source, found, scalars, new_states, weights_only, axis, problems)
     raise AssertionError  # one of them was the last
 
 
 def _open(path: Path, axis: Axis) -> Source:
     found: list[Source] = []
-    together(axis, lambda: found.append(open_source(path)))
+    collectively(axis, lambda: found.append(open_source(path)))
     return found[0]
 
 
 Scalars = dict[str, dict[str, float] | None]
 """By the first name of a parameter: its states that are one number; None for one without states."""
-Homes = Mapping[Bucket, Mapping[str, Tensor]]
-"""The memory for new states; see `Update.homes`."""
+NewStates = Mapping[Bucket, Mapping[str, Tensor]]
+"""The memory for new states; see `Update.new_states`."""
 
 
-def _match(parts: Parts, source: Source, axis: Axis) -> load.Match:
+def _match(parts: EngineParts, source: Source, axis: Axis) -> load.Match:
     """Which of the source's tensors are this rank's."""
     placement = parts.placement
     named = [names for bucket in placement.buckets for names, _ in placement.named(bucket)]
@@ -234,19 +265,25 @@ def _match(parts: Parts, source: Source, axis: Axis) -> load.Match:
     if isinstance(source, Directory) and source.adapters_only:
         has, _ = _adapter_names(parts)
         if not has:
-            raise CheckpointError(f"{source.path} has adapters alone, and the model has none: give initialize() the base with "
-                                  "peft.get_peft_model, or open it with peft.PeftModel.from_pretrained(base, path)")  # fmt: skip
-        has |= {name for update in parts.updates for names, _ in placement.named(update.bucket) for name in names}
+            raise CheckpointError(f"{source.path} has adapters alone, and the "
+                                  "model has none: give initialize() the base with "
+                                  "peft.get_peft_model, or open it with "
+                                  "peft.PeftModel.from_pretrained(base, path)")  # fmt: skip
+        has |= {
+            name for update in parts.updates for names, _ in placement.named(update.bucket) for name in names
+        }
         wanted = [each for each in wanted if not has.isdisjoint(each.names)]
     return load.match(source, wanted, parts.file_names, huggingface.base_prefix(parts.module), axis)
 
 
-def _needs(parts: Parts, source: Source, found: load.Match, homes: Homes, weights_only: bool) -> Iterator[Need]:
+def _needs(
+    parts: EngineParts, source: Source, found: load.Match, new_states: NewStates, weights_only: bool
+) -> Iterator[Need]:
     """What this rank will read of the source; see `load.verify`."""
     placement = parts.placement
     for bucket in placement.buckets:
         names_of = {slot.name: names for names, slot in placement.named(bucket)}
-        memory = homes.get(bucket, {})
+        memory = new_states.get(bucket, {})
         for part in bucket.layout.within(bucket.region.start, bucket.region.stop):
             first = names_of[part.name][0]
             if first in found.name_of:
@@ -254,7 +291,14 @@ def _needs(parts: Parts, source: Source, found: load.Match, homes: Homes, weight
                 name, size = found.name_of[first], part.stop - part.start
                 needed = list(load.needs(source, name, cut, rank, part.start, part.stop, memory, part.offset))
                 for kind, home in memory.items():  # nobody reads padding
-                    if sum(need.stop - need.start for need in needed if need.kind == kind and need.into is not None) < size:
+                    if (
+                        sum(
+                            need.stop - need.start
+                            for need in needed
+                            if need.kind == kind and need.into is not None
+                        )
+                        < size
+                    ):
                         home[part.offset :][:size].zero_()
                 yield from (need for need in needed if not weights_only or need.kind in (MODEL, MASTER))
     for names, buffer in parts.buffers():
@@ -262,18 +306,25 @@ def _needs(parts: Parts, source: Source, found: load.Match, homes: Homes, weight
             yield Need(MODEL, found.name_of[names[0]], 0, buffer.numel())
 
 
-def _look(parts: Parts, source: Source, found: load.Match, strict: bool, weights_only: bool, axis: Axis) -> Scalars:
-    """The states of the source that are one number. Raises CheckpointError where it is not what was asked for; nothing changes."""
+def _look(
+    parts: EngineParts, source: Source, found: load.Match, strict: bool, weights_only: bool, axis: Axis
+) -> Scalars:
+    """The states of the source that are one number. Raises CheckpointError where it is not what was asked
+    for; nothing changes."""
     if strict and not found.is_exact:
-        raise CheckpointError(f"{source.path} is not of this model: {found}. With strict=False, what is in both is loaded")
-    scalars: Scalars = dict.fromkeys(names[0] for bucket in parts.placement.buckets for names, _ in parts.placement.named(bucket))
-    together(axis, lambda: None if weights_only else scalars.update(_scalars(parts, source, found)))
+        raise CheckpointError(
+            f"{source.path} is not of this model: {found}. With strict=False, what is in both is loaded"
+        )
+    scalars: Scalars = dict.fromkeys(
+        names[0] for bucket in parts.placement.buckets for names, _ in parts.placement.named(bucket)
+    )
+    collectively(axis, lambda: None if weights_only else scalars.update(_scalars(parts, source, found)))
     return scalars
 
 
-def _scalars(parts: Parts, source: Source, found: load.Match) -> Scalars:
-    """Of each parameter of which this rank trains elements, if it has states. Raises CheckpointError where these are not those of the
-    optimizer."""
+def _scalars(parts: EngineParts, source: Source, found: load.Match) -> Scalars:
+    """Of each parameter of which this rank trains elements, if it has states. Raises CheckpointError where
+    these are not those of the optimizer."""
     kinds = sorted(source.tensors.keys() - {MODEL, MASTER})
     scalars: Scalars = {}
     for update in parts.updates:
@@ -284,10 +335,14 @@ def _scalars(parts: Parts, source: Source, found: load.Match) -> Scalars:
             if not there:
                 continue
             cut, expected = parts.placement.division.parts[names[0]].cut, update.states(slot)
-            needed = {kind: () if shape is None else cut.shape if shape == slot.shape else shape for kind, shape in expected.items()}
+            needed = {
+                kind: () if shape is None else cut.shape if shape == slot.shape else shape
+                for kind, shape in expected.items()
+            }
             if there != needed:
                 raise CheckpointError(
-                    f"{source.path} has the optimizer states {load.listed(there)} of {name}, but this optimizer has {load.listed(needed)}: "
+                    f"{source.path} has the optimizer states {load.listed(there)} "
+                    f"of {name}, but this optimizer has {load.listed(needed)}: "
                     "use the optimizer that it was saved with, or load with weights_only=True"
                 )
             numbers = (kind for kind, shape in expected.items() if shape is None)
@@ -295,7 +350,7 @@ def _scalars(parts: Parts, source: Source, found: load.Match) -> Scalars:
     return scalars
 
 
-def _settle(parts: Parts) -> None:
+def _settle(parts: EngineParts) -> None:
     """Return when weights may change."""
     parts.step.begin()
     for bucket in parts.placement.buckets:
@@ -304,7 +359,9 @@ def _settle(parts: Parts) -> None:
 
 def _fill(source: Source, found: load.Match, regions: Iterable[Region]) -> None:
     """Read those regions that were found."""
-    there = [(region, found.name_of[region.names[0]]) for region in regions if region.names[0] in found.name_of]
+    there = [
+        (region, found.name_of[region.names[0]]) for region in regions if region.names[0] in found.name_of
+    ]
     masters = source.tensors.get(MASTER, {})
     kind_of = lambda kind, name: MODEL if kind == MASTER and name not in masters else kind  # noqa: E731
     load.fill(source, ((kind_of(region.kind, name), name, region) for region, name in there))
@@ -317,17 +374,17 @@ def _publish(buckets: Iterable[Bucket]) -> None:
 
 
 def _take(
-    parts: Parts,
+    parts: EngineParts,
     source: Source,
     found: load.Match,
     scalars: Scalars,
-    homes: Homes,
+    new_states: NewStates,
     weights_only: bool,
     axis: Axis,
     problems: Sequence[str],
 ) -> Loaded:
-    """Read what was found and is not yet in `homes`, which become the states. A file that can no longer be read is an error on every rank,
-    but then numbers have changed."""
+    """Read what was found and is not yet in `new_states`, which become the states. A file that can no longer
+    be read is an error on every rank, but then numbers have changed."""
     placement = parts.placement
     resume: Resume | None = getattr(source, "resume", None)
     _settle(parts)
@@ -339,7 +396,7 @@ def _take(
                 bucket.store()
         for update in parts.updates:
             numbers = {slot.name: scalars[names[0]] for names, slot in placement.named(update.bucket)}
-            with update.loading(numbers, homes.get(update.bucket, {})):
+            with update.loading(numbers, new_states.get(update.bucket, {})):
                 _fill(source, found, masters(placement, update))
                 _fill(source, found, states(placement, update))
             update.bucket.store()
@@ -347,7 +404,7 @@ def _take(
             if names[0] in found.name_of:
                 load.fill_buffer(source, found.name_of[names[0]], buffer)
 
-    together(axis, read)
+    collectively(axis, read)
     _publish(placement.buckets)
     notes = [*problems, *([str(found)] if not found.is_exact else [])]
     if resume is None or weights_only:
@@ -358,8 +415,9 @@ def _take(
     return Loaded(source.path, resume.state, resume.extra, notes)
 
 
-def _go_on(parts: Parts, resume: Resume) -> list[str]:
-    """Take over how far training has come, the random numbers and the place in the data. Returns what there is to say of that."""
+def _go_on(parts: EngineParts, resume: Resume) -> list[str]:
+    """Take over how far training has come, the random numbers and the place in the data. Returns what there
+    is to say of that."""
     config, mesh = parts.config, parts.mesh
     notes = []
     parts.step.load_state_dict(resume.state)
@@ -370,13 +428,23 @@ def _go_on(parts: Parts, resume: Resume) -> list[str]:
             if mesh.device.type == "cuda" and "cuda" in own:
                 torch.cuda.set_rng_state(_bytes(own["cuda"]), mesh.device)
         except (KeyError, RuntimeError, TypeError) as error:
-            notes.append(f"the random numbers are others from here on, as torch cannot take the saved state: {error}")
+            notes.append(
+                f"the random numbers are others from here on, as torch cannot take the saved state: {error}"
+            )
     else:
-        torch.manual_seed(config.seed + mesh.dp.rank + mesh.dp.size * mesh.pp.rank + 1_000_003 * parts.step.state.step)
-        notes.append("saved on another mesh: the weights are the same, random numbers such as dropout's are others from here on")
+        torch.manual_seed(
+            config.seed + mesh.dp.rank + mesh.dp.size * mesh.pp.rank + 1_000_003 * parts.step.state.step
+        )
+        notes.append(
+            "saved on another mesh: the weights are the same, "
+            "random numbers such as dropout's are others from here on"
+        )
     before = resume.config.get("batch", {}).get("size")
     if before != config.batch.size:
-        notes.append(f"batch.size is {config.batch.size}, and was {before}: steps count on, the data goes on at the sample where it was")
+        notes.append(
+            f"batch.size is {config.batch.size}, and was {before}: "
+            "steps count on, the data goes on at the sample where it was"
+        )
     positions = list(resume.data.get("loaders", []))
     for loader, position in zip(parts.loaders, positions, strict=False):
         try:
@@ -387,14 +455,22 @@ def _go_on(parts: Parts, resume: Resume) -> list[str]:
     return notes
 
 
-def _count_on(parts: Parts, source: Source) -> list[str]:
+def _count_on(parts: EngineParts, source: Source) -> list[str]:
     """Take over the steps behind a checkpoint of another program, which says no more of the past."""
     steps = getattr(source, "state", {}).get("step")
     if steps is None:
-        return ["the checkpoint does not say how many steps it has behind it: the learning rate's schedule begins anew"]
+        return [
+            "the checkpoint does not say how many steps it has "
+            "behind it: the learning rate's schedule begins anew"
+        ]
     samples = steps * parts.config.batch.size
-    parts.step.load_state_dict({**parts.step.state_dict(), "step": steps, "samples": samples, "options": {}, "skipped": {}})
-    return [f"goes on after {steps} steps, of batch.size = {parts.config.batch.size}; random numbers and the data begin anew"]
+    parts.step.load_state_dict(
+        {**parts.step.state_dict(), "step": steps, "samples": samples, "options": {}, "skipped": {}}
+    )
+    return [
+        f"goes on after {steps} steps, of batch.size = "
+        f"{parts.config.batch.size}; random numbers and the data begin anew"
+    ]
 
 
 def _random_states(mesh: Mesh) -> dict[str, Tensor]:

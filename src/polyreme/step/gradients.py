@@ -1,9 +1,10 @@
-"""The reduced gradients of a step, between its last backward and its update: to be read, measured, scaled and clipped by the user.
+"""The reduced gradients of a step, between its last backward and its update: to be read, measured, scaled and
+clipped by the user.
 
-Invariant: they are those of the mean loss over the whole global batch, the same whatever the layout. All ranks call alike.
-Communication: one small all-reduce over each axis for norms of parameters, and for the global one after `scale_`; all-gathers for whole
-tensors.
-"""
+Invariant: they are those of the mean loss over the whole global batch, the same whatever the layout. All
+ranks call alike.
+Communication: one small all-reduce over each axis for norms of parameters, and for the global one after
+`scale_`; all-gathers for whole tensors."""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ from polyreme.zero.partition import Placement
 class Gradients:
     """What `Engine.gradients` returns: valid until the update.
 
-    Raises ModelError where it is used later, and for gradients that are in files (`memory.gradients`), but for `norm` and `clip_`."""
+    Raises ModelError where it is used later, and for gradients that are in files (`memory.gradients`), but
+    for `norm` and `clip_`."""
 
     def __init__(self, placement: Placement, mesh: Mesh, step: Step) -> None:
         self._placement, self._mesh, self._step, self._of = placement, mesh, step, step.state.step
@@ -38,7 +40,9 @@ class Gradients:
         """The norm of each parameter's gradient, by the first of its names; gathers no gradient."""
         self._check(memory=True)
         buckets = self._placement.trainable
-        squares = torch.cat([bucket.squares_by_slot() for bucket in buckets] or [torch.zeros(0, dtype=torch.float64)])
+        squares = torch.cat(
+            [bucket.squares_by_slot() for bucket in buckets] or [torch.zeros(0, dtype=torch.float64)]
+        )
         for axis in (self._mesh.dp, self._mesh.tp):
             axis.all_reduce(squares).wait()
         found: dict[str, float] = {}
@@ -51,22 +55,33 @@ class Gradients:
         return {name: math.sqrt(found[name]) * self._step.to_mean for name in in_order}
 
     def whole(self) -> dict[str, Tensor]:
-        """Every gradient whole, under each of its parameter's names: copies, which every rank gets; of the size of the model."""
+        """Every gradient whole, under each of its parameter's names: copies, which every rank gets; of the
+        size of the model."""
         self._check(memory=True)
-        return {name: tensor * self._step.to_mean for names, tensor in self._placement.gradients() for name in names}
+        return {
+            name: tensor * self._step.to_mean
+            for names, tensor in self._placement.gradients()
+            for name in names
+        }
 
     def clip_(self, max_norm: float) -> float:
-        """Clip to this global norm, in place of what `optimizer.clip` says, in this step. Returns the norm before."""
+        """Clip to this global norm, in place of what `optimizer.clip` says, in this step. Returns the norm
+        before."""
         self._check()
         self._step.clip = max_norm
         return self._step.norm
 
     def scale_(self, factors: Mapping[str, float]) -> None:
-        """Multiply the gradients of the parameters of these names, the same on all ranks; what is clipped is the result."""
+        """Multiply the gradients of the parameters of these names, the same on all ranks; what is clipped is
+        the result."""
         self._check(memory=True)
         where, known = self._placement.where, self._placement.division.parts
-        if unknown := [name for name in factors if name not in known or (name in where and not where[name][0].trainable)]:
-            raise ModelError(f"{unknown[0]} is no parameter that is trained: scale_ takes the names that norms() has")
+        if unknown := [
+            name for name in factors if name not in known or (name in where and not where[name][0].trainable)
+        ]:
+            raise ModelError(
+                f"{unknown[0]} is no parameter that is trained: scale_ takes the names that norms() has"
+            )
         for name, factor in factors.items():
             if name in where:
                 where[name][0].scale_grad(where[name][1], factor)
@@ -74,6 +89,12 @@ class Gradients:
 
     def _check(self, memory: bool = False) -> None:
         if not self._step.reduced or self._step.state.step != self._of:
-            raise ModelError("these gradients are gone: engine.gradients() holds from the last backward of a step to its step()")
-        if memory and self._placement.homes.spill is not None:
-            raise ModelError("gradients are in files (memory.gradients), where only norm and clip_ reach them: keep them in host memory")
+            raise ModelError(
+                "these gradients are gone: engine.gradients() "
+                "holds from the last backward of a step to its step()"
+            )
+        if memory and self._placement.offload.gradient_files is not None:
+            raise ModelError(
+                "gradients are in files (memory.gradients), where only "
+                "norm and clip_ reach them: keep them in host memory"
+            )

@@ -1,8 +1,9 @@
-"""How a micro-batch becomes a loss: the model's own or a loss function's, always as a sum and the weight that it is the sum over.
+"""How a micro-batch becomes a loss: the model's own or a loss function's, always as a sum and the weight that
+it is the sum over.
 
-Invariant: the sum of all losses over the sum of all weights is the mean over the global batch, however the batch is split over
-micro-batches and ranks. Where the loss is a mean over labels, its weight is their number; otherwise the number of samples.
-"""
+Invariant: the sum of all losses over the sum of all weights is the mean over the global batch, however the
+batch is split over micro-batches and ranks. Where the loss is a mean over labels, its weight is their number;
+otherwise the number of samples."""
 
 from __future__ import annotations
 
@@ -19,30 +20,43 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from polyreme.errors import BatchError
-from polyreme.models.huggingface import IGNORED_LABEL, NUM_ITEMS, ForwardSignature, count_labels, tensors_in, training_arguments
+from polyreme.models.huggingface import (
+    IGNORED_LABEL,
+    NUM_ITEMS,
+    ForwardSignature,
+    count_labels,
+    tensors_in,
+    training_arguments,
+)
 from polyreme.step.batches import leading_sizes
 from polyreme.step.loss_graph import doubt
 
 LossFn = Callable[[Any, Any], Tensor | tuple[Tensor, float | Tensor]]
-"""loss_fn(output, target) -> mean loss (scalar), or (sum of losses, weight). `target` is the batch's last element where the batch is a
-tuple, and the whole batch otherwise."""
+"""loss_fn(output, target) -> mean loss (scalar), or (sum of losses, weight). `target` is the batch's last
+element where the batch is a tuple, and the whole batch otherwise."""
 
 
 class Objective:
-    """Calls the model on a micro-batch and reads its loss. What the model gets is cast to its dtype; what only the loss sees is not.
+    """Calls the model on a micro-batch and reads its loss. What the model gets is cast to its dtype; what
+    only the loss sees is not.
 
-    A mapping is passed to the model as keyword arguments (with a `loss_fn`, only those that its forward takes, and no `labels`),
-    a tuple or list as positional arguments (with a `loss_fn`, all but the last), anything else as the one argument.
-    """
+    A mapping is passed to the model as keyword arguments (with a `loss_fn`, only those that its forward
+    takes, and no `labels`), a tuple or list as positional arguments (with a `loss_fn`, all but the last),
+    anything else as the one argument."""
 
     def __init__(
-        self, model: nn.Module, loss_fn: LossFn | None = None, cast: Callable[[Any], Any] = lambda inputs: inputs, is_split: bool = True
+        self,
+        model: nn.Module,
+        loss_fn: LossFn | None = None,
+        cast: Callable[[Any], Any] = lambda inputs: inputs,
+        is_split: bool = True,
     ) -> None:
-        """`cast` brings what the model gets into the dtype that it computes in. is_split: a step has several micro-batches, on all ranks
-        together, so that what a loss is the mean of counts."""
+        """`cast` brings what the model gets into the dtype that it computes in. is_split: a step has several
+        micro-batches, on all ranks together, so that what a loss is the mean of counts."""
         if getattr(loss_fn, "reduction", None) == "sum":
             raise BatchError(
-                'loss_fn has reduction="sum": a step is the mean over the global batch, so let loss_fn return the mean, or (sum, what the '
+                'loss_fn has reduction="sum": a step is the mean over the '
+                "global batch, so let loss_fn return the mean, or (sum, what the "
                 "mean is to be over)"
             )
         self._loss_fn, self._cast = loss_fn, cast
@@ -56,8 +70,9 @@ class Objective:
         self.fixed = training_arguments(model)
 
     def __call__(self, batch: Any, weight: float | None = None) -> tuple[Tensor, float]:
-        """(sum of losses with its graph, weight). `weight` is `self.weight(batch)`, where that is known already: to count the labels of
-        a batch that is on a device waits for the device. Raises BatchError for a loss that is not a scalar."""
+        """(sum of losses with its graph, weight). `weight` is `self.weight(batch)`, where that is known
+        already: to count the labels of a batch that is on a device waits for the device. Raises BatchError
+        for a loss that is not a scalar."""
         return self.loss(self.output(batch), batch, weight)
 
     def output(self, batch: Any) -> Any:
@@ -65,19 +80,25 @@ class Objective:
         return self._model(*self._cast(self._positional(batch)), **self.cast_keywords(self._keywords(batch)))
 
     def cast_keywords(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
-        """Keyword arguments as the model is to get them: all cast but `labels`, which only its loss reads, and without
-        `num_items_in_batch`, as its loss is to be the mean over the micro-batch."""
+        """Keyword arguments as the model is to get them: all cast but `labels`, which only its loss reads,
+        and without `num_items_in_batch`, as its loss is to be the mean over the micro-batch."""
         if NUM_ITEMS in inputs:
             warnings.warn(
-                f"{NUM_ITEMS} is not passed to the model, which so returns the mean over the micro-batch's labels: the engine counts the "
+                f"{NUM_ITEMS} is not passed to the model, which so returns "
+                "the mean over the micro-batch's labels: the engine counts the "
                 "labels of the global batch itself, and the step is their mean",
                 stacklevel=3,
             )
-        return {name: value if name == "labels" else self._cast(value) for name, value in inputs.items() if name != NUM_ITEMS}
+        return {
+            name: value if name == "labels" else self._cast(value)
+            for name, value in inputs.items()
+            if name != NUM_ITEMS
+        }
 
     def loss(self, output: Any, batch: Any, weight: float | None = None) -> tuple[Tensor, float]:
         """The sum of losses and the weight of a model's output for `batch`; a zero where `weight` is 0."""
-        if weight == 0:  # no label: the mean is 0/0, and its gradient too; keep the graph, for the other ranks' sake
+        # no label: the mean is 0/0, and its gradient too; keep the graph, for the other ranks' sake
+        if weight == 0:
             return _zero(output), 0.0
         if self._loss_fn is None:
             loss = _own_loss(output)
@@ -94,22 +115,27 @@ class Objective:
         return self.sum_of(loss, float(self.weight(batch) if weight is None else weight), output)
 
     def check_own(self, loss: Any, weight: float) -> None:
-        """Once: warn where a loss, mostly the model's own, is seen to be no mean over `weight`, as which it is taken."""
+        """Once: warn where a loss, mostly the model's own, is seen to be no mean over `weight`, as which it
+        is taken."""
         if self._checked or not weight or not torch.is_grad_enabled() or not isinstance(loss, Tensor):
             return
         self._checked = True
         if (seen := doubt(loss, weight)) is not None:
             warnings.warn(
-                f"the loss of {type(self._model).__name__} is made of {seen}, and it is weighted as a mean over {weight:g} labels or "
-                "samples: with several micro-batches or ranks a step may not be the mean over the global batch. Say what it is the mean "
+                f"the loss of {type(self._model).__name__} is made of {seen}, "
+                f"and it is weighted as a mean over {weight:g} labels or "
+                "samples: with several micro-batches or ranks a step may not "
+                "be the mean over the global batch. Say what it is the mean "
                 "of: engine.backward(loss, weight=...), or a loss_fn that returns (sum of losses, weight)",
                 stacklevel=2,
             )
 
     def sum_of(self, loss: Any, weight: float, output: Any) -> tuple[Tensor, float]:
-        """The sum that a mean loss of `weight` stands for, and that weight. Raises BatchError for a loss that is not a scalar."""
+        """The sum that a mean loss of `weight` stands for, and that weight. Raises BatchError for a loss that
+        is not a scalar."""
         loss = _scalar(loss)
-        if weight == 0:  # no label: the mean is 0/0, and its gradient too; keep the graph, for the other ranks' sake
+        # no label: the mean is 0/0, and its gradient too; keep the graph, for the other ranks' sake
+        if weight == 0:
             return _zero(output), 0.0
         return loss * weight, weight
 
@@ -117,19 +143,24 @@ class Objective:
         """What a mean loss over `batch` is the mean of. Raises BatchError where that cannot be seen."""
         if (weight := self.visible_weight(batch)) is None:
             raise BatchError(
-                f"what the loss is the mean of cannot be seen: the batch has tensors of {sorted(leading_sizes(batch))} rows. Say it: "
+                "what the loss is the mean of cannot be seen: the batch "
+                f"has tensors of {sorted(leading_sizes(batch))} rows. Say it: "
                 "engine.backward(loss, weight=...), or return (sum of losses, weight) from a loss_fn"
             )
         return weight
 
     def visible_weight(self, batch: Any) -> float | None:
-        """The batch's labels, or else its samples: the first dimension that all its tensors share, or that a `loss_fn`'s target has; None
-        where there is none."""
+        """The batch's labels, or else its samples: the first dimension that all its tensors share, or that a
+        `loss_fn`'s target has; None where there is none."""
         target = self._target(batch)
-        labels = count_labels(self._model, batch) if self._loss_fn is None else _classes(self._loss_fn, target)
+        labels = (
+            count_labels(self._model, batch) if self._loss_fn is None else _classes(self._loss_fn, target)
+        )
         if labels is not None:
             return labels
-        return next((sizes.pop() for sizes in (leading_sizes(batch), leading_sizes(target)) if len(sizes) == 1), None)
+        return next(
+            (sizes.pop() for sizes in (leading_sizes(batch), leading_sizes(target)) if len(sizes) == 1), None
+        )
 
     def _target(self, batch: Any) -> Any:
         return batch[-1] if self._loss_fn is not None and isinstance(batch, tuple | list) else batch
@@ -161,13 +192,15 @@ def _own_loss(output: Any) -> Any:
     elif loss is None:
         loss = output
     if loss is None:
-        raise BatchError("the model returned no loss: give it `labels` in the batch, or give initialize() a loss_fn")
+        raise BatchError(
+            "the model returned no loss: give it `labels` in the batch, or give initialize() a loss_fn"
+        )
     return loss
 
 
 def _classes(loss_fn: Any, target: Any) -> float | None:
-    """What torch's cross entropy of `target` is the mean of: its classes' weights summed, or the number that is not ignored. None for any
-    other loss_fn, and where targets are probabilities."""
+    """What torch's cross entropy of `target` is the mean of: its classes' weights summed, or the number that
+    is not ignored. None for any other loss_fn, and where targets are probabilities."""
     known = loss_fn in (F.cross_entropy, F.nll_loss) or isinstance(loss_fn, nn.CrossEntropyLoss | nn.NLLLoss)
     if not known or not isinstance(target, Tensor) or target.is_floating_point():
         return None
@@ -177,21 +210,26 @@ def _classes(loss_fn: Any, target: Any) -> float | None:
 
 
 def _warn_of_no_mean(loss_fn: LossFn, output: Any, target: Any, loss: Any) -> None:
-    """Once: compare the loss of a micro-batch with the mean of those of its halves, and warn where it is no mean over samples."""
+    """Once: compare the loss of a micro-batch with the mean of those of its halves, and warn where it is no
+    mean over samples."""
     sizes = leading_sizes((output, target))
     if len(sizes) != 1 or (samples := sizes.pop()) < 2 or not isinstance(loss, Tensor) or loss.numel() != 1:
         return
     state, half = torch.get_rng_state(), samples // 2
     total = 0.0
-    with torch.no_grad(), contextlib.suppress(Exception):  # a loss_fn that takes no fewer samples tells nothing
+    # a loss_fn that takes no fewer samples tells nothing
+    with torch.no_grad(), contextlib.suppress(Exception):
         for rows in (slice(half), slice(half, None)):
             total += float(loss_fn(*_rows((output, target), rows))) * len(range(samples)[rows])  # type: ignore[arg-type]
         whole, mean = float(loss.detach()), total / samples
-        rounding = max(1e-3, 4 * torch.finfo(loss.dtype).eps) * max(abs(whole), abs(mean)) + 1e-6  # sums near 0 have few digits left
+        # sums near 0 have few digits left
+        rounding = max(1e-3, 4 * torch.finfo(loss.dtype).eps) * max(abs(whole), abs(mean)) + 1e-6
         if abs(whole - mean) > rounding and math.isfinite(whole) and math.isfinite(mean):
             warnings.warn(
-                f"the loss of a micro-batch of {samples} samples is {whole:g}, but the mean over its halves {mean:g}: loss_fn returns no "
-                "mean over samples, as which the engine weights it. Return (sum of losses, weight); with class weights or masks, "
+                f"the loss of a micro-batch of {samples} samples is {whole:g}, "
+                f"but the mean over its halves {mean:g}: loss_fn returns no "
+                "mean over samples, as which the engine weights it. Return "
+                "(sum of losses, weight); with class weights or masks, "
                 "weight is their sum. A loss that compares samples with each other depends on batch.micro",
                 stacklevel=2,
             )
@@ -203,10 +241,16 @@ def _rows(value: Any, rows: slice) -> Any:
 
 
 def _alike(output: Any, target: Any, loss_fn: Any = None) -> tuple[Any, Any]:
-    """Both with their floating tensors in the widest dtype among them, where the target (or the loss_fn, as class weights) has some: no
-    number of it is rounded, and torch's losses get one dtype."""
-    wanted, made = ([t.dtype for t in tensors_in(value) if t.is_floating_point()] for value in (target, output))
-    wanted += [t.dtype for t in loss_fn.buffers() if t.is_floating_point()] if isinstance(loss_fn, nn.Module) else []
+    """Both with their floating tensors in the widest dtype among them, where the target (or the loss_fn, as
+    class weights) has some: no number of it is rounded, and torch's losses get one dtype."""
+    wanted, made = (
+        [t.dtype for t in tensors_in(value) if t.is_floating_point()] for value in (target, output)
+    )
+    wanted += (
+        [t.dtype for t in loss_fn.buffers() if t.is_floating_point()]
+        if isinstance(loss_fn, nn.Module)
+        else []
+    )
     if not wanted:
         return output, target
     widest = reduce(torch.promote_types, wanted + made)
@@ -220,7 +264,10 @@ def _alike(output: Any, target: Any, loss_fn: Any = None) -> tuple[Any, Any]:
 def _scalar(loss: Any) -> Tensor:
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         what = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
-        raise BatchError(f"the loss must be a scalar tensor, but is {what}: return a mean loss, or (loss_sum, weight) from loss_fn")
+        raise BatchError(
+            f"the loss must be a scalar tensor, but is {what}: "
+            "return a mean loss, or (loss_sum, weight) from loss_fn"
+        )
     if loss.grad_fn is None and torch.is_grad_enabled():
         raise BatchError("the loss does not depend on any trainable parameter (it has no gradient)")
     return loss.reshape(()) if loss.dtype.itemsize >= 4 else loss.reshape(()).float()

@@ -1,7 +1,8 @@
-"""What autograd's record of a loss tells of it: what it is the mean of, and whether it is a sum, or was divided. Changes nothing.
+"""What autograd's record of a loss tells of it: what it is the mean of, and whether it is a sum, or was
+divided. Changes nothing.
 
-Of a user's loss only what stands at the loss itself is read; a model's own is followed to the means that it is put together from.
-"""
+Of a user's loss only what stands at the loss itself is read; a model's own is followed to the means that it
+is put together from."""
 
 from __future__ import annotations
 
@@ -17,9 +18,9 @@ MEAN, SUM = 1, 2
 
 
 def weight_of(loss: Tensor) -> float | None:
-    """What a loss made of torch's cross entropy or nll_loss (times a number, smoothed, several of them) is the mean of: the class weights
-    of the targets, but for ignored ones, summed. None for other losses, and where its parts are means over different numbers. Waits for
-    the device."""
+    """What a loss made of torch's cross entropy or nll_loss (times a number, smoothed, several of them) is
+    the mean of: the class weights of the targets, but for ignored ones, summed. None for other losses, and
+    where its parts are means over different numbers. Waits for the device."""
     means = list(_means(loss.grad_fn))
     if not any(name.startswith("NllLoss") for name, _ in means) or len({over for _, over in means}) > 1:
         return None
@@ -27,40 +28,67 @@ def weight_of(loss: Tensor) -> float | None:
 
 
 def refuse_scaled(loss: Tensor, own: Any, microbatches: int, samples: int) -> None:
-    """Raise BatchError for a loss that is no mean over its micro-batch: one of torch's with reduction="sum", a sum over all `samples`,
-    or a mean (or the model's `own` loss) divided by the number of `microbatches` of a step."""
+    """Raise BatchError for a loss that is no mean over its micro-batch: one of torch's with reduction="sum",
+    a sum over all `samples`, or a mean (or the model's `own` loss) divided by the number of `microbatches` of
+    a step."""
     node: Any = loss.grad_fn
     if _is_sum(node, samples):
         raise BatchError(
-            "the loss is a sum over the samples, and engine.backward takes a mean and what it is the mean of: "
+            "the loss is a sum over the samples, and "
+            "engine.backward takes a mean and what it is the mean of: "
             "engine.backward(loss / n, weight=n); the step is the mean over all n"
         )
     inner = node.next_functions[0][0] if _name(node).startswith(("Div", "Mul")) else None
-    if inner is None or microbatches == 1 or not isinstance(other := node._saved_other, Tensor) or other.dim():
+    if (
+        inner is None
+        or microbatches == 1
+        or not isinstance(other := node._saved_other, Tensor)
+        or other.dim()
+    ):
         return
     by = float(other) if _name(node).startswith("Div") else 1 / float(other or 1)
     if by == microbatches and (_is_mean(inner) or inner is getattr(own, "grad_fn", None)):
         raise BatchError(
-            f"the loss was divided by {microbatches}, the micro-batches of a step, as other loops need it: engine.backward and step "
-            "make their mean themselves. Give engine.backward the mean loss as it is, or say weight= if the division is meant"
+            f"the loss was divided by {microbatches}, the micro-batches "
+            "of a step, as other loops need it: engine.backward and step "
+            "make their mean themselves. Give engine.backward the mean "
+            "loss as it is, or say weight= if the division is meant"
         )
 
 
 def doubt(loss: Tensor, weight: float) -> str | None:
-    """What a loss is the mean of, in words, if not all of it is a mean over `weight` labels or samples of the same size each; None where
-    it is, or autograd has no record of it. Waits for the device."""
+    """What a loss is the mean of, in words, if not all of it is a mean over `weight` labels or samples of the
+    same size each; None where it is, or autograd has no record of it. Waits for the device."""
     means = list(_means(loss.grad_fn))
     if all(over is not None and over > 0 and over % weight == 0 for _, over in means):
         return None
-    return ", ".join(dict.fromkeys(f"{name} ({'no mean' if over is None else f'a mean over {over:g}'})" for name, over in means))
+    return ", ".join(
+        dict.fromkeys(
+            f"{name} ({'no mean' if over is None else f'a mean over {over:g}'})" for name, over in means
+        )
+    )
 
 
-_THROUGH = ("Add", "Sub", "Mul", "Div", "Neg", "ToCopy", "View", "UnsafeView", "Squeeze", "Unsqueeze", "Alias", "Clone")
+_THROUGH = (
+    "Add",
+    "Sub",
+    "Mul",
+    "Div",
+    "Neg",
+    "ToCopy",
+    "View",
+    "UnsafeView",
+    "Squeeze",
+    "Unsqueeze",
+    "Alias",
+    "Clone",
+)
 """Beginnings of the names of operators that leave a mean a mean, or put means together."""
 
 
 def _means(loss: Any) -> Iterator[tuple[str, float | None]]:
-    """What a loss is put together from: the operator, and what it is the mean of; None where that is no mean that is known."""
+    """What a loss is put together from: the operator, and what it is the mean of; None where that is no mean
+    that is known."""
     waiting, seen = [loss] if loss is not None else [], set[Any]()
     while waiting:
         node: Any = waiting.pop()
@@ -69,11 +97,15 @@ def _means(loss: Any) -> Iterator[tuple[str, float | None]]:
             continue
         seen.add(node)
         if getattr(node, "_saved_reduction", None) == MEAN:
-            yield name, float(node._saved_total_weight if name.startswith("NllLoss") else node._saved_self.numel())
+            yield (
+                name,
+                float(node._saved_total_weight if name.startswith("NllLoss") else node._saved_self.numel()),
+            )
         elif name == "Mean":
             yield name, node._saved_self_sym_numel
         elif name == "Div" and (summed := _sum_in(node.next_functions[0][0])) is not None:
-            ours = _name(summed.next_functions[0][0]).startswith("_CrossEntropy")  # of a vocabulary that is divided over ranks
+            # of a vocabulary that is divided over ranks
+            ours = _name(summed.next_functions[0][0]).startswith("_CrossEntropy")
             yield "NllLoss" if ours else "Sum / n", float(node._saved_other)
         elif name in _THROUGH:
             waiting += [inner for inner, _ in node.next_functions if inner is not None]
@@ -83,7 +115,10 @@ def _means(loss: Any) -> Iterator[tuple[str, float | None]]:
 
 def _sum_in(node: Any) -> Any:
     """The sum that it is, perhaps times a number; None for anything else."""
-    while _name(node).startswith(("Neg", "Mul")) and len([inner for inner, _ in node.next_functions if inner is not None]) == 1:
+    while (
+        _name(node).startswith(("Neg", "Mul"))
+        and len([inner for inner, _ in node.next_functions if inner is not None]) == 1
+    ):
         node = next(inner for inner, _ in node.next_functions if inner is not None)
     return node if _name(node).startswith("SumBackward") else None
 
@@ -105,4 +140,8 @@ def _is_sum(node: Any, samples: int) -> bool:
     if getattr(node, "_saved_reduction", None) == SUM:
         return True
     shape: Any = getattr(node, "_saved_self_sym_sizes", ()) if _name(node).startswith("SumBackward") else ()
-    return len(shape) > 0 and shape[0] == samples > 1 and not _name(node.next_functions[0][0]).startswith("Stack")
+    return (
+        len(shape) > 0
+        and shape[0] == samples > 1
+        and not _name(node.next_functions[0][0]).startswith("Stack")
+    )

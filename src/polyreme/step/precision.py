@@ -1,9 +1,11 @@
-"""Number formats, the loss scale, the sums behind norm, overflow and loss, and the search for the module that made a NaN.
+"""Number formats, the loss scale, the sums behind norm, overflow and loss, and the search for the module that
+made a NaN.
 
-Invariant: the squared norm of a shard is summed in rows of ALIGN elements that never straddle two tensors, then in float64, so
-that it does not depend on how tensors are laid out in buckets and shards (to the precision of a float32 norm).
-Communication: none; the engine's one all-reduce of float64 totals a step carries norm, overflow, loss and weight together.
-"""
+Invariant: the squared norm of a shard is summed in rows of ALIGN elements that never straddle two tensors,
+then in float64, so that it does not depend on how tensors are laid out in buckets and shards (to the
+precision of a float32 norm).
+Communication: none; the engine's one all-reduce of float64 totals a step carries norm, overflow, loss and
+weight together."""
 
 from __future__ import annotations
 
@@ -23,7 +25,13 @@ from polyreme.models.huggingface import tensors_in
 
 GRADIENT, MODEL = "the gradient of the parameter", "the forward of the model ("
 """How `watch_nonfinite` names a gradient, and the whole model's forward."""
-DTYPES = {"autocast-bf16": torch.float32, "fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+DTYPES = {
+    "autocast-bf16": torch.float32,
+    "fp64": torch.float64,
+    "fp32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+}
 
 
 def autocast(compute: str, device: torch.device) -> AbstractContextManager[Any]:
@@ -40,9 +48,8 @@ def master_dtype(compute: torch.dtype) -> torch.dtype:
 class LossScale:
     """The factor on the loss that keeps small fp16 gradients from vanishing (Micikevicius et al., 2018).
 
-    Dynamic: after `interval` good steps it grows by `growth`; after an overflow it shrinks by `backoff`, not below `minimum`.
-    Static (dynamic=False): it stays. All values powers of two keep scaling exact.
-    """
+    Dynamic: after `interval` good steps it grows by `growth`; after an overflow it shrinks by `backoff`, not
+    below `minimum`. Static (dynamic=False): it stays. All values powers of two keep scaling exact."""
 
     value: float = 1.0
     dynamic: bool = False
@@ -70,23 +77,27 @@ def loss_scale(section: PrecisionSection) -> LossScale:
         return LossScale()
     dynamic = section.loss_scale == "dynamic"
     first = section.initial_scale if section.loss_scale == "dynamic" else section.loss_scale
-    return LossScale(first, dynamic, section.growth, section.backoff, section.growth_interval, section.min_scale)
+    return LossScale(
+        first, dynamic, section.growth, section.backoff, section.growth_interval, section.min_scale
+    )
 
 
 def clip_factor(norm: float, limit: float | None) -> float:
-    """What to multiply gradients of global norm `norm` by so that it is at most `limit`, as torch's clip_grad_norm_ does."""
+    """What to multiply gradients of global norm `norm` by so that it is at most `limit`, as torch's
+    clip_grad_norm_ does."""
     return 1.0 if limit is None else min(1.0, limit / (norm + 1e-6))
 
 
 def norm_of(squares: float, factor: float, dtype: torch.dtype) -> float:
-    """sqrt(squares) * factor in the master's `dtype`: rounded to float32, the norm no longer depends on the order of the sum."""
+    """sqrt(squares) * factor in the master's `dtype`: rounded to float32, the norm no longer depends on the
+    order of the sum."""
     norm = math.sqrt(squares) * factor if math.isfinite(squares) else math.inf
     return torch.tensor(norm, dtype=dtype).item()
 
 
 def cast_floating(value: object, dtype: torch.dtype | None, device: torch.device | None = None) -> object:
-    """`value` with every floating tensor in it in `dtype`, every tensor on `device` (None: as they are), in dataclasses too; on `device`
-    what else has a `to`, as batches of graphs; other things as they are."""
+    """`value` with every floating tensor in it in `dtype`, every tensor on `device` (None: as they are), in
+    dataclasses too; on `device` what else has a `to`, as batches of graphs; other things as they are."""
 
     def cast(leaf: Any) -> object:
         if is_dataclass(leaf) and not isinstance(leaf, type):
@@ -104,8 +115,9 @@ def cast_floating(value: object, dtype: torch.dtype | None, device: torch.device
 
 @contextmanager
 def watch_nonfinite(model: nn.Module) -> Iterator[list[str]]:
-    """While open, notes in the yielded list what first makes a NaN or an Inf: a module from finite inputs in forward, a module's
-    backward from finite output gradients, or the gradient of a parameter. Slow: for the diagnosis of a step that failed."""
+    """While open, notes in the yielded list what first makes a NaN or an Inf: a module from finite inputs in
+    forward, a module's backward from finite output gradients, or the gradient of a parameter. Slow: for the
+    diagnosis of a step that failed."""
     found: list[str] = []
 
     def note(what: str) -> None:
@@ -120,8 +132,12 @@ def watch_nonfinite(model: nn.Module) -> Iterator[list[str]]:
             inputs = (args, kwargs)
             if not _finite(output):
                 if _finite(inputs):
-                    held = [p for p in module.parameters(recurse=False) if p.untyped_storage().nbytes()]  # else released already
-                    note(f"the forward of {title} from finite inputs" + ("" if _finite(held) else "; its parameters are not finite"))
+                    # else released already
+                    held = [p for p in module.parameters(recurse=False) if p.untyped_storage().nbytes()]
+                    note(
+                        f"the forward of {title} from finite inputs"
+                        + ("" if _finite(held) else "; its parameters are not finite")
+                    )
             elif leaf and torch.is_grad_enabled():
                 backward(title, inputs, output)
 
@@ -135,13 +151,20 @@ def watch_nonfinite(model: nn.Module) -> Iterator[list[str]]:
                 tensor.register_hook(lambda gradient: healthy.append(_finite(gradient)))
         for tensor in tensors_in(inputs):
             if tensor.requires_grad:
-                tensor.register_hook(lambda gradient: note(f"the backward of {title} from finite output gradients")
-                                     if healthy and all(healthy) and not _finite(gradient) else None)  # fmt: skip
+                tensor.register_hook(
+                    lambda gradient: (
+                        note(f"the backward of {title} from finite output gradients")
+                        if healthy and all(healthy) and not _finite(gradient)
+                        else None
+                    )
+                )
 
     def gradient_of(name: str) -> Callable[[Tensor], None]:
         return lambda gradient: None if _finite(gradient) else note(f"{GRADIENT} {name}")
 
-    handles: list[Any] = [m.register_forward_hook(forward(name, m), with_kwargs=True) for name, m in model.named_modules()]
+    handles: list[Any] = [
+        m.register_forward_hook(forward(name, m), with_kwargs=True) for name, m in model.named_modules()
+    ]
     handles += [p.register_hook(gradient_of(name)) for name, p in model.named_parameters() if p.requires_grad]
     try:
         yield found

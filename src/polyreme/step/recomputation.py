@@ -1,10 +1,9 @@
-"""What of a block's forward is kept for its backward: everything, or its inputs alone (recomputed), or some operators' outputs.
-The inputs are kept on the device, or elsewhere (`offload`).
+"""What of a block's forward is kept for its backward: everything, or its inputs alone (recomputed), or some
+operators' outputs. The inputs are kept on the device, or elsewhere (`offload`).
 
-Invariant: losses, gradients and buffers are the same to the last bit, dropout and running means included: for a recomputation the random
-state and the buffers are put back to where the forward began, and afterwards to where they were.
-Chen et al., "Training Deep Nets with Sublinear Memory Cost", 2016.
-"""
+Invariant: losses, gradients and buffers are the same to the last bit, dropout and running means included: for
+a recomputation the random state and the buffers are put back to where the forward began, and afterwards to
+where they were. Chen et al., "Training Deep Nets with Sublinear Memory Cost", 2016."""
 
 from __future__ import annotations
 
@@ -23,7 +22,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 from polyreme.errors import ConfigError, Problem
 from polyreme.models.huggingface import tensors_in
-from polyreme.offload.activations import Offload
+from polyreme.offload.activations import ActivationOffload
 
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 """Of a block's forward and of its recomputation."""
@@ -35,7 +34,8 @@ OPERATORS = {
         "_scaled_dot_product_fused_attention_overrideable",
     ),
 }  # fmt: skip
-"""Names for `memory.recompute_save`, each for a family of aten operators. A single aten operator's name does as well."""
+"""Names for `memory.recompute_save`, each for a family of aten operators. A single aten operator's name does
+as well."""
 
 
 def wrap_blocks(
@@ -45,19 +45,21 @@ def wrap_blocks(
     every: int,
     keep: Sequence[str],
     compiled: bool,
-    offload: Offload | None = None,
+    offload: ActivationOffload | None = None,
 ) -> list[nn.Module]:
-    """Set each block's `forward`: compiled, where asked; recomputed in backward, every `every`-th block, but for the outputs of the
-    operators `keep`, from inputs that `offload` has meanwhile. Module hooks stay outside both. Returns the blocks that are recomputed.
+    """Set each block's `forward`: compiled, where asked; recomputed in backward, every `every`-th block, but
+    for the outputs of the operators `keep`, from inputs that `offload` has meanwhile. Module hooks stay
+    outside both. Returns the blocks that are recomputed.
 
-    Of a `model` without blocks its largest parts are recomputed, or all of it at once (see `_parts`). Raises ConfigError where there are
-    no blocks to compile, or for an unknown operator.
-    """
+    Of a `model` without blocks its largest parts are recomputed, or all of it at once (see `_parts`). Raises
+    ConfigError where there are no blocks to compile, or for an unknown operator."""
     if not (recompute or compiled):
         return []
     if compiled and not blocks:
-        raise ConfigError([Problem("compile", True, "the model has no repeated blocks (no nn.ModuleList or nn.Sequential of them)",
-                                   "leave compile out, or put the model's repeated part into an nn.ModuleList")])  # fmt: skip
+        raise ConfigError([Problem("compile", True, "the model has no repeated blocks (no "
+                                                    "nn.ModuleList or nn.Sequential of them)",
+                                   "leave compile out, or put the model's "
+                                   "repeated part into an nn.ModuleList")])  # fmt: skip
     contexts: Callable[[], Contexts] = (
         functools.partial(create_selective_checkpoint_contexts, _overloads(keep)) if keep else noop_context_fn
     )
@@ -74,7 +76,8 @@ def wrap_blocks(
 
 
 class _InPlace:
-    """What a block does in place of its own forward. A copy of the block, such as a frozen reference, has its own forward again."""
+    """What a block does in place of its own forward. A copy of the block, such as a frozen reference, has its
+    own forward again."""
 
     def __init__(self, own: Callable[..., Any], forward: Callable[..., Any]) -> None:
         functools.update_wrapper(self, own)
@@ -101,11 +104,14 @@ class Saved:
 
 
 @contextmanager
-def measure(recomputed: Iterable[nn.Module], parameters: Iterable[Tensor], offload: Offload | None = None) -> Iterator[Saved]:
-    """Count what the forwards inside keep for backward, as it is at the end: each storage once, `parameters`' not; of a recomputed block
-    its inputs, which `offload` may have."""
+def measure(
+    recomputed: Iterable[nn.Module], parameters: Iterable[Tensor], offload: ActivationOffload | None = None
+) -> Iterator[Saved]:
+    """Count what the forwards inside keep for backward, as it is at the end: each storage once, `parameters`'
+    not; of a recomputed block its inputs, which `offload` may have."""
     saved = Saved()
-    fixed = {p.untyped_storage()._cdata for p in parameters}  # not their addresses, which change when a block is gathered
+    # not their addresses, which change when a block is gathered
+    fixed = {p.untyped_storage()._cdata for p in parameters}
     kept: dict[int, int] = {}  # bytes by storage
     inputs: dict[int, int] = {}
 
@@ -134,14 +140,16 @@ def measure(recomputed: Iterable[nn.Module], parameters: Iterable[Tensor], offlo
 
 
 def _parts(model: nn.Module) -> list[nn.Module]:
-    """What to recompute, one after the other, of a model without repeated blocks: its outermost modules that have modules of their own
-    and parameters, if there are several (the halves of an autoencoder); or else the whole model, with a warning."""
+    """What to recompute, one after the other, of a model without repeated blocks: its outermost modules that
+    have modules of their own and parameters, if there are several (the halves of an autoencoder); or else the
+    whole model, with a warning."""
     owner = model
     while len(parts := [child for child in _children(owner) if _composed(child)]) == 1:
         owner = parts[0]
     if not parts:
         warnings.warn(
-            'memory.activations = "recompute": the model has no repeated blocks, so it is recomputed as a whole, which costs time and '
+            'memory.activations = "recompute": the model has no repeated '
+            "blocks, so it is recomputed as a whole, which costs time and "
             "hardly lowers the peak of memory; put its repeated part into an nn.ModuleList",
             stacklevel=2,
         )
@@ -159,7 +167,10 @@ def _composed(module: nn.Module) -> bool:
 
 
 def _recomputed(
-    block: nn.Module, forward: Callable[..., Any], contexts: Callable[[], Contexts], offload: Offload | None
+    block: nn.Module,
+    forward: Callable[..., Any],
+    contexts: Callable[[], Contexts],
+    offload: ActivationOffload | None,
 ) -> Callable[..., Any]:
     @functools.wraps(forward)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
@@ -170,7 +181,8 @@ def _recomputed(
         else:
             kept = offload.keep((args, kwargs)).back
         tensors = tensors_in((args, kwargs)) if offload is None else [offload.marker]
-        buffers, times, given = _Buffers(block), itertools.count(), [(args, kwargs)]  # emptied by each run, so as not to keep it alive
+        # emptied by each run, so as not to keep it alive
+        buffers, times, given = (_Buffers(block), itertools.count(), [(args, kwargs)])
 
         def run(*_: Tensor) -> Any:
             positional, named = given.pop()
@@ -181,7 +193,8 @@ def _recomputed(
             first, again = contexts()
             return first, _After(lambda: given.append(kept()), again)
 
-        # the tensors are passed for their devices, of which checkpoint saves the random state, and to find changes of them in place
+        # the tensors are passed for their devices, of which checkpoint saves the random state, and to find
+        # changes of them in place
         return checkpoint(run, *tensors, use_reentrant=False, context_fn=contexts_of_runs)
 
     return wrapped
@@ -206,11 +219,15 @@ class _After(AbstractContextManager[Any]):
 
 
 class _Buffers:
-    """A block's buffers as its forward found them, such as running means: kept only where the forward changes them."""
+    """A block's buffers as its forward found them, such as running means: kept only where the forward changes
+    them."""
 
     def __init__(self, block: nn.Module) -> None:
         self._found = [
-            (module._buffers, name, held) for module in block.modules() for name, held in module._buffers.items() if held is not None
+            (module._buffers, name, held)
+            for module in block.modules()
+            for name, held in module._buffers.items()
+            if held is not None
         ]
         self._changed: dict[int, Tensor] = {}  # by place
 
@@ -241,9 +258,17 @@ def _overloads(names: Sequence[str]) -> list[Any]:
     """Every overload of the operators that `names` stand for."""
     found = []
     for name in names:
-        packets = [getattr(torch.ops.aten, op, None) for op in OPERATORS.get(name, (name.removeprefix("aten."),))]
+        packets = [
+            getattr(torch.ops.aten, op, None) for op in OPERATORS.get(name, (name.removeprefix("aten."),))
+        ]
         if not any(packets):
             raise ConfigError([Problem("memory.recompute_save", name, "is not an aten operator",
-                                       f"one of {', '.join(OPERATORS)}, or an operator's name such as \"mm\"")])  # fmt: skip
-        found += [getattr(packet, overload) for packet in packets if packet is not None for overload in packet.overloads()]
+                                       f"one of {', '.join(OPERATORS)}, or "
+                                       "an operator's name such as \"mm\"")])  # fmt: skip
+        found += [
+            getattr(packet, overload)
+            for packet in packets
+            if packet is not None
+            for overload in packet.overloads()
+        ]
     return found

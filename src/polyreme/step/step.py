@@ -1,11 +1,12 @@
 """One optimizer step on the buckets: what accumulates over its micro-batches, and how it ends.
 
-Invariant: losses and gradients are sums until the end of the step, then divided by the weight (labels, or samples) of the whole global
-batch; meanwhile they are divided by a power of two near it, which costs no digit. So a step does not depend on how its batch was split.
-Communication: the buckets' own, and one small all-reduce for each axis that carries norm, overflow, loss, weight, tokens, the wish to
-stop, a checkpoint's failure, writes to weights and news of buffers together. Loss, weight and tokens come from the ranks of the last
-pipeline stage, one of each tensor-parallel group; what several ranks have counts once.
-"""
+Invariant: losses and gradients are sums until the end of the step, then divided by the weight (labels, or
+samples) of the whole global batch; meanwhile they are divided by a power of two near it, which costs no
+digit. So a step does not depend on how its batch was split.
+Communication: the buckets' own, and one small all-reduce for each axis that carries norm, overflow, loss,
+weight, tokens, the wish to stop, a checkpoint's failure, writes to weights and news of buffers together.
+Loss, weight and tokens come from the ranks of the last pipeline stage, one of each tensor-parallel group;
+what several ranks have counts once."""
 
 from __future__ import annotations
 
@@ -32,11 +33,13 @@ from polyreme.zero.bucket import Bucket
 from polyreme.zero.full_parameters import Written
 from polyreme.zero.gather import Blocks
 from polyreme.zero.parameter import own
-from polyreme.zero.partition import Homes
+from polyreme.zero.partition import OffloadPlan
 from polyreme.zero.reduce import Reducer
 from polyreme.zero.sharded_optimizer import Update
 
-_current: Step | None = None  # whose backward is under way. For all threads: autograd runs a device's nodes in one of its own
+_current: Step | None = (
+    None  # whose backward is under way. For all threads: autograd runs a device's nodes in one of its own
+)
 
 
 def current() -> Step | None:
@@ -50,18 +53,20 @@ class StepResult:
 
     step: int
     loss: float
-    """Mean over the whole global batch (over its labels, for language models); NaN where a backward was the loss's own
-    (`loss.backward()`), which no engine sees the value of."""
+    """Mean over the whole global batch (over its labels, for language models); NaN where a backward was the
+    loss's own (`loss.backward()`), which no engine sees the value of."""
     grad_norm: float
     """Global norm before clipping."""
     lr: float
     loss_scale: float
     skipped: bool
-    """Whether an overflow (NaN or Inf in a gradient), or a batch without any label, made this step leave the weights alone."""
+    """Whether an overflow (NaN or Inf in a gradient), or a batch without any label, made this step leave the
+    weights alone."""
     samples: int
     """Of this step, over all ranks; `tokens` too."""
     tokens: int
-    """Positions of `input_ids`, without those that an `attention_mask` says are padding; 0 for a batch that is not text."""
+    """Positions of `input_ids`, without those that an `attention_mask` says are padding; 0 for a batch that
+    is not text."""
     seconds: float
     stop: bool
     """Whether any rank was asked to stop, before the totals of this step were taken."""
@@ -80,8 +85,10 @@ class State:
     def __setattr__(self, name: str, value: object) -> None:
         if name in self.__dict__:
             raise ModelError(
-                f"engine.state.{name} = {value!r}: engine.state tells of the training, and changes nothing. The learning rate is set by "
-                "optimizer.lr and lr_schedule of the config or by the lr_scheduler of initialize, how far training has come by engine.load"
+                f"engine.state.{name} = {value!r}: engine.state tells of the "
+                "training, and changes nothing. The learning rate is set by "
+                "optimizer.lr and lr_schedule of the config or by the lr_scheduler "
+                "of initialize, how far training has come by engine.load"
             )
         super().__setattr__(name, value)
 
@@ -126,26 +133,39 @@ class Step:
         updates: Sequence[Update],
         options: Options,
         scale: LossScale,
-        homes: Homes,
+        offload: OffloadPlan,
         buffers: Buffers,
         written: Written,
     ) -> None:
-        """`tells`: whether the loss that this rank has counts; there is one such rank for each data-parallel one."""
+        """`tells`: whether the loss that this rank has counts; there is one such rank for each data-parallel
+        one."""
         self.state = State(lr=options.lr, loss_scale=scale.value)
         self.microbatches = 0
         """Backwards done in this step."""
         self.begun = False
         """Whether there are gradients that are not applied yet."""
         self.stop = False
-        """Whether this rank was asked to stop: every rank hears of it in the next totals. May be set at any time."""
+        """Whether this rank was asked to stop: every rank hears of it in the next totals. May be set at any
+        time."""
         self.unsaved = False
-        """Whether a checkpoint that this rank was writing failed: every rank hears of it likewise, in `heard_unsaved`."""
+        """Whether a checkpoint that this rank was writing failed: every rank hears of it likewise, in
+        `heard_unsaved`."""
         self.heard_unsaved = False
-        self._config, self._mesh, self._tells, self._device, self._buckets = config, mesh, tells, mesh.device, buckets
-        self._reducer, self._blocks, self._updates, self._options, self._scale = reducer, blocks, updates, options, scale
-        self._homes, self._shared = homes, buffers
-        self._coming: Stream | None = None  # records for the update, read ahead while the last backward computes
-        self._spilled: Stream | None = None  # gradients for it, read ahead from when all are there
+        self._config = config
+        self._mesh = mesh
+        self._tells = tells
+        self._device = mesh.device
+        self._buckets = buckets
+        self._reducer = reducer
+        self._blocks = blocks
+        self._updates = updates
+        self._options = options
+        self._scale = scale
+        self._offload, self._shared = offload, buffers
+        self._coming: Stream | None = (
+            None  # records for the update, read ahead while the last backward computes
+        )
+        self._gradient_stream: Stream | None = None  # gradients for it, read ahead from when all are there
         self._hint = 0.0  # a power of two near the weight of a global batch; 0 before the first
         self._skipped = Progress(0, 0, 0)  # of what was done, what left the weights alone
         self._totals = _Totals(*[0.0] * 12)
@@ -166,24 +186,31 @@ class Step:
             self._blocks.restart()
         self.microbatches, self.begun, self.reduced = 0, False, False
         self.clip = self._config.optimizer.clip
-        self._loss = torch.zeros((), dtype=torch.float64, device=self._device)  # stays there: to read it would wait for the device
+        # stays there: to read it would wait for the device
+        self._loss = torch.zeros((), dtype=torch.float64, device=self._device)
         self._weight = 0.0
         self._tokens = self._samples = self._unseen = 0
         self._factor: float | None = None  # see `root`
         self._watched: bool | None = None  # whether parameters or modules have hooks, once looked at
         self._began = time.perf_counter()
-        for stream in (self._coming, self._spilled):
+        for stream in (self._coming, self._gradient_stream):
             if stream is not None:
                 stream.close()
-        self._coming = self._spilled = None
+        self._coming = self._gradient_stream = None
         for bucket in self._buckets:
             bucket.clear_grad()
         self._reducer.restart()
 
     def state_dict(self) -> dict[str, Any]:
-        """All that the next step depends on besides weights, optimizer states and random numbers, as JSON can hold it."""
-        return {**asdict(self.state), "good_steps": self._scale.good_steps, "hint": self._hint, "options": self._options.state_dict(),
-                "skipped": self._skipped._asdict()}  # fmt: skip
+        """All that the next step depends on besides weights, optimizer states and random numbers, as JSON can
+        hold it."""
+        return {
+            **asdict(self.state),
+            "good_steps": self._scale.good_steps,
+            "hint": self._hint,
+            "options": self._options.state_dict(),
+            "skipped": self._skipped._asdict(),
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from what `state_dict` gave."""
@@ -202,16 +229,19 @@ class Step:
         self.differentiate(0, [self.root(loss_sum, weight, tokens, samples, last)], [None], last)
 
     def skip_the_rest(self) -> None:
-        """In place of the micro-batches that this step has not: their backwards, with nothing to differentiate."""
+        """In place of the micro-batches that this step has not: their backwards, with nothing to
+        differentiate."""
         while self.microbatches < self._config.accumulation:
             self.microbatches += 1
             self.differentiate(0, [], [])
 
     def enter(self, weight: float, tokens: int, samples: int) -> None:
-        """In a backward that the user began, of one micro-batch's mean loss, whose gradients come as they are."""
+        """In a backward that the user began, of one micro-batch's mean loss, whose gradients come as they
+        are."""
         if self._scale.value != 1.0:
             raise ModelError(
-                f"loss.backward() in fp16, whose losses are multiplied by {self._scale.value:g} to keep small gradients from vanishing: "
+                "loss.backward() in fp16, whose losses are multiplied by "
+                f"{self._scale.value:g} to keep small gradients from vanishing: "
                 "call engine.backward(loss)"
             )
         self._admit()
@@ -230,11 +260,16 @@ class Step:
     def _admit(self, last: bool = True) -> None:
         """Refuse a backward that is one too many."""
         if self._reducer.under_way:
-            raise BatchError("the backward before this one ended in an error: call engine.zero_grad(), and begin the step again")
+            raise BatchError(
+                "the backward before this one ended in an error: "
+                "call engine.zero_grad(), and begin the step again"
+            )
         if self.microbatches == self._config.accumulation:
             raise BatchError(
-                f"a step has {self._config.accumulation} micro-batches: call step() before the next backward(), or zero_grad() to drop "
-                "these gradients. Add the losses of one micro-batch up, or call engine.backward(loss, last=False) for all but the last"
+                f"a step has {self._config.accumulation} micro-batches: call "
+                "step() before the next backward(), or zero_grad() to drop "
+                "these gradients. Add the losses of one micro-batch up, or "
+                "call engine.backward(loss, last=False) for all but the last"
             )
         self.microbatches += last
 
@@ -246,10 +281,11 @@ class Step:
         self._samples += samples
 
     def root(self, loss_sum: Tensor, weight: float, tokens: int, samples: int, last: bool = True) -> Tensor:
-        """What the backward of a micro-batch begins with, from its sum of losses, which is counted (its weight by the `last` one alone).
+        """What the backward of a micro-batch begins with, from its sum of losses, which is counted (its
+        weight by the `last` one alone).
 
-        Where parameters or modules have hooks, these see gradients of the mean loss, as without an engine, which are scaled when they
-        are taken. In a pipeline only the last stage knows by what."""
+        Where parameters or modules have hooks, these see gradients of the mean loss, as without an engine,
+        which are scaled when they are taken. In a pipeline only the last stage knows by what."""
         self._count(weight * last, tokens * last, samples * last)
         self._loss = self._loss + loss_sum.detach().double()
         if self._watched is None:
@@ -257,9 +293,11 @@ class Step:
         self._factor = weight / self._hint if self._watched and weight else None
         return loss_sum * (self._scale.value / (self._hint if self._factor is None else weight))
 
-    def differentiate(self, stage: int, roots: Sequence[Tensor], gradients: Sequence[Tensor | None], last: bool = True) -> None:
-        """A backward of a pipeline stage: add to what the step has, and reduce over the ranks what is complete, if this is the `last`
-        backward of a micro-batch."""
+    def differentiate(
+        self, stage: int, roots: Sequence[Tensor], gradients: Sequence[Tensor | None], last: bool = True
+    ) -> None:
+        """A backward of a pipeline stage: add to what the step has, and reduce over the ranks what is
+        complete, if this is the `last` backward of a micro-batch."""
         self.begun = True
         self._reducer.begin(stage, self._factor, last)
         self._read_ahead()
@@ -279,9 +317,11 @@ class Step:
         finally:
             _current = before
 
-    def differentiate_inputs(self, stage: int, roots: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> Callable[[], None]:
-        """The first half of a backward: only what the stage before needs. Returns the second, which gives the parameters their gradients
-        and may be called at any later time of the step."""
+    def differentiate_inputs(
+        self, stage: int, roots: Sequence[Tensor], gradients: Sequence[Tensor | None]
+    ) -> Callable[[], None]:
+        """The first half of a backward: only what the stage before needs. Returns the second, which gives the
+        parameters their gradients and may be called at any later time of the step."""
         weights = WeightGradients()
         self.begun = True
         self._reducer.begin_inputs(stage)
@@ -299,20 +339,34 @@ class Step:
         return rest
 
     def reduce(self) -> None:
-        """After the last backward: the totals over the ranks, and whole gradients where states are whole. Once a step."""
+        """After the last backward: the totals over the ranks, and whole gradients where states are whole.
+        Once a step."""
         if self.reduced:
             return
         self.reduced = True
-        for work in [bucket.tie.all_reduce(bucket.own_grad) for bucket in self._buckets if bucket.tie is not None]:
+        for work in [
+            bucket.tie.all_reduce(bucket.own_grad) for bucket in self._buckets if bucket.tie is not None
+        ]:
             work.wait()  # copies of a parameter on other stages
         works = [bucket.gather_grad() for bucket in self._buckets]
-        if self._homes.spill is not None:
-            self._spilled = self._homes.spill.stream([record for bucket in self._buckets for record in bucket.spilled or ()])
+        if self._offload.gradient_files is not None:
+            self._gradient_stream = self._offload.gradient_files.stream(
+                [record for bucket in self._buckets for record in bucket.gradient_records or ()]
+            )
         squares = self._squares()
         missing = sum(len(b.parameters) - len(b.ever_arrived) for b in self._buckets)
         hint = self._hint if self._tells and self._mesh.dp.rank == 0 else 0.0
-        told = [self._weight * self._tells, missing, self._tokens * self._tells, hint, float(self.stop), float(self.unsaved),
-                float(self._unseen), float(self._shared.has_news()), self._samples * self._tells]  # fmt: skip
+        told = [
+            self._weight * self._tells,
+            missing,
+            self._tokens * self._tells,
+            hint,
+            float(self.stop),
+            float(self.unsaved),
+            float(self._unseen),
+            float(self._shared.has_news()),
+            self._samples * self._tells,
+        ]
         counts = torch.tensor(told, dtype=torch.float64, device=self._device)
         digest = self.written.digest(self._device)
         told_by = torch.stack([squares, self._loss * self._tells])
@@ -343,18 +397,26 @@ class Step:
     def update(self) -> StepResult:
         """Clip, update the shards and publish the parameters; or leave them alone after an overflow.
 
-        Raises NumericsError for NaN or Inf without a dynamic loss scale (unless precision.on_nonfinite = "skip"): nothing is updated.
-        """
+        Raises NumericsError for NaN or Inf without a dynamic loss scale (unless precision.on_nonfinite =
+        "skip"): nothing is updated."""
         totals, scale, began = self._totals, self._scale.value, self._began
         if self._options.needs_tokens and not totals.tokens:
             raise BatchError(
-                "the learning rate schedule is measured in tokens, but the batches carry no tokens (`input_ids`): "
+                "the learning rate schedule is measured in tokens, "
+                "but the batches carry no tokens (`input_ids`): "
                 "give lr_schedule.total and lr_schedule.warmup (or train.length) in steps or samples"
             )
         good = math.isfinite(totals.squares) and math.isfinite(totals.loss)
         loss = totals.loss / totals.weight if totals.weight and not totals.unseen else math.nan
-        if not good and totals.weight and not self._scale.dynamic and self._config.precision.on_nonfinite == "error":
-            raise NumericsError(f"step {self.state.step + 1}: the loss or a gradient is NaN or Inf (the loss is {loss:g})")
+        if (
+            not good
+            and totals.weight
+            and not self._scale.dynamic
+            and self._config.precision.on_nonfinite == "error"
+        ):
+            raise NumericsError(
+                f"step {self.state.step + 1}: the loss or a gradient is NaN or Inf (the loss is {loss:g})"
+            )
         norm = self.norm
         skipped = not (good and totals.weight)  # a batch without a single label is skipped too
         self._blocks.release_all()
@@ -371,13 +433,26 @@ class Step:
         samples, tokens, lr, state = int(totals.samples), int(totals.tokens), self._options.lr, self.state
         state.change(step=state.step + 1, samples=state.samples + samples, tokens=state.tokens + tokens)
         if skipped:
-            self._skipped = Progress(self._skipped.steps + 1, self._skipped.samples + samples, self._skipped.tokens + tokens)
+            self._skipped = Progress(
+                self._skipped.steps + 1, self._skipped.samples + samples, self._skipped.tokens + tokens
+            )
         else:
             self._options.advance(self._scheduled())
         state.change(lr=self._options.lr, loss_scale=self._scale.value)
         self.written.note()
         self.begin()
-        return StepResult(state.step, loss, norm, lr, scale, skipped, samples, tokens, time.perf_counter() - began, totals.stop > 0)
+        return StepResult(
+            state.step,
+            loss,
+            norm,
+            lr,
+            scale,
+            skipped,
+            samples,
+            tokens,
+            time.perf_counter() - began,
+            totals.stop > 0,
+        )
 
     @property
     def to_mean(self) -> float:
@@ -388,12 +463,17 @@ class Step:
     @property
     def norm(self) -> float:
         """Of these gradients, before clipping."""
-        return norm_of(self._totals.squares, self.to_mean, master_dtype(DTYPES[self._config.precision.compute]))
+        return norm_of(
+            self._totals.squares, self.to_mean, master_dtype(DTYPES[self._config.precision.compute])
+        )
 
     def _scheduled(self) -> Progress:
-        """How far the schedule of the learning rate has come: the steps that changed the weights, as with torch's."""
+        """How far the schedule of the learning rate has come: the steps that changed the weights, as with
+        torch's."""
         done, skipped = self.state.progress, self._skipped
-        return Progress(done.steps - skipped.steps, done.samples - skipped.samples, done.tokens - skipped.tokens)
+        return Progress(
+            done.steps - skipped.steps, done.samples - skipped.samples, done.tokens - skipped.tokens
+        )
 
     def plateau(self, metric: float) -> float:
         """See `Engine.plateau`."""
@@ -406,11 +486,19 @@ class Step:
         return self.state.lr
 
     def _apply(self, factor: float) -> None:
-        """Update every bucket from its gradients times `factor`; one bucket's parameters travel while the next is updated."""
+        """Update every bucket from its gradients times `factor`; one bucket's parameters travel while the
+        next is updated."""
         unused = self._unused() if self._totals.missing and self._buckets else {}
         works = []
         for bucket, update in zip(self._buckets, self._updates, strict=True):
-            update.step(factor, self._options.groups, unused.get(bucket, ()), self._coming or (), self.state.step, self._spilled or ())
+            update.step(
+                factor,
+                self._options.groups,
+                unused.get(bucket, ()),
+                self._coming or (),
+                self.state.step,
+                self._gradient_stream or (),
+            )
             works.append(bucket.publish())
         if self._coming is not None:
             self._coming.close()  # which waits until all is written
@@ -419,14 +507,19 @@ class Step:
 
     def _read_ahead(self) -> None:
         """In the last backward: begin to read what the update begins with."""
-        tier = self._homes.tier
-        if tier is not None and self._coming is None and self._reducer.is_last:
-            self._coming = tier.stream([record for update in self._updates for record in update.order])
+        store = self._offload.store
+        if store is not None and self._coming is None and self._reducer.is_last:
+            self._coming = store.stream([record for update in self._updates for record in update.order])
 
     def _unused(self) -> dict[Bucket, set[int]]:
         """By bucket, the parameters that got a gradient on no rank in this step."""
-        arrived = iter(self._sum([float(i in b.ever_arrived) for b in self._buckets for i in range(len(b.parameters))]))
-        return {b: {i for i, count in enumerate([next(arrived) for _ in b.parameters]) if not count} for b in self._buckets}
+        arrived = iter(
+            self._sum([float(i in b.ever_arrived) for b in self._buckets for i in range(len(b.parameters))])
+        )
+        return {
+            b: {i for i, count in enumerate([next(arrived) for _ in b.parameters]) if not count}
+            for b in self._buckets
+        }
 
     def _sum(self, values: Sequence[float]) -> list[float]:
         """`values` summed over the data-parallel ranks."""
@@ -444,8 +537,10 @@ def _graphs_once() -> Iterator[None]:
         if "backward through the graph a second time" not in str(error):
             raise
         raise BatchError(
-            "the loss shares a part of its graph with one whose backward has freed it: add the losses of one forward up, "
-            "engine.backward(first + second), or call the forward again (then engine.zero_grad(), and begin the step again)"
+            "the loss shares a part of its graph with one whose "
+            "backward has freed it: add the losses of one forward up, "
+            "engine.backward(first + second), or call the forward "
+            "again (then engine.zero_grad(), and begin the step again)"
         ) from error
 
 

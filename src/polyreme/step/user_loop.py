@@ -2,11 +2,14 @@
 
 A backward of an engine's output is one of three kinds, told apart when it reaches that output:
 - `engine.backward(loss)`: announced.
-- `loss.backward()`: counts as the backward of the micro-batch whose output it comes to first, for each engine that it comes through.
-- `other.backward(loss)`, of an engine on whose output this one's depends or that depends on it (a discriminator in a generator's graph):
-  comes through, and what it would give this engine's parameters is dropped.
-A backward that gives no parameter of this engine a gradient (`torch.autograd.grad` of inputs) is none of its business. One that comes to no
-output of `engine(...)`, but to one of the module that the user called, has no micro-batch, and is refused.
+- `loss.backward()`: counts as the backward of the micro-batch whose output it comes to first, for each engine
+that it comes through.
+- `other.backward(loss)`, of an engine on whose output this one's depends or that depends on it (a
+  discriminator in a generator's graph): comes through, and what it would give this engine's parameters is
+  dropped.
+A backward that gives no parameter of this engine a gradient (`torch.autograd.grad` of inputs) is none of its
+business. One that comes to no output of `engine(...)`, but to one of the module that the user called, has no
+micro-batch, and is refused.
 
 Communication: none but what `step` does.
 """
@@ -50,7 +53,13 @@ class Loop:
     """What an engine knows of the calls since the last step."""
 
     def __init__(
-        self, model: nn.Module, objective: Objective, config: Config, step: Step, reducer: Reducer, parameters: Sequence[Tensor]
+        self,
+        model: nn.Module,
+        objective: Objective,
+        config: Config,
+        step: Step,
+        reducer: Reducer,
+        parameters: Sequence[Tensor],
     ) -> None:
         """`parameters`: those to be trained."""
         self._objective, self._config, self._step, self._reducer = objective, config, step, reducer
@@ -64,7 +73,8 @@ class Loop:
         reducer.unannounced = self._begin
 
     def close(self) -> None:
-        """Let go of graphs: their parameters may get other shapes, and what they hold in autograd's own memory is not freed before."""
+        """Let go of graphs: their parameters may get other shapes, and what they hold in autograd's own
+        memory is not freed before."""
         self._accumulators.clear()
         self._last = None
         self._hook.remove()
@@ -89,7 +99,9 @@ class Loop:
             own = self._weight_of_loss(loss, forward.batch, output)
             weight = self._weight_of_batch(loss, forward.batch, output) if own is None else own
         loss_sum, weight = self._objective.sum_of(loss, weight, output)
-        self._step.backward(loss_sum, weight, count_tokens(forward.batch), samples_of(forward.batch, self._config), last)
+        self._step.backward(
+            loss_sum, weight, count_tokens(forward.batch), samples_of(forward.batch, self._config), last
+        )
         if not said and weight and self._reached is None and self._aside:
             raise BatchError(_OF_MODULE)
         if not said and own is None and self._reached not in (None, forward):
@@ -99,11 +111,14 @@ class Loop:
         self._reached = None
 
     def _check_weight(self, batch: Any, weight: float) -> None:
-        """Raise BatchError where a loss of the micro-batch `batch` was weighted by another one's, of another weight."""
+        """Raise BatchError where a loss of the micro-batch `batch` was weighted by another one's, of another
+        weight."""
         if (right := self._objective.weight(batch)) != weight:
             raise BatchError(
-                f"the loss is of a forward before the last one, by whose micro-batch it was weighted ({weight:g} labels or samples, not "
-                f"{right:g}): call engine.backward before the next engine(...), or say weight=. Then call engine.zero_grad(), and begin "
+                "the loss is of a forward before the last one, by whose "
+                f"micro-batch it was weighted ({weight:g} labels or samples, not "
+                f"{right:g}): call engine.backward before the next engine(...), "
+                "or say weight=. Then call engine.zero_grad(), and begin "
                 "the step again"
             )
 
@@ -130,19 +145,24 @@ class Loop:
         return self._last
 
     def _refuse_more(self, batch: Any) -> None:
-        """Raise BatchError for more samples than a micro-batch has: a global batch, or one of another number of ranks."""
+        """Raise BatchError for more samples than a micro-batch has: a global batch, or one of another number
+        of ranks."""
         if (samples := samples_of(batch, self._config)) > int(self._config.batch.micro):
             raise BatchError(
-                f"engine(...) was given {samples} samples, but batch.size = {self._config.batch.size} over the data-parallel ranks makes "
-                f"batch.micro = {self._config.batch.micro}: give each rank its own share in pieces of that size (a DataLoader with "
-                f"batch_size={self._config.batch.micro} and a DistributedSampler, or engine.loader), or change batch.size. Where rows are "
+                f"engine(...) was given {samples} samples, but batch.size = "
+                f"{self._config.batch.size} over the data-parallel ranks makes "
+                f"batch.micro = {self._config.batch.micro}: give each rank "
+                "its own share in pieces of that size (a DataLoader with "
+                f"batch_size={self._config.batch.micro} and a DistributedSampler, "
+                "or engine.loader), or change batch.size. Where rows are "
                 "no samples, say engine.backward(loss, weight=...)"
             )
 
     def _check_weights(self, forward: Forward) -> None:
         if forward.updates != self._step.state.step:
             raise BatchError(
-                "step() changed the weights between this forward and its backward, whose gradients would be those of neither: call "
+                "step() changed the weights between this forward and its "
+                "backward, whose gradients would be those of neither: call "
                 "backward before step(), or do the forward again"
             )
 
@@ -166,10 +186,16 @@ class Loop:
                 self._begin(forward)
 
     def _begin(self, forward: Forward | None = None) -> None:
-        """A backward that was not announced will give parameters gradients; it has come to the output of `forward`, if to any."""
+        """A backward that was not announced will give parameters gradients; it has come to the output of
+        `forward`, if to any."""
         if current() is None:
             last = self._forward() if forward is None else self._last
-            if forward is None and self._aside and last is not None and not _will_come_to(t.grad_fn for t in returned(last[1])):
+            if (
+                forward is None
+                and self._aside
+                and last is not None
+                and not _will_come_to(t.grad_fn for t in returned(last[1]))
+            ):
                 raise BatchError(_OF_MODULE)
             forward = forward or self._forward()[0]
             if forward.counted:
@@ -196,7 +222,8 @@ def _called(loop: weakref.ref[Loop], *_: Any) -> None:
 
 
 def _arrived(loop: weakref.ref[Loop], forward: Forward, gradient: Tensor) -> None:
-    if (known := loop()) is not None:  # autograd's own memory holds this, and Python's collector cannot free what that holds
+    # autograd's own memory holds this, and Python's collector cannot free what that holds
+    if (known := loop()) is not None:
         known.arrived(forward)
 
 
@@ -209,10 +236,13 @@ def _will_come_to(nodes: Iterable[Any]) -> bool:
 
 
 _NO_FORWARD = (
-    "backward() without a forward: call engine(...) first (engine.module(...) is no micro-batch). Of several micro-batches, do the "
-    "backward of each before the forward of the next; of several losses of one, engine.backward(loss, last=False)"
+    "backward() without a forward: call engine(...) first "
+    "(engine.module(...) is no micro-batch). Of several micro-batches, do the "
+    "backward of each before the forward of the next; of "
+    "several losses of one, engine.backward(loss, last=False)"
 )
 _OF_MODULE = (
-    "this backward is of engine.module(...), which is no micro-batch: nothing tells what its loss is the mean of. Call engine(...) for the "
+    "this backward is of engine.module(...), which is no micro-batch: "
+    "nothing tells what its loss is the mean of. Call engine(...) for the "
     "forward (then engine.zero_grad(), if the step is to begin again)"
 )

@@ -1,7 +1,8 @@
-"""The styles in which a module can be divided over a tensor-parallel axis: how each of its parameters is cut, and its new forward.
+"""The styles in which a module can be divided over a tensor-parallel axis: how each of its parameters is cut,
+and its new forward.
 
-A module stays the object that it is and keeps the names of its parameters; its parameters get local shapes and its `forward` is replaced.
-"""
+A module stays the object that it is and keeps the names of its parameters; its parameters get local shapes
+and its `forward` is replaced."""
 
 from __future__ import annotations
 
@@ -40,8 +41,8 @@ def linear_sizes(module: nn.Module) -> tuple[int, int]:
 
 @dataclass
 class Site:
-    """Where styles are installed: the axis, and the random state of split regions (None where nothing random happens in them, or whole
-    blocks are forked)."""
+    """Where styles are installed: the axis, and the random state of split regions (None where nothing random
+    happens in them, or whole blocks are forked)."""
 
     axis: Axis
     fork: Fork | None
@@ -49,7 +50,8 @@ class Site:
 
 class Style(Protocol):
     def cuts(self, module: nn.Module, ways: int) -> dict[str, Cut]:
-        """How each of the module's own parameters is divided, by its name in the module. Raises ValueError where it cannot be."""
+        """How each of the module's own parameters is divided, by its name in the module. Raises ValueError
+        where it cannot be."""
         ...
 
 
@@ -57,7 +59,8 @@ class Style(Protocol):
 class Column:
     """A linear layer of which each rank has a part of the outputs.
 
-    sections: (outputs, units that cannot be divided) of each of the parts that are packed into it; () for one section that divides evenly.
+    sections: (outputs, units that cannot be divided) of each of the parts that are packed into it; () for one
+    section that divides evenly.
     gathered: each rank gets all outputs.
     """
 
@@ -77,20 +80,24 @@ class Column:
 
 @dataclass(frozen=True)
 class Row:
-    """A linear layer of which each rank has a part of the inputs; its outputs are summed. `split_input`: its input arrives whole."""
+    """A linear layer of which each rank has a part of the inputs; its outputs are summed. `split_input`: its
+    input arrives whole."""
 
     split_input: bool = False
 
     def cuts(self, module: nn.Module, ways: int) -> dict[str, Cut]:
         return {
-            name: Cut.even(p.shape, 0 if is_transposed(module) else 1, ways) if p.dim() == 2 else Cut.whole(p.shape, ways)
+            name: Cut.even(p.shape, 0 if is_transposed(module) else 1, ways)
+            if p.dim() == 2
+            else Cut.whole(p.shape, ways)
             for name, p in module.named_parameters(recurse=False)
         }
 
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """An embedding, or the linear layer of a head, of which each rank has a part of the vocabulary (uneven parts are padded)."""
+    """An embedding, or the linear layer of a head, of which each rank has a part of the vocabulary (uneven
+    parts are padded)."""
 
     def cuts(self, module: nn.Module, ways: int) -> dict[str, Cut]:
         return {name: Cut.padded(p.shape, 0, ways) for name, p in module.named_parameters(recurse=False)}
@@ -106,7 +113,8 @@ class EmbeddingColumns:
 
 @dataclass(frozen=True)
 class Replicate:
-    """Whole on every rank. `summed`: used in a split region, so that each rank's gradient is a part of the whole one."""
+    """Whole on every rank. `summed`: used in a split region, so that each rank's gradient is a part of the
+    whole one."""
 
     summed: bool = False
 
@@ -115,12 +123,15 @@ class Replicate:
 
 
 class Columns:
-    """Column layers that a module calls with the same input: computed at the first one's call, so that backward sums one gradient.
+    """Column layers that a module calls with the same input: computed at the first one's call, so that
+    backward sums one gradient.
 
-    Layers that turn out to be called with different inputs (cross-attention) are computed one by one from the next `settle` on: not
-    before, so that a recomputed forward is what it was."""
+    Layers that turn out to be called with different inputs (cross-attention) are computed one by one from the
+    next `settle` on: not before, so that a recomputed forward is what it was."""
 
-    def __init__(self, site: Site, modules: Sequence[nn.Module], styles: Sequence[Column], gathers: bool) -> None:
+    def __init__(
+        self, site: Site, modules: Sequence[nn.Module], styles: Sequence[Column], gathers: bool
+    ) -> None:
         """gathers: inputs are parts of the sequence that no one gathered before."""
         self._site, self._modules, self._styles, self._gathers = site, modules, styles, gathers
         self._together = self._same_inputs = True
@@ -184,7 +195,8 @@ def install_row(site: Site, module: nn.Module, style: Row, sequence: bool) -> No
 
 
 def install_dropout(site: Site, module: nn.Module, divided: bool) -> None:
-    """A dropout before the low rank of an adapter, amid a split region: of activations that are whole all ranks drop the same."""
+    """A dropout before the low rank of an adapter, amid a split region: of activations that are whole all
+    ranks drop the same."""
     forward = module.forward
 
     def wrapped(x: Tensor) -> Tensor:
@@ -209,28 +221,34 @@ def install_head(site: Site, module: nn.Module, cut: Cut) -> None:
 
 
 def put_off_weights(model: nn.Module) -> None:
-    """Let linear layers that are not divided have the gradients of their weights put off where that is expected (`weight_gradients`):
-    columns of one rank. Classes with a forward of their own are left alone."""
+    """Let linear layers that are not divided have the gradients of their weights put off where that is
+    expected (`weight_gradients`): columns of one rank. Classes with a forward of their own are left alone."""
     alone = Axis("tp")
     for module in model.modules():
         plain = type(module).forward is nn.Linear.forward or is_transposed(module)
         if not plain or "forward" in vars(module):
             continue
-        module.forward = functools.partial(_now_or_later, alone, module, ops.Shape(is_transposed(module)), module.forward)
+        module.forward = functools.partial(
+            _now_or_later, alone, module, ops.Shape(is_transposed(module)), module.forward
+        )
 
 
-def _now_or_later(alone: Axis, module: nn.Module, shape: ops.Shape, forward: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+def _now_or_later(
+    alone: Axis, module: nn.Module, shape: ops.Shape, forward: Callable[[Tensor], Tensor], x: Tensor
+) -> Tensor:
     if not expected():
         return forward(x)
     return ops.columns(alone, x, [module.weight], [module.bias], [shape])[0]  # type: ignore[list-item]
 
 
 def install_embedding(site: Site, module: nn.Embedding, cut: Cut) -> None:
-    """Each rank looks up the rows that it has; the others' are zeros in the sum. What a subclass does to the rows stays as it is.
+    """Each rank looks up the rows that it has; the others' are zeros in the sum. What a subclass does to the
+    rows stays as it is.
 
     Raises ModelError for options of nn.Embedding that look at other rows than their own."""
     if module.max_norm is not None or module.sparse or module.scale_grad_by_freq:
-        raise ModelError("an embedding with max_norm, sparse or scale_grad_by_freq cannot be divided by its vocabulary: turn them off, "
+        raise ModelError("an embedding with max_norm, sparse or scale_grad_by_freq "
+                         "cannot be divided by its vocabulary: turn them off, "
                          'or place it whole on every rank with "replicate"')  # fmt: skip
     (start, stop), size = cut.pieces[site.axis.rank][0], cut.shape[0]
     look_up = module.forward
@@ -241,7 +259,9 @@ def install_embedding(site: Site, module: nn.Embedding, cut: Cut) -> None:
         if ids.device.type == "cpu" and ids.numel():
             low, high = torch.aminmax(ids)
             if low < 0 or high >= size:
-                raise BatchError(f"token {int(low if low < 0 else high)} is outside of the vocabulary of {size}")
+                raise BatchError(
+                    f"token {int(low if low < 0 else high)} is outside of the vocabulary of {size}"
+                )
         elsewhere = (ids < start) | (ids >= stop)
         rows = look_up((ids - start).masked_fill_(elsewhere, 0))
         return ops.reduce(site.axis, rows.masked_fill(elsewhere.unsqueeze(-1), 0))
@@ -251,7 +271,8 @@ def install_embedding(site: Site, module: nn.Embedding, cut: Cut) -> None:
 
 
 def install_summed(axis: Axis, block: nn.Module, held: Sequence[tuple[nn.Module, str, Cut]]) -> None:
-    """While `block` runs, parameters of its modules are replaced by tensors whose gradients are summed over the axis, all at once."""
+    """While `block` runs, parameters of its modules are replaced by tensors whose gradients are summed over
+    the axis, all at once."""
     forward = block.forward
 
     @functools.wraps(forward)
@@ -271,7 +292,8 @@ def install_summed(axis: Axis, block: nn.Module, held: Sequence[tuple[nn.Module,
 
 
 def install_argument(module: nn.Module, change: Callable[[Tensor], Tensor], name: str | None = None) -> None:
-    """`change` the argument of the module's forward that is called `name`, where it is a tensor; or (None) its first, which must be one."""
+    """`change` the argument of the module's forward that is called `name`, where it is a tensor; or (None)
+    its first, which must be one."""
     forward = module.forward
     names = list(inspect.signature(forward).parameters)
     position = names.index(name) if name is not None else 0
@@ -282,7 +304,8 @@ def install_argument(module: nn.Module, change: Callable[[Tensor], Tensor], name
         given = args[position] if position < len(args) else kwargs.get(key)
         if not isinstance(given, Tensor):
             if name is None:
-                raise ModelError(f"{type(module).__name__} was called without hidden states as its first argument ({key}), whose sequence "
+                raise ModelError(f"{type(module).__name__} was called without hidden "
+                                 f"states as its first argument ({key}), whose sequence "
                                  "was to be split: set mesh.sequence_parallel = false")  # fmt: skip
         elif position < len(args):
             args = (*args[:position], change(given), *args[position + 1 :])

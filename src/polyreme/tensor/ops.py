@@ -1,14 +1,16 @@
-"""Autograd pairs over an axis: what one does in forward, its twin does in backward; and the two linear layers made of them.
+"""Autograd pairs over an axis: what one does in forward, its twin does in backward; and the two linear layers
+made of them.
 
-Contract: outside of a split region (between a column and its row layer) every rank of the axis holds the same activations, or its part
-of the sequence of them, and after backward complete gradients of them. All ranks call the same operations in the same order.
+Contract: outside of a split region (between a column and its row layer) every rank of the axis holds the same
+activations, or its part of the sequence of them, and after backward complete gradients of them. All ranks
+call the same operations in the same order.
 
-Communication, Shoeybi et al. 2019 ("Megatron-LM") and Korthikanti et al. 2022 ("Reducing Activation Recomputation"): a row layer sums
-its output (all-reduce, or a reduce-scatter along the sequence), a column layer the gradient of its input, while it computes the
-gradients of its weights. With the sequence split, the column layer gathers its input; for backward it keeps its own part and gathers
-again. In a backward that puts off the gradients of weights (`weight_gradients`), sums are waited for at once and the gather, too, is put
-off.
-"""
+Communication, Shoeybi et al. 2019 ("Megatron-LM") and Korthikanti et al. 2022 ("Reducing Activation
+Recomputation"): a row layer sums its output (all-reduce, or a reduce-scatter along the sequence), a column
+layer the gradient of its input, while it computes the gradients of its weights. With the sequence split, the
+column layer gathers its input; for backward it keeps its own part and gathers again. In a backward that puts
+off the gradients of weights (`weight_gradients`), sums are waited for at once and the gather, too, is put
+off."""
 
 from __future__ import annotations
 
@@ -31,7 +33,8 @@ from polyreme.pipeline.weight_gradients import current, now_or_later
 
 
 def sequence_dim(hidden: Tensor) -> int:
-    """Which dimension of hidden states is the sequence: of (batch, sequence, width) the second, of (batch * sequence, width) the first."""
+    """Which dimension of hidden states is the sequence: of (batch, sequence, width) the second, of (batch *
+    sequence, width) the first."""
     return 1 if hidden.dim() > 2 else 0
 
 
@@ -119,7 +122,8 @@ class _Reduce(Function):
 
 
 class _Summed(Function):
-    """Identity / all-reduce, of several tensors at once: of those that a Cut divides, each number over the ranks that hold it."""
+    """Identity / all-reduce, of several tensors at once: of those that a Cut divides, each number over the
+    ranks that hold it."""
 
     @staticmethod
     def forward(ctx: Any, axis: Axis, cuts: Sequence[Cut], *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -132,7 +136,8 @@ class _Summed(Function):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         axis, cuts = ctx.axis, ctx.cuts
         summed: list[Tensor | None] = [None] * len(grads)
-        came = {i: grad for i, grad in enumerate(grads) if grad is not None}  # of the same tensors on every rank
+        # of the same tensors on every rank
+        came = {i: grad for i, grad in enumerate(grads) if grad is not None}
         for dtype in dict.fromkeys(grad.dtype for grad in came.values()):
             mine = {i: grad for i, grad in came.items() if grad.dtype == dtype}
             sizes = [torch.Size(cuts[i].shape).numel() for i in mine]
@@ -162,7 +167,8 @@ def reduce(axis: Axis, partial: Tensor) -> Tensor:
 
 
 def sum_gradients(axis: Axis, tensors: Sequence[Tensor], cuts: Sequence[Cut]) -> tuple[Tensor, ...]:
-    """`tensors` as they are; in backward their gradients are summed over the ranks that hold them, all in one all-reduce."""
+    """`tensors` as they are; in backward their gradients are summed over the ranks that hold them, all in one
+    all-reduce."""
     return tuple(tensors) if axis.size == 1 or not tensors else _Summed.apply(axis, cuts, *tensors)
 
 
@@ -171,7 +177,8 @@ def split_sequence(axis: Axis, hidden: Tensor) -> Tensor:
     dim = sequence_dim(hidden)
     if hidden.shape[dim] % axis.size:
         raise BatchError(
-            f"a sequence of {hidden.shape[dim]} positions cannot be divided over {axis.size} tensor-parallel ranks: pad it to a multiple "
+            f"a sequence of {hidden.shape[dim]} positions cannot be divided "
+            f"over {axis.size} tensor-parallel ranks: pad it to a multiple "
             f"of {axis.size}, or set mesh.sequence_parallel = false"
         )
     return split(axis, hidden, dim)
@@ -182,7 +189,8 @@ def split_sequence(axis: Axis, hidden: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Shape:
-    """Of a linear layer's weight: (in, out) where `transposed`, else (out, in). Outputs behind the first `used` are padding."""
+    """Of a linear layer's weight: (in, out) where `transposed`, else (out, in). Outputs behind the first
+    `used` are padding."""
 
     transposed: bool = False
     used: int | None = None
@@ -214,7 +222,8 @@ def _leaf(parameter: Tensor | None) -> Tensor | None:
 class _Columns(Function):
     """Linear layers with one input, each with this rank's part of its outputs.
 
-    The input is replicated, or with `sequence` this rank's part of the sequence; then `full` may be the whole one, if it is known."""
+    The input is replicated, or with `sequence` this rank's part of the sequence; then `full` may be the whole
+    one, if it is known."""
 
     @staticmethod
     def forward(ctx: Any, axis: Axis, sequence: bool, shapes: Sequence[Shape], full: Tensor | None, x: Tensor,
@@ -237,10 +246,16 @@ class _Columns(Function):
         x, *weights = (tensor.detach() for tensor in ctx.saved_tensors)
         count, axis, sequence, dim = len(weights), ctx.axis, ctx.sequence, sequence_dim(x)
         needs = ctx.needs_input_grad[5:]
-        now = current() is None and any(need and grad is not None for need, grad in zip(needs, grads, strict=False))
+        now = current() is None and any(
+            need and grad is not None for need, grad in zip(needs, grads, strict=False)
+        )
         gathering = start_gather(axis, x, dim) if sequence and now else None
         flat = [None if grad is None else grad.reshape(-1, grad.shape[-1]) for grad in grads]
-        came = [(g, shape.matrix(w)) for g, shape, w in zip(flat, ctx.shapes, weights, strict=True) if g is not None]
+        came = [
+            (g, shape.matrix(w))
+            for g, shape, w in zip(flat, ctx.shapes, weights, strict=True)
+            if g is not None
+        ]
         grad_x: Tensor | None = None
         moving: Moved | None = None
         if ctx.needs_input_grad[4] and came:
@@ -260,19 +275,29 @@ class _Columns(Function):
             return whole.reshape(-1, whole.shape[-1])
 
         weight_grads = [
-            now_or_later(leaf, functools.partial(_weight_grad, shape, grad, inputs, weight)) if grad is not None and needed else None
-            for shape, grad, weight, needed, leaf in zip(ctx.shapes, flat, weights, needs, ctx.leaves, strict=False)
+            now_or_later(leaf, functools.partial(_weight_grad, shape, grad, inputs, weight))
+            if grad is not None and needed
+            else None
+            for shape, grad, weight, needed, leaf in zip(
+                ctx.shapes, flat, weights, needs, ctx.leaves, strict=False
+            )
         ]
         bias_grads = [
-            now_or_later(leaf, functools.partial(_bias_grad, grad, size[0])) if grad is not None and needed else None
-            for grad, size, needed, leaf in zip(flat, ctx.biases, needs[count:], ctx.leaves[count:], strict=True)
+            now_or_later(leaf, functools.partial(_bias_grad, grad, size[0]))
+            if grad is not None and needed
+            else None
+            for grad, size, needed, leaf in zip(
+                flat, ctx.biases, needs[count:], ctx.leaves[count:], strict=True
+            )
         ]
         if moving is not None:
             grad_x = moving.finish()
         return None, None, None, None, grad_x, *weight_grads, *bias_grads
 
 
-def _weight_grad(shape: Shape, grad: Tensor, inputs: Callable[[], Tensor], weight: Tensor, into: Tensor | None) -> Tensor:
+def _weight_grad(
+    shape: Shape, grad: Tensor, inputs: Callable[[], Tensor], weight: Tensor, into: Tensor | None
+) -> Tensor:
     return shape.weight_grad(grad, inputs(), weight, into)
 
 
@@ -283,10 +308,13 @@ def _bias_grad(grad: Tensor, size: int, into: Tensor | None) -> Tensor:
 
 
 class _Row(Function):
-    """A linear layer with this rank's part of its inputs; the sum of all ranks' outputs, or with `sequence` this rank's part of it."""
+    """A linear layer with this rank's part of its inputs; the sum of all ranks' outputs, or with `sequence`
+    this rank's part of it."""
 
     @staticmethod
-    def forward(ctx: Any, axis: Axis, sequence: bool, shape: Shape, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def forward(
+        ctx: Any, axis: Axis, sequence: bool, shape: Shape, x: Tensor, weight: Tensor, bias: Tensor | None
+    ) -> Tensor:
         ctx.axis, ctx.sequence, ctx.shape = axis, sequence, shape
         ctx.save_for_backward(x, weight)
         ctx.leaves = _leaf(weight), _leaf(bias)
@@ -312,7 +340,9 @@ class _Row(Function):
         inputs, shape = x.reshape(-1, x.shape[-1]), ctx.shape
         weight_grad = None
         if ctx.needs_input_grad[4]:
-            weight_grad = now_or_later(ctx.leaves[0], functools.partial(shape.weight_grad, flat, inputs, weight))
+            weight_grad = now_or_later(
+                ctx.leaves[0], functools.partial(shape.weight_grad, flat, inputs, weight)
+            )
         return None, None, None, grad_x, weight_grad, bias_grad
 
 
@@ -325,13 +355,19 @@ def columns(
     sequence: bool = False,
     full: Tensor | None = None,
 ) -> tuple[Tensor, ...]:
-    """This rank's outputs of column-parallel linear layers that share the input `x` (..., in): one sum of its gradient for all of them,
-    under the products for the gradients of the weights.
+    """This rank's outputs of column-parallel linear layers that share the input `x` (..., in): one sum of its
+    gradient for all of them, under the products for the gradients of the weights.
 
-    sequence: `x` is this rank's part of the sequence, and outputs are of all of it; `full` is the whole input where it is known already."""
-    return _Columns.apply(axis, sequence, shapes, None if full is None else full.detach(), x, *weights, *biases)
+    sequence: `x` is this rank's part of the sequence, and outputs are of all of it; `full` is the whole input
+    where it is known already."""
+    return _Columns.apply(
+        axis, sequence, shapes, None if full is None else full.detach(), x, *weights, *biases
+    )
 
 
-def row(axis: Axis, x: Tensor, weight: Tensor, bias: Tensor | None, shape: Shape = PLAIN, sequence: bool = False) -> Tensor:
-    """A row-parallel linear layer: `x` (..., in / size) is this rank's part of the input. The bias is added once, after the sum."""
+def row(
+    axis: Axis, x: Tensor, weight: Tensor, bias: Tensor | None, shape: Shape = PLAIN, sequence: bool = False
+) -> Tensor:
+    """A row-parallel linear layer: `x` (..., in / size) is this rank's part of the input. The bias is added
+    once, after the sum."""
     return _Row.apply(axis, sequence, shape, x, weight, bias)

@@ -1,9 +1,9 @@
-"""Divides a model over a tensor-parallel axis, in place: each parameter cut to this rank's part, each planned module given its forward.
+"""Divides a model over a tensor-parallel axis, in place: each parameter cut to this rank's part, each planned
+module given its forward.
 
-Invariant: names of parameters and modules do not change, nor what the model computes: its losses and joined gradients are those of the
-undivided model. Works on real models (each rank holds the same one) and on the meta device, where the Cuts that are returned tell how to
-make this rank's part from the whole tensor.
-"""
+Invariant: names of parameters and modules do not change, nor what the model computes: its losses and joined
+gradients are those of the undivided model. Works on real models (each rank holds the same one) and on the
+meta device, where the Cuts that are returned tell how to make this rank's part from the whole tensor."""
 
 from __future__ import annotations
 
@@ -34,17 +34,19 @@ from polyreme.tensor.layers import (
     install_row,
     install_summed,
 )
-from polyreme.tensor.plan import Heads, Plan
+from polyreme.tensor.plan import Heads, TensorPlan
 from polyreme.tensor.rng import Fork
 
 
-def parallelize(model: nn.Module, axis: Axis, plan: Plan, sequence_parallel: bool = False) -> dict[str, Cut]:
+def parallelize(
+    model: nn.Module, axis: Axis, plan: TensorPlan, sequence_parallel: bool = False
+) -> dict[str, Cut]:
     """Make `model` this rank's part of itself, as `rules.plan(model, axis.size, ...)` says.
 
-    Returns how each parameter is cut, by each of its names (tied ones have several). Call it before the parameters move anywhere else
-    and before forwards are wrapped (recomputed, compiled). With `sequence_parallel`, activations between blocks are split along the
-    sequence. Raises ModelError for tied parameters that would be cut in two ways.
-    """
+    Returns how each parameter is cut, by each of its names (tied ones have several). Call it before the
+    parameters move anywhere else and before forwards are wrapped (recomputed, compiled). With
+    `sequence_parallel`, activations between blocks are split along the sequence. Raises ModelError for tied
+    parameters that would be cut in two ways."""
     cuts = _cuts(model, axis.size, plan)
     if axis.size == 1:
         return cuts
@@ -60,7 +62,12 @@ def parallelize(model: nn.Module, axis: Axis, plan: Plan, sequence_parallel: boo
     all_columns = []
     for parent, names in plan.siblings.items():
         styles = [plan.styles[name] for name in names]
-        columns = Columns(site, [modules[name] for name in names], styles, sequence_parallel and parent in blocks)  # type: ignore[arg-type]
+        columns = Columns(
+            site,
+            [modules[name] for name in names],
+            styles,  # type: ignore[arg-type]
+            sequence_parallel and parent in blocks,
+        )
         all_columns.append(columns)
         if sequence_parallel and parent not in blocks and parent not in names and _within(parent, blocks):
             _gather_at_entry(modules[parent], axis, columns)
@@ -98,15 +105,21 @@ def _within(name: str, parents: Iterable[str]) -> bool:
 # ---- parameters
 
 
-def _cuts(model: nn.Module, ways: int, plan: Plan) -> dict[str, Cut]:
+def _cuts(model: nn.Module, ways: int, plan: TensorPlan) -> dict[str, Cut]:
     by_id: dict[int, Cut] = {}
     for name, style in plan.styles.items():
         module = model.get_submodule(name)
         for own, cut in style.cuts(module, ways).items():
             parameter = module.get_parameter(own)
             if by_id.setdefault(id(parameter), cut) != cut:
-                raise ModelError(f"{name}.{own} is tied to a parameter that is divided in another way: give both the same style")
-    return {name: by_id.get(id(p), Cut.whole(p.shape, ways)) for name, p in model.named_parameters(remove_duplicate=False)}
+                raise ModelError(
+                    f"{name}.{own} is tied to a parameter that is "
+                    "divided in another way: give both the same style"
+                )
+    return {
+        name: by_id.get(id(p), Cut.whole(p.shape, ways))
+        for name, p in model.named_parameters(remove_duplicate=False)
+    }
 
 
 def _cut_parameters(model: nn.Module, axis: Axis, cuts: Mapping[str, Cut]) -> None:
@@ -116,12 +129,22 @@ def _cut_parameters(model: nn.Module, axis: Axis, cuts: Mapping[str, Cut]) -> No
 
 
 def _summed(
-    owner_name: str, owner: nn.Module, others: Iterable[str], plan: Plan, cuts: Mapping[str, Cut], sequence: bool
+    owner_name: str,
+    owner: nn.Module,
+    others: Iterable[str],
+    plan: TensorPlan,
+    cuts: Mapping[str, Cut],
+    sequence: bool,
 ) -> list[tuple[nn.Module, str, Cut]]:
-    """The parameters of `owner` (but for those of the modules `others`) of which each rank's gradient is a part: used on divided
-    activations, or on parts of the sequence; or held by several ranks (key-value heads)."""
+    """The parameters of `owner` (but for those of the modules `others`) of which each rank's gradient is a
+    part: used on divided activations, or on parts of the sequence; or held by several ranks (key-value
+    heads)."""
     found = []
-    gathered = [parent for parent, names in plan.siblings.items() if parent != owner_name and parent.startswith(owner_name + ".")]
+    gathered = [
+        parent
+        for parent, names in plan.siblings.items()
+        if parent != owner_name and parent.startswith(owner_name + ".")
+    ]
     for path, module in owner.named_modules(prefix=owner_name):
         if _within(path, others):
             continue
@@ -136,7 +159,9 @@ def _summed(
             elif cut.is_whole and not isinstance(style, Column):
                 partial = sequence and (isinstance(style, Row) or not _within(path, gathered))
             else:
-                partial = any(cut.owned(rank) != [(0, cut.used(rank))] for rank in range(plan.ways) if cut.used(rank))
+                partial = any(
+                    cut.owned(rank) != [(0, cut.used(rank))] for rank in range(plan.ways) if cut.used(rank)
+                )
             if partial:
                 found.append((module, own, cut))
     return found
@@ -157,7 +182,8 @@ def _set_heads(module: nn.Module, heads: Heads, ways: int) -> None:
 
 
 def _own_heads(axis: Axis, heads: int, by_head: Tensor) -> Tensor:
-    """(batch * heads, x, y) -> (batch * own heads, x, y), (batch, heads, x, y) -> (batch, own heads, x, y), and anything else as it is."""
+    """(batch * heads, x, y) -> (batch * own heads, x, y), (batch, heads, x, y) -> (batch, own heads, x, y),
+    and anything else as it is."""
     if by_head.dim() == 4 and by_head.shape[1] == heads:
         return ops.own_part(axis, by_head, 1)
     if by_head.dim() == 3 and by_head.shape[0] % heads == 0:
@@ -177,7 +203,8 @@ def _is_random(model: nn.Module) -> bool:
 
 
 def _gather_at_entry(module: nn.Module, axis: Axis, columns: Columns) -> None:
-    """Give `module` the whole sequence of its first argument; its column layers know the part that it was made of."""
+    """Give `module` the whole sequence of its first argument; its column layers know the part that it was
+    made of."""
 
     def whole(part: Tensor) -> Tensor:
         full = ops.gather(axis, part, ops.sequence_dim(part))
@@ -198,7 +225,8 @@ def _gather_at_entry(module: nn.Module, axis: Axis, columns: Columns) -> None:
 
 
 def _split_between(blocks: Mapping[str, nn.Module], axis: Axis, fork: Fork | None) -> None:
-    """Split the sequence before the first block of each stack and gather it after the last one. Blocks draw for themselves."""
+    """Split the sequence before the first block of each stack and gather it after the last one. Blocks draw
+    for themselves."""
     stacks: dict[str, list[nn.Module]] = defaultdict(list)
     for name, block in blocks.items():
         stacks[name.rpartition(".")[0]].append(block)

@@ -1,9 +1,9 @@
-"""Which module gets which style: by the user's mapping, else the model's own plan and the table of families, else an error that says
-what to add. Pure: looks at a model, real or on the meta device, and changes nothing.
+"""Which module gets which style: by the user's mapping, else the model's own plan and the table of families,
+else an error that says what to add. Pure: looks at a model, real or on the meta device, and changes nothing.
 
-The words are those of transformers' tensor-parallel plans: a path, in which `*` stands for one component, to a style. Added to them are
-"fused_qkv" (query, key and value heads one behind the other in one linear layer) and "vocabulary" for a head.
-"""
+The words are those of transformers' tensor-parallel plans: a path, in which `*` stands for one component, to
+a style. Added to them are "fused_qkv" (query, key and value heads one behind the other in one linear layer)
+and "vocabulary" for a head."""
 
 from __future__ import annotations
 
@@ -16,8 +16,24 @@ from dataclasses import dataclass, field
 from torch import nn
 
 from polyreme.errors import ModelError
-from polyreme.models.huggingface import Adapted, adapted_layers, find_blocks, learns_keys, plain_names, skips_blocks
-from polyreme.tensor.layers import Column, EmbeddingColumns, Replicate, Row, Style, Vocabulary, is_linear, linear_sizes
+from polyreme.models.huggingface import (
+    Adapted,
+    adapted_layers,
+    find_blocks,
+    learns_keys,
+    plain_names,
+    skips_blocks,
+)
+from polyreme.tensor.layers import (
+    Column,
+    EmbeddingColumns,
+    Replicate,
+    Row,
+    Style,
+    Vocabulary,
+    is_linear,
+    linear_sizes,
+)
 
 WORDS: dict[str, Style] = {
     "colwise": Column(),
@@ -41,46 +57,97 @@ _BERT = {
     "intermediate.dense": "colwise", "output.dense": "rowwise",
 }  # fmt: skip
 _T5 = {
-    **{f"{attention}.{name}": "colwise" for attention in ("SelfAttention", "EncDecAttention") for name in "qkv"},
-    "SelfAttention.o": "rowwise", "EncDecAttention.o": "rowwise", "relative_attention_bias": "embedding_colwise",
-    "wi": "colwise", "wi_0": "colwise", "wi_1": "colwise", "wo": "rowwise",
-}  # fmt: skip
+    **{
+        f"{attention}.{name}": "colwise"
+        for attention in ("SelfAttention", "EncDecAttention")
+        for name in "qkv"
+    },
+    "SelfAttention.o": "rowwise",
+    "EncDecAttention.o": "rowwise",
+    "relative_attention_bias": "embedding_colwise",
+    "wi": "colwise",
+    "wi_0": "colwise",
+    "wi_1": "colwise",
+    "wo": "rowwise",
+}
 _BART = {
-    **{f"{attention}.{name}_proj": "colwise" for attention in ("self_attn", "encoder_attn") for name in "qkv"},
-    "out_proj": "rowwise", "fc1": "colwise", "fc2": "rowwise",
-}  # fmt: skip
+    **{
+        f"{attention}.{name}_proj": "colwise" for attention in ("self_attn", "encoder_attn") for name in "qkv"
+    },
+    "out_proj": "rowwise",
+    "fc1": "colwise",
+    "fc2": "rowwise",
+}
 _NEOX = {
-    "query_key_value": "colwise", "self_attention.dense": "rowwise",
-    "mlp.dense_h_to_4h": "colwise", "mlp.dense_4h_to_h": "rowwise",
-}  # fmt: skip
+    "query_key_value": "colwise",
+    "self_attention.dense": "rowwise",
+    "mlp.dense_h_to_4h": "colwise",
+    "mlp.dense_4h_to_h": "rowwise",
+}
 _VIT = {
     **{f"attention.{name}_proj": "colwise" for name in "qkv"},
     "attention.o_proj": "rowwise", "mlp.fc1": "colwise", "mlp.fc2": "rowwise",
 }  # fmt: skip
 
 FAMILIES: dict[str, dict[str, str]] = {
-    "gpt2": {"attn.c_attn": "fused_qkv", "attn.c_proj": "rowwise", "mlp.c_fc": "colwise", "mlp.c_proj": "rowwise"},
+    "gpt2": {
+        "attn.c_attn": "fused_qkv",
+        "attn.c_proj": "rowwise",
+        "mlp.c_fc": "colwise",
+        "mlp.c_proj": "rowwise",
+    },
     "opt": _BART,
-    "bart": _BART, "mbart": _BART, "pegasus": _BART, "marian": _BART, "whisper": _BART, "blenderbot": _BART, "blenderbot-small": _BART,
-    "mvp": _BART, "plbart": _BART, "biogpt": _BART,
-    "bert": _BERT, "roberta": _BERT, "electra": _BERT, "camembert": _BERT, "xlm-roberta": _BERT, "xlm-roberta-xl": _BERT, "ernie": _BERT,
-    "data2vec-text": _BERT, "megatron-bert": _BERT, "bert-generation": _BERT,
-    "t5": _T5, "mt5": _T5,
+    "bart": _BART,
+    "mbart": _BART,
+    "pegasus": _BART,
+    "marian": _BART,
+    "whisper": _BART,
+    "blenderbot": _BART,
+    "blenderbot-small": _BART,
+    "mvp": _BART,
+    "plbart": _BART,
+    "biogpt": _BART,
+    "bert": _BERT,
+    "roberta": _BERT,
+    "electra": _BERT,
+    "camembert": _BERT,
+    "xlm-roberta": _BERT,
+    "xlm-roberta-xl": _BERT,
+    "ernie": _BERT,
+    "data2vec-text": _BERT,
+    "megatron-bert": _BERT,
+    "bert-generation": _BERT,
+    "t5": _T5,
+    "mt5": _T5,
     "vit": _VIT,
     "bloom": _NEOX,
     "falcon": _NEOX,
-    "gptj": {**{f"attn.{name}_proj": "colwise" for name in "qkv"}, "attn.out_proj": "rowwise",
-             "mlp.fc_in": "colwise", "mlp.fc_out": "rowwise"},
-    "gpt_neo": {**{f"attention.{name}_proj": "colwise" for name in "qkv"}, "attention.out_proj": "rowwise",
-                "mlp.c_fc": "colwise", "mlp.c_proj": "rowwise"},
+    "gptj": {
+        **{f"attn.{name}_proj": "colwise" for name in "qkv"},
+        "attn.out_proj": "rowwise",
+        "mlp.fc_in": "colwise",
+        "mlp.fc_out": "rowwise",
+    },
+    "gpt_neo": {
+        **{f"attention.{name}_proj": "colwise" for name in "qkv"},
+        "attention.out_proj": "rowwise",
+        "mlp.c_fc": "colwise",
+        "mlp.c_proj": "rowwise",
+    },
     "phi": {"q_layernorm": "replicated_with_grad_allreduce", "k_layernorm": "replicated_with_grad_allreduce"},
-    "phi3": {"qkv_proj": "fused_qkv", "o_proj": "rowwise", "gate_up_proj": "packed_colwise", "down_proj": "rowwise"},
-}  # fmt: skip
-"""By `model_type`, ends of paths inside the blocks: for families that declare no plan, or (Phi) a plan that leaves a case out, or (Phi-3)
-one that gathers where dividing by heads does without."""
+    "phi3": {
+        "qkv_proj": "fused_qkv",
+        "o_proj": "rowwise",
+        "gate_up_proj": "packed_colwise",
+        "down_proj": "rowwise",
+    },
+}
+"""By `model_type`, ends of paths inside the blocks: for families that declare no plan, or (Phi) a plan that
+leaves a case out, or (Phi-3) one that gathers where dividing by heads does without."""
 
 BY_HEAD: dict[str, tuple[str, ...]] = {"bloom": ("alibi",), "falcon": ("alibi", "attention_mask")}
-"""By `model_type`, arguments of the attention that come with numbers for all heads: (batch x heads, ...) or (batch, heads, ...)."""
+"""By `model_type`, arguments of the attention that come with numbers for all heads: (batch x heads, ...) or
+(batch, heads, ...)."""
 
 HEAD_COUNTS = ("num_heads", "num_attention_heads", "n_heads", "n_head")
 SHARED_HEAD_COUNTS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads")
@@ -90,14 +157,16 @@ WIDTHS = ("split_size", "embed_dim", "all_head_size", "inner_dim", "hidden_size"
 
 @dataclass
 class Heads:
-    """The attention of one module: how many query and key-value heads of `size` it has, of all ranks together."""
+    """The attention of one module: how many query and key-value heads of `size` it has, of all ranks
+    together."""
 
     query: int
     shared: int
     size: int
 
     def changes(self, module: object, ways: int) -> dict[str, int]:
-        """New values of the module's (or its config's) attributes that count heads, or their numbers, for one rank."""
+        """New values of the module's (or its config's) attributes that count heads, or their numbers, for one
+        rank."""
         query, shared = self.query // ways, max(self.shared // ways, 1)
         wanted = [
             *((name, self.query, query) for name in HEAD_COUNTS),
@@ -110,10 +179,11 @@ class Heads:
 
 
 @dataclass
-class Plan:
-    """What to do with a model: styles by module name; siblings (column layers that share their input) by their parent's name; attentions
-    whose heads are divided, by module name, and names of arguments of all of these that are to be cut by heads; attentions that are whole
-    on every rank; layers that PEFT wrapped; and dropouts before the low rank of divided ones, by name, and whether they get parts."""
+class TensorPlan:
+    """What to do with a model: styles by module name; siblings (column layers that share their input) by
+    their parent's name; attentions whose heads are divided, by module name, and names of arguments of all of
+    these that are to be cut by heads; attentions that are whole on every rank; layers that PEFT wrapped; and
+    dropouts before the low rank of divided ones, by name, and whether they get parts."""
 
     ways: int
     styles: dict[str, Style] = field(default_factory=dict)
@@ -132,18 +202,25 @@ class _Problem:
     line: str = ""
 
 
-def plan(model: nn.Module, ways: int, user: Mapping[str, str] | None = None, sequence_parallel: bool = False) -> Plan:
+def plan(
+    model: nn.Module, ways: int, user: Mapping[str, str] | None = None, sequence_parallel: bool = False
+) -> TensorPlan:
     """How to divide `model` over `ways` ranks.
 
-    user: styles by path ("model.layers.*.mlp.gate" = "replicate"), before those that the model or the table gives.
+    user: styles by path ("model.layers.*.mlp.gate" = "replicate"), before those that the model or the table
+    gives.
 
-    Raises ModelError that lists all modules which have no place, or which `ways` does not divide, with the line to add or to change.
-    """
+    Raises ModelError that lists all modules which have no place, or which `ways` does not divide, with the
+    line to add or to change."""
     modules = dict(model.named_modules())
     blocks = find_blocks(model)
     words, problems = _words(model, modules, blocks, user or {})
-    found = Plan(ways, {name: WORDS[word] for name, word in words.items()}, adapted=adapted_layers(model))
-    for parent, names in _by_parent(name for name, style in found.styles.items() if isinstance(style, Column)).items():
+    found = TensorPlan(
+        ways, {name: WORDS[word] for name, word in words.items()}, adapted=adapted_layers(model)
+    )
+    for parent, names in _by_parent(
+        name for name, style in found.styles.items() if isinstance(style, Column)
+    ).items():
         problems += _columns(found, words, modules, parent, names)
     told = {problem.path for problem in problems}
     for name, style in found.styles.items():
@@ -157,10 +234,16 @@ def plan(model: nn.Module, ways: int, user: Mapping[str, str] | None = None, seq
     problems += _unplaced(found, modules, blocks)
     if learns_keys(model):
         problems.append(
-            _Problem("", "PEFT gives its attentions keys and values of all heads (prefix tuning): learn prompts or LoRA instead")
+            _Problem(
+                "",
+                "PEFT gives its attentions keys and values of all "
+                "heads (prefix tuning): learn prompts or LoRA instead",
+            )
         )
     if ways > 1 and not problems and all(isinstance(style, Replicate) for style in found.styles.values()):
-        problems.append(_Problem("", "nothing of it would be divided, so that every rank would compute the same"))
+        problems.append(
+            _Problem("", "nothing of it would be divided, so that every rank would compute the same")
+        )
     if sequence_parallel:
         problems += _not_by_position(model, found, modules, blocks)
     found.by_head = BY_HEAD.get(_model_type(model), ())
@@ -170,9 +253,13 @@ def plan(model: nn.Module, ways: int, user: Mapping[str, str] | None = None, seq
 
 
 def _words(
-    model: nn.Module, modules: Mapping[str, nn.Module], blocks: Mapping[str, nn.Module], user: Mapping[str, str]
+    model: nn.Module,
+    modules: Mapping[str, nn.Module],
+    blocks: Mapping[str, nn.Module],
+    user: Mapping[str, str],
 ) -> tuple[dict[str, str], list[_Problem]]:
-    """The word for each module that has one; later rules overrule earlier ones. Of a layer that PEFT wrapped, for the layer inside."""
+    """The word for each module that has one; later rules overrule earlier ones. Of a layer that PEFT wrapped,
+    for the layer inside."""
     found: dict[str, str] = {}
     problems: list[_Problem] = []
     plain, adapted = plain_names(model), adapted_layers(model)
@@ -183,7 +270,13 @@ def _words(
         used = hits or [name for name in parameters if matched.fullmatch(name)]
         if used and (word not in WORDS or not hits):
             what = "" if hits else "for a parameter by itself "
-            problems.append(_Problem(path, f"the model's own plan asks {what}for the style {word!r}, which this version does not have"))
+            problems.append(
+                _Problem(
+                    path,
+                    f"the model's own plan asks {what}for the style "
+                    f"{word!r}, which this version does not have",
+                )
+            )
         found |= dict.fromkeys(hits, word) if word in WORDS else {}
     inside = [name for name in modules if any(name.startswith(block + ".") for block in blocks)]
     for end, style in FAMILIES.get(_model_type(model), {}).items():
@@ -192,14 +285,19 @@ def _words(
     tied = {id(module.weight) for module in outermost if isinstance(module, nn.Embedding | nn.Linear)}
     tables = [base for name, layer in adapted.items() for base in [model.get_submodule(layer.base)]
               if isinstance(base, nn.Embedding) or modules[name] in outermost]  # fmt: skip
-    whole = {id(weight) for base in tables for weight in base.parameters(recurse=False)}  # PEFT looks up rows, and adds to all outputs
+    # PEFT looks up rows, and adds to all outputs
+    whole = {id(weight) for base in tables for weight in base.parameters(recurse=False)}
     for name, module in modules.items():  # also those of an encoder and a decoder that share one vocabulary
         if whole and not whole.isdisjoint(map(id, module.parameters(recurse=False))):
             found.pop(name, None)
         elif isinstance(module, nn.Embedding | nn.Linear) and id(module.weight) in tied:
             found[name] = "vocabulary"
     for path, word in user.items():
-        hits = [name for name in modules if re.fullmatch(_pattern(path), plain.get(name, name)) or re.fullmatch(_pattern(path), name)]
+        hits = [
+            name
+            for name in modules
+            if re.fullmatch(_pattern(path), plain.get(name, name)) or re.fullmatch(_pattern(path), name)
+        ]
         hits = [adapted[name].base if name in adapted else name for name in hits]
         problems = [problem for problem in problems if not f"{problem.path}.".startswith(f"{path}.")]
         style = difflib.get_close_matches(word, WORDS, n=1, cutoff=0)[0]
@@ -208,15 +306,28 @@ def _words(
             fix = f'mesh.tp_plan."{near[0]}" = "{style}"' if near else ""
             problems.append(_Problem(path, "mesh.tp_plan names it, but the model has no such module", fix))
         elif word != style:
-            problems.append(_Problem(path, f"there is no style {word!r}; there are {', '.join(WORDS)}", f'= "{style}"'))
+            problems.append(
+                _Problem(path, f"there is no style {word!r}; there are {', '.join(WORDS)}", f'= "{style}"')
+            )
         else:  # a style for a module is one for all that is in it
-            found = {name: other for name, other in found.items() if not any(name.startswith(hit + ".") for hit in hits)}
+            found = {
+                name: other
+                for name, other in found.items()
+                if not any(name.startswith(hit + ".") for hit in hits)
+            }
             found |= dict.fromkeys(hits, word)
     return found, problems
 
 
-def _columns(plan: Plan, words: Mapping[str, str], modules: Mapping[str, nn.Module], parent: str, names: list[str]) -> Iterator[_Problem]:
-    """Enter the column layers `names` of one parent into the plan: who shares an input, and where heads begin and end."""
+def _columns(
+    plan: TensorPlan,
+    words: Mapping[str, str],
+    modules: Mapping[str, nn.Module],
+    parent: str,
+    names: list[str],
+) -> Iterator[_Problem]:
+    """Enter the column layers `names` of one parent into the plan: who shares an input, and where heads begin
+    and end."""
     wrong = [name for name in names if not is_linear(modules[name])]
     if wrong:
         yield from (_Problem(name, f"is {type(modules[name]).__name__}, no linear layer") for name in wrong)
@@ -226,10 +337,16 @@ def _columns(plan: Plan, words: Mapping[str, str], modules: Mapping[str, nn.Modu
     if len(inputs) > 1:
         yield _Problem(parent, f"its column layers have inputs of different sizes: {sorted(inputs)}")
         return
-    rows = [name for name in modules if _parent(name) == parent and isinstance(plan.styles.get(name), Row) and is_linear(modules[name])]
+    rows = [
+        name
+        for name in modules
+        if _parent(name) == parent and isinstance(plan.styles.get(name), Row) and is_linear(modules[name])
+    ]
     row_width = linear_sizes(modules[rows[0]])[0] if rows else None
     fused = [name for name in names if words[name] == "fused_qkv"]
-    heads = _heads(modules[parent], row_width, [linear_sizes(modules[name])[1] for name in names], bool(fused))
+    heads = _heads(
+        modules[parent], row_width, [linear_sizes(modules[name])[1] for name in names], bool(fused)
+    )
     if all(plan.styles[name].gathered for name in names):  # type: ignore[attr-defined]
         plan.whole_attentions += [parent] if heads is not None else []
         return
@@ -242,10 +359,15 @@ def _columns(plan: Plan, words: Mapping[str, str], modules: Mapping[str, nn.Modu
                 yield _Problem(name, f"its {outputs} outputs cannot be divided evenly over {plan.ways} ranks")
         return
     if heads.query % plan.ways:
-        yield _Problem(parent, f"its {heads.query} attention heads cannot be divided over {plan.ways} ranks", _sizes(heads.query))
+        yield _Problem(
+            parent,
+            f"its {heads.query} attention heads cannot be divided over {plan.ways} ranks",
+            _sizes(heads.query),
+        )
         return
     if heads.shared % plan.ways and plan.ways % heads.shared:
-        yield _Problem(parent, f"its {heads.shared} key-value heads can neither be divided over {plan.ways} ranks, nor replicated evenly",
+        yield _Problem(parent, f"its {heads.shared} key-value heads can neither be "
+                               f"divided over {plan.ways} ranks, nor replicated evenly",
                        _sizes(heads.query, heads.shared))  # fmt: skip
         return
     plan.heads[parent] = heads
@@ -253,22 +375,32 @@ def _columns(plan: Plan, words: Mapping[str, str], modules: Mapping[str, nn.Modu
         outputs = linear_sizes(modules[name])[1]
         all_queries, all_shared = heads.query * heads.size, heads.shared * heads.size
         if name in fused:
-            plan.styles[name] = Column(((all_queries, heads.query), (all_shared, heads.shared), (all_shared, heads.shared)))
+            plan.styles[name] = Column(
+                ((all_queries, heads.query), (all_shared, heads.shared), (all_shared, heads.shared))
+            )
         elif words[name] == "packed_colwise":
             plan.styles[name] = Column(((outputs // 2, outputs // 2 // heads.size),) * 2)
         elif outputs == all_shared:
             plan.styles[name] = Column(((outputs, heads.shared),))
         elif outputs > all_queries and heads.shared % plan.ways:
-            yield _Problem(parent, f"its {heads.shared} key-value heads are packed with the others, and cannot be divided over "
+            yield _Problem(parent, f"its {heads.shared} key-value heads are packed "
+                                   "with the others, and cannot be divided over "
                            f"{plan.ways} ranks", _sizes(heads.shared))  # fmt: skip
         elif outputs % heads.query and outputs % heads.shared:
-            yield _Problem(name, f"its {outputs} outputs belong neither to {heads.query} query nor to {heads.shared} key-value heads")
+            yield _Problem(
+                name,
+                f"its {outputs} outputs belong neither to {heads.query} "
+                f"query nor to {heads.shared} key-value heads",
+            )
         else:  # whole heads, of whichever kind, as both are divided; or a number for each query head
-            plan.styles[name] = Column(((outputs, heads.query if outputs % heads.query == 0 else heads.shared),))
+            plan.styles[name] = Column(
+                ((outputs, heads.query if outputs % heads.query == 0 else heads.shared),)
+            )
 
 
 def _heads(module: nn.Module, row_width: int | None, outputs: list[int], fused: bool) -> Heads | None:
-    """The heads of an attention module, from its attributes and its layers' sizes; None for any other module."""
+    """The heads of an attention module, from its attributes and its layers' sizes; None for any other
+    module."""
     count = next((n for name in HEAD_COUNTS if (n := _integer(module, name))), None)
     size = next((n for name in HEAD_SIZES if (n := _integer(module, name))), None)
     if count is None and size and row_width:
@@ -282,13 +414,16 @@ def _heads(module: nn.Module, row_width: int | None, outputs: list[int], fused: 
     if shared is None and (groups := _integer(module, "num_key_value_groups")):
         shared = count // groups
     if shared is None:
-        shared = min((width // size for width in outputs if width >= size and width % size == 0), default=count)
+        shared = min(
+            (width // size for width in outputs if width >= size and width % size == 0), default=count
+        )
     return Heads(count, min(shared, count), size)
 
 
-def _adapters(plan: Plan, sequence: bool) -> Iterator[_Problem]:
-    """Enter the adapters of layers that are divided: of a column layer the low rank is whole, and what comes from it divided like the
-    layer; of a row layer the low rank is a sum over the ranks, and what comes from it whole, on each rank's part of the sequence."""
+def _adapters(plan: TensorPlan, sequence: bool) -> Iterator[_Problem]:
+    """Enter the adapters of layers that are divided: of a column layer the low rank is whole, and what comes
+    from it divided like the layer; of a row layer the low rank is a sum over the ranks, and what comes from
+    it whole, on each rank's part of the sequence."""
     for name, layer in plan.adapted.items():
         style = plan.styles.get(layer.base)
         if style is None:
@@ -296,29 +431,49 @@ def _adapters(plan: Plan, sequence: bool) -> Iterator[_Problem]:
         if isinstance(style, Replicate):
             plan.styles[name] = style
         elif layer.kind != "LoRA" or not isinstance(style, Column | Row):
-            yield _Problem(layer.base, f"{layer.kind} adapters of a layer that is divided: only plain LoRA of linear layers is, with them")
+            yield _Problem(
+                layer.base,
+                f"{layer.kind} adapters of a layer that is divided: "
+                "only plain LoRA of linear layers is, with them",
+            )
         elif isinstance(style, Column):
             plan.styles |= {**dict.fromkeys(layer.down, Replicate()), **dict.fromkeys(layer.up, style)}
             plan.siblings |= {up: [up] for up in layer.up}
             if sequence and layer.dropouts:
-                yield _Problem(layer.base, "lora_dropout would drop other inputs on each rank", "mesh.sequence_parallel = false")
+                yield _Problem(
+                    layer.base,
+                    "lora_dropout would drop other inputs on each rank",
+                    "mesh.sequence_parallel = false",
+                )
         else:
-            plan.styles |= {**dict.fromkeys(layer.down, style), **dict.fromkeys(layer.up, Replicate(summed=sequence))}
+            plan.styles |= {
+                **dict.fromkeys(layer.down, style),
+                **dict.fromkeys(layer.up, Replicate(summed=sequence)),
+            }
         plan.dropouts |= dict.fromkeys(layer.dropouts, isinstance(style, Row))
 
 
-def _unplaced(plan: Plan, modules: Mapping[str, nn.Module], blocks: Mapping[str, nn.Module]) -> Iterator[_Problem]:
+def _unplaced(
+    plan: TensorPlan, modules: Mapping[str, nn.Module], blocks: Mapping[str, nn.Module]
+) -> Iterator[_Problem]:
     """Modules of the blocks of which nobody says what they are, where that matters."""
-    split = [parent for parent, names in plan.siblings.items()
-             if parent and parent not in blocks and not all(plan.styles[name].gathered for name in names)]  # type: ignore[attr-defined]  # fmt: skip
+    split = [
+        parent
+        for parent, names in plan.siblings.items()
+        if parent and parent not in blocks and not all(plan.styles[name].gathered for name in names)  # type: ignore[attr-defined]
+    ]
     for name, module in modules.items():
         inside = not blocks or any(name == block or name.startswith(block + ".") for block in blocks)
         styled = any(
-            name == other or (name.startswith(other + ".") and isinstance(style, Replicate)) for other, style in plan.styles.items()
+            name == other or (name.startswith(other + ".") and isinstance(style, Replicate))
+            for other, style in plan.styles.items()
         )
         if styled or not inside or not any(True for _ in module.parameters(recurse=False)):
             continue
-        if any(name.startswith(f"{outer}.") and not f"{name}.".startswith(f"{layer.base}.") for outer, layer in plan.adapted.items()):
+        if any(
+            name.startswith(f"{outer}.") and not f"{name}.".startswith(f"{layer.base}.")
+            for outer, layer in plan.adapted.items()
+        ):
             continue  # adapters are whole where their layer has no style
         choice = '"replicate"'
         if is_linear(module) or isinstance(module, nn.Embedding):
@@ -326,11 +481,15 @@ def _unplaced(plan: Plan, modules: Mapping[str, nn.Module], blocks: Mapping[str,
             yield _Problem(name, f"{type(module).__name__} without a style", f"= {choice}")
         elif any(name == parent or name.startswith(parent + ".") for parent in split):
             yield _Problem(name, f"{type(module).__name__} between layers that are divided, without a style",
-                           '= "replicated_with_grad_allreduce" if it works on divided activations, else "replicate"')  # fmt: skip
+                           '= "replicated_with_grad_allreduce" if it '
+                           'works on divided activations, else "replicate"')  # fmt: skip
 
 
-def _not_by_position(model: nn.Module, plan: Plan, modules: Mapping[str, nn.Module], blocks: Mapping[str, nn.Module]) -> Iterator[_Problem]:
-    """What may mix positions of which a rank has a part only: everything but norms, and what gets the whole sequence."""
+def _not_by_position(
+    model: nn.Module, plan: TensorPlan, modules: Mapping[str, nn.Module], blocks: Mapping[str, nn.Module]
+) -> Iterator[_Problem]:
+    """What may mix positions of which a rank has a part only: everything but norms, and what gets the whole
+    sequence."""
     fix = "mesh.sequence_parallel = false"
     if setting := skips_blocks(model):
         yield _Problem("", f"skips whole blocks at random ({setting})", fix)
@@ -339,22 +498,32 @@ def _not_by_position(model: nn.Module, plan: Plan, modules: Mapping[str, nn.Modu
     for block in blocks:
         whole = [parent for parent in plan.siblings if parent.startswith(block + ".")]
         if not any(parent in plan.heads or parent in plan.whole_attentions for parent in whole):
-            yield _Problem(block, "has no attention in a module of its own, which could be given the whole sequence", fix)
+            yield _Problem(
+                block, "has no attention in a module of its own, which could be given the whole sequence", fix
+            )
         for name, module in modules.items():
             style = plan.styles.get(name)
-            if not f"{name}.".startswith(f"{block}.") or any(name.startswith(parent + ".") for parent in whole) or is_norm(module):
+            if (
+                not f"{name}.".startswith(f"{block}.")
+                or any(name.startswith(parent + ".") for parent in whole)
+                or is_norm(module)
+            ):
                 continue
             if any(name.startswith(f"{outer}.") for outer in plan.adapted):
                 continue
             if style == Replicate():
-                yield _Problem(name, "is placed whole on every rank, and may not work on each position by itself", fix)
+                yield _Problem(
+                    name, "is placed whole on every rank, and may not work on each position by itself", fix
+                )
             elif style is None and any(True for _ in module.parameters(recurse=False)):
                 yield _Problem(name, f"{type(module).__name__} may not work on each position by itself", fix)
 
 
 def is_norm(module: nn.Module) -> bool:
     """Normalises each position by itself."""
-    return isinstance(module, nn.LayerNorm | nn.RMSNorm) or type(module).__name__.endswith(("LayerNorm", "RMSNorm"))
+    return isinstance(module, nn.LayerNorm | nn.RMSNorm) or type(module).__name__.endswith(
+        ("LayerNorm", "RMSNorm")
+    )
 
 
 def _message(model: nn.Module, ways: int, problems: Iterable[_Problem]) -> str:
@@ -365,7 +534,9 @@ def _message(model: nn.Module, ways: int, problems: Iterable[_Problem]) -> str:
         for path in [_starred(problem.path) or type(model).__name__]
     )
     return (
-        f"{type(model).__name__} cannot be divided over mesh.tp = {ways} ranks:\n" + "\n".join(lines) + "\n  or set mesh.tp = 1; "
+        f"{type(model).__name__} cannot be divided over mesh.tp = {ways} ranks:\n"
+        + "\n".join(lines)
+        + "\n  or set mesh.tp = 1; "
         "styles by path go into the config's mesh.tp_plan"
     )
 
@@ -375,7 +546,11 @@ def _fix(path: str, line: str) -> str:
 
 
 def _sizes(*counts: int) -> str:
-    fits = [n for n in range(1, counts[0] + 1) if all(c % n == 0 or (c is not counts[0] and n % c == 0) for c in counts)]
+    fits = [
+        n
+        for n in range(1, counts[0] + 1)
+        if all(c % n == 0 or (c is not counts[0] and n % c == 0) for c in counts)
+    ]
     return f"mesh.tp = {' or '.join(str(n) for n in fits)}"
 
 

@@ -1,8 +1,8 @@
-"""Randomness of tensor-parallel ranks: the same draws where activations are replicated, different ones where they are divided.
+"""Randomness of tensor-parallel ranks: the same draws where activations are replicated, different ones where
+they are divided.
 
-Invariant: the default generators of an axis' ranks are in the same state outside of a fork. A fork's draws depend on that state alone, so
-that a recomputed forward, for which it is restored, draws the same again.
-"""
+Invariant: the default generators of an axis' ranks are in the same state outside of a fork. A fork's draws
+depend on that state alone, so that a recomputed forward, for which it is restored, draws the same again."""
 
 from __future__ import annotations
 
@@ -15,11 +15,13 @@ from torch import Tensor
 from polyreme.distributed.mesh import Axis
 
 STRIDE = 0x9E3779B97F4A7C15
-"""Between the seeds of neighbouring ranks: odd and far from any simple ratio, so that no rank's seeds are near another's."""
+"""Between the seeds of neighbouring ranks: odd and far from any simple ratio, so that no rank's seeds are
+near another's."""
 
 
 class Fork:
-    """Takes the default generators from the state that the ranks share to one of this rank's own, and back."""
+    """Takes the default generators from the state that the ranks share to one of this rank's own, and
+    back."""
 
     def __init__(self, axis: Axis) -> None:
         self._axis = axis
@@ -29,7 +31,8 @@ class Fork:
         """From here on, this rank draws for itself; a second call does nothing."""
         if self._outside is not None:
             return
-        seed = int(torch.randint(1 << 62, ())) + STRIDE * (self._axis.rank + 1)  # the draw moves the shared state on
+        # the draw moves the shared state on
+        seed = int(torch.randint(1 << 62, ())) + STRIDE * (self._axis.rank + 1)
         cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
         self._outside = torch.get_rng_state(), cuda
         torch.default_generator.manual_seed(seed % (1 << 63))

@@ -1,8 +1,10 @@
-"""Logits whose vocabulary is divided over an axis, and their cross-entropy without ever having them whole on a rank.
+"""Logits whose vocabulary is divided over an axis, and their cross-entropy without ever having them whole on
+a rank.
 
-`SplitLogits` is what a vocabulary-parallel head returns: to the model's own loss, or the user's, it looks like the whole logits.
-Upcasting, scaling, slicing along other dimensions and `cross_entropy` work on this rank's part; anything else gets the whole logits,
-gathered for it (all ranks of the axis run the same model code, so all take part). What would write into them raises ModelError.
+`SplitLogits` is what a vocabulary-parallel head returns: to the model's own loss, or the user's, it looks
+like the whole logits. Upcasting, scaling, slicing along other dimensions and `cross_entropy` work on this
+rank's part; anything else gets the whole logits, gathered for it (all ranks of the axis run the same model
+code, so all take part). What would write into them raises ModelError.
 
 Communication: two numbers per token all-gathered in forward, none in backward.
 """
@@ -30,8 +32,8 @@ ROWS = 1 << 20
 
 
 class _CrossEntropy(Function):
-    """logits: (tokens, this rank's part of the vocabulary, which begins at `start`), labels: (tokens,). Losses: (tokens,), zero for
-    ignored labels, in float32 at least."""
+    """logits: (tokens, this rank's part of the vocabulary, which begins at `start`), labels: (tokens,).
+    Losses: (tokens,), zero for ignored labels, in float32 at least."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, labels: Tensor, axis: Axis, start: int, ignored: int) -> Tensor:
@@ -66,17 +68,24 @@ class _CrossEntropy(Function):
         return out, None, None, None, None
 
 
-def cross_entropy(logits: Tensor, labels: Tensor, axis: Axis, cut: Cut, ignore_index: int = -100, reduction: str = "mean") -> Tensor:
-    """`torch.nn.functional.cross_entropy` of logits (tokens, part of the vocabulary) that are divided over `axis` as `cut` says.
+def cross_entropy(
+    logits: Tensor, labels: Tensor, axis: Axis, cut: Cut, ignore_index: int = -100, reduction: str = "mean"
+) -> Tensor:
+    """`torch.nn.functional.cross_entropy` of logits (tokens, part of the vocabulary) that are divided over
+    `axis` as `cut` says.
 
-    Computed in float32 at least, and exactly in float64; the result has that dtype unless the logits are narrower. Raises BatchError for
-    a label outside of the vocabulary (on the CPU, where looking costs nothing)."""
+    Computed in float32 at least, and exactly in float64; the result has that dtype unless the logits are
+    narrower. Raises BatchError for a label outside of the vocabulary (on the CPU, where looking costs
+    nothing)."""
     vocabulary = cut.shape[cut.dim]
     if labels.device.type == "cpu" and labels.numel():
         low, high = torch.aminmax(labels.masked_fill(labels == ignore_index, 0))
         if low < 0 or high >= vocabulary:
             wrong = int(low) if low < 0 else int(high)
-            raise BatchError(f"label {wrong} is outside of the vocabulary of {vocabulary}: write {ignore_index} for tokens without a label")
+            raise BatchError(
+                f"label {wrong} is outside of the vocabulary of "
+                f"{vocabulary}: write {ignore_index} for tokens without a label"
+            )
     losses = _CrossEntropy.apply(logits, labels, axis, cut.pieces[axis.rank][0][0], ignore_index)
     if reduction == "none":
         return losses.to(logits.dtype)
@@ -87,7 +96,8 @@ def cross_entropy(logits: Tensor, labels: Tensor, axis: Axis, cut: Cut, ignore_i
 
 
 class SplitLogits(Tensor):
-    """This rank's part (..., part of the vocabulary) of logits, which gives itself out as the whole (..., vocabulary)."""
+    """This rank's part (..., part of the vocabulary) of logits, which gives itself out as the whole (...,
+    vocabulary)."""
 
     axis: Axis
     cut: Cut
@@ -106,14 +116,17 @@ class SplitLogits(Tensor):
             return self.as_subclass(Tensor)
 
     def whole(self) -> Tensor:
-        """Every rank's logits; backward keeps this rank's part of the gradient. All ranks of the axis must call."""
+        """Every rank's logits; backward keeps this rank's part of the gradient. All ranks of the axis must
+        call."""
         part = self.part
         if missing := self.cut.length - part.shape[-1]:
             part = F.pad(part, (0, missing))
         full = ops.gather(self.axis, part, -1)
         if self.cut.length * self.axis.size == self.vocabulary:
             return full
-        held = [full.narrow(-1, rank * self.cut.length, self.cut.used(rank)) for rank in range(self.axis.size)]
+        held = [
+            full.narrow(-1, rank * self.cut.length, self.cut.used(rank)) for rank in range(self.axis.size)
+        ]
         return torch.cat(held, -1)
 
     @property
@@ -127,7 +140,11 @@ class SplitLogits(Tensor):
 
     @classmethod
     def __torch_function__(
-        cls, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+        cls,
+        func: Callable[..., Any],
+        types: Any,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
         logits = args[0] if args and isinstance(args[0], SplitLogits) else None
@@ -137,9 +154,14 @@ class SplitLogits(Tensor):
             if result is not NotImplemented:
                 return result
         name = getattr(func, "__name__", "")
-        if name in ("__setitem__", "__set__") or (name.endswith("_") and not name.endswith("__")) or "out" in kwargs:
+        if (
+            name in ("__setitem__", "__set__")
+            or (name.endswith("_") and not name.endswith("__"))
+            or "out" in kwargs
+        ):
             raise ModelError(
-                f"{name} writes into logits whose vocabulary is divided over the tensor-parallel ranks: use the operation that returns a "
+                f"{name} writes into logits whose vocabulary is divided over "
+                "the tensor-parallel ranks: use the operation that returns a "
                 'new tensor, or place the head whole on every rank with "replicate"'
             )
         args, kwargs = pytree.tree_map_only(SplitLogits, SplitLogits.whole, (tuple(args), dict(kwargs)))
@@ -152,7 +174,8 @@ def _plain(func: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _same(func: Callable[..., Any]) -> Callable[..., Any]:
-    """An operation on each number by itself, with scalars (or tensors of one number) as its other arguments."""
+    """An operation on each number by itself, with scalars (or tensors of one number) as its other
+    arguments."""
 
     def local(logits: SplitLogits, *args: Any, **kwargs: Any) -> Any:
         tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
@@ -189,7 +212,9 @@ def _reshape(func: Callable[..., Any]) -> Callable[..., Any]:
         resolved = [count // known if size == -1 and known else size for size in shape]
         if resolved[-1] != logits.vocabulary or math.prod(resolved) != count:
             return NotImplemented
-        return SplitLogits.of(func(logits.part, (*resolved[:-1], logits.part.shape[-1])), logits.axis, logits.cut)
+        return SplitLogits.of(
+            func(logits.part, (*resolved[:-1], logits.part.shape[-1])), logits.axis, logits.cut
+        )
 
     return local
 
@@ -201,9 +226,15 @@ def _flatten(logits: SplitLogits, start_dim: int = 0, end_dim: int = -1) -> Any:
 
 
 def _cross_entropy(
-    logits: SplitLogits, target: Tensor, weight: Tensor | None = None, size_average: Any = None, ignore_index: int = -100,
-    reduce: Any = None, reduction: str = "mean", label_smoothing: float = 0.0,
-) -> Any:  # fmt: skip
+    logits: SplitLogits,
+    target: Tensor,
+    weight: Tensor | None = None,
+    size_average: Any = None,
+    ignore_index: int = -100,
+    reduce: Any = None,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+) -> Any:
     plain = weight is None and size_average is None and reduce is None and label_smoothing == 0.0
     part = logits.part
     if not plain or part.dim() != 2 or target.dim() != 1 or target.is_floating_point():
@@ -225,13 +256,59 @@ LOCAL: dict[Any, Callable[..., Any]] = {
     Tensor.flatten: _flatten,
     torch.flatten: _flatten,
     **{func: _reshape(func) for func in (Tensor.view, Tensor.reshape, torch.reshape)},
-    **{getattr(Tensor, name).__get__: _plain(getattr(Tensor, name).__get__)
-       for name in ("dtype", "device", "requires_grad", "grad_fn", "is_leaf", "ndim", "is_cuda", "is_cpu", "is_meta", "layout")},
-    **{func: _plain(func) for func in (Tensor.dim, Tensor.is_floating_point, Tensor.get_device, torch.is_floating_point,
-                                       Tensor.is_complex, torch.is_complex, Tensor.requires_grad_)},
-    **{func: _same(func) for func in (
-        Tensor.float, Tensor.double, Tensor.half, Tensor.bfloat16, Tensor.to, Tensor.type, Tensor.contiguous, Tensor.clone, torch.clone,
-        Tensor.detach, torch.tanh, Tensor.tanh, Tensor.mul, Tensor.__mul__, Tensor.__rmul__, torch.mul, Tensor.div, torch.div,
-        Tensor.__truediv__, Tensor.true_divide, Tensor.cpu, Tensor.cuda)},
-}  # fmt: skip
+    **{
+        getattr(Tensor, name).__get__: _plain(getattr(Tensor, name).__get__)
+        for name in (
+            "dtype",
+            "device",
+            "requires_grad",
+            "grad_fn",
+            "is_leaf",
+            "ndim",
+            "is_cuda",
+            "is_cpu",
+            "is_meta",
+            "layout",
+        )
+    },
+    **{
+        func: _plain(func)
+        for func in (
+            Tensor.dim,
+            Tensor.is_floating_point,
+            Tensor.get_device,
+            torch.is_floating_point,
+            Tensor.is_complex,
+            torch.is_complex,
+            Tensor.requires_grad_,
+        )
+    },
+    **{
+        func: _same(func)
+        for func in (
+            Tensor.float,
+            Tensor.double,
+            Tensor.half,
+            Tensor.bfloat16,
+            Tensor.to,
+            Tensor.type,
+            Tensor.contiguous,
+            Tensor.clone,
+            torch.clone,
+            Tensor.detach,
+            torch.tanh,
+            Tensor.tanh,
+            Tensor.mul,
+            Tensor.__mul__,
+            Tensor.__rmul__,
+            torch.mul,
+            Tensor.div,
+            torch.div,
+            Tensor.__truediv__,
+            Tensor.true_divide,
+            Tensor.cpu,
+            Tensor.cuda,
+        )
+    },
+}
 """By function: how it is done on one rank's part. NotImplemented stands for "not with these arguments"."""

@@ -15,8 +15,8 @@ Buffers = Counter[tuple[int, torch.dtype]]
 
 
 class Pool:
-    """Flat buffers of gradients that are used again: freshly mapped memory costs a page fault every 4 KiB. They are given to `axis` to
-    reduce. On a GPU the allocator does the same, for all sizes at once."""
+    """Flat buffers of gradients that are used again: freshly mapped memory costs a page fault every 4 KiB.
+    They are given to `axis` to reduce. On a GPU the allocator does the same, for all sizes at once."""
 
     def __init__(self, axis: Axis, device: torch.device, keep: int = 2) -> None:
         self._axis, self._device, self._keep = axis, device, keep if device.type == "cpu" else 0

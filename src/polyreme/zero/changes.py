@@ -1,4 +1,5 @@
-"""Which parameters a model had when they were placed, and whether it still has them: what a script changes later is noticed before a step.
+"""Which parameters a model had when they were placed, and whether it still has them: what a script changes
+later is noticed before a step.
 
 Freezing needs no notice: a parameter without a gradient is left alone, as torch does. No communication.
 """
@@ -55,18 +56,23 @@ class Roster:
         self._look()
 
     def _look(self) -> None:
-        self._dicts = [held for module in self._model.modules() for held in (module._modules, module._parameters)]
+        self._dicts = [
+            held for module in self._model.modules() for held in (module._modules, module._parameters)
+        ]
         self._members = self._present()
 
     def check(self, model: nn.Module) -> None:
-        """Raise ModelError that names what was unfrozen, added, replaced or removed since, or if `model` is another. Takes 0.1 ms for 400
-        modules."""
+        """Raise ModelError that names what was unfrozen, added, replaced or removed since, or if `model` is
+        another. Takes 0.1 ms for 400 modules."""
         if model is not self._model:
-            raise ModelError(f"engine.module was replaced by another {type(model).__name__}: to train it, call engine.refresh() on every "
-                             "rank; what it shares with the model before keeps its optimizer states")  # fmt: skip
+            raise ModelError(f"engine.module was replaced by another {type(model).__name__}: "
+                             "to train it, call engine.refresh() on every "
+                             "rank; what it shares with the model "
+                             "before keeps its optimizer states")  # fmt: skip
         if self._dtypes != [p.dtype for p in self._named.values()]:
             raise ModelError(
-                f"the model was converted since initialize: {self._converted()}. The dtype that an engine computes in is precision.compute "
+                f"the model was converted since initialize: {self._converted()}. "
+                "The dtype that an engine computes in is precision.compute "
                 "of its config, in place of module.half(), .float() or .to(dtype); make the engine anew"
             )
         present = self._present()
@@ -76,8 +82,10 @@ class Roster:
             return
         changes = self.changes(model)
         if str(changes) != "nothing":
-            raise ModelError(f"the model was changed since initialize, and its buckets do not have that: {changes}. To train it as it is "
-                             "now, call engine.refresh() on every rank: what stays keeps its optimizer states")  # fmt: skip
+            raise ModelError("the model was changed since initialize, and its buckets "
+                             f"do not have that: {changes}. To train it as it is "
+                             "now, call engine.refresh() on every "
+                             "rank: what stays keeps its optimizer states")  # fmt: skip
         self._look()  # modules without parameters came or went
 
     def _converted(self) -> str:
@@ -91,7 +99,11 @@ class Roster:
         return Changes(
             unfrozen=[name for name, p in now.items() if id(p) in frozen and p.requires_grad],
             added=[name for name in now if name not in self._named],
-            replaced=[name for name, p in now.items() if name in shapes and (p is not self._named[name] or p.shape != shapes[name])],
+            replaced=[
+                name
+                for name, p in now.items()
+                if name in shapes and (p is not self._named[name] or p.shape != shapes[name])
+            ],
             removed=[name for name in self._named if name not in now],
         )
 

@@ -1,9 +1,11 @@
-"""Parameters in the user's hands: lent whole, to be read or to be written; and writes to them from outside, which a step takes in.
+"""Parameters in the user's hands: lent whole, to be read or to be written; and writes to them from outside,
+which a step takes in.
 
-Invariants: what shares the memory of a lent parameter stays good after the loan; on leaving a loan to write, every rank takes rank 0's
-numbers of what several have; a master keeps its digits where the parameter is still what it was rounded to.
-Communication: gathers; broadcasts of what was lent to be written; what ranks tell each other of parameters written from outside.
-"""
+Invariants: what shares the memory of a lent parameter stays good after the loan; on leaving a loan to write,
+every rank takes rank 0's numbers of what several have; a master keeps its digits where the parameter is still
+what it was rounded to.
+Communication: gathers; broadcasts of what was lent to be written; what ranks tell each other of parameters
+written from outside."""
 
 from __future__ import annotations
 
@@ -24,8 +26,8 @@ from polyreme.zero.partition import Placement
 
 @contextmanager
 def lent(placement: Placement, among: Collection[str] | None = None) -> Iterator[None]:
-    """All parameters whole, to be read. Raises ModelError on leaving if one was written to, where that would be lost. among: names; then
-    buckets without any of these stay as they are."""
+    """All parameters whole, to be read. Raises ModelError on leaving if one was written to, where that would
+    be lost. among: names; then buckets without any of these stay as they are."""
     buckets = [bucket for bucket in placement.holding(among) if bucket.sharded]
     before = [_digests(bucket, bucket.lend()) for bucket in buckets]
     try:
@@ -39,14 +41,16 @@ def lent(placement: Placement, among: Collection[str] | None = None) -> Iterator
                for slot, a, b in zip(bucket.layout.slots, old, new, strict=True) if a != b]  # fmt: skip
     if changed:
         raise ModelError(
-            f"parameter {changed[0]}{f' and {len(changed) - 1} more' if changed[1:] else ''} changed inside engine.full_parameters(), "
+            f"parameter {changed[0]}{f' and {len(changed) - 1} more' if changed[1:] else ''} "
+            "changed inside engine.full_parameters(), "
             "which was entered to read: write `with engine.full_parameters(write=True):` to have it kept"
         )
 
 
 @contextmanager
 def lent_to_write(placement: Placement) -> Iterator[None]:
-    """All parameters whole, to be written: what they are at the end reaches masters and shards, unless the block ends in an error."""
+    """All parameters whole, to be written: what they are at the end reaches masters and shards, unless the
+    block ends in an error."""
     buckets = placement.buckets
     for bucket in buckets:
         bucket.lend()
@@ -79,7 +83,8 @@ def _reclaim(buckets: Sequence[Bucket]) -> list[Tensor]:
 
 
 def _share(placement: Placement, bucket: Bucket, numbers: Tensor) -> None:
-    """Give every rank of tensor parallelism rank 0's numbers of the parameters that all of them have whole."""
+    """Give every rank of tensor parallelism rank 0's numbers of the parameters that all of them have
+    whole."""
     if placement.division.tp.size > 1:
         for slot in bucket.layout.slots:
             if placement.division.parts[slot.name].cut.is_whole:
@@ -87,9 +92,10 @@ def _share(placement: Placement, bucket: Bucket, numbers: Tensor) -> None:
 
 
 class Written:
-    """Tells whether parameters that are always here were written to from outside since `note`: by autograd's count of writes, by where
-    their memory is, and, where a master would undo the write (through `.data`, or NumPy), by sums of what the master was rounded to.
-    Whether ranks still have the same numbers is seen of a part at a time, all of it in about `TURN` steps."""
+    """Tells whether parameters that are always here were written to from outside since `note`: by autograd's
+    count of writes, by where their memory is, and, where a master would undo the write (through `.data`, or
+    NumPy), by sums of what the master was rounded to. Whether ranks still have the same numbers is seen of a
+    part at a time, all of it in about `TURN` steps."""
 
     TURN = 64
     LEAST = 1 << 18  # numbers of a part: fewer would save nothing
@@ -99,7 +105,11 @@ class Written:
         self._copies = [bucket for bucket in self._buckets if bucket.has_copy]
         self._axis = axis
         part = align(max(self.LEAST, sum(bucket.layout.size for bucket in self._buckets) // self.TURN))
-        cuts = [(bucket.full, start, start + part) for bucket in self._buckets for start in range(0, bucket.layout.size, part)]
+        cuts = [
+            (bucket.full, start, start + part)
+            for bucket in self._buckets
+            for start in range(0, bucket.layout.size, part)
+        ]
         self._parts = itertools.cycle(cuts if axis.size > 1 else ())
         self.note()
 
@@ -108,28 +118,42 @@ class Written:
         self._counts, self._sums = self._counted(), self._summed()
 
     def seen(self, device: torch.device) -> Tensor:
-        """1 if there was a write on this rank, else 0: a float64 scalar on the device, which is not waited for."""
+        """1 if there was a write on this rank, else 0: a float64 scalar on the device, which is not waited
+        for."""
         if self._counted() != self._counts:
             return torch.ones((), dtype=torch.float64, device=device)
         changed = [new != old for new, old in zip(self._summed(), self._sums, strict=True)]
-        return torch.stack(changed).any().double() if changed else torch.zeros((), dtype=torch.float64, device=device)
+        return (
+            torch.stack(changed).any().double()
+            if changed
+            else torch.zeros((), dtype=torch.float64, device=device)
+        )
 
     def digest(self, device: torch.device) -> Tensor:
-        """Of the next part of the parameters, a whole number below 2^14 that is another one, almost surely, where a rank has other
-        numbers: a float64 scalar on the device. Every rank of the axis must call as often."""
+        """Of the next part of the parameters, a whole number below 2^14 that is another one, almost surely,
+        where a rank has other numbers: a float64 scalar on the device. Every rank of the axis must call as
+        often."""
         for full, start, stop in itertools.islice(self._parts, 1):
-            return (_sum(full[start:stop]) * 0x1E3779B97F4A7C15 >> 50 & 0x3FFF).double()  # each bit of the sum reaches the highest ones
+            # each bit of the sum reaches the highest ones
+            return (_sum(full[start:stop]) * 0x1E3779B97F4A7C15 >> 50 & 0x3FFF).double()
         return torch.zeros((), dtype=torch.float64, device=device)
 
     def take_in(self) -> None:
-        """After a write on any rank: let it reach the masters. Every rank must call. Raises ModelError on every rank where they differ."""
+        """After a write on any rank: let it reach the masters. Every rank must call. Raises ModelError on
+        every rank where they differ."""
         _reclaim(self._buckets)
         names = [slot.name for bucket in self._buckets for slot in bucket.layout.slots]
-        told: list[Any] = self._axis.gather_objects([digest for bucket in self._buckets for digest in _digests(bucket, bucket.full)])
-        if differing := [name for name, found in zip(names, zip(*told, strict=True), strict=True) if len(set(found)) > 1]:
+        told: list[Any] = self._axis.gather_objects(
+            [digest for bucket in self._buckets for digest in _digests(bucket, bucket.full)]
+        )
+        if differing := [
+            name for name, found in zip(names, zip(*told, strict=True), strict=True) if len(set(found)) > 1
+        ]:
             raise ModelError(
-                f"parameter {differing[0]} has not the same numbers on every rank. If it was written to between steps: write the same "
-                "on all ranks, or inside `with engine.full_parameters(write=True):`, where rank 0's count. If not, these ranks do not "
+                f"parameter {differing[0]} has not the same numbers on every "
+                "rank. If it was written to between steps: write the same "
+                "on all ranks, or inside `with engine.full_parameters(write=True):`, "
+                "where rank 0's count. If not, these ranks do not "
                 "compute alike"
             )
         for bucket in self._buckets:
@@ -137,11 +161,12 @@ class Written:
             bucket.adopt(bucket.full)
 
     def settle(self, before: Callable[[], object]) -> None:
-        """Between steps: let a write on any rank reach the masters at once, after `before` is called. Every rank must call. Raises
-        ModelError where the parameters are lent to be written."""
+        """Between steps: let a write on any rank reach the masters at once, after `before` is called. Every
+        rank must call. Raises ModelError where the parameters are lent to be written."""
         if any(bucket.is_lent for bucket in self._buckets):
             raise ModelError(
-                "inside of another one, `with engine.full_parameters(write=True):`, whose writes count from its end on: call this after "
+                "inside of another one, `with engine.full_parameters(write=True):`, "
+                "whose writes count from its end on: call this after "
                 "the with block"
             )
         told: list[Any] = self._axis.gather_objects(bool(self.seen(torch.device("cpu"))))

@@ -1,12 +1,13 @@
-"""Which parameters are gathered when: the model's blocks pass through memory one behind the other, in forward and in backward.
+"""Which parameters are gathered when: the model's blocks pass through memory one behind the other, in forward
+and in backward.
 
-Invariants: a block's parameters are whole whenever its forward or backward runs; beside the root's, at most 1 + `prefetch` blocks are
-gathered at a time; gathers are issued in the order of use, which is the same on every rank.
+Invariants: a block's parameters are whole whenever its forward or backward runs; beside the root's, at most 1
++ `prefetch` blocks are gathered at a time; gathers are issued in the order of use, which is the same on every
+rank.
 
-The root (everything outside the blocks) is gathered when the model's forward begins. release="auto" keeps it and the last block from
-forward to backward, where they are needed first; release="always" gathers everything once in forward and once in backward, so that
-stage 3 moves exactly 3Ψ(n-1)/n.
-"""
+The root (everything outside the blocks) is gathered when the model's forward begins. release="auto" keeps it
+and the last block from forward to backward, where they are needed first; release="always" gathers everything
+once in forward and once in backward, so that stage 3 moves exactly 3Ψ(n-1)/n."""
 
 from __future__ import annotations
 
@@ -72,7 +73,8 @@ class Blocks:
         self.in_forward = False
         """Whether a forward of the model, whose parameters come and go, is under way."""
         self._order: list[Unit] = []  # of the forward under way, or the last one
-        self._last: dict[int, list[Unit]] = {}  # of each stage's last complete forward: where to prefetch from
+        # of each stage's last complete forward: where to prefetch from
+        self._last: dict[int, list[Unit]] = {}
         self._trails: dict[tuple[int, int], list[Unit]] = {}  # of forwards whose backward is still to come
         self._checked: set[int] = set()  # stages
         self._task = -1  # autograd's number of the last backward that came here
@@ -86,15 +88,22 @@ class Blocks:
         inside = {part for unit in self.units for module in unit.modules for part in module.modules()}
         self._keepers = {root: [part for part in model.modules() if part not in inside and _may_keep(part)]}
         for unit in self.units:
-            self._keepers[unit] = [part for module in unit.modules for part in module.modules() if _may_keep(part)]
+            self._keepers[unit] = [
+                part for module in unit.modules for part in module.modules() if _may_keep(part)
+            ]
         self._hooks.append(model.register_forward_pre_hook(Hook(self._begin_forward), prepend=True))
         self._hooks.append(model.register_forward_hook(Hook(self._end_forward), always_call=True))
         for unit in self.units:
             for module in unit.modules:
                 self._hooks.append(module.register_forward_pre_hook(Hook(self._before(unit)), prepend=True))
-                self._hooks.append(module.register_forward_hook(Hook(self._after(unit)), with_kwargs=True, always_call=True))
+                self._hooks.append(
+                    module.register_forward_hook(Hook(self._after(unit)), with_kwargs=True, always_call=True)
+                )
         refuse_loading(model)
-        self._guard = _Guard({id(p): unit for unit in self.units for b in unit.buckets for p in b.parameters}, self._pin_outside)
+        self._guard = _Guard(
+            {id(p): unit for unit in self.units for b in unit.buckets for p in b.parameters},
+            self._pin_outside,
+        )
 
     def close(self) -> None:
         """Gather and release no more."""
@@ -102,10 +111,14 @@ class Blocks:
             hook.remove()
 
     def at(self, stage: int, microbatch: int) -> None:
-        """Before a forward or a backward: which one comes. A backward goes along the trail of its forwards, from its end. Raises ModelError
-        for training while the parameters are in the user's hands."""
-        if torch.is_grad_enabled() and any(bucket.is_lent for unit in (self.root, *self.units) for bucket in unit.buckets):
-            raise ModelError("training (or engine.load) inside engine.full_parameters(): do it after the with block")
+        """Before a forward or a backward: which one comes. A backward goes along the trail of its forwards,
+        from its end. Raises ModelError for training while the parameters are in the user's hands."""
+        if torch.is_grad_enabled() and any(
+            bucket.is_lent for unit in (self.root, *self.units) for bucket in unit.buckets
+        ):
+            raise ModelError(
+                "training (or engine.load) inside engine.full_parameters(): do it after the with block"
+            )
         self._stage, self._key = stage, (stage, microbatch)
         self._trail = self._trails.setdefault(self._key, [])
         self._position = len(self._trail)
@@ -126,14 +139,15 @@ class Blocks:
         self.at(0, 0)
 
     def release_all(self) -> None:
-        """Free every gathered parameter: after a backward for release="always", before an update in any case."""
+        """Free every gathered parameter: after a backward for release="always", before an update in any
+        case."""
         self._current, self._keep = None, False
         for unit in (self.root, *self.units):
             unit.release()
 
     def end_backward(self, last: bool = True) -> None:
-        """After a backward: free all but what the next forward would gather first. Not `last`: there may be forwards whose backward is
-        still to come."""
+        """After a backward: free all but what the next forward would gather first. Not `last`: there may be
+        forwards whose backward is still to come."""
         self._known = last
         self._current = None
         self._trail.clear()
@@ -196,7 +210,8 @@ class Blocks:
         def leave(module: nn.Module, args: object, kwargs: object, output: object) -> None:
             if not _in_backward():
                 self._inside = None
-            handed_on = {id(t) for t in tensors_in((args, kwargs))}  # whose gradient does not lead into this unit
+            # whose gradient does not lead into this unit
+            handed_on = {id(t) for t in tensors_in((args, kwargs))}
             self._watch([t for t in (*returned(output), *self._kept(unit)) if id(t) not in handed_on], unit)
 
         return leave
@@ -216,24 +231,33 @@ class Blocks:
                     tensor.register_hook(self._before_backward(unit))
 
     def _kept(self, unit: Unit) -> Iterator[Tensor]:
-        """What the unit's modules have as attributes: a forward may leave a loss there, whose backward does not come through its output."""
+        """What the unit's modules have as attributes: a forward may leave a loss there, whose backward does
+        not come through its output."""
         for module in self._keepers[unit]:
             attributes = vars(module)
             for name in attributes.keys() - _OF_EVERY_MODULE:  # by far most are of every module
                 if isinstance(value := attributes[name], _HOLDERS):
-                    found: Collection[Any] = [value] if isinstance(value, Tensor) else value.values() if isinstance(value, dict) else value
+                    found: Collection[Any] = (
+                        [value]
+                        if isinstance(value, Tensor)
+                        else value.values()
+                        if isinstance(value, dict)
+                        else value
+                    )
                     if isinstance(next(iter(found), None), Tensor):  # else it may be a vocabulary
                         yield from tensors_in(list(found))
 
     def _before_backward(self, unit: Unit) -> Callable[[Tensor], None]:
         def enter(_: Tensor) -> None:
-            self._keep |= torch.is_grad_enabled()  # whose derivatives read parameters again, in an order that is not the blocks'
+            # whose derivatives read parameters again, in an order that is not the blocks'
+            self._keep |= torch.is_grad_enabled()
             if (task := torch._C._current_graph_task_id()) != self._task:
                 self._task, self._position = task, len(self._trail)
             if unit is self.root:
                 self._ensure_root()
                 return
-            if self._trail[self._position : self._position + 1] != [unit]:  # not here yet: go back to where it was used
+            # not here yet: go back to where it was used
+            if self._trail[self._position : self._position + 1] != [unit]:
                 at = self._position
                 while at > 0 and self._trail[at - 1] is not unit:
                     at -= 1
@@ -241,8 +265,17 @@ class Blocks:
             if (left := self._current) is not unit:
                 self._leave()
                 self._current, here = unit, self._here
-                self._here = self._known and not self._keep and self._trail[self._position : self._position + 1] == [unit]
-                if left is not None and not left.pinned and here and left not in self._trail[: self._position]:
+                self._here = (
+                    self._known
+                    and not self._keep
+                    and self._trail[self._position : self._position + 1] == [unit]
+                )
+                if (
+                    left is not None
+                    and not left.pinned
+                    and here
+                    and left not in self._trail[: self._position]
+                ):
                     self._finished(left.buckets)
             unit.gather()
             for ahead in self._trail[max(self._position - self._prefetch, 0) : self._position][::-1]:
@@ -252,8 +285,8 @@ class Blocks:
         return enter
 
     def _leave(self) -> None:
-        """Free the unit that forward or backward was in. Autograd runs nodes made later first, so once the backward of another
-        block begins, none of this one's is left."""
+        """Free the unit that forward or backward was in. Autograd runs nodes made later first, so once the
+        backward of another block begins, none of this one's is left."""
         if self._current is not None and not self._current.pinned and not self._keep:
             self._current.release()
 
@@ -282,8 +315,9 @@ def _nothing(*_: Any, **__: Any) -> None:
 
 
 class _Guard(TorchFunctionMode):
-    """During the first forward: finds parameters that are used outside their block's forward, whose unit then stays gathered like
-    the root. Reading them, there or in the backward of that use, would otherwise read freed memory."""
+    """During the first forward: finds parameters that are used outside their block's forward, whose unit then
+    stays gathered like the root. Reading them, there or in the backward of that use, would otherwise read
+    freed memory."""
 
     def __init__(self, owners: dict[int, Unit], used: Callable[[Unit], None]) -> None:
         super().__init__()

@@ -1,9 +1,9 @@
-"""Parameters that an engine trains. Their gradients go to its buckets; whoever reads `.grad` meanwhile is told where they are, instead of
-finding None.
+"""Parameters that an engine trains. Their gradients go to its buckets; whoever reads `.grad` meanwhile is
+told where they are, instead of finding None.
 
-Invariant: in a backward `.grad` is torch's own (hooks read it), and so it is where no gradient is pending. Hooks of the user's come before
-the one that takes the gradient away. Operators know no difference from `nn.Parameter`. No communication.
-"""
+Invariant: in a backward `.grad` is torch's own (hooks read it), and so it is where no gradient is pending.
+Hooks of the user's come before the one that takes the gradient away. Operators know no difference from
+`nn.Parameter`. No communication."""
 
 from __future__ import annotations
 
@@ -49,19 +49,28 @@ class TrainedParameter(nn.Parameter):
             owner: Owner | None = _OWNERS.get(self, _nobody)()
             if owner is not None and owner.begun:
                 raise ModelError(
-                    f"{NAMES.get(self, '?')}.grad is read between backward and step, but the engine keeps gradients in its buckets, summed "
-                    "over the ranks only at the end of the step: to clip, set optimizer.clip, or call engine.gradients().clip_(max_norm); "
-                    "to read them, use engine.gradients() or a hook (parameter.register_hook); to drop them, engine.zero_grad()"
+                    f"{NAMES.get(self, '?')}.grad is read between backward and "
+                    "step, but the engine keeps gradients in its buckets, summed "
+                    "over the ranks only at the end of the step: to clip, set "
+                    "optimizer.clip, or call engine.gradients().clip_(max_norm); "
+                    "to read them, use engine.gradients() or a hook "
+                    "(parameter.register_hook); to drop them, engine.zero_grad()"
                 )
         gradient: Tensor | None = OWN_GRAD.__get__(self)
         return gradient
 
     @grad.setter
     def grad(self, gradient: Tensor | None) -> None:
-        if gradient is not None and _OWNERS.get(self, _nobody)() is not None and torch._C._current_graph_task_id() == -1:
+        if (
+            gradient is not None
+            and _OWNERS.get(self, _nobody)() is not None
+            and torch._C._current_graph_task_id() == -1
+        ):
             raise ModelError(
-                f"{NAMES.get(self, '?')}.grad is set, but the engine takes gradients from backward alone: put what you want in the "
-                "loss, change gradients in a hook (parameter.register_hook), or scale them by engine.gradients().scale_(factors)"
+                f"{NAMES.get(self, '?')}.grad is set, but the engine takes "
+                "gradients from backward alone: put what you want in the "
+                "loss, change gradients in a hook (parameter.register_hook), "
+                "or scale them by engine.gradients().scale_(factors)"
             )
         OWN_GRAD.__set__(self, gradient)
 
@@ -72,7 +81,9 @@ class TrainedParameter(nn.Parameter):
     def register_post_accumulate_grad_hook(self, hook: Callable[[Tensor], None]) -> RemovableHandle:
         handle: RemovableHandle = super().register_post_accumulate_grad_hook(hook)
         hooks: Any = self._post_accumulate_grad_hooks
-        for key in [key for key, each in hooks.items() if getattr(each, "takes_gradient", False) and each is not hook]:
+        for key in [
+            key for key, each in hooks.items() if getattr(each, "takes_gradient", False) and each is not hook
+        ]:
             hooks[key] = hooks.pop(key)
         return handle
 
@@ -105,8 +116,10 @@ def refuse_owned(module: nn.Module) -> None:
     for name, parameter in parameters.items():
         if _ENGINES.get(parameter, _nobody)() is not None:
             raise ModelError(
-                f"{name} belongs to another engine, which holds its numbers: give this one a model of its own (copy.deepcopy inside the "
-                "other's full_parameters()), or train what both share in one engine, with the sum of the losses"
+                f"{name} belongs to another engine, which holds its numbers: "
+                "give this one a model of its own (copy.deepcopy inside the "
+                "other's full_parameters()), or train what both "
+                "share in one engine, with the sum of the losses"
             )
 
 

@@ -1,8 +1,7 @@
 """From a model to its buckets: which parameter goes into which bucket of which unit.
 
-Invariant: every distinct parameter is in exactly one bucket, under the first of its names; the result depends on the model and the
-config alone, so that it is the same on every rank.
-"""
+Invariant: every distinct parameter is in exactly one bucket, under the first of its names; the result depends
+on the model and the config alone, so that it is the same on every rank."""
 
 from __future__ import annotations
 
@@ -20,12 +19,12 @@ from polyreme.distributed.mesh import Axis
 from polyreme.errors import ModelError
 from polyreme.layout.bucket_layout import Boundary, BucketLayout, Cut, Slot, TensorSpec
 from polyreme.models.tensor_access import entries
-from polyreme.offload.gradients import Hold
-from polyreme.offload.gradients_in_files import Spill
-from polyreme.offload.gradients_in_host import Ferry
-from polyreme.offload.optimizer_states import Records
-from polyreme.offload.parameters import Away, AwayShard
-from polyreme.offload.store import Tier
+from polyreme.offload.gradients import GradientStore
+from polyreme.offload.gradients_in_files import GradientFiles
+from polyreme.offload.gradients_in_host import HostTransfer
+from polyreme.offload.optimizer_states import OffloadedStates
+from polyreme.offload.parameters import OffloadedParameters, OffloadedShard
+from polyreme.offload.store import Store
 from polyreme.optim.groups import Recipe
 from polyreme.optim.quantized_states import States
 from polyreme.zero.bucket import Bucket, Formats, Microbatches, region_of
@@ -48,8 +47,9 @@ class _Entry:
 
 
 @dataclass(frozen=True)
-class Part:
-    """What this rank has of a parameter: its cut over the ranks of tensor parallelism; and the pipeline stages that have it."""
+class LocalPart:
+    """What this rank has of a parameter: its cut over the ranks of tensor parallelism; and the pipeline
+    stages that have it."""
 
     cut: Cut
     stages: tuple[int, ...] = (0,)
@@ -59,10 +59,11 @@ class Part:
 class Division:
     """How the model is divided before ZeRO divides what each rank has.
 
-    parts: every parameter's, by each of its names. rank_of: of each pipeline stage. ties: the axes over ranks whose stages share
-    parameters, by those ranks. computing: the stages whose forward uses a tensor, by each of its names."""
+    parts: every parameter's, by each of its names. rank_of: of each pipeline stage. ties: the axes over ranks
+    whose stages share parameters, by those ranks. computing: the stages whose forward uses a tensor, by each
+    of its names."""
 
-    parts: Mapping[str, Part]
+    parts: Mapping[str, LocalPart]
     tp: Axis
     pp: Axis
     rank_of: Sequence[int] = (0,)
@@ -70,7 +71,8 @@ class Division:
     computing: Mapping[str, Sequence[int]] = field(default_factory=dict)
 
     def computes(self, name: str) -> bool:
-        """Whether a buffer of this rank is the one that counts: its stage's forward changes it, or nothing says whose does."""
+        """Whether a buffer of this rank is the one that counts: its stage's forward changes it, or nothing
+        says whose does."""
         stages = self.computing.get(name, ())
         return not stages or self.pp.rank in self.ranks_of(stages)
 
@@ -85,8 +87,8 @@ class Division:
 
 @dataclass
 class Placement:
-    """All units and buckets of this rank's part of a model. `trainable` is in registration order; `where` finds a parameter by any of its
-    names."""
+    """All units and buckets of this rank's part of a model. `trainable` is in registration order; `where`
+    finds a parameter by any of its names."""
 
     root: Unit
     units: list[Unit]
@@ -95,7 +97,7 @@ class Placement:
     pool: Pool
     division: Division
     device: torch.device
-    homes: Homes
+    offload: OffloadPlan
     microbatches: Microbatches
 
     @property
@@ -105,7 +107,11 @@ class Placement:
     @property
     def kept(self) -> set[int]:
         """Ids of the parameters that have the shape that they were placed with."""
-        pairs = ((p, slot) for bucket in self.buckets for p, slot in zip(bucket.parameters, bucket.layout.slots, strict=True))
+        pairs = (
+            (p, slot)
+            for bucket in self.buckets
+            for p, slot in zip(bucket.parameters, bucket.layout.slots, strict=True)
+        )
         return {id(parameter) for parameter, slot in pairs if tuple(parameter.shape) == slot.shape}
 
     def write(self, name: str, whole: Tensor) -> None:
@@ -113,38 +119,62 @@ class Placement:
         bucket, slot = self.where[name]
         bucket.write(slot, self.division.local(name, whole))
 
-    def tensors(self, master: bool = False, among: Collection[str] | None = None) -> Iterator[tuple[list[str], Tensor]]:
-        """Every parameter of the whole model, whole, with all its names; each valid until the next. All ranks must call. among: names; then
-        buckets without any of these are left out."""
-        return self._joined(self.holding(among), lambda b: b.whole(master), lambda b: b.formats.master if master else b.formats.compute)
+    def tensors(
+        self, master: bool = False, among: Collection[str] | None = None
+    ) -> Iterator[tuple[list[str], Tensor]]:
+        """Every parameter of the whole model, whole, with all its names; each valid until the next. All ranks
+        must call. among: names; then buckets without any of these are left out."""
+        return self._joined(
+            self.holding(among),
+            lambda b: b.whole(master),
+            lambda b: b.formats.master if master else b.formats.compute,
+        )
 
     def holding(self, among: Collection[str] | None) -> list[Bucket]:
         """This rank's buckets that have any of these names, or all."""
-        return [b for b in self.buckets if among is None or any(name in among for names, _ in self.named(b) for name in names)]
+        return [
+            b
+            for b in self.buckets
+            if among is None or any(name in among for names, _ in self.named(b) for name in names)
+        ]
 
     def gradients(self) -> Iterator[tuple[list[str], Tensor]]:
         """Every reduced gradient, likewise."""
         return self._joined(self.trainable, Bucket.whole_grad, lambda bucket: bucket.formats.reduce)
 
     def _joined(
-        self, buckets: Sequence[Bucket], whole: Callable[[Bucket], Tensor], dtype_of: Callable[[Bucket], torch.dtype]
+        self,
+        buckets: Sequence[Bucket],
+        whole: Callable[[Bucket], Tensor],
+        dtype_of: Callable[[Bucket], torch.dtype],
     ) -> Iterator[tuple[list[str], Tensor]]:
         """What `whole` gives of each bucket's tensors, in this dtype, from all stages."""
         if self.division.pp.size == 1:
             yield from self._of_stage(buckets, whole)
             return
-        mine = [(names, list(self.division.parts[names[0]].cut.shape), str(dtype_of(b))) for b in buckets for names, _ in self.named(b)]
+        mine = [
+            (names, list(self.division.parts[names[0]].cut.shape), str(dtype_of(b)))
+            for b in buckets
+            for names, _ in self.named(b)
+        ]
         yield from self._of_all_stages(mine, self._of_stage(buckets, whole))
 
     def buffers(self, model: nn.Module) -> Iterator[tuple[list[str], Tensor]]:
-        """Every persistent buffer of the whole model, by each of its names, of the first stage that uses it. All ranks must call."""
+        """Every persistent buffer of the whole model, by each of its names, of the first stage that uses it.
+        All ranks must call."""
         persistent = entries(model).keys()
-        found = [([name], buffer) for name, buffer in model.named_buffers(remove_duplicate=False) if name in persistent]
+        found = [
+            ([name], buffer)
+            for name, buffer in model.named_buffers(remove_duplicate=False)
+            if name in persistent
+        ]
         if self.division.pp.size == 1:
             yield from found
             return
         found = [(names, buffer) for names, buffer in found if self.division.computes(names[0])]
-        yield from self._of_all_stages([(names, list(buffer.shape), str(buffer.dtype)) for names, buffer in found], iter(found))
+        yield from self._of_all_stages(
+            [(names, list(buffer.shape), str(buffer.dtype)) for names, buffer in found], iter(found)
+        )
 
     def _of_all_stages(
         self, mine: list[tuple[list[str], list[int], str]], own: Iterator[tuple[list[str], Tensor]]
@@ -159,12 +189,19 @@ class Placement:
                 if names[0] in known:
                     continue
                 known.update(names)
-                tensor = local[1].contiguous() if local else torch.empty(shape, dtype=getattr(torch, dtype.removeprefix("torch.")),
-                                                                         device=self.device)  # fmt: skip
+                tensor = (
+                    local[1].contiguous()
+                    if local
+                    else torch.empty(
+                        shape, dtype=getattr(torch, dtype.removeprefix("torch.")), device=self.device
+                    )
+                )
                 pp.broadcast(tensor, rank)
                 yield names, tensor
 
-    def _of_stage(self, buckets: Sequence[Bucket], whole: Callable[[Bucket], Tensor]) -> Iterator[tuple[list[str], Tensor]]:
+    def _of_stage(
+        self, buckets: Sequence[Bucket], whole: Callable[[Bucket], Tensor]
+    ) -> Iterator[tuple[list[str], Tensor]]:
         """Those of this rank's stages, joined over tensor parallelism; one bucket in memory at a time."""
         tp = self.division.tp
         for bucket in buckets:
@@ -202,13 +239,13 @@ def place(
     device: torch.device,
     microbatches: Microbatches,
     division: Division,
-    homes: Homes,
+    offload: OffloadPlan,
     held: Collection[int] = (),
 ) -> Placement:
-    """Move every parameter of `model` into a bucket. A parameter that has data keeps its values (those of the axis' rank 0); one on
-    the meta device is replaced by a real one, to be filled by `Placement.write`; one whose id is in `held` is to be filled, too.
-    `division` tells what the parameters are parts of. A pipeline stage may have none, or none to train. The tiers of `homes` get their
-    records, and take the space.
+    """Move every parameter of `model` into a bucket. A parameter that has data keeps its values (those of the
+    axis' rank 0); one on the meta device is replaced by a real one, to be filled by `Placement.write`; one
+    whose id is in `held` is to be filled, too. `division` tells what the parameters are parts of. A pipeline
+    stage may have none, or none to train. The tiers of `offload` get their records, and take the space.
 
     Raises ModelError for trainable parameters that are not real floating-point numbers.
     """
@@ -218,36 +255,56 @@ def place(
     for entry in entries:
         members[unit_of[entry.names[0]]].append(entry)
     root = Unit("root", [model])
-    stage_of = {name: division.parts[members[name][0].names[0]].stages for name in blocks if members.get(name)}
-    units = [Unit(names[0], [blocks[name] for name in names])
-             for names in _coalesce(blocks, members, stage_of, formats.compute, section.min_bucket)]  # fmt: skip
+    stage_of = {
+        name: division.parts[members[name][0].names[0]].stages for name in blocks if members.get(name)
+    }
+    units = [
+        Unit(names[0], [blocks[name] for name in names])
+        for names in _coalesce(blocks, members, stage_of, formats.compute, section.min_bucket)
+    ]
     first_block = min((e.at for name in blocks for e in members[name]), default=0)
     planned: list[_Planned] = []
     for unit in (root, *units):
-        names = [""] if unit is root else [name for name, block in blocks.items() if any(block is m for m in unit.modules)]
+        names = (
+            [""]
+            if unit is root
+            else [name for name, block in blocks.items() if any(block is m for m in unit.modules)]
+        )
         mine = sorted((e for name in names for e in members[name]), key=lambda e: e.at)
         for kind, entries_of_kind in _sorted(mine, formats, recipe, first_block, division):
             for part in _split(entries_of_kind, kind.dtype, section.bucket_size):
-                specs = [TensorSpec(e.names[0], tuple(e.parameter.shape), recipe.group_of[e.names[0]]) for e in part]
+                specs = [
+                    TensorSpec(e.names[0], tuple(e.parameter.shape), recipe.group_of[e.names[0]])
+                    for e in part
+                ]
                 layout = BucketLayout.build(specs, axis.size, kind.boundary)
                 by_name = {e.names[0]: e for e in part}
                 ordered = [by_name[slot.name] for slot in layout.slots]
-                records, hold = None, None
-                if kind.trainable and (tier := homes.next(layout.size)) is not None:
+                records, gradient_store = None, None
+                if kind.trainable and (store := offload.next(layout.size)) is not None:
                     region = region_of(layout, axis, residency)
-                    records = Records(layout, region, recipe.groups, formats.master, tier, homes.compact)
-                    if division.ranks_of(kind.stages) not in division.ties:  # else several add theirs up at the end of a step
-                        hold = homes.hold(records, region, formats.reduce, microbatches)
-                away = homes.away.shard(layout.shard_size, kind.dtype) if homes.away is not None else None
-                planned.append(_Planned(unit, kind, part[0].at, ordered, layout, records, away, hold))
-    homes.commit()
+                    records = OffloadedStates(
+                        layout, region, recipe.groups, formats.master, store, offload.compact
+                    )
+                    # else several add theirs up at the end of a step
+                    if division.ranks_of(kind.stages) not in division.ties:
+                        gradient_store = offload.gradient_store(records, region, formats.reduce, microbatches)
+                offloaded = (
+                    offload.parameters.shard(layout.shard_size, kind.dtype)
+                    if offload.parameters is not None
+                    else None
+                )
+                planned.append(
+                    _Planned(unit, kind, part[0].at, ordered, layout, records, offloaded, gradient_store)
+                )
+    offload.commit()
     pool = Pool(axis, device)
     found: list[tuple[int, Bucket]] = []
     where: dict[str, tuple[Bucket, Slot]] = {}
     for plan in planned:
         kind = plan.kind
         own = formats if kind.trainable else Formats(kind.dtype, kind.dtype, kind.dtype, kind.dtype)
-        bucket = _fill(model, plan, axis, residency, own, pool, device, microbatches, homes.ferry, held)
+        bucket = _fill(model, plan, axis, residency, own, pool, device, microbatches, offload.transfer, held)
         bucket.stages = kind.stages
         bucket.tie = division.ties.get(division.ranks_of(kind.stages))
         bucket.counted = _counted(bucket, kind, division)
@@ -256,72 +313,94 @@ def place(
         for entry, slot in zip(plan.entries, plan.layout.slots, strict=True):
             where |= dict.fromkeys(entry.names, (bucket, slot))
     trainable = [bucket for _, bucket in sorted(found, key=lambda pair: pair[0]) if bucket.trainable]
-    return Placement(root, units, trainable, where, pool, division, device, homes, microbatches)
+    return Placement(root, units, trainable, where, pool, division, device, offload, microbatches)
 
 
-class Homes:
-    """What is not in the device's memory: masters and states of `share` of all elements, as near as whole buckets come to it, which are in
-    `tier` (`compact`: see Records), from which the CPU updates them, and reaches the device by `ferry`; their gradients, where there is
-    `spill`; and the shards of all parameters, where there is `away`."""
+class OffloadPlan:
+    """What is not in the device's memory: masters and states of `share` of all elements, as near as whole
+    buckets come to it, which are in `store` (`compact`: see OffloadedStates), from which the CPU updates
+    them, and reaches the device by `transfer`; their gradients, where there is `gradient_files`; and the
+    shards of all parameters, where there are `parameters`."""
 
     def __init__(
         self,
-        tier: Tier | None = None,
+        store: Store | None = None,
         share: float = 1.0,
-        away: Away | None = None,
+        parameters: OffloadedParameters | None = None,
         compact: States | None = None,
-        ferry: Ferry | None = None,
-        spill: Spill | None = None,
+        transfer: HostTransfer | None = None,
+        gradient_files: GradientFiles | None = None,
     ) -> None:
-        self.tier, self.away, self._share, self.compact, self.ferry, self.spill = tier, away, share, compact, ferry, spill
+        self.store, self.parameters, self.compact = store, parameters, compact
+        self.transfer, self.gradient_files, self._share = transfer, gradient_files, share
         self._seen = self._taken = 0
 
-    def next(self, elements: int) -> Tier | None:
+    def next(self, elements: int) -> Store | None:
         """The home of the states of the next bucket, of so many elements; None: the device."""
         self._seen += elements
-        if self.tier is None or self._taken + elements / 2 > self._share * self._seen:
+        if self.store is None or self._taken + elements / 2 > self._share * self._seen:
             return None
         self._taken += elements
-        return self.tier
+        return self.store
 
-    def hold(self, records: Records, region: slice, dtype: torch.dtype, microbatches: Microbatches) -> Hold | None:
-        """Where the reduced gradients of a bucket's `region` are to go, whose states `records` has; None: they stay."""
-        if self.spill is not None:
-            return self.spill.hold(records, region, dtype)
-        return None if self.ferry is None else self.ferry.hold(region.stop - region.start, dtype, adds=microbatches == "left")
+    def gradient_store(
+        self, records: OffloadedStates, region: slice, dtype: torch.dtype, microbatches: Microbatches
+    ) -> GradientStore | None:
+        """Where the reduced gradients of a bucket's `region` are to go, whose states `records` has; None:
+        they stay."""
+        if self.gradient_files is not None:
+            return self.gradient_files.gradients_of(records, region, dtype)
+        return (
+            None
+            if self.transfer is None
+            else self.transfer.gradient_store(region.stop - region.start, dtype, adds=microbatches == "left")
+        )
 
     def commit(self) -> None:
         """Take the space of all that was reserved."""
-        for tier in self._tiers().values():
-            tier.commit()
+        for store in self._tiers().values():
+            store.commit()
 
     def close(self) -> None:
         """Give the space back."""
-        for tier in self._tiers().values():
-            tier.close()
+        for store in self._tiers().values():
+            store.close()
 
     def memory(self, shards: int) -> int:
-        """Bytes of host memory that tiers take, or what it takes to move theirs; of parameters in files as many as `shards`."""
-        total = sum(tier.buffers for tier in self._tiers().values()) + (self.ferry.memory if self.ferry is not None else 0)
-        return total + (shards if self.away is not None and self.away.is_far else 0)
+        """Bytes of host memory that tiers take, or what it takes to move theirs; of parameters in files as
+        many as `shards`."""
+        total = sum(store.buffers for store in self._tiers().values()) + (
+            self.transfer.memory if self.transfer is not None else 0
+        )
+        return total + (shards if self.parameters is not None and self.parameters.is_far else 0)
 
     def report(self) -> dict[str, dict[str, float]]:
         """For `Engine.tiers`."""
-        if self.away is not None:
-            self.away.settle()
+        if self.parameters is not None:
+            self.parameters.settle()
         found = {}
-        for name, tier in self._tiers().items():
-            memory = tier.buffers if self.away is None or tier is not self.away.tier else self.away.memory
-            found[name] = {"bytes": tier.nbytes, "memory": memory, **asdict(tier.traffic)}
-        if self.ferry is not None and self.spill is not None:
-            found["gradients"]["memory"] += self.ferry.memory
-        elif self.ferry is not None:
-            found["gradients"] = {"bytes": self.ferry.memory, "memory": self.ferry.memory, **asdict(self.ferry.traffic)}
+        for name, store in self._tiers().items():
+            memory = (
+                store.buffers
+                if self.parameters is None or store is not self.parameters.store
+                else self.parameters.memory
+            )
+            found[name] = {"bytes": store.nbytes, "memory": memory, **asdict(store.traffic)}
+        if self.transfer is not None and self.gradient_files is not None:
+            found["gradients"]["memory"] += self.transfer.memory
+        elif self.transfer is not None:
+            found["gradients"] = {
+                "bytes": self.transfer.memory,
+                "memory": self.transfer.memory,
+                **asdict(self.transfer.traffic),
+            }
         return found
 
-    def _tiers(self) -> dict[str, Tier]:
-        homes = {"states": self, "params": self.away, "gradients": self.spill}
-        return {name: home.tier for name, home in homes.items() if home is not None and home.tier is not None}
+    def _tiers(self) -> dict[str, Store]:
+        offload = {"states": self, "params": self.parameters, "gradients": self.gradient_files}
+        return {
+            name: home.store for name, home in offload.items() if home is not None and home.store is not None
+        }
 
 
 @dataclass
@@ -333,9 +412,9 @@ class _Planned:
     at: int
     entries: list[_Entry]
     layout: BucketLayout
-    records: Records | None
-    away: AwayShard | None
-    hold: Hold | None
+    records: OffloadedStates | None
+    offloaded: OffloadedShard | None
+    gradient_store: GradientStore | None
 
 
 Owned = Literal["all", "some", "none"]
@@ -365,10 +444,13 @@ def _sorted(
         boundary = recipe.boundary(recipe.group_of[entry.names[0]])
         part = division.parts[entry.names[0]]
         if boundary == "tensor" and not part.cut.is_whole:
-            raise ModelError(f"the optimizer of {entry.names[0]} needs whole tensors, and tensor parallelism gives each rank a part of it: "
+            raise ModelError(f"the optimizer of {entry.names[0]} needs whole tensors, "
+                             "and tensor parallelism gives each rank a part of it: "
                              "use an elementwise optimizer such as adamw, or write mesh.tp = 1")  # fmt: skip
         owned = tuple(_owned(part.cut, rank) for rank in range(division.tp.size))
-        kinds[_Kind(parameter.requires_grad, dtype, boundary, entry.at < first_block, part.stages, owned)].append(entry)
+        kinds[
+            _Kind(parameter.requires_grad, dtype, boundary, entry.at < first_block, part.stages, owned)
+        ].append(entry)
     return kinds.items()
 
 
@@ -378,7 +460,8 @@ def _owned(cut: Cut, rank: int) -> Owned:
 
 
 def _counted(bucket: Bucket, kind: _Kind, division: Division) -> bool | Tensor:
-    """For `Bucket.counted`: what no tensor-parallel rank before this one has, on the first of the stages that share it."""
+    """For `Bucket.counted`: what no tensor-parallel rank before this one has, on the first of the stages that
+    share it."""
     owned = kind.owned[division.tp.rank]
     if owned == "none" or (division.pp.size > 1 and division.pp.rank != division.ranks_of(kind.stages)[0]):
         return False
@@ -400,12 +483,16 @@ def _entries(model: nn.Module) -> list[_Entry]:
             continue
         found[id(parameter)] = _Entry([name], parameter, at)
         if parameter.requires_grad and not parameter.is_floating_point():
-            raise ModelError(f"parameter {name} is trainable and {parameter.dtype}; only real floating-point parameters can be trained")
+            raise ModelError(
+                f"parameter {name} is trainable and {parameter.dtype}; "
+                "only real floating-point parameters can be trained"
+            )
     return list(found.values())
 
 
 def _units_of(entries: list[_Entry], blocks: Mapping[str, nn.Module]) -> dict[str, str]:
-    """The block of each parameter, by its first name; "" is the root's, and that of parameters which several blocks share."""
+    """The block of each parameter, by its first name; "" is the root's, and that of parameters which several
+    blocks share."""
 
     def block_of(name: str) -> str:
         return next((block for block in blocks if name.startswith(block + ".")), "")
@@ -418,9 +505,14 @@ def _units_of(entries: list[_Entry], blocks: Mapping[str, nn.Module]) -> dict[st
 
 
 def _coalesce(
-    blocks: Mapping[str, nn.Module], members: Mapping[str, list[_Entry]], stage_of: Mapping[str, object], dtype: torch.dtype, least: int
+    blocks: Mapping[str, nn.Module],
+    members: Mapping[str, list[_Entry]],
+    stage_of: Mapping[str, object],
+    dtype: torch.dtype,
+    least: int,
 ) -> list[list[str]]:
-    """Names of consecutive blocks of a pipeline stage that form one unit: each has at least `least` bytes, but for a stage's last."""
+    """Names of consecutive blocks of a pipeline stage that form one unit: each has at least `least` bytes,
+    but for a stage's last."""
     units: list[list[str]] = []
     size = least
     for name in blocks:
@@ -435,7 +527,8 @@ def _coalesce(
 
 
 def _split(entries: list[_Entry], dtype: torch.dtype, limit: int) -> list[list[_Entry]]:
-    """`entries` in order, cut into parts of at most `limit` bytes each (a larger tensor is a part by itself)."""
+    """`entries` in order, cut into parts of at most `limit` bytes each (a larger tensor is a part by
+    itself)."""
     parts: list[list[_Entry]] = []
     size = 0
     for entry in entries:
@@ -449,9 +542,17 @@ def _split(entries: list[_Entry], dtype: torch.dtype, limit: int) -> list[list[_
 
 
 def _fill(
-    model: nn.Module, plan: _Planned, axis: Axis, residency: Residency, formats: Formats, pool: Pool, device: torch.device,
-    microbatches: Microbatches, ferry: Ferry | None, held: Collection[int],
-) -> Bucket:  # fmt: skip
+    model: nn.Module,
+    plan: _Planned,
+    axis: Axis,
+    residency: Residency,
+    formats: Formats,
+    pool: Pool,
+    device: torch.device,
+    microbatches: Microbatches,
+    transfer: HostTransfer | None,
+    held: Collection[int],
+) -> Bucket:
     """The planned bucket, holding the values of its entries where they have any."""
     values: list[Tensor | None] = []
     for entry in plan.entries:
@@ -461,13 +562,29 @@ def _fill(
         old.grad = None  # of before
         values.append(None if old.is_meta or id(old) in held else old.data.to(device).contiguous())
         if old.is_meta:  # a meta parameter cannot be given data of another device
-            entry.parameter = nn.Parameter(torch.empty(0, device=device, dtype=formats.compute), old.requires_grad)
+            entry.parameter = nn.Parameter(
+                torch.empty(0, device=device, dtype=formats.compute), old.requires_grad
+            )
             entry.parameter.__dict__.update(old.__dict__)
             for name in entry.names:
                 owner, _, attribute = name.rpartition(".")
-                setattr(model.get_submodule(owner), attribute, entry.parameter)  # recurrent modules follow assignments
-    bucket = Bucket(plan.layout, [e.parameter for e in plan.entries], axis, residency, formats, pool, device, plan.kind.trainable,
-                    microbatches, plan.records, plan.away, ferry, plan.hold)  # fmt: skip
+                # recurrent modules follow assignments
+                setattr(model.get_submodule(owner), attribute, entry.parameter)
+    bucket = Bucket(
+        plan.layout,
+        [e.parameter for e in plan.entries],
+        axis,
+        residency,
+        formats,
+        pool,
+        device,
+        plan.kind.trainable,
+        microbatches,
+        plan.records,
+        plan.offloaded,
+        transfer,
+        plan.gradient_store,
+    )
     for slot, value in zip(plan.layout.slots, values, strict=True):
         if value is not None:
             axis.broadcast(value)

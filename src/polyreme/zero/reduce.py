@@ -1,16 +1,19 @@
-"""When gradients are reduced: as soon as a bucket's are complete in backward, in an order that is the same on every rank.
+"""When gradients are reduced: as soon as a bucket's are complete in backward, in an order that is the same on
+every rank.
 
-Invariant: each bucket is reduced exactly once per reduction, whether or not every parameter got a gradient on this rank, and no two
-ranks ever wait for different operations:
-- Without sharded parameters nothing else is communicated in backward. Buckets are reduced when their last gradient arrives, in the
-  reverse of the order in which the model registers their parameters (one that is complete early waits for its turn).
-- With sharded parameters the order against the gathers matters too, so a block's buckets are reduced when backward has left the
-  block (`complete`), the root's at the end; the arrival of gradients, which may differ between ranks, decides nothing.
+Invariant: each bucket is reduced exactly once per reduction, whether or not every parameter got a gradient on
+this rank, and no two ranks ever wait for different operations:
+- Without sharded parameters nothing else is communicated in backward. Buckets are reduced when their last
+  gradient arrives, in the reverse of the order in which the model registers their parameters (one that is
+  complete early waits for its turn).
+- With sharded parameters the order against the gathers matters too, so a block's buckets are reduced when
+  backward has left the block (`complete`), the root's at the end; the arrival of gradients, which may differ
+  between ranks, decides nothing.
 
 Of a backward in two halves (`weight_gradients`) gradients come in the second alone, which gathers nothing.
 
-With several micro-batches or pipeline stages, a bucket's gradients are added up on the rank until the last backward that has some for it,
-unless every backward reduces its own.
+With several micro-batches or pipeline stages, a bucket's gradients are added up on the rank until the last
+backward that has some for it, unless every backward reduces its own.
 
 At most IN_FLIGHT reductions hold their buffers at a time.
 """
@@ -32,30 +35,44 @@ from polyreme.zero.bucket import Bucket
 from polyreme.zero.parameter import OWN_GRAD
 
 IN_FLIGHT = 1
-"""One block's reduction overlaps with the next one's backward; more would hold more than two blocks' gradients."""
+"""One block's reduction overlaps with the next one's backward; more would hold more than two blocks'
+gradients."""
 
 
 class Reducer:
     """Follows the gradients of `buckets` (trainable ones, in registration order) through backward."""
 
-    def __init__(self, buckets: Sequence[Bucket], microbatches: int = 1, every_time: bool = False, stages: Collection[int] = (0,)) -> None:
-        """`every_time`: reduce after each of the `microbatches`, not after the last. `stages`: those of this rank."""
+    def __init__(
+        self,
+        buckets: Sequence[Bucket],
+        microbatches: int = 1,
+        every_time: bool = False,
+        stages: Collection[int] = (0,),
+    ) -> None:
+        """`every_time`: reduce after each of the `microbatches`, not after the last. `stages`: those of this
+        rank."""
         self._order = list(reversed(buckets))
         self._index: dict[Tensor, tuple[Bucket, int]] = {
-            parameter: (bucket, index) for bucket in buckets for index, parameter in enumerate(bucket.parameters)
+            parameter: (bucket, index)
+            for bucket in buckets
+            for index, parameter in enumerate(bucket.parameters)
         }
         self._every_time = every_time
-        self._uses = {bucket: microbatches * len({*bucket.stages} & {*stages}) for bucket in buckets}  # backwards of a step
+        # backwards of a step
+        self._uses = {bucket: microbatches * len({*bucket.stages} & {*stages}) for bucket in buckets}
         self._left: dict[Bucket, int] = {}
         self._sharded = any(bucket.sharded for bucket in buckets)
         self._by_arrival = not self._sharded
         self._whole = True  # the backward under way has no second half
-        self._waiting: dict[Bucket, set[int]] = {}  # to be reduced in this backward: parameters without a gradient in it
+        # to be reduced in this backward: parameters without a gradient in it
+        self._waiting: dict[Bucket, set[int]] = {}
         self._adding: set[Bucket] = set()  # whose gradients of this backward are only added up
         self._in_flight: deque[Bucket] = deque()
         self._hooks: dict[Tensor, RemovableHandle] = {}  # of parameters whose gradients are heard of
         self._backward: Literal["own", "foreign"] | None = None  # the one under way
-        self._factor: float | None = None  # on the gradients of the backward under way, if they are still to be scaled
+        self._factor: float | None = (
+            None  # on the gradients of the backward under way, if they are still to be scaled
+        )
         self.unannounced: Callable[[], None] = _refuse
         """Called when a gradient comes that no `begin` has announced, to do so."""
 
@@ -73,10 +90,14 @@ class Reducer:
     def watched(self) -> bool:
         """Whether parameters have hooks of the user's."""
         with torch._C.DisableTorchFunctionSubclass():  # of parameters that are released: it takes longer
-            return any(p._backward_hooks or len(p._post_accumulate_grad_hooks or ()) > (p in self._hooks) for p in self._index)
+            return any(
+                p._backward_hooks or len(p._post_accumulate_grad_hooks or ()) > (p in self._hooks)
+                for p in self._index
+            )
 
     def restart(self) -> None:
-        """Before the first backward of a step. Of the step before, if it did not end, nothing is under way any more."""
+        """Before the first backward of a step. Of the step before, if it did not end, nothing is under way
+        any more."""
         self._backward = None
         self._left = dict(self._uses)
         self._waiting.clear()
@@ -90,7 +111,8 @@ class Reducer:
             self._hooks.popitem()[1].remove()
 
     def begin(self, stage: int = 0, factor: float | None = None, last: bool = True) -> None:
-        """Before a backward of `stage`, whose gradients count times `factor`. Not `last`: another one of the same micro-batch follows."""
+        """Before a backward of `stage`, whose gradients count times `factor`. Not `last`: another one of the
+        same micro-batch follows."""
         used = self._of(stage)
         if factor is not None:  # then autograd cannot add them up
             self._take_back(used)
@@ -103,7 +125,8 @@ class Reducer:
         self._backward = "foreign"
 
     def begin_inputs(self, stage: int) -> None:
-        """Before the first half of a backward of `stage`: no gradient of a parameter is taken, nor added by autograd to what is here."""
+        """Before the first half of a backward of `stage`: no gradient of a parameter is taken, nor added by
+        autograd to what is here."""
         self._take_back(self._of(stage))
 
     def begin_weights(self, stage: int) -> None:
@@ -131,12 +154,14 @@ class Reducer:
         self._adding = {*used} - {*complete}
 
     def complete(self, buckets: Sequence[Bucket]) -> None:
-        """In a backward: `buckets` (those that are not to be reduced count for nothing) get no more gradients."""
+        """In a backward: `buckets` (those that are not to be reduced count for nothing) get no more
+        gradients."""
         for bucket in [b for b in self._waiting if b in buckets]:
             self._reduce(bucket)
 
     def end(self) -> None:
-        """After a backward: reduce what it left, parameters without gradient as zero, and wait for all reductions."""
+        """After a backward: reduce what it left, parameters without gradient as zero, and wait for all
+        reductions."""
         if self._backward == "foreign":
             self._backward = None
             return
@@ -146,8 +171,8 @@ class Reducer:
         self._backward = None
 
     def place(self, parameter: Tensor) -> Tensor | None:
-        """In the second half of a backward: where the parameter's gradients of this step are summed, if there are some, in its own dtype,
-        and nobody but this listens for another."""
+        """In the second half of a backward: where the parameter's gradients of this step are summed, if there
+        are some, in its own dtype, and nobody but this listens for another."""
         bucket, index = self._index[parameter]
         open = bucket in self._waiting or bucket in self._adding
         alone = parameter in self._hooks and len(parameter._post_accumulate_grad_hooks or ()) == 1
@@ -158,14 +183,19 @@ class Reducer:
         self._came(*self._index[parameter])
 
     def _listen(self, buckets: Sequence[Bucket]) -> None:
-        """Hear of every gradient of `buckets`: also of those that autograd would add up by itself, where nobody has to know of them."""
+        """Hear of every gradient of `buckets`: also of those that autograd would add up by itself, where
+        nobody has to know of them."""
         for bucket in buckets:
             for index, parameter in enumerate(bucket.parameters):
-                if parameter not in self._hooks and parameter.requires_grad:  # a script may have frozen it meanwhile
-                    self._hooks[parameter] = parameter.register_post_accumulate_grad_hook(self._arrival(bucket, index))
+                # a script may have frozen it meanwhile
+                if parameter not in self._hooks and parameter.requires_grad:
+                    self._hooks[parameter] = parameter.register_post_accumulate_grad_hook(
+                        self._arrival(bucket, index)
+                    )
 
     def _arrival(self, bucket: Bucket, index: int) -> Callable[[Tensor], None]:
-        reducer, its = weakref.ref(self), weakref.ref(bucket)  # what autograd's own memory holds, Python's collector cannot free
+        # what autograd's own memory holds, Python's collector cannot free
+        reducer, its = (weakref.ref(self), weakref.ref(bucket))
 
         def arrived(parameter: Tensor) -> None:
             if (later := current()) is not None:
@@ -188,13 +218,16 @@ class Reducer:
                 self._hooks.pop(parameter).remove()  # until the last one
             return
         if bucket not in self._waiting:
-            raise ModelError(f"parameter {bucket.layout.slots[index].name} got a second gradient after its reduction began: "
-                             "call backward once a micro-batch, and use non-reentrant checkpoints")  # fmt: skip
+            raise ModelError(f"parameter {bucket.layout.slots[index].name} "
+                             "got a second gradient after its reduction began: "
+                             "call backward once a micro-batch, "
+                             "and use non-reentrant checkpoints")  # fmt: skip
         bucket.take_grad(index, factor=self._factor)
         self._came(bucket, index)
 
     def _came(self, bucket: Bucket, index: int) -> None:
-        """The last gradient of this reduction for parameter `index` is in the buffer: what is complete, and next, is reduced."""
+        """The last gradient of this reduction for parameter `index` is in the buffer: what is complete, and
+        next, is reduced."""
         if bucket in self._waiting:
             self._waiting[bucket].discard(index)
         while self._by_arrival and self._waiting and not self._waiting[first := next(iter(self._waiting))]:

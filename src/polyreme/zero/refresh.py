@@ -1,8 +1,9 @@
-"""Carries what the buckets of one placement hold over to those of another, of the same model after it was changed: weights and states.
+"""Carries what the buckets of one placement hold over to those of another, of the same model after it was
+changed: weights and states.
 
-Invariant: a parameter of both placements keeps its master weights to the last bit, and, where both train it, its states; of one that only
-the new placement has, nothing changes. Communication: one bucket at a time is whole on every rank of its axis.
-"""
+Invariant: a parameter of both placements keeps its master weights to the last bit, and, where both train it,
+its states; of one that only the new placement has, nothing changes. Communication: one bucket at a time is
+whole on every rank of its axis."""
 
 from __future__ import annotations
 
@@ -26,26 +27,42 @@ Places = Mapping[tuple[str, str], Sequence[Region]]
 
 
 def refuse_own_shapes(updates: Sequence[Update]) -> None:
-    """Raise ModelError for an optimizer whose states cannot be carried over: of other shapes than their parameters."""
+    """Raise ModelError for an optimizer whose states cannot be carried over: of other shapes than their
+    parameters."""
     for update in updates:
         for slot in update.bucket.layout.slots:
             for kind, shape in update.states(slot).items():
                 if shape not in (None, slot.shape):
-                    raise ModelError(f"the optimizer's state {kind!r} of {slot.name} has a shape of its own, so it cannot be carried over "
-                                     "to a changed model: save the weights, and initialize a new engine")  # fmt: skip
+                    raise ModelError(f"the optimizer's state {kind!r} of {slot.name} has "
+                                     "a shape of its own, so it cannot be carried over "
+                                     "to a changed model: save the "
+                                     "weights, and initialize a new engine")  # fmt: skip
 
 
 @torch.no_grad()
-def carry(old: Placement, updates: Sequence[Update], new: Placement, new_updates: Sequence[Update], kept: Collection[int]) -> None:
-    """Give the buckets of `new` what those of `old` have of the parameters whose ids are in `kept`. All ranks must call."""
-    pairs = [(id(p), slot.name) for bucket in new.buckets for p, slot in zip(bucket.parameters, bucket.layout.slots, strict=True)]
+def carry(
+    old: Placement,
+    updates: Sequence[Update],
+    new: Placement,
+    new_updates: Sequence[Update],
+    kept: Collection[int],
+) -> None:
+    """Give the buckets of `new` what those of `old` have of the parameters whose ids are in `kept`. All ranks
+    must call."""
+    pairs = [
+        (id(p), slot.name)
+        for bucket in new.buckets
+        for p, slot in zip(bucket.parameters, bucket.layout.slots, strict=True)
+    ]
     name_of = {parameter: name for parameter, name in pairs if parameter in kept}
     known = _scalars(old, updates, name_of)
     of_bucket = {update.bucket: update for update in updates}
     with ExitStack() as stack:
         places: dict[tuple[str, str], list[Region]] = defaultdict(list)
         for update in new_updates:
-            stack.enter_context(update.loading({slot.name: known.get(slot.name) for slot in update.bucket.layout.slots}))
+            stack.enter_context(
+                update.loading({slot.name: known.get(slot.name) for slot in update.bucket.layout.slots})
+            )
             for region in (*masters(new, update), *states(new, update)):
                 places[region.names[0], region.kind].append(region)
         for bucket in new.buckets:
@@ -63,8 +80,11 @@ def carry(old: Placement, updates: Sequence[Update], new: Placement, new_updates
         work.wait()
 
 
-def _scalars(old: Placement, updates: Sequence[Update], name_of: Mapping[int, str]) -> dict[str, dict[str, float]]:
-    """By name in the new placement, the states of a parameter that are one number, as the ranks together know them."""
+def _scalars(
+    old: Placement, updates: Sequence[Update], name_of: Mapping[int, str]
+) -> dict[str, dict[str, float]]:
+    """By name in the new placement, the states of a parameter that are one number, as the ranks together know
+    them."""
     found: dict[str, dict[str, float]] = {}
     for update in updates:
         parts: list[Any] = update.bucket.axis.gather_objects(numbers(old, update))
@@ -78,13 +98,21 @@ def _scalars(old: Placement, updates: Sequence[Update], name_of: Mapping[int, st
 def _whole(bucket: Bucket, update: Update | None) -> Iterator[tuple[str, Tensor]]:
     """The master weights of a bucket, and each of the states that have a number for every element, whole."""
     yield MASTER, bucket.whole(master=True)
-    kinds = {} if update is None else {k: v for slot in bucket.layout.slots for k, v in update.states(slot).items()}
+    kinds = (
+        {}
+        if update is None
+        else {k: v for slot in bucket.layout.slots for k, v in update.states(slot).items()}
+    )
     for kind in sorted(kind for kind, shape in kinds.items() if shape is not None):
         assert update is not None
-        part = torch.zeros(bucket.region.stop - bucket.region.start, dtype=bucket.formats.master, device=bucket.device)
+        part = torch.zeros(
+            bucket.region.stop - bucket.region.start, dtype=bucket.formats.master, device=bucket.device
+        )
         for run, state in update.state_of():
             if (value := state.get(kind)) is not None:
-                flat = value.detach().reshape(-1) if isinstance(value, Tensor) else value.fetch(0, value.numel())
+                flat = (
+                    value.detach().reshape(-1) if isinstance(value, Tensor) else value.fetch(0, value.numel())
+                )
                 part[run.start - bucket.region.start : run.stop - bucket.region.start] = flat
         if part.numel() == bucket.layout.size:
             yield kind, part

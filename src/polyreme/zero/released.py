@@ -1,9 +1,9 @@
-"""Parameters whose memory is released: what would read or write their numbers raises ModelError, and says where these can be had.
+"""Parameters whose memory is released: what would read or write their numbers raises ModelError, and says
+where these can be had.
 
-Invariant: a parameter is a `Released` exactly while its bucket is not whole, a `Gathered` while it is until its block has computed, and a
-`TrainedParameter` otherwise. Operators on parameters cost nothing more: only what methods of a `Gathered` give of its memory is followed.
-No communication.
-"""
+Invariant: a parameter is a `Released` exactly while its bucket is not whole, a `Gathered` while it is until
+its block has computed, and a `TrainedParameter` otherwise. Operators on parameters cost nothing more: only
+what methods of a `Gathered` give of its memory is followed. No communication."""
 
 from __future__ import annotations
 
@@ -27,15 +27,24 @@ class Released(TrainedParameter):
 
     @classmethod
     def __torch_function__(
-        cls, func: Callable[..., Any], types: Iterable[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+        cls,
+        func: Callable[..., Any],
+        types: Iterable[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         if (name := touching(func)) is not None:
-            refuse(name, next(leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Released)))
+            refuse(
+                name, next(leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Released))
+            )
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        return f"Parameter containing: (released, shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device})"
+        return (
+            f"Parameter containing: (released, shape={tuple(self.shape)}, "
+            f"dtype={self.dtype}, device={self.device})"
+        )
 
     def __format__(self, spec: str) -> str:
         return format(repr(self), spec)
@@ -74,8 +83,32 @@ def _follows_attribute(name: str) -> Callable[[Gathered], Any]:
 
 
 _VIEWS = (
-    *("detach", "view", "view_as", "reshape", "reshape_as", "flatten", "unflatten", "t", "transpose", "permute", "movedim", "swapaxes"),
-    *("squeeze", "unsqueeze", "expand", "expand_as", "__getitem__", "narrow", "select", "diagonal", "unfold", "as_strided"),
+    *(
+        "detach",
+        "view",
+        "view_as",
+        "reshape",
+        "reshape_as",
+        "flatten",
+        "unflatten",
+        "t",
+        "transpose",
+        "permute",
+        "movedim",
+        "swapaxes",
+    ),
+    *(
+        "squeeze",
+        "unsqueeze",
+        "expand",
+        "expand_as",
+        "__getitem__",
+        "narrow",
+        "select",
+        "diagonal",
+        "unfold",
+        "as_strided",
+    ),
     *("unbind", "chunk", "split", "tensor_split", "__iter__"),
 )
 """Methods whose result may share the tensor's memory."""
@@ -86,13 +119,18 @@ for _name in ("T", "mT", "H", "mH"):
 
 
 class View(Tensor):
-    """What shares the memory of a `Gathered`: read while its block has it, refused afterwards. What an operator makes of it is plain."""
+    """What shares the memory of a `Gathered`: read while its block has it, refused afterwards. What an
+    operator makes of it is plain."""
 
     parameter: nn.Parameter
 
     @classmethod
     def __torch_function__(
-        cls, func: Callable[..., Any], types: Iterable[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+        cls,
+        func: Callable[..., Any],
+        types: Iterable[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         inputs = (args, kwargs or {})
         parameters = [leaf.parameter for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, View)]
@@ -100,8 +138,10 @@ class View(Tensor):
         if (name := touching(func)) is not None:
             for parameter in (each for each in parameters if isinstance(each, Released)):
                 raise ModelError(
-                    f"{name} of what was taken of parameter {NAMES.get(parameter, '?')} in a forward or backward, where its memory is "
-                    "freed behind the block (zero.stage = 3, or memory.params elsewhere): take a copy there (.clone()), or read the "
+                    f"{name} of what was taken of parameter {NAMES.get(parameter, '?')} "
+                    "in a forward or backward, where its memory is "
+                    "freed behind the block (zero.stage = 3, or memory.params "
+                    "elsewhere): take a copy there (.clone()), or read the "
                     "parameter inside `with engine.full_parameters():`"
                 )
             sets = getattr(func, "__name__", "") == "__set__"
@@ -109,7 +149,9 @@ class View(Tensor):
                 _refuse_writing(name, parameters[0])
             copies = sets or name in _LEAVES_TORCH
         with torch._C.DisableTorchFunctionSubclass():
-            args, kwargs = pytree.tree_map_only(View, lambda view: (view.clone() if copies else view).as_subclass(Tensor), inputs)
+            args, kwargs = pytree.tree_map_only(
+                View, lambda view: (view.clone() if copies else view).as_subclass(Tensor), inputs
+            )
             result = func(*args, **kwargs)
             for each in parameters:
                 result = _followed(each, result)
@@ -126,8 +168,8 @@ _LEAVES_TORCH = {"numpy", "__array__", "__dlpack__", "set_"}
 
 
 def _followed(parameter: nn.Parameter, taken: Any, caller: FrameType | None = None) -> Any:
-    """`taken`, in which each tensor that shares the parameter's memory is a `View`; what torch's own code takes, it lets go in time, and
-    compiled code knows no such class."""
+    """`taken`, in which each tensor that shares the parameter's memory is a `View`; what torch's own code
+    takes, it lets go in time, and compiled code knows no such class."""
     if caller is not None and caller.f_globals.get("__name__", "").startswith("torch."):
         return taken
 
@@ -153,16 +195,20 @@ def _writes(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
 
 def _refuse_writing(name: str, parameter: nn.Parameter) -> NoReturn:
     raise ModelError(
-        f"{name} writes to parameter {NAMES.get(parameter, '?')} inside a forward or backward (zero.stage = 3, or memory.params "
-        "elsewhere), where it is a copy for a time: write to it between steps, inside `with engine.full_parameters(write=True):`"
+        f"{name} writes to parameter {NAMES.get(parameter, '?')} inside "
+        "a forward or backward (zero.stage = 3, or memory.params "
+        "elsewhere), where it is a copy for a time: write to it "
+        "between steps, inside `with engine.full_parameters(write=True):`"
     )
 
 
 def refuse(what: str, parameter: nn.Parameter) -> NoReturn:
     """Raise ModelError: the numbers of a released parameter are asked for."""
     raise ModelError(
-        f"{what} of parameter {NAMES.get(parameter, '?')}, whose numbers are not in memory between its uses (zero.stage = 3, or "
-        "memory.params elsewhere): do it inside `with engine.full_parameters():` (with write=True to change it), which every rank must "
+        f"{what} of parameter {NAMES.get(parameter, '?')}, whose "
+        "numbers are not in memory between its uses (zero.stage = 3, or "
+        "memory.params elsewhere): do it inside `with engine.full_parameters():` "
+        "(with write=True to change it), which every rank must "
         "enter; engine.state_dict() gives whole copies of all, and engine.save writes them"
     )
 
@@ -180,8 +226,8 @@ def unguard(parameters: Iterable[nn.Parameter], gathered: bool = False) -> None:
 
 
 def refuse_loading(model: nn.Module) -> None:
-    """Have `load_state_dict` of the model, or of a part of it, raise ModelError where it reaches a released parameter. Left to torch, it
-    becomes a RuntimeError."""
+    """Have `load_state_dict` of the model, or of a part of it, raise ModelError where it reaches a released
+    parameter. Left to torch, it becomes a RuntimeError."""
     for module in model.modules():
         module.register_load_state_dict_pre_hook(_before_loading)
 

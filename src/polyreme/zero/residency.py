@@ -1,4 +1,5 @@
-"""A ZeRO stage is a value: which of parameters, gradients and optimizer states a rank holds whole, and which only its shard of.
+"""A ZeRO stage is a value: which of parameters, gradients and optimizer states a rank holds whole, and which
+only its shard of.
 
 Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", 2020.
 """

@@ -1,8 +1,8 @@
-"""All numbers that this rank holds of the model and of its optimizer, as regions of the model's own tensors: what a checkpoint is made of.
+"""All numbers that this rank holds of the model and of its optimizer, as regions of the model's own tensors:
+what a checkpoint is made of.
 
-Invariant: with `saved`, every number of every tensor is in exactly one owned run of one rank; with `loaded`, in each rank that computes
-with it. Communication: none.
-"""
+Invariant: with `saved`, every number of every tensor is in exactly one owned run of one rank; with `loaded`,
+in each rank that computes with it. Communication: none."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ from polyreme.zero.sharded_optimizer import Update
 
 
 def saved(placement: Placement, updates: Iterable[Update]) -> Iterator[Region]:
-    """This rank's share of everything: its shards of weights, of master weights where they are of another dtype, and of states."""
+    """This rank's share of everything: its shards of weights, of master weights where they are of another
+    dtype, and of states."""
     for bucket in placement.buckets:
         if placement.division.ranks_of(bucket.stages)[0] != placement.division.pp.rank:
             continue  # another pipeline stage has it, too, and saves it
@@ -34,18 +35,20 @@ def saved(placement: Placement, updates: Iterable[Update]) -> Iterator[Region]:
 
 
 def masters(placement: Placement, update: Update) -> Iterator[Region]:
-    """The weights of a bucket that this rank updates, of kind MASTER. To be filled, and then rounded; where they are not in memory, while
-    `Update.loading`."""
+    """The weights of a bucket that this rank updates, of kind MASTER. To be filled, and then rounded; where
+    they are not in memory, while `Update.loading`."""
     yield from _masters(placement, update, update.bucket.region)
 
 
 def states(placement: Placement, update: Update) -> Iterator[Region]:
-    """The optimizer's states of a bucket that this rank updates, but for scalars. To be filled while `Update.loading`."""
+    """The optimizer's states of a bucket that this rank updates, but for scalars. To be filled while
+    `Update.loading`."""
     yield from _states(placement, update, update.bucket.region, numbers=False)
 
 
 def numbers(placement: Placement, update: Update) -> dict[str, dict[str, float]]:
-    """By the first name of a parameter whose first element this rank updates: its states that are one number; none of one never updated."""
+    """By the first name of a parameter whose first element this rank updates: its states that are one number;
+    none of one never updated."""
     found: dict[str, dict[str, float]] = {}
     for run, state in update.state_of():
         own = {kind: float(number) for kind, value in state.items() if (number := _number(value)) is not None}
@@ -60,11 +63,16 @@ def frozen(placement: Placement, bucket: Bucket) -> Iterator[Region]:
     yield from _flat(placement, bucket, MASTER, bucket.rounded(), bucket.region)
 
 
-def _flat(placement: Placement, bucket: Bucket, kind: str, data: Tensor | Stored, part: slice) -> Iterator[Region]:
-    """The regions of `data`, which is the part of the bucket's flat buffer; and one of each tensor without elements."""
+def _flat(
+    placement: Placement, bucket: Bucket, kind: str, data: Tensor | Stored, part: slice
+) -> Iterator[Region]:
+    """The regions of `data`, which is the part of the bucket's flat buffer; and one of each tensor without
+    elements."""
     named = _named(placement, bucket)
     for held in (*bucket.layout.within(part.start, part.stop), *_empty(bucket)):
-        yield _region(placement, named, kind, held, _part(data, held.offset, held.offset + held.stop - held.start))
+        yield _region(
+            placement, named, kind, held, _part(data, held.offset, held.offset + held.stop - held.start)
+        )
 
 
 def _masters(placement: Placement, update: Update, part: slice) -> Iterator[Region]:
@@ -90,7 +98,8 @@ def _part(data: Tensor | Stored, start: int, stop: int) -> Tensor | Stored:
 
 
 def _states(placement: Placement, update: Update, part: slice, numbers: bool = True) -> Iterator[Region]:
-    """Those of the optimizer's states that lie in the part of the bucket's flat buffer; `numbers`: those that are one number, too."""
+    """Those of the optimizer's states that lie in the part of the bucket's flat buffer; `numbers`: those that
+    are one number, too."""
     bucket, tp = update.bucket, placement.division.tp
     named = _named(placement, bucket)
     for run, state in update.state_of():
@@ -102,14 +111,27 @@ def _states(placement: Placement, update: Update, part: slice, numbers: bool = T
                 if (number := _number(value)) is not None:
                     if numbers and held.start == 0:
                         yield Region(kind, names, Cut.whole((), tp.size), tp.rank, 0, number.reshape(1))
-                elif isinstance(value, Tensor | Stored) and value.numel() == size and (run.slot is None or value.shape == slot.shape):
+                elif (
+                    isinstance(value, Tensor | Stored)
+                    and value.numel() == size
+                    and (run.slot is None or value.shape == slot.shape)
+                ):
                     at = start - run.start + held.offset
                     yield _region(placement, named, kind, held, _part(value, at, at + held.stop - held.start))
-                elif isinstance(value, Tensor | Stored):  # of an optimizer of whole tensors, with a shape of its own
-                    yield Region(kind, names, Cut.whole(tuple(value.shape), tp.size), tp.rank, 0, _part(value, 0, value.numel()))
+                # of an optimizer of whole tensors, with a shape of its own
+                elif isinstance(value, Tensor | Stored):
+                    yield Region(
+                        kind,
+                        names,
+                        Cut.whole(tuple(value.shape), tp.size),
+                        tp.rank,
+                        0,
+                        _part(value, 0, value.numel()),
+                    )
                 elif value is not None:
                     raise CheckpointError(
-                        f"the optimizer's state {kind!r} of {names[0]} is a {type(value).__name__}: only tensors and numbers can be saved"
+                        f"the optimizer's state {kind!r} of {names[0]} is a "
+                        f"{type(value).__name__}: only tensors and numbers can be saved"
                     )
 
 
@@ -117,9 +139,17 @@ def _named(placement: Placement, bucket: Bucket) -> Mapping[str, tuple[Sequence[
     return {slot.name: (names, slot) for names, slot in placement.named(bucket)}
 
 
-def _region(placement: Placement, named: Mapping[str, tuple[Sequence[str], Slot]], kind: str, held: Range, data: Tensor | Stored) -> Region:
+def _region(
+    placement: Placement,
+    named: Mapping[str, tuple[Sequence[str], Slot]],
+    kind: str,
+    held: Range,
+    data: Tensor | Stored,
+) -> Region:
     names, _ = named[held.name]
-    return Region(kind, names, placement.division.parts[names[0]].cut, placement.division.tp.rank, held.start, data)
+    return Region(
+        kind, names, placement.division.parts[names[0]].cut, placement.division.tp.rank, held.start, data
+    )
 
 
 def _number(value: Any) -> Tensor | None:

@@ -1,6 +1,6 @@
-"""Makes the checkpoints of this folder with a real DeepSpeed, two ranks, on the CPU: `python tests/data/deepspeed/make.py` (it needs what
-requirements-bench.lock has). NAME.safetensors beside each is what DeepSpeed itself says of the live model: `kind/name`, whole tensors.
-"""
+"""Makes the checkpoints of this folder with a real DeepSpeed, two ranks, on the CPU: `python
+tests/data/deepspeed/make.py` (it needs what requirements-bench.lock has). NAME.safetensors beside each is
+what DeepSpeed itself says of the live model: `kind/name`, whole tensors."""
 
 from __future__ import annotations
 
@@ -27,7 +27,10 @@ CASES: dict[str, dict[str, Any]] = {
         "bf16": {"enabled": True, "immediate_grad_update": True},
         "data_types": {"grad_accum_dtype": "fp32"},
     },
-    "stage2-bf16-round-robin": {"zero_optimization": {"stage": 2, "round_robin_gradients": True}, "bf16": {"enabled": True}},
+    "stage2-bf16-round-robin": {
+        "zero_optimization": {"stage": 2, "round_robin_gradients": True},
+        "bf16": {"enabled": True},
+    },
     "stage2-fp32-elastic": {"zero_optimization": {"stage": 2, "elastic_checkpoint": True}},
     "stage3-bf16": {"zero_optimization": {"stage": 3, "sub_group_size": 40}, "bf16": {"enabled": True}},
     "stage3-fp32": {"zero_optimization": {"stage": 3}},
@@ -35,12 +38,15 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 class Tiny(nn.Module):
-    """Two layers, a head tied to the embedding, a frozen parameter, two buffers of which one is saved; sizes that no two ranks divide."""
+    """Two layers, a head tied to the embedding, a frozen parameter, two buffers of which one is saved; sizes
+    that no two ranks divide."""
 
     def __init__(self) -> None:
         super().__init__()
         self.embed = nn.Embedding(WORDS, WIDTH)
-        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, 7), nn.Tanh(), nn.Linear(7, WIDTH, bias=False)) for _ in range(2))
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(WIDTH, 7), nn.Tanh(), nn.Linear(7, WIDTH, bias=False)) for _ in range(2)
+        )
         self.frozen = nn.Parameter(torch.randn(5, 3), requires_grad=False)
         self.norm = nn.LayerNorm(WIDTH)
         self.head = nn.Linear(WIDTH, WORDS, bias=False)
@@ -53,7 +59,10 @@ class Tiny(nn.Module):
         hidden = self.embed(words[:, :-1]) * self.scale + self.frozen.mean() * self.unsaved
         for layer in self.layers:
             hidden = hidden + layer(hidden.to(self.embed.weight.dtype))
-        return F.cross_entropy(self.head(self.norm(hidden.to(self.embed.weight.dtype))).flatten(0, 1).float(), words[:, 1:].flatten())
+        return F.cross_entropy(
+            self.head(self.norm(hidden.to(self.embed.weight.dtype))).flatten(0, 1).float(),
+            words[:, 1:].flatten(),
+        )
 
 
 def main() -> None:
@@ -65,7 +74,13 @@ def main() -> None:
 
 def work(rank: int, name: str) -> None:
     """One rank trains a few steps and saves."""
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(RANKS), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29511"}
+    os.environ |= {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(RANKS),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "29511",
+    }
     os.environ |= {"DS_ACCELERATOR": "cpu", "GLOO_SOCKET_IFNAME": "lo"}
     import deepspeed
     from deepspeed.utils import logger
@@ -82,7 +97,12 @@ def work(rank: int, name: str) -> None:
     ]
     optimizer = torch.optim.AdamW(groups, lr=0.01)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
-    config = {"train_micro_batch_size_per_gpu": 2, "train_batch_size": 2 * RANKS, "zero_allow_untested_optimizer": True, **CASES[name]}
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "train_batch_size": 2 * RANKS,
+        "zero_allow_untested_optimizer": True,
+        **CASES[name],
+    }
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, lr_scheduler=schedule, config=config)
     for step in range(STEPS):
         torch.manual_seed(10 * step + rank)
@@ -104,7 +124,9 @@ def expected(engine: Any) -> dict[str, Tensor]:
     import deepspeed
     from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
-    found = {f"model/{name}": buffer.clone() for name, buffer in engine.module.named_buffers() if name != "unsaved"}
+    found = {
+        f"model/{name}": buffer.clone() for name, buffer in engine.module.named_buffers() if name != "unsaved"
+    }
     for name, parameter in engine.module.named_parameters():
         with deepspeed.zero.GatheredParameters([parameter]):
             found[f"model/{name}"] = parameter.detach().clone()
@@ -123,12 +145,17 @@ def expected(engine: Any) -> dict[str, Tensor]:
 
 
 def of_flat(optimizer: Any, parameter: nn.Parameter, kind: str) -> Tensor:
-    """At stages 1 and 2, from all ranks' flat partitions: `safe_get_full_*` forgets groups but the first, and the order of round robin."""
+    """At stages 1 and 2, from all ranks' flat partitions: `safe_get_full_*` forgets groups but the first, and
+    the order of round robin."""
     for group, members in enumerate(optimizer.round_robin_bit16_groups):
         for member, offset in zip(members, optimizer.round_robin_bit16_offsets[group], strict=True):
             if member is parameter:
                 own = optimizer.single_partition_of_fp32_groups[group].detach()
-                own = own if kind == "master" else optimizer.optimizer.state[optimizer.single_partition_of_fp32_groups[group]][kind]
+                own = (
+                    own
+                    if kind == "master"
+                    else optimizer.optimizer.state[optimizer.single_partition_of_fp32_groups[group]][kind]
+                )
                 parts = [torch.empty_like(own) for _ in range(RANKS)]
                 torch.distributed.all_gather(parts, own)
                 return torch.cat(parts)[offset : offset + parameter.numel()].view(parameter.shape).clone()

@@ -1,7 +1,8 @@
 """Reads and writes the directories of `torch.distributed.checkpoint` (DCP).
 
-`.metadata`, a pickle, says into which boxes each tensor is cut, and at which bytes of which `*.distcp` file each is: an archive of
-`torch.save`. The pickle is read by an unpickler that knows the metadata's own classes alone, and makes inert objects of them.
+`.metadata`, a pickle, says into which boxes each tensor is cut, and at which bytes of which `*.distcp` file
+each is: an archive of `torch.save`. The pickle is read by an unpickler that knows the metadata's own classes
+alone, and makes inert objects of them.
 Invariant: files are mapped, and `read` touches the bytes asked for alone. No communication.
 """
 
@@ -35,10 +36,17 @@ RATES = 64  # learning rates that are looked at: there may be one for each param
 _DCP = "torch.distributed.checkpoint.metadata"
 _OLD = "torch.distributed._shard.sharded_tensor.metadata"
 STOOD_IN = {
-    *((_DCP, name) for name in ("Metadata", "MetadataIndex", "StorageMeta", "TensorProperties", "_MEM_FORMAT_ENCODING")),
+    *(
+        (_DCP, name)
+        for name in ("Metadata", "MetadataIndex", "StorageMeta", "TensorProperties", "_MEM_FORMAT_ENCODING")
+    ),
     *((_DCP, f"{what}StorageMetadata") for what in ("Tensor", "Bytes", "Chunk")),
     *((_OLD, name) for name in ("TensorProperties", "MEM_FORMAT_ENCODING")),
-    *((module, f"{system}Path") for module in ("pathlib", "pathlib._local") for system in ("Posix", "Windows")),
+    *(
+        (module, f"{system}Path")
+        for module in ("pathlib", "pathlib._local")
+        for system in ("Posix", "Windows")
+    ),
     ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
     ("torch.serialization", "_get_layout"),
 }
@@ -69,7 +77,8 @@ class _Unpickler(pickle.Unpickler):
             known = vars(torch)[name]
         if known is None:
             raise CheckpointError(
-                f"{self._path} is refused, as it names {module}.{name}, which is none of DCP's classes and could run code"
+                f"{self._path} is refused, as it names {module}.{name}, "
+                "which is none of DCP's classes and could run code"
             )
         return known
 
@@ -87,10 +96,10 @@ class _Chunk(NamedTuple):
 class DCPCheckpoint:
     """An open directory of `torch.distributed.checkpoint`: a `Source`.
 
-    Weights are under "model", as in `{"model": ..., "optim": ...}` from `get_state_dict` (within an object such as "app", too), or by
-    themselves; the optimizer's states under any "optim..."; `others` are the keys that are neither. `state` is what else is known, and
-    `ranks` how many wrote it. Opening raises CheckpointError for what is damaged or refused.
-    """
+    Weights are under "model", as in `{"model": ..., "optim": ...}` from `get_state_dict` (within an object
+    such as "app", too), or by themselves; the optimizer's states under any "optim..."; `others` are the keys
+    that are neither. `state` is what else is known, and `ranks` how many wrote it. Opening raises
+    CheckpointError for what is damaged or refused."""
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
@@ -119,13 +128,16 @@ class DCPCheckpoint:
             raise CheckpointError(f"{self.path} has no {kind} of {name!r}")
         info, key = self.tensors[kind][name], self._keys[kind][name]
         if not 0 <= start <= stop <= prod(info.shape):
-            raise CheckpointError(f"{self.path}: {name!r} has {prod(info.shape)} elements, not [{start}, {stop})")
+            raise CheckpointError(
+                f"{self.path}: {name!r} has {prod(info.shape)} elements, not [{start}, {stop})"
+            )
         shape, chunks = info.shape or (1,), self._chunks[key]
         if key not in self._covered:
             if not _covered(shape, chunks):
                 raise damaged(self.path / METADATA, f"the parts of {key!r} leave gaps, or overlap")
             self._covered.add(key)
-        out = torch.empty(stop - start, dtype=info.dtype).view(torch.uint8)  # bytes, as those of a file need not be aligned
+        # bytes, as those of a file need not be aligned
+        out = torch.empty(stop - start, dtype=info.dtype).view(torch.uint8)
         for at, box in _boxes(shape, start, stop):
             target = out[at * info.dtype.itemsize :][: prod(box.sizes) * info.dtype.itemsize]
             for chunk in chunks:
@@ -165,14 +177,25 @@ class DCPCheckpoint:
         return len({name.split("_")[2] for name in self._sizes if re.match(r"__\d+_", name)})
 
     @cached_property
-    def _records(self) -> list[torch_archive.Record]:
-        chunks = [chunk for kind in self._keys.values() for key in kind.values() for chunk in self._chunks[key]]
-        return [record for chunk in chunks for record in torch_archive.records(self.path / chunk.file, chunk.start, chunk.stop)]
+    def _records(self) -> list[torch_archive.ArchiveRecord]:
+        chunks = [
+            chunk for kind in self._keys.values() for key in kind.values() for chunk in self._chunks[key]
+        ]
+        return [
+            record
+            for chunk in chunks
+            for record in torch_archive.records(self.path / chunk.file, chunk.start, chunk.stop)
+        ]
 
     def _open(self, metadata: Any) -> None:
         """Take what is needed out of the metadata, checked."""
-        places = {(index.fqn, _ints(offset) if (offset := getattr(index, "offset", None)) is not None else None): self._place(info)
-                  for index, info in metadata.storage_data.items()}  # fmt: skip
+        places = {
+            (
+                index.fqn,
+                _ints(offset) if (offset := getattr(index, "offset", None)) is not None else None,
+            ): self._place(info)
+            for index, info in metadata.storage_data.items()
+        }
         paths: Mapping[str, Sequence[Any]] = getattr(metadata, "planner_data", None) or {}
         infos: dict[str, TensorInfo] = {}
         self._chunks: dict[str, list[_Chunk]] = {}
@@ -195,7 +218,11 @@ class DCPCheckpoint:
                 raise damaged(self.path / METADATA, f"the parts of {key!r} leave gaps, or overlap")
         found = {key: _kind_and_name(paths.get(key, (key,))) for key in infos}
         if not any(place and place[0] == MODEL for place in found.values()):
-            found |= {key: (MODEL, key) for key, place in found.items() if place is None and len(paths.get(key, (key,))) == 1}
+            found |= {
+                key: (MODEL, key)
+                for key, place in found.items()
+                if place is None and len(paths.get(key, (key,))) == 1
+            }
         self.others = [key for key, place in found.items() if place is None]
         self._keys: dict[str, dict[str, str]] = {MODEL: {}}
         for key, place in found.items():
@@ -209,19 +236,28 @@ class DCPCheckpoint:
         """The file and the bytes of one item."""
         name, start, length = info.relative_path, *_ints((info.offset, info.length))
         if getattr(info, "transform_descriptors", None):
-            raise CheckpointError(f"{self.path / METADATA}: {name} is transformed by {info.transform_descriptors}, which is not read")
+            raise CheckpointError(
+                f"{self.path / METADATA}: {name} is transformed by "
+                f"{info.transform_descriptors}, which is not read"
+            )
         if not is_plain(name):
             raise damaged(self.path / METADATA, f"{name!r} is not the name of a file within the folder")
         if name not in self._sizes:
             self._sizes[name] = locate(self.path, name)[1]
         if start + length > self._sizes[name]:
-            raise damaged(self.path / name, f"it has {self._sizes[name]} bytes, and should have {start + length} or more")
+            raise damaged(
+                self.path / name,
+                f"it has {self._sizes[name]} bytes, and should have {start + length} or more",
+            )
         return name, start, start + length
 
     def _copy(self, key: str, dtype: torch.dtype, chunk: _Chunk, box: _Box, target: Tensor) -> None:
         """Copy what is in the chunk of the box into `target`, the bytes of the box."""
         low = [max(pair) for pair in zip(chunk.offsets, box.offsets, strict=True)]
-        ends = [(a + n, b + m) for a, n, b, m in zip(chunk.offsets, chunk.sizes, box.offsets, box.sizes, strict=True)]
+        ends = [
+            (a + n, b + m)
+            for a, n, b, m in zip(chunk.offsets, chunk.sizes, box.offsets, box.sizes, strict=True)
+        ]
         sizes = [min(pair) - at for pair, at in zip(ends, low, strict=True)]
         if min(sizes) <= 0:
             return
@@ -237,24 +273,42 @@ class DCPCheckpoint:
         views[0].copy_(views[1])
 
     def _bytes(self, key: str, dtype: torch.dtype, chunk: _Chunk) -> Tensor:
-        """The bytes of a chunk's elements, in their order: a view of the mapped file, or of a copy where it is not in that order there."""
+        """The bytes of a chunk's elements, in their order: a view of the mapped file, or of a copy where it
+        is not in that order there."""
         if chunk.file not in self._mapped:
             file = str(self.path / chunk.file)
-            self._mapped[chunk.file] = torch.from_file(file, shared=False, size=self._sizes[chunk.file], dtype=torch.uint8)
+            self._mapped[chunk.file] = torch.from_file(
+                file, shared=False, size=self._sizes[chunk.file], dtype=torch.uint8
+            )
         mapped, count = self._mapped[chunk.file], prod(chunk.sizes) * dtype.itemsize
         if chunk not in self._begins:
             tensor = torch_archive.load_part(self.path / chunk.file, chunk.start, chunk.stop, data=False)
-            data = [each for each in torch_archive.records(self.path / chunk.file, chunk.start, chunk.stop) if "/data/" in each.name]
-            if not isinstance(tensor, Tensor) or (tuple(tensor.shape) or (1,), tensor.dtype) != (chunk.sizes, dtype) or len(data) != 1:
+            data = [
+                each
+                for each in torch_archive.records(self.path / chunk.file, chunk.start, chunk.stop)
+                if "/data/" in each.name
+            ]
+            if (
+                not isinstance(tensor, Tensor)
+                or (tuple(tensor.shape) or (1,), tensor.dtype) != (chunk.sizes, dtype)
+                or len(data) != 1
+            ):
                 raise damaged(
-                    self.path / chunk.file, f"bytes {chunk.start} to {chunk.stop} are not the part of {key!r} that should be there"
+                    self.path / chunk.file,
+                    f"bytes {chunk.start} to {chunk.stop} are not the part of {key!r} that should be there",
                 )
             if not tensor.is_contiguous():
                 storage = mapped[data[0].start : data[0].stop].clone().view(dtype)
-                return storage.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset()).reshape(-1).view(torch.uint8)
+                return (
+                    storage.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+                    .reshape(-1)
+                    .view(torch.uint8)
+                )
             begin = data[0].start + int(tensor.storage_offset()) * dtype.itemsize
             if begin + count > data[0].stop:
-                raise damaged(self.path / chunk.file, f"the part of {key!r} at byte {chunk.start} goes beyond its end")
+                raise damaged(
+                    self.path / chunk.file, f"the part of {key!r} at byte {chunk.start} goes beyond its end"
+                )
             self._begins[chunk] = begin
         return mapped[self._begins[chunk] :][:count]
 
@@ -287,7 +341,8 @@ class _Box(NamedTuple):
 
 
 def _boxes(shape: tuple[int, ...], start: int, stop: int) -> Iterator[tuple[int, _Box]]:
-    """The boxes that elements [start, stop) of a flattened tensor are, in order, each with its first element's place among these."""
+    """The boxes that elements [start, stop) of a flattened tensor are, in order, each with its first
+    element's place among these."""
     if start >= stop:
         return
     row = prod(shape[1:])
@@ -313,7 +368,10 @@ def _covered(shape: tuple[int, ...], chunks: Sequence[_Chunk]) -> bool:
         return False
     if len(chunks) <= 1:
         return True
-    edges = [sorted({each[dim] for each in (*ends, *(chunk.offsets for chunk in chunks))}) for dim in range(len(shape))]
+    edges = [
+        sorted({each[dim] for each in (*ends, *(chunk.offsets for chunk in chunks))})
+        for dim in range(len(shape))
+    ]
     index = [{edge: i for i, edge in enumerate(each)} for each in edges]
     counts = [len(each) - 1 for each in edges]
     if prod(counts) > CELLS:
@@ -325,13 +383,14 @@ def _covered(shape: tuple[int, ...], chunks: Sequence[_Chunk]) -> bool:
 
 
 def write_dcp(source: Source, path: str | Path, param_groups: Sequence[Mapping[str, Any]] = ()) -> Path:
-    """Write a checkpoint of any format as a directory of `torch.distributed.checkpoint`, by this process alone, one tensor at a time.
+    """Write a checkpoint of any format as a directory of `torch.distributed.checkpoint`, by this process
+    alone, one tensor at a time.
 
-    Its keys are those of `{"model": ..., "optim": ...}` with what torch's `get_state_dict` returns: "model.NAME", in full precision where
-    the source has it, and "optim.state.NAME.KIND". param_groups: the optimizer's groups, in order, each with its hyperparameters and the
-    names of its "params"; without them `torch.distributed.checkpoint.load` takes the states only with a planner that allows a partial load.
-    Raises CheckpointError where `path` is in use.
-    """
+    Its keys are those of `{"model": ..., "optim": ...}` with what torch's `get_state_dict` returns:
+    "model.NAME", in full precision where the source has it, and "optim.state.NAME.KIND". param_groups: the
+    optimizer's groups, in order, each with its hyperparameters and the names of its "params"; without them
+    `torch.distributed.checkpoint.load` takes the states only with a planner that allows a partial load.
+    Raises CheckpointError where `path` is in use."""
     path = Path(path)
     with reading(path):
         if path.exists() and any(path.iterdir()):
@@ -341,7 +400,10 @@ def write_dcp(source: Source, path: str | Path, param_groups: Sequence[Mapping[s
     from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 
     places: dict[str, tuple[str, str]] = {}
-    tree: dict[str, Any] = {"model": {}, "optim": {"state": {}, "param_groups": [dict(group) for group in param_groups]}}
+    tree: dict[str, Any] = {
+        "model": {},
+        "optim": {"state": {}, "param_groups": [dict(group) for group in param_groups]},
+    }
     for kind, tensors in source.tensors.items():
         for name, info in tensors.items():
             empty = torch.empty(info.shape, dtype=info.dtype, device="meta")

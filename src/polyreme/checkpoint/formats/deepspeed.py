@@ -1,8 +1,10 @@
-"""Reads the checkpoints that DeepSpeed's ZeRO stages 1, 2 and 3 write (https://arxiv.org/abs/1910.02054), without DeepSpeed.
+"""Reads the checkpoints that DeepSpeed's ZeRO stages 1, 2 and 3 write (https://arxiv.org/abs/1910.02054),
+without DeepSpeed.
 
-A rank's `*_optim_states.pt` has its partition of flat vectors: at stages 1 and 2 of one for each parameter group, all its parameters end to
-end, cut among the ranks; at stage 3 each parameter is cut by itself into equal parts, and a rank's vectors are the ends of its parts.
-`*_model_states.pt` has names, shapes, buffers, and at stages 1 and 2 the weights in the dtype of the computation.
+A rank's `*_optim_states.pt` has its partition of flat vectors: at stages 1 and 2 of one for each parameter
+group, all its parameters end to end, cut among the ranks; at stage 3 each parameter is cut by itself into
+equal parts, and a rank's vectors are the ends of its parts. `*_model_states.pt` has names, shapes, buffers,
+and at stages 1 and 2 the weights in the dtype of the computation.
 Invariant: files are mapped, and `read` touches the bytes asked for alone. No communication.
 """
 
@@ -31,8 +33,8 @@ MODEL_FILE = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt
 
 
 def find(path: Path) -> Path | None:
-    """The folder with a checkpoint's files: `path` itself, or the one in it that its file `latest` names; None if neither has any.
-    Raises CheckpointError where `latest` names one that is elsewhere."""
+    """The folder with a checkpoint's files: `path` itself, or the one in it that its file `latest` names;
+    None if neither has any. Raises CheckpointError where `latest` names one that is elsewhere."""
     if _has_files(path):
         return path
     with reading(path):
@@ -42,7 +44,10 @@ def find(path: Path) -> Path | None:
         if is_plain(tag) and "/" not in tag and not target.is_symlink():
             return target if _has_files(target) else None
     if _leads_to_files(target):
-        raise CheckpointError(f"{pointer} names {tag!r}, which leads to {target.resolve()}: if you trust that, load it by its own path")
+        raise CheckpointError(
+            f"{pointer} names {tag!r}, which leads to {target.resolve()}: "
+            "if you trust that, load it by its own path"
+        )
     return None
 
 
@@ -62,30 +67,39 @@ def _has_files(folder: Path) -> bool:
 class DeepSpeedCheckpoint:
     """An open checkpoint of DeepSpeed: a `Source`.
 
-    Kinds: the weights; where they are in a lower precision, "master"; and of the optimizer's states those that are one number for each of a
-    parameter or one for all of them. A parameter with several names has each; `aliases` has the first one of each other. `zero_stage` and
-    `mesh` say how it was written, `state` at which step. Opening raises CheckpointError for what is damaged, refused (see `archive`) or of
-    another kind of parallelism.
-    """
+    Kinds: the weights; where they are in a lower precision, "master"; and of the optimizer's states those
+    that are one number for each of a parameter or one for all of them. A parameter with several names has
+    each; `aliases` has the first one of each other. `zero_stage` and `mesh` say how it was written, `state`
+    at which step. Opening raises CheckpointError for what is damaged, refused (see `archive`) or of another
+    kind of parallelism."""
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
         folder = find(self.path)
         if folder is None:
-            raise CheckpointError(f"{self.path} has no *_model_states.pt of DeepSpeed, nor a file `latest` that names a folder of such")
+            raise CheckpointError(
+                f"{self.path} has no *_model_states.pt of DeepSpeed, "
+                "nor a file `latest` that names a folder of such"
+            )
         _check_names(folder)
         models, optimizers = _load_all(folder, MODEL_FILE), _load_all(folder, OPTIMIZER_FILE)
         self._files = [*models, *optimizers]
         try:
             model = next(iter(models.values()))
             _check_parallelism(folder, model)
-            zero = _Zero(folder, list(models.values()), [each["optimizer_state_dict"] for each in optimizers.values()])
+            zero = _Zero(
+                folder, list(models.values()), [each["optimizer_state_dict"] for each in optimizers.values()]
+            )
             self._at, self.aliases = zero.places(), zero.aliases
-            self.zero_stage, self.mesh, self.state = zero.stage, {"dp": len(optimizers) or model.get("dp_world_size", 1)}, zero.state()
+            self.zero_stage = zero.stage
+            self.mesh = {"dp": len(optimizers) or model.get("dp_world_size", 1)}
+            self.state = zero.state()
         except CheckpointError:
             raise
         except Exception as error:  # of values that are of any type
-            raise damaged(folder, f"its files are not as DeepSpeed writes them ({type(error).__name__}: {error})") from error
+            raise damaged(
+                folder, f"its files are not as DeepSpeed writes them ({type(error).__name__}: {error})"
+            ) from error
         self.tensors: Mapping[str, Mapping[str, TensorInfo]] = {
             kind: {name: place.info for name, place in places.items()} for kind, places in self._at.items()
         }
@@ -109,7 +123,8 @@ class DeepSpeedCheckpoint:
         return out
 
     def contributions(self, part: int, parts: int) -> list[int]:
-        """See `Source`: of each record of each file, as DeepSpeed's files are archives with the CRC-32 of every record."""
+        """See `Source`: of each record of each file, as DeepSpeed's files are archives with the CRC-32 of
+        every record."""
         return torch_archive.contributions(self._records, part, parts)
 
     def compare(self, contributions: Sequence[int]) -> None:
@@ -117,17 +132,28 @@ class DeepSpeedCheckpoint:
         torch_archive.compare(self._records, contributions, self.path)
 
     @cached_property
-    def _records(self) -> list[torch_archive.Record]:
-        return [record for file in self._files for record in torch_archive.records(file, 0, locate(file.parent, file.name)[1])]
+    def _records(self) -> list[torch_archive.ArchiveRecord]:
+        return [
+            record
+            for file in self._files
+            for record in torch_archive.records(file, 0, locate(file.parent, file.name)[1])
+        ]
 
 
 def _load_all(folder: Path, pattern: re.Pattern[str]) -> dict[Path, Any]:
     """What the files of all ranks hold, in the order of the ranks."""
     with reading(folder):
-        names = sorted((int(match[1] or 0), match[0]) for entry in folder.iterdir() if (match := pattern.fullmatch(entry.name)))
+        names = sorted(
+            (int(match[1] or 0), match[0])
+            for entry in folder.iterdir()
+            if (match := pattern.fullmatch(entry.name))
+        )
     ranks = [rank for rank, _ in names]
     if ranks != list(range(len(names))):
-        raise CheckpointError(f"{folder} has files of the ranks {ranks} ({names[-1][1]}, ...): one is missing, or has files of two runs")
+        raise CheckpointError(
+            f"{folder} has files of the ranks {ranks} ({names[-1][1]}, "
+            "...): one is missing, or has files of two runs"
+        )
     return {(file := locate(folder, name)[0]): torch_archive.load(file, "deepspeed") for _, name in names}
 
 
@@ -141,7 +167,10 @@ def _check_names(folder: Path) -> None:
 
 
 def _check_parallelism(folder: Path, model: Mapping[str, Any]) -> None:
-    degrees = {"mp_world_size": model.get("mp_world_size", 1), **(model.get("checkpoint_parallel_dimensions") or {})}
+    degrees = {
+        "mp_world_size": model.get("mp_world_size", 1),
+        **(model.get("checkpoint_parallel_dimensions") or {}),
+    }
     for name, degree in degrees.items():
         if degree != 1:
             raise _parallel(folder, f"{name} = {degree}")
@@ -149,7 +178,8 @@ def _check_parallelism(folder: Path, model: Mapping[str, Any]) -> None:
 
 def _parallel(folder: Path, sign: str) -> CheckpointError:
     return CheckpointError(
-        f"{folder} was written with tensor, pipeline or expert parallelism ({sign}); of DeepSpeed's checkpoints those of data parallelism "
+        f"{folder} was written with tensor, pipeline or expert parallelism "
+        f"({sign}); of DeepSpeed's checkpoints those of data parallelism "
         "alone (ZeRO stages 1 to 3) are read. Merge it into whole tensors with the program that wrote it"
     )
 
@@ -187,12 +217,15 @@ class _Place:
 
 
 def _whole(tensor: Tensor) -> _Place:
-    return _Place(TensorInfo(tuple(tensor.shape), tensor.dtype), [_Flat({0: tensor})], 0, max(tensor.numel(), 1))
+    return _Place(
+        TensorInfo(tuple(tensor.shape), tensor.dtype), [_Flat({0: tensor})], 0, max(tensor.numel(), 1)
+    )
 
 
 @dataclass(frozen=True)
 class _Slot:
-    """A trained parameter: its shape, the group that it is in, the vectors it lies in and where in them (see `_Place`)."""
+    """A trained parameter: its shape, the group that it is in, the vectors it lies in and where in them (see
+    `_Place`)."""
 
     shape: tuple[int, ...]
     group: int
@@ -204,15 +237,24 @@ class _Slot:
 class _Zero:
     """What the files of all ranks say together."""
 
-    def __init__(self, folder: Path, models: Sequence[Mapping[str, Any]], optimizers: Sequence[Mapping[str, Any]]) -> None:
+    def __init__(
+        self, folder: Path, models: Sequence[Mapping[str, Any]], optimizers: Sequence[Mapping[str, Any]]
+    ) -> None:
         self.folder, self.models, self.optimizers, self.ranks = folder, models, optimizers, len(optimizers)
         config = models[0].get("ds_config") or {}
         self.aliases: Mapping[str, str] = models[0].get("shared_params") or {}
         self.stage: int = config.get("zero_optimization", {}).get("stage", 0)
         if not optimizers and self.stage == 3:
-            raise CheckpointError(f"{folder} is of stage 3 and has no *_optim_states.pt, in which its weights are: copy these files, too")
+            raise CheckpointError(
+                f"{folder} is of stage 3 and has no *_optim_states.pt, "
+                "in which its weights are: copy these files, too"
+            )
         if optimizers:
-            self.stage = 3 if "fp32_flat_groups" in optimizers[0] else _number(optimizers[0].get("zero_stage", self.stage))
+            self.stage = (
+                3
+                if "fp32_flat_groups" in optimizers[0]
+                else _number(optimizers[0].get("zero_stage", self.stage))
+            )
             self._check_ranks()
         key = "fp32_flat_groups" if self.stage == 3 else "single_partition_of_fp32_groups"
         self.masters: list[list[Tensor]] = [each[key] for each in optimizers]
@@ -225,7 +267,10 @@ class _Zero:
         """Every tensor, by kind and name."""
         masters = self._lines(self.masters)
         found = {MODEL: self._weights(masters)}
-        full = {name: self._placed(masters, slot, self.masters[0][slot.group].dtype) for name, slot in self.slots.items()}
+        full = {
+            name: self._placed(masters, slot, self.masters[0][slot.group].dtype)
+            for name, slot in self.slots.items()
+        }
         if any(place.info.dtype != found[MODEL][name].info.dtype for name, place in full.items()):
             found[MASTER] = full
         for kind in sorted({kind for states in self.states for state in states for kind in state}):
@@ -239,11 +284,18 @@ class _Zero:
     def state(self) -> dict[str, Any]:
         """How far training had come."""
         model = self.models[0]
-        keys = {"step": "global_steps", "samples": "global_samples", "skipped": "skipped_steps", "deepspeed": "ds_version"}
+        keys = {
+            "step": "global_steps",
+            "samples": "global_samples",
+            "skipped": "skipped_steps",
+            "deepspeed": "ds_version",
+        }
         found = {name: model[key] for name, key in keys.items() if key in model}
         groups = _base(self.optimizers[0]).get("param_groups", []) if self.optimizers else []
         scheduled = (model.get("lr_scheduler") or {}).get("_last_lr", [])
-        rates = sorted({float(group["lr"]) for group in groups if "lr" in group} or set(map(float, scheduled)))
+        rates = sorted(
+            {float(group["lr"]) for group in groups if "lr" in group} or set(map(float, scheduled))
+        )
         if rates:
             found["lr"] = rates[0] if len(rates) == 1 else rates
         scaler = self.optimizers[0].get("loss_scaler") if self.optimizers else None
@@ -258,7 +310,8 @@ class _Zero:
         if counts != {self.ranks} or len(self.models) != models:
             said = " and ".join(map(str, sorted(counts)))
             raise CheckpointError(
-                f"{self.folder} was written by {said} ranks at stage {self.stage}, and has the optimizer's files of {self.ranks} "
+                f"{self.folder} was written by {said} ranks at stage "
+                f"{self.stage}, and has the optimizer's files of {self.ranks} "
                 f"and the model's of {len(self.models)}: copy the files of every rank"
             )
 
@@ -285,11 +338,15 @@ class _Zero:
                 end += prod(shape) + gap
             padding = sum(each["group_paddings"][group] for each in self.optimizers)
             if end + padding != self.sizes[group] * self.ranks:
-                raise ValueError(f"group {group} has {self.sizes[group]} elements on each rank, not {end} in all and {padding} of padding")
+                raise ValueError(
+                    f"group {group} has {self.sizes[group]} elements on "
+                    f"each rank, not {end} in all and {padding} of padding"
+                )
         return found
 
     def _slots_of_stage_3(self, shapes: Sequence[Mapping[str, Sequence[int]]]) -> dict[str, _Slot]:
-        """Stage 3: a vector for each rank, all groups' end to end, in which each parameter has an equal part."""
+        """Stage 3: a vector for each rank, all groups' end to end, in which each parameter has an equal
+        part."""
         ends = list(accumulate(self.sizes))
         found, end = {}, 0
         for name, shape in (item for named in shapes for item in named.items()):
@@ -298,14 +355,20 @@ class _Zero:
             end += part
         if end != ends[-1]:
             offloaded = ": states that are offloaded to files are not in a checkpoint" if not ends[-1] else ""
-            raise ValueError(f"each rank should have {end} elements of the parameters, and has {ends[-1]}{offloaded}")
+            raise ValueError(
+                f"each rank should have {end} elements of the parameters, and has {ends[-1]}{offloaded}"
+            )
         return found
 
     def _size(self, group: int) -> int:
-        """Elements of every rank's partition of a group, with padding: some of DeepSpeed's optimizers save it, and some take it away."""
+        """Elements of every rank's partition of a group, with padding: some of DeepSpeed's optimizers save
+        it, and some take it away."""
         sizes = [masters[group].numel() for masters in self.masters]
         if len(set(sizes)) > 1 and self.stage < 3:
-            sizes = [size + each["group_paddings"][group] for size, each in zip(sizes, self.optimizers, strict=True)]
+            sizes = [
+                size + each["group_paddings"][group]
+                for size, each in zip(sizes, self.optimizers, strict=True)
+            ]
         if len(set(sizes)) != 1:
             raise ValueError(f"the ranks' partitions of group {group} have {sizes} elements")
         return sizes[0]
@@ -314,15 +377,22 @@ class _Zero:
         """The vectors that the ranks' `parts` of every group make up; of some groups there may be none."""
         if self.stage == 3:
             starts = list(accumulate(self.sizes, initial=0))[:-1]
-            return [_Flat({start: part for start, part in zip(starts, each, strict=True) if part is not None}) for each in parts]
+            return [
+                _Flat({start: part for start, part in zip(starts, each, strict=True) if part is not None})
+                for each in parts
+            ]
         by_group = enumerate(zip(*parts, strict=True))
-        return [_Flat({self.sizes[group] * rank: part for rank, part in enumerate(each) if part is not None}) for group, each in by_group]
+        return [
+            _Flat({self.sizes[group] * rank: part for rank, part in enumerate(each) if part is not None})
+            for group, each in by_group
+        ]
 
     def _placed(self, lines: Sequence[_Flat], slot: _Slot, dtype: torch.dtype) -> _Place:
         return _Place(TensorInfo(slot.shape, dtype), lines[slot.lines], slot.offset, slot.part)
 
     def _weights(self, masters: Sequence[_Flat]) -> dict[str, _Place]:
-        """Weights and buffers. At stage 3 only the latter are whole; where the weights should be there is something empty."""
+        """Weights and buffers. At stage 3 only the latter are whole; where the weights should be there is
+        something empty."""
         module = self.models[0]["module"]
         found: dict[str, _Place] = {}
         frozen = self.models[0].get("frozen_param_shapes") or {}
@@ -345,7 +415,10 @@ class _Zero:
     def _state(self, kind: str) -> dict[str, _Place]:
         """A state of each parameter of the groups that have it."""
         values = [[state.get(kind) for state in states] for states in self.states]
-        parts = [[self._of_elements(value, rank, group) for group, value in enumerate(each)] for rank, each in enumerate(values)]
+        parts = [
+            [self._of_elements(value, rank, group) for group, value in enumerate(each)]
+            for rank, each in enumerate(values)
+        ]
         lines = self._lines(parts)
         found: dict[str, _Place] = {}
         for name, slot in self.slots.items():
@@ -357,14 +430,19 @@ class _Zero:
         return found
 
     def _of_elements(self, value: Any, rank: int, group: int) -> Tensor | None:
-        """`value`, where it is a number for each element of a rank's partition of a group, with or without its padding."""
+        """`value`, where it is a number for each element of a rank's partition of a group, with or without
+        its padding."""
         sizes = (self.masters[rank][group].numel(), self.sizes[group])
         return value if isinstance(value, Tensor) and value.dim() and value.numel() in sizes else None
 
 
 def _base(optimizer: Mapping[str, Any]) -> Mapping[str, Any]:
     """The state of the optimizer that DeepSpeed wraps."""
-    base = optimizer["optimizer_state_dict"] if "fp32_flat_groups" in optimizer else optimizer["base_optimizer_state"]
+    base = (
+        optimizer["optimizer_state_dict"]
+        if "fp32_flat_groups" in optimizer
+        else optimizer["base_optimizer_state"]
+    )
     return base if isinstance(base, Mapping) else {"groups": base}
 
 

@@ -1,11 +1,12 @@
 """Reads a Hugging Face directory: our own checkpoints, and any other with safetensors in it.
 
-`model.safetensors`, or several with `model.safetensors.index.json`, hold the weights; `optimizer/KIND.safetensors`, alike, one state each.
-A checkpoint of adapters alone has no weights but theirs, as `optimizer/model.safetensors`.
-With a `resume.json` the checkpoint is ours: every file has a size and a checksum, and none may be missing or too many. States without it
-are refused; weights alone, as people publish them, are not.
-Invariant: opening reads headers alone, and `read` the bytes asked for alone, straight into the tensor. No communication.
-"""
+`model.safetensors`, or several with `model.safetensors.index.json`, hold the weights;
+`optimizer/KIND.safetensors`, alike, one state each. A checkpoint of adapters alone has no weights but theirs,
+as `optimizer/model.safetensors`. With a `resume.json` the checkpoint is ours: every file has a size and a
+checksum, and none may be missing or too many. States without it are refused; weights alone, as people publish
+them, are not.
+Invariant: opening reads headers alone, and `read` the bytes asked for alone, straight into the tensor. No
+communication."""
 
 from __future__ import annotations
 
@@ -34,11 +35,12 @@ FILE = re.compile(r"(?<=[^/])(-\d+-of-\d+)?\.safetensors(\.index\.json)?$")  # w
 
 
 class Directory:
-    """An open Hugging Face directory: a `Source`. `headers` are those of its safetensors files, by path within it; `resume` is what
-    resume.json says, or None; `files` those that it names, in the order of their paths; `adapters_only`: it has no others of the model.
+    """An open Hugging Face directory: a `Source`. `headers` are those of its safetensors files, by path
+    within it; `resume` is what resume.json says, or None; `files` those that it names, in the order of their
+    paths; `adapters_only`: it has no others of the model.
 
-    Opening raises CheckpointError for all that is wrong with it but for the bytes of tensors and other files: those `contributions` and
-    `compare` find, where there is a resume.json."""
+    Opening raises CheckpointError for all that is wrong with it but for the bytes of tensors and other files:
+    those `contributions` and `compare` find, where there is a resume.json."""
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
@@ -50,19 +52,28 @@ class Directory:
         self._files: Mapping[str, File] = dict(sorted(self.resume.files.items())) if self.resume else {}
         self._paths, self.files = list(self._files), list(self._files.values())
         self._numbers = {name: i for i, name in enumerate(self._paths)}
-        states = sorted({FILE.sub("", name) for name in self._names if name.startswith(f"{OPTIMIZER}/") and FILE.search(name)})
+        states = sorted(
+            {
+                FILE.sub("", name)
+                for name in self._names
+                if name.startswith(f"{OPTIMIZER}/") and FILE.search(name)
+            }
+        )
         if self.resume:
             self._check_files()
         elif states:
-            raise CheckpointError(f"{self.path} has an optimizer's states and no {RESUME}, without which they cannot be checked: "
-                                  f"copy it again, or take the folder {OPTIMIZER} away to use the weights alone")  # fmt: skip
+            raise CheckpointError(f"{self.path} has an optimizer's states and no "
+                                  f"{RESUME}, without which they cannot be checked: "
+                                  "copy it again, or take the folder "
+                                  f"{OPTIMIZER} away to use the weights alone")  # fmt: skip
         self.headers: dict[str, Header] = {}
         self.adapters_only = ADAPTERS in states
         self._places = {} if self.adapters_only else {MODEL: self._find("model")}
         for stem in states:
             self._places.setdefault(PurePosixPath(stem).name, self._find(stem))
         self.tensors: Mapping[str, Mapping[str, TensorInfo]] = {
-            kind: {name: entry.info for name, (_, entry) in places.items()} for kind, places in self._places.items()
+            kind: {name: entry.info for name, (_, entry) in places.items()}
+            for kind, places in self._places.items()
         }
 
     def read(self, kind: str, name: str, start: int, stop: int) -> Tensor:
@@ -76,8 +87,8 @@ class Directory:
         return memory.view(self.tensors[kind][name].dtype)
 
     def place(self, kind: str, name: str, start: int, stop: int) -> tuple[int, int, int]:
-        """Where the elements [start, stop) of a tensor are: the number of the file in `files`, from which byte, to which. CheckpointError
-        where there are none."""
+        """Where the elements [start, stop) of a tensor are: the number of the file in `files`, from which
+        byte, to which. CheckpointError where there are none."""
         file, begin, end = self._range(kind, name, start, stop)
         return self._numbers[file], begin, end
 
@@ -103,7 +114,9 @@ class Directory:
         file, (info, begin, end) = self._places[kind][name]
         size = info.dtype.itemsize
         if not 0 <= start <= stop <= (end - begin) // size:
-            raise CheckpointError(f"{self.path / file}: {name!r} has {(end - begin) // size} elements, not [{start}, {stop})")
+            raise CheckpointError(
+                f"{self.path / file}: {name!r} has {(end - begin) // size} elements, not [{start}, {stop})"
+            )
         return file, begin + start * size, begin + stop * size
 
     def contributions(self, part: int, parts: int) -> list[int]:
@@ -125,7 +138,11 @@ class Directory:
             if (among is None or i in among) and checksum.total(file.size, [each]) != file.crc32
         ]
         if wrong:
-            raise damaged(self.path, f"other bytes than were written (by their CRC-32) are in {'; '.join(map(self._describe, wrong))}")
+            raise damaged(
+                self.path,
+                "other bytes than were written (by their CRC-32) "
+                f"are in {'; '.join(map(self._describe, wrong))}",
+            )
 
     def _contribution(self, name: str, start: int, stop: int, size: int) -> int:
         state = 0
@@ -138,10 +155,14 @@ class Directory:
         if name not in self.headers:
             return name
         tensors = [repr(tensor) for tensor in self.headers[name].entries]
-        return f"{name} ({', '.join(tensors[:3])}{f' and {len(tensors) - 3} more tensors' if len(tensors) > 3 else ''})"
+        return (
+            f"{name} "
+            f"({', '.join(tensors[:3])}{f' and {len(tensors) - 3} more tensors' if len(tensors) > 3 else ''})"
+        )
 
     def _check_files(self) -> None:
-        """Against resume.json: each of its files is there, with its size, and no other that could be taken for one of the checkpoint."""
+        """Against resume.json: each of its files is there, with its size, and no other that could be taken
+        for one of the checkpoint."""
         problems = []
         for name, file in self._files.items():
             try:
@@ -152,8 +173,16 @@ class Directory:
                 if size != file.size:
                     problems.append(f"{name} was written with {file.size} bytes and has {size}")
         folders = {".", OPTIMIZER, *(str(PurePosixPath(name).parent) for name in self._files)}
-        there = {name for folder in folders for name in _listing(self.path, folder) if name.endswith((".safetensors", ".json"))}
-        extra = [f"{name!r} was not written with it: move it elsewhere" for name in sorted(there - self._files.keys() - {RESUME})]
+        there = {
+            name
+            for folder in folders
+            for name in _listing(self.path, folder)
+            if name.endswith((".safetensors", ".json"))
+        }
+        extra = [
+            f"{name!r} was not written with it: move it elsewhere"
+            for name in sorted(there - self._files.keys() - {RESUME})
+        ]
         if problems:
             raise damaged(self.path, "; ".join(problems + extra))
         if extra:
@@ -173,7 +202,11 @@ class Directory:
         headers = {}
         for name, part in places.items():
             if not is_plain(part) or "/" in part or not part.endswith(".safetensors"):
-                raise damaged(file, f"tensor {name!r} would be in {part!r}, which is not the name of a safetensors file in the same folder")
+                raise damaged(
+                    file,
+                    f"tensor {name!r} would be in {part!r}, which is not "
+                    "the name of a safetensors file in the same folder",
+                )
             if part not in headers:
                 headers[part] = self._header(str(PurePosixPath(stem).with_name(part)))
             if name not in headers[part].entries:
@@ -182,7 +215,10 @@ class Directory:
             for name in header.entries:
                 if places.get(name) != part:
                     raise damaged(file, f"{part} holds the tensor {name!r}, which is not said to be there")
-        return {name: (str(PurePosixPath(stem).with_name(part)), headers[part].entries[name]) for name, part in places.items()}
+        return {
+            name: (str(PurePosixPath(stem).with_name(part)), headers[part].entries[name])
+            for name, part in places.items()
+        }
 
     def _header(self, name: str) -> Header:
         self.headers[name] = parse(locate(self.path, name)[0])
@@ -190,16 +226,27 @@ class Directory:
 
     def _missing(self, stem: str) -> CheckpointError:
         """The error that there are no files of `stem`; for the weights, with what is there instead."""
-        pickles = [name for name in self._names if name.startswith("pytorch_model") and ".safetensors" not in name]
+        pickles = [
+            name for name in self._names if name.startswith("pytorch_model") and ".safetensors" not in name
+        ]
         if stem == "model" and pickles:
-            return CheckpointError(f"{self.path} has its weights in a pickle ({pickles[0]}), which could run code and is not read: "
-                                   f"if you trust it, open it with transformers and `save_pretrained` it as safetensors")  # fmt: skip
+            return CheckpointError(f"{self.path} has its weights in a pickle "
+                                   f"({pickles[0]}), which could run code and is not read: "
+                                   "if you trust it, open it with transformers "
+                                   "and `save_pretrained` it as safetensors")  # fmt: skip
         there = ", ".join(self._names[:10]) + (", ..." if len(self._names) > 10 else "")
-        return CheckpointError(f"{self.path} has no {stem}.safetensors, nor the index of several: it has {there or 'no files'}")
+        return CheckpointError(
+            f"{self.path} has no {stem}.safetensors, nor the index of several: it has {there or 'no files'}"
+        )
 
 
 def _listing(folder: Path, inner: str) -> list[str]:
-    """The paths, from `folder` on, of what is in its folder `inner` ("." for itself); none if there is no such folder."""
+    """The paths, from `folder` on, of what is in its folder `inner` ("." for itself); none if there is no
+    such folder."""
     place = folder / inner
     with reading(place):
-        return sorted(str(PurePosixPath(inner) / entry.name) for entry in place.iterdir()) if place.is_dir() else []
+        return (
+            sorted(str(PurePosixPath(inner) / entry.name) for entry in place.iterdir())
+            if place.is_dir()
+            else []
+        )

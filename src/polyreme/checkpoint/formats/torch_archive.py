@@ -1,8 +1,7 @@
 """Archives that `torch.save` writes, read without running anything of them.
 
-Invariant: an object in an archive is a tensor, a plain value, or an inert stand-in for a class that is never imported; what names any other
-class is a CheckpointError with the file and the class. No communication.
-"""
+Invariant: an object in an archive is a tensor, a plain value, or an inert stand-in for a class that is never
+imported; what names any other class is a CheckpointError with the file and the class. No communication."""
 
 from __future__ import annotations
 
@@ -26,7 +25,8 @@ LOCAL_HEADER = 30  # bytes before the name of a zip record
 
 
 class StandIn:
-    """An object of a class that is not imported: the arguments that it would have been made with, and its attributes."""
+    """An object of a class that is not imported: the arguments that it would have been made with, and its
+    attributes."""
 
     args: tuple[Any, ...] = ()
 
@@ -39,8 +39,9 @@ class StandIn:
         pass
 
 
-class Record(NamedTuple):
-    """One entry of an archive: bytes [start, stop) of a file, and their CRC-32 as it was written (0: not known)."""
+class ArchiveRecord(NamedTuple):
+    """One entry of an archive: bytes [start, stop) of a file, and their CRC-32 as it was written (0: not
+    known)."""
 
     file: Path
     name: str
@@ -52,14 +53,15 @@ class Record(NamedTuple):
 def load(file: Path, package: str) -> Any:
     """The object that a file holds. Its tensors are views of the mapped file: what is not used is not read.
 
-    Objects of classes of `package` are `StandIn`s; of any other class, or for what is no archive, CheckpointError.
-    """
+    Objects of classes of `package` are `StandIn`s; of any other class, or for what is no archive,
+    CheckpointError."""
     with reading(file):
         return _load(file, file, f"{package}.", mmap=True, map_location="cpu")
 
 
 def load_part(file: Path, start: int, stop: int, data: bool = True) -> Any:
-    """The same for an archive that is bytes [start, stop) of a file, of no package; without `data`, tensors are on the meta device."""
+    """The same for an archive that is bytes [start, stop) of a file, of no package; without `data`, tensors
+    are on the meta device."""
     with reading(file), _Part(file, start, stop) as part:
         return _load(part, file, None, map_location="cpu" if data else "meta")
 
@@ -78,10 +80,13 @@ def _load(source: Any, file: Path, prefix: str | None, **options: Any) -> Any:
             raise
         except Exception as error:
             raise damaged(
-                file, f"torch cannot read it as plain data ({type(error).__name__}: {str(error).partition(chr(10))[0]})"
+                file,
+                "torch cannot read it as plain data "
+                f"({type(error).__name__}: {str(error).partition(chr(10))[0]})",
             ) from None
     raise CheckpointError(
-        f"{file} is refused, as it names {', '.join(refused)}: a class of a checkpoint's file could run code, so that none is imported. "
+        f"{file} is refused, as it names {', '.join(refused)}: a class of "
+        "a checkpoint's file could run code, so that none is imported. "
         "Save the checkpoint again without such objects"
     )
 
@@ -91,7 +96,8 @@ _LOCK = threading.Lock()
 
 @contextmanager
 def _nothing_allowed() -> Iterator[Callable[[list[Any]], None]]:
-    """Until it ends, only what torch itself calls safe can be unpickled, and what the function that it yields is given."""
+    """Until it ends, only what torch itself calls safe can be unpickled, and what the function that it yields
+    is given."""
     with _LOCK:  # torch has one list for the whole process
         before = serialization.get_safe_globals()
         serialization.clear_safe_globals()
@@ -102,7 +108,7 @@ def _nothing_allowed() -> Iterator[Callable[[list[Any]], None]]:
             serialization.add_safe_globals(before)
 
 
-def records(file: Path, start: int, stop: int) -> list[Record]:
+def records(file: Path, start: int, stop: int) -> list[ArchiveRecord]:
     """The entries of the archive that is bytes [start, stop) of a file. CheckpointError where it is none."""
     found = []
     try:
@@ -110,20 +116,20 @@ def records(file: Path, start: int, stop: int) -> list[Record]:
             for entry in archive.infolist():
                 part.seek(entry.header_offset)
                 header = part.read(LOCAL_HEADER)
-                lengths = int.from_bytes(header[26:28], "little") + int.from_bytes(
-                    header[28:30], "little"
-                )  # of its name and its extra field
+                # of its name and its extra field
+                lengths = int.from_bytes(header[26:28], "little") + int.from_bytes(header[28:30], "little")
                 begin = start + entry.header_offset + LOCAL_HEADER + lengths
                 if entry.compress_type != zipfile.ZIP_STORED or begin + entry.file_size > stop:
                     raise zipfile.BadZipFile(f"{entry.filename} is compressed, or beyond the end")
-                found.append(Record(file, entry.filename, begin, begin + entry.file_size, entry.CRC))
+                found.append(ArchiveRecord(file, entry.filename, begin, begin + entry.file_size, entry.CRC))
     except (zipfile.BadZipFile, ValueError, NotImplementedError) as error:
         raise damaged(file, f"bytes {start} to {stop} are no archive of torch.save ({error})") from None
     return found
 
 
-def contributions(every: Sequence[Record], part: int, parts: int) -> list[int]:
-    """Of each record: 0 if its bytes are as they were written, as far as is known, or if it is not in the `part`-th of `parts` shares."""
+def contributions(every: Sequence[ArchiveRecord], part: int, parts: int) -> list[int]:
+    """Of each record: 0 if its bytes are as they were written, as far as is known, or if it is not in the
+    `part`-th of `parts` shares."""
     own = sorted(range(len(every)), key=lambda i: every[i].start - every[i].stop)[part::parts]
     found = [0] * len(every)
     for i in own:
@@ -131,14 +137,18 @@ def contributions(every: Sequence[Record], part: int, parts: int) -> list[int]:
     return found
 
 
-def compare(every: Sequence[Record], differences: Sequence[int], path: Path) -> None:
+def compare(every: Sequence[ArchiveRecord], differences: Sequence[int], path: Path) -> None:
     """CheckpointError where one of them is not 0."""
-    wrong = [f"{each.file.name} ({each.name})" for each, difference in zip(every, differences, strict=True) if difference]
+    wrong = [
+        f"{each.file.name} ({each.name})"
+        for each, difference in zip(every, differences, strict=True)
+        if difference
+    ]
     if wrong:
         raise damaged(path, f"other bytes than were written (by their CRC-32) are in {'; '.join(wrong)}")
 
 
-def _difference(record: Record) -> int:
+def _difference(record: ArchiveRecord) -> int:
     memory, found = memoryview(bytearray(min(CHUNK, record.stop - record.start))), 0
     for at in range(record.start, record.stop, CHUNK):
         chunk = memory[: min(CHUNK, record.stop - at)]
