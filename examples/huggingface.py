@@ -1,5 +1,4 @@
-# examples/huggingface.py: a Hugging Face model in the loop you have. Run it with: polyreme launch -n 2
-# examples/huggingface.py
+# examples/huggingface.py: a Hugging Face model in your loop; polyreme launch -n 2 examples/huggingface.py
 from pydoc_data.topics import topics
 
 import torch
@@ -17,8 +16,7 @@ engine = polyreme.initialize(model, {"batch": {"size": 32}, "optimizer": {"lr": 
 
 for batch in engine.loader(dataset, epochs=1):
     output = engine(**batch)
-    # once for each micro-batch, here one a step; with output.loss.backward(), result.loss is not known
-    engine.backward(output.loss)
+    engine.backward(output.loss)  # or output.loss.backward(), after which result.loss is not known
     result = engine.step()
     if engine.mesh.rank == 0 and result.step % 16 == 0:
         print(f"step {result.step}: loss {result.loss:.3f}, {result.tokens / result.seconds:,.0f} tokens/s")

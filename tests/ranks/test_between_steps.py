@@ -223,6 +223,74 @@ def all_of_it(rank: int, world: int, folder: Path) -> None:
     shared(rank, world)
 
 
+def in_inference_mode(rank: int, world: int, stage: int, memory: dict[str, str]) -> None:
+    """A first forward under torch.inference_mode makes memory that steps write to later."""
+    (x, y), plain = data(), net()
+    engine = engine_of(net(), world, stage, memory=memory, mesh={"shared_memory": stage != 2})
+    optimizer = torch.optim.SGD(plain.parameters(), 0.1)
+    with torch.inference_mode():
+        assert torch.allclose(engine(x), plain(x))
+        with engine.full_parameters() as whole:
+            assert torch.allclose(whole(x), plain(x))
+    for _ in range(2):
+        engine.train_step((share(x, rank, world), share(y, rank, world)))
+        optimizer.zero_grad()
+        F.mse_loss(plain(x), y).backward()
+        optimizer.step()
+    with torch.inference_mode():
+        assert torch.allclose(engine(x), plain(x), rtol=1e-10)
+
+
+def transforms(rank: int, world: int, memory: dict[str, str]) -> None:
+    """torch.func: what maps over samples works, and what differentiates says where it does."""
+    (x, _), plain = data(), net()
+    engine = engine_of(net(), world, 3, memory=memory)
+
+    def output(weight: Tensor, model: nn.Module) -> Tensor:
+        return torch.func.functional_call(model, {"0.weight": weight}, (x,)).sum()
+
+    weight = plain[0].weight.detach().clone()
+    if world > 1 or memory:  # else nothing is gathered
+        with pytest.raises(ModelError, match=r"torch\.func.*full_parameters"):
+            torch.func.grad(output)(weight, engine.module)
+    with engine.full_parameters() as whole:
+        found = torch.func.grad(output)(weight, whole)
+    assert torch.allclose(found, torch.func.grad(output)(weight, plain))
+    assert torch.allclose(torch.func.vmap(engine.module)(x[None]), plain(x)[None])
+
+
+def again(rank: int, world: int) -> None:
+    """A parameter is made a parameter once more, as parametrizations do it."""
+    for stage in (0, 3):
+        engine = engine_of(net(), world, stage)
+        for make in (nn.Parameter, lambda p: nn.Parameter(p, requires_grad=False)):
+            with pytest.raises(ModelError, match=r"0\.weight"):
+                make(engine.module[0].weight)
+        with pytest.raises(ModelError, match=r"0\.weight"):
+            nn.utils.parametrizations.weight_norm(engine.module[0])
+
+
+MEMORY = [{}, {"params": "host"}, {"params": "host", "states": "host"}]
+
+
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize(("stage", "memory"), [(0, {}), (2, {}), *((3, memory) for memory in MEMORY)])
+def test_training_goes_on_after_inference_mode(
+    ranks: Ranks, world: int, stage: int, memory: dict[str, str]
+) -> None:
+    ranks(world, in_inference_mode, stage, memory)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("memory", MEMORY[:2])
+def test_transforms_of_functions(ranks: Ranks, world: int, memory: dict[str, str]) -> None:
+    ranks(world, transforms, memory)
+
+
+def test_a_parameter_is_not_made_one_again(ranks: Ranks) -> None:
+    ranks(2, again)
+
+
 @pytest.mark.parametrize("world", [1, 2])
 def test_what_scripts_do_between_steps_counts_or_is_refused(ranks: Ranks, tmp_path: Path, world: int) -> None:
     ranks(world, all_of_it, tmp_path)

@@ -81,7 +81,10 @@ class DirectExchange:
 
     def empty(self, size: int, dtype: torch.dtype) -> Tensor:
         """A flat tensor, not initialised, that ranks of this host can read where it is."""
-        return torch.empty(size, dtype=dtype) if self._board is None else self._board.heap.empty(size, dtype)
+        if self._board is not None:
+            return self._board.heap.empty(size, dtype)
+        with torch.inference_mode(False):  # the user's may be on, and the tensor is written to after it
+            return torch.empty(size, dtype=dtype)
 
     def all_gather(self, full: Tensor, shard: Tensor, of: str) -> Work:
         """As `Axis.all_gather`."""

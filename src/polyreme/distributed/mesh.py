@@ -228,7 +228,8 @@ class Axis:
         copy."""
         if self._direct is not None and device.type == "cpu":
             return self._direct.empty(size, dtype)
-        return torch.empty(size, dtype=dtype, device=device)
+        with torch.inference_mode(False):  # the user's may be on, and the tensor is written to after it
+            return torch.empty(size, dtype=dtype, device=device)
 
     @property
     def _meeting(self) -> Meeting | None:

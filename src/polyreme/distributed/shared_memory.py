@@ -83,7 +83,8 @@ class Heap:
         if not size:
             return torch.empty(0, dtype=dtype)
         memory, offset = self.reserve(size * dtype.itemsize)
-        tensor = torch.frombuffer(memory, dtype=dtype, count=size)
+        with torch.inference_mode(False):  # the user's may be on, and the tensor is written to after it
+            tensor = torch.frombuffer(memory, dtype=dtype, count=size)
         self._offsets[tensor.data_ptr()] = offset
         weakref.finalize(memory, self._offsets.pop, tensor.data_ptr(), None).atexit = False
         return tensor

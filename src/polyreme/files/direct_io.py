@@ -60,7 +60,8 @@ def aligned(nbytes: int, pin: bool = False) -> Tensor:
         with contextlib.suppress(OSError):  # a kernel without them
             memory.madvise(mmap.MADV_HUGEPAGE)
     view = memoryview(memory)
-    tensor = torch.frombuffer(view, dtype=torch.uint8)
+    with torch.inference_mode(False):  # the user's may be on, and the memory is written to after it
+        tensor = torch.frombuffer(view, dtype=torch.uint8)
     if pin:
         _pin(view, memory, tensor)
     return tensor

@@ -268,7 +268,8 @@ class Bucket:
                 "engine.full_parameters() inside of another one: the parameters are whole there already"
             )
         self.ensure()
-        self._lent = self.full.clone()
+        with torch.inference_mode(False):  # what is lent inside of it may be kept
+            self._lent = self.full.clone()
         self.release()
         unguard(self.parameters)
         self._point(self._cut(self._lent))
@@ -318,11 +319,23 @@ class Bucket:
         """Begin to fill the full buffer from the ranks' shards, unless it is filled already, or the
         parameters are whole elsewhere."""
         if self._state == "released" and self._lent is None:
+            self._refuse_transforms()
             self._state = "fetching"
             if self._offloaded is not None:
                 self._offloaded.fetch()
             if self._offloaded is None or self._offloaded.is_near:
                 self._begin()
+
+    def _refuse_transforms(self) -> None:
+        """Raise ModelError inside a function transform that differentiates: it would follow the gather."""
+        kinds = torch._C._functorch.TransformType
+        levels = torch._C._functorch.get_interpreter_stack() or ()
+        if any(level.key() in (kinds.Grad, kinds.Jvp) for level in levels):
+            raise ModelError(
+                f"torch.func.grad, vjp or jvp runs a forward that gathers {self._of.removeprefix(' of ')} "
+                "(zero.stage = 3, or memory.params elsewhere): call it inside `with "
+                "engine.full_parameters():`, which every rank must enter, or use loss.backward()"
+            )
 
     def _begin(self) -> None:
         """The shard is here, or near: give it to the others, and get theirs."""

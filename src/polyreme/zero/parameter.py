@@ -8,6 +8,7 @@ Hooks of the user's come before the one that takes the gradient away. Operators 
 from __future__ import annotations
 
 import gc
+import sys
 from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 from weakref import ref
@@ -77,6 +78,15 @@ class TrainedParameter(nn.Parameter):
     @grad.deleter
     def grad(self) -> None:
         self.grad = None
+
+    def detach(self) -> Tensor:
+        if sys._getframe(1).f_code is nn.Parameter.__new__.__code__:
+            raise ModelError(
+                f"nn.Parameter(...) of parameter {NAMES.get(self, '?')}, which an engine trains: make it "
+                "of a copy of its numbers, nn.Parameter(p.detach().clone()), and call engine.refresh(); "
+                "weight_norm and other parametrizations belong before initialize"
+            )
+        return super().detach()
 
     def register_post_accumulate_grad_hook(self, hook: Callable[[Tensor], None]) -> RemovableHandle:
         handle: RemovableHandle = super().register_post_accumulate_grad_hook(hook)
