@@ -64,7 +64,7 @@ def plain() -> dict[str, Record]:
 
 
 def weighed(rank: int, world: int) -> dict[str, list[Record]]:
-    """Both loops, at several stages."""
+    """All loops, at several stages."""
     found: dict[str, list[Record]] = {name: [] for name in LOSSES}
     for name, loss_fn in LOSSES.items():
         x, y = (t.chunk(world)[rank] for t in (data()[0], target_of(name)))
@@ -75,10 +75,13 @@ def weighed(rank: int, world: int) -> dict[str, list[Record]]:
             results = []
             if "by hand" not in name:
                 results.append(polyreme.initialize(net(), settings, loss_fn=loss_fn).train_step((x, y)))
-            engine = polyreme.initialize(net(), settings)
-            for a, b in zip(x.split(2), y.split(2), strict=True):
-                engine.backward(loss_fn(engine(a), b))
-            found[name] += [(r.loss, r.grad_norm) for r in [*results, engine.step()]]
+            for own in (False, True):
+                engine = polyreme.initialize(net(), settings)
+                for a, b in zip(x.split(2), y.split(2), strict=True):
+                    loss = loss_fn(engine(a), b)
+                    loss.backward() if own else engine.backward(loss)
+                results.append(engine.step())
+            found[name] += [(r.loss, r.grad_norm) for r in results]
     return found
 
 
@@ -378,6 +381,9 @@ def refused(rank: int, world: int) -> list[str]:
             engine.backward(make(engine(x[:2]), y[:2]))
         found.append(str(caught.value))
         engine.backward(make(engine(x[:2]), y[:2]), weight=2)  # said, it is taken
+        with pytest.raises(BatchError) as caught:
+            make(engine(x[:2]), y[:2]).backward()
+        assert str(caught.value) == found[-1]
     for make in (
         lambda o, t: (o - t).square().sum() / 4,
         lambda o, t: F.mse_loss(o, t) / 3,
@@ -385,6 +391,7 @@ def refused(rank: int, world: int) -> list[str]:
     ):
         engine = polyreme.initialize(net(), {**settings, "precision": {"compute": "fp64"}})
         engine.backward(make(engine(x[:2]), y[:2]))  # a mean, or meant
+        make(engine(x[:2]), y[:2]).backward()
     with pytest.raises(BatchError) as caught:
         polyreme.initialize(net(), settings, loss_fn=nn.MSELoss(reduction="sum"))
     return [*found, str(caught.value)]

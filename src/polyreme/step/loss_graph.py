@@ -50,9 +50,8 @@ def refuse_scaled(loss: Tensor, own: Any, microbatches: int, samples: int) -> No
     if by == microbatches and (_is_mean(inner) or inner is getattr(own, "grad_fn", None)):
         raise BatchError(
             f"the loss was divided by {microbatches}, the micro-batches "
-            "of a step, as other loops need it: engine.backward and step "
-            "make their mean themselves. Give engine.backward the mean "
-            "loss as it is, or say weight= if the division is meant"
+            "of a step, as other loops need it: a step is the mean of its micro-batches already. Call "
+            "backward of the mean loss as it is, or engine.backward(loss, weight=...) if that is meant"
         )
 
 

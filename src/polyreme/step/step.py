@@ -53,8 +53,8 @@ class StepResult:
 
     step: int
     loss: float
-    """Mean over the whole global batch (over its labels, for language models); NaN where a backward was the
-    loss's own (`loss.backward()`), which no engine sees the value of."""
+    """Mean over the whole global batch (over its labels, for language models); NaN where a backward was of
+    several tensors at once, or began with a gradient."""
     grad_norm: float
     """Global norm before clipping."""
     lr: float
@@ -235,9 +235,9 @@ class Step:
             self.microbatches += 1
             self.differentiate(0, [], [])
 
-    def enter(self, weight: float, tokens: int, samples: int) -> None:
-        """In a backward that the user began, of one micro-batch's mean loss, whose gradients come as they
-        are."""
+    def enter(self, weight: float, tokens: int, samples: int, loss: Tensor | None = None) -> None:
+        """In a backward that the user began, of one micro-batch's mean loss (None: it is not known), whose
+        gradients come as they are."""
         if self._scale.value != 1.0:
             raise ModelError(
                 "loss.backward() in fp16, whose losses are multiplied by "
@@ -246,7 +246,10 @@ class Step:
             )
         self._admit()
         self._count(weight, tokens, samples)
-        self._unseen += 1
+        if loss is None:
+            self._unseen += 1
+        elif weight:
+            self._loss = self._loss + loss.detach().reshape(()).double() * weight
         self.begun = True
         self._reducer.begin(factor=weight / self._hint)
         self._read_ahead()

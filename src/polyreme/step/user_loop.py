@@ -3,7 +3,7 @@
 A backward of an engine's output is one of three kinds, told apart when it reaches that output:
 - `engine.backward(loss)`: announced.
 - `loss.backward()`: counts as the backward of the micro-batch whose output it comes to first, for each engine
-that it comes through.
+  that it comes through.
 - `other.backward(loss)`, of an engine on whose output this one's depends or that depends on it (a
   discriminator in a generator's graph): comes through, and what it would give this engine's parameters is
   dropped.
@@ -17,7 +17,7 @@ Communication: none but what `step` does.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -34,6 +34,7 @@ from polyreme.step.batches import samples_of
 from polyreme.step.loss import Objective
 from polyreme.step.loss_graph import mixes, refuse_scaled, weight_of
 from polyreme.step.step import Step, current
+from polyreme.step.user_backward import forget, listen
 from polyreme.zero.gather import Hook
 from polyreme.zero.reduce import Reducer
 
@@ -69,7 +70,10 @@ class Loop:
         self._task = -1  # autograd's number of the last backward that came by
         with torch._C.DisableTorchFunctionSubclass():
             self._accumulators = [get_gradient_edge(parameter).node for parameter in parameters]
+        self._loss: Tensor | None = None  # of the backward under way, if that is known
+        self._announced: Callable[[], float] | None = None  # its weight
         self._hook = model.register_forward_pre_hook(Hook(partial(_called, weakref.ref(self))))
+        listen(self)
         reducer.unannounced = self._begin
 
     def close(self) -> None:
@@ -78,6 +82,22 @@ class Loop:
         self._accumulators.clear()
         self._last = None
         self._hook.remove()
+        forget(self)
+
+    def announce(self, loss: Tensor | None) -> None:
+        """See `Listener`: read what a loss is the mean of while that is there, for the case that its backward
+        comes to the output of the last forward."""
+        self._loss, self._announced = loss, None
+        if loss is None or self._last is None or current() is not None:
+            return
+        forward, output = self._last
+        try:
+            weight = self._weight_of_loss(loss, forward.batch, output)
+            if weight is None:
+                weight = self._weight_of_batch(loss, forward.batch, output)
+            self._announced = partial(float, weight)
+        except BatchError as error:  # it may be of others
+            self._announced = partial(_raise, error)
 
     def forward(self, batch: Any, output: Any) -> None:
         """Take note of a micro-batch, and of its output, from which a backward may come."""
@@ -201,11 +221,11 @@ class Loop:
             if forward.counted:
                 raise BatchError(_NO_FORWARD)
             self._refuse_more(forward.batch)
-            weight = self._objective.weight(forward.batch)
-            if last is not None and forward is last[0]:
-                self._objective.check_own(getattr(last[1], "loss", None), weight)
+            told = self._announced if last is not None and forward is last[0] else None
+            weight = self._objective.weight(forward.batch) if told is None else told()
             self._count(forward)
-            self._step.enter(weight, count_tokens(forward.batch), samples_of(forward.batch, self._config))
+            tokens, samples = count_tokens(forward.batch), samples_of(forward.batch, self._config)
+            self._step.enter(weight, tokens, samples, self._loss)
         else:
             self._reducer.begin_foreign()
         self._task = torch._C._current_graph_task_id()
@@ -214,6 +234,10 @@ class Loop:
     def _accumulates(self) -> bool:
         """Whether the backward under way gives any parameter a gradient."""
         return _will_come_to(self._accumulators)
+
+
+def _raise(error: BatchError) -> float:
+    raise error
 
 
 def _called(loop: weakref.ref[Loop], *_: Any) -> None:

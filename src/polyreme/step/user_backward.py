@@ -1,0 +1,59 @@
+"""Tells loops of the user's own the loss whose backward begins. Autograd's hooks see gradients alone, and
+when the first of them comes, what the loss was made from is freed.
+
+Invariant: `torch.autograd.backward`, which `Tensor.backward` calls, is torch's own again when the last loop
+has closed. Communication: none.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, Protocol
+from weakref import WeakSet
+
+import torch
+from torch import Tensor
+
+
+class Listener(Protocol):
+    """Who wants to know."""
+
+    def announce(self, loss: Tensor | None) -> None:
+        """The backward of `loss` begins; None: it has ended."""
+
+
+_LISTENERS: WeakSet[Any] = WeakSet()
+_TORCH: Callable[..., None] = torch.autograd.backward
+
+
+def listen(listener: Listener) -> None:
+    """Tell `listener` of each backward of one scalar, in whichever thread, until `forget`."""
+    if not _LISTENERS:
+        global _TORCH
+        _TORCH = torch.autograd.backward
+        torch.autograd.backward = _backward = functools.wraps(_TORCH)(_telling)
+        _backward.polyreme = True  # type: ignore[attr-defined]
+    _LISTENERS.add(listener)
+
+
+def forget(listener: Listener) -> None:
+    """Tell `listener` no more."""
+    _LISTENERS.discard(listener)
+    if not _LISTENERS and getattr(torch.autograd.backward, "polyreme", False):
+        torch.autograd.backward = _TORCH
+
+
+def _telling(tensors: Any, grad_tensors: Any = None, *args: Any, **kwargs: Any) -> None:
+    one = tensors[0] if isinstance(tensors, tuple | list) and len(tensors) == 1 else tensors
+    if not isinstance(one, Tensor) or one.numel() != 1 or grad_tensors is not None:
+        _TORCH(tensors, grad_tensors, *args, **kwargs)
+        return
+    listeners = list(_LISTENERS)
+    try:
+        for listener in listeners:
+            listener.announce(one)
+        _TORCH(tensors, grad_tensors, *args, **kwargs)
+    finally:
+        for listener in listeners:
+            listener.announce(None)
