@@ -32,7 +32,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
-from polyreme.distributed.mesh import GROUPS
+from polyreme.distributed.process_group import GROUPS
 from polyreme.launch.processes import die_with_parent
 
 WARM_RANKS = 8  # idle ranks kept over all world sizes; beyond it the pool used longest ago goes

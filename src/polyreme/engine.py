@@ -170,8 +170,8 @@ class Engine:
         split = cut(self.module, recording, len(rank_of), config, mesh)
         if recording is None:
             # over dp they are shared out, by ZeRO
-            take_from_rank_0(self.module.parameters(), mesh.device, mesh.tp, mesh.pp)
-            take_from_rank_0(self.module.buffers(), mesh.device, mesh.dp, mesh.tp, mesh.pp)
+            take_from_rank_0(self.module.parameters(), mesh.device, mesh.product("tp", "pp"))
+            take_from_rank_0(self.module.buffers(), mesh.device, mesh.product("dp", "tp", "pp"))
         division = divide(self.module, split, rank_of, config, mesh)
         if split is not None:
             blocks = split.blocks_of(self.module, mine)
@@ -312,8 +312,7 @@ class Engine:
             for module, mode in modes.items():
                 module.training = mode
         totals *= self._tells
-        for axis in (self.mesh.dp, self.mesh.tp, self.mesh.pp):
-            axis.all_reduce(totals).wait()
+        self.mesh.product("dp", "tp", "pp").all_reduce(totals)
         loss_sum, total = totals.tolist()
         return EvalResult(loss_sum / total if total else math.nan, total)
 
@@ -827,9 +826,8 @@ class Engine:
         self._step.begin()
         with watch_nonfinite(self.module) as found:
             self._run(parts, weights, update=False)
-        reports: list[Any] = [(self.mesh.rank, *found[:1])] if found else []
-        for axis in self.mesh.axes.values():
-            reports = [report for each in axis.gather_objects(reports) for report in each]  # type: ignore[attr-defined]
+        told = self.mesh.gather_objects((self.mesh.rank, *found[:1]))
+        reports = [report for report in told if len(report) > 1]
         # what another stage made spoils the gradients of those before it, and the outputs of those after
         for later in (GRADIENT, MODEL):
             reports = [report for report in reports if later not in report[1]] or reports

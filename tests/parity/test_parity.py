@@ -15,6 +15,7 @@ import models
 import polyreme
 from cover import cover, together
 from pool import Ranks
+from training import own_collectives
 
 STEPS, SAMPLES = 3, 12
 
@@ -91,12 +92,28 @@ def test_equals_plain_pytorch(ranks: Ranks, request: pytest.FixtureRequest, mode
         for case in (CASES if request.config.getoption("all_cases") else FEW)
         if (case.model, case.world) == (model, world)
     ]
-    results = ranks(world, train, model, [case.config() for case in cases])
+    compare(ranks(world, train, model, [case.config() for case in cases]), cases)
+
+
+def over_own_collectives(rank: int, world: int, *args: Any) -> Any:
+    with own_collectives():
+        return train(rank, world, *args)
+
+
+@pytest.mark.parametrize("model", ["llama", "convnet"])
+def test_equals_plain_pytorch_over_the_process_group(ranks: Ranks, model: str) -> None:
+    """The path that GPUs take: every two values of what a run may be."""
+    cases = [case for case in CASES if (case.model, case.world) == (model, 2)]
+    cases = cover(cases, lambda case: together(case._asdict(), 2))
+    compare(ranks(2, over_own_collectives, model, [case.config() for case in cases]), cases)
+
+
+def compare(results: list[Any], cases: list[Case]) -> None:
     for i, case in enumerate(cases):
-        records, weights = expected(model, case.clip, case.optimizer)
-        for rank in range(world):
+        records, weights = expected(case.model, case.clip, case.optimizer)
+        for result in results:
             torch.testing.assert_close(
-                results[rank][i][0], records, rtol=1e-10, atol=1e-10, msg=lambda m, at=case: f"{at}: {m}"
+                result[i][0], records, rtol=1e-10, atol=1e-10, msg=lambda m, at=case: f"{at}: {m}"
             )
         for name, tensor in weights.items():
             torch.testing.assert_close(results[0][i][1][name], tensor, rtol=1e-10, atol=1e-10,

@@ -21,6 +21,7 @@ import polyreme
 from cover import cover
 from polyreme.pipeline.schedule import NAMES, Name, stage_ranks
 from pool import Ranks
+from training import own_collectives
 
 STEPS, SAMPLES, CLIP, BLOCKS = 3, 12, 0.05, 5
 
@@ -220,6 +221,26 @@ def test_two_of_each_on_eight_ranks(ranks: Ranks) -> None:
         settings(sizes, zero={"stage": 3}, pipeline={"schedule": "interleaved"}),
     ]
     compare(ranks(8, train, "llama", each), "llama", each)
+
+
+def over_own_collectives(rank: int, world: int, *args: Any) -> Any:
+    with own_collectives():
+        return train(rank, world, *args)
+
+
+def test_the_process_groups_own_collectives_equal_plain_pytorch(ranks: Ranks) -> None:
+    """The path that GPUs take."""
+    sequence = {"tp": 2, "sequence_parallel": True}
+    each = {
+        2: [settings({"pp": 2}, pipeline={"schedule": s}) for s in ("1f1b", "zb-v")] + [settings(sequence)],
+        4: [
+            settings({**sequence, "pp": 2}, zero={"stage": 1}),
+            settings({"pp": 2}, zero={"stage": 3}, pipeline={"schedule": "interleaved"}),
+            settings({"tp": 2}, zero={"stage": 3}, **RECOMPUTED),
+        ],
+    }
+    for world, configs in each.items():
+        compare(ranks(world, over_own_collectives, "llama tied", configs), "llama tied", configs)
 
 
 # ---- every family: each pair of two things that a run may have is in some run

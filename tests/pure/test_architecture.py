@@ -43,3 +43,14 @@ def test_one_file_knows_transformers_models() -> None:
 def test_no_pickle_is_loaded() -> None:
     # whose unpickler imports nothing that a file names
     assert importers("pickle") == {"checkpoint/formats/dcp.py"}
+
+
+def test_who_reads_which_rank_a_process_is() -> None:
+    names = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
+    found = {
+        file.relative_to(SOURCE).parts[0]
+        for file in SOURCE.rglob("*.py")
+        for node in ast.walk(ast.parse(file.read_text("utf-8")))
+        if isinstance(node, ast.Constant) and node.value in names
+    }
+    assert found <= {"distributed", "launch"}

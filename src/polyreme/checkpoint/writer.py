@@ -188,7 +188,7 @@ class Writer:
             [[*name, [list(vars(block).values()) for _, block in held]] for name, held in mine.items()]
         )
         theirs = [
-            {(kind, name): [Runs(*numbers) for numbers in blocks] for kind, name, blocks in each}  # type: ignore[attr-defined]
+            {(kind, name): [Runs(*numbers) for numbers in blocks] for kind, name, blocks in each}
             for each in told
         ]
 

@@ -24,11 +24,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from polyreme.distributed.shared_memory import Board, heap, peer
+from polyreme.distributed.sums import put, sum_into
 from polyreme.distributed.watch import Meeting
 from polyreme.distributed.work import UNSETTLED, Work, reporting
 
-CHUNK = 1 << 18
-"""Elements summed at a time: small enough that a chunk and its conversion stay in the cache."""
 SMALL = 4096
 """Bytes below which numbers are sent even to a rank of the same host: telling it where they lie takes as many
 messages."""
@@ -42,11 +41,12 @@ TAGS = NUMBERS * SIGNS
 """Beyond those of exchanges."""
 
 
-class DirectExchange:
-    """The exchanges of one axis, named `axis`, whose ranks are those of the gloo group. Tensors are flat and
-    contiguous.
+class GlooDirect:
+    """A `Backend` of one axis, named `axis`, whose ranks are those of the gloo group.
 
-    Sent and not read, until `meet` has found ranks on this host."""
+    Numbers are sent and not read, until `meet` has found ranks on this host."""
+
+    deterministic, device = True, torch.device("cpu")
 
     def __init__(self, axis: str, size: int, rank: int, group: dist.ProcessGroup) -> None:
         self._axis, self._size, self._rank, self._group = axis, size, rank, group
@@ -56,13 +56,13 @@ class DirectExchange:
         self._begun = self._posted = 0  # exchanges, and those of them on the board
 
     @property
-    def reads(self) -> bool:
-        """Whether there is a rank whose memory this one reads."""
-        return self._board is not None
+    def kind(self) -> str:
+        """Whether there is a rank whose memory this one reads, or all is sent."""
+        return "gloo direct" if self._board is None else "shared memory"
 
     def meet(self, gather: Callable[[object], list[Any]], timeout: timedelta) -> None:
-        """Find the ranks of the axis that are on this host. `gather` returns every rank's value; all ranks
-        must call."""
+        """Find the ranks of the axis that are on this host, to read their memory. `gather` returns every
+        rank's value; all ranks must call."""
         mine = heap()
         board = (
             None if mine is None else Board(mine, self._axis, self._rank, self._size, timeout.total_seconds())
@@ -79,15 +79,16 @@ class DirectExchange:
                 board.meet(rank, found, addresses[rank][1])
                 self._board = board
 
-    def empty(self, size: int, dtype: torch.dtype) -> Tensor:
-        """A flat tensor, not initialised, that ranks of this host can read where it is."""
-        if self._board is not None:
+    def empty(self, size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        if self._board is not None and device.type == "cpu":
             return self._board.heap.empty(size, dtype)
         with torch.inference_mode(False):  # the user's may be on, and the tensor is written to after it
-            return torch.empty(size, dtype=dtype)
+            return torch.empty(size, dtype=dtype, device=device)
+
+    def bytes_of_all_reduce(self, nbytes: int) -> int:
+        return (self._size - 1) * nbytes
 
     def all_gather(self, full: Tensor, shard: Tensor, of: str) -> Work:
-        """As `Axis.all_gather`."""
         places = full.chunk(self._size)
 
         def fill(parts: Sequence[Tensor]) -> None:
@@ -97,7 +98,6 @@ class DirectExchange:
         return self._begin([shard] * self._size, places.__getitem__, fill, f"all-gather{of}")
 
     def reduce_scatter(self, out: Tensor, full: Tensor, accumulate: bool, of: str) -> Work:
-        """As `Axis.reduce_scatter`."""
         return self._begin(
             full.chunk(self._size),
             lambda _: torch.empty_like(out, dtype=full.dtype),
@@ -106,7 +106,6 @@ class DirectExchange:
         )
 
     def all_reduce(self, tensor: Tensor) -> Work:
-        """As `Axis.all_reduce`."""
         if self._board is None or tensor.nbytes < SMALL:
             out = [tensor] * self._size
         else:  # others read a copy while the sum takes its place
@@ -122,17 +121,33 @@ class DirectExchange:
             self._unstage(copy, work)
         return work
 
-    def gather(self, tensor: Tensor, what: str) -> list[Tensor]:
-        """Every rank's `tensor`, of the same size everywhere."""
-        found: list[Tensor] = []
-        out = [tensor] * self._size
-        self._begin(
-            out,
-            lambda _: torch.empty_like(tensor),
-            lambda parts: found.extend(part.clone() for part in parts),
-            what,
-        ).settle()
+    def gather_bytes(self, data: bytes) -> Sequence[bytes]:
+        mine, found = torch.frombuffer(bytearray(data), dtype=torch.uint8), list[bytes]()
+
+        def keep(parts: Sequence[Tensor]) -> None:
+            found.extend(part.numpy().tobytes() for part in parts)
+
+        self._begin([mine] * self._size, lambda _: torch.empty_like(mine), keep, "gathering reports").settle()
         return found
+
+    def broadcast(self, tensor: Tensor, source: int) -> Work:
+        others = [to for to in range(self._size) if to != source]
+        with reporting(what := f"broadcast over {self._axis}"):
+            if self._rank == source:
+                pending = [dist.isend(tensor, group=self._group, group_dst=to) for to in others]
+            else:
+                pending = [dist.irecv(tensor, group=self._group, group_src=source)]
+        return Work(pending, what=what, meeting=self.meeting)
+
+    def send(self, tensor: Tensor, to: int) -> Work:
+        with reporting(what := f"send over {self._axis}"):
+            pending = dist.isend(tensor, group=self._group, group_dst=to, tag=TAGS)
+            return Work([pending], what=what, meeting=self.meeting)
+
+    def receive(self, tensor: Tensor, source: int) -> Work:
+        with reporting(what := f"receive over {self._axis}"):
+            pending = dist.irecv(tensor, group=self._group, group_src=source, tag=TAGS)
+            return Work([pending], what=what, meeting=self.meeting)
 
     def _begin(
         self,
@@ -197,7 +212,7 @@ class DirectExchange:
         """A copy of `tensor` that ranks of this host can read."""
         copies = self._staged[tensor.numel(), tensor.dtype]
         reusable = bool(copies) and copies[0][1].is_settled()
-        copy = copies.popleft()[0] if reusable else self.empty(tensor.numel(), tensor.dtype)
+        copy = copies.popleft()[0] if reusable else self.empty(tensor.numel(), tensor.dtype, self.device)
         return copy.copy_(tensor)
 
     def _unstage(self, copy: Tensor, last: Work) -> None:
@@ -205,34 +220,3 @@ class DirectExchange:
         copies = self._staged[copy.numel(), copy.dtype]
         if len(copies) < STAGED:
             copies.append((copy, last))
-
-
-def put(place: Tensor, part: Tensor) -> None:
-    """Copy `part` to its place, unless it is there."""
-    if place.data_ptr() != part.data_ptr():
-        place.copy_(part)
-
-
-def sum_into(out: Tensor, parts: Sequence[Tensor], accumulate: bool) -> None:
-    """out = (out +) parts[0] + parts[1] + ..., in that order, element by element, in `out`'s dtype. Parts may
-    alias `out`."""
-    if len(parts) == 1 and not accumulate:
-        put(out, parts[0])
-        return
-    if len(parts) == 2 and not accumulate and all(part.dtype == out.dtype for part in parts):
-        torch.add(parts[0], parts[1], out=out)
-        return
-    chunk = CHUNK if out.device.type == "cpu" else max(out.numel(), 1)
-    size = min(chunk, out.numel())
-    total, wide = torch.empty(2, size, dtype=out.dtype, device=out.device)
-    for start in range(0, out.numel(), chunk):
-        stop = min(start + chunk, out.numel())
-        acc, operand = total[: stop - start], wide[: stop - start]
-        acc.copy_(parts[0][start:stop])
-        # converted first: a mixed-dtype add is several times slower than a copy and an add
-        for part in parts[1:]:
-            acc.add_(part[start:stop] if part.dtype == out.dtype else operand.copy_(part[start:stop]))
-        if accumulate:
-            out[start:stop].add_(acc)
-        else:
-            out[start:stop].copy_(acc)

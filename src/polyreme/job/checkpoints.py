@@ -215,8 +215,8 @@ def from_rank_0(mesh: Mesh, question: Callable[[], Any]) -> Any:
     problems = (
         [list(vars(each).values()) for each in failure.problems] if isinstance(failure, ConfigError) else None
     )
-    told = from_all_ranks(
-        mesh, {"answer": answer, "said": failure and f"rank 0: {reason(failure)}", "problems": problems}
+    told = mesh.gather_objects(
+        {"answer": answer, "said": failure and f"rank 0: {reason(failure)}", "problems": problems}
     )[0]
     if failure is not None:
         raise failure
@@ -225,11 +225,3 @@ def from_rank_0(mesh: Mesh, question: Callable[[], Any]) -> Any:
     if told["said"]:
         raise CheckpointError(told["said"])
     return told["answer"]
-
-
-def from_all_ranks(mesh: Mesh, value: Any) -> list[Any]:
-    """Every rank's `value` (what JSON can hold), rank 0's first."""
-    values = [value]
-    for axis in mesh.axes.values():
-        values = [each for there in axis.gather_objects(values) for each in there]  # type: ignore[attr-defined]
-    return values

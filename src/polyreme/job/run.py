@@ -27,11 +27,11 @@ import torch
 from polyreme.checkpoint.run_directory import LATEST, RUN_CLAIM
 from polyreme.config import Config, Duration
 from polyreme.data import Loader, PackedDataset, TextData, documents, open_text, tokenizer_folder
-from polyreme.distributed.mesh import close, world
+from polyreme.distributed.process_group import close, world
 from polyreme.engine import Engine, StepResult, initialize
 from polyreme.errors import CheckpointError, ConfigError, DataError, ModelError, Problem, printable
 from polyreme.files.folder_lock import holder
-from polyreme.job.checkpoints import Account, Checkpoints, from_all_ranks
+from polyreme.job.checkpoints import Account, Checkpoints
 from polyreme.job.resume import Beginning, plan
 from polyreme.launch.signals import listening
 from polyreme.models import huggingface
@@ -223,7 +223,7 @@ class _Loop:
                 return
             if result.stop:
                 self.stopped = next(
-                    name for name in from_all_ranks(engine.mesh, self._asked) if name is not None
+                    name for name in engine.mesh.gather_objects(self._asked) if name is not None
                 )
                 return
             if config.checkpoint.every is not None and config.checkpoint.every.due(before, after):

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from polyreme.distributed.gloo_direct import sum_into
+from polyreme.distributed.sums import sum_into
 from polyreme.files.direct_io import padded
 from polyreme.offload.copy_stream import CopyStream
 from polyreme.offload.file import THREADS, FileStore

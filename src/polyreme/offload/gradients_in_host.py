@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from polyreme.distributed.gloo_direct import sum_into
+from polyreme.distributed.sums import sum_into
 from polyreme.files.direct_io import aligned, padded
 from polyreme.offload.copy_stream import CopyStream, copy_stream_to
 from polyreme.offload.gradients import Final

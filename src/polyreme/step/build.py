@@ -23,7 +23,7 @@ from polyreme.checkpoint.load import lacks
 from polyreme.config import Config
 from polyreme.config.schema import home, is_files
 from polyreme.deferred_init.replay import Recording, record
-from polyreme.distributed.mesh import Axis, Mesh
+from polyreme.distributed.mesh import Mesh, Product
 from polyreme.errors import CheckpointError, ConfigError, ModelError, Problem
 from polyreme.layout.bucket_layout import Cut
 from polyreme.models import huggingface
@@ -110,7 +110,9 @@ def _given(given: Layer | Sequence[Layer], config: Config, mesh: Mesh) -> tuple[
         built = nn.ModuleList(layer for layer in model if isinstance(layer, nn.Module))
         model = layers(model)
         if not isinstance(model, nn.Module):  # these are copied into the recording
-            take_from_rank_0([*built.parameters(), *built.buffers()], mesh.device, mesh.dp, mesh.tp, mesh.pp)
+            take_from_rank_0(
+                [*built.parameters(), *built.buffers()], mesh.device, mesh.product("dp", "tp", "pp")
+            )
     if isinstance(model, nn.Module):
         if empty := [
             name for name, tensor in (*model.named_parameters(), *model.named_buffers()) if tensor.is_meta
@@ -170,8 +172,7 @@ def _block_seconds(module: nn.Module, recording: Recording | None, config: Confi
             found = block_seconds(trial, batch)
         except Exception as error:  # whatever a forward raises; the other ranks wait to hear of it
             found = f"{type(error).__name__}: {error}"
-    for axis in mesh.axes.values():
-        found = axis.gather_objects(found)[0]
+    found = mesh.gather_objects(found)[0]
     if isinstance(found, str):
         raise ModelError('pipeline.blocks = "time": the blocks could not '
                          f'be measured ({found}); write "work", or how many '
@@ -179,14 +180,12 @@ def _block_seconds(module: nn.Module, recording: Recording | None, config: Confi
     return found
 
 
-def take_from_rank_0(tensors: Iterable[Tensor], device: torch.device, *axes: Axis) -> None:
-    """Give `tensors`, where they are, the numbers of the axes' rank 0, sent from and to `device`. Those that
-    are not contiguous become so."""
-    several = [axis for axis in axes if axis.size > 1]
-    for tensor in tensors if several else ():
+def take_from_rank_0(tensors: Iterable[Tensor], device: torch.device, ranks: Product) -> None:
+    """Give `tensors`, where they are, the numbers of the first of `ranks`, sent from and to `device`. Those
+    that are not contiguous become so."""
+    for tensor in tensors if ranks.size > 1 else ():
         numbers = tensor.data.to(device).contiguous()
-        for axis in several:
-            axis.broadcast(numbers)
+        ranks.broadcast(numbers)
         tensor.data = numbers.to(tensor.device)
 
 
@@ -247,7 +246,7 @@ def divide_again(
     for name, buffer in module.named_buffers():
         buffer.data = buffer.data.to(mesh.device).contiguous()
         if name not in roster.buffers:
-            take_from_rank_0([buffer], mesh.device, mesh.dp)
+            take_from_rank_0([buffer], mesh.device, mesh.product("dp"))
     return Division(
         {name: LocalPart(Cut.whole(p.shape, 1)) for name, p in parameters.items()}, mesh.tp, mesh.pp
     )
@@ -287,9 +286,7 @@ def share_out(
         reduce = dtype
     formats = Formats(dtype, master_dtype(dtype), reduce, local=reduce if microbatches == "added" else dtype)
     residency = Residency.of_stage(zero.stage)
-    run: Any = f"{RUN}-{os.getpid()}"
-    for axis in mesh.axes.values():
-        run = axis.gather_objects(run)[0]
+    run = mesh.gather_objects(f"{RUN}-{os.getpid()}")[0]
     params = _store(near, mesh, run, buffers=1)  # it is not streamed
     compact = None if config.optimizer.states == "fp32" else config.optimizer.states
     states = _store(folders, mesh, run)
@@ -371,4 +368,4 @@ def make_numbers(
 
     own = placement.where if parameters else ()
     recording.replay(write, {*own, *(name for name, _ in module.named_buffers(remove_duplicate=False))})
-    take_from_rank_0(module.buffers(), mesh.device, mesh.dp, mesh.tp)
+    take_from_rank_0(module.buffers(), mesh.device, mesh.product("dp", "tp"))

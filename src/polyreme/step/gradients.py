@@ -43,8 +43,7 @@ class Gradients:
         squares = torch.cat(
             [bucket.squares_by_slot() for bucket in buckets] or [torch.zeros(0, dtype=torch.float64)]
         )
-        for axis in (self._mesh.dp, self._mesh.tp):
-            axis.all_reduce(squares).wait()
+        self._mesh.product("dp", "tp").all_reduce(squares)
         found: dict[str, float] = {}
         names = [names[0] for bucket in buckets for names, _ in self._placement.named(bucket)]
         told: list[Any] = self._mesh.pp.gather_objects(dict(zip(names, squares.tolist(), strict=True)))

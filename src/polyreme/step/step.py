@@ -379,8 +379,7 @@ class Step:
         total, of_squares = totals[-2:].clone()
         totals[-3] += total.square() != of_squares * self._mesh.dp.size  # exact: whole numbers below 2^53
         totals = totals[:-2]
-        for axis in (self._mesh.tp, self._mesh.pp):
-            axis.all_reduce(totals).wait()
+        self._mesh.product("tp", "pp").all_reduce(totals)
         self._totals = _Totals(*totals.tolist())
         self.heard_unsaved = self._totals.unsaved > 0
         for work in works:
@@ -393,8 +392,7 @@ class Step:
     def measure(self) -> None:
         """Take the norm of gradients that were scaled after `reduce`."""
         squares = self._squares().reshape(1)
-        for axis in (self._mesh.dp, self._mesh.tp, self._mesh.pp):
-            axis.all_reduce(squares).wait()
+        self._mesh.product("dp", "tp", "pp").all_reduce(squares)
         self._totals = replace(self._totals, squares=squares.item())
 
     def update(self) -> StepResult:
@@ -481,8 +479,7 @@ class Step:
     def plateau(self, metric: float) -> float:
         """See `Engine.plateau`."""
         totals = torch.tensor([metric, 1.0], dtype=torch.float64, device=self._device)
-        for axis in (self._mesh.dp, self._mesh.tp, self._mesh.pp):
-            axis.all_reduce(totals).wait()
+        self._mesh.product("dp", "tp", "pp").all_reduce(totals)
         total, count = totals.tolist()
         self._options.observe(total / count)
         self.state.change(lr=self._options.lr)

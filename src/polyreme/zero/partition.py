@@ -271,18 +271,18 @@ def place(
             else [name for name, block in blocks.items() if any(block is m for m in unit.modules)]
         )
         mine = sorted((e for name in names for e in members[name]), key=lambda e: e.at)
-        for kind, entries_of_kind in _sorted(mine, formats, recipe, first_block, division):
+        for kind, entries_of_kind in _sorted(mine, axis, formats, recipe, first_block, division):
             for part in _split(entries_of_kind, kind.dtype, section.bucket_size):
                 specs = [
                     TensorSpec(e.names[0], tuple(e.parameter.shape), recipe.group_of[e.names[0]])
                     for e in part
                 ]
-                layout = BucketLayout.build(specs, axis.size, kind.boundary)
+                layout = BucketLayout.build(specs, kind.axis.size, kind.boundary)
                 by_name = {e.names[0]: e for e in part}
                 ordered = [by_name[slot.name] for slot in layout.slots]
                 records, gradient_store = None, None
                 if kind.trainable and (store := offload.next(layout.size)) is not None:
-                    region = region_of(layout, axis, residency)
+                    region = region_of(layout, kind.axis, residency)
                     records = OffloadedStates(
                         layout, region, recipe.groups, formats.master, store, offload.compact
                     )
@@ -304,7 +304,7 @@ def place(
     for plan in planned:
         kind = plan.kind
         own = formats if kind.trainable else Formats(kind.dtype, kind.dtype, kind.dtype, kind.dtype)
-        bucket = _fill(model, plan, axis, residency, own, pool, device, microbatches, offload.transfer, held)
+        bucket = _fill(model, plan, residency, own, pool, device, microbatches, offload.transfer, held)
         bucket.stages = kind.stages
         bucket.tie = division.ties.get(division.ranks_of(kind.stages))
         bucket.counted = _counted(bucket, kind, division)
@@ -422,8 +422,10 @@ Owned = Literal["all", "some", "none"]
 
 
 class _Kind(NamedTuple):
-    """What the parameters of one bucket have in common."""
+    """What the parameters of one bucket have in common. axis: the ranks that hold replicas of them, over
+    which they are sharded and their gradients are summed."""
 
+    axis: Axis
     trainable: bool
     dtype: torch.dtype
     boundary: Boundary
@@ -433,7 +435,7 @@ class _Kind(NamedTuple):
 
 
 def _sorted(
-    entries: list[_Entry], formats: Formats, recipe: Recipe, first_block: int, division: Division
+    entries: list[_Entry], axis: Axis, formats: Formats, recipe: Recipe, first_block: int, division: Division
 ) -> Iterable[tuple[_Kind, list[_Entry]]]:
     """`entries` by kind, in order within each."""
     kinds: dict[_Kind, list[_Entry]] = defaultdict(list)
@@ -448,9 +450,9 @@ def _sorted(
                              "and tensor parallelism gives each rank a part of it: "
                              "use an elementwise optimizer such as adamw, or write mesh.tp = 1")  # fmt: skip
         owned = tuple(_owned(part.cut, rank) for rank in range(division.tp.size))
-        kinds[
-            _Kind(parameter.requires_grad, dtype, boundary, entry.at < first_block, part.stages, owned)
-        ].append(entry)
+        first = entry.at < first_block
+        kind = _Kind(axis, parameter.requires_grad, dtype, boundary, first, part.stages, owned)
+        kinds[kind].append(entry)
     return kinds.items()
 
 
@@ -544,7 +546,6 @@ def _split(entries: list[_Entry], dtype: torch.dtype, limit: int) -> list[list[_
 def _fill(
     model: nn.Module,
     plan: _Planned,
-    axis: Axis,
     residency: Residency,
     formats: Formats,
     pool: Pool,
@@ -573,7 +574,7 @@ def _fill(
     bucket = Bucket(
         plan.layout,
         [e.parameter for e in plan.entries],
-        axis,
+        plan.kind.axis,
         residency,
         formats,
         pool,
@@ -587,7 +588,7 @@ def _fill(
     )
     for slot, value in zip(plan.layout.slots, values, strict=True):
         if value is not None:
-            axis.broadcast(value)
+            plan.kind.axis.broadcast(value)
             bucket.write(slot, value)
     bucket.release()
     return bucket

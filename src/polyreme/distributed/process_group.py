@@ -1,0 +1,164 @@
+"""The process group of torch.distributed: how ranks join it, the groups that meshes make of it, and its own
+collectives (NCCL's; or gloo's, which tests run in their place)."""
+
+from __future__ import annotations
+
+import atexit
+import os
+from collections.abc import Sequence
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from polyreme.distributed.environment import detect
+from polyreme.distributed.sums import put, sum_into
+from polyreme.distributed.watch import WATCH
+from polyreme.distributed.work import Work, reporting
+from polyreme.errors import TransportError
+
+
+class ProcessGroup:
+    """The group's own collectives. Their sums are in whatever order the library takes."""
+
+    kind, deterministic = "process group", False
+
+    def __init__(
+        self, axis: str, size: int, rank: int, group: dist.ProcessGroup, device: torch.device
+    ) -> None:
+        self._axis, self._size, self._rank, self._group, self.device = axis, size, rank, group, device
+        self._sums_shards = dist.get_backend(group) != "gloo"  # gloo has no reduce-scatter
+
+    def all_gather(self, full: Tensor, shard: Tensor, of: str) -> Work:
+        put(full.chunk(self._size)[self._rank], shard)
+        # renamed in torch 2.13
+        gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+        with reporting(what := f"all-gather{of} over {self._axis}"):
+            return Work([gather(full, shard, group=self._group, async_op=True)], what=what)
+
+    def reduce_scatter(self, out: Tensor, full: Tensor, accumulate: bool, of: str) -> Work:
+        with reporting(what := f"reduce-scatter{of} over {self._axis}"):
+            wide = full if full.dtype == out.dtype else full.to(out.dtype)
+            if not self._sums_shards:
+                total = wide.clone()
+                pending = [dist.all_reduce(total, group=self._group, async_op=True)]
+                part = total.chunk(self._size)[self._rank]
+                return Work(pending, lambda: sum_into(out, [part], accumulate), what)
+            scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+            if wide is full and not accumulate:
+                return Work([scatter(out, full, group=self._group, async_op=True)], what=what)
+            part = torch.empty_like(out)
+            pending = [scatter(part, wide, group=self._group, async_op=True)]
+            return Work(pending, lambda: sum_into(out, [part], accumulate), what)
+
+    def all_reduce(self, tensor: Tensor) -> Work:
+        with reporting(what := f"all-reduce over {self._axis}"):
+            return Work([dist.all_reduce(tensor, group=self._group, async_op=True)], what=what)
+
+    def broadcast(self, tensor: Tensor, source: int) -> Work:
+        with reporting(what := f"broadcast over {self._axis}"):
+            pending = dist.broadcast(tensor, group=self._group, group_src=source, async_op=True)
+            return Work([pending], what=what)
+
+    def send(self, tensor: Tensor, to: int) -> Work:
+        with reporting(what := f"send over {self._axis}"):
+            return Work([dist.isend(tensor, group=self._group, group_dst=to)], what=what)
+
+    def receive(self, tensor: Tensor, source: int) -> Work:
+        with reporting(what := f"receive over {self._axis}"):
+            return Work([dist.irecv(tensor, group=self._group, group_src=source)], what=what)
+
+    def gather_bytes(self, data: bytes) -> Sequence[bytes]:
+        mine = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(self.device)
+        received = [torch.empty_like(mine) for _ in range(self._size)]
+        with reporting(f"gathering reports over {self._axis}"):
+            dist.all_gather(received, mine, group=self._group)
+        return [each.cpu().numpy().tobytes() for each in received]
+
+    def empty(self, size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        with torch.inference_mode(False):  # the user's may be on, and the tensor is written to after it
+            return torch.empty(size, dtype=dtype, device=device)
+
+    def bytes_of_all_reduce(self, nbytes: int) -> int:
+        return 2 * (self._size - 1) * nbytes // self._size
+
+
+def join(timeout: timedelta) -> torch.device:
+    """Open the process group that the environment describes, unless there is one. Returns this rank's
+    device. Raises TransportError where the ranks cannot meet."""
+    device = _device()
+    if not dist.is_initialized() and world()[0] > 1:
+        try:
+            dist.init_process_group(
+                "cuda:nccl,cpu:gloo" if device.type == "cuda" else "gloo", timeout=timeout
+            )
+            atexit.register(close)
+        except (RuntimeError, ValueError) as error:
+            raise TransportError(f"the ranks could not meet: {error}") from error
+    return device
+
+
+def world() -> tuple[int, int]:
+    """(world size, rank) of the process group, or (1, 0) without one; before it is opened, as the environment
+    says.
+
+    Raises LaunchError where that does not tell."""
+    if dist.is_initialized():
+        return dist.get_world_size(), dist.get_rank()
+    place = detect()
+    return place.world_size, place.rank
+
+
+def close() -> None:
+    """Leave the process group, if there is one."""
+    GROUPS.forget()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _device() -> torch.device:
+    """This rank's GPU, where there are any and the process group, if there is one already, can use them; else
+    the CPU."""
+    if not torch.cuda.is_available() or (
+        dist.is_initialized() and "cuda:nccl" not in dist.get_backend_config()
+    ):
+        return torch.device("cpu")
+    local, count = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
+    if local >= count:
+        raise TransportError(
+            f"local rank {local} has no GPU of its own: this "
+            f"host has {count}; start {count} ranks on it at most"
+        )
+    torch.cuda.set_device(local)
+    return torch.device("cuda", local)
+
+
+class _Groups:
+    """The groups that meshes of this process made, by their ranks: a second engine talks over the first one's
+    connections and threads."""
+
+    def __init__(self) -> None:
+        self._world: object = None
+        self._made: dict[tuple[tuple[int, ...], str | None], dist.ProcessGroup] = {}
+
+    def of(self, ranks: tuple[int, ...], timeout: timedelta, backend: str | None = None) -> dist.ProcessGroup:
+        """A process group of `ranks`, apart from the default one, which is the user's; with `backend`, also
+        from those without."""
+        if self._world is not dist.group.WORLD:
+            self.forget()
+        if dist.get_backend() == "gloo" or backend == "gloo":
+            WATCH.begin()
+        if (ranks, backend) not in self._made:
+            self._made[ranks, backend] = dist.new_group(list(ranks), timeout=timeout, backend=backend)
+        return self._made[ranks, backend]
+
+    def forget(self) -> None:
+        """Make groups anew from now on: the process group is another, or its groups were destroyed."""
+        self._world = dist.group.WORLD if dist.is_initialized() else None
+        self._made.clear()
+        WATCH.forget()
+
+
+GROUPS = _Groups()
+atexit.register(GROUPS.forget)

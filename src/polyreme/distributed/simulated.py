@@ -1,0 +1,61 @@
+"""A rank of a group that does not exist: for plans, and for tests of what one rank does at any size.
+
+Invariant: every other rank is taken to give what this one gives, so that outputs have the shapes, dtypes and
+numbers of a run whose ranks are alike. Works on tensors without numbers (meta and fake ones), too.
+Communication: none; an `Axis` counts what there would be.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from polyreme.distributed.sums import put, sum_into
+from polyreme.distributed.work import DONE, Work
+
+
+class Simulated:
+    """Any number of ranks, of which this process is any one."""
+
+    kind, deterministic, device = "simulated", True, torch.device("cpu")
+
+    def __init__(self, size: int, rank: int) -> None:
+        self._size, self._rank = size, rank
+        self._sent: list[Tensor] = []
+
+    def all_gather(self, full: Tensor, shard: Tensor, of: str) -> Work:
+        for place in full.chunk(self._size):
+            place.copy_(shard)
+        return DONE
+
+    def reduce_scatter(self, out: Tensor, full: Tensor, accumulate: bool, of: str) -> Work:
+        sum_into(out, [full.chunk(self._size)[self._rank]] * self._size, accumulate)
+        return DONE
+
+    def all_reduce(self, tensor: Tensor) -> Work:
+        sum_into(tensor, [tensor.clone()] * self._size, False)
+        return DONE
+
+    def broadcast(self, tensor: Tensor, source: int) -> Work:
+        return DONE
+
+    def send(self, tensor: Tensor, to: int) -> Work:
+        self._sent.append(tensor.clone())
+        return DONE
+
+    def receive(self, tensor: Tensor, source: int) -> Work:
+        """Fill `tensor` with what this rank sent first and has not received yet: its peer does what it does.
+        Before that, with zeros."""
+        put(tensor, self._sent.pop(0)) if self._sent else tensor.zero_()
+        return DONE
+
+    def gather_bytes(self, data: bytes) -> Sequence[bytes]:
+        return [data] * self._size
+
+    def empty(self, size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(size, dtype=dtype, device=device)
+
+    def bytes_of_all_reduce(self, nbytes: int) -> int:
+        return (self._size - 1) * nbytes
