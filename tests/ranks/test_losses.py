@@ -433,3 +433,57 @@ def test_a_loss_that_is_no_mean_over_samples_is_told_once(ranks: Ranks) -> None:
     [[masked, *others]] = ranks(1, compared)
     assert len(masked) == 1 and "(sum of losses, weight)" in masked[0]
     assert others == [[], []]
+
+
+class OwnLoss(nn.Module):
+    """Returns its loss alone; without labels that is 0/0, the mean over none, or depends on nothing."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.kind, self.embedding, self.head = kind, nn.Embedding(11, 8), nn.Linear(8, 11)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(3))
+        self.double()
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
+        hidden = self.embedding(input_ids)
+        for block in self.blocks:
+            hidden = block(hidden)
+        logits, known = self.head(hidden), labels != -100
+        if self.kind == "none" and not known.any():
+            return torch.zeros((), dtype=torch.float64)
+        if self.kind == "chosen":
+            return F.cross_entropy(logits[known], labels[known])
+        return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
+def without_labels(rank: int, world: int, accumulation: int) -> None:
+    """Micro-batches without any label, on one rank alone."""
+    ids = torch.randint(0, 11, (8, 4), generator=torch.Generator().manual_seed(0))
+    labels = ids.clone()
+    labels[8 - 4 // accumulation :] = -100
+    for kind in ("mean", "chosen", "none"):
+        for stage, own in ((0, False), (2, True), (3, False), (3, True)):
+            settings = training.config(
+                world, accumulation, zero={"stage": stage}, precision={"compute": "fp64"}
+            )
+            engine, plain = polyreme.initialize(OwnLoss(kind), settings), OwnLoss(kind)
+            mine = {"input_ids": ids.chunk(world)[rank], "labels": labels.chunk(world)[rank]}
+            if own:
+                for part in zip(*(mine[key].chunk(accumulation) for key in mine), strict=True):
+                    engine.backward(engine(**dict(zip(mine, part, strict=True))))
+                result = engine.step()
+            else:
+                result = engine.train_step(mine)
+            loss = plain(ids, labels)
+            loss.backward()
+            norm = torch.nn.utils.get_total_norm([p.grad for p in plain.parameters()]).item()
+            assert (result.loss, result.grad_norm) == pytest.approx((loss.item(), norm), rel=1e-10), kind
+            engine.close()
+
+
+@pytest.mark.parametrize(("world", "accumulation"), [(1, 2), (2, 1), (2, 2)])
+def test_micro_batches_without_labels_of_a_model_that_returns_its_loss(
+    ranks: Ranks, world: int, accumulation: int
+) -> None:
+    ranks(world, without_labels, accumulation)

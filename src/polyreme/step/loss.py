@@ -133,10 +133,10 @@ class Objective:
     def sum_of(self, loss: Any, weight: float, output: Any) -> tuple[Tensor, float]:
         """The sum that a mean loss of `weight` stands for, and that weight. Raises BatchError for a loss that
         is not a scalar."""
-        loss = _scalar(loss)
         # no label: the mean is 0/0, and its gradient too; keep the graph, for the other ranks' sake
         if weight == 0:
             return _zero(output), 0.0
+        loss = _scalar(loss)
         return loss * weight, weight
 
     def weight(self, batch: Any) -> float:

@@ -284,6 +284,14 @@ class Blocks:
 
         return enter
 
+    @torch.no_grad()  # as in a backward
+    def pass_by(self) -> None:
+        """In place of a backward that has nothing to compute on this rank: gather and release in the order in
+        which the backwards of other ranks do, which wait for this one."""
+        if self._trail and any(unit.sharded for unit in (self.root, *self.units)):
+            for unit in (self.root, *reversed(self._trail)):
+                self._before_backward(unit)(torch.empty(0))
+
     def _leave(self) -> None:
         """Free the unit that forward or backward was in. Autograd runs nodes made later first, so once the
         backward of another block begins, none of this one's is left."""
