@@ -10,7 +10,7 @@ import transformers
 from torch import nn
 
 import models
-from polyreme.models.huggingface import count_labels, find_blocks
+from polyreme.models.huggingface import count_labels, file_names, find_blocks
 
 
 class Lists(nn.Module):
@@ -101,3 +101,13 @@ def test_a_models_own_loss_is_the_mean_of_as_many_labels_as_are_counted(kind: st
         torch.testing.assert_close(
             total(batch), total(models.share(batch, 0, 2)) + total(models.share(batch, 1, 2))
         )
+
+
+def test_names_in_files_that_transformers_does_not_tell(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise NotImplementedError("it needs the numbers")
+
+    model = models.llama()
+    monkeypatch.setattr("transformers.core_model_loading.revert_weight_conversion", refuse)
+    with pytest.warns(UserWarning, match=r"LlamaForCausalLM.*it needs the numbers.*own names"):
+        assert file_names(model, {name: p.shape for name, p in model.named_parameters()}) == {}

@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import shutil
+import socket
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
@@ -271,19 +272,30 @@ def test_states_are_those_that_were_saved_however_little_memory_there_is(tmp_pat
 
 
 def shared_or_not(rank: int, world: int, folder: Path) -> None:
-    saved = []
-    for shared in (True, False):
+    saved, collected = [], []
+
+    def collect(self: Any, *args: Any) -> Any:
+        collected.append(self)
+        return own(self, *args)
+
+    own = writer.Writer.collect
+    for shared, host in ((True, "one"), (False, "one"), (True, f"host {rank // 2}")):
         torch.manual_seed(0)
-        engine = engine_of(
-            "llama", tp(3, 2, **BF16, checkpoint={"file_size": "10 KiB", "shared_files": shared})
-        )
-        step(engine, "llama")
-        saved.append(engine.save(folder / str(shared)))
+        with (
+            patch.object(socket, "gethostname", lambda host=host: host),
+            patch.object(writer.Writer, "collect", collect),
+        ):
+            engine = engine_of(
+                "llama", tp(3, 2, **BF16, checkpoint={"file_size": "10 KiB", "shared_files": shared})
+            )
+            step(engine, "llama")
+            saved.append(engine.save(folder / f"{shared} {host[:4]}"))
+        assert len(collected) == len(saved) - 1, "ranks of one host alone share files"
     found = engine.state_dict()
     if rank:
         return
-    one, other = (manifest.read(path) for path in saved)
-    assert one and other and one.files == other.files and len(one.files) > 20
+    one, *others = (manifest.read(path) for path in saved)
+    assert one and all(other and other.files == one.files for other in others) and len(one.files) > 20
     index = json.loads((saved[1] / "model.safetensors.index.json").read_text())
     assert len(set(index["weight_map"].values())) > 2
     model = transformers.AutoModelForCausalLM.from_pretrained(saved[1], dtype=torch.bfloat16)

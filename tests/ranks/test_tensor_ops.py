@@ -237,6 +237,17 @@ def losses(rank: int, world: int) -> None:
                 cross_entropy(logits.detach()[:, start:stop], torch.full((11,), wrong), axis, cut)
 
 
+def test_on_a_gpu_the_device_refuses_what_is_outside(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[tuple[bool, str]] = []
+    monkeypatch.setattr(torch, "_assert_async", lambda holds, message: told.append((bool(holds), message)))
+    monkeypatch.setattr(ops, "WAITING", ())
+    for wrong in (3, -1, 7):
+        ops.refuse_outside(torch.tensor([0, wrong, 6]), 7, "token {} is outside")
+    assert [holds for holds, _ in told] == [True, False, False]
+    assert told[0][1] == "token of a batch is outside"
+    torch._assert_async(torch.tensor(True), "")  # torch has it, with a message
+
+
 @pytest.mark.parametrize("world", [1, 2, 4])
 def test_cross_entropy(ranks: Ranks, world: int) -> None:
     ranks(world, losses)

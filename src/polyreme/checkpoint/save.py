@@ -191,7 +191,7 @@ def write(
     access: BackgroundAccess,
     stream: torch.cuda.Stream | None = None,
 ) -> None:
-    """Write the checkpoint, with all ranks of the axis. loan: of the regions' memory; see `Writer.write`.
+    """Write the checkpoint, with all ranks of the axis. access: to the regions' memory; see `Writer.write`.
     Raises CheckpointError on each rank, whichever failed."""
     unfinished = path.with_name(path.name + ".tmp")
     regions = [((region.kind, content.saved_name(region.names)), region) for region in content.regions]

@@ -489,9 +489,9 @@ class CheckpointSection(Section):
     )
     shared_files: Bool = Field(
         default=True,
-        description="Whether ranks write into one file at the same time; false, "
-        "for file systems that cannot: each file is written by one "
-        "rank, to which the others send what they have.",
+        description="Whether ranks of one host write into one file at the same time; false, for file systems "
+        "that cannot, and on several hosts: each file is written by one rank, to which the others send what "
+        "they have.",
     )
     background: Bool = Field(
         default=False,

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import math
+import socket
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -200,6 +201,8 @@ class Mesh:
     _lines: Mapping[str, Sequence[Sequence[int]]] = field(default_factory=dict)
     _timeout: timedelta = timedelta(minutes=10)
     _shared_memory: bool = False
+    hosts: Sequence[str] = ("this one",)
+    """The names of the hosts that the ranks are on, each once."""
 
     def __getattr__(self, name: str) -> Axis:
         try:
@@ -238,7 +241,9 @@ class Mesh:
                         axes[name] = _axis(
                             name, len(ranks), ranks.index(rank), group, timeout, shared_memory, device
                         )
-        return cls(rank, world_size, device, axes, all_lines, timeout, shared_memory)
+        mesh = cls(rank, world_size, device, axes, all_lines, timeout, shared_memory)
+        mesh.hosts = sorted({*mesh.gather_objects(socket.gethostname())})
+        return mesh
 
     def part(self, name: str, ranks: Sequence[int]) -> Axis:
         """An axis of its own over some `ranks` of axis `name`; of size 1 on the others. All ranks of the mesh

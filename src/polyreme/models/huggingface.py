@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import inspect
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from fnmatch import fnmatch
@@ -433,7 +434,13 @@ def file_names(model: nn.Module, shapes: Mapping[str, Sequence[int]]) -> dict[st
     given = {name: torch.empty(tuple(shape), device="meta") for name, shape in shapes.items()}
     try:
         saved = revert_weight_conversion(model, given)  # type: ignore[arg-type]
-    except Exception:  # of a conversion that needs the numbers
+    except Exception as error:  # of a conversion that needs the numbers
+        warnings.warn(
+            f"transformers does not tell what it calls the tensors of {type(model).__name__} in files "
+            f"({error}): they are written, and looked for, under the model's own names. from_pretrained may "
+            "not find those of a checkpoint, and a directory with other names is read whole by every rank",
+            stacklevel=2,
+        )
         return {}
     names = {id(tensor): name for name, tensor in given.items()}
     return {names[id(tensor)]: name for name, tensor in saved.items() if names.get(id(tensor), name) != name}

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import uuid
+import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -83,25 +84,32 @@ def _from_directory(path: Path, config: Config) -> tuple[nn.Module, Recording | 
     name; otherwise transformers reads, renames and converts them, whole on every rank, but never what our
     reader refused."""
     trust = config.model.trust_remote_code
+    recording, reason = None, ""
     try:
         recording = record(lambda: huggingface.shell(str(path), trust), config.seed)
-    except ModelError:  # transformers tells what is wrong, or can do it
-        recording = None
+    except ModelError as error:  # transformers tells what is wrong, or can do it
+        reason = str(error)
     try:
         source = Directory(path)
     except CheckpointError as error:
         raise ConfigError([Problem("model.path", str(path), f"its weights cannot be loaded: {error}",
                                    "give a directory that save_pretrained "
                                    "wrote, or model.config to start anew")]) from error  # fmt: skip
-    if recording is not None and not lacks(source, recording.module):
-        return recording.module, recording, path
+    if recording is not None:
+        if not (missing := lacks(source, recording.module)):
+            return recording.module, recording, path
+        names = ", ".join(missing[:3]) + " ..." * (len(missing) > 3)
+        reason = f"its files do not have {names} as the model does"
     with torch.random.fork_rng([]):  # what may be missing is new
         torch.manual_seed(config.seed)
-        return (
-            huggingface.build(str(path), None, trust, allow_missing=config.model.allow_missing).train(),
-            None,
-            None,
-        )
+        model = huggingface.build(str(path), None, trust, allow_missing=config.model.allow_missing).train()
+    gib = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers())) / 2**30
+    warnings.warn(
+        f"{path} is read whole by every rank, into {gib:.3g} GiB of host memory each, because {reason}: "
+        "transformers renames and converts it. engine.save writes a directory that is read in parts",
+        stacklevel=2,
+    )
+    return model, None, None
 
 
 def _given(given: Layer | Sequence[Layer], config: Config, mesh: Mesh) -> tuple[nn.Module, Recording | None]:

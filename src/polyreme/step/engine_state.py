@@ -209,7 +209,8 @@ def content(
             for name, state in _random_states(mesh).items()
         },
         limit=int(config.checkpoint.file_size),
-        shared_files=config.checkpoint.shared_files,
+        # hosts do not see what others have written of a page, and would write it back
+        shared_files=config.checkpoint.shared_files and len(mesh.hosts) == 1,
         weights=MODEL if only is None else ADAPTERS,
         storages={parameter.untyped_storage().data_ptr() for parameter in module.parameters()} - {0},
     )

@@ -12,11 +12,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-import torch
 from torch import Tensor, nn
 
 from polyreme.distributed.mesh import Axis
-from polyreme.errors import BatchError, ModelError
+from polyreme.errors import ModelError
 from polyreme.layout.bucket_layout import Cut
 from polyreme.pipeline.weight_gradients import expected
 from polyreme.tensor import ops
@@ -256,12 +255,7 @@ def install_embedding(site: Site, module: nn.Embedding, cut: Cut) -> None:
     module.padding_idx = padding - start if padding is not None and start <= padding < stop else None
 
     def forward(ids: Tensor) -> Tensor:
-        if ids.device.type == "cpu" and ids.numel():
-            low, high = torch.aminmax(ids)
-            if low < 0 or high >= size:
-                raise BatchError(
-                    f"token {int(low if low < 0 else high)} is outside of the vocabulary of {size}"
-                )
+        ops.refuse_outside(ids, size, f"token {{}} is outside of the vocabulary of {size}")
         elsewhere = (ids < start) | (ids >= stop)
         rows = look_up((ids - start).masked_fill_(elsewhere, 0))
         return ops.reduce(site.axis, rows.masked_fill(elsewhere.unsqueeze(-1), 0))

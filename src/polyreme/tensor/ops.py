@@ -31,6 +31,22 @@ from polyreme.errors import BatchError
 from polyreme.layout.bucket_layout import Cut
 from polyreme.pipeline.weight_gradients import current, now_or_later
 
+WAITING = ("cpu",)
+"""Kinds of devices that compute while the host waits, so that to look at a number costs nothing."""
+
+
+def refuse_outside(numbers: Tensor, stop: int, message: str) -> None:
+    """Refuse whole numbers below 0 or from `stop` on, which no rank has a row for: the sum over ranks would
+    be a finite, wrong number. On the CPU with BatchError, whose `message` gets the number for its "{}";
+    on a GPU with an assertion on the device, as torch's own embedding does, for which no host waits."""
+    if numbers.is_meta or not numbers.numel():
+        return
+    low, high = torch.aminmax(numbers)
+    if numbers.device.type not in WAITING:
+        torch._assert_async((low >= 0) & (high < stop), message.format("of a batch"))
+    elif low < 0 or high >= stop:
+        raise BatchError(message.format(int(low if low < 0 else high)))
+
 
 def sequence_dim(hidden: Tensor) -> int:
     """Which dimension of hidden states is the sequence: of (batch, sequence, width) the second, of (batch *

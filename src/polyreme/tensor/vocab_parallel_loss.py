@@ -23,7 +23,7 @@ from torch.autograd.function import once_differentiable
 from torch.utils import _pytree as pytree
 
 from polyreme.distributed.mesh import Axis
-from polyreme.errors import BatchError, ModelError
+from polyreme.errors import ModelError
 from polyreme.layout.bucket_layout import Cut
 from polyreme.tensor import ops
 
@@ -75,17 +75,13 @@ def cross_entropy(
     `axis` as `cut` says.
 
     Computed in float32 at least, and exactly in float64; the result has that dtype unless the logits are
-    narrower. Raises BatchError for a label outside of the vocabulary (on the CPU, where looking costs
-    nothing)."""
+    narrower. A label outside of the vocabulary is refused as `ops.refuse_outside` does."""
     vocabulary = cut.shape[cut.dim]
-    if labels.device.type == "cpu" and labels.numel():
-        low, high = torch.aminmax(labels.masked_fill(labels == ignore_index, 0))
-        if low < 0 or high >= vocabulary:
-            wrong = int(low) if low < 0 else int(high)
-            raise BatchError(
-                f"label {wrong} is outside of the vocabulary of "
-                f"{vocabulary}: write {ignore_index} for tokens without a label"
-            )
+    ops.refuse_outside(
+        labels.masked_fill(labels == ignore_index, 0),
+        vocabulary,
+        f"label {{}} is outside of the vocabulary of {vocabulary}: write {ignore_index} for no label",
+    )
     losses = _CrossEntropy.apply(logits, labels, axis, cut.pieces[axis.rank][0][0], ignore_index)
     if reduction == "none":
         return losses.to(logits.dtype)
