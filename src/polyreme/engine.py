@@ -68,6 +68,7 @@ from polyreme.step.recomputation import Saved, measure, wrap_blocks
 from polyreme.step.step import State, Step, StepResult
 from polyreme.step.user_loop import Loop
 from polyreme.tensor.layers import put_off_weights
+from polyreme.zero.bucket_memory import live
 from polyreme.zero.changes import Roster
 from polyreme.zero.full_parameters import Written, lent, lent_to_write
 from polyreme.zero.gather import Blocks
@@ -582,7 +583,7 @@ class Engine:
         "activations_files"."""
         found = {"parameters": 0, "gradients": self._placement.pool.nbytes(), "states": 0}
         for bucket in self._placement.buckets:
-            for category, size in bucket.nbytes().items():
+            for category, size in live(bucket).items():
                 found[category] += size
         found["states"] += sum(update.nbytes() for update in self._updates)
         kept = self._activations or Saved()

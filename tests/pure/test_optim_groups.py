@@ -21,8 +21,9 @@ from polyreme.layout.bucket_layout import ALIGN, Boundary, BucketLayout, TensorS
 from polyreme.optim.groups import Options, Recipe, recipe
 from polyreme.optim.lr_schedule import LRSchedule
 from polyreme.zero import sharded_optimizer as update_module
-from polyreme.zero.bucket import Bucket, Formats
+from polyreme.zero.bucket import Bucket
 from polyreme.zero.buffer_pool import Pool
+from polyreme.zero.formats import Formats
 from polyreme.zero.residency import Residency
 from polyreme.zero.sharded_optimizer import Update
 
@@ -366,13 +367,7 @@ def bucket_of(
     formats = Formats(dtype, dtype, reduce or dtype, dtype)
     parameters = [nn.Parameter(values[slot.name].clone()) for slot in layout.slots]
     bucket = Bucket(
-        layout,
-        parameters,
-        Axis("dp"),
-        Residency.of_stage(0),
-        formats,
-        Pool(Axis("dp"), torch.device("cpu")),
-        torch.device("cpu"),
+        layout, parameters, Axis("dp"), Residency.of_stage(0), formats, Pool(Axis("dp"), torch.device("cpu"))
     )
     for slot in layout.slots:
         bucket.write(slot, values[slot.name])
@@ -398,13 +393,13 @@ def run_bucket(
         for index, slot in enumerate(bucket.layout.slots):
             if slot.name in gradients:
                 bucket.parameters[index].grad = gradients[slot.name].clone()
-                bucket.take_grad(index)
-        bucket.reduce()
-        bucket.finish_reduce()
+                bucket.gradients.take(index)
+        bucket.gradients.reduce()
+        bucket.gradients.finish_reduce()
         missing = {i for i, slot in enumerate(bucket.layout.slots) if slot.name not in gradients}
         update.step(factor, [{} for _ in made.groups], missing)
         bucket.publish().wait()
-        bucket.clear_grad()
+        bucket.gradients.clear()
     return {
         slot.name: p.detach().clone() for slot, p in zip(bucket.layout.slots, bucket.parameters, strict=True)
     }, update
@@ -536,16 +531,16 @@ def test_gradients_that_autograd_adds_up_are_the_sum_wherever_it_has_put_it(
     index = next(i for i, slot in enumerate(bucket.layout.slots) if slot.name == "f")
     parameter = bucket.parameters[index]
     parameter.grad = first["f"].clone()
-    assert bucket.take_grad(index, more=True)
+    assert bucket.gradients.take(index, more=True)
     for gradients in others:
         assert parameter.grad is not None
         parameter.grad = parameter.grad + gradients["f"] if elsewhere else parameter.grad.add_(gradients["f"])
     if last:
-        assert not bucket.take_grad(index)
-    bucket.reduce()
-    bucket.finish_reduce()
+        assert not bucket.gradients.take(index)
+    bucket.gradients.reduce()
+    bucket.gradients.finish_reduce()
     slot = bucket.layout.slots[index]
     expected = sum(gradients["f"] for gradients in (first, *others))
     assert parameter.grad is None and torch.equal(
-        bucket.own_grad[slot.start : slot.stop].view(slot.shape), expected
+        bucket.gradients.own_shard[slot.start : slot.stop].view(slot.shape), expected
     )

@@ -20,7 +20,7 @@ from polyreme.step.precision import (
     norm_of,
     watch_nonfinite,
 )
-from polyreme.zero.bucket import squared_norm
+from polyreme.zero.bucket_gradients import squared_norm
 
 
 @given(st.lists(st.booleans(), max_size=60), st.integers(1, 5))

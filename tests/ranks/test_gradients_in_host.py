@@ -194,12 +194,7 @@ def account(rank: int, world: int, stage: int) -> dict[str, Any]:
         "shards": shards,
         "updated": updated,
         "tier": engine.tiers()["gradients"],
-        "held": [
-            gradients
-            for bucket in engine._placement.trainable
-            for gradients in (bucket.grad, bucket._local)
-            if gradients is not None
-        ],
+        "held": [gradients for bucket in engine._placement.trainable for gradients in bucket.gradients.live],
     }
 
 
@@ -229,14 +224,7 @@ def accumulate(rank: int, world: int, memory: dict[str, Any]) -> dict[str, Any]:
             ).loss
         )
         trainable = engine._placement.trainable
-        held.append(
-            sum(
-                kept.nbytes
-                for bucket in trainable
-                for kept in (bucket.grad, bucket._local)
-                if kept is not None
-            )
-        )
+        held.append(sum(kept.nbytes for bucket in trainable for kept in bucket.gradients.live))
     engine.step()
     shards = sum(bucket.layout.shard_size for bucket in trainable)
     return {"shards": shards, "held": held, "written": engine.tiers()["gradients"]["written"]}

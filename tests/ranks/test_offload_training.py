@@ -298,8 +298,10 @@ def accumulate(rank: int, world: int, settings: list[dict[str, Any]]) -> list[li
         held = []
         for _ in range(2):
             engine.backward(engine(**batch).loss)
-            held.append(sum(b.grad.nbytes for b in engine._placement.trainable if b.grad is not None))
-            held.append(sum(b._local.nbytes for b in engine._placement.trainable if b._local is not None))
+            held.append(
+                sum(g.nbytes for b in engine._placement.trainable if (g := b.gradients.grad) is not None)
+            )
+            held.append(sum(g.nbytes for b in engine._placement.trainable for g in b.gradients.live))
         found.append(held)
         engine.step()
     return found

@@ -17,7 +17,7 @@ from polyreme.pipeline.schedule import build, halves
 from polyreme.pipeline.weight_gradients import current
 from polyreme.step.step import Step
 from polyreme.tensor import ops
-from polyreme.zero.bucket import Bucket
+from polyreme.zero.bucket_gradients import BucketGradients
 from pool import Ranks
 
 ACCUMULATION = 4
@@ -30,7 +30,7 @@ def watched(events: list[str]) -> Iterator[None]:
     whole = Step.differentiate
     inputs = Step.differentiate_inputs
     product = ops.Shape.weight_grad
-    reduce = Bucket.reduce
+    reduce = BucketGradients.reduce
 
     def differentiate(self: Step, stage: int, *rest: Any) -> None:
         events.append(f"{stage}B")
@@ -50,7 +50,7 @@ def watched(events: list[str]) -> Iterator[None]:
         events.append("product")
         return product(self, *tensors)
 
-    def noted(self: Bucket) -> None:
+    def noted(self: BucketGradients) -> None:
         events.append("reduction")
         reduce(self)
 
@@ -58,7 +58,7 @@ def watched(events: list[str]) -> Iterator[None]:
         mock.patch.object(Step, "differentiate", differentiate),
         mock.patch.object(Step, "differentiate_inputs", differentiate_inputs),
         mock.patch.object(ops.Shape, "weight_grad", weight_grad),
-        mock.patch.object(Bucket, "reduce", noted),
+        mock.patch.object(BucketGradients, "reduce", noted),
     ):
         yield
 

@@ -21,6 +21,7 @@ import models
 import polyreme
 import training
 from polyreme.distributed.work import UNSETTLED, Work
+from polyreme.zero.bucket_memory import staying
 from pool import Ranks
 
 BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
@@ -131,7 +132,7 @@ def within_step(rank: int, world: int, sections: dict[str, Any]) -> dict[str, in
     share = models.share(batch, rank, world)
     engine.train_step(share)
     peak = {"parameters": 0, "gradients": 0, "samples": 0}
-    shards = sum(b.grad.nbytes for b in engine._placement.trainable if b.grad is not None)
+    shards = sum(g.nbytes for b in engine._placement.trainable if (g := b.gradients.grad) is not None)
 
     def sample(*_: Any) -> None:
         whole = {p.untyped_storage()._cdata: p.untyped_storage().nbytes() for p in engine.module.parameters()}
@@ -207,7 +208,7 @@ def lent(rank: int, world: int, folder: str, sections: dict[str, Any]) -> dict[s
     ring = away.store.buffers if away is not None and away.is_far else 0
     return {
         "pool": sum(count * size * dtype.itemsize for (size, dtype), count in most.items()),
-        "pool said": said["gradients"] - single - sum(b.staying()[1] - b.unreduced for b in buckets),
+        "pool said": said["gradients"] - single - sum(staying(b)[1] - b.gradients.unreduced for b in buckets),
         "tiers": int(sum(tier["memory"] for tier in engine.tiers().values())) + ring,
         "tiers said": said["tiers"],
     }

@@ -16,6 +16,7 @@ import torch
 from polyreme.files.direct_io import padded
 from polyreme.offload.parameters import WRITING
 from polyreme.zero.bucket import Bucket
+from polyreme.zero.bucket_memory import borrows, coming, staying
 from polyreme.zero.buffer_pool import Buffers
 from polyreme.zero.partition import Placement
 from polyreme.zero.reduce import IN_FLIGHT
@@ -31,8 +32,8 @@ def working_set(placement: Placement, prefetch: int) -> dict[str, int]:
     ahead = [list(chain(*blocks[max(i - prefetch, 0) : i + 1])) for i in range(len(blocks))]
     far = offload.parameters is not None and offload.parameters.is_far
     lent = _lent(placement, stay, blocks, None if far else ahead)
-    parameters, gradients, masters = (sum(bucket.staying()[i] for bucket in buckets) for i in range(3))
-    full = max((sum(bucket.coming() for bucket in each) for each in (blocks if far else ahead)), default=0)
+    parameters, gradients, masters = (sum(staying(bucket)[i] for bucket in buckets) for i in range(3))
+    full = max((sum(coming(bucket) for bucket in each) for each in (blocks if far else ahead)), default=0)
     single = max(
         (slot.size * b.formats.compute.itemsize for b in placement.trainable for slot in b.layout.slots),
         default=0,
@@ -41,7 +42,7 @@ def working_set(placement: Placement, prefetch: int) -> dict[str, int]:
     written = [placement.trainable[i : i + 1 + WRITING] for i in range(len(placement.trainable))]
     fetched = [[*stay, *chain(*blocks[:1])], *ahead, *written]
     return {
-        "parameters": parameters + sum(bucket.coming() for bucket in stay) + full,
+        "parameters": parameters + sum(coming(bucket) for bucket in stay) + full,
         "gradients": gradients + _bytes(lent) + single,
         "states": masters,
         "tiers": offload.memory(_bytes(_most(Buffers(map(_file, each)) for each in fetched))),
@@ -65,15 +66,15 @@ def _lent(
     flying: deque[Bucket] = deque(maxlen=IN_FLIGHT)
 
     def note(filled: Sequence[Bucket], shards: Buffers) -> None:
-        unreduced = _sum(bucket.borrows()[0] for bucket in {*stay, *filled, *flying})
-        moments.append(unreduced + _sum(bucket.borrows()[1] for bucket in flying) + shards)
+        unreduced = _sum(borrows(bucket)[0] for bucket in {*stay, *filled, *flying})
+        moments.append(unreduced + _sum(borrows(bucket)[1] for bucket in flying) + shards)
 
     for i in reversed(range(-1, len(blocks))):
         filled = stay if i < 0 else blocks[i]
         if ahead is None:
-            note(filled, _most(bucket.borrows()[2] for bucket in filled))
+            note(filled, _most(borrows(bucket)[2] for bucket in filled))
         else:
-            note(filled, _sum(bucket.borrows()[2] for bucket in (stay if i < 0 else ahead[i])))
+            note(filled, _sum(borrows(bucket)[2] for bucket in (stay if i < 0 else ahead[i])))
         for bucket in (each for each in reversed(placement.trainable) if each in filled):
             flying.append(bucket)
             note(filled, Buffers())
@@ -84,14 +85,13 @@ def _read(placement: Placement, lent: Buffers) -> int:
     """Bytes of the other ranks' memory that a CPU rank reads: its part of all that is reduced, and whole
     shards of parameters."""
     ranks = max((bucket.axis.size for bucket in placement.buckets), default=1)
-    shards = Buffers({buffer: lent[buffer] for bucket in placement.buckets for buffer in bucket.borrows()[2]})
+    shards = Buffers({buffer: lent[buffer] for bucket in placement.buckets for buffer in borrows(bucket)[2]})
     reduced = (
-        Buffers({buffer: lent[buffer] for bucket in placement.buckets for buffer in bucket.borrows()[0]})
+        Buffers({buffer: lent[buffer] for bucket in placement.buckets for buffer in borrows(bucket)[0]})
         - shards
     )
-    size = (
-        _bytes(shards) + (_bytes(reduced) + sum(bucket.unreduced for bucket in placement.trainable)) // ranks
-    )
+    unreduced = sum(bucket.gradients.unreduced for bucket in placement.trainable)
+    size = _bytes(shards) + (_bytes(reduced) + unreduced) // ranks
     if placement.offload.parameters is None:
         size += sum(
             bucket.layout.shard_size * bucket.formats.compute.itemsize for bucket in placement.buckets

@@ -41,9 +41,10 @@ from polyreme.pipeline.profile import block_seconds, copy_to
 from polyreme.step.precision import DTYPES, cast_floating, master_dtype
 from polyreme.tensor import plan as rules
 from polyreme.tensor.parallelize import parallelize
-from polyreme.zero.bucket import Formats, Microbatches
+from polyreme.zero.bucket_gradients import Microbatches
 from polyreme.zero.changes import Roster
-from polyreme.zero.partition import Division, LocalPart, OffloadPlan, Placement, place
+from polyreme.zero.formats import Formats
+from polyreme.zero.partition import BucketSettings, Division, LocalPart, OffloadPlan, Placement, place
 from polyreme.zero.residency import Residency
 
 RUN = uuid.uuid4().hex
@@ -313,20 +314,8 @@ def share_out(
         transfer,
         gradient_files,
     )
-    return place(
-        module,
-        blocks,
-        recipe,
-        mesh.dp,
-        zero,
-        residency,
-        formats,
-        mesh.device,
-        microbatches,
-        division,
-        offload,
-        held,
-    )
+    settings = BucketSettings(mesh.dp, mesh.device, residency, formats, microbatches, zero)
+    return place(module, blocks, recipe, settings, division, offload, held)
 
 
 def _released(

@@ -41,7 +41,8 @@ class Gradients:
         self._check(memory=True)
         buckets = self._placement.trainable
         squares = torch.cat(
-            [bucket.squares_by_slot() for bucket in buckets] or [torch.zeros(0, dtype=torch.float64)]
+            [bucket.gradients.squares_by_slot() for bucket in buckets]
+            or [torch.zeros(0, dtype=torch.float64)]
         )
         self._mesh.product("dp", "tp").all_reduce(squares)
         found: dict[str, float] = {}
@@ -83,7 +84,7 @@ class Gradients:
             )
         for name, factor in factors.items():
             if name in where:
-                where[name][0].scale_grad(where[name][1], factor)
+                where[name][0].gradients.scale(where[name][1], factor)
         self._step.measure()
 
     def _check(self, memory: bool = False) -> None:

@@ -198,7 +198,7 @@ class Step:
                 stream.close()
         self._coming = self._gradient_stream = None
         for bucket in self._buckets:
-            bucket.clear_grad()
+            bucket.gradients.clear()
         self._reducer.restart()
 
     def state_dict(self) -> dict[str, Any]:
@@ -349,17 +349,16 @@ class Step:
         if self.reduced:
             return
         self.reduced = True
-        for work in [
-            bucket.tie.all_reduce(bucket.own_grad) for bucket in self._buckets if bucket.tie is not None
-        ]:
+        tied = [(b.tie, b.gradients) for b in self._buckets if b.tie is not None]
+        for work in [tie.all_reduce(gradients.own_shard) for tie, gradients in tied]:
             work.wait()  # copies of a parameter on other stages
-        works = [bucket.gather_grad() for bucket in self._buckets]
+        works = [bucket.gradients.gather() for bucket in self._buckets]
         if self._offload.gradient_files is not None:
             self._gradient_stream = self._offload.gradient_files.stream(
-                [record for bucket in self._buckets for record in bucket.gradient_records or ()]
+                [record for bucket in self._buckets for record in bucket.gradients.records or ()]
             )
         squares = self._squares()
-        missing = sum(len(b.parameters) - len(b.ever_arrived) for b in self._buckets)
+        missing = sum(len(b.parameters) - len(b.gradients.ever_arrived) for b in self._buckets)
         hint = self._hint if self._tells and self._mesh.dp.rank == 0 else 0.0
         told = [
             self._weight * self._tells,
@@ -389,7 +388,9 @@ class Step:
 
     def _squares(self) -> Tensor:
         """Of this rank's gradients."""
-        return torch.stack([bucket.squares() for bucket in self._buckets] or [self._loss.new_zeros(())]).sum()
+        return torch.stack(
+            [bucket.gradients.squares() for bucket in self._buckets] or [self._loss.new_zeros(())]
+        ).sum()
 
     def measure(self) -> None:
         """Take the norm of gradients that were scaled after `reduce`."""
@@ -516,7 +517,13 @@ class Step:
     def _unused(self) -> dict[Bucket, set[int]]:
         """By bucket, the parameters that got a gradient on no rank in this step."""
         arrived = iter(
-            self._sum([float(i in b.ever_arrived) for b in self._buckets for i in range(len(b.parameters))])
+            self._sum(
+                [
+                    float(i in b.gradients.ever_arrived)
+                    for b in self._buckets
+                    for i in range(len(b.parameters))
+                ]
+            )
         )
         return {
             b: {i for i, count in enumerate([next(arrived) for _ in b.parameters]) if not count}

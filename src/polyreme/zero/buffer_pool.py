@@ -19,14 +19,14 @@ class Pool:
     They are given to `axis` to reduce. On a GPU the allocator does the same, for all sizes at once."""
 
     def __init__(self, axis: Axis, device: torch.device, keep: int = 2) -> None:
-        self._axis, self._device, self._keep = axis, device, keep if device.type == "cpu" else 0
+        self._axis, self.device, self._keep = axis, device, keep if device.type == "cpu" else 0
         self._free: dict[tuple[int, torch.dtype], deque[tuple[Tensor, Work]]] = defaultdict(deque)
 
     def take(self, size: int, dtype: torch.dtype) -> Tensor:
         """An uninitialised flat tensor."""
         free = self._free[size, dtype]
         if not free:
-            return self._axis.empty(size, dtype, self._device)
+            return self._axis.empty(size, dtype, self.device)
         buffer, last = free.popleft()
         last.settle()
         return buffer

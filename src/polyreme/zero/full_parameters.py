@@ -65,7 +65,24 @@ def lent_to_write(placement: Placement) -> Iterator[None]:
         if bucket.tie is not None:
             bucket.tie.broadcast(numbers)
         _share(placement, bucket, numbers)
-        bucket.adopt(numbers)
+        _adopt(bucket, numbers)
+
+
+def _adopt(bucket: Bucket, numbers: Tensor) -> None:
+    """Take `numbers` (flat, in the compute dtype, the same on every rank) for a bucket's parameters; the
+    master keeps its digits where they are what it was rounded to."""
+    bucket.settle()
+    if bucket.has_copy:
+        part, begin = numbers[bucket.region], bucket.region.start
+        master = bucket.master if bucket.master is not None else bucket.recorded()
+        kept = torch.where(part == master.to(part.dtype), master, part.to(master.dtype))
+        if bucket.master is not None:
+            bucket.master.copy_(kept)
+        for slot in bucket.layout.slots if bucket.records is not None else ():
+            start, stop = max(slot.start, begin), min(slot.stop, bucket.region.stop)
+            if bucket.records is not None and start < stop:
+                bucket.records.write_master(start, kept[start - begin : stop - begin])
+    bucket.set(numbers)
 
 
 def _reclaim(buckets: Sequence[Bucket]) -> list[Tensor]:
@@ -158,7 +175,7 @@ class Written:
             )
         for bucket in self._buckets:
             bucket.settle()
-            bucket.adopt(bucket.full)
+            _adopt(bucket, bucket.full)
 
     def settle(self, before: Callable[[], object]) -> None:
         """Between steps: let a write on any rank reach the masters at once, after `before` is called. Every

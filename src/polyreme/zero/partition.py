@@ -23,12 +23,14 @@ from polyreme.offload.gradients import GradientStore
 from polyreme.offload.gradients_in_files import GradientFiles
 from polyreme.offload.gradients_in_host import HostTransfer
 from polyreme.offload.optimizer_states import OffloadedStates
-from polyreme.offload.parameters import OffloadedParameters, OffloadedShard
+from polyreme.offload.parameters import OffloadedParameters
 from polyreme.offload.store import Store
 from polyreme.optim.groups import Recipe
 from polyreme.optim.quantized_states import States
-from polyreme.zero.bucket import Bucket, Formats, Microbatches, region_of
+from polyreme.zero.bucket import Bucket, BucketStores, region_of
+from polyreme.zero.bucket_gradients import Microbatches
 from polyreme.zero.buffer_pool import Pool
+from polyreme.zero.formats import Formats
 from polyreme.zero.gather import Unit
 from polyreme.zero.released import Released, unguard
 from polyreme.zero.residency import Residency
@@ -140,7 +142,9 @@ class Placement:
 
     def gradients(self) -> Iterator[tuple[list[str], Tensor]]:
         """Every reduced gradient, likewise."""
-        return self._joined(self.trainable, Bucket.whole_grad, lambda bucket: bucket.formats.reduce)
+        return self._joined(
+            self.trainable, lambda bucket: bucket.gradients.whole(), lambda bucket: bucket.formats.reduce
+        )
 
     def _joined(
         self,
@@ -228,16 +232,23 @@ class Placement:
         return found
 
 
+@dataclass(frozen=True)
+class BucketSettings:
+    """How buckets are made: over which ranks they are sharded, in which formats, and in which sizes."""
+
+    axis: Axis
+    device: torch.device
+    residency: Residency
+    formats: Formats
+    microbatches: Microbatches
+    section: ZeroSection
+
+
 def place(
     model: nn.Module,
     blocks: Mapping[str, nn.Module],
     recipe: Recipe,
-    axis: Axis,
-    section: ZeroSection,
-    residency: Residency,
-    formats: Formats,
-    device: torch.device,
-    microbatches: Microbatches,
+    settings: BucketSettings,
     division: Division,
     offload: OffloadPlan,
     held: Collection[int] = (),
@@ -249,71 +260,83 @@ def place(
 
     Raises ModelError for trainable parameters that are not real floating-point numbers.
     """
-    entries = _entries(model)
-    unit_of = _units_of(entries, blocks)
-    members: dict[str, list[_Entry]] = defaultdict(list)
-    for entry in entries:
-        members[unit_of[entry.names[0]]].append(entry)
-    root = Unit("root", [model])
-    stage_of = {
-        name: division.parts[members[name][0].names[0]].stages for name in blocks if members.get(name)
-    }
-    units = [
-        Unit(names[0], [blocks[name] for name in names])
-        for names in _coalesce(blocks, members, stage_of, formats.compute, section.min_bucket)
+    root, *units = members = _members(model, blocks, settings, division)
+    first_block = min((entry.at for _, mine in units for entry in mine), default=0)
+    planned = [
+        _planned(unit, kind, part, recipe, settings, division, offload)
+        for unit, mine in members
+        for kind, entries in _sorted(mine, settings, recipe, first_block, division)
+        for part in _split(entries, kind.dtype, settings.section.bucket_size)
     ]
-    first_block = min((e.at for name in blocks for e in members[name]), default=0)
-    planned: list[_Planned] = []
-    for unit in (root, *units):
-        names = (
-            [""]
-            if unit is root
-            else [name for name, block in blocks.items() if any(block is m for m in unit.modules)]
-        )
-        mine = sorted((e for name in names for e in members[name]), key=lambda e: e.at)
-        for kind, entries_of_kind in _sorted(mine, axis, formats, recipe, first_block, division):
-            for part in _split(entries_of_kind, kind.dtype, section.bucket_size):
-                specs = [
-                    TensorSpec(e.names[0], tuple(e.parameter.shape), recipe.group_of[e.names[0]])
-                    for e in part
-                ]
-                layout = BucketLayout.build(specs, kind.axis.size, kind.boundary)
-                by_name = {e.names[0]: e for e in part}
-                ordered = [by_name[slot.name] for slot in layout.slots]
-                records, gradient_store = None, None
-                if kind.trainable and (store := offload.next(layout.size)) is not None:
-                    region = region_of(layout, kind.axis, residency)
-                    records = OffloadedStates(
-                        layout, region, recipe.groups, formats.master, store, offload.compact
-                    )
-                    # else several add theirs up at the end of a step
-                    if division.ranks_of(kind.stages) not in division.ties:
-                        gradient_store = offload.gradient_store(records, region, formats.reduce, microbatches)
-                offloaded = (
-                    offload.parameters.shard(layout.shard_size, kind.dtype)
-                    if offload.parameters is not None
-                    else None
-                )
-                planned.append(
-                    _Planned(unit, kind, part[0].at, ordered, layout, records, offloaded, gradient_store)
-                )
     offload.commit()
-    pool = Pool(axis, device)
+    pool = Pool(settings.axis, settings.device)
     found: list[tuple[int, Bucket]] = []
     where: dict[str, tuple[Bucket, Slot]] = {}
     for plan in planned:
-        kind = plan.kind
-        own = formats if kind.trainable else Formats(kind.dtype, kind.dtype, kind.dtype, kind.dtype)
-        bucket = _fill(model, plan, residency, own, pool, device, microbatches, offload.transfer, held)
-        bucket.stages = kind.stages
-        bucket.tie = division.ties.get(division.ranks_of(kind.stages))
-        bucket.counted = _counted(bucket, kind, division)
+        bucket = _fill(model, plan, settings, pool, held)
+        bucket.stages = plan.kind.stages
+        bucket.tie = division.ties.get(division.ranks_of(plan.kind.stages))
+        bucket.gradients.counted = _counted(bucket, plan.kind, division)
         plan.unit.buckets.append(bucket)
         found.append((plan.at, bucket))
         for entry, slot in zip(plan.entries, plan.layout.slots, strict=True):
             where |= dict.fromkeys(entry.names, (bucket, slot))
     trainable = [bucket for _, bucket in sorted(found, key=lambda pair: pair[0]) if bucket.trainable]
-    return Placement(root, units, trainable, where, pool, division, device, offload, microbatches)
+    device, microbatches = settings.device, settings.microbatches
+    return Placement(
+        root[0], [unit for unit, _ in units], trainable, where, pool, division, device, offload, microbatches
+    )
+
+
+def _members(
+    model: nn.Module, blocks: Mapping[str, nn.Module], settings: BucketSettings, division: Division
+) -> list[tuple[Unit, list[_Entry]]]:
+    """The units, the root first, and the parameters of each, in the order of registration."""
+    entries = _entries(model)
+    unit_of = _units_of(entries, blocks)
+    of_block: dict[str, list[_Entry]] = defaultdict(list)
+    for entry in entries:
+        of_block[unit_of[entry.names[0]]].append(entry)
+    stage_of = {
+        name: division.parts[of_block[name][0].names[0]].stages for name in blocks if of_block.get(name)
+    }
+    least = settings.section.min_bucket
+    found = [(Unit("root", [model]), of_block[""])]
+    for names in _coalesce(blocks, of_block, stage_of, settings.formats.compute, least):
+        mine = sorted((entry for name in names for entry in of_block[name]), key=lambda entry: entry.at)
+        found.append((Unit(names[0], [blocks[name] for name in names]), mine))
+    return found
+
+
+def _planned(
+    unit: Unit,
+    kind: _Kind,
+    entries: Sequence[_Entry],
+    recipe: Recipe,
+    settings: BucketSettings,
+    division: Division,
+    offload: OffloadPlan,
+) -> _Planned:
+    """A bucket of these parameters, with its records in the stores of `offload`."""
+    by_name = {entry.names[0]: entry for entry in entries}
+    specs = [
+        TensorSpec(name, tuple(entry.parameter.shape), recipe.group_of[name])
+        for name, entry in by_name.items()
+    ]
+    layout = BucketLayout.build(specs, kind.axis.size, kind.boundary)
+    states = gradients = shard = None
+    if kind.trainable and (store := offload.next(layout.size)) is not None:
+        region, master = region_of(layout, kind.axis, settings.residency), settings.formats.master
+        states = OffloadedStates(layout, region, recipe.groups, master, store, offload.compact)
+        # else several add theirs up at the end of a step
+        if division.ranks_of(kind.stages) not in division.ties:
+            reduce = settings.formats.reduce
+            gradients = offload.gradient_store(states, region, reduce, settings.microbatches)
+    if offload.parameters is not None:
+        shard = offload.parameters.shard(layout.shard_size, kind.dtype)
+    stores = BucketStores(states, shard, gradients, offload.transfer)
+    ordered = [by_name[slot.name] for slot in layout.slots]
+    return _Planned(unit, kind, entries[0].at, ordered, layout, stores)
 
 
 class OffloadPlan:
@@ -412,9 +435,7 @@ class _Planned:
     at: int
     entries: list[_Entry]
     layout: BucketLayout
-    records: OffloadedStates | None
-    offloaded: OffloadedShard | None
-    gradient_store: GradientStore | None
+    stores: BucketStores
 
 
 Owned = Literal["all", "some", "none"]
@@ -435,14 +456,14 @@ class _Kind(NamedTuple):
 
 
 def _sorted(
-    entries: list[_Entry], axis: Axis, formats: Formats, recipe: Recipe, first_block: int, division: Division
+    entries: list[_Entry], settings: BucketSettings, recipe: Recipe, first_block: int, division: Division
 ) -> Iterable[tuple[_Kind, list[_Entry]]]:
     """`entries` by kind, in order within each."""
     kinds: dict[_Kind, list[_Entry]] = defaultdict(list)
     for entry in entries:
         parameter = entry.parameter
         own = entry.names[0] in recipe.kept or not parameter.is_floating_point()
-        dtype = parameter.dtype if own else formats.compute
+        dtype = parameter.dtype if own else settings.formats.compute
         boundary = recipe.boundary(recipe.group_of[entry.names[0]])
         part = division.parts[entry.names[0]]
         if boundary == "tensor" and not part.cut.is_whole:
@@ -451,7 +472,7 @@ def _sorted(
                              "use an elementwise optimizer such as adamw, or write mesh.tp = 1")  # fmt: skip
         owned = tuple(_owned(part.cut, rank) for rank in range(division.tp.size))
         first = entry.at < first_block
-        kind = _Kind(axis, parameter.requires_grad, dtype, boundary, first, part.stages, owned)
+        kind = _Kind(settings.axis, parameter.requires_grad, dtype, boundary, first, part.stages, owned)
         kinds[kind].append(entry)
     return kinds.items()
 
@@ -462,8 +483,8 @@ def _owned(cut: Cut, rank: int) -> Owned:
 
 
 def _counted(bucket: Bucket, kind: _Kind, division: Division) -> bool | Tensor:
-    """For `Bucket.counted`: what no tensor-parallel rank before this one has, on the first of the stages that
-    share it."""
+    """For `BucketGradients.counted`: what no tensor-parallel rank before this one has, on the first of the
+    stages that share it."""
     owned = kind.owned[division.tp.rank]
     if owned == "none" or (division.pp.size > 1 and division.pp.rank != division.ranks_of(kind.stages)[0]):
         return False
@@ -544,17 +565,12 @@ def _split(entries: list[_Entry], dtype: torch.dtype, limit: int) -> list[list[_
 
 
 def _fill(
-    model: nn.Module,
-    plan: _Planned,
-    residency: Residency,
-    formats: Formats,
-    pool: Pool,
-    device: torch.device,
-    microbatches: Microbatches,
-    transfer: HostTransfer | None,
-    held: Collection[int],
+    model: nn.Module, plan: _Planned, settings: BucketSettings, pool: Pool, held: Collection[int]
 ) -> Bucket:
     """The planned bucket, holding the values of its entries where they have any."""
+    kind, device, microbatches = plan.kind, settings.device, settings.microbatches
+    own = Formats(kind.dtype, kind.dtype, kind.dtype, kind.dtype)
+    formats = settings.formats if kind.trainable else own
     values: list[Tensor | None] = []
     for entry in plan.entries:
         old = entry.parameter
@@ -571,24 +587,12 @@ def _fill(
                 owner, _, attribute = name.rpartition(".")
                 # recurrent modules follow assignments
                 setattr(model.get_submodule(owner), attribute, entry.parameter)
-    bucket = Bucket(
-        plan.layout,
-        [e.parameter for e in plan.entries],
-        plan.kind.axis,
-        residency,
-        formats,
-        pool,
-        device,
-        plan.kind.trainable,
-        microbatches,
-        plan.records,
-        plan.offloaded,
-        transfer,
-        plan.gradient_store,
-    )
+    parameters, residency = [entry.parameter for entry in plan.entries], settings.residency
+    trained = microbatches if kind.trainable else None
+    bucket = Bucket(plan.layout, parameters, kind.axis, residency, formats, pool, trained, plan.stores)
     for slot, value in zip(plan.layout.slots, values, strict=True):
         if value is not None:
-            plan.kind.axis.broadcast(value)
+            kind.axis.broadcast(value)
             bucket.write(slot, value)
     bucket.release()
     return bucket

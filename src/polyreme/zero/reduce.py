@@ -141,7 +141,7 @@ class Reducer:
         """Have autograd add nothing to sums itself, and hear of all gradients."""
         self._listen(buckets)
         for bucket in buckets:
-            bucket.take_back()
+            bucket.gradients.take_back()
 
     def _begin(self, used: Sequence[Bucket], whole: bool, last: bool = True) -> None:
         self._by_arrival, self._whole = not (self._sharded and whole), whole
@@ -176,7 +176,7 @@ class Reducer:
         bucket, index = self._index[parameter]
         open = bucket in self._waiting or bucket in self._adding
         alone = parameter in self._hooks and len(parameter._post_accumulate_grad_hooks or ()) == 1
-        return bucket.sum_of(index) if open and alone else None
+        return bucket.gradients.sum_of(index) if open and alone else None
 
     def added(self, parameter: Tensor) -> None:
         """A whole gradient was added to what `place` gave."""
@@ -214,7 +214,7 @@ class Reducer:
             OWN_GRAD.__set__(parameter, None)
             return
         if bucket in self._adding:
-            if bucket.take_grad(index, more=self._whole and self._factor is None, factor=self._factor):
+            if bucket.gradients.take(index, more=self._whole and self._factor is None, factor=self._factor):
                 self._hooks.pop(parameter).remove()  # until the last one
             return
         if bucket not in self._waiting:
@@ -222,7 +222,7 @@ class Reducer:
                              "got a second gradient after its reduction began: "
                              "call backward once a micro-batch, "
                              "and use non-reentrant checkpoints")  # fmt: skip
-        bucket.take_grad(index, factor=self._factor)
+        bucket.gradients.take(index, factor=self._factor)
         self._came(bucket, index)
 
     def _came(self, bucket: Bucket, index: int) -> None:
@@ -237,12 +237,12 @@ class Reducer:
         del self._waiting[bucket]
         while len(self._in_flight) >= IN_FLIGHT:
             self._finish_first()
-        bucket.reduce()
+        bucket.gradients.reduce()
         self._in_flight.append(bucket)
 
     def _finish_first(self) -> None:
         bucket = self._in_flight.popleft()
-        bucket.finish_reduce(last=not self._left[bucket])
+        bucket.gradients.finish_reduce(last=not self._left[bucket])
 
 
 def _refuse() -> None:

@@ -236,3 +236,16 @@ def _before_loading(module: nn.Module, *_: object) -> None:
     for parameter in module.parameters(recurse=False):
         if isinstance(parameter, Released):
             refuse("load_state_dict", parameter)
+
+
+def refuse_transforms(what: str) -> None:
+    """Raise ModelError inside a function transform that differentiates, which would follow the gather of
+    `what`."""
+    kinds = torch._C._functorch.TransformType
+    levels = torch._C._functorch.get_interpreter_stack() or ()
+    if any(level.key() in (kinds.Grad, kinds.Jvp) for level in levels):
+        raise ModelError(
+            f"torch.func.grad, vjp or jvp runs a forward that gathers {what} (zero.stage = 3, or "
+            "memory.params elsewhere): call it inside `with engine.full_parameters():`, which every rank "
+            "must enter, or use loss.backward()"
+        )

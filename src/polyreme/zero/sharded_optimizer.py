@@ -81,7 +81,7 @@ class Update:
         # all that an update needs is in its place, so that several are updated at a time
         self._stays = (
             self.records is None or isinstance(self.records.store, HostStore)
-        ) and bucket.gradient_records is None
+        ) and bucket.gradients.records is None
         self._crew = Crew()
         self._staged: dict[int, Tensor] = {}  # bytes of all records by number, while they are loaded
         # states that are kept in fewer bits, while they are loaded
@@ -145,7 +145,7 @@ class Update:
         `unused` are the indices of parameters that no rank has a gradient for. `stream`: an iterator over
         records, from this bucket's on. `count`: steps before this one. `gradient_records`: an iterator
         likewise over records of gradients, if they are in files."""
-        grad = self.bucket.gradients() if self.bucket.gradient_records is None else None
+        grad = self.bucket.gradients.numbers() if self.bucket.gradients.records is None else None
         absent = [slot for index in unused if (slot := self.bucket.layout.slots[index]).size]
         for slot in absent:
             self._isolate(slot)

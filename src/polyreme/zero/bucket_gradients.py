@@ -1,0 +1,358 @@
+"""The gradients of one bucket: a flat buffer that those of its parameters go to as autograd makes them, its
+reduction over the bucket's axis, and where the reduced ones go from there.
+
+Invariants: a gradient's memory is the reduce-scatter's input (nothing is packed or unpacked); padding is
+always zero.
+
+Communication over the bucket's axis: `reduce` reduce-scatters, `gather` all-gathers (stage 0), as does
+`whole`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from polyreme.distributed.mesh import Axis
+from polyreme.distributed.work import DONE, Work
+from polyreme.layout.bucket_layout import ALIGN, BucketLayout, Slot
+from polyreme.offload.gradients import GradientStore
+from polyreme.zero.buffer_pool import Pool
+from polyreme.zero.formats import Formats
+from polyreme.zero.parameter import OWN_GRAD
+
+Microbatches = Literal["one", "added", "reduced", "left"]
+"""Of a step's micro-batches: there is only one; their gradients are added up on the rank, and then reduced;
+or each's are reduced; and added up where the bucket's gradient store has them, if there is one (left)."""
+
+
+def squares_by_row(flat: Tensor) -> Tensor:
+    """Sums of squares of each ALIGN elements of a flat tensor: float64, not finite if any element is not."""
+    # 64 elements of fp16 can overflow where each fits
+    dtype = flat.dtype if flat.dtype.itemsize >= 4 else torch.float32
+    return torch.linalg.vector_norm(flat.view(-1, ALIGN), dim=1, dtype=dtype).double().square_()
+
+
+def squared_norm(flat: Tensor) -> Tensor:
+    """Sum of squares of a flat tensor whose size is a multiple of ALIGN: a float64 scalar, not finite if any
+    element is not."""
+    return squares_by_row(flat).sum()
+
+
+def _add(total: Tensor, gradient: Tensor) -> None:
+    """Add a micro-batch's gradient. One by rows, which may come several times, is summed by itself first, as
+    it is wherever gradients are added up, so that these places make no difference."""
+    if gradient.layout != torch.sparse_coo or gradient.sparse_dim() != 1:
+        total.add_((gradient if gradient.layout == torch.strided else gradient.to_dense()).to(total.dtype))
+        return
+    rows, values = gradient._indices()[0], gradient._values()  # of one that is not coalesced
+    found, places = torch.unique(rows, return_inverse=True)
+    sums = values.new_zeros(len(found), *values.shape[1:])
+    sums.add_(torch.sparse_coo_tensor(places[None], values, sums.shape, check_invariants=False))
+    total.index_add_(0, found, sums.to(total.dtype))
+
+
+class BucketGradients:
+    """`grad` (reduce dtype) covers `region`, the part of the flat buffer whose optimizer states this rank
+    holds; `own` is this rank's shard of it."""
+
+    counted: bool | Tensor = True
+    """Which of this rank's numbers count in a sum over all ranks of the model: all, none, or (a mask over its
+    shard) those that no other rank holds."""
+
+    def __init__(
+        self,
+        layout: BucketLayout,
+        parameters: Sequence[nn.Parameter],
+        axis: Axis,
+        region: slice,
+        sharded: bool,
+        formats: Formats,
+        pool: Pool,
+        microbatches: Microbatches | None,
+    ) -> None:
+        """`sharded`: unreduced gradients give their buffer back after every reduction. `microbatches`: None
+        where nothing is trained."""
+        self._layout, self._parameters, self._axis, self._region = layout, parameters, axis, region
+        self._formats, self._pool, self._device = formats, pool, pool.device
+        self._own, self._size = slice(*layout.shard(axis.rank)), region.stop - region.start
+        self._of = f" of {layout.slots[0].name} ..."
+        self._trainable, self._microbatches = microbatches is not None, microbatches
+        self._transient = sharded or microbatches in ("reduced", "left")
+        self.grad: Tensor | None = None
+        self.store: GradientStore | None = None
+        """Where reduced gradients go, if they do not stay."""
+        self._gone = False  # gradients have left the device
+        # of those: their sum, or those by row, which are counted where they went
+        self._squares: Tensor | None = None
+        self._local: Tensor | None = None
+        self._reducing: Work = DONE
+        self._reduced = False  # grad holds a sum to which the next reduction is added
+        self._arrived: set[int] = set()  # since the last reduction
+        self._in_place: set[int] = set()  # of those, to whose place in the buffer autograd adds itself
+        self.ever_arrived: set[int] = set()
+        """Indices of the parameters that got a gradient on this rank in this step."""
+
+    def take(self, index: int, more: bool = False, factor: float | None = None) -> bool:
+        """Move parameter `index`'s complete gradient, times `factor`, into the flat gradient buffer, or add
+        it to what is there. With `more`, autograd adds the next ones of this reduction itself, where that
+        takes no conversion: whether it does."""
+        parameter, slot = self._parameters[index], self._layout.slots[index]
+        gradient: Tensor | None = OWN_GRAD.__get__(parameter)
+        OWN_GRAD.__set__(parameter, None)
+        if gradient is None:
+            return False
+        if factor is not None:  # of 0: from a loss of nothing, which is 0 / 0
+            gradient = gradient * factor if factor else torch.zeros_like(gradient)
+        if gradient.layout != torch.strided and gradient.dtype != self._formats.local:
+            gradient = gradient.to_dense()  # summed in its own format
+        if self._local is None:
+            self._local = self._pool.take(self._layout.size, self._formats.local)
+            for start, stop in self._layout.gaps():
+                self._local[start:stop].zero_()
+        view = self._local[slot.start : slot.stop].view(slot.shape)
+        if index in self._in_place:  # the gradient is the sum, and nearly always this view
+            if gradient.data_ptr() != view.data_ptr():
+                view.copy_(gradient)
+        elif index in self._arrived:
+            _add(view, gradient)
+        else:
+            if gradient.layout == torch.strided:
+                view.copy_(gradient)
+            else:
+                view.zero_().add_(gradient.to(view.dtype))
+            self._arrived.add(index)
+            self.ever_arrived.add(index)
+        if more and view.dtype == parameter.dtype and gradient.layout == torch.strided:
+            OWN_GRAD.__set__(parameter, view)
+            self._in_place.add(index)
+            return True
+        self._in_place.discard(index)
+        return False
+
+    def sum_of(self, index: int) -> Tensor | None:
+        """What parameter `index`'s gradients since the last reduction add up to, in the flat buffer; None
+        before the first, and where that has another dtype than the parameter, or autograd adds to it."""
+        parameter, slot = self._parameters[index], self._layout.slots[index]
+        if (
+            self._local is None
+            or index not in self._arrived
+            or index in self._in_place
+            or self._local.dtype != parameter.dtype
+        ):
+            return None
+        return self._local[slot.start : slot.stop].view(slot.shape)
+
+    def reduce(self) -> None:
+        """Begin to sum the gradients over the axis into this rank's part of `grad`. Parameters without a
+        gradient count as zero."""
+        self.take_back()
+        if self._local is None:
+            self._local = self._pool.take(self._layout.size, self._formats.local).zero_()
+        for index, slot in enumerate(self._layout.slots):
+            if index not in self._arrived:
+                self._local[slot.start : slot.stop].zero_()
+        if self.grad is None:
+            if self._reduces_in_place:
+                self.grad = self._local[self._region]
+            elif self.store is not None:  # to which they go, so that the memory comes back
+                self.grad = self._pool.take(self._size, self._formats.reduce)
+            else:
+                self.grad = self._axis.empty(self._size, self._formats.reduce, self._device)
+        self._reducing = self._axis.reduce_scatter(
+            self.own_shard, self._local, accumulate=self._reduced, of=self._of
+        )
+        self._reduced = not self.adds_there
+
+    def take_back(self) -> None:
+        """Let autograd make gradients of its own again, not add to those that are here."""
+        while self._in_place:
+            index = self._in_place.pop()
+            parameter, slot = self._parameters[index], self._layout.slots[index]
+            gradient: Tensor | None = OWN_GRAD.__get__(parameter)
+            if gradient is not None and self._local is not None:
+                view = self._local[slot.start : slot.stop].view(slot.shape)
+                if gradient.data_ptr() != view.data_ptr():  # autograd has put the sum elsewhere
+                    view.copy_(gradient)
+            OWN_GRAD.__set__(parameter, None)
+
+    def finish_reduce(self, last: bool = False) -> None:
+        """Return when the reduction that `reduce` began is complete. `last`: no other one follows in this
+        step, so that the gradients can go to where they are used."""
+        self._reducing.wait()
+        self._arrived.clear()
+        leaves, gone = False, True
+        if self.store is not None and self.grad is not None and (last or self.store.adds):
+            leaves, gone = True, self._leave(self.store, last)
+        if self._local is not None and (self._transient or leaves):
+            if gone or not self._reduces_in_place:  # else it is what has just begun to leave
+                self._pool.give(self._local, self._reducing)
+            self._local = None
+
+    def _leave(self, store: GradientStore, last: bool) -> bool:
+        """Begin to move the reduced gradients to where they are added up or updated from. Returns whether
+        they have left already."""
+        assert self.grad is not None
+        if self._region != self._own:
+            self._reducing = self.gather()  # which others end reading after the reduction
+            self._reducing.wait()
+        if not store.adds:
+            self._squares = self.squares()
+        elif last:
+            self._squares = torch.zeros(self._layout.shard_size // ALIGN, dtype=torch.float64)
+        gone = store.take(self.grad, self._count if last and store.adds else None)
+        if gone and not self._reduces_in_place:
+            self._pool.give(self.grad, self._reducing)
+        self.grad, self._gone = None, True
+        return gone
+
+    def _count(self, gradient: Tensor, start: int) -> None:
+        """Note the squares of what counts of the sums of gradients, from element `start` of the region on. In
+        any thread."""
+        low = max(start + self._region.start, self._own.start)
+        high = min(start + self._region.start + gradient.numel(), self._own.stop)
+        if low >= high or self.counted is False:
+            return
+        assert self._squares is not None
+        part = gradient[low - start - self._region.start : high - start - self._region.start]
+        if self.counted is not True:
+            part = part * self.counted[low - self._own.start : high - self._own.start].to(part.device)
+        if rest := -part.numel() % ALIGN:  # behind it is padding, which is zero
+            part = torch.nn.functional.pad(part, (0, rest))
+        at = (low - self._own.start) // ALIGN
+        self._squares[at : at + part.numel() // ALIGN] = squares_by_row(part)
+
+    @property
+    def own_shard(self) -> Tensor:
+        """This rank's shard of the reduced gradients."""
+        if self.grad is None:
+            raise RuntimeError("the bucket has no reduced gradients")
+        return self.grad[self._own] if self._region != self._own else self.grad
+
+    def numbers(self) -> Tensor:
+        """The reduced gradients of `region`, on the device or, where they went there, on the CPU."""
+        if self._gone and self.store is not None:
+            return self.store.numbers()
+        if self.grad is None:
+            raise RuntimeError("the bucket has no reduced gradients")
+        return self.grad
+
+    @property
+    def records(self) -> Sequence[int] | None:
+        """The records of files that the reduced gradients are in, one for each of `records`; None where they
+        are not in files."""
+        return None if self.store is None else self.store.order
+
+    def squares(self) -> Tensor:
+        """Of this rank's shard of the reduced gradients, the sum of squares of what counts: a float64
+        scalar."""
+        if self._squares is not None:
+            if self._squares.dim():
+                assert self.store is not None
+                self.store.complete()
+            return self._squares.sum().to(self._device)
+        if self.counted is False:
+            return torch.zeros((), dtype=torch.float64, device=self._device)
+        return squared_norm(self.own_shard if self.counted is True else self.own_shard * self.counted)
+
+    def squares_by_slot(self) -> Tensor:
+        """Of this rank's shard of the reduced gradients, the sum of squares of what counts of each parameter:
+        float64."""
+        found = torch.zeros(len(self._layout.slots), dtype=torch.float64, device=self._device)
+        if self.counted is False:
+            return found
+        rows = squares_by_row(self._counted_shard())
+        at = {slot.name: index for index, slot in enumerate(self._layout.slots)}
+        for held in self._layout.within(self._own.start, self._own.stop):
+            found[at[held.name]] = rows[
+                held.offset // ALIGN : -(-(held.offset + held.stop - held.start) // ALIGN)
+            ].sum()
+        return found
+
+    def _counted_shard(self) -> Tensor:
+        """This rank's shard of the reduced gradients, wherever they are, with zero for what does not
+        count."""
+        gradients = self.numbers()
+        shard = gradients[self._own] if self._region != self._own else gradients
+        return shard if isinstance(self.counted, bool) else shard * self.counted.to(shard.device)
+
+    def whole(self) -> Tensor:
+        """The reduced gradients of all ranks, in the reduce dtype."""
+        gradients = self.numbers().to(self._device)
+        if gradients.numel() == self._layout.size:
+            return gradients
+        full = torch.empty(self._layout.size, dtype=gradients.dtype, device=self._device)
+        self._axis.all_gather(full, gradients).settle()
+        return full
+
+    def scale(self, slot: Slot, factor: float) -> None:
+        """Multiply one parameter's reduced gradient."""
+        low, high = max(slot.start, self._region.start), min(slot.stop, self._region.stop)
+        if low < high:
+            self.numbers()[low - self._region.start : high - self._region.start].mul_(factor)
+        if self._squares is not None:
+            self._squares = (
+                squared_norm(self._counted_shard())
+                if self.counted is not False
+                else torch.zeros((), dtype=torch.float64)
+            )
+
+    def gather(self) -> Work:
+        """Where states are full (stage 0): begin to give every rank the whole reduced gradient."""
+        if self._region == self._own or self.grad is None:
+            return DONE
+        return self._axis.all_gather(self.grad, self.own_shard)
+
+    def clear(self) -> None:
+        """Forget all gradients, reduced or not."""
+        self.take_back()
+        self.finish_reduce()
+        self._reducing.settle()
+        if self._gone and self.store is not None:
+            self.store.clear()
+            self._gone, self._squares = False, None
+        self.ever_arrived.clear()
+        self._reduced = False
+
+    # ---- accounting
+
+    @property
+    def leaves(self) -> bool:
+        """Whether reduced gradients leave at each of their reductions."""
+        return self.store is not None and self._microbatches != "reduced"
+
+    @property
+    def comes(self) -> bool:
+        """Whether the memory of unreduced gradients comes and goes in a backward."""
+        return self._trainable and (self._transient or self.leaves) and self._microbatches != "added"
+
+    @property
+    def adds_there(self) -> bool:
+        """Whether the gradients of several micro-batches are added up where they are held."""
+        return self.store is not None and self.store.adds
+
+    @property
+    def _reduces_in_place(self) -> bool:
+        """Whether reduced gradients are in the buffer of those before reduction."""
+        if self.adds_there and self._axis.size == 1:
+            return True
+        return self._formats.local == self._formats.reduce and not self._transient
+
+    @property
+    def reduced_bytes(self) -> int:
+        """Of memory that reduced gradients take for themselves."""
+        apart = self._trainable and not self._reduces_in_place
+        return self._size * self._formats.reduce.itemsize if apart else 0
+
+    @property
+    def unreduced(self) -> int:
+        """Bytes of gradients before they are reduced, where those stay."""
+        return self._layout.size * self._formats.local.itemsize if self._trainable and not self.comes else 0
+
+    @property
+    def live(self) -> list[Tensor]:
+        """The tensors that hold gradients now."""
+        return [tensor for tensor in (self._local, self.grad) if tensor is not None]

@@ -1,0 +1,71 @@
+"""What a bucket takes of the device's memory: what stays, what comes and goes, and what it borrows. No
+communication."""
+
+from __future__ import annotations
+
+import torch
+
+from polyreme.layout.bucket_layout import ALIGN
+from polyreme.zero.bucket import Bucket
+from polyreme.zero.buffer_pool import Buffers
+
+
+def coming(bucket: Bucket) -> int:
+    """Bytes of the full parameters, where they come for a use and go again."""
+    return bucket.layout.size * bucket.formats.compute.itemsize if bucket.sharded else 0
+
+
+def borrows(bucket: Bucket) -> tuple[Buffers, Buffers, Buffers]:
+    """What it takes of the pool and gives back: for gradients before they are reduced, for reduced ones,
+    and for the shard that the other ranks are to get."""
+    local = [(bucket.layout.size, bucket.formats.local)] if bucket.gradients.comes else []
+    room = (
+        [(bucket.region.stop - bucket.region.start, bucket.formats.reduce)]
+        if bucket.gradients.leaves and bucket.gradients.reduced_bytes
+        else []
+    )
+    here = (
+        [(bucket.layout.shard_size, bucket.formats.compute)]
+        if bucket.is_offloaded and bucket.axis.size > 1
+        else []
+    )
+    return Buffers(local), Buffers(room), Buffers(here)
+
+
+def staying(bucket: Bucket) -> tuple[int, int, int]:
+    """Bytes that it always has: parameters, gradients, the master where it is a copy."""
+    itemsize, region = bucket.formats.compute.itemsize, bucket.region.stop - bucket.region.start
+    parameters = (
+        (bucket.layout.shard_size if not bucket.is_offloaded else 0) if bucket.sharded else bucket.layout.size
+    )
+    gradients = bucket.gradients.unreduced
+    if bucket.trainable:
+        gradients += 0 if bucket.gradients.leaves else bucket.gradients.reduced_bytes
+        # squares by row
+        gradients += (
+            bucket.layout.shard_size // ALIGN * torch.float64.itemsize if bucket.gradients.adds_there else 0
+        )
+    master = bucket.master is not None and (
+        bucket.is_offloaded or bucket.formats.master != bucket.formats.compute
+    )
+    return parameters * itemsize, gradients, region * bucket.formats.master.itemsize * master
+
+
+def live(bucket: Bucket) -> dict[str, int]:
+    """Live bytes of this rank by category: parameters, gradients, states (the master where it is a
+    copy)."""
+    storages = {
+        "parameters": [each for each in (bucket.full, bucket.device_shard) if each is not None],
+        "gradients": bucket.gradients.live,
+        "states": [bucket.master] if bucket.master is not None else [],
+    }
+    seen: set[int] = set()
+    found = {}
+    for category, tensors in storages.items():
+        found[category] = 0
+        for tensor in tensors:
+            storage = tensor.untyped_storage()
+            if storage._cdata not in seen:
+                seen.add(storage._cdata)
+                found[category] += storage.nbytes()
+    return found

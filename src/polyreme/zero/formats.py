@@ -1,0 +1,19 @@
+"""The number formats of a bucket."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class Formats:
+    """Number formats of a bucket: of parameters in the model, of the optimizer's copy, of reduced gradients,
+    and of gradients on this rank before reduction (wider than `compute` where several micro-batches are added
+    up first)."""
+
+    compute: torch.dtype
+    master: torch.dtype
+    reduce: torch.dtype
+    local: torch.dtype
