@@ -6,13 +6,17 @@ WORKERS ?= 2
 export HF_HUB_OFFLINE ?= 1
 export TOKENIZERS_PARALLELISM ?= true
 
-.PHONY: demo test check bench setup clean
+.PHONY: demo test test-all check bench setup clean
 
 demo: setup
 	$(BIN)/polyreme train examples/demo.toml
 
 test: setup
-	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile $(LIMIT:%=--fail-above %)
+
+# Whole products where `test` runs a cover of them, and all examples of properties.
+test-all: setup
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --all-cases
 
 check: setup
 	$(BIN)/ruff check .

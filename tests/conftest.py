@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import gc
+import json
+import os
 import signal
+import time
+from collections import defaultdict
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
+from examples import ALL
 from pool import Ranks
 
+DURATIONS = Path(__file__).with_name("durations.json")
 TIME_LIMIT = 300  # seconds; it only matters where something hangs
 # A busy machine is no failure.
 settings.register_profile("untimed", settings(), deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -29,14 +36,60 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--all-cases",
         action="store_true",
-        help="whole products where tests run a cover of them (tests/cover.py)",
+        help="whole products where tests run a cover (tests/cover.py), and all examples of properties",
+    )
+    parser.addoption(
+        "--fail-above", type=float, metavar="SECONDS", help="fail if the whole run takes longer than that"
+    )
+    parser.addoption(
+        "--write-durations", action="store_true", help=f"note the seconds of each file in {DURATIONS.name}"
     )
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("all_cases"):
+        os.environ[ALL] = "1"
+    if not hasattr(config, "workerinput"):  # else it is one of xdist's workers, whose reports come here
+        config.pluginmanager.register(Times(config), "times")
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Run the longest files first, so that no worker ends long after the other."""
+    seconds = json.loads(DURATIONS.read_text()) if DURATIONS.exists() else {}
+    items.sort(key=lambda item: -seconds.get(item.nodeid.partition("::")[0], 0.0))
     for item in items:
         if item.get_closest_marker("timeout") is None:
             item.add_marker(pytest.mark.timeout(TIME_LIMIT))
+
+
+class Times:
+    """Adds up how long each file took."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self._config, self._began = config, time.monotonic()
+        self._seconds: dict[str, float] = defaultdict(float)
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        self._seconds[report.nodeid.partition("::")[0]] += report.duration
+
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        limit = self._config.getoption("fail_above")
+        if limit is not None and time.monotonic() - self._began > limit and not session.exitstatus:
+            session.exitstatus = pytest.ExitCode.TESTS_FAILED
+        if self._config.getoption("write_durations"):
+            rounded = {file: round(each, 1) for file, each in sorted(self._seconds.items()) if each >= 1}
+            DURATIONS.write_text(json.dumps(rounded, indent=1) + "\n")
+
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        took, limit = time.monotonic() - self._began, self._config.getoption("fail_above")
+        slowest = sorted(self._seconds.items(), key=lambda each: -each[1])[:10]
+        if len(self._seconds) > len(slowest):
+            terminalreporter.section("slowest files")
+            for file, seconds in slowest:
+                terminalreporter.write_line(f"{seconds:6.1f} s  {file}")
+        terminalreporter.write_line(f"{took:.0f} s in all")
+        if limit is not None and took > limit:
+            terminalreporter.write_line(f"FAILED: that is more than {limit:g} s")
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -5,9 +5,10 @@ from __future__ import annotations
 
 from itertools import pairwise
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from examples import examples
 from polyreme.layout.bucket_layout import ALIGN, Boundary, BucketLayout, Range, TensorSpec, align
 
 SHAPES = st.lists(
@@ -30,7 +31,7 @@ def layouts(
 
 
 @given(layouts())
-@settings(max_examples=150)
+@examples(150)
 def test_tensors_and_padding_partition_the_buffer(case: tuple[list[TensorSpec], BucketLayout]) -> None:
     specs, layout = case
     assert sorted((s.name, s.shape, s.group) for s in layout.slots) == sorted(
@@ -44,7 +45,7 @@ def test_tensors_and_padding_partition_the_buffer(case: tuple[list[TensorSpec], 
 
 
 @given(layouts())
-@settings(max_examples=150)
+@examples(150)
 def test_shards_partition_every_tensor(case: tuple[list[TensorSpec], BucketLayout]) -> None:
     specs, layout = case
     edges = [r * layout.shard_size for r in range(layout.world + 1)]
@@ -65,7 +66,7 @@ def test_shards_partition_every_tensor(case: tuple[list[TensorSpec], BucketLayou
 
 
 @given(layouts())
-@settings(max_examples=150)
+@examples(150)
 def test_runs_cover_their_shards(case: tuple[list[TensorSpec], BucketLayout]) -> None:
     """Over one shard or all: every element of a tensor in one run of its group, cut at multiples of ALIGN
     alone."""
@@ -99,7 +100,7 @@ def test_runs_cover_their_shards(case: tuple[list[TensorSpec], BucketLayout]) ->
 
 
 @given(layouts())
-@settings(max_examples=150)
+@examples(150)
 def test_padding_and_balance_are_bounded(case: tuple[list[TensorSpec], BucketLayout]) -> None:
     specs, layout = case
     sizes = [align(spec.size) for spec in specs]
@@ -110,7 +111,7 @@ def test_padding_and_balance_are_bounded(case: tuple[list[TensorSpec], BucketLay
 
 
 @given(SHAPES, WORLDS, BOUNDARIES)
-@settings(max_examples=50)
+@examples(50)
 def test_groups_lie_together_in_the_order_given(
     shapes: list[tuple[int, ...]], world: int, boundary: Boundary
 ) -> None:

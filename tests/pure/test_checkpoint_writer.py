@@ -14,9 +14,10 @@ from zlib import crc32
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from examples import examples
 from polyreme.checkpoint import checksum, writer
 from polyreme.checkpoint.copy_on_write import BackgroundAccess
 from polyreme.checkpoint.direct_reader import DirectFile
@@ -71,7 +72,7 @@ def written(folder: Path, cuts: list[int], ranks: int, limit: int) -> None:
                 assert content[place.begin : place.begin + len(expected)] == expected
 
 
-@settings(max_examples=15)
+@examples(15)
 @given(st.lists(st.integers(0, 2_000_000), max_size=8), st.integers(1, 3), st.sampled_from([10**9, 10**6]))
 def test_whatever_each_has(
     tmp_path_factory: pytest.TempPathFactory, cuts: list[int], ranks: int, limit: int

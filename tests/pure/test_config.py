@@ -15,10 +15,11 @@ from typing import Any
 
 import pytest
 import yaml
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 from rich.console import Console
 
+from examples import examples
 from polyreme.cli.inspect import as_json, render, with_reference
 from polyreme.config import Config, Duration, Progress
 from polyreme.config.describe import default, expects, toml
@@ -302,7 +303,7 @@ JUNK = st.recursive(
 )
 
 
-@settings(max_examples=150)
+@examples(150)
 @given(st.dictionaries(st.sampled_from([*LEAVES, *SECTIONS, "x", "zero.x"]), JUNK, max_size=5))
 @example({"memory.states": {}})
 @example({"memory.params": {}})
@@ -591,7 +592,7 @@ def test_a_world_size_that_is_none(world_size: Any) -> None:
         Config().resolve(world_size)
 
 
-@settings(max_examples=300)
+@examples(300)
 @given(st.integers(1, 64), st.integers(1, 512), st.integers(1, 32) | st.just("auto"))
 def test_a_batch_is_divided_exactly_or_the_error_names_batches_that_are(
     world: int, size: int, micro: Any

@@ -13,10 +13,11 @@ from itertools import chain
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
+from examples import examples
 from polyreme.data import Loader
 from polyreme.data.loader import permutation
 from polyreme.errors import BatchError, DataError
@@ -61,7 +62,7 @@ def global_batches(
 WORLDS = st.sampled_from([1, 2, 3, 4, 6, 8, 12, 16])
 
 
-@settings(max_examples=60)
+@examples(60)
 @given(
     data=st.data(),
     world=st.integers(1, 16),
@@ -91,7 +92,7 @@ def test_global_batches_are_those_of_one_rank(
     assert len(set(epoch)) == len(epoch) == size // batch_size * batch_size  # each sample once
 
 
-@settings(max_examples=60)
+@examples(60)
 @given(
     data=st.data(),
     worlds=st.tuples(WORLDS, WORLDS),

@@ -15,9 +15,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from examples import examples
 from polyreme.data import PackedDataset, Subset, open_text, pack, pack_texts, train_tokenizer
 from polyreme.data.cache import cached
 from polyreme.errors import DataError
@@ -78,7 +79,7 @@ def test_bytes(tokenizer, tmp_path: Path) -> None:
     assert total - 8 * data.bytes_per_token - 1 < data.bytes <= total
 
 
-@settings(max_examples=40)
+@examples(40)
 @given(st.lists(st.text(st.sampled_from("ab é☕\n\t<|endoftext|>"), max_size=60), min_size=1, max_size=8))
 def test_pieces_and_batches_change_nothing(
     tokenizer, tmp_path_factory: pytest.TempPathFactory, texts: list[str]

@@ -9,9 +9,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from examples import examples
 from polyreme.data import Corpus, documents, split, text, whole
 from polyreme.errors import DataError
 
@@ -224,7 +225,7 @@ def corpus_of(items: list[str]) -> Corpus:
 printable = st.text(st.characters(categories=["L", "N", "P"], max_codepoint=1000), min_size=1, max_size=8)
 
 
-@settings(max_examples=200)
+@examples(200)
 @given(st.lists(printable, min_size=2, max_size=40), st.floats(0.001, 0.999), st.integers(-5, 2**60))
 def test_split_partitions_documents(items: list[str], fraction: float, seed: int) -> None:
     distinct = set(items)

@@ -8,9 +8,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from examples import examples
 from polyreme.data import Subset, load_tokenizer, open_tokenizer, train_tokenizer
 from polyreme.data.tokenizer import END, fingerprint
 from polyreme.errors import DataError
@@ -32,7 +33,7 @@ def tokenizers(tmp_path_factory: pytest.TempPathFactory) -> list:
     return [trained, load_tokenizer(folder), transformers.AutoTokenizer.from_pretrained(folder)]
 
 
-@settings(max_examples=300)
+@examples(300)
 @given(
     s=st.one_of(
         st.text(), st.text(" \t\r\n\u00a0\u3000.,'é☕n"), st.sampled_from([END, f"a {END}b", "n't  .", "\0"])

@@ -13,13 +13,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from examples import examples
 from polyreme.deferred_init.replay import Recording, record
 from polyreme.errors import ModelError
 
@@ -598,7 +599,7 @@ STEPS: dict[str, Callable[[list[Tensor], int, int, int], Any]] = {
 }
 
 
-@settings(max_examples=60, derandomize=True)
+@examples(60, derandomize=True)
 @given(programs())
 @example(
     [("new", 0, 1, 0), ("add", 2, 0, 0), ("add", 2, 1, 0)]

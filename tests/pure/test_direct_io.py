@@ -15,10 +15,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from examples import examples
 from polyreme.errors import TierError
 from polyreme.files import direct_io
 from polyreme.files.direct_io import ALIGNMENT, File, aligned, check_space, padded
@@ -81,7 +82,7 @@ def test_memory_that_the_system_refuses_is_told() -> None:
 
 
 @DIRECT
-@settings(max_examples=25)
+@examples(25)
 @given(st.lists(st.tuples(st.integers(0, 7), st.integers(1, 8)), min_size=1, max_size=12))
 def test_what_is_read_is_what_was_written_last(
     tmp_path_factory: pytest.TempPathFactory, direct: bool, writes: list[tuple[int, int]]

@@ -18,10 +18,11 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from examples import examples
 from polyreme.errors import TierError
 from polyreme.files import folder_lock
 from polyreme.files.direct_io import ALIGNMENT, padded
@@ -63,7 +64,7 @@ def assert_same(found: list[Tensor], records: list[Tensor]) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@settings(max_examples=30)
+@examples(30)
 @given(st.data())
 def test_streams_one_after_the_other_are_as_plain_memory(
     tmp_path_factory: pytest.TempPathFactory, kind: str, data: st.DataObject
@@ -123,7 +124,7 @@ def test_a_change_that_is_slow_to_be_written_comes_before_the_next_use_of_the_re
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@settings(max_examples=30)
+@examples(30)
 @given(
     st.lists(
         st.tuples(

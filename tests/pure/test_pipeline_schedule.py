@@ -8,9 +8,10 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from examples import examples
 from polyreme.errors import PolyremeError
 from polyreme.pipeline.schedule import (
     MESSAGES,
@@ -113,7 +114,7 @@ def execute(schedule: Schedule, microbatches: int, seed: int) -> bool:
 
 
 @given(**SHAPES)
-@settings(max_examples=150)
+@examples(150)
 def test_every_schedule_is_valid_and_within_its_memory(
     name: Name, pp: int, microbatches: int, virtual: int
 ) -> None:
@@ -125,7 +126,7 @@ def test_every_schedule_is_valid_and_within_its_memory(
 
 
 @given(**SHAPES, seed=st.integers(0, 9))
-@settings(max_examples=40)
+@examples(40)
 def test_every_schedule_computes_what_it_should(
     name: Name, pp: int, microbatches: int, virtual: int, seed: int
 ) -> None:
@@ -133,7 +134,7 @@ def test_every_schedule_computes_what_it_should(
 
 
 @given(**SHAPES)
-@settings(max_examples=60)
+@examples(60)
 def test_messages_of_two_ranks_stand_in_one_order_and_few_receives_wait(
     name: Name, pp: int, microbatches: int, virtual: int
 ) -> None:
@@ -222,7 +223,7 @@ def changed(schedule: Schedule, rank: int, row: list[Action]) -> Schedule:
 
 
 @given(**SMALL, data=st.data())
-@settings(max_examples=100)
+@examples(100)
 def test_nothing_may_be_missing_or_done_twice(
     name: Name, pp: int, microbatches: int, virtual: int, data: st.DataObject
 ) -> None:
@@ -258,7 +259,7 @@ def must_follow(first: Action, second: Action, ranks: tuple[int, ...]) -> bool:
 
 
 @given(**SMALL, data=st.data())
-@settings(max_examples=250)
+@examples(250)
 def test_a_swap_is_refused_unless_harmless(
     name: Name, pp: int, microbatches: int, virtual: int, data: st.DataObject
 ) -> None:

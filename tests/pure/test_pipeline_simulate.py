@@ -8,9 +8,10 @@ from fractions import Fraction
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from examples import examples
 from polyreme.errors import PolyremeError
 from polyreme.pipeline.schedule import NAMES, Action, Name, Schedule, build, halves, stage_ranks
 from polyreme.pipeline.simulate import Cell, Costs, simulate
@@ -32,7 +33,7 @@ def total(name: Name, pp: int, microbatches: int, virtual: int = 2) -> float:
 @given(
     **SHAPES, name=st.sampled_from(["gpipe", "1f1b"]), forward=st.integers(1, 9), backward=st.integers(1, 9)
 )
-@settings(max_examples=60)
+@examples(60)
 def test_bubble_of_gpipe_and_1f1b(
     pp: int, microbatches: int, name: Name, forward: int, backward: int
 ) -> None:
@@ -46,7 +47,7 @@ def test_bubble_of_gpipe_and_1f1b(
 
 
 @given(**SHAPES, forward=st.integers(1, 9), backward=st.integers(1, 9), weight=st.integers(1, 9))
-@settings(max_examples=60)
+@examples(60)
 def test_bubble_of_1f1b_with_its_last_weights_late(
     pp: int, microbatches: int, forward: int, backward: int, weight: int
 ) -> None:
@@ -66,7 +67,7 @@ def test_bubble_of_1f1b_with_its_last_weights_late(
 
 
 @given(pp=st.integers(2, 16), rounds=st.integers(2, 4), microbatch=st.integers(0, 60))
-@settings(max_examples=50)
+@examples(50)
 def test_1f1b_with_a_forward_ahead_hides_messages_and_what_takes_longer_once(
     pp: int, rounds: int, microbatch: int
 ) -> None:
@@ -99,7 +100,7 @@ def test_1f1b_with_a_forward_ahead_hides_messages_and_what_takes_longer_once(
     forward=st.integers(1, 9),
     backward=st.integers(1, 9),
 )
-@settings(max_examples=50)
+@examples(50)
 def test_bubble_of_interleaved(pp: int, groups: int, virtual: int, forward: int, backward: int) -> None:
     """The bubble is 1F1B's divided by v: (p-1) / (v m + p-1) of the step, for m a multiple of p
     (arXiv:2104.04473)."""
@@ -110,7 +111,7 @@ def test_bubble_of_interleaved(pp: int, groups: int, virtual: int, forward: int,
 
 
 @given(**SHAPES, virtual=st.integers(2, 4))
-@settings(max_examples=25)
+@examples(25)
 def test_interleaved_takes_any_number_of_microbatches(pp: int, microbatches: int, virtual: int) -> None:
     """Never slower than a whole number of groups, nor than 1F1B with stages `virtual` times as long."""
     step = total("interleaved", pp, microbatches, virtual)
@@ -120,7 +121,7 @@ def test_interleaved_takes_any_number_of_microbatches(pp: int, microbatches: int
 
 
 @given(**SHAPES)
-@settings(max_examples=20)
+@examples(20)
 def test_bubble_of_zb_h1(pp: int, microbatches: int) -> None:
     """For F = B = W, each rank idles p-1 in a step of 3m: a third of 1F1B's 3(p-1) (arXiv:2401.10241). With
     fewer micro-batches than ranks, the path of the last one there and back and what cannot overlap with it:
@@ -133,7 +134,7 @@ def test_bubble_of_zb_h1(pp: int, microbatches: int) -> None:
 
 
 @given(**SHAPES)
-@settings(max_examples=20)
+@examples(20)
 def test_bubble_of_zb_v(pp: int, microbatches: int) -> None:
     """For F = B = W of stages half as long, each rank idles p-1 of them in a step of 6m: a sixth of 1F1B's
     bubble, and none but what the first micro-batch takes to reach the last rank (arXiv:2405.15362). With few
@@ -224,7 +225,7 @@ def test_transfers_hide_as_well_as_if_every_receive_were_posted_at_the_start(
     transfer=st.integers(0, 3),
     seed=st.integers(0, 9),
 )
-@settings(max_examples=50)
+@examples(50)
 def test_a_rank_computes_one_thing_at_a_time_and_only_from_what_it_has(
     pp: int, microbatches: int, name: Name, virtual: int, transfer: int, seed: int
 ) -> None:

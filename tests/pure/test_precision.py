@@ -7,10 +7,11 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from examples import examples
 from polyreme.layout.bucket_layout import ALIGN, BucketLayout, TensorSpec
 from polyreme.step.precision import (
     LossScale,
@@ -49,7 +50,7 @@ def test_static_scale() -> None:
 @given(
     st.lists(st.integers(0, 300), min_size=1, max_size=6), st.lists(st.integers(1, 9), min_size=2, max_size=2)
 )
-@settings(max_examples=40)
+@examples(40)
 def test_norm_does_not_depend_on_shards_or_buckets(sizes: list[int], worlds: list[int]) -> None:
     generator = torch.Generator().manual_seed(sum(sizes))
     tensors = [torch.randn(size, generator=generator) for size in sizes]

@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.optim import SGD, Adagrad, AdamW
 
+from examples import examples
 from polyreme.layout.bucket_layout import ALIGN
 from polyreme.optim import cpu_kernels, quantized_states
 from polyreme.optim.groups import Lion
@@ -60,7 +61,7 @@ def numbers(draw: st.DrawFn) -> Tensor:
 
 
 @pytest.mark.parametrize(("states", "name"), FORMATS)
-@settings(max_examples=60)
+@examples(60)
 @given(values=numbers(), count=st.integers(0, 2**24), at=st.integers(0, 2**40))
 def test_the_error_is_as_stated_and_rounding_again_changes_nothing(
     states: States, name: str, values: Tensor, count: int, at: int

@@ -6,9 +6,10 @@ import itertools
 import math
 
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from examples import examples
 from polyreme.layout.bucket_layout import Cut
 from polyreme.layout.region import Runs, held
 
@@ -43,7 +44,7 @@ def put(runs: Runs, part: torch.Tensor, base: int, whole: torch.Tensor, counts: 
         counts[at : at + runs.size] += 1
 
 
-@settings(max_examples=200)
+@examples(200)
 @given(cuts(), st.integers(1, 4), st.booleans(), st.integers(1, 7))
 def test_what_all_ranks_hold_is_the_whole(made: tuple[Cut, int], shards: int, owned: bool, most: int) -> None:
     cut, ways = made

@@ -11,10 +11,11 @@ from zlib import crc32
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import save as save_tensors
 
+from examples import examples
 from polyreme.checkpoint import manifest
 from polyreme.checkpoint.manifest import File, Resume
 from polyreme.checkpoint.run_directory import RunFolder, is_whole, progress_of, step_of
@@ -198,7 +199,7 @@ def test_killed_between_the_renames_that_replace_a_checkpoint(tmp_path: Path) ->
     assert names(run) == ["step-4"] and is_whole(tmp_path / "step-4")
 
 
-@settings(max_examples=60)
+@examples(60)
 @given(
     saves=st.lists(st.integers(1, 9), min_size=1, max_size=12),
     keep=st.integers(1, 3),

@@ -1,0 +1,17 @@
+"""How many examples a property is tried on: some in `make test`, all in `make test-all`."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from hypothesis import settings
+
+ALL = "POLYREME_ALL_CASES"
+"""The variable that is set where whole products and all examples are to be run."""
+SOME = 30
+
+
+def examples(all_of_them: int, **others: Any) -> settings:
+    """The decorator of a property, in place of `hypothesis.settings(max_examples=...)`."""
+    return settings(max_examples=all_of_them if ALL in os.environ else min(SOME, all_of_them), **others)
