@@ -155,8 +155,8 @@ def train(rank: int, world: int, case: Case) -> dict[str, Any]:
         config |= {"pipeline": {**config["pipeline"], "blocks": "time"}, "data": {"sequence": TOKENS}}
         batch = build_batch(Job("", case.model, "fp32", case.microbatches, TOKENS, rank, 1, 1), 0, [0])
         engine = polyreme.initialize(build_model(case.model), config)
-    watch = Watch(engine._row)
-    engine._row = watch  # type: ignore[assignment]
+    watch = Watch(engine._pipeline.row)
+    engine._pipeline.row = watch  # type: ignore[assignment]
     steps = []
     with mock.patch.object(executor, "_wait", watch.wait):
         for _ in range(1 + case.steps):

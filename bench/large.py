@@ -106,19 +106,19 @@ def rank_main(args: argparse.Namespace) -> None:
             for name, after in engine.tiers().items()
         }
         steps.append({"seconds": seconds, "tiers": moved})
-    records = [record for update in engine._updates for record in update.records or ()]
+    records = [record for update in engine._training.updates for record in update.records or ()]
     states = sum(padded(record.nbytes) for record in records)
     size = engine.config.precision.compute
     itemsize = {"fp32": 4, "bf16": 2}[size]
-    shard = {bucket: padded(bucket.layout.shard_size * itemsize) for bucket in engine._placement.buckets}
+    shard = {bucket: padded(bucket.layout.shard_size * itemsize) for bucket in engine._training.placement.buckets}
     stay = sum(
-        shard[b] for unit in (engine._placement.root, engine._placement.units[-1]) for b in unit.buckets
+        shard[b] for unit in (engine._training.placement.root, engine._training.placement.units[-1]) for b in unit.buckets
     )
     traffic: dict[str, tuple[int, int]] = {}
     if args.states == "files":
         traffic["states"] = (states, states)
     if engine.config.memory.gradients not in ("device", "host"):
-        reduced = engine._placement.trainable[0].formats.reduce.itemsize
+        reduced = engine._training.placement.trainable[0].formats.reduce.itemsize
         gradients = sum(padded((record.run.stop - record.run.start) * reduced) for record in records)
         traffic["gradients"] = (gradients, gradients)
     if args.params == "files":

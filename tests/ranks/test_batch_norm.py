@@ -224,7 +224,9 @@ def half(rank: int, world: int) -> list[tuple[list[float], list[torch.dtype]]]:
                 (losses, [b.dtype for name, b in engine.module.named_buffers() if "running" in name])
             )
             assert torch.isfinite(
-                copy.deepcopy(engine.module.blocks[0]["norm"])(torch.randn(4, 6, 2, 2).to(engine._dtype))
+                copy.deepcopy(engine.module.blocks[0]["norm"])(
+                    torch.randn(4, 6, 2, 2).to(next(engine.module.parameters()).dtype)
+                )
             ).all()
     return found
 

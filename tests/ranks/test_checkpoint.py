@@ -308,13 +308,15 @@ def test_one_writer_for_each_file_writes_the_same(ranks: Ranks, tmp_path: Path) 
 
 def snapshot_of(engine: Engine) -> tuple[Any, ...]:
     """All that a load that fails must leave alone."""
-    used = [bucket.full.clone() for bucket in engine._placement.buckets if not bucket.sharded]
+    used = [bucket.full.clone() for bucket in engine._training.placement.buckets if not bucket.sharded]
     weights = [
-        tensor.clone() for bucket in engine._placement.buckets for tensor in (bucket.master, bucket.shard)
+        tensor.clone()
+        for bucket in engine._training.placement.buckets
+        for tensor in (bucket.master, bucket.shard)
     ]
     states = [
         value.clone()
-        for update in engine._updates
+        for update in engine._training.updates
         for _, state in update.state_of()
         for value in state.values()
     ]
@@ -443,7 +445,7 @@ def unread(rank: int, world: int, folder: Path) -> None:
         again.load(path)
     finally:
         torch.use_deterministic_algorithms(False)
-    for update in again._updates:
+    for update in again._training.updates:
         for _, state in update.state_of():
             assert all(value.isfinite().all() for value in state.values() if isinstance(value, torch.Tensor))
     assert step(again, "llama") == step(engine, "llama")

@@ -219,7 +219,7 @@ def misuse(rank: int, world: int) -> None:
         with pytest.raises(KeyError), engine.full_parameters(write=True) as module:
             write_all(module, "init")
             raise KeyError
-        if engine._placement.root.sharded:
+        if engine._training.placement.root.sharded:
             with pytest.raises(ModelError, match="write=True"), engine.full_parameters() as module:
                 write_all(module, "init")
         with engine.full_parameters(write=True) as module:

@@ -184,17 +184,21 @@ def account(rank: int, world: int, stage: int) -> dict[str, Any]:
         engine = polyreme.initialize(models.llama(), made, loss_fn=models.causal_loss)
     for _ in range(2):
         engine.train_step(models.share(models.tokens(training.SAMPLES), rank, world))
-    shards = sum(bucket.layout.shard_size for bucket in engine._placement.trainable)
+    shards = sum(bucket.layout.shard_size for bucket in engine._training.placement.trainable)
     updated = sum(
         record.run.stop - record.run.start
-        for bucket in engine._placement.trainable
+        for bucket in engine._training.placement.trainable
         for record in bucket.records or ()
     )
     return {
         "shards": shards,
         "updated": updated,
         "tier": engine.tiers()["gradients"],
-        "held": [gradients for bucket in engine._placement.trainable for gradients in bucket.gradients.live],
+        "held": [
+            gradients
+            for bucket in engine._training.placement.trainable
+            for gradients in bucket.gradients.live
+        ],
     }
 
 
@@ -223,7 +227,7 @@ def accumulate(rank: int, world: int, memory: dict[str, Any]) -> dict[str, Any]:
                 **models.share(models.tokens(training.SAMPLES // 2, seed=at), rank, world), use_cache=False
             ).loss
         )
-        trainable = engine._placement.trainable
+        trainable = engine._training.placement.trainable
         held.append(sum(kept.nbytes for bucket in trainable for kept in bucket.gradients.live))
     engine.step()
     shards = sum(bucket.layout.shard_size for bucket in trainable)

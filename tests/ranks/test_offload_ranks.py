@@ -48,12 +48,12 @@ def run(sections: dict[str, Any], activations: str) -> tuple[training.Run, dict[
         storage = args[0].untyped_storage()
         given[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
 
-    def count(*at: Any, enter: Any = engine._enter) -> None:
+    def count(*at: Any, enter: Any = engine._passes.enter) -> None:
         gc.collect()
         alive.append(sum(nbytes for ref, nbytes in given.values() if not ref.expired()))
         enter(*at)
 
-    engine._enter = count  # type: ignore[method-assign]
+    engine._passes.enter = count  # type: ignore[method-assign]
     for block in engine.module.model.layers:
         block.register_forward_pre_hook(note)
     records = []
@@ -64,9 +64,9 @@ def run(sections: dict[str, Any], activations: str) -> tuple[training.Run, dict[
         )
         records.append((result.loss, result.grad_norm))
     moved = 0
-    if engine._offload is not None:
-        assert not engine._offload._known
-        moved = engine._offload.traffic.written
+    if engine._activations.offload is not None:
+        assert not engine._activations.offload._known
+        moved = engine._activations.offload.traffic.written
     return (records, engine.state_dict(rank0_only=True, master=True)), engine.memory(), max(alive), moved
 
 

@@ -240,10 +240,12 @@ def moved(rank: int, world: int, folder: str, compute: str, accumulation: int) -
     engine.train_step(batch)
     before = {name: dict(each) for name, each in engine.tiers().items()}
     engine.train_step(batch)
-    shards = [bucket.layout.shard_size for bucket in engine._placement.buckets]
-    records = [record.nbytes for update in engine._updates for record in update.records or ()]
+    shards = [bucket.layout.shard_size for bucket in engine._training.placement.buckets]
+    records = [record.nbytes for update in engine._training.updates for record in update.records or ()]
     elements = [
-        record.run.stop - record.run.start for update in engine._updates for record in update.records or ()
+        record.run.stop - record.run.start
+        for update in engine._training.updates
+        for record in update.records or ()
     ]
     after = engine.tiers()
     found = {
@@ -256,8 +258,8 @@ def moved(rank: int, world: int, folder: str, compute: str, accumulation: int) -
         "records": records,
         "elements": elements,
         "memory": engine.memory(),
-        "root": [b.layout.shard_size for b in engine._placement.root.buckets],
-        "last": [b.layout.shard_size for b in engine._placement.units[-1].buckets],
+        "root": [b.layout.shard_size for b in engine._training.placement.root.buckets],
+        "last": [b.layout.shard_size for b in engine._training.placement.units[-1].buckets],
     }
 
 
@@ -299,9 +301,13 @@ def accumulate(rank: int, world: int, settings: list[dict[str, Any]]) -> list[li
         for _ in range(2):
             engine.backward(engine(**batch).loss)
             held.append(
-                sum(g.nbytes for b in engine._placement.trainable if (g := b.gradients.grad) is not None)
+                sum(
+                    g.nbytes
+                    for b in engine._training.placement.trainable
+                    if (g := b.gradients.grad) is not None
+                )
             )
-            held.append(sum(g.nbytes for b in engine._placement.trainable for g in b.gradients.live))
+            held.append(sum(g.nbytes for b in engine._training.placement.trainable for g in b.gradients.live))
         found.append(held)
         engine.step()
     return found

@@ -282,7 +282,7 @@ def muon_run(
     norms = [
         engine.train_step(models.share(muon_batch(step), rank, world)).grad_norm for step in range(STEPS)
     ]
-    layouts = [b.layout for b in engine._placement.trainable if b.layout.boundary == "tensor"]
+    layouts = [b.layout for b in engine._training.placement.trainable if b.layout.boundary == "tensor"]
     owners = []
     for at, layout in enumerate(layouts):
         for slot in layout.slots:

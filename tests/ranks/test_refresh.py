@@ -222,8 +222,8 @@ def left(rank: int, world: int) -> list[str]:
             base(), training.config(world, zero={"stage": stage}), loss_fn=models.causal_loss
         )
         old = {
-            name: weakref.ref(getattr(engine, f"_{name}"))
-            for name in ("placement", "step", "reducer", "blocks", "loop")
+            name: weakref.ref(getattr(engine._training, name))
+            for name in ("placement", "step", "_reducer", "blocks", "loop")
         }
         unfreeze(engine.module)
         engine.refresh()

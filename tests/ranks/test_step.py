@@ -23,6 +23,7 @@ import training
 from polyreme import engine as engine_module
 from polyreme.errors import BatchError, ModelError, NumericsError
 from polyreme.step import loss as objective_module
+from polyreme.step import passes
 from pool import Ranks
 
 FP64 = {"precision": {"compute": "fp64"}}
@@ -120,15 +121,16 @@ def counted(rank: int, world: int) -> list[bool]:
     counts, own = [], uneven(0)
     cast, count = engine_module.cast_floating, objective_module.count_labels
 
-    def move(value: object, *to: Any) -> Any:
-        return pytree.tree_map_only(Tensor, Tensor.clone, cast(value, *to))
+    def move(value: object, *to: Any, **how: Any) -> Any:
+        return pytree.tree_map_only(Tensor, Tensor.clone, cast(value, *to, **how))
 
     def note(model: nn.Module, batch: dict[str, Tensor]) -> int | None:
         counts.append(batch["labels"].untyped_storage()._cdata == own["labels"].untyped_storage()._cdata)
         return count(model, batch)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(engine_module, "cast_floating", move)
+        for module in (engine_module, passes):
+            patch.setattr(module, "cast_floating", move)
         patch.setattr(objective_module, "count_labels", note)
         for style in ("train_step", "own loss"):
             in_style(

@@ -86,12 +86,12 @@ def step(
         engine.train_step(
             models.share(models.batch_of("llama", training.SAMPLES, 0, torch.float32), dp.rank, dp.size)
         )
-    return events, linear_layers(engine), len(engine._placement.trainable)
+    return events, linear_layers(engine), len(engine._training.placement.trainable)
 
 
 def linear_layers(engine: polyreme.Engine) -> dict[int, int]:
     """Of each of the rank's stages."""
-    stages: dict[int, Any] = dict(engine._runner._stages)
+    stages: dict[int, Any] = dict(engine._passes._runner._stages)
     return {index: 7 * (each._stop - each._first) + each.is_last for index, each in stages.items()}
 
 

@@ -54,7 +54,7 @@ def formula(engine: polyreme.Engine, stage: int, compute: str) -> dict[str, int]
     moments (and, beside a half-precision model, a float32 copy); each divided by n from the stage on that
     shards it. Padding included."""
     found = dict.fromkeys(STATE, 0)
-    for bucket in engine._placement.trainable:
+    for bucket in engine._training.placement.trainable:
         layout, wire, half = bucket.layout, BYTES[compute], compute != "fp32"
         whole, shard = layout.size, layout.shard_size
         found["parameters"] += wire * (shard if stage == 3 else whole)
@@ -86,12 +86,12 @@ def between_steps(rank: int, world: int, stage: int, compute: str) -> list[str]:
     wrong, told, outside = [], engine.memory(), live_bytes(stale) - before
     steps = sum(
         t.nbytes
-        for u in engine._updates
+        for u in engine._training.updates
         for _, s in u.state_of()
         for t in s.values()
         if isinstance(t, Tensor) and not t.dim()
     )
-    transient = engine._placement.pool.nbytes()
+    transient = engine._training.placement.pool.nbytes()
     counted = {key: told[key] - {"gradients": transient, "states": steps}.get(key, 0) for key in STATE}
     if counted != (wanted := formula(engine, stage, compute)):
         wrong.append(f"{counted} is not {wanted}")
@@ -99,7 +99,7 @@ def between_steps(rank: int, world: int, stage: int, compute: str) -> list[str]:
         wrong.append(f"{outside} bytes from outside, told {told}")
     sizes = [
         sum(bucket.layout.size for bucket in unit.buckets)
-        for unit in (engine._placement.root, *engine._placement.units)
+        for unit in (engine._training.placement.root, *engine._training.placement.units)
     ]
     if transient > (sizes[0] + 2 * max(sizes[1:])) * BYTES[compute] or (stage < 2 and transient):
         wrong.append(f"{transient} bytes wait in the pool")
@@ -132,7 +132,9 @@ def within_step(rank: int, world: int, sections: dict[str, Any]) -> dict[str, in
     share = models.share(batch, rank, world)
     engine.train_step(share)
     peak = {"parameters": 0, "gradients": 0, "samples": 0}
-    shards = sum(g.nbytes for b in engine._placement.trainable if (g := b.gradients.grad) is not None)
+    shards = sum(
+        g.nbytes for b in engine._training.placement.trainable if (g := b.gradients.grad) is not None
+    )
 
     def sample(*_: Any) -> None:
         whole = {p.untyped_storage()._cdata: p.untyped_storage().nbytes() for p in engine.module.parameters()}
@@ -155,10 +157,11 @@ def within_step(rank: int, world: int, sections: dict[str, Any]) -> dict[str, in
     engine.train_step(share)
     wire = BYTES[engine.config.precision.compute]
     sizes = {
-        "root": sum(b.layout.size for b in engine._placement.root.buckets) * wire,
-        "block": max(sum(b.layout.size for b in unit.buckets) for unit in engine._placement.units) * wire,
+        "root": sum(b.layout.size for b in engine._training.placement.root.buckets) * wire,
+        "block": max(sum(b.layout.size for b in unit.buckets) for unit in engine._training.placement.units)
+        * wire,
     }
-    assert len(engine._placement.units) == LAYERS
+    assert len(engine._training.placement.units) == LAYERS
     return peak | sizes
 
 
@@ -184,7 +187,7 @@ def lent(rank: int, world: int, folder: str, sections: dict[str, Any]) -> dict[s
     memory = {key: folder if value == "files" else value for key, value in sections["memory"].items()}
     # no bucket is as large as another's shard
     engine, batch = start(world, {**sections, "memory": memory}, intermediate_size=56)
-    pool = engine._placement.pool
+    pool = engine._training.placement.pool
     now = Counter[tuple[int, torch.dtype]]()
     most = Counter[tuple[int, torch.dtype]]()
     take, give = pool.take, pool.give
@@ -202,9 +205,9 @@ def lent(rank: int, world: int, folder: str, sections: dict[str, Any]) -> dict[s
     pool.take, pool.give = taken, given  # type: ignore[method-assign]
     for _ in range(3):
         engine.train_step(models.share(batch, rank, world))
-    buckets, said = engine._placement.buckets, engine.working_set()
+    buckets, said = engine._training.placement.buckets, engine.working_set()
     single = max(slot.size * b.formats.compute.itemsize for b in buckets for slot in b.layout.slots)
-    away = engine._placement.offload.parameters
+    away = engine._training.placement.offload.parameters
     ring = away.store.buffers if away is not None and away.is_far else 0
     return {
         "pool": sum(count * size * dtype.itemsize for (size, dtype), count in most.items()),

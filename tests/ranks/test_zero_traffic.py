@@ -35,7 +35,7 @@ def measure(rank: int, world: int, settings: list[dict[str, Any]]) -> list[dict[
         engine.train_step(batch)
         after = engine.traffic()
         assert list(after) == ["dp"]
-        units = [engine._placement.root, *engine._placement.units]
+        units = [engine._training.placement.root, *engine._training.placement.units]
         layouts = [bucket.layout for unit in units for bucket in unit.buckets]
         assert sum(layout.used for layout in layouts) == parameters
         assert all(layout.size - layout.used < ALIGN * (len(layout.slots) + world) for layout in layouts), (

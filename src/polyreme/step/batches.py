@@ -1,8 +1,9 @@
-"""How a rank's share of a global batch becomes the micro-batches of a step. No communication.
+"""How a rank's share of a global batch becomes the micro-batches of a step.
 
 Invariant: a step has the same number of micro-batches on every rank, whatever the shares are. So ranks with
 unlike shares, as of the last batch of an epoch, call the model equally often and none waits for another.
-Those that are missing are filled up by some that count for nothing."""
+Those that are missing are filled up by some that count for nothing.
+Communication: the first batch's digest, once."""
 
 from __future__ import annotations
 
@@ -18,6 +19,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from polyreme.config import Config
+from polyreme.distributed.mesh import Mesh
 from polyreme.errors import BatchError
 
 
@@ -173,17 +175,44 @@ def digest(batch: Any) -> str:
     return found.hexdigest()
 
 
-def warn_of_equal(digests: Sequence[str | None]) -> None:
-    """Warn where the batches of several ranks, of which these are digests, are all the same."""
-    if len(digests) > 1 and digests[0] is not None and len({*digests}) == 1:
-        warnings.warn(
-            f"all {len(digests)} data-parallel ranks train on the same batch, "
-            f"so that {len(digests) - 1} of them add nothing: give each "
-            "its own share, with engine.loader(dataset), or a DataLoader "
-            "with sampler=DistributedSampler(dataset, dp.size, dp.rank), dp "
-            "being engine.mesh.dp",
-            stacklevel=3,
-        )
+class BatchComparison:
+    """Compares the first batch between ranks: it is the same within a tp or pp line, and another one on each
+    data-parallel rank."""
+
+    def __init__(self, mesh: Mesh) -> None:
+        self._mesh = mesh
+        self._compared = self._warned = False
+        self._digest: str | None = None
+
+    def compare(self, batch: Any) -> None:
+        """Refuse, the first time, a batch that differs between ranks that compute it together."""
+        if self._compared:
+            return
+        for axis in (self._mesh.tp, self._mesh.pp):
+            if axis.size > 1 and len({*axis.gather_objects(digest(batch))}) > 1:
+                raise BatchError(
+                    f"ranks of one {axis.name} line have different batches, "
+                    "but compute one together: give each rank the share of its "
+                    "place in data parallelism (engine.mesh.dp.rank of "
+                    "engine.mesh.dp.size, not of the world), as engine.loader does"
+                )
+        if self._mesh.dp.size > 1:
+            self._digest = digest(batch)
+        self._compared = True
+
+    def warn(self) -> None:
+        """Warn, the first time, where all data-parallel ranks have the same batch. All ranks must call."""
+        digests: list[Any] = [] if self._warned else self._mesh.dp.gather_objects(self._digest)
+        self._warned = True
+        if len(digests) > 1 and digests[0] is not None and len({*digests}) == 1:
+            warnings.warn(
+                f"all {len(digests)} data-parallel ranks train on the same batch, "
+                f"so that {len(digests) - 1} of them add nothing: give each "
+                "its own share, with engine.loader(dataset), or a DataLoader "
+                "with sampler=DistributedSampler(dataset, dp.size, dp.rank), dp "
+                "being engine.mesh.dp",
+                stacklevel=3,
+            )
 
 
 def split(batch: Any, parts: int) -> list[Any]:

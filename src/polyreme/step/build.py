@@ -12,6 +12,7 @@ import os
 import uuid
 import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -36,10 +37,14 @@ from polyreme.offload.gradients_in_host import HostTransfer
 from polyreme.offload.host import HostStore
 from polyreme.offload.parameters import OffloadedParameters
 from polyreme.optim.groups import Recipe
+from polyreme.pipeline.executor import RunStage, whole
 from polyreme.pipeline.partition import PipelineSplit, keep, layers, plan
 from polyreme.pipeline.profile import block_seconds, copy_to
+from polyreme.pipeline.rank import PipelineRank
+from polyreme.pipeline.stage import Stage, refuse_calls
 from polyreme.step.precision import DTYPES, cast_floating, master_dtype
 from polyreme.tensor import plan as rules
+from polyreme.tensor.layers import put_off_weights
 from polyreme.tensor.parallelize import parallelize
 from polyreme.zero.bucket_gradients import Microbatches
 from polyreme.zero.changes import Roster
@@ -143,7 +148,53 @@ def _plain(built: Any) -> Any:
     return unwrap(built) if isinstance(built, nn.Module) else built
 
 
-def cut(
+@dataclass(frozen=True)
+class Built:
+    """A model of which each rank has its part. stages: how to run each pipeline stage of this rank; blocks:
+    the blocks that it has."""
+
+    placement: Placement
+    stages: Mapping[int, RunStage]
+    blocks: Mapping[str, nn.Module]
+
+
+def build(
+    module: nn.Module,
+    recording: Recording | None,
+    recipe: Recipe,
+    blocks: Mapping[str, nn.Module],
+    pipeline: PipelineRank,
+    config: Config,
+    mesh: Mesh,
+    weights: bool,
+) -> Built:
+    """Divide the model over pipeline stages, tensor parallelism and data parallelism, in this order.
+
+    blocks: those of the whole model. weights: whether parameters get their numbers here; otherwise they are
+    still to be read from files."""
+    split = _cut(module, recording, len(pipeline.rank_of), config, mesh)
+    if recording is None:
+        # over dp they are shared out, by ZeRO
+        take_from_rank_0(module.parameters(), mesh.device, mesh.product("tp", "pp"))
+        take_from_rank_0(module.buffers(), mesh.device, mesh.product("dp", "tp", "pp"))
+    division = _divide(module, split, pipeline, config, mesh)
+    if split is not None:
+        blocks = split.blocks_of(module, pipeline.mine)
+    if pipeline.halved:
+        put_off_weights(module)
+    placement = share_out(module, blocks, recipe, division, config, mesh)
+    if recording is not None:
+        _make_numbers(module, recording, placement, mesh, parameters=weights)
+    for buffer in module.buffers():
+        buffer.data = buffer.data.to(mesh.device).contiguous()
+    if split is None:
+        return Built(placement, {0: whole}, blocks)
+    stages = {stage: Stage(module, split, stage) for stage in pipeline.mine}
+    refuse_calls(module, split, stages.values())
+    return Built(placement, stages, blocks)
+
+
+def _cut(
     module: nn.Module, recording: Recording | None, stages: int, config: Config, mesh: Mesh
 ) -> PipelineSplit | None:
     """Which pipeline stage has what, the same on every rank; None for one stage."""
@@ -198,11 +249,11 @@ def take_from_rank_0(tensors: Iterable[Tensor], device: torch.device, ranks: Pro
         tensor.data = numbers.to(tensor.device)
 
 
-def divide(
-    module: nn.Module, split: PipelineSplit | None, rank_of: Sequence[int], config: Config, mesh: Mesh
+def _divide(
+    module: nn.Module, split: PipelineSplit | None, pipeline: PipelineRank, config: Config, mesh: Mesh
 ) -> Division:
-    """Leave of the model this rank's pipeline stages (those s with rank_of[s] its rank), and of their
-    parameters its part for tensor parallelism."""
+    """Leave of the model this rank's pipeline stages, and of their parameters its part for tensor
+    parallelism."""
     cuts = {name: Cut.whole(p.shape, 1) for name, p in module.named_parameters(remove_duplicate=False)}
     if mesh.tp.size > 1:
         sequence = config.mesh.sequence_parallel
@@ -211,8 +262,8 @@ def divide(
         )
     if split is None:
         return Division({name: LocalPart(each) for name, each in cuts.items()}, mesh.tp, mesh.pp)
-    mine = [stage for stage, rank in enumerate(rank_of) if rank == mesh.pp.rank]
-    keep(module, split, mine, mesh.device, DTYPES[config.precision.compute])
+    rank_of = pipeline.rank_of
+    keep(module, split, pipeline.mine, mesh.device, DTYPES[config.precision.compute])
     parts = {name: LocalPart(each, split.stages_of[name]) for name, each in cuts.items()}
     shared = sorted({tuple(sorted({rank_of[stage] for stage in stages})) for stages in split.tied.values()})
     ties = {ranks: mesh.part("pp", ranks) for ranks in shared if len(ranks) > 1}
@@ -349,7 +400,7 @@ def _store(
     return FileStore(where, mesh.rank, run, buffers=buffers, pin=mesh.device.type == "cuda")
 
 
-def make_numbers(
+def _make_numbers(
     module: nn.Module, recording: Recording, placement: Placement, mesh: Mesh, parameters: bool = True
 ) -> None:
     """Make the initial values of what this rank has: into its buckets (with `parameters`), or as buffers."""

@@ -59,13 +59,13 @@ class Objective:
                 "global batch, so let loss_fn return the mean, or (sum, what the "
                 "mean is to be over)"
             )
-        self._loss_fn, self._cast = loss_fn, cast
+        self._loss_fn, self.cast = loss_fn, cast
         self._checked = not is_split  # that losses are means over what they are taken for
         self.follow(model)
 
     def follow(self, model: nn.Module) -> None:
         """Call this model from now on."""
-        self._model = model
+        self.model = model
         self._signature = ForwardSignature.of(model)
         self.fixed = training_arguments(model)
 
@@ -75,9 +75,13 @@ class Objective:
         for a loss that is not a scalar."""
         return self.loss(self.output(batch), batch, weight)
 
+    def call(self, args: Any, kwargs: Mapping[str, Any]) -> Any:
+        """What the model returns when it is called in a loop of the user's own."""
+        return self.model(*self.cast(args), **{**self.fixed, **self.cast_keywords(kwargs)})
+
     def output(self, batch: Any) -> Any:
         """What the model returns for a micro-batch."""
-        return self._model(*self._cast(self._positional(batch)), **self.cast_keywords(self._keywords(batch)))
+        return self.model(*self.cast(self._positional(batch)), **self.cast_keywords(self._keywords(batch)))
 
     def cast_keywords(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
         """Keyword arguments as the model is to get them: all cast but `labels`, which only its loss reads,
@@ -90,7 +94,7 @@ class Objective:
                 stacklevel=3,
             )
         return {
-            name: value if name == "labels" else self._cast(value)
+            name: value if name == "labels" else self.cast(value)
             for name, value in inputs.items()
             if name != NUM_ITEMS
         }
@@ -122,7 +126,7 @@ class Objective:
         self._checked = True
         if (seen := doubt(loss, weight)) is not None:
             warnings.warn(
-                f"the loss of {type(self._model).__name__} is made of {seen}, "
+                f"the loss of {type(self.model).__name__} is made of {seen}, "
                 f"and it is weighted as a mean over {weight:g} labels or "
                 "samples: with several micro-batches or ranks a step may not "
                 "be the mean over the global batch. Say what it is the mean "
@@ -153,9 +157,7 @@ class Objective:
         """The batch's labels, or else its samples: the first dimension that all its tensors share, or that a
         `loss_fn`'s target has; None where there is none."""
         target = self._target(batch)
-        labels = (
-            count_labels(self._model, batch) if self._loss_fn is None else _classes(self._loss_fn, target)
-        )
+        labels = count_labels(self.model, batch) if self._loss_fn is None else _classes(self._loss_fn, target)
         if labels is not None:
             return labels
         return next(

@@ -1,0 +1,73 @@
+"""What becomes of activations between forward and backward: kept, recomputed, or off the device; and how much
+memory they take.
+
+Communication: none."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from polyreme.config import Config
+from polyreme.offload.activations import ActivationOffload
+from polyreme.optim.sparse_rows import look_up_by_rows
+from polyreme.step.recomputation import Saved, measure, wrap_blocks
+
+
+class Activations:
+    """The activations of a model's blocks, as the config's `memory` and `compile` say."""
+
+    def __init__(self, module: nn.Module, config: Config, device: torch.device) -> None:
+        self.offload: ActivationOffload | None = None
+        """Where the inputs of recomputed blocks are, if not on the device."""
+        if config.memory.activations not in ("keep", "recompute"):
+            where = str(config.memory.activations)
+            self.offload = ActivationOffload(device, None if where == "host" else Path(where))
+        self._module, self._config, self._device = module, config, device
+        self._blocks: dict[str, nn.Module] | None = None
+        self._recomputed: list[nn.Module] = []
+        self._so_far = Saved()
+        self._first: Saved | None = Saved() if config.compile else None  # None before they are measured
+
+    def wrap(self, module: nn.Module, blocks: Mapping[str, nn.Module]) -> None:
+        """Set the forwards of those of `blocks`, which are all that repeat in `module` now, that are new."""
+        self._module = module
+        if self._device.type == "cpu" and not self._config.compile:
+            look_up_by_rows(module)
+        memory, known = self._config.memory, {id(block) for block in (self._blocks or {}).values()}
+        new = {name: block for name, block in blocks.items() if id(block) not in known}
+        if new or self._blocks is None:
+            self._recomputed += wrap_blocks(
+                module,
+                new,
+                memory.activations != "keep",
+                memory.recompute_every,
+                memory.recompute_save,
+                self._config.compile,
+                self.offload,
+            )
+        self._blocks = dict(blocks)
+
+    @property
+    def saved(self) -> Saved:
+        """Bytes that the first micro-batch kept for its backward; 0 before it, and for compiled blocks."""
+        return self._first or Saved()
+
+    @contextmanager
+    def measured(self) -> Iterator[None]:
+        """Count what the forwards inside keep for backward, until the first micro-batch is at its end."""
+        if self._first is not None:
+            yield
+            return
+        with measure(self._recomputed, self._module.parameters(), self.offload) as saved:
+            yield
+        self._so_far = Saved(self._so_far.bytes + saved.bytes, self._so_far.moved + saved.moved)
+
+    def end_microbatch(self) -> None:
+        """Take note that all forwards of a micro-batch are done."""
+        if self._first is None:
+            self._first = self._so_far

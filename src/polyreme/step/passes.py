@@ -1,0 +1,205 @@
+"""The forwards and backwards of this rank: its row of the schedule on the micro-batches of a step, for
+training, for evaluation, and once more to find what made a NaN.
+
+Communication: what the row's actions do (`pipeline.executor`), and the totals of an evaluation."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from polyreme.config import Config
+from polyreme.distributed.mesh import Mesh
+from polyreme.errors import NumericsError
+from polyreme.models import huggingface
+from polyreme.pipeline import weight_gradients
+from polyreme.pipeline.executor import Calls, Runner, RunStage
+from polyreme.pipeline.rank import PipelineRank
+from polyreme.pipeline.schedule import Action, next_backwards
+from polyreme.step.activations import Activations
+from polyreme.step.batches import MicroBatch, filled, parts_of
+from polyreme.step.loss import Objective
+from polyreme.step.precision import GRADIENT, MODEL, autocast, cast_floating, watch_nonfinite
+from polyreme.step.step import Step, StepResult
+from polyreme.zero.gather import Blocks
+
+
+@dataclass(frozen=True)
+class EvalResult:
+    """Mean loss over the global batch, and the weight (labels, or samples) that it is the mean of."""
+
+    loss: float
+    weight: float
+
+
+class Passes:
+    """Performs forwards and backwards of `module`. `step` and `blocks`, which may be replaced, take what they
+    give, and have the parameters for them."""
+
+    step: Step
+    blocks: Blocks
+
+    def __init__(
+        self,
+        config: Config,
+        mesh: Mesh,
+        pipeline: PipelineRank,
+        stages: Mapping[int, RunStage],
+        objective: Objective,
+        activations: Activations,
+    ) -> None:
+        """stages: how to run each stage of this rank."""
+        self._config, self._mesh, self._pipeline = config, mesh, pipeline
+        self._objective, self._activations = objective, activations
+        self._coming = next_backwards(pipeline.row)
+        self._runner = Runner(pipeline.rank_of, mesh.pp, mesh.device, stages)
+
+    def train(self, parts: Sequence[MicroBatch], update: Callable[[], StepResult]) -> StepResult:
+        """The forwards and backwards of all micro-batches of a step, its reduction and `update`.
+
+        Raises NumericsError with what made a NaN or an Inf."""
+        device = self._mesh.device
+        random_state = _random_state(device)
+        # on a device, it would wait for it
+        weights = [self._objective.visible_weight(part.batch) if part.samples else 0 for part in parts]
+        parts = [
+            replace(part, tokens=part.samples and huggingface.count_tokens(part.batch)) for part in parts
+        ]
+        parts = [replace(part, batch=cast_floating(part.batch, None, device)) for part in parts]
+        results: list[StepResult] = []
+
+        def end() -> None:
+            self.step.reduce()
+            results.append(update())
+
+        try:
+            self._run(parts, weights, end)
+        except NumericsError as error:
+            raise NumericsError(f"{error}{self._diagnose(parts, weights, random_state)}") from None
+        return results[0]
+
+    def evaluate(self, model: nn.Module, batch: Any) -> EvalResult:
+        """See `Engine.eval_step`."""
+        totals = torch.zeros(2, dtype=torch.float64, device=self._mesh.device)
+        parts = parts_of(batch, self._config)
+        counts: list[Any] = self._mesh.dp.gather_objects(len(parts))
+        modes = {module: module.training for module in model.modules()}
+        model.eval()
+        try:
+            with torch.no_grad(), self.autocast():
+                for part in filled(parts, max(counts)):
+                    self._evaluate(part, totals)
+        finally:
+            for module, mode in modes.items():
+                module.training = mode
+        totals *= self._pipeline.has_loss and self._mesh.tp.rank == 0
+        self._mesh.product("dp", "tp", "pp").all_reduce(totals)
+        loss_sum, total = totals.tolist()
+        return EvalResult(loss_sum / total if total else math.nan, total)
+
+    def enter(self, stage: int, microbatch: int, coming: tuple[int, int] | None = None) -> None:
+        """Prepare a forward or backward for training; `coming`: the stage and micro-batch of the backward
+        after it."""
+        self.blocks.at(stage, microbatch)
+        weight_gradients.expect(Action("B", stage, microbatch) in self._pipeline.halved)
+        if self._activations.offload is not None:
+            self._activations.offload.at(stage, microbatch, coming)
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        """The context of a forward and its loss."""
+        return autocast(self._config.precision.compute, self._mesh.device)
+
+    def _evaluate(self, part: MicroBatch, totals: Tensor) -> None:
+        """Add the sum of a micro-batch's losses and its weight to `totals`, on the last stage."""
+        moved = cast_floating(part.batch, None, self._mesh.device)
+
+        def loss(i: int, output: Any) -> None:
+            loss_sum, weight = self._objective.loss(output, moved, None if part.samples else 0)
+            totals.add_(torch.stack([loss_sum.double(), totals.new_tensor(weight)]))
+
+        calls = Calls(self.blocks.at, lambda i: self._objective.output(moved), loss)
+        self._runner.run(self._pipeline.forward_row, calls, [_shapes(moved)])
+
+    def _run(
+        self,
+        parts: Sequence[MicroBatch],
+        weights: Sequence[float | None],
+        update: Callable[[], None] | None = None,
+    ) -> None:
+        """Perform this rank's row of the schedule on the micro-batches; all but its end without `update`."""
+        losses: dict[int, tuple[Tensor, float]] = {}
+
+        def loss(i: int, output: Any) -> None:
+            with self._activations.measured(), self.autocast():
+                losses[i] = self._objective.loss(output, parts[i].batch, weights[i])
+            self._activations.end_microbatch()
+
+        coming = iter(self._coming)
+        calls = Calls(
+            enter=lambda stage, i: self.enter(stage, i, next(coming)),
+            forward=lambda i: self._output(parts[i].batch),
+            loss=loss,
+            root=lambda i: self.step.root(*losses.pop(i), parts[i].tokens, parts[i].samples),
+            differentiate=self._differentiate,
+            update=update,
+        )
+        self._runner.run(self._pipeline.row, calls, [_shapes(part.batch) for part in parts])
+
+    def _output(self, batch: Any) -> Any:
+        """The model's output for one micro-batch."""
+        with self._activations.measured(), self.autocast():
+            output = self._objective.output(batch)
+        if not self._pipeline.has_loss:
+            self._activations.end_microbatch()
+        return output
+
+    def _differentiate(
+        self, stage: int, roots: Sequence[Tensor], gradients: Sequence[Tensor | None]
+    ) -> Callable[[], None] | None:
+        """The backward that was entered, or its first half."""
+        if weight_gradients.expected():
+            return self.step.differentiate_inputs(stage, roots, gradients)
+        self.step.differentiate(stage, roots, gradients)
+        return None
+
+    def _diagnose(
+        self,
+        parts: Sequence[MicroBatch],
+        weights: Sequence[float | None],
+        random_state: tuple[Tensor, Tensor | None],
+    ) -> str:
+        """Run the step's forwards and backwards again, watched, and tell which module first made a NaN or
+        Inf, and on which rank."""
+        torch.set_rng_state(random_state[0])
+        if random_state[1] is not None:
+            torch.cuda.set_rng_state(random_state[1], self._mesh.device)
+        self.step.begin()
+        with watch_nonfinite(self._objective.model) as found:
+            self._run(parts, weights)
+        told = self._mesh.gather_objects((self._mesh.rank, *found[:1]))
+        reports = [report for report in told if len(report) > 1]
+        # what another stage made spoils the gradients of those before it, and the outputs of those after
+        for later in (GRADIENT, MODEL):
+            reports = [report for report in reports if later not in report[1]] or reports
+        lines = [f"\n  rank {rank}: first made by {what}" for rank, what in sorted(reports)]
+        advice = '\n  lower the learning rate, check the data, or set precision.on_nonfinite = "skip"'
+        return "".join(lines) + advice
+
+
+def _random_state(device: torch.device) -> tuple[Tensor, Tensor | None]:
+    """Of the CPU, and of the GPU where there is one."""
+    return torch.get_rng_state(), torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+
+
+def _shapes(batch: Any) -> Hashable:
+    """Shape and dtype of every tensor in a batch."""
+    return tuple(
+        (tuple(leaf.shape), leaf.dtype) for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor)
+    )

@@ -1,0 +1,91 @@
+"""What trains a model as it is placed in buckets: made at first, and anew of a model that was changed.
+
+Communication: none."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+from torch import nn
+
+from polyreme.config import Config
+from polyreme.distributed.mesh import Mesh
+from polyreme.models.buffers import Buffers
+from polyreme.optim.groups import Options, Recipe
+from polyreme.optim.lr_schedule import LRSchedule
+from polyreme.pipeline.rank import PipelineRank
+from polyreme.step.engine_state import EngineParts
+from polyreme.step.loss import Objective
+from polyreme.step.precision import loss_scale
+from polyreme.step.progress import TrainingProgress
+from polyreme.step.step import Step
+from polyreme.step.totals import StepSums
+from polyreme.step.user_loop import Loop
+from polyreme.zero.changes import Roster
+from polyreme.zero.gather import Blocks
+from polyreme.zero.partition import Placement
+from polyreme.zero.reduce import Reducer
+from polyreme.zero.refresh import carry
+from polyreme.zero.updates import Updates
+
+
+class Training:
+    """Gathers, reduces and updates the buckets of `placement`.
+
+    `roster` knows what the model had when this was made, `loop` what the user's own loop called, and `parts`
+    all that a checkpoint has."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        config: Config,
+        mesh: Mesh,
+        placement: Placement,
+        pipeline: PipelineRank,
+        objective: Objective,
+        buffers: Buffers,
+        optimizer: tuple[Recipe, Any],
+    ) -> None:
+        """`optimizer`: its recipe, and the torch scheduler that it is to follow, or None."""
+        made, scheduler = optimizer
+        self.placement, self.buffers = placement, buffers
+        each_time = placement.microbatches == "left" or (
+            config.zero.reduce_every == "microbatch" and mesh.dp.size > 1
+        )
+        self._reducer = Reducer(placement.trainable, config.accumulation, each_time, pipeline.mine)
+        zero, complete = config.zero, self._reducer.complete
+        self.blocks = Blocks(module, placement.root, placement.units, zero.prefetch, zero.release, complete)
+        states = config.optimizer.states
+        self.updates = Updates(placement, made.groups, None if states == "fp32" else states)
+        self.options = Options(made, LRSchedule(config.lr_schedule), scheduler)
+        sums = StepSums(mesh, tells=mesh.tp.rank == 0 and pipeline.has_loss)
+        progress = TrainingProgress(self.options, loss_scale(config.precision))
+        self.step = Step(config, sums, placement, self._reducer, self.blocks, self.updates, progress, buffers)
+        self.parts = EngineParts(module, config, mesh, placement, list(self.updates), self.step)
+        trained = [parameter for bucket in placement.trainable for parameter in bucket.parameters]
+        self.loop = Loop(module, objective, config, self.step, self._reducer, trained)
+        self._at_end = weakref.finalize(self, self.loop.close)
+        self._at_end.atexit = False
+        self.roster = Roster(module)
+
+    def note(self) -> None:
+        """Take note that the engine itself has changed weights and buffers, between steps."""
+        self.buffers.take_note()
+        self.step.written.note()
+
+    def close(self) -> None:
+        """Take all hooks off the model, and let go of the parameters."""
+        for each in (self.blocks, self._reducer, self.loop):
+            each.close()
+        self._at_end.detach()  # it holds the loop, and so all that is replaced
+
+    def carry_from(self, old: Training, kept: set[int]) -> None:
+        """Go on from another training of the same model, closed: its weights, states and progress. `kept` are
+        the ids of parameters that it has, too. All ranks must call."""
+        carry(old.placement, list(old.updates), self.placement, list(self.updates), kept)
+        self.step.load_state_dict(old.step.state_dict())
+        self.step.written.note()
+        self.step.flags = old.step.flags
+        self.parts.loaders, self.parts.positions = old.parts.loaders, old.parts.positions
+        old.placement.offload.close()

@@ -1,0 +1,74 @@
+"""The optimizers of all buckets of a rank, and what is read ahead for them from files.
+
+Communication: none but what `Bucket.publish` begins."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any
+
+from polyreme.offload.store import Stream
+from polyreme.optim.groups import Group
+from polyreme.optim.quantized_states import States
+from polyreme.zero.bucket import Bucket
+from polyreme.zero.partition import Placement
+from polyreme.zero.sharded_optimizer import Update
+
+
+class Updates:
+    """Updates every trainable bucket of a placement, one after the other."""
+
+    def __init__(self, placement: Placement, groups: Sequence[Group], compact: States | None) -> None:
+        """`groups` are those of the optimizer, `compact` is how its moments are kept (see `Update`)."""
+        self._updates = [Update(bucket, groups, compact) for bucket in placement.trainable]
+        self._offload = placement.offload
+        self._states: Stream | None = None
+        self._gradients: Stream | None = None
+
+    def __iter__(self) -> Iterator[Update]:
+        return iter(self._updates)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the optimizers' own states in the device's memory."""
+        return sum(update.nbytes() for update in self)
+
+    def read_states(self) -> None:
+        """Begin to read the states that the update begins with, where they are in a store."""
+        store = self._offload.store
+        if store is not None and self._states is None:
+            self._states = store.stream([record for update in self for record in update.order])
+
+    def read_gradients(self) -> None:
+        """Begin to read the gradients, once all are there, where they are in files."""
+        files = self._offload.gradient_files
+        if files is not None:
+            records = [record for update in self for record in update.bucket.gradients.records or ()]
+            self._gradients = files.stream(records)
+
+    def step(
+        self,
+        factor: float,
+        options: Sequence[Mapping[str, Any]],
+        unused: Mapping[Bucket, Collection[int]],
+        count: int,
+    ) -> None:
+        """Update from the gradients times `factor`; one bucket's parameters travel while the next is updated.
+        The rest is as in `Update.step`."""
+        works = []
+        for update in self:
+            bucket = update.bucket
+            absent = unused.get(bucket, ())
+            update.step(factor, options, absent, self._states or (), count, self._gradients or ())
+            works.append(bucket.publish())
+        if self._states is not None:
+            self._states.close()  # which waits until all is written
+        for work in works:
+            work.wait()
+
+    def clear(self) -> None:
+        """Drop what was read ahead."""
+        for stream in (self._states, self._gradients):
+            if stream is not None:
+                stream.close()
+        self._states = self._gradients = None
