@@ -110,15 +110,14 @@ def rank_main(args: argparse.Namespace) -> None:
     states = sum(padded(record.nbytes) for record in records)
     size = engine.config.precision.compute
     itemsize = {"fp32": 4, "bf16": 2}[size]
-    shard = {bucket: padded(bucket.layout.shard_size * itemsize) for bucket in engine._training.placement.buckets}
-    stay = sum(
-        shard[b] for unit in (engine._training.placement.root, engine._training.placement.units[-1]) for b in unit.buckets
-    )
+    placement = engine._training.placement
+    shard = {bucket: padded(bucket.layout.shard_size * itemsize) for bucket in placement.buckets}
+    stay = sum(shard[b] for unit in (placement.root, placement.units[-1]) for b in unit.buckets)
     traffic: dict[str, tuple[int, int]] = {}
     if args.states == "files":
         traffic["states"] = (states, states)
     if engine.config.memory.gradients not in ("device", "host"):
-        reduced = engine._training.placement.trainable[0].formats.reduce.itemsize
+        reduced = placement.trainable[0].formats.reduce.itemsize
         gradients = sum(padded((record.run.stop - record.run.start) * reduced) for record in records)
         traffic["gradients"] = (gradients, gradients)
     if args.params == "files":

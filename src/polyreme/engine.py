@@ -18,11 +18,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from polyreme.checkpoint.save import Saver
 from polyreme.config import Config
 from polyreme.data import Loader
 from polyreme.distributed.agreement import known_as, same_config, same_model, same_scheduler
-from polyreme.distributed.mesh import Axis, Mesh, everyone
+from polyreme.distributed.mesh import Mesh, everyone
 from polyreme.distributed.watch import collective
 from polyreme.errors import BatchError, ModelError
 from polyreme.models import huggingface
@@ -35,7 +34,8 @@ from polyreme.planner.memory_model import now, working_set
 from polyreme.step.activations import Activations
 from polyreme.step.batches import BatchComparison, micro_batches
 from polyreme.step.build import Model, build, divide_again, open_model, share_out
-from polyreme.step.engine_state import Loaded, adapters, adapters_alone, content, restore
+from polyreme.step.checkpoints import Checkpoints
+from polyreme.step.engine_state import Loaded
 from polyreme.step.gradients import Gradients
 from polyreme.step.loss import LossFn, Objective
 from polyreme.step.passes import EvalResult, Passes
@@ -143,11 +143,9 @@ class Engine:
         self._train(built.placement, made, synced)
         if lr_scheduler is not None:
             same_scheduler(mesh.aside(), self._training.options.state_dict())
-        self._saver: Saver | None = None
-        self._all: Axis | None = None
+        self._checkpoints = Checkpoints(mesh)
         if weights is not None:
-            restore(self._training.parts, weights, strict=False, weights_only=True, axis=self._aside())
-            self._training.note()
+            self._checkpoints.load(self._training, weights, strict=False, weights_only=True)
         self._unfinished = False  # the last train_step, which ended in an error
         self._comparison = BatchComparison(mesh)
         # dropout differs between ranks, but not over tp
@@ -178,7 +176,7 @@ class Engine:
         ones in the first step; and NumericsError for NaN or Inf outside fp16 (unless precision.on_nonfinite =
         "skip")."""
         self._refuse_frozen()
-        self._tell_unsaved()
+        self._checkpoints.tell_failed(self._training)
         self._training.roster.check(self.module)
         parts = micro_batches(batch, self.config, first=not self.state.step)
         if self._step.microbatches:
@@ -268,7 +266,7 @@ class Engine:
                 + (f": call {call}(last=True) where the data ends before" if done else "")
             )
         self._step.skip_the_rest()
-        self._tell_unsaved()
+        self._checkpoints.tell_failed(self._training)
         self._comparison.warn()
         self._training.roster.check(self.module)
         self._step.reduce()
@@ -330,14 +328,8 @@ class Engine:
         than adapters trains."""
         self._training.roster.check(self.module)
         self._take_in_writes()
-        only = adapters_alone(self._training.parts) if adapters_only else None
-        if self._saver is None:
-            self._saver = Saver(self._aside())
-        whole = adapters(self._training.parts)
-        self._saver.save(
-            Path(path),
-            lambda: content(self._training.parts, tokenizer, extra or {}, whole, only),
-            background=not wait,
+        self._checkpoints.save(
+            self._training, Path(path), tokenizer, extra or {}, wait=wait, adapters_only=adapters_only
         )
         return Path(path)
 
@@ -352,19 +344,16 @@ class Engine:
         if self._step.microbatches:
             raise BatchError("load in the middle of a step: call step() after the backward() calls before it")
         self._training.roster.check(self.module)
-        if self._saver is not None:
-            self._saver.wait()
+        self.wait()
         self._take_in_writes()
-        found = restore(self._training.parts, Path(path), strict, weights_only, self._aside())
-        self._training.note()
+        found = self._checkpoints.load(self._training, Path(path), strict, weights_only)
         self._unfinished = False
         return found
 
     def wait(self) -> None:
         """Return when the checkpoint that is being written in the background is there. Raises CheckpointError
         where it failed."""
-        if self._saver is not None:
-            self._saver.wait()
+        self._checkpoints.wait()
 
     @collective
     def state_dict(self, rank0_only: bool = False, master: bool = False) -> dict[str, Tensor]:
@@ -441,14 +430,13 @@ class Engine:
             )
         with lent_to_write(self._training.placement):
             yield self.module
-            if self._saver is not None:
-                self._saver.taken()
+            self._checkpoints.taken()
         self._step.written.note()
 
     def _take_in_writes(self) -> None:
         """Between steps: have what the user wrote to parameters count. All ranks must call."""
         if not self._step.microbatches:
-            self._step.written.settle(lambda: None if self._saver is None else self._saver.taken())
+            self._step.written.settle(self._checkpoints.taken)
 
     def memory(self) -> dict[str, int]:
         """Bytes of this rank by category: parameters, gradients, states and buffers that are alive now, and
@@ -528,25 +516,8 @@ class Engine:
         """The end of a step, once what is being saved was copied."""
         if self.on_gradients is not None:
             self.on_gradients(Gradients(self._training.placement, self.mesh, self._step))
-        if self._saver is not None:
-            self._saver.taken()
+        self._checkpoints.taken()
         return self._step.update()
-
-    def _aside(self) -> Axis:
-        """All ranks, for what may go on beside training, where nothing does now. All must call."""
-        Saver.idle()
-        if self._all is None:
-            self._all = self.mesh.aside()
-        return self._all
-
-    def _tell_unsaved(self) -> None:
-        """Raise CheckpointError on every rank, before one and the same step, if one being written in the
-        background failed."""
-        if self._saver is not None:
-            if self._step.heard_unsaved:
-                self._step.heard_unsaved = False
-                self._saver.wait()
-            self._step.flags.unsaved = self._saver.failed
 
     def _tensors(self, master: bool = False) -> Iterator[tuple[list[str], Tensor]]:
         """Every parameter and persistent buffer, whole, with all its names, each valid until the next."""

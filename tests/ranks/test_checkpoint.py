@@ -371,13 +371,13 @@ def damaged(rank: int, world: int, folder: Path, layout: Mapping[str, Any]) -> N
         if rank == 0:
             shutil.copytree(folder / "step-2", copy)
             damage(copy / name)
-        engine._aside().barrier()
+        engine._checkpoints._aside().barrier()
         refused(engine, copy, copy.name, *expected)
     # not one file system
     refused(engine, folder if rank == 0 else folder / "elsewhere", "elsewhere/step-2", "is not a folder")
     if rank == 0:
         flip(folder / "step-2/model.safetensors")
-    engine._aside().barrier()
+    engine._checkpoints._aside().barrier()
     found = engine.load(folder)
     assert found.path == folder / "step-1" and engine.state.step == 1
     assert "step-2 was passed over: " in found.notes[0] and "model.safetensors ('" in found.notes[0]
