@@ -27,6 +27,7 @@ from polyreme.errors import BatchError, ModelError
 from polyreme.models import huggingface
 from polyreme.models.batch_norm import normalise
 from polyreme.models.buffers import Buffers
+from polyreme.models.patches import Patches
 from polyreme.offload.host_allocator import give_freed_memory_back, keep_freed_memory
 from polyreme.optim.groups import Make, Recipe, recipe
 from polyreme.pipeline.rank import PipelineRank
@@ -100,7 +101,9 @@ class Engine:
         lr_scheduler: Any = None,
         loss_fn: LossFn | None = None,
     ) -> None:
-        self.config, self.mesh, self._given = config, mesh, (optimizer, lr_scheduler)
+        self.config, self.mesh, self._patches = config, mesh, Patches()
+        self._given = (optimizer, lr_scheduler)
+        self._final: State | None = None
         if mesh.device.type == "cpu":
             (keep_freed_memory if config.memory.all_on_device else give_freed_memory_back)()
         if isinstance(model, nn.Module):
@@ -128,7 +131,7 @@ class Engine:
             self.module, recording, made, blocks, self._pipeline, config, mesh, weights=weights is None
         )
         synced = self._normalised()
-        self._activations = Activations(self.module, config, mesh.device)
+        self._activations = Activations(self.module, config, mesh.device, self._patches)
         self._activations.wrap(self.module, built.blocks)
         dtype = DTYPES[config.precision.compute]
         # a model of several dtypes converts between them itself
@@ -162,7 +165,7 @@ class Engine:
     @property
     def state(self) -> State:
         """How far training has come: step, samples, tokens, lr, loss_scale."""
-        return self._step.state
+        return self._final or self._made.step.state
 
     # ---- one optimizer step
 
@@ -287,7 +290,8 @@ class Engine:
 
         For signal handlers: it communicates nothing itself. What to do is the caller's: to save, and to leave
         the loop."""
-        self._step.flags.stop = True
+        if self._final is None:
+            self._made.step.flags.stop = True
 
     def loader(self, dataset: Any, **options: Any) -> Loader:
         """Batches of `dataset` for this rank: shuffled by the config's seed, the same global batches at any
@@ -392,7 +396,7 @@ class Engine:
         old.options.check(made)
         self._objective.follow(self.module)
         synced = self._normalised()
-        old.close()
+        old.release()
         blocks = huggingface.find_blocks(self.module)
         self._activations.wrap(self.module, blocks)
         placement = share_out(self.module, blocks, made, division, self.config, self.mesh, kept)
@@ -472,10 +476,32 @@ class Engine:
         return found
 
     def close(self) -> None:
-        """Give back what the engine has outside of its memory: folders of `memory`. A process that ends does
-        so anyway; the engine cannot be used any more."""
-        self.wait()
-        self._training.placement.offload.close()
+        """Wait for a checkpoint that is being written, and undo all that the engine did to the process and to
+        the model: hooks, forwards, threads, folders of `memory`. `with initialize(...) as engine:` does so at
+        its end, and a process that ends, too.
+
+        At stages 0 to 2 on the device, without tp and pp, the model is an ordinary one again, with the
+        weights trained, and may be given to another engine. Otherwise this rank has a part of it, and what
+        asks for its numbers raises ModelError. The engine cannot be used any more, but for `state`. Raises
+        CheckpointError where the checkpoint failed, once all is undone."""
+        if self._final is not None:
+            return
+        training, self._final = self._made, self.state
+        try:
+            self._checkpoints.close()
+        finally:
+            training.close(divided=self.mesh.tp.size * self.mesh.pp.size > 1)
+            self._activations.close()
+            self._patches.undo()
+            if self.mesh.tp.size > 1:
+                self.module.register_forward_pre_hook(_refuse_closed, prepend=True)
+            del self._made, self._passes, self._objective, self._activations
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     def traffic(self) -> dict[str, dict[str, tuple[int, int]]]:
         """Since the start, by mesh axis and operation: (calls, bytes sent by this rank)."""
@@ -491,20 +517,30 @@ class Engine:
                              "evaluated, engine(...) and eval_step are there")  # fmt: skip
 
     @property
+    def _training(self) -> Training:
+        """What trains the model now."""
+        if self._final is not None:
+            raise ModelError(
+                "this engine is closed, by engine.close() or at the end of its `with` block: "
+                "initialize another one"
+            )
+        return self._made
+
+    @property
     def _step(self) -> Step:
         return self._training.step
 
     def _normalised(self) -> set[Tensor]:
         """Have batch norms go by the config; the buffers that are alike on all ranks then."""
         dtype = master_dtype(DTYPES[self.config.precision.compute])
-        return normalise(self.module, self.mesh.dp, self.config.batch_norm == "sync", dtype)
+        return normalise(self.module, self.mesh.dp, self.config.batch_norm == "sync", dtype, self._patches)
 
     def _train(self, placement: Placement, made: Recipe, synced: set[Tensor]) -> None:
         """Train what was placed, by the optimizers of `made`; `synced`: see `_normalised`."""
         config, mesh = self.config, self.mesh
         buffers = Buffers(self.module, mesh.dp, synced, config.batch_norm == "rank")
         optimizer = (made, self._given[1])
-        self._training = Training(
+        self._made = Training(
             self.module, config, mesh, placement, self._pipeline, self._objective, buffers, optimizer
         )
         if self._activations.offload is not None:
@@ -523,3 +559,10 @@ class Engine:
         """Every parameter and persistent buffer, whole, with all its names, each valid until the next."""
         yield from self._training.placement.tensors(master)
         yield from self._training.placement.buffers(self.module)
+
+
+def _refuse_closed(module: nn.Module, *_: object) -> None:
+    raise ModelError(
+        f"{type(module).__name__} was called, of which this rank has a part (mesh.tp > 1), and its engine "
+        "is closed: build the model anew, and load what engine.save wrote"
+    )

@@ -18,6 +18,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from polyreme.errors import ModelError, TierError
 from polyreme.files.direct_io import ALIGNMENT
+from polyreme.models.patches import Patches
 from polyreme.offload import activations as module
 from polyreme.offload.activations import ActivationOffload
 from polyreme.step.recomputation import measure, wrap_blocks
@@ -69,7 +70,9 @@ def net(dtype: torch.dtype = torch.float32) -> Net:
 
 def wrapped(model: Net, offload: ActivationOffload | None, **options: Any) -> list[nn.Module]:
     blocks = {str(i): block for i, block in enumerate(model.blocks)}
-    return wrap_blocks(model, blocks, True, options.get("every", 1), options.get("keep", ()), False, offload)
+    return wrap_blocks(
+        model, blocks, True, options.get("every", 1), options.get("keep", ()), False, offload, Patches()
+    )
 
 
 def inputs(seed: int, rows: int = ROWS, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -209,7 +212,7 @@ class Strided(nn.Module):
 
 def test_views_come_back_as_they_were(offload: ActivationOffload) -> None:
     block = Strided()
-    wrap_blocks(block, {"0": block}, True, 1, (), False, offload)
+    wrap_blocks(block, {"0": block}, True, 1, (), False, offload, Patches())
     base = torch.randn(6, 8, requires_grad=True)
     whole = base * 2
     tensors = [

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import models
 from polyreme.errors import ConfigError
 from polyreme.models.huggingface import find_blocks
+from polyreme.models.patches import Patches
 from polyreme.step.recomputation import measure, wrap_blocks
 
 
@@ -55,7 +56,7 @@ def trained(build: Callable[[], nn.Module], recompute: bool) -> tuple[list[int],
     """Bytes kept by each of three forwards, and everything that training ends with."""
     torch.manual_seed(0)
     model = build()
-    recomputed = wrap_blocks(model, find_blocks(model), recompute, 1, (), False)
+    recomputed = wrap_blocks(model, find_blocks(model), recompute, 1, (), False, None, Patches())
     optimizer, kept = torch.optim.SGD(model.parameters(), lr=0.1), []
     for _ in range(3):
         with measure(recomputed, model.parameters()) as saved:
@@ -85,7 +86,7 @@ def test_buffers_and_weights_are_those_of_a_run_without(build: Callable[[], nn.M
 
 
 def parts_of(model: nn.Module) -> list[nn.Module]:
-    return wrap_blocks(model, find_blocks(model), True, 1, (), False)
+    return wrap_blocks(model, find_blocks(model), True, 1, (), False, None, Patches())
 
 
 def test_several_parts_are_recomputed_one_by_one() -> None:
@@ -106,4 +107,4 @@ def test_repeated_blocks_go_first() -> None:
 
 def test_without_blocks_nothing_is_compiled() -> None:
     with pytest.raises(ConfigError, match=r"compile = True.*no repeated blocks"):
-        wrap_blocks(models.ConvNet(), {}, True, 1, (), True)
+        wrap_blocks(models.ConvNet(), {}, True, 1, (), True, None, Patches())

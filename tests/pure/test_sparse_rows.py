@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import polyreme
+from polyreme.models.patches import Patches
 from polyreme.optim.sparse_rows import gradients_by_rows, look_up_by_rows
 
 ROWS, WIDTH, PADDING = 23, 4, 3
@@ -32,7 +33,7 @@ def both(**options: object) -> tuple[Table, Table]:
     torch.manual_seed(0)
     plain = Table(**options)  # type: ignore[arg-type]
     ours = copy.deepcopy(plain)
-    look_up_by_rows(ours)
+    look_up_by_rows(ours, Patches())
     return plain, ours
 
 
@@ -111,7 +112,7 @@ def test_classes_with_a_forward_of_their_own_are_left_alone() -> None:
             return super().forward(input) * 2
 
     model = nn.Sequential(Scaled(ROWS, WIDTH), nn.Linear(WIDTH, 1))
-    look_up_by_rows(model)
+    look_up_by_rows(model, Patches())
     with gradients_by_rows():
         model(IDS).sum().backward()
     assert model[0].weight.grad.layout == torch.strided

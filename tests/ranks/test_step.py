@@ -439,3 +439,18 @@ def test_a_torch_scheduler_is_followed(ranks: Ranks) -> None:
     for name, tensor in model.state_dict().items():
         torch.testing.assert_close(results[0][1][name], tensor, rtol=1e-10, atol=1e-10, check_dtype=False)
     assert not math.isnan(results[0][0][0])
+
+
+def modes(rank: int, world: int) -> list[bool]:
+    engine = polyreme.initialize(models.build("llama"), training.config(world, 2, **FP64))
+    nested = torch.nested.nested_tensor([torch.zeros(2), torch.zeros(3)])
+    told = []
+    for batch, message in (({"input_ids": nested}, "layout=torch.jagged"), ([], "an empty list")):
+        with pytest.raises(BatchError, match=message):
+            engine.eval_step(batch)
+        told.append(engine.module.training)
+    return told
+
+
+def test_a_batch_that_is_refused_leaves_the_mode_alone(ranks: Ranks) -> None:
+    assert ranks(1, modes) == [[True, True]]

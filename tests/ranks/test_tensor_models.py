@@ -19,6 +19,7 @@ from polyreme.deferred_init.replay import record
 from polyreme.distributed.mesh import Axis, Mesh
 from polyreme.layout.bucket_layout import Cut
 from polyreme.models.huggingface import find_blocks
+from polyreme.models.patches import Patches
 from polyreme.step.recomputation import wrap_blocks
 from polyreme.tensor.parallelize import parallelize
 from polyreme.tensor.plan import plan
@@ -345,7 +346,7 @@ def recompute(rank: int, world: int, sequence: bool) -> None:
         divide(model, axis, sequence)
         kept = gradients(model, batch_of("bloom"))
         assert kept[0] != gradients(model, batch_of("bloom"), seed=1)[0]
-        wrap_blocks(model, find_blocks(model), True, 1, (), False)
+        wrap_blocks(model, find_blocks(model), True, 1, (), False, None, Patches())
         again = gradients(model, batch_of("bloom"))
         assert again[0] == kept[0]
         assert all(torch.equal(again[1][name], grad) for name, grad in kept[1].items())
@@ -601,7 +602,7 @@ def a_users_model(rank: int, world: int, recomputed: bool) -> None:
     cuts = parallelize(divided, axis, plan(divided, world, mapping))
     assert divided.blocks[0].attention.both.weight.shape == (32 // world, 16)
     if recomputed:
-        wrap_blocks(divided, find_blocks(divided), True, 1, (), False)
+        wrap_blocks(divided, find_blocks(divided), True, 1, (), False, None, Patches())
     for step in range(3):
         ids = torch.randint(0, VOCABULARY, (2, 6), generator=torch.Generator().manual_seed(step))
         for model in (whole, divided):

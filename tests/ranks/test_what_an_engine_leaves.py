@@ -1,7 +1,10 @@
-"""An engine that nobody has any more leaves neither its model nor its threads behind."""
+"""An engine that nobody has any more leaves neither its model nor its threads behind, and one that is closed
+nothing at all: no hook, no forward, no thread, no file."""
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import gc
 import threading
 import time
@@ -13,8 +16,11 @@ import pytest
 import torch
 from torch import nn
 
+import models
 import polyreme
+import training
 from polyreme.distributed.work import UNSETTLED
+from polyreme.errors import ModelError
 from pool import Ranks
 
 WIDTH, TIMEOUT = 16, 60
@@ -78,3 +84,147 @@ def left(rank: int, world: int, folder: Path) -> list[str]:
 @pytest.mark.parametrize("world", [1, 2])
 def test_an_engine_that_is_gone_leaves_nothing(ranks: Ranks, tmp_path: Path, world: int) -> None:
     assert ranks(world, left, tmp_path) == [[]] * world
+
+
+HOOKS = (
+    "_forward_hooks",
+    "_forward_pre_hooks",
+    "_backward_hooks",
+    "_backward_pre_hooks",
+    "_state_dict_pre_hooks",
+    "_load_state_dict_pre_hooks",
+    "_load_state_dict_post_hooks",
+)
+
+
+def changed(model: nn.Module) -> list[str]:
+    """Hooks and forwards of a model's modules, and what its parameters have that plain ones do not."""
+    found = [
+        f"{name}.{kind}" for name, each in model.named_modules() for kind in HOOKS if getattr(each, kind)
+    ]
+    found += [f"{name}.forward" for name, each in model.named_modules() if "forward" in vars(each)]
+    for name, each in model.named_parameters():
+        found += [f"{name}: {type(each).__name__}"] * (type(each) is not nn.Parameter)
+        found += [f"{name}: hooks"] * bool(each._post_accumulate_grad_hooks or each._backward_hooks)
+    return found
+
+
+def held() -> tuple[int, list[str], int]:
+    """Open files, threads but for those of the whole process, and entries of autograd's own function."""
+    gc.collect()
+    threads = [each.name for each in threading.enumerate() if not each.name.startswith("polyreme")]
+    return (
+        sum(1 for _ in Path("/proc/self/fd").iterdir()),
+        sorted(threads),
+        torch.autograd.backward is BACKWARD,
+    )
+
+
+BACKWARD = torch.autograd.backward
+
+
+def network() -> nn.Module:
+    blocks = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Tanh()) for _ in range(3)]
+    return nn.Sequential(*blocks)
+
+
+def train(engine: polyreme.Engine) -> float:
+    dtype = next(engine.module.parameters()).dtype
+    x = torch.ones(engine.config.batch.size // engine.mesh.dp.size, WIDTH, dtype=dtype) + engine.mesh.dp.rank
+    loss = engine.train_step((x, x)).loss
+    if engine.mesh.pp.size == 1:
+        engine(x[: engine.config.batch.micro])  # whose backward does not come
+    return loss
+
+
+def closed(rank: int, world: int, folder: Path) -> list[str]:
+    """What closed engines have left, one after the other and two at once, by case; the first one opens what
+    all share."""
+    found = []
+    with polyreme.initialize(network(), {"batch": {"size": 4}}, loss_fn=nn.functional.mse_loss) as first:
+        train(first)
+    before = held()
+    for name, case in settings(folder, world).items():
+        config = {**case, "batch": {"size": 8, "micro": 2 if "batch" in case else 8 // world}}
+        pair = [network(), network()]
+        with contextlib.ExitStack() as stack:
+            engines = [
+                stack.enter_context(polyreme.initialize(model, config, loss_fn=nn.functional.mse_loss))
+                for model in pair[: 1 if "files" in name else 2]
+            ]
+            for engine in engines:
+                train(engine)
+                engine.save(folder / "saved" / name, wait=False)
+            in_use = [(engine._training, engine._activations) for engine in engines]  # as a traceback may
+        assert engines[0].state.step == 1
+        with pytest.raises(ModelError, match="closed"):
+            engines[0].train_step(torch.ones(1))
+        engines[0].ask_to_stop()
+        engines[0].close()
+        if "stage 3" not in name and config.get("zero", {}).get("stage") != 3 and "pipeline" not in name:
+            found += [f"{name}: {what}" for model in pair for what in changed(model)]
+        pairs = zip(held(), before, strict=True)
+        assert in_use
+        found += [f"{name}: {now} is not {then}" for now, then in pairs if now != then]
+    return found
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_closed_engines_leave_nothing(ranks: Ranks, tmp_path: Path, world: int) -> None:
+    assert ranks(world, closed, tmp_path) == [[]] * world
+
+
+def reused(rank: int, world: int) -> list[str]:
+    """What becomes of models after their engines: whole ones train on, divided ones refuse."""
+    told = []
+    for config in ({"zero": {"stage": 2}}, {"memory": {"activations": "recompute"}, "zero": {"stage": 0}}):
+        torch.manual_seed(0)
+        model, plain = network().double(), network().double()
+        plain.load_state_dict(model.state_dict())
+        both = {"batch": {"size": 4}, "precision": {"compute": "fp64"}, **config}
+        losses = []
+        for _ in range(2):
+            with polyreme.initialize(model, both, loss_fn=nn.functional.mse_loss) as engine:
+                losses.append(train(engine))
+        twice = [p.detach().clone() for p in model.parameters()]
+        x = torch.ones(4, WIDTH, dtype=torch.float64)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        nn.functional.mse_loss(model(x), x).backward()
+        optimizer.step()
+        assert all(p.grad is not None for p in model.parameters())
+        assert all(torch.equal(a, b) for a, b in zip(model.parameters(), twice, strict=True))
+        assert losses[1] < losses[0]
+        copy.deepcopy(model)
+    shards: list[dict[str, Any]] = [{"zero": {"stage": 3}, "memory": {"params": "host"}}]
+    shards += [{"zero": {"stage": 3}}] * (world > 1)
+    for config in shards:
+        model = network()
+        polyreme.initialize(model, {"batch": {"size": 4}, **config}, loss_fn=nn.functional.mse_loss).close()
+        for use in (
+            lambda model=model: model(torch.ones(2, WIDTH)),
+            lambda model=model: polyreme.initialize(model, {"batch": {"size": 4}}),
+        ):
+            with pytest.raises(ModelError) as error:
+                use()
+            told.append(str(error.value))
+    return told
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_models_of_closed_engines(ranks: Ranks, world: int) -> None:
+    for told in ranks(world, reused):
+        assert all("closed" in each for each in told), told
+
+
+def divided(rank: int, world: int) -> str:
+    model = models.build("llama")
+    polyreme.initialize(model, training.config(world, mesh={"tp": 2})).close()
+    with pytest.raises(ModelError, match="divided by an engine that is closed"):
+        polyreme.initialize(model, training.config(world))
+    with pytest.raises(ModelError) as error:
+        model(input_ids=torch.ones(1, 4, dtype=torch.int64))
+    return str(error.value)
+
+
+def test_a_divided_model_of_a_closed_engine_refuses_calls(ranks: Ranks) -> None:
+    assert all("engine is closed" in each for each in ranks(2, divided))

@@ -112,6 +112,11 @@ class Saver:
             error, self._error = self._error, None
             raise error
 
+    def close(self) -> None:
+        """Wait as `wait` does; no more saves."""
+        atexit.unregister(self._tell)
+        self.wait()
+
     def taken(self) -> None:
         """Return when the background has written what it was given, or copied it: weights and states may
         change then."""

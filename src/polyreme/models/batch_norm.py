@@ -22,9 +22,10 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from polyreme.distributed.mesh import Axis
 from polyreme.errors import BatchError, ModelError
+from polyreme.models.patches import Patches
 
 
-def normalise(model: nn.Module, axis: Axis, sync: bool, dtype: torch.dtype) -> set[Tensor]:
+def normalise(model: nn.Module, axis: Axis, sync: bool, dtype: torch.dtype, patches: Patches) -> set[Tensor]:
     """Let every BatchNorm of `model` keep its statistics in `dtype`, with `sync` over the ranks of `axis`;
     nn.SyncBatchNorm always is. Returns the running statistics that every rank computes alike.
 
@@ -53,7 +54,7 @@ def normalise(model: nn.Module, axis: Axis, sync: bool, dtype: torch.dtype) -> s
                                  'or write batch_norm = "broadcast"')  # fmt: skip
             continue
         over = _Ranks(axis) if together and axis.size > 1 else None
-        module.forward = functools.partial(_forward, module, over, dtype, name)  # type: ignore[method-assign]
+        patches.forward(module, functools.partial(_forward, module, over, dtype, name))
         if over is not None:
             alike |= {buffer for buffer in module._buffers.values() if buffer is not None}
     return alike

@@ -72,6 +72,13 @@ class ActivationOffload:
         self._coming: tuple[int, int] | None = None
         self._before: weakref.ref[Call] | None = None  # the call before, in this forward
 
+    def close(self) -> None:
+        """End the threads, when they have done what they were asked to, and give back the files. No backward
+        of a forward before may come."""
+        if self._files is not None:
+            self._pool.shutdown()
+            self._files.close()
+
     @property
     def memory(self) -> int:
         """Bytes of host memory that it takes, of what it keeps there or of buffers for the files."""
@@ -427,6 +434,13 @@ class _Space:
 
     def free(self, place: _Place) -> None:
         place.segment.free(place)
+
+    def close(self) -> None:
+        """Close its files."""
+        for segment in self._segments:
+            if isinstance(segment.home, File):
+                segment.home.close()
+        self._segments.clear()
 
 
 def _bytes_of(storage: torch.UntypedStorage) -> Tensor:

@@ -16,6 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Function
 
+from polyreme.models.patches import Patches
+
 _wanted = False  # for all threads: autograd may run nodes in one of its own
 
 
@@ -30,7 +32,7 @@ def gradients_by_rows() -> Iterator[None]:
         _wanted = False
 
 
-def look_up_by_rows(model: nn.Module) -> None:
+def look_up_by_rows(model: nn.Module, patches: Patches) -> None:
     """Let the embeddings of `model` give their gradients by rows, where `gradients_by_rows` asks for it.
     Classes with a forward of their own are left alone."""
     for module in model.modules():
@@ -39,7 +41,7 @@ def look_up_by_rows(model: nn.Module) -> None:
             and type(module).forward is nn.Embedding.forward
             and "forward" not in vars(module)
         ):
-            module.forward = functools.partial(_forward, module)  # type: ignore[method-assign]
+            patches.forward(module, functools.partial(_forward, module))
 
 
 def _forward(module: nn.Embedding, input: Tensor) -> Tensor:

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from polyreme.config import Config
+from polyreme.models.patches import Patches
 from polyreme.offload.activations import ActivationOffload
 from polyreme.optim.sparse_rows import look_up_by_rows
 from polyreme.step.recomputation import Saved, measure, wrap_blocks
@@ -21,13 +22,13 @@ from polyreme.step.recomputation import Saved, measure, wrap_blocks
 class Activations:
     """The activations of a model's blocks, as the config's `memory` and `compile` say."""
 
-    def __init__(self, module: nn.Module, config: Config, device: torch.device) -> None:
+    def __init__(self, module: nn.Module, config: Config, device: torch.device, patches: Patches) -> None:
         self.offload: ActivationOffload | None = None
         """Where the inputs of recomputed blocks are, if not on the device."""
         if config.memory.activations not in ("keep", "recompute"):
             where = str(config.memory.activations)
             self.offload = ActivationOffload(device, None if where == "host" else Path(where))
-        self._module, self._config, self._device = module, config, device
+        self._module, self._config, self._device, self._patches = module, config, device, patches
         self._blocks: dict[str, nn.Module] | None = None
         self._recomputed: list[nn.Module] = []
         self._so_far = Saved()
@@ -37,7 +38,7 @@ class Activations:
         """Set the forwards of those of `blocks`, which are all that repeat in `module` now, that are new."""
         self._module = module
         if self._device.type == "cpu" and not self._config.compile:
-            look_up_by_rows(module)
+            look_up_by_rows(module, self._patches)
         memory, known = self._config.memory, {id(block) for block in (self._blocks or {}).values()}
         new = {name: block for name, block in blocks.items() if id(block) not in known}
         if new or self._blocks is None:
@@ -49,8 +50,14 @@ class Activations:
                 memory.recompute_save,
                 self._config.compile,
                 self.offload,
+                self._patches,
             )
         self._blocks = dict(blocks)
+
+    def close(self) -> None:
+        """End the threads that move activations."""
+        if self.offload is not None:
+            self.offload.close()
 
     @property
     def saved(self) -> Saved:

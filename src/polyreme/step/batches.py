@@ -69,8 +69,12 @@ def is_list(batch: Any) -> bool:
 
 
 def parts_of(batch: Any, config: Config) -> list[MicroBatch]:
-    """A list's micro-batches, or the one that `batch` is."""
+    """A list's micro-batches, or the one that `batch` is. Raises BatchError for a list of none."""
     batch, found = plain_mappings(batch), []
+    if isinstance(batch, list) and not batch:
+        raise BatchError(
+            "the batch is an empty list: a rank without samples gives tensors of none, such as batch[:0]"
+        )
     for part in batch if is_list(batch) else [batch]:
         samples = samples_of(part, config)
         found.append(MicroBatch(part if samples else pytree.tree_map_only(Tensor, _blank, part), samples))

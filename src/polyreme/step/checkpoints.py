@@ -47,6 +47,12 @@ class Checkpoints:
         if self._saver is not None:
             self._saver.wait()
 
+    def close(self) -> None:
+        """Wait for what is being written, and forget it. Raises CheckpointError where it failed."""
+        if self._saver is not None:
+            saver, self._saver = self._saver, None
+            saver.close()
+
     def taken(self) -> None:
         """Return when weights and states may change."""
         if self._saver is not None:

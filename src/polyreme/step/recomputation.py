@@ -22,6 +22,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 from polyreme.errors import ConfigError, Problem
 from polyreme.models.huggingface import tensors_in
+from polyreme.models.patches import Patches
 from polyreme.offload.activations import ActivationOffload
 
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
@@ -45,7 +46,8 @@ def wrap_blocks(
     every: int,
     keep: Sequence[str],
     compiled: bool,
-    offload: ActivationOffload | None = None,
+    offload: ActivationOffload | None,
+    patches: Patches,
 ) -> list[nn.Module]:
     """Set each block's `forward`: compiled, where asked; recomputed in backward, every `every`-th block, but
     for the outputs of the operators `keep`, from inputs that `offload` has meanwhile. Module hooks stay
@@ -71,7 +73,7 @@ def wrap_blocks(
         if recompute and index % every == 0:
             forward = _recomputed(block, forward, contexts, offload)
             recomputed.append(block)
-        block.forward = _InPlace(block.forward, forward)
+        patches.forward(block, _InPlace(block.forward, forward))
     return recomputed
 
 

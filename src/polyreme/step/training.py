@@ -24,6 +24,7 @@ from polyreme.step.totals import StepSums
 from polyreme.step.user_loop import Loop
 from polyreme.zero.changes import Roster
 from polyreme.zero.gather import Blocks
+from polyreme.zero.parameter import disown
 from polyreme.zero.partition import Placement
 from polyreme.zero.reduce import Reducer
 from polyreme.zero.refresh import carry
@@ -74,15 +75,25 @@ class Training:
         self.buffers.take_note()
         self.step.written.note()
 
-    def close(self) -> None:
-        """Take all hooks off the model, and let go of the parameters."""
+    def release(self) -> None:
+        """Take all hooks off the model, which another training takes over."""
         for each in (self.blocks, self._reducer, self.loop):
             each.close()
         self._at_end.detach()  # it holds the loop, and so all that is replaced
 
+    def close(self, divided: bool) -> None:
+        """Let go of the model: its parameters are plain ones again, where they are whole. `divided`: over
+        tensor parallelism or a pipeline."""
+        self.step.clear()
+        self.release()
+        for bucket in self.placement.buckets:
+            bucket.settle()
+            disown(bucket.parameters, whole=not (divided or bucket.sharded))
+        self.placement.offload.close()
+
     def carry_from(self, old: Training, kept: set[int]) -> None:
-        """Go on from another training of the same model, closed: its weights, states and progress. `kept` are
-        the ids of parameters that it has, too. All ranks must call."""
+        """Go on from another training of the same model, released: its weights, states and progress. `kept`
+        are the ids of parameters that it has, too. All ranks must call."""
         carry(old.placement, list(old.updates), self.placement, list(self.updates), kept)
         self.step.load_state_dict(old.step.state_dict())
         self.step.written.note()

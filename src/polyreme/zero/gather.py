@@ -99,7 +99,7 @@ class Blocks:
                 self._hooks.append(
                     module.register_forward_hook(Hook(self._after(unit)), with_kwargs=True, always_call=True)
                 )
-        refuse_loading(model)
+        self._hooks += refuse_loading(model)
         self._guard = _Guard(
             {id(p): unit for unit in self.units for b in unit.buckets for p in b.parameters},
             self._pin_outside,

@@ -39,6 +39,8 @@ _OWNERS: WeakIdKeyDictionary = WeakTensorKeyDictionary()
 
 _ENGINES: WeakIdKeyDictionary = WeakTensorKeyDictionary()
 """Weak references to the engines that parameters were given to."""
+_PARTS: WeakIdKeyDictionary = WeakTensorKeyDictionary()
+"""Parameters of closed engines that are not whole."""
 
 
 class TrainedParameter(nn.Parameter):
@@ -118,9 +120,31 @@ def give_to(engine: object, module: nn.Module) -> None:
         _ENGINES[parameter] = ref(engine)
 
 
+def disown(parameters: Iterable[nn.Parameter], whole: bool) -> None:
+    """Their engine is closed: they are plain parameters again, if they are `whole`."""
+    for parameter in parameters:
+        _OWNERS.pop(parameter, None)
+        _ENGINES.pop(parameter, None)
+        if not whole:
+            _PARTS[parameter] = True
+        elif type(parameter) is TrainedParameter:
+            parameter.__class__ = nn.Parameter  # type: ignore[assignment]
+
+
+def is_part(parameter: nn.Parameter) -> bool:
+    """Whether an engine that is closed had it divided."""
+    return parameter in _PARTS
+
+
 def refuse_owned(module: nn.Module) -> None:
-    """Raise ModelError for a parameter of another engine that is still there."""
+    """Raise ModelError for a parameter of another engine that is still there, or of which one that was closed
+    has left a part."""
     parameters = dict(module.named_parameters())
+    if parts := [name for name, parameter in parameters.items() if parameter in _PARTS]:
+        raise ModelError(
+            f"{parts[0]} was divided by an engine that is closed, so that its numbers are not whole here: "
+            "build the model anew, and load what engine.save wrote"
+        )
     if any(_ENGINES.get(p, _nobody)() is not None for p in parameters.values()):
         gc.collect()  # it may be gone, but for cycles
     for name, parameter in parameters.items():

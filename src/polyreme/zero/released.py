@@ -16,10 +16,11 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
+from torch.utils.hooks import RemovableHandle
 
 from polyreme.errors import ModelError
 from polyreme.models.tensor_access import touching
-from polyreme.zero.parameter import NAMES, TrainedParameter
+from polyreme.zero.parameter import NAMES, TrainedParameter, is_part
 
 
 class Released(TrainedParameter):
@@ -204,6 +205,11 @@ def _refuse_writing(name: str, parameter: nn.Parameter) -> NoReturn:
 
 def refuse(what: str, parameter: nn.Parameter) -> NoReturn:
     """Raise ModelError: the numbers of a released parameter are asked for."""
+    if is_part(parameter):
+        raise ModelError(
+            f"{what} of parameter {NAMES.get(parameter, '?')}, whose engine is closed and had it in shards: "
+            "call engine.save, engine.state_dict() or engine.full_parameters() before engine.close()"
+        )
     raise ModelError(
         f"{what} of parameter {NAMES.get(parameter, '?')}, whose "
         "numbers are not in memory between its uses (zero.stage = 3, or "
@@ -225,11 +231,10 @@ def unguard(parameters: Iterable[nn.Parameter], gathered: bool = False) -> None:
         parameter.__class__ = Gathered if gathered else TrainedParameter
 
 
-def refuse_loading(model: nn.Module) -> None:
+def refuse_loading(model: nn.Module) -> list[RemovableHandle]:
     """Have `load_state_dict` of the model, or of a part of it, raise ModelError where it reaches a released
     parameter. Left to torch, it becomes a RuntimeError."""
-    for module in model.modules():
-        module.register_load_state_dict_pre_hook(_before_loading)
+    return [module.register_load_state_dict_pre_hook(_before_loading) for module in model.modules()]
 
 
 def _before_loading(module: nn.Module, *_: object) -> None:
