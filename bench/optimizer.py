@@ -28,7 +28,7 @@ from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 
 from polyreme.optim import cpu_kernels
 from polyreme.optim.groups import Lion
-from polyreme.optim.quantized_states import BLOCK, Compact, States
+from polyreme.optim.quantized_states import BLOCK, QuantizedKernel, States
 from report import spread, write
 from step import environment
 
@@ -125,7 +125,7 @@ def ours(
 
 def compacted(shard: Shard, case: str, states: States) -> Turn:
     dtype, factor = CASES[case]
-    kernel, state = Compact(AdamW([torch.zeros(64)], **ADAMW, fused=True), states), {}
+    kernel, state = QuantizedKernel(AdamW([torch.zeros(64)], **ADAMW, fused=True), states), {}
     narrow = dtype == torch.bfloat16
     return lambda: kernel.step(
         shard.master, shard.narrow if narrow else shard.gradient, state, factor, shard.out if narrow else None
@@ -209,7 +209,7 @@ def _traffic() -> Callable[..., None]:
 
 
 def same_bits(case: str) -> bool:
-    """Whether ours, compiled and walked, changes a small shard as torch's fused kernel does."""
+    """Whether ours, compiled and in chunks, changes a small shard as torch's fused kernel does."""
     ends = []
     for way in (
         lambda shard: ours(shard, case, 1 << 18),

@@ -1,5 +1,5 @@
-"""Compact optimizer states: what a rounding may be off by, that it is unbiased and independent of the cut,
-and that training converges."""
+"""Optimizer states in fewer bits: what a rounding may be off by, that it is unbiased and independent of the
+cut, and that training converges."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from examples import examples
 from polyreme.layout.bucket_layout import ALIGN
 from polyreme.optim import cpu_kernels, quantized_states
 from polyreme.optim.groups import Lion
-from polyreme.optim.quantized_states import BLOCK, SIGNED, Compact, Key, States, format_of
+from polyreme.optim.quantized_states import BLOCK, SIGNED, Key, QuantizedKernel, States, format_of
 
 FORMATS: list[tuple[States, str]] = [("bf16", "exp_avg"), ("8bit", "exp_avg"), ("8bit", "exp_avg_sq")]
 
@@ -150,7 +150,7 @@ def test_results_do_not_depend_on_the_cut(
     ends = []
     for chunk, cuts in ((1 << 17, (0, size)), (2 * ALIGN, (0, size)), (1 << 17, (0, ALIGN, 4 * ALIGN, size))):
         monkeypatch.setattr(cpu_kernels, "CHUNK", chunk)
-        kernel = Compact(cls([torch.zeros(1)], lr=0.01, **options), states)
+        kernel = QuantizedKernel(cls([torch.zeros(1)], lr=0.01, **options), states)
         parameter = start.clone()
         out = torch.empty(size, dtype=torch.bfloat16)
         pieces = [{} for _ in cuts[1:]]
@@ -175,7 +175,7 @@ def test_a_slow_second_moment_follows_its_gradients(states: States) -> None:
     """It grows and falls by a thousandth a step, less than either format can show: rounded to the nearest, it
     would stand still."""
     size, steps = 16 * ALIGN, 700
-    kernel = Compact(AdamW([torch.zeros(1)], lr=0.0, betas=(0.9, 0.999), fused=True), states)
+    kernel = QuantizedKernel(AdamW([torch.zeros(1)], lr=0.0, betas=(0.9, 0.999), fused=True), states)
     parameter, state = torch.zeros(size), {}
     expected = 0.0
     for step in range(2 * steps):
@@ -196,7 +196,7 @@ def test_optimizers_with_other_states_are_refused() -> None:
         AdamW([torch.zeros(1)]),
     ):
         with pytest.raises(ValueError, match="other states"):
-            Compact(optimizer, "bf16")
+            QuantizedKernel(optimizer, "bf16")
 
 
 # ---- convergence
@@ -235,7 +235,10 @@ def trained(states: States | None) -> tuple[float, float]:
     master = torch.zeros(-(-size // ALIGN) * ALIGN)
     master[:size] = nn.utils.parameters_to_vector(parameters).detach()
     optimizer = AdamW([torch.zeros(1)], lr=3e-3, betas=(0.9, 0.999), weight_decay=0.01, fused=True)
-    kernel, state = cpu_kernels.kernel(optimizer) if states is None else Compact(optimizer, states), {}
+    kernel, state = (
+        cpu_kernels.kernel(optimizer) if states is None else QuantizedKernel(optimizer, states),
+        {},
+    )
     losses = []
     for step in range(STEPS):
         optimizer.param_groups[0]["lr"] = 3e-3 * min(1.0, (step + 1) / 20, (STEPS - step) / 60)

@@ -18,7 +18,7 @@ from polyreme.files.direct_io import aligned, padded
 from polyreme.offload.copy_stream import CopyStream, copy_stream_to
 from polyreme.offload.gradients import Final
 from polyreme.offload.store import Traffic
-from polyreme.optim.cpu_kernels import Crew
+from polyreme.optim.cpu_kernels import Workers
 
 BACK = 2
 """Pieces of parameters that may be on their way back, beside those that are computed."""
@@ -84,13 +84,15 @@ class HostTransfer:
         gradient_store.add(numbers)
         self._free.append(memory)
 
-    def send(self, target: Tensor, fill: Callable[[Tensor], Callable[[], None] | None], crew: Crew) -> None:
-        """Have `fill`, and what it returns for one of the crew to do, write the numbers of `target` to host
-        memory, and then begin to copy them there."""
-        memory = self._next(target.nbytes, BACK + crew.most)
+    def send(
+        self, target: Tensor, fill: Callable[[Tensor], Callable[[], None] | None], workers: Workers
+    ) -> None:
+        """Have `fill`, and what it returns for a worker to do, write the numbers of `target` to host memory,
+        and then begin to copy them there."""
+        memory = self._next(target.nbytes, BACK + workers.most)
         numbers = memory[: target.nbytes].view(target.dtype).view(target.shape)
         self.traffic.read += target.nbytes
-        crew.do(fill(numbers), lambda: self._back.append((self.copy_stream.into(numbers, target), memory)))
+        workers.do(fill(numbers), lambda: self._back.append((self.copy_stream.into(numbers, target), memory)))
 
     def arrive(self) -> None:
         """Before what was sent is used."""

@@ -19,7 +19,7 @@ from polyreme.layout.region import MASTER, Stored
 from polyreme.offload.host import HostStore
 from polyreme.offload.store import Store
 from polyreme.optim.groups import Group, trial_state
-from polyreme.optim.quantized_states import Compact, States
+from polyreme.optim.quantized_states import QuantizedKernel, States
 
 RECORD = 1 << 20
 """Most elements of a record, a multiple of ALIGN: AdamW's are 12 MiB, of which a stream of files holds
@@ -150,7 +150,9 @@ def _fields(run: Run, group: Group, dtype: torch.dtype, compact: States | None) 
     shape = (run.stop - run.start,) if run.slot is None else run.slot.shape
     states: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
     if compact is not None:
-        kept = Compact(group.optimizer([torch.zeros(1, dtype=dtype)]), compact).fields(run.stop - run.start)
+        kept = QuantizedKernel(group.optimizer([torch.zeros(1, dtype=dtype)]), compact).fields(
+            run.stop - run.start
+        )
         states = {kind: (form, (size,)) for kind, (form, size) in kept.items()}
     else:
         for kind, value in trial_state(group, None if run.slot is None else shape, dtype).items():

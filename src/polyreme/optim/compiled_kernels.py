@@ -3,8 +3,8 @@
 
 Every function reads a gradient in any of three formats, scales it, updates the parameter and its states in
 place and writes the rounded parameter, number by number. The order of operations, and which of them are
-fused, is that of torch's vectorised CPU kernels, so that the bits are equal; `kernels` tries that before it
-relies on it. Options that are None are compiled away.
+fused, is that of torch's vectorised CPU kernels (AVX2 and AVX-512), so that the bits are equal. Options that
+are None are compiled away.
 
 float32 is itself, bfloat16 comes as uint16 and float16 as int16, as numpy and numba have no type for them.
 """
@@ -88,7 +88,7 @@ def _array(tensor: Tensor) -> np.ndarray:
     return tensor.view(torch.int16).numpy().view(VIEWS[tensor.dtype])
 
 
-class Apart(Compiler):
+class NoAlias(Compiler):
     """Compiles functions whose arrays do not overlap."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
@@ -128,7 +128,7 @@ def elementwise(step: Callable[..., None]) -> Callable[..., None]:
     processor's own prefetching ends at every page."""
     one = njit(step, forceinline=True, error_model="numpy")
 
-    @njit(nogil=True, error_model="numpy", pipeline_class=Apart)
+    @njit(nogil=True, error_model="numpy", pipeline_class=NoAlias)
     def loop(*given):  # type: ignore[no-untyped-def]
         size = given[0].size
         whole = size // RUN * RUN
@@ -175,7 +175,7 @@ def widen(context: Any, x: Any) -> Any:
 
 
 @intrinsic
-def half(context: Any, x: Any) -> Any:
+def to_float16(context: Any, x: Any) -> Any:
     """A float32 rounded to float16, as int16."""
     narrow, wide = ir.HalfType(), ir.IntType(16)
     return types.int16(types.float32), lambda _, build, __, values: build.bitcast(
@@ -184,7 +184,7 @@ def half(context: Any, x: Any) -> Any:
 
 
 @njit(inline="always")
-def brain(x: Any) -> Any:
+def to_bfloat16(x: Any) -> Any:
     """A float32 rounded to bfloat16, as uint16."""
     whole = bits(x)
     rounded = np.uint16(
@@ -205,15 +205,15 @@ def _put(out: Any, at: Any, x: Any) -> Callable[..., None]:
     def wide(out: Any, at: Any, x: Any) -> None:
         out[at] = x
 
-    def as_brain(out: Any, at: Any, x: Any) -> None:
-        out[at] = brain(x)
+    def as_bfloat16(out: Any, at: Any, x: Any) -> None:
+        out[at] = to_bfloat16(x)
 
-    def as_half(out: Any, at: Any, x: Any) -> None:
-        out[at] = half(x)
+    def as_float16(out: Any, at: Any, x: Any) -> None:
+        out[at] = to_float16(x)
 
     if isinstance(out, types.NoneType):
         return nothing
-    return {types.float32: wide, types.uint16: as_brain, types.int16: as_half}[out.dtype]
+    return {types.float32: wide, types.uint16: as_bfloat16, types.int16: as_float16}[out.dtype]
 
 
 @njit
@@ -257,59 +257,34 @@ def sgd(i, p, g, m, out, factor, decay, momentum, damped, ahead, size):  # type:
     put(out, i, x)
 
 
-@elementwise
-def adagrad(i, p, g, total, out, factor, decay, eps, size):  # type: ignore[no-untyped-def]
-    """Adagrad, size of a step with lr_decay in it."""
-    x, grad = p[i], widen(g[i]) * factor
-    if decay is not None:
-        grad = fma(x, decay, grad)
-    square = fma(grad, grad, total[i])
-    total[i] = square
-    x -= size * grad / (math.sqrt(square) + eps)
-    p[i] = x
-    put(out, i, x)
-
-
-@elementwise
-def lion(i, p, g, m, out, factor, keep, beta1, rate2, size):  # type: ignore[no-untyped-def]
-    """`optimizers.Lion`: keep = 1 - lr * weight_decay, rate2 = 1 - beta2."""
-    grad = widen(g[i]) * factor
-    mean = m[i]
-    towards = lerp(grad, mean, beta1)
-    x = p[i] * keep - size * np.float32((towards > 0) - (towards < 0))
-    m[i] = lerp(mean, grad, rate2)
-    p[i] = x
-    put(out, i, x)
-
-
-# ---- compact states; see `compact`
+# ---- states in fewer bits; see `quantized_states`
 
 
 @njit(inline="always")
 def mixed(x: Any) -> Any:
-    """`compact.mixed` of a uint32."""
+    """`quantized_states.mixed` of a uint32."""
     x = np.uint32((x ^ (x >> np.uint32(16))) * np.uint32(0x7FEB352D))  # numba widens every product
     x = np.uint32((x ^ (x >> np.uint32(15))) * np.uint32(0x846CA68B))
     return np.uint32(x ^ (x >> np.uint32(16)))
 
 
-@njit(nogil=True, error_model="numpy", pipeline_class=Apart)
-def brains(values, stored, place):  # type: ignore[no-untyped-def]
-    """`compact.Brain.encode`."""
+@njit(nogil=True, error_model="numpy", pipeline_class=NoAlias)
+def stochastic_bfloat16(values, stored, place):  # type: ignore[no-untyped-def]
+    """`quantized_states.StochasticBfloat16.encode`."""
     for i in range(values.size):
         chance = mixed(np.uint32(place + np.uint32(i))) & np.uint32(0xFFFF)
         stored[i] = np.uint16(np.uint32(bits(values[i]) + chance) >> np.uint32(16))
 
 
-def rooted(signed: bool) -> tuple[Callable[..., None], Callable[..., None]]:
-    """`compact.Root(signed)`: encode, decode."""
+def quantizer(signed: bool) -> tuple[Callable[..., None], Callable[..., None]]:
+    """`quantized_states.BlockQuantizer(signed)`: encode, decode."""
 
     @njit(inline="always")
     def value(code, unit):  # type: ignore[no-untyped-def]
         x = code * code * unit
         return x if signed else x * x
 
-    @njit(nogil=True, error_model="numpy", pipeline_class=Apart)
+    @njit(nogil=True, error_model="numpy", pipeline_class=NoAlias)
     def encode(values, codes, scales, top, unit, nudge, place):  # type: ignore[no-untyped-def]
         for block in range(scales.size):
             begin = np.uint64(block * ALIGN)
@@ -341,7 +316,7 @@ def rooted(signed: bool) -> tuple[Callable[..., None], Callable[..., None]]:
                     code = max(code, np.float32(1))
                 codes[begin + np.uint64(i)] = np.int32(code)
 
-    @njit(nogil=True, error_model="numpy", pipeline_class=Apart)
+    @njit(nogil=True, error_model="numpy", pipeline_class=NoAlias)
     def decode(values, codes, scales, unit):  # type: ignore[no-untyped-def]
         for block in range(scales.size):
             begin, scale = np.uint64(block * ALIGN), scales[block]
@@ -354,4 +329,4 @@ def rooted(signed: bool) -> tuple[Callable[..., None], Callable[..., None]]:
     return encode, decode
 
 
-ROOTS = {signed: rooted(signed) for signed in (True, False)}
+QUANTIZERS = {signed: quantizer(signed) for signed in (True, False)}

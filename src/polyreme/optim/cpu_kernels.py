@@ -1,13 +1,13 @@
-"""The optimizer's step of one contiguous piece on the CPU, in one pass over memory: gradient times factor,
-update of parameter and states, rounded copy.
+"""The optimizer's step of one contiguous piece on the CPU: gradient times factor, update of parameter and
+states, rounded copy.
 
-For torch's Adam, AdamW, SGD and Adagrad with `fused`, and for Lion, a piece is walked either by a loop that
-numba compiled (`compiled`), where numba is installed, or in parts small enough that every pass of torch's own
-kernels but the first finds them in the cache. Any other optimizer makes its own `step()` on the whole piece.
+Torch's Adam, AdamW, SGD and Adagrad with `fused`, and Lion, walk a piece in chunks small enough that every
+pass of torch's own operators but the first finds them in the cache. Adam, AdamW and SGD go through memory
+once, by a loop that numba compiled (`compiled_kernels`), where numba is installed. Any other optimizer makes
+its own `step()` on the whole piece.
 
 Invariant: the numbers are, to the last bit, those of `optimizer.step()` on the widened and scaled gradient,
-whichever way they are made. A compiled loop is tried on a few numbers with the options at hand, and taken
-only if its bits are torch's."""
+whichever way they are made."""
 
 from __future__ import annotations
 
@@ -24,11 +24,10 @@ import torch
 from torch import Tensor
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 
-from polyreme.layout.bucket_layout import ALIGN
 from polyreme.optim.groups import Lion
 
 CHUNK = 1 << 17
-"""Elements of a part, a multiple of ALIGN: scratch, parameter and states of it are in the second-level cache
+"""Elements of a chunk, a multiple of ALIGN: scratch, parameter and states of it are in the second-level cache
 together."""
 
 WORTH = 1 << 16
@@ -91,7 +90,7 @@ class Kernel:
         return None
 
 
-class Crew:
+class Workers:
     """Steps of several pieces at a time, on as many threads as torch has."""
 
     def __init__(self) -> None:
@@ -125,13 +124,9 @@ class Crew:
         then()
 
 
-class Walk(Kernel):
-    """An elementwise optimizer, walked part by part. `options` are its group's."""
+class ChunkedKernel(Kernel):
+    """An elementwise optimizer, updated chunk by chunk. `options` are its group's."""
 
-    name: ClassVar[str]
-    """Of the function in `compiled`."""
-    most: ClassVar[int]
-    """Most states of the parameter's size that the function takes."""
     counts: ClassVar[bool] = True
     """Whether there is a step count."""
 
@@ -140,12 +135,8 @@ class Walk(Kernel):
         raise NotImplementedError
 
     def update(self, parts: Sequence[Tensor], options: Mapping[str, Any], step: Tensor, first: bool) -> None:
-        """Torch's update of a part (parameter, gradient, states); `step` is the count of steps, this one
+        """Torch's update of a chunk (parameter, gradient, states); `step` is the count of steps, this one
         too."""
-        raise NotImplementedError
-
-    def numbers(self, options: Mapping[str, Any], step: float) -> tuple[float | None, ...]:
-        """What the compiled function takes after the factor."""
         raise NotImplementedError
 
     def step(
@@ -166,17 +157,36 @@ class Walk(Kernel):
             self._begin(parameter, state, initial)
         if self.counts:
             state["step"] += 1
-        count = state["step"] if self.counts else _UNCOUNTED
         tensors = [parameter, gradient, *(state[name] for name in initial)]
         if parameter.dim() != 1:
             tensors, out = [t.view(-1) for t in tensors], None if out is None else out.view(-1)
-        if not self._compiles(tensors, out, options, first):
-            self._walked(tensors, out, factor, options, count, first)
-        elif later:
-            return partial(self._compiled, tensors, out, factor, options, count, threads=1)
-        else:
-            self._compiled(tensors, out, factor, options, count)
+        count = state["step"] if self.counts else _UNCOUNTED
+        numbers = self.compiled_numbers(tensors, out, first, float(count))
+        if numbers is None:
+            self._in_chunks(tensors, out, factor, count, first)
+            return None
+        job = partial(self.compiled, tensors, out, [factor, *numbers])
+        if later:
+            return partial(job, threads=1)
+        job()
         return None
+
+    def compiled_numbers(
+        self, tensors: Sequence[Tensor], out: Tensor | None, first: bool, step: float
+    ) -> Sequence[float | None] | None:
+        """What `compiled` takes after the factor in this `step`; None where there is no compiled loop for
+        these tensors and options."""
+        return None
+
+    def compiled(
+        self,
+        tensors: Sequence[Tensor],
+        out: Tensor | None,
+        numbers: Sequence[float | None],
+        threads: int | None = None,
+    ) -> None:
+        """Update flat (parameter, gradient, states) in one pass over memory."""
+        raise NotImplementedError
 
     def _begin(self, parameter: Tensor, state: State, initial: Mapping[str, float]) -> None:
         for name, value in initial.items():
@@ -187,91 +197,81 @@ class Walk(Kernel):
         if self.counts:
             state["step"] = torch.zeros((), dtype=torch.float32)
 
-    def _walked(
-        self,
-        tensors: Sequence[Tensor],
-        out: Tensor | None,
-        factor: float,
-        options: Mapping[str, Any],
-        count: Tensor,
-        first: bool = False,
+    def _in_chunks(
+        self, tensors: Sequence[Tensor], out: Tensor | None, factor: float, count: Tensor, first: bool
     ) -> None:
-        walk = list(zip(*(t.split(CHUNK) for t in tensors), strict=True))
-        outs = [None] * len(walk) if out is None else out.split(CHUNK)
-        for (parameter, gradient, *moments), rounded in zip(walk, outs, strict=True):
-            self.update(
-                [parameter, _scaled(gradient, parameter.dtype, factor), *moments], options, count, first
-            )
+        options = self.optimizer.param_groups[0]
+        chunks = list(zip(*(t.split(CHUNK) for t in tensors), strict=True))
+        outs = [None] * len(chunks) if out is None else out.split(CHUNK)
+        for (parameter, gradient, *moments), rounded in zip(chunks, outs, strict=True):
+            scaled = _scaled(gradient, parameter.dtype, factor)
+            self.update([parameter, scaled, *moments], options, count, first)
             if rounded is not None:
                 rounded.copy_(parameter)
 
-    def _compiled(
+
+class CompiledKernel(ChunkedKernel):
+    """One of which there is a compiled loop, for float32 parameters and states."""
+
+    name: ClassVar[str]
+    """Of the function in `compiled_kernels`."""
+    most: ClassVar[int]
+    """Most states of the parameter's size that the function takes."""
+    begins: ClassVar[bool] = True
+    """Whether the function takes states that hold nothing yet."""
+
+    def numbers(self, options: Mapping[str, Any], step: float) -> tuple[float | None, ...]:
+        """What the compiled function takes after the factor, where it has these options."""
+        raise NotImplementedError
+
+    def compiled_numbers(
+        self, tensors: Sequence[Tensor], out: Tensor | None, first: bool, step: float
+    ) -> Sequence[float | None] | None:
+        loops, options = compiler(), self.optimizer.param_groups[0]
+        if loops is None or options["maximize"] or len(tensors) > 2 + self.most:
+            return None
+        parameter, gradient, *moments = tensors
+        narrow = {gradient.dtype} if out is None else {gradient.dtype, out.dtype}
+        if any(t.dtype != torch.float32 for t in (parameter, *moments)) or not narrow <= {*loops.VIEWS}:
+            return None
+        if first and not self.begins:
+            return None
+        numbers = self.numbers(options, step)
+        key = (
+            self.name,
+            gradient.dtype,
+            None if out is None else out.dtype,
+            *(number is None for number in numbers),
+        )
+        if parameter.numel() < WORTH and key not in _COMPILED:
+            return None
+        _COMPILED.add(key)
+        return numbers
+
+    def compiled(
         self,
         tensors: Sequence[Tensor],
         out: Tensor | None,
-        factor: float,
-        options: Mapping[str, Any],
-        count: Tensor,
+        numbers: Sequence[float | None],
         threads: int | None = None,
     ) -> None:
-        compiled_kernels = compiler()
-        assert compiled_kernels is not None
+        loops = compiler()
+        assert loops is not None
         absent = [None] * (2 + self.most - len(tensors))
-        numbers = [factor, *self.numbers(options, float(count))]
-        compiled_kernels.run(
-            getattr(compiled_kernels, self.name), [*tensors, *absent, out], numbers, threads=threads
-        )
-
-    def _compiles(
-        self, tensors: Sequence[Tensor], out: Tensor | None, options: Mapping[str, Any], first: bool
-    ) -> bool:
-        """Whether the compiled loop takes these tensors and options and gives torch's bits on a few
-        numbers."""
-        if options.get("maximize") or (compiled_kernels := compiler()) is None:
-            return False
-        # the first momentum is the gradient
-        if len(tensors) > 2 + self.most or (first and len(tensors) == 3 and self.name == "sgd"):
-            return False
-        # what of the options changes the arithmetic
-        formats = (*(t.dtype for t in tensors), None if out is None else out.dtype)
-        key = (
-            self.name,
-            formats,
-            *(bool(options.get(name)) for name in ("weight_decay", "nesterov", "decoupled_weight_decay")),
-            *(beta < 0.5 for beta in options.get("betas", ())),
-        )
-        if key not in _TRIED:
-            if tensors[0].numel() < WORTH:
-                return False
-            known = {*compiled_kernels.VIEWS, None}
-            taken = (
-                all(d == torch.float32 for d in (formats[0], *formats[2:-1]))
-                and {formats[1], formats[-1]} <= known
-            )
-            _TRIED[key] = taken and self._agrees(tensors, out, {**options, "lr": float(options["lr"]) or 0.1})
-        return _TRIED[key]
-
-    def _agrees(self, like: Sequence[Tensor], out: Tensor | None, options: Mapping[str, Any]) -> bool:
-        generator = torch.Generator().manual_seed(0)
-        numbers = torch.randn(len(like), 16 * ALIGN, generator=generator)
-        numbers[2:] = 0.1 * numbers[2:].square()
-        ends = []
-        for way in (self._compiled, self._walked):
-            tensors = [row.to(t.dtype, copy=True) for row, t in zip(numbers, like, strict=True)]
-            rounded = None if out is None else torch.empty_like(tensors[0], dtype=out.dtype)
-            for step in (1.0, 2.0):
-                way(tensors, rounded, 1 / 3, options, torch.tensor(step))
-            ends.append(torch.stack([*tensors, *([] if rounded is None else [rounded.float()])]))
-        return torch.equal(ends[0].view(torch.int32), ends[1].view(torch.int32))
+        loops.run(getattr(loops, self.name), [*tensors, *absent, out], numbers, threads=threads)
 
 
 _UNCOUNTED = torch.zeros(())
-_TRIED: dict[tuple[Any, ...], bool] = {}
+_COMPILED: set[tuple[Any, ...]] = set()
+"""Kernels, formats and options whose loop is compiled already."""
 
 
 @cache
 def compiler() -> ModuleType | None:
-    """The module of compiled loops, if numba is installed."""
+    """The module of compiled loops, if numba is installed and torch's own kernels fuse products and sums as
+    these do, so that the bits are the same: those for AVX2 and AVX-512."""
+    if torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512"):
+        return None
     try:
         from polyreme.optim import compiled_kernels
     except ImportError:
@@ -301,7 +301,7 @@ def _scaled(gradient: Tensor, dtype: torch.dtype, factor: float) -> Tensor:
     return memory if factor == 1.0 else memory.mul_(factor)
 
 
-class _Adam(Walk):
+class _Adam(CompiledKernel):
     name, most = "adam", 2
 
     def moments(self, options: Mapping[str, Any]) -> Mapping[str, float]:
@@ -347,8 +347,8 @@ class _Adam(Walk):
         )
 
 
-class _SGD(Walk):
-    name, most, counts = "sgd", 1, False
+class _SGD(CompiledKernel):
+    name, most, counts, begins = "sgd", 1, False, False  # the first momentum is the gradient
 
     def moments(self, options: Mapping[str, Any]) -> Mapping[str, float]:
         return {"momentum_buffer": 0.0} if options["momentum"] else {}
@@ -380,9 +380,7 @@ class _SGD(Walk):
         )
 
 
-class _Adagrad(Walk):
-    name, most = "adagrad", 1
-
+class _Adagrad(ChunkedKernel):
     def moments(self, options: Mapping[str, Any]) -> Mapping[str, float]:
         return {"sum": self.optimizer.defaults["initial_accumulator_value"]}
 
@@ -400,13 +398,9 @@ class _Adagrad(Walk):
             maximize=options["maximize"],
         )
 
-    def numbers(self, options: Mapping[str, Any], step: float) -> tuple[float | None, ...]:
-        size = float(options["lr"]) / (1 + (step - 1) * options["lr_decay"])
-        return options["weight_decay"] or None, options["eps"], size
 
-
-class _Lion(Walk):
-    name, most, counts = "lion", 1, False
+class _Lion(ChunkedKernel):
+    counts = False
 
     def moments(self, options: Mapping[str, Any]) -> Mapping[str, float]:
         return {"exp_avg": 0.0}
@@ -419,10 +413,6 @@ class _Lion(Walk):
         ).sign_()
         parameter.mul_(1 - options["lr"] * options["weight_decay"]).sub_(direction, alpha=options["lr"])
         mean.lerp_(gradient, 1 - beta2)
-
-    def numbers(self, options: Mapping[str, Any], step: float) -> tuple[float | None, ...]:
-        lr, (beta1, beta2) = float(options["lr"]), options["betas"]
-        return 1 - lr * options["weight_decay"], beta1, 1 - beta2, lr
 
 
 _KERNELS: Mapping[type[Optimizer], Callable[[Optimizer], Kernel]] = {

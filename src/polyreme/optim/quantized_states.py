@@ -78,10 +78,10 @@ class Format(Protocol):
 
 def format_of(states: States, name: str) -> Format:
     """The format of a state of SIGNED."""
-    return Brain() if states == "bf16" else Root(SIGNED[name])
+    return StochasticBfloat16() if states == "bf16" else BlockQuantizer(SIGNED[name])
 
 
-class Brain:
+class StochasticBfloat16:
     """bfloat16: an error below 2^-7 of the number, as long as that is normal."""
 
     def fields(self, size: int) -> dict[str, tuple[torch.dtype, int]]:
@@ -89,7 +89,7 @@ class Brain:
 
     def encode(self, values: Tensor, stored: Mapping[str, Tensor], key: Key) -> None:
         if (compiled := _compiled(values)) is not None:
-            compiled.run(compiled.brains, [values, stored[""]], [], key.place)
+            compiled.run(compiled.stochastic_bfloat16, [values, stored[""]], [], key.place)
             return
         bits = values.view(torch.int32)
         bits += random(key, values.numel(), values.device).bitwise_and_(0xFFFF)
@@ -99,7 +99,7 @@ class Brain:
         values.copy_(stored[""])
 
 
-class Root:
+class BlockQuantizer:
     """8 bits for each number and 32 for each block.
 
     With y the number's magnitude over the block's largest, s, the error is less than s (2 √y + 1/127) / 127
@@ -116,7 +116,7 @@ class Root:
     def encode(self, values: Tensor, stored: Mapping[str, Tensor], key: Key) -> None:
         if (compiled := _compiled(values)) is not None:
             compiled.run(
-                compiled.ROOTS[self.signed][0],
+                compiled.QUANTIZERS[self.signed][0],
                 [values, stored[""], stored[SCALE]],
                 [self.top, self.top**-2, NUDGE],
                 key.place,
@@ -146,7 +146,9 @@ class Root:
 
     def decode(self, stored: Mapping[str, Tensor], values: Tensor) -> None:
         if (compiled := _compiled(values)) is not None:
-            compiled.run(compiled.ROOTS[self.signed][1], [values, stored[""], stored[SCALE]], [self.top**-2])
+            compiled.run(
+                compiled.QUANTIZERS[self.signed][1], [values, stored[""], stored[SCALE]], [self.top**-2]
+            )
             return
         codes = values.copy_(stored[""]).view(-1, BLOCK)
         torch.mul(self._value(codes), stored[SCALE].unsqueeze(1), out=codes)
@@ -183,7 +185,7 @@ def _compiled(values: Tensor) -> ModuleType | None:
     )
 
 
-class Compact(Kernel):
+class QuantizedKernel(Kernel):
     """The kernel of a torch optimizer on moments that are kept as `states` says.
 
     The state of a piece has, in place of each tensor of SIGNED, those of its format's `fields`, by its name
@@ -194,7 +196,7 @@ class Compact(Kernel):
         super().__init__(optimizer)
         kernel = cpu_kernels.kernel(optimizer)
         if (
-            not isinstance(kernel, cpu_kernels.Walk)
+            not isinstance(kernel, cpu_kernels.ChunkedKernel)
             or not kernel.moments(optimizer.param_groups[0]).keys() <= SIGNED.keys()
         ):
             raise ValueError(

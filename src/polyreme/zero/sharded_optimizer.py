@@ -30,13 +30,13 @@ from polyreme.layout.bucket_layout import Run, Slot, align
 from polyreme.layout.region import MASTER, Stored
 from polyreme.offload.host import HostStore
 from polyreme.offload.optimizer_states import StateRecord, cut, within
-from polyreme.optim.cpu_kernels import Crew, Kernel, Walk, kernel
+from polyreme.optim.cpu_kernels import ChunkedKernel, Kernel, Workers, kernel
 from polyreme.optim.groups import Group, trial_state
-from polyreme.optim.quantized_states import SCALE, Compact, Key, States
+from polyreme.optim.quantized_states import SCALE, Key, QuantizedKernel, States
 from polyreme.zero.bucket import Bucket
 
 CHUNK = 1 << 22
-"""Most elements of a piece on a CPU, a multiple of ALIGN, where a kernel walks it in parts within the
+"""Most elements of a piece on a CPU, a multiple of ALIGN, where a kernel takes it in chunks within the
 cache."""
 IN_CACHE = 1 << 19
 """The same where an optimizer makes its own step: every pass of it then finds the piece in the cache. And
@@ -82,7 +82,7 @@ class Update:
         self._stays = (
             self.records is None or isinstance(self.records.store, HostStore)
         ) and bucket.gradients.records is None
-        self._crew = Crew()
+        self._workers = Workers()
         self._staged: dict[int, Tensor] = {}  # bytes of all records by number, while they are loaded
         # states that are kept in fewer bits, while they are loaded
         self._wide: dict[_Piece, dict[str, Tensor]] = {}
@@ -120,9 +120,9 @@ class Update:
         if not self.one_by_one or run.slot is not None:
             return self.bucket.layout.size
         found = _kernel(self._groups[run.group].optimizer([torch.zeros(1)]), self._compact)
-        if isinstance(found, Walk):
+        if isinstance(found, ChunkedKernel):
             return min(CHUNK, max(IN_CACHE, align(-(-(run.stop - run.start) // torch.get_num_threads()))))
-        return CHUNK if isinstance(found, Compact) else IN_CACHE
+        return CHUNK if isinstance(found, QuantizedKernel) else IN_CACHE
 
     @property
     def order(self) -> list[int]:
@@ -191,7 +191,7 @@ class Update:
                         self._view(target, piece.run),
                         count,
                     )
-        self._crew.finish()
+        self._workers.finish()
         if self.bucket.transfer is not None:
             self.bucket.transfer.arrive()
 
@@ -224,7 +224,7 @@ class Update:
                     place.copy_(made[kind])
         assert tensor is not None
         state, kernel = {**piece.state, **recorded}, self._kernels[piece.run.group]
-        if isinstance(kernel, Compact) and not kernel.counts and not piece.fresh:
+        if isinstance(kernel, QuantizedKernel) and not kernel.counts and not piece.fresh:
             state["step"] = torch.tensor(float(count))
         step = partial(
             kernel.step,
@@ -237,10 +237,13 @@ class Update:
             later=self._stays,
         )
         if self.bucket.transfer is None or self.bucket.is_offloaded:
-            self._crew.do(step(out=target if target.data_ptr() != tensor.data_ptr() else None))
+            self._workers.do(step(out=target if target.data_ptr() != tensor.data_ptr() else None))
         else:
-            self.bucket.transfer.send(target, lambda numbers: step(out=numbers), self._crew)
-        left_out = {*recorded, *(("step",) if isinstance(kernel, Compact) and not kernel.counts else ())}
+            self.bucket.transfer.send(target, lambda numbers: step(out=numbers), self._workers)
+        left_out = {
+            *recorded,
+            *(("step",) if isinstance(kernel, QuantizedKernel) and not kernel.counts else ()),
+        }
         piece.state = {kind: value for kind, value in state.items() if kind not in left_out}
         piece.fresh = False
 
@@ -299,7 +302,7 @@ class Update:
         """`numbers`, with the states that are kept in fewer bits as float32: to be read when they are needed,
         or loaded."""
         kernel, size = self._kernels[piece.run.group], piece.run.stop - piece.run.start
-        if not isinstance(kernel, Compact) or piece.fresh:
+        if not isinstance(kernel, QuantizedKernel) or piece.fresh:
             return numbers
         kept = {kind: value for kind, value in numbers.items() if kind.removesuffix(SCALE) in kernel.names}
         found = {kind: value for kind, value in numbers.items() if kind not in kept}
@@ -364,7 +367,7 @@ class Update:
                 if kind != MASTER:
                     place.of(memory).zero_()
         for piece in self._pieces:
-            if isinstance(kernel := self._kernels[piece.run.group], Compact) and not piece.fresh:
+            if isinstance(kernel := self._kernels[piece.run.group], QuantizedKernel) and not piece.fresh:
                 size = piece.run.stop - piece.run.start
                 self._wide[piece] = {name: torch.zeros(size, dtype=torch.float32) for name in kernel.names}
         try:
@@ -385,7 +388,7 @@ class Update:
     def _narrow(self, piece: _Piece, wide: Mapping[str, Tensor]) -> None:
         """Keep the states of a piece, which were loaded, in fewer bits."""
         kernel, state = self._kernels[piece.run.group], piece.state
-        assert isinstance(kernel, Compact)
+        assert isinstance(kernel, QuantizedKernel)
         if (record := piece.record) is not None:
             memory = self._staged[record.number]
             state = {kind: piece.within(record, place.of(memory)) for kind, place in record.fields.items()}
@@ -436,7 +439,7 @@ class Update:
         flat = piece.run.slot is None
         found: dict[str, Any] = {}
         kernel = self._kernels[piece.run.group]
-        if isinstance(kernel, Compact):
+        if isinstance(kernel, QuantizedKernel):
             fields = kernel.fields(piece.run.stop - piece.run.start) if piece.record is None else {}
             found = {kind: torch.zeros(size, dtype=form) for kind, (form, size) in fields.items()}
             return found | ({"step": torch.tensor(float(numbers["step"]))} if kernel.counts else {})
@@ -507,7 +510,7 @@ def _kernel(optimizer: Optimizer, compact: States | None) -> Kernel:
     if compact is None:
         return kernel(optimizer)
     try:
-        return Compact(optimizer, compact)
+        return QuantizedKernel(optimizer, compact)
     except ValueError as error:
         fix = 'use adamw, adam, lion, adagrad, or sgd with momentum, or write optimizer.states = "fp32"'
         raise ConfigError([Problem("optimizer.states", compact, str(error), fix)]) from error
