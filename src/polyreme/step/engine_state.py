@@ -232,7 +232,7 @@ def restore(parts: EngineParts, path: Path, strict: bool, weights_only: bool, ax
             found = _match(parts, source, axis)
             alike = isinstance(source, Directory) and not weights_only
             new_states: NewStates = (
-                {update.bucket: update.new_states() for update in parts.updates} if alike else {}
+                {update.bucket: update.state.empty() for update in parts.updates} if alike else {}
             )
             source = load.verify(source, _needs(parts, source, found, new_states, weights_only), axis)
             scalars = _look(parts, source, found, strict, weights_only, axis)
@@ -329,13 +329,13 @@ def _scalars(parts: EngineParts, source: Source, found: load.Match) -> Scalars:
     kinds = sorted(source.tensors.keys() - {MODEL, MASTER})
     scalars: Scalars = {}
     for update in parts.updates:
-        mine = {slot.name for slot in update.slots()}
+        mine = {slot.name for slot in update.state.slots()}
         for names, slot in parts.placement.named(update.bucket):
             name = found.name_of.get(names[0], "") if slot.name in mine else ""
             there = {kind: source.tensors[kind][name].shape for kind in kinds if name in source.tensors[kind]}
             if not there:
                 continue
-            cut, expected = parts.placement.division.parts[names[0]].cut, update.states(slot)
+            cut, expected = parts.placement.division.parts[names[0]].cut, update.state.shapes(slot)
             needed = {
                 kind: () if shape is None else cut.shape if shape == slot.shape else shape
                 for kind, shape in expected.items()
@@ -397,7 +397,7 @@ def _take(
                 bucket.store()
         for update in parts.updates:
             numbers = {slot.name: scalars[names[0]] for names, slot in placement.named(update.bucket)}
-            with update.loading(numbers, new_states.get(update.bucket, {})):
+            with update.state.loading(numbers, new_states.get(update.bucket, {})):
                 _fill(source, found, masters(placement, update))
                 _fill(source, found, states(placement, update))
             update.bucket.store()

@@ -31,7 +31,7 @@ def refuse_own_shapes(updates: Sequence[Update]) -> None:
     parameters."""
     for update in updates:
         for slot in update.bucket.layout.slots:
-            for kind, shape in update.states(slot).items():
+            for kind, shape in update.state.shapes(slot).items():
                 if shape not in (None, slot.shape):
                     raise ModelError(f"the optimizer's state {kind!r} of {slot.name} has "
                                      "a shape of its own, so it cannot be carried over "
@@ -61,7 +61,7 @@ def carry(
         places: dict[tuple[str, str], list[Region]] = defaultdict(list)
         for update in new_updates:
             stack.enter_context(
-                update.loading({slot.name: known.get(slot.name) for slot in update.bucket.layout.slots})
+                update.state.loading({slot.name: known.get(slot.name) for slot in update.bucket.layout.slots})
             )
             for region in (*masters(new, update), *states(new, update)):
                 places[region.names[0], region.kind].append(region)
@@ -101,14 +101,14 @@ def _whole(bucket: Bucket, update: Update | None) -> Iterator[tuple[str, Tensor]
     kinds = (
         {}
         if update is None
-        else {k: v for slot in bucket.layout.slots for k, v in update.states(slot).items()}
+        else {k: v for slot in bucket.layout.slots for k, v in update.state.shapes(slot).items()}
     )
     for kind in sorted(kind for kind, shape in kinds.items() if shape is not None):
         assert update is not None
         part = torch.zeros(
             bucket.region.stop - bucket.region.start, dtype=bucket.formats.master, device=bucket.device
         )
-        for run, state in update.state_of():
+        for run, state in update.state.by_run():
             if (value := state.get(kind)) is not None:
                 flat = (
                     value.detach().reshape(-1) if isinstance(value, Tensor) else value.fetch(0, value.numel())

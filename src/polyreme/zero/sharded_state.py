@@ -50,7 +50,7 @@ def numbers(placement: Placement, update: Update) -> dict[str, dict[str, float]]
     """By the first name of a parameter whose first element this rank updates: its states that are one number;
     none of one never updated."""
     found: dict[str, dict[str, float]] = {}
-    for run, state in update.state_of():
+    for run, state in update.state.by_run():
         own = {kind: float(number) for kind, value in state.items() if (number := _number(value)) is not None}
         for held in update.bucket.layout.within(run.start, run.stop) if state else ():
             if held.start == 0:
@@ -79,7 +79,7 @@ def _masters(placement: Placement, update: Update, part: slice) -> Iterator[Regi
     """Those that lie in the part of the bucket's flat buffer; and one of each tensor without elements."""
     bucket = update.bucket
     named = _named(placement, bucket)
-    for run, data in update.masters():
+    for run, data in update.state.masters():
         start, stop = max(run.start, part.start), min(run.stop, part.stop)
         for held in bucket.layout.within(start, stop) if start < stop else ():
             at = start - run.start + held.offset
@@ -102,7 +102,7 @@ def _states(placement: Placement, update: Update, part: slice, numbers: bool = T
     are one number, too."""
     bucket, tp = update.bucket, placement.division.tp
     named = _named(placement, bucket)
-    for run, state in update.state_of():
+    for run, state in update.state.by_run():
         start, stop = max(run.start, part.start), min(run.stop, part.stop)
         for held in bucket.layout.within(start, stop) if start < stop else ():
             names, slot = named[held.name]

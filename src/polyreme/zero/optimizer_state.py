@@ -1,0 +1,229 @@
+"""The masters and optimizer states of a bucket, to a checkpoint and back.
+
+Invariant: what `loading` gives is written to the pieces at its end; an error inside leaves records as they
+were. No communication."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from polyreme.layout.bucket_layout import Run, Slot, align
+from polyreme.layout.region import MASTER, Stored
+from polyreme.optim.quantized_states import SCALE, Key, QuantizedKernel
+from polyreme.zero.pieces import Piece, Pieces
+
+Numbers = Mapping[str, float]
+"""The states of a parameter that are one number (`step`, ...), by name."""
+
+
+class OptimizerState:
+    """Reads and writes what `pieces` have."""
+
+    def __init__(self, pieces: Pieces) -> None:
+        self._pieces = pieces
+        self._staged: dict[int, Tensor] = {}  # bytes of all records by number, while they are loaded
+        # states that are kept in fewer bits, while they are loaded
+        self._wide: dict[Piece, dict[str, Tensor]] = {}
+
+    def masters(self) -> Iterable[tuple[Run, Tensor | Stored]]:
+        """Every run with its masters, in their own memory or stored."""
+        for run, numbers in self._held():
+            yield run, numbers[MASTER]
+
+    def by_run(self) -> Iterable[tuple[Run, dict[str, Any]]]:
+        """Every run with the torch state of its parameter."""
+        for run, numbers in self._held():
+            yield run, {kind: value for kind, value in numbers.items() if kind != MASTER}
+
+    def _held(self) -> Iterator[tuple[Run, dict[str, Any]]]:
+        for piece in self._pieces:
+            if (record := piece.record) is None or self._pieces.records is None:
+                yield piece.run, self._widened(piece, {MASTER: piece.tensor, **piece.state})
+                continue
+            numbers: dict[str, Any] = {}
+            for kind, place in record.fields.items():
+                if kind != MASTER and piece.fresh:
+                    continue
+                if (staged := self._staged.get(record.number)) is not None:
+                    numbers[kind] = piece.within(record, place.of(staged))
+                else:
+                    numbers[kind] = self._pieces.records.held(
+                        record, kind, None if piece.run.slot is not None else piece.run
+                    )
+            yield piece.run, self._widened(piece, {**numbers, **piece.state})
+
+    def _widened(self, piece: Piece, numbers: dict[str, Any]) -> dict[str, Any]:
+        """`numbers`, with the states that are kept in fewer bits as float32: to be read when they are needed,
+        or loaded."""
+        kernel, size = self._pieces.kernel(piece), piece.run.stop - piece.run.start
+        if not isinstance(kernel, QuantizedKernel) or piece.fresh:
+            return numbers
+        kept = {kind: value for kind, value in numbers.items() if kind.removesuffix(SCALE) in kernel.names}
+        found = {kind: value for kind, value in numbers.items() if kind not in kept}
+        for name in kernel.names:
+
+            def fetch(start: int, stop: int, name: str = name) -> Tensor:
+                state = {
+                    kind: value if isinstance(value, Tensor) else value.fetch(0, value.numel())
+                    for kind, value in kept.items()
+                }
+                return kernel.widened(state, name, size)[start:stop]
+
+            wide = self._wide.get(piece, {}).get(name)
+            found[name] = Stored(torch.float32, (size,), fetch) if wide is None else wide
+        return found
+
+    def empty(self) -> dict[str, Tensor]:
+        """Memory for new states, by name, which may be filled before `loading` is given it: of those with a
+        number for each element, flat, of the bucket's region, and zero where that is padding. Of states
+        elsewhere than in host memory, or in formats of ours, none."""
+        bucket = self._pieces.bucket
+        if (
+            self._pieces.records is not None
+            or self._pieces.compact is not None
+            or bucket.device.type != "cpu"
+            or bucket.layout.boundary == "tensor"
+        ):
+            return {}
+        forms = [
+            {
+                (k, v.dtype)
+                for k, v in self._pieces.trial(group, None).items()
+                if isinstance(v, Tensor) and v.dim()
+            }
+            for group in self._pieces.optimizers
+        ]
+        low, high = bucket.region.start, bucket.region.stop
+        found = (
+            {
+                kind: torch.empty(high - low, dtype=form)
+                for kind, form in sorted(set.intersection(*forms), key=str)
+            }
+            if forms
+            else {}
+        )
+        for start, stop in bucket.layout.gaps():
+            for home in found.values():
+                home[max(start - low, 0) : max(stop - low, 0)].zero_()
+        return found
+
+    @contextmanager
+    def loading(
+        self, scalars: Mapping[str, Numbers | None], new_states: Mapping[str, Tensor] | None = None
+    ) -> Iterator[None]:
+        """Make all states anew, of `new_states` or zeros; what `masters` and `state_of` give inside may be
+        written to, and counts from the end on.
+
+        `scalars` has by name of a parameter the states that are one number, or None for one that is to have
+        no state, like one that was never updated."""
+        self._allocate(scalars, new_states or {})
+        store = None if self._pieces.records is None else self._pieces.records.store
+        for record in self._pieces.records or ():
+            assert store is not None
+            memory = self._staged[record.number] = store.read(record.number, 0, record.nbytes)
+            for kind, place in record.fields.items():
+                if kind != MASTER:
+                    place.of(memory).zero_()
+        for piece in self._pieces:
+            if isinstance(kernel := self._pieces.kernel(piece), QuantizedKernel) and not piece.fresh:
+                size = piece.run.stop - piece.run.start
+                self._wide[piece] = {name: torch.zeros(size, dtype=torch.float32) for name in kernel.names}
+        try:
+            yield
+            for piece, wide in self._wide.items():
+                self._narrow(piece, wide)
+            if self._pieces.records is None:
+                self._pieces.bucket.round()
+                return
+            target = self._pieces.bucket.rounded(keep=False)
+            for record in self._pieces.records:
+                self._pieces.records.store.write(record.number, 0, self._staged[record.number])
+                self._pieces.view(target, record.run).copy_(
+                    record.fields[MASTER].of(self._staged[record.number])
+                )
+        finally:
+            self._staged.clear()
+            self._wide.clear()
+
+    def _narrow(self, piece: Piece, wide: Mapping[str, Tensor]) -> None:
+        """Keep the states of a piece, which were loaded, in fewer bits."""
+        kernel, state = self._pieces.kernel(piece), piece.state
+        assert isinstance(kernel, QuantizedKernel)
+        if (record := piece.record) is not None:
+            memory = self._staged[record.number]
+            state = {kind: piece.within(record, place.of(memory)) for kind, place in record.fields.items()}
+        for name, values in wide.items():
+            kernel.keep(state, name, values, Key(name, 0, self._pieces.place + piece.run.start))
+
+    def _allocate(self, scalars: Mapping[str, Numbers | None], new_states: Mapping[str, Tensor]) -> None:
+        slots = self.slots()
+        told = {
+            slot.name: None if scalars[slot.name] is None else tuple(sorted(scalars[slot.name].items()))  # type: ignore[union-attr]
+            for slot in slots
+        }
+        for piece in self._pieces:
+            piece.state, piece.fresh = {}, True
+        common = max(told.values(), key=list(told.values()).count, default=None)
+        for slot in slots:
+            if told[slot.name] != common:
+                self._pieces.isolate(slot)
+        for piece in self._pieces:
+            name = next(s.name for s in slots if s.start < piece.run.stop and align(s.stop) > piece.run.start)
+            if (numbers := scalars[name]) is not None:
+                piece.state, piece.fresh = self._fresh(piece, numbers, new_states), False
+
+    def slots(self) -> list[Slot]:
+        """Of the parameters of which this rank updates elements."""
+        region = self._pieces.bucket.region
+        return [
+            slot
+            for slot in self._pieces.bucket.layout.slots
+            if slot.size and slot.start < region.stop and slot.stop > region.start
+        ]
+
+    def shapes(self, slot: Slot) -> dict[str, tuple[int, ...] | None]:
+        """The states that the optimizer has for a parameter once it was updated, by name: their shapes, or
+        None for one number."""
+        state = self._pieces.trial(
+            slot.group, slot.shape if self._pieces.bucket.layout.boundary == "tensor" else None
+        )
+        found: dict[str, tuple[int, ...] | None] = {}
+        for kind, value in state.items():
+            if isinstance(value, Tensor) and value.dim():
+                found[kind] = (
+                    slot.shape if self._pieces.bucket.layout.boundary == "element" else tuple(value.shape)
+                )
+            elif value is not None:
+                found[kind] = None
+        return found
+
+    def _fresh(self, piece: Piece, numbers: Numbers, new_states: Mapping[str, Tensor]) -> dict[str, Any]:
+        """The states of a piece after a step on zeros, or what is in `new_states`, with `numbers`; without
+        those that are in its record."""
+        flat = piece.run.slot is None
+        found: dict[str, Any] = {}
+        kernel = self._pieces.kernel(piece)
+        if isinstance(kernel, QuantizedKernel):
+            fields = kernel.fields(piece.run.stop - piece.run.start) if piece.record is None else {}
+            found = {kind: torch.zeros(size, dtype=form) for kind, (form, size) in fields.items()}
+            return found | ({"step": torch.tensor(float(numbers["step"]))} if kernel.counts else {})
+        for key, value in self._pieces.trial(
+            piece.run.group, None if piece.run.slot is None else piece.run.slot.shape
+        ).items():
+            if key in new_states:
+                found[key] = self._pieces.view(new_states[key], piece.run)
+            elif isinstance(value, Tensor) and value.dim():
+                if piece.tensor is not None:
+                    found[key] = torch.zeros(
+                        piece.tensor.shape if flat else value.shape, dtype=value.dtype, device=value.device
+                    )
+            elif isinstance(value, Tensor):
+                found[key] = torch.full_like(value, numbers.get(key, 0.0))
+            else:
+                found[key] = value if value is None or key not in numbers else type(value)(numbers[key])
+        return found

@@ -1,0 +1,175 @@
+"""The contiguous pieces of a bucket's master shard that are updated by themselves.
+
+Invariant: a piece is of one optimizer group and begins and ends at multiples of ALIGN, so that results do not
+depend on the cut. No communication."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from polyreme.errors import ConfigError, Problem
+from polyreme.layout.bucket_layout import Run, Slot, align
+from polyreme.offload.optimizer_states import StateRecord, cut, within
+from polyreme.optim.cpu_kernels import ChunkedKernel, Kernel, kernel
+from polyreme.optim.groups import Group, trial_state
+from polyreme.optim.quantized_states import QuantizedKernel, States
+from polyreme.zero.bucket import Bucket
+
+CHUNK = 1 << 22
+"""Most elements of a piece on a CPU, a multiple of ALIGN, where a kernel takes it in chunks within the
+cache."""
+IN_CACHE = 1 << 19
+"""The same where an optimizer makes its own step: every pass of it then finds the piece in the cache. And
+fewest where each thread takes a piece, if there is more."""
+
+
+@dataclass(eq=False)
+class Piece:
+    """A run, the master's memory under it and all of its states; or the record that has them, and `state`:
+    what of the states is not in the record. `fresh`: it was never updated."""
+
+    run: Run
+    tensor: Tensor | None = None
+    record: StateRecord | None = None
+    state: dict[str, Any] = field(default_factory=dict)
+    fresh: bool = True
+
+    def within(self, record: StateRecord, numbers: Tensor) -> Tensor:
+        """This piece's part of a record's numbers of one kind."""
+        return (
+            numbers
+            if self.run.slot is not None
+            else numbers[slice(*within(record.run, self.run, numbers.numel()))]
+        )
+
+
+class Pieces:
+    """The pieces of one bucket's master shard, and a torch optimizer and a kernel for each group in it."""
+
+    def __init__(self, bucket: Bucket, groups: Sequence[Group], compact: States | None) -> None:
+        """`compact`: how moments are kept, if not as torch does. Raises ConfigError where an optimizer's
+        cannot be."""
+        self.bucket, self.compact, self._groups = bucket, compact, groups
+        self.records = bucket.records
+        """Where masters and states are, if they are not in the device's memory."""
+        self.one_by_one = bucket.device.type == "cpu" or self.records is not None
+        """Whether a piece is scaled and updated before the next one is read; else all of a group are at
+        once."""
+        self._trials: dict[int, dict[str, Any]] = {}
+        if self.records is not None:
+            self._pieces = [Piece(record.run, record=record) for record in self.records]
+        else:
+            whole = bucket.layout.runs(bucket.region.start, bucket.region.stop)
+            chunks = {run.group: self._chunk(run) for run in whole}
+            runs = [part for run in whole for part in cut(run, chunks[run.group])]
+            self._pieces = [Piece(run, self.view(bucket.resident, run)) for run in runs]
+        self.optimizers = {
+            group: self._optimizer(group) for group in sorted({piece.run.group for piece in self._pieces})
+        }
+        self._kernels = {group: _kernel(optimizer, compact) for group, optimizer in self.optimizers.items()}
+        name = bucket.layout.slots[0].name if bucket.layout.slots else ""
+        # for random bits, which are others in every bucket
+        self.place = zlib.crc32(name.encode()) << 32
+        if compact is not None and not self.one_by_one:
+            raise ConfigError([Problem("optimizer.states", compact, "moments that are kept in fewer "
+                                                                    "bits are updated by the CPU",
+                                       'write memory.states = "host" (or a '
+                                       'folder), or optimizer.states = "fp32"')])  # fmt: skip
+
+    def __iter__(self) -> Iterator[Piece]:
+        return iter(self._pieces)
+
+    def kernel(self, piece: Piece) -> Kernel:
+        """The kernel of a piece."""
+        return self._kernels[piece.run.group]
+
+    def begin_states(self, piece: Piece, tensor: Tensor) -> dict[str, Any] | None:
+        """The states that the optimizer itself makes for a piece's masters when it is made, if it does."""
+        return self._groups[piece.run.group].optimizer([tensor]).state.get(tensor)
+
+    def _optimizer(self, group: int) -> Optimizer:
+        """The optimizer of a group, whose pieces get the states that it makes at once."""
+        pieces = [piece for piece in self._pieces if piece.run.group == group]
+        tensors = [piece.tensor for piece in pieces if piece.tensor is not None]
+        slot = pieces[0].run.slot
+        sizes = 1 if slot is None else [1] * len(slot.shape)
+        stand_in = torch.zeros(sizes, dtype=self.bucket.formats.master)
+        optimizer = self._groups[group].optimizer(tensors or [stand_in])
+        for piece in pieces if self.compact is None else ():
+            piece.state = optimizer.state.pop(piece.tensor, {})  # type: ignore[arg-type]
+            piece.fresh = not piece.state
+        return optimizer
+
+    def _chunk(self, run: Run) -> int:
+        """Most elements of a piece of the run's group."""
+        if not self.one_by_one or run.slot is not None:
+            return self.bucket.layout.size
+        found = _kernel(self._groups[run.group].optimizer([torch.zeros(1)]), self.compact)
+        if isinstance(found, ChunkedKernel):
+            return min(CHUNK, max(IN_CACHE, align(-(-(run.stop - run.start) // torch.get_num_threads()))))
+        return CHUNK if isinstance(found, QuantizedKernel) else IN_CACHE
+
+    def trial(self, group: int, shape: tuple[int, ...] | None) -> dict[str, Any]:
+        """The states of a tensor of `shape` (None: of a flat piece) of a group after one step on zeros."""
+        device = torch.device("cpu") if self.records is not None else self.bucket.device
+        if shape is not None:
+            return trial_state(self._groups[group], shape, self.bucket.formats.master, device)
+        if group not in self._trials:
+            self._trials[group] = trial_state(self._groups[group], None, self.bucket.formats.master, device)
+        return self._trials[group]
+
+    def view(self, numbers: Tensor, run: Run, start: int | None = None) -> Tensor:
+        """The run's part of numbers of the bucket's region, or from its element `start` on."""
+        start = self.bucket.region.start if start is None else start
+        flat = numbers[run.start - start : run.stop - start]
+        return flat.view(run.slot.shape) if run.slot is not None else flat
+
+    def isolate(self, slot: Slot) -> None:
+        """Give the parameter pieces of its own, with its part of the states and its own step count."""
+        low, high = slot.start, align(slot.stop)
+        pieces: list[Piece] = []
+        for piece in self._pieces:
+            cuts = [
+                piece.run.start,
+                *(c for c in (low, high) if piece.run.start < c < piece.run.stop),
+                piece.run.stop,
+            ]
+            if len(cuts) == 2 or piece.run.slot is not None:
+                pieces.append(piece)
+                continue
+            for start, stop in pairwise(cuts):
+                run = Run(piece.run.group, start, stop)
+                inside = slice(start - piece.run.start, stop - piece.run.start)
+                whole = piece.run.stop - piece.run.start
+                state = {key: _part(value, inside, whole) for key, value in piece.state.items()}
+                tensor = None if piece.tensor is None else self.view(self.bucket.resident, run)
+                pieces.append(Piece(run, tensor, piece.record, state, piece.fresh))
+        self._pieces = pieces
+
+
+def _part(value: Any, inside: slice, whole: int) -> Any:
+    """The part of a state that belongs to `inside` of a piece of `whole` elements: of a number per element
+    (or per ALIGN of them) theirs, of a single number a copy."""
+    if not isinstance(value, Tensor):
+        return value
+    if not value.dim():
+        return value.clone()
+    return value[inside.start * value.numel() // whole : inside.stop * value.numel() // whole]
+
+
+def _kernel(optimizer: Optimizer, compact: States | None) -> Kernel:
+    if compact is None:
+        return kernel(optimizer)
+    try:
+        return QuantizedKernel(optimizer, compact)
+    except ValueError as error:
+        fix = 'use adamw, adam, lion, adagrad, or sgd with momentum, or write optimizer.states = "fp32"'
+        raise ConfigError([Problem("optimizer.states", compact, str(error), fix)]) from error
