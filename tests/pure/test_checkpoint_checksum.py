@@ -42,11 +42,13 @@ def test_columns_of_a_table_in_a_file(
     for width in widths:
         runs = b"".join(table[row * stride + at : row * stride + at + width] for row in range(rows))
         behind = stride - at - width + len(tail)
-        found.append(checksum.comb(runs, width, stride - width, behind))
+        found.append(checksum.strided(runs, width, stride - width, behind))
         middle = source.randrange(rows + 1)  # the same in two pieces
         pieces = [
-            checksum.comb(runs[: middle * width], width, stride - width, behind + (rows - middle) * stride),
-            checksum.comb(memoryview(runs)[middle * width :], width, stride - width, behind),
+            checksum.strided(
+                runs[: middle * width], width, stride - width, behind + (rows - middle) * stride
+            ),
+            checksum.strided(memoryview(runs)[middle * width :], width, stride - width, behind),
         ]
         assert found[-1] == pieces[0] ^ pieces[1]
         at += width

@@ -9,8 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from polyreme.checkpoint.copy_on_write import BackgroundAccess, Job, JobQueue
-from polyreme.files.direct_io import ALIGNMENT
+from polyreme.checkpoint import copy_on_write
+from polyreme.checkpoint.copy_on_write import BLOCK, BackgroundAccess, Job, JobQueue
+from polyreme.files.direct_io import ALIGNMENT, aligned
+
+ROOM = 40 * BLOCK
 
 
 class Written:
@@ -46,7 +49,7 @@ def at_once() -> threading.Event:
 
 def test_nothing_is_copied_that_is_not_wanted() -> None:
     written, access = Written(20, at_once(), at_once()), BackgroundAccess()
-    JobQueue(written.jobs, access, None, 3).perform(2, 2)
+    JobQueue(written.jobs, access, None, 3, ROOM).perform(2, 2)
     assert sorted(written.found) == list(range(20)) and len(written.places) <= 3
     access.take_back()  # it was given back
 
@@ -55,7 +58,7 @@ def test_nothing_is_copied_that_is_not_wanted() -> None:
 def test_all_is_copied_that_is_wanted(count: int) -> None:
     put = threading.Event()
     written, access = Written(count, at_once(), put), BackgroundAccess()
-    thread = threading.Thread(target=JobQueue(written.jobs, access, None, 3).perform, args=(2, 2))
+    thread = threading.Thread(target=JobQueue(written.jobs, access, None, 3, ROOM).perform, args=(2, 2))
     thread.start()
     access.take_back()
     assert not written.found
@@ -68,7 +71,7 @@ def test_all_is_copied_that_is_wanted(count: int) -> None:
 def test_it_comes_back_when_all_was_read() -> None:
     pack = threading.Event()
     written, access = Written(5, pack, at_once()), BackgroundAccess()
-    thread = threading.Thread(target=JobQueue(written.jobs, access, None, 3).perform, args=(2, 2))
+    thread = threading.Thread(target=JobQueue(written.jobs, access, None, 3, ROOM).perform, args=(2, 2))
     owner = threading.Thread(target=access.take_back)
     thread.start()
     owner.start()
@@ -78,6 +81,28 @@ def test_it_comes_back_when_all_was_read() -> None:
     owner.join()
     thread.join()
     assert sorted(written.found) == list(range(5))
+
+
+@pytest.mark.parametrize("room", [0, 4])
+def test_no_more_is_copied_than_there_is_room_for(room: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The owner waits until the rest is written."""
+    put, blocks = threading.Event(), []
+    monkeypatch.setattr(copy_on_write, "aligned", lambda nbytes: blocks.append(nbytes) or aligned(nbytes))
+    written, access = Written(40, at_once(), put), BackgroundAccess()
+    queue = JobQueue(written.jobs, access, None, 3, room * BLOCK)
+    thread = threading.Thread(target=queue.perform, args=(2, 2))
+    owner = threading.Thread(target=access.take_back)
+    thread.start()
+    owner.start()
+    owner.join(0.2)
+    assert owner.is_alive(), "there is no room for the rest"
+    put.set()
+    owner.join()
+    written.memory.fill_(99)
+    thread.join()
+    assert sorted(written.found) == list(range(40))
+    assert len(written.places) <= 3 + room
+    assert sum(blocks) <= (3 + room) * BLOCK
 
 
 @pytest.mark.parametrize("wanted", [True, False])
@@ -93,5 +118,5 @@ def test_an_error_is_told_and_the_memory_comes_back(where: str, wanted: bool) ->
     if wanted:
         threading.Thread(target=access.take_back).start()
     with pytest.raises(OSError, match="no"):
-        JobQueue(written.jobs, access, None, 3).perform(2, 2, fail if where == "beside" else None)  # type: ignore[arg-type]
+        JobQueue(written.jobs, access, None, 3, ROOM).perform(2, 2, fail if where == "beside" else None)  # type: ignore[arg-type]
     access.take_back()

@@ -25,6 +25,7 @@ from polyreme.checkpoint.reader import Need, Range, divide, joined, keep
 from polyreme.distributed.mesh import Axis
 from polyreme.errors import CheckpointError
 from polyreme.files.direct_io import ALIGNMENT, aligned
+from polyreme.offload import host
 
 SIZES = st.lists(st.integers(0, 60), min_size=1, max_size=3)
 
@@ -87,7 +88,7 @@ def test_what_is_kept_is_what_is_there(tmp_path: Path, room: int) -> None:
         need._replace(into=torch.empty(need.stop, dtype=dtypes[need])) if need.kind == "exp_avg" else need
         for need in wanted
     ]
-    with patch.object(reader, "available", lambda: 2 * room):
+    with patch.object(host, "available", lambda: 2 * room):
         found = keep(source, wanted, Axis("dp"))
     assert found.settled == {need[:2] for need in wanted if need.into is not None and room == 1 << 30}
     assert sum(place.memory.nbytes for place in found.places) <= room

@@ -177,7 +177,7 @@ def ending(after: int) -> Iterator[list[str]]:
 
     with ExitStack() as stack:
         for owner, names in (
-            (os, ("pwrite", "posix_fallocate", "fsync", "rename", "unlink", "rmdir", "mkdir")),
+            (os, ("pwrite", "pwritev", "posix_fallocate", "fsync", "rename", "unlink", "rmdir", "mkdir")),
             (Path, ("write_bytes",)),
         ):
             for name in names:

@@ -80,7 +80,7 @@ def test_whatever_each_has(
     written(tmp_path_factory.mktemp("written") / "step", cuts, ranks, limit)
 
 
-@pytest.mark.parametrize("refused", ["open", "pwrite"])
+@pytest.mark.parametrize("refused", ["open", "pwritev"])
 def test_where_nothing_can_go_past_the_cache(tmp_path: Path, refused: str) -> None:
     original, direct = getattr(os, refused), []
 
@@ -88,7 +88,7 @@ def test_where_nothing_can_go_past_the_cache(tmp_path: Path, refused: str) -> No
         if (
             args[1] & os.O_DIRECT
             if refused == "open"
-            else len(args[1]) % ALIGNMENT == args[2] % ALIGNMENT == len(direct) == 0
+            else len(args[1][0]) % ALIGNMENT == args[2] % ALIGNMENT == len(direct) == 0
         ):
             direct.append(args[0])
             raise OSError(errno.EINVAL, "Invalid argument")
@@ -101,7 +101,7 @@ def test_where_nothing_can_go_past_the_cache(tmp_path: Path, refused: str) -> No
 
 def test_other_errors_are_not_hidden(tmp_path: Path) -> None:
     with (
-        patch.object(os, "pwrite", side_effect=OSError(errno.ENOSPC, "No space left on device")),
+        patch.object(os, "pwritev", side_effect=OSError(errno.ENOSPC, "No space left on device")),
         pytest.raises(OSError, match="No space"),
     ):
         written(tmp_path / "step", [], 1, 10**9)
@@ -125,14 +125,15 @@ def test_whole_pages_go_past_the_cache() -> None:
 def test_a_short_write_past_the_cache_goes_on_through_it(tmp_path: Path, counts: list[int]) -> None:
     """Whatever the system took: nothing is written twice at another place, and a write that takes nothing is
     an error, not a loop."""
-    path, data, original = tmp_path / "file", os.urandom(16 * ALIGNMENT), os.pwrite
+    path, data, original = tmp_path / "file", os.urandom(16 * ALIGNMENT), os.pwritev
     path.write_bytes(b"")
     left = list(counts)
 
-    def short(descriptor: int, memory: memoryview, at: int) -> int:
+    def short(descriptor: int, buffers: list[memoryview], at: int) -> int:
+        [memory] = buffers
         count = (left.pop(0) if left else len(memory)) if any(counts) else 0
         past = fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_DIRECT
-        original(descriptor, memory[: count // ALIGNMENT * ALIGNMENT if past else count], at)
+        original(descriptor, [memory[: count // ALIGNMENT * ALIGNMENT if past else count]], at)
         return count
 
     expected = (
@@ -140,7 +141,7 @@ def test_a_short_write_past_the_cache_goes_on_through_it(tmp_path: Path, counts:
     )
     with (
         contextlib.closing(DirectFile(path, write=True)) as opened,
-        patch.object(os, "pwrite", short),
+        patch.object(os, "pwritev", short),
         expected,
     ):
         opened.write(

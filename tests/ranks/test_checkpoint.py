@@ -28,6 +28,7 @@ import training
 from polyreme.checkpoint import manifest, reader, save, writer
 from polyreme.engine import Engine
 from polyreme.errors import CheckpointError
+from polyreme.offload import host
 from pool import Ranks
 
 GROUPED = {"num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2}
@@ -266,7 +267,7 @@ def test_states_are_those_that_were_saved_however_little_memory_there_is(tmp_pat
     saved = engine.save(tmp_path / "saved")
     for _ in range(2):
         step(engine, "sometimes")
-    with patch.object(reader, "available", lambda: room):
+    with patch.object(host, "available", lambda: room):
         engine.load(saved)
     assert contents(engine.save(tmp_path / "again")) == contents(saved)
 
@@ -279,17 +280,17 @@ def shared_or_not(rank: int, world: int, folder: Path) -> None:
         return own(self, *args)
 
     own = writer.Writer.collect
-    for shared, host in ((True, "one"), (False, "one"), (True, f"host {rank // 2}")):
+    for shared, name in ((True, "one"), (False, "one"), (True, f"host {rank // 2}")):
         torch.manual_seed(0)
         with (
-            patch.object(socket, "gethostname", lambda host=host: host),
+            patch.object(socket, "gethostname", lambda name=name: name),
             patch.object(writer.Writer, "collect", collect),
         ):
             engine = engine_of(
                 "llama", tp(3, 2, **BF16, checkpoint={"file_size": "10 KiB", "shared_files": shared})
             )
             step(engine, "llama")
-            saved.append(engine.save(folder / f"{shared} {host[:4]}"))
+            saved.append(engine.save(folder / f"{shared} {name[:4]}"))
         assert len(collected) == len(saved) - 1, "ranks of one host alone share files"
     found = engine.state_dict()
     if rank:
@@ -499,7 +500,7 @@ def background(rank: int, world: int, folder: Path) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
     told = []
-    with patch.object(os, "pwrite", full) if rank == 1 else nullcontext():
+    with patch.object(os, "pwritev", full) if rank == 1 else nullcontext():
         engine.save(second, wait=False)
         save.Saver.idle()
         for i in range(4):
@@ -510,7 +511,7 @@ def background(rank: int, world: int, folder: Path) -> None:
     assert told == [(1, told[0][1])] and "rank 1: No space left" in told[0][1]
     assert sorted(path.name for path in folder.iterdir()) == ["first", "moment", "second"]
     for raising in (lambda: engine.save(folder / "third"), engine.wait, lambda: engine.load(first)):
-        with patch.object(os, "pwrite", full) if rank == 1 else nullcontext():
+        with patch.object(os, "pwritev", full) if rank == 1 else nullcontext():
             engine.save(second, wait=False)
             save.Saver.idle()
         with pytest.raises(CheckpointError, match="No space left"):
@@ -569,3 +570,30 @@ def test_transformers_opens_what_eight_ranks_wrote(ranks: Ranks, tmp_path: Path)
     with models.Wide(), torch.no_grad():
         loss, weight = models.causal_loss(model(input_ids=whole["input_ids"]), whole)
     torch.testing.assert_close(found, [float(loss / weight)] * 8, rtol=1e-10, atol=1e-10)
+
+
+def without_room(rank: int, world: int, folder: Path) -> list[bool]:
+    """Whether a checkpoint is there when `save` returns that was to be written in the background: where
+    memory has room for what is copied at once, and where it has not on one rank."""
+    engine, found, write = engine_of("llama", z(2)), [], writer.Writer.write
+    step(engine, "llama")
+    for room in (1 << 40, 0):
+        go_on = threading.Event()
+
+        def late(*args: Any, go_on: threading.Event = go_on, **kwargs: Any) -> Any:
+            go_on.wait(30)
+            return write(*args, **kwargs)
+
+        with (
+            patch.object(writer.Writer, "write", late if room else write),
+            patch.object(save, "share", lambda reports, room=room: room if rank else 1 << 40),
+        ):
+            engine.save(folder / f"room-{room}", wait=False)
+            found.append((folder / f"room-{room}").exists())
+            go_on.set()
+            engine.wait()
+    return found
+
+
+def test_what_memory_has_no_room_for_is_written_at_once(ranks: Ranks, tmp_path: Path) -> None:
+    assert ranks(2, without_room, tmp_path) == [[False, True]] * 2

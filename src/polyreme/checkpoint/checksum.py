@@ -54,19 +54,18 @@ def contribution(data: Data, behind: int) -> int:
     return shift(linear(data), behind)
 
 
-def comb(data: Data, size: int, gap: int, behind: int) -> int:
+def strided(data: Data, size: int, gap: int, behind: int) -> int:
     """What many runs of `size` bytes each add to the checksum of a file in which `gap` bytes lie between each
     and the next, and `behind` bytes after the last. `data` holds the runs, without the gaps. A fraction of a
     microsecond for each, besides its own bytes."""
     if not gap or len(data) <= size:
         return contribution(data, behind)
-    runs, state = memoryview(data).cast("B"), ALL
-    a, b, c, d = _shift_inverted(gap)
+    runs, state = memoryview(data).cast("B"), 0
+    a, b, c, d = _shift(gap)
     for at in range(0, len(runs), size):
-        state = crc32(
-            runs[at : at + size], a[state & 255] ^ b[state >> 8 & 255] ^ c[state >> 16 & 255] ^ d[state >> 24]
-        )
-    return shift(state ^ ALL, behind)
+        moved = a[state & 255] ^ b[state >> 8 & 255] ^ c[state >> 16 & 255] ^ d[state >> 24]
+        state = linear(runs[at : at + size], moved)
+    return shift(state, behind)
 
 
 def total(size: int, contributions: Iterable[int]) -> int:
@@ -101,10 +100,9 @@ def _doubling(place: int) -> list[list[int]]:
 
 
 @lru_cache(maxsize=64)
-def _shift_inverted(nbytes: int) -> list[list[int]]:
-    """`shift` by `nbytes` of a state that comes and goes inverted, as zlib's do."""
-    tables, inversion = _tables(shift(1 << 31, nbytes)), shift(ALL, nbytes) ^ ALL
-    return [[entry ^ inversion for entry in tables[0]], *tables[1:]]
+def _shift(nbytes: int) -> list[list[int]]:
+    """`shift` by `nbytes`."""
+    return _tables(shift(1 << 31, nbytes))
 
 
 def _tables(power: int) -> list[list[int]]:

@@ -1,6 +1,6 @@
 """Memory that is written to a disk while its owner goes on computing, until the owner wants to change it:
-then what is not yet written is copied at once. So where the disk is fast enough, nothing is copied, and no
-memory taken. No communication."""
+then what is not yet written is copied at once, as far as there is room, and the owner waits for the rest. So
+where the disk is fast enough, nothing is copied, and no memory taken. No communication."""
 
 from __future__ import annotations
 
@@ -57,20 +57,25 @@ class Job(NamedTuple):
 
 class JobQueue:
     """Performs jobs in order, some at a time: some threads pack, others do nothing but write, so that the
-    disk never waits for a copy. They share `buffers` blocks of memory; once the loan is wanted, what is left
-    is packed into new memory at once."""
+    disk never waits for a copy. They share `buffers` blocks of memory; once the owner wants its memory, at
+    most `room` bytes of new memory, too."""
 
     def __init__(
-        self, jobs: Iterable[Job], access: BackgroundAccess, stream: torch.cuda.Stream | None, buffers: int
+        self,
+        jobs: Iterable[Job],
+        access: BackgroundAccess,
+        stream: torch.cuda.Stream | None,
+        buffers: int,
+        room: int,
     ) -> None:
         self._waiting, self._access, self._stream = deque(jobs), access, stream
         self._free: SimpleQueue[Tensor | None] = SimpleQueue()
-        """Blocks; None: take new memory."""
+        """Blocks; None: take a new one, or end where nothing is waiting."""
         for memory in aligned(buffers * BLOCK).split(BLOCK):
             self._free.put(memory)
         self._packed: SimpleQueue[tuple[Job, Tensor, Tensor] | None] = SimpleQueue()
         """None: there will be no more."""
-        self._left, self._counting, self._wanted = len(self._waiting), threading.Lock(), False
+        self._left, self._counting, self._room = len(self._waiting), threading.Lock(), room
 
     def perform(self, packers: int, writers: int, beside: Work | None = None) -> None:
         """With so many threads. beside: what this one does meanwhile. Raises what that, or one of the jobs,
@@ -114,20 +119,19 @@ class JobQueue:
 
     def _watch(self) -> None:
         self._access.wait()
-        self._wanted = True
-        self._free.put(None)
+        for _ in range(min(self._room // BLOCK, len(self._waiting))):
+            self._free.put(None)
 
     def _pack(self) -> None:
         while True:
             memory = self._free.get()
-            if memory is None:
-                self._free.put(None)  # for the next one
             try:
                 job = self._waiting.popleft()
             except IndexError:
+                self._free.put(None)  # for the next one
                 return
             if memory is None:
-                memory = aligned(job.nbytes)
+                memory = aligned(BLOCK)
             self._packed.put((job, job.pack(memory), memory))
             with self._counting:
                 self._left -= 1
@@ -138,6 +142,5 @@ class JobQueue:
         while (packed := self._packed.get()) is not None:
             job, data, memory = packed
             job.put(data)
-            if not self._wanted:
-                self._free.put(memory)
+            self._free.put(memory)
         self._packed.put(None)  # for the next one

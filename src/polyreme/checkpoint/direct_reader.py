@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from polyreme.checkpoint.files import damaged
-from polyreme.files.direct_io import ALIGNMENT
+from polyreme.files.direct_io import ALIGNMENT, Call, transfer
 
 SMALL = 1 << 16
 """Bytes. Fewer than these go through the cache, which collects them."""
@@ -92,27 +92,27 @@ class DirectFile:
         """All of `memory`, wherever that begins, to the file from `begin` on, through the cache."""
         self._write(self.descriptor, memory, begin)
 
-    def _write(self, descriptor: int, memory: memoryview, at: int) -> None:
-        begin, end = at, at + len(memory)
-        while at < end:
-            try:
-                count = os.pwrite(descriptor, memory[at - begin :], at)
-            except OSError as error:
-                if not self._refused(descriptor, error):
-                    raise
-                descriptor = self.descriptor
-                continue
-            if descriptor != self.descriptor:
-                whole = count // ALIGNMENT * ALIGNMENT  # what is over is done again, at a whole page
-                if not whole:  # and through the cache where there is none, which goes on or says why not
-                    descriptor = self.descriptor
-                at += whole
-            elif count:
-                at += count
-            else:
-                raise OSError(errno.EIO, f"{end - at} bytes could not be written", str(self.path))
-        if _begin_writing is not None and descriptor == self.descriptor and end - begin >= SMALL:
-            _begin_writing(descriptor, begin, end - begin, _SYNC_FILE_RANGE_WRITE)
+    def _write(self, descriptor: int, memory: memoryview, begin: int) -> None:
+        moved = self._transfer(os.pwritev, descriptor, memory, begin)
+        if descriptor != self.descriptor and moved < len(memory):
+            # through the cache, which goes on or says why not
+            moved = moved // ALIGNMENT * ALIGNMENT
+            descriptor = self.descriptor
+            moved += self._transfer(os.pwritev, descriptor, memory[moved:], begin + moved)
+        if moved < len(memory):
+            raise OSError(errno.EIO, f"{len(memory) - moved} bytes could not be written", str(self.path))
+        if _begin_writing is not None and descriptor == self.descriptor and len(memory) >= SMALL:
+            _begin_writing(descriptor, begin, len(memory), _SYNC_FILE_RANGE_WRITE)
+
+    def _transfer(self, call: Call, descriptor: int, memory: memoryview, at: int) -> int:
+        """How many bytes were moved, by `descriptor`, or through the cache where nothing can go past it."""
+        unit = 1 if descriptor == self.descriptor else ALIGNMENT
+        moved, error = transfer(call, descriptor, memory, at, unit)
+        if error is None:
+            return moved
+        if not self._refused(descriptor, error):
+            raise error
+        return moved + self._transfer(call, self.descriptor, memory[moved:], at + moved)
 
     def is_cached(self, begin: int, end: int) -> bool:
         """Whether all pages of the bytes [begin, end), at least one, are in the page cache; `begin` is where
@@ -140,19 +140,7 @@ class DirectFile:
         are fewer."""
         base, stop = cover(begin, end)
         descriptor = self.descriptor if cached or end - begin < SMALL else self._direct()
-        at = base
-        while at < end:
-            try:
-                count = os.preadv(descriptor, [memory[at - base : stop - base]], at)
-            except OSError as error:
-                if not self._refused(descriptor, error):
-                    raise
-                descriptor = self.descriptor
-                continue
-            reached = at + count
-            if reached < end and descriptor != self.descriptor:
-                reached = reached // ALIGNMENT * ALIGNMENT
-            if reached <= at:  # a part of a page is read where a file ends
-                raise damaged(self.path, f"it ends {end - at - count} bytes early")
-            at = reached
+        reached = base + self._transfer(os.preadv, descriptor, memory[: stop - base], base)
+        if reached < end:
+            raise damaged(self.path, f"it ends {end - reached} bytes early")
         return memory[begin - base : end - base]

@@ -12,7 +12,6 @@ Communication: what each rank needs; what each read of the files' checksums.
 from __future__ import annotations
 
 import contextlib
-import socket
 from bisect import bisect_left, bisect_right
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -32,7 +31,7 @@ from polyreme.checkpoint.sources import TensorInfo
 from polyreme.checkpoint.writer import combine
 from polyreme.distributed.mesh import Axis
 from polyreme.files.direct_io import ALIGNMENT, HUGE_PAGE, aligned
-from polyreme.offload.host import available
+from polyreme.offload.host import report_memory, share
 
 BLOCK = HUGE_PAGE
 """Bytes that are read at once, at most."""
@@ -118,16 +117,15 @@ def keep(source: Directory, needed: Iterable[Need], axis: Axis) -> Kept:
     """Read and compare all of it, with all ranks. needed: what this rank will read. Raises CheckpointError on
     every rank where anything is not as it was written; what was named `into` may be read then, or not."""
     mine: list[tuple[Range, Need]] = []
-    host, free = socket.gethostname(), available() or 0
 
     def report() -> dict[str, Any]:
         mine.extend((source.place(*need[:4]), need) for need in needed)
-        return {"needed": joined(place for place, _ in mine), "host": host, "free": free}
+        return {"needed": joined(place for place, _ in mine), **report_memory()}
 
     reports = collectively(axis, report)
     ranges = [[tuple(place) for place in each["needed"]] for each in reports]
     parts = divide([file.size for file in source.files], ranges)[axis.rank]
-    kept = Kept(source, _places(parts, sorted(mine, key=lambda each: each[0]), _room(reports, host)))
+    kept = Kept(source, _places(parts, sorted(mine, key=lambda each: each[0]), share(reports)))
     if _nbytes(place.range for place in kept.places) == _nbytes(place for place, _ in mine):
         kept.settled = {need[:2] for _, need in mine} - {need[:2] for _, need in mine if need.into is None}
     source.compare(_combined(collectively(axis, lambda: _read_parts(source, parts, kept))))
@@ -136,12 +134,6 @@ def keep(source: Directory, needed: Iterable[Need], axis: Axis) -> Kept:
 
 def _nbytes(ranges: Iterable[Range]) -> int:
     return sum(end - begin for _, begin, end in ranges)
-
-
-def _room(reports: Sequence[Mapping[str, Any]], host: str) -> int:
-    """Bytes that each rank of a host may keep."""
-    free = [each["free"] for each in reports if each["host"] == host]
-    return int(min(free)) // 2 // len(free)
 
 
 def _combined(contributions: Sequence[Sequence[int]]) -> list[int]:

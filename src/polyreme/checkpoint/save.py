@@ -14,7 +14,7 @@ import os
 import shutil
 import sys
 import threading
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -39,6 +39,7 @@ from polyreme.files.folder_lock import Claim, holder
 from polyreme.layout.bucket_layout import Cut
 from polyreme.layout.region import Region, Stored
 from polyreme.models.huggingface import save_config
+from polyreme.offload.host import report_memory, share
 
 
 @dataclass(frozen=True)
@@ -84,24 +85,39 @@ class Saver:
         self.wait()
         self.idle()
         made: list[Content] = []
-        _together(path, self._axis, partial(self._begin, path, make, background, made), ())
-        if not background or any(isinstance(region.data, Stored) for region in made[0].regions):
+        _together(path, self._axis, partial(self._begin, path, make, made), ())
+        if not background or not self._fits(made[0]):
             write(path, made[0], self._axis, BackgroundAccess())
             return
+        _together(path, self._axis, lambda: made.append(apart(made.pop())), ())
         self._access = BackgroundAccess()
         arguments = (path, made[0], self._access, side_stream())
         self._thread = threading.Thread(target=self._run, args=arguments, name=f"{ASIDE}-{path.name}")
         self._thread.start()
         self._writing.append(self._thread)
 
-    def _begin(self, path: Path, make: Callable[[], Content], background: bool, made: list[Content]) -> None:
+    def _begin(self, path: Path, make: Callable[[], Content], made: list[Content]) -> None:
         if self._axis.rank == 0:
             ownership.check(path)
             if user := holder(path.parent, RUN_CLAIM):
                 raise CheckpointError(
                     f"{path.parent} is the folder of a run, {user}: let it end, or save to another folder"
                 )
-        made.append(apart(make()) if background else make())
+        made.append(make())
+
+    def _fits(self, content: Content) -> bool:
+        """Whether it can be written in the background: nothing is elsewhere than in memory, and every rank
+        has room for what is copied at once. All must call."""
+        reports: list[Any] = self._axis.gather_objects(
+            {
+                "there": not any(isinstance(region.data, Stored) for region in content.regions),
+                "copied": sum(tensor.nbytes for tensor in _copied(content)),
+                **report_memory(),
+            }
+        )
+        room = share(reports)
+        fits = all(each["there"] for each in reports) and reports[self._axis.rank]["copied"] <= room
+        return all(self._axis.gather_objects(fits))
 
     def wait(self) -> None:
         """Return when what is being written is there. Raises what went wrong with it."""
@@ -157,13 +173,26 @@ class Saver:
             access.give_back()
 
 
+def _copied(content: Content) -> Iterator[Tensor]:
+    """What is copied before it is written in the background: what changes without a word (buffers, by a
+    forward, and parameters, by a script); and all, where ranks wait for each other in writing."""
+    yield from (buffer for _, buffer in content.buffers)
+    for region in content.regions:
+        if isinstance(region.data, Tensor) and (not content.shared_files or _is_shown(region.data, content)):
+            yield region.data
+
+
+def _is_shown(data: Tensor, content: Content) -> bool:
+    """Whether scripts see this memory, as a parameter."""
+    return data.untyped_storage().data_ptr() in content.storages
+
+
 def apart(content: Content) -> Content:
-    """With a copy, in host memory, of what changes without a word: buffers, by a forward, and parameters, by
-    a script."""
+    """With a copy, in host memory, of what changes without a word."""
     buffers = [(names, buffer.detach().to("cpu", copy=True)) for names, buffer in content.buffers]
     regions = [
         replace(each, data=each.data.detach().to("cpu", copy=True))
-        if isinstance(each.data, Tensor) and each.data.untyped_storage().data_ptr() in content.storages
+        if isinstance(each.data, Tensor) and _is_shown(each.data, content)
         else each
         for each in content.regions
     ]
@@ -198,77 +227,100 @@ def write(
 ) -> None:
     """Write the checkpoint, with all ranks of the axis. access: to the regions' memory; see `Writer.write`.
     Raises CheckpointError on each rank, whichever failed."""
-    unfinished = path.with_name(path.name + ".tmp")
-    regions = [((region.kind, content.saved_name(region.names)), region) for region in content.regions]
-    buffers = [
-        ((MODEL, content.saved_name(names)), _whole(names, buffer)) for names, buffer in content.buffers
-    ]
-    mine = [
-        [*name, list(region.whole), CODES.get(region.data.dtype, str(region.data.dtype))]
-        for name, region in (*regions, *buffers)
-    ]
-    reports: list[Any] = axis.gather_objects({"path": str(path), "tensors": mine, "rng": content.rng})
-    seen: set[Name] = set()
-    for rank, report in enumerate(reports):
-        for kind, name, *_ in report["tensors"]:
-            if rank == axis.rank and (kind, name) not in seen:
-                regions += [(key, region) for key, region in buffers if key == (kind, name)]
-            seen.add((kind, name))
-    plan: list[WritePlan] = []
-    claims: list[Claim] = []  # rank 0's
+    save = _Save(path, content, axis)
+    try:
+        _together(path, axis, save.prepare, save.plan)
+        contributions = _together(path, axis, lambda: save.fill(access, stream), save.plan)
+        _together(path, axis, lambda: save.finish(contributions), save.plan)
+    except CheckpointError:
+        save.remove()
+        raise
+    finally:
+        save.close()
 
-    def prepare() -> None:
-        if path != Path(reports[0]["path"]):
+
+class _Save:
+    """One checkpoint while it is written, in the folder `path.tmp`, by all ranks of the axis."""
+
+    def __init__(self, path: Path, content: Content, axis: Axis) -> None:
+        """All ranks must call."""
+        self._path, self._content, self._axis = path, content, axis
+        self._unfinished = path.with_name(path.name + ".tmp")
+        self._regions = [
+            ((region.kind, content.saved_name(region.names)), region) for region in content.regions
+        ]
+        buffers = [
+            ((MODEL, content.saved_name(names)), _whole(names, buffer)) for names, buffer in content.buffers
+        ]
+        mine = [
+            [*name, list(region.whole), CODES.get(region.data.dtype, str(region.data.dtype))]
+            for name, region in (*self._regions, *buffers)
+        ]
+        report = {"path": str(path), "tensors": mine, "rng": content.rng, **report_memory()}
+        self._reports: list[Any] = axis.gather_objects(report)
+        writer_of: dict[Name, int] = {}
+        for rank, each in enumerate(self._reports):
+            for kind, name, *_ in each["tensors"]:
+                writer_of.setdefault((kind, name), rank)
+        self._regions += [(key, region) for key, region in buffers if writer_of[key] == axis.rank]
+        self.plan: list[WritePlan] = []
+        """One, once it is known."""
+        self._claim: Claim | None = None
+
+    def prepare(self) -> None:
+        """Plan the files, and make them on rank 0."""
+        if self._path != Path(self._reports[0]["path"]):
             raise CheckpointError(
-                f"it was to be {path}, and of rank 0 {reports[0]['path']}: give all ranks the same path"
+                f"it was to be {self._path}, and of rank 0 {self._reports[0]['path']}: "
+                "give all ranks the same path"
             )
         tensors: dict[str, dict[str, TensorInfo]] = {}
-        for report in reports:
+        for report in self._reports:
             for kind, name, shape, code in report["tensors"]:
                 if code not in DTYPES:
                     raise CheckpointError(
                         f"tensor {name!r} of {code} cannot be saved: safetensors has no such dtype"
                     )
                 tensors.setdefault(kind, {})[name] = TensorInfo(tuple(shape), DTYPES[code])
-        plan.append(WritePlan.of(tensors, content.limit, content.weights))
-        if axis.rank == 0:
-            ownership.check(path)
-            claims.append(
-                Claim(unfinished, uuid4().hex, ownership.UNFINISHED, keep=True, error=CheckpointError)
-            )
-            ownership.clear(unfinished)
-            (unfinished / manifest.NAME).unlink(missing_ok=True)
-            plan[0].create(unfinished)
+        self.plan.append(WritePlan.of(tensors, self._content.limit, self._content.weights))
+        if self._axis.rank == 0:
+            ownership.check(self._path)
+            token, own = uuid4().hex, ownership.UNFINISHED
+            self._claim = Claim(self._unfinished, token, own, keep=True, error=CheckpointError)
+            ownership.clear(self._unfinished)
+            (self._unfinished / manifest.NAME).unlink(missing_ok=True)
+            self.plan[0].create(self._unfinished)
 
-    def fill() -> dict[int, int]:
-        if not unfinished.is_dir():
+    def fill(self, access: BackgroundAccess, stream: torch.cuda.Stream | None) -> dict[int, int]:
+        """Write what this rank has. Returns its contributions to the files' checksums."""
+        if not self._unfinished.is_dir():
             raise CheckpointError(
-                f"it does not see {unfinished}, which rank 0 made: give a folder that all hosts share"
+                f"it does not see {self._unfinished}, which rank 0 made: give a folder that all hosts share"
             )
-        writer = Writer(plan[0], unfinished)
-        beside = partial(content.small, unfinished) if axis.rank == 0 else None
-        if content.shared_files or axis.size == 1:
-            return writer.write(regions, access, stream, beside)
-        return writer.collect(regions, axis, beside)
+        writer = Writer(self.plan[0], self._unfinished)
+        beside = partial(self._content.small, self._unfinished) if self._axis.rank == 0 else None
+        if self._content.shared_files or self._axis.size == 1:
+            return writer.write(self._regions, access, stream, beside, room=share(self._reports))
+        return writer.collect(self._regions, self._axis, beside)
 
-    def finish() -> None:
-        if axis.rank == 0:
-            rng = {str(rank): report["rng"] for rank, report in enumerate(reports)}
+    def finish(self, contributions: Sequence[Mapping[str, int]]) -> None:
+        """On rank 0: write resume.json, and give the directory its name."""
+        if self._axis.rank == 0:
+            rng = {str(rank): report["rng"] for rank, report in enumerate(self._reports)}
             parts = [{int(file): part for file, part in each.items()} for each in contributions]
-            _finish(path, unfinished, plan[0], parts, replace(content.resume, rng=rng))
+            resume = replace(self._content.resume, rng=rng)
+            _finish(self._path, self._unfinished, self.plan[0], parts, resume)
 
-    try:
-        _together(path, axis, prepare, plan)
-        contributions = _together(path, axis, fill, plan)
-        _together(path, axis, finish, plan)
-    except CheckpointError:
-        if claims:
+    def remove(self) -> None:
+        """Delete what was written, if this rank made it."""
+        if self._claim is not None:
             with contextlib.suppress(OSError, CheckpointError):
-                ownership.remove(unfinished)
-        raise
-    finally:
-        for claim in claims:
-            claim.close()
+                ownership.remove(self._unfinished)
+
+    def close(self) -> None:
+        """Let go of the folder."""
+        if self._claim is not None:
+            self._claim.close()
 
 
 def _whole(names: Sequence[str], buffer: Tensor) -> Region:

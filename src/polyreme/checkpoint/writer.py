@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from functools import partial, reduce
 from operator import itemgetter, xor
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -132,14 +133,17 @@ class Writer:
         access: BackgroundAccess,
         stream: torch.cuda.Stream | None = None,
         beside: Work | None = None,
+        room: int = 0,
     ) -> dict[int, int]:
         """Write what this rank owns of `regions`, which are lent. Returns the contribution to the checksum of
-        each file that got something.
-        stream: for copies from a GPU. beside: what else is to be done, by this thread, meanwhile."""
+        each file that got something. stream: for copies from a GPU. beside: what else is to be done, by this
+        thread, meanwhile. room: bytes of memory for copies, once what was lent is wanted back."""
         jobs = self._jobs(regions)
         self._left = Counter(file for file, _ in jobs)
         try:
-            JobQueue((job for _, job in jobs), access, stream, BUFFERS).perform(PACKERS, WRITERS, beside)
+            JobQueue((job for _, job in jobs), access, stream, BUFFERS, room).perform(
+                PACKERS, WRITERS, beside
+            )
         finally:
             self._close()
         return self._found
@@ -181,37 +185,9 @@ class Writer:
     ) -> dict[int, int]:
         """The same where each file is written by one rank alone, to which the others send what they own. All
         ranks must call."""
-        mine: dict[Name, list[tuple[Region, Runs]]] = {}
-        for name, region in regions:
-            mine.setdefault(name, []).extend((region, block) for block in _blocks(region))
-        told = axis.gather_objects(
-            [[*name, [list(vars(block).values()) for _, block in held]] for name, held in mine.items()]
-        )
-        theirs = [
-            {(kind, name): [Runs(*numbers) for numbers in blocks] for kind, name, blocks in each}
-            for each in told
-        ]
-
-        def blocks() -> Iterator[tuple[FilePosition, Runs, Tensor]]:
-            for name, place in self._plan.places.items():
-                writer = place.file % axis.size
-                for source, held in enumerate(theirs):
-                    for i, block in enumerate(held.get(name, ())):
-                        if source == axis.rank:
-                            region, _ = mine[name][i]
-                            packed = _packed(block, region)
-                            if source == writer:
-                                yield place, block, packed
-                            else:
-                                axis.send(packed.view(-1), writer).settle()
-                        elif axis.rank == writer:
-                            packed = torch.empty(block.elements * place.itemsize, dtype=torch.uint8)
-                            axis.receive(packed, source).wait()
-                            yield place, block, packed
-
         failed: list[OSError] = []  # the others go on sending: so does receiving
         try:
-            for block in blocks():
+            for block in self._collected(regions, axis):
                 try:
                     self._count_runs(*block)
                     self._put(*block)
@@ -226,6 +202,38 @@ class Writer:
         finally:
             self._close()
         return self._found
+
+    def _collected(
+        self, regions: Sequence[tuple[Name, Region]], axis: Axis
+    ) -> Iterator[tuple[FilePosition, Runs, Tensor]]:
+        """The blocks of the files that this rank writes, with their bytes; those of the other files are sent
+        meanwhile."""
+        mine: dict[Name, list[tuple[Region, Runs]]] = {}
+        for name, region in regions:
+            mine.setdefault(name, []).extend((region, block) for block in _blocks(region))
+        told: list[Any] = axis.gather_objects(
+            [[*name, [list(vars(block).values()) for _, block in held]] for name, held in mine.items()]
+        )
+        blocks = [
+            ((kind, name), source, i, Runs(*numbers))
+            for source, each in enumerate(told)
+            for kind, name, held in each
+            for i, numbers in enumerate(held)
+        ]
+        order = {name: at for at, name in enumerate(self._plan.places)}
+        for name, source, i, block in sorted(blocks, key=lambda each: order[each[0]]):
+            place = self._plan.places[name]
+            writer = place.file % axis.size
+            if source == axis.rank:
+                packed = _packed(block, mine[name][i][0])
+                if source == writer:
+                    yield place, block, packed
+                else:
+                    axis.send(packed.view(-1), writer).settle()
+            elif axis.rank == writer:
+                packed = torch.empty(block.elements * place.itemsize, dtype=torch.uint8)
+                axis.receive(packed, source).wait()
+                yield place, block, packed
 
     def _close(self) -> None:
         while self._open:
@@ -259,7 +267,7 @@ class Writer:
         gap = step - size if runs.count > 1 else 0
         self._count(
             place.file,
-            checksum.comb(packed.reshape(-1).numpy().data, size, gap, self._plan.sizes[place.file] - end),
+            checksum.strided(packed.reshape(-1).numpy().data, size, gap, self._plan.sizes[place.file] - end),
         )
 
     def _count(self, file: int, contribution: int) -> None:

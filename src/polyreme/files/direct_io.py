@@ -26,6 +26,7 @@ ALIGNMENT = 4096
 """Bytes. Memory, places in a file and sizes of transfers are multiples, as O_DIRECT wants them of every disk
 in use."""
 HUGE_PAGE = 2 << 20
+Call = Callable[[int, Sequence[memoryview], int], int]
 _O_TMPFILE, _O_DIRECT = getattr(os, "O_TMPFILE", 0), getattr(os, "O_DIRECT", 0)  # Linux has them
 
 
@@ -84,6 +85,27 @@ def _pin(view: memoryview, memory: mmap.mmap, tensor: Tensor) -> None:
     weakref.finalize(view, unpin, memory).atexit = False
 
 
+def transfer(
+    call: Call, descriptor: int, memory: memoryview, at: int, unit: int
+) -> tuple[int, OSError | None]:
+    """Read or write (`call`: os.preadv or os.pwritev) all of `memory` at the file's byte `at`. Returns how
+    many bytes were moved: fewer where the file ends, where nothing more is taken, or where the system raised
+    what is returned beside.
+
+    unit: parts are cut to multiples of it, so that the next begins at one; what is over is moved again."""
+    done = 0
+    while done < len(memory):
+        try:
+            count = call(descriptor, [memory[done:]], at + done)
+        except OSError as error:
+            return done, error
+        whole = count // unit * unit
+        if not whole:
+            return done + count, None
+        done += whole
+    return done, None
+
+
 def check_space(needed: Mapping[Path, int]) -> None:
     """TierError unless the file systems of these folders have that many bytes free; those of one file system
     are added up."""
@@ -139,9 +161,7 @@ class File:
         """Write all of `memory` into the file from `at` on."""
         self._transfer("write", os.pwritev, memory, at)
 
-    def _transfer(
-        self, what: str, call: Callable[[int, Sequence[memoryview], int], int], memory: Tensor, at: int
-    ) -> None:
+    def _transfer(self, what: str, call: Call, memory: Tensor, at: int) -> None:
         if (
             memory.data_ptr() % ALIGNMENT
             or memory.nbytes % ALIGNMENT
@@ -151,20 +171,15 @@ class File:
             raise ValueError(f"{memory.nbytes} bytes at address {memory.data_ptr():#x} "
                              f"and {at} of a file of {self.nbytes}: all are to be "
                              f"multiples of {ALIGNMENT}, and within the file")  # fmt: skip
-        rest, reason = memory.view(torch.uint8).numpy().data, "it ended early"
-        while rest:
-            try:
-                # what is over is done again, at an aligned place
-                count = call(self._descriptor, [rest], at) // ALIGNMENT * ALIGNMENT
-            except OSError as error:
-                count, reason = 0, error.strerror or str(error)
-            if not count:
-                raise TierError(
-                    f"{self.folder}: {what} of {memory.nbytes:,} "
-                    f"bytes failed with {len(rest):,} to go ({reason}); "
-                    f"the file has {self.nbytes:,} bytes, {_free(self._descriptor):,} are free"
-                )
-            rest, at = rest[count:], at + count
+        data = memory.view(torch.uint8).numpy().data
+        moved, error = transfer(call, self._descriptor, data, at, ALIGNMENT)
+        reason = "it ended early" if error is None else error.strerror or str(error)
+        left = memory.nbytes - moved // ALIGNMENT * ALIGNMENT
+        if left:
+            raise TierError(
+                f"{self.folder}: {what} of {memory.nbytes:,} bytes failed with {left:,} to go ({reason}); "
+                f"the file has {self.nbytes:,} bytes, {_free(self._descriptor):,} are free"
+            )
 
 
 def _nameless(folder: Path) -> int:

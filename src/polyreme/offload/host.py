@@ -4,9 +4,11 @@ communication."""
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Generator, Iterator, Sequence
+import socket
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from itertools import accumulate
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -66,6 +68,18 @@ class HostStore(Store):
 
     def close(self) -> None:
         self._records = []
+
+
+def report_memory() -> dict[str, Any]:
+    """What `share` asks of every rank, as JSON can hold it."""
+    return {"host": socket.gethostname(), "free": available() or 0}
+
+
+def share(reports: Sequence[Mapping[str, Any]]) -> int:
+    """Bytes that this rank may take for a while of what is free: half of it, divided among the ranks of this
+    host. reports: all ranks' `report_memory`."""
+    free = [each["free"] for each in reports if each["host"] == socket.gethostname()]
+    return int(min(free)) // 2 // len(free)
 
 
 def available() -> int | None:
