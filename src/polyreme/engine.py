@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -31,7 +30,8 @@ from polyreme.models.patches import Patches
 from polyreme.offload.host_allocator import give_freed_memory_back, keep_freed_memory
 from polyreme.optim.groups import Make, Recipe, recipe
 from polyreme.pipeline.rank import PipelineRank
-from polyreme.planner.memory_model import now, working_set
+from polyreme.planner.memory_model import working_set
+from polyreme.step import report
 from polyreme.step.activations import Activations
 from polyreme.step.batches import BatchComparison, micro_batches
 from polyreme.step.build import Model, build, divide_again, open_model, share_out
@@ -111,16 +111,10 @@ class Engine:
         self.module, recording, weights = open_model(model, config, mesh)
         blocks = huggingface.find_blocks(self.module)
         made = recipe(self.module, config.optimizer, optimizer)
-        told = {
-            "built here": recording is not None,
-            "weights": weights is not None,
-            "optimizer": made.groups,
-            "blocks": list(blocks),
-            "lr_scheduler": known_as(lr_scheduler),
-            "loss_fn": known_as(loss_fn),
-        }
+        told = {"built here": recording is not None, "weights": weights is not None, "blocks": list(blocks)}
+        told |= {"lr_scheduler": known_as(lr_scheduler), "loss_fn": known_as(loss_fn)}
         told |= {f"optimizer's group of {name}": group for name, group in made.group_of.items()}
-        same_model(mesh.aside(), self.module, told)
+        same_model(mesh.aside(), self.module, {**told, "optimizer": made.groups})
         self.parameters = sum(p.numel() for p in self.module.parameters())
         """Distinct parameters of the whole model."""
         self.on_gradients: Callable[[Gradients], object] | None = None
@@ -131,7 +125,7 @@ class Engine:
             self.module, recording, made, blocks, self._pipeline, config, mesh, weights=weights is None
         )
         synced = self._normalised()
-        self._activations = Activations(self.module, config, mesh.device, self._patches)
+        self._activations = Activations(config, mesh.device, self._patches)
         self._activations.wrap(self.module, built.blocks)
         dtype = DTYPES[config.precision.compute]
         # a model of several dtypes converts between them itself
@@ -155,12 +149,7 @@ class Engine:
         torch.manual_seed(config.seed + mesh.dp.rank + mesh.dp.size * mesh.pp.rank)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        raise ModelError(
-            "an engine is spread over its ranks, and cannot be pickled or "
-            "copied: engine.save(path) keeps all of it, engine.state_dict() "
-            "has its weights, and copy.deepcopy(engine.module) inside "
-            "of `with engine.full_parameters():` is a plain model"
-        )
+        raise ModelError(_SPREAD)
 
     @property
     def state(self) -> State:
@@ -182,10 +171,7 @@ class Engine:
         self._checkpoints.tell_failed(self._training)
         self._training.roster.check(self.module)
         parts = micro_batches(batch, self.config, first=not self.state.step)
-        if self._step.microbatches:
-            raise BatchError(
-                "train_step in the middle of a step: call step() after the backward() calls before it"
-            )
+        self._refuse_amid_step("train_step")
         self._comparison.compare(batch)
         self._comparison.warn()
         if self._unfinished:
@@ -345,8 +331,7 @@ class Engine:
         strict: the checkpoint has all tensors of the model, and no others. weights_only: leave optimizer
         states, random numbers and the place in the data aside. Raises CheckpointError on every rank where
         that cannot be; nothing has changed then."""
-        if self._step.microbatches:
-            raise BatchError("load in the middle of a step: call step() after the backward() calls before it")
+        self._refuse_amid_step("load")
         self._training.roster.check(self.module)
         self.wait()
         self._take_in_writes()
@@ -381,10 +366,7 @@ class Engine:
         states. The optimizer's groups are made as at first.
 
         Raises ModelError where that cannot be (see docs/engine.md); nothing has changed then."""
-        if self._step.microbatches:
-            raise BatchError(
-                "refresh in the middle of a step: call step() after the backward() calls before it"
-            )
+        self._refuse_amid_step("refresh")
         self.wait()
         self._take_in_writes()
         for axis in (self.mesh.dp, self.mesh.tp):
@@ -427,11 +409,7 @@ class Engine:
             with lent(self._training.placement):
                 yield self.module
             return
-        if self._step.microbatches:
-            raise BatchError(
-                "full_parameters(write=True) in the middle of a "
-                "step: call step() after the backward() calls before it"
-            )
+        self._refuse_amid_step("full_parameters(write=True)")
         with lent_to_write(self._training.placement):
             yield self.module
             self._checkpoints.taken()
@@ -447,14 +425,7 @@ class Engine:
         activations, which is what the first micro-batch kept for its backward (0 before it, and for compiled
         blocks): on the device, and if memory.activations says so, in "activations_host" or
         "activations_files"."""
-        found = now(self._training.placement)
-        found["states"] += self._training.updates.nbytes
-        saved, offload = self._activations.saved, self._activations.offload
-        found["activations"] = saved.bytes
-        if offload is not None:
-            found[f"activations_{offload.place}"] = saved.moved
-        found["buffers"] = sum(buffer.nbytes for buffer in self.module.buffers())
-        return found
+        return report.memory(self._training, self._activations)
 
     def working_set(self) -> dict[str, int]:
         """The most bytes of memory that a step takes on this rank, by category, once one was trained: what
@@ -469,11 +440,7 @@ class Engine:
         """Of `states` and `params` that are not in the device's memory, and of activations: `bytes` held
         there, `memory` (bytes of host memory taken for it), and since the start bytes `read` from it and
         `written` to it, and seconds `waited`."""
-        found = self._training.placement.offload.report()
-        if (kept := self._activations.offload) is not None:
-            held = {"bytes": kept.disk if kept.place == "files" else kept.memory, "memory": kept.memory}
-            found["activations"] = {**held, **asdict(kept.traffic)}
-        return found
+        return report.tiers(self._training, self._activations)
 
     def close(self) -> None:
         """Wait for a checkpoint that is being written, and undo all that the engine did to the process and to
@@ -509,12 +476,15 @@ class Engine:
 
     # ---- parts
 
+    def _refuse_amid_step(self, call: str) -> None:
+        if self._step.microbatches:
+            raise BatchError(
+                f"{call} in the middle of a step: call step() after the backward() calls before it"
+            )
+
     def _refuse_frozen(self) -> None:
         if not self._trains:
-            raise ModelError("every parameter of the model is frozen, so that there "
-                             "is nothing to update: set requires_grad on those to "
-                             "train before initialize(); to be called or "
-                             "evaluated, engine(...) and eval_step are there")  # fmt: skip
+            raise ModelError(_FROZEN)
 
     @property
     def _training(self) -> Training:
@@ -559,6 +529,17 @@ class Engine:
         """Every parameter and persistent buffer, whole, with all its names, each valid until the next."""
         yield from self._training.placement.tensors(master)
         yield from self._training.placement.buffers(self.module)
+
+
+_SPREAD = (
+    "an engine is spread over its ranks, and cannot be pickled or copied: engine.save(path) keeps all of it, "
+    "engine.state_dict() has its weights, and copy.deepcopy(engine.module) inside of "
+    "`with engine.full_parameters():` is a plain model"
+)
+_FROZEN = (
+    "every parameter of the model is frozen, so that there is nothing to update: set requires_grad on those "
+    "to train before initialize(); to be called or evaluated, engine(...) and eval_step are there"
+)
 
 
 def _refuse_closed(module: nn.Module, *_: object) -> None:

@@ -12,9 +12,9 @@ import json
 import os
 import sys
 import traceback
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from typer.core import TyperGroup
@@ -22,6 +22,9 @@ from typer.core import TyperGroup
 from polyreme.distributed.environment import LAUNCHED, Environment, detect
 from polyreme.errors import LaunchError, PolyremeError, shortened
 from polyreme.launch.signals import importing
+
+if TYPE_CHECKING:
+    from polyreme.config import Config
 
 
 class _Commands(TyperGroup):
@@ -154,15 +157,7 @@ def train(
         else:
             summary = job.run(checked)
     if summary is None:
-        with importing():
-            from polyreme.launch.torchrun import launch as start
-
-        sets = [word for change in changes for word in ("--set", change)]
-        start(
-            ["-m", "polyreme", "train", str(config), *sets, *(["--json"] if as_json else [])],
-            world_size,
-            saves=True,
-        )
+        _start_ranks(config, changes, world_size, as_json)
     elif as_json and place.rank == 0:
         typer.echo(json.dumps(_plain(summary)))
 
@@ -183,6 +178,16 @@ def _plain(summary: Any) -> Mapping[str, Any]:
     if dataclasses.is_dataclass(summary) and not isinstance(summary, type):
         return dataclasses.asdict(summary)
     return dict(summary or {})
+
+
+def _start_ranks(config: Path, changes: Sequence[str], world_size: int, as_json: bool) -> None:
+    """Run `polyreme train` again, on every rank."""
+    with importing():
+        from polyreme.launch.torchrun import launch as start
+
+    sets = [word for change in changes for word in ("--set", change)]
+    command = ["-m", "polyreme", "train", str(config), *sets, *(["--json"] if as_json else [])]
+    start(command, world_size, saves=True)
 
 
 @app.command(context_settings={"allow_interspersed_args": False})
@@ -270,25 +275,7 @@ def inspect(
         raise typer.BadParameter("--schedule draws no keys: leave --all and --describe out")
     loaded = Config.load(path, overrides or [])
     if schedule:
-        from polyreme.pipeline import timeline
-
-        title, table, simulation = inspection.step_table(loaded, ranks)
-        if svg:
-            from polyreme.files.direct_io import no_links
-
-            try:
-                with open(svg, "w", encoding="utf-8", opener=no_links) as file:
-                    file.write(timeline.svg(simulation, title))
-            except OSError as error:
-                raise PolyremeError(
-                    f"cannot write --svg {svg}: {error.strerror}; name a file, "
-                    "not a link or a pipe, in a folder that can be written"
-                ) from None
-        if as_json:
-            typer.echo(inspection.schedule_as_json(table, simulation))
-        else:
-            console = Console()
-            console.print(timeline.text(simulation, title, console.width), soft_wrap=True)
+        _draw_schedule(loaded, ranks, svg, as_json)
     elif as_json:
         typer.echo(inspection.as_json(loaded, ranks or 1))
     else:
@@ -297,6 +284,30 @@ def inspect(
             inspection.render_axes(loaded, ranks or 1),
             sep="",
         )
+
+
+def _draw_schedule(config: Config, ranks: int | None, svg: Path | None, as_json: bool) -> None:
+    from rich.console import Console
+
+    from polyreme.cli import inspect as inspection
+    from polyreme.files.direct_io import no_links
+    from polyreme.pipeline import timeline
+
+    title, table, simulation = inspection.step_table(config, ranks)
+    if svg:
+        try:
+            with open(svg, "w", encoding="utf-8", opener=no_links) as file:
+                file.write(timeline.svg(simulation, title))
+        except OSError as error:
+            raise PolyremeError(
+                f"cannot write --svg {svg}: {error.strerror}; name a file, "
+                "not a link or a pipe, in a folder that can be written"
+            ) from None
+    if as_json:
+        typer.echo(inspection.schedule_as_json(table, simulation))
+    else:
+        console = Console()
+        console.print(timeline.text(simulation, title, console.width), soft_wrap=True)
 
 
 def _inspect_checkpoint(path: Path, as_json: bool) -> None:

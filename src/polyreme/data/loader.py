@@ -71,7 +71,7 @@ class Loader:
             comes out of the loop as it is.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 (each is a keyword of the user's)
         self,
         dataset: Any,
         *,

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import importlib
 import math
 import os
 import resource
 import sys
 import time
 from collections import deque
+from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -82,6 +84,29 @@ def run(config: Config) -> Summary:
         return _run(config, afterwards)
 
 
+def _plot(config: Config) -> Path | None:
+    """The plot of the run's losses, if the config wants one."""
+    if not (config.monitor.plot and config.monitor.jsonl):
+        return None
+    from polyreme.monitor.plot import plot_losses
+
+    plot = Path(config.checkpoint.folder) / "loss.png"
+    plot_losses(plot.with_name(LOG_NAME), plot)
+    return plot
+
+
+def _slow_precision(config: Config, device: torch.device) -> Iterator[str]:
+    """A note where the processor is slower in the config's precision than in fp32."""
+    dtype = DTYPES[config.precision.compute]
+    peak, single = (peak_flops(device, each).flops for each in (dtype, torch.float32))
+    if peak < single and dtype.itemsize < 4:
+        yield (
+            f"this processor takes {single / peak:.1f} times as long for "
+            f"a matrix product in {config.precision.compute} as in fp32: "
+            'precision.compute = "fp32" trains faster on it'
+        )
+
+
 def _run(config: Config, afterwards: ExitStack) -> Summary:
     world_size, rank = world()
     config = config.resolve(world_size)
@@ -91,15 +116,14 @@ def _run(config: Config, afterwards: ExitStack) -> Summary:
     check_division(config)
     folder = Path(config.checkpoint.folder)
     if config.monitor.plot:
-        from polyreme.monitor.plot import plot_losses
+        importlib.import_module("polyreme.monitor.plot")  # what is missing is known before training
     text = open_text(config.data, config.seed, config.model.path)
     vocabulary = len(text.tokenizer)
     _check_model(config, vocabulary)
     flops = _flops_per_token(config, vocabulary)
     _check_lengths(config, text, int(config.mesh.dp))
     engine = initialize(_model(config, vocabulary), config)
-    dtype = DTYPES[config.precision.compute]
-    peak, single = (peak_flops(engine.mesh.device, each).flops for each in (dtype, torch.float32))
+    peak = peak_flops(engine.mesh.device, DTYPES[config.precision.compute]).flops
     rate = None if flops is None else _Rate(flops, peak)
     monitors = open_monitors(config.monitor, folder) if rank == 0 else FanOut([])
     checkpoints = Checkpoints(config, engine, text.tokenizer, monitors.message)
@@ -116,13 +140,7 @@ def _run(config: Config, afterwards: ExitStack) -> Summary:
     monitors.start(_run_info(config, engine, world_size))
     job = _Loop(config, engine, text, loader, monitors, rate, checkpoints, account)
     try:
-        if peak < single and dtype.itemsize < 4:
-            monitors.message(
-                f"this processor takes {single / peak:.1f} times as long for "
-                f"a matrix product in {config.precision.compute} as in fp32: "
-                'precision.compute = "fp32" trains faster on it'
-            )
-        for note in notes:
+        for note in (*_slow_precision(config, engine.mesh.device), *notes):
             monitors.message(note)
         if not beginning.checkpoints:
             _show_sample(config, engine, text, monitors, "before training")
@@ -131,11 +149,7 @@ def _run(config: Config, afterwards: ExitStack) -> Summary:
             if job.stopped is None:
                 _show_sample(config, engine, text, monitors, "after training")
             checkpoint = checkpoints.save(account)
-        plot = None
-        if config.monitor.plot and config.monitor.jsonl and rank == 0 and job.stopped is None:
-            plot = folder / "loss.png"
-            plot_losses(folder / LOG_NAME, plot)
-        summary = job.summary(checkpoint, plot)
+        summary = job.summary(checkpoint, _plot(config) if rank == 0 and job.stopped is None else None)
         monitors.close({k: v for k, v in vars(summary).items() if isinstance(v, int | float)})
     finally:
         monitors.close({})

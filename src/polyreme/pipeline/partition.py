@@ -286,6 +286,27 @@ def _leaves(module: nn.Module) -> list[str]:
     return [name for kind in _named(module) for names, _ in kind for name in names]
 
 
+def _stand_ins(model: nn.Module, owner: str, first: str) -> tuple[dict[str, Tensor], dict[int, int]]:
+    """In place of the model's tensors, by name, some that take no memory, but for the blocks in `owner` that
+    are not `first`; and by the id of each that is outside of the blocks the id of its tensor."""
+    parameters, buffers = _named(model)
+    stand_ins: dict[str, Tensor] = {}
+    watched: dict[int, int] = {}
+    for names, tensor in (*parameters, *buffers):
+        if all(name.startswith(owner + ".") and not name.startswith(first + ".") for name in names):
+            continue  # only of the blocks that are not run
+        if isinstance(tensor, nn.Parameter):
+            stand_in = placeholder(tensor, torch.device("cpu"), tensor.dtype)
+        elif tensor.device.type == "cpu":
+            stand_in = tensor.detach().clone()
+        else:
+            stand_in = torch.zeros(tensor.shape, dtype=tensor.dtype)
+        stand_ins |= dict.fromkeys(names, stand_in)
+        if not all(name.startswith(owner + ".") for name in names):
+            watched[id(stand_in)] = id(tensor)
+    return stand_ins, watched
+
+
 def _observe(model: nn.Module, owner: str, blocks: Mapping[str, nn.Module], sample: Any) -> _Seen:
     """Run `model` on hollow parameters, and from the first block on without computing anything at all, as far
     as it goes; of the blocks only the first. A model that does not go through to the end shows less, and a
@@ -304,24 +325,8 @@ def _observe(model: nn.Module, owner: str, blocks: Mapping[str, nn.Module], samp
         else (inputs,)
     )
     kwargs = {**training_arguments(model), **(inputs if isinstance(inputs, Mapping) else {})}
-    first, last = next(iter(blocks)), len(blocks) - 1
-    parameters, buffers = _named(model)
-    stand_ins: dict[str, Tensor] = {}
-    watched: dict[int, int] = {}
-    for names, tensor in (*parameters, *buffers):
-        if all(name.startswith(owner + ".") and not name.startswith(first + ".") for name in names):
-            continue  # only of the blocks that are not run
-        if isinstance(tensor, nn.Parameter):
-            stand_in = placeholder(tensor, torch.device("cpu"), tensor.dtype)
-        else:
-            stand_in = (
-                tensor.detach().clone()
-                if tensor.device.type == "cpu"
-                else torch.zeros(tensor.shape, dtype=tensor.dtype)
-            )
-        stand_ins |= dict.fromkeys(names, stand_in)
-        if not all(name.startswith(owner + ".") for name in names):
-            watched[id(stand_in)] = id(tensor)
+    stand_ins, watched = _stand_ins(model, owner, next(iter(blocks)))
+    last = len(blocks) - 1
     watch, log = _Watch(watched, seen.uses), logging.getLogger("torch._subclasses.fake_tensor")
     with ExitStack() as modes:
 

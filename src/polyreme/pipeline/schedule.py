@@ -307,20 +307,23 @@ def _needs(
 def _check_messages(schedule: Schedule, ranks: Sequence[int]) -> None:
     """Run the rows side by side, each message when both of its ends are next."""
     at = [0] * len(schedule)
-    moved = True
-    while moved:
-        moved = False
-        for rank, row in enumerate(schedule):
-            while at[rank] < len(row):
-                action = row[at[rank]]
-                if action.op in MESSAGES:
-                    end = other_end(action)
-                    peer = ranks[end.stage]
-                    if schedule[peer][at[peer]] != end:
-                        break
-                    at[peer] += 1
-                at[rank] += 1
-                moved = True
+
+    def advance(rank: int) -> bool:
+        """Whether a row got on by one action."""
+        if at[rank] == len(schedule[rank]):
+            return False
+        action = schedule[rank][at[rank]]
+        if action.op in MESSAGES:
+            end = other_end(action)
+            peer = ranks[end.stage]
+            if schedule[peer][at[peer]] != end:
+                return False
+            at[peer] += 1
+        at[rank] += 1
+        return True
+
+    while any(advance(rank) for rank in range(len(schedule))):
+        pass
     for rank, row in enumerate(schedule):
         if at[rank] < len(row):
             end = other_end(row[at[rank]])

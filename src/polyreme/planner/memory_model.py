@@ -1,7 +1,6 @@
-"""How much memory a step takes, from the sizes of its buckets and the order in which they are used; and how
-much its buckets take now.
+"""How much memory a step takes, from the sizes of its buckets and the order in which they are used.
 
-Invariant: `working_set` looks at no memory, so that its figures are a prediction. No communication.
+Invariant: no memory is looked at, so that the figures are a prediction. No communication.
 """
 
 from __future__ import annotations
@@ -17,20 +16,10 @@ import torch
 from polyreme.files.direct_io import padded
 from polyreme.offload.parameters import WRITING
 from polyreme.zero.bucket import Bucket
-from polyreme.zero.bucket_memory import borrows, coming, live, staying
+from polyreme.zero.bucket_memory import borrows, coming, staying
 from polyreme.zero.buffer_pool import Buffers
 from polyreme.zero.partition import Placement
 from polyreme.zero.reduce import IN_FLIGHT
-
-
-def now(placement: Placement) -> dict[str, int]:
-    """Bytes that are alive now by category: parameters, gradients (with what the pool keeps), and masters as
-    states."""
-    found = {"parameters": 0, "gradients": placement.pool.nbytes(), "states": 0}
-    for bucket in placement.buckets:
-        for category, size in live(bucket).items():
-            found[category] += size
-    return found
 
 
 def working_set(placement: Placement, prefetch: int) -> dict[str, int]:

@@ -22,13 +22,14 @@ from polyreme.step.recomputation import Saved, measure, wrap_blocks
 class Activations:
     """The activations of a model's blocks, as the config's `memory` and `compile` say."""
 
-    def __init__(self, module: nn.Module, config: Config, device: torch.device, patches: Patches) -> None:
+    def __init__(self, config: Config, device: torch.device, patches: Patches) -> None:
         self.offload: ActivationOffload | None = None
         """Where the inputs of recomputed blocks are, if not on the device."""
         if config.memory.activations not in ("keep", "recompute"):
             where = str(config.memory.activations)
             self.offload = ActivationOffload(device, None if where == "host" else Path(where))
-        self._module, self._config, self._device, self._patches = module, config, device, patches
+        self._config, self._device, self._patches = config, device, patches
+        self._module = nn.Module()
         self._blocks: dict[str, nn.Module] | None = None
         self._recomputed: list[nn.Module] = []
         self._so_far = Saved()

@@ -11,6 +11,7 @@ from __future__ import annotations
 import base64
 import json
 import warnings
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
@@ -287,21 +288,18 @@ def _needs(
         memory = new_states.get(bucket, {})
         for part in bucket.layout.within(bucket.region.start, bucket.region.stop):
             first = names_of[part.name][0]
-            if first in found.name_of:
-                cut, rank = placement.division.parts[first].cut, placement.division.tp.rank
-                name, size = found.name_of[first], part.stop - part.start
-                needed = list(load.needs(source, name, cut, rank, part.start, part.stop, memory, part.offset))
-                for kind, home in memory.items():  # nobody reads padding
-                    if (
-                        sum(
-                            need.stop - need.start
-                            for need in needed
-                            if need.kind == kind and need.into is not None
-                        )
-                        < size
-                    ):
-                        home[part.offset :][:size].zero_()
-                yield from (need for need in needed if not weights_only or need.kind in (MODEL, MASTER))
+            if first not in found.name_of:
+                continue
+            cut, rank = placement.division.parts[first].cut, placement.division.tp.rank
+            name, size = found.name_of[first], part.stop - part.start
+            needed = list(load.needs(source, name, cut, rank, part.start, part.stop, memory, part.offset))
+            coming = Counter[str]()
+            for need in needed:
+                coming[need.kind] += (need.stop - need.start) * (need.into is not None)
+            for kind, home in memory.items():
+                if coming[kind] < size:  # nobody reads padding
+                    home[part.offset :][:size].zero_()
+            yield from (need for need in needed if not weights_only or need.kind in (MODEL, MASTER))
     for names, buffer in parts.buffers():
         if names[0] in found.name_of:
             yield Need(MODEL, found.name_of[names[0]], 0, buffer.numel())

@@ -260,38 +260,12 @@ def _words(
 ) -> tuple[dict[str, str], list[_Problem]]:
     """The word for each module that has one; later rules overrule earlier ones. Of a layer that PEFT wrapped,
     for the layer inside."""
-    found: dict[str, str] = {}
-    problems: list[_Problem] = []
+    found, problems = _own_words(model, modules)
     plain, adapted = plain_names(model), adapted_layers(model)
-    parameters = [name for name, _ in model.named_parameters()]
-    for path, word in (getattr(model, "_tp_plan", None) or {}).items():
-        matched = re.compile(_pattern(path))
-        hits = [name for name in modules if matched.fullmatch(plain.get(name, ""))]
-        used = hits or [name for name in parameters if matched.fullmatch(name)]
-        if used and (word not in WORDS or not hits):
-            what = "" if hits else "for a parameter by itself "
-            problems.append(
-                _Problem(
-                    path,
-                    f"the model's own plan asks {what}for the style "
-                    f"{word!r}, which this version does not have",
-                )
-            )
-        found |= dict.fromkeys(hits, word) if word in WORDS else {}
     inside = [name for name in modules if any(name.startswith(block + ".") for block in blocks)]
     for end, style in FAMILIES.get(_model_type(model), {}).items():
         found |= {name: style for name in inside if plain.get(name, "").endswith("." + end)}
-    outermost = [_call(model, method) for method in ("get_input_embeddings", "get_output_embeddings")]
-    tied = {id(module.weight) for module in outermost if isinstance(module, nn.Embedding | nn.Linear)}
-    tables = [base for name, layer in adapted.items() for base in [model.get_submodule(layer.base)]
-              if isinstance(base, nn.Embedding) or modules[name] in outermost]  # fmt: skip
-    # PEFT looks up rows, and adds to all outputs
-    whole = {id(weight) for base in tables for weight in base.parameters(recurse=False)}
-    for name, module in modules.items():  # also those of an encoder and a decoder that share one vocabulary
-        if whole and not whole.isdisjoint(map(id, module.parameters(recurse=False))):
-            found.pop(name, None)
-        elif isinstance(module, nn.Embedding | nn.Linear) and id(module.weight) in tied:
-            found[name] = "vocabulary"
+    _add_vocabulary(model, modules, found)
     for path, word in user.items():
         hits = [
             name
@@ -317,6 +291,44 @@ def _words(
             }
             found |= dict.fromkeys(hits, word)
     return found, problems
+
+
+def _own_words(model: nn.Module, modules: Mapping[str, nn.Module]) -> tuple[dict[str, str], list[_Problem]]:
+    """The words of the model's own plan."""
+    found: dict[str, str] = {}
+    problems: list[_Problem] = []
+    plain, parameters = plain_names(model), [name for name, _ in model.named_parameters()]
+    for path, word in (getattr(model, "_tp_plan", None) or {}).items():
+        matched = re.compile(_pattern(path))
+        hits = [name for name in modules if matched.fullmatch(plain.get(name, ""))]
+        used = hits or [name for name in parameters if matched.fullmatch(name)]
+        if used and (word not in WORDS or not hits):
+            what = "" if hits else "for a parameter by itself "
+            problems.append(
+                _Problem(
+                    path,
+                    f"the model's own plan asks {what}for the style "
+                    f"{word!r}, which this version does not have",
+                )
+            )
+        found |= dict.fromkeys(hits, word) if word in WORDS else {}
+    return found, problems
+
+
+def _add_vocabulary(model: nn.Module, modules: Mapping[str, nn.Module], found: dict[str, str]) -> None:
+    """Add the words of embeddings and heads to `found`."""
+    adapted = adapted_layers(model)
+    outermost = [_call(model, method) for method in ("get_input_embeddings", "get_output_embeddings")]
+    tied = {id(module.weight) for module in outermost if isinstance(module, nn.Embedding | nn.Linear)}
+    tables = [base for name, layer in adapted.items() for base in [model.get_submodule(layer.base)]
+              if isinstance(base, nn.Embedding) or modules[name] in outermost]  # fmt: skip
+    # PEFT looks up rows, and adds to all outputs
+    whole = {id(weight) for base in tables for weight in base.parameters(recurse=False)}
+    for name, module in modules.items():  # also those of an encoder and a decoder that share one vocabulary
+        if whole and not whole.isdisjoint(map(id, module.parameters(recurse=False))):
+            found.pop(name, None)
+        elif isinstance(module, nn.Embedding | nn.Linear) and id(module.weight) in tied:
+            found[name] = "vocabulary"
 
 
 def _columns(
@@ -372,30 +384,34 @@ def _columns(
         return
     plan.heads[parent] = heads
     for name in names:
-        outputs = linear_sizes(modules[name])[1]
-        all_queries, all_shared = heads.query * heads.size, heads.shared * heads.size
-        if name in fused:
-            plan.styles[name] = Column(
-                ((all_queries, heads.query), (all_shared, heads.shared), (all_shared, heads.shared))
-            )
-        elif words[name] == "packed_colwise":
-            plan.styles[name] = Column(((outputs // 2, outputs // 2 // heads.size),) * 2)
-        elif outputs == all_shared:
-            plan.styles[name] = Column(((outputs, heads.shared),))
-        elif outputs > all_queries and heads.shared % plan.ways:
-            yield _Problem(parent, f"its {heads.shared} key-value heads are packed "
-                                   "with the others, and cannot be divided over "
-                           f"{plan.ways} ranks", _sizes(heads.shared))  # fmt: skip
-        elif outputs % heads.query and outputs % heads.shared:
-            yield _Problem(
-                name,
-                f"its {outputs} outputs belong neither to {heads.query} "
-                f"query nor to {heads.shared} key-value heads",
-            )
-        else:  # whole heads, of whichever kind, as both are divided; or a number for each query head
-            plan.styles[name] = Column(
-                ((outputs, heads.query if outputs % heads.query == 0 else heads.shared),)
-            )
+        yield from _heads_column(plan, words[name], parent, name, linear_sizes(modules[name])[1], heads)
+
+
+def _heads_column(
+    plan: TensorPlan, word: str, parent: str, name: str, outputs: int, heads: Heads
+) -> Iterator[_Problem]:
+    """Enter one column layer of an attention, of `outputs` outputs, into the plan."""
+    all_queries, all_shared = heads.query * heads.size, heads.shared * heads.size
+    if word == "fused_qkv":
+        plan.styles[name] = Column(
+            ((all_queries, heads.query), (all_shared, heads.shared), (all_shared, heads.shared))
+        )
+    elif word == "packed_colwise":
+        plan.styles[name] = Column(((outputs // 2, outputs // 2 // heads.size),) * 2)
+    elif outputs == all_shared:
+        plan.styles[name] = Column(((outputs, heads.shared),))
+    elif outputs > all_queries and heads.shared % plan.ways:
+        yield _Problem(parent, f"its {heads.shared} key-value heads are packed "
+                               "with the others, and cannot be divided over "
+                       f"{plan.ways} ranks", _sizes(heads.shared))  # fmt: skip
+    elif outputs % heads.query and outputs % heads.shared:
+        yield _Problem(
+            name,
+            f"its {outputs} outputs belong neither to {heads.query} "
+            f"query nor to {heads.shared} key-value heads",
+        )
+    else:  # whole heads, of whichever kind, as both are divided; or a number for each query head
+        plan.styles[name] = Column(((outputs, heads.query if outputs % heads.query == 0 else heads.shared),))
 
 
 def _heads(module: nn.Module, row_width: int | None, outputs: list[int], fused: bool) -> Heads | None:

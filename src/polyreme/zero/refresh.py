@@ -8,7 +8,7 @@ whole on every rank of its axis."""
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -71,13 +71,18 @@ def carry(
         for bucket in old.buckets:
             for kind, whole in _whole(bucket, of_bucket.get(bucket)):
                 for parameter, slot in zip(bucket.parameters, bucket.layout.slots, strict=True):
-                    for region in places.get((name_of.get(id(parameter), ""), kind), ()):
-                        assert isinstance(region.data, Tensor)
-                        region.data.copy_(whole[slot.start + region.start :][: region.data.numel()])
+                    _fill(places.get((name_of.get(id(parameter), ""), kind), ()), whole[slot.start :])
     for bucket in new.buckets:
         bucket.store()
     for work in [bucket.publish() for bucket in new.buckets]:
         work.wait()
+
+
+def _fill(regions: Iterable[Region], parameter: Tensor) -> None:
+    """Copy to each region its part of a flat parameter, which `parameter` begins with."""
+    for region in regions:
+        assert isinstance(region.data, Tensor)
+        region.data.copy_(parameter[region.start :][: region.data.numel()])
 
 
 def _scalars(

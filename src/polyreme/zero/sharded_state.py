@@ -104,35 +104,24 @@ def _states(placement: Placement, update: Update, part: slice, numbers: bool = T
     named = _named(placement, bucket)
     for run, state in update.state.by_run():
         start, stop = max(run.start, part.start), min(run.stop, part.stop)
-        for held in bucket.layout.within(start, stop) if start < stop else ():
+        both = ((held, each) for held in bucket.layout.within(start, stop) for each in state.items())
+        for held, (kind, value) in both if start < stop else ():
             names, slot = named[held.name]
-            for kind, value in state.items():
-                size = run.stop - run.start
-                if (number := _number(value)) is not None:
-                    if numbers and held.start == 0:
-                        yield Region(kind, names, Cut.whole((), tp.size), tp.rank, 0, number.reshape(1))
-                elif (
-                    isinstance(value, Tensor | Stored)
-                    and value.numel() == size
-                    and (run.slot is None or value.shape == slot.shape)
-                ):
+            if (number := _number(value)) is not None:
+                if numbers and held.start == 0:
+                    yield Region(kind, names, Cut.whole((), tp.size), tp.rank, 0, number.reshape(1))
+            elif isinstance(value, Tensor | Stored):
+                if value.numel() == run.stop - run.start and (run.slot is None or value.shape == slot.shape):
                     at = start - run.start + held.offset
                     yield _region(placement, named, kind, held, _part(value, at, at + held.stop - held.start))
-                # of an optimizer of whole tensors, with a shape of its own
-                elif isinstance(value, Tensor | Stored):
-                    yield Region(
-                        kind,
-                        names,
-                        Cut.whole(tuple(value.shape), tp.size),
-                        tp.rank,
-                        0,
-                        _part(value, 0, value.numel()),
-                    )
-                elif value is not None:
-                    raise CheckpointError(
-                        f"the optimizer's state {kind!r} of {names[0]} is a "
-                        f"{type(value).__name__}: only tensors and numbers can be saved"
-                    )
+                else:  # of an optimizer of whole tensors, with a shape of its own
+                    whole = Cut.whole(tuple(value.shape), tp.size)
+                    yield Region(kind, names, whole, tp.rank, 0, _part(value, 0, value.numel()))
+            elif value is not None:
+                raise CheckpointError(
+                    f"the optimizer's state {kind!r} of {names[0]} is a "
+                    f"{type(value).__name__}: only tensors and numbers can be saved"
+                )
 
 
 def _named(placement: Placement, bucket: Bucket) -> Mapping[str, tuple[Sequence[str], Slot]]:

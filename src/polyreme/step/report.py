@@ -1,0 +1,32 @@
+"""What an engine tells of its memory. No communication."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+
+from polyreme.step.activations import Activations
+from polyreme.step.training import Training
+from polyreme.zero.bucket_memory import live
+
+
+def memory(training: Training, activations: Activations) -> dict[str, int]:
+    """See `Engine.memory`."""
+    found = {"parameters": 0, "gradients": training.placement.pool.nbytes(), "states": 0}
+    for bucket in training.placement.buckets:
+        for category, size in live(bucket).items():
+            found[category] += size
+    found["states"] += training.updates.nbytes
+    found["activations"] = activations.saved.bytes
+    if activations.offload is not None:
+        found[f"activations_{activations.offload.place}"] = activations.saved.moved
+    found["buffers"] = sum(buffer.nbytes for buffer in training.parts.module.buffers())
+    return found
+
+
+def tiers(training: Training, activations: Activations) -> dict[str, dict[str, float]]:
+    """See `Engine.tiers`."""
+    found = training.placement.offload.report()
+    if (offload := activations.offload) is not None:
+        size = offload.disk if offload.place == "files" else offload.memory
+        found["activations"] = {"bytes": size, "memory": offload.memory, **asdict(offload.traffic)}
+    return found
