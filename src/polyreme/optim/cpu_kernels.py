@@ -161,7 +161,7 @@ class ChunkedKernel(Kernel):
         if parameter.dim() != 1:
             tensors, out = [t.view(-1) for t in tensors], None if out is None else out.view(-1)
         count = state["step"] if self.counts else _UNCOUNTED
-        numbers = self.compiled_numbers(tensors, out, first, float(count))
+        numbers = self.compiled_numbers(tensors, out, first, count)
         if numbers is None:
             self._in_chunks(tensors, out, factor, count, first)
             return None
@@ -172,7 +172,7 @@ class ChunkedKernel(Kernel):
         return None
 
     def compiled_numbers(
-        self, tensors: Sequence[Tensor], out: Tensor | None, first: bool, step: float
+        self, tensors: Sequence[Tensor], out: Tensor | None, first: bool, step: Tensor
     ) -> Sequence[float | None] | None:
         """What `compiled` takes after the factor in this `step`; None where there is no compiled loop for
         these tensors and options."""
@@ -225,7 +225,7 @@ class CompiledKernel(ChunkedKernel):
         raise NotImplementedError
 
     def compiled_numbers(
-        self, tensors: Sequence[Tensor], out: Tensor | None, first: bool, step: float
+        self, tensors: Sequence[Tensor], out: Tensor | None, first: bool, step: Tensor
     ) -> Sequence[float | None] | None:
         loops, options = compiler(), self.optimizer.param_groups[0]
         if loops is None or options["maximize"] or len(tensors) > 2 + self.most:
@@ -236,7 +236,7 @@ class CompiledKernel(ChunkedKernel):
             return None
         if first and not self.begins:
             return None
-        numbers = self.numbers(options, step)
+        numbers = self.numbers(options, float(step))
         key = (
             self.name,
             gradient.dtype,
