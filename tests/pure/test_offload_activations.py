@@ -21,6 +21,7 @@ from polyreme.files.direct_io import ALIGNMENT
 from polyreme.models.patches import Patches
 from polyreme.offload import activations as module
 from polyreme.offload.activations import ActivationOffload
+from polyreme.offload.space import Space
 from polyreme.step.recomputation import measure, wrap_blocks
 
 CPU = torch.device("cpu")
@@ -298,7 +299,7 @@ def test_space_is_bounded_when_shapes_change(offload: ActivationOffload) -> None
 
 def test_places_never_overlap() -> None:
     draw = random.Random(0)
-    space = module._Space(lambda nbytes: torch.empty(nbytes, dtype=torch.uint8))
+    space = Space(lambda nbytes: torch.empty(nbytes, dtype=torch.uint8))
     places: list[tuple[Any, int]] = []
     for i in range(600):
         if places and draw.random() < (0.35 if i % 200 < 100 else 0.65):

@@ -13,7 +13,7 @@ import logging
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -28,6 +28,7 @@ from polyreme.errors import ModelError, TierError
 from polyreme.files.direct_io import File, aligned, padded
 from polyreme.offload.copy_stream import copy_stream_to
 from polyreme.offload.host import available
+from polyreme.offload.space import Place, Space
 from polyreme.offload.store import Traffic
 
 log = logging.getLogger(__name__)
@@ -55,11 +56,11 @@ class ActivationOffload:
         self._device = device
         self._stays: set[int] = set()  # storages
         self._copy_stream = copy_stream_to(device)
-        self._memory = _Space(self._open_memory, self._copy_stream.finish)
-        self._files: _Space | None = None
+        self._memory = Space(self._open_memory, self._copy_stream.finish)
+        self._files: Space | None = None
         if folder is not None:
             _try(folder)
-            self._files = _Space(lambda nbytes: File(folder, nbytes))
+            self._files = Space(lambda nbytes: File(folder, nbytes))
             self._pool = ThreadPoolExecutor(THREADS, "offload")
         # by storage
         self._known: weakref.WeakValueDictionary[int, _StoredStorage] = weakref.WeakValueDictionary()
@@ -306,8 +307,8 @@ class _Slots:
     """Where a record is besides the device: in memory (for good, or on its way) and in a file; and the
     transfer between the two."""
 
-    memory: _Place | None = None
-    file: _Place | None = None
+    memory: Place | None = None
+    file: Place | None = None
     busy: Future[None] | None = None
 
 
@@ -360,89 +361,6 @@ class _View:
         return tensor.requires_grad_(self._requires_grad)
 
 
-# ---- space in host memory and in files
-
-
-@dataclass(frozen=True)
-class _Place:
-    segment: _Segment
-    start: int
-    stop: int
-
-    @property
-    def memory(self) -> Tensor:
-        assert isinstance(self.segment.home, Tensor)
-        return self.segment.home[self.start : self.stop]
-
-    @property
-    def file(self) -> File:
-        assert isinstance(self.segment.home, File)
-        return self.segment.home
-
-
-@dataclass(eq=False)
-class _Segment:
-    home: Tensor | File
-    nbytes: int
-    gaps: list[tuple[int, int]]
-
-    def take(self, nbytes: int) -> _Place | None:
-        """The first gap's beginning that is large enough."""
-        for i, (start, stop) in enumerate(self.gaps):
-            if stop - start >= nbytes:
-                self.gaps[i : i + 1] = [(start + nbytes, stop)] if stop - start > nbytes else []
-                return _Place(self, start, start + nbytes)
-        return None
-
-    def free(self, place: _Place) -> None:
-        merged: list[tuple[int, int]] = []
-        for start, stop in sorted([*self.gaps, (place.start, place.stop)]):
-            if merged and merged[-1][1] == start:
-                start = merged.pop()[0]
-            merged.append((start, stop))
-        self.gaps = merged
-
-
-class _Space:
-    """Grows by an eighth at a time, and is used again. `finish` is called before any of it is given back."""
-
-    def __init__(
-        self, open: Callable[[int], Tensor | File], finish: Callable[[], None] = lambda: None
-    ) -> None:
-        self._open, self._finish = open, finish
-        self._segments: list[_Segment] = []
-
-    @property
-    def nbytes(self) -> int:
-        return sum(segment.nbytes for segment in self._segments)
-
-    def take(self, nbytes: int) -> _Place:
-        nbytes = padded(nbytes)
-        for segment in self._segments:
-            if (place := segment.take(nbytes)) is not None:
-                return place
-        used = [segment for segment in self._segments if segment.gaps != [(0, segment.nbytes)]]
-        if len(used) < len(self._segments):  # the others are too small for this shape of batch
-            self._finish()
-            self._segments = used
-        size = nbytes * max(1, self.nbytes // 8 // nbytes)
-        segment = _Segment(self._open(size), size, [(0, size)])
-        self._segments.append(segment)
-        place = segment.take(nbytes)
-        assert place is not None
-        return place
-
-    def free(self, place: _Place) -> None:
-        place.segment.free(place)
-
-    def close(self) -> None:
-        """Close its files."""
-        for segment in self._segments:
-            if isinstance(segment.home, File):
-                segment.home.close()
-        self._segments.clear()
-
-
 def _bytes_of(storage: torch.UntypedStorage) -> Tensor:
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
@@ -459,13 +377,13 @@ def _try(folder: Path) -> None:
         log.warning("%s: no direct transfers there, so activations go through the page cache", folder)
 
 
-def _write(ready: Any, memory: Tensor, place: _Place) -> None:
+def _write(ready: Any, memory: Tensor, place: Place) -> None:
     if ready is not None:
         ready.synchronize()
     place.file.write(memory, place.start)
 
 
-def _read(ready: Any, memory: Tensor, place: _Place) -> None:
+def _read(ready: Any, memory: Tensor, place: Place) -> None:
     if ready is not None:
         ready.synchronize()
     place.file.read(memory, place.start)

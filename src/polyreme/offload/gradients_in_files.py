@@ -85,7 +85,7 @@ class FileGradients:
         self._jobs: dict[int, Future[None]] = {}  # the last one of each record
         self._holds = False  # what the next gradient is to be added to
 
-    def take(self, gradient: Tensor, final: Final | None = None) -> bool:
+    def put(self, gradient: Tensor, final: Final | None = None) -> bool:
         gradient_files, gone = self._files, True
         gradient_files.copy_stream.settle()
         for i, (start, stop) in enumerate(self._parts):
@@ -139,7 +139,7 @@ class FileGradients:
             job.result()
         self._files.store.check()
 
-    def numbers(self) -> Tensor:
+    def get(self) -> Tensor:
         raise RuntimeError("these gradients are in files, and come by `GradientFiles.stream`")
 
     def clear(self) -> None:

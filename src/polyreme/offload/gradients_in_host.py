@@ -127,7 +127,7 @@ class HostGradients:
         self._added = False  # what the next one is to be added to
         self._final: Final | None = None
 
-    def take(self, gradient: Tensor, final: Final | None = None) -> bool:
+    def put(self, gradient: Tensor, final: Final | None = None) -> bool:
         if self.adds:
             self._transfer.bring(gradient, self)
         else:
@@ -150,7 +150,7 @@ class HostGradients:
             self._final(self._memory, 0)
             self._final = None
 
-    def numbers(self) -> Tensor:
+    def get(self) -> Tensor:
         self.complete()
         return self._memory
 

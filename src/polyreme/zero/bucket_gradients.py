@@ -203,7 +203,7 @@ class BucketGradients:
             self._squares = self.squares()
         elif last:
             self._squares = torch.zeros(self._layout.shard_size // ALIGN, dtype=torch.float64)
-        gone = store.take(self.grad, self._count if last and store.adds else None)
+        gone = store.put(self.grad, self._count if last and store.adds else None)
         if gone and not self._reduces_in_place:
             self._pool.give(self.grad, self._reducing)
         self.grad, self._gone = None, True
@@ -235,7 +235,7 @@ class BucketGradients:
     def numbers(self) -> Tensor:
         """The reduced gradients of `region`, on the device or, where they went there, on the CPU."""
         if self._gone and self.store is not None:
-            return self.store.numbers()
+            return self.store.get()
         if self.grad is None:
             raise RuntimeError("the bucket has no reduced gradients")
         return self.grad

@@ -1,0 +1,100 @@
+"""Room in host memory or in files for what comes and goes in any order and size, such as activations.
+
+Invariant: places that are taken do not overlap, and begin at a page. No communication."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from polyreme.files.direct_io import File, padded
+
+
+@dataclass(frozen=True)
+class Place:
+    """Bytes [start, stop) of a segment."""
+
+    segment: _Segment
+    start: int
+    stop: int
+
+    @property
+    def memory(self) -> Tensor:
+        """The bytes, of host memory."""
+        assert isinstance(self.segment.home, Tensor)
+        return self.segment.home[self.start : self.stop]
+
+    @property
+    def file(self) -> File:
+        """The file that has them, from `start` on."""
+        assert isinstance(self.segment.home, File)
+        return self.segment.home
+
+
+@dataclass(eq=False)
+class _Segment:
+    home: Tensor | File
+    nbytes: int
+    gaps: list[tuple[int, int]]
+
+    def take(self, nbytes: int) -> Place | None:
+        """The first gap's beginning that is large enough."""
+        for i, (start, stop) in enumerate(self.gaps):
+            if stop - start >= nbytes:
+                self.gaps[i : i + 1] = [(start + nbytes, stop)] if stop - start > nbytes else []
+                return Place(self, start, start + nbytes)
+        return None
+
+    def free(self, place: Place) -> None:
+        merged: list[tuple[int, int]] = []
+        for start, stop in sorted([*self.gaps, (place.start, place.stop)]):
+            if merged and merged[-1][1] == start:
+                start = merged.pop()[0]
+            merged.append((start, stop))
+        self.gaps = merged
+
+
+class Space:
+    """Host memory or files, of which any number of bytes is taken and freed in any order; it grows by an
+    eighth at a time. `open` makes a segment; `finish` is called before one is given back."""
+
+    def __init__(
+        self, open: Callable[[int], Tensor | File], finish: Callable[[], None] = lambda: None
+    ) -> None:
+        self._open, self._finish = open, finish
+        self._segments: list[_Segment] = []
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all segments."""
+        return sum(segment.nbytes for segment in self._segments)
+
+    def take(self, nbytes: int) -> Place:
+        """Room for so many bytes, at a page."""
+        nbytes = padded(nbytes)
+        for segment in self._segments:
+            if (place := segment.take(nbytes)) is not None:
+                return place
+        used = [segment for segment in self._segments if segment.gaps != [(0, segment.nbytes)]]
+        if len(used) < len(self._segments):  # the others are too small for this shape of batch
+            self._finish()
+            self._segments = used
+        size = nbytes * max(1, self.nbytes // 8 // nbytes)
+        segment = _Segment(self._open(size), size, [(0, size)])
+        self._segments.append(segment)
+        place = segment.take(nbytes)
+        assert place is not None
+        return place
+
+    def free(self, place: Place) -> None:
+        """Give the room back, to be taken again."""
+        place.segment.free(place)
+
+    def close(self) -> None:
+        """Close its files."""
+        for segment in self._segments:
+            if isinstance(segment.home, File):
+                segment.home.close()
+        self._segments.clear()
