@@ -171,7 +171,7 @@ class Engine:
         self._checkpoints.tell_failed(self._training)
         self._training.roster.check(self.module)
         parts = micro_batches(batch, self.config, first=not self.state.step)
-        self._refuse_amid_step("train_step")
+        self._refuse_within_step("train_step")
         self._comparison.compare(batch)
         self._comparison.warn()
         if self._unfinished:
@@ -331,7 +331,7 @@ class Engine:
         strict: the checkpoint has all tensors of the model, and no others. weights_only: leave optimizer
         states, random numbers and the place in the data aside. Raises CheckpointError on every rank where
         that cannot be; nothing has changed then."""
-        self._refuse_amid_step("load")
+        self._refuse_within_step("load")
         self._training.roster.check(self.module)
         self.wait()
         self._take_in_writes()
@@ -366,7 +366,7 @@ class Engine:
         states. The optimizer's groups are made as at first.
 
         Raises ModelError where that cannot be (see docs/engine.md); nothing has changed then."""
-        self._refuse_amid_step("refresh")
+        self._refuse_within_step("refresh")
         self.wait()
         self._take_in_writes()
         for axis in (self.mesh.dp, self.mesh.tp):
@@ -409,7 +409,7 @@ class Engine:
             with lent(self._training.placement):
                 yield self.module
             return
-        self._refuse_amid_step("full_parameters(write=True)")
+        self._refuse_within_step("full_parameters(write=True)")
         with lent_to_write(self._training.placement):
             yield self.module
             self._checkpoints.taken()
@@ -437,8 +437,8 @@ class Engine:
         return found
 
     def tiers(self) -> dict[str, dict[str, float]]:
-        """Of `states` and `params` that are not in the device's memory, and of activations: `bytes` held
-        there, `memory` (bytes of host memory taken for it), and since the start bytes `read` from it and
+        """What is not in the device's memory, for `states`, `params` and activations: `bytes` held there,
+        `memory` (bytes of host memory taken for it), and since the start bytes `read` from it and
         `written` to it, and seconds `waited`."""
         return report.tiers(self._training, self._activations)
 
@@ -476,7 +476,7 @@ class Engine:
 
     # ---- parts
 
-    def _refuse_amid_step(self, call: str) -> None:
+    def _refuse_within_step(self, call: str) -> None:
         if self._step.microbatches:
             raise BatchError(
                 f"{call} in the middle of a step: call step() after the backward() calls before it"

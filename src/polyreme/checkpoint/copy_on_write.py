@@ -112,7 +112,7 @@ class JobQueue:
             raise
 
     def _end(self) -> None:
-        """All is packed, or nothing more is to be: nobody shall wait for anything."""
+        """All is packed, or nothing more will be: let nobody wait for anything."""
         self._access.give_back()
         self._free.put(None)
         self._packed.put(None)

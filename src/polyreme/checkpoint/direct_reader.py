@@ -40,7 +40,7 @@ def cover(begin: int, end: int) -> tuple[int, int]:
 
 
 class DirectFile:
-    """An open file, of which threads read or write different parts. `write`: it is to be written, and not
+    """An open file, of which threads read or write different parts. `write`: it is opened to be written, and not
     read.
 
     What goes past the cache begins and ends at multiples of ALIGNMENT, in the file and in memory: so memory

@@ -45,7 +45,7 @@ class Resume:
     """The place in the training data."""
     config: Mapping[str, Any] = field(default_factory=dict)
     versions: Mapping[str, Any] = field(default_factory=dict)
-    """Of Polyreme, torch and what else wrote the checkpoint."""
+    """Versions of Polyreme, torch and what else wrote the checkpoint."""
     extra: Mapping[str, Any] = field(default_factory=dict)
     """The caller's own."""
 
@@ -105,7 +105,7 @@ def read(folder: Path) -> Resume | None:
 
 
 def _checksum(tree: Mapping[str, Any]) -> str:
-    """Of the canonical JSON of all keys but `self`: sorted, without spaces, in ASCII."""
+    """The checksum of the canonical JSON of all keys but `self`: sorted, without spaces, in ASCII."""
     return f"{crc32(json.dumps(tree, sort_keys=True, separators=(',', ':')).encode()):08x}"
 
 
@@ -133,7 +133,7 @@ KINDS: Mapping[str, tuple[type, ...]] = {
     **dict.fromkeys(("lr", "loss_scale", "hint"), (int, float)),
     **dict.fromkeys(("options", "skipped"), (dict,)),
 }
-"""Of the entries of `state`, which the engine reads."""
+"""The types of the entries of `state`, which the engine reads."""
 
 
 def _wrong_within(tree: Mapping[str, Any]) -> str | None:

@@ -192,7 +192,7 @@ def _merged(parts: Sequence[FileRange]) -> list[FileRange]:
 
 
 def _places(parts: Sequence[FileRange], needed: Sequence[tuple[Range, Need]], room: int) -> list[KeptRange]:
-    """Which bytes of the parts are to be kept, and where: those that are needed (in order), each once, and at
+    """Which bytes of the parts to keep, and where: those that are needed (in order), each once, and at
     most `room`."""
     found: list[KeptRange] = []
     first, last = 0, (0, 0)

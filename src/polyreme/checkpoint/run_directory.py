@@ -33,7 +33,7 @@ DAMAGED = ".damaged"
 """Ends the names of checkpoints that could not be read, and were passed over."""
 
 HERE, EXCHANGE = -100, 2
-"""Of Linux: paths begin at the working directory; `renameat2` is to exchange them."""
+"""Linux's constants: paths begin at the working directory; `renameat2` exchanges them."""
 
 
 class RunFolder:
@@ -181,8 +181,8 @@ def exchange(one: Path, other: Path) -> bool:
 
 
 def _first_of_each(saved: Iterable[Path], every: Duration | None) -> list[Path]:
-    """Of checkpoints in order, the first one at or after each multiple of `every`: one that is the first
-    stays so, whatever goes."""
+    """The first checkpoint at or after each multiple of `every`, in order: one that is the first stays so,
+    whatever goes."""
     if every is None:
         return []
     first: dict[int, Path] = {}

@@ -153,7 +153,7 @@ def index(files: Mapping[str, Iterable[str]], tensors: Mapping[str, TensorInfo])
 
 
 def _header(text: bytes | bytearray, size: int, file: Path) -> Header:
-    """Of the JSON `text` of a `file` of `size` bytes."""
+    """Read the header of a `file` of `size` bytes from its JSON `text`."""
     table, start = parse_json(text, file), 8 + len(text)
     metadata = table.pop("__metadata__", {})
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):

@@ -19,7 +19,7 @@ __all__ = ["MASTER", "MODEL", "Source", "TensorInfo"]
 
 
 class TensorInfo(NamedTuple):
-    """Of one tensor, whole."""
+    """The shape and dtype of one tensor, whole."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype

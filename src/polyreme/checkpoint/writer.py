@@ -36,7 +36,7 @@ PACKERS, WRITERS, BUFFERS = 2, 6, 10
 (docs/LOG.md)."""
 
 Name = tuple[str, str]
-"""Of a tensor: its kind, and its name in the checkpoint."""
+"""A tensor's kind, and its name in the checkpoint."""
 
 
 @dataclass(frozen=True)
@@ -307,8 +307,8 @@ class Writer:
 
 
 def _stretches(runs: Iterable[tuple[FilePosition, Runs, Region]]) -> list[Stretch]:
-    """Of single runs, those that lie end to end in a file together, cut at the ends of BLOCKs. Many whole
-    pages are one by themselves."""
+    """Join runs that lie end to end in a file, cut at the ends of BLOCKs. Many whole pages stay one by
+    themselves."""
     cut: list[tuple[int, int, int, Runs, Region]] = []
     for place, run, region in runs:
         first, size = place.begin + run.whole * place.itemsize, place.itemsize

@@ -37,7 +37,7 @@ STYLES = {"user": "bold green", "derived": "cyan", "default": "dim"}
 SHOWN = 8
 """Lines of an axis, and ranks of a line, that the terminal gets to see; JSON has all."""
 MOST_FORWARDS = 8192
-"""Of a step whose timeline is drawn: the time that takes grows faster than they do."""
+"""The most micro-batches of a step whose timeline is drawn: the time that takes grows faster than they do."""
 SHORT = {"float64": "fp64", "float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
 NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")  # between dots
 
@@ -355,7 +355,7 @@ def _alike(rows: Sequence[Row]) -> list[list[Row]]:
 
 
 def _common_name(names: Sequence[str]) -> str:
-    """Of names that differ in numbers alone: "layers.{0-31}.weight"."""
+    """One name for names that differ in numbers alone: "layers.{0-31}.weight"."""
     columns = iter(
         sorted({int(number) for number in numbers})
         for numbers in zip(*map(NUMBER.findall, names), strict=True)

@@ -78,8 +78,8 @@ def _optimizer_name(value: str) -> str:
 
 
 LARGEST = 2**31 - 1
-"""Of counts: above it a number is a mistake, and what is computed of it (divisors, ranks, stages) could take
-for ever."""
+"""The largest count: a larger one is a mistake, and what is computed from it (divisors, ranks, stages) could
+take for ever."""
 
 Bool = Annotated[bool, Strict()]
 Count = Annotated[int, Strict(), Field(ge=1, le=LARGEST)]

@@ -64,9 +64,8 @@ def same_scheduler(everyone: Axis, state: Mapping[str, object]) -> None:
 
 
 def known_as(given: object) -> str | None:
-    """Of a function, a class or an object that does what a function does, what is the same wherever it is the
-    same: its name, and of Python code a digest. What it closes over may differ, such as a rank's number for
-    its log."""
+    """What identifies a function, a class or an object that does what a function does, on every rank: its
+    name, and a digest of Python code. What it closes over may differ, such as a rank's number for its log."""
     if given is None:
         return None
     while isinstance(given, partial):

@@ -41,8 +41,8 @@ descriptor."""
 RING = 256
 """Exchanges that can be under way at a time on one axis."""
 OFFSET_BITS = 44
-"""Of a word, for where the buffer lies (plus 1, so that no word is 0). Above are those of the number of the
-exchange, modulo NUMBERS."""
+"""Bits of a word that say where the buffer lies (plus 1, so that no word is 0). Those above say the number
+of the exchange, modulo NUMBERS."""
 NUMBERS = 1 << 19
 PATIENCE = 200e-6
 """Seconds of waiting before the processor is left to others."""
@@ -51,7 +51,7 @@ LIMITS = {
     errno.ENOMEM: ("v", resource.RLIMIT_AS),
     errno.EMFILE: ("n", resource.RLIMIT_NOFILE),
 }
-"""Of a process: the option of `ulimit` and the number of the limit, by the error of what goes beyond it."""
+"""A process' limits: the option of `ulimit` and the number of the limit, by the error of what goes beyond it."""
 
 
 class Heap:
@@ -185,7 +185,7 @@ class Board:
         weakref.finalize(self, words.__setitem__, -1, 0).atexit = False
         self._mine = words[:-1].reshape(self._shape)
         self._others: dict[int, tuple[Peer, np.ndarray, np.ndarray]] = {}
-        """Of each: its heap, its words, and the last of them."""
+        """For each rank: its heap, its words, and the last of them."""
 
     @property
     def ranks(self) -> Collection[int]:

@@ -68,8 +68,8 @@ class Meeting:
 
 
 class Waiter(NamedTuple):
-    """Of another rank: what it waits for, in which call, since when by its clock, and how often it has told
-    of itself."""
+    """What another rank waits for, in which call, since when by its clock, and how often it has told of
+    itself."""
 
     what: str
     call: str
@@ -79,7 +79,7 @@ class Waiter(NamedTuple):
 
 @dataclass(eq=False)
 class Wait:
-    """Of one thread: for which operation, the `number`th of its meeting."""
+    """What one thread waits for: an operation, the `number`th of its meeting."""
 
     meeting: Meeting
     what: str
@@ -304,7 +304,7 @@ class Watch:
 
 
 def within(call: str) -> str:
-    """Of an operation, the engine's method in which it is, to put behind its name."""
+    """The engine's method in which an operation is, to put behind its name."""
     return f" in {call}" if call else ""
 
 

@@ -39,11 +39,11 @@ class Account:
     seconds: float = 0.0
     """Spent in training steps."""
     loss: float = math.nan
-    """Of the last step."""
+    """The last step's."""
     first_validation: float | None = None
     last_validation: float | None = None
     bytes_per_token: float | None = None
-    """Of the validation text."""
+    """Measured on the validation text."""
 
     @classmethod
     def of(cls, extra: Mapping[str, Any]) -> Account:

@@ -64,7 +64,7 @@ class Beginning:
     damaged: dict[str, str] = field(default_factory=dict)
     """Newer ones, which cannot be opened, and why."""
     extra: dict[str, Any] = field(default_factory=dict)
-    """Of the first checkpoint."""
+    """Belongs to the first checkpoint."""
     steps: int = 0
     tokens: int = 0
     changes: list[str] = field(default_factory=list)

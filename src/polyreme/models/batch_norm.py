@@ -29,7 +29,7 @@ def normalise(model: nn.Module, axis: Axis, sync: bool, dtype: torch.dtype, patc
     """Let every BatchNorm of `model` keep its statistics in `dtype`, with `sync` over the ranks of `axis`;
     nn.SyncBatchNorm always is. Returns the running statistics that every rank computes alike.
 
-    Raises ModelError for an nn.SyncBatchNorm over a process group of its own, and for one that is to be
+    Raises ModelError for an nn.SyncBatchNorm over a process group of its own, and for one that has to be
     synchronised but has its own forward."""
     alike: set[Tensor] = set()
     for name, module in model.named_modules():
@@ -167,8 +167,8 @@ class _Normalise(Function):
 
 
 def _moments(x: Tensor, dims: list[int], axis: Axis) -> tuple[Tensor, Tensor, Tensor]:
-    """Of the batch of all ranks: values a channel, their means, and their sums of squared distances from
-    these."""
+    """Values a channel, their means, and their sums of squared distances from these, over the batch of all
+    ranks."""
     channels, count = x.shape[1], x.numel() // x.shape[1]
     mean = x.mean(dims) if count else x.new_zeros(channels)
     mine = torch.cat([x.new_tensor([count]), mean, (x - _wide(mean, x)).square().sum(dims)])

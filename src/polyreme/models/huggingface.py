@@ -416,15 +416,15 @@ def save_config(model: nn.Module, folder: Path, weights: Mapping[str, Tensor]) -
 
 
 def saved_name(model: nn.Module, names: Sequence[str]) -> str:
-    """Of all names of a tensor the one under which transformers saves it: not one that it ties to another
-    when it loads the model."""
+    """The name, among all names of a tensor, under which transformers saves it: not one that it ties to
+    another when it loads the model."""
     tied = getattr(model, "all_tied_weights_keys", None) or {}
     return next((name for name in names if name not in tied), names[0])
 
 
 def file_names(model: nn.Module, shapes: Mapping[str, Sequence[int]]) -> dict[str, str]:
-    """Of tensors, by name: what transformers calls them in files, where that is another name. Tensors that it
-    would also divide or join keep theirs, which it reads as well."""
+    """Names that transformers gives tensors in files, by name, where they differ. Tensors that it would also
+    divide or join keep theirs, which it reads as well."""
     try:
         from transformers.core_model_loading import revert_weight_conversion
     except ImportError:

@@ -189,7 +189,7 @@ class FileStream:
             self._pass_on(position)
 
     def give_way(self) -> None:
-        """The tier is to be used for something else. If nothing was taken yet, this begins anew when
+        """Let the tier be used for something else. If nothing was taken yet, this begins anew when
         something is."""
         if self.closed:
             return

@@ -27,7 +27,7 @@ ARRIVING = 2
 
 
 class HostTransfer:
-    """Of all buckets of a rank whose masters and states are in a tier."""
+    """The transfers of all buckets of a rank whose masters and states are in a tier."""
 
     def __init__(self, device: torch.device) -> None:
         self.traffic = Traffic()

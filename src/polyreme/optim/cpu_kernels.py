@@ -214,7 +214,7 @@ class CompiledKernel(ChunkedKernel):
     """One of which there is a compiled loop, for float32 parameters and states."""
 
     name: ClassVar[str]
-    """Of the function in `compiled_kernels`."""
+    """Name of the function in `compiled_kernels`."""
     most: ClassVar[int]
     """Most states of the parameter's size that the function takes."""
     begins: ClassVar[bool] = True

@@ -291,5 +291,5 @@ class QuantizedKernel(Kernel):
 
 
 def _inside(tensor: Tensor, start: int, stop: int, size: int) -> Tensor:
-    """Of a tensor with one or fewer numbers for each of `size`: those for start to stop."""
+    """The numbers for [start, stop) of a tensor with one or fewer numbers for each of `size`."""
     return tensor[start * tensor.numel() // size : stop * tensor.numel() // size]

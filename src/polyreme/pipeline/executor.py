@@ -225,5 +225,5 @@ def _differentiable(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _gradients(received: Sequence[Tensor]) -> list[Tensor]:
-    """Of what a stage received; zero for what it did not use."""
+    """Gradients of what a stage received; zero for what it did not use."""
     return [torch.zeros_like(tensor) if tensor.grad is None else tensor.grad for tensor in received]

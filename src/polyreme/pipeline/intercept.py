@@ -69,8 +69,8 @@ def intercepted(model: nn.Module, owner: str, through: Through) -> Iterator[None
 
 
 def argument(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[int | str, Any]:
-    """Of a block's arguments the one that goes from block to block: the first that holds a floating-point
-    tensor, or else the first."""
+    """The argument that goes from block to block: the first that holds a floating-point tensor, or else the
+    first."""
     found: list[tuple[int | str, Any]] = [*enumerate(args), *kwargs.items()]
     if not found:
         raise ModelError("a block is called without arguments: a pipeline cannot send it anything")
@@ -84,8 +84,8 @@ def argument(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[int | st
 
 
 class Leaf(Enum):
-    """Of what a block returns: its new hidden states, another tensor, or anything else, for which None is
-    good enough."""
+    """Kinds of what a block returns: its new hidden states, another tensor, or anything else, for which None
+    is good enough."""
 
     HIDDEN = 1
     TENSOR = 2

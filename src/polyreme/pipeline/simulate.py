@@ -66,7 +66,7 @@ class Simulation:
 
     @property
     def bubble_fraction(self) -> float:
-        """Of all ranks together."""
+        """The mean over all ranks."""
         return sum(self.bubble) / len(self.bubble)
 
 

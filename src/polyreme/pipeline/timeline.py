@@ -31,7 +31,7 @@ COLOURS: dict[Op, tuple[str, str]] = {
     "R": ("#e0d3ee", "#b79ad6"),
     "U": ("#d9d9d9", "#a8a8a8"),
 }
-"""Of a rank's first stage, and of its others."""
+"""Shades of a rank's first stage, and of its others."""
 INK = "#202020"
 
 
@@ -114,7 +114,7 @@ BOTH, NUMBERS, LETTERS = range(3)
 
 
 def _drawn(simulation: Simulation) -> list[Row]:
-    """Of each rank, the cells that are drawn, each with the shade of its stage."""
+    """The cells that are drawn, by rank, each with the shade of its stage."""
     rows = []
     for cells in simulation.cells:
         first = min((cell.action.stage for cell in cells if cell.action.op == "F"), default=0)

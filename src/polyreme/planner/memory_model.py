@@ -109,7 +109,7 @@ def _sum(several: Iterable[Buffers]) -> Buffers:
 
 
 def _most(several: Iterable[Buffers]) -> Buffers:
-    """Of each size the most."""
+    """The largest count of each size."""
     return reduce(or_, several, Buffers())
 
 

@@ -213,7 +213,7 @@ def _cut(
 
 
 def _block_seconds(module: nn.Module, recording: Recording | None, config: Config, mesh: Mesh) -> list[float]:
-    """Of each block, for one micro-batch: measured by rank 0, on a whole model, for all."""
+    """Seconds of each block, for one micro-batch: measured by rank 0, on a whole model, for all."""
     micro, dtype = config.batch.micro, DTYPES[config.precision.compute]
     assert micro != "auto"
     batch: Any = huggingface.sample_batch(module, micro, config.data.sequence)

@@ -49,8 +49,8 @@ from polyreme.zero.sharded_state import frozen, masters, saved, states
 
 @dataclass
 class EngineParts:
-    """Of an engine. loaders: those whose place in the data is kept; positions: places that wait for loaders
-    to be made."""
+    """The parts of an engine that a checkpoint holds. loaders: those whose place in the data is kept;
+    positions: places that wait for loaders to be made."""
 
     module: nn.Module
     config: Config
@@ -69,7 +69,7 @@ class EngineParts:
         return huggingface.file_names(self.module, shapes)
 
     def saved_name(self, names: Sequence[str]) -> str:
-        """Of all names of a tensor the one in files."""
+        """The name in files, among all names of a tensor."""
         name = huggingface.saved_name(self.module, names)
         return self.file_names.get(name, name)
 
@@ -130,7 +130,7 @@ def adapters(parts: EngineParts) -> dict[str, Tensor] | None:
 
 
 def _adapter_names(parts: EngineParts) -> tuple[set[str], list[str]]:
-    """Of what PEFT's files hold, over all pipeline stages; and those of them that rank 0 does not see. All
+    """Names of what PEFT's files hold, over all pipeline stages; and those of them that rank 0 does not see. All
     ranks must call."""
     told: list[Any] = parts.mesh.pp.gather_objects(
         sorted(huggingface.adapters(parts.module, parts.placement.division.parts))
@@ -322,7 +322,7 @@ def _look(
 
 
 def _scalars(parts: EngineParts, source: Source, found: load.Match) -> Scalars:
-    """Of each parameter of which this rank trains elements, if it has states. Raises CheckpointError where
+    """The states that are one number of each parameter of which this rank trains elements, if it has states. Raises CheckpointError where
     these are not those of the optimizer."""
     kinds = sorted(source.tensors.keys() - {MODEL, MASTER})
     scalars: Scalars = {}

@@ -194,7 +194,7 @@ class Passes:
 
 
 def _random_state(device: torch.device) -> tuple[Tensor, Tensor | None]:
-    """Of the CPU, and of the GPU where there is one."""
+    """The generators' states of the CPU, and of the GPU where there is one."""
     return torch.get_rng_state(), torch.cuda.get_rng_state(device) if device.type == "cuda" else None
 
 

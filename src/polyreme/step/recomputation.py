@@ -26,7 +26,7 @@ from polyreme.models.patches import Patches
 from polyreme.offload.activations import ActivationOffload
 
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
-"""Of a block's forward and of its recomputation."""
+"""Contexts of the forward of a block and of its recomputation."""
 OPERATORS = {
     "mm": ("mm", "addmm", "bmm", "baddbmm", "linear"),
     "attention": (

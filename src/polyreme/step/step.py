@@ -57,7 +57,7 @@ class StepResult:
     """Whether an overflow (NaN or Inf in a gradient), or a batch without any label, made this step leave the
     weights alone."""
     samples: int
-    """Of this step, over all ranks; `tokens` too."""
+    """Counted in this step, over all ranks; `tokens` too."""
     tokens: int
     """Positions of `input_ids`, without those that an `attention_mask` says are padding; 0 for a batch that
     is not text."""
@@ -275,7 +275,7 @@ class Step:
             work.settle()  # the update scales gradients in place
 
     def _squares(self) -> Tensor:
-        """Of this rank's gradients."""
+        """The sum of squares of this rank's gradients."""
         squares = [bucket.gradients.squares() for bucket in self._buckets]
         return torch.stack(squares or [torch.zeros((), dtype=torch.float64, device=self._sums.device)]).sum()
 
@@ -340,7 +340,7 @@ class Step:
 
     @property
     def norm(self) -> float:
-        """Of these gradients, before clipping."""
+        """The norm of these gradients, before clipping."""
         return self._sums.norm(self._scale, master_dtype(DTYPES[self._config.precision.compute]))
 
     def plateau(self, metric: float) -> float:

@@ -194,7 +194,7 @@ def install_row(site: Site, module: nn.Module, style: Row, sequence: bool) -> No
 
 
 def install_dropout(site: Site, module: nn.Module, divided: bool) -> None:
-    """A dropout before the low rank of an adapter, amid a split region: of activations that are whole all
+    """A dropout before the low rank of an adapter, inside a split region: of activations that are whole all
     ranks drop the same."""
     forward = module.forward
 

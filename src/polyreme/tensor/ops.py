@@ -205,8 +205,8 @@ def split_sequence(axis: Axis, hidden: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Shape:
-    """Of a linear layer's weight: (in, out) where `transposed`, else (out, in). Outputs behind the first
-    `used` are padding."""
+    """The form of a linear layer's weight: (in, out) where `transposed`, else (out, in). Outputs behind the
+    first `used` are padding."""
 
     transposed: bool = False
     used: int | None = None
@@ -318,7 +318,7 @@ def _weight_grad(
 
 
 def _bias_grad(grad: Tensor, size: int, into: Tensor | None) -> Tensor:
-    """Of (..., outputs), padded to `size` outputs."""
+    """The bias' gradient from `grad` of (..., outputs), padded to `size` outputs."""
     sums = F.pad(grad.flatten(0, -2).sum(0), (0, size - grad.shape[-1]))
     return sums if into is None else into.add_(sums)
 

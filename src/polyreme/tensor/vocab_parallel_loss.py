@@ -131,7 +131,7 @@ class SplitLogits(Tensor):
 
     @property
     def sizes(self) -> torch.Size:
-        """Of the whole logits."""
+        """The shape of the whole logits."""
         return torch.Size((*self.part.shape[:-1], self.vocabulary))
 
     @classmethod

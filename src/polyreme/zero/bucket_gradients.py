@@ -25,8 +25,8 @@ from polyreme.zero.formats import Formats
 from polyreme.zero.parameter import OWN_GRAD
 
 Microbatches = Literal["one", "added", "reduced", "left"]
-"""Of a step's micro-batches: there is only one; their gradients are added up on the rank, and then reduced;
-or each's are reduced; and added up where the bucket's gradient store has them, if there is one (left)."""
+"""How a step's micro-batches are added up. one: there is one; added: on the rank, before one reduction;
+reduced: each is reduced, then added; left: likewise, in the gradient store of the bucket."""
 
 
 def squares_by_row(flat: Tensor) -> Tensor:
@@ -247,7 +247,7 @@ class BucketGradients:
         return None if self.store is None else self.store.order
 
     def squares(self) -> Tensor:
-        """Of this rank's shard of the reduced gradients, the sum of squares of what counts: a float64
+        """The sum of squares of what counts in this rank's shard of the reduced gradients: a float64
         scalar."""
         if self._squares is not None:
             if self._squares.dim():
@@ -259,7 +259,7 @@ class BucketGradients:
         return squared_norm(self.own_shard if self.counted is True else self.own_shard * self.counted)
 
     def squares_by_slot(self) -> Tensor:
-        """Of this rank's shard of the reduced gradients, the sum of squares of what counts of each parameter:
+        """The sum of squares of what counts in this rank's shard of the reduced gradients, by parameter:
         float64."""
         found = torch.zeros(len(self._layout.slots), dtype=torch.float64, device=self._device)
         if self.counted is False:
@@ -343,7 +343,7 @@ class BucketGradients:
 
     @property
     def reduced_bytes(self) -> int:
-        """Of memory that reduced gradients take for themselves."""
+        """Bytes that reduced gradients take for themselves."""
         apart = self._trainable and not self._reduces_in_place
         return self._size * self._formats.reduce.itemsize if apart else 0
 

@@ -147,8 +147,8 @@ class Written:
         )
 
     def digest(self, device: torch.device) -> Tensor:
-        """Of the next part of the parameters, a whole number below 2^14 that is another one, almost surely,
-        where a rank has other numbers: a float64 scalar on the device. Every rank of the axis must call as
+        """A digest of the next part of the parameters: a whole number below 2^14 that differs, almost surely,
+        where a rank has other numbers; a float64 scalar on the device. Every rank of the axis must call as
         often."""
         for full, start, stop in itertools.islice(self._parts, 1):
             # each bit of the sum reaches the highest ones
@@ -212,7 +212,7 @@ def _odd(numbers: Tensor) -> Tensor:
 
 
 def _digests(bucket: Bucket, flat: Tensor) -> list[int]:
-    """Of each parameter's numbers, in order: a number that is another one when they change."""
+    """A digest of each parameter's numbers, in order: it changes when they do."""
     found = []
     for slot in bucket.layout.slots:
         words = flat[slot.start : align(slot.stop)].view(torch.int64)

@@ -80,7 +80,7 @@ class Blocks:
         self._task = -1  # autograd's number of the last backward that came here
         self._known = True  # all forwards of the backward to come are in its trail
         self._here = False  # the unit that it is in was found there
-        self._keep = False  # nothing is released, as derivatives are to be differentiated
+        self._keep = False  # nothing is released, as derivatives will be differentiated
         self._hooks: list[RemovableHandle] = []
         self.restart()
         if not any(unit.sharded for unit in (root, *self.units)):

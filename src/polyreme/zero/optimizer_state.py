@@ -178,7 +178,7 @@ class OptimizerState:
                 piece.state, piece.fresh = self._fresh(piece, numbers, new_states), False
 
     def slots(self) -> list[Slot]:
-        """Of the parameters of which this rank updates elements."""
+        """Slots of the parameters of which this rank updates elements."""
         region = self._pieces.bucket.region
         return [
             slot

@@ -32,7 +32,7 @@ class Owner(Protocol):
 
 
 NAMES: WeakIdKeyDictionary = WeakTensorKeyDictionary()
-"""Of the parameters of all buckets."""
+"""The parameters of all buckets."""
 _OWNERS: WeakIdKeyDictionary = WeakTensorKeyDictionary()
 """Weak references, by parameter."""
 

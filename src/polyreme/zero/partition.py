@@ -225,7 +225,7 @@ class Placement:
 
     @cached_property
     def _names(self) -> Mapping[tuple[Bucket, str], list[str]]:
-        """Of each bucket's slots."""
+        """The parameters' names, by bucket and slot."""
         found: dict[tuple[Bucket, str], list[str]] = defaultdict(list)
         for name, (bucket, slot) in self.where.items():
             found[bucket, slot.name].append(name)
@@ -428,7 +428,7 @@ class OffloadPlan:
 
 @dataclass
 class _Planned:
-    """A bucket that is to be made. at: where its first parameter comes in the order of registration."""
+    """A bucket before it is made. at: where its first parameter comes in the order of registration."""
 
     unit: Unit
     kind: _Kind

@@ -326,7 +326,8 @@ def _dtype(value: Any) -> torch.dtype:
 
 
 def _kind_and_name(path: Sequence[Any]) -> tuple[str, str] | None:
-    """Of a tensor, by its keys within the objects that were saved; None where they do not say."""
+    """The kind and name of a tensor, by its keys within the objects that were saved; None where they do not
+    say."""
     words = [str(word) for word in path]
     for depth in (0, 1):
         if len(words) > depth + 1 and words[depth] == "model":

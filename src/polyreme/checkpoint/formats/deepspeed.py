@@ -316,7 +316,7 @@ class _Zero:
             )
 
     def _states(self, optimizer: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """Of each group of one rank, the optimizer's state by kind."""
+        """The optimizer's state by kind, for each group of one rank."""
         base = _base(optimizer)
         if "state" not in base:  # stages 1 and 2 with elastic_checkpoint: a list
             return list(base["groups"])
@@ -447,5 +447,5 @@ def _base(optimizer: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _number(stage: Any) -> int:
-    """Of a stage, which is a member of DeepSpeed's enumeration, or in older files a number."""
+    """The number of a stage, which is a member of DeepSpeed's enumeration, or in older files a number."""
     return int(stage.args[0]) if isinstance(stage, torch_archive.StandIn) else int(stage)

@@ -128,7 +128,7 @@ def records(file: Path, start: int, stop: int) -> list[ArchiveRecord]:
 
 
 def contributions(every: Sequence[ArchiveRecord], part: int, parts: int) -> list[int]:
-    """Of each record: 0 if its bytes are as they were written, as far as is known, or if it is not in the
+    """For each record: 0 if its bytes are as they were written, as far as is known, or if it is not in the
     `part`-th of `parts` shares."""
     own = sorted(range(len(every)), key=lambda i: every[i].start - every[i].stop)[part::parts]
     found = [0] * len(every)
