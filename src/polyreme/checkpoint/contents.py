@@ -91,8 +91,8 @@ class Contents:
 
 
 def contents(path: Path, shares: Callable[[int], Iterable[int]] = range) -> Contents:
-    """The contents of the checkpoint at `path`, or of the newest in the run's folder `path`. All of its bytes are compared
-    with their checksums.
+    """The contents of the checkpoint at `path`, or of the newest in the run's folder `path`. All of its bytes
+    are compared with their checksums.
 
     shares: of a number of equal shares of that work, the numbers from 0 on, as they are to be done. Raises
     CheckpointError for what cannot be opened."""

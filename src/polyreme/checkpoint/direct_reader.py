@@ -40,8 +40,8 @@ def cover(begin: int, end: int) -> tuple[int, int]:
 
 
 class DirectFile:
-    """An open file, of which threads read or write different parts. `write`: it is opened to be written, and not
-    read.
+    """An open file, of which threads read or write different parts. `write`: it is opened to be written, and
+    not read.
 
     What goes past the cache begins and ends at multiples of ALIGNMENT, in the file and in memory: so memory
     that is read into is to have room for whole pages (see `cover`), and to begin with a page."""

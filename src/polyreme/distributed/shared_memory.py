@@ -51,7 +51,8 @@ LIMITS = {
     errno.ENOMEM: ("v", resource.RLIMIT_AS),
     errno.EMFILE: ("n", resource.RLIMIT_NOFILE),
 }
-"""A process' limits: the option of `ulimit` and the number of the limit, by the error of what goes beyond it."""
+"""A process' limits: the option of `ulimit` and the number of the limit, by the error of what goes beyond
+it."""
 
 
 class Heap:

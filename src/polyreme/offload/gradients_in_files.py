@@ -27,7 +27,8 @@ from polyreme.offload.store import Stream
 
 
 class GradientFiles:
-    """The gradients of all buckets of a rank, in `store`, to which they go by `copy_stream`. `adds`: see GradientStore."""
+    """The gradients of all buckets of a rank, in `store`, to which they go by `copy_stream`. `adds`: see
+    GradientStore."""
 
     def __init__(self, store: FileStore, copy_stream: CopyStream, adds: bool) -> None:
         self.store, self.copy_stream, self.adds = store, copy_stream, adds

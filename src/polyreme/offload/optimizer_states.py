@@ -66,8 +66,8 @@ class StateRecord:
 
 
 class OffloadedStates:
-    """The states of one bucket: of the part `region` of its flat buffer, with masters of `dtype`. Reserves them
-    in `store`. `compact`: how states are kept, if not as torch does."""
+    """The states of one bucket: of the part `region` of its flat buffer, with masters of `dtype`. Reserves
+    them in `store`. `compact`: how states are kept, if not as torch does."""
 
     def __init__(
         self,

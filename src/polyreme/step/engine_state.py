@@ -130,8 +130,8 @@ def adapters(parts: EngineParts) -> dict[str, Tensor] | None:
 
 
 def _adapter_names(parts: EngineParts) -> tuple[set[str], list[str]]:
-    """Names of what PEFT's files hold, over all pipeline stages; and those of them that rank 0 does not see. All
-    ranks must call."""
+    """Names of what PEFT's files hold, over all pipeline stages; and those of them that rank 0 does not see.
+    All ranks must call."""
     told: list[Any] = parts.mesh.pp.gather_objects(
         sorted(huggingface.adapters(parts.module, parts.placement.division.parts))
     )
@@ -322,8 +322,8 @@ def _look(
 
 
 def _scalars(parts: EngineParts, source: Source, found: load.Match) -> Scalars:
-    """The states that are one number of each parameter of which this rank trains elements, if it has states. Raises CheckpointError where
-    these are not those of the optimizer."""
+    """The states that are one number of each parameter of which this rank trains elements, if it has states.
+    Raises CheckpointError where these are not those of the optimizer."""
     kinds = sorted(source.tensors.keys() - {MODEL, MASTER})
     scalars: Scalars = {}
     for update in parts.updates:

@@ -182,8 +182,8 @@ class Heads:
 class TensorPlan:
     """What to do with a model: styles by module name; siblings (column layers that share their input) by
     their parent's name; attentions whose heads are divided, by module name, and names of arguments of all of
-    those of these that are cut by heads; attentions that are whole on every rank; layers that PEFT wrapped; and
-    dropouts before the low rank of divided ones, by name, and whether they get parts."""
+    those of these that are cut by heads; attentions that are whole on every rank; layers that PEFT wrapped;
+    and dropouts before the low rank of divided ones, by name, and whether they get parts."""
 
     ways: int
     styles: dict[str, Style] = field(default_factory=dict)
