@@ -34,6 +34,7 @@ def test_only_distributed_and_the_launcher_speak_to_torch_distributed() -> None:
     outside = {
         file for file in importers("torch.distributed") if not file.startswith(("launch/", "distributed/"))
     }
+    outside -= {file for file in outside if file.startswith("compat/")}  # whose users speak to it
     assert outside == {"checkpoint/formats/dcp.py"}  # for its file format alone
 
 
@@ -64,6 +65,7 @@ Function = ast.FunctionDef | ast.AsyncFunctionDef
 BUDGETS = {
     "checkpoint": 2500,
     "cli": 500,
+    "compat": 4000,
     "config": 850,
     "data": 600,
     "deferred_init": 430,
