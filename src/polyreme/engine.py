@@ -39,6 +39,7 @@ from polyreme.step.checkpoints import Checkpoints
 from polyreme.step.engine_state import Loaded
 from polyreme.step.gradients import Gradients
 from polyreme.step.loss import LossFn, Objective
+from polyreme.step.optimizer_view import OptimizerView
 from polyreme.step.passes import EvalResult, Passes
 from polyreme.step.precision import DTYPES, cast_floating, master_dtype
 from polyreme.step.progress import State
@@ -54,7 +55,7 @@ def initialize(
     model: Model,
     config: str | Path | Mapping[str, Any] | Config,
     *,
-    optimizer: type[Optimizer] | Make | None = None,
+    optimizer: Optimizer | type[Optimizer] | Make | None = None,
     lr_scheduler: Any = None,
     loss_fn: LossFn | None = None,
 ) -> Engine:
@@ -67,8 +68,9 @@ def initialize(
         model directory.
     config: a file, a mapping, or a Config.
     optimizer: a torch.optim class (lr, weight decay, groups and options from the config), a factory such as
-        `lambda params: torch.optim.AdamW(params, lr=3e-4)` (which decides all that itself), or None: the
-        config's.
+        `lambda params: torch.optim.AdamW(params, lr=3e-4)` (which decides all that itself), an optimizer made
+        of the model's parameters (whose class and groups the shards' optimizers have, and whose options, as
+        they are at each step, they follow), or None: the config's.
     lr_scheduler: a torch scheduler, or a function of an optimizer that returns one: followed in place of the
         config's schedule, and stepped after every step.
     loss_fn: see `polyreme.step.loss.LossFn`; None: the model returns its loss.
@@ -97,7 +99,7 @@ class Engine:
         model: Model,
         config: Config,
         mesh: Mesh,
-        optimizer: type[Optimizer] | Make | None = None,
+        optimizer: Optimizer | type[Optimizer] | Make | None = None,
         lr_scheduler: Any = None,
         loss_fn: LossFn | None = None,
     ) -> None:
@@ -135,6 +137,7 @@ class Engine:
             loss_fn,
             partial(cast_floating, dtype=wanted),
             is_split=config.accumulation * mesh.dp.size > 1,
+            share=1 / config.accumulation if config.batch.mean == "ranks" else None,
         )
         self._passes = Passes(config, mesh, self._pipeline, built.stages, self._objective, self._activations)
         self._train(built.placement, made, synced)
@@ -223,6 +226,13 @@ class Engine:
         self._refuse_frozen()
         self._training.loop.backward(loss, weight, last)
 
+    def set_boundary(self, is_last: bool) -> None:
+        """Say whether the coming backward is the last of its step, and so those after it until this is called
+        again: from now on the caller decides how many micro-batches a step has, and not batch.size. Every
+        rank says the same. Raises BatchError on stages of a pipeline, which know it before, and for several
+        micro-batches where batch.size makes one."""
+        self._step.set_boundary(is_last)
+
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients since the last step. Not needed after `step`, which does so."""
         self._step.clear()
@@ -247,6 +257,7 @@ class Engine:
         """End the backward calls of a step. Raises BatchError where that is too early for `call`."""
         self._refuse_frozen()
         done, count = self._step.microbatches, self.config.accumulation
+        last = last or self._step.boundary is not None
         if done != count and not (last and done):
             raise BatchError(
                 f"{call}() after {done} backward() calls, but batch.size = "
@@ -261,6 +272,12 @@ class Engine:
         self._step.reduce()
 
     # ---- around training
+
+    @property
+    def optimizer(self) -> OptimizerView:
+        """The optimizer as a loop or a scheduler of the user's sees it: `param_groups`, whose options count
+        at the next step, `state`, `step` and `zero_grad`."""
+        return self._training.optimizer(self)
 
     def plateau(self, metric: float) -> float:
         """Step the `lr_scheduler`, a ReduceLROnPlateau, by a metric such as a validation loss, and return the
@@ -283,19 +300,7 @@ class Engine:
         """Batches of `dataset` for this rank: shuffled by the config's seed, the same global batches at any
         number of ranks. Options are those of `polyreme.data.Loader`. Of those without an end (`epochs`),
         checkpoints keep the place."""
-        dp = self.mesh.dp
-        defaults = {
-            "batch_size": self.config.batch.size,
-            "seed": self.config.seed,
-            "shuffle": self.config.data.shuffle,
-            "pin": self.mesh.device.type == "cuda",
-        }
-        made = Loader(dataset, rank=dp.rank, world=dp.size, **{**defaults, **options})
-        if made.epochs is None:
-            if self._training.parts.positions:
-                made.load_state_dict(self._training.parts.positions.pop(0))
-            self._training.parts.loaders.append(made)
-        return made
+        return self._training.parts.loader(dataset, options)
 
     @collective
     def save(
@@ -509,7 +514,7 @@ class Engine:
         """Train what was placed, by the optimizers of `made`; `synced`: see `_normalised`."""
         config, mesh = self.config, self.mesh
         buffers = Buffers(self.module, mesh.dp, synced, config.batch_norm == "rank")
-        optimizer = (made, self._given[1])
+        optimizer = (made, *self._given)
         self._made = Training(
             self.module, config, mesh, placement, self._pipeline, self._objective, buffers, optimizer
         )

@@ -80,7 +80,7 @@ BUDGETS = {
     "optim": 940,
     "pipeline": 1150,
     "planner": 250,
-    "step": 2000,
+    "step": 2200,
     "tensor": 1020,
     "zero": 2200,
     "": 400,

@@ -351,6 +351,12 @@ class BatchSection(Section):
     micro: Count | Literal["auto"] = Field(
         default="auto", description="Samples of one micro-batch on one rank; auto: no accumulation."
     )
+    mean: Literal["labels", "ranks"] = Field(
+        default="labels",
+        description="What a step's gradient is the mean over: labels (or samples) of the global batch, "
+        "however it is split; or ranks, as with DistributedDataParallel: each rank adds up the losses "
+        "that backward is given, whatever they are means of (train_step: the mean of its micro-batches).",
+    )
 
 
 Schedule = Literal["gpipe", "1f1b", "1f1b-w", "interleaved", "zb-h1", "zb-v"]

@@ -118,11 +118,11 @@ class Lion(Optimizer):
 
 
 def recipe(
-    model: nn.Module, section: OptimizerSection, given: type[Optimizer] | Make | None = None
+    model: nn.Module, section: OptimizerSection, given: Optimizer | type[Optimizer] | Make | None = None
 ) -> Recipe:
     """The recipe of the config section, or of `given`: a torch optimizer class in place of the section's
-    `name`, or a factory, which is called with the model's trainable parameters and decides everything itself
-    (groups, learning rates, options).
+    `name`; or a factory, which is called with the model's trainable parameters and decides everything itself
+    (groups, learning rates, options); or an optimizer of the model's parameters, which has decided it.
 
     A class that is not one of the section's names keeps its own defaults for those of betas, eps, momentum
     and nesterov that the section does not set. Of a frozen model nothing is updated. Raises ConfigError for
@@ -132,10 +132,9 @@ def recipe(
         raise ModelError("the model has no parameters: there is nothing to train")
     if not any(p.requires_grad for p in model.parameters()):
         given = None
-    if isinstance(given, Optimizer) or not (given is None or callable(given)):
-        raise ConfigError([Problem("optimizer", type(given).__name__, "its parameters are "
-                                                                      "to move into buckets",
-                                   "pass its class, or a factory such as lambda "
+    if not (given is None or isinstance(given, Optimizer) or callable(given)):
+        raise ConfigError([Problem("optimizer", type(given).__name__, "it is no torch optimizer",
+                                   "pass one, its class, or a factory such as lambda "
                                    "params: torch.optim.AdamW(params, lr=3e-4)")])  # fmt: skip
     trained = {p.dtype for p in model.parameters() if p.requires_grad}
     kept = {
@@ -149,7 +148,8 @@ def recipe(
         raise ConfigError([Problem("optimizer.groups", section.groups, "the factory that was passed "
                                                                        "as optimizer decides the groups",
                                    "leave optimizer.groups out, or pass the optimizer's class")])  # fmt: skip
-    return replace(_from_factory(model, given), kept=kept)
+    made = given if isinstance(given, Optimizer) else _called(model, given)
+    return replace(_from_optimizer(model, made), kept=kept)
 
 
 def _from_section(model: nn.Module, section: OptimizerSection, given: type[Optimizer] | None) -> Recipe:
@@ -256,12 +256,10 @@ def _configured(
     return partial(cls, **_fused(cls, options))
 
 
-def _from_factory(model: nn.Module, factory: Make) -> Recipe:
-    """The groups that the caller's factory makes of the model's own parameters, to be made again of
-    shards."""
-    trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
+def _called(model: nn.Module, factory: Make) -> Optimizer:
+    """What the caller's factory makes of the model's trainable parameters."""
     try:
-        made = factory(list(trainable.values()))
+        made = factory([p for p in model.parameters() if p.requires_grad])
     except Exception as error:
         raise ConfigError(
             [
@@ -277,9 +275,15 @@ def _from_factory(model: nn.Module, factory: Make) -> Recipe:
         raise ConfigError([Problem("optimizer", made, "the factory did not return a torch optimizer",
                                    "pass a torch.optim class, or a function "
                                    "of a list of parameters that returns one")])  # fmt: skip
+    return made
+
+
+def _from_optimizer(model: nn.Module, made: Optimizer) -> Recipe:
+    """The groups of an optimizer of the model's own parameters, to be made again of shards."""
+    trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
     at = {id(p): index for index, group in enumerate(made.param_groups) for p in group["params"]}
     if left_out := [name for name, p in trainable.items() if id(p) not in at]:
-        raise ConfigError([Problem("optimizer", type(made).__name__, "the factory leaves out "
+        raise ConfigError([Problem("optimizer", type(made).__name__, "it leaves out "
                                                                      f"{', '.join(left_out[:3])} "
                                    f"({len(left_out)} in all)", "call requires_grad_(False) "
                                                                 "on what is not to be trained")])  # fmt: skip
@@ -385,16 +389,32 @@ class Options:
     optimizer that it is given, which has the recipe's groups. ReduceLROnPlateau goes on by what `observe` is
     told.
 
+    With `led_by`, an optimizer that the caller made and has the groups of, its options are those of every
+    step, as they are then.
+
     Raises ConfigError for anything else.
     """
 
-    def __init__(self, made: Recipe, schedule: LRSchedule, scheduler: Scheduler | None = None) -> None:
-        self._schedule = schedule
+    def __init__(
+        self,
+        made: Recipe,
+        schedule: LRSchedule,
+        scheduler: Scheduler | None = None,
+        led_by: Optimizer | None = None,
+    ) -> None:
+        self._schedule, self._led = schedule, led_by is not None
+        if led_by is not None and not schedule.is_constant:
+            reason = "the optimizer that was passed has the learning rate of each step"
+            fix = "leave lr_schedule out, or pass the optimizer's class"
+            raise ConfigError([Problem("lr_schedule", schedule.section.name, reason, fix)])
         probes = [group.optimizer([torch.zeros(2, 2)]) for group in made.groups]
-        self._lead = Optimizer([probe.param_groups[0] for probe in probes], probes[0].defaults)
+        if led_by is None:
+            self._lead = Optimizer([probe.param_groups[0] for probe in probes], probes[0].defaults)
+            for group in self._lead.param_groups:
+                group["lr"] = float(group["lr"])  # where the caller gave a tensor
+        else:
+            self._lead = led_by
         self._base = [float(group["lr"]) for group in self.groups]
-        for group, base in zip(self._lead.param_groups, self._base, strict=True):
-            group["lr"] = base  # a number, where the caller gave a tensor
         self._scheduler = None if scheduler is None else self._built(scheduler)
         self.needs_tokens = scheduler is None and schedule.in_tokens
         """Whether the learning rate follows the number of tokens, which only batches with `input_ids`
@@ -402,9 +422,14 @@ class Options:
         self._follow(Progress(0, 0, 0))
 
     @property
-    def groups(self) -> Sequence[Mapping[str, Any]]:
+    def groups(self) -> list[dict[str, Any]]:
         """The options by group of the recipe."""
         return self._lead.param_groups
+
+    @property
+    def defaults(self) -> dict[str, Any]:
+        """Options of groups that say nothing else."""
+        return self._lead.defaults
 
     @property
     def lr(self) -> float:
@@ -448,29 +473,35 @@ class Options:
     def state_dict(self) -> dict[str, Any]:
         """What a torch scheduler knows of the past, as JSON can hold it; the config's schedule follows from
         how far training has come."""
-        if self._scheduler is None:
+        if self._scheduler is None and not self._led:
             return {}
         groups = [
-            {key: value for key, value in group.items() if key != "params"}
-            for group in self._scheduler.optimizer.param_groups
+            {key: value for key, value in group.items() if key not in ("params", "param_names")}
+            for group in self._followed.param_groups
         ]
-        return {
-            "groups": [_json(group) for group in groups],
-            "scheduler": _json(self._scheduler.state_dict()),
-        }
+        scheduler = {} if self._scheduler is None else _json(self._scheduler.state_dict())
+        return {"groups": [_json(group) for group in groups], "scheduler": scheduler}
 
     def load_state_dict(self, state: Mapping[str, Any], progress: Progress) -> None:
         """Go on from `state`, and from `progress`."""
-        if self._scheduler is not None and state:
-            self._scheduler.load_state_dict({**self._scheduler.state_dict(), **state["scheduler"]})
-            for group, before in zip(self._scheduler.optimizer.param_groups, state["groups"], strict=False):
+        if (self._scheduler is not None or self._led) and state:
+            if self._scheduler is not None:
+                self._scheduler.load_state_dict({**self._scheduler.state_dict(), **state["scheduler"]})
+            for group, before in zip(self._followed.param_groups, state["groups"], strict=False):
                 group.update(
                     {key: tuple(value) if isinstance(value, list) else value for key, value in before.items()}
                 )
         self._follow(progress)
 
+    @property
+    def _followed(self) -> Optimizer:
+        """The optimizer whose options a scheduler or the caller sets."""
+        return self._lead if self._scheduler is None else self._scheduler.optimizer
+
     def _follow(self, progress: Progress) -> None:
-        """Set the learning rates, unless the scheduler has set them itself."""
+        """Set the learning rates, unless the scheduler or the caller sets them."""
+        if self._scheduler is None and self._led:
+            return
         if self._scheduler is None:
             factor = self._schedule.factor(progress)
             rates = [base * factor for base in self._base]

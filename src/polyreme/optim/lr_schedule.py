@@ -31,6 +31,11 @@ class LRSchedule:
         self.decay: Duration = section.decay or self.total.scaled(0.1)
 
     @property
+    def is_constant(self) -> bool:
+        """Whether the factor is 1 from the first step on."""
+        return self.section.name == "constant" and not self.section.warmup.amount
+
+    @property
     def in_tokens(self) -> bool:
         """Whether a length that matters is in tokens."""
         durations = [

@@ -68,6 +68,22 @@ class EngineParts:
         shapes |= {name: tuple(buffer.shape) for names, buffer in self.buffers() for name in names}
         return huggingface.file_names(self.module, shapes)
 
+    def loader(self, dataset: Any, options: Mapping[str, Any]) -> Loader:
+        """See `Engine.loader`."""
+        dp = self.mesh.dp
+        defaults = {
+            "batch_size": self.config.batch.size,
+            "seed": self.config.seed,
+            "shuffle": self.config.data.shuffle,
+            "pin": self.mesh.device.type == "cuda",
+        }
+        made = Loader(dataset, rank=dp.rank, world=dp.size, **{**defaults, **options})
+        if made.epochs is None:
+            if self.positions:
+                made.load_state_dict(self.positions.pop(0))
+            self.loaders.append(made)
+        return made
+
     def saved_name(self, names: Sequence[str]) -> str:
         """The name in files, among all names of a tensor."""
         name = huggingface.saved_name(self.module, names)

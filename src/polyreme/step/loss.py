@@ -50,17 +50,21 @@ class Objective:
         loss_fn: LossFn | None = None,
         cast: Callable[[Any], Any] = lambda inputs: inputs,
         is_split: bool = True,
+        share: float | None = None,
     ) -> None:
         """`cast` brings what the model gets into the dtype that it computes in. is_split: a step has several
-        micro-batches, on all ranks together, so that what a loss is the mean of counts."""
-        if getattr(loss_fn, "reduction", None) == "sum":
+        micro-batches, on all ranks together, so that what a loss is the mean of counts. `share`: every loss
+        has this weight instead."""
+        self._share = share
+        if getattr(loss_fn, "reduction", None) == "sum" and share is None:
             raise BatchError(
                 'loss_fn has reduction="sum": a step is the mean over the '
                 "global batch, so let loss_fn return the mean, or (sum, what the "
                 "mean is to be over)"
             )
         self._loss_fn, self.cast = loss_fn, cast
-        self._checked = not is_split  # that losses are means over what they are taken for
+        # that losses are means over what they are taken for
+        self._checked = not is_split or share is not None
         self.follow(model)
 
     def follow(self, model: nn.Module) -> None:
@@ -86,6 +90,8 @@ class Objective:
     def cast_keywords(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
         """Keyword arguments as the model is to get them: all cast but `labels`, which only its loss reads,
         and without `num_items_in_batch`, as its loss is to be the mean over the micro-batch."""
+        if self._share is not None:
+            return {name: value if name == "labels" else self.cast(value) for name, value in inputs.items()}
         if NUM_ITEMS in inputs:
             warnings.warn(
                 f"{NUM_ITEMS} is not passed to the model, which so returns "
@@ -111,7 +117,9 @@ class Objective:
             given = _alike(output, self._target(batch), self._loss_fn)
             loss = self._loss_fn(*given)
             if isinstance(loss, tuple) and len(loss) == 2:
-                return _scalar(loss[0]), float(loss[1])
+                if self._share is None:
+                    return _scalar(loss[0]), float(loss[1])
+                loss = loss[0] / loss[1]
             if not self._checked and torch.is_grad_enabled():
                 self._checked = True
                 if _classes(self._loss_fn, given[1]) is None:
@@ -156,6 +164,8 @@ class Objective:
     def visible_weight(self, batch: Any) -> float | None:
         """The batch's labels, or else its samples: the first dimension that all its tensors share, or that a
         `loss_fn`'s target has; None where there is none."""
+        if self._share is not None:
+            return self._share
         target = self._target(batch)
         labels = count_labels(self.model, batch) if self._loss_fn is None else _classes(self._loss_fn, target)
         if labels is not None:

@@ -87,6 +87,9 @@ class Step:
         """Whether there are gradients that are not applied yet."""
         self.flags = Flags()
         """What this rank tells all ranks in the next totals."""
+        self.boundary: bool | None = None
+        """Whether the coming backward is the last of its step, where the caller says so; None: the config's
+        count of micro-batches does."""
         self.heard_unsaved = False
         """Whether a rank told of a checkpoint that failed in the last totals."""
         self.written = Written(placement.buckets, sums.mesh.dp)
@@ -114,6 +117,7 @@ class Step:
         if self._reducer.under_way:  # a backward failed
             self._blocks.restart()
         self.microbatches, self.begun, self.reduced = 0, False, False
+        self._ended = False  # the backward that the caller said is the last has begun
         self.clip = self._config.optimizer.clip
         self._sums.clear()
         self._factor: float | None = None  # see `root`
@@ -123,6 +127,26 @@ class Step:
         for bucket in self._buckets:
             bucket.gradients.clear()
         self._reducer.restart()
+        if self.boundary is not None:
+            self.set_boundary(self.boundary)
+
+    def set_boundary(self, is_last: bool) -> None:
+        """See `Engine.set_boundary`."""
+        if self._sums.mesh.pp.size > 1:
+            raise BatchError(
+                "set_boundary on stages of a pipeline, whose schedule has batch.size: leave it out"
+            )
+        if not is_last and self._config.accumulation == 1:
+            raise BatchError(
+                f"set_boundary(False), but batch.size = {self._config.batch.size} makes one micro-batch a "
+                "step on each rank, with no room for sums of several: write a larger batch.size, or a "
+                "smaller batch.micro"
+            )
+        if self._ended and not is_last:
+            raise BatchError(_ENDED)
+        self.boundary = is_last
+        if not self._ended:
+            self._reducer.expect(is_last)
 
     def state_dict(self) -> dict[str, Any]:
         """All that the next step depends on besides weights, optimizer states and random numbers, as JSON can
@@ -143,6 +167,12 @@ class Step:
     def skip_the_rest(self) -> None:
         """In place of the micro-batches that this step has not: their backwards, with nothing to
         differentiate."""
+        if self.boundary is not None:
+            if not self._ended:
+                self._ended = True
+                self._reducer.expect(is_last=True)
+                self.differentiate(0, [], [])
+            return
         while self.microbatches < self._config.accumulation:
             self.microbatches += 1
             self.differentiate(0, [], [])
@@ -179,7 +209,10 @@ class Step:
                 "the backward before this one ended in an error: "
                 "call engine.zero_grad(), and begin the step again"
             )
-        if self.microbatches == self._config.accumulation:
+        if self._ended:
+            raise BatchError(_ENDED)
+        self._ended = last and bool(self.boundary)
+        if self.boundary is None and self.microbatches == self._config.accumulation:
             raise BatchError(
                 f"a step has {self._config.accumulation} micro-batches: call "
                 "step() before the next backward(), or zero_grad() to drop "
@@ -383,3 +416,9 @@ def _graphs_once() -> Iterator[None]:
             "engine.backward(first + second), or call the forward "
             "again (then engine.zero_grad(), and begin the step again)"
         ) from error
+
+
+_ENDED = (
+    "engine.set_boundary(True) said that the backward before this one is the last of its step: call step() "
+    "before the next backward, or zero_grad() to drop these gradients"
+)

@@ -67,10 +67,10 @@ class Flags:
 class StepSums:
     """The sums of the step under way."""
 
-    def __init__(self, mesh: Mesh, tells: bool) -> None:
+    def __init__(self, mesh: Mesh, tells: bool, over_ranks: bool = False) -> None:
         """`tells`: whether the loss that this rank has counts; there is one such rank for each data-parallel
-        one."""
-        self.mesh, self.device, self._tells = mesh, mesh.device, tells
+        one. `over_ranks`: sums are divided by the number of these, not by the weights counted."""
+        self.mesh, self.device, self._tells, self._over_ranks = mesh, mesh.device, tells, over_ranks
         self.hint = 0.0
         """A power of two near the weight of a global batch; 0 before the first."""
         self.totals = Totals()
@@ -128,6 +128,8 @@ class StepSums:
         totals = totals[:-2]
         mesh.product("tp", "pp").all_reduce(totals)
         self.totals = Totals(*totals.tolist())
+        if self._over_ranks and self.totals.weight:
+            self.totals = replace(self.totals, weight=float(mesh.dp.size))
 
     def measure(self, squares: Tensor) -> None:
         """Take the total of the squares of gradients anew, of which this rank's are `squares`."""

@@ -8,15 +8,18 @@ import weakref
 from typing import Any
 
 from torch import nn
+from torch.optim import Optimizer
 
 from polyreme.config import Config
 from polyreme.distributed.mesh import Mesh
+from polyreme.errors import ModelError
 from polyreme.models.buffers import Buffers
 from polyreme.optim.groups import Options, Recipe
 from polyreme.optim.lr_schedule import LRSchedule
 from polyreme.pipeline.rank import PipelineRank
 from polyreme.step.engine_state import EngineParts
 from polyreme.step.loss import Objective
+from polyreme.step.optimizer_view import OptimizerView
 from polyreme.step.precision import loss_scale
 from polyreme.step.progress import TrainingProgress
 from polyreme.step.step import Step
@@ -46,10 +49,11 @@ class Training:
         pipeline: PipelineRank,
         objective: Objective,
         buffers: Buffers,
-        optimizer: tuple[Recipe, Any],
+        optimizer: tuple[Recipe, Any, Any],
     ) -> None:
-        """`optimizer`: its recipe, and the torch scheduler that it is to follow, or None."""
-        made, scheduler = optimizer
+        """`optimizer`: its recipe, what the user gave for it, and the torch scheduler that it follows, or
+        None."""
+        made, given, scheduler = optimizer
         self.placement, self.buffers = placement, buffers
         each_time = placement.microbatches == "left" or (
             config.zero.reduce_every == "microbatch" and mesh.dp.size > 1
@@ -59,8 +63,10 @@ class Training:
         self.blocks = Blocks(module, placement.root, placement.units, zero.prefetch, zero.release, complete)
         states = config.optimizer.states
         self.updates = Updates(placement, made.groups, None if states == "fp32" else states)
-        self.options = Options(made, LRSchedule(config.lr_schedule), scheduler)
-        sums = StepSums(mesh, tells=mesh.tp.rank == 0 and pipeline.has_loss)
+        led = given if isinstance(given, Optimizer) else None
+        self.options = Options(made, LRSchedule(config.lr_schedule), scheduler, led)
+        tells, over_ranks = mesh.tp.rank == 0 and pipeline.has_loss, config.batch.mean == "ranks"
+        sums = StepSums(mesh, tells, over_ranks)
         progress = TrainingProgress(self.options, loss_scale(config.precision))
         self.step = Step(config, sums, placement, self._reducer, self.blocks, self.updates, progress, buffers)
         self.parts = EngineParts(module, config, mesh, placement, list(self.updates), self.step)
@@ -69,6 +75,14 @@ class Training:
         self._at_end = weakref.finalize(self, self.loop.close)
         self._at_end.atexit = False
         self.roster = Roster(module)
+        self._view: OptimizerView | None = None
+        self._refusal = None if led is None else led.register_step_pre_hook(_refuse_step)
+
+    def optimizer(self, engine: Any) -> OptimizerView:
+        """The optimizer of all shards, as a user of `engine` sees it."""
+        if self._view is None:
+            self._view = OptimizerView(engine, self.options, self.updates)
+        return self._view
 
     def note(self) -> None:
         """Take note that the engine itself has changed weights and buffers, between steps."""
@@ -79,6 +93,8 @@ class Training:
         """Take all hooks off the model, which another training takes over."""
         for each in (self.blocks, self._reducer, self.loop):
             each.close()
+        if self._refusal is not None:
+            self._refusal.remove()
         self._at_end.detach()  # it holds the loop, and so all that is replaced
 
     def close(self, divided: bool) -> None:
@@ -100,3 +116,10 @@ class Training:
         self.step.flags = old.step.flags
         self.parts.loaders, self.parts.positions = old.parts.loaders, old.parts.positions
         old.placement.offload.close()
+
+
+def _refuse_step(optimizer: Optimizer, *_: Any) -> None:
+    raise ModelError(
+        f"{type(optimizer).__name__}.step() of an optimizer that was given to an engine, whose shards have "
+        "optimizers of their own: call engine.step(), or engine.optimizer.step()"
+    )

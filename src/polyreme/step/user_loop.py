@@ -64,6 +64,7 @@ class Loop:
     ) -> None:
         """`parameters`: those to be trained."""
         self._objective, self._config, self._step, self._reducer = objective, config, step, reducer
+        self._alike = config.batch.mean == "ranks"
         self._last: tuple[Forward, Any] | None = None  # and its output, if its backward is still to come
         self._reached: Forward | None = None  # to whose output the backward under way came first
         self._aside = False  # the user has called the module since the last forward
@@ -91,6 +92,9 @@ class Loop:
         if loss is None or self._last is None or current() is not None:
             return
         forward, output = self._last
+        if self._alike:
+            self._announced = lambda: 1.0
+            return
         try:
             weight = self._weight_of_loss(loss, forward.batch, output)
             if weight is None:
@@ -113,6 +117,7 @@ class Loop:
     def backward(self, loss: Tensor, weight: float | None, last: bool) -> None:
         """Backward of a micro-batch's mean loss, or of one of several that are its sum."""
         forward, output = self._forward()
+        weight = 1.0 if self._alike else weight
         said, own, self._reached = weight is not None, None, None
         if weight is None:
             self._refuse_more(forward.batch)
@@ -129,6 +134,10 @@ class Loop:
         if last:
             self._count(self._reached or forward)
         self._reached = None
+
+    def _weight_alone(self, batch: Any) -> float:
+        """The weight of a backward of which no loss is known."""
+        return 1.0 if self._alike else self._objective.weight(batch)
 
     def _check_weight(self, batch: Any, weight: float) -> None:
         """Raise BatchError where a loss of the micro-batch `batch` was weighted by another one's, of another
@@ -220,9 +229,10 @@ class Loop:
             forward = forward or self._forward()[0]
             if forward.counted:
                 raise BatchError(_NO_FORWARD)
-            self._refuse_more(forward.batch)
+            if not self._alike:
+                self._refuse_more(forward.batch)
             told = self._announced if last is not None and forward is last[0] else None
-            weight = self._objective.weight(forward.batch) if told is None else told()
+            weight = told() if told is not None else self._weight_alone(forward.batch)
             self._count(forward)
             tokens, samples = count_tokens(forward.batch), samples_of(forward.batch, self._config)
             self._step.enter(weight, tokens, samples, self._loss)

@@ -37,6 +37,8 @@ from polyreme.zero.parameter import OWN_GRAD
 IN_FLIGHT = 1
 """One block's reduction overlaps with the next one's backward; more would hold more than two blocks'
 gradients."""
+UNKNOWN = 1 << 60
+"""Backwards of a step to come, where only their last is announced."""
 
 
 class Reducer:
@@ -104,6 +106,11 @@ class Reducer:
         self._adding.clear()
         self._in_flight.clear()
         self._listen(self._order)
+
+    def expect(self, is_last: bool) -> None:
+        """Say whether the coming backward is the last of the step, whatever number of them was said before.
+        Of a model that is not cut into stages."""
+        self._left = dict.fromkeys(self._uses, 1 if is_last else UNKNOWN)
 
     def close(self) -> None:
         """Follow gradients no more."""

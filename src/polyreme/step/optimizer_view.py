@@ -1,0 +1,100 @@
+"""The optimizer of all shards as a loop or a learning rate scheduler of the user's sees it.
+
+Communication: that of `Engine.step`."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from typing import Any, Protocol
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from polyreme.errors import ModelError
+from polyreme.layout.region import Stored
+from polyreme.optim.groups import Options
+from polyreme.zero.updates import Updates
+
+
+class Steps(Protocol):
+    """What steps: an engine."""
+
+    def step(self, last: bool = False) -> Any: ...
+    def zero_grad(self, set_to_none: bool = True) -> None: ...
+
+
+class OptimizerView(Optimizer):
+    """`param_groups` are those whose options count at the next step; to change one (`group["lr"] = ...`), or
+    to have a torch scheduler do so, changes it. Their parameters are the model's, or stand-ins for them where
+    the config or a class made the groups."""
+
+    def __init__(self, engine: Steps, options: Options, updates: Updates) -> None:
+        self._engine, self._options, self._updates = engine, options, updates
+        super().__init__([{"params": []}], options.defaults)
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        return self._options.groups
+
+    @param_groups.setter
+    def param_groups(self, groups: Iterable[Any]) -> None:
+        pass  # torch's constructor makes an empty one
+
+    @property
+    def state(self) -> defaultdict[Tensor, Any]:
+        """This rank's part of the states, by parameter: flat tensors, and numbers such as `step`."""
+        found: defaultdict[Tensor, Any] = defaultdict(dict)
+        for update in self._updates:
+            bucket = update.bucket
+            for run, states in update.state.by_run():
+                for parameter, slot in zip(bucket.parameters, bucket.layout.slots, strict=True):
+                    low, high = max(run.start, slot.start), min(run.stop, slot.stop)
+                    if low < high:
+                        found[parameter].update(
+                            {
+                                kind: _part(value, low - run.start, high - run.start, run.stop - run.start)
+                                for kind, value in states.items()
+                            }
+                        )
+        return found
+
+    @state.setter
+    def state(self, state: Any) -> None:
+        pass  # torch's constructor makes an empty one
+
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        """End the step: `Engine.step`. Raises ModelError for a closure."""
+        if closure is not None:
+            raise ModelError(
+                "optimizer.step(closure) of an engine, whose gradients are there already: call the "
+                "forward and engine.backward before step()"
+            )
+        self._engine.step()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop the gradients since the last step: `Engine.zero_grad`."""
+        self._engine.zero_grad(set_to_none)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Raises ModelError: states are spread over the ranks."""
+        raise ModelError(_SPREAD)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Raises ModelError: states are spread over the ranks."""
+        raise ModelError(_SPREAD)
+
+
+def _part(value: Any, start: int, stop: int, size: int) -> Any:
+    """The numbers [start, stop) of a state of `size` numbers; any other state as it is."""
+    if isinstance(value, Stored):
+        return value.fetch(start, stop)
+    if isinstance(value, Tensor) and value.numel() == size and value.dim():
+        return value.flatten()[start:stop]
+    return value
+
+
+_SPREAD = (
+    "the optimizer's states are spread over the ranks: engine.save(path) writes and engine.load(path) reads "
+    "them, for any number of ranks"
+)

@@ -1,0 +1,139 @@
+"""Steps whose end the caller decides, and whose gradient is the mean over ranks, beside plain torch."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import polyreme
+from polyreme.errors import BatchError
+from pool import Ranks
+
+WIDTH, MICRO = 12, 3
+WINDOWS = (2, 3, 1, 5)
+"""Micro-batches of each step."""
+
+
+def network() -> nn.Module:
+    torch.manual_seed(0)
+    blocks = (nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(3))
+    return nn.Sequential(*blocks, nn.Linear(WIDTH, 2)).double()
+
+
+def batch(rank: int, step: int, i: int) -> tuple[Tensor, Tensor]:
+    draw = torch.Generator().manual_seed(1 + rank + 10 * step + 1000 * i)
+    x = torch.randn(MICRO, WIDTH, generator=draw, dtype=torch.float64)
+    return x, torch.randn(MICRO, 2, generator=draw, dtype=torch.float64)
+
+
+def loss_of(output: Tensor, y: Tensor) -> Tensor:
+    return (output - y).square().sum() / 7  # the mean of nothing that could be counted
+
+
+def plain(world: int) -> list[list[float]]:
+    """Parameters after each step of one process: sums over a window, means over ranks."""
+    model = network()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, betas=(0.9, 0.95), weight_decay=0.01)
+    found = []
+    for step, window in enumerate(WINDOWS):
+        for rank in range(world):
+            for i in range(window):
+                x, y = batch(rank, step, i)
+                (loss_of(model(x), y) / world).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(torch.cat([p.detach().flatten() for p in model.parameters()]).tolist())
+    return found
+
+
+def config(world: int, **more: Any) -> dict[str, Any]:
+    return {
+        "batch": {"size": 2 * MICRO * world, "micro": MICRO, "mean": "ranks"},
+        "precision": {"compute": "fp64"},
+        "optimizer": {"lr": 0.01, "weight_decay": 0.01, "no_decay": "none"},
+        **more,
+    }
+
+
+def steps(rank: int, world: int, stage: int, memory: dict[str, Any], how: str) -> list[list[float]]:
+    engine = polyreme.initialize(
+        network(), config(world, zero={"stage": stage, "min_bucket": 0}, memory=memory)
+    )
+    found = []
+    for step, window in enumerate(WINDOWS):
+        total = 0.0
+        for i in range(window):
+            x, y = batch(rank, step, i)
+            if how != "late":
+                engine.set_boundary(i == window - 1)
+            else:
+                engine.set_boundary(False)  # nobody tells which is the last one before it came
+            loss = loss_of(engine(x), y)
+            total += loss.item()
+            engine.backward(loss) if how != "own backward" else loss.backward()
+        done = engine.step()
+        assert done.step == step + 1
+        assert world > 1 or done.loss == pytest.approx(total, rel=1e-12)
+        whole = engine.state_dict()
+        found.append(
+            torch.cat([whole[name].flatten() for name, _ in engine.module.named_parameters()]).tolist()
+        )
+    return found
+
+
+CASES = [
+    (0, {}),
+    (1, {}),
+    (2, {}),
+    (3, {}),
+    (2, {"states": "host"}),
+    (3, {"states": "host", "params": "host"}),
+]
+
+
+@pytest.mark.parametrize("how", ["engine.backward", "own backward", "late"])
+@pytest.mark.parametrize("world", [1, 2])
+def test_windows_of_any_length_are_those_of_plain_torch(ranks: Ranks, world: int, how: str) -> None:
+    wanted = torch.tensor(plain(world), dtype=torch.float64)
+    for stage, memory in CASES:
+        for found in ranks(world, steps, stage, memory, how):
+            assert torch.allclose(torch.tensor(found, dtype=torch.float64), wanted, rtol=0, atol=1e-12), stage
+
+
+def train_steps(rank: int, world: int) -> list[float]:
+    """train_step takes the mean over its micro-batches, whatever their labels are."""
+    engine = polyreme.initialize(network(), config(world), loss_fn=loss_of)
+    parts = [batch(rank, 0, i) for i in range(2)]
+    result = engine.train_step(tuple(torch.cat(each) for each in zip(*parts, strict=True)))
+    model = network()
+    every = [loss_of(model(x), y) for r in range(world) for x, y in (batch(r, 0, i) for i in range(2))]
+    return [result.loss, (sum(every) / len(every)).item()]
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_train_step_means_over_micro_batches(ranks: Ranks, world: int) -> None:
+    for loss, wanted in ranks(world, train_steps):
+        assert loss == pytest.approx(wanted, rel=1e-12)
+
+
+def test_what_cannot_be_is_refused() -> None:
+    engine = polyreme.initialize(copy.deepcopy(network()), config(1))
+    x, y = batch(0, 0, 0)
+    engine.set_boundary(True)
+    engine.backward(loss_of(engine(x), y))
+    with pytest.raises(BatchError, match="is the last of its step"):
+        engine.backward(loss_of(engine(x), y))
+    with pytest.raises(BatchError, match="is the last of its step"):
+        engine.set_boundary(False)
+    engine.zero_grad()
+    engine.set_boundary(False)
+    with pytest.raises(BatchError, match=r"step\(\) after 0 backward\(\) calls"):
+        engine.step()
+    one = polyreme.initialize(network(), config(1) | {"batch": {"size": MICRO, "mean": "ranks"}})
+    with pytest.raises(BatchError, match="one micro-batch a step"):
+        one.set_boundary(False)

@@ -1,0 +1,160 @@
+"""An optimizer that the user made of the model's parameters, and engine.optimizer, beside plain torch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import LambdaLR
+
+import polyreme
+from polyreme.errors import ConfigError, ModelError
+from polyreme.optim.groups import Lion
+from pool import Ranks
+
+WIDTH, STEPS = 12, 5
+
+
+def network() -> nn.Module:
+    torch.manual_seed(0)
+    blocks = (nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH), nn.Tanh()) for _ in range(3))
+    return nn.Sequential(*blocks).double()
+
+
+def batch(rank: int, step: int) -> tuple[Tensor, Tensor]:
+    draw = torch.Generator().manual_seed(1 + rank + 10 * step)
+    shape = (2, 4, WIDTH)
+    x, y = torch.randn(shape, generator=draw, dtype=torch.float64)
+    return x, y
+
+
+def groups(model: nn.Module) -> list[dict[str, Any]]:
+    matrices = [p for p in model.parameters() if p.dim() > 1]
+    rest = [p for p in model.parameters() if p.dim() == 1]
+    return [{"params": matrices, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0, "lr": 0.002}]
+
+
+MAKERS = {
+    "adamw": lambda model: torch.optim.AdamW(groups(model), lr=0.01, betas=(0.8, 0.9)),
+    "sgd": lambda model: torch.optim.SGD(groups(model), lr=0.05, momentum=0.9, nesterov=True),
+    "lion": lambda model: Lion(groups(model), lr=0.003),
+    "adafactor": lambda model: torch.optim.Adafactor(groups(model), lr=0.01),
+}
+
+
+def change(optimizer: Any, step: int) -> None:
+    """What a user's script does to options between steps."""
+    if step == 2:
+        optimizer.param_groups[0]["weight_decay"] = 0.3
+        for group in optimizer.param_groups:
+            group["lr"] *= 0.5
+
+
+def plain(world: int, name: str) -> list[float]:
+    model = network()
+    optimizer = MAKERS[name](model)
+    schedule = LambdaLR(optimizer, lambda step: 1 / (1 + step))
+    for step in range(STEPS):
+        for rank in range(world):
+            x, y = batch(rank, step)
+            (nn.functional.mse_loss(model(x), y) / world).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        schedule.step()
+        change(optimizer, step)
+    return torch.cat([p.detach().flatten() for p in model.parameters()]).tolist()
+
+
+def given(rank: int, world: int, name: str, stage: int, through: str) -> list[float]:
+    model = network()
+    optimizer = MAKERS[name](model)
+    config = {
+        "batch": {"size": 4 * world},
+        "precision": {"compute": "fp64"},
+        "zero": {"stage": stage, "min_bucket": 0},
+        "optimizer": {"clip": None},
+    }
+    engine = polyreme.initialize(model, config, optimizer=optimizer)
+    seen = optimizer if through == "the user's" else engine.optimizer
+    schedule = LambdaLR(seen, lambda step: 1 / (1 + step))
+    for step in range(STEPS):
+        x, y = batch(rank, step)
+        engine.backward(nn.functional.mse_loss(engine(x), y), weight=1.0)
+        engine.step() if through == "the user's" else engine.optimizer.step()
+        seen.zero_grad()
+        schedule.step()
+        change(seen, step)
+    assert seen.param_groups[0]["params"][0] is next(model.parameters())
+    whole = engine.state_dict()
+    return torch.cat([whole[name].flatten() for name, _ in engine.module.named_parameters()]).tolist()
+
+
+@pytest.mark.parametrize("through", ["the user's", "engine.optimizer"])
+@pytest.mark.parametrize("world", [1, 2])
+def test_an_optimizer_is_taken_over(ranks: Ranks, world: int, through: str) -> None:
+    for name in MAKERS:
+        wanted = torch.tensor(plain(world, name), dtype=torch.float64)
+        for stage in (0, 2, 3):
+            for found in ranks(world, given, name, stage, through):
+                difference = (torch.tensor(found, dtype=torch.float64) - wanted).abs().max()
+                assert difference < 1e-12, (name, stage, difference)
+
+
+def resumed(rank: int, world: int, folder: Any) -> list[float]:
+    """The learning rates that a checkpoint brings back."""
+    found = []
+    for again in (False, True):
+        model = network()
+        optimizer = MAKERS["adamw"](model)
+        config = {"batch": {"size": 4 * world}, "precision": {"compute": "fp64"}}
+        engine = polyreme.initialize(model, config, optimizer=optimizer)
+        if again:
+            engine.load(folder)
+        else:
+            optimizer.param_groups[1]["lr"] = 0.125
+            engine.save(folder)
+        found.append(engine.optimizer.param_groups[1]["lr"])
+    return found
+
+
+def test_options_are_saved(ranks: Ranks, tmp_path: Any) -> None:
+    assert ranks(2, resumed, tmp_path / "saved") == [[0.125, 0.125]] * 2
+
+
+def parts(rank: int, world: int) -> int:
+    """Numbers of Adam's first moment that this rank has."""
+    model = network()
+    optimizer = torch.optim.AdamW(model.parameters())
+    engine = polyreme.initialize(model, {"batch": {"size": 4 * world}}, optimizer=optimizer)
+    x, y = (each.float() for each in batch(rank, 0))
+    engine.backward(nn.functional.mse_loss(engine(x), y), weight=1.0)
+    engine.step()
+    state = engine.optimizer.state
+    assert {*state} <= {*model.parameters()}
+    assert all(each["step"] == 1 for each in state.values())
+    return sum(each["exp_avg"].numel() for each in state.values())
+
+
+def test_the_state_is_this_ranks_part(ranks: Ranks) -> None:
+    assert sum(ranks(2, parts)) == sum(p.numel() for p in network().parameters())
+
+
+def test_what_cannot_be_is_refused() -> None:
+    model = network()
+    config = {"batch": {"size": 4}}
+    with pytest.raises(ConfigError, match="leaves out"):
+        polyreme.initialize(model, config, optimizer=torch.optim.SGD([next(model.parameters())], lr=0.1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(ConfigError, match="learning rate of each step"):
+        polyreme.initialize(model, config | {"lr_schedule": {"name": "cosine"}}, optimizer=optimizer)
+    engine = polyreme.initialize(model, config, optimizer=optimizer)
+    with pytest.raises(ModelError, match=r"call engine\.step\(\)"):
+        optimizer.step()
+    with pytest.raises(ModelError, match="closure"):
+        engine.optimizer.step(lambda: 0.0)
+    with pytest.raises(ModelError, match=r"engine\.save"):
+        engine.optimizer.state_dict()
+    engine.close()
+    optimizer.step()
