@@ -457,6 +457,7 @@ class Options:
             with warnings.catch_warnings():  # that it is stepped before its optimizer: ours are others
                 warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step", UserWarning)
                 self._scheduler.step()
+        self._lead._opt_called = True  # type: ignore[attr-defined]  # for torch schedulers, which look
         self._follow(progress)
 
     def observe(self, metric: float) -> None:

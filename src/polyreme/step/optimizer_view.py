@@ -29,6 +29,8 @@ class OptimizerView(Optimizer):
     to have a torch scheduler do so, changes it. Their parameters are the model's, or stand-ins for them where
     the config or a class made the groups."""
 
+    _opt_called = True  # a torch scheduler warns where an optimizer has not stepped; the engine does so
+
     def __init__(self, engine: Steps, options: Options, updates: Updates) -> None:
         self._engine, self._options, self._updates = engine, options, updates
         super().__init__([{"params": []}], options.defaults)
