@@ -73,7 +73,7 @@ class ConfigError(PolyremeError):
         )
 
     def __reduce__(self) -> tuple[object, ...]:
-        return (ConfigError, (self.problems, self.source))
+        return (type(self), (self.problems, self.source))
 
 
 class DataError(PolyremeError):

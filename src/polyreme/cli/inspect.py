@@ -187,10 +187,10 @@ def _some(words: list[str], between: str) -> str:
     return between.join(words if len(words) <= SHOWN else [*words[: SHOWN - 1], "...", words[-1]])
 
 
-def as_json(config: Config, world_size: int) -> str:
+def as_json(config: Config, world_size: int, more: Mapping[str, Any] | None = None) -> str:
     """The same as a JSON object: world_size, accumulation, axes (each axis of several ranks: the lists of
     ranks that form it), stages (of each rank of axis pp), pipeline (what `stage_parts` tells of each stage),
-    config, and origins by dotted key."""
+    config, origins by dotted key, and `more`."""
     resolved = config.resolve(world_size)
     told: dict[str, Any] = {
         "world_size": world_size,
@@ -200,6 +200,7 @@ def as_json(config: Config, world_size: int) -> str:
         "pipeline": [asdict(part) for part in stage_parts(resolved)],
         "config": resolved.model_dump(mode="json"),
         "origins": resolved.origins,
+        **(more or {}),
     }
     return json.dumps(told, indent=2, ensure_ascii=False)
 

@@ -24,6 +24,7 @@ from polyreme.errors import LaunchError, PolyremeError, shortened
 from polyreme.launch.signals import importing
 
 if TYPE_CHECKING:
+    from polyreme.compat.deepspeed.json_config import Note
     from polyreme.config import Config
 
 
@@ -221,7 +222,9 @@ def inspect(
     path: Annotated[
         Path,
         typer.Argument(
-            metavar="CONFIG|DIR", help="A config, or the folder of a checkpoint or run.", show_default=False
+            metavar="CONFIG|DIR",
+            help="A config (a DeepSpeed JSON, too), or the folder of a checkpoint or run.",
+            show_default=False,
         ),
     ],
     overrides: Overrides = None,
@@ -245,6 +248,10 @@ def inspect(
         Path | None,
         typer.Option(metavar="FILE", help="With --schedule: also write the timeline as an SVG file."),
     ] = None,
+    write: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Also write what CONFIG says as TOML; never over another file."),
+    ] = None,
 ) -> None:
     """Show what CONFIG comes to, where each value comes from, and which of several ranks form which axis.
 
@@ -254,16 +261,14 @@ def inspect(
     work) and how many micro-batches' activations it keeps at once, if every stage takes the same time and a
     backward twice that of a forward.
 
+    Of a DeepSpeed JSON, show first what became of each of its keys; all else is shown, and written, of the
+    config of ours that it comes to for that number of ranks.
+
     Of DIR, a checkpoint of Polyreme, Hugging Face, DeepSpeed or torch.distributed.checkpoint (or a run's
     folder, for its newest one), show tensors, sizes, the ranks that wrote it and how far training was, and
     compare all bytes with their checksums: status 1 if any differ."""
-    from rich.console import Console
-
-    from polyreme.cli import inspect as inspection
-    from polyreme.config import Config
-
     if path.is_dir():
-        if overrides or ranks or schedule or svg or every or describe:
+        if overrides or ranks or schedule or svg or every or describe or write:
             raise typer.BadParameter(
                 f"{path} is a folder, so that a checkpoint is shown: of the options only --json applies"
             )
@@ -273,17 +278,31 @@ def inspect(
         raise typer.BadParameter("it is a picture of the timeline: give --schedule, too", param_hint="--svg")
     if schedule and (every or describe):
         raise typer.BadParameter("--schedule draws no keys: leave --all and --describe out")
-    loaded = Config.load(path, overrides or [])
+    from polyreme.cli import translated
+
+    loaded, notes = translated.load(path, overrides or [], ranks or 1)
+    if write:
+        translated.write(loaded, write, path)
     if schedule:
         _draw_schedule(loaded, ranks, svg, as_json)
-    elif as_json:
-        typer.echo(inspection.as_json(loaded, ranks or 1))
     else:
-        Console().print(
-            inspection.render(loaded, ranks or 1, every, describe),
-            inspection.render_axes(loaded, ranks or 1),
-            sep="",
-        )
+        _show_config(loaded, ranks or 1, notes, as_json, every, describe)
+
+
+def _show_config(
+    config: Config, ranks: int, notes: Sequence[Note], as_json: bool, every: bool, describe: bool
+) -> None:
+    from rich.console import Console
+
+    from polyreme.cli import inspect as inspection
+    from polyreme.cli import translated
+
+    if as_json:
+        more = {"deepspeed": [dataclasses.asdict(note) for note in notes]} if notes else {}
+        typer.echo(inspection.as_json(config, ranks, more))
+    else:
+        parts = (inspection.render(config, ranks, every, describe), inspection.render_axes(config, ranks))
+        Console().print(translated.render(notes), *parts, sep="")
 
 
 def _draw_schedule(config: Config, ranks: int | None, svg: Path | None, as_json: bool) -> None:

@@ -71,7 +71,7 @@ def read(source: str | Path) -> dict[str, Any]:
             raise failed(
                 f"cannot tell its format from the suffix {suffix!r}", "use a .toml, .yaml, .yml or .json file"
             )
-        text = _text(path)
+        text = text_of(path)
     except (OSError, ValueError) as error:
         raise failed(
             f"cannot be read: {getattr(error, 'strerror', None) or error}",
@@ -96,7 +96,7 @@ def working_folder() -> str:
         return "the working folder, which has been deleted"
 
 
-def _text(path: Path) -> str:
+def text_of(path: Path) -> str:
     """What the file holds. Raises OSError and ValueError; never waits for the writer of a pipe, nor reads
     more than FILE_LIMIT."""
     opened = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
@@ -114,7 +114,7 @@ def _parse(text: str, suffix: str) -> object:
     if suffix == ".toml":
         return tomllib.loads(text)
     if suffix == ".json":
-        return json.loads(text, object_pairs_hook=_distinct)
+        return json.loads(text, object_pairs_hook=distinct)
     import yaml
 
     class Loader(yaml.SafeLoader):
@@ -123,7 +123,7 @@ def _parse(text: str, suffix: str) -> object:
 
         def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
             node = super().compose_mapping_node(anchor)
-            _distinct([(key.value, None) for key, _ in node.value if isinstance(key, yaml.ScalarNode)])
+            distinct([(key.value, None) for key, _ in node.value if isinstance(key, yaml.ScalarNode)])
             return node
 
         def construct_document(self, node: yaml.Node) -> Any:
@@ -145,7 +145,7 @@ def _parse(text: str, suffix: str) -> object:
         raise ValueError(str(error)) from None
 
 
-def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) < len(pairs):
         raise ValueError(f"the key {Counter(key for key, _ in pairs).most_common(1)[0][0]!r} comes twice")

@@ -1,0 +1,220 @@
+"""The optimizer and scheduler sections of a DeepSpeed config, as keys of ours.
+
+An optimizer's arguments that are left out get the defaults of the class that DeepSpeed would make."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from polyreme.compat.deepspeed.config_keys import Outcome
+from polyreme.config.schema import OptimizerSection
+from polyreme.errors import Problem
+
+Remarks = dict[str, tuple[Outcome, str]]
+"""What is to be said of a key, in place of what the table says: the outcome, and a sentence."""
+
+SCHEDULERS = ("WarmupLR", "WarmupDecayLR", "WarmupCosineLR", "OneCycle", "LRRangeTest")
+"""DeepSpeed's own learning rate schedules."""
+OWN = ("adam", "adamw", "lion", "adagrad", "muon", "lamb", "muadam", "muadamw", "musgd")
+"""Optimizers that DeepSpeed knows in any spelling; others are names of torch.optim."""
+GONE = ("onebitadam", "onebitlamb", "zerooneadam")
+WITHOUT = {
+    **dict.fromkeys(("muadam", "muadamw", "musgd"), "muP scales rates by the widths of layers, which a shard "
+                                                    "does not know"),
+    "lamb": "its trust ratio is of whole tensors, and there is no LAMB in torch.optim",
+    **dict.fromkeys(GONE, "DeepSpeed 0.19 has removed it"),
+}  # fmt: skip
+"""Why an optimizer is refused."""
+ADAM = {"lr": 1e-3, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.0}
+DEFAULTS: dict[str, dict[str, Any]] = {
+    "adam": ADAM,
+    "adamw": ADAM,
+    "lion": {"lr": 1e-3, "betas": [0.9, 0.999], "weight_decay": 0.0},
+    "adagrad": {"lr": 1e-2, "eps": 1e-10, "weight_decay": 0.0},
+    "muon": {"momentum": 0.95, "betas": [0.9, 0.95], "eps": 1e-10, "weight_decay": 0.0},
+}
+HARMLESS: dict[str, tuple[Any, ...]] = {
+    "bias_correction": (True,),
+    "amsgrad": (False,),
+    "set_grad_none": (True, False),
+    "fp32_optimizer_states": (True, None),
+    "per_head_muon": (False,),
+    "torch_adam": (False,),
+}
+"""Arguments of DeepSpeed's own optimizers that change nothing at these values."""
+ARGUMENTS: dict[str, frozenset[str]] = {
+    "adam": frozenset({"bias_correction", "amsgrad", "set_grad_none", "fp32_optimizer_states", "torch_adam"}),
+    "lion": frozenset({"set_grad_none", "fp32_optimizer_states"}),
+    "adagrad": frozenset({"amsgrad", "fp32_optimizer_states"}),
+    "muon": frozenset({"per_head_muon", "torch_adam", "fp32_optimizer_states"}),
+}
+ARGUMENTS["adamw"] = ARGUMENTS["adam"]
+STATES = "optimizer.params.fp32_optimizer_states"
+MUON = {"lr", "muon_lr", "adam_lr", "ns_method", "adam_w_mode"}
+"""Arguments of Muon that are neither harmless nor under the same name with us."""
+
+
+@dataclass(frozen=True)
+class Named:
+    """A class by its name, and its keyword arguments as they were written."""
+
+    name: str
+    params: dict[str, Any] = field(default_factory=dict)
+
+
+def named(values: Any, section: str, problems: list[Problem]) -> Named | None:
+    """What a section with a type and params names; None where there is no such section."""
+    name, params = values[f"{section}.type"], dict(values[f"{section}.params"])
+    if name is None:
+        if params:
+            problems.append(
+                Problem(f"{section}.params", params, "of which class, is not said", f"write {section}.type")
+            )
+        return None
+    for key, value in params.items():
+        if isinstance(value, str) and value == "auto":
+            reason = '"auto" is for the Trainer and Accelerate to fill in, and nobody did'
+            problems.append(
+                Problem(f"{section}.params.{key}", value, reason, "write a value, or leave it out")
+            )
+    lowered = name.lower()
+    return Named(lowered if section == "optimizer" and lowered in OWN else name, params)
+
+
+def check_scheduler(scheduler: Named, problems: list[Problem]) -> None:
+    """A schedule that neither DeepSpeed nor torch has is a problem."""
+    from torch.optim import lr_scheduler  # only here: most configs are shown without it
+
+    if scheduler.name in SCHEDULERS:
+        return
+    known = [name for name in lr_scheduler.__all__ if inspect.isclass(getattr(lr_scheduler, name))]
+    if scheduler.name not in known:
+        reason = "neither a schedule of DeepSpeed nor a class of torch.optim.lr_scheduler"
+        near = difflib.get_close_matches(scheduler.name, [*SCHEDULERS, *known], n=1, cutoff=0)[0]
+        problems.append(Problem("scheduler.type", scheduler.name, reason, f"did you mean {near}?"))
+
+
+def optimizer_keys(optimizer: Named, problems: list[Problem], remarks: Remarks) -> dict[str, Any]:
+    """Keys of our optimizer section (without "optimizer.") that make the same updates."""
+    params = dict(optimizer.params)
+    if "max_grad_norm" in params:
+        problems.append(
+            Problem(
+                "optimizer.params.max_grad_norm",
+                params.pop("max_grad_norm"),
+                "an optimizer does not clip",
+                "write gradient_clipping at the top level",
+            )
+        )
+    name = optimizer.name
+    if name.lower() in WITHOUT:
+        problems.append(Problem("optimizer.type", name, WITHOUT[name.lower()], 'write "AdamW"'))
+        return {}
+    if name in ("adam", "adamw"):
+        decoupled = params.pop("adam_w_mode", True) or name == "adamw"
+        name = "adamw" if decoupled else "adam"
+        if params.get("torch_adam") is True:
+            del params["torch_adam"]
+            if not params.pop("fp32_optimizer_states", True):
+                remarks[STATES] = ("warned", "the optimizer's states stay fp32")
+            return _of_torch("AdamW" if decoupled else "Adam", name, params, problems)
+    if name == "muon":
+        return _muon(params, problems, remarks)
+    if name in DEFAULTS:
+        extra = _of_torch_class("Adagrad") - {"lr", "eps", "weight_decay"} if name == "adagrad" else set()
+        options = {key: params.pop(key) for key in list(params) if key in extra}
+        _drop_harmless(name, params, problems, remarks)
+        return {"name": name, **DEFAULTS[name], **params, **({"options": options} if options else {})}
+    return _of_torch(name, name.lower() if name == "SGD" else name, params, problems)
+
+
+def _drop_harmless(name: str, params: dict[str, Any], problems: list[Problem], remarks: Remarks) -> None:
+    """Take arguments that change nothing out of `params`, and all that is refused."""
+    known = DEFAULTS[name].keys() | ARGUMENTS[name] | (MUON if name == "muon" else set())
+    for key in list(params):
+        if key in DEFAULTS[name] or (name == "muon" and key in MUON):
+            continue
+        value, path = params.pop(key), f"optimizer.params.{key}"
+        if key not in known:
+            near = difflib.get_close_matches(key, known, n=1, cutoff=0)[0]
+            reason = f"DeepSpeed's {name} takes no such argument"
+            problems.append(Problem(path, value, reason, f"did you mean {near}?"))
+        elif key == "fp32_optimizer_states" and not value:
+            remarks[STATES] = ("warned", "the optimizer's states stay fp32")
+        elif not any(value is fine for fine in HARMLESS[key]) and not (
+            name == "muon" and key == "torch_adam"
+        ):
+            fix = "remove it" + (
+                ', or write "torch_adam": true' if key == "amsgrad" and name != "adagrad" else ""
+            )
+            problems.append(Problem(path, value, f"there is no {name} with it", fix))
+
+
+def _muon(params: dict[str, Any], problems: list[Problem], remarks: Remarks) -> dict[str, Any]:
+    """Muon for the blocks' matrices, AdamW for the rest."""
+    if not params.pop("adam_w_mode", True):
+        reason = "what is no matrix is updated by AdamW"
+        problems.append(Problem("optimizer.params.adam_w_mode", False, reason, "remove it"))
+    _drop_harmless("muon", params, problems, remarks)
+    params.pop("ns_method", None)
+    shared = params.pop("lr", None)
+    rates = {
+        "matrix_lr": params.pop("muon_lr", 0.02 if shared is None else shared),
+        "lr": params.pop("adam_lr", 3e-4 if shared is None else shared),
+    }
+    made = {"name": "muon", **rates, **DEFAULTS["muon"], **params}
+    made["matrix_momentum"] = made.pop("momentum")
+    remarks.setdefault(
+        "optimizer.type",
+        ("warned", "Muon updates the matrices in blocks, by torch's Newton-Schulz iteration; AdamW the rest"),
+    )
+    return made
+
+
+def _of_torch_class(name: str) -> set[str]:
+    import torch
+
+    return set(inspect.signature(getattr(torch.optim, name)).parameters) - {"params"}
+
+
+def _of_torch(
+    class_name: str, ours: str, params: Mapping[str, Any], problems: list[Problem]
+) -> dict[str, Any]:
+    """A class of torch.optim with its own defaults: what our section has keys for under these, the rest as
+    its options."""
+    import torch
+
+    base = torch.optim.Optimizer
+    known = [
+        n for n, value in vars(torch.optim).items() if isinstance(value, type) and issubclass(value, base)
+    ]
+    if class_name not in known or class_name == "Optimizer":
+        choices = {known_name.lower(): known_name for known_name in [*known, "Adam", "Lion"]}
+        stem = class_name.lower().replace("fused", "").replace("deepspeedcpu", "").replace("cpu", "")
+        near = choices[difflib.get_close_matches(stem, choices, n=1, cutoff=0)[0]]
+        reason = "neither an optimizer of DeepSpeed's config nor a class of torch.optim"
+        problems.append(Problem("optimizer.type", class_name, reason, f'write "{near}"'))
+        return {}
+    signature = inspect.signature(getattr(torch.optim, class_name)).parameters
+    made: dict[str, Any] = {"name": ours}
+    options: dict[str, Any] = {}
+    for key, value in params.items():
+        if key not in signature or key == "params":
+            near = difflib.get_close_matches(key, set(signature) - {"params"}, n=1, cutoff=0)[0]
+            reason = f"torch.optim.{class_name} takes no such argument"
+            problems.append(Problem(f"optimizer.params.{key}", value, reason, f"did you mean {near}?"))
+        elif value is None:
+            continue  # as torch chooses
+        elif key in OptimizerSection.model_fields and not (class_name == "Adafactor" and key == "eps"):
+            made[key] = value
+        else:
+            options[key] = value
+    for key in ("lr", "weight_decay", "betas", "eps", "momentum"):
+        default = signature[key].default if key in signature else None
+        if isinstance(default, int | float | tuple) and not (class_name == "Adafactor" and key == "eps"):
+            made.setdefault(key, list(default) if isinstance(default, tuple) else float(default))
+    return {**made, **({"options": options} if options else {})}

@@ -1,0 +1,220 @@
+"""A DeepSpeed config as it is written (a mapping, a JSON file, or base64 of JSON) and the value of every key.
+
+Invariant: what `values` returns has every key of the table, each of its kind; nothing that was written is
+left out of it: a key that is not in the table is a problem."""
+
+from __future__ import annotations
+
+import base64
+import difflib
+import json
+import os
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from polyreme.compat.deepspeed.config_keys import KEYS, NAMES, OLD_SECTIONS, TABLES, Key, find, in_words
+from polyreme.config.loading import check_bounds, distinct, members, text_of
+from polyreme.errors import ConfigError, Problem
+
+Source = str | os.PathLike[str] | Mapping[str, Any]
+
+RENAMED = {
+    "fp32_allreduce": 'communication_data_type = "fp32"',
+    "max_grad_norm": "gradient_clipping",
+    "gradient_clip_val": "gradient_clipping",
+    "batch_size": "train_batch_size",
+    "lr_scheduler": "scheduler",
+    "zero": "zero_optimization",
+}
+"""What keys have been called elsewhere."""
+SKIPPED = re.compile(r'("(?:\\.|[^"\\])*")|//[^\n]*|#[^\n]*|/\*.*?\*/', re.DOTALL)
+LAST_COMMA = re.compile(r'("(?:\\.|[^"\\])*")|,(?=\s*[}\]])')
+"""What a JSON file of DeepSpeed may have besides JSON; strings, which may look like it, are in the group."""
+
+
+class DeepSpeedConfigError(ConfigError, ValueError, AssertionError):
+    """A DeepSpeed config that cannot run here. Also what DeepSpeed raises in its place, so that a script that
+    catches that goes on."""
+
+
+@dataclass(frozen=True)
+class Values:
+    """of: the value of every key, DeepSpeed's default where it was left out. written: the keys that were
+    written, by path, with what was written."""
+
+    of: dict[str, Any]
+    written: dict[str, Any]
+
+    def __getitem__(self, path: str) -> Any:
+        return self.of[path]
+
+
+def read(source: Source) -> dict[str, Any]:
+    """The tables of a config. Raises DeepSpeedConfigError where `source` is none."""
+
+    def failed(reason: str, fix: str) -> DeepSpeedConfigError:
+        return DeepSpeedConfigError([Problem("config", source, reason, fix)])
+
+    try:
+        if isinstance(source, Mapping):
+            check_bounds(source, members)
+            return dict(source)
+        name = os.fspath(source)
+        path = Path(name).expanduser() if len(name) < 4096 else None
+        if path is not None and path.exists():
+            tree = parse(text_of(path))
+        else:
+            tree = parse(base64.b64decode(name, altchars=b"-_", validate=True).decode("utf-8"))
+    except (ValueError, RecursionError, RuntimeError, OSError, TypeError) as error:
+        raise failed(
+            f"neither a mapping, nor the path of a JSON file, nor base64 of one: {error}",
+            "give a dict, or the path of a DeepSpeed JSON",
+        ) from None
+    if not isinstance(tree, dict):
+        raise failed("it holds no table of keys", "write keys and values at the top level")
+    return tree
+
+
+def parse(text: str) -> Any:
+    """JSON with comments and last commas, as DeepSpeed reads it. Raises ValueError where it is none, or a key
+    comes twice."""
+    plain = LAST_COMMA.sub(lambda match: match[1] or "", SKIPPED.sub(lambda match: match[1] or " ", text))
+    tree = json.loads(plain, object_pairs_hook=distinct)
+    check_bounds(tree, members)
+    return tree
+
+
+def values(tree: Mapping[str, Any], problems: list[Problem]) -> Values:
+    """The value of every key; what is wrong with single keys is added to `problems`."""
+    found: dict[str, Any] = {}
+    written: dict[str, Any] = {}
+    for path, value in _leaves(_new_form(tree, problems), problems):
+        key = find(path)
+        if key is None:
+            problems.append(_unknown(path, value))
+            continue
+        path = NAMES.get(path, path)
+        if path in written:
+            problems.append(Problem(path, value, "it is given under two names", "leave one of them out"))
+            continue
+        try:
+            found[path] = parsed(key, value)
+        except ValueError as error:
+            problems.append(Problem(path, value, str(error), key.fix or "correct it, or leave it out"))
+            continue
+        if value is not None or key.default is not None:
+            written[path] = value
+        if key.outcome == "refused" and not _among(found[path], key.but):
+            problems.append(Problem(path, value, key.says, key.fix))
+    defaults = {path: key.default for path, key in KEYS.items() if not path.endswith("*")}
+    return Values({**defaults, **found}, written)
+
+
+def _among(value: object, others: tuple[object, ...]) -> bool:
+    return any(type(value) is type(other) and value == other for other in others)
+
+
+def _new_form(tree: Mapping[str, Any], problems: list[Problem]) -> dict[str, Any]:
+    """`tree` with what has an older form in the newer one."""
+    made = dict(tree)
+    if isinstance(made.get("zero_optimization"), bool):
+        made["zero_optimization"] = {"stage": int(made["zero_optimization"])}
+    for old, new in OLD_SECTIONS.items():
+        above, _, name = old.rpartition(".")
+        owner = made.get(above) if above else made
+        if not isinstance(owner, Mapping) or name not in owner:
+            continue
+        renamed = dict(owner)
+        value, other = renamed.pop(name), new.rpartition(".")[2]
+        if other in renamed:
+            problems.append(Problem(old, value, f"{new} is given too", f"remove {old}"))
+        renamed.setdefault(other, value)
+        made = {**made, above: renamed} if above else renamed
+    return made
+
+
+def _leaves(tree: Mapping[str, Any], problems: list[Problem], above: str = "") -> Iterator[tuple[str, Any]]:
+    """Every key below which there are no keys of the table, with its value."""
+    for name, value in tree.items():
+        path = f"{above}{name}"
+        if path not in TABLES:
+            yield path, value
+        elif isinstance(value, Mapping):
+            yield from _leaves(value, problems, f"{path}.")
+        elif value is not None and path != "zero_optimization.zenflow":
+            names = [key for key in KEYS if key.startswith(f"{path}.")]
+            fix = f'write {{"{names[0].removeprefix(path + ".")}": ...}}, or leave it out'
+            problems.append(Problem(path, value, "must be a table of keys", fix))
+
+
+def parsed(key: Key, value: Any) -> Any:
+    """`value` as the key's kind. Raises ValueError where it is none."""
+    if value is None and key.default is None:
+        return None
+    if isinstance(value, str) and value == "auto" and key.default != "auto" and key.takes != "anything":
+        if key.auto:
+            return key.default
+        raise ValueError('"auto" is for the Trainer and Accelerate to fill in, and nobody did')
+    if isinstance(key.takes, tuple):
+        plain = str(value).lower() if isinstance(key.takes[0], str) else _number(value)
+        if not _among(plain, key.takes):
+            raise ValueError(f"must be one of {in_words(key)}")
+        return plain
+    if not (kind := KINDS[key.takes])[0](value):
+        raise ValueError(f"must be {'an' if in_words(key)[0] in 'aeiou' else 'a'} {in_words(key)}")
+    return kind[1](value)
+
+
+def _number(value: Any) -> Any:
+    """A number written as text as a number, and a whole one as an integer; other things as they are."""
+    if isinstance(value, str):
+        try:
+            value = float(value)
+        except ValueError:
+            return value
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+def _is_number(value: Any, least: float = float("-inf")) -> bool:
+    number = _number(value)
+    return isinstance(number, int | float) and not isinstance(number, bool) and number >= least
+
+
+def _is_integer(value: Any, least: float = float("-inf")) -> bool:
+    return _is_number(value, least) and isinstance(_number(value), int)
+
+
+def _bool(value: Any) -> bool:
+    return value.lower() == "true" if isinstance(value, str) else bool(value)
+
+
+KINDS: dict[str, tuple[Any, Any]] = {
+    "bool": (lambda v: v in (0, 1) if not isinstance(v, str) else v.lower() in ("true", "false"), _bool),
+    "integer": (_is_integer, _number),
+    "positive integer": (lambda v: _is_integer(v, 1), _number),
+    "count": (lambda v: _is_integer(v, 0), _number),
+    "number": (_is_number, _number),
+    "number >= 0": (lambda v: _is_number(v, 0), _number),
+    "fraction": (lambda v: _is_number(v, 0) and _number(v) <= 1, _number),
+    "text": (lambda v: isinstance(v, str | os.PathLike), os.fspath),
+    "list": (lambda v: isinstance(v, list | tuple), list),
+    "table": (lambda v: isinstance(v, Mapping), dict),
+    "anything": (lambda v: True, lambda v: v),
+}
+"""Whether a value is of a kind, and what it is then."""
+
+
+def _unknown(path: str, value: object) -> Problem:
+    """A key that is not DeepSpeed's, with the nearest that is."""
+    above, _, name = path.rpartition(".")
+
+    def likeness(known: str) -> float:
+        there, _, its_name = known.rpartition(".")
+        alike = difflib.SequenceMatcher(None, name, its_name).ratio()
+        return alike + (0.1 if there == above else 0)
+
+    nearest = RENAMED.get(path) or max([*KEYS, *NAMES, *sorted(TABLES)], key=likeness)
+    return Problem(path, value, "DeepSpeed 0.19.8 has no such key", f"did you mean {nearest}?")

@@ -1,0 +1,418 @@
+"""A DeepSpeed config in, ours out: `translate`, with a note of what became of each key.
+
+Pure: no process group, no model. Torch is imported only to look up an optimizer or a scheduler by its name.
+Invariant: every key that was written has a note, or the config is refused with all that is wrong with it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from polyreme.compat.deepspeed.config_keys import KEYS, TOP, Outcome, find
+from polyreme.compat.deepspeed.config_optimizer import Named, Remarks, check_scheduler, named, optimizer_keys
+from polyreme.compat.deepspeed.config_values import DeepSpeedConfigError, Source, Values, parse, read, values
+from polyreme.config.describe import toml
+from polyreme.config.loading import text_of
+from polyreme.config.schema import LEAVES, SECTIONS
+from polyreme.config.validate import COMPACT
+from polyreme.errors import Problem
+
+MEAN = {"batch.mean": "ranks"}
+"""A gradient is the mean over ranks and micro-batches of the losses that `backward` is given."""
+
+
+@dataclass(frozen=True)
+class Note:
+    """What became of one key: its path, its value as it was written, the outcome, and a sentence."""
+
+    key: str
+    value: object
+    outcome: Outcome
+    text: str
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Samples of a step, samples of a micro-batch on one rank, and micro-batches of a step, as DeepSpeed
+    counts them: `size` counts the ranks of tensor parallelism, too, where the config divides the model."""
+
+    size: int = 0
+    micro: int = 0
+    accumulation: int = 0
+
+
+@dataclass(frozen=True)
+class Translation:
+    """A DeepSpeed config, translated.
+
+    source: the config as it was given, for `engine.config`. config: what `polyreme.initialize` takes. notes:
+    one for each key that was written. values: every key of DeepSpeed's by its path ("fp16.loss_scale"), with
+    its default where it was left out. optimizer, scheduler: what the config names, if anything."""
+
+    source: dict[str, Any]
+    config: dict[str, Any]
+    notes: list[Note]
+    values: Mapping[str, Any]
+    batch: Batch
+    optimizer: Named | None
+    scheduler: Named | None
+
+    @property
+    def stage(self) -> int:
+        return self.values["zero_optimization.stage"]
+
+    @property
+    def loss_scale(self) -> dict[str, Any] | float | None:
+        """fp16's: a number, the arguments of a dynamic one, or None without fp16."""
+        if not self.values["fp16.enabled"]:
+            return None
+        names = ("initial_scale_power", "loss_scale_window", "hysteresis", "consecutive_hysteresis")
+        dynamic = {name: self.values[f"fp16.{name}"] for name in (*names, "min_loss_scale")}
+        return self.values["fp16.loss_scale"] or dynamic
+
+    def section(self, name: str) -> dict[str, Any]:
+        """All keys of a section such as "flops_profiler" or "zero_optimization.offload_optimizer"."""
+        return {path[len(name) + 1 :]: v for path, v in self.values.items() if path.startswith(f"{name}.")}
+
+    @property
+    def warnings(self) -> list[Note]:
+        return [note for note in self.notes if note.outcome == "warned"]
+
+    def standalone(self) -> dict[str, Any]:
+        """`config` for a run without this door, which has the schedule of the learning rate in it where ours
+        has one like it."""
+        if self.scheduler is None:
+            return self.config
+        schedule, highest = _lr_schedule(self.scheduler)
+        if not schedule:
+            return self.config
+        optimizer = self.config["optimizer"] | ({} if highest is None else {"lr": highest})
+        return self.config | {"optimizer": optimizer, "lr_schedule": schedule}
+
+
+@dataclass
+class _Work:
+    """A translation under way: keys of ours by their paths, what is wrong, and what is to be said of a key in
+    place of what the table says."""
+
+    values: Values
+    ours: dict[str, Any] = field(default_factory=dict)
+    problems: list[Problem] = field(default_factory=list)
+    remarks: Remarks = field(default_factory=dict)
+
+    def refuse(self, path: str, reason: str, fix: str) -> None:
+        self.problems.append(Problem(path, self.values[path], reason, fix))
+
+
+def translate(source: Source, world_size: int = 1, *, pp: int = 1, tp: int | None = None) -> Translation:
+    """A DeepSpeed config as ours, for `world_size` ranks.
+
+    source: a mapping, the path of a JSON file, or base64 of one. pp: pipeline stages, of the PipelineModule.
+    tp: tensor-parallel ranks where the caller's mpu has them; None: those of the config.
+
+    Raises DeepSpeedConfigError with every key that is unknown, wrong or refused."""
+    tree = read(source)
+    problems: list[Problem] = []
+    work = _Work(values(tree, problems), problems=problems)
+    batch = _batch(work, world_size, pp, tp)
+    _zero(work)
+    _precision(work)
+    optimizer, scheduler = (named(work.values, name, problems) for name in ("optimizer", "scheduler"))
+    _optimizer(work, optimizer)
+    if scheduler is not None:
+        check_scheduler(scheduler, problems)
+        work.remarks["scheduler.type"] = ("kept", _told(scheduler))
+    _monitor(work)
+    if problems:
+        raise DeepSpeedConfigError(problems, None if isinstance(source, Mapping) else _shown(source))
+    work.ours = {key: value for key, value in work.ours.items() if key in LEAVES}
+    notes = [note for path, value in work.values.written.items() for note in _notes(work, path, value)]
+    return Translation(tree, _nested(work.ours), notes, work.values.of, batch, optimizer, scheduler)
+
+
+def _shown(source: Any) -> str:
+    return str(source) if len(str(source)) < 256 else "base64"
+
+
+def is_deepspeed(path: Path) -> bool:
+    """Whether a file is a DeepSpeed JSON: it has a key of DeepSpeed's that is none of ours, and no other of
+    ours."""
+    if path.suffix.lower() != ".json":
+        return False
+    try:
+        tree = parse(text_of(path))
+    except (OSError, ValueError, RecursionError):
+        return False
+    if not isinstance(tree, dict):
+        return False
+    own = {*SECTIONS, *(key for key in LEAVES if "." not in key)}
+    theirs = {*TOP, "bfloat16", *(key.partition(".")[0] for key in KEYS)}
+    if any(isinstance(tree.get(name), dict) and "type" in tree[name] for name in ("optimizer", "scheduler")):
+        return not tree.keys() & (own - theirs)
+    return bool(tree.keys() & (theirs - own)) and not tree.keys() & (own - theirs)
+
+
+def _batch(work: _Work, world_size: int, pp: int, tp: int | None) -> Batch:
+    """The batch and the mesh."""
+    given = work.values
+    inside = max(1, given["tensor_parallel.autotp_size"])
+    if given["tensor_parallel.tp.tp_size"] not in (1, inside):
+        work.refuse("tensor_parallel.tp.tp_size", f"tensor_parallel.autotp_size is {inside}", "leave it out")
+    work.ours |= {key: size for key, size in (("mesh.tp", tp or inside), ("mesh.pp", pp)) if size > 1}
+    if given["data_parallel_size"] is not None:
+        work.ours["mesh.dp"] = given["data_parallel_size"]
+    batch = _triple(work, max(1, world_size // (pp * (tp or 1))))
+    size = batch.micro * batch.accumulation * max(1, world_size // (pp * (tp or inside)))
+    work.ours |= {"batch.size": size, "batch.micro": batch.micro, **MEAN}
+    return batch
+
+
+def _triple(work: _Work, ranks: int) -> Batch:
+    """train_batch_size = micro-batch x accumulation x ranks, from two of the three, or from one."""
+    names = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+    size, micro, accumulation = (work.values[name] for name in names)
+    if any(problem.key in names for problem in work.problems):
+        return Batch()
+    if size is None and micro is None:
+        fix = f"write {names[0]} or {names[1]}"
+        work.refuse(names[0], "neither the batch nor the micro-batch is given", fix)
+        return Batch()
+    if size is None:
+        accumulation = accumulation or 1
+        size = micro * accumulation * ranks
+    elif micro is not None:
+        accumulation = accumulation or size // micro // ranks
+    else:
+        accumulation = accumulation or 1
+        micro = size // ranks // accumulation
+    if size != micro * accumulation * ranks:
+        share = micro * accumulation
+        below = max(1, size // (max(share, 1) * ranks)) * max(share, 1) * ranks
+        count = f"{ranks} rank{'s' if ranks > 1 else ''}"
+        reason = f"is not micro-batch x accumulation x ranks, {micro} x {accumulation} x {ranks}"
+        fix = f"write {below} for {count}"
+        if share and size % share == 0:
+            fix += f", or start {size // share}"
+        work.refuse(names[0], reason, fix)
+        return Batch()
+    return Batch(size, micro, accumulation)
+
+
+def _zero(work: _Work) -> None:
+    """The stage, and what is off the device."""
+    given, prefix = work.values, "zero_optimization."
+    stage = work.ours["zero.stage"] = given[f"{prefix}stage"]
+    states = _home(work, "offload_optimizer", "cpu_offload")
+    ratio = given[f"{prefix}offload_optimizer.ratio"]
+    if states == "device" or ratio == 0:
+        states = "device"
+    elif ratio < 1:
+        states = {states: ratio, "device": round(1 - ratio, 12)}
+    params = _home(work, "offload_param", "cpu_offload_param")
+    if params != "device" and stage != 3:
+        why = "only stage 3 brings parameters to the device block by block: they stay there"
+        for path in ("offload_param.device", "cpu_offload_param"):
+            work.remarks[prefix + path] = ("warned", why)
+        params = "device"
+    if states != "device":
+        work.ours["memory.states"] = states
+    if params != "device":
+        work.ours["memory.params"] = params
+    if given["checkpoint.writer.decoupled"]:
+        work.ours["checkpoint.background"] = True
+
+
+def _home(work: _Work, section: str, old: str) -> Any:
+    """Where one of the two offload sections puts what it is about: "device", "host" or a folder."""
+    path = f"zero_optimization.{section}"
+    device = work.values[f"{path}.device"]
+    if work.values[f"zero_optimization.{old}"]:
+        if any(name.startswith(f"{path}.") for name in work.values.written):
+            work.refuse(f"zero_optimization.{old}", f"{section} is given too", f"remove {old}")
+        device = "cpu"
+    folder = work.values[f"{path}.nvme_path"]
+    if device != "nvme":
+        work.remarks[f"{path}.nvme_path"] = ("nothing to do", 'it counts with "device": "nvme" only')
+        return "host" if device == "cpu" else "device"
+    if not folder:
+        work.refuse(f"{path}.nvme_path", "there is no folder for nvme", 'write one, such as "/local_nvme"')
+        return "device"
+    return folder if "/" in folder else f"./{folder}"
+
+
+BITS = {"fp16": 16, "bf16": 16, "fp32": 32}
+
+
+def _precision(work: _Work) -> None:
+    """Number formats and the loss scale."""
+    given, ours = work.values, work.ours
+    bf16, fp16 = given["bf16.enabled"], given["fp16.enabled"]
+    if bf16 and fp16:
+        work.refuse("fp16.enabled", "bf16 is enabled, too", "enable one of the two")
+    compute = "bf16" if bf16 else "fp16" if fp16 else "fp32"
+    wanted = given["data_types.param_dtype"]
+    if wanted is not None and _short(wanted) != compute:
+        fix = f"leave it out, or enable {_short(wanted)}"
+        work.refuse("data_types.param_dtype", f"the model's format is {compute}", fix)
+    ours["precision.compute"] = compute
+    if given["torch_autocast.enabled"]:
+        if compute == "fp32":
+            ours["precision.compute"] = "autocast-bf16"
+        else:
+            text = f"parameters are {compute} already: there is nothing left to cast"
+            work.remarks["torch_autocast.enabled"] = ("nothing to do", text)
+    if bf16:
+        ours["precision.on_nonfinite"] = "skip" if given["bf16.check_grad_overflow"] else "error"
+    _sums(work, compute)
+    if fp16:
+        _loss_scale(work)
+    if given["bf16.bf16_optimizer_states"] and not given["bf16.bf16_master_weights_and_grads"]:
+        fix = "write bf16_master_weights_and_grads: true, too"
+        work.refuse("bf16.bf16_optimizer_states", "DeepSpeed takes it only with bf16 masters", fix)
+
+
+def _short(dtype: str) -> str:
+    name = dtype.removeprefix("torch.")
+    return {"float32": "fp32", "float": "fp32", "bfloat16": "bf16", "float16": "fp16", "half": "fp16"}.get(
+        name, name
+    )
+
+
+def _sums(work: _Work, compute: str) -> None:
+    """In which format gradients are added up: the widest that is asked for, and no narrower than they are."""
+    paths = [p for p in ("communication_data_type", "data_types.grad_accum_dtype") if work.values[p]]
+    asked = {path: _short(work.values[path]) for path in paths}
+    for path, dtype in asked.items():
+        if dtype != compute and BITS[dtype] <= BITS[compute]:
+            text = (
+                f"{compute} gradients would lose digits or range in {dtype}: they are added up as by default"
+            )
+            work.remarks[path] = ("warned", text)
+    fit = [dtype for path, dtype in asked.items() if path not in work.remarks]
+    if fit:
+        work.ours["precision.reduce"] = max(fit, key=lambda dtype: BITS[dtype])
+
+
+def _loss_scale(work: _Work) -> None:
+    """fp16's loss scale."""
+    given, ours = work.values, work.ours
+    if given["fp16.loss_scale"]:
+        ours["precision.loss_scale"] = float(given["fp16.loss_scale"])
+        for name in ("initial_scale_power", "loss_scale_window", "min_loss_scale", "hysteresis"):
+            work.remarks[f"fp16.{name}"] = ("nothing to do", "it counts with a dynamic loss scale only")
+        return
+    for name in ("loss_scale_window", "min_loss_scale"):
+        if given[f"fp16.{name}"] <= 0:
+            work.refuse(f"fp16.{name}", "must be above 0 with a dynamic loss scale", "write 1 or more")
+    ours |= {
+        "precision.loss_scale": "dynamic",
+        "precision.initial_scale": 2.0 ** given["fp16.initial_scale_power"],
+        "precision.growth_interval": given["fp16.loss_scale_window"],
+        "precision.min_scale": float(given["fp16.min_loss_scale"]),
+    }
+
+
+def _optimizer(work: _Work, optimizer: Named | None) -> None:
+    """The update, and clipping."""
+    made = {} if optimizer is None else optimizer_keys(optimizer, work.problems, work.remarks)
+    clip = work.values["gradient_clipping"]
+    work.ours |= {f"optimizer.{key}": value for key, value in made.items()}
+    work.ours |= {"optimizer.no_decay": "none", "optimizer.clip": float(clip) if clip else None}
+    if work.values["bf16.bf16_optimizer_states"]:
+        if made.get("name") in COMPACT and (made["name"] != "sgd" or made.get("momentum")):
+            work.ours["optimizer.states"] = "bf16"
+        else:
+            text = "the states of such an optimizer stay fp32"
+            work.remarks["bf16.bf16_optimizer_states"] = ("warned", text)
+
+
+def _monitor(work: _Work) -> None:
+    given = work.values
+    for name in ("tensorboard", "wandb"):
+        if given[f"{name}.enabled"]:
+            work.ours[f"monitor.{name}"] = True
+    if given["wandb.enabled"]:
+        work.ours["monitor.project"] = given["wandb.project"]
+
+
+def _nested(ours: Mapping[str, Any]) -> dict[str, Any]:
+    made: dict[str, Any] = {}
+    for key, value in ours.items():
+        section, _, name = key.rpartition(".")
+        (made.setdefault(section, {}) if section else made)[name] = value
+    return made
+
+
+def _notes(work: _Work, path: str, value: Any) -> list[Note]:
+    """What became of a key that was written; of an optimizer's or a scheduler's arguments one by one."""
+    if path == "scheduler.params":
+        return [
+            Note(f"{path}.{name}", each, "kept", "an argument of the schedule")
+            for name, each in value.items()
+        ]
+    if path == "optimizer.params":
+        return [_argument(work, name, each) for name, each in value.items()]
+    if path in work.remarks:
+        outcome, text = work.remarks[path]
+        return [Note(path, value, outcome, text)]
+    key = find(path)
+    assert key is not None, path
+    if key.outcome == "translated":
+        return [_translated(key.to, path, value, work.ours)]
+    if key.outcome in ("warned", "refused") and work.values[path] in key.but:  # else it was refused
+        return [Note(path, value, "nothing to do", "as by default")]
+    return [Note(path, value, key.outcome, key.says)]
+
+
+def _argument(work: _Work, name: str, value: object) -> Note:
+    """What became of an argument of the optimizer."""
+    path, options = f"optimizer.params.{name}", work.ours.get("optimizer.options", {})
+    if path in work.remarks:
+        return Note(path, value, *work.remarks[path])
+    if name in options:
+        return Note(path, value, "translated", f"optimizer.options.{name} = {toml(options[name])}")
+    muon = {"lr": ("lr", "matrix_lr"), "muon_lr": ("matrix_lr",), "adam_lr": ("lr",),
+            "momentum": ("matrix_momentum",)}  # fmt: skip
+    ours = muon.get(name, (name,)) if work.ours.get("optimizer.name") == "muon" else (name,)
+    if name in ("adam_w_mode", "torch_adam"):
+        ours = ("name",)
+    return _translated(tuple(f"optimizer.{each}" for each in ours), path, value, work.ours)
+
+
+def _translated(to: tuple[str, ...], path: str, value: object, ours: Mapping[str, Any]) -> Note:
+    made = ", ".join(f"{name} = {toml(ours[name])}" for name in to if name in ours)
+    return Note(path, value, "translated" if made else "nothing to do", made or "as by default")
+
+
+def _told(scheduler: Named) -> str:
+    """What is said of a schedule."""
+    made, _ = _lr_schedule(scheduler)
+    if not made:
+        return "stepped by the engine; none of ours is like it, so that a config of ours has a constant rate"
+    return (
+        f"stepped by the engine; in a config of ours lr_schedule.name = {toml(made['name'])}, with a "
+        "straight warm-up"
+    )
+
+
+def _lr_schedule(scheduler: Named) -> tuple[dict[str, Any], float | None]:
+    """The section of ours that is like one of DeepSpeed's schedules, and the highest rate if the schedule
+    says it; nothing where none is. DeepSpeed's warm-up in steps of a logarithm becomes a straight line."""
+    params = scheduler.params
+    shapes = {"WarmupLR": "constant", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
+    if scheduler.name not in shapes:
+        return {}, None
+    made: dict[str, Any] = {
+        "name": shapes[scheduler.name],
+        "warmup": f"{params.get('warmup_num_steps', 1000)} steps",
+    }
+    if "total_num_steps" in params:
+        made["total"] = f"{params['total_num_steps']} steps"
+    highest = None if scheduler.name == "WarmupCosineLR" else float(params.get("warmup_max_lr", 0.001))
+    if scheduler.name == "WarmupCosineLR":
+        made |= {"start": params.get("warmup_min_ratio", 0.0), "final": params.get("cos_min_ratio", 1e-4)}
+    elif highest:
+        made |= {"start": float(params.get("warmup_min_lr", 0.0)) / highest, "final": 0.0}
+    return made, highest
