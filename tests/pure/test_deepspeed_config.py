@@ -351,7 +351,8 @@ def test_what_real_configs_become() -> None:
     assert ours(REAL["a share on the host"], 2).memory.states == {"host": 0.3, "device": 0.7}
     static = translate(REAL["static loss scale"], 2)
     assert (
-        static.config["precision"] == {"compute": "fp16", "loss_scale": 128.0} and static.loss_scale == 128.0
+        static.config["precision"] == {"compute": "fp16", "on_nonfinite": "skip", "loss_scale": 128.0}
+        and static.loss_scale == 128.0
     )
     autocast = ours(REAL["autocast"], 2)
     assert (autocast.precision.compute, autocast.optimizer.clip) == ("autocast-bf16", None)

@@ -245,7 +245,7 @@ ZERO: dict[str, Key] = {
     "zero_quantized_gradients": warned("bool", False, WHOLE),
     "memory_efficient_linear": idle("bool", True, "gathered weights are not kept for backward"),
     "pipeline_loading_checkpoint": idle("bool", False, "each rank reads its own parts of a checkpoint"),
-    "override_module_apply": idle("bool", True, "a gathered module is given to `apply` either way"),
+    "override_module_apply": idle("bool", True, "weights are initialised before they are sharded"),
     "log_trace_cache_warnings": idle("bool", False, "there is no trace"),
     "enable_sanity_checks": idle("bool", False, "use of a released parameter is always an error"),
     "save_muon_momentum_buffer_in_memory": idle("bool", False, OWN_FILES),
@@ -315,11 +315,11 @@ SECTIONS: dict[str, dict[str, Key]] = {
         "autotp_size": to("count", 0, "mesh.tp", says="0 is 1; train_batch_size counts these ranks as "
                                                       "DeepSpeed does, batch.size does not"),
         "dtype": idle("anything", None, "the model's format is what bf16 or fp16 says"),
-        "tp_overlap_comm": idle("bool", False, "sums overlap where the layers allow it"),
+        "tp_overlap_comm": idle("bool", False, "divided layers communicate in their own way"),
         "vocab_parallel_lm_head": idle("bool", None, "the vocabulary is divided where the model allows it"),
         "vocab_parallel_ce_backend": idle(("torch", "liger"), "torch", "a divided loss is ours"),
         "tp.tp_size": to("count", 1, "mesh.tp", says="must be autotp_size"),
-        "tp.tp_grain_size": idle("count", 1, "parts may be of unequal size"),
+        "tp.tp_grain_size": idle("count", 1, "layers are cut where their heads and columns allow it"),
         **dict.fromkeys(("tp.mpu", "tp.tp_group"), refused(
             "anything", None, "groups of ranks are made here", "remove it: autotp_size is enough")),
         "injection_policy_tuple": refused("anything", None, "layers are divided by a plan of names",
@@ -341,7 +341,7 @@ SECTIONS: dict[str, dict[str, Key]] = {
         "use_node_local_storage": warned("bool", False, "ranks write one folder, which all hosts must see"),
         "parallel_write.pipeline_stage": idle("bool", False, "every rank writes its own parts"),
         "checkpoint_serialization": idle("bool", True, "checkpoints are safetensors"),
-        "writer.decoupled": to("bool", False, "checkpoint.background"),
+        "writer.decoupled": to("bool", False, "checkpoint.background", says="and kept for `save_checkpoint`"),
         **each("writer.type writer.io_buffer_size writer.io_buffer_double writer.show_statistics "
                "writer.data_parallel writer.io_multiplier", "anything", None,
                "every rank writes its own parts"),

@@ -263,8 +263,9 @@ def _precision(work: _Work) -> None:
         else:
             text = f"parameters are {compute} already: there is nothing left to cast"
             work.remarks["torch_autocast.enabled"] = ("nothing to do", text)
-    if bf16:
-        ours["precision.on_nonfinite"] = "skip" if given["bf16.check_grad_overflow"] else "error"
+    if bf16 or fp16:
+        checked = fp16 or given["bf16.check_grad_overflow"]
+        ours["precision.on_nonfinite"] = "skip" if checked else "error"
     _sums(work, compute)
     if fp16:
         _loss_scale(work)
