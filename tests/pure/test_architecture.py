@@ -72,7 +72,7 @@ BUDGETS = {
     "distributed": 1150,
     "files": 240,
     "job": 600,
-    "launch": 430,
+    "launch": 480,
     "layout": 300,
     "models": 650,
     "monitor": 520,

@@ -13,6 +13,10 @@ from dataclasses import dataclass
 
 from polyreme.errors import LaunchError
 
+RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE = "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"
+MASTER_ADDR, MASTER_PORT = "MASTER_ADDR", "MASTER_PORT"
+"""The names of torchrun's variables, for those who hand them on."""
+
 LAUNCHED = "POLYREME_LAUNCHED"
 """The variable that tells a rank that `polyreme.launch.torchrun` started it, and reports its errors."""
 

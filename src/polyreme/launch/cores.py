@@ -44,3 +44,8 @@ def _place(core: int) -> tuple[int, int, int]:
         )
     except (OSError, ValueError):  # not told here
         return 0, core, core
+
+
+def physical_cores() -> int:
+    """How many cores this host has, its hardware threads not counted."""
+    return len({_place(core)[:2] for core in range(os.cpu_count() or 1)})

@@ -1,6 +1,9 @@
 """Runs a script or module as one rank under `polyreme.launch.torchrun`.
 
-`python -m polyreme.launch.rank LAUNCHER_PID [-m MODULE | SCRIPT] ARGUMENTS...`
+`python -m polyreme.launch.rank LAUNCHER_PID [--log FILE] [-m MODULE | --program PROGRAM | SCRIPT]
+ARGUMENTS...`
+
+With --log, what it prints goes to the file. A program takes the place of this one.
 
 Invariants: the rank does not outlive its launcher. A rank that fails writes why to the file that torchrun's
 agent names, and then waits for the agent to end it: its connections stay open meanwhile, so its failure
@@ -30,17 +33,23 @@ HOLD = 20.0  # seconds to wait for the agent, which takes a tenth of one unless 
 
 def main(arguments: list[str]) -> None:
     """Become a rank; `arguments` as in the module's docstring, without the program's name."""
-    die_with_parent(int(arguments[0]))
+    parent, *arguments = arguments
+    die_with_parent(int(parent))
     pin()
+    if arguments[0] == "--log":
+        _redirect(arguments[1])
+        del arguments[:2]
+    if arguments[0] == "--program":
+        _become(arguments[1:])
     for stream in sys.stdout, sys.stderr:
         if isinstance(stream, io.TextIOWrapper):
             # Into a pipe, too; and not less than a line, even with PYTHONUNBUFFERED, or the output of several
             # ranks would mix within one.
             stream.reconfigure(line_buffering=True, write_through=False)
     faulthandler.enable()  # a crash in compiled code shows where
-    is_module = arguments[1] == "-m"
-    target = arguments[2] if is_module else arguments[1]
-    sys.argv = arguments[2:] if is_module else arguments[1:]
+    is_module = arguments[0] == "-m"
+    sys.argv = arguments[1:] if is_module else arguments
+    target = sys.argv[0]
     try:
         # which the launcher holds back until a rank can answer it
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
@@ -64,6 +73,23 @@ def main(arguments: list[str]) -> None:
                 f"-m {target}: {error}; name a module that Python finds from {Path.cwd()}, or give a script"
             )
         _fail(error, 1)
+
+
+def _redirect(log: str) -> None:
+    """Write to a file what this process, and all that it starts, would print."""
+    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o666)
+    for standard in (1, 2):
+        os.dup2(descriptor, standard)
+    os.close(descriptor)
+
+
+def _become(command: list[str]) -> NoReturn:
+    """Run a program in place of this one; it keeps the cores, and dies with the launcher as well."""
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+    try:
+        os.execvp(command[0], command)
+    except OSError as error:
+        _fail(LaunchError(f"the program {command[0]!r} cannot be run: {error.strerror}"), 1)
 
 
 def _last_file(error: Exception) -> str:

@@ -21,7 +21,7 @@ import threading
 import time
 import uuid
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -54,6 +54,24 @@ FOLDER, MARK = ("polyreme-launch-", "polyreme.launch")
 YOUNG = 60.0  # seconds in which a folder may not have been locked yet
 
 
+@dataclass(frozen=True)
+class Manner:
+    """How ranks are started otherwise than by `polyreme launch SCRIPT`.
+
+    `variables` take the place of the user's. `ports`: where ranks meet is the first of them that is free; 0
+    is any. `local_rank`: the script's first argument is --local_rank=N. `program`: the command is a program,
+    and no Python script. `log`: rank N writes what it would print to the file LOG + N + ".log"."""
+
+    variables: Mapping[str, str] = field(default_factory=dict)
+    ports: Sequence[int] = (0,)
+    local_rank: bool = False
+    program: bool = False
+    log: str | None = None
+
+
+PLAIN = Manner()
+
+
 class RanksFailedError(LaunchError):
     """Ranks failed, or a signal ended them.
 
@@ -69,7 +87,14 @@ class RanksFailedError(LaunchError):
         self.traceback = traceback
 
 
-def launch(command: Sequence[str], ranks: int, *, threads: int | None = None, saves: bool = False) -> None:
+def launch(
+    command: Sequence[str],
+    ranks: int,
+    *,
+    threads: int | None = None,
+    saves: bool = False,
+    manner: Manner = PLAIN,
+) -> None:
     """Run `python COMMAND` as `ranks` ranks on this host and wait for their end.
 
     `command` is a script and its arguments, or "-m", a module and its arguments; arguments reach it as they
@@ -78,21 +103,21 @@ def launch(command: Sequence[str], ranks: int, *, threads: int | None = None, sa
     The ranks' output passes through line by line.
 
     `saves`: the ranks take SIGTERM and SIGUSR1 as the wish to save and to end with status 0. Each is
-    forwarded, and they get SAVING seconds; a second SIGTERM kills them.
+    forwarded, and they get SAVING seconds; a second SIGTERM kills them. `manner`: what else is asked for.
 
     Raises LaunchError for a command that cannot be started, and RanksFailedError (naming the rank that failed
     first, with the exit status that fits) when a rank ends with a status other than 0 or a signal (SIGINT,
     SIGTERM, SIGHUP, SIGQUIT, forwarded to the ranks) ends the run. From a thread other than the main one,
     signals are not forwarded."""
-    _check(command, ranks)
-    arguments = ("-m", "polyreme.launch.rank", str(os.getpid()), *(a.replace("$", "$$") for a in command))
-    with _folder() as folder, _variables(_for_ranks(ranks, threads)), _restored_signals(), _quiet_agent():
+    _check(command, ranks, manner)
+    variables = {**_for_ranks(ranks, threads), **manner.variables}
+    with _folder() as folder, _variables(variables), _restored_signals(), _quiet_agent():
         spec = WorkerSpec(
             role="rank",
             local_world_size=ranks,
-            rdzv_handler=_Loopback(),
+            rdzv_handler=_Loopback(manner.ports),
             entrypoint=sys.executable,
-            args=arguments,  # in which the agent turns "$$" back into "$"
+            args=("-m", "polyreme.launch.rank", str(os.getpid()), *_words(command, manner)),
             max_restarts=0,
             monitor_interval=POLL,
             local_addr=LOOPBACK,
@@ -112,13 +137,29 @@ def launch(command: Sequence[str], ranks: int, *, threads: int | None = None, sa
             raise _report(result.failures, agent.ended_first, ranks)
 
 
-def _check(command: Sequence[str], ranks: int) -> None:
+def _words(command: Sequence[str], manner: Manner) -> list[str]:
+    """What `polyreme.launch.rank` gets, in which the agent turns "$$" into "$", and fills in the rank."""
+    target, *arguments = (word.replace("$", "$$") for word in command)
+    words = [target]
+    if target == "-m":
+        words.append(arguments.pop(0))
+    elif manner.program:
+        words.insert(0, "--program")
+    if manner.log is not None:
+        words[:0] = ["--log", manner.log.replace("$", "$$") + "${local_rank}.log"]
+    return [*words, *(["--local_rank=${local_rank}"] if manner.local_rank else []), *arguments]
+
+
+def _check(command: Sequence[str], ranks: int, manner: Manner) -> None:
     if ranks < 1:
         raise LaunchError(f"ranks = {ranks}: at least one rank is needed; give -n 1 or more")
     words = list(command[1:2] if command[:1] == ["-m"] else command[:1])
     if not words:
         raise LaunchError("nothing to launch: give a script, or -m and a module")
-    if command[0] != "-m" and not Path(command[0]).is_file():
+    if manner.program:
+        if shutil.which(command[0]) is None:
+            raise LaunchError(f"{command[0]!r} is no program that can be run; give the path of an executable")
+    elif command[0] != "-m" and not Path(command[0]).is_file():
         raise LaunchError(
             f"the script {command[0]!r} is not a file; give a Python script, or -m and a module"
         )
@@ -177,12 +218,14 @@ def _locked(folder: Path) -> Iterator[None]:
 @contextlib.contextmanager
 def _variables(variables: Mapping[str, str]) -> Iterator[None]:
     """Environment variables for the ranks, which inherit this process's."""
+    before = {name: os.environ[name] for name in variables if name in os.environ}
     os.environ.update(variables)
     try:
         yield
     finally:
         for name in variables:
             os.environ.pop(name, None)
+        os.environ.update(before)
 
 
 @contextlib.contextmanager
@@ -215,16 +258,27 @@ class _Loopback(RendezvousHandler):
     """The meeting of one agent with itself. Its store, which ranks use, too, listens on loopback; torch's
     anywhere."""
 
-    def __init__(self) -> None:
-        self._run_id = uuid.uuid4().hex
+    def __init__(self, ports: Sequence[int]) -> None:
+        self._run_id, self._ports = uuid.uuid4().hex, ports
 
     def next_rendezvous(self) -> RendezvousInfo:
-        listener = socket.create_server((LOOPBACK, 0))
+        listener = self._listen()
         port = listener.getsockname()[1]
         store = TCPStore(
             LOOPBACK, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
         )
         return RendezvousInfo(store, 0, 1, RendezvousStoreInfo(LOOPBACK, port))
+
+    def _listen(self) -> socket.socket:
+        for port in self._ports:
+            try:
+                return socket.create_server((LOOPBACK, port))
+            except (OSError, OverflowError) as error:
+                problem = error
+        raise LaunchError(
+            f"ranks cannot meet at port {self._ports[-1]} of {LOOPBACK}: {problem}; "
+            "give another port, or none for any that is free"
+        )
 
     @property
     def use_agent_store(self) -> bool:
