@@ -65,9 +65,7 @@ def config(tmp_path: Path) -> str:
 def launched(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Sequence[str], int]]:
     """Every call of `launch`, in place of starting ranks."""
     calls: list[tuple[Sequence[str], int]] = []
-    monkeypatch.setattr(
-        torchrun, "launch", lambda command, ranks, threads=None, saves=False: calls.append((command, ranks))
-    )
+    monkeypatch.setattr(torchrun, "launch", lambda command, ranks, **_: calls.append((command, ranks)))
     return calls
 
 

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperGroup
 
+from polyreme.compat.finder import variables
 from polyreme.distributed.environment import LAUNCHED, Environment, detect
 from polyreme.errors import LaunchError, PolyremeError, shortened
 from polyreme.launch.signals import importing
@@ -205,16 +206,42 @@ def launch(
         int | None, typer.Option(min=1, help="Computing threads per rank.", show_default="cores / ranks")
     ] = None,
     module: Annotated[bool, typer.Option("-m", "--module", help="SCRIPT is a module's name.")] = False,
+    with_deepspeed: Annotated[
+        bool, typer.Option("--deepspeed", help="`import deepspeed` gives Polyreme, under DeepSpeed's names.")
+    ] = False,
 ) -> None:
     """Run any Python script as several ranks on this host.
 
     The ranks find each other through the variables that torchrun sets. If one fails, the others are ended,
     and the one that failed first is shown."""
     with importing():
+        from polyreme.launch.torchrun import Manner
         from polyreme.launch.torchrun import launch as start
 
     detect()  # which refuses to be started several times, beside others that it does not know
-    start([*(["-m"] if module else []), script, *(arguments or [])], ranks, threads=threads)
+    command = [*(["-m"] if module else []), script, *(arguments or [])]
+    manner = Manner(variables("deepspeed") if with_deepspeed else {})
+    start(command, ranks, threads=threads, manner=manner)
+
+
+@app.command(
+    context_settings={
+        "allow_interspersed_args": False,
+        "ignore_unknown_options": True,
+        "help_option_names": [],
+    }
+)
+def deepspeed(
+    arguments: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[OPTIONS] SCRIPT [ARGUMENT]...", help="As DeepSpeed's command has them."),
+    ] = None,
+) -> None:
+    """Run a DeepSpeed script as ranks on this host, with the options of DeepSpeed's own command."""
+    with importing():
+        from polyreme.compat.deepspeed.launcher.runner import main as run
+
+    run(arguments or [])
 
 
 @app.command()

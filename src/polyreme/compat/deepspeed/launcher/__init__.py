@@ -1,0 +1,1 @@
+"""DeepSpeed's launcher: its options, hostfiles and filters, over `polyreme.launch`."""

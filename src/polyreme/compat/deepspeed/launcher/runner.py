@@ -1,0 +1,167 @@
+"""DeepSpeed's command: options, hosts and slots in, ranks of this machine started.
+
+Several hosts are parsed and filtered as DeepSpeed does, and then refused. Each option is done, or refused
+with what to do in its place; those that only speak of the way to other hosts are named in a warning."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess  # a name of DeepSpeed's module, too
+from collections.abc import Sequence
+
+from polyreme.compat.deepspeed.launcher import launch
+from polyreme.compat.deepspeed.launcher.arguments import parse_args
+from polyreme.compat.deepspeed.launcher.constants import (
+    DLTS_HOSTFILE,
+    IMPI_LAUNCHER,
+    MPICH_LAUNCHER,
+    MVAPICH_LAUNCHER,
+    OPENMPI_LAUNCHER,
+    PDSH_LAUNCHER,
+    PDSH_MAX_FAN_OUT,
+    SLURM_LAUNCHER,
+    TORCH_DISTRIBUTED_DEFAULT_PORT,
+)
+from polyreme.compat.deepspeed.launcher.multinode_runner import (
+    IMPIRunner,
+    MPICHRunner,
+    MultiNodeRunner,
+    MVAPICHRunner,
+    OpenMPIRunner,
+    PDSHRunner,
+    SlurmRunner,
+)
+from polyreme.compat.deepspeed.launcher.resources import (
+    Active,
+    Pool,
+    ResourceError,
+    apply_num_nodes_and_gpus,
+    encode_world_info,
+    fetch_hostfile,
+    get_accelerator,
+    is_this_machine,
+    logger,
+    parse_hostfile,
+    parse_inclusion_exclusion,
+    parse_node_config,
+    parse_node_config_list,
+    parse_resource_filter,
+)
+
+__all__ = [
+    "DLTS_HOSTFILE",
+    "PDSH_MAX_FAN_OUT",
+    "TORCH_DISTRIBUTED_DEFAULT_PORT",
+    "encode_world_info",
+    "main",
+    "parse_args",
+    "parse_node_config",
+    "parse_node_config_list",
+    "parse_resource_filter",
+    "subprocess",
+]
+
+DEEPSPEED_ENVIRONMENT_NAME = os.getenv("DS_ENV_FILE", ".deepspeed_env")
+LAUNCHER_CLASSES: dict[str, type[MultiNodeRunner]] = {
+    PDSH_LAUNCHER: PDSHRunner,
+    OPENMPI_LAUNCHER: OpenMPIRunner,
+    MPICH_LAUNCHER: MPICHRunner,
+    IMPI_LAUNCHER: IMPIRunner,
+    MVAPICH_LAUNCHER: MVAPICHRunner,
+    SLURM_LAUNCHER: SlurmRunner,
+}
+_parse_hostfile = parse_hostfile
+
+
+def main(args: Sequence[str] | None = None) -> None:
+    """Do what `deepspeed ARGS` does, on this machine; returns when all ranks have ended well.
+
+    Raises ResourceError (a ValueError) for options, hosts and slots that cannot be, RanksFailedError when a
+    rank fails."""
+    options = parse_args(args)
+    logger.setLevel("ERROR" if options.quiet else options.log_level.upper())
+    pool = fetch_hostfile(options.hostfile)
+    active = _resources(options, pool)
+    _refuse(options, active)
+    command = [options.user_script, *options.user_args]
+    slots = next(iter(active.values()))
+    logger.debug("slots %s run %s", slots, command)
+    launch.run(options, command, slots, pid=os.getpid() if options.save_pid else 0)
+
+
+def _resources(options: argparse.Namespace, pool: Pool | None) -> Active:
+    """The slots that are to be used, of the hostfile's `pool` or of this machine."""
+    if not pool:
+        _take_visible_devices(options)
+    if 0 in (options.num_nodes, options.num_gpus):
+        raise ResourceError("--num_nodes or --num_gpus is 0; give 1 or more, or leave it out for all")
+    if max(options.num_nodes, options.num_gpus) >= 0 and (options.include or options.exclude):
+        raise ResourceError(
+            "--num_nodes or --num_gpus is given with --include or --exclude; each says which slots to use: "
+            "leave one of them out"
+        )
+    if not pool:
+        devices = get_accelerator()
+        count = devices.device_count()
+        if options.num_nodes > 1:
+            raise ResourceError(
+                f"--num_nodes {options.num_nodes}, but there is no hostfile: only this machine is known"
+            )
+        if options.num_gpus > count and devices.device_name() != "cpu":
+            raise ResourceError(
+                f"--num_gpus {options.num_gpus}, but this machine has {count}; give at most as many"
+            )
+        pool = {"localhost": count}
+    active = parse_inclusion_exclusion(pool, options.include, options.exclude)
+    return apply_num_nodes_and_gpus(active, options.num_nodes, options.num_gpus)
+
+
+def _take_visible_devices(options: argparse.Namespace) -> None:
+    """Have CUDA_VISIBLE_DEVICES=0,2 mean --include localhost:0,2, unless other options say which slots; with
+    names of devices in it, slots count those."""
+    name = next(iter(get_accelerator().visible_devices_envs()), None)
+    visible = os.environ.get(name, "") if name else ""
+    if not name or not all(device.strip().isdecimal() for device in visible.split(",")):
+        return
+    if options.include or options.exclude or options.num_nodes > 1 or options.num_gpus > 0:
+        logger.warning("%s=%s is not used: options say which devices are", name, visible)
+    else:
+        options.include = f"localhost:{visible}"
+    del os.environ[name]
+
+
+def _refuse(options: argparse.Namespace, active: Active) -> None:
+    """Raise ResourceError for what is not done; warn of options that say nothing on one machine."""
+    if options.autotuning:
+        raise ResourceError(
+            f"--autotuning {options.autotuning}: there is no autotuner that runs trainings; "
+            "compare runs with other values of zero_optimization.stage and train_micro_batch_size_per_gpu"
+        )
+    launcher = LAUNCHER_CLASSES.get(options.launcher.lower())
+    if launcher is None:
+        raise ResourceError(
+            f"--launcher {options.launcher} is not known; there are {', '.join(LAUNCHER_CLASSES)}"
+        )
+    launcher.validate_active_resources(active)
+    if not active:
+        raise ResourceError("--exclude leaves no slot; name fewer")
+    if options.no_ssh and not 0 <= options.node_rank < len(active):
+        raise ResourceError(
+            f"--no_ssh with --node_rank {options.node_rank}: it says which of the hosts {', '.join(active)} "
+            f"this is; give 0 to {len(active) - 1}"
+        )
+    if len(active) > 1 or not is_this_machine(next(iter(active))):
+        raise ResourceError(launch.several_hosts(dict(active), options.master_port))
+    if options.force_multi:
+        raise ResourceError(
+            "--force_multi goes to a host over ssh; ranks of this machine need none: leave it out"
+        )
+    idle = ("launcher", "launcher_args", "ssh_port", "no_ssh_check", "venv_script")
+    defaults = parse_args([options.user_script])
+    if said := [f"--{name}" for name in idle if getattr(options, name) != getattr(defaults, name)]:
+        logger.warning("%s: of use on several hosts only, and ranks run on this one", ", ".join(said))
+
+
+if __name__ == "__main__":
+    launch.command_line(main)

@@ -1,0 +1,37 @@
+"""Opens the doors that POLYREME_DOORS names in a Python process as it starts, and then runs the
+`sitecustomize` that this one hides, if there is one.
+
+Python imports it by itself where this folder is on PYTHONPATH. The folder has nothing else."""
+
+import importlib.util
+import os
+import sys
+from importlib.machinery import PathFinder
+
+
+def _open_doors() -> None:
+    names = [name for name in os.environ.get("POLYREME_DOORS", "").split(",") if name]
+    if not names:
+        return
+    try:
+        from polyreme.compat.finder import install
+    except ModuleNotFoundError as error:
+        if error.name != "polyreme":
+            raise
+        return  # another Python, which has no Polyreme
+    for name in names:
+        install(name)
+
+
+def _run_the_next() -> None:
+    # pathlib takes time to import
+    here = os.path.dirname(os.path.abspath(__file__))  # noqa: PTH100, PTH120
+    spec = PathFinder.find_spec("sitecustomize", [path for path in sys.path if path != here])
+    if spec is not None and spec.loader is not None:
+        module = importlib.util.module_from_spec(spec)
+        sys.modules["sitecustomize"] = module
+        spec.loader.exec_module(module)
+
+
+_open_doors()
+_run_the_next()
