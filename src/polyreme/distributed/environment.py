@@ -8,7 +8,7 @@ started beside others is never taken for a single one."""
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, MutableMapping
 from dataclasses import dataclass
 
 from polyreme.errors import LaunchError
@@ -52,6 +52,19 @@ def detect(variables: Mapping[str, str] = os.environ) -> Environment:
     return next(
         (environment for environment in found if environment), Environment("single process", 0, 1, 0, 1)
     )
+
+
+def announce(place: Environment, variables: MutableMapping[str, str] = os.environ) -> None:
+    """Write `place` into the variables of torchrun, which `detect` and torch read."""
+    told: dict[str, object] = {
+        "RANK": place.rank,
+        "WORLD_SIZE": place.world_size,
+        "LOCAL_RANK": place.local_rank,
+        "LOCAL_WORLD_SIZE": place.local_world_size,
+    }
+    if place.address is not None:
+        told |= dict(zip(("MASTER_ADDR", "MASTER_PORT"), place.address, strict=True))
+    variables.update({name: str(value) for name, value in told.items()})
 
 
 def _torchrun(variables: Mapping[str, str]) -> Environment | None:

@@ -1,0 +1,5 @@
+"""LAMB, which is not there."""
+
+from polyreme.compat.deepspeed.ops.lamb.fused_lamb import FusedLamb
+
+__all__ = ["FusedLamb"]

@@ -1,0 +1,1 @@
+"""DeepSpeed's `runtime` package: names over Polyreme's own."""
