@@ -86,7 +86,7 @@ def given(rank: int, world: int, name: str, stage: int, through: str) -> list[fl
         seen.zero_grad()
         schedule.step()
         change(seen, step)
-    assert seen.param_groups[0]["params"][0] is next(model.parameters())
+    assert seen.param_groups[0]["params"][0] is next(model.parameters()) and len(seen.param_groups) == 2
     whole = engine.state_dict()
     return torch.cat([whole[name].flatten() for name, _ in engine.module.named_parameters()]).tolist()
 

@@ -152,16 +152,44 @@ def recipe(
     return replace(_from_optimizer(model, made), kept=kept)
 
 
+def maker(section: OptimizerSection) -> Make:
+    """What makes the optimizer that the config section names, of parameters or groups of them. Raises ConfigError
+    for muon, which is one for matrices and another for the rest."""
+    if section.name == "muon":
+        reason, fix = "it makes two optimizers, which go by the model", "leave the optimizer to the config"
+        raise ConfigError([Problem("optimizer.name", section.name, reason, fix)])
+    return _maker(section, None)
+
+
+def _maker(section: OptimizerSection, given: type[Optimizer] | None) -> Make:
+    """The section's class, or `given`, with the section's options."""
+    adam = {"betas": section.betas, "eps": section.eps}
+    ours: dict[str, tuple[type[Optimizer], dict[str, Any]]] = {
+        "adamw": (torch.optim.AdamW, adam),
+        "adam": (torch.optim.Adam, adam),
+        "sgd": (torch.optim.SGD, {"momentum": section.momentum, "nesterov": section.nesterov}),
+        "adagrad": (torch.optim.Adagrad, {"eps": section.eps}),
+        "lion": (Lion, {"betas": section.betas}),
+    }
+    if given is None and section.name in ours:
+        return _configured(ours[section.name][0], section, ours[section.name][1])
+    written = {
+        key: getattr(section, key)
+        for key in section.model_fields_set & {"betas", "eps", "momentum", "nesterov"}
+    }
+    return _configured(given or getattr(torch.optim, section.name), section, written)
+
+
 def _from_section(model: nn.Module, section: OptimizerSection, given: type[Optimizer] | None) -> Recipe:
     """The recipe of the section, or of the class `given`, but for the section's `groups`."""
     spared, spare = _spared(model, section), {"weight_decay": 0.0}
-    adam = {"betas": section.betas, "eps": section.eps}
     if given is None and section.name == "muon":
         whole = matrices(model)
         muon = _configured(
             torch.optim.Muon, section, {"lr": section.matrix_lr, "momentum": section.matrix_momentum}
         )
         _boundary(muon, {2})
+        adam = {"betas": section.betas, "eps": section.eps}
         rest = _configured(torch.optim.AdamW, section, adam, own_options=False)
         groups = (
             Group(rest, "element"),
@@ -172,21 +200,7 @@ def _from_section(model: nn.Module, section: OptimizerSection, given: type[Optim
         return Recipe(
             groups, {name: 2 * (name in whole) + (name in spared) for name, _ in model.named_parameters()}
         )
-    ours: dict[str, tuple[type[Optimizer], dict[str, Any]]] = {
-        "adamw": (torch.optim.AdamW, adam),
-        "adam": (torch.optim.Adam, adam),
-        "sgd": (torch.optim.SGD, {"momentum": section.momentum, "nesterov": section.nesterov}),
-        "adagrad": (torch.optim.Adagrad, {"eps": section.eps}),
-        "lion": (Lion, {"betas": section.betas}),
-    }
-    if given is None and section.name in ours:
-        make = _configured(ours[section.name][0], section, ours[section.name][1])
-    else:
-        written = {
-            key: getattr(section, key)
-            for key in section.model_fields_set & {"betas", "eps", "momentum", "nesterov"}
-        }
-        make = _configured(given or getattr(torch.optim, section.name), section, written)
+    make = _maker(section, given)
     boundary = _boundary(make, {p.dim() for p in model.parameters() if p.requires_grad})
     return Recipe(
         (Group(make, boundary), Group(make, boundary, spare)),
@@ -415,6 +429,7 @@ class Options:
         else:
             self._lead = led_by
         self._base = [float(group["lr"]) for group in self.groups]
+        self._set = self._base  # the rates that the schedule gave last
         self._scheduler = None if scheduler is None else self._built(scheduler)
         self.needs_tokens = scheduler is None and schedule.in_tokens
         """Whether the learning rate follows the number of tokens, which only batches with `input_ids`
@@ -501,7 +516,9 @@ class Options:
 
     def _follow(self, progress: Progress) -> None:
         """Set the learning rates, unless the scheduler or the caller sets them."""
-        if self._scheduler is None and self._led:
+        now = [float(group["lr"]) for group in self._lead.param_groups]
+        if self._scheduler is None and (self._led or now != self._set):
+            self._led = True  # whoever changed a rate sets them from now on
             return
         if self._scheduler is None:
             factor = self._schedule.factor(progress)
@@ -517,6 +534,7 @@ class Options:
             return
         for group, rate in zip(self._lead.param_groups, rates, strict=True):
             group["lr"] = rate
+        self._set = rates
 
     def _built(self, scheduler: Any) -> LRScheduler:
         made, reason = scheduler, ""

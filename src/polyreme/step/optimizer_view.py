@@ -33,7 +33,9 @@ class OptimizerView(Optimizer):
 
     def __init__(self, engine: Steps, options: Options, updates: Updates) -> None:
         self._engine, self._options, self._updates = engine, options, updates
+        self._made = False
         super().__init__([{"params": []}], options.defaults)
+        self._made = True
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -42,6 +44,14 @@ class OptimizerView(Optimizer):
     @param_groups.setter
     def param_groups(self, groups: Iterable[Any]) -> None:
         pass  # torch's constructor makes an empty one
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Raises ModelError: the engine knows its parameters."""
+        if self._made:  # torch's constructor adds an empty one
+            raise ModelError(
+                "optimizer.add_param_group of an engine: add the parameters to the module, and call "
+                "engine.refresh(), which makes the groups anew"
+            )
 
     @property
     def state(self) -> defaultdict[Tensor, Any]:

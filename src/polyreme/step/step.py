@@ -321,7 +321,8 @@ class Step:
 
         Raises NumericsError for NaN or Inf without a dynamic loss scale (unless precision.on_nonfinite =
         "skip"): nothing is updated."""
-        totals, scale, lr, began = self._sums.totals, self._scale, self.state.lr, self._began
+        totals, scale, began = self._sums.totals, self._scale, self._began
+        lr = self.progress.options.lr
         self.progress.check_tokens(totals.tokens)
         self._check_finite()
         norm = self.norm

@@ -120,6 +120,11 @@ def give_to(engine: object, module: nn.Module) -> None:
         _ENGINES[parameter] = ref(engine)
 
 
+def engine_of(parameter: Tensor) -> Any:
+    """The engine that a parameter was given to; None for any other."""
+    return _ENGINES.get(parameter, _nobody)()
+
+
 def disown(parameters: Iterable[nn.Parameter], whole: bool) -> None:
     """Their engine is closed: they are plain parameters again, if they are `whole`."""
     for parameter in parameters:

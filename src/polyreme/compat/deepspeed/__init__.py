@@ -3,17 +3,38 @@
 
 from __future__ import annotations
 
-import importlib
-from typing import Any
-
 from polyreme.compat import finder
+from polyreme.compat.deepspeed.lazy import lazily
 
 __version__ = version = finder.VERSIONS["deepspeed"]
 __version_major__, __version_minor__, __version_patch__ = map(int, version.split("."))
 
-# modules that are imported when they are first asked for, and names of theirs
-_MODULES = ("git_version_info", "launcher")
-_ELSEWHERE = {"git_hash": "git_version_info", "git_branch": "git_version_info"}
+__getattr__ = lazily(
+    __name__,
+    {
+        "__git_branch__": "git_version_info:git_branch",
+        "__git_hash__": "git_version_info:git_hash",
+        "DeepSpeedConfig": "runtime.config",
+        "DeepSpeedConfigError": "runtime.config",
+        "DeepSpeedEngine": "runtime.engine",
+        "DeepSpeedOptimizer": "runtime.engine",
+        "OnDevice": "utils.init_on_device",
+        "PipelineModule": "pipe",
+        "add_config_arguments": "front",
+        "checkpointing": "runtime.activation_checkpointing.checkpointing:",
+        "dist": "comm:",
+        "get_accelerator": "accelerator",
+        "git_branch": "git_version_info",
+        "git_hash": "git_version_info",
+        "init_distributed": "comm",
+        "init_inference": "front",
+        "initialize": "front",
+        "log_dist": "utils.logging",
+        "logger": "utils.logging",
+        "tp_model_init": "front",
+        "zero": "runtime.zero:",
+    },
+)
 
 
 def install() -> None:
@@ -23,13 +44,3 @@ def install() -> None:
     Raises `polyreme.compat.finder.DoorError` where another DeepSpeed is imported already, or transformers or
     accelerate have looked for it."""
     finder.install("deepspeed")
-
-
-def __getattr__(name: str) -> Any:
-    if name in _MODULES:
-        return importlib.import_module(f"{__name__}.{name}")
-    if name in ("__git_hash__", "__git_branch__"):
-        name = name.strip("_")
-    if name in _ELSEWHERE:
-        return getattr(importlib.import_module(f"{__name__}.{_ELSEWHERE[name]}"), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

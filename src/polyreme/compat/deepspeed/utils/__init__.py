@@ -1,5 +1,6 @@
 """DeepSpeed's `utils`: logging, groups of ranks, timers, and marks on modules."""
 
+from polyreme.compat.deepspeed.lazy import lazily
 from polyreme.compat.deepspeed.runtime.dataloader import RepeatingLoader
 from polyreme.compat.deepspeed.utils import groups
 from polyreme.compat.deepspeed.utils.comms_logging import get_caller_func
@@ -40,3 +41,5 @@ __all__ = [
     "z3_leaf_module",
     "z3_leaf_parameter",
 ]
+
+__getattr__ = lazily(__name__)

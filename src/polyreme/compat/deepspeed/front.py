@@ -1,0 +1,151 @@
+"""`deepspeed.initialize` and the other functions at DeepSpeed's top."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+import polyreme
+from polyreme.compat.deepspeed import comm
+from polyreme.compat.deepspeed.json_config import Translation, translate
+from polyreme.compat.deepspeed.refusal import ArgumentError, OrderError, refused
+from polyreme.compat.deepspeed.runtime import lr_schedules
+from polyreme.compat.deepspeed.runtime.engine import DeepSpeedEngine
+from polyreme.compat.deepspeed.runtime.zero.partition_parameters import tag
+from polyreme.compat.deepspeed.utils.logging import log_dist
+from polyreme.config import Config
+from polyreme.distributed.mesh import everyone
+from polyreme.optim.groups import maker
+
+
+def initialize(
+    args: Any = None,
+    model: nn.Module | None = None,
+    optimizer: Optimizer | Callable[[Any], Optimizer] | None = None,
+    model_parameters: Any = None,
+    training_data: Any = None,
+    lr_scheduler: Any = None,
+    distributed_port: int = 29500,
+    mpu: Any = None,
+    dist_init_required: bool | None = None,
+    collate_fn: Callable[..., Any] | None = None,
+    config: str | Path | Mapping[str, Any] | None = None,
+    mesh_param: Any = None,
+    config_params: str | Path | Mapping[str, Any] | None = None,
+) -> tuple[DeepSpeedEngine, Any, Any, Any]:
+    """Make `model` ready to train as DeepSpeed's `config` says. Returns the engine, its optimizer, a loader of
+    `training_data` and the learning rate scheduler; what there is not is None.
+
+    optimizer: a torch optimizer of the model's parameters, or a function of `model_parameters` (a list of
+    parameters or groups; by default all that train) that makes one; else the config's. lr_scheduler: one on that
+    optimizer, or a function of the engine's optimizer that makes one; else the config's. Both count before the
+    config's. config: a dictionary, a file's path or base64; `config_params` and `args.deepspeed_config` are
+    other names for it.
+
+    Raises DeepSpeedConfigError for a config that cannot be, with every problem in it."""
+    if model is None:
+        raise OrderError("deepspeed.initialize requires a model")
+    if mesh_param is not None:
+        raise refused("initialize(mesh_param=...)", "there is no sequence parallelism over ranks", "leave it out")
+    source = _source(args, config, config_params)
+    if dist_init_required is not False:
+        comm.init_distributed(distributed_port=distributed_port)
+    tp = None if mpu is None else int(mpu.get_tensor_model_parallel_world_size())
+    translation = translate(source, everyone().size, tp=tp)
+    made = _optimizer(model, optimizer, model_parameters, translation)
+    engine = polyreme.initialize(
+        model, translation.config, optimizer=torch.optim.SGD if made is None else made
+    )
+    front = DeepSpeedEngine(engine, translation, trains=made is not None, mpu=mpu)
+    front.collate_fn = collate_fn
+    if translation.stage == 3:
+        tag(front.module)
+    for note in translation.warnings:
+        log_dist(f"{note.key} = {note.value!r}: {note.text}", ranks=[0])
+    front.lr_scheduler = _scheduler(front, lr_scheduler, translation)
+    if training_data is not None:
+        front.training_dataloader = front.deepspeed_io(training_data)
+    return front, front.optimizer, front.training_dataloader, front.lr_scheduler
+
+
+def _source(args: Any, config: Any, config_params: Any) -> Any:
+    """The config, from where a script gives it. Raises OrderError where that is nowhere, or in two places."""
+    named = getattr(args, "deepspeed_config", None) or getattr(args, "deepscale_config", None)
+    given = [each for each in (config, config_params, named) if each is not None]
+    if not given:
+        raise OrderError(
+            "DeepSpeed requires --deepspeed_config to specify configuration file: give initialize config=, a "
+            "dictionary or the path of a JSON file"
+        )
+    if named is not None and config is not None:
+        raise OrderError(
+            "Not sure how to proceed, we were given both a deepspeed_config and config: leave one of them out"
+        )
+    return given[0]
+
+
+def _optimizer(
+    model: nn.Module, given: Any, parameters: Any, translation: Translation
+) -> Optimizer | Callable[[Any], Optimizer] | type[Optimizer] | None:
+    """The optimizer of the model's parameters; None where nothing says which."""
+    if isinstance(given, Optimizer):
+        return given
+    groups = [p for p in model.parameters() if p.requires_grad] if parameters is None else list(parameters)
+    if given is not None:
+        made = given(groups)
+        if not isinstance(made, Optimizer):
+            raise ArgumentError(f"optimizer= returned a {type(made).__name__}, not a torch optimizer")
+        return made
+    if translation.optimizer is None:
+        return None
+    section = Config.load(translation.config).optimizer
+    make = maker(section)
+    if not groups:
+        return torch.optim.SGD
+    return make(groups)
+
+
+def _scheduler(engine: DeepSpeedEngine, given: Any, translation: Translation) -> Any:
+    """The scheduler that a script gave, or the config's, on the engine's optimizer."""
+    if given is not None:
+        return given(engine.optimizer) if _is_factory(given) else given
+    if translation.scheduler is None or engine.optimizer is None:
+        return None
+    name, params = translation.scheduler.name, translation.scheduler.params
+    made = getattr(lr_schedules, name, None) or getattr(torch.optim.lr_scheduler, name)
+    return made(engine.optimizer, **params)
+
+
+def _is_factory(given: Any) -> bool:
+    return callable(given) and not hasattr(given, "step")
+
+
+def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Add DeepSpeed's arguments, `--deepspeed` and `--deepspeed_config FILE`, to a script's parser, which is
+    returned."""
+    group = parser.add_argument_group("DeepSpeed", "DeepSpeed configurations")
+    group.add_argument("--deepspeed", default=False, action="store_true", help="train by DeepSpeed's engine")
+    group.add_argument("--deepspeed_config", default=None, type=str, help="its JSON file")
+    group.add_argument("--deepscale", default=False, action="store_true", help=argparse.SUPPRESS)
+    group.add_argument("--deepscale_config", default=None, type=str, help=argparse.SUPPRESS)
+    return parser
+
+
+def init_inference(model: Any, config: Any = None, **_: Any) -> Any:
+    """Raises UnsupportedError: inference engines are not Polyreme's."""
+    raise refused(
+        "deepspeed.init_inference",
+        "Polyreme trains, and serves no models",
+        "call the model itself, or transformers' generate, after engine.save_checkpoint",
+    )
+
+
+def tp_model_init(model: nn.Module, tp_size: int, dtype: Any = None, config: Any = None, **_: Any) -> nn.Module:
+    """The model as it is: `initialize` divides it over `tensor_parallel.autotp_size` ranks."""
+    return model

@@ -1,0 +1,385 @@
+"""DeepSpeed's engine over Polyreme's: its methods, translated.
+
+A window of micro-batches, whose end `is_gradient_accumulation_boundary` tells, is one step: losses are divided by
+`gradient_accumulation_steps` in `backward`, added up over the window, and averaged over the ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import polyreme
+from polyreme.compat.deepspeed import saving
+from polyreme.compat.deepspeed.json_config import Translation
+from polyreme.compat.deepspeed.refusal import OrderError, refused
+from polyreme.compat.deepspeed.runtime.dataloader import DeepSpeedDataLoader
+from polyreme.compat.deepspeed.runtime.getters import path_of
+from polyreme.step.optimizer_view import OptimizerView
+from polyreme.step.step import StepResult
+
+
+class DeepSpeedEngine(nn.Module):
+    """What `deepspeed.initialize` returns first. `module` is the user's model, `config` the DeepSpeed config as a
+    dictionary, `polyreme` the engine that trains."""
+
+    def __init__(
+        self, engine: polyreme.Engine, translation: Translation, trains: bool, mpu: Any = None
+    ) -> None:
+        """`trains`: whether there is an optimizer; else the engine is for forwards alone."""
+        super().__init__()
+        self.polyreme, self.translation, self.mpu = engine, translation, mpu
+        self.module: nn.Module = engine.module
+        self.optimizer: DeepSpeedOptimizer | None = DeepSpeedOptimizer(self) if trains else None
+        self.basic_optimizer = self.optimizer
+        self.lr_scheduler: Any = None
+        self.training_dataloader: Any = None
+        self.collate_fn: Callable[..., Any] | None = None
+        self.micro_steps = self.global_steps = self.global_samples = self.skipped_steps = 0
+        self.loaded_checkpoint_tag: str | None = None
+        self.last: StepResult | None = None
+        """What the last step did."""
+        self._boundary: bool | None = None
+        self._syncs = True
+        self._compiled = False
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            translation = self.__dict__.get("translation")
+            if translation is not None and (path := path_of(translation.values, name)) is not None:
+                return lambda: translation.values[path]
+            module = self.__dict__.get("_modules", {}).get("module")
+            if module is not None and hasattr(module, name):
+                return getattr(module, name)
+            raise
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """The DeepSpeed config, as it was given."""
+        return self.translation.source
+
+    @property
+    def config_dict(self) -> dict[str, Any]:
+        """The DeepSpeed config, as it was given."""
+        return self.translation.source
+
+    @property
+    def device(self) -> torch.device:
+        """The device that this rank computes on."""
+        return self.polyreme.mesh.device
+
+    # ---- training
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's output for one micro-batch."""
+        if self.optimizer is not None and torch.is_grad_enabled():
+            self.polyreme.set_boundary(self._is_last())
+        return self.polyreme(*args, **kwargs)
+
+    def backward(
+        self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True, **_: Any
+    ) -> Tensor:
+        """Backward of a micro-batch's loss, which is first divided by the accumulation steps unless
+        `scale_wrt_gas` is false. Returns the loss that was differentiated."""
+        self._refuse_inference("backward")
+        if retain_graph:
+            raise refused(
+                "backward(retain_graph=True)",
+                "an engine's backward frees the graph, whose parameters move",
+                "add the losses of one forward up, and call backward once",
+            )
+        if scale_wrt_gas:
+            loss = loss / self.gradient_accumulation_steps()
+        self.polyreme.set_boundary(self._is_last())
+        self.polyreme.backward(loss)
+        return loss
+
+    def scale(self, loss: Tensor) -> Tensor:
+        """The loss for a `loss.backward()` of the user's own: as it is, but in fp16, where DeepSpeed's loss scale
+        is applied by `backward`."""
+        if self.fp16_enabled():
+            raise refused("engine.scale(loss) in fp16", "backward scales", "call engine.backward(loss)")
+        return loss
+
+    def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
+        """The optimizer's step at the end of a window, and nothing else before; then that of the learning rate
+        scheduler, unless an overflow skipped the step."""
+        self._refuse_inference("step")
+        if not self._syncs:
+            raise OrderError("step() inside of no_sync(), whose gradients are not reduced: call it behind")
+        ends = self.is_gradient_accumulation_boundary()
+        self.micro_steps += 1
+        if not ends:
+            return
+        self.last = self.polyreme.step()
+        self.global_steps += 1
+        self.global_samples += self.train_batch_size()
+        if self.last.skipped:
+            self.skipped_steps += 1
+        elif self.lr_scheduler is not None:
+            self.lr_scheduler.step(**(lr_kwargs or {}))
+
+    def is_gradient_accumulation_boundary(self) -> bool:
+        """Whether the coming backward, or the last one before `step`, ends a window."""
+        if self._boundary is not None:
+            return self._boundary
+        return (self.micro_steps + 1) % self.gradient_accumulation_steps() == 0
+
+    def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
+        """Say whether the coming backward ends a window, instead of the count of `step` calls."""
+        self._boundary = bool(is_boundary)
+
+    def _is_last(self) -> bool:
+        return self._syncs and self.is_gradient_accumulation_boundary()
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backwards inside add gradients up on this rank, and do not end a window."""
+        if self.zero_optimization_stage() >= 2:
+            raise OrderError(
+                "no_sync context manager is incompatible with gradient partitioning logic of ZeRO stage "
+                f"{self.zero_optimization_stage()}: set zero_optimization.stage to 0 or 1"
+            )
+        if not self._syncs:
+            raise OrderError("no_sync inside of no_sync")
+        self._syncs = False
+        try:
+            yield
+        finally:
+            self._syncs = True
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop the gradients of the window."""
+        if self.optimizer is not None:
+            self.polyreme.zero_grad(set_to_none)
+
+    def was_step_applied(self) -> bool:
+        """Whether the last `step` changed the weights."""
+        return self.last is not None and not self.last.skipped
+
+    def get_global_grad_norm(self) -> float | None:
+        """The norm of the last step's gradients before clipping; None before the first step."""
+        return None if self.last is None else self.last.grad_norm
+
+    def get_lr(self) -> list[float]:
+        """The learning rate of each group."""
+        return [float(group["lr"]) for group in self._groups()]
+
+    def get_mom(self) -> list[Any]:
+        """The momentum, or the betas, of each group."""
+        return [group.get("betas", group.get("momentum", 0.0)) for group in self._groups()]
+
+    def get_type(self) -> list[Any]:
+        """The `type` of each group, where a script gave one."""
+        return [group.get("type") for group in self._groups()]
+
+    def _groups(self) -> list[dict[str, Any]]:
+        return [] if self.optimizer is None else self.optimizer.param_groups
+
+    def _refuse_inference(self, call: str) -> None:
+        if self.optimizer is None:
+            raise OrderError(
+                f"must provide optimizer during init in order to use {call}: give deepspeed.initialize an "
+                "optimizer, or the config an optimizer section"
+            )
+
+    # ---- sizes
+
+    def train_batch_size(self) -> int:
+        """Samples of one step over all ranks."""
+        return self.translation.batch.size
+
+    def train_micro_batch_size_per_gpu(self) -> int:
+        """Samples of one micro-batch on one rank."""
+        return self.translation.batch.micro
+
+    def gradient_accumulation_steps(self) -> int:
+        """Micro-batches of one window."""
+        return self.translation.batch.accumulation
+
+    def get_batch_info(self) -> tuple[int, int, int]:
+        """train_batch_size, train_micro_batch_size_per_gpu, gradient_accumulation_steps."""
+        return (
+            self.train_batch_size(), self.train_micro_batch_size_per_gpu(), self.gradient_accumulation_steps()
+        )  # fmt: skip
+
+    @property
+    def world_size(self) -> int:
+        """Ranks."""
+        return self.polyreme.mesh.world_size
+
+    @property
+    def dp_world_size(self) -> int:
+        """Data-parallel ranks."""
+        return self.polyreme.mesh.dp.size
+
+    @property
+    def global_rank(self) -> int:
+        """This rank."""
+        return self.polyreme.mesh.rank
+
+    # ---- weights and checkpoints
+
+    def save_checkpoint(
+        self,
+        save_dir: str,
+        tag: Any = None,
+        client_state: dict[str, Any] | None = None,
+        save_latest: bool = True,
+        exclude_frozen_parameters: bool = False,
+    ) -> bool:
+        """Write `save_dir`/`tag` (by default global_stepN), a Hugging Face directory with all that
+        `load_checkpoint` goes on from, and `save_dir`/latest. All ranks must call."""
+        return saving.save(self, save_dir, tag, client_state or {}, save_latest, exclude_frozen_parameters)
+
+    def load_checkpoint(
+        self,
+        load_dir: str,
+        tag: Any = None,
+        load_module_strict: bool = True,
+        load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
+        load_module_only: bool = False,
+        custom_load_fn: Callable[..., Any] | None = None,
+    ) -> tuple[str | None, dict[str, Any] | None]:
+        """Go on from what `save_checkpoint` or DeepSpeed's own left, with any number of ranks and any stage.
+        Returns the path and the client state, or (None, None) where there is no checkpoint. All ranks must
+        call."""
+        if custom_load_fn is not None:
+            raise refused(
+                "load_checkpoint(custom_load_fn=...)", "weights are read shard by shard", "leave it out"
+            )
+        parts = saving.Parts(
+            strict=load_module_strict,
+            optimizer=load_optimizer_states and not load_module_only,
+            scheduler=load_lr_scheduler_states and not load_module_only,
+        )
+        return saving.load(self, load_dir, tag, parts)
+
+    def save_16bit_model(
+        self,
+        save_dir: str,
+        save_filename: str = "pytorch_model.bin",
+        exclude_frozen_parameters: bool = False,
+    ) -> bool:
+        """Write the whole model's weights, in the dtype that it computes in, to one file of torch's. All ranks
+        must call."""
+        return saving.save_weights(self, save_dir, save_filename, exclude_frozen_parameters)
+
+    save_fp16_model = save_16bit_model
+
+    def module_state_dict(
+        self,
+        destination: Any = None,
+        prefix: str = "",
+        keep_vars: bool = False,
+        exclude_frozen_parameters: bool = False,
+    ) -> dict[str, Tensor]:
+        """The whole model's weights, on every rank. All ranks must call."""
+        return saving.whole(self, exclude_frozen_parameters, rank0_only=False, prefix=prefix)
+
+    def _consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> Any:
+        """The whole model's weights on rank 0, None on others. All ranks must call."""
+        found = saving.whole(self, exclude_frozen_parameters, rank0_only=True)
+        return found if self.global_rank == 0 else None
+
+    _zero3_consolidated_16bit_state_dict = _consolidated_16bit_state_dict
+
+    def load_module_state_dict(
+        self, checkpoint: dict[str, Any], strict: bool = True, custom_load_fn: Any = None, **_: Any
+    ) -> None:
+        """Set the weights from whole tensors by name, or a checkpoint with them in "module". All ranks must
+        call."""
+        weights = checkpoint.get("module", checkpoint)
+        with self.polyreme.full_parameters(write=True) as module:
+            module.load_state_dict(weights, strict=strict)
+
+    # ---- the rest
+
+    def compile(self, backend: Any = "inductor", compile_kwargs: dict[str, Any] | None = None, **_: Any) -> None:
+        """Compile the module's forward in place, as `torch.nn.Module.compile` does."""
+        self.module.compile(backend=backend, **(compile_kwargs or {}))
+        self._compiled = True
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether `compile` was called."""
+        return self._compiled
+
+    def destroy(self) -> None:
+        """Give back what the engine holds: `polyreme.Engine.close`."""
+        self.polyreme.close()
+
+    def deepspeed_io(
+        self,
+        dataset: Any,
+        batch_size: int | None = None,
+        route: str = "train",
+        pin_memory: bool = True,
+        data_sampler: Any = None,
+        collate_fn: Callable[..., Any] | None = None,
+        num_local_io_workers: int | None = None,
+    ) -> DeepSpeedDataLoader:
+        """A loader of this rank's micro-batches of `dataset`, read in this process unless
+        `num_local_io_workers` says so."""
+        dp = self.polyreme.mesh.dp
+        return DeepSpeedDataLoader(
+            dataset,
+            batch_size or self.train_micro_batch_size_per_gpu(),
+            pin_memory=pin_memory and self.device.type == "cuda",
+            local_rank=0,
+            tput_timer=None,
+            collate_fn=collate_fn or self.collate_fn,
+            num_local_io_workers=num_local_io_workers or 0,
+            data_sampler=data_sampler,
+            data_parallel_world_size=dp.size,
+            data_parallel_rank=dp.rank,
+            dataloader_drop_last=self.translation.values["dataloader_drop_last"],
+        )
+
+    def empty_partition_cache(self) -> None:
+        """Free what is gathered. Polyreme keeps nothing gathered between steps."""
+
+    def get_sequence_parallel_group(self) -> None:
+        """None: there is no sequence parallelism over ranks."""
+
+
+class DeepSpeedOptimizer(OptimizerView):
+    """What `deepspeed.initialize` returns second."""
+
+    def __init__(self, engine: DeepSpeedEngine) -> None:
+        own = engine.polyreme.optimizer
+        super().__init__(own._engine, own._options, own._updates)
+        self._front = (engine,)  # in a tuple: the engine is a module, and has this as an attribute
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """The engine's `step`."""
+        if closure is not None:
+            raise refused(
+                "optimizer.step(closure)",
+                "gradients are there already",
+                "call engine.backward(loss), then engine.step()",
+            )
+        self._front[0].step()
+
+    def backward(self, loss: Tensor, retain_graph: bool = False) -> None:
+        """The engine's `backward`, without dividing by the accumulation steps."""
+        self._front[0].backward(loss, retain_graph, scale_wrt_gas=False)
+
+    @property
+    def overflow(self) -> bool:
+        """Whether an overflow made the last step leave the weights alone."""
+        last = self._front[0].last
+        return last is not None and last.skipped
+
+    @property
+    def loss_scale(self) -> float:
+        """What losses are multiplied by."""
+        return self._front[0].polyreme.state.loss_scale
+
+    cur_scale = loss_scale

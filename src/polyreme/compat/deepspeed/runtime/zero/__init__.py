@@ -1,0 +1,22 @@
+"""DeepSpeed's names around ZeRO, over Polyreme's own."""
+
+from polyreme.compat.deepspeed.lazy import lazily
+from polyreme.compat.deepspeed.runtime.zero.partition_parameters import (
+    GatheredParameters,
+    Init,
+    ZeroParamStatus,
+    ZeroParamType,
+    register_external_parameter,
+    unregister_external_parameter,
+)
+
+__all__ = [
+    "GatheredParameters",
+    "Init",
+    "ZeroParamStatus",
+    "ZeroParamType",
+    "register_external_parameter",
+    "unregister_external_parameter",
+]
+
+__getattr__ = lazily(__name__)

@@ -1,0 +1,175 @@
+"""Checkpoints of the DeepSpeed door: DeepSpeed's folders and its file `latest` around Polyreme's checkpoints.
+
+Invariant: no name of a checkpoint leads out of its folder, and `latest` is replaced, never written through."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib.resources import files
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from polyreme.compat.deepspeed.refusal import ArgumentError
+from polyreme.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from polyreme.compat.deepspeed.runtime.engine import DeepSpeedEngine
+
+LATEST = "latest"
+SCRIPT = "zero_to_fp32.py"
+DOOR = "deepspeed"
+"""Where a checkpoint's `extra` has what this door adds."""
+COUNTS = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What `load` takes of a checkpoint, besides weights. strict: all tensors of the model are there."""
+
+    strict: bool = True
+    optimizer: bool = True
+    scheduler: bool = True
+
+
+def save(
+    engine: DeepSpeedEngine,
+    save_dir: str | Path,
+    tag: Any,
+    client_state: Mapping[str, Any],
+    save_latest: bool,
+    exclude_frozen: bool,
+) -> bool:
+    """Write `save_dir`/`tag`, then `latest`. All ranks must call. Raises ArgumentError for a tag that is no plain
+    name, and for client state that JSON cannot hold; CheckpointError on every rank where a write failed."""
+    folder = Path(save_dir)
+    name = _plain(f"global_step{engine.global_steps}" if tag is None else str(tag))
+    extra = {
+        "client_state": to_json(client_state, "client_state"),
+        **{count: getattr(engine, count) for count in COUNTS},
+    }
+    if engine.lr_scheduler is not None:
+        state = {key: value for key, value in engine.lr_scheduler.state_dict().items() if not callable(value)}
+        extra["lr_scheduler"] = to_json(state, "lr_scheduler")
+    engine.polyreme.save(
+        folder / name, extra={DOOR: extra}, adapters_only=exclude_frozen and _trains_adapters_alone(engine)
+    )
+    if engine.global_rank == 0:
+        if save_latest:
+            _replace(folder / LATEST, name)
+        _replace(folder / SCRIPT, files("polyreme.compat.deepspeed.utils").joinpath(SCRIPT).read_text("utf-8"))
+    engine.polyreme.mesh.gather_objects(None)  # nobody looks for `latest` before it is there
+    return True
+
+
+def load(
+    engine: DeepSpeedEngine, load_dir: str | Path, tag: Any, parts: Parts
+) -> tuple[str | None, dict[str, Any] | None]:
+    """See `DeepSpeedEngine.load_checkpoint`."""
+    folder = Path(load_dir)
+    name = _latest(folder) if tag is None else _plain(str(tag))
+    told = engine.polyreme.mesh.gather_objects((name, name is not None and (folder / name).is_dir()))
+    if len({each for each, _ in told}) > 1:
+        raise CheckpointError(f"{folder}: ranks see different tags, {', '.join(str(t) for t, _ in told)}")
+    if name is None or not all(there for _, there in told):
+        if tag is not None:
+            raise CheckpointError(f"{folder / str(tag)} is no folder on every rank: there is no such checkpoint")
+        return None, None
+    found = engine.polyreme.load(folder / name, strict=parts.strict, weights_only=not parts.optimizer)
+    extra = dict(found.extra.get(DOOR, {}))
+    counts = {count: int(extra.get(count, 0)) for count in COUNTS}
+    if not extra:  # DeepSpeed's own: steps are all that ours know of it
+        steps = int(found.state.get("step", 0))
+        counts |= {"global_steps": steps, "micro_steps": steps * engine.gradient_accumulation_steps()}
+    for count, value in counts.items():
+        setattr(engine, count, value)
+    if parts.scheduler and engine.lr_scheduler is not None and "lr_scheduler" in extra:
+        state = from_json(extra["lr_scheduler"])
+        engine.lr_scheduler.load_state_dict({**engine.lr_scheduler.state_dict(), **state})
+    engine.loaded_checkpoint_tag = name
+    return str(folder / name), from_json(extra.get("client_state", {}))
+
+
+def whole(
+    engine: DeepSpeedEngine, exclude_frozen: bool, rank0_only: bool, prefix: str = ""
+) -> dict[str, Tensor]:
+    """The model's tensors by name, whole, without frozen parameters if so said. All ranks must call."""
+    frozen = {
+        name
+        for name, p in engine.module.named_parameters(remove_duplicate=False)
+        if exclude_frozen and not p.requires_grad
+    }
+    found = engine.polyreme.state_dict(rank0_only=rank0_only)
+    return {prefix + name: tensor for name, tensor in found.items() if name not in frozen}
+
+
+def save_weights(engine: DeepSpeedEngine, save_dir: str | Path, name: str, exclude_frozen: bool) -> bool:
+    """Write the whole weights to one file of torch's."""
+    found = whole(engine, exclude_frozen, rank0_only=True)
+    if engine.global_rank == 0:
+        folder = Path(save_dir)
+        folder.mkdir(parents=True, exist_ok=True)
+        draft = folder / f".{_plain(name)}.{os.getpid()}"
+        torch.save(found, draft)
+        draft.replace(folder / name)
+    engine.polyreme.mesh.gather_objects(None)
+    return True
+
+
+def to_json(value: Any, where: str) -> Any:
+    """A value of Python's own kinds as JSON that `from_json` gives back. Raises ArgumentError for others, naming
+    where they are."""
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, Tensor) and value.numel() == 1 or type(value).__module__ == "numpy":
+        return to_json(value.tolist(), where)
+    if isinstance(value, list | tuple):
+        items = [to_json(each, f"{where}[{i}]") for i, each in enumerate(value)]
+        return items if isinstance(value, list) else {"()": items}
+    if isinstance(value, Mapping):
+        return {"{}": [[to_json(k, where), to_json(v, f"{where}[{k!r}]")] for k, v in value.items()]}
+    raise ArgumentError(
+        f"{where} is a {type(value).__name__}, which a checkpoint does not hold: give numbers, texts, lists, "
+        "tuples and dictionaries (tensors as lists), or write a file of your own beside it"
+    )
+
+
+def from_json(value: Any) -> Any:
+    """What `to_json` was given."""
+    if isinstance(value, list):
+        return [from_json(each) for each in value]
+    if isinstance(value, Mapping):
+        if "()" in value:
+            return tuple(from_json(each) for each in value["()"])
+        return {from_json(k): from_json(v) for k, v in value.get("{}", [])}
+    return value
+
+
+def _plain(name: str) -> str:
+    """The name of a file or folder. Raises ArgumentError where it leads elsewhere."""
+    if name in ("", ".", "..") or "/" in name or "\0" in name:
+        raise ArgumentError(f"{name!r} is no plain name of a folder's entry: give one without slashes")
+    return name
+
+
+def _latest(folder: Path) -> str | None:
+    path = folder / LATEST
+    if not path.is_file():
+        return None
+    return _plain(path.read_text("utf-8").strip())
+
+
+def _replace(path: Path, text: str) -> None:
+    draft = path.with_name(f".{path.name}.{os.getpid()}")
+    draft.write_text(text, "utf-8")
+    draft.replace(path)
+
+
+def _trains_adapters_alone(engine: DeepSpeedEngine) -> bool:
+    """Whether the model is PEFT's and nothing but adapters trains."""
+    trained = [name for name, p in engine.module.named_parameters() if p.requires_grad]
+    return hasattr(engine.module, "peft_config") and all("lora_" in name for name in trained)

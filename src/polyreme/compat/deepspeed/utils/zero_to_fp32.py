@@ -1,0 +1,106 @@
+#!/usr/bin/env python
+"""Turns a checkpoint that `engine.save_checkpoint` or DeepSpeed left into one state dict of fp32 weights:
+
+    python zero_to_fp32.py . output_dir/ --safe_serialization
+"""
+
+from __future__ import annotations
+
+import argparse
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from polyreme.checkpoint.open import open_source
+from polyreme.errors import CheckpointError
+from polyreme.layout.region import MASTER, MODEL
+
+
+def get_fp32_state_dict_from_zero_checkpoint(
+    checkpoint_dir: str | Path,
+    tag: str | None = None,
+    exclude_frozen_parameters: bool = False,
+    lazy_mode: bool = False,
+) -> dict[str, Tensor]:
+    """The weights of a checkpoint folder, by name, whole and in fp32, from the optimizer's masters where there
+    are some. tag: which of its checkpoints; None: the one that `latest` names. exclude_frozen_parameters: only
+    those that have masters or states. Raises CheckpointError for what cannot be read."""
+    source = open_source(_folder(Path(checkpoint_dir), tag))
+    masters, weights = source.tensors.get(MASTER, {}), source.tensors.get(MODEL, {})
+    trained = {name for kind, infos in source.tensors.items() if kind != MODEL for name in infos}
+    found = {}
+    for name, info in weights.items():
+        if exclude_frozen_parameters and trained and name not in trained:
+            continue
+        kind = MASTER if name in masters else MODEL
+        numbers = source.read(kind, name, 0, prod(info.shape))
+        found[name] = numbers.view(info.shape).to(torch.float32 if numbers.is_floating_point() else numbers.dtype)
+    return found
+
+
+def convert_zero_checkpoint_to_fp32_state_dict(
+    checkpoint_dir: str | Path,
+    output_dir: str | Path,
+    max_shard_size: str = "5GB",
+    safe_serialization: bool = False,
+    tag: str | None = None,
+    exclude_frozen_parameters: bool = False,
+) -> None:
+    """Write these weights to `output_dir`, as Hugging Face names them: pytorch_model.bin, or model.safetensors with
+    `safe_serialization`, in several files beyond `max_shard_size`."""
+    from huggingface_hub import save_torch_state_dict
+
+    weights = get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag, exclude_frozen_parameters)
+    Path(output_dir).mkdir(parents=True, exist_ok=True)
+    options: dict[str, Any] = {} if safe_serialization else {"filename_pattern": "pytorch_model{suffix}.bin"}
+    save_torch_state_dict(
+        weights, output_dir, max_shard_size=max_shard_size, safe_serialization=safe_serialization, **options
+    )
+
+
+def load_state_dict_from_zero_checkpoint(
+    model: nn.Module, checkpoint_dir: str | Path, tag: str | None = None
+) -> nn.Module:
+    """`model` on the CPU with the checkpoint's fp32 weights."""
+    model = model.cpu()
+    model.load_state_dict(get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag), strict=False)
+    return model
+
+
+def _folder(folder: Path, tag: str | None) -> Path:
+    if tag is None:
+        latest = folder / "latest"
+        if not latest.is_file():
+            raise CheckpointError(f"{folder} has no file `latest`: name a checkpoint of it with tag=")
+        tag = latest.read_text("utf-8").strip()
+    if tag in ("", ".", "..") or "/" in tag or not (folder / tag).is_dir():
+        raise CheckpointError(f"{folder} has no checkpoint {tag!r}")
+    return folder / tag
+
+
+def main() -> None:
+    """Read the arguments and convert."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("checkpoint_dir", help="the folder with the file `latest`")
+    parser.add_argument("output_dir", help="where the weights are written")
+    parser.add_argument("--max_shard_size", default="5GB", help="most bytes of a file")
+    parser.add_argument("--safe_serialization", action="store_true", help="write safetensors")
+    parser.add_argument("-t", "--tag", default=None, help="the checkpoint, such as global_step1")
+    parser.add_argument("--exclude_frozen_parameters", action="store_true")
+    parser.add_argument("-d", "--debug", action="store_true", help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    convert_zero_checkpoint_to_fp32_state_dict(
+        given.checkpoint_dir,
+        given.output_dir,
+        given.max_shard_size,
+        given.safe_serialization,
+        given.tag,
+        given.exclude_frozen_parameters,
+    )
+
+
+if __name__ == "__main__":
+    main()

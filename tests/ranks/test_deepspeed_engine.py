@@ -1,0 +1,253 @@
+"""The DeepSpeed door's engine beside plain torch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import polyreme.compat.deepspeed as deepspeed
+from polyreme.compat.deepspeed.refusal import ArgumentError, OrderError, UnsupportedError
+from pool import Ranks
+
+WIDTH, MICRO, STEPS = 12, 3, 4
+
+
+class Network(nn.Module):
+    """Returns the loss, as DeepSpeed's examples do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.Sequential(
+            *(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(3)), nn.Linear(WIDTH, 4)
+        )
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(self.blocks(x), y)
+
+
+def batch(rank: int, step: int, i: int) -> tuple[Tensor, Tensor]:
+    draw = torch.Generator().manual_seed(1 + rank + 10 * step + 1000 * i)
+    return torch.randn(MICRO, WIDTH, generator=draw), torch.randint(4, (MICRO,), generator=draw)
+
+
+def flat(tensors: Any) -> Tensor:
+    return torch.cat([t.detach().float().flatten() for t in tensors])
+
+
+def plain(world: int, accumulation: int, clip: float = 0.0) -> Tensor:
+    """Weights that plain torch comes to."""
+    model = Network()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.1)
+    warmup = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (1 + step) / 4))
+    for step in range(STEPS):
+        for rank in range(world):
+            for i in range(accumulation):
+                (model(*batch(rank, step, i)) / world / accumulation).backward()
+        if clip:
+            nn.utils.clip_grad_norm_(model.parameters(), clip)
+        optimizer.step()
+        optimizer.zero_grad()
+        warmup.step()
+    return flat(model.parameters())
+
+
+def config(accumulation: int, stage: int, **more: Any) -> dict[str, Any]:
+    return {
+        "train_micro_batch_size_per_gpu": MICRO,
+        "gradient_accumulation_steps": accumulation,
+        "zero_optimization": {"stage": stage},
+        **more,
+    }
+
+
+def weights(engine: Any) -> Tensor:
+    whole = engine.module_state_dict()
+    return flat(whole[name] for name, _ in engine.module.named_parameters())
+
+
+def train(rank: int, world: int, stage: int, how: str, clip: float) -> Tensor:
+    model, accumulation = Network(), 2
+    given: dict[str, Any] = {}
+    section: dict[str, Any] = {"gradient_clipping": clip} if clip else {}
+    adamw = {"lr": 0.01, "weight_decay": 0.1}
+    ramp = lambda optimizer: torch.optim.lr_scheduler.LambdaLR(  # noqa: E731
+        optimizer, lambda step: min(1.0, (1 + step) / 4)
+    )
+    if how == "config":
+        section["optimizer"] = {"type": "AdamW", "params": adamw}
+        given["lr_scheduler"] = ramp
+    elif how == "object":
+        given["optimizer"] = torch.optim.AdamW(model.parameters(), **adamw)
+        given["lr_scheduler"] = ramp(given["optimizer"])
+    else:
+        given["optimizer"] = lambda parameters: torch.optim.AdamW(parameters, **adamw)
+        given["model_parameters"] = model.parameters()
+        given["lr_scheduler"] = ramp
+    engine, optimizer, _, scheduler = deepspeed.initialize(
+        model=model, config=config(accumulation, stage, **section), **given
+    )
+    assert optimizer is engine.optimizer and scheduler is engine.lr_scheduler
+    for step in range(STEPS):
+        for i in range(accumulation):
+            loss = engine(*batch(rank, step, i))
+            if how == "callable":
+                (loss / accumulation).backward()
+            else:
+                assert torch.equal(engine.backward(loss), loss / accumulation)
+            assert engine.is_gradient_accumulation_boundary() == (i == accumulation - 1)
+            engine.step()
+        assert engine.global_steps == step + 1 and engine.was_step_applied()
+        assert engine.get_lr() == [pytest.approx(0.01 * min(1.0, (2 + step) / 4))]
+    assert engine.get_global_grad_norm() > 0 and engine.micro_steps == STEPS * accumulation
+    return weights(engine)
+
+
+@pytest.mark.parametrize("how", ["config", "object", "callable"])
+@pytest.mark.parametrize("world", [1, 2])
+def test_training_is_that_of_plain_torch(ranks: Ranks, world: int, how: str) -> None:
+    for clip in (0.0, 0.3):
+        wanted = plain(world, 2, clip)
+        for stage in (0, 1, 2, 3):
+            for found in ranks(world, train, stage, how, clip):
+                assert torch.allclose(found, wanted, rtol=1e-5, atol=1e-6), (stage, clip)
+
+
+def resumed(rank: int, world: int, folder: Path, save: bool) -> tuple[Tensor, Any]:
+    """Weights after all steps, of which some were done before a checkpoint; and what it holds."""
+    model = Network()
+    section = {
+        "optimizer": {"type": "AdamW", "params": {"lr": 0.01, "weight_decay": 0.1}},
+        "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 0.01, "warmup_num_steps": 3}},
+    }
+    engine, *_ = deepspeed.initialize(model=model, config=config(1, 2 if save else 3, **section))
+    state: Any = {"epoch": 3, "best": (0.5, [1, 2]), 4: None}
+    first, last = (0, 2) if save else (2, STEPS)
+    if not save:
+        path, state = engine.load_checkpoint(str(folder))
+        assert path == str(folder / "global_step2") and engine.loaded_checkpoint_tag == "global_step2"
+        assert (engine.global_steps, engine.micro_steps) == (2, 2)
+    for step in range(first, STEPS):
+        if step == last:
+            assert engine.save_checkpoint(str(folder), client_state=state)
+        engine.backward(engine(*batch(rank % 2, step, 0)))
+        engine.step()
+    return weights(engine), state
+
+
+def test_a_resumed_run_goes_on_with_another_stage(ranks: Ranks, tmp_path: Path) -> None:
+    (wanted, state), *_ = ranks(2, resumed, tmp_path, True)
+    assert {path.name for path in tmp_path.iterdir()} == {"global_step2", "latest", "zero_to_fp32.py"}
+    for found, told in ranks(2, resumed, tmp_path, False):
+        assert told == state and torch.equal(found, wanted)
+
+
+def consolidated(rank: int, world: int, folder: Path) -> tuple[bool, bool]:
+    from polyreme.compat.deepspeed.utils import zero_to_fp32
+
+    model = Network()
+    section = {"optimizer": {"type": "Adam", "params": {"lr": 0.01}}, "bf16": {"enabled": True}}
+    engine, *_ = deepspeed.initialize(model=model, config=config(1, 3, **section))
+    engine.backward(engine(*batch(rank, 0, 0)))
+    engine.step()
+    engine.save_checkpoint(folder, tag="one")
+    whole = engine._zero3_consolidated_16bit_state_dict()
+    engine.save_16bit_model(folder, "weights.bin")
+    if rank:
+        return whole is None, True
+    masters = engine.polyreme.state_dict(rank0_only=True, master=True) if world == 1 else {}
+    fp32 = zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint(folder)
+    assert all(torch.equal(fp32[name], masters[name]) for name in masters)
+    assert all(torch.equal(fp32[name].bfloat16(), whole[name]) for name in whole)
+    loaded = torch.load(folder / "weights.bin")
+    fresh = zero_to_fp32.load_state_dict_from_zero_checkpoint(Network(), folder)
+    assert torch.equal(next(fresh.parameters()), fp32["blocks.0.0.weight"])
+    return {t.dtype for t in whole.values()} == {torch.bfloat16}, loaded.keys() == whole.keys()
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_whole_weights(ranks: Ranks, tmp_path: Path, world: int) -> None:
+    assert ranks(world, consolidated, tmp_path) == [(True, True)] * world
+
+
+def gathered(rank: int, world: int) -> list[float]:
+    """What rank 0 writes in GatheredParameters reaches all, before initialize and after it."""
+    with deepspeed.zero.Init():
+        model = Network()
+    layer = model.blocks[0][0]
+    with deepspeed.zero.GatheredParameters(layer.weight, modifier_rank=0):
+        if rank == 0:
+            nn.init.constant_(layer.weight, 0.25)
+    before = layer.weight.sum().item()
+    section = {"optimizer": {"type": "Adam", "params": {"lr": 0.01}}}
+    engine, *_ = deepspeed.initialize(model=model, config=config(1, 3, **section))
+    assert layer.weight.ds_status is deepspeed.zero.ZeroParamStatus.NOT_AVAILABLE
+    assert layer.weight.ds_numel == WIDTH * WIDTH
+    with deepspeed.zero.GatheredParameters([layer.weight, layer.bias], modifier_rank=world - 1):
+        if rank == world - 1:
+            nn.init.constant_(layer.weight, 0.5)
+    with deepspeed.zero.GatheredParameters(layer.weight):
+        assert layer.weight.ds_status is deepspeed.zero.ZeroParamStatus.AVAILABLE
+        return [before, layer.weight.sum().item()]
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_gathered_parameters(ranks: Ranks, world: int) -> None:
+    assert ranks(world, gathered) == [[0.25 * WIDTH * WIDTH, 0.5 * WIDTH * WIDTH]] * world
+
+
+def loop(rank: int, world: int) -> float:
+    """Windows that end where the caller says, and evaluation between."""
+    engine, *_ = deepspeed.initialize(
+        model=Network(), config=config(2, 1, optimizer={"type": "SGD", "params": {"lr": 0.1}})
+    )
+    for window in (3, 1, 2):
+        for i in range(window):
+            engine.set_gradient_accumulation_boundary(i == window - 1)
+            engine.backward(engine(*batch(rank, 0, i)), scale_wrt_gas=False)
+            engine.eval()
+            with torch.no_grad():
+                engine(*batch(rank, 9, i))
+            engine.train()
+            engine.step()
+    assert engine.global_steps == 3
+    with engine.no_sync():
+        engine.backward(engine(*batch(rank, 0, 0)))
+        with pytest.raises(OrderError, match="no_sync"):
+            engine.step()
+    return engine.get_global_grad_norm()
+
+
+def test_the_caller_decides_where_windows_end(ranks: Ranks) -> None:
+    norms = ranks(2, loop)
+    assert norms[0] == norms[1] > 0
+
+
+def test_what_cannot_be_is_refused(tmp_path: Path) -> None:
+    model = Network()
+    with pytest.raises(OrderError, match="config"):
+        deepspeed.initialize(model=model)
+    engine, optimizer, loader, scheduler = deepspeed.initialize(model=model, config=config(1, 0))
+    assert (optimizer, loader, scheduler) == (None, None, None)
+    x, y = batch(0, 0, 0)
+    loss = engine(x, y)
+    with pytest.raises(OrderError, match="must provide optimizer during init in order to use backward"):
+        engine.backward(loss)
+    assert engine.zero_optimization_stage() == 0 and engine.train_batch_size() == MICRO
+    assert engine.fp16_enabled() is False and engine.zero_reduce_bucket_size() > 0
+    assert engine.load_checkpoint(tmp_path) == (None, None)
+    engine, *_ = deepspeed.initialize(
+        model=Network(), config=config(1, 0, optimizer={"type": "Adam", "params": {"lr": 0.1}})
+    )
+    with pytest.raises(UnsupportedError, match="retain_graph"):
+        engine.backward(engine(x, y), retain_graph=True)
+    with pytest.raises(ArgumentError, match=r"client_state\['net'\] is a Network"):
+        engine.save_checkpoint(tmp_path, client_state={"net": model})
+    with pytest.raises(ArgumentError, match="plain name"):
+        engine.save_checkpoint(tmp_path, tag="../elsewhere")
+    with pytest.raises(UnsupportedError, match="init_inference"):
+        deepspeed.init_inference(model)
