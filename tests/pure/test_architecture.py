@@ -77,7 +77,7 @@ BUDGETS = {
     "models": 650,
     "monitor": 520,
     "offload": 1160,
-    "optim": 940,
+    "optim": 980,
     "pipeline": 1150,
     "planner": 250,
     "step": 2200,

@@ -184,7 +184,8 @@ def gathered(rank: int, world: int) -> list[float]:
             nn.init.constant_(layer.weight, 0.25)
     before = layer.weight.sum().item()
     section = {"optimizer": {"type": "Adam", "params": {"lr": 0.01}}}
-    engine, *_ = deepspeed.initialize(model=model, config=config(1, 3, **section))
+    kept = deepspeed.initialize(model=model, config=config(1, 3, **section))
+    assert kept[0].zero_gather_16bit_weights_on_model_save() is False
     assert layer.weight.ds_status is deepspeed.zero.ZeroParamStatus.NOT_AVAILABLE
     assert layer.weight.ds_numel == WIDTH * WIDTH
     with deepspeed.zero.GatheredParameters([layer.weight, layer.bias], modifier_rank=world - 1):

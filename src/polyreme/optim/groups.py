@@ -153,8 +153,8 @@ def recipe(
 
 
 def maker(section: OptimizerSection) -> Make:
-    """What makes the optimizer that the config section names, of parameters or groups of them. Raises ConfigError
-    for muon, which is one for matrices and another for the rest."""
+    """What makes the optimizer that the config section names, of parameters or groups of them. Raises
+    ConfigError for muon, which is one for matrices and another for the rest."""
     if section.name == "muon":
         reason, fix = "it makes two optimizers, which go by the model", "leave the optimizer to the config"
         raise ConfigError([Problem("optimizer.name", section.name, reason, fix)])

@@ -39,20 +39,22 @@ def initialize(
     mesh_param: Any = None,
     config_params: str | Path | Mapping[str, Any] | None = None,
 ) -> tuple[DeepSpeedEngine, Any, Any, Any]:
-    """Make `model` ready to train as DeepSpeed's `config` says. Returns the engine, its optimizer, a loader of
-    `training_data` and the learning rate scheduler; what there is not is None.
+    """Make `model` ready to train as DeepSpeed's `config` says. Returns the engine, its optimizer, a loader
+    of `training_data` and the learning rate scheduler; what there is not is None.
 
     optimizer: a torch optimizer of the model's parameters, or a function of `model_parameters` (a list of
-    parameters or groups; by default all that train) that makes one; else the config's. lr_scheduler: one on that
-    optimizer, or a function of the engine's optimizer that makes one; else the config's. Both count before the
-    config's. config: a dictionary, a file's path or base64; `config_params` and `args.deepspeed_config` are
-    other names for it.
+    parameters or groups; by default all that train) that makes one; else the config's. lr_scheduler: one on
+    that optimizer, or a function of the engine's optimizer that makes one; else the config's. Both count
+    before the config's. config: a dictionary, a file's path or base64; `config_params` and
+    `args.deepspeed_config` are other names for it.
 
     Raises DeepSpeedConfigError for a config that cannot be, with every problem in it."""
     if model is None:
         raise OrderError("deepspeed.initialize requires a model")
     if mesh_param is not None:
-        raise refused("initialize(mesh_param=...)", "there is no sequence parallelism over ranks", "leave it out")
+        raise refused(
+            "initialize(mesh_param=...)", "there is no sequence parallelism over ranks", "leave it out"
+        )
     source = _source(args, config, config_params)
     if dist_init_required is not False:
         comm.init_distributed(distributed_port=distributed_port)
@@ -146,6 +148,8 @@ def init_inference(model: Any, config: Any = None, **_: Any) -> Any:
     )
 
 
-def tp_model_init(model: nn.Module, tp_size: int, dtype: Any = None, config: Any = None, **_: Any) -> nn.Module:
+def tp_model_init(
+    model: nn.Module, tp_size: int, dtype: Any = None, config: Any = None, **_: Any
+) -> nn.Module:
     """The model as it is: `initialize` divides it over `tensor_parallel.autotp_size` ranks."""
     return model

@@ -9,8 +9,8 @@ from typing import Any
 
 
 def lazily(package: str, elsewhere: Mapping[str, str] | None = None) -> Callable[[str], Any]:
-    """A `__getattr__` for `package`: of its modules, and of the names in `elsewhere`, by the module within the
-    package that has each ("module:name" where it is called otherwise there, "module:" for the module)."""
+    """A `__getattr__` for `package`: of its modules, and of the names in `elsewhere`, by the module within
+    the package that has each ("module:name" where it is called otherwise there, "module:" for the module)."""
 
     def get(name: str) -> Any:
         if elsewhere and name in elsewhere:

@@ -1,6 +1,6 @@
-"""Checkpoints of the DeepSpeed door: DeepSpeed's folders and its file `latest` around Polyreme's checkpoints.
+"""Checkpoints of the DeepSpeed door: DeepSpeed's folders and its file `latest` around Polyreme's own.
 
-Invariant: no name of a checkpoint leads out of its folder, and `latest` is replaced, never written through."""
+Invariant: no name of a checkpoint leads out of its folder; `latest` is replaced, never written through."""
 
 from __future__ import annotations
 
@@ -44,8 +44,9 @@ def save(
     save_latest: bool,
     exclude_frozen: bool,
 ) -> bool:
-    """Write `save_dir`/`tag`, then `latest`. All ranks must call. Raises ArgumentError for a tag that is no plain
-    name, and for client state that JSON cannot hold; CheckpointError on every rank where a write failed."""
+    """Write `save_dir`/`tag`, then `latest`. All ranks must call. Raises ArgumentError for a tag that is no
+    plain name, and for client state that JSON cannot hold; CheckpointError on every rank where a write
+    failed."""
     folder = Path(save_dir)
     name = _plain(f"global_step{engine.global_steps}" if tag is None else str(tag))
     extra = {
@@ -61,7 +62,9 @@ def save(
     if engine.global_rank == 0:
         if save_latest:
             _replace(folder / LATEST, name)
-        _replace(folder / SCRIPT, files("polyreme.compat.deepspeed.utils").joinpath(SCRIPT).read_text("utf-8"))
+        _replace(
+            folder / SCRIPT, files("polyreme.compat.deepspeed.utils").joinpath(SCRIPT).read_text("utf-8")
+        )
     engine.polyreme.mesh.gather_objects(None)  # nobody looks for `latest` before it is there
     return True
 
@@ -77,7 +80,9 @@ def load(
         raise CheckpointError(f"{folder}: ranks see different tags, {', '.join(str(t) for t, _ in told)}")
     if name is None or not all(there for _, there in told):
         if tag is not None:
-            raise CheckpointError(f"{folder / str(tag)} is no folder on every rank: there is no such checkpoint")
+            raise CheckpointError(
+                f"{folder / str(tag)} is no folder on every rank: there is no such checkpoint"
+            )
         return None, None
     found = engine.polyreme.load(folder / name, strict=parts.strict, weights_only=not parts.optimizer)
     extra = dict(found.extra.get(DOOR, {}))
@@ -121,11 +126,11 @@ def save_weights(engine: DeepSpeedEngine, save_dir: str | Path, name: str, exclu
 
 
 def to_json(value: Any, where: str) -> Any:
-    """A value of Python's own kinds as JSON that `from_json` gives back. Raises ArgumentError for others, naming
-    where they are."""
+    """A value of Python's own kinds as JSON that `from_json` gives back. Raises ArgumentError for others,
+    naming where they are."""
     if value is None or isinstance(value, bool | int | float | str):
         return value
-    if isinstance(value, Tensor) and value.numel() == 1 or type(value).__module__ == "numpy":
+    if (isinstance(value, Tensor) and value.numel() == 1) or type(value).__module__ == "numpy":
         return to_json(value.tolist(), where)
     if isinstance(value, list | tuple):
         items = [to_json(each, f"{where}[{i}]") for i, each in enumerate(value)]

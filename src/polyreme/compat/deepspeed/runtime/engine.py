@@ -1,7 +1,8 @@
 """DeepSpeed's engine over Polyreme's: its methods, translated.
 
-A window of micro-batches, whose end `is_gradient_accumulation_boundary` tells, is one step: losses are divided by
-`gradient_accumulation_steps` in `backward`, added up over the window, and averaged over the ranks."""
+A window of micro-batches, whose end `is_gradient_accumulation_boundary` tells, is one step: losses are
+divided by `gradient_accumulation_steps` in `backward`, added up over the window, and averaged over the
+ranks."""
 
 from __future__ import annotations
 
@@ -17,14 +18,14 @@ from polyreme.compat.deepspeed import saving
 from polyreme.compat.deepspeed.json_config import Translation
 from polyreme.compat.deepspeed.refusal import OrderError, refused
 from polyreme.compat.deepspeed.runtime.dataloader import DeepSpeedDataLoader
-from polyreme.compat.deepspeed.runtime.getters import path_of
+from polyreme.compat.deepspeed.runtime.getters import getter
 from polyreme.step.optimizer_view import OptimizerView
 from polyreme.step.step import StepResult
 
 
 class DeepSpeedEngine(nn.Module):
-    """What `deepspeed.initialize` returns first. `module` is the user's model, `config` the DeepSpeed config as a
-    dictionary, `polyreme` the engine that trains."""
+    """What `deepspeed.initialize` returns first. `module` is the user's model, `config` the DeepSpeed config
+    as a dictionary, `polyreme` the engine that trains."""
 
     def __init__(
         self, engine: polyreme.Engine, translation: Translation, trains: bool, mpu: Any = None
@@ -51,8 +52,8 @@ class DeepSpeedEngine(nn.Module):
             return super().__getattr__(name)
         except AttributeError:
             translation = self.__dict__.get("translation")
-            if translation is not None and (path := path_of(translation.values, name)) is not None:
-                return lambda: translation.values[path]
+            if translation is not None and (found := getter(translation, name)) is not None:
+                return found
             module = self.__dict__.get("_modules", {}).get("module")
             if module is not None and hasattr(module, name):
                 return getattr(module, name)
@@ -100,15 +101,15 @@ class DeepSpeedEngine(nn.Module):
         return loss
 
     def scale(self, loss: Tensor) -> Tensor:
-        """The loss for a `loss.backward()` of the user's own: as it is, but in fp16, where DeepSpeed's loss scale
-        is applied by `backward`."""
+        """The loss for a `loss.backward()` of the user's own: as it is, but in fp16, where DeepSpeed's loss
+        scale is applied by `backward`."""
         if self.fp16_enabled():
             raise refused("engine.scale(loss) in fp16", "backward scales", "call engine.backward(loss)")
         return loss
 
     def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
-        """The optimizer's step at the end of a window, and nothing else before; then that of the learning rate
-        scheduler, unless an overflow skipped the step."""
+        """The optimizer's step at the end of a window, and nothing else before; then that of the learning
+        rate scheduler, unless an overflow skipped the step."""
         self._refuse_inference("step")
         if not self._syncs:
             raise OrderError("step() inside of no_sync(), whose gradients are not reduced: call it behind")
@@ -262,13 +263,10 @@ class DeepSpeedEngine(nn.Module):
         return saving.load(self, load_dir, tag, parts)
 
     def save_16bit_model(
-        self,
-        save_dir: str,
-        save_filename: str = "pytorch_model.bin",
-        exclude_frozen_parameters: bool = False,
+        self, save_dir: str, save_filename: str = "pytorch_model.bin", exclude_frozen_parameters: bool = False
     ) -> bool:
-        """Write the whole model's weights, in the dtype that it computes in, to one file of torch's. All ranks
-        must call."""
+        """Write the whole model's weights, in the dtype that it computes in, to one file of torch's. All
+        ranks must call."""
         return saving.save_weights(self, save_dir, save_filename, exclude_frozen_parameters)
 
     save_fp16_model = save_16bit_model
@@ -301,7 +299,9 @@ class DeepSpeedEngine(nn.Module):
 
     # ---- the rest
 
-    def compile(self, backend: Any = "inductor", compile_kwargs: dict[str, Any] | None = None, **_: Any) -> None:
+    def compile(
+        self, backend: Any = "inductor", compile_kwargs: dict[str, Any] | None = None, **_: Any
+    ) -> None:
         """Compile the module's forward in place, as `torch.nn.Module.compile` does."""
         self.module.compile(backend=backend, **(compile_kwargs or {}))
         self._compiled = True

@@ -1,29 +1,77 @@
-"""What the engine's getters of the config (`engine.zero_reduce_bucket_size()`) return: the value of a key."""
+"""What the engine's getters of the config (`engine.zero_reduce_bucket_size()`) return."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
+
+from polyreme.compat.deepspeed.json_config import Translation
 
 ALIASES = {
     "autotp_size": "tensor_parallel.autotp_size",
+    "bf16_master_weights_and_gradients": "bf16.bf16_master_weights_and_grads",
+    "bf16_optimizer_states": "bf16.bf16_optimizer_states",
     "bfloat16_enabled": "bf16.enabled",
-    "flops_profiler_enabled": "flops_profiler.enabled",
     "fp16_auto_cast": "fp16.auto_cast",
     "fp16_enabled": "fp16.enabled",
-    "optimizer_name": "optimizer.type",
-    "optimizer_params": "optimizer.params",
-    "scheduler_name": "scheduler.type",
-    "scheduler_params": "scheduler.params",
+    "fp16_master_weights_and_gradients": "fp16.fp16_master_weights_and_grads",
+    "is_sanity_checks_enabled": "zero_optimization.enable_sanity_checks",
+    "torch_autocast_dtype": "torch_autocast.dtype",
     "torch_autocast_enabled": "torch_autocast.enabled",
-    "zero_allow_untested_optimizer": "zero_allow_untested_optimizer",
+    "zero_multi_rank_bucket_allreduce": "zero_optimization.use_multi_rank_bucket_allreduce",
     "zero_optimization_stage": "zero_optimization.stage",
 }
-PREFIXES = {"zero_": "zero_optimization.", "flops_profiler_": "flops_profiler."}
+PREFIXES = {
+    "zero_": ("zero_optimization.", "zero_optimization.stage3_", "zero_optimization.zero_"),
+    "flops_profiler_": ("flops_profiler.",),
+}
 
 
-def path_of(values: Mapping[str, Any], name: str) -> str | None:
-    """The key of the config, by its path, that the getter `name` tells; None where it is none."""
-    found = [ALIASES.get(name, ""), name]
-    found += [path + name.removeprefix(prefix) for prefix, path in PREFIXES.items() if name.startswith(prefix)]
-    return next((path for path in found if path in values), None)
+def _offload(name: str) -> Callable[[Translation], Any]:
+    """The section of what is off the device; None where it is not."""
+    section = f"zero_optimization.offload_{name}"
+
+    def get(given: Translation) -> Any:
+        found = given.section(section)
+        return found if found.get("device", "none") not in (None, "none") else None
+
+    return get
+
+
+COMPUTED: Mapping[str, Callable[[Translation], Any]] = {
+    "aio_config": lambda given: given.section("aio"),
+    "autotuning_enabled": lambda given: False,
+    "checkpoint_tag_validation_enabled": lambda given: given.values["checkpoint.tag_validation"] != "Ignore",
+    "checkpoint_tag_validation_fail": lambda given: given.values["checkpoint.tag_validation"] == "Fail",
+    "curriculum_learning_enabled": lambda given: False,
+    "data_efficiency_enabled": lambda given: False,
+    "data_sampling_enabled": lambda given: False,
+    "dynamic_loss_scale": lambda given: given.values["fp16.loss_scale"] == 0,
+    "initial_dynamic_scale": lambda given: 2 ** given.values["fp16.initial_scale_power"],
+    "is_deepcompile_enabled": lambda given: False,
+    "load_universal_checkpoint": lambda given: False,
+    "optimizer_name": lambda given: given.optimizer and given.optimizer.name.lower(),
+    "optimizer_params": lambda given: given.optimizer and given.optimizer.params,
+    "random_ltd_enabled": lambda given: False,
+    "scheduler_name": lambda given: given.scheduler and given.scheduler.name,
+    "scheduler_params": lambda given: given.scheduler and given.scheduler.params,
+    "tensor_parallel_config": lambda given: given.section("tensor_parallel"),
+    "zero_cpu_offload": lambda given: _offload("optimizer")(given) is not None,
+    "zero_offload_optimizer": _offload("optimizer"),
+    "zero_offload_param": _offload("param"),
+    "zero_optimization": lambda given: given.stage > 0,
+    "zero_optimization_partition_gradients": lambda given: given.stage >= 2,
+    "zero_optimization_partition_weights": lambda given: given.stage == 3,
+}
+
+
+def getter(given: Translation, name: str) -> Callable[[], Any] | None:
+    """The getter `name` of the config; None where there is no such one."""
+    if name in COMPUTED:
+        return lambda: COMPUTED[name](given)
+    paths = [ALIASES.get(name, ""), name]
+    for prefix, sections in PREFIXES.items():
+        if name.startswith(prefix):
+            paths += [section + name.removeprefix(prefix) for section in sections]
+    path = next((path for path in paths if path in given.values), None)
+    return None if path is None else lambda: given.values[path]

@@ -1,7 +1,7 @@
 #!/usr/bin/env python
 """Turns a checkpoint that `engine.save_checkpoint` or DeepSpeed left into one state dict of fp32 weights:
 
-    python zero_to_fp32.py . output_dir/ --safe_serialization
+python zero_to_fp32.py . output_dir/ --safe_serialization
 """
 
 from __future__ import annotations
@@ -25,9 +25,10 @@ def get_fp32_state_dict_from_zero_checkpoint(
     exclude_frozen_parameters: bool = False,
     lazy_mode: bool = False,
 ) -> dict[str, Tensor]:
-    """The weights of a checkpoint folder, by name, whole and in fp32, from the optimizer's masters where there
-    are some. tag: which of its checkpoints; None: the one that `latest` names. exclude_frozen_parameters: only
-    those that have masters or states. Raises CheckpointError for what cannot be read."""
+    """The weights of a checkpoint folder, by name, whole and in fp32, from the optimizer's masters where
+    there are some. tag: which of its checkpoints; None: the one that `latest` names.
+    exclude_frozen_parameters: only those that have masters or states. Raises CheckpointError for what cannot
+    be read."""
     source = open_source(_folder(Path(checkpoint_dir), tag))
     masters, weights = source.tensors.get(MASTER, {}), source.tensors.get(MODEL, {})
     trained = {name for kind, infos in source.tensors.items() if kind != MODEL for name in infos}
@@ -37,7 +38,9 @@ def get_fp32_state_dict_from_zero_checkpoint(
             continue
         kind = MASTER if name in masters else MODEL
         numbers = source.read(kind, name, 0, prod(info.shape))
-        found[name] = numbers.view(info.shape).to(torch.float32 if numbers.is_floating_point() else numbers.dtype)
+        found[name] = numbers.view(info.shape).to(
+            torch.float32 if numbers.is_floating_point() else numbers.dtype
+        )
     return found
 
 
@@ -49,8 +52,8 @@ def convert_zero_checkpoint_to_fp32_state_dict(
     tag: str | None = None,
     exclude_frozen_parameters: bool = False,
 ) -> None:
-    """Write these weights to `output_dir`, as Hugging Face names them: pytorch_model.bin, or model.safetensors with
-    `safe_serialization`, in several files beyond `max_shard_size`."""
+    """Write these weights to `output_dir`, as Hugging Face names them: pytorch_model.bin, or
+    model.safetensors with `safe_serialization`, in several files beyond `max_shard_size`."""
     from huggingface_hub import save_torch_state_dict
 
     weights = get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag, exclude_frozen_parameters)

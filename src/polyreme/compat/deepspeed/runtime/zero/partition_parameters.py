@@ -77,8 +77,8 @@ def is_zero_param(parameter: object) -> bool:
 
 
 class Init(AbstractContextManager["Init"]):
-    """`with zero.Init(...):` around the code that builds a model. Its tensors of floating point are made in the
-    dtype of the config (or `dtype`), and on the CPU or `remote_device`."""
+    """`with zero.Init(...):` around the code that builds a model. Its tensors of floating point are made in
+    the dtype of the config (or `dtype`), and on the CPU or `remote_device`."""
 
     def __init__(
         self,
@@ -113,8 +113,8 @@ class Init(AbstractContextManager["Init"]):
 
 
 class GatheredParameters(AbstractContextManager[None]):
-    """`with zero.GatheredParameters(params, modifier_rank=0):` has the parameters whole on every rank, and at its
-    end gives all ranks what that rank made of them. Every rank must enter."""
+    """`with zero.GatheredParameters(params, modifier_rank=0):` has the parameters whole on every rank, and at
+    its end gives all ranks what that rank made of them. Every rank must enter."""
 
     def __init__(
         self,
@@ -143,7 +143,12 @@ class GatheredParameters(AbstractContextManager[None]):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if kind is None and self._modifier is not None and dist.is_initialized() and dist.get_world_size() > 1:
+        if (
+            kind is None
+            and self._modifier is not None
+            and dist.is_initialized()
+            and dist.get_world_size() > 1
+        ):
             with torch.no_grad():
                 for parameter in self._params:
                     whole = parameter.detach().contiguous()
