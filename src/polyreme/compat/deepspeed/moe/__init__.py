@@ -1,0 +1,1 @@
+"""DeepSpeed's mixture of experts: names that scripts import."""

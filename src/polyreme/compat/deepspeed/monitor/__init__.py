@@ -1,0 +1,1 @@
+"""DeepSpeed's monitors: where a run's figures go."""

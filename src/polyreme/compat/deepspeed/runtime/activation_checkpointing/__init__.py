@@ -1,0 +1,1 @@
+"""DeepSpeed's `runtime.activation_checkpointing`."""
