@@ -141,6 +141,7 @@ def test_gradients_are_clipped_by_their_norm() -> None:
 
 def test_numbers_that_are_not_finite_are_found() -> None:
     assert utils.get_global_norm([3.0, 4.0]) == 5.0
+    assert utils.is_invalid_grad_norm(torch.tensor([1.0, -1.0])) and not utils.is_invalid_grad_norm(2.0)
     assert utils.get_global_norm([3.0, -1.0]) == math.inf == utils.get_global_norm([math.nan])
     for bad in (math.inf, -math.inf, math.nan):
         assert utils.has_inf_or_nan(torch.tensor([1.0, bad]))
@@ -161,6 +162,10 @@ def test_nested_things_are_moved(tmp_path: Path) -> None:
 def test_small_helpers(capsys: pytest.CaptureFixture[str]) -> None:
     assert utils.call_to_str("f", 1, "a", k=2) == "f(1, 'a', k=2)"
     assert utils.get_only_unique_item([3, 3]) == 3
+    some, none = torch.ones(2), torch.ones(0)
+    assert utils.filter_empty_parameters([some, none]) == [some]
+    groups = [{"params": [some, none], "lr": 1}, {"params": [none]}]
+    assert utils.filter_empty_parameters(groups) == [{"params": [some], "lr": 1}]
     with pytest.raises(ValueError, match="unique"):
         utils.get_only_unique_item([1, 2])
     assert [each.numel() for each in utils.align_dense_tensors([torch.ones(3)], 4)] == [3, 1]

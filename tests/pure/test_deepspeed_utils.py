@@ -118,6 +118,15 @@ def test_builders_say_what_works_and_load_nothing(accelerator: DeepSpeedAccelera
 
 def test_levels_are_set_by_their_names(capsys: pytest.CaptureFixture[str]) -> None:
     mine = ds_logging.LoggerFactory.create_logger("mine", logging.WARNING)
+    mine.warning("heard")
+    mine.info("not heard")
+    said = capsys.readouterr().out
+    assert "[WARNING] [test_deepspeed_utils.py:" in said and said.endswith("heard\n") and "not" not in said
+    utils.log_dist("once", level=logging.ERROR)
+    utils.logger.warning_once("twice")
+    utils.logger.warning_once("twice")
+    said = capsys.readouterr().out
+    assert "[Rank -1] once" in said and said.count("twice") == 1
     utils.set_log_level_from_string("ERROR", mine)
     assert mine.level == mine.handlers[0].level == logging.ERROR
     assert ds_logging.should_log_le("warning") and not ds_logging.should_log_le("info")

@@ -20,8 +20,10 @@ from polyreme.compat.deepspeed.comm.initialize import configure, init_distribute
 from polyreme.compat.deepspeed.comm.timed import comms_logger, timed_op
 from polyreme.compat.deepspeed.comm.utils import get_local_rank_from_launcher
 from polyreme.compat.deepspeed.refusal import ArgumentError, OrderError
+from polyreme.compat.deepspeed.utils.comms_logging import CommsLogger, get_caller_func
 
 __all__ = [
+    "CommsLogger",
     "DeviceMesh",
     "GradBucket",
     "P2POp",
@@ -43,9 +45,11 @@ __all__ = [
     "comms_logger",
     "configure",
     "destroy_process_group",
+    "enable_symm_mem_for_group",
     "gather",
     "get_all_ranks_from_group",
     "get_backend",
+    "get_caller_func",
     "get_comm_operation_count",
     "get_global_rank",
     "get_local_rank",
@@ -163,6 +167,14 @@ def initialize_mesh_device(mesh_shape: Sequence[int], mesh_dim_names: Sequence[s
     _open()
     device = get_accelerator().device_name()
     return init_device_mesh(device, tuple(mesh_shape), mesh_dim_names=tuple(mesh_dim_names))
+
+
+def enable_symm_mem_for_group(group_name: Any) -> None:
+    """Let ranks of the group of this name map each other's memory."""
+    _open()
+    from torch.distributed._symmetric_memory import enable_symm_mem_for_group as enable
+
+    enable(group_name)
 
 
 def has_all_gather_into_tensor() -> bool:

@@ -30,6 +30,7 @@ __all__ = [
     "copy_to_device",
     "empty_cache",
     "ensure_directory_exists",
+    "filter_empty_parameters",
     "get_flattened_grad_norm",
     "get_global_norm",
     "get_global_norm_of_tensors",
@@ -39,6 +40,7 @@ __all__ = [
     "get_only_unique_item",
     "get_weight_norm",
     "has_inf_or_nan",
+    "is_invalid_grad_norm",
     "is_model_parallel_parameter",
     "memory_status",
     "move_to_device",
@@ -129,10 +131,26 @@ def has_inf_or_nan(x: Tensor) -> Tensor:
     return ~(torch.isfinite(values.amax()) & torch.isfinite(values.amin()))
 
 
+def is_invalid_grad_norm(norm: Any) -> bool:
+    """Whether a norm, or one of a tensor of norms, is not finite or is negative."""
+    norms = torch.as_tensor(norm)
+    return bool((~torch.isfinite(norms) | (norms < 0)).any())
+
+
+def filter_empty_parameters(params: Any) -> Any:
+    """Parameters, or groups of them, without those of no element."""
+    if not isinstance(params, list | tuple):
+        return params
+    if not params or not isinstance(params[0], dict):
+        return [each for each in params if each.numel()]
+    left = [{**group, "params": [each for each in group["params"] if each.numel()]} for group in params]
+    return [group for group in left if group["params"]]
+
+
 def get_global_norm(norm_list: Iterable[float]) -> float:
     """The norm of all, from norms of parts; infinity if one of them is not finite or is negative."""
     norms = [float(norm) for norm in norm_list]
-    if any(not math.isfinite(norm) or norm < 0 for norm in norms):
+    if any(map(is_invalid_grad_norm, norms)):
         return math.inf
     return math.sqrt(sum(norm**2 for norm in norms))
 

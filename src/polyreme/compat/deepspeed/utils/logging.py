@@ -20,6 +20,17 @@ log_levels = {
 }
 
 
+class StdoutHandler(logging.StreamHandler):
+    """Writes to what is standard output at the time, also where that is captured or redirected."""
+
+    def __init__(self) -> None:
+        logging.Handler.__init__(self)
+
+    @property
+    def stream(self) -> Any:
+        return sys.stdout
+
+
 class LoggerFactory:
     """Makes loggers that write lines to standard output, whatever the root logger does."""
 
@@ -32,7 +43,7 @@ class LoggerFactory:
         made = logging.getLogger(name)
         made.setLevel(level)
         made.propagate = False
-        handler = logging.StreamHandler(sys.stdout)
+        handler = StdoutHandler()
         handler.setLevel(level)
         handler.setFormatter(
             logging.Formatter(
