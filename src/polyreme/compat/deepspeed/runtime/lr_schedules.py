@@ -41,6 +41,7 @@ DECAY_STEP_SIZE = "decay_step_size"
 CYCLE_MIN_LR = "cycle_min_lr"
 CYCLE_MAX_LR = "cycle_max_lr"
 DECAY_LR_RATE = "decay_lr_rate"
+CYCLE_MOMENTUM = "cycle_momentum"
 CYCLE_MIN_MOM = "cycle_min_mom"
 CYCLE_MAX_MOM = "cycle_max_mom"
 DECAY_MOM_RATE = "decay_mom_rate"
@@ -70,7 +71,7 @@ _ARGUMENTS: tuple[tuple[str, type | None, Any, str], ...] = (
     (CYCLE_MIN_LR, float, 0.01, "lowest rate of the cycle"),
     (CYCLE_MAX_LR, float, 0.1, "highest rate of the cycle"),
     (DECAY_LR_RATE, float, 0.0, "decay of the rate after the cycle"),
-    ("cycle_momentum", _SWITCH, False, "let momentum run against the rate"),
+    (CYCLE_MOMENTUM, _SWITCH, False, "let momentum run against the rate"),
     (CYCLE_MIN_MOM, float, 0.8, "lowest momentum of the cycle"),
     (CYCLE_MAX_MOM, float, 0.9, "highest momentum of the cycle"),
     (DECAY_MOM_RATE, float, 0.0, "decay of momentum after the cycle"),
