@@ -1,6 +1,6 @@
 """A Trainer script as users write it: `hf_trainer.py FOLDER CASE ...`, with or without DeepSpeed.
 
-Each case writes FOLDER/CASE/history.json, the log of its Trainer. Without DeepSpeed the config is left out."""
+Each case writes FOLDER/CASE/history.json, the log of its Trainer. Without DeepSpeed its config is left out."""
 
 from __future__ import annotations
 
@@ -36,11 +36,17 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "zero3": ({"zero_optimization": ZERO3}, {}),
     "zero3-resumed": ({"zero_optimization": ZERO3}, {"resume": "zero3"}),
     "offload": (
-        {"zero_optimization": {**ZERO3, "offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}}},
+        {
+            "zero_optimization": {
+                **ZERO3,
+                "offload_optimizer": {"device": "cpu"},
+                "offload_param": {"device": "cpu"},
+            }
+        },
         {},
     ),
     "bf16": ({"zero_optimization": {"stage": 2}}, {"bf16": True}),
-    "ds-optimizer": ({"zero_optimization": ZERO3, "optimizer": ADAMW}, {"weight_decay": 0.1}),
+    "ds-optimizer": ({"zero_optimization": ZERO3, "optimizer": ADAMW}, {}),
     "ds-scheduler": ({"zero_optimization": {"stage": 2}, "optimizer": ADAMW, "scheduler": LINEAR}, {}),
     "best": ({"zero_optimization": {"stage": 2}}, {"load_best_model_at_end": True}),
     "weights-alone": ({"zero_optimization": {"stage": 1}}, {"save_only_model": True}),

@@ -1,0 +1,92 @@
+"""Unmodified Trainer scripts through the DeepSpeed door, beside Trainer itself."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import polyreme.errors
+
+SCRIPT = Path(__file__).parents[1] / "doors" / "hf_trainer.py"
+EXACT = (
+    "zero1",
+    "zero2",
+    "zero3",
+    "zero3-resumed",
+    "offload",
+    "ds-optimizer",
+    "best",
+    "weights-alone",
+    "lora",
+)
+"""Cases in which Trainer alone does the same."""
+
+
+def start(folder: Path, *words: str) -> subprocess.Popen[str]:
+    source = str(Path(polyreme.errors.__file__).parents[1])
+    env = {**os.environ, "PYTHONPATH": source, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "polyreme", "launch", "-n", "2", *words, str(SCRIPT), str(folder)]
+    return subprocess.Popen(
+        [*command, *EXACT, "bf16", "ds-scheduler"],
+        env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """What all cases left, with Trainer alone (over DistributedDataParallel) and through the door."""
+    folder = tmp_path_factory.mktemp("trainer")
+    found = folder / "alone", folder / "door"
+    for each, words in zip(found, ((), ("--deepspeed",)), strict=True):
+        process = start(each, *words)
+        output, _ = process.communicate(timeout=240)
+        assert process.returncode == 0, output[-4000:]
+    return found
+
+
+def history(folder: Path, case: str) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = json.loads((folder / case / "history.json").read_text())
+    return found
+
+
+@pytest.mark.parametrize("case", [*EXACT, "bf16"])
+def test_losses_are_those_of_trainer_alone(folders: tuple[Path, Path], case: str) -> None:
+    alone, door = (history(folder, case) for folder in folders)
+    assert len(alone) == len(door) > 8
+    tolerance = {"loss": 1e-6, "eval_loss": 1e-6, "train_loss": 1e-6, "grad_norm": 1e-5}
+    if case == "bf16":  # Trainer alone computes under autocast, with weights in fp32
+        tolerance = dict.fromkeys(tolerance, 1e-2)
+    for one, other in zip(alone, door, strict=True):
+        assert one.keys() == other.keys()
+        for key in one.keys() & tolerance.keys():
+            assert other[key] == pytest.approx(one[key], rel=tolerance[key]), (key, one["step"])
+
+
+def test_a_resumed_run_is_the_run_itself(folders: tuple[Path, Path]) -> None:
+    losses = [
+        [each["loss"] for each in history(folders[1], case) if "loss" in each]
+        for case in ("zero3", "zero3-resumed")
+    ]
+    assert losses[0] == losses[1]  # to the last bit; the history of the resumed run begins with the other's
+
+
+def test_what_a_checkpoint_has(folders: tuple[Path, Path]) -> None:
+    checkpoints = sorted(path.name for path in (folders[1] / "zero3").glob("checkpoint-*"))
+    assert len(checkpoints) == 2  # save_total_limit
+    newest = folders[1] / "zero3" / checkpoints[-1]
+    there = {path.name for path in newest.iterdir()}
+    assert {"model.safetensors", "latest", "zero_to_fp32.py", "trainer_state.json"} <= there
+    tag = (newest / "latest").read_text()
+    assert (newest / tag / "resume.json").is_file()
+    assert (folders[1] / "lora" / "checkpoint-8" / "adapter_model.safetensors").is_file()
+
+
+def test_the_schedule_of_the_config_is_followed(folders: tuple[Path, Path]) -> None:
+    rates = [each["learning_rate"] for each in history(folders[1], "ds-scheduler") if "learning_rate" in each]
+    assert rates[0] < rates[1] and rates[2:] == sorted(rates[2:], reverse=True)
