@@ -226,6 +226,11 @@ class Engine:
         self._refuse_frozen()
         self._training.loop.backward(loss, weight, last)
 
+    def scale(self, loss: Tensor) -> Tensor:
+        """The loss of a micro-batch times the loss scale of fp16 (1 otherwise), for a `backward()` of the
+        caller's own, which comes next: `engine.scale(loss).backward()`."""
+        return self._step.scale(loss)
+
     def set_boundary(self, is_last: bool) -> None:
         """Say whether the coming backward is the last of its step, and so those after it until this is called
         again: from now on the caller decides how many micro-batches a step has, and not batch.size. Every

@@ -1,6 +1,6 @@
 """A Trainer script as users write it: `hf_trainer.py FOLDER CASE ...`, with or without DeepSpeed.
 
-Each case writes FOLDER/CASE/history.json, the log of its Trainer. Without DeepSpeed its config is left out."""
+Each case writes FOLDER/CASE/history.json, the log of its Trainer. Without DeepSpeed it has no config."""
 
 from __future__ import annotations
 

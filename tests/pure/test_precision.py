@@ -40,6 +40,26 @@ def test_dynamic_scale(overflows: list[bool], interval: int) -> None:
         assert scale.value == 2.0**exponent
 
 
+@given(st.lists(st.booleans(), max_size=60), st.integers(1, 4), st.booleans())
+def test_dynamic_scale_falls_after_several_overflows(
+    overflows: list[bool], count: int, forgets: bool
+) -> None:
+    """Overflows count since the last growth, or with `forgets` since the last good step."""
+    scale = LossScale(2.0**10, True, interval=3, minimum=2.0**6, hysteresis=count, forgets=forgets)
+    exponent, good, seen = 10, 0, 0
+    for overflow in overflows:
+        scale.update(overflow)
+        if overflow:
+            good, seen = 0, seen + 1
+            exponent = max(exponent - (seen >= count), 6)
+        else:
+            good += 1
+            seen = 0 if forgets else seen
+            if good == 3:
+                exponent, good, seen = exponent + 1, 0, 0
+        assert scale.value == 2.0**exponent
+
+
 def test_static_scale() -> None:
     scale = LossScale(128.0)
     for overflow in (True, False, False):

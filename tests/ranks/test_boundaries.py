@@ -121,6 +121,26 @@ def test_train_step_means_over_micro_batches(ranks: Ranks, world: int) -> None:
         assert loss == pytest.approx(wanted, rel=1e-12)
 
 
+def scaled(rank: int, world: int, own: bool) -> list[Any]:
+    """Losses and weights of fp16 training, by the user's backward of a scaled loss or by the engine's."""
+    more = {"precision": {"compute": "fp16", "initial_scale": 64.0}}
+    engine = polyreme.initialize(network(), config(world, **more))
+    losses = []
+    for step in range(3):
+        for i in range(2):
+            x, y = batch(rank, step, i)
+            loss = loss_of(engine(x.float()), y.float())
+            engine.scale(loss).backward() if own else engine.backward(loss)
+        losses.append(engine.step().loss)
+    return [losses, {name: tensor.tolist() for name, tensor in engine.state_dict().items()}]
+
+
+def test_scaled_losses(ranks: Ranks) -> None:
+    own, engines = (ranks(2, scaled, each) for each in (True, False))
+    for (losses, weights), (wanted, same) in zip(own, engines, strict=True):
+        assert losses == pytest.approx(wanted, rel=1e-3) and weights == same
+
+
 def test_what_cannot_be_is_refused() -> None:
     engine = polyreme.initialize(copy.deepcopy(network()), config(1))
     x, y = batch(0, 0, 0)

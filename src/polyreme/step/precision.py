@@ -48,8 +48,9 @@ def master_dtype(compute: torch.dtype) -> torch.dtype:
 class LossScale:
     """The factor on the loss that keeps small fp16 gradients from vanishing (Micikevicius et al., 2018).
 
-    Dynamic: after `interval` good steps it grows by `growth`; after an overflow it shrinks by `backoff`, not
-    below `minimum`. Static (dynamic=False): it stays. All values powers of two keep scaling exact."""
+    Dynamic: after `interval` good steps it grows by `growth`; after `hysteresis` overflows, and at each one
+    from then on, it shrinks by `backoff`, not below `minimum`. A growth, or with `forgets` a good step, makes
+    their count begin anew. Static (dynamic=False): it stays. All values powers of two keep scaling exact."""
 
     value: float = 1.0
     dynamic: bool = False
@@ -57,18 +58,25 @@ class LossScale:
     backoff: float = 0.5
     interval: int = 2000
     minimum: float = 1.0
+    hysteresis: int = 1
+    forgets: bool = False
     good_steps: int = 0
+    overflows: int = 0
 
     def update(self, overflow: bool) -> None:
         """Take note of one step that did or did not overflow."""
         if not self.dynamic:
             return
         if overflow:
-            self.value, self.good_steps = max(self.value * self.backoff, self.minimum), 0
+            self.good_steps, self.overflows = 0, self.overflows + 1
+            if self.overflows >= self.hysteresis:
+                self.value = max(self.value * self.backoff, self.minimum)
             return
         self.good_steps += 1
+        if self.forgets:
+            self.overflows = 0
         if self.good_steps == self.interval:
-            self.value, self.good_steps = self.value * self.growth, 0
+            self.value, self.good_steps, self.overflows = self.value * self.growth, 0, 0
 
 
 def loss_scale(section: PrecisionSection) -> LossScale:
@@ -78,7 +86,14 @@ def loss_scale(section: PrecisionSection) -> LossScale:
     dynamic = section.loss_scale == "dynamic"
     first = section.initial_scale if section.loss_scale == "dynamic" else section.loss_scale
     return LossScale(
-        first, dynamic, section.growth, section.backoff, section.growth_interval, section.min_scale
+        first,
+        dynamic,
+        section.growth,
+        section.backoff,
+        section.growth_interval,
+        section.min_scale,
+        section.hysteresis,
+        section.consecutive_hysteresis,
     )
 
 

@@ -87,6 +87,7 @@ class TrainingProgress:
         return {
             **asdict(self.state),
             "good_steps": self.scale.good_steps,
+            "overflows": self.scale.overflows,
             "options": self.options.state_dict(),
             "skipped": self._skipped._asdict(),
         }
@@ -98,6 +99,7 @@ class TrainingProgress:
         self.options.load_state_dict(state["options"], self._scheduled())
         if self.scale.dynamic:
             self.scale.value, self.scale.good_steps = float(state["loss_scale"]), int(state["good_steps"])
+            self.scale.overflows = int(state.get("overflows", 0))
         self.state.change(lr=self.options.lr, loss_scale=self.scale.value)
 
     def _scheduled(self) -> Progress:

@@ -117,6 +117,7 @@ class Step:
         if self._reducer.under_way:  # a backward failed
             self._blocks.restart()
         self.microbatches, self.begun, self.reduced = 0, False, False
+        self._scaled = False  # the coming backward of the user's is of what `scale` returned
         self._ended = False  # the backward that the caller said is the last has begun
         self.clip = self._config.optimizer.clip
         self._sums.clear()
@@ -180,21 +181,28 @@ class Step:
     def enter(self, weight: float, tokens: int, samples: int, loss: Tensor | None = None) -> None:
         """In a backward that the user began, of one micro-batch's mean loss (None: it is not known), whose
         gradients come as they are."""
-        if self._scale != 1.0:
+        scaled, self._scaled = self._scaled, False
+        if self._scale != 1.0 and not scaled:
             raise ModelError(
                 "loss.backward() in fp16, whose losses are multiplied by "
                 f"{self._scale:g} to keep small gradients from vanishing: "
-                "call engine.backward(loss)"
+                "call engine.backward(loss), or engine.scale(loss).backward()"
             )
         self._admit()
         self._count(weight, tokens, samples)
         if loss is None:
             self._sums.add_loss(None)
         elif weight:
-            self._sums.add_loss(loss.detach().reshape(()).double() * weight)
+            value = loss.detach().reshape(()).double()
+            self._sums.add_loss(value * (weight / self._scale if scaled else weight))
         self.begun = True
         self._reducer.begin(factor=weight / self._sums.hint)
         self._read_ahead()
+
+    def scale(self, loss: Tensor) -> Tensor:
+        """See `Engine.scale`."""
+        self._scaled = True
+        return loss * self._scale
 
     def leave(self) -> None:
         """At the end of a backward that the user began, for this engine or for others."""

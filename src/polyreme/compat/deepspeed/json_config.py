@@ -312,6 +312,8 @@ def _loss_scale(work: _Work) -> None:
         "precision.initial_scale": 2.0 ** given["fp16.initial_scale_power"],
         "precision.growth_interval": given["fp16.loss_scale_window"],
         "precision.min_scale": float(given["fp16.min_loss_scale"]),
+        "precision.hysteresis": given["fp16.hysteresis"],
+        "precision.consecutive_hysteresis": given["fp16.consecutive_hysteresis"],
     }
 
 

@@ -101,11 +101,9 @@ class DeepSpeedEngine(nn.Module):
         return loss
 
     def scale(self, loss: Tensor) -> Tensor:
-        """The loss for a `loss.backward()` of the user's own: as it is, but in fp16, where DeepSpeed's loss
-        scale is applied by `backward`."""
-        if self.fp16_enabled():
-            raise refused("engine.scale(loss) in fp16", "backward scales", "call engine.backward(loss)")
-        return loss
+        """The loss times the loss scale of fp16, for a `backward()` of the user's own that comes next."""
+        self._refuse_inference("scale")
+        return self.polyreme.scale(loss)
 
     def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
         """The optimizer's step at the end of a window, and nothing else before; then that of the learning
