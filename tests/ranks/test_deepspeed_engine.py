@@ -228,6 +228,35 @@ def test_the_caller_decides_where_windows_end(ranks: Ranks) -> None:
     assert norms[0] == norms[1] > 0
 
 
+def shown(rank: int, world: int, folder: Path) -> dict[str, Any]:
+    """What a run leaves of figures."""
+    section = {
+        "optimizer": {"type": "Adam", "params": {"lr": 0.01}},
+        "csv_monitor": {"enabled": True, "output_path": str(folder / "csv"), "job_name": "job"},
+        "flops_profiler": {"enabled": True, "profile_step": 1, "output_file": str(folder / "flops.txt")},
+        "wall_clock_breakdown": True,
+        "steps_per_print": 2,
+    }
+    model = Network()
+    deepspeed.utils.set_z3_leaf_modules(model, [nn.Tanh])
+    engine, *_ = deepspeed.initialize(model=model, config=config(1, 3, **section))
+    for step in range(STEPS):
+        engine.backward(engine(*batch(rank, step, 0)))
+        engine.step()
+    assert engine.monitor.enabled and engine.flops_profiler is not None
+    return {"keep": engine.polyreme.config.zero.keep, "loss": engine.last.loss}
+
+
+def test_figures_are_shown(ranks: Ranks, tmp_path: Path) -> None:
+    first, other = ranks(2, shown, tmp_path)
+    assert first == other and first["keep"] == ["blocks.0.1", "blocks.1.1", "blocks.2.1"]
+    rows = (tmp_path / "csv" / "job" / "Train_Samples_train_loss.csv").read_text().splitlines()
+    assert len(rows) == 1 + STEPS
+    assert [row.split(",")[0] for row in rows[1:]] == [str(2 * MICRO * (1 + step)) for step in range(STEPS)]
+    assert float(rows[-1].split(",")[1]) == pytest.approx(first["loss"], rel=1e-6)
+    assert "Linear" in (tmp_path / "flops.txt").read_text()
+
+
 def test_what_cannot_be_is_refused(tmp_path: Path) -> None:
     model = Network()
     with pytest.raises(OrderError, match="config"):

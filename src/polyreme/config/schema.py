@@ -339,12 +339,10 @@ class PrecisionSection(Section):
     )
     growth_interval: Count = Field(default=2000, description="Good steps before the loss scale grows.")
     min_scale: Positive = Field(default=1.0, description="The loss scale never falls below it.")
-    hysteresis: Count = Field(
-        default=1, description="Overflows until the loss scale falls."
-    )
+    hysteresis: Count = Field(default=1, description="Overflows until the loss scale falls.")
     consecutive_hysteresis: Bool = Field(
         default=False,
-        description="Whether a good step makes the count of overflows begin anew; false: a growth of the scale.",
+        description="Whether a good step makes the count of overflows begin anew, or only a growth.",
     )
     on_nonfinite: Literal["error", "skip"] = Field(
         default="error", description="NaN or Inf in gradients without loss scaling: stop, or skip the step."

@@ -341,7 +341,7 @@ SECTIONS: dict[str, dict[str, Key]] = {
         "use_node_local_storage": warned("bool", False, "ranks write one folder, which all hosts must see"),
         "parallel_write.pipeline_stage": idle("bool", False, "every rank writes its own parts"),
         "checkpoint_serialization": idle("bool", True, "checkpoints are safetensors"),
-        "writer.decoupled": to("bool", False, "checkpoint.background", says="and kept for `save_checkpoint`"),
+        "writer.decoupled": idle("bool", False, "`save_checkpoint` returns when the checkpoint is whole"),
         **each("writer.type writer.io_buffer_size writer.io_buffer_double writer.show_statistics "
                "writer.data_parallel writer.io_multiplier", "anything", None,
                "every rank writes its own parts"),

@@ -19,6 +19,7 @@ from polyreme.compat.deepspeed.runtime import lr_schedules
 from polyreme.compat.deepspeed.runtime.engine import DeepSpeedEngine
 from polyreme.compat.deepspeed.runtime.zero.partition_parameters import tag
 from polyreme.compat.deepspeed.utils.logging import log_dist
+from polyreme.compat.deepspeed.utils.z3_leaf_module import z3_leaf_module
 from polyreme.config import Config
 from polyreme.distributed.mesh import everyone
 from polyreme.optim.groups import maker
@@ -61,9 +62,10 @@ def initialize(
     tp = None if mpu is None else int(mpu.get_tensor_model_parallel_world_size())
     translation = translate(source, everyone().size, tp=tp)
     made = _optimizer(model, optimizer, model_parameters, translation)
-    engine = polyreme.initialize(
-        model, translation.config, optimizer=torch.optim.SGD if made is None else made
-    )
+    settings = dict(translation.config)
+    if leaves := [name for name, module in model.named_modules() if name and z3_leaf_module(module)]:
+        settings["zero"] = {**settings["zero"], "keep": leaves}
+    engine = polyreme.initialize(model, settings, optimizer=torch.optim.SGD if made is None else made)
     front = DeepSpeedEngine(engine, translation, trains=made is not None, mpu=mpu)
     front.collate_fn = collate_fn
     if translation.stage == 3:

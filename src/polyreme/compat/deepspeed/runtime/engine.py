@@ -16,9 +16,12 @@ from torch import Tensor, nn
 import polyreme
 from polyreme.compat.deepspeed import saving
 from polyreme.compat.deepspeed.json_config import Translation
+from polyreme.compat.deepspeed.monitor.monitor import MonitorMaster
+from polyreme.compat.deepspeed.profiling.flops_profiler.profiler import FlopsProfiler
 from polyreme.compat.deepspeed.refusal import OrderError, refused
 from polyreme.compat.deepspeed.runtime.dataloader import DeepSpeedDataLoader
 from polyreme.compat.deepspeed.runtime.getters import getter
+from polyreme.compat.deepspeed.runtime.telemetry import BACKWARD, FORWARD, STEP, Telemetry
 from polyreme.step.optimizer_view import OptimizerView
 from polyreme.step.step import StepResult
 
@@ -46,6 +49,7 @@ class DeepSpeedEngine(nn.Module):
         self._boundary: bool | None = None
         self._syncs = True
         self._compiled = False
+        self.telemetry = Telemetry(self)
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -80,7 +84,9 @@ class DeepSpeedEngine(nn.Module):
         """The model's output for one micro-batch."""
         if self.optimizer is not None and torch.is_grad_enabled():
             self.polyreme.set_boundary(self._is_last())
-        return self.polyreme(*args, **kwargs)
+            self.telemetry.begin_forward()
+        with self.telemetry.timed(FORWARD):
+            return self.polyreme(*args, **kwargs)
 
     def backward(
         self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True, **_: Any
@@ -97,7 +103,8 @@ class DeepSpeedEngine(nn.Module):
         if scale_wrt_gas:
             loss = loss / self.gradient_accumulation_steps()
         self.polyreme.set_boundary(self._is_last())
-        self.polyreme.backward(loss)
+        with self.telemetry.timed(BACKWARD):
+            self.polyreme.backward(loss)
         return loss
 
     def scale(self, loss: Tensor) -> Tensor:
@@ -115,13 +122,25 @@ class DeepSpeedEngine(nn.Module):
         self.micro_steps += 1
         if not ends:
             return
-        self.last = self.polyreme.step()
+        with self.telemetry.timed(STEP):
+            self.last = self.polyreme.step()
         self.global_steps += 1
         self.global_samples += self.train_batch_size()
         if self.last.skipped:
             self.skipped_steps += 1
         elif self.lr_scheduler is not None:
             self.lr_scheduler.step(**(lr_kwargs or {}))
+        self.telemetry.end_step()
+
+    @property
+    def monitor(self) -> MonitorMaster:
+        """The monitors that the config names."""
+        return self.telemetry.monitor
+
+    @property
+    def flops_profiler(self) -> FlopsProfiler | None:
+        """The flops profiler, where the config enables it."""
+        return self.telemetry.profiler
 
     def is_gradient_accumulation_boundary(self) -> bool:
         """Whether the coming backward, or the last one before `step`, ends a window."""
@@ -216,6 +235,11 @@ class DeepSpeedEngine(nn.Module):
     def dp_world_size(self) -> int:
         """Data-parallel ranks."""
         return self.polyreme.mesh.dp.size
+
+    @property
+    def mp_world_size(self) -> int:
+        """Tensor-parallel ranks."""
+        return self.polyreme.mesh.tp.size
 
     @property
     def global_rank(self) -> int:
