@@ -138,6 +138,11 @@ class DeepSpeedEngine(nn.Module):
         return self.telemetry.monitor
 
     @property
+    def timers(self) -> Any:
+        """Timers of forward, backward and step, which run with wall_clock_breakdown."""
+        return self.telemetry.timers
+
+    @property
     def flops_profiler(self) -> FlopsProfiler | None:
         """The flops profiler, where the config enables it."""
         return self.telemetry.profiler
