@@ -40,6 +40,7 @@ from polyreme.step.engine_state import Loaded
 from polyreme.step.gradients import Gradients
 from polyreme.step.loss import LossFn, Objective
 from polyreme.step.optimizer_view import OptimizerView
+from polyreme.step.parameter_numbers import ParameterNumbers
 from polyreme.step.passes import EvalResult, Passes
 from polyreme.step.precision import DTYPES, cast_floating, master_dtype
 from polyreme.step.progress import State
@@ -258,7 +259,14 @@ class Engine:
         self._complete("gradients", last)
         return Gradients(self._training.placement, self.mesh, self._step)
 
-    def _complete(self, call: str, last: bool) -> None:
+    def numbers(self, parameter: nn.Parameter) -> ParameterNumbers:
+        """The master, the gradient and the optimizer states of one parameter, to be read and written: whole,
+        or what this rank has of them. Raises ModelError for a parameter that is not this engine's."""
+        return ParameterNumbers(
+            parameter, lambda: self._training, self._checkpoints, partial(self._complete, "numbers")
+        )
+
+    def _complete(self, call: str, last: bool = False) -> None:
         """End the backward calls of a step. Raises BatchError where that is too early for `call`."""
         self._refuse_frozen()
         done, count = self._step.microbatches, self.config.accumulation

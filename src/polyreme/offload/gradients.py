@@ -32,6 +32,12 @@ class GradientStore(Protocol):
     def get(self) -> Tensor:
         """What was put last, or the sum since `clear`, on the CPU."""
 
+    def read(self, start: int, stop: int) -> Tensor:
+        """The numbers [start, stop) of what `get` gives, on the CPU: there or copied."""
+
+    def write(self, start: int, flat: Tensor) -> None:
+        """Set the numbers from `start` on."""
+
     def clear(self) -> None:
         """Before the first gradient of a step, and before memory of the device that gradients were in is
         written again."""

@@ -8,7 +8,7 @@ ranks."""
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, wait
 from functools import cached_property, partial
 from queue import SimpleQueue
@@ -142,6 +142,27 @@ class FileGradients:
 
     def get(self) -> Tensor:
         raise RuntimeError("these gradients are in files, and come by `GradientFiles.stream`")
+
+    def read(self, start: int, stop: int) -> Tensor:
+        found = torch.zeros(stop - start, dtype=self._dtype)  # padding is in no record
+        for number, low, high, at in self._within(start, stop):
+            found[low - start : high - start] = self._files.store.read(
+                number, at, at + (high - low) * self._dtype.itemsize
+            ).view(self._dtype)
+        return found
+
+    def write(self, start: int, flat: Tensor) -> None:
+        for number, low, high, at in self._within(start, start + flat.numel()):
+            numbers = flat[low - start : high - start].to("cpu", self._dtype)
+            self._files.store.write(number, at, numbers)
+
+    def _within(self, start: int, stop: int) -> Iterator[tuple[int, int, int, int]]:
+        """Records that have any of the numbers [start, stop): which ones, and from which byte on."""
+        self.complete()
+        for number, (first, last) in zip(self._records, self._parts, strict=True):
+            low, high = max(start, first), min(stop, last)
+            if low < high:
+                yield number, low, high, (low - first) * self._dtype.itemsize
 
     def clear(self) -> None:
         wait(self._jobs.values())

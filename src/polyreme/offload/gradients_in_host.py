@@ -154,6 +154,12 @@ class HostGradients:
         self.complete()
         return self._memory
 
+    def read(self, start: int, stop: int) -> Tensor:
+        return self.get()[start:stop]
+
+    def write(self, start: int, flat: Tensor) -> None:
+        self.get()[start : start + flat.numel()].copy_(flat)
+
     def clear(self) -> None:
         self._transfer.add_all()
         self._transfer.copy_stream.settle()

@@ -91,25 +91,27 @@ class OffloadedStates:
     def __iter__(self) -> Iterator[StateRecord]:
         return iter(self._all)
 
-    def write_master(self, start: int, flat: Tensor) -> None:
-        """Set the masters of the elements from `start` of the bucket's flat buffer on, as far as they are
-        here."""
+    def write(self, kind: str, start: int, flat: Tensor) -> None:
+        """Set the numbers of one kind, one for each of the elements from `start` of the bucket's flat buffer
+        on, as far as they are here; of a state with a shape of its own all, where `start` is its tensor's."""
         for record in self._all:
-            low, high = max(start, record.run.start), min(start + flat.numel(), record.run.stop)
+            first = record.run.start
+            if (field := record.fields.get(kind)) is None or (record.run.slot is not None and first != start):
+                continue
+            low, high = max(start, first), min(start + flat.numel(), first + field.size)
             if low < high:
-                field = record.fields[MASTER]
                 numbers = flat[low - start : high - start].to("cpu", field.dtype)
-                self.store.write(
-                    record.number, field.begin + (low - record.run.start) * field.dtype.itemsize, numbers
-                )
+                self.store.write(record.number, field.begin + (low - first) * field.dtype.itemsize, numbers)
 
     def read_master(self, flat: Tensor, start: int) -> None:
-        """Copy the masters to `flat`, which begins at element `start` of the bucket's flat buffer; what is
+        """Copy masters to `flat`, which begins at element `start` of the bucket's flat buffer; what is
         padding there stays."""
         for record in self._all:
-            field = record.fields[MASTER]
-            numbers = self._fetch(record, field, 0, field.size)
-            flat[record.run.start - start :][: field.size].copy_(numbers)
+            field, first = record.fields[MASTER], record.run.start
+            low, high = max(start, first), min(start + flat.numel(), first + field.size)
+            if low < high:
+                numbers = self._fetch(record, field, low - first, high - first)
+                flat[low - start : high - start].copy_(numbers)
 
     def held(self, record: StateRecord, kind: str, part: Run | None) -> Tensor | Stored:
         """The record's numbers of one kind, or those of a part of its run: in host memory, or to be read when
@@ -121,6 +123,12 @@ class OffloadedStates:
             return numbers if span is None else numbers[slice(*span)]
         whole = Stored(field.dtype, field.shape, partial(self._fetch, record, field))
         return whole if span is None else whole.part(*span)
+
+    def keep(self, record: StateRecord, kind: str, part: Run, numbers: Tensor) -> None:
+        """Set the record's numbers of one kind that belong to a part of its run."""
+        field = record.fields[kind]
+        start, _ = within(record.run, part, field.size)
+        self.store.write(record.number, field.begin + start * field.dtype.itemsize, numbers)
 
     def _fetch(self, record: StateRecord, field: Field, start: int, stop: int) -> Tensor:
         size = field.dtype.itemsize

@@ -90,6 +90,8 @@ class Step:
         self.boundary: bool | None = None
         """Whether the coming backward is the last of its step, where the caller says so; None: the config's
         count of micro-batches does."""
+        self.rewritten = 0
+        """How often a script set weights (`ParameterNumbers`)."""
         self.heard_unsaved = False
         """Whether a rank told of a checkpoint that failed in the last totals."""
         self.written = Written(placement.buckets, sums.mesh.dp)
@@ -118,6 +120,7 @@ class Step:
             self._blocks.restart()
         self.microbatches, self.begun, self.reduced = 0, False, False
         self._scaled = False  # the coming backward of the user's is of what `scale` returned
+        self._rescaled = False  # gradients were set, and their norm is not taken yet
         self._ended = False  # the backward that the caller said is the last has begun
         self.clip = self._config.optimizer.clip
         self._sums.clear()
@@ -320,15 +323,34 @@ class Step:
         squares = [bucket.gradients.squares() for bucket in self._buckets]
         return torch.stack(squares or [torch.zeros((), dtype=torch.float64, device=self._sums.device)]).sum()
 
+    @property
+    def is_complete(self) -> bool:
+        """Whether the last backward of the step has begun, as far as that is known."""
+        if self.boundary is not None:
+            return self._ended or self.reduced
+        return self.microbatches == self._config.accumulation or self.reduced
+
+    def put_gradient(self, bucket: Bucket, index: int, mean: Tensor) -> None:
+        """Set this rank's part of the reduced gradient of a bucket's parameter so that `mean`, flat and
+        whole, is that of the mean over the global batch. The norm is taken anew when it is asked for."""
+        bucket.gradients.write(index, mean / self.to_mean)
+        self._rescaled = True
+
     def measure(self) -> None:
-        """Take the norm of gradients that were scaled after `reduce`."""
+        """Take the norm of gradients that were changed after `reduce`."""
+        self._rescaled = False
         self._sums.measure(self._squares())
+
+    def _remeasure(self) -> None:
+        if self._rescaled:
+            self.measure()
 
     def update(self) -> StepResult:
         """Clip, update the shards and publish the parameters; or leave them alone after an overflow.
 
         Raises NumericsError for NaN or Inf without a dynamic loss scale (unless precision.on_nonfinite =
         "skip"): nothing is updated."""
+        self._remeasure()
         totals, scale, began = self._sums.totals, self._scale, self._began
         lr = self.progress.options.lr
         self.progress.check_tokens(totals.tokens)
@@ -382,7 +404,8 @@ class Step:
 
     @property
     def norm(self) -> float:
-        """The norm of these gradients, before clipping."""
+        """The norm of these gradients, before clipping. All ranks must ask."""
+        self._remeasure()
         return self._sums.norm(self._scale, master_dtype(DTYPES[self._config.precision.compute]))
 
     def plateau(self, metric: float) -> float:

@@ -44,8 +44,8 @@ class Forward:
     """A forward from which a backward may come."""
 
     batch: Any
-    updates: int
-    """Those done before it."""
+    updates: tuple[int, int]
+    """Steps done before it, and weights set by hand."""
     counted: bool = False
     """Whether its backward has come."""
 
@@ -107,7 +107,7 @@ class Loop:
         """Take note of a micro-batch, and of its output, from which a backward may come."""
         if not torch.is_grad_enabled():  # it is one between, as for a validation loss
             return
-        forward = Forward(batch, self._step.state.step)
+        forward = Forward(batch, self._updates)
         self._last, self._aside = (forward, output), False
         arrived = partial(_arrived, weakref.ref(self), forward)
         for tensor in returned(output):
@@ -188,12 +188,16 @@ class Loop:
             )
 
     def _check_weights(self, forward: Forward) -> None:
-        if forward.updates != self._step.state.step:
+        if forward.updates != self._updates:
             raise BatchError(
-                "step() changed the weights between this forward and its "
+                "step(), or engine.numbers(...), changed the weights between this forward and its "
                 "backward, whose gradients would be those of neither: call "
                 "backward before step(), or do the forward again"
             )
+
+    @property
+    def _updates(self) -> tuple[int, int]:
+        return self._step.state.step, self._step.rewritten
 
     def _count(self, forward: Forward) -> None:
         forward.counted = True

@@ -19,7 +19,7 @@ from polyreme.distributed.mesh import Axis
 from polyreme.distributed.work import DONE, Work
 from polyreme.errors import ModelError
 from polyreme.layout.bucket_layout import BucketLayout, Slot
-from polyreme.layout.region import Stored
+from polyreme.layout.region import MASTER, Stored
 from polyreme.offload.gradients import GradientStore
 from polyreme.offload.gradients_in_host import HostTransfer
 from polyreme.offload.optimizer_states import OffloadedStates
@@ -165,7 +165,7 @@ class Bucket:
         if self.master is not None:
             targets.append((self.master, self.region.start))
         if self.records is not None:
-            self.records.write_master(slot.start, flat)
+            self.records.write(MASTER, slot.start, flat)
         if self._state == "full":
             targets.append((self.full, 0))
         for target, base in targets:
@@ -175,6 +175,20 @@ class Bucket:
         low, high = max(slot.start, self.own.start), min(slot.stop, self.own.stop)
         if self._offloaded is not None and low < high:
             self._offloaded.write(low - self.own.start, flat[low - slot.start : high - slot.start])
+
+    def part(self, start: int, stop: int) -> Tensor:
+        """A copy of the masters of elements [start, stop) of the flat buffer, which are of `region`; of
+        frozen parameters their own numbers. In the masters' dtype, on the device."""
+        found = torch.zeros(stop - start, dtype=self.formats.master, device=self.device)
+        low, high = start - self.region.start, stop - self.region.start
+        if self.master is not None:
+            found.copy_(self.master[low:high])
+        elif self.records is not None:
+            self.records.read_master(found, start)
+        else:
+            shard = self.shard
+            found.copy_(shard[low:high] if isinstance(shard, Tensor) else shard.fetch(low, high))
+        return found
 
     @property
     def has_copy(self) -> bool:

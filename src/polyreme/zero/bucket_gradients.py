@@ -256,7 +256,7 @@ class BucketGradients:
             return self._squares.sum().to(self._device)
         if self.counted is False:
             return torch.zeros((), dtype=torch.float64, device=self._device)
-        return squared_norm(self.own_shard if self.counted is True else self.own_shard * self.counted)
+        return squared_norm(self._counted_shard()).to(self._device)
 
     def squares_by_slot(self) -> Tensor:
         """The sum of squares of what counts in this rank's shard of the reduced gradients, by parameter:
@@ -275,8 +275,7 @@ class BucketGradients:
     def _counted_shard(self) -> Tensor:
         """This rank's shard of the reduced gradients, wherever they are, with zero for what does not
         count."""
-        gradients = self.numbers()
-        shard = gradients[self._own] if self._region != self._own else gradients
+        shard = self.part(self._own.start, self._own.stop)
         return shard if isinstance(self.counted, bool) else shard * self.counted.to(shard.device)
 
     def whole(self) -> Tensor:
@@ -292,13 +291,29 @@ class BucketGradients:
         """Multiply one parameter's reduced gradient."""
         low, high = max(slot.start, self._region.start), min(slot.stop, self._region.stop)
         if low < high:
-            self.numbers()[low - self._region.start : high - self._region.start].mul_(factor)
-        if self._squares is not None:
-            self._squares = (
-                squared_norm(self._counted_shard())
-                if self.counted is not False
-                else torch.zeros((), dtype=torch.float64)
-            )
+            self.part(low, high).mul_(factor)
+        self._squares = None
+
+    def part(self, start: int, stop: int) -> Tensor:
+        """The reduced gradients of elements [start, stop) of the flat buffer, which are of `region`: those
+        themselves, or a copy of what is in files."""
+        low, high = start - self._region.start, stop - self._region.start
+        if self._gone and self.store is not None:
+            return self.store.read(low, high)
+        return self.numbers()[low:high]
+
+    def write(self, index: int, flat: Tensor) -> None:
+        """Set the reduced gradient of parameter `index` to what of `flat`, all of it, is in `region`."""
+        slot = self._layout.slots[index]
+        low, high = max(slot.start, self._region.start), min(slot.stop, self._region.stop)
+        if low < high:
+            numbers = flat[low - slot.start : high - slot.start]
+            if self._gone and self.store is not None:
+                self.store.write(low - self._region.start, numbers)
+            else:
+                self.part(low, high).copy_(numbers)
+        self._squares = None
+        self.ever_arrived.add(index)
 
     def gather(self) -> Work:
         """Where states are full (stage 0): begin to give every rank the whole reduced gradient."""

@@ -20,6 +20,7 @@ from torch import Tensor
 from polyreme.distributed.mesh import Axis
 from polyreme.errors import ModelError
 from polyreme.layout.bucket_layout import ALIGN, align
+from polyreme.layout.region import MASTER
 from polyreme.zero.bucket import Bucket
 from polyreme.zero.partition import Placement
 
@@ -81,7 +82,7 @@ def _adopt(bucket: Bucket, numbers: Tensor) -> None:
         for slot in bucket.layout.slots if bucket.records is not None else ():
             start, stop = max(slot.start, begin), min(slot.stop, bucket.region.stop)
             if bucket.records is not None and start < stop:
-                bucket.records.write_master(start, kept[start - begin : stop - begin])
+                bucket.records.write(MASTER, start, kept[start - begin : stop - begin])
     bucket.set(numbers)
 
 
@@ -128,18 +129,21 @@ class Written:
             for start in range(0, bucket.layout.size, part)
         ]
         self._parts = itertools.cycle(cuts if axis.size > 1 else ())
+        self._counts: dict[Bucket, list[tuple[int, int]]] = {}
+        self._sums: dict[Bucket, Tensor] = {}
         self.note()
 
-    def note(self) -> None:
-        """After the engine's own writes: all is as it should be."""
-        self._counts, self._sums = self._counted(), self._summed()
+    def note(self, bucket: Bucket | None = None) -> None:
+        """After the engine's own writes, to one bucket or to any: all is as it should be."""
+        self._counts |= self._counted(bucket)
+        self._sums |= self._summed(bucket)
 
-    def seen(self, device: torch.device) -> Tensor:
-        """1 if there was a write on this rank, else 0: a float64 scalar on the device, which is not waited
-        for."""
-        if self._counted() != self._counts:
+    def seen(self, device: torch.device, bucket: Bucket | None = None) -> Tensor:
+        """1 if there was a write on this rank, to one bucket or to any, else 0: a float64 scalar on the
+        device, which is not waited for."""
+        if any(self._counts[each] != count for each, count in self._counted(bucket).items()):
             return torch.ones((), dtype=torch.float64, device=device)
-        changed = [new != old for new, old in zip(self._summed(), self._sums, strict=True)]
+        changed = [self._sums[each] != now for each, now in self._summed(bucket).items()]
         return (
             torch.stack(changed).any().double()
             if changed
@@ -177,26 +181,30 @@ class Written:
             bucket.settle()
             _adopt(bucket, bucket.full)
 
-    def settle(self, before: Callable[[], object]) -> None:
-        """Between steps: let a write on any rank reach the masters at once, after `before` is called. Every
-        rank must call. Raises ModelError where the parameters are lent to be written."""
+    def settle(self, before: Callable[[], object], bucket: Bucket | None = None) -> None:
+        """Let a write on any rank, to one bucket or to any, reach the masters at once, after `before` is
+        called. Every rank must call. Raises ModelError where the parameters are lent to be written."""
         if any(bucket.is_lent for bucket in self._buckets):
             raise ModelError(
                 "inside of another one, `with engine.full_parameters(write=True):`, "
                 "whose writes count from its end on: call this after "
                 "the with block"
             )
-        told: list[Any] = self._axis.gather_objects(bool(self.seen(torch.device("cpu"))))
+        told: list[Any] = self._axis.gather_objects(bool(self.seen(torch.device("cpu"), bucket)))
         if any(told):
             before()
             self.take_in()
             self.note()
 
-    def _counted(self) -> list[tuple[int, int]]:
-        return [(p._version, p.data_ptr()) for bucket in self._buckets for p in bucket.parameters]
+    def _counted(self, bucket: Bucket | None) -> dict[Bucket, list[tuple[int, int]]]:
+        return {
+            each: [(p._version, p.data_ptr()) for p in each.parameters]
+            for each in self._buckets
+            if bucket in (None, each)
+        }
 
-    def _summed(self) -> list[Tensor]:
-        return [_sum(bucket.full[bucket.own]) for bucket in self._copies]
+    def _summed(self, bucket: Bucket | None) -> dict[Bucket, Tensor]:
+        return {each: _sum(each.full[each.own]) for each in self._copies if bucket in (None, each)}
 
 
 def _sum(numbers: Tensor) -> Tensor:

@@ -40,6 +40,70 @@ class OptimizerState:
         for run, numbers in self._held():
             yield run, {kind: value for kind, value in numbers.items() if kind != MASTER}
 
+    def read(self, slot: Slot, kind: str) -> Tensor | None:
+        """What this rank has of a state of a parameter: the numbers of the elements that it updates, flat; or
+        a state with a shape of its own; or one number. None where there is none, or none yet. Not to be
+        written to."""
+        found = []
+        for run, state in self.by_run():
+            low, high = max(run.start, slot.start), min(run.stop, slot.stop)
+            if low >= high or (value := state.get(kind)) is None:
+                continue
+            if not isinstance(value, Tensor | Stored):
+                return torch.tensor(value)
+            if run.slot is not None:
+                flat = value if isinstance(value, Tensor) else value.fetch(0, value.numel())
+                return flat.view(value.shape)
+            if isinstance(value, Tensor) and not value.dim():
+                return value
+            span = low - run.start, high - run.start
+            found.append(value[slice(*span)] if isinstance(value, Tensor) else value.fetch(*span))
+        return torch.cat(found) if found else None
+
+    def write(self, slot: Slot, kind: str, values: Tensor) -> None:
+        """Set a state of a parameter: to a flat tensor with a number for each of its elements, of which this
+        rank takes its own; or to one number, or all of a state with a shape of its own, where this rank has
+        it."""
+        if not values.dim():
+            self._pieces.isolate(slot)
+        if (records := self._pieces.records) is not None and self._pieces.compact is None:
+            records.write(kind, slot.start, values.reshape(-1))
+        for piece in self._pieces:
+            low, high = max(piece.run.start, slot.start), min(piece.run.stop, slot.stop)
+            if low >= high:
+                continue
+            inside = slice(low - piece.run.start, high - piece.run.start)
+            numbers = values[low - slot.start : high - slot.start] if values.dim() else values
+            old = piece.state.get(kind)
+            if isinstance(kernel := self._pieces.kernel(piece), QuantizedKernel) and values.dim():
+                self._rewrite(piece, kernel, kind, inside, numbers)
+            elif old is not None and not isinstance(old, Tensor):
+                piece.state[kind] = type(old)(values.item())
+            elif old is None:  # it is in a record
+                continue
+            elif piece.run.slot is not None or not old.dim():
+                old.copy_(values.view(old.shape))
+            else:
+                old[inside] = numbers.to(old.device)
+
+    def _rewrite(
+        self, piece: Piece, kernel: QuantizedKernel, kind: str, inside: slice, numbers: Tensor
+    ) -> None:
+        """Set a part of a state that is kept in fewer bits."""
+        kinds = [name for name in (kind, kind + SCALE) if name in kernel.fields(0)]
+        record, records = piece.record, self._pieces.records
+        if record is None or records is None:
+            state = {name: piece.state[name] for name in kinds}
+        else:
+            held = {name: records.held(record, name, piece.run) for name in kinds}
+            state = {n: v if isinstance(v, Tensor) else v.fetch(0, v.numel()) for n, v in held.items()}
+        wide = kernel.widened(state, kind, piece.run.stop - piece.run.start)
+        wide[inside] = numbers.to("cpu")
+        kernel.keep(state, kind, wide, Key(kind, 0, self._pieces.place + piece.run.start))
+        if record is not None and records is not None:
+            for name, kept in state.items():
+                records.keep(record, name, piece.run, kept)
+
     def _held(self) -> Iterator[tuple[Run, dict[str, Any]]]:
         for piece in self._pieces:
             if (record := piece.record) is None or self._pieces.records is None:

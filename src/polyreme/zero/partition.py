@@ -207,17 +207,20 @@ class Placement:
         self, buckets: Sequence[Bucket], whole: Callable[[Bucket], Tensor]
     ) -> Iterator[tuple[list[str], Tensor]]:
         """Those of this rank's stages, joined over tensor parallelism; one bucket in memory at a time."""
-        tp = self.division.tp
         for bucket in buckets:
             full = whole(bucket)
             for names, slot in self.named(bucket):
-                local, cut = full[slot.start : slot.stop], self.division.parts[names[0]].cut
-                if cut.is_whole or tp.size == 1:
-                    yield names, local.view(slot.shape)
-                    continue
-                everyone = torch.empty(tp.size * local.numel(), dtype=local.dtype, device=local.device)
-                tp.all_gather(everyone, local).settle()
-                yield names, cut.join([part.view(slot.shape) for part in everyone.chunk(tp.size)])
+                yield names, self.joined(slot, full[slot.start : slot.stop])
+
+    def joined(self, slot: Slot, local: Tensor) -> Tensor:
+        """The whole of a tensor, of which `local`, flat, is this rank's part. All ranks of tensor parallelism
+        must call."""
+        tp, cut = self.division.tp, self.division.parts[slot.name].cut
+        if cut.is_whole or tp.size == 1:
+            return local.view(slot.shape)
+        everyone = torch.empty(tp.size * local.numel(), dtype=local.dtype, device=local.device)
+        tp.all_gather(everyone, local).settle()
+        return cut.join([part.view(slot.shape) for part in everyone.chunk(tp.size)])
 
     def named(self, bucket: Bucket) -> list[tuple[list[str], Slot]]:
         """All names of each of the bucket's tensors, in the order of its layout."""
