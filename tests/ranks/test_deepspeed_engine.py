@@ -257,7 +257,7 @@ def test_figures_are_shown(ranks: Ranks, tmp_path: Path) -> None:
     assert "Linear" in (tmp_path / "flops.txt").read_text()
 
 
-def test_what_cannot_be_is_refused(tmp_path: Path) -> None:
+def refusals(rank: int, world: int, folder: Path) -> None:
     model = Network()
     with pytest.raises(OrderError, match="config"):
         deepspeed.initialize(model=model)
@@ -269,15 +269,19 @@ def test_what_cannot_be_is_refused(tmp_path: Path) -> None:
         engine.backward(loss)
     assert engine.zero_optimization_stage() == 0 and engine.train_batch_size() == MICRO
     assert engine.fp16_enabled() is False and engine.zero_reduce_bucket_size() > 0
-    assert engine.load_checkpoint(tmp_path) == (None, None)
+    assert engine.load_checkpoint(folder) == (None, None)
     engine, *_ = deepspeed.initialize(
         model=Network(), config=config(1, 0, optimizer={"type": "Adam", "params": {"lr": 0.1}})
     )
     with pytest.raises(UnsupportedError, match="retain_graph"):
         engine.backward(engine(x, y), retain_graph=True)
     with pytest.raises(ArgumentError, match=r"client_state\['net'\] is a Network"):
-        engine.save_checkpoint(tmp_path, client_state={"net": model})
+        engine.save_checkpoint(folder, client_state={"net": model})
     with pytest.raises(ArgumentError, match="plain name"):
-        engine.save_checkpoint(tmp_path, tag="../elsewhere")
+        engine.save_checkpoint(folder, tag="../elsewhere")
     with pytest.raises(UnsupportedError, match="init_inference"):
         deepspeed.init_inference(model)
+
+
+def test_what_cannot_be_is_refused(ranks: Ranks, tmp_path: Path) -> None:
+    ranks(1, refusals, tmp_path)
