@@ -14,7 +14,17 @@ from typing import Any
 import torch
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments, set_seed
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    Seq2SeqTrainer,
+    Seq2SeqTrainingArguments,
+    T5Config,
+    T5ForConditionalGeneration,
+    Trainer,
+    TrainingArguments,
+    set_seed,
+)
 
 ZERO3 = {"stage": 3, "stage3_gather_16bit_weights_on_model_save": True}
 AUTO = {
@@ -51,6 +61,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "best": ({"zero_optimization": {"stage": 2}}, {"load_best_model_at_end": True}),
     "weights-alone": ({"zero_optimization": {"stage": 1}}, {"save_only_model": True}),
     "lora": ({"zero_optimization": ZERO3}, {"lora": True}),
+    "generate": ({"zero_optimization": ZERO3}, {"predict_with_generate": True, "generation_max_length": 8}),
 }
 
 
@@ -58,6 +69,17 @@ def dataset(samples: int) -> list[dict[str, Tensor]]:
     draw = torch.Generator().manual_seed(0)
     found = [torch.randint(64, (16,), generator=draw) for _ in range(samples)]
     return [{"input_ids": ids, "labels": ids.clone()} for ids in found]
+
+
+def seq2seq() -> Any:
+    set_seed(0)
+    sizes = {"vocab_size": 64, "d_model": 32, "d_kv": 16, "d_ff": 64, "num_layers": 2, "num_heads": 2}
+    return T5ForConditionalGeneration(T5Config(**sizes, decoder_start_token_id=0, dropout_rate=0.0))
+
+
+def predicted(results: Any) -> dict[str, Any]:
+    """Of generated tokens a digest."""
+    return {"tokens": int((results.predictions * (1 + results.predictions)).sum())}
 
 
 def model(lora: bool) -> Any:
@@ -86,9 +108,13 @@ def run(folder: Path, case: str, deepspeed: bool) -> None:
         "use_cpu": True, "disable_tqdm": True, "data_seed": 0,
     }  # fmt: skip
     arguments |= options | ({"deepspeed": AUTO | config} if deepspeed else {})
-    args = TrainingArguments(str(out), **arguments)
     data = dataset(26)
-    trainer = Trainer(model=model(lora), args=args, train_dataset=data, eval_dataset=data[:6])
+    if "predict_with_generate" in options:
+        args: Any = Seq2SeqTrainingArguments(str(out), **arguments)
+        kind, net, extra = Seq2SeqTrainer, seq2seq(), {"compute_metrics": predicted}
+    else:
+        args, kind, net, extra = TrainingArguments(str(out), **arguments), Trainer, model(lora), {}
+    trainer = kind(model=net, args=args, train_dataset=data, eval_dataset=data[:6], **extra)
     trainer.train(resume_from_checkpoint=str(folder / resume / "checkpoint-4") if resume else None)
     trainer.evaluate()
     trainer.save_model(str(out / "final"))

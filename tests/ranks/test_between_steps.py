@@ -294,3 +294,35 @@ def test_a_parameter_is_not_made_one_again(ranks: Ranks) -> None:
 @pytest.mark.parametrize("world", [1, 2])
 def test_what_scripts_do_between_steps_counts_or_is_refused(ranks: Ranks, tmp_path: Path, world: int) -> None:
     ranks(world, all_of_it, tmp_path)
+
+
+def generates(rank: int, world: int) -> list[Any]:
+    """A model of encoder and decoder at stage 3, whose generation calls the encoder by itself."""
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    sizes = {"vocab_size": 32, "d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 2, "num_heads": 2}
+    torch.manual_seed(0)
+    model = T5ForConditionalGeneration(T5Config(**sizes, decoder_start_token_id=0, dropout_rate=0.0))
+    plain = copy.deepcopy(model).eval()
+    engine = polyreme.initialize(model, {"batch": {"size": 2 * world}, "zero": {"stage": 3, "min_bucket": 0}})
+    ids = torch.randint(2, 32, (2, 6), generator=torch.Generator().manual_seed(rank))
+    engine.module.eval()
+    with torch.no_grad():  # before any forward of the model
+        states = engine.module.encoder(input_ids=ids).last_hidden_state
+        assert torch.equal(states, plain.encoder(input_ids=ids).last_hidden_state)
+    if world > 1:  # with gradients it has no step
+        with pytest.raises(ModelError, match="whose numbers are not in memory"):
+            engine.module.encoder(input_ids=ids)
+    options = {"max_new_tokens": 3 + 2 * rank, "do_sample": False, "synced_gpus": True}
+    found = engine.module.generate(input_ids=ids, **options)
+    assert torch.equal(found, plain.generate(input_ids=ids, **options | {"synced_gpus": False}))
+    engine.module.train()
+    result = engine.train_step({"input_ids": ids, "labels": ids.clone()})
+    released = [p.untyped_storage().nbytes() == 0 for p in engine.module.encoder.block.parameters()]
+    return [result.loss, any(released)]
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_parts_of_a_model_are_called_without_gradients(ranks: Ranks, world: int) -> None:
+    found = ranks(world, generates)
+    assert all(each == found[0] for each in found)

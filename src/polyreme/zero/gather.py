@@ -81,6 +81,8 @@ class Blocks:
         self._known = True  # all forwards of the backward to come are in its trail
         self._here = False  # the unit that it is in was found there
         self._keep = False  # nothing is released, as derivatives will be differentiated
+        self._parts = 0  # modules around blocks whose forwards are under way without the model's
+        self._expected: list[Unit] = []
         self._hooks: list[RemovableHandle] = []
         self.restart()
         if not any(unit.sharded for unit in (root, *self.units)):
@@ -99,6 +101,9 @@ class Blocks:
                 self._hooks.append(
                     module.register_forward_hook(Hook(self._after(unit)), with_kwargs=True, always_call=True)
                 )
+        for part in {module for module in model.modules() if module not in inside} - {model}:
+            self._hooks.append(part.register_forward_pre_hook(Hook(self._begin_part), prepend=True))
+            self._hooks.append(part.register_forward_hook(Hook(self._end_part), always_call=True))
         self._hooks += refuse_loading(model)
         self._guard = _Guard(
             {id(p): unit for unit in self.units for b in unit.buckets for p in b.parameters},
@@ -134,6 +139,7 @@ class Blocks:
 
     def restart(self) -> None:
         """Before the first forward of a step: forget forwards that had no backward."""
+        self._parts = 0
         self._trails.clear()
         self._known = True
         self.at(0, 0)
@@ -186,6 +192,23 @@ class Blocks:
         if (self._release == "always" or not torch.is_grad_enabled()) and not self._keep:
             self.release_all()
         self._watch([*returned(output), *self._kept(self.root)], self.root)
+
+    def _begin_part(self, part: nn.Module, args: object) -> None:
+        """Before the forward of a module around blocks: without gradients it may be called by itself, such as
+        an encoder for generation, on every rank. With them it has no step, and its parameters refuse."""
+        if self.in_forward or torch.is_grad_enabled() or _in_backward():
+            return
+        if not self._parts:
+            self._order, self._current, self._expected = [], None, []
+            self._ensure_root()
+        self._parts += 1
+
+    def _end_part(self, part: nn.Module, args: object, output: object) -> None:
+        if self.in_forward or not self._parts:
+            return
+        self._parts -= 1
+        if not self._parts and not self._keep:
+            self.release_all()
 
     def _before(self, unit: Unit) -> Callable[[nn.Module, object], None]:
         def enter(module: nn.Module, args: object) -> None:
