@@ -63,7 +63,8 @@ def initialize(
     """Make `model` ready to train as `config` says, on all ranks of the process group (or of the environment;
     or this one process).
 
-    model: a module (rank 0's weights count), a function without arguments that builds one (then never built
+    model: a module (rank 0's weights count; with mesh.pp, other stages' parameters may be on the meta device,
+        and each stage's own count), a function without arguments that builds one (then never built
         whole: its own initialisation is replayed tensor by tensor, with the config's seed), a sequence of
         layers or of such functions, one for each layer, to be called one after the other, or a Hugging Face
         model directory.
@@ -193,6 +194,14 @@ class Engine:
         The modules are in evaluation mode meanwhile."""
         self._training.roster.check(self.module)
         return self._passes.evaluate(self.module, batch)
+
+    @collective
+    def eval_outputs(self, batch: Any, function: Callable[[Any, Any], Any]) -> list[Any]:
+        """`function(output, micro-batch)` for each micro-batch of `batch`, which is as in `eval_step`, where
+        the last pipeline stage is; an empty list on other ranks. No gradients, and the modules are in
+        evaluation mode meanwhile. All ranks must call."""
+        self._training.roster.check(self.module)
+        return self._passes.outputs(self.module, batch, function)
 
     # ---- the loop people already have
 

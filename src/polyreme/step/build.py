@@ -128,13 +128,8 @@ def _given(given: Layer | Sequence[Layer], config: Config, mesh: Mesh) -> tuple[
                 [*built.parameters(), *built.buffers()], mesh.device, mesh.product("dp", "tp", "pp")
             )
     if isinstance(model, nn.Module):
-        if empty := [
-            name for name, tensor in (*model.named_parameters(), *model.named_buffers()) if tensor.is_meta
-        ]:
-            raise ModelError(
-                f"{empty[0]} is on the meta device, without numbers: "
-                "give initialize() the function that builds the model"
-            )
+        if mesh.pp.size == 1:  # with a pipeline, other stages' may be there: `build` looks
+            _refuse_meta(model)
         return unwrap(model), None
     if not callable(model):
         raise ModelError(f"the model is a {type(model).__name__}: give initialize() "
@@ -142,6 +137,14 @@ def _given(given: Layer | Sequence[Layer], config: Config, mesh: Mesh) -> tuple[
                          "list of layers, or the path of a Hugging Face directory")  # fmt: skip
     recording = record(lambda: _plain(model()), config.seed)
     return recording.module, recording
+
+
+def _refuse_meta(model: nn.Module) -> None:
+    if empty := _missing(model):
+        raise ModelError(
+            f"{empty[0]} is on the meta device, without numbers: give initialize() the function that builds "
+            "the model"
+        )
 
 
 def _plain(built: Any) -> Any:
@@ -173,11 +176,15 @@ def build(
     blocks: those of the whole model. weights: whether parameters get their numbers here; otherwise they are
     still to be read from files."""
     split = _cut(module, recording, len(pipeline.rank_of), config, mesh)
+    in_parts = recording is None and split is not None and any(mesh.gather_objects(bool(_missing(module))))
     if recording is None:
-        # over dp they are shared out, by ZeRO
-        take_from_rank_0(module.parameters(), mesh.device, mesh.product("tp", "pp"))
-        take_from_rank_0(module.buffers(), mesh.device, mesh.product("dp", "tp", "pp"))
+        # over dp parameters are shared out, by ZeRO
+        alike = ("tp",) if in_parts else ("tp", "pp")
+        take_from_rank_0(_real(module.parameters()), mesh.device, mesh.product(*alike))
+        take_from_rank_0(_real(module.buffers()), mesh.device, mesh.product("dp", *alike))
     division = _divide(module, split, pipeline, config, mesh)
+    if in_parts:
+        _take_shared(module, division, mesh)
     if split is not None:
         blocks = split.blocks_of(module, pipeline.mine)
     if pipeline.halved:
@@ -238,6 +245,31 @@ def _block_seconds(module: nn.Module, recording: Recording | None, config: Confi
                          f'be measured ({found}); write "work", or how many '
                          "blocks each stage has")  # fmt: skip
     return found
+
+
+def _real(tensors: Iterable[Tensor]) -> list[Tensor]:
+    return [tensor for tensor in tensors if not tensor.is_meta]
+
+
+def _take_shared(module: nn.Module, division: Division, mesh: Mesh) -> None:
+    """Of a model that each rank was given with the numbers of its own stages alone: what several stages have
+    becomes the first one's. Raises ModelError where numbers of this rank's stages are missing."""
+    told = mesh.gather_objects([mesh.rank, *_missing(module)])
+    if lacking := [report for report in told if len(report) > 1]:
+        rank, name = lacking[0][:2]
+        raise ModelError(
+            f"{name} is on the meta device on rank {rank}, whose pipeline stage has it: give each rank the "
+            "numbers of its stages, or give initialize() the function that builds the model"
+        )
+    for name, parameter in module.named_parameters():
+        if (tie := division.ties.get(division.ranks_of(division.parts[name].stages))) is not None:
+            numbers = parameter.data.to(mesh.device).contiguous()
+            tie.broadcast(numbers)
+            parameter.data = numbers.to(parameter.device)
+
+
+def _missing(module: nn.Module) -> list[str]:
+    return [name for name, tensor in (*module.named_parameters(), *module.named_buffers()) if tensor.is_meta]
 
 
 def take_from_rank_0(tensors: Iterable[Tensor], device: torch.device, ranks: Product) -> None:

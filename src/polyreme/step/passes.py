@@ -88,21 +88,27 @@ class Passes:
     def evaluate(self, model: nn.Module, batch: Any) -> EvalResult:
         """See `Engine.eval_step`."""
         totals = torch.zeros(2, dtype=torch.float64, device=self._mesh.device)
-        parts = parts_of(batch, self._config)
-        counts: list[Any] = self._mesh.dp.gather_objects(len(parts))
-        modes = {module: module.training for module in model.modules()}
-        model.eval()
-        try:
-            with torch.no_grad(), self.autocast():
-                for part in filled(parts, max(counts)):
-                    self._evaluate(part, totals)
-        finally:
-            for module, mode in modes.items():
-                module.training = mode
+
+        def add(part: MicroBatch, output: Any) -> None:
+            loss_sum, weight = self._objective.loss(output, part.batch, None if part.samples else 0)
+            totals.add_(torch.stack([loss_sum.double(), totals.new_tensor(weight)]))
+
+        self._look(model, batch, add)
         totals *= self._pipeline.has_loss and self._mesh.tp.rank == 0
         self._mesh.product("dp", "tp", "pp").all_reduce(totals)
         loss_sum, total = totals.tolist()
         return EvalResult(loss_sum / total if total else math.nan, total)
+
+    def outputs(self, model: nn.Module, batch: Any, function: Callable[[Any, Any], Any]) -> list[Any]:
+        """See `Engine.eval_outputs`."""
+        found: list[Any] = []
+
+        def take(part: MicroBatch, output: Any) -> None:
+            if part.samples:
+                found.append(function(output, part.batch))
+
+        self._look(model, batch, take)
+        return found
 
     def enter(self, stage: int, microbatch: int, coming: tuple[int, int] | None = None) -> None:
         """Prepare a forward or backward for training; `coming`: the stage and micro-batch of the backward
@@ -116,15 +122,27 @@ class Passes:
         """The context of a forward and its loss."""
         return autocast(self._config.precision.compute, self._mesh.device)
 
-    def _evaluate(self, part: MicroBatch, totals: Tensor) -> None:
-        """Add the sum of a micro-batch's losses and its weight to `totals`, on the last stage."""
+    def _look(self, model: nn.Module, batch: Any, take: Callable[[MicroBatch, Any], None]) -> None:
+        """The forwards of an evaluation; on the last stage, `take(micro-batch, output)` of each."""
+        parts = parts_of(batch, self._config)
+        counts: list[Any] = self._mesh.dp.gather_objects(len(parts))
+        modes = {module: module.training for module in model.modules()}
+        model.eval()
+        try:
+            with torch.no_grad(), self.autocast():
+                for part in filled(parts, max(counts)):
+                    self._forward(part, take)
+        finally:
+            for module, mode in modes.items():
+                module.training = mode
+
+    def _forward(self, part: MicroBatch, take: Callable[[MicroBatch, Any], None]) -> None:
         moved = cast_floating(part.batch, None, self._mesh.device)
-
-        def loss(i: int, output: Any) -> None:
-            loss_sum, weight = self._objective.loss(output, moved, None if part.samples else 0)
-            totals.add_(torch.stack([loss_sum.double(), totals.new_tensor(weight)]))
-
-        calls = Calls(self.blocks.at, lambda i: self._objective.output(moved), loss)
+        calls = Calls(
+            self.blocks.at,
+            lambda i: self._objective.output(moved),
+            lambda i, output: take(replace(part, batch=moved), output),
+        )
         self._runner.run(self._pipeline.forward_row, calls, [_shapes(moved)])
 
     def _run(

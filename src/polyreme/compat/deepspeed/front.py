@@ -17,6 +17,8 @@ from polyreme.compat.deepspeed.json_config import Translation, translate
 from polyreme.compat.deepspeed.refusal import ArgumentError, OrderError, refused
 from polyreme.compat.deepspeed.runtime import lr_schedules
 from polyreme.compat.deepspeed.runtime.engine import DeepSpeedEngine
+from polyreme.compat.deepspeed.runtime.pipe.engine import PipelineEngine, complete, placed, refuse_empty
+from polyreme.compat.deepspeed.runtime.pipe.module import PipelineModule
 from polyreme.compat.deepspeed.runtime.zero.partition_parameters import tag
 from polyreme.compat.deepspeed.utils.logging import log_dist
 from polyreme.compat.deepspeed.utils.z3_leaf_module import z3_leaf_module
@@ -60,22 +62,52 @@ def initialize(
     if dist_init_required is not False:
         comm.init_distributed(distributed_port=distributed_port)
     tp = None if mpu is None else int(mpu.get_tensor_model_parallel_world_size())
-    translation = translate(source, everyone().size, tp=tp)
-    made = _optimizer(model, optimizer, model_parameters, translation)
-    settings = dict(translation.config)
-    if leaves := [name for name, module in model.named_modules() if name and z3_leaf_module(module)]:
-        settings["zero"] = {**settings["zero"], "keep": leaves}
-    engine = polyreme.initialize(model, settings, optimizer=torch.optim.SGD if made is None else made)
-    front = DeepSpeedEngine(engine, translation, trains=made is not None, mpu=mpu)
+    if isinstance(model, PipelineModule):
+        if mpu is not None:
+            raise OrderError("mpu must be None with pipeline parallelism: the PipelineModule has one")
+        front: DeepSpeedEngine = _pipeline(model, source, optimizer, model_parameters)
+    else:
+        front = _plain(model, translate(source, everyone().size, tp=tp), optimizer, model_parameters, mpu)
+    translation = front.translation
     front.collate_fn = collate_fn
     if translation.stage == 3:
         tag(front.module)
     for note in translation.warnings:
         log_dist(f"{note.key} = {note.value!r}: {note.text}", ranks=[0])
     front.lr_scheduler = _scheduler(front, lr_scheduler, translation)
-    if training_data is not None:
+    if isinstance(front, PipelineEngine) and training_data is not None:
+        front.build_data_iter(training_data)
+    elif training_data is not None:
         front.training_dataloader = front.deepspeed_io(training_data)
     return front, front.optimizer, front.training_dataloader, front.lr_scheduler
+
+
+def _plain(
+    model: nn.Module, translation: Translation, optimizer: Any, parameters: Any, mpu: Any
+) -> DeepSpeedEngine:
+    made = _optimizer(model, optimizer, parameters, translation)
+    settings = dict(translation.config)
+    if leaves := [name for name, module in model.named_modules() if name and z3_leaf_module(module)]:
+        settings["zero"] = {**settings["zero"], "keep": leaves}
+    engine = polyreme.initialize(model, settings, optimizer=torch.optim.SGD if made is None else made)
+    return DeepSpeedEngine(engine, translation, trains=made is not None, mpu=mpu)
+
+
+def _pipeline(model: PipelineModule, source: Any, optimizer: Any, parameters: Any) -> PipelineEngine:
+    """The engine of a pipeline, of whose parameters each rank's optimizer is given its stage's."""
+    translation = placed(model, translate(source, everyone().size, pp=model.num_stages))
+    if optimizer is not None or translation.optimizer is not None:
+        refuse_empty(model)
+    made = _optimizer(model, optimizer, parameters, translation)
+    if isinstance(made, Optimizer) and model.num_stages > 1:
+        complete(made, model)
+    engine = polyreme.initialize(
+        model.sequence,
+        translation.config,
+        optimizer=torch.optim.SGD if made is None else made,
+        loss_fn=model.loss_fn,
+    )
+    return PipelineEngine(engine, translation, trains=made is not None, model=model)
 
 
 def _source(args: Any, config: Any, config_params: Any) -> Any:

@@ -123,10 +123,15 @@ class DeepSpeedEngine(nn.Module):
         if not ends:
             return
         with self.telemetry.timed(STEP):
-            self.last = self.polyreme.step()
+            result = self.polyreme.step()
+        self._took(result, lr_kwargs)
+
+    def _took(self, result: StepResult, lr_kwargs: dict[str, Any] | None = None) -> None:
+        """Take note of a step, and go on in the learning rate schedule."""
+        self.last = result
         self.global_steps += 1
         self.global_samples += self.train_batch_size()
-        if self.last.skipped:
+        if result.skipped:
             self.skipped_steps += 1
         elif self.lr_scheduler is not None:
             self.lr_scheduler.step(**(lr_kwargs or {}))
