@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import polyreme
 import polyreme.compat.deepspeed as deepspeed
 from polyreme.compat.deepspeed import comm as dist
 from polyreme.compat.deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
@@ -19,6 +20,7 @@ from polyreme.compat.deepspeed.runtime.pipe import module as pipe_module
 from polyreme.compat.deepspeed.runtime.pipe.engine import PipelineEngine
 from polyreme.compat.deepspeed.runtime.pipe.module import PipelineError
 from polyreme.compat.deepspeed.runtime.pipe.topology import PipeDataParallelTopology, ProcessTopology
+from polyreme.errors import ModelError
 from pool import Ranks
 
 VOCABULARY, WIDTH, MICRO, ACCUMULATION, STEPS = 11, 6, 2, 3, 3
@@ -171,15 +173,15 @@ def same(found: Any, wanted: Any) -> None:
 @pytest.mark.parametrize("world", [1, 2])
 def test_training_is_that_of_one_process(ranks: Ranks, world: int) -> None:
     block, table = WIDTH * WIDTH + WIDTH, VOCABULARY * WIDTH
-    for method, how in (("parameters", "config"), ("uniform", "object"), ("type:block", "recompute")):
+    for method, how in (("parameters", "config"), ("uniform", "object"), ("type:^table$", "recompute")):
         wanted = plain(1, counted=method == "parameters")
         told = ranks(world, train, world, method, how)
         for found in told:
             same(found, wanted)
         if world == 2:
-            parts = {"parameters": [0, 3, 6], "uniform": [0, 3, 6], "type:block": [0, 2, 6]}[method]
+            parts = {"parameters": [0, 3, 6], "uniform": [0, 3, 6], "type:^table$": [0, 5, 6]}[method]
             assert all(found[3] == parts for found in told)
-            blocks = [parts[1] - 1, 4 - parts[1]]
+            blocks = [min(parts[1] - 1, 3), max(4 - parts[1], 0)]
             assert [found[4] for found in told] == [table + count * block for count in blocks]
 
 
@@ -313,6 +315,18 @@ def refusals(rank: int, world: int) -> None:
 
 def test_what_cannot_be_is_refused(ranks: Ranks) -> None:
     ranks(2, refusals)
+
+
+def without_numbers(rank: int, world: int) -> None:
+    """Of a model that Polyreme is given in parts, rank 1 lacks its own."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4, device="meta"))
+    config = {"mesh": {"pp": 2}, "batch": {"size": 2}, "pipeline": {"blocks": [1, 1]}}
+    with pytest.raises(ModelError, match=r"1\.weight is on the meta device on rank 1"):
+        polyreme.initialize(model, config, loss_fn=nn.MSELoss())
+
+
+def test_a_stage_without_numbers_is_refused(ranks: Ranks) -> None:
+    ranks(2, without_numbers)
 
 
 def test_names_are_one_object() -> None:
