@@ -34,11 +34,11 @@ from polyreme.planner.memory_model import working_set
 from polyreme.step import report
 from polyreme.step.activations import Activations
 from polyreme.step.batches import BatchComparison, micro_batches
-from polyreme.step.build import Model, build, divide_again, open_model, share_out
+from polyreme.step.build import Model, build, divide_again, objective, open_model, share_out
 from polyreme.step.checkpoints import Checkpoints
 from polyreme.step.engine_state import Loaded
 from polyreme.step.gradients import Gradients
-from polyreme.step.loss import LossFn, Objective
+from polyreme.step.loss import LossFn
 from polyreme.step.optimizer_view import OptimizerView
 from polyreme.step.parameter_numbers import ParameterNumbers
 from polyreme.step.passes import EvalResult, Passes
@@ -131,16 +131,7 @@ class Engine:
         synced = self._normalised()
         self._activations = Activations(config, mesh.device, self._patches)
         self._activations.wrap(self.module, built.blocks)
-        dtype = DTYPES[config.precision.compute]
-        # a model of several dtypes converts between them itself
-        wanted = dtype if {*made.kept.values()} <= {dtype} else None
-        self._objective = Objective(
-            self.module,
-            loss_fn,
-            partial(cast_floating, dtype=wanted),
-            is_split=config.accumulation * mesh.dp.size > 1,
-            share=1 / config.accumulation if config.batch.mean == "ranks" else None,
-        )
+        self._objective = objective(self.module, loss_fn, made, config, mesh)
         self._passes = Passes(config, mesh, self._pipeline, built.stages, self._objective, self._activations)
         self._train(built.placement, made, synced)
         if lr_scheduler is not None:

@@ -80,7 +80,7 @@ BUDGETS = {
     "optim": 980,
     "pipeline": 1150,
     "planner": 250,
-    "step": 2400,
+    "step": 2450,
     "tensor": 1020,
     "zero": 2320,
     "": 400,

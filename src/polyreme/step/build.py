@@ -14,6 +14,7 @@ import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,7 @@ from polyreme.pipeline.partition import PipelineSplit, keep, layers, plan
 from polyreme.pipeline.profile import block_seconds, copy_to
 from polyreme.pipeline.rank import PipelineRank
 from polyreme.pipeline.stage import Stage, refuse_calls
+from polyreme.step.loss import LossFn, Objective
 from polyreme.step.precision import DTYPES, cast_floating, master_dtype
 from polyreme.tensor import plan as rules
 from polyreme.tensor.layers import put_off_weights
@@ -449,3 +451,19 @@ def _make_numbers(
     own = placement.where if parameters else ()
     recording.replay(write, {*own, *(name for name, _ in module.named_buffers(remove_duplicate=False))})
     take_from_rank_0(module.buffers(), mesh.device, mesh.product("dp", "tp"))
+
+
+def objective(
+    module: nn.Module, loss_fn: LossFn | None, made: Recipe, config: Config, mesh: Mesh
+) -> Objective:
+    """What calls the model, and reads its loss as the config weights it."""
+    dtype = DTYPES[config.precision.compute]
+    # a model of several dtypes converts between them itself
+    wanted = dtype if {*made.kept.values()} <= {dtype} else None
+    return Objective(
+        module,
+        loss_fn,
+        partial(cast_floating, dtype=wanted),
+        is_split=config.accumulation * mesh.dp.size > 1,
+        share=1 / config.accumulation if config.batch.mean == "ranks" else None,
+    )
