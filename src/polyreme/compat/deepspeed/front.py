@@ -23,7 +23,9 @@ from polyreme.compat.deepspeed.runtime.zero.partition_parameters import tag
 from polyreme.compat.deepspeed.utils.logging import log_dist
 from polyreme.compat.deepspeed.utils.z3_leaf_module import z3_leaf_module
 from polyreme.config import Config
+from polyreme.distributed.environment import detect
 from polyreme.distributed.mesh import everyone
+from polyreme.errors import LaunchError
 from polyreme.optim.groups import maker
 
 
@@ -59,9 +61,11 @@ def initialize(
             "initialize(mesh_param=...)", "there is no sequence parallelism over ranks", "leave it out"
         )
     source = _source(args, config, config_params)
+    tp = None if mpu is None else int(mpu.get_tensor_model_parallel_world_size())
+    if not comm.is_initialized():
+        _refuse_early(source, model, tp)
     if dist_init_required is not False:
         comm.init_distributed(distributed_port=distributed_port)
-    tp = None if mpu is None else int(mpu.get_tensor_model_parallel_world_size())
     if isinstance(model, PipelineModule):
         if mpu is not None:
             raise OrderError("mpu must be None with pipeline parallelism: the PipelineModule has one")
@@ -80,6 +84,16 @@ def initialize(
     elif training_data is not None:
         front.training_dataloader = front.deepspeed_io(training_data)
     return front, front.optimizer, front.training_dataloader, front.lr_scheduler
+
+
+def _refuse_early(source: Any, model: nn.Module, tp: int | None) -> None:
+    """Raise what is wrong with the config before ranks meet: those that failed would leave the others
+    waiting."""
+    try:
+        ranks = detect().world_size
+    except LaunchError:  # MPI may know
+        return
+    translate(source, ranks, pp=model.num_stages if isinstance(model, PipelineModule) else 1, tp=tp)
 
 
 def _plain(
