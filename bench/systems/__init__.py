@@ -30,7 +30,7 @@ class System:
     @property
     def is_ours(self) -> bool:
         """Whether it is a layout of Polyreme."""
-        return self.module.startswith("polyreme")
+        return self.module.startswith("polyreme") or self.options.get("by") == "polyreme"
 
     def load(self) -> ModuleType:
         """Imports the system; raises what its import raises where it is not installed."""
