@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
@@ -14,6 +15,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import polyreme.errors
+from examples import ALL
+from warm import NAME, WarmCommand
 
 SOURCE = str(Path(polyreme.errors.__file__).parents[1])
 RANK_VARIABLES = (
@@ -68,9 +71,15 @@ def write_text(folder: Path, sentences: int = 400) -> Path:
 
 
 class Command:
-    """One run of `polyreme WORDS` in `folder`, its temporary files in `folder/tmp`."""
+    """One run of `polyreme WORDS` in `folder`, its temporary files in `folder/tmp`.
 
-    def __init__(self, folder: Path, *words: str, variables: Mapping[str, str] | None = None) -> None:
+    `warm`: as forks (warm.py), but where all cases are run."""
+
+    process: subprocess.Popen[str] | WarmCommand
+
+    def __init__(
+        self, folder: Path, *words: str, variables: Mapping[str, str] | None = None, warm: bool = True
+    ) -> None:
         self.temporary = folder / "tmp"
         self.temporary.mkdir(exist_ok=True)
         self._mark = f"polyreme-test-{uuid.uuid4().hex}".encode()
@@ -84,6 +93,12 @@ class Command:
             "OMP_NUM_THREADS": "1",
             **(variables or {}),
         }
+        self._errors: Path | None = None
+        if warm and ALL not in os.environ:
+            printed = Path(tempfile.mkdtemp(prefix="printed-", dir=folder.parent))
+            self._errors = printed / "errors"
+            self.process = WarmCommand(words, folder, environment, printed / "output", self._errors)
+            return
         self.process = subprocess.Popen(
             [sys.executable, "-m", "polyreme", *words], cwd=folder, env=environment, stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
@@ -96,36 +111,42 @@ class Command:
             try:
                 variables = (folder / "environ").read_bytes().split(b"\0")
                 state = (folder / "stat").read_text().rpartition(")")[2].split()[0]
+                ours = b"POLYREME_TEST=" + self._mark in variables
+                name = b""
+                if not ours and self._errors is not None:  # a fork's variables are not to be seen
+                    ours = (folder / "fd" / "2").readlink() == self._errors
+                    name = (folder / "comm").read_bytes().strip()
             except (OSError, ProcessLookupError):
                 continue
-            if (
-                b"POLYREME_TEST=" + self._mark in variables
-                and int(folder.name) != self.process.pid
-                and state not in "ZX"
-            ):
-                rank = next(
-                    (int(v.removeprefix(b"RANK=")) for v in variables if v.startswith(b"RANK=")), None
-                )
-                found[int(folder.name)] = rank
+            if ours and int(folder.name) != self.process.pid and state not in "ZX":
+                told = [v.removeprefix(b"RANK=") for v in variables if v.startswith(b"RANK=")]
+                if name.startswith(NAME.encode()):
+                    told = [name.removeprefix(NAME.encode())]
+                found[int(folder.name)] = int(told[0]) if told else None
         return found
 
     def end(self, seconds: float = 240) -> tuple[int, str, str]:
         """Exit status, stdout, stderr, when it has ended by itself."""
         output, errors = self.process.communicate(timeout=seconds)
+        assert self.process.returncode is not None
         return self.process.returncode, output, errors
 
 
-def polyreme(folder: Path, *words: str, variables: Mapping[str, str] | None = None) -> tuple[int, str, str]:
+def polyreme(
+    folder: Path, *words: str, variables: Mapping[str, str] | None = None, warm: bool = True
+) -> tuple[int, str, str]:
     """Exit status, stdout, stderr of a run from its start to its end."""
-    with running(folder, *words, variables=variables) as command:
+    with running(folder, *words, variables=variables, warm=warm) as command:
         return command.end()
 
 
 @contextmanager
-def running(folder: Path, *words: str, variables: Mapping[str, str] | None = None) -> Iterator[Command]:
+def running(
+    folder: Path, *words: str, variables: Mapping[str, str] | None = None, warm: bool = True
+) -> Iterator[Command]:
     """A run that is over, with all its processes, when the block is left; one that left any is a failed
     test."""
-    command = Command(folder, *words, variables=variables)
+    command = Command(folder, *words, variables=variables, warm=warm)
     try:
         yield command
         left = command.descendants()

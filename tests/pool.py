@@ -44,10 +44,22 @@ PRELOAD = [  # imported once by the forkserver; ranks begin with them
     "transformers.models.gpt2.modeling_gpt2",
     "pydantic",
     "pytest",
+    "polyreme.cli.main",
     "polyreme.job.run",
+    "polyreme.launch.torchrun",
     "polyreme.optim.compiled_kernels",
     "pool",
 ]
+
+
+def forkserver() -> multiprocessing.context.ForkServerContext:
+    """Where processes begin that have imported PRELOAD."""
+    # before it starts: it and all its children take their environment from here
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOAD)
+    return context
 
 
 class RanksFailed(Exception):
@@ -83,11 +95,7 @@ class Ranks:
     """Runs jobs on warm ranks; the session fixture `ranks` is one of these."""
 
     def __init__(self) -> None:
-        # Before the forkserver starts: it and all its children take their environment from here.
-        os.environ.setdefault("OMP_NUM_THREADS", "1")
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-        self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload(PRELOAD)
+        self._context = forkserver()
         self._pools: dict[int, _Pool] = {}  # by world size, the one used last at the end
 
     def __call__(

@@ -63,7 +63,7 @@ def facts(folder: Path) -> list[dict[str, Any]]:
 
 def test_launch_with_the_door(folder: Path) -> None:
     words = ["launch", "--deepspeed", "-n", "2", "script.py", "--deepspeed", "ds.json"]
-    status, output, errors = polyreme(folder, *words)
+    status, output, errors = polyreme(folder, *words, warm=False)
     assert status == 0, errors
     assert [fact["arguments"] for fact in facts(folder)] == [["--deepspeed", "ds.json"]] * 2
     assert sorted(output.splitlines()) == ["rank 0", "rank 1"]
@@ -80,7 +80,7 @@ def test_without_the_door_there_is_none(folder: Path) -> None:
 
 def test_deepspeeds_own_command(folder: Path) -> None:
     words = ["--num_gpus", "2", "script.py", "--flag", "$HOME ${local_rank}"]
-    status, output, errors = polyreme(folder, "deepspeed", *words)
+    status, output, errors = polyreme(folder, "deepspeed", *words, warm=False)
     assert (status, errors.count("error of")) == (0, 2), errors
     for rank, fact in enumerate(facts(folder)):
         assert fact["arguments"] == [f"--local_rank={rank}", "--flag", "$HOME ${local_rank}"]
