@@ -8,18 +8,16 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 PROGRAM = """
-import gc, json, re, resource, sys
+import gc, json, os, re, resource, sys
 from pathlib import Path
 import torch
 from torch import nn
 import polyreme
 
-states, limit = sys.argv[1], int(sys.argv[2])
 WIDTH, BLOCKS = 1024, 16
 torch.set_num_threads(1)
 
@@ -44,30 +42,45 @@ def loss(output, batch):
     return output.square().mean()
 
 
-config = {
-    "batch": {"size": 4, "micro": 4},
-    "zero": {"stage": 3, "min_bucket": 0},
-    "memory": {"states": states, "params": states},
-    "optimizer": {"name": "adamw", "lr": 1e-3},
-}
-# what libraries, threads and compiling take once
-small = polyreme.initialize(lambda: Stack(256), config, loss_fn=loss)
-small.train_step(torch.ones(4, 256))
-small.close()
-del small
-gc.collect()
-base, data = told("VmRSS"), told("VmData")
-if limit:
-    resource.setrlimit(resource.RLIMIT_DATA, (data + limit, data + limit))
-engine = polyreme.initialize(Stack, config, loss_fn=loss)
-losses = [engine.train_step(torch.ones(4, WIDTH)).loss for _ in range(3)]
-peak, working = told("VmHWM"), engine.working_set()
-told = {"losses": losses, "base": base, "peak": peak, "working": working}
-print(json.dumps({**told, "parameters": engine.parameters}))
+def run(states, limit):
+    config = {
+        "batch": {"size": 4, "micro": 4},
+        "zero": {"stage": 3, "min_bucket": 0},
+        "memory": {"states": states, "params": states},
+        "optimizer": {"name": "adamw", "lr": 1e-3},
+    }
+    # what libraries, threads and compiling take once
+    small = polyreme.initialize(lambda: Stack(256), config, loss_fn=loss)
+    small.train_step(torch.ones(4, 256))
+    small.close()
+    del small
+    gc.collect()
+    base, data = told("VmRSS"), told("VmData")
+    if limit:
+        resource.setrlimit(resource.RLIMIT_DATA, (data + limit, data + limit))
+    engine = polyreme.initialize(Stack, config, loss_fn=loss)
+    losses = [engine.train_step(torch.ones(4, WIDTH)).loss for _ in range(3)]
+    peak, working = told("VmHWM"), engine.working_set()
+    found = {"losses": losses, "base": base, "peak": peak, "working": working}
+    print(json.dumps({**found, "parameters": engine.parameters}))
+
+
+# each in a process of its own, a fork of one that has imported what all need
+for case in json.loads(sys.argv[1]):
+    pid = os.fork()
+    if not pid:
+        run(*case)
+        sys.stdout.flush()
+        os._exit(0)
+    sys.exit(1) if os.waitpid(pid, 0)[1] else None
 """
 
 
-def train(states: str, limit: int = 0) -> subprocess.CompletedProcess[str]:
+PARAMETERS = 16 * 2 * (1024 + 1) * 1024
+
+
+def train(*cases: tuple[str, int]) -> subprocess.CompletedProcess[str]:
+    """The program's last words on each of `cases` (states, limit), which it ends at the first that fails."""
     # glibc would keep what was freed, and reserve 64 MiB for every thread
     env = {
         **os.environ,
@@ -75,20 +88,20 @@ def train(states: str, limit: int = 0) -> subprocess.CompletedProcess[str]:
         "MALLOC_TRIM_THRESHOLD_": "1000000",
         "MALLOC_ARENA_MAX": "1",
     }
-    command = [sys.executable, "-c", PROGRAM, states, str(limit)]
+    command = [sys.executable, "-c", PROGRAM, json.dumps(cases)]
     return subprocess.run(command, env=env, capture_output=True, text=True, timeout=240, check=False)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="limits of memory and /proc are Linux's")
 def test_what_does_not_fit_trains_from_files(tmp_path: Path) -> None:
-    free: dict[str, Any] = json.loads(train("device").stdout)
-    needed = 16 * free["parameters"]  # parameters, gradients and two moments in float32
+    needed = 16 * PARAMETERS  # with gradients and two moments, in float32
     limit = int(0.4 * needed)
-    refused = train("device", limit)
-    assert refused.returncode and "memory" in refused.stderr.lower(), "on the device the states must not fit"
-    made = train(str(tmp_path), limit)
-    assert not made.returncode, made.stderr
-    found = json.loads(made.stdout)
+    made = train(("device", 0), (str(tmp_path), limit), ("device", limit))
+    assert made.returncode and made.stdout.count("\n") == 2 and "memory" in made.stderr.lower(), (
+        f"on the device, and only there, the states must not fit: {made.stderr}"
+    )
+    free, found = (json.loads(line) for line in made.stdout.splitlines())
+    assert free["parameters"] == PARAMETERS
     assert found["losses"] == free["losses"]
     expected = found["base"] + sum(found["working"].values())
     assert found["peak"] < 1.1 * expected, (found, expected)
