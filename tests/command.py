@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
@@ -16,7 +15,7 @@ from pathlib import Path
 
 import polyreme.errors
 from examples import ALL
-from warm import NAME, WarmCommand
+from warm import NAME, WarmPython
 
 SOURCE = str(Path(polyreme.errors.__file__).parents[1])
 RANK_VARIABLES = (
@@ -75,7 +74,7 @@ class Command:
 
     `warm`: as forks (warm.py), but where all cases are run."""
 
-    process: subprocess.Popen[str] | WarmCommand
+    process: subprocess.Popen[str] | WarmPython
 
     def __init__(
         self, folder: Path, *words: str, variables: Mapping[str, str] | None = None, warm: bool = True
@@ -93,11 +92,8 @@ class Command:
             "OMP_NUM_THREADS": "1",
             **(variables or {}),
         }
-        self._errors: Path | None = None
         if warm and ALL not in os.environ:
-            printed = Path(tempfile.mkdtemp(prefix="printed-", dir=folder.parent))
-            self._errors = printed / "errors"
-            self.process = WarmCommand(words, folder, environment, printed / "output", self._errors)
+            self.process = WarmPython(["-m", "polyreme", *words], folder, environment, ranks=True)
             return
         self.process = subprocess.Popen(
             [sys.executable, "-m", "polyreme", *words], cwd=folder, env=environment, stdin=subprocess.DEVNULL,
@@ -113,8 +109,8 @@ class Command:
                 state = (folder / "stat").read_text().rpartition(")")[2].split()[0]
                 ours = b"POLYREME_TEST=" + self._mark in variables
                 name = b""
-                if not ours and self._errors is not None:  # a fork's variables are not to be seen
-                    ours = (folder / "fd" / "2").readlink() == self._errors
+                if not ours and isinstance(self.process, WarmPython):  # a fork's variables are not seen
+                    ours = (folder / "fd" / "2").readlink() == self.process.errors
                     name = (folder / "comm").read_bytes().strip()
             except (OSError, ProcessLookupError):
                 continue

@@ -31,19 +31,20 @@ _PR_SET_NAME = 15
 NAME = "rank-"  # of a rank's process, before its number
 
 
-class WarmCommand:
-    """`polyreme WORDS` in `folder` with these variables and no others; of subprocess.Popen what tests use.
+class WarmPython:
+    """`python WORDS` (-m MODULE ARGUMENTS or -c CODE) in `folder` with these variables and no others; of
+    subprocess.Popen what tests use.
 
-    What it and its ranks print goes to `output` and `errors`, files."""
+    `ranks`: torchrun's agent starts ranks as forks of it, too. What all of them print goes to `output` and
+    `errors`, files beside `folder`."""
 
     def __init__(
-        self, words: Sequence[str], folder: Path, variables: Mapping[str, str], output: Path, errors: Path
+        self, words: Sequence[str], folder: Path, variables: Mapping[str, str], ranks: bool = False
     ) -> None:
-        self._files = output, errors
-        for path in self._files:
-            path.touch()
+        printed = Path(tempfile.mkdtemp(prefix="printed-", dir=folder.parent))
+        self.output, self.errors = printed / "output", printed / "errors"
         self._process = forkserver().Process(
-            target=_command, args=(list(words), folder, dict(variables), output, errors)
+            target=_python, args=(list(words), folder, dict(variables), self.output, self.errors, ranks)
         )
         self._process.start()
         assert self._process.pid is not None
@@ -61,14 +62,21 @@ class WarmCommand:
         if self.poll() is None:
             os.kill(self.pid, number)
 
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+    def wait(self, timeout: float | None = None) -> int:
+        """The exit status, at its end. Raises subprocess.TimeoutExpired."""
+        self._process.join(timeout)
+        if self.returncode is None:
+            assert timeout is not None
+            raise subprocess.TimeoutExpired("python", timeout)
+        return self.returncode
+
     def communicate(self, timeout: float | None = None) -> tuple[str, str]:
         """What was printed, at its end. Raises subprocess.TimeoutExpired."""
-        self._process.join(timeout)
-        if self.poll() is None:
-            assert timeout is not None
-            raise subprocess.TimeoutExpired("polyreme", timeout)
-        output, errors = (path.read_text() for path in self._files)
-        return output, errors
+        self.wait(timeout)
+        return self.output.read_text(), self.errors.read_text()
 
 
 class WarmRank:
@@ -103,18 +111,22 @@ class WarmRank:
             os.kill(self.pid, number)
 
 
-def _command(
-    words: list[str], folder: Path, variables: Mapping[str, str], output: Path, errors: Path
+def _python(
+    words: list[str], folder: Path, variables: Mapping[str, str], output: Path, errors: Path, ranks: bool
 ) -> NoReturn:
     os.setsid()
     for number, path in ((1, output), (2, errors)):
-        descriptor = os.open(path, os.O_WRONLY | os.O_APPEND)
+        descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
         os.dup2(descriptor, number)
         os.close(descriptor)
     os.chdir(folder)
-    subprocess_handler.Popen = WarmRank  # type: ignore[assignment, misc]
-    sys.argv = ["polyreme", *words]
-    _live(lambda: runpy.run_module("polyreme", run_name="__main__", alter_sys=True), variables)
+    if ranks:
+        subprocess_handler.Popen = WarmRank  # type: ignore[assignment, misc]
+    option, what, *sys.argv[1:] = words
+    if option == "-m":
+        _live(lambda: runpy.run_module(what, run_name="__main__", alter_sys=True), variables)
+    assert option == "-c"
+    _live(lambda: exec(what, {"__name__": "__main__"}), variables)
 
 
 def _rank(args: Sequence[str], variables: Mapping[str, str]) -> NoReturn:

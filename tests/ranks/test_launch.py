@@ -3,6 +3,7 @@ left."""
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import re
@@ -21,11 +22,14 @@ from hypothesis import strategies as st
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 import polyreme.errors
+from examples import ALL
 from polyreme.errors import LaunchError
 from polyreme.launch import torchrun
 from polyreme.launch.cores import share
 from polyreme.launch.torchrun import RanksFailedError, launch
+from warm import WarmPython
 
+Process = subprocess.Popen[str] | WarmPython
 END_WITHIN = 30.0  # seconds from a failure to the end of the run
 
 
@@ -101,87 +105,117 @@ def failure(command: list[str], ranks: int = 2) -> RanksFailedError:
     return caught.value
 
 
-def command(folder: Path, *words: str) -> subprocess.Popen[str]:
+def command(folder: Path, *words: str) -> Process:
     """The command itself, in a process of its own; what it leaves behind when it is killed lies in
     `folder`."""
     return python(folder, "-m", "polyreme", *words)
 
 
-def python(folder: Path, *words: str) -> subprocess.Popen[str]:
+def python(folder: Path, *words: str) -> Process:
+    """A launcher; its ranks begin as ever."""
     source = str(Path(polyreme.errors.__file__).parents[1])
+    variables = {
+        **os.environ,
+        "TMPDIR": str(folder),
+        "PYTHONPATH": os.pathsep.join([source, os.environ.get("PYTHONPATH", "")]),
+    }
+    if ALL not in os.environ:
+        return WarmPython(words, folder, variables)
     return subprocess.Popen(
-        [sys.executable, *words],
-        env={
-            **os.environ,
-            "TMPDIR": str(folder),
-            "PYTHONPATH": os.pathsep.join([source, os.environ.get("PYTHONPATH", "")]),
-        },
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
+        [sys.executable, *words], env=variables, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
 
 
-def test_arguments_and_variables_reach_the_script(script: Script, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    names = (
-        "WORLD_SIZE",
-        "LOCAL_RANK",
-        "LOCAL_WORLD_SIZE",
-        "MASTER_ADDR",
-        "OMP_NUM_THREADS",
-        "OMP_WAIT_POLICY",
-    )
-    body = f"tell([sys.argv[1:], [os.environ[name] for name in {names!r}], __name__, sys.path[0]])"
-    arguments = ["--d", "3", "--nproc", "x", "-n", "5", "--help", "--", "$HOME $$ ${local_rank}", "", "-m"]
-    before = dict(os.environ), signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
-    launch([script.write(body), *arguments], 2, threads=3)
-    expected = {
-        rank: [arguments, ["2", str(rank), "2", "127.0.0.1", "3", "PASSIVE"], "__main__", str(script.folder)]
-        for rank in range(2)
-    }
-    assert script.facts() == expected
-    assert (dict(os.environ), signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before
+ARGUMENTS = ["--d", "3", "--nproc", "x", "-n", "5", "--help", "--", "$HOME $$ ${local_rank}", "", "-m"]
+LAUNCHES: dict[str, tuple[dict[str, str], int, int | None]] = {
+    "a network, and threads": ({"NCCL_SOCKET_IFNAME": "eth7"}, 2, 3),
+    "nothing": ({}, 2, None),
+    "nothing, one rank": ({}, 1, None),
+    "threads of one rank": ({"OMP_NUM_THREADS": "7"}, 1, None),
+    "no pinning": ({"POLYREME_PIN": "0"}, 2, None),
+    "threads": ({"OMP_NUM_THREADS": "1"}, 2, None),
+}
+"""What the user decides: variables, ranks and threads."""
+DECIDED = ("OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "POLYREME_PIN")
 
 
+Launched = Callable[[str], dict[int, dict[str, Any]]]
+
+
+@pytest.fixture(scope="module")
+def launched(tmp_path_factory: pytest.TempPathFactory) -> Launched:
+    """What each rank of one of LAUNCHES, started once, finds of itself."""
+
+    @functools.cache
+    def started(case: str) -> dict[int, dict[str, Any]]:
+        variables, ranks, threads = LAUNCHES[case]
+        script = Script(tmp_path_factory.mktemp("launched"))
+        path = script.write("""
+            tell({
+                "arguments": sys.argv[1:],
+                "variables": dict(os.environ),
+                "cores": sorted(os.sched_getaffinity(0)),
+                "name": __name__,
+                "path": sys.path[0],
+            })
+        """)
+        with pytest.MonkeyPatch.context() as patches:
+            for name in DECIDED:
+                patches.delenv(name, raising=False)
+            for name, value in variables.items():
+                patches.setenv(name, value)
+            before = dict(os.environ), signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
+            launch([path, *ARGUMENTS], ranks, threads=threads)
+            after = dict(os.environ), signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
+            assert after == before, case
+        facts = script.facts()
+        assert len(facts) == ranks and all(fact["path"] == str(script.folder) for fact in facts.values())
+        return facts
+
+    return started
+
+
+def test_arguments_and_variables_reach_the_script(launched: Launched) -> None:
+    for rank, fact in launched("a network, and threads").items():
+        assert fact["arguments"] == ARGUMENTS and fact["name"] == "__main__"
+        expected = {
+            "WORLD_SIZE": "2",
+            "LOCAL_RANK": str(rank),
+            "LOCAL_WORLD_SIZE": "2",
+            "MASTER_ADDR": "127.0.0.1",
+            "OMP_NUM_THREADS": "3",
+            "OMP_WAIT_POLICY": "PASSIVE",
+        }
+        assert expected.items() <= fact["variables"].items()
+
+
+@pytest.mark.parametrize(
+    ("case", "expected"),
+    [
+        ("a network, and threads", {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "eth7"}),
+        ("nothing", {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}),
+        ("nothing, one rank", {}),
+    ],
+)
 def test_ranks_of_one_host_meet_on_the_loopback_unless_the_user_decides(
-    script: Script, monkeypatch: pytest.MonkeyPatch
+    launched: Launched, case: str, expected: dict[str, str]
 ) -> None:
-    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
-    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "eth7")
-    path = script.write("tell({k: v for k, v in os.environ.items() if k.endswith('_SOCKET_IFNAME')})")
-    launch([path], 2)
-    assert script.facts() == {
-        rank: {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "eth7"} for rank in range(2)
-    }
-    monkeypatch.delenv("NCCL_SOCKET_IFNAME")
-    launch([path], 2)
-    assert script.facts()[1] == {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
-    launch([path], 1)
-    assert script.facts()[0] == {}
+    for fact in launched(case).values():
+        found = {k: v for k, v in fact["variables"].items() if k.endswith("_SOCKET_IFNAME")}
+        assert found == expected
 
 
-def test_the_users_own_number_of_threads_stays(script: Script, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("OMP_NUM_THREADS", "7")
-    launch([script.write("tell(os.environ['OMP_NUM_THREADS'])")], 1)
-    assert script.facts() == {0: "7"}
+def test_the_users_own_number_of_threads_stays(launched: Launched) -> None:
+    assert launched("threads of one rank")[0]["variables"]["OMP_NUM_THREADS"] == "7"
 
 
-def test_ranks_stay_on_their_share_of_the_cores_unless_the_user_decides(
-    script: Script, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+def test_ranks_stay_on_their_share_of_the_cores_unless_the_user_decides(launched: Launched) -> None:
     mine = os.sched_getaffinity(0)
-    path = script.write("tell(sorted(os.sched_getaffinity(0)))")
-    launch([path], 2)
-    first, second = (set(cores) for cores in script.facts().values())
+    first, second = (set(fact["cores"]) for fact in launched("nothing").values())
     if len(mine) > 1:
         assert len(first) == len(second) == len(mine) // 2 and not first & second and first | second <= mine
-    for name, value in (("POLYREME_PIN", "0"), ("OMP_NUM_THREADS", "1")):
-        monkeypatch.setenv(name, value)
-        launch([path], 2)
-        assert [set(cores) for cores in script.facts().values()] == [mine, mine]
-        monkeypatch.delenv(name)
+    for case in ("no pinning", "threads"):
+        assert [set(fact["cores"]) for fact in launched(case).values()] == [mine, mine], case
 
 
 @given(st.integers(1, 64), st.integers(1, 16))
@@ -394,7 +428,7 @@ tell(asked)
 """
 
 
-def saving(script: Script, body: str = RANK_THAT_SAVES, **limits: float) -> subprocess.Popen[str]:
+def saving(script: Script, body: str = RANK_THAT_SAVES, **limits: float) -> Process:
     """A launcher of two ranks that save when they are asked to, as soon as they run."""
     path = script.write(body)
     process = python(script.folder, "-c", "import sys\n" + SAVES.format(limits=limits, path=path))
