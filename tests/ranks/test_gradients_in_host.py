@@ -7,8 +7,9 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import pytest
@@ -18,6 +19,7 @@ from torch import Tensor
 import models
 import polyreme
 import training
+from cover import cover, together
 from polyreme.layout.bucket_layout import ALIGN
 from polyreme.offload import optimizer_states
 from polyreme.offload.copy_stream import CopyStream
@@ -97,42 +99,77 @@ def assert_equal(runs: list[training.Run]) -> None:
     assert not [found for run in runs[1:] if (found := training.differences(runs[0], run))]
 
 
+FILES = "files"  # in a config here: the test's own folder
+SUMS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
+    "bf16": (1, {}, {"compute": "bf16"}),
+    "fp16, two": (2, {}, {"compute": "fp16", "initial_scale": 2.0**20}),
+    "fp32, two summed": (2, {"reduce_every": "microbatch"}, {"compute": "fp32"}),
+}
+"""Micro-batches and the sections `zero` and `precision`."""
+
+
+class Case(NamedTuple):
+    """What is compared with parameters and states on the device."""
+
+    world: int
+    stage: int
+    sums: str
+    home: str
+
+
+HOMES: dict[str, dict[str, Any]] = {
+    "host": {"states": "host"},
+    "files": {"states": FILES},
+    "half": {"states": {"host": 0.5, "device": 0.5}},
+    "params": {"states": "host", "params": "host"},
+    "params, half": {"states": {"host": 0.5, "device": 0.5}, "params": "host"},
+    "gradients": {"states": "host", "gradients": FILES},
+    "gradients and states": {"states": FILES, "gradients": FILES},
+}
+
+
+def possible(case: Case) -> bool:
+    """Parameters leave at stage 3; gradients that are reduced do, not the sum of several micro-batches."""
+    if "params" in case.home:
+        return case.stage == 3
+    return "gradients" not in case.home or case.world == 1 or case.stage > 1 or case.sums != "fp16, two"
+
+
+CASES = [case for each in product((1, 2), range(4), SUMS, HOMES) if possible(case := Case(*each))]
+FEW = cover(CASES, lambda case: together(case._asdict(), 2))
+"""Every two values of two kinds are in one."""
+
+
 @pytest.mark.parametrize("world", [1, 2])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_a_ferry_changes_no_bit(ranks: Ranks, tmp_path: Path, world: int, stage: int) -> None:
+def test_a_ferry_changes_no_bit(
+    ranks: Ranks, request: pytest.FixtureRequest, tmp_path: Path, world: int, stage: int
+) -> None:
     """fp16 begins with steps that overflow."""
-    homes: list[dict[str, Any]] = [
-        {},
-        {"states": "host"},
-        {"states": str(tmp_path)},
-        {"states": {"host": 0.5, "device": 0.5}},
-    ]
-    if stage == 3:
-        homes += [
-            {"states": "host", "params": "host"},
-            {"states": {"host": 0.5, "device": 0.5}, "params": "host"},
-        ]
-    spilled: list[dict[str, Any]] = [
-        {"states": states, "gradients": str(tmp_path)} for states in ("host", str(tmp_path))
-    ]
-    for accumulation, zero, precision in (
-        (1, {}, {"compute": "bf16"}),
-        (2, {}, {"compute": "fp16", "initial_scale": 2.0**20}),
-        (2, {"reduce_every": "microbatch"}, {"compute": "fp32"}),
-    ):
+    chosen = CASES if request.config.getoption("all_cases") else FEW
+    chosen = [case for case in chosen if (case.world, case.stage) == (world, stage)]
+    assert chosen
+    for sums in {case.sums: None for case in chosen}:
+        accumulation, zero, precision = SUMS[sums]
         sections = {"zero": {"stage": stage, "min_bucket": 0, **zero}, "precision": precision}
-        each = world == 1 or stage > 1 or accumulation == 1 or bool(zero)  # is reduced, not the sum of both
-        tried = homes + spilled if each else homes
-        for told in ranks(
-            world,
-            train,
-            [training.config(world, accumulation, memory=memory, **sections) for memory in tried],
-        ):
-            assert_equal(told)
+        homes = [{}, *(HOMES[case.home] for case in chosen if case.sums == sums)]
+        settings = [
+            training.config(world, accumulation, memory=placed(memory, tmp_path), **sections)
+            for memory in homes
+        ]
+        for told in ranks(world, train, settings):
+            found = {
+                str(home): training.differences(told[0], run) for home, run in zip(homes, told, strict=True)
+            }
+            assert not any(found.values()), (sums, found)
             finite = {math.isfinite(norm) for _, norm in told[0][0]}
             assert len(finite) == (2 if precision["compute"] == "fp16" else 1), (
                 "some steps have to overflow, not all"
             )
+
+
+def placed(memory: dict[str, Any], folder: Path) -> dict[str, Any]:
+    return {key: str(folder) if value == FILES else value for key, value in memory.items()}
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
