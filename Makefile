@@ -14,7 +14,7 @@ demo: setup
 test: setup
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile $(LIMIT:%=--fail-above %)
 
-# Whole products where `test` runs a cover of them, and all examples of properties.
+# Whole products where `test` runs a cover of them, all examples of properties, every command in a new interpreter.
 test-all: setup
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --all-cases
 
