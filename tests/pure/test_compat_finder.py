@@ -303,3 +303,11 @@ def test_variables_take_nothing_off() -> None:
     once = finder.variables("deepspeed", inherited)
     assert once == {finder.DOORS: "other,deepspeed", "PYTHONPATH": os.pathsep.join([site, "a", "", "b"])}
     assert finder.variables("deepspeed", once) == once
+
+
+def test_the_folders_of_two_polyremes_end(tmp_path: Path) -> None:
+    """Each runs the next behind it, and none the first again."""
+    (tmp_path / "sitecustomize.py").write_text((finder.SITE / "sitecustomize.py").read_text("utf-8"))
+    inherited = with_door(PYTHONPATH=os.pathsep.join([str(tmp_path), SOURCE]))
+    told = python("import deepspeed; print(deepspeed.__version__)", variables=inherited)
+    assert told == "0.19.8\n"

@@ -26,7 +26,9 @@ def _open_doors() -> None:
 def _run_the_next() -> None:
     # pathlib takes time to import
     here = os.path.dirname(os.path.abspath(__file__))  # noqa: PTH100, PTH120
-    spec = PathFinder.find_spec("sitecustomize", [path for path in sys.path if path != here])
+    # only behind this one: another folder like it may be there, which looks for the next, too
+    behind = sys.path[sys.path.index(here) + 1 :] if here in sys.path else sys.path
+    spec = PathFinder.find_spec("sitecustomize", [path for path in behind if path != here])
     if spec is not None and spec.loader is not None:
         module = importlib.util.module_from_spec(spec)
         sys.modules["sitecustomize"] = module
