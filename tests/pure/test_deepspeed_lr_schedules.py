@@ -206,13 +206,11 @@ def test_the_command_line_becomes_a_section_of_the_config() -> None:
     assert error is None and config["type"] == "OneCycle"
     assert config["params"] == {
         "cycle_first_step_size": 1000,
-        "cycle_first_stair_count": -1,
-        "cycle_second_step_size": -1,
-        "cycle_second_stair_count": -1,
         "decay_step_size": 1000,
         "cycle_min_lr": 0.01,
         "cycle_max_lr": 0.3,
         "decay_lr_rate": 0.0,
+        "cycle_momentum": False,
         "cycle_min_mom": 0.8,
         "cycle_max_mom": 0.9,
         "decay_mom_rate": 0.0,

@@ -299,6 +299,9 @@ def _sums(work: _Work, compute: str) -> None:
 def _loss_scale(work: _Work) -> None:
     """fp16's loss scale."""
     given, ours = work.values, work.ours
+    if given["fp16.loss_scale"] == float("inf"):
+        work.refuse("fp16.loss_scale", "must be finite", "write 0 for a dynamic loss scale")
+        return
     if given["fp16.loss_scale"]:
         ours["precision.loss_scale"] = float(given["fp16.loss_scale"])
         for name in ("initial_scale_power", "loss_scale_window", "min_loss_scale", "hysteresis"):

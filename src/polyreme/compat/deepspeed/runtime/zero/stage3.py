@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
+from polyreme.compat.deepspeed.runtime.fp16.fused_optimizer import Wrapper
 from polyreme.compat.deepspeed.runtime.zero.estimates import Row, largest_layer, parameters, print_estimates
 
 
@@ -78,3 +79,7 @@ def estimate_zero3_model_states_mem_needs_all_cold(
         f"{largest_layer_params // 1_000_000}M largest layer params"
     )
     print_estimates(of_model, num_gpus_per_node, num_nodes, rows)
+
+
+class DeepSpeedZeroOptimizer_Stage3(Wrapper):
+    """DeepSpeed's optimizer of ZeRO 3; an engine's is `DeepSpeedOptimizer` at every stage."""

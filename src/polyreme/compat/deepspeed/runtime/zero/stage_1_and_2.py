@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
+from polyreme.compat.deepspeed.runtime.fp16.fused_optimizer import Wrapper
 from polyreme.compat.deepspeed.runtime.zero.estimates import Row, parameters, print_estimates
 
 
@@ -50,3 +51,7 @@ def estimate_zero2_model_states_mem_needs_all_cold(
 
     of_model = f"{total_params // 1_000_000}M total params"
     print_estimates(of_model, num_gpus_per_node, num_nodes, map(row, (True, False)))
+
+
+class DeepSpeedZeroOptimizer(Wrapper):
+    """DeepSpeed's optimizer of ZeRO 1 and 2; an engine's is `DeepSpeedOptimizer` at every stage."""
