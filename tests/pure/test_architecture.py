@@ -65,7 +65,7 @@ Function = ast.FunctionDef | ast.AsyncFunctionDef
 BUDGETS = {
     "checkpoint": 2500,
     "cli": 550,
-    "compat": 6000,
+    "compat": 6500,
     "config": 850,
     "data": 600,
     "deferred_init": 430,

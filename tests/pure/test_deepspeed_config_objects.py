@@ -28,7 +28,9 @@ from polyreme.compat.deepspeed.runtime.precision_config import (
     get_bfloat16_config,
     get_float16_config,
 )
+from polyreme.compat.deepspeed.runtime.zero import utils as zero_utils
 from polyreme.compat.deepspeed.runtime.zero.config import DeepSpeedZeroConfig, get_zero_config
+from polyreme.errors import CheckpointError
 
 
 class Section(config_utils.DeepSpeedConfigModel):
@@ -214,3 +216,10 @@ def test_one_cycle_is_made_of_the_command_line(flags: list[str], cycles: bool) -
     adam = torch.optim.Adam([torch.nn.Parameter(torch.zeros(1))], lr=1e-3)
     scheduler = lr_schedules.OneCycle(adam, **config["params"])
     assert (scheduler.second_step_size, scheduler.cycle_momentum) == (4, cycles)
+
+
+def test_names_around_zero() -> None:
+    assert zero_utils.ZeRORuntimeException is CheckpointError
+    parameter = torch.nn.Parameter(torch.zeros(1))
+    assert zero_utils.is_zero_supported_optimizer(torch.optim.SGD([parameter], lr=1.0))
+    assert not zero_utils.is_zero_param(parameter)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import polyreme.compat.deepspeed as deepspeed
+from polyreme.compat.deepspeed.checkpoint import ds_to_universal
 from polyreme.compat.deepspeed.refusal import ArgumentError, OrderError, UnsupportedError
 from pool import Ranks
 
@@ -285,3 +286,57 @@ def refusals(rank: int, world: int, folder: Path) -> None:
 
 def test_what_cannot_be_is_refused(ranks: Ranks, tmp_path: Path) -> None:
     ranks(1, refusals, tmp_path)
+
+
+def scales(rank: int, world: int) -> list[Any]:
+    """The loss scale after each of four steps, the second of which overflows."""
+    found: list[Any] = []
+    source = {"train_batch_size": MICRO, "optimizer": {"type": "AdamW", "params": {"lr": 0.01}}}
+    fp16 = {"enabled": True, "initial_scale_power": 8, "loss_scale_window": 2, "hysteresis": 1}
+    engine, optimizer, _, _ = deepspeed.initialize(model=Network(), config=source | {"fp16": fp16})
+    first = optimizer.loss_scale_config
+    assert (first.dynamic_loss_scale, first.scale_window, first.cur_iter) == (True, 2, 0)
+    for step in range(4):
+        x, y = batch(0, step, 0)
+        engine.backward(engine(x, y) * (float("inf") if step == 1 else 1.0))
+        engine.step()
+        now = optimizer.loss_scale_config
+        found.append((now.cur_scale, now.cur_iter, optimizer.loss_scaler.loss_scale))
+    _, optimizer, _, _ = deepspeed.initialize(
+        model=Network(), config=source | {"fp16": {"enabled": True, "loss_scale": 128}}
+    )
+    return [*found, optimizer.dynamic_loss_scale, optimizer.loss_scaler.loss_scale]
+
+
+def test_the_optimizer_tells_of_the_loss_scale(ranks: Ranks) -> None:
+    expected = [(256, 1, 256), (128, 2, 128), (128, 3, 128), (256, 4, 256), False, 128]
+    assert ranks(1, scales) == [expected]
+
+
+def universal(rank: int, world: int, folder: str) -> list[Any]:
+    """Weights that were saved on two ranks, and read from a copy that the converter made."""
+    adamw = {"type": "AdamW", "params": {"lr": 0.01}}
+    source = config(1, 2) | {"checkpoint": {"load_universal": True}, "optimizer": adamw}
+    engine, _, _, _ = deepspeed.initialize(model=Network(), config=source)
+    engine.backward(engine(*batch(0, 0, 0)))
+    engine.step()
+    engine.save_checkpoint(folder)
+    with engine.polyreme.full_parameters() as module:
+        saved = flat(module.parameters())
+    if engine.global_rank == 0:
+        step = f"{folder}/global_step1"
+        args = ["--input_folder", step, "--output_folder", f"{step}_universal"]
+        ds_to_universal.main(ds_to_universal.parse_arguments(args))
+        with pytest.raises(ArgumentError, match="is there"):
+            ds_to_universal.main(ds_to_universal.parse_arguments(args))
+    engine.polyreme.mesh.gather_objects(None)
+    again, _, _, _ = deepspeed.initialize(
+        model=Network(), config=source | {"zero_optimization": {"stage": 3}}
+    )
+    path, _ = again.load_checkpoint(folder)
+    with again.polyreme.full_parameters() as module:
+        return [Path(str(path)).name, again.global_steps, torch.equal(saved, flat(module.parameters()))]
+
+
+def test_a_universal_checkpoint_is_a_copy(ranks: Ranks, tmp_path: Path) -> None:
+    assert ranks(2, universal, str(tmp_path)) == [["global_step1_universal", 1, True]] * 2

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from polyreme.compat.deepspeed.runtime.engine import DeepSpeedEngine
 
 LATEST = "latest"
+LATEST_UNIVERSAL = "latest_universal"
+"""What `checkpoint.load_universal` looks for in place of `latest`."""
 SCRIPT = "zero_to_fp32.py"
 DOOR = "deepspeed"
 """Where a checkpoint's `extra` has what this door adds."""
@@ -61,8 +63,8 @@ def save(
     )
     if engine.global_rank == 0:
         if save_latest:
-            _replace(folder / LATEST, name)
-        _replace(
+            replace_text(folder / LATEST, name)
+        replace_text(
             folder / SCRIPT, files("polyreme.compat.deepspeed.utils").joinpath(SCRIPT).read_text("utf-8")
         )
     engine.polyreme.mesh.gather_objects(None)  # nobody looks for `latest` before it is there
@@ -74,7 +76,8 @@ def load(
 ) -> tuple[str | None, dict[str, Any] | None]:
     """See `DeepSpeedEngine.load_checkpoint`."""
     folder = Path(load_dir)
-    name = _latest(folder) if tag is None else _plain(str(tag))
+    newest = LATEST_UNIVERSAL if engine.load_universal_checkpoint() else LATEST
+    name = _latest(folder / newest) if tag is None else _plain(str(tag))
     told = engine.polyreme.mesh.gather_objects((name, name is not None and (folder / name).is_dir()))
     if len({each for each, _ in told}) > 1:
         raise CheckpointError(f"{folder}: ranks see different tags, {', '.join(str(t) for t, _ in told)}")
@@ -161,14 +164,14 @@ def _plain(name: str) -> str:
     return name
 
 
-def _latest(folder: Path) -> str | None:
-    path = folder / LATEST
+def _latest(path: Path) -> str | None:
     if not path.is_file():
         return None
     return _plain(path.read_text("utf-8").strip())
 
 
-def _replace(path: Path, text: str) -> None:
+def replace_text(path: Path, text: str) -> None:
+    """Write a file, or what is in its place, at once."""
     draft = path.with_name(f".{path.name}.{os.getpid()}")
     draft.write_text(text, "utf-8")
     draft.replace(path)

@@ -20,6 +20,8 @@ from polyreme.compat.deepspeed.monitor.monitor import MonitorMaster
 from polyreme.compat.deepspeed.profiling.flops_profiler.profiler import FlopsProfiler
 from polyreme.compat.deepspeed.refusal import OrderError, refused
 from polyreme.compat.deepspeed.runtime.dataloader import DeepSpeedDataLoader
+from polyreme.compat.deepspeed.runtime.fp16 import of_engine
+from polyreme.compat.deepspeed.runtime.fp16.loss_scaler import LossScaleConfig, LossScalerBase
 from polyreme.compat.deepspeed.runtime.getters import getter
 from polyreme.compat.deepspeed.runtime.telemetry import BACKWARD, FORWARD, STEP, Telemetry
 from polyreme.step.optimizer_view import OptimizerView
@@ -415,3 +417,20 @@ class DeepSpeedOptimizer(OptimizerView):
         return self._front[0].polyreme.state.loss_scale
 
     cur_scale = loss_scale
+
+    @property
+    def dynamic_loss_scale(self) -> bool:
+        """Whether the loss scale moves."""
+        return of_engine.is_dynamic(self._front[0].translation)
+
+    @property
+    def loss_scaler(self) -> LossScalerBase:
+        """The loss scale as it is now, as an object of DeepSpeed's."""
+        front = self._front[0]
+        return of_engine.scaler(front.translation, self.loss_scale, front.global_steps)
+
+    @property
+    def loss_scale_config(self) -> LossScaleConfig:
+        """The loss scale as it is now, and how it moves."""
+        front = self._front[0]
+        return of_engine.scale_config(front.translation, self.loss_scale, front.global_steps)

@@ -49,7 +49,7 @@ COMPUTED: Mapping[str, Callable[[Translation], Any]] = {
     "dynamic_loss_scale": lambda given: given.values["fp16.loss_scale"] == 0,
     "initial_dynamic_scale": lambda given: 2 ** given.values["fp16.initial_scale_power"],
     "is_deepcompile_enabled": lambda given: False,
-    "load_universal_checkpoint": lambda given: False,
+    "load_universal_checkpoint": lambda given: given.values["checkpoint.load_universal"],
     "optimizer_name": lambda given: given.optimizer and given.optimizer.name.lower(),
     "optimizer_params": lambda given: given.optimizer and given.optimizer.params,
     "random_ltd_enabled": lambda given: False,
