@@ -1,0 +1,41 @@
+"""What `doors.py` reads of a script: the loss of each step and the median time of one, printed by rank 0."""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import time
+
+STEPS = int(os.environ.get("DOORS_STEPS", "16"))
+SETTLE = 4
+"""Steps that are not timed: caches are cold, gathers are not planned yet."""
+
+
+class Meter:
+    """Called after each step."""
+
+    def __init__(self) -> None:
+        self.rank = int(os.environ.get("RANK", "0"))
+        self.losses: list[float] = []
+        self.seconds: list[float] = []
+        self.began = time.perf_counter()
+
+    def step(self, loss: float) -> None:
+        """Print the loss of a step that has just ended."""
+        now = time.perf_counter()
+        self.losses.append(float(loss))
+        self.seconds.append(now - self.began)
+        if self.rank == 0:
+            print(json.dumps({"step": len(self.losses), "loss": self.losses[-1]}), flush=True)
+        self.began = time.perf_counter()
+
+    def pause(self) -> None:
+        """What was done since the last step is no part of the next one."""
+        self.began = time.perf_counter()
+
+    def done(self) -> None:
+        """Print the median time of a step."""
+        if self.rank == 0:
+            median = statistics.median(self.seconds[SETTLE:] or self.seconds)
+            print(json.dumps({"steps": len(self.losses), "median_ms": median * 1e3}), flush=True)
