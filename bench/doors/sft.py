@@ -39,7 +39,7 @@ def main() -> None:
     args = parser.parse_args()
     arguments = SFTConfig(
         output_dir="out", deepspeed=args.deepspeed_config, max_steps=STEPS, per_device_train_batch_size=4,
-        learning_rate=5e-4, max_length=96, logging_steps=1, save_strategy="no", report_to="none", bf16=False,
+        learning_rate=5e-4, max_length=96, logging_steps=1, save_strategy="no", report_to="none", ddp_backend="gloo", bf16=False,
         gradient_checkpointing=True, disable_tqdm=True, seed=3, dataset_num_proc=None,
     )  # fmt: skip
     torch.manual_seed(0)

@@ -39,7 +39,7 @@ def main() -> None:
     arguments = TrainingArguments(
         output_dir="out", deepspeed=args.deepspeed_config, max_steps=STEPS, per_device_train_batch_size=4,
         gradient_accumulation_steps=2, learning_rate=5e-4, warmup_steps=4, lr_scheduler_type="cosine",
-        weight_decay=0.1, max_grad_norm=1.0, logging_steps=1, save_strategy="no", report_to="none",
+        weight_decay=0.1, max_grad_norm=1.0, logging_steps=1, save_strategy="no", report_to="none", ddp_backend="gloo",
         disable_tqdm=True, seed=3,
     )  # fmt: skip
     torch.manual_seed(0)
