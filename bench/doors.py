@@ -105,8 +105,8 @@ def variables(system: str, steps: int) -> dict[str, str]:
     """The same environment for both, but for where Polyreme is found."""
     env = {name: value for name, value in os.environ.items() if not name.startswith(("MALLOC_", "PYTHON"))}
     env |= {
-        "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false",
-        "GLOO_SOCKET_IFNAME": "lo", "DOORS_STEPS": str(steps), "PYTHONHASHSEED": "0",
+        "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "HF_HUB_OFFLINE": "1",
+        "TOKENIZERS_PARALLELISM": "false", "GLOO_SOCKET_IFNAME": "lo", "DOORS_STEPS": str(steps), "PYTHONHASHSEED": "0",
     }  # fmt: skip
     if system == POLYREME:
         env["PYTHONPATH"] = str(BENCH.parent / "src")
@@ -192,7 +192,7 @@ def markdown(result: Mapping[str, Any]) -> str:
         f"2 ranks x 1 thread, {result['steps']} steps, {result['rounds']} rounds. Other processes used "
         f"{result['foreign_cores']:.2f} cores before the rounds (median).",
         "",
-        "| script | what it is | DeepSpeed ms | Polyreme ms | times faster | quartiles | aim | losses apart |",
+        "| script | what it is | DeepSpeed ms | Polyreme ms | times faster | quartiles | aim | apart |",
         "|---|---|--:|--:|--:|--:|---|--:|",
     ]
     notes = []
@@ -218,7 +218,9 @@ def markdown(result: Mapping[str, Any]) -> str:
 def version(python: Path) -> str:
     """DeepSpeed's, of an interpreter. Raises CalledProcessError where it has none."""
     code = "from importlib.metadata import version; print(version('deepspeed'))"
-    return subprocess.run([str(python), "-c", code], capture_output=True, text=True, check=True).stdout.strip()
+    return subprocess.run(
+        [str(python), "-c", code], capture_output=True, text=True, check=True
+    ).stdout.strip()
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:

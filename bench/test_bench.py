@@ -467,3 +467,34 @@ def test_a_run_that_ends_otherwise_is_seen(tmp_path: Path) -> None:
         and "- **stage 1, waiting: it hung**" in page
         and "| flip | 2 | 0 |" in page
     )
+
+
+def test_a_script_through_the_door_is_measured(tmp_path: Path) -> None:
+    out = tmp_path / "found.json"
+    options = ["--systems", "polyreme", "--scripts", "mlp-zero2", "--rounds", "1", "--steps", "2"]
+    done = subprocess.run(
+        [sys.executable, str(BENCH / "doors.py"), *options, "--out", str(out)],
+        capture_output=True,
+        text=True,
+        timeout=110,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    (run,) = json.loads(out.read_text())["runs"]["mlp-zero2"]
+    assert len(run["polyreme"]["losses"]) == 2 and run["polyreme"]["median_ms"] > 0
+
+
+def test_scripts_whose_losses_differ_are_seen() -> None:
+    import doors
+
+    def record(loss: float, ms: float) -> dict[str, Any]:
+        return {"losses": [1.0, loss], "median_ms": ms, "seconds": 1.0}
+
+    def row(name: str, *losses: float) -> dict[str, Any]:
+        rounds = [{"deepspeed": record(1.0, 30.0), "polyreme": record(loss, 20.0)} for loss in losses]
+        return doors.summarise(name, rounds)
+
+    assert row("cnn", 1.0, 1.0 + 1e-7)["equal"] and not row("cnn", 1.0, 1.0 + 1e-5)["equal"]
+    assert row("llama-bf16", 1.005)["equal"] and not row("cnn", float("nan"))["equal"]
+    assert row("cnn", 1.0)["faster"]["median"] == 1.5
+    failed = doors.summarise("cnn", [{"deepspeed": record(1.0, 1.0), "polyreme": {"error": "it\nbroke"}}])
+    assert "equal" not in failed and failed["errors"] == {"polyreme": "it\nbroke"}

@@ -18,7 +18,7 @@ class Block(nn.Module):
         return x + torch.relu(self.linear(x))
 
 
-def batches():  # noqa: ANN201
+def batches():
     draw = torch.Generator().manual_seed(1)
     while True:
         x = torch.randn(MICRO, WIDTH, generator=draw)

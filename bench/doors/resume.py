@@ -16,7 +16,7 @@ CONFIG = {
 }
 
 
-def start(seed: int):  # noqa: ANN201 (DeepSpeed's or ours)
+def start(seed: int):
     torch.manual_seed(seed)
     model = nn.Sequential(
         *(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(6)), nn.Linear(WIDTH, 10)

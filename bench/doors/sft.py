@@ -1,8 +1,10 @@
 """TRL's supervised fine-tuning of a Llama, from text."""
 
 import argparse
+import os
 
 import torch
+from accelerate import PartialState
 from datasets import Dataset
 from meter import STEPS, Meter
 from tokenizers import Tokenizer, models, pre_tokenizers
@@ -18,7 +20,7 @@ class Told(TrainerCallback):
     def __init__(self) -> None:
         self.meter = Meter()
 
-    def on_log(self, args, state, control, logs=None, **_) -> None:  # noqa: ANN001, ANN003
+    def on_log(self, args, state, control, logs=None, **_) -> None:
         if logs and "loss" in logs:
             self.meter.step(logs["loss"])
 
@@ -37,9 +39,12 @@ def main() -> None:
     parser.add_argument("--local_rank", type=int, default=-1)
     parser.add_argument("--deepspeed_config")
     args = parser.parse_args()
+    os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
+    PartialState(backend="gloo")  # Accelerate takes ranks without GPUs for one process each unless told so
     arguments = SFTConfig(
         output_dir="out", deepspeed=args.deepspeed_config, max_steps=STEPS, per_device_train_batch_size=4,
-        learning_rate=5e-4, max_length=96, logging_steps=1, save_strategy="no", report_to="none", ddp_backend="gloo", bf16=False,
+        learning_rate=5e-4, max_length=96, logging_steps=1, save_strategy="no", report_to="none",
+        accelerator_config={"use_configured_state": True}, bf16=False,
         gradient_checkpointing=True, disable_tqdm=True, seed=3, dataset_num_proc=None,
     )  # fmt: skip
     torch.manual_seed(0)
@@ -50,7 +55,8 @@ def main() -> None:
     model = LlamaForCausalLM(
         LlamaConfig(
             vocab_size=len(WORDS) + 4, hidden_size=128, num_hidden_layers=4, num_attention_heads=4,
-            intermediate_size=384, max_position_embeddings=128, pad_token_id=1, bos_token_id=2, eos_token_id=3,
+            intermediate_size=384, max_position_embeddings=128, pad_token_id=1, bos_token_id=2,
+            eos_token_id=3,
         )
     )  # fmt: skip
     told = Told()

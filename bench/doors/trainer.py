@@ -1,8 +1,10 @@
 """Hugging Face's Trainer, with the JSON of --deepspeed_config and its "auto" values."""
 
 import argparse
+import os
 
 import torch
+from accelerate import PartialState
 from meter import STEPS, Meter
 from torch.utils.data import Dataset
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
@@ -26,7 +28,7 @@ class Told(TrainerCallback):
     def __init__(self) -> None:
         self.meter = Meter()
 
-    def on_log(self, args, state, control, logs=None, **_) -> None:  # noqa: ANN001, ANN003
+    def on_log(self, args, state, control, logs=None, **_) -> None:
         if logs and "loss" in logs:
             self.meter.step(logs["loss"])
 
@@ -36,10 +38,13 @@ def main() -> None:
     parser.add_argument("--local_rank", type=int, default=-1)
     parser.add_argument("--deepspeed_config")
     args = parser.parse_args()
+    os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
+    PartialState(backend="gloo")  # Accelerate takes ranks without GPUs for one process each unless told so
     arguments = TrainingArguments(
         output_dir="out", deepspeed=args.deepspeed_config, max_steps=STEPS, per_device_train_batch_size=4,
         gradient_accumulation_steps=2, learning_rate=5e-4, warmup_steps=4, lr_scheduler_type="cosine",
-        weight_decay=0.1, max_grad_norm=1.0, logging_steps=1, save_strategy="no", report_to="none", ddp_backend="gloo",
+        weight_decay=0.1, max_grad_norm=1.0, logging_steps=1, save_strategy="no", report_to="none",
+        accelerator_config={"use_configured_state": True},
         disable_tqdm=True, seed=3,
     )  # fmt: skip
     torch.manual_seed(0)
