@@ -16,6 +16,7 @@ import math
 import os
 import random
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -98,7 +99,9 @@ def command(system: str, case: Case, deepspeed_python: Path | None) -> list[str]
         launcher = [str(deepspeed_python), "-m", "deepspeed.launcher.runner"]
     else:
         launcher = [sys.executable, "-m", "polyreme", "deepspeed"]
-    return [*launcher, "--num_gpus", "2", *script]
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]  # another run may have the launchers' own
+    return [*launcher, "--num_gpus", "2", "--master_port", str(port), *script]
 
 
 def variables(system: str, steps: int) -> dict[str, str]:
@@ -106,7 +109,8 @@ def variables(system: str, steps: int) -> dict[str, str]:
     env = {name: value for name, value in os.environ.items() if not name.startswith(("MALLOC_", "PYTHON"))}
     env |= {
         "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "HF_HUB_OFFLINE": "1",
-        "TOKENIZERS_PARALLELISM": "false", "GLOO_SOCKET_IFNAME": "lo", "DOORS_STEPS": str(steps), "PYTHONHASHSEED": "0",
+        "TOKENIZERS_PARALLELISM": "false", "GLOO_SOCKET_IFNAME": "lo",
+        "DOORS_STEPS": str(steps), "PYTHONHASHSEED": "0",
     }  # fmt: skip
     if system == POLYREME:
         env["PYTHONPATH"] = str(BENCH.parent / "src")
@@ -137,12 +141,12 @@ def run(system: str, case: Case, args: argparse.Namespace) -> dict[str, Any]:
         lines = log.read().splitlines()
     told = [json.loads(line) for line in lines if line.startswith(('{"step"', '{"steps"'))]
     losses = [line["loss"] for line in told if "loss" in line]
-    medians = [line["median_ms"] for line in told if "median_ms" in line]
+    medians = [line for line in told if "median_ms" in line]
     found: dict[str, Any] = {"losses": losses, "seconds": seconds}
     if status or not medians:
         found["error"] = f"exit status {status}\n" + "\n".join(lines[-args.lines :])
     else:
-        found["median_ms"] = medians[0]
+        found |= {name: medians[0][name] for name in ("median_ms", "cpu_ms")}
     return found
 
 
@@ -171,6 +175,7 @@ def summarise(name: str, rounds: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         row = {
             **{s: spread([r[s]["median_ms"] for r in whole]) for s in (DEEPSPEED, POLYREME)},
             "faster": spread([r[DEEPSPEED]["median_ms"] / r[POLYREME]["median_ms"] for r in whole]),
+            "less_cpu": spread([r[DEEPSPEED]["cpu_ms"] / r[POLYREME]["cpu_ms"] for r in whole]),
             "whole_run": spread([r[DEEPSPEED]["seconds"] / r[POLYREME]["seconds"] for r in whole]),
             "apart": max(apart(r[POLYREME]["losses"], r[DEEPSPEED]["losses"]) for r in whole),
         }
@@ -192,21 +197,22 @@ def markdown(result: Mapping[str, Any]) -> str:
         f"2 ranks x 1 thread, {result['steps']} steps, {result['rounds']} rounds. Other processes used "
         f"{result['foreign_cores']:.2f} cores before the rounds (median).",
         "",
-        "| script | what it is | DeepSpeed ms | Polyreme ms | times faster | quartiles | aim | apart |",
-        "|---|---|--:|--:|--:|--:|---|--:|",
+        "| script | what it is | DeepSpeed ms | Polyreme ms | times faster | quartiles | aim | cpu | apart |",
+        "|---|---|--:|--:|--:|--:|---|--:|--:|",
     ]
     notes = []
     for name, row in result["summary"].items():
         case = CASES[name]
         if "apart" not in row:
-            lines.append(f"| {name} | {case.about} | | | | | | **no losses** |")
+            lines.append(f"| {name} | {case.about} | | | | | | | **no losses** |")
         else:
             faster = row["faster"]
+            differs = "" if row["equal"] else " **DIFFER**"
             aim = f"{TARGET:.2f} {'met' if faster['median'] >= TARGET else 'missed'}"
             lines.append(
                 f"| {name} | {case.about} | {row[DEEPSPEED]['median']:.1f} | {row[POLYREME]['median']:.1f} "
                 f"| **{faster['median']:.2f}** | {faster['low']:.2f} to {faster['high']:.2f} | {aim} "
-                f"| {row['apart']:.1e}{'' if row['equal'] else ' **DIFFER**'} |"
+                f"| {row['less_cpu']['median']:.2f} | {row['apart']:.1e}{differs} |"
             )
         if case.apart:
             notes.append(f"- {name}: {case.apart}.")
@@ -258,6 +264,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = parse(argv)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that no run is left
     found: dict[str, list[dict[str, Any]]] = {name: [] for name in args.scripts}
     result: dict[str, Any] = {
         "environment": environment(),

@@ -487,7 +487,7 @@ def test_scripts_whose_losses_differ_are_seen() -> None:
     import doors
 
     def record(loss: float, ms: float) -> dict[str, Any]:
-        return {"losses": [1.0, loss], "median_ms": ms, "seconds": 1.0}
+        return {"losses": [1.0, loss], "median_ms": ms, "cpu_ms": ms, "seconds": 1.0}
 
     def row(name: str, *losses: float) -> dict[str, Any]:
         rounds = [{"deepspeed": record(1.0, 30.0), "polyreme": record(loss, 20.0)} for loss in losses]

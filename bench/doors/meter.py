@@ -19,23 +19,27 @@ class Meter:
         self.rank = int(os.environ.get("RANK", "0"))
         self.losses: list[float] = []
         self.seconds: list[float] = []
-        self.began = time.perf_counter()
+        self.processor: list[float] = []
+        self.pause()
 
     def step(self, loss: float) -> None:
         """Print the loss of a step that has just ended."""
         now = time.perf_counter()
         self.losses.append(float(loss))
         self.seconds.append(now - self.began)
+        self.processor.append(time.process_time() - self.used)
         if self.rank == 0:
             print(json.dumps({"step": len(self.losses), "loss": self.losses[-1]}), flush=True)
-        self.began = time.perf_counter()
+        self.pause()
 
     def pause(self) -> None:
         """What was done since the last step is no part of the next one."""
-        self.began = time.perf_counter()
+        self.began, self.used = time.perf_counter(), time.process_time()
 
     def done(self) -> None:
-        """Print the median time of a step."""
+        """Print the median time of a step, by the wall and of the processor."""
         if self.rank == 0:
-            median = statistics.median(self.seconds[SETTLE:] or self.seconds)
-            print(json.dumps({"steps": len(self.losses), "median_ms": median * 1e3}), flush=True)
+            wall, cpu = (
+                1e3 * statistics.median(times[SETTLE:] or times) for times in (self.seconds, self.processor)
+            )
+            print(json.dumps({"steps": len(self.losses), "median_ms": wall, "cpu_ms": cpu}), flush=True)
