@@ -39,7 +39,8 @@ def main() -> None:
         config={
             "train_batch_size": MICRO * ACCUMULATION,
             "train_micro_batch_size_per_gpu": MICRO,
-            "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+            "optimizer": {"type": "AdamW", "params": {"lr": 3e-4}},
+            "gradient_clipping": 0.0,  # DeepSpeed takes the norm of the first stage for that of all
             "steps_per_print": 1000,
         },
     )
