@@ -20,6 +20,7 @@ from polyreme.compat.deepspeed.runtime.engine import DeepSpeedEngine
 from polyreme.compat.deepspeed.runtime.pipe.engine import PipelineEngine, complete, placed, refuse_empty
 from polyreme.compat.deepspeed.runtime.pipe.module import PipelineModule
 from polyreme.compat.deepspeed.runtime.zero.partition_parameters import tag
+from polyreme.compat.deepspeed.saving import leave_to_rank0
 from polyreme.compat.deepspeed.utils.logging import log_dist
 from polyreme.compat.deepspeed.utils.z3_leaf_module import z3_leaf_module
 from polyreme.config import Config
@@ -76,6 +77,8 @@ def initialize(
     front.collate_fn = collate_fn
     if translation.stage == 3:
         tag(front.module)
+        if front.global_rank:
+            leave_to_rank0(front.module)
     for note in translation.warnings:
         log_dist(f"{note.key} = {note.value!r}: {note.text}", ranks=[0])
     front.lr_scheduler = _scheduler(front, lr_scheduler, translation)

@@ -9,13 +9,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
+from types import MethodType
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from polyreme.compat.deepspeed.refusal import ArgumentError
 from polyreme.errors import CheckpointError
+from polyreme.zero.released import Released
 
 if TYPE_CHECKING:
     from polyreme.compat.deepspeed.runtime.engine import DeepSpeedEngine
@@ -126,6 +128,25 @@ def save_weights(engine: DeepSpeedEngine, save_dir: str | Path, name: str, exclu
         draft.replace(folder / name)
     engine.polyreme.mesh.gather_objects(None)
     return True
+
+
+def leave_to_rank0(module: nn.Module) -> None:
+    """Have `module.state_dict()` of a rank other than 0 give an empty tensor in place of each parameter that
+    is released, as DeepSpeed does at stage 3: save functions ask for it on every rank and write on rank 0,
+    where such a parameter still raises ModelError."""
+    module.state_dict = MethodType(_without_released, module)  # type: ignore[method-assign]
+
+
+def _without_released(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    keeps = bool(kwargs.pop("keep_vars", False))
+    with torch._C.DisableTorchFunctionSubclass():
+        found = type(module).state_dict(module, *args, keep_vars=True, **kwargs)
+    for name, value in found.items():
+        if isinstance(value, Released):
+            found[name] = torch.empty(0, dtype=value.dtype, device=value.device)
+        elif isinstance(value, Tensor) and not keeps:
+            found[name] = value.detach()
+    return found
 
 
 def to_json(value: Any, where: str) -> Any:
