@@ -128,7 +128,7 @@ def dummies(folder: Path, zero: dict[str, Any]) -> dict[str, Any]:
     else:
         accelerator = accelerator_of(step_scheduler_with_optimizer=False)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
-        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, step / 4))
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, max(0, step - 1) / 4))
     model, optimizer, train, scheduler = accelerator.prepare(model, optimizer, loader(24), scheduler)
     for batch in train:
         loss = model(**batch).loss

@@ -53,7 +53,7 @@ def arguments(out: Path, zero: dict[str, Any]) -> dict[str, Any]:
         "output_dir": str(out), "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2,
         "num_train_epochs": 1, "learning_rate": 1e-3, "logging_steps": 1, "seed": 0, "report_to": [],
         "use_cpu": True, "bf16": False, "disable_tqdm": True, "save_strategy": "no", "max_length": 32,
-        "gradient_checkpointing": False, **({"deepspeed": {**batch, **more}} if DEEPSPEED else {}),
+        "activation_checkpointing": False, **({"deepspeed": {**batch, **more}} if DEEPSPEED else {}),
     }  # fmt: skip
 
 

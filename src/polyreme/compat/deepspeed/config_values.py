@@ -122,6 +122,10 @@ def _new_form(tree: Mapping[str, Any], problems: list[Problem]) -> dict[str, Any
     made = dict(tree)
     if isinstance(made.get("zero_optimization"), bool):
         made["zero_optimization"] = {"stage": int(made["zero_optimization"])}
+    for dotted in [name for name in made if "." in str(name)]:
+        key = find(dotted)  # DeepSpeed takes such a name for none of its keys; TRL writes some
+        if key is not None and key.outcome == "nothing to do":
+            del made[dotted]
     for old, new in OLD_SECTIONS.items():
         above, _, name = old.rpartition(".")
         owner = made.get(above) if above else made

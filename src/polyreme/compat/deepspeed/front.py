@@ -67,12 +67,15 @@ def initialize(
         _refuse_early(source, model, tp)
     if dist_init_required is not False:
         comm.init_distributed(distributed_port=distributed_port)
-    if isinstance(model, PipelineModule):
-        if mpu is not None:
-            raise OrderError("mpu must be None with pipeline parallelism: the PipelineModule has one")
-        front: DeepSpeedEngine = _pipeline(model, source, optimizer, model_parameters)
-    else:
-        front = _plain(model, translate(source, everyone().size, tp=tp), optimizer, model_parameters, mpu)
+    # a sampler of the script's may go by the seed of its random numbers, which is that of all ranks
+    with torch.random.fork_rng([torch.cuda.current_device()] if torch.cuda.is_available() else []):
+        if isinstance(model, PipelineModule):
+            if mpu is not None:
+                raise OrderError("mpu must be None with pipeline parallelism: the PipelineModule has one")
+            front: DeepSpeedEngine = _pipeline(model, source, optimizer, model_parameters)
+        else:
+            given = translate(source, everyone().size, tp=tp)
+            front = _plain(model, given, optimizer, model_parameters, mpu)
     translation = front.translation
     front.collate_fn = collate_fn
     if translation.stage == 3:

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from polyreme.zero.parameter import engine_of
+from polyreme.zero.released import Released
 
 _orig_torch_arange = torch.arange
 _orig_torch_empty = torch.empty
@@ -131,6 +132,8 @@ class GatheredParameters(AbstractContextManager[None]):
     def __enter__(self) -> None:
         engines: list[Any] = []
         for parameter in self._params:
+            if self._modifier is None and not isinstance(parameter, Released):
+                continue  # whole already: inside a forward, what is outside of blocks, such as a fused loss reads
             engine = engine_of(parameter)
             if engine is not None and all(engine is not each for each in engines):
                 engines.append(engine)
