@@ -7,6 +7,7 @@ from __future__ import annotations
 import gc
 import importlib.util
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -26,8 +27,11 @@ ZERO3 = {"stage": 3, "stage3_gather_16bit_weights_on_model_save": True}
 ADAMW = {"type": "AdamW", "params": {"lr": "auto", "weight_decay": "auto"}}
 WARMUP = {
     "type": "WarmupLR",
-    "params": {"warmup_min_lr": "auto", "warmup_max_lr": "auto", "warmup_num_steps": "auto", "warmup_type": "linear"},
-}  # fmt: skip
+    "params": {
+        **{"warmup_min_lr": "auto", "warmup_max_lr": "auto", "warmup_num_steps": "auto"},
+        "warmup_type": "linear",
+    },
+}
 
 
 def llama(seed: int) -> LlamaForCausalLM:
@@ -50,8 +54,8 @@ def plugin(zero: dict[str, Any], clip: float | None = 0.5, **keys: Any) -> DeepS
 
 
 def accelerator_of(**options: Any) -> Accelerator:
-    """An Accelerator of CPU ranks. `cpu=True` is a plain one over DistributedDataParallel whatever is asked for,
-    and without it and a backend Accelerate sees one process."""
+    """An Accelerator of CPU ranks. `cpu=True` is a plain one over DistributedDataParallel whatever is asked
+    for, and without it and a backend Accelerate sees one process."""
     on_cpu = not torch.cuda.is_available()
     handlers = [InitProcessGroupKwargs(backend="gloo")] if on_cpu else []
     return Accelerator(cpu=on_cpu and not DEEPSPEED, kwargs_handlers=handlers, **options)
@@ -61,6 +65,11 @@ def loop(folder: Path, zero: dict[str, Any]) -> dict[str, Any]:
     """Accumulation over an epoch whose last window is shorter, clipping, a scheduler, evaluation, a
     checkpoint gone back to, and the weights."""
     given = {"deepspeed_plugin": plugin(zero)} if DEEPSPEED else {}
+    if DEEPSPEED and zero is ZERO3:  # as `accelerate launch --use_deepspeed --deepspeed_config_file` says it
+        folder.mkdir(exist_ok=True)
+        file = folder / f"ds-{os.environ['RANK']}.json"
+        file.write_text(json.dumps(given.pop("deepspeed_plugin").deepspeed_config))
+        os.environ |= {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_CONFIG_FILE": str(file)}
     accelerator = accelerator_of(gradient_accumulation_steps=2, project_dir=str(folder), **given)
     model = llama(0)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -169,7 +178,7 @@ def teacher(folder: Path, zero: dict[str, Any]) -> dict[str, Any]:
 
 
 def two(folder: Path, zero: dict[str, Any]) -> dict[str, Any]:
-    """Two models that train in turn, each with an Accelerator, as Accelerate's page on several models says."""
+    """Two models train in turn, each with an Accelerator, as Accelerate's page on several models says."""
     plugins = {"first": plugin(zero, clip=1.0), "second": plugin({"stage": 2}, clip=1.0)}
     given = {"deepspeed_plugins": plugins} if DEEPSPEED else {}
     first, second = accelerator_of(**given), accelerator_of()

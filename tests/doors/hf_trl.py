@@ -23,7 +23,8 @@ from transformers import (
 from trl import DPOConfig, DPOTrainer, RewardConfig, RewardTrainer, SFTConfig, SFTTrainer
 
 DEEPSPEED = importlib.util.find_spec("deepspeed") is not None
-WORDS = "the a people state house law peace debt road made kept paid built found lost and of in to for".split()
+TEXT = "the a people state house law peace debt road made kept paid built found lost and of in to for"
+WORDS = TEXT.split()
 ZERO2, ZERO3 = {"stage": 2}, {"stage": 3, "stage3_gather_16bit_weights_on_model_save": True}
 
 
@@ -75,7 +76,11 @@ def packed(out: Path, zero: dict[str, Any]) -> Any:
     lora = LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj"], init_lora_weights=True)
     args = SFTConfig(**arguments(out, zero))
     return SFTTrainer(
-        model=llama(LlamaForCausalLM), args=args, train_dataset=rows, processing_class=tokenizer(), peft_config=lora
+        model=llama(LlamaForCausalLM),
+        args=args,
+        train_dataset=rows,
+        processing_class=tokenizer(),
+        peft_config=lora,
     )
 
 
@@ -101,8 +106,9 @@ def dpo(out: Path, zero: dict[str, Any]) -> Any:
 
 
 def reward(out: Path, zero: dict[str, Any]) -> Any:
-    args = RewardConfig(**arguments(out, zero))
+    # before the arguments: at stage 3 transformers would make the inner model inside of zero.Init
     model = llama(LlamaForSequenceClassification, num_labels=1)
+    args = RewardConfig(**arguments(out, zero))
     return RewardTrainer(model=model, args=args, train_dataset=pairs(), processing_class=tokenizer())
 
 

@@ -133,7 +133,7 @@ class GatheredParameters(AbstractContextManager[None]):
         engines: list[Any] = []
         for parameter in self._params:
             if self._modifier is None and not isinstance(parameter, Released):
-                continue  # whole already: inside a forward, what is outside of blocks, such as a fused loss reads
+                continue  # whole already, as a head is inside a forward, where a fused loss reads it
             engine = engine_of(parameter)
             if engine is not None and all(engine is not each for each in engines):
                 engines.append(engine)
