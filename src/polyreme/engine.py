@@ -460,7 +460,7 @@ class Engine:
         `written` to it, and seconds `waited`."""
         return report.tiers(self._training, self._activations)
 
-    def close(self) -> None:
+    def close(self, gather: bool = False) -> None:
         """Wait for a checkpoint that is being written, and undo all that the engine did to the process and to
         the model: hooks, forwards, threads, folders of `memory`. `with initialize(...) as engine:` does so at
         its end, and a process that ends, too.
@@ -468,14 +468,19 @@ class Engine:
         At stages 0 to 2 on the device, without tp and pp, the model is an ordinary one again, with the
         weights trained, and may be given to another engine. Otherwise this rank has a part of it, and what
         asks for its numbers raises ModelError. The engine cannot be used any more, but for `state`. Raises
-        CheckpointError where the checkpoint failed, once all is undone."""
+        CheckpointError where the checkpoint failed, once all is undone.
+
+        gather: have what ZeRO divides whole first, at stage 3 and from other memory too. All ranks must call
+        then."""
         if self._final is not None:
             return
+        if gather:
+            self._take_in_writes()
         training, self._final = self._made, self.state
         try:
             self._checkpoints.close()
         finally:
-            training.close(divided=self.mesh.tp.size * self.mesh.pp.size > 1)
+            training.close(divided=self.mesh.tp.size * self.mesh.pp.size > 1, gather=gather)
             self._activations.close()
             self._patches.undo()
             if self.mesh.tp.size > 1:

@@ -97,14 +97,17 @@ class Training:
             self._refusal.remove()
         self._at_end.detach()  # it holds the loop, and so all that is replaced
 
-    def close(self, divided: bool) -> None:
+    def close(self, divided: bool, gather: bool = False) -> None:
         """Let go of the model: its parameters are plain ones again, where they are whole. `divided`: over
-        tensor parallelism or a pipeline."""
+        tensor parallelism or a pipeline. `gather`: have sharded ones whole first; all ranks must call."""
         self.step.clear()
+        for bucket in self.placement.buckets if gather else ():
+            if bucket.sharded:
+                bucket.lend()
         self.release()
         for bucket in self.placement.buckets:
             bucket.settle()
-            disown(bucket.parameters, whole=not (divided or bucket.sharded))
+            disown(bucket.parameters, whole=not divided and (gather or not bucket.sharded))
         self.placement.offload.close()
 
     def carry_from(self, old: Training, kept: set[int]) -> None:

@@ -20,7 +20,7 @@ from polyreme.compat.deepspeed.runtime.engine import DeepSpeedEngine
 from polyreme.compat.deepspeed.runtime.pipe.engine import PipelineEngine, complete, placed, refuse_empty
 from polyreme.compat.deepspeed.runtime.pipe.module import PipelineModule
 from polyreme.compat.deepspeed.runtime.zero.partition_parameters import tag
-from polyreme.compat.deepspeed.saving import leave_to_rank0
+from polyreme.compat.deepspeed.saving import keep_in_place, leave_to_rank0
 from polyreme.compat.deepspeed.utils.logging import log_dist
 from polyreme.compat.deepspeed.utils.z3_leaf_module import z3_leaf_module
 from polyreme.config import Config
@@ -28,6 +28,7 @@ from polyreme.distributed.environment import detect
 from polyreme.distributed.mesh import everyone
 from polyreme.errors import LaunchError
 from polyreme.optim.groups import maker
+from polyreme.zero.parameter import engine_of
 
 
 def initialize(
@@ -67,6 +68,7 @@ def initialize(
         _refuse_early(source, model, tp)
     if dist_init_required is not False:
         comm.init_distributed(distributed_port=distributed_port)
+    _take_over(model)
     # a sampler of the script's may go by the seed of its random numbers, which is that of all ranks
     with torch.random.fork_rng([torch.cuda.current_device()] if torch.cuda.is_available() else []):
         if isinstance(model, PipelineModule):
@@ -80,6 +82,7 @@ def initialize(
     front.collate_fn = collate_fn
     if translation.stage == 3:
         tag(front.module)
+        keep_in_place(front.module)
         if front.global_rank:
             leave_to_rank0(front.module)
     for note in translation.warnings:
@@ -128,6 +131,14 @@ def _pipeline(model: PipelineModule, source: Any, optimizer: Any, parameters: An
         loss_fn=model.loss_fn,
     )
     return PipelineEngine(engine, translation, trains=made is not None, model=model)
+
+
+def _take_over(model: nn.Module) -> None:
+    """End the engine that has the model from an earlier `initialize`, as where a trainer that has trained it
+    goes on to test it. What was trained stays in the model."""
+    engine = next(filter(None, map(engine_of, model.parameters())), None)
+    if engine is not None and engine.module is model:
+        engine.close(gather=True)
 
 
 def _source(args: Any, config: Any, config_params: Any) -> Any:

@@ -5,7 +5,7 @@ Invariant: no name of a checkpoint leads out of its folder; `latest` is replaced
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from polyreme.compat.deepspeed.refusal import ArgumentError
+from polyreme.compat.deepspeed.refusal import ArgumentError, refused
 from polyreme.errors import CheckpointError
-from polyreme.zero.released import Released
+from polyreme.zero.released import Gathered, Released
 
 if TYPE_CHECKING:
     from polyreme.compat.deepspeed.runtime.engine import DeepSpeedEngine
@@ -135,6 +135,26 @@ def leave_to_rank0(module: nn.Module) -> None:
     is released, as DeepSpeed does at stage 3: save functions ask for it on every rank and write on rank 0,
     where such a parameter still raises ModelError."""
     module.state_dict = MethodType(_without_released, module)  # type: ignore[method-assign]
+
+
+def keep_in_place(module: nn.Module) -> None:
+    """Have `module.cpu()`, `.to(device)` and their like leave parameters where they are, which at stage 3 are
+    in shards on the engine's device. One to another dtype raises UnsupportedError."""
+    module._apply = MethodType(_applied, module)  # type: ignore[method-assign]
+
+
+def _applied(module: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+    if not any(isinstance(parameter, Released | Gathered) for parameter in module.parameters()):
+        applied: nn.Module = type(module)._apply(module, fn, recurse)
+        return applied
+    for dtype in {parameter.dtype for parameter in module.parameters()}:
+        if (made := fn(torch.empty(0, dtype=dtype))).dtype != dtype:
+            raise refused(
+                f"the module's conversion to {made.dtype}",
+                "its parameters are in shards, whose dtype is the config's",
+                "set bf16 or fp16 in the config",
+            )
+    return module
 
 
 def _without_released(module: nn.Module, *args: Any, **kwargs: Any) -> Any:

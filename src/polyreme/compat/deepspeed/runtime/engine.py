@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 import polyreme
 from polyreme.compat.deepspeed import saving
@@ -404,6 +405,10 @@ class DeepSpeedOptimizer(OptimizerView):
     def backward(self, loss: Tensor, retain_graph: bool = False) -> None:
         """The engine's `backward`, without dividing by the accumulation steps."""
         self._front[0].backward(loss, retain_graph, scale_wrt_gas=False)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The groups, and what this rank has of the states; `load_checkpoint` brings them back."""
+        return Optimizer.state_dict(self)
 
     @property
     def overflow(self) -> bool:
