@@ -28,7 +28,9 @@ ADAMW = {"type": "AdamW", "params": {"lr": "auto", "weight_decay": "auto"}}
 WARMUP = {
     "type": "WarmupLR",
     "params": {
-        **{"warmup_min_lr": "auto", "warmup_max_lr": "auto", "warmup_num_steps": "auto"},
+        "warmup_min_lr": "auto",
+        "warmup_max_lr": "auto",
+        "warmup_num_steps": "auto",
         "warmup_type": "linear",
     },
 }

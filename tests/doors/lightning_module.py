@@ -1,5 +1,5 @@
-"""A Lightning script as users write it: `lightning_module.py FOLDER CASE ...`, with or without DeepSpeed. Each
-case writes FOLDER/CASE.json."""
+"""A Lightning script as users write it: `lightning_module.py FOLDER CASE ...`, with or without DeepSpeed.
+Each case writes FOLDER/CASE.json."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 import lightning as L
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, StrategyRegistry
+from lightning.pytorch.strategies import DeepSpeedStrategy, StrategyRegistry
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -76,24 +76,33 @@ def fit(folder: Path, strategy: Any, epochs: int, start: str | None = None) -> t
     trainer = L.Trainer(
         strategy=strategy, accelerator="auto" if torch.cuda.is_available() else "cpu",
         devices=int(os.environ["WORLD_SIZE"]), max_epochs=epochs, accumulate_grad_batches=2,
-        gradient_clip_val=0.5, callbacks=[best], logger=False, enable_progress_bar=False, enable_model_summary=False,
-        num_sanity_val_steps=0,
+        gradient_clip_val=0.5, callbacks=[best], logger=False, enable_progress_bar=False,
+        enable_model_summary=False,         num_sanity_val_steps=0,
     )  # fmt: skip
     trainer.fit(module, loader(48, 0), loader(16, 1), ckpt_path=start)
     return module, trainer
 
 
+def strategy(case: str) -> Any:
+    """A new strategy for the Trainer: Lightning's own, its DeepSpeed's, or Polyreme's."""
+    if case.startswith("stage"):
+        return f"deepspeed_{case}" if torch.cuda.is_available() else OnCpuRanks(stage=int(case[-1]))
+    if case == "ddp":
+        return case
+    import polyreme.integrations.lightning
+
+    assert "polyreme" in StrategyRegistry
+    stage = int(case[-1])
+    return "polyreme" if stage == 0 else polyreme.integrations.PolyremeStrategy({"zero": {"stage": stage}})
+
+
 def run(folder: Path, case: str) -> None:
-    stage = {"ddp": None, "stage_2": 2, "stage_3": 3}.get(case)
-    strategy: Any = {"ddp": "ddp"}.get(case, case)
-    if stage is not None:
-        strategy = f"deepspeed_{case}" if torch.cuda.is_available() else OnCpuRanks(stage=stage)
-    module, trainer = fit(folder / case, strategy, 3)
+    """Training, the same again from its first checkpoint, and a test of what was trained."""
+    module, trainer = fit(folder / case, strategy(case), 3)
     facts = module.facts
-    kept = [*sorted((folder / case).glob("epoch=0*"))][0]
-    resumed, _ = fit(folder / f"{case}-again", strategy if stage is None else type(strategy)(stage=stage)
-                     if not isinstance(strategy, str) else strategy, 3, str(kept))
-    assert resumed.facts["losses"] == facts["losses"][-len(resumed.facts["losses"]) :]
+    kept = min((folder / case).glob("epoch=0*"))
+    resumed, _ = fit(folder / f"{case}-again", strategy(case), 3, str(kept))
+    assert resumed.facts["losses"] == facts["losses"][6:]
     facts["test"] = [trainer.test(module, loader(16, 1), verbose=False)[0]["validation"]]
     facts["best"] = [trainer.checkpoint_callback.best_model_score.item()]
     if trainer.is_global_zero:

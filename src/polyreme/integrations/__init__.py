@@ -1,5 +1,5 @@
-"""Trainers of other libraries over Polyreme's own engine and config: Hugging Face's Trainer, Accelerate's loops
-and Lightning. What each needs is imported when it is asked for."""
+"""Trainers of other libraries over Polyreme's own engine and config: Hugging Face's Trainer, Accelerate's
+loops and Lightning. What each needs is imported when it is asked for."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Accelerate's `prepare` for those who have a config of Polyreme's: what a loop over model, optimizer, loader and
-scheduler calls, done by an engine."""
+"""Accelerate's `prepare` for those who have a config of Polyreme's: what a loop over model, optimizer, loader
+and scheduler calls, done by an engine."""
 
 from __future__ import annotations
 
@@ -42,9 +42,10 @@ def prepare(
 
     optimizer: one of the model's parameters, or None: the config's. dataloader: a torch DataLoader of
     micro-batches, of which each data-parallel rank gets its own; its batch_size is batch.micro. scheduler: a
-    torch scheduler on that optimizer, or None: the config's; the engine steps it after each step, whichever
-    way it is called. A step is made by every `batch.size / (dp x micro)`-th `optimizer.step()`, and by the last
-    of the loader. Raises ConfigError for a pipeline, whose whole model nobody can call."""
+    torch scheduler on that optimizer, or None: the config's; the engine steps it after each step, and
+    `scheduler.step()` does nothing. A step is made by every `batch.size / (dp x micro)`-th
+    `optimizer.step()`, and by the last of the loader. Raises ConfigError for a pipeline, whose whole model
+    nobody can call."""
     own = Config.load(config)
     if own.mesh.pp > 1:
         fix = "set 1, or call Engine.train_step, or take PolyremeTrainer"
@@ -92,15 +93,15 @@ class StepOptimizer(EngineOptimizer):
 
     def __init__(self, engine: Engine, loader: Any) -> None:
         super().__init__(engine)
-        self._loader, self._calls = loader, 0
+        self._steps, self._loader, self._calls = engine, loader, 0
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """Make the engine's step with the last micro-batch of one, or of the loader; else nothing."""
         self._calls += 1
         ends = self._loader is not None and bool(self._loader.end_of_dataloader)
-        if ends or self._calls == self._engine.config.accumulation:
+        if ends or self._calls == self._steps.config.accumulation:
             self._calls = 0
-            self.last = self._engine.step(last=ends)
+            self.last = self._steps.step(last=ends)
 
 
 class Scheduler:

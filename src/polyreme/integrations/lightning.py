@@ -1,8 +1,9 @@
-"""Lightning on Polyreme's engine: `Trainer(strategy=PolyremeStrategy("run.toml"))`, or `strategy="polyreme"` once
-this module is imported.
+"""Lightning on Polyreme's engine: `Trainer(strategy=PolyremeStrategy("run.toml"))`, or `strategy="polyreme"`
+once this module is imported.
 
-A LightningModule's steps, hooks, logs and schedulers are Lightning's; forward, backward, update and checkpoint are
-the engine's. Losses are averaged over micro-batches and ranks, as DistributedDataParallel does."""
+A LightningModule's steps, hooks, logs and schedulers are Lightning's; forward, backward, update and
+checkpoint are the engine's. Losses are averaged over micro-batches and ranks, as DistributedDataParallel
+does."""
 
 from __future__ import annotations
 
@@ -24,8 +25,8 @@ ENGINE, REST = "engine", "lightning.ckpt"
 
 
 class PolyremeStrategy(DDPStrategy):
-    """Trains a LightningModule of one optimizer by an engine. `engine` is there from `fit` on, and validates and
-    tests, too."""
+    """Trains a LightningModule of one optimizer by an engine. `engine` is there from `fit` on, and validates
+    and tests, too."""
 
     strategy_name = "polyreme"
 
@@ -62,12 +63,13 @@ class PolyremeStrategy(DDPStrategy):
         self.setup_optimizers(trainer)
         if len(self.optimizers) != 1 or not trainer.lightning_module.automatic_optimization:
             raise ModelError(
-                f"{len(self.optimizers)} optimizers, or a manual optimization: PolyremeStrategy trains with one "
-                "optimizer and Lightning's own loop; use Polyreme's engine itself for others"
+                f"{len(self.optimizers)} optimizers, or a manual optimization: PolyremeStrategy trains with "
+                "one optimizer and Lightning's own loop; use Polyreme's engine itself for others"
             )
         config = completed(self.config, self._told(trainer))
-        self.engine = initialize(self.lightning_module, config, optimizer=self.optimizers[0])
-        self.optimizers = [EngineOptimizer(self.engine)]
+        self.engine = initialize(trainer.lightning_module, config, optimizer=self.optimizers[0])
+        self._own = EngineOptimizer(self.engine)
+        self.optimizers = [self._own]
         self.setup_precision_plugin()
 
     def _told(self, trainer: Any) -> dict[str, tuple[Any, str]]:
@@ -129,7 +131,7 @@ class PolyremeStrategy(DDPStrategy):
         loss, trainer = closure(), self.lightning_module.trainer
         call._call_callback_hooks(trainer, "on_before_optimizer_step", optimizer)
         call._call_lightning_module_hook(trainer, "on_before_optimizer_step", optimizer)
-        self.optimizers[0].last = self.engine.step()
+        self._own.last = self.engine.step()
         return loss
 
     # ---- checkpoints
@@ -158,8 +160,8 @@ class PolyremeStrategy(DDPStrategy):
         return {}
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        """Write a folder: the engine's checkpoint, a Hugging Face directory, and Lightning's own. All ranks must
-        call."""
+        """Write a folder: the engine's checkpoint, a Hugging Face directory, and Lightning's own. All ranks
+        must call."""
         if self.engine is None:
             super().save_checkpoint(checkpoint, filepath, storage_options)
             return

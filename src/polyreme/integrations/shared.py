@@ -43,7 +43,8 @@ def completed(config: Config, told: Mapping[str, tuple[Any, str]]) -> Config:
 
 
 def data_parallel(config: Config, world_size: int) -> int:
-    """How many ranks have data of their own. Raises ConfigError where `world_size` ranks cannot be divided so."""
+    """How many ranks have data of their own. Raises ConfigError where `world_size` ranks cannot be divided
+    so."""
     others = config.mesh.tp * config.mesh.pp * config.mesh.cp * config.mesh.ep
     if world_size % others:
         raise ConfigError(

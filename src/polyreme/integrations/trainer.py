@@ -1,8 +1,9 @@
-"""Hugging Face's Trainer on Polyreme's engine: data, logs, evaluation, callbacks and arguments are the Trainer's,
-the step and the checkpoint are the engine's, with every mesh, ZeRO stage and memory tier of the config.
+"""Hugging Face's Trainer on Polyreme's engine: data, logs, evaluation, callbacks and arguments are the
+Trainer's, the step and the checkpoint are the engine's, with every mesh, ZeRO stage and memory tier of the
+config.
 
-A step's micro-batches are collected and trained at once (`Engine.train_step`), so that a pipeline may have them
-in any order. Communication: the engine's."""
+A step's micro-batches are collected and trained at once (`Engine.train_step`), so that a pipeline may have
+them in any order. Communication: the engine's."""
 
 from __future__ import annotations
 
@@ -35,9 +36,10 @@ _OPTIMIZER = ("name", "lr", "betas", "eps", "momentum", "weight_decay", "no_deca
 class PolyremeTrainer(Trainer):
     """A Trainer whose model an engine of Polyreme's trains.
 
-    polyreme: the config: a file, a mapping, or a Config. What TrainingArguments say (batch sizes, accumulation,
-    optimizer, schedule, clipping, seed, bf16) is theirs; the config has the rest: mesh, zero, memory, precision.
-    Other arguments are Trainer's. The loss is the model's own, weighted over all labels of a step.
+    polyreme: the config: a file, a mapping, or a Config. What TrainingArguments say (batch sizes,
+    accumulation, optimizer, schedule, clipping, seed, bf16) is theirs; the config has the rest: mesh, zero,
+    memory, precision. Other arguments are Trainer's. The loss is the model's own, over all labels of a
+    step.
 
     Raises ConfigError where the two contradict each other, or for what an engine does not do."""
 
@@ -154,16 +156,18 @@ class PolyremeTrainer(Trainer):
         if self.engine is not None:
             self.engine.close(gather=True)
             self.optimizer = None
-        self.create_optimizer()
-        given = self.optimizer
+        model: Any = self.model
+        given: Any = self.create_optimizer()
         self.create_scheduler(num_training_steps=max_steps, optimizer=given)
-        self.engine = initialize(self.model, self._config, optimizer=given)
-        self.model_wrapped, self.optimizer = self.model, EngineOptimizer(self.engine)
+        scheduler: Any = self.lr_scheduler
+        self.engine = initialize(model, self._config, optimizer=given)
+        self._own = EngineOptimizer(self.engine)
+        self.model_wrapped, self.optimizer = model, self._own
         # so that Accelerate wraps neither
         self.accelerator._models, self.accelerator._optimizers = [self.model], [self.optimizer]
         if resume_from_checkpoint is not None:
             self._load_optimizer_and_scheduler(resume_from_checkpoint)
-            for group, rate in zip(given.param_groups, self.lr_scheduler.get_last_lr(), strict=True):
+            for group, rate in zip(given.param_groups, scheduler.get_last_lr(), strict=True):
                 group["lr"] = rate
         for name in ("model", "optimizer", "lr_scheduler"):
             setattr(self.callback_handler, name, getattr(self, name))
@@ -180,14 +184,14 @@ class PolyremeTrainer(Trainer):
             return torch.zeros((), device=self.args.device)
         model.train()
         batch, self._waiting = self._waiting, []
-        self.optimizer.last = result = engine.train_step(batch)
+        self._own.last = result = engine.train_step(batch)
         return torch.tensor(result.loss, device=self.args.device)
 
     def _clip_grad_norm(self, model: nn.Module) -> Tensor:
         return self._get_grad_norm(model)
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Tensor:
-        return torch.tensor(self.optimizer.last.grad_norm)
+        return torch.tensor(float("nan") if self._own.last is None else self._own.last.grad_norm)
 
     def prediction_step(
         self, model: nn.Module, inputs: Any, prediction_loss_only: bool, ignore_keys: Any = None
@@ -217,13 +221,15 @@ class PolyremeTrainer(Trainer):
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         self._trained().save(Path(output_dir) / FOLDER)
         if self.args.should_save:
-            torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / "scheduler.pt")
+            scheduler: Any = self.lr_scheduler
+            torch.save(scheduler.state_dict(), Path(output_dir) / "scheduler.pt")
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is not None:
             self._trained().load(Path(checkpoint) / FOLDER)
             state = torch.load(Path(checkpoint) / "scheduler.pt", weights_only=True)
-            self.lr_scheduler.load_state_dict(state)
+            scheduler: Any = self.lr_scheduler
+            scheduler.load_state_dict(state)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         if not (Path(resume_from_checkpoint) / FOLDER).is_dir():
@@ -233,4 +239,4 @@ class PolyremeTrainer(Trainer):
             )
 
     def _load_best_model(self) -> None:
-        self._trained().load(Path(self.state.best_model_checkpoint) / FOLDER, weights_only=True)
+        self._trained().load(Path(str(self.state.best_model_checkpoint)) / FOLDER, weights_only=True)

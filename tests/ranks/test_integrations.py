@@ -1,0 +1,78 @@
+"""PolyremeTrainer and `integrations.accelerate.prepare` against Trainer and Accelerate over
+DistributedDataParallel; and what they refuse."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+from door_scripts import run, same
+from polyreme import Config
+from polyreme.errors import ConfigError
+from polyreme.integrations.shared import completed, data_rank
+
+CASES = ("trainer", "zero2", "zero3", "tp", "pp", "loop", "loop3")
+
+
+@pytest.fixture(scope="module")
+def facts(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    folder: Path = tmp_path_factory.mktemp("integrations")
+    return run(folder / "facts", "integrations.py", CASES, door=False)
+
+
+@pytest.mark.parametrize("case", ["zero2", "zero3", "tp", "pp"])
+def test_trainer(facts: Any, case: str) -> None:
+    same(facts[case], facts["trainer"], 2e-6)
+
+
+def test_loop(facts: Any) -> None:
+    same(facts["loop3"], facts["loop"])
+
+
+def test_two_who_say_different_things() -> None:
+    config = Config.load({"batch": {"size": 8}, "mesh": {"tp": 2}})
+    told = {
+        "batch.size": (8, "a loader"),
+        "batch.micro": (2, "a loader"),
+        "optimizer.clip": (0.5, "a trainer"),
+    }
+    made = completed(config, told)
+    assert (made.batch.micro, made.optimizer.clip, made.mesh.tp) == (2, 0.5, 2)
+    with pytest.raises(ConfigError, match=r"batch.size = 8: a loader says 16") as caught:
+        completed(config, {**told, "batch.size": (16, "a loader")})
+    assert len(caught.value.problems) == 1
+    assert [data_rank(config, 4, rank) for rank in range(4)] == [0, 0, 1, 1]
+
+
+def test_trainer_refuses(tmp_path: Path) -> None:
+    from transformers import TrainingArguments
+
+    from doors.integrations import llama
+    from polyreme.integrations import PolyremeTrainer
+
+    class Own(PolyremeTrainer):
+        def compute_loss(self, *_: Any, **__: Any) -> Any:
+            return None
+
+    args = TrainingArguments(str(tmp_path), use_cpu=True, report_to=[], label_smoothing_factor=0.1)
+    with pytest.raises(ConfigError) as caught:
+        Own(llama(), args, polyreme={"optimizer": {"lr": 1.0}})
+    keys = [problem.key for problem in caught.value.problems]
+    assert keys == ["Trainer's compute_loss", "Trainer's label_smoothing_factor", "optimizer.lr"]
+
+
+def test_loop_refuses() -> None:
+    from polyreme.integrations import PolyremeStrategy, accelerate
+
+    model = nn.Linear(1, 1)
+    for make in (lambda c: accelerate.prepare(model, config=c), PolyremeStrategy):
+        with pytest.raises(ConfigError, match=r"mesh.pp = 2"):
+            make({"mesh": {"pp": 2}})
+    loader = DataLoader([torch.zeros(1)] * 4, batch_size=4)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="the loader's batch_size is 4"):
+        accelerate.prepare(model, None, loader, config={"batch": {"size": 8, "micro": 2}})
