@@ -40,12 +40,12 @@ def rows(samples: int, seed: int = 0) -> list[dict[str, Tensor]]:
 
 
 def arguments(out: Path, ranks: int) -> TrainingArguments:
-    """So that a step has 8 samples over `ranks` of data parallelism."""
+    """So that a step has 8 samples and a batch of evaluation 4, over `ranks` of data parallelism."""
     return TrainingArguments(
         str(out), per_device_train_batch_size=2, gradient_accumulation_steps=4 // ranks, num_train_epochs=2,
         learning_rate=1e-2, warmup_steps=2, max_grad_norm=0.5, weight_decay=0.1, logging_steps=1,
-        save_steps=4, eval_strategy="steps", eval_steps=4, per_device_eval_batch_size=2, report_to=[],
-        use_cpu=True, disable_tqdm=True, load_best_model_at_end=True, save_total_limit=3,
+        save_steps=4, eval_strategy="steps", eval_steps=4, per_device_eval_batch_size=4 // ranks,
+        report_to=[], use_cpu=True, disable_tqdm=True, load_best_model_at_end=True, save_total_limit=3,
     )  # fmt: skip
 
 

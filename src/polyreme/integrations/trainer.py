@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from accelerate.data_loader import prepare_data_loader
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 from torch.utils.data import DataLoader
 from transformers import Trainer, TrainingArguments
 
@@ -59,6 +60,27 @@ class PolyremeTrainer(Trainer):
         if problems := self._unsupported():
             raise ConfigError(problems)
         self._config = completed(self._config, self._told())
+
+    @property
+    def gather_function(self) -> Any:
+        """What evaluation gathers a tensor of each rank with: one of every data-parallel rank counts."""
+        return self._gather if self.get_tp_size() == 1 else self._gathered
+
+    @gather_function.setter
+    def gather_function(self, gather: Any) -> None:
+        self._gather = gather
+
+    def _gathered(self, data: Any) -> Any:
+        world, state = self.args.world_size, self.accelerator.gradient_state
+        places = [data_rank(self._config, world, rank) for rank in range(world)]
+        first = [places.index(place) for place in range(data_parallel(self._config, world))]
+
+        def of_first(tensor: Tensor) -> Tensor:
+            parts = tensor.chunk(world)
+            whole = torch.cat([parts[rank] for rank in first])
+            return whole[: state.remainder] if state.end_of_dataloader and state.remainder > 0 else whole
+
+        return pytree.tree_map_only(Tensor, of_first, self.accelerator.gather(data))
 
     def _unsupported(self) -> list[Problem]:
         args, found = self.args, []
