@@ -852,3 +852,12 @@ def test_parts_of_the_table() -> None:
     assert find("zero_optimization.nothing") is None and "zero_optimization.offload_param" in TABLES
     assert set(SECTIONS) <= TABLES and isinstance(translate(FILLED, 2), Translation)
     assert config_keys.in_words(KEYS["fp16.initial_scale_power"]) == "integer >= 0"
+
+
+def test_names_with_dots_are_no_sections() -> None:
+    """DeepSpeed reads none; TRL writes some, that do nothing anywhere."""
+    base = {"train_batch_size": 2}
+    found = translate({**base, "zero_optimization.stage3_prefetch_bucket_size": 921.6}, 1)
+    assert found.config == translate(base, 1).config
+    with pytest.raises(DeepSpeedConfigError):
+        translate({**base, "zero_optimization.no_such_key": 1}, 1)

@@ -259,6 +259,36 @@ def test_figures_are_shown(ranks: Ranks, tmp_path: Path) -> None:
 
 
 def refusals(rank: int, world: int, folder: Path) -> None:
+def around(rank: int, world: int) -> None:
+    """What scripts and libraries do to a module at stage 3 around training."""
+    torch.manual_seed(7)
+    drawn = torch.get_rng_state()
+    model, section = Network(), {"optimizer": {"type": "Adam", "params": {"lr": 0.1}}}
+    torch.set_rng_state(drawn)
+    engine, optimizer, *_ = deepspeed.initialize(model=model, config=config(1, 3, **section))
+    assert torch.equal(torch.get_rng_state(), drawn) and torch.initial_seed() == 7
+    engine.backward(engine(*batch(rank, 0, 0)))
+    engine.step()
+    assert sum(t.numel() for s in optimizer.state_dict()["state"].values() for t in s.values()) > 0
+    whole = engine.module_state_dict()
+    assert model.cpu() is model and model.to(torch.float32) is model
+    with pytest.raises(UnsupportedError, match="conversion to torch"):
+        model.half()
+    if rank:
+        assert {name: t.numel() for name, t in model.state_dict().items()} == dict.fromkeys(whole, 0)
+    with deepspeed.zero.GatheredParameters(list(model.parameters())):
+        assert all(torch.equal(t, whole[name]) for name, t in model.state_dict().items())
+    other, *_ = deepspeed.initialize(model=model, config=config(1, 3))
+    other(*batch(rank, 1, 0))
+    for name, tensor in other.module_state_dict().items():
+        assert torch.equal(tensor, whole[name])
+
+
+def test_around_training(ranks: Ranks) -> None:
+    ranks(2, around)
+
+
+def test_what_cannot_be_is_refused(tmp_path: Path) -> None:
     model = Network()
     with pytest.raises(OrderError, match="config"):
         deepspeed.initialize(model=model)

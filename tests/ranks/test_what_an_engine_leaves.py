@@ -222,6 +222,27 @@ def test_models_of_closed_engines(ranks: Ranks, world: int) -> None:
         assert all("closed" in each for each in told), told
 
 
+def gathered(rank: int, world: int) -> None:
+    """A model in shards or in host memory is whole and ordinary behind `close(gather=True)`."""
+    for config in ({"zero": {"stage": 3}}, {"zero": {"stage": 3}, "memory": {"params": "host"}}):
+        model = network().double()
+        both = {"batch": {"size": 4}, "precision": {"compute": "fp64"}, **config}
+        engine = polyreme.initialize(model, both, loss_fn=nn.functional.mse_loss)
+        train(engine)
+        weights = engine.state_dict()
+        engine.close(gather=True)
+        assert changed(model) == []
+        assert all(
+            type(p) is nn.Parameter and torch.equal(p, weights[n]) for n, p in model.named_parameters()
+        )
+        model(torch.ones(2, WIDTH, dtype=torch.float64)).sum().backward()
+        train(polyreme.initialize(model, both, loss_fn=nn.functional.mse_loss))
+
+
+def test_models_that_are_gathered_at_the_end(ranks: Ranks) -> None:
+    ranks(2, gathered)
+
+
 def divided(rank: int, world: int) -> str:
     model = models.build("llama")
     polyreme.initialize(model, training.config(world, mesh={"tp": 2})).close()
