@@ -258,7 +258,6 @@ def test_figures_are_shown(ranks: Ranks, tmp_path: Path) -> None:
     assert "Linear" in (tmp_path / "flops.txt").read_text()
 
 
-def refusals(rank: int, world: int, folder: Path) -> None:
 def around(rank: int, world: int) -> None:
     """What scripts and libraries do to a module at stage 3 around training."""
     torch.manual_seed(7)
@@ -288,7 +287,7 @@ def test_around_training(ranks: Ranks) -> None:
     ranks(2, around)
 
 
-def test_what_cannot_be_is_refused(tmp_path: Path) -> None:
+def refusals(rank: int, world: int, folder: Path) -> None:
     model = Network()
     with pytest.raises(OrderError, match="config"):
         deepspeed.initialize(model=model)

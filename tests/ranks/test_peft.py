@@ -351,10 +351,11 @@ def one_more(model: nn.Module) -> nn.Module:
     return model.double()
 
 
-def by_transformers(model: nn.Module) -> nn.Module:
+def injected(model: nn.Module) -> nn.Module:
+    """Without PEFT's wrapper, as transformers' own `add_adapter` does."""
     torch.manual_seed(1)
-    model.add_adapter(peft.LoraConfig(r=2, target_modules=["q_proj", "down_proj"]))
-    return model.double()
+    config = peft.LoraConfig(r=2, target_modules=["q_proj", "down_proj"])
+    return peft.inject_adapter_in_model(config, model).double()
 
 
 def tied() -> nn.Module:
@@ -368,7 +369,7 @@ def tied() -> nn.Module:
 
 def put_in_later(rank: int, world: int, folder: Path) -> None:
     """Adapters put into a model that is trained already."""
-    for stage, changes in ((3 if world == 2 else 0, [put_in, one_more]), (2, [by_transformers])):
+    for stage, changes in ((3 if world == 2 else 0, [put_in, one_more]), (2, [injected])):
         expected = plain(models.build("llama"), changes)
         config = training.config(world, zero={"stage": stage}, precision={"compute": "fp64"})
         engine = polyreme.initialize(models.build("llama"), config, loss_fn=models.causal_loss)
