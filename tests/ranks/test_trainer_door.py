@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-import polyreme.errors
+from command import polyreme
+from door_scripts import OFFLINE
 from examples import ALL
 
 SCRIPT = Path(__file__).parents[1] / "doors" / "hf_trainer.py"
@@ -21,25 +20,16 @@ EXACT = EVERY if ALL in os.environ else FEW
 """Cases in which Trainer alone does the same."""
 
 
-def start(folder: Path, *words: str) -> subprocess.Popen[str]:
-    source = str(Path(polyreme.errors.__file__).parents[1])
-    env = {**os.environ, "PYTHONPATH": source, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "polyreme", "launch", "-n", "2", *words, str(SCRIPT), str(folder)]
-    return subprocess.Popen(
-        [*command, *EXACT, "bf16", "ds-scheduler"],
-        env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-    )  # fmt: skip
-
-
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """What all cases left, with Trainer alone (over DistributedDataParallel) and through the door."""
     folder = tmp_path_factory.mktemp("trainer")
     found = folder / "alone", folder / "door"
     for each, words in zip(found, ((), ("--deepspeed",)), strict=True):
-        process = start(each, *words)
-        output, _ = process.communicate(timeout=240)
-        assert process.returncode == 0, output[-4000:]
+        command = ["launch", "-n", "2", *words, str(SCRIPT), str(each), *EXACT, "bf16", "ds-scheduler"]
+        # a door opens as an interpreter starts
+        status, output, errors = polyreme(folder, *command, variables=OFFLINE, warm=not words)
+        assert status == 0, f"{output[-2000:]}\n{errors[-4000:]}"
     return found
 
 
