@@ -6,6 +6,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
+import os
 import random
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -19,6 +20,7 @@ from torch import Tensor, nn
 import models
 import polyreme
 from cover import cover
+from examples import ALL
 from polyreme.pipeline.schedule import NAMES, Name, stage_ranks
 from pool import Ranks
 from training import own_collectives
@@ -281,7 +283,9 @@ class Case(NamedTuple):
 
 
 EACH = ("llama", "gpt2", "qwen3", "mistral", "gemma2", "phi3", "opt", "gpt_neox", "bert", "vit")
-WORLDS = {**dict.fromkeys(EACH, (2, 4)), "llama of 6 heads": (3,)}
+ALIKE = () if ALL in os.environ else ("mistral", "phi3", "opt", "gpt_neox")
+"""Families that four ranks alone run, whose two are much as the others'; all with --all-cases."""
+WORLDS = {**dict.fromkeys(EACH, (2, 4)), **dict.fromkeys(ALIKE, (4,)), "llama of 6 heads": (3,)}
 
 
 @functools.cache

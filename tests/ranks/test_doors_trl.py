@@ -11,6 +11,10 @@ import pytest
 from door_scripts import both, same
 from examples import ALL
 
+pytestmark = pytest.mark.skipif(
+    ALL not in os.environ, reason="its ranks import much anew, which takes long: run with --all-cases"
+)
+
 EVERY = ("sft2", "sft3", "lora3", "dpo2", "dpo3", "reward3")
 CASES = EVERY if ALL in os.environ else ("sft3", "dpo2")
 
