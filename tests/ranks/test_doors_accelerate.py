@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from door_scripts import both, same
+from examples import ALL
+
+pytestmark = pytest.mark.skipif(
+    ALL not in os.environ, reason="its ranks import much anew, which takes long: run with --all-cases"
+)
 
 PLAIN = ("loop2", "dummies", "teacher", "two")
 
