@@ -170,6 +170,7 @@ class Engine:
         self._refuse_within_step("train_step")
         self._comparison.compare(batch)
         self._comparison.warn()
+        self._step.count_microbatches()
         if self._unfinished:
             self._step.begin()
         self._unfinished = True

@@ -157,3 +157,16 @@ def test_what_cannot_be_is_refused() -> None:
     one = polyreme.initialize(network(), config(1) | {"batch": {"size": MICRO, "mean": "ranks"}})
     with pytest.raises(BatchError, match="one micro-batch a step"):
         one.set_boundary(False)
+
+
+def test_train_step_counts_its_own_micro_batches() -> None:
+    """Whatever a loop said before of where its steps end."""
+    found = []
+    for said in (None, True, False):
+        engine = polyreme.initialize(network(), config(1), loss_fn=loss_of)
+        if said is not None:
+            engine.set_boundary(said)
+        parts = [batch(0, 0, i) for i in range(2)]
+        result = engine.train_step(tuple(torch.cat(each) for each in zip(*parts, strict=True)))
+        found.append((result.loss, result.grad_norm, engine.state_dict()["0.0.weight"].tolist()))
+    assert found[0] == found[1] == found[2]

@@ -152,6 +152,12 @@ class Step:
         if not self._ended:
             self._reducer.expect(is_last)
 
+    def count_microbatches(self) -> None:
+        """Let the config's count of micro-batches say again where a step ends. Between steps."""
+        if self.boundary is not None:
+            self.boundary = None
+            self._reducer.restart()
+
     def state_dict(self) -> dict[str, Any]:
         """All that the next step depends on besides weights, optimizer states and random numbers, as JSON can
         hold it."""
