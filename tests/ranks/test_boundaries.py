@@ -159,6 +159,14 @@ def test_what_cannot_be_is_refused() -> None:
         one.set_boundary(False)
 
 
+def test_a_loss_is_scaled_once() -> None:
+    engine = polyreme.initialize(network(), config(1, precision={"compute": "fp16", "initial_scale": 64.0}))
+    x, y = batch(0, 0, 0)
+    loss = loss_of(engine(x.float()), y.float())
+    with pytest.raises(BatchError, match="a second time"):
+        engine.backward(engine.scale(loss))
+
+
 def test_train_step_counts_its_own_micro_batches() -> None:
     """Whatever a loop said before of where its steps end."""
     found = []

@@ -171,6 +171,12 @@ class Step:
 
     def backward(self, loss_sum: Tensor, weight: float, tokens: int, samples: int, last: bool = True) -> None:
         """Backward of one micro-batch's sum of losses; not `last`: of one of several such sums."""
+        scaled, self._scaled = self._scaled, False
+        if scaled and self._scale != 1.0:
+            raise BatchError(
+                "engine.backward after engine.scale, which it would do a second time: call the scaled loss' "
+                "own backward(), or engine.backward of the loss as it was"
+            )
         self._admit(last)
         self.differentiate(0, [self.root(loss_sum, weight, tokens, samples, last)], [None], last)
 
