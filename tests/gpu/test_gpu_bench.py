@@ -15,6 +15,8 @@ from typing import Any
 
 import pytest
 
+from examples import ALL
+
 SCRIPT = Path(__file__).resolve().parents[2] / "bench" / "gpu.py"
 
 
@@ -188,6 +190,7 @@ def test_copies_beside_kernels(bench: ModuleType) -> None:
     assert bench.length(copies) == 7.0 and bench.shared(copies, kernels) == 1.0 + 1.0 + 1.0
 
 
+@pytest.mark.skipif(ALL not in os.environ, reason="a whole run of the benchmark: run with --all-cases")
 def test_a_run_without_a_gpu(tmp_path: Path) -> None:
     out = tmp_path / "result.json"
     options = (
