@@ -138,8 +138,11 @@ def end_of_document(tokenizer: PreTrainedTokenizerBase) -> int:
 
 
 def fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
-    """A digest of everything that the tokenizer saves."""
+    """A digest of what decides how the tokenizer encodes: its whole backend, or all that a slow one saves."""
     digest = blake2b(digest_size=16)
+    if tokenizer.is_fast:  # without a folder, which a rank that is killed here would leave behind
+        digest.update(tokenizer.backend_tokenizer.to_str().encode())
+        return digest.hexdigest()
     with TemporaryDirectory() as folder:
         tokenizer.save_pretrained(folder)
         for file in sorted(Path(folder).iterdir()):
