@@ -223,6 +223,11 @@ class ZeroSection(Section):
         "too, 3 parameters too; auto is 2, the least "
         "memory at the traffic of plain data parallelism.",
     )
+    shard_over: Literal["all", "host"] | Annotated[int, Strict(), Field(ge=2)] = Field(
+        default="all",
+        description="Data-parallel ranks that share one copy: all; those of a host; or so many "
+        "neighbours. Each such group has a copy; between them only reduced shards are sent (HSDP, MiCS).",
+    )
     reduce_every: Literal["auto", "step", "microbatch"] = Field(
         default="auto",
         description="When gradients are reduced; auto: once a step "

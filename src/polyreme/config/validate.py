@@ -9,6 +9,7 @@ import difflib
 import inspect
 import math
 from collections.abc import Iterator
+from typing import Literal
 
 from polyreme.config.describe import default, toml
 from polyreme.config.duration import Duration
@@ -92,6 +93,7 @@ def conflicts(keys: Keys, world_size: int) -> Iterator[Conflict]:
     yield from _pipeline(keys)
     if dp := data_parallel(keys, world_size):
         yield from _batch(keys.batch, dp)
+        yield from _sharing(keys.zero.shard_over, dp)
         yield from _sums(keys, dp)
     yield from _optimizer(keys.optimizer)
     yield from _lr_schedule(keys)
@@ -303,6 +305,13 @@ def _batch(batch: BatchSection, dp: int) -> Iterator[Conflict]:
     nearest = sorted(sorted({*_divisors(share)}, key=lambda n: (abs(n - wanted), n))[:6])
     fix = f"write batch.micro = {' or '.join(map(str, nearest))}, or batch.size = {sizes}"
     yield "batch.micro", f"a rank's {share} samples of a step are no multiple of it", fix
+
+
+def _sharing(over: Literal["all", "host"] | int, dp: int) -> Iterator[Conflict]:
+    if isinstance(over, int) and dp % over:
+        near = " or ".join(str(n) for n in _divisors(dp)[1:]) or '"all"'
+        reason = f"it does not divide the {dp} data-parallel ranks"
+        yield "zero.shard_over", reason, f"write zero.shard_over = {near}"
 
 
 def _sums(keys: Keys, dp: int) -> Iterator[Conflict]:

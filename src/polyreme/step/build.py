@@ -399,7 +399,8 @@ def share_out(
         transfer,
         gradient_files,
     )
-    settings = BucketSettings(mesh.dp, mesh.device, residency, formats, microbatches, zero)
+    axis = mesh.sharing(zero.shard_over)
+    settings = BucketSettings(axis, mesh.device, residency, formats, microbatches, zero)
     return place(module, blocks, recipe, settings, division, offload, held)
 
 

@@ -173,7 +173,9 @@ class ParameterNumbers:
                 f"this rank's part of {kind} of {at.slot.name} is set to {given.numel()} elements, and has "
                 f"{part.numel()}: give as many as local({kind!r})"
             )
-        given, bucket = given.to(part.device, part.dtype).reshape(-1), at.bucket
+        given, bucket = given.to(part.device, part.dtype).reshape(-1).contiguous(), at.bucket
+        if bucket.axis.replicas is not None:
+            bucket.axis.replicas.broadcast(given)
         if kind not in (MASTER, GRADIENT) and part.numel() and not at.is_spread(part):
             self._put(at, kind, given if part.dim() else given[0])
             return

@@ -487,8 +487,10 @@ def _owned(cut: Cut, rank: int) -> Owned:
 
 def _counted(bucket: Bucket, kind: _Kind, division: Division) -> bool | Tensor:
     """For `BucketGradients.counted`: what no tensor-parallel rank before this one has, on the first of the
-    stages that share it."""
-    owned = kind.owned[division.tp.rank]
+    stages that share it, in the first of the copies."""
+    owned, replicas = kind.owned[division.tp.rank], kind.axis.replicas
+    if replicas is not None and replicas.rank > 0:
+        return False
     if owned == "none" or (division.pp.size > 1 and division.pp.rank != division.ranks_of(kind.stages)[0]):
         return False
     if owned == "all":

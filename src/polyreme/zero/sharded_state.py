@@ -23,15 +23,23 @@ from polyreme.zero.sharded_optimizer import Update
 def saved(placement: Placement, updates: Iterable[Update]) -> Iterator[Region]:
     """This rank's share of everything: its shards of weights, of master weights where they are of another
     dtype, and of states."""
+    mine = {bucket for number, bucket in enumerate(placement.buckets) if _saves(placement, bucket, number)}
     for bucket in placement.buckets:
-        if placement.division.ranks_of(bucket.stages)[0] != placement.division.pp.rank:
-            continue  # another pipeline stage has it, too, and saves it
-        yield from _flat(placement, bucket, MODEL, bucket.shard, bucket.own)
+        if bucket in mine:
+            yield from _flat(placement, bucket, MODEL, bucket.shard, bucket.own)
     for update in updates:
-        if placement.division.ranks_of(update.bucket.stages)[0] == placement.division.pp.rank:
+        if update.bucket in mine:
             if update.bucket.formats.master != update.bucket.formats.compute:
                 yield from _masters(placement, update, update.bucket.own)
             yield from _states(placement, update, update.bucket.own)
+
+
+def _saves(placement: Placement, bucket: Bucket, number: int) -> bool:
+    """Whether this rank saves its shard of bucket `number`: of pipeline stages that share it the first one
+    does, and the copies take turns."""
+    replicas = bucket.axis.replicas
+    turn = replicas is None or number % replicas.size == replicas.rank
+    return turn and placement.division.ranks_of(bucket.stages)[0] == placement.division.pp.rank
 
 
 def masters(placement: Placement, update: Update) -> Iterator[Region]:

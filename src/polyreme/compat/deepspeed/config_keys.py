@@ -239,7 +239,8 @@ ZERO: dict[str, Key] = {
     "round_robin_gradients": idle("bool", False, "every rank has a part of every bucket"),
     "parameter_alignment": idle("bool", False, "parameters are always aligned (to 64 elements)"),
     "zero_hpz_partition_size": warned("count", 1, "parameters are sharded over all ranks, without a second "
-                                      "copy on each host, so that gathers go between hosts", 0, 1),
+                                      "copy on each host, so that gathers go between hosts; a config of ours has "
+                                      "zero.shard_over for that", 0, 1),
     "zero_quantized_weights": warned("bool", False, WHOLE),
     "zero_quantized_nontrainable_weights": warned("bool", False, "frozen weights are kept as they are"),
     "zero_quantized_gradients": warned("bool", False, WHOLE),
@@ -251,7 +252,8 @@ ZERO: dict[str, Key] = {
     "save_muon_momentum_buffer_in_memory": idle("bool", False, OWN_FILES),
     **each("leaf_module.classes leaf_module.names leaf_module.name_suffixes", "anything", None,
            "a block is gathered whole, whichever of its experts run"),
-    "mics_shard_size": removed("sharding over some of the ranks", "remove it"),
+    "mics_shard_size": removed("sharding over some of the ranks",
+                               "remove it, or write a config of ours, with zero.shard_over"),
     "mics_hierarchical_params_gather": removed("a part of MiCS", "remove it"),
     "zeropp_loco_param": removed("error feedback of quantised gradients", "remove it"),
     "offload_param.device": to(("none", "cpu", "nvme"), "none", "memory.params", says="at stage 3"),
