@@ -239,7 +239,7 @@ ZERO: dict[str, Key] = {
     "round_robin_gradients": idle("bool", False, "every rank has a part of every bucket"),
     "parameter_alignment": idle("bool", False, "parameters are always aligned (to 64 elements)"),
     "zero_hpz_partition_size": warned("count", 1, "parameters are sharded over all ranks, without a second "
-                                      "copy on each host, so that gathers go between hosts; a config of ours has "
+                                      "copy on each host, so that gathers go between hosts; our configs have "
                                       "zero.shard_over for that", 0, 1),
     "zero_quantized_weights": warned("bool", False, WHOLE),
     "zero_quantized_nontrainable_weights": warned("bool", False, "frozen weights are kept as they are"),
