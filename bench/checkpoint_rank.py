@@ -57,7 +57,7 @@ class Polyreme:
     def held(self) -> Iterable[Tensor]:
         from polyreme.zero.sharded_state import saved
 
-        regions = saved(self.engine._training.parts.placement, self.engine._training.parts.updates)
+        regions = saved(self.engine._training.contents.placement, self.engine._training.contents.updates)
         # states have no order
         return [region.data for region in sorted(regions, key=lambda region: (region.kind, region.names))]
 

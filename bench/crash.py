@@ -37,7 +37,7 @@ from test_checkpoint_corruption import fuzz  # noqa: E402
 from test_resume import numbers, said  # noqa: E402
 
 from command import Command, write_text  # noqa: E402
-from polyreme.checkpoint.run_directory import RunFolder  # noqa: E402
+from polyreme.checkpoint.run_directory import RunDirectory  # noqa: E402
 
 END_WITHIN = 15.0  # seconds
 STEPS = 120
@@ -104,7 +104,7 @@ class Job:
             word for key, value in CASES[case].items() for word in ("--set", f"{key}={str(value).lower()}")
         ]
         self._folder, self._words = folder, ["train", "run.toml", *sets]
-        self.run = RunFolder(folder / "run")
+        self.run = RunDirectory(folder / "run")
         self.problems: list[str] = []
 
     def command(self) -> Command:

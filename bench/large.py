@@ -106,8 +106,8 @@ def rank_main(args: argparse.Namespace) -> None:
             for name, after in engine.tiers().items()
         }
         steps.append({"seconds": seconds, "tiers": moved})
-    records = [record for update in engine._training.updates for record in update.records or ()]
-    states = sum(padded(record.nbytes) for record in records)
+    extents = [extent for update in engine._training.updates for extent in update.offloaded or ()]
+    states = sum(padded(extent.nbytes) for extent in extents)
     size = engine.config.precision.compute
     itemsize = {"fp32": 4, "bf16": 2}[size]
     placement = engine._training.placement
@@ -118,7 +118,7 @@ def rank_main(args: argparse.Namespace) -> None:
         traffic["states"] = (states, states)
     if engine.config.memory.gradients not in ("device", "host"):
         reduced = placement.trainable[0].formats.reduce.itemsize
-        gradients = sum(padded((record.run.stop - record.run.start) * reduced) for record in records)
+        gradients = sum(padded((extent.run.stop - extent.run.start) * reduced) for extent in extents)
         traffic["gradients"] = (gradients, gradients)
     if args.params == "files":
         traffic["params"] = (2 * sum(shard.values()) - stay, sum(shard.values()))

@@ -30,7 +30,7 @@ import polyreme
 from checkpoint import file_system, shown
 from optimizer import clock, others_cores
 from polyreme.offload.file import FileStore
-from polyreme.offload.optimizer_states import RECORD
+from polyreme.offload.optimizer_states import EXTENT
 from report import MIB, spread, write
 from step import environment, say
 
@@ -72,8 +72,8 @@ def step_of(engine: polyreme.Engine, norms: list[float]) -> Callable[[], float]:
 def disk(folder: Path, numbers: int) -> Callable[[], float]:
     """Seconds in which a tier reads and writes as much."""
     store = FileStore([folder], 0, "overlap")
-    for _ in range((numbers << 20) // RECORD):
-        store.reserve(STATES * RECORD)
+    for _ in range((numbers << 20) // EXTENT):
+        store.reserve(STATES * EXTENT)
     store.commit()
 
     def turn() -> float:
@@ -130,7 +130,7 @@ def markdown(result: Mapping[str, Any]) -> str:
         f"GiB; {result['file_system']}.", "", f"    {env['command']}", "",
         f"AdamW on {result['numbers']}M parameters, {result['dtype']}: "
         f"{result['runs'][0]['moved'] / MIB:,.0f} MiB read and written in "
-        f"each update, in records of {STATES * RECORD // MIB} "
+        f"each update, in extents of {STATES * EXTENT // MIB} "
         f"MiB; {len(result['runs'][0]['rounds'])} rounds.", "",
         "| threads | | ms | quartiles |", "|--:|---|--:|--:|",
     ]  # fmt: skip

@@ -46,7 +46,7 @@ from polyreme.step.precision import DTYPES, cast_floating, master_dtype
 from polyreme.step.progress import State
 from polyreme.step.step import Step, StepResult
 from polyreme.step.training import Training
-from polyreme.zero.full_parameters import lent, lent_to_write
+from polyreme.zero.full_parameters import readable, writable
 from polyreme.zero.parameter import give_to, refuse_owned
 from polyreme.zero.partition import Placement
 from polyreme.zero.refresh import refuse_own_shapes
@@ -166,7 +166,7 @@ class Engine:
         self._refuse_frozen()
         self._checkpoints.tell_failed(self._training)
         self._training.roster.check(self.module)
-        parts = micro_batches(batch, self.config, first=not self.state.step)
+        batches = micro_batches(batch, self.config, first=not self.state.step)
         self._refuse_within_step("train_step")
         self._comparison.compare(batch)
         self._comparison.warn()
@@ -174,7 +174,7 @@ class Engine:
         if self._unfinished:
             self._step.begin()
         self._unfinished = True
-        result = self._passes.train(parts, self._update)
+        result = self._passes.train(batches, self._update)
         self._unfinished = False
         return result
 
@@ -314,7 +314,7 @@ class Engine:
         """Batches of `dataset` for this rank: shuffled by the config's seed, the same global batches at any
         number of ranks. Options are those of `polyreme.data.Loader`. Of those without an end (`epochs`),
         checkpoints keep the place."""
-        return self._training.parts.loader(dataset, options)
+        return self._training.contents.loader(dataset, options)
 
     @collective
     def save(
@@ -390,7 +390,7 @@ class Engine:
         self._take_in_writes()
         for axis in (self.mesh.dp, self.mesh.tp):
             same_model(axis, self.module, {})
-        old, kept = self._training, self._training.placement.kept
+        old, unchanged = self._training, self._training.placement.unchanged
         refuse_own_shapes([*old.updates])
         division = divide_again(self.module, old.roster, old.placement, self.config, self.mesh)
         made = recipe(self.module, self.config.optimizer, self._given[0])
@@ -400,9 +400,9 @@ class Engine:
         old.release()
         blocks = huggingface.find_blocks(self.module)
         self._activations.wrap(self.module, blocks)
-        placement = share_out(self.module, blocks, made, division, self.config, self.mesh, kept)
+        placement = share_out(self.module, blocks, made, division, self.config, self.mesh, unchanged)
         self._train(placement, made, synced)
-        self._training.carry_from(old, kept)
+        self._training.carry_from(old, unchanged)
         self._trains = any(p.requires_grad for p in self.module.parameters())
         if self.mesh.tp.size == 1:
             self.parameters = sum(p.numel() for p in self.module.parameters())
@@ -425,11 +425,11 @@ class Engine:
             )
         self._take_in_writes()
         if not write:
-            with lent(self._training.placement):
+            with readable(self._training.placement):
                 yield self.module
             return
         self._refuse_within_step("full_parameters(write=True)")
-        with lent_to_write(self._training.placement):
+        with writable(self._training.placement):
             yield self.module
             self._checkpoints.taken()
         self._step.written.note()

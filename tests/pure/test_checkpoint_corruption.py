@@ -31,7 +31,7 @@ def make(limit: int) -> polyreme.Engine:
 
 def everything(engine: polyreme.Engine) -> tuple[Any, ...]:
     """All that a load may change."""
-    found = content(engine._training.parts, None, {}, {})
+    found = content(engine._training.contents, None, {}, {})
     tensors = [
         (region.kind, region.names, region.data.detach().clone().view(torch.uint8).numpy().tobytes())
         for region in found.regions

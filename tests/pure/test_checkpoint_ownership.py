@@ -19,7 +19,7 @@ from torch import nn
 import polyreme
 from polyreme.checkpoint import ownership
 from polyreme.checkpoint.formats.huggingface import Directory
-from polyreme.checkpoint.run_directory import RUN_CLAIM, RunFolder
+from polyreme.checkpoint.run_directory import RUN_CLAIM, RunDirectory
 from polyreme.engine import Engine
 from polyreme.errors import CheckpointError
 from polyreme.files import folder_lock
@@ -154,7 +154,7 @@ def test_a_checkpoint_that_another_process_writes(tmp_path: Path, engine: Engine
         ):
             engine.save(tmp_path / "step")
         assert everything(tmp_path) == before
-        RunFolder(tmp_path).tidy()
+        RunDirectory(tmp_path).tidy()
     assert everything(tmp_path) == before
     engine.save(tmp_path / "step")
     assert [each.name for each in tmp_path.iterdir()] == ["step"]
@@ -174,7 +174,7 @@ def test_a_folder_that_a_run_has(tmp_path: Path, engine: Engine) -> None:
 
 
 def test_a_run_deletes_nothing_else(tmp_path: Path) -> None:
-    run = RunFolder(tmp_path)
+    run = RunDirectory(tmp_path)
     documents(tmp_path / "step-7"), documents(tmp_path / "step-8.tmp"), documents(tmp_path / "step-9.old")
     documents(tmp_path / "step-3.earlier"), documents(tmp_path / "step-6.damaged")
     (tmp_path / "step-4").symlink_to(documents(tmp_path / "mine"), target_is_directory=True)

@@ -21,7 +21,7 @@ from test_checkpoint_huggingface import make, seal
 from polyreme.checkpoint import reader
 from polyreme.checkpoint.direct_reader import DirectFile
 from polyreme.checkpoint.formats.huggingface import Directory
-from polyreme.checkpoint.reader import Need, Range, divide, joined, keep
+from polyreme.checkpoint.reader import Need, Range, divide, joined, preload
 from polyreme.distributed.mesh import Axis
 from polyreme.errors import CheckpointError
 from polyreme.files.direct_io import ALIGNMENT, aligned
@@ -89,9 +89,9 @@ def test_what_is_kept_is_what_is_there(tmp_path: Path, room: int) -> None:
         for need in wanted
     ]
     with patch.object(host, "available", lambda: 2 * room):
-        found = keep(source, wanted, Axis("dp"))
-    assert found.settled == {need[:2] for need in wanted if need.into is not None and room == 1 << 30}
-    assert sum(place.memory.nbytes for place in found.places) <= room
+        found = preload(source, wanted, Axis("dp"))
+    assert found.complete == {need[:2] for need in wanted if need.into is not None and room == 1 << 30}
+    assert sum(each.memory.nbytes for each in found.ranges) <= room
     with patch.object(source, "read", wraps=source.read) as again:
         for kind, name, start, stop, *_ in wanted:
             assert torch.equal(
@@ -120,13 +120,13 @@ def test_a_need_is_read_into_the_memory_that_it_gives(
         patch.object(reader, "SHARE", data.draw(st.sampled_from([8, 64, reader.SHARE]))),
         patch.object(reader, "BLOCK", 4 * reader.ALIGNMENT),
     ):
-        found = keep(source, wanted, Axis("dp"))
+        found = preload(source, wanted, Axis("dp"))
     for kind, name, low, high, into, at in wanted:
         there = source.read(kind, name, low, high)
         assert torch.equal(found.read(kind, name, low, high), there)
         assert into is None or torch.equal(into[at:][: high - low], there)
         assert into is None or not (into[:at].any() or into[at + high - low :].any())
-    assert found.settled == {need[:2] for need in wanted if need.into is not None}
+    assert found.complete == {need[:2] for need in wanted if need.into is not None}
 
 
 def spoil(file: Path) -> None:
@@ -141,7 +141,7 @@ def test_what_is_not_needed_is_compared_too(tmp_path: Path) -> None:
     with pytest.raises(
         CheckpointError, match=r"other bytes than were written .* optimizer/exp_avg\.safetensors"
     ):
-        keep(Directory(tmp_path), [], Axis("dp"))
+        preload(Directory(tmp_path), [], Axis("dp"))
 
 
 @pytest.mark.parametrize("damaged", [False, True])
@@ -160,7 +160,7 @@ def test_what_the_cache_has_goes_straight_to_its_place(tmp_path: Path, cached: b
     small = patch.object(reader, "BLOCK", 4 * reader.ALIGNMENT)
     told = patch.object(DirectFile, "is_cached", return_value=cached)
     with small, told, straight as reads, expected:
-        keep(Directory(tmp_path), [need], Axis("dp"))
+        preload(Directory(tmp_path), [need], Axis("dp"))
         assert torch.equal(home, numbers)
     assert reads.call_count > 20 if cached else not reads.called
 
@@ -194,7 +194,7 @@ def test_where_nothing_can_go_past_the_cache(tmp_path: Path, refused: str) -> No
         return original(*args, **kwargs)
 
     with patch.object(os, refused, refusing), patch.object(DirectFile, "is_cached", return_value=False):
-        keep(Directory(tmp_path), [], Axis("dp"))
+        preload(Directory(tmp_path), [], Axis("dp"))
     assert direct
 
 

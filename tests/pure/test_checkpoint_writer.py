@@ -22,7 +22,7 @@ from polyreme.checkpoint import checksum, writer
 from polyreme.checkpoint.copy_on_write import BackgroundAccess
 from polyreme.checkpoint.direct_reader import DirectFile
 from polyreme.checkpoint.sources import TensorInfo
-from polyreme.checkpoint.writer import BLOCK, WritePlan, Writer
+from polyreme.checkpoint.writer import BLOCK, FileLayout, Writer
 from polyreme.files.direct_io import ALIGNMENT, aligned
 from polyreme.layout.bucket_layout import Cut
 from polyreme.layout.region import MODEL, Region
@@ -52,7 +52,7 @@ def written(folder: Path, cuts: list[int], ranks: int, limit: int) -> None:
     make = torch.Generator().manual_seed(0)
     tensors = {name: torch.randn(shape, generator=make) for name, shape in SHAPES.items()}
     tensors["c"] = tensors["c"].bfloat16()
-    plan = WritePlan.of(
+    plan = FileLayout.of(
         {MODEL: {name: TensorInfo(tuple(t.shape), t.dtype) for name, t in tensors.items()}}, limit
     )
     folder.mkdir()
@@ -66,7 +66,7 @@ def written(folder: Path, cuts: list[int], ranks: int, limit: int) -> None:
         assert len(content) == size and content.startswith(beginning)
         own = checksum.contribution(beginning, size - len(beginning))
         assert checksum.total(size, [own, *(part.get(i, 0) for part in parts)]) == crc32(content)
-        for (_, tensor), place in plan.places.items():
+        for (_, tensor), place in plan.positions.items():
             if place.file == i:
                 expected = tensors[tensor].view(-1).view(torch.uint8).numpy().tobytes()
                 assert content[place.begin : place.begin + len(expected)] == expected
@@ -112,7 +112,7 @@ def test_whole_pages_go_past_the_cache() -> None:
     tensor = torch.zeros(3 * BLOCK // 4 + 50_011)
     place = writer.FilePosition(0, ALIGNMENT + 8, 4)
     region = Region(MODEL, ["x"], Cut.whole((tensor.numel(),), 1), 0, 0, tensor)
-    found = writer._stretches([(place, *region.runs(), region)])
+    found = writer._segments([(place, *region.runs(), region)])
     end = ALIGNMENT + 8 + tensor.nbytes
     edges = [ALIGNMENT + 8, 2 * ALIGNMENT, BLOCK, 2 * BLOCK, 3 * BLOCK, end // ALIGNMENT * ALIGNMENT, end]
     assert sorted((each.begin, each.end) for each in found) == [

@@ -14,7 +14,7 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 
 from polyreme.cli import doctor
 from polyreme.launch import torchrun
-from polyreme.launch.rank import HOLD
+from polyreme.launch.rank import AGENT_TIMEOUT
 from polyreme.launch.signals import importing
 
 
@@ -71,7 +71,7 @@ def test_a_rank_that_was_interrupted_ends_at_once(tmp_path: Path) -> None:
     with subprocess.Popen(command, env=variables, stdout=subprocess.PIPE) as rank:
         assert rank.stdout is not None and rank.stdout.readline() == b"begun\n"
         rank.send_signal(signal.SIGINT)
-        assert rank.wait(HOLD / 2) == 130
+        assert rank.wait(AGENT_TIMEOUT / 2) == 130
 
 
 def test_doctor_that_is_interrupted_is_no_check_that_failed(monkeypatch: pytest.MonkeyPatch) -> None:

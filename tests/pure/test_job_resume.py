@@ -14,10 +14,10 @@ from safetensors.torch import save as save_tensors
 
 from polyreme.checkpoint import manifest
 from polyreme.checkpoint.manifest import File, Resume
-from polyreme.checkpoint.run_directory import RunFolder
+from polyreme.checkpoint.run_directory import RunDirectory
 from polyreme.config import Config
 from polyreme.errors import ConfigError
-from polyreme.job.resume import plan
+from polyreme.job.resume import find_beginning
 from polyreme.planner.meta_model import meta_model
 
 MODEL = {
@@ -68,24 +68,24 @@ def save(path: Path, step: int, written_by: Config, **extra: Any) -> Path:
 
 def refused(asked: Config) -> str:
     with pytest.raises(ConfigError) as caught:
-        plan(asked)
+        find_beginning(asked)
     return str(caught.value)
 
 
 def test_a_run_without_checkpoints_begins_anew(run: Path) -> None:
-    assert plan(config(run)).checkpoints == []
+    assert find_beginning(config(run)).checkpoints == []
     run.mkdir()
     (run / "step-3.tmp").mkdir()
-    assert plan(config(run)).checkpoints == []
+    assert find_beginning(config(run)).checkpoints == []
 
 
 def test_the_newest_that_can_be_opened_is_gone_on_from(run: Path) -> None:
     mine = config(run)
     paths = [save(run / f"step-{step}", step, mine, loss=0.5) for step in (5, 9, 12, 15)]
-    assert plan(mine).checkpoints == [str(path) for path in reversed(paths)]
+    assert find_beginning(mine).checkpoints == [str(path) for path in reversed(paths)]
     (paths[3] / "model.safetensors").write_bytes(b"")
     (paths[2] / "resume.json").write_text("{}")
-    found = plan(mine)
+    found = find_beginning(mine)
     assert found.checkpoints == [str(paths[1]), str(paths[0])] and list(found.damaged) == [
         str(paths[3]),
         str(paths[2]),
@@ -101,7 +101,7 @@ def test_the_newest_that_can_be_opened_is_gone_on_from(run: Path) -> None:
     shutil.rmtree(paths[0]), (paths[1] / "model.safetensors").unlink()
     said = refused(mine)
     assert all(f"step-{step}" in said for step in (9, 12, 15)) and "--no-resume" in said
-    assert plan(config(run, checkpoint={"resume": "never"})).checkpoints == []
+    assert find_beginning(config(run, checkpoint={"resume": "never"})).checkpoints == []
 
 
 def test_weights_alone_are_no_run(run: Path) -> None:
@@ -125,32 +125,37 @@ def test_a_checkpoint_that_is_named_goes_before_the_runs_own_until_those_have_be
         (run, [newer, older]),
     ):
         asked = config(run, checkpoint={"resume": str(named)})
-        assert plan(asked).checkpoints == [str(path) for path in expected]
+        assert find_beginning(asked).checkpoints == [str(path) for path in expected]
     asked = config(run, checkpoint={"resume": str(other)})
     own = save(run / "step-11", 11, asked, origin=str(other.resolve()))
-    assert plan(asked).checkpoints == [str(own), str(newer), str(older)]
+    assert find_beginning(asked).checkpoints == [str(own), str(newer), str(older)]
     shutil.rmtree(other.parent)
-    assert plan(asked).checkpoints[0] == str(own)
+    assert find_beginning(asked).checkpoints[0] == str(own)
 
 
 def test_a_run_that_was_to_replace_them_and_saved_nothing_lets_the_old_ones_count(run: Path) -> None:
     mine = config(run)
     save(run / "step-5", 5, mine), save(run / "step-10", 10, mine)
-    RunFolder(run).set_aside()
-    assert plan(mine).checkpoints == [str(run / "step-10.earlier"), str(run / "step-5.earlier")]
+    RunDirectory(run).set_aside()
+    assert find_beginning(mine).checkpoints == [str(run / "step-10.earlier"), str(run / "step-5.earlier")]
 
 
 def test_a_run_that_has_ended(run: Path) -> None:
     save(run / "step-20", 20, config(run))
-    assert plan(config(run)).finished and plan(config(run, train={"length": "20000 tokens"})).finished
-    assert not plan(config(run, train={"length": 21})).finished
+    assert (
+        find_beginning(config(run)).finished
+        and find_beginning(config(run, train={"length": "20000 tokens"})).finished
+    )
+    assert not find_beginning(config(run, train={"length": 21})).finished
 
 
 def test_what_has_changed_is_listed(run: Path) -> None:
     save(run / "step-5", 5, config(run))
     monitor = {"checkpoint": {"every": 3}, "monitor": {"wandb": True}, "data": {"cache": "elsewhere"}}
-    assert plan(config(run, **monitor)).changes == []
-    found = plan(config(run, batch={"size": 16}, optimizer={"lr": 1e-5}, lr_schedule={"name": "cosine"}))
+    assert find_beginning(config(run, **monitor)).changes == []
+    found = find_beginning(
+        config(run, batch={"size": 16}, optimizer={"lr": 1e-5}, lr_schedule={"name": "cosine"})
+    )
     assert found.changes == [
         "batch.micro = 8, and was 4",
         "optimizer.lr = 1e-05, and was 0.0003",
@@ -158,7 +163,7 @@ def test_what_has_changed_is_listed(run: Path) -> None:
         "learning rate follows the new schedule from here on",
     ]
     assert found.same_data
-    found = plan(config(run, data={"path": "other.txt"}))
+    found = find_beginning(config(run, data={"path": "other.txt"}))
     assert (
         found.changes == ['data.path = "other.txt", and was "text.txt": the training data begins anew']
         and not found.same_data
@@ -183,7 +188,7 @@ def test_another_model_is_refused(run: Path, changes: dict[str, Any], said: str)
 
 def test_a_model_of_the_same_shapes_may_be_set_otherwise(run: Path) -> None:
     save(run / "step-5", 5, config(run))
-    found = plan(config(run, model={"config": {**MODEL, "attention_dropout": 0.5}}))
+    found = find_beginning(config(run, model={"config": {**MODEL, "attention_dropout": 0.5}}))
     assert found.changes == ['model.config.attention_dropout = 0.5, and was "none"']
 
 
@@ -192,7 +197,7 @@ def test_a_folder_that_has_the_name_of_a_checkpoint(run: Path, resume: str) -> N
     mine = config(run, checkpoint={"resume": resume})
     save(run / "step-5", 5, mine)
     (run / "step-3").mkdir()
-    assert plan(mine).checkpoints == (
+    assert find_beginning(mine).checkpoints == (
         [str(run / "step-5"), str(run / "step-3")] if resume == "auto" else []
     ), "an empty one is no loss"
     (run / "step-7").mkdir()
@@ -200,6 +205,6 @@ def test_a_folder_that_has_the_name_of_a_checkpoint(run: Path, resume: str) -> N
     said = refused(mine)
     assert "step-7 in it would be replaced" in said and "thesis.txt" in said and "move that away" in said
     (run / "step-7").rename(run / "step-4")
-    assert "step-4 in it" in refused(mine) if resume == "never" else plan(mine).steps == 5, (
+    assert "step-4 in it" in refused(mine) if resume == "never" else find_beginning(mine).steps == 5, (
         "it is in the way of no step to come"
     )

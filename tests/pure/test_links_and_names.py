@@ -20,7 +20,7 @@ from test_run_directory import save
 from polyreme.checkpoint.contents import contents
 from polyreme.checkpoint.direct_reader import DirectFile
 from polyreme.checkpoint.formats import deepspeed
-from polyreme.checkpoint.run_directory import RunFolder
+from polyreme.checkpoint.run_directory import RunDirectory
 from polyreme.cli import inspect
 from polyreme.config import Config
 from polyreme.config.describe import toml
@@ -43,7 +43,7 @@ def plot(folder: Path) -> None:
 WRITERS: dict[str, Callable[[Path], object]] = {
     "log.jsonl": lambda folder: JSONL(folder).start(RUN),
     "loss.png": plot,
-    "latest.tmp": lambda folder: RunFolder(folder).point(folder / "step-3"),
+    "latest.tmp": lambda folder: RunDirectory(folder).point(folder / "step-3"),
     "model.safetensors": lambda folder: DirectFile(folder / "model.safetensors", write=True),
 }
 
@@ -73,7 +73,7 @@ def test_a_pipe_is_not_waited_for(tmp_path: Path, name: str) -> None:
 def test_latest_is_replaced_and_not_written_through(tmp_path: Path) -> None:
     (tmp_path / "mine").write_text("four years\n")
     (tmp_path / "latest").symlink_to(tmp_path / "mine")
-    RunFolder(tmp_path).point(save(RunFolder(tmp_path), 3))
+    RunDirectory(tmp_path).point(save(RunDirectory(tmp_path), 3))
     assert (tmp_path / "mine").read_text() == "four years\n" and (
         tmp_path / "latest"
     ).read_text() == "step-3\n"

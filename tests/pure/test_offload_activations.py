@@ -21,7 +21,7 @@ from polyreme.files.direct_io import ALIGNMENT
 from polyreme.models.patches import Patches
 from polyreme.offload import activations as module
 from polyreme.offload.activations import ActivationOffload
-from polyreme.offload.space import Space
+from polyreme.offload.arena import Arena
 from polyreme.step.recomputation import measure, wrap_blocks
 
 CPU = torch.device("cpu")
@@ -136,10 +136,10 @@ def test_memory_is_freed_between_forward_and_backward(offload: ActivationOffload
         assert offload.traffic.written == (step + 1) * saved.moved
         loss.backward()
         # some are read before they are in a file
-        assert offload.traffic.read == offload.traffic.written or offload.place == "files"
-    assert offload.disk == (saved.moved if offload.place == "files" else 0)
+        assert offload.traffic.read == offload.traffic.written or offload.tier == "files"
+    assert offload.disk == (saved.moved if offload.tier == "files" else 0)
     # one to read, two ahead, or two to write; once more
-    assert offload.memory <= (4 * HIDDEN if offload.place == "files" else saved.moved)
+    assert offload.memory <= (4 * HIDDEN if offload.tier == "files" else saved.moved)
 
 
 def test_interleaved_microbatches_reuse_their_space(offload: ActivationOffload) -> None:
@@ -162,10 +162,10 @@ def test_interleaved_microbatches_reuse_their_space(offload: ActivationOffload) 
                     if moved is not None:
                         end = moved._end(following)
                         assert end is not None
-                        assert [call() is end for call in moved._held] == {0: [True], 3: [False]}.get(
+                        assert [call() is end for call in moved._on_device] == {0: [True], 3: [False]}.get(
                             i, [True, False]
                         )
-                        assert all(record.bytes is not None or record.slots.memory for record in end.records)
+                        assert all(stored.bytes is not None or stored.slots.memory for stored in end.storages)
                         del end
                 else:
                     losses.pop(i).backward()
@@ -174,7 +174,7 @@ def test_interleaved_microbatches_reuse_their_space(offload: ActivationOffload) 
         results.append(state(model))
     assert_same(*results)
     assert taken[0][1] == taken[1][1] == taken[2][1]
-    if offload.place == "host":
+    if offload.tier == "host":
         assert taken[1][0] == taken[2][0]
     else:  # how many buffers wait to be written depends on the disk
         assert all(memory < disk for memory, disk in taken)
@@ -239,7 +239,7 @@ def test_views_come_back_as_they_were(offload: ActivationOffload) -> None:
 
 def paged(offload: ActivationOffload) -> Callable[[int], int]:
     """Bytes that move for so many."""
-    return lambda nbytes: -(-nbytes // ALIGNMENT) * ALIGNMENT if offload.place == "files" else nbytes
+    return lambda nbytes: -(-nbytes // ALIGNMENT) * ALIGNMENT if offload.tier == "files" else nbytes
 
 
 def test_what_lives_on_anyway_stays() -> None:
@@ -287,7 +287,7 @@ def test_a_backward_twice_and_none_at_all(offload: ActivationOffload) -> None:
     assert not offload._known
 
 
-def test_space_is_bounded_when_shapes_change(offload: ActivationOffload) -> None:
+def test_arena_is_bounded_when_shapes_change(offload: ActivationOffload) -> None:
     model = net()
     wrapped(model, offload)
     sizes = [*range(40, 240, 20), *range(220, 40, -60)]
@@ -299,23 +299,23 @@ def test_space_is_bounded_when_shapes_change(offload: ActivationOffload) -> None
 
 def test_places_never_overlap() -> None:
     draw = random.Random(0)
-    space = Space(lambda nbytes: torch.empty(nbytes, dtype=torch.uint8))
+    arena = Arena(lambda nbytes: torch.empty(nbytes, dtype=torch.uint8))
     places: list[tuple[Any, int]] = []
     for i in range(600):
         if places and draw.random() < (0.35 if i % 200 < 100 else 0.65):
             place, mark = places.pop(draw.randrange(len(places)))
             assert (place.memory == mark).all()
-            space.free(place)
+            arena.free(place)
         else:
-            place = space.take(draw.randrange(1, 5 * ALIGNMENT))
+            place = arena.take(draw.randrange(1, 5 * ALIGNMENT))
             place.memory.fill_(i % 251)
             places.append((place, i % 251))
     assert all((place.memory == mark).all() for place, mark in places)
     for place, _ in places:
-        space.free(place)
-    total = space.nbytes
-    space.take(total + 1)
-    assert space.nbytes < 2 * total + 2 * ALIGNMENT and len(space._segments) == 1
+        arena.free(place)
+    total = arena.nbytes
+    arena.take(total + 1)
+    assert arena.nbytes < 2 * total + 2 * ALIGNMENT and len(arena._segments) == 1
 
 
 # ---- faults

@@ -19,17 +19,17 @@ import models
 from cuttable import FAMILIES, GROUPED, Plain, family
 from polyreme.deferred_init.replay import record
 from polyreme.errors import ModelError
-from polyreme.pipeline.partition import keep, layers, plan
+from polyreme.pipeline.partition import keep_stages, layers, partition_model
 
 
 def test_tied_weights_are_on_both_stages() -> None:
     model = family("gpt2")
-    split = plan(model, 3)
+    split = partition_model(model, 3)
     both = ["transformer.wte.weight", "lm_head.weight"]
     assert split.tied == {both[0]: (0, 2)}
     for stage in range(3):
         part = copy.deepcopy(model)
-        left = keep(part, split, [stage])
+        left = keep_stages(part, split, [stage])
         named = dict(part.named_parameters(remove_duplicate=False))
         assert [name in named for name in both] == [stage != 1] * 2 == [name in left for name in both]
         assert stage == 1 or named[both[0]] is named[both[1]]
@@ -48,11 +48,11 @@ def storages(model: nn.Module) -> int:
 @pytest.mark.parametrize("name", ["llama", "gpt2", "opt", "bert", "vit"])
 def test_what_others_have_is_not_in_memory(name: str) -> None:
     model = family(name)
-    split = plan(model, 3)
+    split = partition_model(model, 3)
     names = [n for n, _ in model.named_parameters(remove_duplicate=False)]
     present = [n for n in names if 1 in split.stages_of[n]]
     gone = [weakref.ref(p) for n, p in model.named_parameters() if 1 not in split.stages_of[n]]
-    left = keep(model, split, [1])
+    left = keep_stages(model, split, [1])
     gc.collect()
     assert gone and all(ref() is None for ref in gone)
     assert (
@@ -70,13 +70,13 @@ def test_what_others_have_is_not_in_memory(name: str) -> None:
 def test_a_model_on_the_meta_device_is_cut_alike_and_filled_in_part() -> None:
     real = family("gpt2")
     recording = record(lambda: family("gpt2"), 0)
-    split = plan(recording.module, 3)
+    split = partition_model(recording.module, 3)
     assert (split.bounds, dict(split.stages_of), split.tied) == (
-        plan(real, 3).bounds,
-        plan(real, 3).stages_of,
-        plan(real, 3).tied,
+        partition_model(real, 3).bounds,
+        partition_model(real, 3).stages_of,
+        partition_model(real, 3).tied,
     )
-    left = keep(recording.module, split, [2], torch.device("cpu"), torch.float64)
+    left = keep_stages(recording.module, split, [2], torch.device("cpu"), torch.float64)
     assert all(t.is_meta for t in (*recording.module.parameters(), *recording.module.buffers()))
     made: dict[str, Tensor] = {}
     recording.replay(lambda name, tensor: made.update({name: tensor.clone()}) if name in left else None)
@@ -99,8 +99,8 @@ def test_a_list_of_builders_builds_on_a_stage_only_what_it_has() -> None:
     torch.manual_seed(3)
     expected = nn.Sequential(*(b if isinstance(b, nn.Module) else b() for b in builders)).state_dict()
     recording = record(build, 3)
-    split = plan(recording.module, 2)
-    left = keep(recording.module, split, [1])
+    split = partition_model(recording.module, 2)
+    left = keep_stages(recording.module, split, [1])
     made: dict[str, Tensor] = {}
     recording.replay(lambda name, tensor: made.update({name: tensor.clone()}) if name in left else None)
     assert set(made) == set(left) == {name for name in expected if int(name[0]) >= split.bounds[1]}
@@ -178,13 +178,13 @@ def test_what_cannot_be_planned(
     build: Callable[[], nn.Module], options: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ModelError, match=message):
-        plan(build(), **options)
+        partition_model(build(), **options)
 
 
 def test_a_plan_changes_nothing() -> None:
     model = family("gpt2-dropout")
     before, state = copy.deepcopy(model.state_dict()), torch.get_rng_state()
-    plan(model, 2)
+    partition_model(model, 2)
     assert torch.equal(torch.get_rng_state(), state)
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
     assert list(before) == list(model.state_dict()) and "forward" not in vars(model)
@@ -206,7 +206,7 @@ def test_balance_makes_the_most_expensive_stage_as_cheap_as_can_be() -> None:
             return max(parts), sum(part**2 for part in parts)
 
         possible = [(0, *cuts, blocks) for cuts in itertools.combinations(range(1, blocks), stages - 1)]
-        split = plan(model, stages, costs=costs)
+        split = partition_model(model, stages, costs=costs)
         if stages > 1:
             assert worth(split.bounds) == min(map(worth, possible))
 
@@ -218,6 +218,8 @@ def test_balance_counts_head_and_for_memory_embedding() -> None:
         )
         for size in (8, 2000)
     )
-    assert plan(small, 4).bounds == plan(small, 4, memory=True).bounds == (0, 2, 4, 6, 8)
-    assert plan(large, 4).bounds == (0, 2, 4, 7, 8)
-    assert plan(large, 4, memory=True).bounds == (0, 1, 4, 7, 8)
+    assert (
+        partition_model(small, 4).bounds == partition_model(small, 4, memory=True).bounds == (0, 2, 4, 6, 8)
+    )
+    assert partition_model(large, 4).bounds == (0, 2, 4, 7, 8)
+    assert partition_model(large, 4, memory=True).bounds == (0, 1, 4, 7, 8)

@@ -12,7 +12,7 @@ import models
 from cuttable import batch_for, family
 from polyreme.deferred_init.replay import record
 from polyreme.models.huggingface import sample_batch
-from polyreme.pipeline.partition import plan
+from polyreme.pipeline.partition import partition_model
 from polyreme.pipeline.profile import block_seconds, copy_to, measure
 
 CPU = torch.device("cpu")
@@ -41,7 +41,7 @@ def test_balance_by_measured_time(monkeypatch: pytest.MonkeyPatch) -> None:
     costs = measure(model, lambda: model(x))
     assert costs == [3, 3, 3, 15, 6]
     assert all(p.grad is None for p in model.parameters()) and torch.equal(torch.get_rng_state(), state)
-    assert plan(model, 2, costs=costs).bounds == (0, 3, 5)
+    assert partition_model(model, 2, costs=costs).bounds == (0, 3, 5)
 
 
 def test_a_real_model_is_measured() -> None:

@@ -17,7 +17,7 @@ import models
 from cuttable import FAMILIES, Plain, V, batch_for, family
 from polyreme.errors import ModelError
 from polyreme.pipeline.activation_spec import buffers, put_together, take_apart
-from polyreme.pipeline.partition import PipelineSplit, keep, plan
+from polyreme.pipeline.partition import PipelinePartition, keep_stages, partition_model
 from polyreme.pipeline.stage import Stage
 
 Run = tuple[float, dict[str, Tensor]]
@@ -37,7 +37,7 @@ def whole(model: nn.Module, call: Callable[[nn.Module], Any]) -> Run:
 
 def staged(
     model: nn.Module,
-    split: PipelineSplit,
+    split: PipelinePartition,
     call: Callable[[nn.Module], Any],
     ranks: Sequence[Sequence[int]] = (),
 ) -> Run:
@@ -46,7 +46,7 @@ def staged(
     ranks = ranks or [[stage] for stage in range(split.stages)]
     parts = [copy.deepcopy(model) for _ in ranks]
     for part, mine in zip(parts, ranks, strict=True):
-        keep(part, split, mine)
+        keep_stages(part, split, mine)
     part_of = {stage: part for part, mine in zip(parts, ranks, strict=True) for stage in mine}
     stages = [Stage(part_of[i], split, i) for i in range(split.stages)]
     received: list[Any] = []
@@ -100,7 +100,9 @@ def test_stages_equal_the_whole(name: str) -> None:
         batch = batch_for(name, padded)
         expected = whole(copy.deepcopy(model), lambda m, batch=batch: m(**batch))
         for stages in (2, 3, 4):
-            assert_same(staged(model, plan(model, stages), lambda m, batch=batch: m(**batch)), expected)
+            assert_same(
+                staged(model, partition_model(model, stages), lambda m, batch=batch: m(**batch)), expected
+            )
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "bloom"])
@@ -108,12 +110,12 @@ def test_stages_equal_the_whole(name: str) -> None:
 def test_several_stages_on_a_rank(name: str, ranks: list[list[int]]) -> None:
     model, batch = family(name), batch_for(name)
     expected = whole(copy.deepcopy(model), lambda m: m(**batch))
-    assert_same(staged(model, plan(model, 4), lambda m: m(**batch), ranks), expected)
+    assert_same(staged(model, partition_model(model, 4), lambda m: m(**batch), ranks), expected)
 
 
 def test_a_stage_can_be_run_again_and_without_gradients() -> None:
     model, batch = family("llama"), batch_for("llama")
-    split = plan(model, 2)
+    split = partition_model(model, 2)
     expected = model(**batch).loss.item()
     names = [name for name, _ in model.named_modules()]
     stages = [Stage(model, split, i) for i in range(2)]
@@ -131,7 +133,7 @@ def test_a_stage_can_be_run_again_and_without_gradients() -> None:
 
 def test_hooks_of_other_stages_do_not_run() -> None:
     model, batch = family("llama"), batch_for("llama")
-    split = plan(model, 3, counts=[2, 2, 1])
+    split = partition_model(model, 3, counts=[2, 2, 1])
     called: list[str] = []
     for name in split.blocks:
         model.get_submodule(name).register_forward_hook(lambda *_, name=name: called.append(name))
@@ -152,12 +154,12 @@ def test_hooks_of_other_stages_do_not_run() -> None:
 def test_a_stage_computes_in_the_dtype_that_it_is_given(name: str) -> None:
     """Rotary embeddings and masks take their dtype from hidden states that come from hollow parameters."""
     model, batch = family(name), batch_for(name)
-    split = plan(model, 2)
+    split = partition_model(model, 2)
     expected = copy.deepcopy(model).to(torch.bfloat16)(**batch).loss
     value = None
     for i in range(2):
         part = copy.deepcopy(model)
-        keep(part, split, [i], dtype=torch.bfloat16)
+        keep_stages(part, split, [i], dtype=torch.bfloat16)
         part.to(torch.bfloat16)
         value = Stage(part, split, i)(lambda part=part: part(**batch), value)
     assert value.loss.item() == expected.item()
@@ -165,8 +167,8 @@ def test_a_stage_computes_in_the_dtype_that_it_is_given(name: str) -> None:
 
 def test_one_stage_is_the_whole_model() -> None:
     model, images = models.ConvNet(), torch.randn(2, 3, 8, 8)
-    split = plan(model, 1)
-    assert keep(model, split, [0]) == {name for name, _ in model.named_parameters()}
+    split = partition_model(model, 1)
+    assert keep_stages(model, split, [0]) == {name for name, _ in model.named_parameters()}
     assert torch.equal(Stage(model, split, 0)(lambda: model(images)), model(images))
 
 
@@ -208,7 +210,7 @@ def sequential() -> nn.Sequential:
 @pytest.mark.parametrize("counts", [[3, 3], [1, 4, 1], [2, 1, 1, 2], [1] * 6])
 def test_sequential_with_several_tensors_between_layers(counts: list[int]) -> None:
     model, x = sequential(), torch.randn(4, 6, dtype=torch.float64)
-    split = plan(model, len(counts), counts=counts)
+    split = partition_model(model, len(counts), counts=counts)
     assert split.blocks == tuple("012345")
     assert_same(staged(model, split, lambda m: m(x)), whole(copy.deepcopy(model), lambda m: m(x)))
 
@@ -226,7 +228,7 @@ def test_a_cut_before_a_layer_that_writes_to_its_input() -> None:
             output = m(x)
             return output if output.shape != (4, 1) else output.mean()
 
-        assert_same(staged(model, plan(model, len(counts), counts=counts), call), expected)
+        assert_same(staged(model, partition_model(model, len(counts), counts=counts), call), expected)
 
 
 def test_embedding_and_head_of_a_sequential_may_be_tied() -> None:
@@ -236,7 +238,7 @@ def test_embedding_and_head_of_a_sequential_may_be_tied() -> None:
     ).double()
     model[3].weight = model[0].weight
     ids = torch.randint(0, 9, (3, 4))
-    split = plan(model, 2, counts=[2, 2])
+    split = partition_model(model, 2, counts=[2, 2])
     assert split.tied == {"0.weight": (0, 1)}
 
     def call(m: nn.Module) -> Tensor:
@@ -273,7 +275,7 @@ class Own(nn.Module):
 @pytest.mark.parametrize("counts", [[2, 2], [1, 3], [3, 1], [1, 1, 1, 1]])
 def test_a_model_of_ones_own(counts: list[int]) -> None:
     model, ids = Own(), torch.randint(0, 9, (3, 4))
-    split = plan(model, len(counts), counts=counts, sample=ids[:1])
+    split = partition_model(model, len(counts), counts=counts, sample=ids[:1])
     ends, everywhere = tuple({0: 0, len(counts) - 1: 0}), tuple(range(len(counts)))
     assert split.tied == {"scales": everywhere, "embed.weight": ends}
     assert (split.stages_of["start"], split.stages_of["norm.weight"]) == ((0,), (len(counts) - 1,))
@@ -282,12 +284,12 @@ def test_a_model_of_ones_own(counts: list[int]) -> None:
 
 def test_without_a_sample_the_order_of_registration_tells() -> None:
     model, ids = Plain(), torch.randint(0, 9, (3, 4))
-    split = plan(model, 3)
+    split = partition_model(model, 3)
     assert (split.stages_of["embed.weight"], split.stages_of["head.weight"], split.tied) == ((0,), (2,), {})
     assert_same(staged(model, split, lambda m: m(ids)), whole(copy.deepcopy(model), lambda m: m(ids)))
     wrong = Own()
     with pytest.raises(ModelError, match=r"stage 0 computes with embed\.weight, which stage 1 has"):
-        staged(wrong, plan(wrong, 2), lambda m: m(ids))
+        staged(wrong, partition_model(wrong, 2), lambda m: m(ids))
 
 
 @pytest.mark.parametrize(
@@ -306,7 +308,7 @@ def test_without_a_sample_the_order_of_registration_tells() -> None:
 def test_what_cannot_be_cut_is_refused(switch: str, message: str) -> None:
     model, ids = Plain(**{switch: True}), torch.randint(0, 9, (3, 4))
     with pytest.raises(ModelError, match=message):
-        staged(model, plan(model, 2, counts=[2, 2]), lambda m: m(ids))
+        staged(model, partition_model(model, 2, counts=[2, 2]), lambda m: m(ids))
 
 
 @pytest.mark.parametrize(
@@ -317,14 +319,14 @@ def test_an_error_leaves_the_model_as_it_was(ids: Tensor, error: type[Exception]
     modules, good = list(model.modules()), torch.tensor([[3, 4]])
     expected = model(good)
     with pytest.raises(error):
-        Stage(model, plan(model, 2), 0)(lambda: model(ids))
+        Stage(model, partition_model(model, 2), 0)(lambda: model(ids))
     assert "forward" not in vars(model) and list(model.modules()) == modules
     assert torch.equal(model(good), expected)
 
 
 def test_a_skipped_last_block_is_refused() -> None:
     model = Plain()
-    split = plan(model, 2)
+    split = partition_model(model, 2)
     ids = torch.randint(0, 9, (3, 4))
     part = copy.deepcopy(model)
 
@@ -350,7 +352,7 @@ def test_outputs_of_the_first_block_that_later_ones_need_are_refused() -> None:
     }
     model = transformers.T5EncoderModel(transformers.T5Config(**settings)).double()
     ids = torch.randint(3, V, (2, 6))
-    split = plan(model, 2)
+    split = partition_model(model, 2)
     value = Stage(model, split, 0)(lambda: model(input_ids=ids))
     with pytest.raises(ModelError, match="stage 1 computes with"):
         Stage(model, split, 1)(lambda: model(input_ids=ids), value)

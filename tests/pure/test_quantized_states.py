@@ -114,7 +114,7 @@ def test_random_bits_are_those_of_each_place() -> None:
     key = Key("exp_avg", 7, 1000)
     found = quantized_states.random(key, 300, torch.device("cpu"))
     assert [x & 0xFFFFFFFF for x in found.tolist()] == [
-        quantized_states.mixed(key.place + i) for i in range(300)
+        quantized_states.mixed(key.random_offset + i) for i in range(300)
     ]
     assert torch.equal(found[100:], quantized_states.random(key._replace(at=1100), 200, torch.device("cpu")))
     others = (key._replace(steps=8), key._replace(name="exp_avg_sq"), key._replace(at=1000 + 2**32))

@@ -18,7 +18,7 @@ from safetensors.torch import save as save_tensors
 from examples import examples
 from polyreme.checkpoint import manifest
 from polyreme.checkpoint.manifest import File, Resume
-from polyreme.checkpoint.run_directory import RunFolder, is_whole, progress_of, step_of
+from polyreme.checkpoint.run_directory import RunDirectory, is_whole, progress_of, step_of
 from polyreme.config import Duration, Progress
 
 
@@ -36,17 +36,17 @@ def write(path: Path, step: int) -> Path:
     return path
 
 
-def save(run: RunFolder, step: int) -> Path:
+def save(run: RunDirectory, step: int) -> Path:
     """Beside its place, then renamed, as the engine does."""
     write(run.path / f"step-{step}.tmp", step)
     return (run.path / f"step-{step}.tmp").rename(run.path / f"step-{step}")
 
 
-def steps(run: RunFolder) -> list[int]:
+def steps(run: RunDirectory) -> list[int]:
     return [step_of(path) for path in run.saved()]
 
 
-def names(run: RunFolder) -> list[str]:
+def names(run: RunDirectory) -> list[str]:
     return sorted(path.name for path in run.path.iterdir())
 
 
@@ -79,7 +79,7 @@ def killed_at(change: int) -> Iterator[None]:
 
 
 def test_nothing_yet(tmp_path: Path) -> None:
-    run = RunFolder(tmp_path / "none")
+    run = RunDirectory(tmp_path / "none")
     run.tidy()
     run.prune(1)
     run.drop_earlier()
@@ -87,7 +87,7 @@ def test_nothing_yet(tmp_path: Path) -> None:
 
 
 def test_only_whole_directories_of_that_name_count(tmp_path: Path) -> None:
-    run = RunFolder(tmp_path)
+    run = RunDirectory(tmp_path)
     for name in (
         "step-9",
         "step-10",
@@ -110,7 +110,7 @@ def test_only_whole_directories_of_that_name_count(tmp_path: Path) -> None:
 
 
 def test_latest_is_a_whole_name_and_may_be_wrong(tmp_path: Path) -> None:
-    run = RunFolder(tmp_path)
+    run = RunDirectory(tmp_path)
     run.point(save(run, 3))
     assert (tmp_path / "latest").read_text() == "step-3\n"
     newer = save(run, 5)
@@ -124,7 +124,7 @@ def test_latest_is_a_whole_name_and_may_be_wrong(tmp_path: Path) -> None:
 
 
 def test_what_is_kept(tmp_path: Path) -> None:
-    run = RunFolder(tmp_path)
+    run = RunDirectory(tmp_path)
     for step in range(100, 1300, 100):
         save(run, step)
         run.prune(2, Duration(amount=500))
@@ -140,7 +140,7 @@ def test_what_is_kept(tmp_path: Path) -> None:
     [("1000 steps", [1050, 2100, 3150]), ("8000 samples", [1050, 2100, 3150]), ("2e5 tokens", [2100])],
 )
 def test_where_none_is_just_there_the_next_is_kept(tmp_path: Path, every: str, kept: list[int]) -> None:
-    run = RunFolder(tmp_path)
+    run = RunDirectory(tmp_path)
     for step in range(350, 3501, 350):
         save(run, step)
         run.prune(1, Duration.model_validate(every))
@@ -148,7 +148,7 @@ def test_where_none_is_just_there_the_next_is_kept(tmp_path: Path, every: str, k
 
 
 def test_the_newest_whole_one_stays_where_newer_ones_are_damaged(tmp_path: Path) -> None:
-    run = RunFolder(tmp_path)
+    run = RunDirectory(tmp_path)
     paths = [save(run, step) for step in range(1, 6)]
     (paths[4] / "resume.json").write_text("{")
     (paths[3] / "model.safetensors").unlink()
@@ -159,7 +159,7 @@ def test_the_newest_whole_one_stays_where_newer_ones_are_damaged(tmp_path: Path)
 
 
 def test_a_new_run_in_the_folder_replaces_the_old_one_when_it_has_a_checkpoint(tmp_path: Path) -> None:
-    run = RunFolder(tmp_path)
+    run = RunDirectory(tmp_path)
     for step in (100, 200, 300):
         save(run, step)
     assert [path.name for path in run.set_aside(after=100)] == ["step-200", "step-300"]
@@ -169,11 +169,11 @@ def test_a_new_run_in_the_folder_replaces_the_old_one_when_it_has_a_checkpoint(t
     assert names(run) == ["step-100.earlier", "step-200.earlier", "step-300.earlier"], (
         "the new run has none yet"
     )
-    RunFolder(tmp_path).tidy()  # it never had one
+    RunDirectory(tmp_path).tidy()  # it never had one
     assert names(run) == ["step-100", "step-200", "step-300"]
     run.set_aside()
     save(run, 7)
-    RunFolder(tmp_path).tidy()
+    RunDirectory(tmp_path).tidy()
     assert run.newest() == tmp_path / "step-7", (
         "not step-300, though the process was killed before it could drop that"
     )
@@ -182,7 +182,7 @@ def test_a_new_run_in_the_folder_replaces_the_old_one_when_it_has_a_checkpoint(t
 
 
 def test_a_damaged_one_is_passed_over_and_stays(tmp_path: Path) -> None:
-    run = RunFolder(tmp_path)
+    run = RunDirectory(tmp_path)
     for _ in range(2):
         save(run, 1), save(run, 2)
         assert run.pass_over(tmp_path / "step-2") == tmp_path / "step-2.damaged"
@@ -192,7 +192,7 @@ def test_a_damaged_one_is_passed_over_and_stays(tmp_path: Path) -> None:
 
 
 def test_killed_between_the_renames_that_replace_a_checkpoint(tmp_path: Path) -> None:
-    run = RunFolder(tmp_path)
+    run = RunDirectory(tmp_path)
     save(run, 4).rename(tmp_path / "step-4.old")
     write(tmp_path / "step-4.tmp", 4)
     run.tidy()
@@ -213,7 +213,7 @@ def test_killed_at_any_change_to_the_folder(
     """A run that saves after so many steps each, begun anew now and then, killed at some changes and started
     again."""
     with tempfile.TemporaryDirectory() as where:
-        run, ends = RunFolder(where), iter(killed)
+        run, ends = RunDirectory(where), iter(killed)
         newest: Path | None = None
         for at, more in enumerate(saves):
             if at in replaced:
@@ -227,6 +227,6 @@ def test_killed_at_any_change_to_the_folder(
                 first = {int(step // keep_every.amount) for step in steps(run)} - {0} if keep_every else set()
                 assert len(steps(run)) <= keep + len(first)
             except Killed:
-                RunFolder(where).tidy()
+                RunDirectory(where).tidy()
             assert run.newest() == newest and all(is_whole(path) for path in run.saved())
             assert not [name for name in names(run) if name.endswith((".tmp", ".old"))]

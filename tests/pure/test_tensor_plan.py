@@ -15,7 +15,7 @@ from polyreme.errors import ModelError
 from polyreme.layout.bucket_layout import Cut
 from polyreme.tensor.layers import Column, EmbeddingColumns, Replicate, Row, Vocabulary
 from polyreme.tensor.parallelize import parallelize
-from polyreme.tensor.plan import FAMILIES, WORDS, TensorPlan, plan
+from polyreme.tensor.plan import FAMILIES, STYLES, TensorPlan, plan
 
 SMALL = {
     "vocab_size": 97,
@@ -116,7 +116,7 @@ def test_the_table_for_families_without_a_plan() -> None:
 
 
 def test_the_table_is_about_words_and_families_that_exist() -> None:
-    assert {word for family in FAMILIES.values() for word in family.values()} <= WORDS.keys()
+    assert {word for family in FAMILIES.values() for word in family.values()} <= STYLES.keys()
     assert FAMILIES.keys() <= set(transformers.CONFIG_MAPPING)
 
 

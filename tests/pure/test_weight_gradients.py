@@ -93,7 +93,7 @@ def test_two_halves_are_one_backward(recompute: bool) -> None:
         def arrived(parameter: Tensor) -> None:
             if (later := current()) is not None:
                 held.update({name} if parameter.grad is not None else ())
-                later.hold(parameter, arrived)
+                later.defer(parameter, arrived)
             else:
                 complete.append(name)
 
@@ -133,7 +133,7 @@ class Sums:
         self.places = places
         self.complete: list[Tensor] = []
 
-    def place(self, parameter: Tensor) -> Tensor | None:
+    def gradient_buffer(self, parameter: Tensor) -> Tensor | None:
         return self.places.get(parameter)
 
     def added(self, parameter: Tensor) -> None:
@@ -156,7 +156,7 @@ def test_products_are_added_to_what_is_summed_already() -> None:
     }
     for parameter in places:
         parameter.register_post_accumulate_grad_hook(
-            lambda p: late.hold(p, lambda _: None) if (late := current()) is not None else None
+            lambda p: late.defer(p, lambda _: None) if (late := current()) is not None else None
         )
     weights, sums = WeightGradients(), Sums(places)
     loss = loss_of(split, ids)

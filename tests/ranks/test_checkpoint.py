@@ -458,7 +458,7 @@ def test_what_nothing_is_read_into_is_zero(ranks: Ranks, tmp_path: Path) -> None
 
 def background(rank: int, world: int, folder: Path) -> None:
     engine = engine_of("llama", z(2, **BF16, memory={"states": {"host": 0.5, "device": 0.5}}))
-    go, written = threading.Event(), writer.Writer._put_stretch
+    go, written = threading.Event(), writer.Writer._put_segment
 
     def held_up(*args: Any) -> None:
         go.wait(30)
@@ -466,7 +466,7 @@ def background(rank: int, world: int, folder: Path) -> None:
 
     step(engine, "llama")
     first = engine.save(folder / "first")
-    with patch.object(writer.Writer, "_put_stretch", held_up):
+    with patch.object(writer.Writer, "_put_segment", held_up):
         moment = engine.save(folder / "moment", wait=False)
         losses = [step(engine, "llama") for _ in range(2)]
         assert not moment.exists()

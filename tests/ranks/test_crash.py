@@ -20,7 +20,7 @@ from test_resume import CONFIG, assert_same, names, numbers, said
 
 from command import running, until, write_text
 from polyreme.checkpoint import manifest
-from polyreme.checkpoint.run_directory import RunFolder, is_whole, step_of
+from polyreme.checkpoint.run_directory import RunDirectory, is_whole, step_of
 from polyreme.checkpoint.writer import Writer
 from polyreme.config import Config
 from polyreme.errors import CheckpointError
@@ -55,7 +55,7 @@ def killed_in(patches: Patches, place: Any, name: str, here: Callable[..., bool]
 MOMENTS: dict[str, tuple[int, Callable[[Patches], None], str, int]] = {
     "a rank writes its part": (
         1,
-        lambda p: killed_in(p, Writer, "_put_stretch", lambda writer, *_: is_third(writer)),
+        lambda p: killed_in(p, Writer, "_put_segment", lambda writer, *_: is_third(writer)),
         "step-2.tmp",
         1,
     ),
@@ -73,7 +73,7 @@ MOMENTS: dict[str, tuple[int, Callable[[Patches], None], str, int]] = {
     ),
     "named, and not pointed to": (
         0,
-        lambda p: killed_in(p, RunFolder, "point", lambda _, path: path.name == "step-6"),
+        lambda p: killed_in(p, RunDirectory, "point", lambda _, path: path.name == "step-6"),
         "step-6",
         6,
     ),
@@ -223,7 +223,7 @@ def test_a_rank_of_the_command_is_killed_while_it_saves(folder: Path, ranks: Ran
         and "Traceback" not in errors
     )
     assert "polyreme: " not in errors, "what the other was writing at that moment is no error of its own"
-    newest = RunFolder(run).newest()
+    newest = RunDirectory(run).newest()
     assert newest is not None
     last = step_of(newest) + 1
     ranks(2, job, tmp_path, [*changes, f"train.length={last}"])

@@ -66,20 +66,20 @@ class LateLane(CopyStream):
         self._leaving.clear()
 
 
-class LateFerry(HostTransfer):
+class LateTransfer(HostTransfer):
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
         self.copy_stream = LateLane()
 
 
 def train(rank: int, world: int, settings: list[dict[str, Any]], share: bool = True) -> list[training.Run]:
-    """A run of each config; all but the first with a ferry, and with so small records that several are on
-    their way at a time."""
+    """A run of each config; all but the first with a transfer to the host, and with so small extents that
+    several are on their way at a time."""
     runs = []
     for i, each in enumerate(settings):
         with (
-            patch.object(HostTransfer, "over", LateFerry if i else HostTransfer.over),
-            patch.object(optimizer_states, "RECORD", 4 * ALIGN),
+            patch.object(HostTransfer, "over", LateTransfer if i else HostTransfer.over),
+            patch.object(optimizer_states, "EXTENT", 4 * ALIGN),
         ):
             torch.manual_seed(0)
             engine = polyreme.initialize(
@@ -217,15 +217,15 @@ def account(rank: int, world: int, stage: int) -> dict[str, Any]:
         precision={"compute": "bf16"},
         memory={"states": "host"},
     )
-    with patch.object(HostTransfer, "over", LateFerry):
+    with patch.object(HostTransfer, "over", LateTransfer):
         engine = polyreme.initialize(models.llama(), made, loss_fn=models.causal_loss)
     for _ in range(2):
         engine.train_step(models.share(models.tokens(training.SAMPLES), rank, world))
     shards = sum(bucket.layout.shard_size for bucket in engine._training.placement.trainable)
     updated = sum(
-        record.run.stop - record.run.start
+        extent.run.stop - extent.run.start
         for bucket in engine._training.placement.trainable
-        for record in bucket.records or ()
+        for extent in bucket.offloaded_states or ()
     )
     return {
         "shards": shards,
@@ -255,7 +255,7 @@ def accumulate(rank: int, world: int, memory: dict[str, Any]) -> dict[str, Any]:
     made = training.config(
         world, 2, zero={"stage": 3, "min_bucket": 0}, precision={"compute": "bf16"}, memory=memory
     )
-    with patch.object(HostTransfer, "over", LateFerry):
+    with patch.object(HostTransfer, "over", LateTransfer):
         engine = polyreme.initialize(models.llama(), made, loss_fn=models.causal_loss)
     held = []
     for at in range(2):

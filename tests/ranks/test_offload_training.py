@@ -263,11 +263,11 @@ def moved(rank: int, world: int, folder: str, compute: str, accumulation: int) -
     before = {name: dict(each) for name, each in engine.tiers().items()}
     engine.train_step(batch)
     shards = [bucket.layout.shard_size for bucket in engine._training.placement.buckets]
-    records = [record.nbytes for update in engine._training.updates for record in update.records or ()]
+    sizes = [extent.nbytes for update in engine._training.updates for extent in update.offloaded or ()]
     elements = [
-        record.run.stop - record.run.start
+        extent.run.stop - extent.run.start
         for update in engine._training.updates
-        for record in update.records or ()
+        for extent in update.offloaded or ()
     ]
     after = engine.tiers()
     found = {
@@ -277,7 +277,7 @@ def moved(rank: int, world: int, folder: str, compute: str, accumulation: int) -
     return {
         "moved": found,
         "shards": shards,
-        "records": records,
+        "records": sizes,
         "elements": elements,
         "memory": engine.memory(),
         "root": [b.layout.shard_size for b in engine._training.placement.root.buckets],

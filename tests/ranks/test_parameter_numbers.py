@@ -200,7 +200,7 @@ def test_optimizers_of_whole_tensors(ranks: Ranks, world: int) -> None:
 
 
 def follow_in_files(rank: int, world: int, folder: Path) -> None:
-    with patch.object(optimizer_states, "RECORD", 64):  # several records for each parameter
+    with patch.object(optimizer_states, "EXTENT", 64):  # several extents for each parameter
         for stage in (2, 3):
             home = str(folder / f"tier{stage}")
             config = sections(stage, states=home, gradients=home, **({"params": home} if stage == 3 else {}))

@@ -13,7 +13,7 @@ from polyreme.errors import BatchError, ModelError
 from polyreme.layout.bucket_layout import Cut
 from polyreme.tensor import ops
 from polyreme.tensor.rng import Fork
-from polyreme.tensor.vocab_parallel_loss import SplitLogits, cross_entropy
+from polyreme.tensor.vocab_parallel_loss import VocabParallelLogits, cross_entropy
 from pool import Ranks
 
 EXACT = {"rtol": 0, "atol": 1e-12}
@@ -254,13 +254,13 @@ def test_cross_entropy(ranks: Ranks, world: int) -> None:
 
 
 def as_whole(rank: int, world: int) -> None:
-    """SplitLogits against the whole logits, operation by operation: equal, or an error."""
+    """VocabParallelLogits against the whole logits, operation by operation: equal, or an error."""
     axis = Mesh.open({"tp": world}).tp
     vocabulary = 7
     cut = Cut.padded((vocabulary, 1), 0, world)
     start, stop = cut.pieces[rank][0]
     whole = numbers(2, 3, vocabulary)
-    split = SplitLogits.of(whole[..., start:stop].clone(), axis, cut)
+    split = VocabParallelLogits.of(whole[..., start:stop].clone(), axis, cut)
     mask = torch.tensor([[True, False, True], [False, True, True]])
     operations = [
         lambda t: t.shape,
@@ -333,7 +333,7 @@ def as_whole(rank: int, world: int) -> None:
     ]
     for number, operation in enumerate(operations):
         expected, got = operation(whole), operation(split)
-        if isinstance(got, SplitLogits):
+        if isinstance(got, VocabParallelLogits):
             assert got.shape == expected.shape, number
             got = got.whole()
         if isinstance(expected, Tensor):

@@ -51,7 +51,7 @@ def left(rank: int, world: int, folder: Path) -> list[str]:
     """What is left of engines that have trained, by case."""
     found = []
     for name, case in settings(folder, world).items():
-        before, held = set(threading.enumerate()), [*UNSETTLED._held]
+        before, held = set(threading.enumerate()), [*UNSETTLED._alive]
         model = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(3)))
         engine = polyreme.initialize(model, {"batch": {"size": 4}, **case}, loss_fn=nn.functional.mse_loss)
         x = torch.ones(4 // engine.mesh.dp.size, WIDTH)
@@ -71,7 +71,7 @@ def left(rank: int, world: int, folder: Path) -> list[str]:
             each.join(TIMEOUT)
         until = time.monotonic() + TIMEOUT
         while (
-            own := len([each for each in UNSETTLED._held if all(each is not other for other in held)])
+            own := len([each for each in UNSETTLED._alive if all(each is not other for other in held)])
         ) and time.monotonic() < until:
             time.sleep(1e-3)  # the others drop their engines, too
             UNSETTLED.sweep()

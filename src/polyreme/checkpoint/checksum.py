@@ -34,13 +34,13 @@ def linear(data: Data, before: int = 0) -> int:
 def shift(state: int, nbytes: int) -> int:
     """The state after another `nbytes` zero bytes: `state` times x^(8 nbytes). Takes microseconds, whatever
     their number."""
-    place = 0
+    bit = 0
     while nbytes:
         if nbytes & 1:
-            a, b, c, d = _doubling(place)
+            a, b, c, d = _doubling(bit)
             state = a[state & 255] ^ b[state >> 8 & 255] ^ c[state >> 16 & 255] ^ d[state >> 24]
         nbytes >>= 1
-        place += 1
+        bit += 1
     return state
 
 
@@ -88,15 +88,15 @@ def _multiply(a: int, b: int) -> int:
 
 
 @cache
-def _power(place: int) -> int:
-    """x^(8 * 2^place)."""
-    return _multiply(_power(place - 1), _power(place - 1)) if place else 1 << 31 - 8
+def _power(bit: int) -> int:
+    """x^(8 * 2^bit)."""
+    return _multiply(_power(bit - 1), _power(bit - 1)) if bit else 1 << 31 - 8
 
 
 @cache
-def _doubling(place: int) -> list[list[int]]:
-    """`shift` by 2^place bytes."""
-    return _tables(_power(place))
+def _doubling(bit: int) -> list[list[int]]:
+    """`shift` by 2^bit bytes."""
+    return _tables(_power(bit))
 
 
 @lru_cache(maxsize=64)

@@ -15,7 +15,7 @@ from polyreme.checkpoint.formats.dcp import DCPCheckpoint
 from polyreme.checkpoint.formats.deepspeed import DeepSpeedCheckpoint
 from polyreme.checkpoint.formats.huggingface import Directory
 from polyreme.checkpoint.open import open_source
-from polyreme.checkpoint.run_directory import RunFolder
+from polyreme.checkpoint.run_directory import RunDirectory
 from polyreme.checkpoint.sources import MASTER, MODEL, Source, TensorInfo
 from polyreme.errors import CheckpointError
 
@@ -96,7 +96,7 @@ def contents(path: Path, shares: Callable[[int], Iterable[int]] = range) -> Cont
 
     shares: of a number of equal shares of that work, the numbers from 0 on, as they are to be done. Raises
     CheckpointError for what cannot be opened."""
-    source = open_source(RunFolder(path).newest() or path if path.is_dir() else path)
+    source = open_source(RunDirectory(path).newest() or path if path.is_dir() else path)
     checksums, problem = _check(source, shares)
     aliases: Mapping[str, str] = getattr(source, "aliases", {})
     by_name: dict[str, dict[str, TensorInfo]] = {}

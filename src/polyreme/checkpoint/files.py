@@ -50,9 +50,9 @@ def locate(folder: Path, name: str) -> tuple[Path, int]:
     file = folder / name
     with reading(file):
         status = file.stat()
-        home, target = folder.resolve(), file.resolve()
-    blobs = home.parent.parent / "blobs"
-    if not target.is_relative_to(home) and not (home.parent.name == "snapshots" and target.parent == blobs):
+        root, target = folder.resolve(), file.resolve()
+    blobs = root.parent.parent / "blobs"
+    if not target.is_relative_to(root) and not (root.parent.name == "snapshots" and target.parent == blobs):
         raise CheckpointError(
             f"{file} is a link that leads out of the checkpoint, "
             f"to {target}: put the file itself in its place"

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from polyreme.checkpoint.collective_errors import collectively
 from polyreme.checkpoint.formats.huggingface import Directory
-from polyreme.checkpoint.reader import Kept, Need, keep
+from polyreme.checkpoint.reader import Need, Preloaded, preload
 from polyreme.checkpoint.sources import MASTER, MODEL, Source, TensorInfo
 from polyreme.checkpoint.writer import combine
 from polyreme.distributed.mesh import Axis
@@ -69,7 +69,7 @@ def verify(source: Source, needed: Iterable[Need], axis: Axis) -> Source:
     """Compare all bytes with the checksums, each rank a part of them. Returns the source, which has in memory
     what it could keep of what is needed. Raises CheckpointError on every rank."""
     if isinstance(source, Directory):
-        return keep(source, needed, axis) if source.resume else source
+        return preload(source, needed, axis) if source.resume else source
     parts = collectively(axis, lambda: source.contributions(axis.rank, axis.size))
     collectively(axis, lambda: source.compare([combine(each) for each in zip(*parts, strict=True)]))
     return source
@@ -82,7 +82,7 @@ def needs(
     rank: int,
     start: int,
     stop: int,
-    homes: Mapping[str, Tensor],
+    targets: Mapping[str, Tensor],
     at: int,
 ) -> Iterator[Need]:
     """What of a tensor of the source, of all its kinds, those will read who have the elements [start, stop)
@@ -95,8 +95,8 @@ def needs(
             continue
         shape, dtype = tensors[name]
         is_alike = shape == cut.shape
-        home = homes.get(kind)
-        into = home if home is not None and home.dtype == dtype and is_alike else None
+        target = targets.get(kind)
+        into = target if target is not None and target.dtype == dtype and is_alike else None
         for runs in own if is_alike else [Runs(0, 0, prod(shape))]:
             if runs.count == 1:
                 yield Need(kind, name, runs.whole, runs.whole + runs.size, into, at + runs.local - start)
@@ -171,15 +171,15 @@ def _name(found: Mapping[str, TensorInfo], names: Sequence[str], prefix: str) ->
 
 def fill(source: Source, regions: Iterable[tuple[str, str, Region]]) -> None:
     """Read (kind, name in the source) into each region's memory, in its dtype."""
-    settled = source.settled if isinstance(source, Kept) else ()
-    left = [each for each in regions if each[:2] not in settled]
+    complete = source.complete if isinstance(source, Preloaded) else ()
+    left = [each for each in regions if each[:2] not in complete]
     blocks = [
         (kind, name, region, block)
         for kind, name, region in left
         for runs in region.runs()
         for block in _blocks(runs)
     ]
-    if isinstance(source, Kept):  # nearly all of it is in memory
+    if isinstance(source, Preloaded):  # nearly all of it is in memory
         for block in blocks:
             _read(source, *block)
         return

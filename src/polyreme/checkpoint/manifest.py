@@ -154,9 +154,9 @@ def _wrong_within(tree: Mapping[str, Any]) -> str | None:
             isinstance(text, str) and _is_base64(text) for text in states.values()
         ):
             return f"rng: that of {rank!r} is no state of random numbers"
-    places = tree["data"].get("loaders", [])
-    if not isinstance(places, list) or not all(isinstance(place, dict) for place in places):
-        return f"data: 'loaders' is {places!r:.200}"
+    positions = tree["data"].get("loaders", [])
+    if not isinstance(positions, list) or not all(isinstance(position, dict) for position in positions):
+        return f"data: 'loaders' is {positions!r:.200}"
     return None if isinstance(tree["config"].get("batch", {}), dict) else "config: 'batch' is not an object"
 
 

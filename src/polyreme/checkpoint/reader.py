@@ -69,37 +69,37 @@ class Need(NamedTuple):
     at: int = 0
 
 
-class KeptRange(NamedTuple):
+class PreloadedRange(NamedTuple):
     """Bytes that are kept, and their memory."""
 
     range: Range
     memory: Tensor
 
 
-class Kept:
+class Preloaded:
     """A checkpoint of which a part is in memory: a `Source`."""
 
-    def __init__(self, source: Directory, places: Sequence[KeptRange]) -> None:
-        self._source, self.places, self._begins = source, places, [place.range[:2] for place in places]
-        self.settled: Collection[tuple[str, str]] = frozenset()
+    def __init__(self, source: Directory, ranges: Sequence[PreloadedRange]) -> None:
+        self._source, self.ranges, self._begins = source, ranges, [cached.range[:2] for cached in ranges]
+        self.complete: Collection[tuple[str, str]] = frozenset()
         """Kinds and names of tensors of which all that this rank needs is in the memory that was named for
         it."""
         self.path: Path = source.path
         self.tensors: Mapping[str, Mapping[str, TensorInfo]] = source.tensors
         self.resume = source.resume
 
-    def among(self, file: int, begin: int, end: int) -> Sequence[KeptRange]:
+    def overlapping(self, file: int, begin: int, end: int) -> Sequence[PreloadedRange]:
         """The places that have any of these bytes, and perhaps one that has none."""
-        return self.places[
+        return self.ranges[
             max(bisect_right(self._begins, (file, begin)) - 1, 0) : bisect_left(self._begins, (file, end))
         ]
 
     def read(self, kind: str, name: str, start: int, stop: int) -> Tensor:
         """See `Source`. What is kept is not copied."""
-        number, begin, end = self._source.place(kind, name, start, stop)
+        number, begin, end = self._source.locate(kind, name, start, stop)
         i = bisect_right(self._begins, (number, begin)) - 1
         if i >= 0:
-            (file, low, high), memory = self.places[i]
+            (file, low, high), memory = self.ranges[i]
             if file == number and end <= high:
                 return memory[begin - low : end - low].view(self.tensors[kind][name].dtype)
         return self._source.read(kind, name, start, stop)
@@ -113,23 +113,27 @@ class Kept:
         self._source.compare(contributions)
 
 
-def keep(source: Directory, needed: Iterable[Need], axis: Axis) -> Kept:
+def preload(source: Directory, needed: Iterable[Need], axis: Axis) -> Preloaded:
     """Read and compare all of it, with all ranks. needed: what this rank will read. Raises CheckpointError on
     every rank where anything is not as it was written; what was named `into` may be read then, or not."""
     mine: list[tuple[Range, Need]] = []
 
     def report() -> dict[str, Any]:
-        mine.extend((source.place(*need[:4]), need) for need in needed)
-        return {"needed": joined(place for place, _ in mine), **report_memory()}
+        mine.extend((source.locate(*need[:4]), need) for need in needed)
+        return {"needed": joined(needed_range for needed_range, _ in mine), **report_memory()}
 
     reports = collectively(axis, report)
-    ranges = [[tuple(place) for place in each["needed"]] for each in reports]
+    ranges = [[tuple(each_range) for each_range in each["needed"]] for each in reports]
     parts = divide([file.size for file in source.files], ranges)[axis.rank]
-    kept = Kept(source, _places(parts, sorted(mine, key=lambda each: each[0]), share(reports)))
-    if _nbytes(place.range for place in kept.places) == _nbytes(place for place, _ in mine):
-        kept.settled = {need[:2] for _, need in mine} - {need[:2] for _, need in mine if need.into is None}
-    source.compare(_combined(collectively(axis, lambda: _read_parts(source, parts, kept))))
-    return kept
+    preloaded = Preloaded(source, _assign(parts, sorted(mine, key=lambda each: each[0]), share(reports)))
+    if _nbytes(cached.range for cached in preloaded.ranges) == _nbytes(
+        needed_range for needed_range, _ in mine
+    ):
+        preloaded.complete = {need[:2] for _, need in mine} - {
+            need[:2] for _, need in mine if need.into is None
+        }
+    source.compare(_combined(collectively(axis, lambda: _read_parts(source, parts, preloaded))))
+    return preloaded
 
 
 def _nbytes(ranges: Iterable[Range]) -> int:
@@ -191,10 +195,12 @@ def _merged(parts: Sequence[FileRange]) -> list[FileRange]:
     return found
 
 
-def _places(parts: Sequence[FileRange], needed: Sequence[tuple[Range, Need]], room: int) -> list[KeptRange]:
+def _assign(
+    parts: Sequence[FileRange], needed: Sequence[tuple[Range, Need]], room: int
+) -> list[PreloadedRange]:
     """Which bytes of the parts to keep, and where: those that are needed (in order), each once, and at
     most `room`."""
-    found: list[KeptRange] = []
+    found: list[PreloadedRange] = []
     first, last = 0, (0, 0)
     for part in parts:
         while first < len(needed) and (needed[first][0][0], needed[first][0][2]) <= part[:2]:
@@ -204,7 +210,7 @@ def _places(parts: Sequence[FileRange], needed: Sequence[tuple[Range, Need]], ro
                 break
             low, high = max(begin, part.begin), min(end, part.end)
             if last <= (file, low) < (file, high) and high - low <= room:
-                found.append(KeptRange((file, low, high), _memory(need, low - begin, high - begin)))
+                found.append(PreloadedRange((file, low, high), _memory(need, low - begin, high - begin)))
                 room -= high - low
                 last = file, high
     return found
@@ -228,9 +234,9 @@ def _blocks(part: FileRange) -> Iterator[FileRange]:
         yield part._replace(begin=begin, end=end)
 
 
-def _read_parts(source: Directory, parts: Iterable[FileRange], kept: Kept) -> list[int]:
-    """Read the parts, in order, and fill what is `kept` of them. Returns what they add to the checksum of
-    each file."""
+def _read_parts(source: Directory, parts: Iterable[FileRange], preloaded: Preloaded) -> list[int]:
+    """Read the parts, in order, and fill what is `preloaded` of them. Returns what they add to the checksum
+    of each file."""
     blocks = deque(block for part in parts for block in _blocks(part))
 
     def work(memory: Tensor) -> list[int]:
@@ -243,7 +249,7 @@ def _read_parts(source: Directory, parts: Iterable[FileRange], kept: Kept) -> li
                         files.close()
                         file = files.enter_context(contextlib.closing(source.open(block.file)))
                         opened = block.file
-                    found[block.file] ^= _read(source, file, block, memory, kept)
+                    found[block.file] ^= _read(source, file, block, memory, preloaded)
             except IndexError:  # there are no more
                 return found
             except BaseException:
@@ -254,25 +260,25 @@ def _read_parts(source: Directory, parts: Iterable[FileRange], kept: Kept) -> li
         return _combined(list(threads.map(work, aligned(THREADS * BLOCK).split(BLOCK))))
 
 
-def _read(source: Directory, file: DirectFile, block: FileRange, memory: Tensor, kept: Kept) -> int:
+def _read(source: Directory, file: DirectFile, block: FileRange, memory: Tensor, preloaded: Preloaded) -> int:
     """Read a block into the memory, and copy what is kept of it; or, where all of it is in the page cache and
     goes to one place, read it there. Returns what it adds to the checksum."""
     number, begin, end = block[:3]
-    places = [place for place in kept.among(number, begin, end) if place.range[0] == number]
+    ranges = [cached for cached in preloaded.overlapping(number, begin, end) if cached.range[0] == number]
     is_cached = file.is_cached(*cover(begin, end))
-    if is_cached and len(places) == 1 and places[0].range[1] <= begin and end <= places[0].range[2]:
-        data = _memory_of(places[0], begin, end).numpy().data
+    if is_cached and len(ranges) == 1 and ranges[0].range[1] <= begin and end <= ranges[0].range[2]:
+        data = _memory_of(ranges[0], begin, end).numpy().data
         fill(file.path, data, begin)
         return source.contribution(number, data, end)
     data = source.block(file, begin, end, memory.numpy().data, is_cached or block.others)
     contribution, numbers = source.contribution(number, data, end), memory[begin % ALIGNMENT :]
-    for place in places:
-        start, stop = max(begin, place.range[1]), min(end, place.range[2])
+    for cached in ranges:
+        start, stop = max(begin, cached.range[1]), min(end, cached.range[2])
         if start < stop:
-            _memory_of(place, start, stop).copy_(numbers[start - begin : stop - begin])
+            _memory_of(cached, start, stop).copy_(numbers[start - begin : stop - begin])
     return contribution
 
 
-def _memory_of(place: KeptRange, start: int, stop: int) -> Tensor:
+def _memory_of(cached: PreloadedRange, start: int, stop: int) -> Tensor:
     """The place's memory for the bytes [start, stop) of its file."""
-    return place.memory[start - place.range[1] : stop - place.range[1]]
+    return cached.memory[start - cached.range[1] : stop - cached.range[1]]

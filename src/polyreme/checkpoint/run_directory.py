@@ -36,7 +36,7 @@ HERE, EXCHANGE = -100, 2
 """Linux's constants: paths begin at the working directory; `renameat2` exchanges them."""
 
 
-class RunFolder:
+class RunDirectory:
     """The checkpoints in `path`, a folder that need not exist yet."""
 
     def __init__(self, path: Path | str) -> None:

@@ -1,7 +1,7 @@
 """The safetensors format: eight bytes of length, that many of JSON, and the tensors, which fill the rest of
 the file without a gap.
 
-Invariant: a header that `parse` returns places every byte of the file behind it in exactly one tensor. No
+Invariant: a header that `parse` returns file_of every byte of the file behind it in exactly one tensor. No
 communication. https://huggingface.co/docs/safetensors"""
 
 from __future__ import annotations
@@ -147,8 +147,11 @@ def file_names(stem: str, count: int) -> list[str]:
 def index(files: Mapping[str, Iterable[str]], tensors: Mapping[str, TensorInfo]) -> bytes:
     """What the file `stem`.safetensors.index.json says: which tensor is in which of `files` (by name: the
     tensors in it)."""
-    places = {name: file for file, names in files.items() for name in names}
-    whole = {"metadata": {"total_size": sum(nbytes(tensors[name]) for name in places)}, "weight_map": places}
+    file_of = {name: file for file, names in files.items() for name in names}
+    whole = {
+        "metadata": {"total_size": sum(nbytes(tensors[name]) for name in file_of)},
+        "weight_map": file_of,
+    }
     return json.dumps(whole, indent=2, sort_keys=True).encode() + b"\n"
 
 

@@ -31,7 +31,7 @@ from polyreme.checkpoint.manifest import File, Resume
 from polyreme.checkpoint.run_directory import RUN_CLAIM, exchange, sync
 from polyreme.checkpoint.safetensors import CODES, DTYPES
 from polyreme.checkpoint.sources import MODEL, TensorInfo
-from polyreme.checkpoint.writer import Name, WritePlan, Writer, combine
+from polyreme.checkpoint.writer import FileLayout, Name, Writer, combine
 from polyreme.distributed.mesh import Axis
 from polyreme.distributed.watch import ASIDE
 from polyreme.errors import CheckpointError
@@ -85,11 +85,11 @@ class Saver:
         self.wait()
         self.idle()
         made: list[Content] = []
-        _together(path, self._axis, partial(self._begin, path, make, made), ())
+        _collectively(path, self._axis, partial(self._begin, path, make, made), ())
         if not background or not self._fits(made[0]):
             write(path, made[0], self._axis, BackgroundAccess())
             return
-        _together(path, self._axis, lambda: made.append(apart(made.pop())), ())
+        _collectively(path, self._axis, lambda: made.append(apart(made.pop())), ())
         self._access = BackgroundAccess()
         arguments = (path, made[0], self._access, side_stream())
         self._thread = threading.Thread(target=self._run, args=arguments, name=f"{ASIDE}-{path.name}")
@@ -163,7 +163,7 @@ class Saver:
             if not content.shared_files:  # then ranks wait for each other, and nobody knows how long
                 copies: list[Content] = []
                 with torch.cuda.stream(stream):
-                    _together(path, self._axis, lambda: copies.append(with_regions(content)), ())
+                    _collectively(path, self._axis, lambda: copies.append(with_regions(content)), ())
                 content = copies[0]
                 access.give_back()
             write(path, content, self._axis, access, stream)
@@ -229,9 +229,9 @@ def write(
     Raises CheckpointError on each rank, whichever failed."""
     save = _Save(path, content, axis)
     try:
-        _together(path, axis, save.prepare, save.plan)
-        contributions = _together(path, axis, lambda: save.fill(access, stream), save.plan)
-        _together(path, axis, lambda: save.finish(contributions), save.plan)
+        _collectively(path, axis, save.prepare, save.layout)
+        contributions = _collectively(path, axis, lambda: save.fill(access, stream), save.layout)
+        _collectively(path, axis, lambda: save.finish(contributions), save.layout)
     except CheckpointError:
         save.remove()
         raise
@@ -263,7 +263,7 @@ class _Save:
             for kind, name, *_ in each["tensors"]:
                 writer_of.setdefault((kind, name), rank)
         self._regions += [(key, region) for key, region in buffers if writer_of[key] == axis.rank]
-        self.plan: list[WritePlan] = []
+        self.layout: list[FileLayout] = []
         """One, once it is known."""
         self._claim: Claim | None = None
 
@@ -282,14 +282,14 @@ class _Save:
                         f"tensor {name!r} of {code} cannot be saved: safetensors has no such dtype"
                     )
                 tensors.setdefault(kind, {})[name] = TensorInfo(tuple(shape), DTYPES[code])
-        self.plan.append(WritePlan.of(tensors, self._content.limit, self._content.weights))
+        self.layout.append(FileLayout.of(tensors, self._content.limit, self._content.weights))
         if self._axis.rank == 0:
             ownership.check(self._path)
             token, own = uuid4().hex, ownership.UNFINISHED
             self._claim = Claim(self._unfinished, token, own, keep=True, error=CheckpointError)
             ownership.clear(self._unfinished)
             (self._unfinished / manifest.NAME).unlink(missing_ok=True)
-            self.plan[0].create(self._unfinished)
+            self.layout[0].create(self._unfinished)
 
     def fill(self, access: BackgroundAccess, stream: torch.cuda.Stream | None) -> dict[int, int]:
         """Write what this rank has. Returns its contributions to the files' checksums."""
@@ -297,7 +297,7 @@ class _Save:
             raise CheckpointError(
                 f"it does not see {self._unfinished}, which rank 0 made: give a folder that all hosts share"
             )
-        writer = Writer(self.plan[0], self._unfinished)
+        writer = Writer(self.layout[0], self._unfinished)
         beside = partial(self._content.small, self._unfinished) if self._axis.rank == 0 else None
         if self._content.shared_files or self._axis.size == 1:
             return writer.write(self._regions, access, stream, beside, room=share(self._reports))
@@ -309,7 +309,7 @@ class _Save:
             rng = {str(rank): report["rng"] for rank, report in enumerate(self._reports)}
             parts = [{int(file): part for file, part in each.items()} for each in contributions]
             resume = replace(self._content.resume, rng=rng)
-            _finish(self._path, self._unfinished, self.plan[0], parts, resume)
+            _finish(self._path, self._unfinished, self.layout[0], parts, resume)
 
     def remove(self) -> None:
         """Delete what was written, if this rank made it."""
@@ -329,14 +329,14 @@ def _whole(names: Sequence[str], buffer: Tensor) -> Region:
     )
 
 
-def _together(path: Path, axis: Axis, work: Callable[[], Any], plan: Sequence[WritePlan]) -> list[Any]:
-    """What `work` returned on every rank. Raises CheckpointError on all of them where it failed on one. plan:
-    one, once it is known."""
+def _collectively(path: Path, axis: Axis, work: Callable[[], Any], layout: Sequence[FileLayout]) -> list[Any]:
+    """What `work` returned on every rank. Raises CheckpointError on all of them where it failed on one.
+    layout: one, once it is known."""
 
     def why(rank: int, error: Exception) -> str:
         return (
             f"the checkpoint {path} was not written, rank {rank}: "
-            f"{_reason(error, path, sum(plan[0].sizes) if plan else 0)}"
+            f"{_reason(error, path, sum(layout[0].sizes) if layout else 0)}"
         )
 
     return collectively(axis, work, why)
@@ -355,11 +355,11 @@ def _reason(error: Exception, path: Path, needed: int) -> str:
 
 
 def _finish(
-    path: Path, unfinished: Path, plan: WritePlan, contributions: Sequence[Mapping[int, int]], done: Resume
+    path: Path, unfinished: Path, layout: FileLayout, contributions: Sequence[Mapping[int, int]], done: Resume
 ) -> None:
     """Write resume.json, and give the directory its name."""
     files = {}
-    for i, (file, size, beginning) in enumerate(zip(plan.files, plan.sizes, plan.headers, strict=True)):
+    for i, (file, size, beginning) in enumerate(zip(layout.files, layout.sizes, layout.headers, strict=True)):
         own = checksum.contribution(beginning, size - len(beginning))
         files[file] = File(
             size, checksum.total(size, [own, combine(each.get(i, 0) for each in contributions)])

@@ -41,7 +41,7 @@ Name = tuple[str, str]
 
 @dataclass(frozen=True)
 class FilePosition:
-    """Where a tensor is: in which of the plan's files, from which byte on."""
+    """Where a tensor is: in which of the layout's files, from which byte on."""
 
     file: int
     begin: int
@@ -49,23 +49,23 @@ class FilePosition:
 
 
 @dataclass(frozen=True)
-class WritePlan:
+class FileLayout:
     """The files of a checkpoint's tensors: paths within its folder, sizes in bytes and beginnings; and the
     indices that belong to them."""
 
     files: Sequence[str]
     sizes: Sequence[int]
     headers: Sequence[bytes]
-    places: Mapping[Name, FilePosition]
+    positions: Mapping[Name, FilePosition]
     indices: Mapping[str, bytes]
 
     @classmethod
     def of(
         cls, tensors: Mapping[str, Mapping[str, TensorInfo]], limit: int, weights: str = "model"
-    ) -> WritePlan:
+    ) -> FileLayout:
         """For `tensors` by kind and name, in files of at most `limit` bytes of tensors each; those of the
         weights begin with `weights`."""
-        plan = cls([], [], [], {}, {})
+        layout = cls([], [], [], {}, {})
         for kind, infos in sorted(tensors.items()):
             infos = dict(sorted(infos.items()))
             stem = weights if kind == MODEL else f"optimizer/{kind}"
@@ -75,19 +75,19 @@ class WritePlan:
                 beginning, found = safetensors.build(
                     {name: infos[name] for name in group}, {"format": "pt"} if kind == MODEL else None
                 )
-                plan.places.update(  # type: ignore[attr-defined]
+                layout.positions.update(  # type: ignore[attr-defined]
                     {
-                        (kind, name): FilePosition(len(plan.files), entry.begin, entry.info.dtype.itemsize)
+                        (kind, name): FilePosition(len(layout.files), entry.begin, entry.info.dtype.itemsize)
                         for name, entry in found.entries.items()
                     }
                 )
-                plan.files.append(file)  # type: ignore[attr-defined]
-                plan.sizes.append(found.size)  # type: ignore[attr-defined]
-                plan.headers.append(beginning)  # type: ignore[attr-defined]
+                layout.files.append(file)  # type: ignore[attr-defined]
+                layout.sizes.append(found.size)  # type: ignore[attr-defined]
+                layout.headers.append(beginning)  # type: ignore[attr-defined]
             if len(groups) > 1:
                 listed = {Path(file).name: group for file, group in zip(names, groups, strict=True)}
-                plan.indices[f"{stem}.safetensors.index.json"] = safetensors.index(listed, infos)  # type: ignore[index]
-        return plan
+                layout.indices[f"{stem}.safetensors.index.json"] = safetensors.index(listed, infos)  # type: ignore[index]
+        return layout
 
     def create(self, folder: Path) -> None:
         """Make all files, each with its header and as long as it will be: a full disk is known here."""
@@ -102,7 +102,7 @@ class WritePlan:
 
 
 @dataclass(frozen=True)
-class Stretch:
+class FileSegment:
     """The bytes [begin, end) of a file, within one of its BLOCKs; `parts`: the runs that they consist of, in
     order, each a single one."""
 
@@ -118,10 +118,10 @@ class Stretch:
 
 
 class Writer:
-    """What one rank writes into the plan's files in `folder`."""
+    """What one rank writes into the layout's files in `folder`."""
 
-    def __init__(self, plan: WritePlan, folder: Path) -> None:
-        self._plan, self._folder = plan, folder
+    def __init__(self, layout: FileLayout, folder: Path) -> None:
+        self._layout, self._folder = layout, folder
         self._open: dict[int, DirectFile] = {}
         self._found: dict[int, int] = {}
         self._left: Counter[int] = Counter()  # what is still to be written to each file, if that is known
@@ -153,29 +153,29 @@ class Writer:
         single: list[tuple[FilePosition, Runs, Region]] = []
         jobs: list[tuple[int, Job]] = []
         for name, region in regions:
-            place = self._plan.places[name]
+            position = self._layout.positions[name]
             for runs in region.runs(owned=True):
                 if runs.count == 1:
-                    single.append((place, runs, region))
+                    single.append((position, runs, region))
                     continue
-                for block in runs.blocks(BLOCK // place.itemsize):
-                    size = padded(block.elements * place.itemsize)
+                for block in runs.blocks(BLOCK // position.itemsize):
+                    size = padded(block.elements * position.itemsize)
                     jobs.append(
                         (
-                            place.file,
+                            position.file,
                             Job(
                                 size,
-                                partial(self._gather, place, block, region),
-                                partial(self._put, place, block),
+                                partial(self._gather, position, block, region),
+                                partial(self._put, position, block),
                             ),
                         )
                     )
-        for stretch in _stretches(single):
-            low, high = cover(stretch.begin, stretch.end)
+        for segment in _segments(single):
+            low, high = cover(segment.begin, segment.end)
             jobs.append(
                 (
-                    stretch.file,
-                    Job(high - low, partial(self._fill, stretch), partial(self._put_stretch, stretch)),
+                    segment.file,
+                    Job(high - low, partial(self._fill, segment), partial(self._put_segment, segment)),
                 )
             )
         return sorted(jobs, key=itemgetter(0))
@@ -212,83 +212,88 @@ class Writer:
         for name, region in regions:
             mine.setdefault(name, []).extend((region, block) for block in _blocks(region))
         told: list[Any] = axis.gather_objects(
-            [[*name, [list(vars(block).values()) for _, block in held]] for name, held in mine.items()]
+            [
+                [*name, [list(vars(block).values()) for _, block in blocks_of]]
+                for name, blocks_of in mine.items()
+            ]
         )
         blocks = [
             ((kind, name), source, i, Runs(*numbers))
             for source, each in enumerate(told)
-            for kind, name, held in each
-            for i, numbers in enumerate(held)
+            for kind, name, blocks_of in each
+            for i, numbers in enumerate(blocks_of)
         ]
-        order = {name: at for at, name in enumerate(self._plan.places)}
+        order = {name: at for at, name in enumerate(self._layout.positions)}
         for name, source, i, block in sorted(blocks, key=lambda each: order[each[0]]):
-            place = self._plan.places[name]
-            writer = place.file % axis.size
+            position = self._layout.positions[name]
+            writer = position.file % axis.size
             if source == axis.rank:
                 packed = _packed(block, mine[name][i][0])
                 if source == writer:
-                    yield place, block, packed
+                    yield position, block, packed
                 else:
                     axis.send(packed.view(-1), writer).settle()
             elif axis.rank == writer:
-                packed = torch.empty(block.elements * place.itemsize, dtype=torch.uint8)
+                packed = torch.empty(block.elements * position.itemsize, dtype=torch.uint8)
                 axis.receive(packed, source).wait()
-                yield place, block, packed
+                yield position, block, packed
 
     def _close(self) -> None:
         while self._open:
             self._open.popitem()[1].close()
 
-    def _fill(self, stretch: Stretch, memory: Tensor) -> Tensor:
+    def _fill(self, segment: FileSegment, memory: Tensor) -> Tensor:
         """Its bytes, in the memory: where they are in their first page."""
-        begin = end = stretch.begin % ALIGNMENT
-        for runs, region in stretch.parts:
+        begin = end = segment.begin % ALIGNMENT
+        for runs, region in segment.parts:
             size = runs.size * region.data.dtype.itemsize
             memory[end : end + size].view(region.data.dtype).copy_(region.read(runs).view(-1))
             end += size
         packed = memory[begin:end]
         self._count(
-            stretch.file,
-            checksum.contribution(packed.numpy().data, self._plan.sizes[stretch.file] - stretch.end),
+            segment.file,
+            checksum.contribution(packed.numpy().data, self._layout.sizes[segment.file] - segment.end),
         )
         return packed
 
-    def _gather(self, place: FilePosition, runs: Runs, region: Region, memory: Tensor) -> Tensor:
+    def _gather(self, position: FilePosition, runs: Runs, region: Region, memory: Tensor) -> Tensor:
         """The bytes of the runs, one behind the other, in the memory."""
-        packed = memory[: runs.elements * place.itemsize]
+        packed = memory[: runs.elements * position.itemsize]
         packed.view(region.data.dtype).view(runs.count, runs.size).copy_(region.read(runs))
-        self._count_runs(place, runs, packed)
+        self._count_runs(position, runs, packed)
         return packed
 
-    def _count_runs(self, place: FilePosition, runs: Runs, packed: Tensor) -> None:
+    def _count_runs(self, position: FilePosition, runs: Runs, packed: Tensor) -> None:
         """Add them, whose bytes are `packed`, to the checksum."""
-        size, step = runs.size * place.itemsize, runs.whole_step * place.itemsize
-        end = place.begin + runs.whole * place.itemsize + (runs.count - 1) * step + size
+        size, step = runs.size * position.itemsize, runs.whole_step * position.itemsize
+        end = position.begin + runs.whole * position.itemsize + (runs.count - 1) * step + size
         gap = step - size if runs.count > 1 else 0
         self._count(
-            place.file,
-            checksum.strided(packed.reshape(-1).numpy().data, size, gap, self._plan.sizes[place.file] - end),
+            position.file,
+            checksum.strided(
+                packed.reshape(-1).numpy().data, size, gap, self._layout.sizes[position.file] - end
+            ),
         )
 
     def _count(self, file: int, contribution: int) -> None:
         with self._lock:
             self._found[file] = self._found.get(file, 0) ^ contribution
 
-    def _put_stretch(self, stretch: Stretch, packed: Tensor) -> None:
+    def _put_segment(self, segment: FileSegment, packed: Tensor) -> None:
         """Write its bytes."""
-        opened = self._file(stretch.file)
-        (opened.write if stretch.is_direct else opened.write_cached)(packed.numpy().data, stretch.begin)
-        self._wrote(stretch.file)
+        opened = self._file(segment.file)
+        (opened.write if segment.is_direct else opened.write_cached)(packed.numpy().data, segment.begin)
+        self._wrote(segment.file)
 
-    def _put(self, place: FilePosition, runs: Runs, packed: Tensor) -> None:
+    def _put(self, position: FilePosition, runs: Runs, packed: Tensor) -> None:
         """Write the runs, of which `packed` are the bytes."""
         memory = packed.reshape(-1).numpy().data
-        size, step = runs.size * place.itemsize, runs.whole_step * place.itemsize
-        opened = self._file(place.file)
-        begin = place.begin + runs.whole * place.itemsize
+        size, step = runs.size * position.itemsize, runs.whole_step * position.itemsize
+        opened = self._file(position.file)
+        begin = position.begin + runs.whole * position.itemsize
         for i in range(runs.count):
             opened.write_cached(memory[i * size : (i + 1) * size], begin + i * step)
-        self._wrote(place.file)
+        self._wrote(position.file)
 
     def _wrote(self, file: int) -> None:
         """When it was the last that there is for the file, have that on the disk."""
@@ -302,18 +307,18 @@ class Writer:
     def _file(self, file: int) -> DirectFile:
         with self._lock:
             if file not in self._open:
-                self._open[file] = DirectFile(self._folder / self._plan.files[file], write=True)
+                self._open[file] = DirectFile(self._folder / self._layout.files[file], write=True)
             return self._open[file]
 
 
-def _stretches(runs: Iterable[tuple[FilePosition, Runs, Region]]) -> list[Stretch]:
+def _segments(runs: Iterable[tuple[FilePosition, Runs, Region]]) -> list[FileSegment]:
     """Join runs that lie end to end in a file, cut at the ends of BLOCKs. Many whole pages stay one by
     themselves."""
     cut: list[tuple[int, int, int, Runs, Region]] = []
-    for place, run, region in runs:
-        first, size = place.begin + run.whole * place.itemsize, place.itemsize
+    for position, run, region in runs:
+        first, size = position.begin + run.whole * position.itemsize, position.itemsize
         for begin, end in _cut(first, first + run.size * size):
-            cut.append((place.file, begin, end, _within(run, begin - first, end - first, size), region))
+            cut.append((position.file, begin, end, _within(run, begin - first, end - first, size), region))
     cut.sort(key=lambda part: part[:3])
     whole: list[list[tuple[int, int, int, Runs, Region]]] = []
     for part in cut:
@@ -321,10 +326,10 @@ def _stretches(runs: Iterable[tuple[FilePosition, Runs, Region]]) -> list[Stretc
             whole[-1].append(part)
         else:
             whole.append([part])
-    stretches = [
-        Stretch(parts[0][0], parts[0][1], parts[-1][2], [part[3:] for part in parts]) for parts in whole
+    segments = [
+        FileSegment(parts[0][0], parts[0][1], parts[-1][2], [part[3:] for part in parts]) for parts in whole
     ]
-    return [part for each in stretches for part in _paged(each)]
+    return [part for each in segments for part in _paged(each)]
 
 
 def _cut(begin: int, end: int) -> Iterator[tuple[int, int]]:
@@ -335,23 +340,23 @@ def _cut(begin: int, end: int) -> Iterator[tuple[int, int]]:
         begin = stop
 
 
-def _paged(stretch: Stretch) -> Iterator[Stretch]:
+def _paged(segment: FileSegment) -> Iterator[FileSegment]:
     """The pages of which all bytes are there, if they are many, and what is before and behind them; or the
-    stretch as it is."""
-    low, high = -(-stretch.begin // ALIGNMENT) * ALIGNMENT, stretch.end // ALIGNMENT * ALIGNMENT
-    if high - low < SMALL or (low, high) == (stretch.begin, stretch.end):
-        yield stretch
+    segment as it is."""
+    low, high = -(-segment.begin // ALIGNMENT) * ALIGNMENT, segment.end // ALIGNMENT * ALIGNMENT
+    if high - low < SMALL or (low, high) == (segment.begin, segment.end):
+        yield segment
         return
-    for begin, end in ((stretch.begin, low), (low, high), (high, stretch.end)):
-        parts, at = [], stretch.begin
-        for run, region in stretch.parts:
+    for begin, end in ((segment.begin, low), (low, high), (high, segment.end)):
+        parts, at = [], segment.begin
+        for run, region in segment.parts:
             size = region.data.dtype.itemsize
             start, stop = max(begin - at, 0), min(end - at, run.size * size)
             if start < stop:
                 parts.append((_within(run, start, stop, size), region))
             at += run.size * size
         if parts:
-            yield Stretch(stretch.file, begin, end, parts)
+            yield FileSegment(segment.file, begin, end, parts)
 
 
 def _within(run: Runs, start: int, stop: int, itemsize: int) -> Runs:

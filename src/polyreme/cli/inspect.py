@@ -103,7 +103,7 @@ def rank_stages(config: Config) -> tuple[tuple[int, ...], ...]:
 
 
 @dataclass(frozen=True)
-class StagePart:
+class StageSummary:
     """What a pipeline stage has: its rank on axis pp, its blocks by name, the parameters of these and of what
     comes before and after all blocks (a parameter that several stages have counts on each), and their share
     of the model's."""
@@ -115,7 +115,7 @@ class StagePart:
     share: float
 
 
-def stage_parts(config: Config) -> list[StagePart]:
+def stage_summaries(config: Config) -> list[StageSummary]:
     """What each pipeline stage has, in their order; nothing without a pipeline, or where the config's model
     is not known on this machine.
 
@@ -127,20 +127,20 @@ def stage_parts(config: Config) -> list[StagePart]:
     from polyreme.planner.meta_model import divide, expected
 
     model = expected(config)
-    split = divide(model, config) if model is not None else None
-    if model is None or split is None:
+    partition = divide(model, config) if model is not None else None
+    if model is None or partition is None:
         return []
     sizes = {name: p.numel() for name, p in model.named_parameters()}
     rank_of = {stage: rank for rank, own in enumerate(rank_stages(config)) for stage in own}
     found = []
-    for stage in range(split.stages):
-        numel = sum(size for name, size in sizes.items() if stage in split.stages_of[name])
-        blocks = list(split.blocks[split.bounds[stage] : split.bounds[stage + 1]])
-        found.append(StagePart(stage, rank_of[stage], blocks, numel, numel / sum(sizes.values())))
+    for stage in range(partition.stages):
+        numel = sum(size for name, size in sizes.items() if stage in partition.stages_of[name])
+        blocks = list(partition.blocks[partition.bounds[stage] : partition.bounds[stage + 1]])
+        found.append(StageSummary(stage, rank_of[stage], blocks, numel, numel / sum(sizes.values())))
     return found
 
 
-def _stage_table(parts: list[StagePart], measured: bool) -> Table:
+def _stage_table(parts: list[StageSummary], measured: bool) -> Table:
     title = "pipeline stages on the ranks of a pp line" + (
         ", by parameters until blocks are measured" if measured else ""
     )
@@ -162,7 +162,7 @@ def render_axes(config: Config, world_size: int) -> Group:
     """Which ranks form which axis, as a table, and which of a pipeline's ranks has which stages, with what is
     in them where the model is known; nothing for a single rank.
 
-    Raises ConfigError where the config cannot run, and what `stage_parts` raises."""
+    Raises ConfigError where the config cannot run, and what `stage_summaries` raises."""
     found = axes(config, world_size)
     if not found:
         return Group()
@@ -173,7 +173,7 @@ def render_axes(config: Config, world_size: int) -> Group:
     for name, members in found.items():
         shown = [_some([str(rank) for rank in line], " ") for line in members]
         table.add_row(name, str(len(members[0])), _some(shown, "  |  "))
-    parts = stage_parts(config)
+    parts = stage_summaries(config)
     if parts:
         return Group(table, _stage_table(parts, config.pipeline.blocks == "time"))
     if config.mesh.pp == 1:
@@ -182,22 +182,22 @@ def render_axes(config: Config, world_size: int) -> Group:
     return Group(table, f"pipeline stages on the ranks of a pp line: {_some(each, '  |  ')}")
 
 
-def _some(words: list[str], between: str) -> str:
+def _some(names: list[str], between: str) -> str:
     """The words joined; of many, the first and the last."""
-    return between.join(words if len(words) <= SHOWN else [*words[: SHOWN - 1], "...", words[-1]])
+    return between.join(names if len(names) <= SHOWN else [*names[: SHOWN - 1], "...", names[-1]])
 
 
 def as_json(config: Config, world_size: int, more: Mapping[str, Any] | None = None) -> str:
     """The same as a JSON object: world_size, accumulation, axes (each axis of several ranks: the lists of
-    ranks that form it), stages (of each rank of axis pp), pipeline (what `stage_parts` tells of each stage),
-    config, origins by dotted key, and `more`."""
+    ranks that form it), stages (of each rank of axis pp), pipeline (what `stage_summaries` tells of each
+    stage), config, origins by dotted key, and `more`."""
     resolved = config.resolve(world_size)
     told: dict[str, Any] = {
         "world_size": world_size,
         "accumulation": resolved.accumulation,
         "axes": axes(config, world_size),
         "stages": rank_stages(resolved),
-        "pipeline": [asdict(part) for part in stage_parts(resolved)],
+        "pipeline": [asdict(part) for part in stage_summaries(resolved)],
         "config": resolved.model_dump(mode="json"),
         "origins": resolved.origins,
         **(more or {}),

@@ -69,10 +69,10 @@ def _rank_of_several() -> str:
     """Which rank speaks, where torchrun or the like started several and reports nothing of them but their
     exit status."""
     try:
-        place = detect()
+        environment = detect()
     except LaunchError:
         return ""
-    return f"rank {place.rank}: " if place.world_size > 1 else ""
+    return f"rank {environment.rank}: " if environment.world_size > 1 else ""
 
 
 app = typer.Typer(cls=_Commands, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
@@ -140,19 +140,19 @@ def train(
         raise typer.BadParameter(
             "begin anew, or go on from PATH: give one of the two", param_hint="--no-resume"
         )
-    place = detect()
+    environment = detect()
     changes = list(overrides or [])
     if anew or resume is not None:
         changes.append(f"checkpoint.resume={json.dumps('never' if anew else resume, ensure_ascii=False)}")
     checked = Config.load(config, [*changes, *(["monitor.console=false"] if as_json else [])])
-    world_size = _world_size(ranks, checked.launch.ranks, place)
+    world_size = _world_size(ranks, checked.launch.ranks, environment)
     resolved = checked.resolve(world_size)
     with importing():
         from polyreme.job import run as job
 
     # libraries print there, too
     with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
-        if world_size > place.world_size:
+        if world_size > environment.world_size:
             job.check_sources(checked)
             job.check_division(checked)
             summary = job.finished(resolved)
@@ -160,20 +160,21 @@ def train(
             summary = job.run(checked)
     if summary is None:
         _start_ranks(config, changes, world_size, as_json)
-    elif as_json and place.rank == 0:
+    elif as_json and environment.rank == 0:
         typer.echo(json.dumps(_plain(summary)))
 
 
-def _world_size(asked: int | None, configured: int | None, place: Environment) -> int:
+def _world_size(asked: int | None, configured: int | None, environment: Environment) -> int:
     """How many ranks train: those that were started already, or else `asked` (-n), or else `configured`
     (launch.ranks)."""
-    if place.address is None:
+    if environment.address is None:
         return asked or configured or 1
-    if asked not in (None, place.world_size):
+    if asked not in (None, environment.world_size):
         raise LaunchError(
-            f"-n {asked}, but {place.name} has already started {place.world_size} ranks; leave -n out"
+            f"-n {asked}, but {environment.name} has already started {environment.world_size} "
+            "ranks; leave -n out"
         )
-    return place.world_size
+    return environment.world_size
 
 
 def _plain(summary: Any) -> Mapping[str, Any]:
@@ -187,7 +188,7 @@ def _start_ranks(config: Path, changes: Sequence[str], world_size: int, as_json:
     with importing():
         from polyreme.launch.torchrun import launch as start
 
-    sets = [word for change in changes for word in ("--set", change)]
+    sets = [argument for change in changes for argument in ("--set", change)]
     command = ["-m", "polyreme", "train", str(config), *sets, *(["--json"] if as_json else [])]
     start(command, world_size, saves=True)
 

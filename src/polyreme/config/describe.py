@@ -31,17 +31,17 @@ def example(field: FieldInfo) -> Any:
 
 def expects(field: FieldInfo) -> str:
     """What a key takes, in words: 'an integer of at least 1 or "auto"'."""
-    return _in_words(field.annotation, field.metadata)
+    return _type_description(field.annotation, field.metadata)
 
 
-def _in_words(annotation: Any, metadata: Sequence[Any] = ()) -> str:
+def _type_description(annotation: Any, metadata: Sequence[Any] = ()) -> str:
     if get_origin(annotation) is Annotated:
         annotation, *inner = get_args(annotation)
         flat = [m for item in inner for m in (item.metadata if isinstance(item, FieldInfo) else [item])]
-        return _in_words(annotation, flat)
+        return _type_description(annotation, flat)
     limits = [
-        f"{words} {limit:g}"
-        for kind, attribute, words in (
+        f"{text} {limit:g}"
+        for kind, attribute, text in (
             (annotated_types.Ge, "ge", "of at least"), (annotated_types.Gt, "gt", "above"),
             (annotated_types.Le, "le", "of at most"), (annotated_types.Lt, "lt", "below"),
         )
@@ -49,16 +49,18 @@ def _in_words(annotation: Any, metadata: Sequence[Any] = ()) -> str:
     ]  # fmt: skip
     origin, args = get_origin(annotation), get_args(annotation)
     if origin in (Union, types.UnionType):
-        return " or ".join(_in_words(arg) for arg in args)
+        return " or ".join(_type_description(arg) for arg in args)
     if origin is Literal:
         return " or ".join(toml(value) for value in args)
     if origin is tuple:
-        return "a list of names" if str in args else f"a list of {len(args)}, each {_in_words(args[0])}"
+        return (
+            "a list of names" if str in args else f"a list of {len(args)}, each {_type_description(args[0])}"
+        )
     if origin is dict and args[1] is not Any:
-        names = f" of {_in_words(args[0])}" if get_origin(args[0]) is Literal else ""
-        return f"a table{names}, each {_in_words(args[1])}"
+        names = f" of {_type_description(args[0])}" if get_origin(args[0]) is Literal else ""
+        return f"a table{names}, each {_type_description(args[1])}"
     if origin is list:
-        return f"a list, each {_in_words(args[0])}"
+        return f"a list, each {_type_description(args[0])}"
     simple = {
         int: "an integer", float: "a number", bool: "true or false", str: "text", types.NoneType: '"none"',
         Duration: '"100 steps", "5000 samples" or "1e6 tokens"', ByteSize: 'bytes (1048576 or "1 MiB")',

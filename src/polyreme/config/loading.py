@@ -277,12 +277,12 @@ def problems_of(error: ValidationError, tree: Mapping[str, Any]) -> list[Problem
 def _nearest(field: FieldInfo, value: object) -> object:
     """The word that the key may have and that is most like `value`, or else an example of what it may
     have."""
-    words = (
+    choices = (
         [word for word in get_args(field.annotation) if isinstance(word, str)]
         if get_origin(field.annotation) is Literal
         else []
     )
-    return next(iter(difflib.get_close_matches(str(value), words, n=1)), example(field))
+    return next(iter(difflib.get_close_matches(str(value), choices, n=1)), example(field))
 
 
 ELSEWHERE = {

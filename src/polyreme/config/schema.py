@@ -44,7 +44,7 @@ def _patterns(value: object) -> object:
     return value if value in ("vectors", "none") else _list_of_names(value)
 
 
-def _home(value: str) -> str:
+def _expanded(value: str) -> str:
     """A path with a leading ~ replaced by the home of the user."""
     try:
         return str(Path(value).expanduser()) if value.startswith("~") else value
@@ -90,7 +90,7 @@ Beta = Annotated[float, BeforeValidator(real), Field(ge=0, lt=1)]
 Size = Annotated[ByteSize, BeforeValidator(not_bool)]
 Names = Annotated[tuple[str, ...], BeforeValidator(_list_of_names)]
 PositiveDuration = Annotated[Duration, AfterValidator(_positive)]
-FilePath = Annotated[str, AfterValidator(_home)]
+FilePath = Annotated[str, AfterValidator(_expanded)]
 Tier = FilePath | list[FilePath] | dict[FilePath, Fraction]
 
 
@@ -300,18 +300,18 @@ class MemorySection(Section):
     @property
     def all_on_device(self) -> bool:
         """Whether nothing is in host memory or in files."""
-        return {*home(self.states)[0], *home(self.params)[0]} == {"device"} and self.activations in (
+        return {*tiers_of(self.states)[0], *tiers_of(self.params)[0]} == {"device"} and self.activations in (
             "keep",
             "recompute",
         )
 
 
-def home(value: Tier) -> tuple[list[str], float]:
+def tiers_of(value: Tier) -> tuple[list[str], float]:
     """Where `memory.states`, `memory.params` or `memory.gradients` are: ["device"], ["host"] or folders; and
     the share of them that is there, if not on the device."""
     if isinstance(value, dict):
-        place = next((name for name in value if name != "device"), "device")
-        return [place], value.get(place, 1.0)  # an empty one is refused (`conflicts`)
+        tier = next((name for name in value if name != "device"), "device")
+        return [tier], value.get(tier, 1.0)  # an empty one is refused (`conflicts`)
     return ([value] if isinstance(value, str) else value), 1.0
 
 

@@ -13,7 +13,15 @@ from typing import Literal
 
 from polyreme.config.describe import default, toml
 from polyreme.config.duration import Duration
-from polyreme.config.schema import LEAVES, OPTIMIZERS, BatchSection, Keys, OptimizerSection, home, is_files
+from polyreme.config.schema import (
+    LEAVES,
+    OPTIMIZERS,
+    BatchSection,
+    Keys,
+    OptimizerSection,
+    is_files,
+    tiers_of,
+)
 
 Conflict = tuple[str, str, str]
 
@@ -47,14 +55,14 @@ def derive(keys: Keys, world_size: int) -> dict[str, object]:
         derived["mesh.dp"] = dp
     if keys.zero.stage == "auto":
         derived["zero.stage"] = stage
-    reduce_every, states = keys.zero.reduce_every, home(keys.memory.states)[0]
+    reduce_every, states = keys.zero.reduce_every, tiers_of(keys.memory.states)[0]
     if reduce_every == "auto":
-        spilled = is_files(home(keys.memory.gradients)[0])
+        spilled = is_files(tiers_of(keys.memory.gradients)[0])
         reduce_every = derived["zero.reduce_every"] = "step" if stage < 2 and not spilled else "microbatch"
     if keys.memory.gradients == "auto":
         files = (
             is_files(states)
-            and is_files(home(keys.memory.params)[0])
+            and is_files(tiers_of(keys.memory.params)[0])
             and (reduce_every == "microbatch" or dp == 1)
         )
         derived["memory.gradients"] = states if files else "device" if states == ["device"] else "host"
@@ -230,10 +238,10 @@ def _memory(keys: Keys) -> Iterator[Conflict]:
         fix = 'write {host = 0.7, device = 0.3}, or another home than "host" in its place'
         yield "memory.states", "shares are of the device and of one other home, and add up to 1", fix
     for key in ("states", "params", "gradients"):
-        homes = home(getattr(memory, key))[0]
-        wrong = [name for name in homes if "/" not in name] if is_files(homes) else []
-        if wrong or not homes or (homes == ["auto"] and key != "gradients"):
-            reason = "an empty list is no home" if not homes else f"{(wrong or homes)[0]!r} is no folder"
+        tiers = tiers_of(getattr(memory, key))[0]
+        wrong = [name for name in tiers if "/" not in name] if is_files(tiers) else []
+        if wrong or not tiers or (tiers == ["auto"] and key != "gradients"):
+            reason = "an empty list is no home" if not tiers else f"{(wrong or tiers)[0]!r} is no folder"
             yield (
                 f"memory.{key}",
                 reason,
@@ -245,9 +253,9 @@ def _memory(keys: Keys) -> Iterator[Conflict]:
     # a folder made by mistake would fill unseen
     if memory.activations not in ACTIVATIONS and "/" not in memory.activations:
         near = difflib.get_close_matches(memory.activations, ACTIVATIONS, n=1, cutoff=0.5)
-        words = f'"{near[0]}"' if near else " or ".join(f'"{name}"' for name in ACTIVATIONS)
+        choices = f'"{near[0]}"' if near else " or ".join(f'"{name}"' for name in ACTIVATIONS)
         fix = (
-            f"write memory.activations = {words}, or a folder "
+            f"write memory.activations = {choices}, or a folder "
             'with a slash in it, such as "/nvme/run" or "./here"'
         )
         yield "memory.activations", "it is none of the words, and a folder is told by a slash", fix
@@ -317,7 +325,12 @@ def _sharing(over: Literal["all", "host"] | int, dp: int) -> Iterator[Conflict]:
 def _sums(keys: Keys, dp: int) -> Iterator[Conflict]:
     share, micro = keys.batch.size // dp, keys.batch.micro
     several = share > (micro if micro != "auto" else _micro(share, keys.mesh.pp)) if share else False
-    if several and dp > 1 and keys.zero.reduce_every == "step" and is_files(home(keys.memory.gradients)[0]):
+    if (
+        several
+        and dp > 1
+        and keys.zero.reduce_every == "step"
+        and is_files(tiers_of(keys.memory.gradients)[0])
+    ):
         reason = (
             "sums of several micro-batches that are not reduced "
             "yet take memory, and memory.gradients is to take none"

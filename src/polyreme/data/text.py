@@ -147,12 +147,12 @@ def documents(path: str, *, pattern: Sequence[str] = PATTERN, field: str = "text
         raise DataError(
             "data.path is empty: set it to a file, a folder, an installed package or a dataset's name"
         )
-    place = Path(path).expanduser()
-    if place.is_file():
-        corpus = Corpus(path, (place,), field)
-    elif place.is_dir():
-        corpus = Corpus(path, _matching(place, pattern), field)
-    elif place.exists():  # to open a pipe would wait for its writer, and a device may never end
+    location = Path(path).expanduser()
+    if location.is_file():
+        corpus = Corpus(path, (location,), field)
+    elif location.is_dir():
+        corpus = Corpus(path, _matching(location, pattern), field)
+    elif location.exists():  # to open a pipe would wait for its writer, and a device may never end
         raise DataError(
             f"data.path = {path!r} is no regular file (a pipe, a device): "
             "write its text to a file, and name that, or its folder"
@@ -299,8 +299,8 @@ def _cut(document: Document, fraction: float) -> tuple[Subset, Subset]:
     is one."""
     text = document.text.rstrip()
     wished = min(round(len(text) * (1 - fraction)), len(text) - 1)
-    place = next((i for i in range(wished, 0, -1) if text[i : i + 1].isspace()), wished)
-    pieces = text[:place], text[place:]
+    cut = next((i for i in range(wished, 0, -1) if text[i : i + 1].isspace()), wished)
+    pieces = text[:cut], text[cut:]
     if not all(piece.strip() for piece in pieces):
         raise DataError(
             f"{document.name!r} is the only document and has {len(text)} characters, too few to hold out "

@@ -91,14 +91,14 @@ def load_tokenizer(folder: str | Path) -> PreTrainedTokenizerBase:
     Raises:
         DataError: no such directory, no tokenizer in it, or one without a token that ends a document.
     """
-    place = Path(folder).expanduser()
-    if not place.is_dir():
+    path = Path(folder).expanduser()
+    if not path.is_dir():
         raise DataError(
             f"data.tokenizer = {str(folder)!r}: no such directory. Correct it, or remove it to train one"
         )
     load = optional("transformers").AutoTokenizer.from_pretrained
     try:
-        tokenizer: PreTrainedTokenizerBase = load(str(place), trust_remote_code=False, local_files_only=True)
+        tokenizer: PreTrainedTokenizerBase = load(str(path), trust_remote_code=False, local_files_only=True)
     except Exception as error:  # each family's loader raises kinds of its own
         said = " ".join(str(error).split()) or type(error).__name__
         raise DataError(

@@ -1,7 +1,7 @@
-"""What building a model did to its tensors, as a tape of operators, and the evaluator that computes any of it
-again, on demand.
+"""What building a model did to its tensors, as a graph of operators, and the evaluator that computes any of
+it again, on demand.
 
-The tape speaks of *values*: a value is what one storage holds between two writes, so views, slices and
+The graph speaks of *values*: a value is what one storage holds between two writes, so views, slices and
 `.data` need no rows of their own.
 
 Invariant: a value comes out with the bits that it had in the build, however often and in whatever order
@@ -42,7 +42,7 @@ class View:
 
 @dataclass(slots=True, eq=False)
 class Op:
-    """One row of the tape. Tensors in `args` and `kwargs` are `View`s."""
+    """One row of the graph. Tensors in `args` and `kwargs` are `View`s."""
 
     func: Callable[..., Any]
     args: tuple[Any, ...]
@@ -92,10 +92,10 @@ class Graph:
 
 
 class Evaluator:
-    """Computes values of a tape on demand.
+    """Computes values of a graph on demand.
 
     A value stays in memory while `pending(value)`; but if these (the one just asked for apart) are together
-    larger than the largest value of the tape, the oldest go, and are made again when asked for."""
+    larger than the largest value of the graph, the oldest go, and are made again when asked for."""
 
     def __init__(self, graph: Graph, pending: Callable[[int], bool]) -> None:
         self.graph = graph
@@ -103,18 +103,18 @@ class Evaluator:
         self.executed: set[int] = set()
         self.ends: dict[int, Tensor] = {}  # generator state after each random row
         self._slab = torch.empty(0)
-        self._kept: dict[int, UntypedStorage] = {}
-        self._kept_bytes = 0
+        self._storages: dict[int, UntypedStorage] = {}
+        self._storage_bytes = 0
 
     def tensor(self, view: View) -> Tensor:
         """The real tensor behind `view`, on memory that this evaluator may keep."""
-        if view.value not in self._kept:
+        if view.value not in self._storages:
             self.run(self.graph.producer[view.value], full=True, result=view.value)
-        return view.on(self._kept[view.value])
+        return view.on(self._storages[view.value])
 
     def release(self, value: int) -> None:
         """Forget `value` unless it is pending."""
-        if value in self._kept and not self.pending(value):
+        if value in self._storages and not self.pending(value):
             self._drop(value)
 
     def state(self, position: int | Tensor) -> Tensor:
@@ -125,17 +125,17 @@ class Evaluator:
     def run(self, row: int, full: bool, result: int | None = None) -> None:
         """Execute `row` and what it depends on; not `full` means for its random draws only. Keeps the value
         `result`."""
-        plan = self._plan(row, full)
-        uses = Counter(v for i, whole in plan.items() for v in self._inputs(i, whole))
-        for i in sorted(plan):
-            self._execute(i, plan[i], uses, result)
-            for value in self._inputs(i, plan[i]):
+        needed = self._needed_rows(row, full)
+        uses = Counter(v for i, whole in needed.items() for v in self._inputs(i, whole))
+        for i in sorted(needed):
+            self._execute(i, needed[i], uses, result)
+            for value in self._inputs(i, needed[i]):
                 uses[value] -= 1
                 if not uses[value] and value != result:
                     self.release(value)
         limit = self.graph.largest + (0 if result is None else self.graph.nbytes[result])
-        for value in list(self._kept):
-            if self._kept_bytes <= limit:
+        for value in list(self._storages):
+            if self._storage_bytes <= limit:
                 break
             if value != result:
                 self._drop(value)
@@ -143,25 +143,27 @@ class Evaluator:
     def _inputs(self, row: int, full: bool) -> frozenset[int]:
         return self.graph.ops[row].needs if full else self.graph.ops[row].reads
 
-    def _plan(self, row: int, full: bool) -> dict[int, bool]:
-        plan: dict[int, bool] = {}
+    def _needed_rows(self, row: int, full: bool) -> dict[int, bool]:
+        needed: dict[int, bool] = {}
         stack = [(row, full)]
         while stack:
             i, full = stack.pop()
-            if i in plan and plan[i] >= full:
+            if i in needed and needed[i] >= full:
                 continue
-            plan[i] = full
-            stack.extend((self.graph.producer[v], True) for v in self._inputs(i, full) if v not in self._kept)
+            needed[i] = full
+            stack.extend(
+                (self.graph.producer[v], True) for v in self._inputs(i, full) if v not in self._storages
+            )
             start = self.graph.ops[i].start
             if isinstance(start, int) and start not in self.ends:
                 stack.append((start, False))
-        return plan
+        return needed
 
     def _execute(self, row: int, full: bool, uses: Counter[int], result: int | None) -> None:
         op = self.graph.ops[row]
         inputs = self._inputs(row, full)
         self.executed.add(row)
-        storages = {value: self._kept[value] for value in inputs}
+        storages = {value: self._storages[value] for value in inputs}
         for old, _ in op.writes:
             if old in inputs and (uses[old] > 1 or old == result or self.pending(old)):
                 storages[old] = storages[old].clone()
@@ -175,9 +177,13 @@ class Evaluator:
         made = {new: storages[old] for old, new in op.writes}
         made |= {view.value: self._as_recorded(op, outputs[i], view) for i, view in op.creates}
         for value, storage in made.items():
-            if full and (uses[value] or value == result or self.pending(value)) and value not in self._kept:
-                self._kept[value] = storage
-                self._kept_bytes += self.graph.nbytes[value]
+            if (
+                full
+                and (uses[value] or value == result or self.pending(value))
+                and value not in self._storages
+            ):
+                self._storages[value] = storage
+                self._storage_bytes += self.graph.nbytes[value]
 
     def _call(self, row: int, op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
         """Call the operator with the default dtype and the generator state it had in the build; returns its
@@ -236,5 +242,5 @@ class Evaluator:
         return storage
 
     def _drop(self, value: int) -> None:
-        self._kept_bytes -= self.graph.nbytes[value]
-        del self._kept[value]
+        self._storage_bytes -= self.graph.nbytes[value]
+        del self._storages[value]

@@ -2,10 +2,10 @@
 
 Invariant: `record(build, seed).replay(sink)` hands out bit for bit the tensors of `torch.manual_seed(seed);
 build()`, and leaves the generator where that leaves it, whatever the number of ranks. No communication: every
-rank walks the same tape.
+rank walks the same graph.
 
 While recording, every tensor is fake: it claims to be on the CPU (so that libraries which skip initialisation
-on the meta device do not) and holds no numbers. Each operator that makes or writes numbers goes on a tape
+on the meta device do not) and holds no numbers. Each operator that makes or writes numbers goes in a graph
 (`zero.graph`). Replay is driven by demand, from the last value of each parameter and buffer: what was
 overwritten is never computed, except that its random draws are still made on scrap memory, because they move
 the generator. The generator's state before each draw is remembered (5 KB each), so a value that was let go to
@@ -73,7 +73,7 @@ class _Fakes(FakeTensorMode):
 
 
 class _Recorder(TorchDispatchMode):
-    """Runs every operator on fake tensors and tapes those that make or write numbers.
+    """Runs every operator on fake tensors and records those that make or write numbers.
 
     The default generator does not draw meanwhile: after each random row it is set to a mark that stands for
     "where that row ended", so that `torch.manual_seed`, `fork_rng` and `set_rng_state` in the build are

@@ -23,7 +23,7 @@ LAUNCHED = "POLYREME_LAUNCHED"
 
 @dataclass(frozen=True)
 class Environment:
-    """The place of this process in the run; `address` is where ranks meet (host, port), None for a single
+    """Which rank of the run this process is; `address` is where ranks meet (host, port), None for a single
     process."""
 
     name: str
@@ -54,16 +54,16 @@ def detect(variables: Mapping[str, str] = os.environ) -> Environment:
     )
 
 
-def announce(place: Environment, variables: MutableMapping[str, str] = os.environ) -> None:
-    """Write `place` into the variables of torchrun, which `detect` and torch read."""
+def announce(environment: Environment, variables: MutableMapping[str, str] = os.environ) -> None:
+    """Write `environment` into the variables of torchrun, which `detect` and torch read."""
     told: dict[str, object] = {
-        "RANK": place.rank,
-        "WORLD_SIZE": place.world_size,
-        "LOCAL_RANK": place.local_rank,
-        "LOCAL_WORLD_SIZE": place.local_world_size,
+        "RANK": environment.rank,
+        "WORLD_SIZE": environment.world_size,
+        "LOCAL_RANK": environment.local_rank,
+        "LOCAL_WORLD_SIZE": environment.local_world_size,
     }
-    if place.address is not None:
-        told |= dict(zip(("MASTER_ADDR", "MASTER_PORT"), place.address, strict=True))
+    if environment.address is not None:
+        told |= dict(zip(("MASTER_ADDR", "MASTER_PORT"), environment.address, strict=True))
     variables.update({name: str(value) for name, value in told.items()})
 
 

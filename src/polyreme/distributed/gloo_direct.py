@@ -89,13 +89,13 @@ class GlooDirect:
         return (self._size - 1) * nbytes
 
     def all_gather(self, full: Tensor, shard: Tensor, of: str) -> Work:
-        places = full.chunk(self._size)
+        shards = full.chunk(self._size)
 
         def fill(parts: Sequence[Tensor]) -> None:
-            for place, part in zip(places, parts, strict=True):
-                put(place, part)
+            for target, received in zip(shards, parts, strict=True):
+                put(target, received)
 
-        return self._begin([shard] * self._size, places.__getitem__, fill, f"all-gather{of}")
+        return self._begin([shard] * self._size, shards.__getitem__, fill, f"all-gather{of}")
 
     def reduce_scatter(self, out: Tensor, full: Tensor, accumulate: bool, of: str) -> Work:
         return self._begin(
@@ -125,7 +125,7 @@ class GlooDirect:
         mine, found = torch.frombuffer(bytearray(data), dtype=torch.uint8), list[bytes]()
 
         def keep(parts: Sequence[Tensor]) -> None:
-            found.extend(part.numpy().tobytes() for part in parts)
+            found.extend(received.numpy().tobytes() for received in parts)
 
         self._begin([mine] * self._size, lambda _: torch.empty_like(mine), keep, "gathering reports").settle()
         return found
@@ -202,7 +202,7 @@ class GlooDirect:
 
         was_read = board.reading(notice)
         work = Work(pending, complete, what, settled, self.meeting, number)
-        UNSETTLED.hold(was_read, [board.memory, *ready.values()])
+        UNSETTLED.keep_alive(was_read, [board.memory, *ready.values()])
         for key, each in ready.items():
             if key != id(each):
                 self._unstage(each, work)

@@ -106,8 +106,8 @@ def world() -> tuple[int, int]:
     Raises LaunchError where that does not tell."""
     if dist.is_initialized():
         return dist.get_world_size(), dist.get_rank()
-    place = detect()
-    return place.world_size, place.rank
+    environment = detect()
+    return environment.world_size, environment.rank
 
 
 def close() -> None:

@@ -176,11 +176,11 @@ class Board:
     says beyond its end; nothing else ever takes its place. `offset` is where it lies in this process'
     heap."""
 
-    def __init__(self, home: Heap, axis: str, rank: int, size: int, timeout: float) -> None:
-        self.heap, self._axis, self._rank, self._timeout = home, axis, rank, timeout
+    def __init__(self, heap: Heap, axis: str, rank: int, size: int, timeout: float) -> None:
+        self.heap, self._axis, self._rank, self._timeout = heap, axis, rank, timeout
         self._shape = (3, size, RING)
         self._size = math.prod(self._shape)
-        self.memory, self.offset = home.reserve(8 * (self._size + 1), again=False)
+        self.memory, self.offset = heap.reserve(8 * (self._size + 1), again=False)
         words = np.ndarray(self._size + 1, np.int64, self.memory)
         words[-1] = 1
         weakref.finalize(self, words.__setitem__, -1, 0).atexit = False
@@ -222,10 +222,10 @@ class Board:
 
     def reading(self, exchange: int) -> Callable[[], bool]:
         """Tells whether all ranks have read their buffers, or never will."""
-        places = [
+        waiting_for = [
             (words[1, self._rank, exchange % RING :][:1], there) for _, words, there in self._others.values()
         ]
-        return lambda: all(_is_about(int(word[0]), exchange) or not there[0] for word, there in places)
+        return lambda: all(_is_about(int(word[0]), exchange) or not there[0] for word, there in waiting_for)
 
     def _await(self, rank: int, kind: int, exchange: int, sign: int | None = None) -> int:
         """The word of `rank`'s board once it is about this exchange, or a later one, and has this `sign`."""

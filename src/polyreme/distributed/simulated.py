@@ -26,8 +26,8 @@ class Simulated:
         self._sent: list[Tensor] = []
 
     def all_gather(self, full: Tensor, shard: Tensor, of: str) -> Work:
-        for place in full.chunk(self._size):
-            place.copy_(shard)
+        for target in full.chunk(self._size):
+            target.copy_(shard)
         return DONE
 
     def reduce_scatter(self, out: Tensor, full: Tensor, accumulate: bool, of: str) -> Work:

@@ -11,10 +11,10 @@ CHUNK = 1 << 18
 """Elements summed at a time: small enough that a chunk and its conversion stay in the cache."""
 
 
-def put(place: Tensor, part: Tensor) -> None:
+def put(target: Tensor, part: Tensor) -> None:
     """Copy `part` to its place, unless it is there."""
-    if place.data_ptr() != part.data_ptr():
-        place.copy_(part)
+    if target.data_ptr() != part.data_ptr():
+        target.copy_(part)
 
 
 def sum_into(out: Tensor, parts: Sequence[Tensor], accumulate: bool) -> None:

@@ -185,7 +185,7 @@ class Watch:
         )
         failure = (
             self._heard(wait.meeting)
-            or self._other_in_place(wait)
+            or self._why_other_call(wait)
             or ("" if wait.aside else self._in_circle(wait))
         )
         if failure:
@@ -210,7 +210,7 @@ class Watch:
                     return f"rank {rank} {self._store.get(key).decode()}"
         return ""
 
-    def _other_in_place(self, wait: Wait) -> str:
+    def _why_other_call(self, wait: Wait) -> str:
         """Why the wait has no end, where another rank of its meeting began another operation in its place."""
         for rank in wait.meeting.others():
             there = self._at(rank)

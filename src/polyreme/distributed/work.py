@@ -97,21 +97,21 @@ class _Unsettled:
     began them."""
 
     def __init__(self) -> None:
-        self._held: deque[tuple[Callable[[], bool], Sequence[object]]] = deque()
+        self._alive: deque[tuple[Callable[[], bool], Sequence[object]]] = deque()
         self._enough = ENOUGH
 
-    def hold(self, was_read: Callable[[], bool], what: Sequence[object]) -> None:
-        """Hold inputs, and where it is told that they are ready."""
-        while self._held and self._held[0][0]():
-            self._held.popleft()
-        self._held.append((was_read, what))
-        if len(self._held) > self._enough:  # a peer may never read the first of them, having failed
+    def keep_alive(self, was_read: Callable[[], bool], what: Sequence[object]) -> None:
+        """Keep inputs alive, and where it is told that they are ready."""
+        while self._alive and self._alive[0][0]():
+            self._alive.popleft()
+        self._alive.append((was_read, what))
+        if len(self._alive) > self._enough:  # a peer may never read the first of them, having failed
             self.sweep()
-            self._enough = 2 * len(self._held) + ENOUGH
+            self._enough = 2 * len(self._alive) + ENOUGH
 
     def sweep(self) -> None:
         """Let go of all that was read."""
-        self._held = deque(each for each in self._held if not each[0]())
+        self._alive = deque(each for each in self._alive if not each[0]())
 
 
 UNSETTLED = _Unsettled()

@@ -17,14 +17,14 @@ from uuid import uuid4
 
 from polyreme.checkpoint import ownership
 from polyreme.checkpoint.collective_errors import reason
-from polyreme.checkpoint.run_directory import RUN_CLAIM, RunFolder
+from polyreme.checkpoint.run_directory import RUN_CLAIM, RunDirectory
 from polyreme.config import Config
 from polyreme.data import load_tokenizer
 from polyreme.distributed.mesh import Mesh
 from polyreme.engine import Engine
 from polyreme.errors import CheckpointError, ConfigError, DataError, Problem
 from polyreme.files.folder_lock import Claim
-from polyreme.job.resume import Beginning, nothing_to_go_on_from, origin, plan
+from polyreme.job.resume import Beginning, find_beginning, nothing_to_go_on_from, origin
 
 PATIENCE = 10.0
 """Seconds that an earlier run gets to leave the folder: one with much memory takes that long to end."""
@@ -55,7 +55,7 @@ class Checkpoints:
 
     def __init__(self, config: Config, engine: Engine, tokenizer: Any, say: Callable[[str], None]) -> None:
         self._config, self._engine, self._tokenizer, self._say = config, engine, tokenizer, say
-        self._folder = RunFolder(config.checkpoint.folder)
+        self._folder = RunDirectory(config.checkpoint.folder)
         self._writing: Path | None = None
         self._claim: Claim | None = None
         self._said: set[str] = set()
@@ -67,7 +67,7 @@ class Checkpoints:
         Raises CheckpointError where another run has the folder, ConfigError where it cannot begin, and
         DataError where the text has another tokenizer now."""
         from_rank_0(self._engine.mesh, self._take_folder)
-        beginning = Beginning(**from_rank_0(self._engine.mesh, self._plan))
+        beginning = Beginning(**from_rank_0(self._engine.mesh, self._find_beginning))
         if beginning.checkpoints:
             self._check_tokenizer(Path(beginning.checkpoints[0]))
         return beginning
@@ -158,9 +158,9 @@ class Checkpoints:
             self._folder.path, uuid4().hex, RUN_CLAIM, patience=PATIENCE, error=CheckpointError
         )
 
-    def _plan(self) -> dict[str, Any]:
+    def _find_beginning(self) -> dict[str, Any]:
         self._folder.tidy()
-        return asdict(plan(self._config))
+        return asdict(find_beginning(self._config))
 
     def _check_tokenizer(self, checkpoint: Path) -> None:
         try:

@@ -15,7 +15,7 @@ from typing import Any
 from polyreme.checkpoint import ownership
 from polyreme.checkpoint.formats.huggingface import Directory
 from polyreme.checkpoint.load import Wanted, match
-from polyreme.checkpoint.run_directory import RunFolder, progress_of, step_of
+from polyreme.checkpoint.run_directory import RunDirectory, progress_of, step_of
 from polyreme.config import Config
 from polyreme.config.describe import toml
 from polyreme.config.schema import LEAVES
@@ -75,12 +75,12 @@ class Beginning:
     """Whether the first checkpoint has all behind it that the config asks for."""
 
 
-def plan(config: Config) -> Beginning:
+def find_beginning(config: Config) -> Beginning:
     """Where the run that the resolved `config` describes begins.
 
     Raises ConfigError where there are checkpoints and none can be gone on from, or their model is another."""
     section, key = config.checkpoint, "checkpoint.folder"
-    folder = RunFolder(section.folder)
+    folder = RunDirectory(section.folder)
     if section.resume == "never":
         _check_names(config, folder, -1)
         return Beginning()
@@ -91,7 +91,7 @@ def plan(config: Config) -> Beginning:
     ):
         key = "checkpoint.resume"
         given = Path(section.resume).expanduser()
-        paths, source, damaged = _open(RunFolder(given).candidates() or [given])
+        paths, source, damaged = _open(RunDirectory(given).candidates() or [given])
     if source is None or source.resume is None:
         if damaged and key == "checkpoint.resume":
             raise ConfigError([nothing_to_go_on_from(config, key, damaged.values())])
@@ -115,7 +115,7 @@ def plan(config: Config) -> Beginning:
     )
 
 
-def _check_names(config: Config, folder: RunFolder, after: int) -> None:
+def _check_names(config: Config, folder: RunDirectory, after: int) -> None:
     """Raises ConfigError where a name that the run gives to a checkpoint, of a step beyond `after`, is that
     of something else."""
     if taken := folder.foreign(after):

@@ -34,7 +34,7 @@ from polyreme.engine import Engine, StepResult, initialize
 from polyreme.errors import CheckpointError, ConfigError, DataError, ModelError, Problem, printable
 from polyreme.files.folder_lock import holder
 from polyreme.job.checkpoints import Account, Checkpoints
-from polyreme.job.resume import Beginning, plan
+from polyreme.job.resume import Beginning, find_beginning
 from polyreme.launch.signals import listening
 from polyreme.models import huggingface
 from polyreme.monitor import LOG_NAME, FanOut, Monitor, Record, Run, open_monitors
@@ -163,7 +163,7 @@ def finished(config: Config) -> Summary | None:
     """How the run ended that the resolved `config` describes, if it has ended already; which is then said.
     Raises ConfigError where its checkpoints are of another model, or cannot be gone on from, and
     CheckpointError where another run has its folder."""
-    beginning = plan(config)
+    beginning = find_beginning(config)
     if beginning.finished:
         return _finished(config, beginning, 0)
     if user := holder(Path(config.checkpoint.folder), RUN_CLAIM):

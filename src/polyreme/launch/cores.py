@@ -19,7 +19,7 @@ def pin(variables: Mapping[str, str] = os.environ) -> None:
     if variables.get(PIN, "0") in ("", "0") or not hasattr(os, "sched_setaffinity"):
         return
     if cores := share(
-        sorted(os.sched_getaffinity(0), key=_place),
+        sorted(os.sched_getaffinity(0), key=_core_key),
         int(variables["LOCAL_RANK"]),
         int(variables["LOCAL_WORLD_SIZE"]),
     ):
@@ -33,7 +33,7 @@ def share(cores: Sequence[int], rank: int, ranks: int) -> Sequence[int]:
     return cores[rank * count : (rank + 1) * count]
 
 
-def _place(core: int) -> tuple[int, int, int]:
+def _core_key(core: int) -> tuple[int, int, int]:
     """Sorts hardware threads by package and core."""
     topology = Path(f"/sys/devices/system/cpu/cpu{core}/topology")
     try:
@@ -48,4 +48,4 @@ def _place(core: int) -> tuple[int, int, int]:
 
 def physical_cores() -> int:
     """How many cores this host has, its hardware threads not counted."""
-    return len({_place(core)[:2] for core in range(os.cpu_count() or 1)})
+    return len({_core_key(core)[:2] for core in range(os.cpu_count() or 1)})

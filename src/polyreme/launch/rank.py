@@ -28,7 +28,7 @@ from polyreme.errors import LaunchError, PolyremeError
 from polyreme.launch.cores import pin
 from polyreme.launch.processes import die_with_parent
 
-HOLD = 20.0  # seconds to wait for the agent, which takes a tenth of one unless it is gone
+AGENT_TIMEOUT = 20.0  # seconds to wait for the agent, which takes a tenth of one unless it is gone
 
 
 def main(arguments: list[str]) -> None:
@@ -103,7 +103,7 @@ def _fail(error: Exception | SystemExit, status: int) -> NoReturn:
         _write(error, time.time())
         # not dead at once: clean-up at exit has yet to run
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(status))
-        time.sleep(HOLD)
+        time.sleep(AGENT_TIMEOUT)
     except KeyboardInterrupt:
         sys.exit(128 + signal.SIGINT)
     sys.exit(status)
@@ -125,7 +125,7 @@ def _write(error: Exception | SystemExit, at: float) -> None:
     }
     message = f"{type(error).__name__}: {error}"
     if isinstance(error, PolyremeError):
-        message = "\n".join([str(error), *getattr(error, "__notes__", ()), *_place(error)])
+        message = "\n".join([str(error), *getattr(error, "__notes__", ()), *_script_line(error)])
     elif isinstance(error, SystemExit):
         message = f"the script called sys.exit({error.code!r})"
     draft = Path(f"{path}.draft")
@@ -146,7 +146,7 @@ def _traceback(error: BaseException) -> str:
     return "".join(traceback.format_exception(type(error), error, frames or error.__traceback__))
 
 
-def _place(error: BaseException) -> list[str]:
+def _script_line(error: BaseException) -> list[str]:
     """Where the script was, in a line, if any of the frames is a script's and none of a library's."""
     libraries = (str(Path(__file__).parents[1]), sys.prefix, sys.base_prefix, "<")
     own = [

@@ -117,7 +117,7 @@ def launch(
             local_world_size=ranks,
             rdzv_handler=_Loopback(manner.ports),
             entrypoint=sys.executable,
-            args=("-m", "polyreme.launch.rank", str(os.getpid()), *_words(command, manner)),
+            args=("-m", "polyreme.launch.rank", str(os.getpid()), *_rank_arguments(command, manner)),
             max_restarts=0,
             monitor_interval=POLL,
             local_addr=LOOPBACK,
@@ -137,24 +137,24 @@ def launch(
             raise _report(result.failures, agent.ended_first, ranks)
 
 
-def _words(command: Sequence[str], manner: Manner) -> list[str]:
+def _rank_arguments(command: Sequence[str], manner: Manner) -> list[str]:
     """What `polyreme.launch.rank` gets, in which the agent turns "$$" into "$", and fills in the rank."""
-    target, *arguments = (word.replace("$", "$$") for word in command)
-    words = [target]
+    target, *own = (argument.replace("$", "$$") for argument in command)
+    arguments = [target]
     if target == "-m":
-        words.append(arguments.pop(0))
+        arguments.append(own.pop(0))
     elif manner.program:
-        words.insert(0, "--program")
+        arguments.insert(0, "--program")
     if manner.log is not None:
-        words[:0] = ["--log", manner.log.replace("$", "$$") + "${local_rank}.log"]
-    return [*words, *(["--local_rank=${local_rank}"] if manner.local_rank else []), *arguments]
+        arguments[:0] = ["--log", manner.log.replace("$", "$$") + "${local_rank}.log"]
+    return [*arguments, *(["--local_rank=${local_rank}"] if manner.local_rank else []), *own]
 
 
 def _check(command: Sequence[str], ranks: int, manner: Manner) -> None:
     if ranks < 1:
         raise LaunchError(f"ranks = {ranks}: at least one rank is needed; give -n 1 or more")
-    words = list(command[1:2] if command[:1] == ["-m"] else command[:1])
-    if not words:
+    target = command[1:2] if command[:1] == ["-m"] else command[:1]
+    if not target:
         raise LaunchError("nothing to launch: give a script, or -m and a module")
     if manner.program:
         if shutil.which(command[0]) is None:

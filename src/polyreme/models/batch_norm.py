@@ -38,7 +38,7 @@ def normalise(model: nn.Module, axis: Axis, sync: bool, dtype: torch.dtype, patc
         for key in ("running_mean", "running_var"):
             if (buffer := module._buffers.get(key)) is not None:
                 buffer.data = buffer.data.to(dtype)
-        together = sync or isinstance(module, nn.SyncBatchNorm)
+        synchronised = sync or isinstance(module, nn.SyncBatchNorm)
         if isinstance(module, nn.SyncBatchNorm) and module.process_group is not None:
             raise ModelError(f"{name} is an nn.SyncBatchNorm over a process group of "
                              "its own, but is synchronised over the data-parallel "
@@ -47,13 +47,13 @@ def normalise(model: nn.Module, axis: Axis, sync: bool, dtype: torch.dtype, patc
         if type(module).forward not in (_BatchNorm.forward, nn.SyncBatchNorm.forward) or getattr(
             own, "func", own
         ) not in (None, _forward):
-            if together:
+            if synchronised:
                 raise ModelError(f"{name} ({type(module).__name__}) has a forward "
                                  "of its own, which is not known to synchronise: "
                                  'use nn.BatchNorm1d, 2d or 3d, '
                                  'or write batch_norm = "broadcast"')  # fmt: skip
             continue
-        over = _Ranks(axis) if together and axis.size > 1 else None
+        over = _Ranks(axis) if synchronised and axis.size > 1 else None
         patches.forward(module, functools.partial(_forward, module, over, dtype, name))
         if over is not None:
             alike |= {buffer for buffer in module._buffers.values() if buffer is not None}

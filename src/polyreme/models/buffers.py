@@ -29,7 +29,7 @@ class Buffers:
         self, model: nn.Module, axis: Axis, alike: Collection[Tensor] = (), apart: bool = False
     ) -> None:
         self._axis = axis
-        self._places = (
+        self._owners = (
             []
             if apart or axis.size == 1
             else [
@@ -43,14 +43,14 @@ class Buffers:
         )
         self._known = {  # shapes of those that have changed, by place
             at: tuple(getattr(module, name).shape)
-            for at, (_, module, name) in enumerate(self._places)
+            for at, (_, module, name) in enumerate(self._owners)
             if isinstance(module, _NormBase)
         }
         self.take_note()
 
     def take_note(self) -> None:
         """The buffers are the same on all ranks now."""
-        self._found = [(self._at(at), self._at(at)._version) for at in range(len(self._places))]
+        self._seen = [(self._at(at), self._at(at)._version) for at in range(len(self._owners))]
 
     def has_news(self) -> bool:
         """Whether one has changed since, on this rank, that is not known to, or to this shape."""
@@ -75,8 +75,8 @@ class Buffers:
                     tensor.copy_(numbers.view(tensor.shape))
         self.take_note()
 
-    def _at(self, place: int) -> Tensor:
-        full, module, name = self._places[place]
+    def _at(self, index: int) -> Tensor:
+        full, module, name = self._owners[index]
         buffer = module._buffers.get(name)
         if buffer is None:
             raise ModelError(
@@ -88,7 +88,7 @@ class Buffers:
     def _changed(self) -> list[int]:
         return [
             at
-            for at, (before, version) in enumerate(self._found)
+            for at, (before, version) in enumerate(self._seen)
             if self._at(at) is not before or before._version != version
         ]
 
@@ -96,11 +96,11 @@ class Buffers:
         """Have the same known on all ranks. Raises ModelError where a buffer has not the same shape on
         all."""
         told: list[Any] = self._axis.gather_objects(sorted({*self._known, *self._changed()}))
-        places = sorted({at for each in told for at in each})
-        shapes: list[Any] = self._axis.gather_objects([list(self._at(at).shape) for at in places])
-        for at, each in zip(places, zip(*shapes, strict=True), strict=True):
+        indices = sorted({at for each in told for at in each})
+        shapes: list[Any] = self._axis.gather_objects([list(self._at(at).shape) for at in indices])
+        for at, each in zip(indices, zip(*shapes, strict=True), strict=True):
             if any(shape != each[0] for shape in each):
-                raise ModelError(f"the buffer {self._places[at][0]} has another shape "
+                raise ModelError(f"the buffer {self._owners[at][0]} has another shape "
                                  f"on each rank ({', '.join(map(str, each))}), so "
                                  'all cannot have rank 0\'s: register it with '
                                  'persistent=False, or write batch_norm = "rank"')  # fmt: skip

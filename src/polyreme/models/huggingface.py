@@ -312,8 +312,8 @@ def adapters(model: nn.Module, absent: Iterable[str] = ()) -> set[str]:
             get_peft_model_state_dict(model, empty, name, save_embedding_layers=False)
             for name in model.peft_config  # type: ignore[union-attr]
         ]
-    kept = {id(tensor) for each in saved for tensor in each.values()}
-    return {name for name, tensor in empty.items() if id(tensor) in kept}
+    selected = {id(tensor) for each in saved for tensor in each.values()}
+    return {name for name, tensor in empty.items() if id(tensor) in selected}
 
 
 @dataclass(frozen=True)

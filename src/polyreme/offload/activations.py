@@ -26,9 +26,9 @@ from torch.utils import _pytree as pytree
 
 from polyreme.errors import ModelError, TierError
 from polyreme.files.direct_io import File, aligned, padded
+from polyreme.offload.arena import Allocation, Arena
 from polyreme.offload.copy_stream import copy_stream_to
 from polyreme.offload.host import available
-from polyreme.offload.space import Place, Space
 from polyreme.offload.store import Traffic
 
 log = logging.getLogger(__name__)
@@ -47,7 +47,7 @@ class ActivationOffload:
     fails."""
 
     def __init__(self, device: torch.device, folder: Path | None = None) -> None:
-        self.place: Literal["host", "files"] = "host" if folder is None else "files"
+        self.tier: Literal["host", "files"] = "host" if folder is None else "files"
         self.traffic = Traffic()
         """Bytes to and from host memory, or the files, and how long this rank stood still for it (not its
         device for the host)."""
@@ -56,18 +56,18 @@ class ActivationOffload:
         self._device = device
         self._stays: set[int] = set()  # storages
         self._copy_stream = copy_stream_to(device)
-        self._memory = Space(self._open_memory, self._copy_stream.finish)
-        self._files: Space | None = None
+        self._memory = Arena(self._open_memory, self._copy_stream.finish)
+        self._files: Arena | None = None
         if folder is not None:
             _try(folder)
-            self._files = Space(lambda nbytes: File(folder, nbytes))
+            self._files = Arena(lambda nbytes: File(folder, nbytes))
             self._pool = ThreadPoolExecutor(THREADS, "offload")
         # by storage
         self._known: weakref.WeakValueDictionary[int, _StoredStorage] = weakref.WeakValueDictionary()
-        self._dropped: deque[_Slots] = deque()  # of records that are gone, in whichever thread that was
+        self._dropped: deque[_Slots] = deque()  # of storages that are gone, in whichever thread that was
         self._writing: deque[_StoredStorage] = deque()
         self._largest = 0  # bytes of a storage that went out
-        self._held: list[weakref.ref[Call]] = []  # calls whose storages are still on the device
+        self._on_device: list[weakref.ref[Call]] = []  # calls whose storages are still on the device
         self._ends: dict[tuple[int, int], weakref.ref[Call]] = {}  # the last call of each forward
         self._forward: tuple[int, int] = (0, 0)
         self._coming: tuple[int, int] | None = None
@@ -112,20 +112,20 @@ class ActivationOffload:
         views: dict[int, _View] = {}
         for leaf in leaves:
             if id(leaf) not in views and self._moves(leaf):
-                views[id(leaf)] = _View(self._record_of(leaf), leaf)
+                views[id(leaf)] = _View(self._stored_of(leaf), leaf)
         call = Call(self, [views.get(id(leaf), leaf) for leaf in leaves], form, self._before)
-        for record in call.records:
-            record.due += 1
+        for stored in call.storages:
+            stored.due += 1
         self._let_go([call, self._end(self._coming) if self._coming != self._forward else None])
         self._before = self._ends[self._forward] = weakref.ref(call)
-        self._held.append(self._before)
+        self._on_device.append(self._before)
         return call
 
     def where(self, storage: int) -> tuple[bool, bool]:
         """Whether the storage with that `_cdata` is on the device, and whether it is in host memory or a
         file."""
-        record = self._known.get(storage)
-        return (True, False) if record is None else (record.bytes is not None, record.is_out)
+        stored = self._known.get(storage)
+        return (True, False) if stored is None else (stored.bytes is not None, stored.is_out)
 
     # ---- out
 
@@ -136,52 +136,52 @@ class ActivationOffload:
             and leaf.untyped_storage().nbytes() > 0 and leaf.untyped_storage()._cdata not in self._stays
         )  # fmt: skip
 
-    def _record_of(self, tensor: Tensor) -> _StoredStorage:
+    def _stored_of(self, tensor: Tensor) -> _StoredStorage:
         storage = tensor.untyped_storage()
-        record = self._known.get(storage._cdata)
-        if record is None or record.version != tensor._version:
-            record = _StoredStorage(storage.nbytes(), tensor._version, StorageWeakRef(storage), self._dropped)
-            self._known[storage._cdata] = record
-        record.source, record.bytes = tensor.detach(), _bytes_of(storage)
-        return record
+        stored = self._known.get(storage._cdata)
+        if stored is None or stored.version != tensor._version:
+            stored = _StoredStorage(storage.nbytes(), tensor._version, StorageWeakRef(storage), self._dropped)
+            self._known[storage._cdata] = stored
+        stored.source, stored.bytes = tensor.detach(), _bytes_of(storage)
+        return stored
 
     def _let_go(self, staying: Sequence[Call | None]) -> None:
         """Move out what held calls have on the device, and those that stay there do not."""
-        stay = {record for call in staying if call is not None for record in call.records}
-        for call in [call for ref in self._held if (call := ref()) is not None and call not in staying]:
-            for record in call.records:
-                if record not in stay and record.source is not None:
-                    self._move_out(record)
-        self._held = [ref for ref in self._held if (call := ref()) is not None and call in staying]
+        stay = {stored for call in staying if call is not None for stored in call.storages}
+        for call in [call for ref in self._on_device if (call := ref()) is not None and call not in staying]:
+            for stored in call.storages:
+                if stored not in stay and stored.source is not None:
+                    self._move_out(stored)
+        self._on_device = [ref for ref in self._on_device if (call := ref()) is not None and call in staying]
 
-    def _move_out(self, record: _StoredStorage) -> None:
-        record.check()
-        if not record.is_out and record.bytes is not None:
-            slots, began = record.slots, time.perf_counter()
-            self._largest = max(self._largest, record.nbytes)
-            while sum(each.nbytes for each in self._writing) > BEHIND * self._largest - record.nbytes:
+    def _move_out(self, stored: _StoredStorage) -> None:
+        stored.check()
+        if not stored.is_out and stored.bytes is not None:
+            slots, began = stored.slots, time.perf_counter()
+            self._largest = max(self._largest, stored.nbytes)
+            while sum(each.nbytes for each in self._writing) > BEHIND * self._largest - stored.nbytes:
                 self._written(self._writing.popleft())
-            slots.memory = self._memory.take(record.nbytes)
-            record.left = self._copy_stream.out(record.bytes, slots.memory.memory)
+            slots.memory = self._memory.take(stored.nbytes)
+            stored.left = self._copy_stream.out(stored.bytes, slots.memory.memory)
             if self._files is not None:
-                slots.file = self._files.take(record.nbytes)
-                slots.busy = self._pool.submit(_write, record.left, slots.memory.memory, slots.file)
-                self._writing.append(record)
-            self.traffic.written += record.nbytes if self._files is None else padded(record.nbytes)
+                slots.file = self._files.take(stored.nbytes)
+                slots.busy = self._pool.submit(_write, stored.left, slots.memory.memory, slots.file)
+                self._writing.append(stored)
+            self.traffic.written += stored.nbytes if self._files is None else padded(stored.nbytes)
             self.traffic.waited += time.perf_counter() - began
-        record.source = record.bytes = None
+        stored.source = stored.bytes = None
 
-    def _written(self, record: _StoredStorage) -> None:
-        """Wait until the record is in its file, and free its buffer. Raises what failed."""
-        assert record.slots.busy is not None
+    def _written(self, stored: _StoredStorage) -> None:
+        """Wait until the storage is in its file, and free its buffer. Raises what failed."""
+        assert stored.slots.busy is not None
         try:
-            record.slots.busy.result()
+            stored.slots.busy.result()
         except Exception:
             wait([busy for each in self._writing if (busy := each.slots.busy) is not None])
             self._writing.clear()  # those that failed, too, are told where they are needed
             raise
-        record.slots.busy = None
-        self._free_memory(record.slots)
+        stored.slots.busy = None
+        self._free_memory(stored.slots)
 
     # ---- back
 
@@ -189,55 +189,55 @@ class ActivationOffload:
         """What `call` was given."""
         self._settle()
         self._read_ahead(call)
-        for record in call.records:
-            record.check()
-            self._return(record)
-            self._copy_stream.wait(record.arrived)
+        for stored in call.storages:
+            stored.check()
+            self._return(stored)
+            self._copy_stream.wait(stored.arrived)
         self._return_ahead(call.before())
         tensors = {
-            view: view.of(record.bytes) for view in call.views if (record := view.record).bytes is not None
+            view: view.of(stored.bytes) for view in call.views if (stored := view.stored).bytes is not None
         }
-        for record in call.records:
-            record.due -= 1
-            if record.due <= 0 and record.source is None:
-                record.bytes = None
-        return [tensors[part] if isinstance(part, _View) else part for part in call.parts]
+        for stored in call.storages:
+            stored.due -= 1
+            if stored.due <= 0 and stored.source is None:
+                stored.bytes = None
+        return [tensors[leaf] if isinstance(leaf, _View) else leaf for leaf in call.leaves]
 
     def _read_ahead(self, call: Call) -> None:
         """Begin to read from files what `call` and those before it have there."""
         for each, _ in zip(call.backwards(), range(1 + AHEAD), strict=False):
-            for record in each.records:
-                slots = record.slots
-                if record.bytes is None and slots.memory is None:
+            for stored in each.storages:
+                slots = stored.slots
+                if stored.bytes is None and slots.memory is None:
                     assert slots.file is not None
-                    slots.memory = self._memory.take(record.nbytes)
+                    slots.memory = self._memory.take(stored.nbytes)
                     slots.busy = self._pool.submit(
                         _read, self._copy_stream.returned(), slots.memory.memory, slots.file
                     )
-                    self.traffic.read += padded(record.nbytes)
+                    self.traffic.read += padded(stored.nbytes)
 
     def _return_ahead(self, call: Call | None) -> None:
         """Begin to copy to a GPU what `call` has in host memory; on a CPU copying early would be of no
         use."""
-        for record in call.records if call is not None and self._device.type == "cuda" else ():
-            if record.slots.busy is None or record.slots.file is None or record.slots.busy.done():
-                self._return(record)
+        for stored in call.storages if call is not None and self._device.type == "cuda" else ():
+            if stored.slots.busy is None or stored.slots.file is None or stored.slots.busy.done():
+                self._return(stored)
 
-    def _return(self, record: _StoredStorage) -> None:
-        """Begin to copy the record to the device, once it is in host memory."""
-        if record.bytes is not None:
+    def _return(self, stored: _StoredStorage) -> None:
+        """Begin to copy the storage to the device, once it is in host memory."""
+        if stored.bytes is not None:
             return
-        slots, began = record.slots, time.perf_counter()
-        written_behind = slots.busy is not None and record in self._writing
+        slots, began = stored.slots, time.perf_counter()
+        written_behind = slots.busy is not None and stored in self._writing
         if slots.busy is not None and not written_behind:
             slots.busy.result()
             slots.busy = None
         assert slots.memory is not None
-        record.bytes, record.arrived = self._copy_stream.back(
-            slots.memory.memory[: record.nbytes], record.left
+        stored.bytes, stored.arrived = self._copy_stream.back(
+            slots.memory.memory[: stored.nbytes], stored.left
         )
         if self._files is None:
-            self.traffic.read += record.nbytes
+            self.traffic.read += stored.nbytes
         elif not written_behind:
             self._free_memory(slots)
         self.traffic.waited += time.perf_counter() - began
@@ -280,11 +280,11 @@ class Call:
     """What one call of a block was given. To drop it is to free it."""
 
     def __init__(
-        self, offload: ActivationOffload, parts: Sequence[Any], form: Any, before: weakref.ref[Call] | None
+        self, offload: ActivationOffload, leaves: Sequence[Any], form: Any, before: weakref.ref[Call] | None
     ) -> None:
-        self.parts, self._form, self._offload, self._before = parts, form, offload, before
-        self.views = {part for part in parts if isinstance(part, _View)}
-        self.records = {part.record: None for part in parts if isinstance(part, _View)}.keys()
+        self.leaves, self._form, self._offload, self._before = leaves, form, offload, before
+        self.views = {leaf for leaf in leaves if isinstance(leaf, _View)}
+        self.storages = {leaf.stored: None for leaf in leaves if isinstance(leaf, _View)}.keys()
 
     def back(self) -> Any:
         """The value that was kept, in tensors that require grad where those did, without their history."""
@@ -304,11 +304,11 @@ class Call:
 
 @dataclass
 class _Slots:
-    """Where a record is besides the device: in memory (for good, or on its way) and in a file; and the
+    """Where a storage is besides the device: in memory (for good, or on its way) and in a file; and the
     transfer between the two."""
 
-    memory: Place | None = None
-    file: Place | None = None
+    memory: Allocation | None = None
+    file: Allocation | None = None
     busy: Future[None] | None = None
 
 
@@ -350,8 +350,8 @@ class _StoredStorage:
 class _View:
     """A tensor as a part of its storage."""
 
-    def __init__(self, record: _StoredStorage, tensor: Tensor) -> None:
-        self.record, self._dtype, self._requires_grad = record, tensor.dtype, tensor.requires_grad
+    def __init__(self, stored: _StoredStorage, tensor: Tensor) -> None:
+        self.stored, self._dtype, self._requires_grad = stored, tensor.dtype, tensor.requires_grad
         self._geometry = tensor.storage_offset(), tensor.shape, tensor.stride()
 
     def of(self, whole: Tensor) -> Tensor:
@@ -377,13 +377,13 @@ def _try(folder: Path) -> None:
         log.warning("%s: no direct transfers there, so activations go through the page cache", folder)
 
 
-def _write(ready: Any, memory: Tensor, place: Place) -> None:
+def _write(ready: Any, memory: Tensor, allocation: Allocation) -> None:
     if ready is not None:
         ready.synchronize()
-    place.file.write(memory, place.start)
+    allocation.file.write(memory, allocation.start)
 
 
-def _read(ready: Any, memory: Tensor, place: Place) -> None:
+def _read(ready: Any, memory: Tensor, allocation: Allocation) -> None:
     if ready is not None:
         ready.synchronize()
-    place.file.read(memory, place.start)
+    allocation.file.read(memory, allocation.start)

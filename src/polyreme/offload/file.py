@@ -1,7 +1,7 @@
-"""Records in files: read ahead and written behind by threads, through a few buffers that are used in turn.
+"""Extents in files: read ahead and written behind by threads, through a few buffers that are used in turn.
 
 Invariants: position p of a stream's order has buffer p % len(buffers), and what that held before is written
-first. No record is read while an earlier change of it may be on the way. Only the thread that uses a tier
+first. No extent is read while an earlier change of it may be on the way. Only the thread that uses a tier
 starts transfers. No communication."""
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ THREADS = 2
 
 
 class FileStore(Store):
-    """Records in nameless files of `folders`, which are made if need be and are claimed for `run` until
+    """Extents in nameless files of `folders`, which are made if need be and are claimed for `run` until
     `close` (see Claim).
 
-    Record i is in folder (i + rank) % len(folders), so that ranks which go through their records together use
-    all disks. All the memory that it takes are `buffers` times the largest record, pinned with `pin`. Raises
+    Extent i is in folder (i + rank) % len(folders), so that ranks which go through their extents together use
+    all disks. All the memory that it takes are `buffers` times the largest extent, pinned with `pin`. Raises
     TierError where a folder cannot be used or is another run's."""
 
     def __init__(
@@ -56,7 +56,7 @@ class FileStore(Store):
         self._pin = pin
         self._claims = [Claim(folder, run) for folder in self.folders]
         self._files: list[File] = []
-        self._places: list[tuple[File, int]] = []
+        self._positions: list[tuple[File, int]] = []
         self.ring: list[Tensor] = []
         """The buffers, from `commit` on."""
         self._pool = ThreadPoolExecutor(threads, "tier")
@@ -70,10 +70,10 @@ class FileStore(Store):
         return self._count * padded(max(self.sizes, default=0))
 
     def commit(self) -> None:
-        ends, places = [0] * len(self.folders), []
-        for record, size in enumerate(self.sizes):
-            which = (record + self._rank) % len(ends)
-            places.append((which, ends[which]))
+        ends, positions = [0] * len(self.folders), []
+        for extent, size in enumerate(self.sizes):
+            which = (extent + self._rank) % len(ends)
+            positions.append((which, ends[which]))
             ends[which] += padded(size)
         needed = dict.fromkeys(self.folders, 0)
         for folder, nbytes in zip(self.folders, ends, strict=True):
@@ -83,7 +83,7 @@ class FileStore(Store):
         for file in self._files:
             if not file.direct:
                 log.warning("%s: no direct transfers there, so they go through the page cache", file.folder)
-        self._places = [(self._files[which], at) for which, at in places]
+        self._positions = [(self._files[which], at) for which, at in positions]
         memory, largest = aligned(self.buffers, self._pin), self.buffers // self._count
         self.ring = [memory[i * largest : (i + 1) * largest] for i in range(self._count)]
 
@@ -98,48 +98,48 @@ class FileStore(Store):
         self._stream = stream
         stream.begin()
 
-    def read(self, record: int, start: int, stop: int) -> Tensor:
-        self.check_range(record, start, stop)
+    def read(self, extent: int, start: int, stop: int) -> Tensor:
+        self.check_range(extent, start, stop)
         with self._alone:
             self._settle()
             first = start // ALIGNMENT * ALIGNMENT
             window = self.ring[0][: padded(stop) - first]
-            self.move("read", record, window, first)
+            self.move("read", extent, window, first)
             self.check()
             return window[start - first : stop - first].clone()
 
-    def write(self, record: int, start: int, data: Tensor) -> None:
+    def write(self, extent: int, start: int, data: Tensor) -> None:
         stop = start + data.nbytes
-        self.check_range(record, start, stop)
+        self.check_range(extent, start, stop)
         with self._alone:
             self._settle()
             first = start // ALIGNMENT * ALIGNMENT
             window = self.ring[0][: padded(stop) - first]
-            if start > first or (stop % ALIGNMENT and stop < self.sizes[record]):  # what is beside it stays
-                self.move("read", record, window, first)
+            if start > first or (stop % ALIGNMENT and stop < self.sizes[extent]):  # what is beside it stays
+                self.move("read", extent, window, first)
             window[start - first : stop - first] = data.view(torch.uint8)
-            self.move("write", record, window, first)
+            self.move("write", extent, window, first)
             self.check()
 
     def close(self) -> None:
         if self._stream is not None:
-            with contextlib.suppress(TierError):  # its records are given up
+            with contextlib.suppress(TierError):  # its extents are given up
                 self._stream.close()
         self._pool.shutdown()
         for file in self._files:
             file.close()
         for claim in self._claims:
             claim.close()
-        self._files, self._places, self.ring = [], [], []
+        self._files, self._positions, self.ring = [], [], []
 
     def submit(self, work: Callable[[], None]) -> Future[None]:
         """Have a thread do `work`."""
         return self._pool.submit(work)
 
-    def move(self, what: Literal["read", "write"], record: int, memory: Tensor, at: int = 0) -> None:
-        """Read all of `memory` from the record's bytes from `at` on, or write it there. In any thread;
+    def move(self, what: Literal["read", "write"], extent: int, memory: Tensor, at: int = 0) -> None:
+        """Read all of `memory` from the extent's bytes from `at` on, or write it there. In any thread;
         `check` raises its errors."""
-        file, begin = self._places[record]
+        file, begin = self._positions[extent]
         if self._failure is not None:
             return
         try:
@@ -177,7 +177,7 @@ class FileStream:
 
     def __init__(self, store: FileStore, order: Sequence[int], write: bool, read: bool) -> None:
         self._store, self._order, self._write, self._read = store, list(order), write, read
-        self._position, self._using = 0, False  # of the record in use, or else of the next one
+        self._position, self._using = 0, False  # of the extent in use, or else of the next one
         self._jobs: dict[int, Future[None]] = {}  # by the position that the buffer goes on to
         self._taken = self._superseded = self._waits = False
         self.closed = False
@@ -232,7 +232,7 @@ class FileStream:
         self._store.check()
 
     def _advance(self) -> None:
-        """Go on to the next record; behind the last one, and after a failure, close."""
+        """Go on to the next extent; behind the last one, and after a failure, close."""
         if self._using:
             self._using = (
                 False  # first: whatever interrupts this, a buffer that another has is not written again
@@ -268,7 +268,7 @@ class FileStream:
             self._store.move("read", self._order[new], self._buffer(new))
 
     def _is_late(self, position: int) -> bool:
-        """Whether its record has an earlier position whose change may not be written yet when this one could
+        """Whether its extent has an earlier position whose change may not be written yet when this one could
         be read ahead, or might be written after this one's: one of those that the buffers are still for, or
         of as many before, which may be on their way."""
         return (

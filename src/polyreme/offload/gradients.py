@@ -18,7 +18,7 @@ class GradientStore(Protocol):
 
     adds: bool
     order: Sequence[int] | None
-    """Records of a file store that have them, one for each of the bucket's records; None where `get` has
+    """Extents of a file store that have them, one for each of the bucket's extents; None where `get` has
     all."""
 
     def put(self, gradient: Tensor, final: Final | None = None) -> bool:

@@ -1,7 +1,7 @@
 """Reduced gradients in files: written behind backward by threads, which add up those of several
 micro-batches, and read ahead of the update.
 
-Invariants: a record has the elements that a record of the optimizer's numbers has, so that the update goes
+Invariants: an extent has the elements that an extent of the optimizer's numbers has, so that the update goes
 through both in one order; what is added is added in the order in which it was taken. No communication between
 ranks."""
 
@@ -34,28 +34,28 @@ class GradientFiles:
         self.store, self.copy_stream, self.adds = store, copy_stream, adds
         self.sums: SimpleQueue[Tensor] = SimpleQueue()
         """Memory for what gradients are added to: of each thread."""
-        self._holds: list[FileGradients] = []
+        self._gradients: list[FileGradients] = []
 
-    def gradients_of(self, records: OffloadedStates, region: slice, dtype: torch.dtype) -> FileGradients:
-        """Room for the gradients of one bucket's `region`, cut as `records` are. To be asked for before the
+    def gradients_of(self, states: OffloadedStates, region: slice, dtype: torch.dtype) -> FileGradients:
+        """Room for the gradients of one bucket's `region`, cut as `states` are. To be asked for before the
         tier is committed."""
-        self._holds.append(
+        self._gradients.append(
             FileGradients(
                 self,
-                [(each.run.start - region.start, each.run.stop - region.start) for each in records],
+                [(each.run.start - region.start, each.run.stop - region.start) for each in states],
                 dtype,
             )
         )
-        return self._holds[-1]
+        return self._gradients[-1]
 
     def stream(self, order: Sequence[int]) -> Stream:
-        """What the holds have, record by record, to be read once."""
-        for gradients_of in self._holds:
-            gradients_of.complete()
+        """The gradients of all buckets, extent by extent, to be read once."""
+        for gradients in self._gradients:
+            gradients.complete()
         return self.store.stream(order, write=False)
 
     def begin(self) -> Tensor:
-        """Memory for a record, which goes back to `free` when it is written. The tier's, which is not
+        """Memory for an extent, which goes back to `free` when it is written. The tier's, which is not
         streamed meanwhile."""
         began = time.perf_counter()
         memory = self.free.get()
@@ -73,18 +73,18 @@ class GradientFiles:
 
 
 class FileGradients:
-    """A GradientStore. `parts`: the elements of each of its records."""
+    """A GradientStore. `parts`: the elements of each of its extents."""
 
     def __init__(
         self, gradient_files: GradientFiles, parts: Sequence[tuple[int, int]], dtype: torch.dtype
     ) -> None:
         self.adds, self._files, self._parts, self._dtype = gradient_files.adds, gradient_files, parts, dtype
-        self._records = [
+        self._extents = [
             gradient_files.store.reserve((stop - start) * dtype.itemsize) for start, stop in parts
         ]
-        self.order: Sequence[int] | None = self._records
-        self._jobs: dict[int, Future[None]] = {}  # the last one of each record
-        self._holds = False  # what the next gradient is to be added to
+        self.order: Sequence[int] | None = self._extents
+        self._jobs: dict[int, Future[None]] = {}  # the last one of each extent
+        self._accumulates = False  # what the next gradient is to be added to
 
     def put(self, gradient: Tensor, final: Final | None = None) -> bool:
         gradient_files, gone = self._files, True
@@ -94,9 +94,11 @@ class FileGradients:
             arrived = gradient_files.copy_stream.out(part.view(torch.uint8), memory[: part.nbytes])
             gone &= arrived is None
             self._jobs[i] = gradient_files.store.submit(
-                partial(self._store, i, memory, part.dtype, arrived, self._jobs.get(i), self._holds, final)
+                partial(
+                    self._store, i, memory, part.dtype, arrived, self._jobs.get(i), self._accumulates, final
+                )
             )
-        self._holds = self.adds
+        self._accumulates = self.adds
         return gone
 
     def _store(
@@ -106,12 +108,12 @@ class FileGradients:
         dtype: torch.dtype,
         arrived: Any,
         before: Future[None] | None,
-        holds: bool,
+        accumulates: bool,
         final: Final | None,
     ) -> None:
-        """In a thread: write the gradient that will have arrived in `memory`, or its sum with what record i
-        `holds`."""
-        gradient_files, (start, stop), number = self._files, self._parts[i], self._records[i]
+        """In a thread: write the gradient that will have arrived in `memory`, or its sum with what extent i
+        `accumulates`."""
+        gradient_files, (start, stop), number = self._files, self._parts[i], self._extents[i]
         size = padded(gradient_files.store.sizes[number])
         try:
             if before is not None:
@@ -123,10 +125,12 @@ class FileGradients:
                 return
             total = gradient_files.sums.get()
             try:
-                if holds:
+                if accumulates:
                     gradient_files.store.move("read", number, total[:size])
                 numbers = total[: (stop - start) * self._dtype.itemsize].view(self._dtype)
-                sum_into(numbers, [memory[: (stop - start) * dtype.itemsize].view(dtype)], accumulate=holds)
+                sum_into(
+                    numbers, [memory[: (stop - start) * dtype.itemsize].view(dtype)], accumulate=accumulates
+                )
                 if final is not None:
                     final(numbers, start)
                 gradient_files.store.move("write", number, total[:size])
@@ -144,7 +148,7 @@ class FileGradients:
         raise RuntimeError("these gradients are in files, and come by `GradientFiles.stream`")
 
     def read(self, start: int, stop: int) -> Tensor:
-        found = torch.zeros(stop - start, dtype=self._dtype)  # padding is in no record
+        found = torch.zeros(stop - start, dtype=self._dtype)  # padding is in no extent
         for number, low, high, at in self._within(start, stop):
             found[low - start : high - start] = self._files.store.read(
                 number, at, at + (high - low) * self._dtype.itemsize
@@ -157,9 +161,9 @@ class FileGradients:
             self._files.store.write(number, at, numbers)
 
     def _within(self, start: int, stop: int) -> Iterator[tuple[int, int, int, int]]:
-        """Records that have any of the numbers [start, stop): which ones, and from which byte on."""
+        """Extents that have any of the numbers [start, stop): which ones, and from which byte on."""
         self.complete()
-        for number, (first, last) in zip(self._records, self._parts, strict=True):
+        for number, (first, last) in zip(self._extents, self._parts, strict=True):
             low, high = max(start, first), min(stop, last)
             if low < high:
                 yield number, low, high, (low - first) * self._dtype.itemsize
@@ -168,4 +172,4 @@ class FileGradients:
         wait(self._jobs.values())
         self._files.copy_stream.settle()
         self._jobs.clear()
-        self._holds = False
+        self._accumulates = False

@@ -1,4 +1,4 @@
-"""Records in host memory. Invariant: a record never moves, so what a stream gives is the record itself. No
+"""Extents in host memory. Invariant: an extent never moves, so what a stream gives is the extent itself. No
 communication."""
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from polyreme.offload.store import Store
 
 
 class HostStore(Store):
-    """Records of `device` in host memory, pinned where that is a GPU. `traffic` counts what is used of
-    records where they lie; whoever has to take it to the device, or from there, does that itself."""
+    """Extents of `device` in host memory, pinned where that is a GPU. `traffic` counts what is used of
+    extents where they lie; whoever has to take it to the device, or from there, does that itself."""
 
     def __init__(self, device: torch.device | str = "cpu") -> None:
         super().__init__()
         self._pin = torch.device(device).type == "cuda"
-        self._records: list[Tensor] = []
+        self._extents: list[Tensor] = []
 
     @property
     def buffers(self) -> int:
@@ -40,34 +40,34 @@ class HostStore(Store):
         # touched: taken here, and not when training is under way
         memory = aligned(self.buffers, self._pin).zero_()
         stops = accumulate(padded(size) for size in self.sizes)
-        self._records = [
+        self._extents = [
             memory[stop - padded(size) :][:size] for size, stop in zip(self.sizes, stops, strict=True)
         ]
 
     def stream(
         self, order: Sequence[int], write: bool = True, read: bool = True
     ) -> Generator[Tensor, None, None]:
-        for record in order:
-            self.traffic.read += self.sizes[record] if read else 0
+        for extent in order:
+            self.traffic.read += self.sizes[extent] if read else 0
             try:
-                yield self._records[record]
+                yield self._extents[extent]
             finally:
-                self.traffic.written += self.sizes[record] if write else 0
+                self.traffic.written += self.sizes[extent] if write else 0
 
-    def read(self, record: int, start: int, stop: int) -> Tensor:
-        self.check_range(record, start, stop)
-        return self._records[record][start:stop].clone()
+    def read(self, extent: int, start: int, stop: int) -> Tensor:
+        self.check_range(extent, start, stop)
+        return self._extents[extent][start:stop].clone()
 
-    def write(self, record: int, start: int, data: Tensor) -> None:
-        self.check_range(record, start, start + data.nbytes)
-        self._records[record][start : start + data.nbytes] = data.view(torch.uint8)
+    def write(self, extent: int, start: int, data: Tensor) -> None:
+        self.check_range(extent, start, start + data.nbytes)
+        self._extents[extent][start : start + data.nbytes] = data.view(torch.uint8)
 
-    def memory(self, record: int) -> Tensor:
-        """The record itself, which does not count as traffic."""
-        return self._records[record]
+    def memory(self, extent: int) -> Tensor:
+        """The extent itself, which does not count as traffic."""
+        return self._extents[extent]
 
     def close(self) -> None:
-        self._records = []
+        self._extents = []
 
 
 def report_memory() -> dict[str, Any]:

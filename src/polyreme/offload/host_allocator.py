@@ -8,7 +8,7 @@ import os
 from collections.abc import Callable, Mapping
 
 TRIM_THRESHOLD, MMAP_THRESHOLD = -1, -3  # of <malloc.h>
-KEPT = (1 << 31) - 1  # bytes: the most that mallopt takes, an int
+LARGEST = (1 << 31) - 1  # bytes: the most that mallopt takes, an int
 ALLOWED = 32 << 20  # and the most that an older glibc takes for MMAP_THRESHOLD
 # blocks this large leave as they are freed; smaller ones come and go in each operator, and hold little
 GIVEN_BACK = 16 << 20
@@ -24,8 +24,8 @@ def keep_freed_memory() -> None:
     giving it back to the kernel, from where every step would fault it in again, page by page. Nothing where
     the environment decides, nor with another C library."""
     tell = _mallopt()
-    if tell(MMAP_THRESHOLD, KEPT) or tell(MMAP_THRESHOLD, ALLOWED):
-        tell(TRIM_THRESHOLD, KEPT)
+    if tell(MMAP_THRESHOLD, LARGEST) or tell(MMAP_THRESHOLD, ALLOWED):
+        tell(TRIM_THRESHOLD, LARGEST)
 
 
 def give_freed_memory_back() -> None:

@@ -1,8 +1,8 @@
-"""The optimizer's numbers of one bucket in a tier: records, each with a part of the master and, behind it,
+"""The optimizer's numbers of one bucket in a tier: extents, each with a part of the master and, behind it,
 that part of every state.
 
-Invariants: a record is of consecutive elements of one optimizer group (of one tensor, where the optimizer
-looks at whole ones), so it is all that the update of these elements reads and writes; the records of a bucket
+Invariants: an extent is of consecutive elements of one optimizer group (of one tensor, where the optimizer
+looks at whole ones), so it is all that the update of these elements reads and writes; the extents of a bucket
 come in rising order. Communication: none."""
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from polyreme.offload.store import Store
 from polyreme.optim.groups import Group, trial_state
 from polyreme.optim.quantized_states import QuantizedKernel, States
 
-RECORD = 1 << 20
-"""Most elements of a record, a multiple of ALIGN: AdamW's are 12 MiB, of which a stream of files holds
+EXTENT = 1 << 20
+"""Most elements of an extent, a multiple of ALIGN: AdamW's are 12 MiB, of which a stream of files holds
 five."""
-MOST = 1 << 22
-"""The same in host memory, where each thread takes records of its own, if there are enough."""
+HOST_EXTENT = 1 << 22
+"""The same in host memory, where each thread takes extents of its own, if there are enough."""
 
 _ALIGNED = 64  # bytes
 
 
 @dataclass(frozen=True)
 class Field:
-    """Where a record has its numbers of one kind: in the bytes from `begin` on."""
+    """Where an extent has its numbers of one kind: in the bytes from `begin` on."""
 
     begin: int
     dtype: torch.dtype
@@ -47,13 +47,13 @@ class Field:
         return self.begin + self.size * self.dtype.itemsize
 
     def of(self, memory: Tensor) -> Tensor:
-        """The numbers, in the record's bytes."""
+        """The numbers, in the extent's bytes."""
         return memory[self.begin : self.end].view(self.dtype).view(self.shape)
 
 
 @dataclass(frozen=True)
-class StateRecord:
-    """The elements of `run`, record `number` of the tier, with `fields` by kind: MASTER, and the names of
+class StateExtent:
+    """The elements of `run`, extent `number` of the tier, with `fields` by kind: MASTER, and the names of
     states."""
 
     run: Run
@@ -79,60 +79,62 @@ class OffloadedStates:
         compact: States | None = None,
     ) -> None:
         self.store = store
-        self._all: list[StateRecord] = []
+        self._all: list[StateExtent] = []
         for run in layout.runs(region.start, region.stop):
             share = align(-(-(run.stop - run.start) // torch.get_num_threads()))
-            for part in cut(run, min(MOST, max(RECORD, share)) if isinstance(store, HostStore) else RECORD):
+            for part in cut(
+                run, min(HOST_EXTENT, max(EXTENT, share)) if isinstance(store, HostStore) else EXTENT
+            ):
                 fields = _fields(part, groups[part.group], dtype, compact)
                 self._all.append(
-                    StateRecord(part, store.reserve(max(field.end for field in fields.values())), fields)
+                    StateExtent(part, store.reserve(max(field.end for field in fields.values())), fields)
                 )
 
-    def __iter__(self) -> Iterator[StateRecord]:
+    def __iter__(self) -> Iterator[StateExtent]:
         return iter(self._all)
 
     def write(self, kind: str, start: int, flat: Tensor) -> None:
         """Set the numbers of one kind, one for each of the elements from `start` of the bucket's flat buffer
         on, as far as they are here; of a state with a shape of its own all, where `start` is its tensor's."""
-        for record in self._all:
-            first = record.run.start
-            if (field := record.fields.get(kind)) is None or (record.run.slot is not None and first != start):
+        for extent in self._all:
+            first = extent.run.start
+            if (field := extent.fields.get(kind)) is None or (extent.run.slot is not None and first != start):
                 continue
             low, high = max(start, first), min(start + flat.numel(), first + field.size)
             if low < high:
                 numbers = flat[low - start : high - start].to("cpu", field.dtype)
-                self.store.write(record.number, field.begin + (low - first) * field.dtype.itemsize, numbers)
+                self.store.write(extent.number, field.begin + (low - first) * field.dtype.itemsize, numbers)
 
     def read_master(self, flat: Tensor, start: int) -> None:
         """Copy masters to `flat`, which begins at element `start` of the bucket's flat buffer; what is
         padding there stays."""
-        for record in self._all:
-            field, first = record.fields[MASTER], record.run.start
+        for extent in self._all:
+            field, first = extent.fields[MASTER], extent.run.start
             low, high = max(start, first), min(start + flat.numel(), first + field.size)
             if low < high:
-                numbers = self._fetch(record, field, low - first, high - first)
+                numbers = self._fetch(extent, field, low - first, high - first)
                 flat[low - start : high - start].copy_(numbers)
 
-    def held(self, record: StateRecord, kind: str, part: Run | None) -> Tensor | Stored:
-        """The record's numbers of one kind, or those of a part of its run: in host memory, or to be read when
+    def held(self, extent: StateExtent, kind: str, part: Run | None) -> Tensor | Stored:
+        """The extent's numbers of one kind, or those of a part of its run: in host memory, or to be read when
         they are needed."""
-        field = record.fields[kind]
-        span = None if part is None else within(record.run, part, field.size)
+        field = extent.fields[kind]
+        bounds = None if part is None else within(extent.run, part, field.size)
         if isinstance(self.store, HostStore):
-            numbers = field.of(self.store.memory(record.number))
-            return numbers if span is None else numbers[slice(*span)]
-        whole = Stored(field.dtype, field.shape, partial(self._fetch, record, field))
-        return whole if span is None else whole.part(*span)
+            numbers = field.of(self.store.memory(extent.number))
+            return numbers if bounds is None else numbers[slice(*bounds)]
+        whole = Stored(field.dtype, field.shape, partial(self._fetch, extent, field))
+        return whole if bounds is None else whole.part(*bounds)
 
-    def keep(self, record: StateRecord, kind: str, part: Run, numbers: Tensor) -> None:
-        """Set the record's numbers of one kind that belong to a part of its run."""
-        field = record.fields[kind]
-        start, _ = within(record.run, part, field.size)
-        self.store.write(record.number, field.begin + start * field.dtype.itemsize, numbers)
+    def keep(self, extent: StateExtent, kind: str, part: Run, numbers: Tensor) -> None:
+        """Set the extent's numbers of one kind that belong to a part of its run."""
+        field = extent.fields[kind]
+        start, _ = within(extent.run, part, field.size)
+        self.store.write(extent.number, field.begin + start * field.dtype.itemsize, numbers)
 
-    def _fetch(self, record: StateRecord, field: Field, start: int, stop: int) -> Tensor:
+    def _fetch(self, extent: StateExtent, field: Field, start: int, stop: int) -> Tensor:
         size = field.dtype.itemsize
-        return self.store.read(record.number, field.begin + start * size, field.begin + stop * size).view(
+        return self.store.read(extent.number, field.begin + start * size, field.begin + stop * size).view(
             field.dtype
         )
 
@@ -158,10 +160,10 @@ def _fields(run: Run, group: Group, dtype: torch.dtype, compact: States | None) 
     shape = (run.stop - run.start,) if run.slot is None else run.slot.shape
     states: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
     if compact is not None:
-        kept = QuantizedKernel(group.optimizer([torch.zeros(1, dtype=dtype)]), compact).fields(
+        formats = QuantizedKernel(group.optimizer([torch.zeros(1, dtype=dtype)]), compact).fields(
             run.stop - run.start
         )
-        states = {kind: (form, (size,)) for kind, (form, size) in kept.items()}
+        states = {kind: (form, (size,)) for kind, (form, size) in formats.items()}
     else:
         for kind, value in trial_state(group, None if run.slot is None else shape, dtype).items():
             if isinstance(value, Tensor) and value.dim():

@@ -69,15 +69,15 @@ class OffloadedParameters:
         """Memory is free, once the event has come."""
         self._free[memory.nbytes].append((memory, event))
 
-    def write(self, record: int, memory: Tensor) -> Future[None]:
-        """Begin to write a file's record; the memory is free after it."""
+    def write(self, extent: int, memory: Tensor) -> Future[None]:
+        """Begin to write a file's extent; the memory is free after it."""
         store = self.store
         assert isinstance(store, FileStore)
         while len(self._writing) >= WRITING:
             self._writing.popleft().result()
 
         def job() -> None:
-            store.move("write", record, memory)
+            store.move("write", extent, memory)
             self.give(memory)
 
         self._writing.append(store.submit(job))
@@ -91,7 +91,7 @@ class OffloadedShard:
         self.elements, self.dtype = elements, dtype
         self._all, self._store = offloaded, offloaded.store
         self._nbytes = elements * dtype.itemsize
-        self._record = offloaded.store.reserve(self._nbytes)
+        self._extent = offloaded.store.reserve(self._nbytes)
         self._memory: Tensor | None = None  # of a file: what is fetched or open
         self._copied: Any = None  # when the last copy to the device will have left the memory
         self._reading: Future[None] | None = None
@@ -108,14 +108,14 @@ class OffloadedShard:
         self._after_writing()
         if self._copied is not None:
             self._copied.synchronize()
-        self._store.write(self._record, start * self.dtype.itemsize, flat.to("cpu", self.dtype))
+        self._store.write(self._extent, start * self.dtype.itemsize, flat.to("cpu", self.dtype))
 
     def fetch(self) -> None:
         """Begin to read it."""
         if isinstance(store := self._store, FileStore) and self._memory is None:
             self._after_writing()
             memory = self._memory = self._all.take(padded(self._nbytes))
-            self._reading = store.submit(lambda: store.move("read", self._record, memory))
+            self._reading = store.submit(lambda: store.move("read", self._extent, memory))
 
     def arrive(self) -> Tensor:
         """The numbers, on the CPU, to be read until `leave`."""
@@ -171,7 +171,7 @@ class OffloadedShard:
         elif self._memory is not None:
             memory, self._memory = self._memory, None
             self._after_writing()
-            self._written = self._all.write(self._record, memory)
+            self._written = self._all.write(self._extent, memory)
 
     def stored(self) -> Tensor | Stored:
         """The numbers as they are now: in memory, or to be read when they are needed."""
@@ -182,11 +182,11 @@ class OffloadedShard:
         return Stored(
             self.dtype,
             (self.elements,),
-            lambda start, stop: self._store.read(self._record, start * size, stop * size).view(self.dtype),
+            lambda start, stop: self._store.read(self._extent, start * size, stop * size).view(self.dtype),
         )
 
     def _numbers(self) -> Tensor:
-        memory = self._store.memory(self._record) if isinstance(self._store, HostStore) else self._memory
+        memory = self._store.memory(self._extent) if isinstance(self._store, HostStore) else self._memory
         assert memory is not None, "the shard is neither fetched nor open"
         return memory[: self._nbytes].view(self.dtype)
 

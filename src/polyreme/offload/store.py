@@ -1,7 +1,7 @@
-"""A tier: a home of records, flat byte strings of known sizes, that are used in an order which is known
+"""A tier: a home of extents, flat byte strings of known sizes, that are used in an order which is known
 before.
 
-Invariant: whatever the tier, a record is the same bytes after the same changes. No communication: a tier is
+Invariant: whatever the tier, an extent is the same bytes after the same changes. No communication: a tier is
 of one rank."""
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Traffic:
 
 
 class Stream(Protocol):
-    """What `Store.stream` returns: an iterator over records, which may be closed before its end, as a
+    """What `Store.stream` returns: an iterator over extents, which may be closed before its end, as a
     generator may."""
 
     def __iter__(self) -> Self: ...
@@ -36,28 +36,28 @@ class Stream(Protocol):
 
 
 class Store(ABC):
-    """First all records are reserved, then `commit` takes their space, then they are used; all are zeros at
+    """First all extents are reserved, then `commit` takes their space, then they are used; all are zeros at
     first.
 
     One stream is open at a time, and `read` and `write` find none open: each of these ends an earlier stream,
     whose user gets a TierError if it asks for more; one that nothing was taken from yet begins anew instead.
-    A failed transfer is a TierError, then and whenever the tier is asked again, because its records are not
+    A failed transfer is a TierError, then and whenever the tier is asked again, because its extents are not
     whole."""
 
     def __init__(self) -> None:
         self.sizes: list[int] = []
-        """Bytes of each record."""
+        """Bytes of each extent."""
         self.traffic = Traffic()
 
     def reserve(self, nbytes: int) -> int:
-        """The number of a new record of `nbytes` bytes, which may be 0."""
+        """The number of a new extent of `nbytes` bytes, which may be 0."""
         self.sizes.append(nbytes)
         return len(self.sizes) - 1
 
-    def check_range(self, record: int, start: int, stop: int) -> None:
-        """ValueError unless the record has the bytes [start, stop)."""
-        if not 0 <= start <= stop <= self.sizes[record]:
-            raise ValueError(f"bytes {start} to {stop} of record {record}, which has {self.sizes[record]}")
+    def check_range(self, extent: int, start: int, stop: int) -> None:
+        """ValueError unless the extent has the bytes [start, stop)."""
+        if not 0 <= start <= stop <= self.sizes[extent]:
+            raise ValueError(f"bytes {start} to {stop} of extent {extent}, which has {self.sizes[extent]}")
 
     @property
     def nbytes(self) -> int:
@@ -67,16 +67,16 @@ class Store(ABC):
     @property
     @abstractmethod
     def buffers(self) -> int:
-        """Bytes of host memory that it takes, of records or to move them; the same from `commit` on."""
+        """Bytes of host memory that it takes, of extents or to move them; the same from `commit` on."""
 
     @abstractmethod
     def commit(self) -> None:
-        """Take the space of all records. TierError, with what is needed and what is free, where there is too
+        """Take the space of all extents. TierError, with what is needed and what is free, where there is too
         little."""
 
     @abstractmethod
     def stream(self, order: Sequence[int], write: bool = True, read: bool = True) -> Stream:
-        """The bytes of each record of `order`, one after the other (any may come again): a uint8 tensor of
+        """The bytes of each extent of `order`, one after the other (any may come again): a uint8 tensor of
         the CPU that begins at a page.
 
         It is good until the next one is asked for or the stream is closed, and what was changed in it until
@@ -85,12 +85,12 @@ class Store(ABC):
         the tier is used again."""
 
     @abstractmethod
-    def read(self, record: int, start: int, stop: int) -> Tensor:
-        """A copy of the record's bytes [start, stop), whatever their alignment. Slower than a stream."""
+    def read(self, extent: int, start: int, stop: int) -> Tensor:
+        """A copy of the extent's bytes [start, stop), whatever their alignment. Slower than a stream."""
 
     @abstractmethod
-    def write(self, record: int, start: int, data: Tensor) -> None:
-        """Change the record's bytes from `start` on to those of `data`, a flat tensor of the CPU. Slower than
+    def write(self, extent: int, start: int, data: Tensor) -> None:
+        """Change the extent's bytes from `start` on to those of `data`, a flat tensor of the CPU. Slower than
         a stream."""
 
     @abstractmethod

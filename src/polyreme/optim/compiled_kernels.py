@@ -45,7 +45,7 @@ def run(
     function: Callable[..., None],
     tensors: Sequence[Tensor | None],
     numbers: Sequence[float | None],
-    place: int | None = None,
+    offset: int | None = None,
     threads: int | None = None,
 ) -> None:
     """Call `function` on flat tensors, in parts on `threads` (torch's number), on `numbers` in float32, and
@@ -62,7 +62,7 @@ def run(
             v if v is None or threads == 1 else v[at * v.size // size : min(at + part, size) * v.size // size]
             for v in views
         ]
-        calls.append((*inside, *scalars, *(() if place is None else (np.uint32(place + at & 0xFFFFFFFF),))))
+        calls.append((*inside, *scalars, *(() if offset is None else (np.uint32(offset + at & 0xFFFFFFFF),))))
     others = [pool(threads - 1).submit(function, *call) for call in calls[1:]]
     function(*calls[0])
     for other in others:
@@ -108,8 +108,8 @@ def prefetch(context: Any, values: Any, at: Any) -> Any:
             if not isinstance(array, types.Array):
                 continue
             memory = target.make_array(array)(target, build, build.extract_value(given[0], k)).data
-            for place in range(0, RUN, LINE // (array.dtype.bitwidth // 8)):
-                address = build.gep(memory, [build.add(given[1], ir.Constant(given[1].type, place))])
+            for offset in range(0, RUN, LINE // (array.dtype.bitwidth // 8)):
+                address = build.gep(memory, [build.add(given[1], ir.Constant(given[1].type, offset))])
                 # to read, into all levels, data
                 build.call(
                     function, [build.bitcast(address, BYTES), *(ir.Constant(INT, k) for k in (0, 3, 1))]
@@ -269,10 +269,10 @@ def mixed(x: Any) -> Any:
 
 
 @njit(nogil=True, error_model="numpy", pipeline_class=NoAlias)
-def stochastic_bfloat16(values, stored, place):  # type: ignore[no-untyped-def]
+def stochastic_bfloat16(values, stored, offset):  # type: ignore[no-untyped-def]
     """`quantized_states.StochasticBfloat16.encode`."""
     for i in range(values.size):
-        chance = mixed(np.uint32(place + np.uint32(i))) & np.uint32(0xFFFF)
+        chance = mixed(np.uint32(offset + np.uint32(i))) & np.uint32(0xFFFF)
         stored[i] = np.uint16(np.uint32(bits(values[i]) + chance) >> np.uint32(16))
 
 
@@ -285,7 +285,7 @@ def quantizer(signed: bool) -> tuple[Callable[..., None], Callable[..., None]]:
         return x if signed else x * x
 
     @njit(nogil=True, error_model="numpy", pipeline_class=NoAlias)
-    def encode(values, codes, scales, top, unit, nudge, place):  # type: ignore[no-untyped-def]
+    def encode(values, codes, scales, top, unit, nudge, offset):  # type: ignore[no-untyped-def]
         for block in range(scales.size):
             begin = np.uint64(block * ALIGN)
             most = np.uint32(0)
@@ -295,7 +295,7 @@ def quantizer(signed: bool) -> tuple[Callable[..., None], Callable[..., None]]:
             scale = number(most)
             scales[block] = scale
             safe = scale if scale > 0 else np.float32(1)
-            first = np.uint32(place + np.uint32(begin))
+            first = np.uint32(offset + np.uint32(begin))
             for i in range(ALIGN):
                 x = values[begin + np.uint64(i)]
                 size = abs(x)

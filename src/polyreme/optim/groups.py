@@ -74,13 +74,13 @@ def trial_state(
 
 @dataclass(frozen=True)
 class Recipe:
-    """How the parameters of a model are updated: groups, and the group of each parameter by name. kept: the
-    dtypes of the frozen ones of another dtype than any that is trained, such as the bf16 base of fp32
+    """How the parameters of a model are updated: groups, and the group of each parameter by name. own_dtypes:
+    the dtypes of the frozen ones of another dtype than any that is trained, such as the bf16 base of fp32
     adapters, which stay as they are."""
 
     groups: tuple[Group, ...]
     group_of: Mapping[str, int]
-    kept: Mapping[str, torch.dtype] = field(default_factory=dict)
+    own_dtypes: Mapping[str, torch.dtype] = field(default_factory=dict)
 
     def boundary(self, group: int) -> Boundary:
         return self.groups[group].boundary
@@ -137,19 +137,21 @@ def recipe(
                                    "pass one, its class, or a factory such as lambda "
                                    "params: torch.optim.AdamW(params, lr=3e-4)")])  # fmt: skip
     trained = {p.dtype for p in model.parameters() if p.requires_grad}
-    kept = {
+    own_dtypes = {
         name: p.dtype
         for name, p in model.named_parameters()
         if trained and p.is_floating_point() and p.dtype not in trained
     }
     if given is None or isinstance(given, type):
-        return replace(_by_pattern(model, section, _from_section(model, section, given)), kept=kept)
+        return replace(
+            _by_pattern(model, section, _from_section(model, section, given)), own_dtypes=own_dtypes
+        )
     if section.groups:
         raise ConfigError([Problem("optimizer.groups", section.groups, "the factory that was passed "
                                                                        "as optimizer decides the groups",
                                    "leave optimizer.groups out, or pass the optimizer's class")])  # fmt: skip
     made = given if isinstance(given, Optimizer) else _called(model, given)
-    return replace(_from_optimizer(model, made), kept=kept)
+    return replace(_from_optimizer(model, made), own_dtypes=own_dtypes)
 
 
 def maker(section: OptimizerSection) -> Make:
@@ -335,7 +337,7 @@ def _boundary(make: Make, dims: AbstractSet[int], options: Mapping[str, Any] | N
     group = Group(make, "tensor", options or {})
     name = make.func.__name__ if isinstance(make, partial) else str(make)
     try:
-        together = _trial(group, tensors)
+        batched = _trial(group, tensors)
         alone = torch.cat([_trial(group, [tensor]) for tensor in tensors])
     except Exception as error:  # whatever a class of the caller's raises
         reason = (
@@ -345,7 +347,7 @@ def _boundary(make: Make, dims: AbstractSet[int], options: Mapping[str, Any] | N
         raise ConfigError(
             [Problem("optimizer", name, reason, 'change the options, or use another one such as "adamw"')]
         ) from error
-    if not _same(together, alone):
+    if not _same(batched, alone):
         raise ConfigError([Problem("optimizer", name, "its update of one tensor depends on "
                                                       "the others, which are in other buckets",
                                    'use an optimizer that treats '
@@ -354,7 +356,7 @@ def _boundary(make: Make, dims: AbstractSet[int], options: Mapping[str, Any] | N
         cut = _trial(group, [half for tensor in tensors for half in tensor.flatten().chunk(2)])
     except Exception:  # such as Muon's, which takes matrices only
         return "tensor"
-    return "element" if _same(together, cut) else "tensor"
+    return "element" if _same(batched, cut) else "tensor"
 
 
 def _trial(group: Group, tensors: Sequence[Tensor]) -> Tensor:

@@ -54,7 +54,7 @@ class Key(NamedTuple):
     at: int
 
     @property
-    def place(self) -> int:
+    def random_offset(self) -> int:
         """The place of the first number in a sequence of random numbers of the state and the steps, modulo
         2^32."""
         return (
@@ -89,7 +89,7 @@ class StochasticBfloat16:
 
     def encode(self, values: Tensor, stored: Mapping[str, Tensor], key: Key) -> None:
         if (compiled := _compiled(values)) is not None:
-            compiled.run(compiled.stochastic_bfloat16, [values, stored[""]], [], key.place)
+            compiled.run(compiled.stochastic_bfloat16, [values, stored[""]], [], key.random_offset)
             return
         bits = values.view(torch.int32)
         bits += random(key, values.numel(), values.device).bitwise_and_(0xFFFF)
@@ -119,7 +119,7 @@ class BlockQuantizer:
                 compiled.QUANTIZERS[self.signed][0],
                 [values, stored[""], stored[SCALE]],
                 [self.top, self.top**-2, NUDGE],
-                key.place,
+                key.random_offset,
             )
             return
         blocks = values.view(-1, BLOCK)
@@ -169,7 +169,9 @@ def mixed(x: int) -> int:
 
 def random(key: Key, size: int, device: torch.device) -> Tensor:
     """32 bits for each of `size` numbers, as int32: `mixed` of their places."""
-    x = torch.arange(key.place, key.place + size, dtype=torch.int64, device=device).to(torch.int32)
+    x = torch.arange(key.random_offset, key.random_offset + size, dtype=torch.int64, device=device).to(
+        torch.int32
+    )
     for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B - (1 << 32))):
         x ^= (x >> shift) & (1 << 32 - shift) - 1
         x *= factor
@@ -211,7 +213,7 @@ class QuantizedKernel(Kernel):
             for name in self._kernel.moments(self.optimizer.param_groups[0])
         }
         return {
-            name + part: what for name, kept in formats.items() for part, what in kept.fields(size).items()
+            name + part: what for name, form in formats.items() for part, what in form.fields(size).items()
         }
 
     @property

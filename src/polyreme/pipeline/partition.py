@@ -6,7 +6,7 @@ from there to the first argument of another stage's first block belongs to the s
 what comes before the blocks, the last what comes after. `stage` runs one.
 
 Invariant: the module tree and the names of what is left in it are the whole model's. A parameter of other
-stages is *hollow*: a plain tensor of the same shape, all of whose elements are one zero in memory. No
+stages is a *placeholder*: a plain tensor of the same shape, all of whose elements are one zero in memory. No
 communication: every rank makes the same plan of the same model."""
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ from polyreme.models.huggingface import (
 from polyreme.pipeline.intercept import Answer, answer_like, answer_with, argument, intercepted, wrapped
 from polyreme.pipeline.placeholders import StandIn, mark, placeholder
 
-# ---- the plan
+# ---- the partition
 
 
 @dataclass(frozen=True)
-class PipelineSplit:
+class PipelinePartition:
     """Which stage has what; the same on every rank.
 
     owner: name of the list of blocks; "" for an nn.Sequential that is the model.
@@ -76,7 +76,7 @@ class PipelineSplit:
         return {name: block for name, block in found.items() if any(True for _ in block.parameters())}
 
 
-def plan(
+def partition_model(
     model: nn.Module,
     stages: int,
     *,
@@ -85,7 +85,7 @@ def plan(
     memory: bool = False,
     blocks: str | None = None,
     sample: Any = None,
-) -> PipelineSplit:
+) -> PipelinePartition:
     """Cut `model` (real, or on the meta device; it is not changed) into `stages`, each a range of at least
     one block.
 
@@ -105,7 +105,7 @@ def plan(
         raise ModelError(f"a model cannot be cut into {stages} stages: mesh.pp must be at least 1")
     if stages == 1:
         names = [name for kind in _named(model) for group in kind for name in group[0]]
-        return PipelineSplit("", (), (0, 0), dict.fromkeys(names, (0,)), {})
+        return PipelinePartition("", (), (0, 0), dict.fromkeys(names, (0,)), {})
     if setting := takes_from_all_blocks(model):
         raise ModelError(f"with {setting} the model takes something from every "
                          "block, which are on several stages: turn it off in the "
@@ -119,7 +119,7 @@ def plan(
     use = _Use(model, found, seen)
     bounds = _bounds(len(found), stages, counts, costs or use.numels(tables=memory))
     stages_of, tied = use.stages_of(bounds)
-    return PipelineSplit(owner, tuple(found), bounds, stages_of, tied, seen.answer)
+    return PipelinePartition(owner, tuple(found), bounds, stages_of, tied, seen.answer)
 
 
 def blocks_in(model: nn.Module, blocks: str | None = None) -> dict[str, nn.Module]:
@@ -266,7 +266,7 @@ class _Use:
     def stages_of(
         self, bounds: Sequence[int]
     ) -> tuple[dict[str, tuple[int, ...]], dict[str, tuple[int, ...]]]:
-        """For `PipelineSplit`: the stages of every name, and of the parameters that have several."""
+        """For `PipelinePartition`: the stages of every name, and of the parameters that have several."""
         stages = len(bounds) - 1
         stage_of = [stage for stage, (start, stop) in enumerate(pairwise(bounds)) for _ in range(start, stop)]
         where: dict[Phase, set[int]] = {"before": {0}, "between": set(range(stages)), "after": {stages - 1}}
@@ -308,10 +308,10 @@ def _stand_ins(model: nn.Module, owner: str, first: str) -> tuple[dict[str, Tens
 
 
 def _observe(model: nn.Module, owner: str, blocks: Mapping[str, nn.Module], sample: Any) -> _Seen:
-    """Run `model` on hollow parameters, and from the first block on without computing anything at all, as far
-    as it goes; of the blocks only the first. A model that does not go through to the end shows less, and a
-    block that does not (it looks at numbers) is taken to return its hidden states alone. Raises ModelError
-    where a `sample` does not reach the blocks."""
+    """Run `model` on placeholder parameters, and from the first block on without computing anything at all,
+    as far as it goes; of the blocks only the first. A model that does not go through to the end shows less,
+    and a block that does not (it looks at numbers) is taken to return its hidden states alone. Raises
+    ModelError where a `sample` does not reach the blocks."""
     seen, given = _Seen(), sample is not None
     inputs = sample if given else sample_inputs(model)
     if inputs is None:
@@ -353,7 +353,7 @@ def _observe(model: nn.Module, owner: str, blocks: Mapping[str, nn.Module], samp
         try:
             functional_call(model, stand_ins, args, kwargs, tie_weights=False)
             seen.complete = watch.phase == "after"
-        except Exception as error:  # whatever a forward raises that meets hollow or fake tensors
+        except Exception as error:  # whatever a forward raises that meets placeholder or fake tensors
             if given and not seen.reached:
                 raise ModelError(f"the sample does not lead to the model's blocks: {error}") from error
     return seen
@@ -379,9 +379,9 @@ class _Watch(TorchFunctionMode):
 # ---- leaving a stage's part of a model
 
 
-def keep(
+def keep_stages(
     model: nn.Module,
-    split: PipelineSplit,
+    partition: PipelinePartition,
     stages: Collection[int],
     device: torch.device | None = None,
     dtype: torch.dtype | None = None,
@@ -394,15 +394,15 @@ def keep(
     mine = set(stages)
     absent = tuple(
         name + "."
-        for s in range(split.stages)
+        for s in range(partition.stages)
         if s not in mine
-        for name in split.blocks[split.bounds[s] : split.bounds[s + 1]]
+        for name in partition.blocks[partition.bounds[s] : partition.bounds[s + 1]]
     )
     parameters, buffers = _named(model)
     left: set[str] = set()
     for names, tensor in (*parameters, *buffers):
         is_buffer = not isinstance(tensor, nn.Parameter)
-        if mine & set(split.stages_of[names[0]]) or (
+        if mine & set(partition.stages_of[names[0]]) or (
             is_buffer and not all(name.startswith(absent) for name in names)
         ):
             left.update(names)
@@ -413,7 +413,7 @@ def keep(
         )
         stand_in = stand_in.as_subclass(StandIn)
         stand_in.of = names[0]
-        mark(stand_in, f"{names[0]}, which stage {split.stages_of[names[0]][0]} has")
+        mark(stand_in, f"{names[0]}, which stage {partition.stages_of[names[0]][0]} has")
         for name in names:
             path, _, attribute = name.rpartition(".")
             module = model.get_submodule(path)

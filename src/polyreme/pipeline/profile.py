@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from polyreme.models.huggingface import tensors_in, training_arguments
 from polyreme.pipeline.activation_spec import put_together, take_apart
-from polyreme.pipeline.partition import blocks_in, plan
+from polyreme.pipeline.partition import blocks_in, partition_model
 from polyreme.pipeline.stage import Stage
 
 
@@ -31,12 +31,12 @@ def measure(
     before the blocks, the last with what comes after. No gradient is left behind.
 
     forward: calls the model on a batch and returns its output, as in `lambda: model(**batch)`.
-    blocks, sample: as for `plan`.
+    blocks, sample: as for `partition_model`.
     """
     count = len(blocks_in(model, blocks))
-    split = plan(model, count, counts=[1] * count, blocks=blocks, sample=sample)
+    partition = partition_model(model, count, counts=[1] * count, blocks=blocks, sample=sample)
     parameters = [p for p in model.parameters() if p.requires_grad]
-    timed: list[tuple[Stage, list[float]]] = [(Stage(model, split, index), []) for index in range(count)]
+    timed: list[tuple[Stage, list[float]]] = [(Stage(model, partition, index), []) for index in range(count)]
     devices = {p.device for p in parameters if p.is_cuda}
 
     def now() -> float:

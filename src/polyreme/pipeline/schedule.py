@@ -143,9 +143,9 @@ def _order(pattern: str, stages: Sequence[int], pp: int, microbatches: int, chun
     that are not there."""
     turns: Counter[str] = Counter()
     for letter in pattern:
-        group, place = divmod(turns[letter], pp * chunks)
+        group, index = divmod(turns[letter], pp * chunks)
         turns[letter] += 1
-        chunk, within = divmod(place, pp)
+        chunk, within = divmod(index, pp)
         op: Op = letter.upper()  # type: ignore[assignment]
         stage = stages[1] if letter.islower() else stages[chunk if op == "F" else chunks - 1 - chunk]
         if group * pp + within < microbatches:
@@ -339,11 +339,11 @@ def peak_activations(row: Sequence[Action], size: Sequence[int] | None = None) -
     """What a rank keeps at once, at most, from forwards whose backward has not ended (with W: whose W has
     not): a number of micro-batches, or the sum of `size`, one number for each stage."""
     halved = halves([row])
-    kept = peak = 0
+    in_flight = peak = 0
     for action in row:
         ends = action.op == "W" or (action.op == "B" and action not in halved)
-        kept += ((action.op == "F") - ends) * (size[action.stage] if size else 1)
-        peak = max(peak, kept)
+        in_flight += ((action.op == "F") - ends) * (size[action.stage] if size else 1)
+        peak = max(peak, in_flight)
     return peak
 
 

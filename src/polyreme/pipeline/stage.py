@@ -24,21 +24,22 @@ from torch.utils import _pytree as pytree
 from polyreme.errors import ModelError
 from polyreme.models.huggingface import tensors_in
 from polyreme.pipeline.intercept import answer_with, argument, intercepted, wrapped
-from polyreme.pipeline.partition import PipelineSplit
+from polyreme.pipeline.partition import PipelinePartition
 from polyreme.pipeline.placeholders import Alias, StandIn, foreign, is_marked, output_of
 
 
 class Stage:
-    """Stage `index` of `split`: calls `model`, which may be whole or what `keep` left, as that stage.
+    """Stage `index` of `partition`: calls `model`, which may be whole or what `keep_stages` left, as that
+    stage.
 
     Several stages of one rank (interleaved schedules) are several `Stage`s on one model.
     """
 
-    def __init__(self, model: nn.Module, split: PipelineSplit, index: int) -> None:
+    def __init__(self, model: nn.Module, partition: PipelinePartition, index: int) -> None:
         self.index = index
-        self.is_first, self.is_last = index == 0, index == split.stages - 1
-        self._model, self._split = model, split
-        self._first, self._stop = split.bounds[index : index + 2]
+        self.is_first, self.is_last = index == 0, index == partition.stages - 1
+        self._model, self._partition = model, partition
+        self._first, self._stop = partition.bounds[index : index + 2]
         self._received: Any = None
         self.running = False
         self._next = 0  # the block to be called next
@@ -69,8 +70,8 @@ class Stage:
 
     def _forward(self, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """The model's forward as this stage."""
-        names = self._split.blocks
-        with intercepted(self._model, self._split.owner, self._through) if names else nullcontext():
+        names = self._partition.blocks
+        with intercepted(self._model, self._partition.owner, self._through) if names else nullcontext():
             try:
                 output = inner(*args, **kwargs)
             except _Cut as cut:
@@ -94,7 +95,7 @@ class Stage:
 
     def _through(self, index: int, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A call of block `index` by the model."""
-        names = self._split.blocks
+        names = self._partition.blocks
         if index != self._next:
             due = names[self._next] if self._next < len(names) else "no block"
             raise ModelError(
@@ -106,7 +107,7 @@ class Stage:
         key, value = argument(args, kwargs)
         if index < self._first:
             return answer_with(
-                self._split.answer, pytree.tree_map_only(Tensor, partial(output_of, names[index]), value)
+                self._partition.answer, pytree.tree_map_only(Tensor, partial(output_of, names[index]), value)
             )
         if index == self._stop:
             raise _Cut(value)
@@ -119,7 +120,7 @@ class Stage:
         return block(*args, **kwargs)
 
 
-def refuse_calls(model: nn.Module, split: PipelineSplit, stages: Collection[Stage]) -> None:
+def refuse_calls(model: nn.Module, partition: PipelinePartition, stages: Collection[Stage]) -> None:
     """Have calls of `model`, of what contains its blocks and of what other stages have raise ModelError, but
     for those of a stage; and its `state_dict()`, pickles and copies, which would have this stage's part
     alone."""
@@ -127,7 +128,7 @@ def refuse_calls(model: nn.Module, split: PipelineSplit, stages: Collection[Stag
     for name, module in model.named_modules():
         if (
             not name
-            or f"{split.owner}.".startswith(f"{name}.")
+            or f"{partition.owner}.".startswith(f"{name}.")
             or any(is_marked(value) for value in vars(module).values())
         ):
             module.register_forward_pre_hook(refusal, prepend=True)

@@ -31,7 +31,7 @@ Product = Callable[[Tensor | None], Tensor]
 class Sums(Protocol):
     """Where gradients are summed: `zero.reduce.Reducer`."""
 
-    def place(self, parameter: Tensor) -> Tensor | None:
+    def gradient_buffer(self, parameter: Tensor) -> Tensor | None:
         """The sum so far, to which a gradient may be added without any hook; None where that cannot be."""
 
     def added(self, parameter: Tensor) -> None:
@@ -43,7 +43,7 @@ class WeightGradients:
 
     def __init__(self) -> None:
         self._products: dict[Tensor, list[Product]] = {}
-        self._held: dict[Tensor, tuple[Tensor, Callable[[Tensor], None]]] = {}
+        self._deferred: dict[Tensor, tuple[Tensor, Callable[[Tensor], None]]] = {}
 
     @contextmanager
     def put_off(self) -> Iterator[None]:
@@ -55,13 +55,13 @@ class WeightGradients:
         finally:
             _current = None
 
-    def hold(self, parameter: Tensor, arrived: Callable[[Tensor], None]) -> None:
+    def defer(self, parameter: Tensor, arrived: Callable[[Tensor], None]) -> None:
         """Take `parameter.grad` away until the second half, which calls `arrived(parameter)` where no product
         adds to it."""
         gradient, parameter.grad = parameter.grad, None
         if gradient is not None:
-            self._held[parameter] = (
-                gradient if parameter not in self._held else self._held[parameter][0] + gradient,
+            self._deferred[parameter] = (
+                gradient if parameter not in self._deferred else self._deferred[parameter][0] + gradient,
                 arrived,
             )
 
@@ -72,20 +72,22 @@ class WeightGradients:
     def accumulate(self, sums: Sums | None = None) -> None:
         """The second half, one parameter after the other: products are added to `sums`, or go the way of
         autograd, with all hooks."""
-        held, self._held = self._held, {}
-        for parameter, (gradient, arrived) in held.items():
+        deferred, self._deferred = self._deferred, {}
+        for parameter, (gradient, arrived) in deferred.items():
             Tensor.grad.__set__(parameter, gradient)  # type: ignore[union-attr]  # past what `.grad` says to users
             if parameter not in self._products:
                 arrived(parameter)
         while self._products:
             parameter = next(iter(self._products))
             products = self._products.pop(parameter)
-            place = None if sums is None or parameter in held else sums.place(parameter)
-            if sums is None or place is None:
+            gradient_buffer = (
+                None if sums is None or parameter in deferred else sums.gradient_buffer(parameter)
+            )
+            if sums is None or gradient_buffer is None:
                 torch.autograd.backward([_Product.apply(parameter, product) for product in products])
                 continue
             for product in products:
-                product(place)
+                product(gradient_buffer)
             sums.added(parameter)
 
 

@@ -31,7 +31,7 @@ def working_set(placement: Placement, prefetch: int) -> dict[str, int]:
     blocks = [unit.buckets for unit in placement.units if not unit.pinned]
     ahead = [list(chain(*blocks[max(i - prefetch, 0) : i + 1])) for i in range(len(blocks))]
     far = offload.parameters is not None and offload.parameters.is_far
-    lent = _lent(placement, stay, blocks, None if far else ahead)
+    pooled = _pooled(placement, stay, blocks, None if far else ahead)
     parameters, gradients, masters = (sum(staying(bucket)[i] for bucket in buckets) for i in range(3))
     full = max((sum(coming(bucket) for bucket in each) for each in (blocks if far else ahead)), default=0)
     single = max(
@@ -43,14 +43,14 @@ def working_set(placement: Placement, prefetch: int) -> dict[str, int]:
     fetched = [[*stay, *chain(*blocks[:1])], *ahead, *written]
     return {
         "parameters": parameters + sum(coming(bucket) for bucket in stay) + full,
-        "gradients": gradients + _bytes(lent) + single,
+        "gradients": gradients + _bytes(pooled) + single,
         "states": masters,
         "tiers": offload.memory(_bytes(_most(Buffers(map(_file, each)) for each in fetched))),
-        "exchange": _read(placement, lent) if placement.device.type == "cpu" else 0,
+        "exchange": _read(placement, pooled) if placement.device.type == "cpu" else 0,
     }
 
 
-def _lent(
+def _pooled(
     placement: Placement,
     stay: Sequence[Bucket],
     blocks: Sequence[Sequence[Bucket]],
@@ -81,13 +81,15 @@ def _lent(
     return _most(moments) if placement.device.type == "cpu" else max(moments, key=_bytes)
 
 
-def _read(placement: Placement, lent: Buffers) -> int:
+def _read(placement: Placement, pooled: Buffers) -> int:
     """Bytes of the other ranks' memory that a CPU rank reads: its part of all that is reduced, and whole
     shards of parameters."""
     ranks = max((bucket.axis.size for bucket in placement.buckets), default=1)
-    shards = Buffers({buffer: lent[buffer] for bucket in placement.buckets for buffer in borrows(bucket)[2]})
+    shards = Buffers(
+        {buffer: pooled[buffer] for bucket in placement.buckets for buffer in borrows(bucket)[2]}
+    )
     reduced = (
-        Buffers({buffer: lent[buffer] for bucket in placement.buckets for buffer in borrows(bucket)[0]})
+        Buffers({buffer: pooled[buffer] for bucket in placement.buckets for buffer in borrows(bucket)[0]})
         - shards
     )
     unreduced = sum(bucket.gradients.unreduced for bucket in placement.trainable)

@@ -15,7 +15,7 @@ from torch import nn
 from polyreme.config import Config
 from polyreme.data import load_tokenizer
 from polyreme.models import huggingface
-from polyreme.pipeline.partition import PipelineSplit, plan
+from polyreme.pipeline.partition import PipelinePartition, partition_model
 from polyreme.pipeline.schedule import stage_ranks
 from polyreme.tensor import plan as rules
 
@@ -46,7 +46,7 @@ def expected(config: Config) -> nn.Module | None:
     )
 
 
-def divide(model: nn.Module, config: Config) -> PipelineSplit | None:
+def divide(model: nn.Module, config: Config) -> PipelinePartition | None:
     """Which pipeline stage has what of `model`, as `config` says, but for times; None where there is one
     stage.
 
@@ -59,4 +59,4 @@ def divide(model: nn.Module, config: Config) -> PipelineSplit | None:
         return None
     stages = len(stage_ranks(config.schedule, mesh.pp, pipeline.virtual))
     counts = None if isinstance(pipeline.blocks, str) else pipeline.blocks
-    return plan(model, stages, counts=counts, memory=pipeline.blocks == "parameters")
+    return partition_model(model, stages, counts=counts, memory=pipeline.blocks == "parameters")

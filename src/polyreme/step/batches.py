@@ -49,7 +49,7 @@ def micro_batches(batch: Any, config: Config, first: bool) -> list[MicroBatch]:
                 f"ranks with batch.micro = {config.batch.micro} makes "
                 f"{count}: give {count}, or change batch.size or batch.micro"
             )
-        return filled(parts_of(batch, config), count)
+        return filled(micro_batches_of(batch, config), count)
     if (size := leading_size(batch)) > expected or (first and size < expected):
         raise BatchError(
             f"this rank's share of the batch has {size} samples, but "
@@ -58,38 +58,44 @@ def micro_batches(batch: Any, config: Config, first: bool) -> list[MicroBatch]:
             + (" (only later steps may have fewer, as the last of an epoch)" if size < expected else "")
         )
     return filled(
-        [part for each in split(batch, min(size, count) or 1) for part in parts_of(each, config)], count
+        [one for each in split(batch, min(size, count) or 1) for one in micro_batches_of(each, config)], count
     )
 
 
 def is_list(batch: Any) -> bool:
     """Whether `batch` is a list of micro-batches: a list without a tensor among its elements. One with a
     tensor is a batch itself."""
-    return isinstance(batch, list) and bool(batch) and not any(isinstance(part, Tensor) for part in batch)
+    return (
+        isinstance(batch, list)
+        and bool(batch)
+        and not any(isinstance(micro_batch, Tensor) for micro_batch in batch)
+    )
 
 
-def parts_of(batch: Any, config: Config) -> list[MicroBatch]:
+def micro_batches_of(batch: Any, config: Config) -> list[MicroBatch]:
     """A list's micro-batches, or the one that `batch` is. Raises BatchError for a list of none."""
     batch, found = plain_mappings(batch), []
     if isinstance(batch, list) and not batch:
         raise BatchError(
             "the batch is an empty list: a rank without samples gives tensors of none, such as batch[:0]"
         )
-    for part in batch if is_list(batch) else [batch]:
-        samples = samples_of(part, config)
-        found.append(MicroBatch(part if samples else pytree.tree_map_only(Tensor, _blank, part), samples))
+    for micro_batch in batch if is_list(batch) else [batch]:
+        samples = samples_of(micro_batch, config)
+        found.append(
+            MicroBatch(micro_batch if samples else pytree.tree_map_only(Tensor, _blank, micro_batch), samples)
+        )
     return found
 
 
-def samples_of(part: Any, config: Config) -> int:
+def samples_of(micro_batch: Any, config: Config) -> int:
     """The samples of a micro-batch; batch.micro where that cannot be seen."""
-    sizes = leading_sizes(part)
+    sizes = leading_sizes(micro_batch)
     return sizes.pop() if len(sizes) == 1 else int(config.batch.micro)
 
 
-def filled(parts: Sequence[MicroBatch], count: int) -> list[MicroBatch]:
-    """`parts`, and as many that count for nothing as make `count`."""
-    return [*parts, *[MicroBatch(parts[0].batch, 0)] * (count - len(parts))]
+def filled(micro_batches: Sequence[MicroBatch], count: int) -> list[MicroBatch]:
+    """`micro_batches`, and as many that count for nothing as make `count`."""
+    return [*micro_batches, *[MicroBatch(micro_batches[0].batch, 0)] * (count - len(micro_batches))]
 
 
 def plain_mappings(batch: Any) -> Any:
@@ -219,12 +225,12 @@ class BatchComparison:
             )
 
 
-def split(batch: Any, parts: int) -> list[Any]:
-    """`batch` cut along its samples into `parts` micro-batches that differ by one sample at most. Cut are
+def split(batch: Any, count: int) -> list[Any]:
+    """`batch` cut along its samples into `count` micro-batches that differ by one sample at most. Cut are
     tensors, arrays and lists as long as these, as of a sample's name; all else goes into each.
 
     Raises BatchError for a tensor that cannot be cut."""
-    if parts == 1:
+    if count == 1:
         return [batch]
     samples, by_sample = leading_size(batch), _by_sample(batch)
     leaves, spec = pytree.tree_flatten(
@@ -235,15 +241,15 @@ def split(batch: Any, parts: int) -> list[Any]:
     )
     return [
         pytree.tree_unflatten([_rows(leaf, rows) for leaf in leaves], spec)
-        for rows in _bounds(samples, parts)
+        for rows in _bounds(samples, count)
     ]
 
 
-def _bounds(samples: int, parts: int) -> list[slice]:
+def _bounds(samples: int, count: int) -> list[slice]:
     """As `tensor_split` cuts: the first parts are the longer ones."""
-    least, more = divmod(samples, parts)
-    ends = [least * i + min(i, more) for i in range(parts + 1)]
-    return [slice(*ends[i : i + 2]) for i in range(parts)]
+    least, more = divmod(samples, count)
+    ends = [least * i + min(i, more) for i in range(count + 1)]
+    return [slice(*ends[i : i + 2]) for i in range(count)]
 
 
 def _rows(leaf: Any, rows: slice) -> Any:

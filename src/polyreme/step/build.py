@@ -3,7 +3,7 @@ order of the functions.
 
 Invariant: rank 0's numbers count, whatever the other ranks were given; a model given as a function is never
 whole on a rank (but to be measured, on rank 0, for `pipeline.blocks = "time"`).
-Communication: broadcasts of what the user's model holds; the measured seconds; what `zero.place` needs.
+Communication: broadcasts of what the user's model holds; the measured seconds; what `zero.partition` needs.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from polyreme.checkpoint.formats.huggingface import Directory
 from polyreme.checkpoint.load import lacks
 from polyreme.config import Config
-from polyreme.config.schema import home, is_files
+from polyreme.config.schema import is_files, tiers_of
 from polyreme.deferred_init.replay import Recording, record
 from polyreme.distributed.mesh import Mesh, Product
 from polyreme.errors import CheckpointError, ConfigError, ModelError, Problem
@@ -39,7 +39,7 @@ from polyreme.offload.host import HostStore
 from polyreme.offload.parameters import OffloadedParameters
 from polyreme.optim.groups import Recipe
 from polyreme.pipeline.executor import RunStage, whole
-from polyreme.pipeline.partition import PipelineSplit, keep, layers, plan
+from polyreme.pipeline.partition import PipelinePartition, keep_stages, layers, partition_model
 from polyreme.pipeline.profile import block_seconds, copy_to
 from polyreme.pipeline.rank import PipelineRank
 from polyreme.pipeline.stage import Stage, refuse_calls
@@ -51,7 +51,14 @@ from polyreme.tensor.parallelize import parallelize
 from polyreme.zero.bucket_gradients import Microbatches
 from polyreme.zero.changes import Roster
 from polyreme.zero.formats import Formats
-from polyreme.zero.partition import BucketSettings, Division, LocalPart, OffloadPlan, Placement, place
+from polyreme.zero.partition import (
+    BucketSettings,
+    Division,
+    OffloadTiers,
+    Placement,
+    Sharding,
+    build_placement,
+)
 from polyreme.zero.residency import Residency
 
 RUN = uuid.uuid4().hex
@@ -177,18 +184,20 @@ def build(
 
     blocks: those of the whole model. weights: whether parameters get their numbers here; otherwise they are
     still to be read from files."""
-    split = _cut(module, recording, len(pipeline.rank_of), config, mesh)
-    in_parts = recording is None and split is not None and any(mesh.gather_objects(bool(_missing(module))))
+    partition = _cut(module, recording, len(pipeline.rank_of), config, mesh)
+    in_parts = (
+        recording is None and partition is not None and any(mesh.gather_objects(bool(_missing(module))))
+    )
     if recording is None:
         # over dp parameters are shared out, by ZeRO
         alike = ("tp",) if in_parts else ("tp", "pp")
         take_from_rank_0(_real(module.parameters()), mesh.device, mesh.product(*alike))
         take_from_rank_0(_real(module.buffers()), mesh.device, mesh.product("dp", *alike))
-    division = _divide(module, split, pipeline, config, mesh)
+    division = _divide(module, partition, pipeline, config, mesh)
     if in_parts:
         _take_shared(module, division, mesh)
-    if split is not None:
-        blocks = split.blocks_of(module, pipeline.mine)
+    if partition is not None:
+        blocks = partition.blocks_of(module, pipeline.mine)
     if pipeline.halved:
         put_off_weights(module)
     placement = share_out(module, blocks, recipe, division, config, mesh)
@@ -196,16 +205,16 @@ def build(
         _make_numbers(module, recording, placement, mesh, parameters=weights)
     for buffer in module.buffers():
         buffer.data = buffer.data.to(mesh.device).contiguous()
-    if split is None:
+    if partition is None:
         return Built(placement, {0: whole}, blocks)
-    stages = {stage: Stage(module, split, stage) for stage in pipeline.mine}
-    refuse_calls(module, split, stages.values())
+    stages = {stage: Stage(module, partition, stage) for stage in pipeline.mine}
+    refuse_calls(module, partition, stages.values())
     return Built(placement, stages, blocks)
 
 
 def _cut(
     module: nn.Module, recording: Recording | None, stages: int, config: Config, mesh: Mesh
-) -> PipelineSplit | None:
+) -> PipelinePartition | None:
     """Which pipeline stage has what, the same on every rank; None for one stage."""
     if stages == 1:
         return None
@@ -216,9 +225,9 @@ def _cut(
         )
     blocks = config.pipeline.blocks
     if not isinstance(blocks, str):
-        return plan(module, stages, counts=blocks)
+        return partition_model(module, stages, counts=blocks)
     costs = _block_seconds(module, recording, config, mesh) if blocks == "time" else None
-    return plan(module, stages, costs=costs, memory=blocks == "parameters")
+    return partition_model(module, stages, costs=costs, memory=blocks == "parameters")
 
 
 def _block_seconds(module: nn.Module, recording: Recording | None, config: Config, mesh: Mesh) -> list[float]:
@@ -264,7 +273,7 @@ def _take_shared(module: nn.Module, division: Division, mesh: Mesh) -> None:
             "numbers of its stages, or give initialize() the function that builds the model"
         )
     for name, parameter in module.named_parameters():
-        if (tie := division.ties.get(division.ranks_of(division.parts[name].stages))) is not None:
+        if (tie := division.ties.get(division.ranks_of(division.shardings[name].stages))) is not None:
             numbers = parameter.data.to(mesh.device).contiguous()
             tie.broadcast(numbers)
             parameter.data = numbers.to(parameter.device)
@@ -284,7 +293,7 @@ def take_from_rank_0(tensors: Iterable[Tensor], device: torch.device, ranks: Pro
 
 
 def _divide(
-    module: nn.Module, split: PipelineSplit | None, pipeline: PipelineRank, config: Config, mesh: Mesh
+    module: nn.Module, partition: PipelinePartition | None, pipeline: PipelineRank, config: Config, mesh: Mesh
 ) -> Division:
     """Leave of the model this rank's pipeline stages, and of their parameters its part for tensor
     parallelism."""
@@ -294,15 +303,17 @@ def _divide(
         cuts = parallelize(
             module, mesh.tp, rules.plan(module, mesh.tp.size, config.mesh.tp_plan, sequence), sequence
         )
-    if split is None:
-        return Division({name: LocalPart(each) for name, each in cuts.items()}, mesh.tp, mesh.pp)
+    if partition is None:
+        return Division({name: Sharding(each) for name, each in cuts.items()}, mesh.tp, mesh.pp)
     rank_of = pipeline.rank_of
-    keep(module, split, pipeline.mine, mesh.device, DTYPES[config.precision.compute])
-    parts = {name: LocalPart(each, split.stages_of[name]) for name, each in cuts.items()}
-    shared = sorted({tuple(sorted({rank_of[stage] for stage in stages})) for stages in split.tied.values()})
+    keep_stages(module, partition, pipeline.mine, mesh.device, DTYPES[config.precision.compute])
+    shardings = {name: Sharding(each, partition.stages_of[name]) for name, each in cuts.items()}
+    shared = sorted(
+        {tuple(sorted({rank_of[stage] for stage in stages})) for stages in partition.tied.values()}
+    )
     ties = {ranks: mesh.part("pp", ranks) for ranks in shared if len(ranks) > 1}
     ties = {ranks: axis for ranks, axis in ties.items() if axis.size > 1}
-    return Division(parts, mesh.tp, mesh.pp, rank_of, ties, split.stages_of)
+    return Division(shardings, mesh.tp, mesh.pp, rank_of, ties, partition.stages_of)
 
 
 def divide_again(
@@ -314,7 +325,9 @@ def divide_again(
     parameters, told = dict(module.named_parameters(remove_duplicate=False)), roster.changes(module)
     reason = ""
     memory = config.memory
-    offloaded = [key for key in ("states", "params", "gradients") if is_files(home(getattr(memory, key))[0])]
+    offloaded = [
+        key for key in ("states", "params", "gradients") if is_files(tiers_of(getattr(memory, key))[0])
+    ]
     if mesh.pp.size > 1:
         reason = (
             "with mesh.pp each rank has a part of its modules: "
@@ -342,7 +355,7 @@ def divide_again(
         if name not in roster.buffers:
             take_from_rank_0([buffer], mesh.device, mesh.product("dp"))
     return Division(
-        {name: LocalPart(Cut.whole(p.shape, 1)) for name, p in parameters.items()}, mesh.tp, mesh.pp
+        {name: Sharding(Cut.whole(p.shape, 1)) for name, p in parameters.items()}, mesh.tp, mesh.pp
     )
 
 
@@ -359,9 +372,9 @@ def share_out(
     says. held: ids of parameters whose numbers are to come from where they are now."""
     zero, dtype, several = config.zero, DTYPES[config.precision.compute], config.accumulation > 1
     assert zero.stage != "auto"
-    folders, share = home(config.memory.states)
-    near, _ = home(config.memory.params)
-    reduced, _ = home(config.memory.gradients)
+    folders, share = tiers_of(config.memory.states)
+    near, _ = tiers_of(config.memory.params)
+    reduced, _ = tiers_of(config.memory.gradients)
     transfer = HostTransfer.over(mesh.device) if folders != ["device"] else None
     microbatches: Microbatches = "one"
     if several:
@@ -391,7 +404,7 @@ def share_out(
             gradients, CopyStream() if transfer is None else transfer.copy_stream, microbatches == "left"
         )
     blocks = _released(module, blocks, zero.keep)
-    offload = OffloadPlan(
+    offload = OffloadTiers(
         states,
         share,
         None if params is None else OffloadedParameters(params, mesh.device),
@@ -401,7 +414,7 @@ def share_out(
     )
     axis = mesh.sharing(zero.shard_over)
     settings = BucketSettings(axis, mesh.device, residency, formats, microbatches, zero)
-    return place(module, blocks, recipe, settings, division, offload, held)
+    return build_placement(module, blocks, recipe, settings, division, offload, held)
 
 
 def _released(
@@ -415,7 +428,7 @@ def _released(
                                        "names are such as "
                                        f"{', '.join(list(blocks)[:3] or names[1:4])}")])  # fmt: skip
 
-    def kept(name: str) -> bool:
+    def matches(name: str) -> bool:
         parts = name.split(".")
         return any(
             fnmatchcase(".".join(parts[:end]), pattern)
@@ -423,7 +436,7 @@ def _released(
             for pattern in keep
         )
 
-    return {name: block for name, block in blocks.items() if not kept(name)}
+    return {name: block for name, block in blocks.items() if not matches(name)}
 
 
 def _store(
@@ -460,7 +473,7 @@ def objective(
     """What calls the model, and reads its loss as the config weights it."""
     dtype = DTYPES[config.precision.compute]
     # a model of several dtypes converts between them itself
-    wanted = dtype if {*made.kept.values()} <= {dtype} else None
+    wanted = dtype if {*made.own_dtypes.values()} <= {dtype} else None
     return Objective(
         module,
         loss_fn,

@@ -26,18 +26,20 @@ class Checkpoints:
         self, training: Training, path: Path, tokenizer: Any, extra: Mapping[str, Any], **how: bool
     ) -> None:
         """See `Engine.save`; how: `wait` and `adapters_only`."""
-        only = adapters_alone(training.parts) if how["adapters_only"] else None
+        only = adapters_alone(training.contents) if how["adapters_only"] else None
         if self._saver is None:
             self._saver = Saver(self._aside())
-        whole = adapters(training.parts)
+        whole = adapters(training.contents)
         self._saver.save(
-            path, lambda: content(training.parts, tokenizer, extra, whole, only), background=not how["wait"]
+            path,
+            lambda: content(training.contents, tokenizer, extra, whole, only),
+            background=not how["wait"],
         )
 
     def load(self, training: Training, path: Path, strict: bool, weights_only: bool) -> Loaded:
         """See `Engine.load`."""
         self.wait()
-        found = restore(training.parts, path, strict, weights_only, self._aside())
+        found = restore(training.contents, path, strict, weights_only, self._aside())
         training.note()
         return found
 

@@ -28,7 +28,7 @@ from polyreme.checkpoint.formats.huggingface import ADAPTERS, Directory
 from polyreme.checkpoint.manifest import Resume
 from polyreme.checkpoint.open import open_source
 from polyreme.checkpoint.reader import Need
-from polyreme.checkpoint.run_directory import RunFolder
+from polyreme.checkpoint.run_directory import RunDirectory
 from polyreme.checkpoint.save import Content, small_files
 from polyreme.checkpoint.sources import MASTER, MODEL, Source
 from polyreme.config import Config
@@ -41,14 +41,14 @@ from polyreme.models.tensor_access import entries
 from polyreme.step.step import Step
 from polyreme.version import VERSION
 from polyreme.zero.bucket import Bucket
-from polyreme.zero.full_parameters import lent
+from polyreme.zero.full_parameters import readable
 from polyreme.zero.partition import Placement
 from polyreme.zero.sharded_optimizer import Update
 from polyreme.zero.sharded_state import frozen, masters, saved, states
 
 
 @dataclass
-class EngineParts:
+class EngineContents:
     """The parts of an engine that a checkpoint holds. loaders: those whose place in the data is kept;
     positions: places that wait for loaders to be made."""
 
@@ -64,7 +64,7 @@ class EngineParts:
     @cached_property
     def file_names(self) -> Mapping[str, str]:
         """What tensors are called in files, where that is not their name."""
-        shapes = {name: part.cut.shape for name, part in self.placement.division.parts.items()}
+        shapes = {name: part.cut.shape for name, part in self.placement.division.shardings.items()}
         shapes |= {name: tuple(buffer.shape) for names, buffer in self.buffers() for name in names}
         return huggingface.file_names(self.module, shapes)
 
@@ -117,49 +117,49 @@ class Loaded:
     notes: Sequence[str]
 
 
-def adapters(parts: EngineParts) -> dict[str, Tensor] | None:
+def adapters(contents: EngineContents) -> dict[str, Tensor] | None:
     """Whole copies of what PEFT's files of adapters hold, on rank 0; nothing for other models; None, with a
     warning, where PEFT, which rank 0 calls, would leave out what another pipeline stage has. All ranks must
     call."""
-    wanted, lost = _adapter_names(parts)
+    wanted, lost = _adapter_names(contents)
     if lost:
         warnings.warn(f"{lost[0]} is a part of the adapters which PEFT, called "
                       "by rank 0, cannot save, as another pipeline stage has its "
                       "module: the checkpoint has the "
                       "whole model, but no files of PEFT's", stacklevel=4)  # fmt: skip
         return None
-    if wanted and (others := _trained_besides(parts, wanted)):
+    if wanted and (others := _trained_besides(contents, wanted)):
         warnings.warn(f"{_several(others)} trains too, and PEFT's files have "
                       "none of it: PeftModel.from_pretrained of this begins "
                       "with what the base has there. engine.load takes all of "
                       "it. Name its module in modules_to_save of PEFT's config",
                       stacklevel=4)  # fmt: skip
-    if huggingface.learns_prompts(parts.module):
-        with lent(parts.placement, wanted):
-            return huggingface.prompts(parts.module)
+    if huggingface.learns_prompts(contents.module):
+        with readable(contents.placement, wanted):
+            return huggingface.prompts(contents.module)
     found = {}
     if wanted:
-        for names, tensor in chain(parts.placement.tensors(among=wanted), parts.buffers()):
-            if parts.mesh.rank == 0:
+        for names, tensor in chain(contents.placement.tensors(among=wanted), contents.buffers()):
+            if contents.mesh.rank == 0:
                 found.update({name: tensor.detach().to("cpu", copy=True) for name in names if name in wanted})
     return found
 
 
-def _adapter_names(parts: EngineParts) -> tuple[set[str], list[str]]:
+def _adapter_names(contents: EngineContents) -> tuple[set[str], list[str]]:
     """Names of what PEFT's files hold, over all pipeline stages; and those of them that rank 0 does not see.
     All ranks must call."""
-    told: list[Any] = parts.mesh.pp.gather_objects(
-        sorted(huggingface.adapters(parts.module, parts.placement.division.parts))
+    told: list[Any] = contents.mesh.pp.gather_objects(
+        sorted(huggingface.adapters(contents.module, contents.placement.division.shardings))
     )
     wanted = {name for each in told for name in each}
     return wanted, sorted(wanted.difference(told[0]))
 
 
-def adapters_alone(parts: EngineParts) -> set[str]:
+def adapters_alone(contents: EngineContents) -> set[str]:
     """Names of all that a checkpoint of adapters alone has. All ranks must call. Raises ModelError where
     PEFT's files would not have it, or more trains."""
-    found, lost = _adapter_names(parts)
-    name, instead = type(parts.module).__name__, "save without it, which writes the whole model"
+    found, lost = _adapter_names(contents)
+    name, instead = type(contents.module).__name__, "save without it, which writes the whole model"
     if not found:
         raise ModelError(f"save(adapters_only=True) of a {name}, which has no "
                          "adapters: give initialize() a model of peft.get_peft_model, "
@@ -169,17 +169,17 @@ def adapters_alone(parts: EngineParts) -> set[str]:
                          f"cannot save {lost[0]}, as another pipeline stage has its "
                          "module: take it out of modules_to_save, "
                          f"set mesh.pp = 1, or {instead}")  # fmt: skip
-    if others := _trained_besides(parts, found):
+    if others := _trained_besides(contents, found):
         raise ModelError(f"save(adapters_only=True), but {_several(others)} trains too, and PEFT "
                          "saves none of it: name its module in modules_to_save "
                          f"of PEFT's config, freeze it, or {instead}")  # fmt: skip
     return found
 
 
-def _trained_besides(parts: EngineParts, names: Collection[str]) -> list[str]:
+def _trained_besides(contents: EngineContents, names: Collection[str]) -> list[str]:
     """What is trained beside what has these names, over all pipeline stages. All ranks must call."""
-    trained = [each for update in parts.updates for each, _ in parts.placement.named(update.bucket)]
-    told: list[Any] = parts.mesh.pp.gather_objects(
+    trained = [each for update in contents.updates for each, _ in contents.placement.named(update.bucket)]
+    told: list[Any] = contents.mesh.pp.gather_objects(
         [each[0] for each in trained if set(names).isdisjoint(each)]
     )
     return [name for each in told for name in each]
@@ -190,35 +190,35 @@ def _several(names: Sequence[str]) -> str:
 
 
 def content(
-    parts: EngineParts, tokenizer: Any, extra: Mapping[str, Any], adapters: Mapping[str, Tensor] | None,
+    contents: EngineContents, tokenizer: Any, extra: Mapping[str, Any], adapters: Mapping[str, Tensor] | None,
     only: Collection[str] | None = None,
 ) -> Content:  # fmt: skip
     """What this rank gives to a checkpoint; `adapters` to PEFT's files, if there are to be any. only: names
     of the tensors that it is to have, where these are not all. Raises CheckpointError for what a checkpoint
     cannot hold."""
-    module, config, mesh = parts.module, parts.config, parts.mesh
+    module, config, mesh = contents.module, contents.config, contents.mesh
     try:
         extra = json.loads(json.dumps(extra))  # the caller may change it while it is written
     except (TypeError, ValueError) as error:
         raise CheckpointError(f"extra= is kept as JSON, which cannot hold it: {error}") from error
     resume = Resume(
-        state=parts.step.state_dict(),
-        mesh=parts.layout(),
+        state=contents.step.state_dict(),
+        mesh=contents.layout(),
         zero_stage=int(config.zero.stage),
-        data={"loaders": [loader.state_dict() for loader in parts.loaders] or list(parts.positions)},
+        data={"loaders": [loader.state_dict() for loader in contents.loaders] or list(contents.positions)},
         config=config.model_dump(mode="json"),
         versions={"polyreme": VERSION, "torch": torch.__version__},
         extra=extra,
     )
     wanted = lambda names: only is None or not {*names}.isdisjoint(only)  # noqa: E731
     return Content(
-        regions=[region for region in saved(parts.placement, parts.updates) if wanted(region.names)],
+        regions=[region for region in saved(contents.placement, contents.updates) if wanted(region.names)],
         buffers=[
             (names, buffer)
-            for names, buffer in parts.buffers()
-            if wanted(names) and parts.placement.division.computes(names[0])
+            for names, buffer in contents.buffers()
+            if wanted(names) and contents.placement.division.computes(names[0])
         ],
-        saved_name=parts.saved_name,
+        saved_name=contents.saved_name,
         small=partial(small_files, module, tokenizer, adapters),
         resume=resume,
         rng={
@@ -233,32 +233,32 @@ def content(
     )
 
 
-def restore(parts: EngineParts, path: Path, strict: bool, weights_only: bool, axis: Axis) -> Loaded:
+def restore(contents: EngineContents, path: Path, strict: bool, weights_only: bool, axis: Axis) -> Loaded:
     """Make the engine what the checkpoint at `path` says; or the newest complete one of the run's folder
     `path`, as rank 0 sees it.
 
     Raises CheckpointError on every rank, and then nothing has changed."""
     names = collectively(
-        axis, lambda: [each.name for each in RunFolder(path).candidates()] if path.is_dir() else []
+        axis, lambda: [each.name for each in RunDirectory(path).candidates()] if path.is_dir() else []
     )[0]
     candidates = [path / name for name in names] or [path]
     problems: list[str] = []
     for each in candidates:
         try:
             source = _open(each, axis)
-            found = _match(parts, source, axis)
+            found = _match(contents, source, axis)
             alike = isinstance(source, Directory) and not weights_only
             new_states: NewStates = (
-                {update.bucket: update.state.empty() for update in parts.updates} if alike else {}
+                {update.bucket: update.state.empty() for update in contents.updates} if alike else {}
             )
-            source = load.verify(source, _needs(parts, source, found, new_states, weights_only), axis)
-            scalars = _look(parts, source, found, strict, weights_only, axis)
+            source = load.verify(source, _needs(contents, source, found, new_states, weights_only), axis)
+            scalars = _look(contents, source, found, strict, weights_only, axis)
         except CheckpointError as error:
             problems.append(f"{each} was passed over: {error}")
             if len(problems) == len(candidates):
                 raise CheckpointError("\n".join([*problems[:-1], str(error)])) from error
         else:
-            return _take(parts, source, found, scalars, new_states, weights_only, axis, problems)
+            return _take(contents, source, found, scalars, new_states, weights_only, axis, problems)
     raise AssertionError  # one of them was the last
 
 
@@ -274,31 +274,34 @@ NewStates = Mapping[Bucket, Mapping[str, Tensor]]
 """The memory for new states; see `Update.new_states`."""
 
 
-def _match(parts: EngineParts, source: Source, axis: Axis) -> load.Match:
+def _match(contents: EngineContents, source: Source, axis: Axis) -> load.Match:
     """Which of the source's tensors are this rank's."""
-    placement = parts.placement
+    placement = contents.placement
     named = [names for bucket in placement.buckets for names, _ in placement.named(bucket)]
-    tensors = [load.Wanted(names, placement.division.parts[names[0]].cut.shape) for names in named]
-    wanted = [*tensors, *(load.Wanted(names, tuple(buffer.shape)) for names, buffer in parts.buffers())]
+    tensors = [load.Wanted(names, placement.division.shardings[names[0]].cut.shape) for names in named]
+    wanted = [*tensors, *(load.Wanted(names, tuple(buffer.shape)) for names, buffer in contents.buffers())]
     if isinstance(source, Directory) and source.adapters_only:
-        has, _ = _adapter_names(parts)
+        has, _ = _adapter_names(contents)
         if not has:
             raise CheckpointError(f"{source.path} has adapters alone, and the "
                                   "model has none: give initialize() the base with "
                                   "peft.get_peft_model, or open it with "
                                   "peft.PeftModel.from_pretrained(base, path)")  # fmt: skip
         has |= {
-            name for update in parts.updates for names, _ in placement.named(update.bucket) for name in names
+            name
+            for update in contents.updates
+            for names, _ in placement.named(update.bucket)
+            for name in names
         }
         wanted = [each for each in wanted if not has.isdisjoint(each.names)]
-    return load.match(source, wanted, parts.file_names, huggingface.base_prefix(parts.module), axis)
+    return load.match(source, wanted, contents.file_names, huggingface.base_prefix(contents.module), axis)
 
 
 def _needs(
-    parts: EngineParts, source: Source, found: load.Match, new_states: NewStates, weights_only: bool
+    contents: EngineContents, source: Source, found: load.Match, new_states: NewStates, weights_only: bool
 ) -> Iterator[Need]:
     """What this rank will read of the source; see `load.verify`."""
-    placement = parts.placement
+    placement = contents.placement
     for bucket in placement.buckets:
         names_of = {slot.name: names for names, slot in placement.named(bucket)}
         memory = new_states.get(bucket, {})
@@ -306,23 +309,23 @@ def _needs(
             first = names_of[part.name][0]
             if first not in found.name_of:
                 continue
-            cut, rank = placement.division.parts[first].cut, placement.division.tp.rank
+            cut, rank = placement.division.shardings[first].cut, placement.division.tp.rank
             name, size = found.name_of[first], part.stop - part.start
             needed = list(load.needs(source, name, cut, rank, part.start, part.stop, memory, part.offset))
             coming = Counter[str]()
             for need in needed:
                 coming[need.kind] += (need.stop - need.start) * (need.into is not None)
-            for kind, home in memory.items():
+            for kind, target in memory.items():
                 if coming[kind] < size:  # nobody reads padding
-                    home[part.offset :][:size].zero_()
+                    target[part.offset :][:size].zero_()
             yield from (need for need in needed if not weights_only or need.kind in (MODEL, MASTER))
-    for names, buffer in parts.buffers():
+    for names, buffer in contents.buffers():
         if names[0] in found.name_of:
             yield Need(MODEL, found.name_of[names[0]], 0, buffer.numel())
 
 
 def _look(
-    parts: EngineParts, source: Source, found: load.Match, strict: bool, weights_only: bool, axis: Axis
+    contents: EngineContents, source: Source, found: load.Match, strict: bool, weights_only: bool, axis: Axis
 ) -> Scalars:
     """The states of the source that are one number. Raises CheckpointError where it is not what was asked
     for; nothing changes."""
@@ -331,25 +334,25 @@ def _look(
             f"{source.path} is not of this model: {found}. With strict=False, what is in both is loaded"
         )
     scalars: Scalars = dict.fromkeys(
-        names[0] for bucket in parts.placement.buckets for names, _ in parts.placement.named(bucket)
+        names[0] for bucket in contents.placement.buckets for names, _ in contents.placement.named(bucket)
     )
-    collectively(axis, lambda: None if weights_only else scalars.update(_scalars(parts, source, found)))
+    collectively(axis, lambda: None if weights_only else scalars.update(_scalars(contents, source, found)))
     return scalars
 
 
-def _scalars(parts: EngineParts, source: Source, found: load.Match) -> Scalars:
+def _scalars(contents: EngineContents, source: Source, found: load.Match) -> Scalars:
     """The states that are one number of each parameter of which this rank trains elements, if it has states.
     Raises CheckpointError where these are not those of the optimizer."""
     kinds = sorted(source.tensors.keys() - {MODEL, MASTER})
     scalars: Scalars = {}
-    for update in parts.updates:
+    for update in contents.updates:
         mine = {slot.name for slot in update.state.slots()}
-        for names, slot in parts.placement.named(update.bucket):
+        for names, slot in contents.placement.named(update.bucket):
             name = found.name_of.get(names[0], "") if slot.name in mine else ""
             there = {kind: source.tensors[kind][name].shape for kind in kinds if name in source.tensors[kind]}
             if not there:
                 continue
-            cut, expected = parts.placement.division.parts[names[0]].cut, update.state.shapes(slot)
+            cut, expected = contents.placement.division.shardings[names[0]].cut, update.state.shapes(slot)
             needed = {
                 kind: () if shape is None else cut.shape if shape == slot.shape else shape
                 for kind, shape in expected.items()
@@ -365,10 +368,10 @@ def _scalars(parts: EngineParts, source: Source, found: load.Match) -> Scalars:
     return scalars
 
 
-def _settle(parts: EngineParts) -> None:
+def _settle(contents: EngineContents) -> None:
     """Return when weights may change."""
-    parts.step.begin()
-    for bucket in parts.placement.buckets:
+    contents.step.begin()
+    for bucket in contents.placement.buckets:
         bucket.settle()
 
 
@@ -389,7 +392,7 @@ def _publish(buckets: Iterable[Bucket]) -> None:
 
 
 def _take(
-    parts: EngineParts,
+    contents: EngineContents,
     source: Source,
     found: load.Match,
     scalars: Scalars,
@@ -400,22 +403,22 @@ def _take(
 ) -> Loaded:
     """Read what was found and is not yet in `new_states`, which become the states. A file that can no longer
     be read is an error on every rank, but then numbers have changed."""
-    placement = parts.placement
+    placement = contents.placement
     resume: Resume | None = getattr(source, "resume", None)
-    _settle(parts)
+    _settle(contents)
 
     def read() -> None:
         for bucket in placement.buckets:
             if not bucket.trainable:
                 _fill(source, found, frozen(placement, bucket))
                 bucket.store()
-        for update in parts.updates:
+        for update in contents.updates:
             numbers = {slot.name: scalars[names[0]] for names, slot in placement.named(update.bucket)}
             with update.state.loading(numbers, new_states.get(update.bucket, {})):
                 _fill(source, found, masters(placement, update))
                 _fill(source, found, states(placement, update))
             update.bucket.store()
-        for names, buffer in parts.buffers():
+        for names, buffer in contents.buffers():
             if names[0] in found.name_of:
                 load.fill_buffer(source, found.name_of[names[0]], buffer)
 
@@ -424,20 +427,20 @@ def _take(
     notes = [*problems, *([str(found)] if not found.is_exact else [])]
     if resume is None or weights_only:
         if any(scalars.values()):
-            notes += _count_on(parts, source)
+            notes += _count_on(contents, source)
         return Loaded(source.path, {}, resume.extra if resume else {}, notes)
-    notes += _go_on(parts, resume)
+    notes += _go_on(contents, resume)
     return Loaded(source.path, resume.state, resume.extra, notes)
 
 
-def _go_on(parts: EngineParts, resume: Resume) -> list[str]:
+def _go_on(contents: EngineContents, resume: Resume) -> list[str]:
     """Take over how far training has come, the random numbers and the place in the data. Returns what there
     is to say of that."""
-    config, mesh = parts.config, parts.mesh
+    config, mesh = contents.config, contents.mesh
     notes = []
-    parts.step.load_state_dict(resume.state)
+    contents.step.load_state_dict(resume.state)
     own = resume.rng.get(str(mesh.rank))
-    if parts.layout() == resume.mesh and own is not None:
+    if contents.layout() == resume.mesh and own is not None:
         try:
             torch.set_rng_state(_bytes(own["cpu"]))
             if mesh.device.type == "cuda" and "cuda" in own:
@@ -448,7 +451,7 @@ def _go_on(parts: EngineParts, resume: Resume) -> list[str]:
             )
     else:
         torch.manual_seed(
-            config.seed + mesh.dp.rank + mesh.dp.size * mesh.pp.rank + 1_000_003 * parts.step.state.step
+            config.seed + mesh.dp.rank + mesh.dp.size * mesh.pp.rank + 1_000_003 * contents.step.state.step
         )
         notes.append(
             "saved on another mesh: the weights are the same, "
@@ -461,16 +464,16 @@ def _go_on(parts: EngineParts, resume: Resume) -> list[str]:
             "steps count on, the data goes on at the sample where it was"
         )
     positions = list(resume.data.get("loaders", []))
-    for loader, position in zip(parts.loaders, positions, strict=False):
+    for loader, position in zip(contents.loaders, positions, strict=False):
         try:
             loader.load_state_dict(position)
         except DataError as error:
             notes.append(f"the data begins anew: {error}")
-    parts.positions[:] = positions[len(parts.loaders) :]
+    contents.positions[:] = positions[len(contents.loaders) :]
     return notes
 
 
-def _count_on(parts: EngineParts, source: Source) -> list[str]:
+def _count_on(contents: EngineContents, source: Source) -> list[str]:
     """Take over the steps behind a checkpoint of another program, which says no more of the past."""
     steps = getattr(source, "state", {}).get("step")
     if steps is None:
@@ -478,13 +481,13 @@ def _count_on(parts: EngineParts, source: Source) -> list[str]:
             "the checkpoint does not say how many steps it has "
             "behind it: the learning rate's schedule begins anew"
         ]
-    samples = steps * parts.config.batch.size
-    parts.step.load_state_dict(
-        {**parts.step.state_dict(), "step": steps, "samples": samples, "options": {}, "skipped": {}}
+    samples = steps * contents.config.batch.size
+    contents.step.load_state_dict(
+        {**contents.step.state_dict(), "step": steps, "samples": samples, "options": {}, "skipped": {}}
     )
     return [
         f"goes on after {steps} steps, of batch.size = "
-        f"{parts.config.batch.size}; random numbers and the data begin anew"
+        f"{contents.config.batch.size}; random numbers and the data begin anew"
     ]
 
 

@@ -51,7 +51,7 @@ class Gradients:
         for stage in told:
             for name, square in stage.items():
                 found[name] = found.get(name, 0.0) + square
-        in_order = [name for name in self._placement.division.parts if name in found]  # of registration
+        in_order = [name for name in self._placement.division.shardings if name in found]  # of registration
         return {name: math.sqrt(found[name]) * self._step.to_mean for name in in_order}
 
     def whole(self) -> dict[str, Tensor]:
@@ -75,7 +75,7 @@ class Gradients:
         """Multiply the gradients of the parameters of these names, the same on all ranks; what is clipped is
         the result."""
         self._check(memory=True)
-        where, known = self._placement.where, self._placement.division.parts
+        where, known = self._placement.where, self._placement.division.shardings
         if unknown := [
             name for name in factors if name not in known or (name in where and not where[name][0].trainable)
         ]:

@@ -31,7 +31,7 @@ one of its states, by torch's name, such as `exp_avg`."""
 
 
 @dataclass(frozen=True)
-class Place:
+class ParameterLocation:
     """Where a parameter is: number `index` of its bucket. update: the bucket's; None: it is frozen."""
 
     training: Training
@@ -43,14 +43,14 @@ class Place:
     @property
     def cut(self) -> Cut:
         """How tensor parallelism divides it."""
-        return self.training.placement.division.parts[self.slot.name].cut
+        return self.training.placement.division.shardings[self.slot.name].cut
 
     @property
     def replicated(self) -> bool:
         """Whether each data-parallel rank has all of it."""
         return self.bucket.region == slice(0, self.bucket.layout.size)
 
-    def span(self, rank: int | None = None) -> slice:
+    def elements(self, rank: int | None = None) -> slice:
         """The elements of the flattened parameter that a rank of the bucket's axis, or this one, has."""
         region = slice(*self.bucket.layout.shard(rank)) if rank is not None else self.bucket.region
         start = max(self.slot.start, region.start) - self.slot.start
@@ -92,14 +92,14 @@ class ParameterNumbers:
         """`training` gives what trains the model now; `complete` ends the backward calls of a step."""
         self._parameter, self._training = parameter, training
         self._checkpoints, self._complete = checkpoints, complete
-        self._place()
+        self._locate()
 
     @collective
     @torch.no_grad()
     def whole(self, kind: str) -> Tensor | None:
         """A copy of the whole tensor, on the device of every rank. None for a gradient before the last
         backward of a step, and for a state before the parameter's first update; both of a frozen one."""
-        at = self._place()
+        at = self._locate()
         part, form = self._agree(at, kind)
         if form is None:
             return None
@@ -118,11 +118,11 @@ class ParameterNumbers:
     def set_whole(self, kind: str, value: Tensor | float | None) -> None:
         """Set the whole tensor to what rank 0 gives, of any dtype and device; others may give None. A forward
         from before a master was set can have no backward any more."""
-        at = self._place()
+        at = self._locate()
         form = self._agree(at, kind)[1]
         self._check_setting(at, kind, form is not None)
         assert form is not None
-        mesh, division = at.training.parts.mesh, at.training.placement.division
+        mesh, division = at.training.contents.mesh, at.training.placement.division
         given, everyone = None if value is None else torch.as_tensor(value), mesh.product("dp", "tp")
         told = everyone.gather_objects(None if given is None else list(given.shape))[0]
         if told is None or tuple(told) != form.shape:
@@ -148,7 +148,7 @@ class ParameterNumbers:
         in `whole`, for states where this rank has elements.
 
         Raises ModelError for masters in place of parameters that were written to since the last step."""
-        at = self._place()
+        at = self._locate()
         written = at.training.step.written
         if kind == MASTER and not at.bucket.sharded and written.seen(at.bucket.device, at.bucket):
             raise ModelError(
@@ -163,7 +163,7 @@ class ParameterNumbers:
     def set_local(self, kind: str, value: Tensor | float) -> None:
         """Set what this rank has, to as many elements as `local` returns. Of elements that several ranks
         have, what the first of them gives counts."""
-        at = self._place()
+        at = self._locate()
         self._settle(at, kind)
         part, given = self._read(at, kind), torch.as_tensor(value)
         self._check_setting(at, kind, part is not None)
@@ -180,7 +180,7 @@ class ParameterNumbers:
             self._put(at, kind, given if part.dim() else given[0])
             return
         flat = torch.zeros(at.slot.size, dtype=given.dtype, device=given.device)
-        flat[at.span()] = given
+        flat[at.elements()] = given
         if at.replicated:
             bucket.axis.broadcast(flat)
         elif kind == MASTER and not bucket.released:  # others have the parameter whole
@@ -193,7 +193,7 @@ class ParameterNumbers:
 
     # ---- parts
 
-    def _place(self) -> Place:
+    def _locate(self) -> ParameterLocation:
         """Raises ModelError where the parameter is not the engine's, or numbers are on their way."""
         training, name = self._training(), NAMES.get(self._parameter, "")
         bucket, slot = training.placement.where.get(name, (None, None))
@@ -210,14 +210,14 @@ class ParameterNumbers:
                 "gradients come and go: ask before or after it"
             )
         update = next((update for update in training.updates if update.bucket is bucket), None)
-        return Place(training, bucket, slot, indices[0], update)
+        return ParameterLocation(training, bucket, slot, indices[0], update)
 
-    def _settle(self, at: Place, kind: str) -> None:
+    def _settle(self, at: ParameterLocation, kind: str) -> None:
         """Let what a script wrote to the parameters of a bucket reach their masters."""
         if kind == MASTER and not at.bucket.sharded:
             at.training.step.written.settle(self._checkpoints.taken, at.bucket)
 
-    def _agree(self, at: Place, kind: str) -> tuple[Tensor | None, Form | None]:
+    def _agree(self, at: ParameterLocation, kind: str) -> tuple[Tensor | None, Form | None]:
         """This rank's part, and what the whole tensor is; None: there is none."""
         self._settle(at, kind)
         part, whole = self._read(at, kind), at.cut.shape
@@ -240,10 +240,10 @@ class ParameterNumbers:
             )
         return part, Form(tuple(shape), getattr(torch, dtype), holder)
 
-    def _read(self, at: Place, kind: str) -> Tensor | None:
+    def _read(self, at: ParameterLocation, kind: str) -> Tensor | None:
         """A copy of this rank's part: flat; or a state of whole tensors in its shape, or one number."""
-        bucket, span = at.bucket, at.span()
-        low, high = at.slot.start + span.start, at.slot.start + span.stop
+        bucket, elements = at.bucket, at.elements()
+        low, high = at.slot.start + elements.start, at.slot.start + elements.stop
         if kind == GRADIENT and not self._reduced(at):
             return None
         if low == high and at.update is not None:
@@ -259,14 +259,14 @@ class ParameterNumbers:
             self._check(at, kind)
         return None if state is None else state.to(bucket.device, copy=True)
 
-    def _reduced(self, at: Place) -> bool:
+    def _reduced(self, at: ParameterLocation) -> bool:
         """Whether there is a gradient. All ranks must call, as they do after the last backward of a step."""
         step = at.training.step
         if at.bucket.trainable and step.is_complete and not step.reduced:
             self._complete()
         return at.bucket.trainable and step.reduced
 
-    def _check(self, at: Place, kind: str) -> None:
+    def _check(self, at: ParameterLocation, kind: str) -> None:
         """Raise ModelError for a state that the optimizer does not have."""
         if kind in (MASTER, GRADIENT) or at.update is None:
             return
@@ -276,16 +276,16 @@ class ParameterNumbers:
                 f"{', '.join((MASTER, GRADIENT, *known))}"
             )
 
-    def _check_setting(self, at: Place, kind: str, exists: bool) -> None:
+    def _check_setting(self, at: ParameterLocation, kind: str, exists: bool) -> None:
         """Raise ModelError where what is set would be lost."""
         name, step = at.slot.name, at.training.step
         if not exists and kind == GRADIENT:
             reason = "it has a gradient from the last backward of a step to step(): set it then"
         elif not exists:
             reason = "it has a state from its first update on: set it after the first step"
-        elif kind == MASTER and at.bucket.is_lent:
+        elif kind == MASTER and at.bucket.is_summoned:
             reason = "inside of engine.full_parameters(), write to the parameter, or set it after the block"
-        elif kind == GRADIENT and at.training.parts.mesh.pp.size > 1:
+        elif kind == GRADIENT and at.training.contents.mesh.pp.size > 1:
             reason = "in a pipeline, use engine.gradients().scale_ or a hook (parameter.register_hook)"
         elif kind == GRADIENT and not step.to_mean:
             reason = "the batch has no label, so that its step leaves the weights alone"
@@ -295,19 +295,19 @@ class ParameterNumbers:
             reason = "it is frozen: set requires_grad, and call engine.refresh()"
         raise ModelError(f"{kind} of {name} cannot be set: {reason}")
 
-    def _gathered(self, at: Place, part: Tensor | None, dtype: torch.dtype) -> Tensor:
+    def _gathered(self, at: ParameterLocation, part: Tensor | None, dtype: torch.dtype) -> Tensor:
         """The whole of this tensor-parallel rank's, flat, of which this rank has `part`."""
         if at.replicated and part is not None:
             return part.reshape(-1)
         flat = torch.empty(at.slot.size, dtype=dtype, device=at.bucket.device)
         for rank in range(at.bucket.axis.size):
-            inside = flat[at.span(rank)]
+            inside = flat[at.elements(rank)]
             if rank == at.bucket.axis.rank and part is not None and inside.numel():
                 inside.copy_(part.reshape(-1))
             at.bucket.axis.broadcast(inside, rank)
         return flat
 
-    def _put(self, at: Place, kind: str, value: Tensor) -> None:
+    def _put(self, at: ParameterLocation, kind: str, value: Tensor) -> None:
         """Set what this rank has of `value`, which is flat and all of the tensor, or one number."""
         step, bucket = at.training.step, at.bucket
         if kind == GRADIENT:

@@ -24,7 +24,7 @@ from polyreme.pipeline.executor import Calls, Runner, RunStage
 from polyreme.pipeline.rank import PipelineRank
 from polyreme.pipeline.schedule import Action, next_backwards
 from polyreme.step.activations import Activations
-from polyreme.step.batches import MicroBatch, filled, parts_of
+from polyreme.step.batches import MicroBatch, filled, micro_batches_of
 from polyreme.step.loss import Objective
 from polyreme.step.precision import GRADIENT, MODEL, autocast, cast_floating, watch_nonfinite
 from polyreme.step.step import Step, StepResult
@@ -61,18 +61,23 @@ class Passes:
         self._coming = next_backwards(pipeline.row)
         self._runner = Runner(pipeline.rank_of, mesh.pp, mesh.device, stages)
 
-    def train(self, parts: Sequence[MicroBatch], update: Callable[[], StepResult]) -> StepResult:
+    def train(self, micro_batches: Sequence[MicroBatch], update: Callable[[], StepResult]) -> StepResult:
         """The forwards and backwards of all micro-batches of a step, its reduction and `update`.
 
         Raises NumericsError with what made a NaN or an Inf."""
         device = self._mesh.device
         random_state = _random_state(device)
         # on a device, it would wait for it
-        weights = [self._objective.visible_weight(part.batch) if part.samples else 0 for part in parts]
-        parts = [
-            replace(part, tokens=part.samples and huggingface.count_tokens(part.batch)) for part in parts
+        weights = [
+            self._objective.visible_weight(each.batch) if each.samples else 0 for each in micro_batches
         ]
-        parts = [replace(part, batch=cast_floating(part.batch, None, device)) for part in parts]
+        micro_batches = [
+            replace(each, tokens=each.samples and huggingface.count_tokens(each.batch))
+            for each in micro_batches
+        ]
+        micro_batches = [
+            replace(each, batch=cast_floating(each.batch, None, device)) for each in micro_batches
+        ]
         results: list[StepResult] = []
 
         def end() -> None:
@@ -80,17 +85,19 @@ class Passes:
             results.append(update())
 
         try:
-            self._run(parts, weights, end)
+            self._run(micro_batches, weights, end)
         except NumericsError as error:
-            raise NumericsError(f"{error}{self._diagnose(parts, weights, random_state)}") from None
+            raise NumericsError(f"{error}{self._diagnose(micro_batches, weights, random_state)}") from None
         return results[0]
 
     def evaluate(self, model: nn.Module, batch: Any) -> EvalResult:
         """See `Engine.eval_step`."""
         totals = torch.zeros(2, dtype=torch.float64, device=self._mesh.device)
 
-        def add(part: MicroBatch, output: Any) -> None:
-            loss_sum, weight = self._objective.loss(output, part.batch, None if part.samples else 0)
+        def add(micro_batch: MicroBatch, output: Any) -> None:
+            loss_sum, weight = self._objective.loss(
+                output, micro_batch.batch, None if micro_batch.samples else 0
+            )
             totals.add_(torch.stack([loss_sum.double(), totals.new_tensor(weight)]))
 
         self._look(model, batch, add)
@@ -103,9 +110,9 @@ class Passes:
         """See `Engine.eval_outputs`."""
         found: list[Any] = []
 
-        def take(part: MicroBatch, output: Any) -> None:
-            if part.samples:
-                found.append(function(output, part.batch))
+        def take(micro_batch: MicroBatch, output: Any) -> None:
+            if micro_batch.samples:
+                found.append(function(output, micro_batch.batch))
 
         self._look(model, batch, take)
         return found
@@ -124,30 +131,30 @@ class Passes:
 
     def _look(self, model: nn.Module, batch: Any, take: Callable[[MicroBatch, Any], None]) -> None:
         """The forwards of an evaluation; on the last stage, `take(micro-batch, output)` of each."""
-        parts = parts_of(batch, self._config)
-        counts: list[Any] = self._mesh.dp.gather_objects(len(parts))
+        micro_batches = micro_batches_of(batch, self._config)
+        counts: list[Any] = self._mesh.dp.gather_objects(len(micro_batches))
         modes = {module: module.training for module in model.modules()}
         model.eval()
         try:
             with torch.no_grad(), self.autocast():
-                for part in filled(parts, max(counts)):
-                    self._forward(part, take)
+                for micro_batch in filled(micro_batches, max(counts)):
+                    self._forward(micro_batch, take)
         finally:
             for module, mode in modes.items():
                 module.training = mode
 
-    def _forward(self, part: MicroBatch, take: Callable[[MicroBatch, Any], None]) -> None:
-        moved = cast_floating(part.batch, None, self._mesh.device)
+    def _forward(self, micro_batch: MicroBatch, take: Callable[[MicroBatch, Any], None]) -> None:
+        moved = cast_floating(micro_batch.batch, None, self._mesh.device)
         calls = Calls(
             self.blocks.at,
             lambda i: self._objective.output(moved),
-            lambda i, output: take(replace(part, batch=moved), output),
+            lambda i, output: take(replace(micro_batch, batch=moved), output),
         )
         self._runner.run(self._pipeline.forward_row, calls, [_shapes(moved)])
 
     def _run(
         self,
-        parts: Sequence[MicroBatch],
+        micro_batches: Sequence[MicroBatch],
         weights: Sequence[float | None],
         update: Callable[[], None] | None = None,
     ) -> None:
@@ -156,19 +163,19 @@ class Passes:
 
         def loss(i: int, output: Any) -> None:
             with self._activations.measured(), self.autocast():
-                losses[i] = self._objective.loss(output, parts[i].batch, weights[i])
+                losses[i] = self._objective.loss(output, micro_batches[i].batch, weights[i])
             self._activations.end_microbatch()
 
         coming = iter(self._coming)
         calls = Calls(
             enter=lambda stage, i: self.enter(stage, i, next(coming)),
-            forward=lambda i: self._output(parts[i].batch),
+            forward=lambda i: self._output(micro_batches[i].batch),
             loss=loss,
-            root=lambda i: self.step.root(*losses.pop(i), parts[i].tokens, parts[i].samples),
+            root=lambda i: self.step.root(*losses.pop(i), micro_batches[i].tokens, micro_batches[i].samples),
             differentiate=self._differentiate,
             update=update,
         )
-        self._runner.run(self._pipeline.row, calls, [_shapes(part.batch) for part in parts])
+        self._runner.run(self._pipeline.row, calls, [_shapes(each.batch) for each in micro_batches])
 
     def _output(self, batch: Any) -> Any:
         """The model's output for one micro-batch."""
@@ -189,7 +196,7 @@ class Passes:
 
     def _diagnose(
         self,
-        parts: Sequence[MicroBatch],
+        micro_batches: Sequence[MicroBatch],
         weights: Sequence[float | None],
         random_state: tuple[Tensor, Tensor | None],
     ) -> str:
@@ -200,7 +207,7 @@ class Passes:
             torch.cuda.set_rng_state(random_state[1], self._mesh.device)
         self.step.begin()
         with watch_nonfinite(self._objective.model) as found:
-            self._run(parts, weights)
+            self._run(micro_batches, weights)
         told = self._mesh.gather_objects((self._mesh.rank, *found[:1]))
         reports = [report for report in told if len(report) > 1]
         # what another stage made spoils the gradients of those before it, and the outputs of those after

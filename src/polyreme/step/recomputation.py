@@ -53,8 +53,8 @@ def wrap_blocks(
     for the outputs of the operators `keep`, from inputs that `offload` has meanwhile. Module hooks stay
     outside both. Returns the blocks that are recomputed.
 
-    Of a `model` without blocks its largest parts are recomputed, or all of it at once (see `_parts`). Raises
-    ConfigError where there are no blocks to compile, or for an unknown operator."""
+    Of a `model` without blocks its largest parts are recomputed, or all of it at once (see `_outermost`).
+    Raises ConfigError where there are no blocks to compile, or for an unknown operator."""
     if not (recompute or compiled):
         return []
     if compiled and not blocks:
@@ -66,7 +66,7 @@ def wrap_blocks(
         functools.partial(create_selective_checkpoint_contexts, _overloads(keep)) if keep else noop_context_fn
     )
     recomputed = []
-    for index, block in enumerate(blocks.values() if blocks else _parts(model)):
+    for index, block in enumerate(blocks.values() if blocks else _outermost(model)):
         forward = block.forward
         if compiled:
             forward = torch.compile(forward)
@@ -114,10 +114,10 @@ def measure(
     saved = Saved()
     # not their addresses, which change when a block is gathered
     fixed = {p.untyped_storage()._cdata for p in parameters}
-    kept: dict[int, int] = {}  # bytes by storage
+    saved_bytes: dict[int, int] = {}  # bytes by storage
     inputs: dict[int, int] = {}
 
-    def count(tensor: Tensor, into: dict[int, int] = kept) -> Tensor:
+    def count(tensor: Tensor, into: dict[int, int] = saved_bytes) -> Tensor:
         storage = tensor.untyped_storage()
         if storage._cdata not in fixed:
             into.setdefault(storage._cdata, storage.nbytes())
@@ -136,12 +136,12 @@ def measure(
             handle.remove()
         for storage, nbytes in inputs.items():
             here, out = offload.where(storage) if offload is not None else (True, False)
-            saved.bytes += nbytes * (here and storage not in kept)
+            saved.bytes += nbytes * (here and storage not in saved_bytes)
             saved.moved += nbytes * out
-        saved.bytes += sum(kept.values())
+        saved.bytes += sum(saved_bytes.values())
 
 
-def _parts(model: nn.Module) -> list[nn.Module]:
+def _outermost(model: nn.Module) -> list[nn.Module]:
     """What to recompute, one after the other, of a model without repeated blocks: its outermost modules that
     have modules of their own and parameters, if there are several (the halves of an autoencoder); or else the
     whole model, with a warning."""
@@ -179,9 +179,9 @@ def _recomputed(
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
         if offload is None:
-            kept: Callable[[], Any] = functools.partial(_same, (args, kwargs))
+            inputs_again: Callable[[], Any] = functools.partial(_same, (args, kwargs))
         else:
-            kept = offload.keep((args, kwargs)).back
+            inputs_again = offload.keep((args, kwargs)).back
         tensors = tensors_in((args, kwargs)) if offload is None else [offload.marker]
         # emptied by each run, so as not to keep it alive
         buffers, times, given = (_Buffers(block), itertools.count(), [(args, kwargs)])
@@ -193,7 +193,7 @@ def _recomputed(
 
         def contexts_of_runs() -> Contexts:
             first, again = contexts()
-            return first, _After(lambda: given.append(kept()), again)
+            return first, _After(lambda: given.append(inputs_again()), again)
 
         # the tensors are passed for their devices, of which checkpoint saves the random state, and to find
         # changes of them in place

@@ -18,8 +18,8 @@ def memory(training: Training, activations: Activations) -> dict[str, int]:
     found["states"] += training.updates.nbytes
     found["activations"] = activations.saved.bytes
     if activations.offload is not None:
-        found[f"activations_{activations.offload.place}"] = activations.saved.moved
-    found["buffers"] = sum(buffer.nbytes for buffer in training.parts.module.buffers())
+        found[f"activations_{activations.offload.tier}"] = activations.saved.moved
+    found["buffers"] = sum(buffer.nbytes for buffer in training.contents.module.buffers())
     return found
 
 
@@ -27,6 +27,6 @@ def tiers(training: Training, activations: Activations) -> dict[str, dict[str, f
     """See `Engine.tiers`."""
     found = training.placement.offload.report()
     if (offload := activations.offload) is not None:
-        size = offload.disk if offload.place == "files" else offload.memory
+        size = offload.disk if offload.tier == "files" else offload.memory
         found["activations"] = {"bytes": size, "memory": offload.memory, **asdict(offload.traffic)}
     return found

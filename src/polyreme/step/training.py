@@ -17,7 +17,7 @@ from polyreme.models.buffers import Buffers
 from polyreme.optim.groups import Options, Recipe
 from polyreme.optim.lr_schedule import LRSchedule
 from polyreme.pipeline.rank import PipelineRank
-from polyreme.step.engine_state import EngineParts
+from polyreme.step.engine_state import EngineContents
 from polyreme.step.loss import Objective
 from polyreme.step.optimizer_view import OptimizerView
 from polyreme.step.precision import loss_scale
@@ -37,8 +37,8 @@ from polyreme.zero.updates import Updates
 class Training:
     """Gathers, reduces and updates the buckets of `placement`.
 
-    `roster` knows what the model had when this was made, `loop` what the user's own loop called, and `parts`
-    all that a checkpoint has."""
+    `roster` knows what the model had when this was made, `loop` what the user's own loop called, and
+    `contents` all that a checkpoint has."""
 
     def __init__(
         self,
@@ -69,7 +69,7 @@ class Training:
         sums = StepSums(mesh, tells, over_ranks)
         progress = TrainingProgress(self.options, loss_scale(config.precision))
         self.step = Step(config, sums, placement, self._reducer, self.blocks, self.updates, progress, buffers)
-        self.parts = EngineParts(module, config, mesh, placement, list(self.updates), self.step)
+        self.contents = EngineContents(module, config, mesh, placement, list(self.updates), self.step)
         trained = [parameter for bucket in placement.trainable for parameter in bucket.parameters]
         self.loop = Loop(module, objective, config, self.step, self._reducer, trained)
         self._at_end = weakref.finalize(self, self.loop.close)
@@ -103,21 +103,21 @@ class Training:
         self.step.clear()
         for bucket in self.placement.buckets if gather else ():
             if bucket.sharded:
-                bucket.lend()
+                bucket.summon()
         self.release()
         for bucket in self.placement.buckets:
             bucket.settle()
             disown(bucket.parameters, whole=not divided and (gather or not bucket.sharded))
         self.placement.offload.close()
 
-    def carry_from(self, old: Training, kept: set[int]) -> None:
-        """Go on from another training of the same model, released: its weights, states and progress. `kept`
-        are the ids of parameters that it has, too. All ranks must call."""
-        carry(old.placement, list(old.updates), self.placement, list(self.updates), kept)
+    def carry_from(self, old: Training, unchanged: set[int]) -> None:
+        """Go on from another training of the same model, released: its weights, states and progress.
+        `unchanged` are the ids of parameters that it has, too. All ranks must call."""
+        carry(old.placement, list(old.updates), self.placement, list(self.updates), unchanged)
         self.step.load_state_dict(old.step.state_dict())
         self.step.written.note()
         self.step.flags = old.step.flags
-        self.parts.loaders, self.parts.positions = old.parts.loaders, old.parts.positions
+        self.contents.loaders, self.contents.positions = old.contents.loaders, old.contents.positions
         old.placement.offload.close()
 
 

@@ -20,7 +20,7 @@ from polyreme.layout.bucket_layout import Cut
 from polyreme.pipeline.weight_gradients import expected
 from polyreme.tensor import ops
 from polyreme.tensor.rng import Fork
-from polyreme.tensor.vocab_parallel_loss import SplitLogits
+from polyreme.tensor.vocab_parallel_loss import VocabParallelLogits
 
 
 def is_linear(module: nn.Module) -> bool:
@@ -133,7 +133,7 @@ class Columns:
     ) -> None:
         """gathers: inputs are parts of the sequence that no one gathered before."""
         self._site, self._modules, self._styles, self._gathers = site, modules, styles, gathers
-        self._together = self._same_inputs = True
+        self._computes_all = self._same_inputs = True
         self._input: Tensor | None = None
         self._outputs: dict[int, Tensor] = {}
         self._entered: tuple[Tensor, Tensor] | None = None
@@ -143,7 +143,7 @@ class Columns:
 
     def settle(self) -> None:
         """Called before each forward of the model."""
-        self._together = self._same_inputs
+        self._computes_all = self._same_inputs
         self._input, self._outputs = None, {}
 
     def enter(self, full: Tensor, part: Tensor) -> None:
@@ -156,7 +156,7 @@ class Columns:
     def _call(self, index: int, x: Tensor) -> Tensor:
         if self._input is not x or index not in self._outputs:
             self._same_inputs &= not self._outputs
-            members = range(len(self._modules)) if self._together else [index]
+            members = range(len(self._modules)) if self._computes_all else [index]
             self._input, self._outputs = x, dict(zip(members, self._compute(x, members), strict=True))
         out = self._outputs.pop(index)
         if not self._outputs:
@@ -207,13 +207,13 @@ def install_dropout(site: Site, module: nn.Module, divided: bool) -> None:
 
 
 def install_head(site: Site, module: nn.Module, cut: Cut) -> None:
-    """A head whose output is `SplitLogits`."""
+    """A head whose output is `VocabParallelLogits`."""
     used = cut.used(site.axis.rank)
     shape = ops.Shape(used=None if used == cut.length else used)
 
     def forward(x: Tensor) -> Tensor:
         (out,) = ops.columns(site.axis, x, [module.weight], [module.bias], [shape])  # type: ignore[list-item]
-        return SplitLogits.of(out, site.axis, cut)
+        return VocabParallelLogits.of(out, site.axis, cut)
 
     module.forward = forward
     _resize(module)

@@ -85,7 +85,7 @@ def start_scatter_sum(axis: Axis, full: Tensor, dim: int) -> Moved:
     return Moved(axis.reduce_scatter(part.view(-1), ranks_first.view(-1)), part, None)
 
 
-def own_part(axis: Axis, full: Tensor, dim: int) -> Tensor:
+def local_shard(axis: Axis, full: Tensor, dim: int) -> Tensor:
     """This rank's equal part of `full` along `dim`, in memory of its own."""
     part = full.unflatten(dim, (axis.size, -1)).select(dim % full.dim(), axis.rank)
     return part.clone(memory_format=torch.contiguous_format)
@@ -106,16 +106,16 @@ class _Gather(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        return own_part(ctx.axis, grad, ctx.dim), None, None
+        return local_shard(ctx.axis, grad, ctx.dim), None, None
 
 
-class _Split(Function):
+class _ShardedView(Function):
     """Own part / all-gather."""
 
     @staticmethod
     def forward(ctx: Any, full: Tensor, axis: Axis, dim: int) -> Tensor:
         ctx.axis, ctx.dim = axis, dim
-        return own_part(axis, full, dim)
+        return local_shard(axis, full, dim)
 
     @staticmethod
     @once_differentiable
@@ -158,12 +158,12 @@ class _Summed(Function):
             mine = {i: grad for i, grad in came.items() if grad.dtype == dtype}
             sizes = [torch.Size(cuts[i].shape).numel() for i in mine]
             flat = next(iter(mine.values())).new_zeros(sum(sizes))
-            places = [place.view(cuts[i].shape) for i, place in zip(mine, flat.split(sizes), strict=True)]
-            for (i, grad), place in zip(mine.items(), places, strict=True):
-                cuts[i].put(grad, axis.rank, place)
+            views = [view.view(cuts[i].shape) for i, view in zip(mine, flat.split(sizes), strict=True)]
+            for (i, grad), view in zip(mine.items(), views, strict=True):
+                cuts[i].put(grad, axis.rank, view)
             axis.all_reduce(flat).wait()
-            for i, place in zip(mine, places, strict=True):
-                summed[i] = cuts[i].split(place, axis.rank)
+            for i, view in zip(mine, views, strict=True):
+                summed[i] = cuts[i].split(view, axis.rank)
         return None, None, *summed
 
 
@@ -174,7 +174,7 @@ def gather(axis: Axis, part: Tensor, dim: int) -> Tensor:
 
 def split(axis: Axis, full: Tensor, dim: int) -> Tensor:
     """This rank's equal part of `full` along `dim`; backward gathers the gradient."""
-    return full if axis.size == 1 else _Split.apply(full, axis, dim)
+    return full if axis.size == 1 else _ShardedView.apply(full, axis, dim)
 
 
 def reduce(axis: Axis, partial: Tensor) -> Tensor:

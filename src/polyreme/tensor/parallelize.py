@@ -185,9 +185,9 @@ def _own_heads(axis: Axis, heads: int, by_head: Tensor) -> Tensor:
     """(batch * heads, x, y) -> (batch * own heads, x, y), (batch, heads, x, y) -> (batch, own heads, x, y),
     and anything else as it is."""
     if by_head.dim() == 4 and by_head.shape[1] == heads:
-        return ops.own_part(axis, by_head, 1)
+        return ops.local_shard(axis, by_head, 1)
     if by_head.dim() == 3 and by_head.shape[0] % heads == 0:
-        return ops.own_part(axis, by_head.unflatten(0, (-1, heads)), 1).flatten(0, 1)
+        return ops.local_shard(axis, by_head.unflatten(0, (-1, heads)), 1).flatten(0, 1)
     return by_head
 
 

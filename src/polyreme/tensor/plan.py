@@ -1,9 +1,9 @@
 """Which module gets which style: by the user's mapping, else the model's own plan and the table of families,
 else an error that says what to add. Pure: looks at a model, real or on the meta device, and changes nothing.
 
-The words are those of transformers' tensor-parallel plans: a path, in which `*` stands for one component, to
-a style. Added to them are "fused_qkv" (query, key and value heads one behind the other in one linear layer)
-and "vocabulary" for a head."""
+The style names are those of transformers' tensor-parallel plans: a path, in which `*` stands for one
+component, to a style. Added to them are "fused_qkv" (query, key and value heads one behind the other in one
+linear layer) and "vocabulary" for a head."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from polyreme.tensor.layers import (
     linear_sizes,
 )
 
-WORDS: dict[str, Style] = {
+STYLES: dict[str, Style] = {
     "colwise": Column(),
     "colwise_gather_output": Column(gathered=True),
     "colwise_rep": Column(gathered=True),
@@ -50,7 +50,7 @@ WORDS: dict[str, Style] = {
     "replicated_with_grad_allreduce": Replicate(summed=True),
     "replicate": Replicate(),
 }
-"""Styles by their words in a plan. "packed_colwise" and "fused_qkv" get their sections from the module."""
+"""Styles by their names in a plan. "packed_colwise" and "fused_qkv" get their sections from the module."""
 
 _BERT = {
     "self.query": "colwise", "self.key": "colwise", "self.value": "colwise",
@@ -214,14 +214,16 @@ def plan(
     line to add or to change."""
     modules = dict(model.named_modules())
     blocks = find_blocks(model)
-    words, problems = _words(model, modules, blocks, user or {})
+    style_names, problems = _style_names(model, modules, blocks, user or {})
     found = TensorPlan(
-        ways, {name: WORDS[word] for name, word in words.items()}, adapted=adapted_layers(model)
+        ways,
+        {name: STYLES[style_name] for name, style_name in style_names.items()},
+        adapted=adapted_layers(model),
     )
     for parent, names in _by_parent(
         name for name, style in found.styles.items() if isinstance(style, Column)
     ).items():
-        problems += _columns(found, words, modules, parent, names)
+        problems += _columns(found, style_names, modules, parent, names)
     told = {problem.path for problem in problems}
     for name, style in found.styles.items():
         if name in told or _parent(name) in told:
@@ -229,7 +231,7 @@ def plan(
         try:
             style.cuts(modules[name], ways)
         except (ValueError, IndexError, AttributeError, ZeroDivisionError) as error:
-            problems.append(_Problem(name, f"cannot be divided as {words[name]!r}: {error}"))
+            problems.append(_Problem(name, f"cannot be divided as {style_names[name]!r}: {error}"))
     problems += _adapters(found, sequence_parallel)
     problems += _unplaced(found, modules, blocks)
     if learns_keys(model):
@@ -252,21 +254,21 @@ def plan(
     return found
 
 
-def _words(
+def _style_names(
     model: nn.Module,
     modules: Mapping[str, nn.Module],
     blocks: Mapping[str, nn.Module],
     user: Mapping[str, str],
 ) -> tuple[dict[str, str], list[_Problem]]:
-    """The word for each module that has one; later rules overrule earlier ones. Of a layer that PEFT wrapped,
-    for the layer inside."""
-    found, problems = _own_words(model, modules)
+    """The style name of each module that has one; later rules overrule earlier ones. Of a layer that PEFT
+    wrapped, the layer inside has it."""
+    found, problems = _model_styles(model, modules)
     plain, adapted = plain_names(model), adapted_layers(model)
     inside = [name for name in modules if any(name.startswith(block + ".") for block in blocks)]
     for end, style in FAMILIES.get(_model_type(model), {}).items():
         found |= {name: style for name in inside if plain.get(name, "").endswith("." + end)}
     _add_vocabulary(model, modules, found)
-    for path, word in user.items():
+    for path, style_name in user.items():
         hits = [
             name
             for name in modules
@@ -274,14 +276,16 @@ def _words(
         ]
         hits = [adapted[name].base if name in adapted else name for name in hits]
         problems = [problem for problem in problems if not f"{problem.path}.".startswith(f"{path}.")]
-        style = difflib.get_close_matches(word, WORDS, n=1, cutoff=0)[0]
+        style = difflib.get_close_matches(style_name, STYLES, n=1, cutoff=0)[0]
         if not hits:
             near = difflib.get_close_matches(path, dict.fromkeys(_starred(name) for name in modules), n=1)
             fix = f'mesh.tp_plan."{near[0]}" = "{style}"' if near else ""
             problems.append(_Problem(path, "mesh.tp_plan names it, but the model has no such module", fix))
-        elif word != style:
+        elif style_name != style:
             problems.append(
-                _Problem(path, f"there is no style {word!r}; there are {', '.join(WORDS)}", f'= "{style}"')
+                _Problem(
+                    path, f"there is no style {style_name!r}; there are {', '.join(STYLES)}", f'= "{style}"'
+                )
             )
         else:  # a style for a module is one for all that is in it
             found = {
@@ -289,34 +293,36 @@ def _words(
                 for name, other in found.items()
                 if not any(name.startswith(hit + ".") for hit in hits)
             }
-            found |= dict.fromkeys(hits, word)
+            found |= dict.fromkeys(hits, style_name)
     return found, problems
 
 
-def _own_words(model: nn.Module, modules: Mapping[str, nn.Module]) -> tuple[dict[str, str], list[_Problem]]:
-    """The words of the model's own plan."""
+def _model_styles(
+    model: nn.Module, modules: Mapping[str, nn.Module]
+) -> tuple[dict[str, str], list[_Problem]]:
+    """The style names of the model's own plan."""
     found: dict[str, str] = {}
     problems: list[_Problem] = []
     plain, parameters = plain_names(model), [name for name, _ in model.named_parameters()]
-    for path, word in (getattr(model, "_tp_plan", None) or {}).items():
+    for path, style_name in (getattr(model, "_tp_plan", None) or {}).items():
         matched = re.compile(_pattern(path))
         hits = [name for name in modules if matched.fullmatch(plain.get(name, ""))]
         used = hits or [name for name in parameters if matched.fullmatch(name)]
-        if used and (word not in WORDS or not hits):
+        if used and (style_name not in STYLES or not hits):
             what = "" if hits else "for a parameter by itself "
             problems.append(
                 _Problem(
                     path,
                     f"the model's own plan asks {what}for the style "
-                    f"{word!r}, which this version does not have",
+                    f"{style_name!r}, which this version does not have",
                 )
             )
-        found |= dict.fromkeys(hits, word) if word in WORDS else {}
+        found |= dict.fromkeys(hits, style_name) if style_name in STYLES else {}
     return found, problems
 
 
 def _add_vocabulary(model: nn.Module, modules: Mapping[str, nn.Module], found: dict[str, str]) -> None:
-    """Add the words of embeddings and heads to `found`."""
+    """Add the style names of embeddings and heads to `found`."""
     adapted = adapted_layers(model)
     outermost = [_call(model, method) for method in ("get_input_embeddings", "get_output_embeddings")]
     tied = {id(module.weight) for module in outermost if isinstance(module, nn.Embedding | nn.Linear)}
@@ -333,7 +339,7 @@ def _add_vocabulary(model: nn.Module, modules: Mapping[str, nn.Module], found: d
 
 def _columns(
     plan: TensorPlan,
-    words: Mapping[str, str],
+    style_names: Mapping[str, str],
     modules: Mapping[str, nn.Module],
     parent: str,
     names: list[str],
@@ -355,7 +361,7 @@ def _columns(
         if _parent(name) == parent and isinstance(plan.styles.get(name), Row) and is_linear(modules[name])
     ]
     row_width = linear_sizes(modules[rows[0]])[0] if rows else None
-    fused = [name for name in names if words[name] == "fused_qkv"]
+    fused = [name for name in names if style_names[name] == "fused_qkv"]
     heads = _heads(
         modules[parent], row_width, [linear_sizes(modules[name])[1] for name in names], bool(fused)
     )
@@ -365,9 +371,9 @@ def _columns(
     if heads is None:
         for name in names:
             outputs = linear_sizes(modules[name])[1]
-            if words[name] == "packed_colwise":
+            if style_names[name] == "packed_colwise":
                 plan.styles[name] = Column(((outputs // 2, plan.ways),) * 2)
-            if outputs % (plan.ways * (1 + (words[name] == "packed_colwise"))):
+            if outputs % (plan.ways * (1 + (style_names[name] == "packed_colwise"))):
                 yield _Problem(name, f"its {outputs} outputs cannot be divided evenly over {plan.ways} ranks")
         return
     if heads.query % plan.ways:
@@ -384,19 +390,19 @@ def _columns(
         return
     plan.heads[parent] = heads
     for name in names:
-        yield from _heads_column(plan, words[name], parent, name, linear_sizes(modules[name])[1], heads)
+        yield from _heads_column(plan, style_names[name], parent, name, linear_sizes(modules[name])[1], heads)
 
 
 def _heads_column(
-    plan: TensorPlan, word: str, parent: str, name: str, outputs: int, heads: Heads
+    plan: TensorPlan, style_name: str, parent: str, name: str, outputs: int, heads: Heads
 ) -> Iterator[_Problem]:
     """Enter one column layer of an attention, of `outputs` outputs, into the plan."""
     all_queries, all_shared = heads.query * heads.size, heads.shared * heads.size
-    if word == "fused_qkv":
+    if style_name == "fused_qkv":
         plan.styles[name] = Column(
             ((all_queries, heads.query), (all_shared, heads.shared), (all_shared, heads.shared))
         )
-    elif word == "packed_colwise":
+    elif style_name == "packed_colwise":
         plan.styles[name] = Column(((outputs // 2, outputs // 2 // heads.size),) * 2)
     elif outputs == all_shared:
         plan.styles[name] = Column(((outputs, heads.shared),))

@@ -1,10 +1,10 @@
 """Logits whose vocabulary is divided over an axis, and their cross-entropy without ever having them whole on
 a rank.
 
-`SplitLogits` is what a vocabulary-parallel head returns: to the model's own loss, or the user's, it looks
-like the whole logits. Upcasting, scaling, slicing along other dimensions and `cross_entropy` work on this
-rank's part; anything else gets the whole logits, gathered for it (all ranks of the axis run the same model
-code, so all take part). What would write into them raises ModelError.
+`VocabParallelLogits` is what a vocabulary-parallel head returns: to the model's own loss, or the user's, it
+looks like the whole logits. Upcasting, scaling, slicing along other dimensions and `cross_entropy` work on
+this rank's part; anything else gets the whole logits, gathered for it (all ranks of the axis run the same
+model code, so all take part). What would write into them raises ModelError.
 
 Communication: two numbers per token all-gathered in forward, none in backward.
 """
@@ -91,7 +91,7 @@ def cross_entropy(
     return total.to(logits.dtype)
 
 
-class SplitLogits(Tensor):
+class VocabParallelLogits(Tensor):
     """This rank's part (..., part of the vocabulary) of logits, which gives itself out as the whole (...,
     vocabulary)."""
 
@@ -99,9 +99,9 @@ class SplitLogits(Tensor):
     cut: Cut
 
     @staticmethod
-    def of(part: Tensor, axis: Axis, cut: Cut) -> SplitLogits:
+    def of(part: Tensor, axis: Axis, cut: Cut) -> VocabParallelLogits:
         with torch._C.DisableTorchFunctionSubclass():
-            made = part.as_subclass(SplitLogits)
+            made = part.as_subclass(VocabParallelLogits)
         made.axis, made.cut = axis, cut
         return made
 
@@ -143,8 +143,10 @@ class SplitLogits(Tensor):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
-        logits = args[0] if args and isinstance(args[0], SplitLogits) else None
-        others = [leaf for leaf in pytree.tree_leaves((args[1:], kwargs)) if isinstance(leaf, SplitLogits)]
+        logits = args[0] if args and isinstance(args[0], VocabParallelLogits) else None
+        others = [
+            leaf for leaf in pytree.tree_leaves((args[1:], kwargs)) if isinstance(leaf, VocabParallelLogits)
+        ]
         if logits is not None and not others and (local := LOCAL.get(func)):
             result = local(logits, *args[1:], **kwargs)
             if result is not NotImplemented:
@@ -160,7 +162,9 @@ class SplitLogits(Tensor):
                 "the tensor-parallel ranks: use the operation that returns a "
                 'new tensor, or place the head whole on every rank with "replicate"'
             )
-        args, kwargs = pytree.tree_map_only(SplitLogits, SplitLogits.whole, (tuple(args), dict(kwargs)))
+        args, kwargs = pytree.tree_map_only(
+            VocabParallelLogits, VocabParallelLogits.whole, (tuple(args), dict(kwargs))
+        )
         return func(*args, **kwargs)
 
 
@@ -173,17 +177,19 @@ def _same(func: Callable[..., Any]) -> Callable[..., Any]:
     """An operation on each number by itself, with scalars (or tensors of one number) as its other
     arguments."""
 
-    def local(logits: SplitLogits, *args: Any, **kwargs: Any) -> Any:
+    def local(logits: VocabParallelLogits, *args: Any, **kwargs: Any) -> Any:
         tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         if any(tensor.dim() for tensor in tensors):
             return NotImplemented
         result = func(logits.part, *args, **kwargs)
-        return SplitLogits.of(result, logits.axis, logits.cut) if isinstance(result, Tensor) else result
+        return (
+            VocabParallelLogits.of(result, logits.axis, logits.cut) if isinstance(result, Tensor) else result
+        )
 
     return local
 
 
-def _index(logits: SplitLogits, index: Any) -> Any:
+def _index(logits: VocabParallelLogits, index: Any) -> Any:
     """Slices and single indices along all dimensions but the last."""
     given = index if isinstance(index, tuple) else (index,)
     if not all(each is None or each is Ellipsis or isinstance(each, int | slice) for each in given):
@@ -192,13 +198,13 @@ def _index(logits: SplitLogits, index: Any) -> Any:
     last_is_given = named == logits.part.dim() or (Ellipsis in given and given[-1] is not Ellipsis)
     if (last_is_given and given[-1] != slice(None)) or (given and given[-1] is None):
         return NotImplemented
-    return SplitLogits.of(logits.part[index], logits.axis, logits.cut)
+    return VocabParallelLogits.of(logits.part[index], logits.axis, logits.cut)
 
 
 def _reshape(func: Callable[..., Any]) -> Callable[..., Any]:
     """A shape that keeps the vocabulary as its last dimension."""
 
-    def local(logits: SplitLogits, *shape: Any) -> Any:
+    def local(logits: VocabParallelLogits, *shape: Any) -> Any:
         if len(shape) == 1 and not isinstance(shape[0], int):
             shape = tuple(shape[0]) if isinstance(shape[0], Sequence) else ()
         if not shape or not all(isinstance(size, int) for size in shape):
@@ -208,21 +214,21 @@ def _reshape(func: Callable[..., Any]) -> Callable[..., Any]:
         resolved = [count // known if size == -1 and known else size for size in shape]
         if resolved[-1] != logits.vocabulary or math.prod(resolved) != count:
             return NotImplemented
-        return SplitLogits.of(
+        return VocabParallelLogits.of(
             func(logits.part, (*resolved[:-1], logits.part.shape[-1])), logits.axis, logits.cut
         )
 
     return local
 
 
-def _flatten(logits: SplitLogits, start_dim: int = 0, end_dim: int = -1) -> Any:
+def _flatten(logits: VocabParallelLogits, start_dim: int = 0, end_dim: int = -1) -> Any:
     if end_dim % logits.part.dim() == logits.part.dim() - 1:
         return NotImplemented
-    return SplitLogits.of(logits.part.flatten(start_dim, end_dim), logits.axis, logits.cut)
+    return VocabParallelLogits.of(logits.part.flatten(start_dim, end_dim), logits.axis, logits.cut)
 
 
 def _cross_entropy(
-    logits: SplitLogits,
+    logits: VocabParallelLogits,
     target: Tensor,
     weight: Tensor | None = None,
     size_average: Any = None,
@@ -238,7 +244,7 @@ def _cross_entropy(
     return cross_entropy(part, target, logits.axis, logits.cut, ignore_index, reduction)
 
 
-def _size(logits: SplitLogits, dim: int | None = None) -> Any:
+def _size(logits: VocabParallelLogits, dim: int | None = None) -> Any:
     return logits.sizes if dim is None else logits.sizes[dim]
 
 

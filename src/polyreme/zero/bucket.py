@@ -61,7 +61,7 @@ class Bucket:
 
     `parameters[i]` belongs to `layout.slots[i]`. `region` is the part of the flat buffer whose optimizer
     states this rank holds (everything at stage 0, its shard otherwise); `grad` (reduce dtype) covers it, and
-    so does `master` (master dtype), where it is on the device, or `records`."""
+    so does `master` (master dtype), where it is on the device, or `offloaded_states`."""
 
     stages: tuple[int, ...] = (0,)
     """The pipeline stages that use the bucket."""
@@ -80,13 +80,13 @@ class Bucket:
         stores: BucketStores = IN_MEMORY,
     ) -> None:
         """`microbatches`: None for frozen parameters. `pool` is of the device that computes."""
-        self._offloaded, self.records = stores.shard, stores.states
+        self._offloaded, self.offloaded_states = stores.shard, stores.states
         if axis.size == 1:  # its shard is the whole
             residency = Residency("full" if self._offloaded is None else "shard", "full", "shard")
         self.layout, self.parameters, self.axis = layout, list(parameters), axis
         self.residency, self.formats = residency, formats
         self.trainable, self.device = microbatches is not None, pool.device
-        self.transfer = stores.transfer if self.records is not None else None
+        self.transfer = stores.transfer if self.offloaded_states is not None else None
         """To the CPU that updates this bucket, where that is another device."""
         self.sharded = residency.params == "shard"
         self.own = slice(*layout.shard(axis.rank))
@@ -96,7 +96,7 @@ class Bucket:
         self._state: Literal["full", "fetching", "gathering", "released"] = "full"
         self._here: Tensor | None = None  # the shard, which came to be gathered
         self._gathering: Work = DONE  # the last all-gather of parameters, which others may still read
-        self._lent: Tensor | None = None  # the parameters' memory while they are in the user's hands
+        self._summoned: Tensor | None = None  # the parameters' memory while they are in the user's hands
         self._allocate()
         name(self.parameters, (slot.name for slot in layout.slots))
         sharded = residency.grads == "shard"
@@ -118,7 +118,7 @@ class Bucket:
             self.full = axis.empty(layout.size, formats.compute, device).zero_()
             self.device_shard = self.full[self.own]
         self.master: Tensor | None = None
-        if self.records is None:
+        if self.offloaded_states is None:
             if self.trainable and (self.is_offloaded or formats.master != formats.compute):
                 size = self.region.stop - self.region.start
                 self.master = torch.zeros(size, dtype=formats.master, device=device)
@@ -164,8 +164,8 @@ class Bucket:
             targets += [(self.rounded(), self.region.start), (self.device_shard, self.own.start)]
         if self.master is not None:
             targets.append((self.master, self.region.start))
-        if self.records is not None:
-            self.records.write(MASTER, slot.start, flat)
+        if self.offloaded_states is not None:
+            self.offloaded_states.write(MASTER, slot.start, flat)
         if self._state == "full":
             targets.append((self.full, 0))
         for target, base in targets:
@@ -183,8 +183,8 @@ class Bucket:
         low, high = start - self.region.start, stop - self.region.start
         if self.master is not None:
             found.copy_(self.master[low:high])
-        elif self.records is not None:
-            self.records.read_master(found, start)
+        elif self.offloaded_states is not None:
+            self.offloaded_states.read_master(found, start)
         else:
             shard = self.shard
             found.copy_(shard[low:high] if isinstance(shard, Tensor) else shard.fetch(low, high))
@@ -194,7 +194,9 @@ class Bucket:
     def has_copy(self) -> bool:
         """Whether the optimizer's copy of the parameters is other memory than theirs."""
         return self.trainable and (
-            self.records is not None or self.is_offloaded or self.formats.master != self.formats.compute
+            self.offloaded_states is not None
+            or self.is_offloaded
+            or self.formats.master != self.formats.compute
         )
 
     def set(self, numbers: Tensor) -> None:
@@ -208,35 +210,37 @@ class Bucket:
         elif numbers is not self.full:
             self.full.copy_(numbers)
 
-    def lend(self) -> Tensor:
+    def summon(self) -> Tensor:
         """Give the parameters whole memory of their own, until `reclaim`: what shares it stays good for ever.
         Returns it, flat."""
-        if self._lent is not None:
+        if self._summoned is not None:
             raise ModelError(
                 "engine.full_parameters() inside of another one: the parameters are whole there already"
             )
         self.ensure()
         with torch.inference_mode(False):  # what is lent inside of it may be kept
-            self._lent = self.full.clone()
+            self._summoned = self.full.clone()
         self.release()
         unguard(self.parameters)
-        self._point(self._cut(self._lent))
-        return self._lent
+        self._point(self._cut(self._summoned))
+        return self._summoned
 
     @property
-    def is_lent(self) -> bool:
+    def is_summoned(self) -> bool:
         """Whether the parameters are in the user's hands."""
-        return self._lent is not None
+        return self._summoned is not None
 
     def reclaim(self) -> Tensor:
         """After a loan, or after parameters were given memory of their own: let them be views of the full
         buffer again. Returns what they were, flat, in the lent memory or else in that buffer; those of
         another shape stay as given. Raises ModelError for another dtype."""
         numbers, views = (
-            (self.full, self._views) if self._lent is None else (self._lent, self._cut(self._lent))
+            (self.full, self._views)
+            if self._summoned is None
+            else (self._summoned, self._cut(self._summoned))
         )
-        self._lent, problem = None, ""
-        for slot, parameter, view, home in zip(
+        self._summoned, problem = None, ""
+        for slot, parameter, view, own_view in zip(
             self.layout.slots, self.parameters, views, self._views, strict=True
         ):
             data = parameter.data
@@ -249,7 +253,7 @@ class Bucket:
                 )
             elif data.data_ptr() != view.data_ptr():
                 view.copy_(data)
-            parameter.data = home
+            parameter.data = own_view
             if self.released:
                 guard([parameter])
         if problem:
@@ -266,7 +270,7 @@ class Bucket:
     def gather(self) -> None:
         """Begin to fill the full buffer from the ranks' shards, unless it is filled already, or the
         parameters are whole elsewhere."""
-        if self._state == "released" and self._lent is None:
+        if self._state == "released" and self._summoned is None:
             refuse_transforms(self._of.removeprefix(" of "))
             self._state = "fetching"
             if self._offloaded is not None:
@@ -351,8 +355,8 @@ class Bucket:
         next gather or update."""
         if not master and self._state == "full":
             return self.full
-        if master and (self.master is not None or self.records is not None):
-            source = self.master if self.master is not None else self.recorded()
+        if master and (self.master is not None or self.offloaded_states is not None):
+            source = self.master if self.master is not None else self.offloaded_master()
         elif self._offloaded is not None:
             self._offloaded.fetch()
             source = self._offloaded.arrive().to(self.device, copy=True)
@@ -366,11 +370,11 @@ class Bucket:
         self.axis.all_gather(full, source).settle()
         return full
 
-    def recorded(self) -> Tensor:
-        """The master, from its records."""
-        assert self.records is not None
+    def offloaded_master(self) -> Tensor:
+        """The master, from its extents."""
+        assert self.offloaded_states is not None
         master = torch.zeros(
             self.region.stop - self.region.start, dtype=self.formats.master, device=self.device
         )
-        self.records.read_master(master, self.region.start)
+        self.offloaded_states.read_master(master, self.region.start)
         return master

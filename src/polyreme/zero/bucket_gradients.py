@@ -241,9 +241,9 @@ class BucketGradients:
         return self.grad
 
     @property
-    def records(self) -> Sequence[int] | None:
-        """The records of files that the reduced gradients are in, one for each of `records`; None where they
-        are not in files."""
+    def extents(self) -> Sequence[int] | None:
+        """The extents of files that the reduced gradients are in, one for each of `offloaded_states`; None
+        where they are not in files."""
         return None if self.store is None else self.store.order
 
     def squares(self) -> Tensor:

@@ -26,11 +26,11 @@ from polyreme.zero.partition import Placement
 
 
 @contextmanager
-def lent(placement: Placement, among: Collection[str] | None = None) -> Iterator[None]:
+def readable(placement: Placement, names: Collection[str] | None = None) -> Iterator[None]:
     """All parameters whole, to be read. Raises ModelError on leaving if one was written to, where that would
-    be lost. among: names; then buckets without any of these stay as they are."""
-    buckets = [bucket for bucket in placement.holding(among) if bucket.sharded]
-    before = [_digests(bucket, bucket.lend()) for bucket in buckets]
+    be lost. names: of parameters; then buckets without any of these stay as they are."""
+    buckets = [bucket for bucket in placement.holding(names) if bucket.sharded]
+    before = [_digests(bucket, bucket.summon()) for bucket in buckets]
     try:
         yield
     except BaseException:
@@ -49,12 +49,12 @@ def lent(placement: Placement, among: Collection[str] | None = None) -> Iterator
 
 
 @contextmanager
-def lent_to_write(placement: Placement) -> Iterator[None]:
+def writable(placement: Placement) -> Iterator[None]:
     """All parameters whole, to be written: what they are at the end reaches masters and shards, unless the
     block ends in an error."""
     buckets = placement.buckets
     for bucket in buckets:
-        bucket.lend()
+        bucket.summon()
     try:
         yield
     except BaseException:
@@ -75,14 +75,14 @@ def _adopt(bucket: Bucket, numbers: Tensor) -> None:
     bucket.settle()
     if bucket.has_copy:
         part, begin = numbers[bucket.region], bucket.region.start
-        master = bucket.master if bucket.master is not None else bucket.recorded()
-        kept = torch.where(part == master.to(part.dtype), master, part.to(master.dtype))
+        master = bucket.master if bucket.master is not None else bucket.offloaded_master()
+        adopted = torch.where(part == master.to(part.dtype), master, part.to(master.dtype))
         if bucket.master is not None:
-            bucket.master.copy_(kept)
-        for slot in bucket.layout.slots if bucket.records is not None else ():
+            bucket.master.copy_(adopted)
+        for slot in bucket.layout.slots if bucket.offloaded_states is not None else ():
             start, stop = max(slot.start, begin), min(slot.stop, bucket.region.stop)
-            if bucket.records is not None and start < stop:
-                bucket.records.write(MASTER, start, kept[start - begin : stop - begin])
+            if bucket.offloaded_states is not None and start < stop:
+                bucket.offloaded_states.write(MASTER, start, adopted[start - begin : stop - begin])
     bucket.set(numbers)
 
 
@@ -105,7 +105,7 @@ def _share(placement: Placement, bucket: Bucket, numbers: Tensor) -> None:
     whole."""
     if placement.division.tp.size > 1:
         for slot in bucket.layout.slots:
-            if placement.division.parts[slot.name].cut.is_whole:
+            if placement.division.shardings[slot.name].cut.is_whole:
                 placement.division.tp.broadcast(numbers[slot.start : slot.stop])
 
 
@@ -184,7 +184,7 @@ class Written:
     def settle(self, before: Callable[[], object], bucket: Bucket | None = None) -> None:
         """Let a write on any rank, to one bucket or to any, reach the masters at once, after `before` is
         called. Every rank must call. Raises ModelError where the parameters are lent to be written."""
-        if any(bucket.is_lent for bucket in self._buckets):
+        if any(bucket.is_summoned for bucket in self._buckets):
             raise ModelError(
                 "inside of another one, `with engine.full_parameters(write=True):`, "
                 "whose writes count from its end on: call this after "

@@ -81,17 +81,21 @@ class Blocks:
         self._known = True  # all forwards of the backward to come are in its trail
         self._here = False  # the unit that it is in was found there
         self._keep = False  # nothing is released, as derivatives will be differentiated
-        self._parts = 0  # modules around blocks whose forwards are under way without the model's
+        self._outer_forwards = 0  # modules around blocks whose forwards are under way without the model's
         self._expected: list[Unit] = []
         self._hooks: list[RemovableHandle] = []
         self.restart()
         if not any(unit.sharded for unit in (root, *self.units)):
             return
-        inside = {part for unit in self.units for module in unit.modules for part in module.modules()}
-        self._keepers = {root: [part for part in model.modules() if part not in inside and _may_keep(part)]}
+        inside = {inner for unit in self.units for module in unit.modules for inner in module.modules()}
+        self._storing_modules = {
+            root: [
+                module for module in model.modules() if module not in inside and _may_store_tensors(module)
+            ]
+        }
         for unit in self.units:
-            self._keepers[unit] = [
-                part for module in unit.modules for part in module.modules() if _may_keep(part)
+            self._storing_modules[unit] = [
+                inner for module in unit.modules for inner in module.modules() if _may_store_tensors(inner)
             ]
         self._hooks.append(model.register_forward_pre_hook(Hook(self._begin_forward), prepend=True))
         self._hooks.append(model.register_forward_hook(Hook(self._end_forward), always_call=True))
@@ -101,9 +105,9 @@ class Blocks:
                 self._hooks.append(
                     module.register_forward_hook(Hook(self._after(unit)), with_kwargs=True, always_call=True)
                 )
-        for part in {module for module in model.modules() if module not in inside} - {model}:
-            self._hooks.append(part.register_forward_pre_hook(Hook(self._begin_part), prepend=True))
-            self._hooks.append(part.register_forward_hook(Hook(self._end_part), always_call=True))
+        for module in {module for module in model.modules() if module not in inside} - {model}:
+            self._hooks.append(module.register_forward_pre_hook(Hook(self._begin_outer), prepend=True))
+            self._hooks.append(module.register_forward_hook(Hook(self._end_outer), always_call=True))
         self._hooks += refuse_loading(model)
         self._guard = _Guard(
             {id(p): unit for unit in self.units for b in unit.buckets for p in b.parameters},
@@ -119,7 +123,7 @@ class Blocks:
         """Before a forward or a backward: which one comes. A backward goes along the trail of its forwards,
         from its end. Raises ModelError for training while the parameters are in the user's hands."""
         if torch.is_grad_enabled() and any(
-            bucket.is_lent for unit in (self.root, *self.units) for bucket in unit.buckets
+            bucket.is_summoned for unit in (self.root, *self.units) for bucket in unit.buckets
         ):
             raise ModelError(
                 "training (or engine.load) inside engine.full_parameters(): do it after the with block"
@@ -139,7 +143,7 @@ class Blocks:
 
     def restart(self) -> None:
         """Before the first forward of a step: forget forwards that had no backward."""
-        self._parts = 0
+        self._outer_forwards = 0
         self._trails.clear()
         self._known = True
         self.at(0, 0)
@@ -191,23 +195,23 @@ class Blocks:
             self._position = len(self._trail)
         if (self._release == "always" or not torch.is_grad_enabled()) and not self._keep:
             self.release_all()
-        self._watch([*returned(output), *self._kept(self.root)], self.root)
+        self._watch([*returned(output), *self._attribute_tensors(self.root)], self.root)
 
-    def _begin_part(self, part: nn.Module, args: object) -> None:
+    def _begin_outer(self, module: nn.Module, args: object) -> None:
         """Before the forward of a module around blocks: without gradients it may be called by itself, such as
         an encoder for generation, on every rank. With them it has no step, and its parameters refuse."""
         if self.in_forward or torch.is_grad_enabled() or _in_backward():
             return
-        if not self._parts:
+        if not self._outer_forwards:
             self._order, self._current, self._expected = [], None, []
             self._ensure_root()
-        self._parts += 1
+        self._outer_forwards += 1
 
-    def _end_part(self, part: nn.Module, args: object, output: object) -> None:
-        if self.in_forward or not self._parts:
+    def _end_outer(self, module: nn.Module, args: object, output: object) -> None:
+        if self.in_forward or not self._outer_forwards:
             return
-        self._parts -= 1
-        if not self._parts and not self._keep:
+        self._outer_forwards -= 1
+        if not self._outer_forwards and not self._keep:
             self.release_all()
 
     def _before(self, unit: Unit) -> Callable[[nn.Module, object], None]:
@@ -235,7 +239,10 @@ class Blocks:
                 self._inside = None
             # whose gradient does not lead into this unit
             handed_on = {id(t) for t in tensors_in((args, kwargs))}
-            self._watch([t for t in (*returned(output), *self._kept(unit)) if id(t) not in handed_on], unit)
+            self._watch(
+                [t for t in (*returned(output), *self._attribute_tensors(unit)) if id(t) not in handed_on],
+                unit,
+            )
 
         return leave
 
@@ -253,10 +260,10 @@ class Blocks:
                 if tensor.grad_fn is not None:
                     tensor.register_hook(self._before_backward(unit))
 
-    def _kept(self, unit: Unit) -> Iterator[Tensor]:
+    def _attribute_tensors(self, unit: Unit) -> Iterator[Tensor]:
         """What the unit's modules have as attributes: a forward may leave a loss there, whose backward does
         not come through its output."""
-        for module in self._keepers[unit]:
+        for module in self._storing_modules[unit]:
             attributes = vars(module)
             for name in attributes.keys() - _OF_EVERY_MODULE:  # by far most are of every module
                 if isinstance(value := attributes[name], _HOLDERS):
@@ -366,7 +373,7 @@ _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 _HOLDERS = (Tensor, list, tuple, dict)
 
 
-def _may_keep(module: nn.Module) -> bool:
+def _may_store_tensors(module: nn.Module) -> bool:
     """Whether its forward may leave tensors as attributes: torch's own do not."""
     return not type(module).__module__.startswith("torch.nn.")
 

@@ -1,6 +1,6 @@
 """The masters and optimizer states of a bucket, to a checkpoint and back.
 
-Invariant: what `loading` gives is written to the pieces at its end; an error inside leaves records as they
+Invariant: what `loading` gives is written to the pieces at its end; an error inside leaves extents as they
 were. No communication."""
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class OptimizerState:
 
     def __init__(self, pieces: Pieces) -> None:
         self._pieces = pieces
-        self._staged: dict[int, Tensor] = {}  # bytes of all records by number, while they are loaded
+        self._staged: dict[int, Tensor] = {}  # bytes of all extents by number, while they are loaded
         # states that are kept in fewer bits, while they are loaded
         self._wide: dict[Piece, dict[str, Tensor]] = {}
 
@@ -56,8 +56,8 @@ class OptimizerState:
                 return flat.view(value.shape)
             if isinstance(value, Tensor) and not value.dim():
                 return value
-            span = low - run.start, high - run.start
-            found.append(value[slice(*span)] if isinstance(value, Tensor) else value.fetch(*span))
+            bounds = low - run.start, high - run.start
+            found.append(value[slice(*bounds)] if isinstance(value, Tensor) else value.fetch(*bounds))
         return torch.cat(found) if found else None
 
     def write(self, slot: Slot, kind: str, values: Tensor) -> None:
@@ -66,8 +66,8 @@ class OptimizerState:
         it."""
         if not values.dim():
             self._pieces.isolate(slot)
-        if (records := self._pieces.records) is not None and self._pieces.compact is None:
-            records.write(kind, slot.start, values.reshape(-1))
+        if (offloaded := self._pieces.offloaded) is not None and self._pieces.compact is None:
+            offloaded.write(kind, slot.start, values.reshape(-1))
         for piece in self._pieces:
             low, high = max(piece.run.start, slot.start), min(piece.run.stop, slot.stop)
             if low >= high:
@@ -79,7 +79,7 @@ class OptimizerState:
                 self._rewrite(piece, kernel, kind, inside, numbers)
             elif old is not None and not isinstance(old, Tensor):
                 piece.state[kind] = type(old)(values.item())
-            elif old is None:  # it is in a record
+            elif old is None:  # it is in an extent
                 continue
             elif piece.run.slot is not None or not old.dim():
                 old.copy_(values.view(old.shape))
@@ -91,33 +91,33 @@ class OptimizerState:
     ) -> None:
         """Set a part of a state that is kept in fewer bits."""
         kinds = [name for name in (kind, kind + SCALE) if name in kernel.fields(0)]
-        record, records = piece.record, self._pieces.records
-        if record is None or records is None:
+        extent, offloaded = piece.extent, self._pieces.offloaded
+        if extent is None or offloaded is None:
             state = {name: piece.state[name] for name in kinds}
         else:
-            held = {name: records.held(record, name, piece.run) for name in kinds}
+            held = {name: offloaded.held(extent, name, piece.run) for name in kinds}
             state = {n: v if isinstance(v, Tensor) else v.fetch(0, v.numel()) for n, v in held.items()}
         wide = kernel.widened(state, kind, piece.run.stop - piece.run.start)
         wide[inside] = numbers.to("cpu")
-        kernel.keep(state, kind, wide, Key(kind, 0, self._pieces.place + piece.run.start))
-        if record is not None and records is not None:
-            for name, kept in state.items():
-                records.keep(record, name, piece.run, kept)
+        kernel.keep(state, kind, wide, Key(kind, 0, self._pieces.random_offset + piece.run.start))
+        if extent is not None and offloaded is not None:
+            for name, compressed in state.items():
+                offloaded.keep(extent, name, piece.run, compressed)
 
     def _held(self) -> Iterator[tuple[Run, dict[str, Any]]]:
         for piece in self._pieces:
-            if (record := piece.record) is None or self._pieces.records is None:
+            if (extent := piece.extent) is None or self._pieces.offloaded is None:
                 yield piece.run, self._widened(piece, {MASTER: piece.tensor, **piece.state})
                 continue
             numbers: dict[str, Any] = {}
-            for kind, place in record.fields.items():
+            for kind, field in extent.fields.items():
                 if kind != MASTER and piece.fresh:
                     continue
-                if (staged := self._staged.get(record.number)) is not None:
-                    numbers[kind] = piece.within(record, place.of(staged))
+                if (staged := self._staged.get(extent.number)) is not None:
+                    numbers[kind] = piece.within(extent, field.of(staged))
                 else:
-                    numbers[kind] = self._pieces.records.held(
-                        record, kind, None if piece.run.slot is not None else piece.run
+                    numbers[kind] = self._pieces.offloaded.held(
+                        extent, kind, None if piece.run.slot is not None else piece.run
                     )
             yield piece.run, self._widened(piece, {**numbers, **piece.state})
 
@@ -127,14 +127,16 @@ class OptimizerState:
         kernel, size = self._pieces.kernel(piece), piece.run.stop - piece.run.start
         if not isinstance(kernel, QuantizedKernel) or piece.fresh:
             return numbers
-        kept = {kind: value for kind, value in numbers.items() if kind.removesuffix(SCALE) in kernel.names}
-        found = {kind: value for kind, value in numbers.items() if kind not in kept}
+        compressed = {
+            kind: value for kind, value in numbers.items() if kind.removesuffix(SCALE) in kernel.names
+        }
+        found = {kind: value for kind, value in numbers.items() if kind not in compressed}
         for name in kernel.names:
 
             def fetch(start: int, stop: int, name: str = name) -> Tensor:
                 state = {
                     kind: value if isinstance(value, Tensor) else value.fetch(0, value.numel())
-                    for kind, value in kept.items()
+                    for kind, value in compressed.items()
                 }
                 return kernel.widened(state, name, size)[start:stop]
 
@@ -148,7 +150,7 @@ class OptimizerState:
         elsewhere than in host memory, or in formats of ours, none."""
         bucket = self._pieces.bucket
         if (
-            self._pieces.records is not None
+            self._pieces.offloaded is not None
             or self._pieces.compact is not None
             or bucket.device.type != "cpu"
             or bucket.layout.boundary == "tensor"
@@ -172,8 +174,8 @@ class OptimizerState:
             else {}
         )
         for start, stop in bucket.layout.gaps():
-            for home in found.values():
-                home[max(start - low, 0) : max(stop - low, 0)].zero_()
+            for state in found.values():
+                state[max(start - low, 0) : max(stop - low, 0)].zero_()
         return found
 
     @contextmanager
@@ -186,13 +188,13 @@ class OptimizerState:
         `scalars` has by name of a parameter the states that are one number, or None for one that is to have
         no state, like one that was never updated."""
         self._allocate(scalars, new_states or {})
-        store = None if self._pieces.records is None else self._pieces.records.store
-        for record in self._pieces.records or ():
+        store = None if self._pieces.offloaded is None else self._pieces.offloaded.store
+        for extent in self._pieces.offloaded or ():
             assert store is not None
-            memory = self._staged[record.number] = store.read(record.number, 0, record.nbytes)
-            for kind, place in record.fields.items():
+            memory = self._staged[extent.number] = store.read(extent.number, 0, extent.nbytes)
+            for kind, field in extent.fields.items():
                 if kind != MASTER:
-                    place.of(memory).zero_()
+                    field.of(memory).zero_()
         for piece in self._pieces:
             if isinstance(kernel := self._pieces.kernel(piece), QuantizedKernel) and not piece.fresh:
                 size = piece.run.stop - piece.run.start
@@ -201,14 +203,14 @@ class OptimizerState:
             yield
             for piece, wide in self._wide.items():
                 self._narrow(piece, wide)
-            if self._pieces.records is None:
+            if self._pieces.offloaded is None:
                 self._pieces.bucket.round()
                 return
             target = self._pieces.bucket.rounded(keep=False)
-            for record in self._pieces.records:
-                self._pieces.records.store.write(record.number, 0, self._staged[record.number])
-                self._pieces.view(target, record.run).copy_(
-                    record.fields[MASTER].of(self._staged[record.number])
+            for extent in self._pieces.offloaded:
+                self._pieces.offloaded.store.write(extent.number, 0, self._staged[extent.number])
+                self._pieces.view(target, extent.run).copy_(
+                    extent.fields[MASTER].of(self._staged[extent.number])
                 )
         finally:
             self._staged.clear()
@@ -218,11 +220,11 @@ class OptimizerState:
         """Keep the states of a piece, which were loaded, in fewer bits."""
         kernel, state = self._pieces.kernel(piece), piece.state
         assert isinstance(kernel, QuantizedKernel)
-        if (record := piece.record) is not None:
-            memory = self._staged[record.number]
-            state = {kind: piece.within(record, place.of(memory)) for kind, place in record.fields.items()}
+        if (extent := piece.extent) is not None:
+            memory = self._staged[extent.number]
+            state = {kind: piece.within(extent, field.of(memory)) for kind, field in extent.fields.items()}
         for name, values in wide.items():
-            kernel.keep(state, name, values, Key(name, 0, self._pieces.place + piece.run.start))
+            kernel.keep(state, name, values, Key(name, 0, self._pieces.random_offset + piece.run.start))
 
     def _allocate(self, scalars: Mapping[str, Numbers | None], new_states: Mapping[str, Tensor]) -> None:
         slots = self.slots()
@@ -268,12 +270,12 @@ class OptimizerState:
 
     def _fresh(self, piece: Piece, numbers: Numbers, new_states: Mapping[str, Tensor]) -> dict[str, Any]:
         """The states of a piece after a step on zeros, or what is in `new_states`, with `numbers`; without
-        those that are in its record."""
+        those that are in its extent."""
         flat = piece.run.slot is None
         found: dict[str, Any] = {}
         kernel = self._pieces.kernel(piece)
         if isinstance(kernel, QuantizedKernel):
-            fields = kernel.fields(piece.run.stop - piece.run.start) if piece.record is None else {}
+            fields = kernel.fields(piece.run.stop - piece.run.start) if piece.extent is None else {}
             found = {kind: torch.zeros(size, dtype=form) for kind, (form, size) in fields.items()}
             return found | ({"step": torch.tensor(float(numbers["step"]))} if kernel.counts else {})
         for key, value in self._pieces.trial(

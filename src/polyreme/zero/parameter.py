@@ -39,7 +39,7 @@ _OWNERS: WeakIdKeyDictionary = WeakTensorKeyDictionary()
 
 _ENGINES: WeakIdKeyDictionary = WeakTensorKeyDictionary()
 """Weak references to the engines that parameters were given to."""
-_PARTS: WeakIdKeyDictionary = WeakTensorKeyDictionary()
+_SHARDS: WeakIdKeyDictionary = WeakTensorKeyDictionary()
 """Parameters of closed engines that are not whole."""
 
 
@@ -131,21 +131,21 @@ def disown(parameters: Iterable[nn.Parameter], whole: bool) -> None:
         _OWNERS.pop(parameter, None)
         _ENGINES.pop(parameter, None)
         if not whole:
-            _PARTS[parameter] = True
+            _SHARDS[parameter] = True
         elif type(parameter) is TrainedParameter:
             parameter.__class__ = nn.Parameter  # type: ignore[assignment]
 
 
-def is_part(parameter: nn.Parameter) -> bool:
+def is_shard(parameter: nn.Parameter) -> bool:
     """Whether an engine that is closed had it divided."""
-    return parameter in _PARTS
+    return parameter in _SHARDS
 
 
 def refuse_owned(module: nn.Module) -> None:
     """Raise ModelError for a parameter of another engine that is still there, or of which one that was closed
     has left a part."""
     parameters = dict(module.named_parameters())
-    if parts := [name for name, parameter in parameters.items() if parameter in _PARTS]:
+    if parts := [name for name, parameter in parameters.items() if parameter in _SHARDS]:
         raise ModelError(
             f"{parts[0]} was divided by an engine that is closed, so that its numbers are not whole here: "
             "build the model anew, and load what engine.save wrote"

@@ -49,7 +49,7 @@ class _Entry:
 
 
 @dataclass(frozen=True)
-class LocalPart:
+class Sharding:
     """What this rank has of a parameter: its cut over the ranks of tensor parallelism; and the pipeline
     stages that have it."""
 
@@ -61,11 +61,11 @@ class LocalPart:
 class Division:
     """How the model is divided before ZeRO divides what each rank has.
 
-    parts: every parameter's, by each of its names. rank_of: of each pipeline stage. ties: the axes over ranks
-    whose stages share parameters, by those ranks. computing: the stages whose forward uses a tensor, by each
-    of its names."""
+    shardings: every parameter's, by each of its names. rank_of: of each pipeline stage. ties: the axes over
+    ranks whose stages share parameters, by those ranks. computing: the stages whose forward uses a tensor, by
+    each of its names."""
 
-    parts: Mapping[str, LocalPart]
+    shardings: Mapping[str, Sharding]
     tp: Axis
     pp: Axis
     rank_of: Sequence[int] = (0,)
@@ -80,7 +80,7 @@ class Division:
 
     def local(self, name: str, whole: Tensor) -> Tensor:
         """This rank's part of a parameter."""
-        return self.parts[name].cut.split(whole, self.tp.rank)
+        return self.shardings[name].cut.split(whole, self.tp.rank)
 
     def ranks_of(self, stages: Sequence[int]) -> tuple[int, ...]:
         """The ranks of the pipeline that have these stages."""
@@ -99,7 +99,7 @@ class Placement:
     pool: Pool
     division: Division
     device: torch.device
-    offload: OffloadPlan
+    offload: OffloadTiers
     microbatches: Microbatches
 
     @property
@@ -107,7 +107,7 @@ class Placement:
         return [bucket for unit in (self.root, *self.units) for bucket in unit.buckets]
 
     @property
-    def kept(self) -> set[int]:
+    def unchanged(self) -> set[int]:
         """Ids of the parameters that have the shape that they were placed with."""
         pairs = (
             (p, slot)
@@ -157,7 +157,7 @@ class Placement:
             yield from self._of_stage(buckets, whole)
             return
         mine = [
-            (names, list(self.division.parts[names[0]].cut.shape), str(dtype_of(b)))
+            (names, list(self.division.shardings[names[0]].cut.shape), str(dtype_of(b)))
             for b in buckets
             for names, _ in self.named(b)
         ]
@@ -215,12 +215,12 @@ class Placement:
     def joined(self, slot: Slot, local: Tensor) -> Tensor:
         """The whole of a tensor, of which `local`, flat, is this rank's part. All ranks of tensor parallelism
         must call."""
-        tp, cut = self.division.tp, self.division.parts[slot.name].cut
+        tp, cut = self.division.tp, self.division.shardings[slot.name].cut
         if cut.is_whole or tp.size == 1:
             return local.view(slot.shape)
         everyone = torch.empty(tp.size * local.numel(), dtype=local.dtype, device=local.device)
         tp.all_gather(everyone, local).settle()
-        return cut.join([part.view(slot.shape) for part in everyone.chunk(tp.size)])
+        return cut.join([shard.view(slot.shape) for shard in everyone.chunk(tp.size)])
 
     def named(self, bucket: Bucket) -> list[tuple[list[str], Slot]]:
         """All names of each of the bucket's tensors, in the order of its layout."""
@@ -247,42 +247,42 @@ class BucketSettings:
     section: ZeroSection
 
 
-def place(
+def build_placement(
     model: nn.Module,
     blocks: Mapping[str, nn.Module],
     recipe: Recipe,
     settings: BucketSettings,
     division: Division,
-    offload: OffloadPlan,
+    offload: OffloadTiers,
     held: Collection[int] = (),
 ) -> Placement:
     """Move every parameter of `model` into a bucket. A parameter that has data keeps its values (those of the
     axis' rank 0); one on the meta device is replaced by a real one, to be filled by `Placement.write`; one
     whose id is in `held` is to be filled, too. `division` tells what the parameters are parts of. A pipeline
-    stage may have none, or none to train. The tiers of `offload` get their records, and take the space.
+    stage may have none, or none to train. The tiers of `offload` get their extents, and take the space.
 
     Raises ModelError for trainable parameters that are not real floating-point numbers.
     """
     root, *units = members = _members(model, blocks, settings, division)
     first_block = min((entry.at for _, mine in units for entry in mine), default=0)
-    planned = [
-        _planned(unit, kind, part, recipe, settings, division, offload)
+    bucket_specs = [
+        _bucket_spec(unit, kind, group, recipe, settings, division, offload)
         for unit, mine in members
         for kind, entries in _sorted(mine, settings, recipe, first_block, division)
-        for part in _split(entries, kind.dtype, settings.section.bucket_size)
+        for group in _by_size(entries, kind.dtype, settings.section.bucket_size)
     ]
     offload.commit()
     pool = Pool(settings.axis, settings.device)
     found: list[tuple[int, Bucket]] = []
     where: dict[str, tuple[Bucket, Slot]] = {}
-    for plan in planned:
-        bucket = _fill(model, plan, settings, pool, held)
-        bucket.stages = plan.kind.stages
-        bucket.tie = division.ties.get(division.ranks_of(plan.kind.stages))
-        bucket.gradients.counted = _counted(bucket, plan.kind, division)
-        plan.unit.buckets.append(bucket)
-        found.append((plan.at, bucket))
-        for entry, slot in zip(plan.entries, plan.layout.slots, strict=True):
+    for spec in bucket_specs:
+        bucket = _fill(model, spec, settings, pool, held)
+        bucket.stages = spec.kind.stages
+        bucket.tie = division.ties.get(division.ranks_of(spec.kind.stages))
+        bucket.gradients.counted = _counted(bucket, spec.kind, division)
+        spec.unit.buckets.append(bucket)
+        found.append((spec.at, bucket))
+        for entry, slot in zip(spec.entries, spec.layout.slots, strict=True):
             where |= dict.fromkeys(entry.names, (bucket, slot))
     trainable = [bucket for _, bucket in sorted(found, key=lambda pair: pair[0]) if bucket.trainable]
     device, microbatches = settings.device, settings.microbatches
@@ -301,7 +301,7 @@ def _members(
     for entry in entries:
         of_block[unit_of[entry.names[0]]].append(entry)
     stage_of = {
-        name: division.parts[of_block[name][0].names[0]].stages for name in blocks if of_block.get(name)
+        name: division.shardings[of_block[name][0].names[0]].stages for name in blocks if of_block.get(name)
     }
     least = settings.section.min_bucket
     found = [(Unit("root", [model]), of_block[""])]
@@ -311,16 +311,16 @@ def _members(
     return found
 
 
-def _planned(
+def _bucket_spec(
     unit: Unit,
     kind: _Kind,
     entries: Sequence[_Entry],
     recipe: Recipe,
     settings: BucketSettings,
     division: Division,
-    offload: OffloadPlan,
-) -> _Planned:
-    """A bucket of these parameters, with its records in the stores of `offload`."""
+    offload: OffloadTiers,
+) -> _BucketSpec:
+    """A bucket of these parameters, with its extents in the stores of `offload`."""
     by_name = {entry.names[0]: entry for entry in entries}
     specs = [
         TensorSpec(name, tuple(entry.parameter.shape), recipe.group_of[name])
@@ -339,10 +339,10 @@ def _planned(
         shard = offload.parameters.shard(layout.shard_size, kind.dtype)
     stores = BucketStores(states, shard, gradients, offload.transfer)
     ordered = [by_name[slot.name] for slot in layout.slots]
-    return _Planned(unit, kind, entries[0].at, ordered, layout, stores)
+    return _BucketSpec(unit, kind, entries[0].at, ordered, layout, stores)
 
 
-class OffloadPlan:
+class OffloadTiers:
     """What is not in the device's memory: masters and states of `share` of all elements, as near as whole
     buckets come to it, which are in `store` (`compact`: see OffloadedStates), from which the CPU updates
     them, and reaches the device by `transfer`; their gradients, where there is `gradient_files`; and the
@@ -370,12 +370,12 @@ class OffloadPlan:
         return self.store
 
     def gradient_store(
-        self, records: OffloadedStates, region: slice, dtype: torch.dtype, microbatches: Microbatches
+        self, states: OffloadedStates, region: slice, dtype: torch.dtype, microbatches: Microbatches
     ) -> GradientStore | None:
-        """Where the reduced gradients of a bucket's `region` are to go, whose states `records` has; None:
-        they stay."""
+        """Where the reduced gradients of a bucket's `region` are to go, whose offloaded states are `states`;
+        None: they stay."""
         if self.gradient_files is not None:
-            return self.gradient_files.gradients_of(records, region, dtype)
+            return self.gradient_files.gradients_of(states, region, dtype)
         return (
             None
             if self.transfer is None
@@ -425,12 +425,12 @@ class OffloadPlan:
     def _tiers(self) -> dict[str, Store]:
         offload = {"states": self, "params": self.parameters, "gradients": self.gradient_files}
         return {
-            name: home.store for name, home in offload.items() if home is not None and home.store is not None
+            name: tier.store for name, tier in offload.items() if tier is not None and tier.store is not None
         }
 
 
 @dataclass
-class _Planned:
+class _BucketSpec:
     """A bucket before it is made. at: where its first parameter comes in the order of registration."""
 
     unit: Unit
@@ -465,17 +465,17 @@ def _sorted(
     kinds: dict[_Kind, list[_Entry]] = defaultdict(list)
     for entry in entries:
         parameter = entry.parameter
-        own = entry.names[0] in recipe.kept or not parameter.is_floating_point()
+        own = entry.names[0] in recipe.own_dtypes or not parameter.is_floating_point()
         dtype = parameter.dtype if own else settings.formats.compute
         boundary = recipe.boundary(recipe.group_of[entry.names[0]])
-        part = division.parts[entry.names[0]]
-        if boundary == "tensor" and not part.cut.is_whole:
+        sharding = division.shardings[entry.names[0]]
+        if boundary == "tensor" and not sharding.cut.is_whole:
             raise ModelError(f"the optimizer of {entry.names[0]} needs whole tensors, "
                              "and tensor parallelism gives each rank a part of it: "
                              "use an elementwise optimizer such as adamw, or write mesh.tp = 1")  # fmt: skip
-        owned = tuple(_owned(part.cut, rank) for rank in range(division.tp.size))
+        owned = tuple(_owned(sharding.cut, rank) for rank in range(division.tp.size))
         first = entry.at < first_block
-        kind = _Kind(settings.axis, parameter.requires_grad, dtype, boundary, first, part.stages, owned)
+        kind = _Kind(settings.axis, parameter.requires_grad, dtype, boundary, first, sharding.stages, owned)
         kinds[kind].append(entry)
     return kinds.items()
 
@@ -497,7 +497,7 @@ def _counted(bucket: Bucket, kind: _Kind, division: Division) -> bool | Tensor:
         return True
     mask = torch.zeros(bucket.layout.size, dtype=bucket.formats.reduce)
     for slot in bucket.layout.slots:
-        cut = division.parts[slot.name].cut
+        cut = division.shardings[slot.name].cut
         for start, stop in cut.owned(division.tp.rank):
             mask[slot.start : slot.stop].view(slot.shape).narrow(cut.dim, start, stop - start).fill_(1)
     return mask[bucket.own].to(bucket.device)
@@ -554,30 +554,30 @@ def _coalesce(
     return units
 
 
-def _split(entries: list[_Entry], dtype: torch.dtype, limit: int) -> list[list[_Entry]]:
+def _by_size(entries: list[_Entry], dtype: torch.dtype, limit: int) -> list[list[_Entry]]:
     """`entries` in order, cut into parts of at most `limit` bytes each (a larger tensor is a part by
     itself)."""
-    parts: list[list[_Entry]] = []
+    groups: list[list[_Entry]] = []
     size = 0
     for entry in entries:
         more = entry.bytes_in(dtype)
-        if not parts or size + more > limit:
-            parts.append([])
+        if not groups or size + more > limit:
+            groups.append([])
             size = 0
-        parts[-1].append(entry)
+        groups[-1].append(entry)
         size += more
-    return parts
+    return groups
 
 
 def _fill(
-    model: nn.Module, plan: _Planned, settings: BucketSettings, pool: Pool, held: Collection[int]
+    model: nn.Module, spec: _BucketSpec, settings: BucketSettings, pool: Pool, held: Collection[int]
 ) -> Bucket:
-    """The planned bucket, holding the values of its entries where they have any."""
-    kind, device, microbatches = plan.kind, settings.device, settings.microbatches
+    """The bucket of `spec`, holding the values of its entries where they have any."""
+    kind, device, microbatches = spec.kind, settings.device, settings.microbatches
     own = Formats(kind.dtype, kind.dtype, kind.dtype, kind.dtype)
     formats = settings.formats if kind.trainable else own
     values: list[Tensor | None] = []
-    for entry in plan.entries:
+    for entry in spec.entries:
         old = entry.parameter
         if isinstance(old, Released):
             unguard([old])
@@ -592,10 +592,10 @@ def _fill(
                 owner, _, attribute = name.rpartition(".")
                 # recurrent modules follow assignments
                 setattr(model.get_submodule(owner), attribute, entry.parameter)
-    parameters, residency = [entry.parameter for entry in plan.entries], settings.residency
+    parameters, residency = [entry.parameter for entry in spec.entries], settings.residency
     trained = microbatches if kind.trainable else None
-    bucket = Bucket(plan.layout, parameters, kind.axis, residency, formats, pool, trained, plan.stores)
-    for slot, value in zip(plan.layout.slots, values, strict=True):
+    bucket = Bucket(spec.layout, parameters, kind.axis, residency, formats, pool, trained, spec.stores)
+    for slot, value in zip(spec.layout.slots, values, strict=True):
         if value is not None:
             kind.axis.broadcast(value)
             bucket.write(slot, value)

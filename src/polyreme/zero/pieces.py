@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from polyreme.errors import ConfigError, Problem
 from polyreme.layout.bucket_layout import Run, Slot, align
-from polyreme.offload.optimizer_states import StateRecord, cut, within
+from polyreme.offload.optimizer_states import StateExtent, cut, within
 from polyreme.optim.cpu_kernels import ChunkedKernel, Kernel, kernel
 from polyreme.optim.groups import Group, trial_state
 from polyreme.optim.quantized_states import QuantizedKernel, States
@@ -33,21 +33,21 @@ fewest where each thread takes a piece, if there is more."""
 
 @dataclass(eq=False)
 class Piece:
-    """A run, the master's memory under it and all of its states; or the record that has them, and `state`:
-    what of the states is not in the record. `fresh`: it was never updated."""
+    """A run, the master's memory under it and all of its states; or the extent that has them, and `state`:
+    what of the states is not in the extent. `fresh`: it was never updated."""
 
     run: Run
     tensor: Tensor | None = None
-    record: StateRecord | None = None
+    extent: StateExtent | None = None
     state: dict[str, Any] = field(default_factory=dict)
     fresh: bool = True
 
-    def within(self, record: StateRecord, numbers: Tensor) -> Tensor:
-        """This piece's part of a record's numbers of one kind."""
+    def within(self, extent: StateExtent, numbers: Tensor) -> Tensor:
+        """This piece's part of an extent's numbers of one kind."""
         return (
             numbers
             if self.run.slot is not None
-            else numbers[slice(*within(record.run, self.run, numbers.numel()))]
+            else numbers[slice(*within(extent.run, self.run, numbers.numel()))]
         )
 
 
@@ -58,14 +58,14 @@ class Pieces:
         """`compact`: how moments are kept, if not as torch does. Raises ConfigError where an optimizer's
         cannot be."""
         self.bucket, self.compact, self._groups = bucket, compact, groups
-        self.records = bucket.records
+        self.offloaded = bucket.offloaded_states
         """Where masters and states are, if they are not in the device's memory."""
-        self.one_by_one = bucket.device.type == "cpu" or self.records is not None
+        self.one_by_one = bucket.device.type == "cpu" or self.offloaded is not None
         """Whether a piece is scaled and updated before the next one is read; else all of a group are at
         once."""
         self._trials: dict[int, dict[str, Any]] = {}
-        if self.records is not None:
-            self._pieces = [Piece(record.run, record=record) for record in self.records]
+        if self.offloaded is not None:
+            self._pieces = [Piece(extent.run, extent=extent) for extent in self.offloaded]
         else:
             whole = bucket.layout.runs(bucket.region.start, bucket.region.stop)
             chunks = {run.group: self._chunk(run) for run in whole}
@@ -77,7 +77,7 @@ class Pieces:
         self._kernels = {group: _kernel(optimizer, compact) for group, optimizer in self.optimizers.items()}
         name = bucket.layout.slots[0].name if bucket.layout.slots else ""
         # for random bits, which are others in every bucket
-        self.place = zlib.crc32(name.encode()) << 32
+        self.random_offset = zlib.crc32(name.encode()) << 32
         if compact is not None and not self.one_by_one:
             raise ConfigError([Problem("optimizer.states", compact, "moments that are kept in fewer "
                                                                     "bits are updated by the CPU",
@@ -119,7 +119,7 @@ class Pieces:
 
     def trial(self, group: int, shape: tuple[int, ...] | None) -> dict[str, Any]:
         """The states of a tensor of `shape` (None: of a flat piece) of a group after one step on zeros."""
-        device = torch.device("cpu") if self.records is not None else self.bucket.device
+        device = torch.device("cpu") if self.offloaded is not None else self.bucket.device
         if shape is not None:
             return trial_state(self._groups[group], shape, self.bucket.formats.master, device)
         if group not in self._trials:
@@ -151,7 +151,7 @@ class Pieces:
                 whole = piece.run.stop - piece.run.start
                 state = {key: _part(value, inside, whole) for key, value in piece.state.items()}
                 tensor = None if piece.tensor is None else self.view(self.bucket.resident, run)
-                pieces.append(Piece(run, tensor, piece.record, state, piece.fresh))
+                pieces.append(Piece(run, tensor, piece.extent, state, piece.fresh))
         self._pieces = pieces
 
 

@@ -177,7 +177,7 @@ class Reducer:
             self._finish_first()
         self._backward = None
 
-    def place(self, parameter: Tensor) -> Tensor | None:
+    def gradient_buffer(self, parameter: Tensor) -> Tensor | None:
         """In the second half of a backward: where the parameter's gradients of this step are summed, if there
         are some, in its own dtype, and nobody but this listens for another."""
         bucket, index = self._index[parameter]
@@ -206,7 +206,7 @@ class Reducer:
 
         def arrived(parameter: Tensor) -> None:
             if (later := current()) is not None:
-                later.hold(parameter, arrived)
+                later.defer(parameter, arrived)
             elif (mine := reducer()) is not None and (bucket := its()) is not None:
                 mine._arrived(parameter, bucket, index)
 

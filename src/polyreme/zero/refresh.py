@@ -22,7 +22,7 @@ from polyreme.zero.partition import Placement
 from polyreme.zero.sharded_optimizer import Update
 from polyreme.zero.sharded_state import frozen, masters, numbers, states
 
-Places = Mapping[tuple[str, str], Sequence[Region]]
+RegionsByName = Mapping[tuple[str, str], Sequence[Region]]
 """This rank's regions of the new placement, by the tensor's first name and the kind."""
 
 
@@ -45,33 +45,33 @@ def carry(
     updates: Sequence[Update],
     new: Placement,
     new_updates: Sequence[Update],
-    kept: Collection[int],
+    unchanged: Collection[int],
 ) -> None:
-    """Give the buckets of `new` what those of `old` have of the parameters whose ids are in `kept`. All ranks
-    must call."""
+    """Give the buckets of `new` what those of `old` have of the parameters whose ids are in `unchanged`. All
+    ranks must call."""
     pairs = [
         (id(p), slot.name)
         for bucket in new.buckets
         for p, slot in zip(bucket.parameters, bucket.layout.slots, strict=True)
     ]
-    name_of = {parameter: name for parameter, name in pairs if parameter in kept}
+    name_of = {parameter: name for parameter, name in pairs if parameter in unchanged}
     known = _scalars(old, updates, name_of)
     of_bucket = {update.bucket: update for update in updates}
     with ExitStack() as stack:
-        places: dict[tuple[str, str], list[Region]] = defaultdict(list)
+        by_name: dict[tuple[str, str], list[Region]] = defaultdict(list)
         for update in new_updates:
             stack.enter_context(
                 update.state.loading({slot.name: known.get(slot.name) for slot in update.bucket.layout.slots})
             )
             for region in (*masters(new, update), *states(new, update)):
-                places[region.names[0], region.kind].append(region)
+                by_name[region.names[0], region.kind].append(region)
         for bucket in new.buckets:
             for region in () if bucket.trainable else frozen(new, bucket):
-                places[region.names[0], region.kind].append(region)
+                by_name[region.names[0], region.kind].append(region)
         for bucket in old.buckets:
             for kind, whole in _whole(bucket, of_bucket.get(bucket)):
                 for parameter, slot in zip(bucket.parameters, bucket.layout.slots, strict=True):
-                    _fill(places.get((name_of.get(id(parameter), ""), kind), ()), whole[slot.start :])
+                    _fill(by_name.get((name_of.get(id(parameter), ""), kind), ()), whole[slot.start :])
     for bucket in new.buckets:
         bucket.store()
     for work in [bucket.publish() for bucket in new.buckets]:

@@ -20,7 +20,7 @@ from torch.utils.hooks import RemovableHandle
 
 from polyreme.errors import ModelError
 from polyreme.models.tensor_access import touching
-from polyreme.zero.parameter import NAMES, TrainedParameter, is_part
+from polyreme.zero.parameter import NAMES, TrainedParameter, is_shard
 
 
 class Released(TrainedParameter):
@@ -205,7 +205,7 @@ def _refuse_writing(name: str, parameter: nn.Parameter) -> NoReturn:
 
 def refuse(what: str, parameter: nn.Parameter) -> NoReturn:
     """Raise ModelError: the numbers of a released parameter are asked for."""
-    if is_part(parameter):
+    if is_shard(parameter):
         raise ModelError(
             f"{what} of parameter {NAMES.get(parameter, '?')}, whose engine is closed and had it in shards: "
             "call engine.save, engine.state_dict() or engine.full_parameters() before engine.close()"

@@ -3,7 +3,7 @@ master shard.
 
 On a CPU one piece after another, by a kernel that goes through memory once where there is one
 (`optim.cpu_kernels`); on a device all pieces of a group at once, in one fused kernel. Masters and states are
-in the memory of the device, or in a tier, from which they come record by record to be updated on the CPU.
+in the memory of the device, or in a tier, from which they come extent by extent to be updated on the CPU.
 
 Invariants: a piece is of one optimizer group and begins and ends at multiples of ALIGN, so that results do
 not depend on the cut; a parameter that got no gradient on any rank in a step is left alone in that step, its
@@ -39,17 +39,17 @@ class Update:
         self.bucket, self._pieces = bucket, Pieces(bucket, groups, compact)
         self.state = OptimizerState(self._pieces)
         """All masters and states, to a checkpoint and back."""
-        self.records, self.one_by_one = self._pieces.records, self._pieces.one_by_one
+        self.offloaded, self.one_by_one = self._pieces.offloaded, self._pieces.one_by_one
         # all that an update needs is in its place, so that several are updated at a time
         self._stays = (
-            self.records is None or isinstance(self.records.store, HostStore)
-        ) and bucket.gradients.records is None
+            self.offloaded is None or isinstance(self.offloaded.store, HostStore)
+        ) and bucket.gradients.extents is None
         self._workers = Workers()
 
     @property
     def order(self) -> list[int]:
-        """The records in the order in which `step` takes them."""
-        return [] if self.records is None else [record.number for record in self.records]
+        """The extents in the order in which `step` takes them."""
+        return [] if self.offloaded is None else [extent.number for extent in self.offloaded]
 
     @torch.no_grad()
     def step(
@@ -59,15 +59,15 @@ class Update:
         unused: Collection[int] = (),
         stream: Iterable[Tensor] = (),
         count: int = 0,
-        gradient_records: Iterable[Tensor] = (),
+        gradient_extents: Iterable[Tensor] = (),
     ) -> None:
         """One optimizer step from the bucket's reduced gradients times `factor`, with these `options` (lr,
         ...) of each group; and the new parameters, rounded.
 
         `unused` are the indices of parameters that no rank has a gradient for. `stream`: an iterator over
-        records, from this bucket's on. `count`: steps before this one. `gradient_records`: an iterator
-        likewise over records of gradients, if they are in files."""
-        grad = self.bucket.gradients.numbers() if self.bucket.gradients.records is None else None
+        extents, from this bucket's on. `count`: steps before this one. `gradient_extents`: an iterator
+        likewise over extents of gradients, if they are in files."""
+        grad = self.bucket.gradients.numbers() if self.bucket.gradients.extents is None else None
         absent = [slot for index in unused if (slot := self.bucket.layout.slots[index]).size]
         for slot in absent:
             self._pieces.isolate(slot)
@@ -96,12 +96,12 @@ class Update:
             return
         target = self.bucket.rounded(keep=bool(left_out))
         coming = iter(stream)
-        gradients = iter(gradient_records)
-        for record, turn in groupby(self._pieces, lambda piece: piece.record):
-            memory = None if record is None else next(coming)
+        gradients = iter(gradient_extents)
+        for extent, turn in groupby(self._pieces, lambda piece: piece.extent):
+            memory = None if extent is None else next(coming)
             gradient, start = grad, None
-            if gradient is None and record is not None:
-                gradient, start = next(gradients).view(self.bucket.formats.reduce), record.run.start
+            if gradient is None and extent is not None:
+                gradient, start = next(gradients).view(self.bucket.formats.reduce), extent.run.start
             assert gradient is not None
             for piece in turn:
                 if piece not in left_out:
@@ -120,14 +120,14 @@ class Update:
     def _one(
         self, piece: Piece, memory: Tensor | None, gradient: Tensor, factor: float, target: Tensor, count: int
     ) -> None:
-        """The step of a piece, whose record's bytes are in `memory` where it has one; `target` gets the new
+        """The step of a piece, whose extent's bytes are in `memory` where it has one; `target` gets the new
         parameters."""
         tensor = piece.tensor
         recorded: dict[str, Tensor] = {}
-        if piece.record is not None and memory is not None:
+        if piece.extent is not None and memory is not None:
             recorded = {
-                kind: piece.within(piece.record, place.of(memory))
-                for kind, place in piece.record.fields.items()
+                kind: piece.within(piece.extent, field.of(memory))
+                for kind, field in piece.extent.fields.items()
             }
             tensor = recorded.pop(MASTER)
             if (
@@ -136,8 +136,8 @@ class Update:
                 and (made := self._pieces.begin_states(piece, tensor))
             ):
                 piece.state, piece.fresh = made, False  # by the optimizer itself, not by its first step
-                for kind, place in recorded.items():
-                    place.copy_(made[kind])
+                for kind, field in recorded.items():
+                    field.copy_(made[kind])
         assert tensor is not None
         state, kernel = {**piece.state, **recorded}, self._pieces.kernel(piece)
         if isinstance(kernel, QuantizedKernel) and not kernel.counts and not piece.fresh:
@@ -149,7 +149,7 @@ class Update:
             state,
             factor,
             first=piece.fresh,
-            at=self._pieces.place + piece.run.start,
+            at=self._pieces.random_offset + piece.run.start,
             later=self._stays,
         )
         if self.bucket.transfer is None or self.bucket.is_offloaded:

@@ -145,7 +145,7 @@ def _region(
 ) -> Region:
     names, _ = named[held.name]
     return Region(
-        kind, names, placement.division.parts[names[0]].cut, placement.division.tp.rank, held.start, data
+        kind, names, placement.division.shardings[names[0]].cut, placement.division.tp.rank, held.start, data
     )
 
 

@@ -37,14 +37,14 @@ class Updates:
         """Begin to read the states that the update begins with, where they are in a store."""
         store = self._offload.store
         if store is not None and self._states is None:
-            self._states = store.stream([record for update in self for record in update.order])
+            self._states = store.stream([extent for update in self for extent in update.order])
 
     def read_gradients(self) -> None:
         """Begin to read the gradients, once all are there, where they are in files."""
         files = self._offload.gradient_files
         if files is not None:
-            records = [record for update in self for record in update.bucket.gradients.records or ()]
-            self._gradients = files.stream(records)
+            extents = [extent for update in self for extent in update.bucket.gradients.extents or ()]
+            self._gradients = files.stream(extents)
 
     def step(
         self,

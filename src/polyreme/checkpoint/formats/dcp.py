@@ -145,12 +145,12 @@ class DCPCheckpoint:
         return out.view(info.dtype)
 
     def contributions(self, part: int, parts: int) -> list[int]:
-        """See `Source`: of each record of each tensor's archives, which have the CRC-32 of every record."""
-        return torch_archive.contributions(self._records, part, parts)
+        """See `Source`: of each member of each tensor's archives, which have the CRC-32 of every member."""
+        return torch_archive.contributions(self._members, part, parts)
 
     def compare(self, contributions: Sequence[int]) -> None:
         """See `Source`."""
-        torch_archive.compare(self._records, contributions, self.path)
+        torch_archive.compare(self._members, contributions, self.path)
 
     @cached_property
     def state(self) -> dict[str, Any]:
@@ -177,23 +177,23 @@ class DCPCheckpoint:
         return len({name.split("_")[2] for name in self._sizes if re.match(r"__\d+_", name)})
 
     @cached_property
-    def _records(self) -> list[torch_archive.ArchiveRecord]:
+    def _members(self) -> list[torch_archive.ArchiveMember]:
         chunks = [
             chunk for kind in self._keys.values() for key in kind.values() for chunk in self._chunks[key]
         ]
         return [
-            record
+            member
             for chunk in chunks
-            for record in torch_archive.records(self.path / chunk.file, chunk.start, chunk.stop)
+            for member in torch_archive.members(self.path / chunk.file, chunk.start, chunk.stop)
         ]
 
     def _open(self, metadata: Any) -> None:
         """Take what is needed out of the metadata, checked."""
-        places = {
+        locations = {
             (
                 index.fqn,
                 _ints(offset) if (offset := getattr(index, "offset", None)) is not None else None,
-            ): self._place(info)
+            ): self._locate(info)
             for index, info in metadata.storage_data.items()
         }
         paths: Mapping[str, Sequence[Any]] = getattr(metadata, "planner_data", None) or {}
@@ -202,12 +202,14 @@ class DCPCheckpoint:
         self._objects: dict[str, tuple[str, int, int]] = {}
         for key, item in metadata.state_dict_metadata.items():
             if not hasattr(item, "chunks"):
-                self._objects[key] = places[key, None]
+                self._objects[key] = locations[key, None]
                 continue
             infos[key] = TensorInfo(_ints(item.size), _dtype(item.properties.args[0]))
             boxes = [(_ints(chunk.offsets), _ints(chunk.sizes)) for chunk in item.chunks]
             self._chunks[key] = [
-                _Chunk(offsets or (0,), sizes or (1,), *(places.get((key, offsets)) or places[key, None]))
+                _Chunk(
+                    offsets or (0,), sizes or (1,), *(locations.get((key, offsets)) or locations[key, None])
+                )
                 for offsets, sizes in boxes
                 if prod(sizes)
             ]
@@ -217,22 +219,22 @@ class DCPCheckpoint:
             if sum(prod(chunk.sizes) for chunk in self._chunks[key]) != prod(infos[key].shape):
                 raise damaged(self.path / METADATA, f"the parts of {key!r} leave gaps, or overlap")
         found = {key: _kind_and_name(paths.get(key, (key,))) for key in infos}
-        if not any(place and place[0] == MODEL for place in found.values()):
+        if not any(named and named[0] == MODEL for named in found.values()):
             found |= {
                 key: (MODEL, key)
-                for key, place in found.items()
-                if place is None and len(paths.get(key, (key,))) == 1
+                for key, named in found.items()
+                if named is None and len(paths.get(key, (key,))) == 1
             }
-        self.others = [key for key, place in found.items() if place is None]
+        self.others = [key for key, named in found.items() if named is None]
         self._keys: dict[str, dict[str, str]] = {MODEL: {}}
-        for key, place in found.items():
-            if place is not None:
-                self._keys.setdefault(place[0], {})[place[1]] = key
+        for key, named in found.items():
+            if named is not None:
+                self._keys.setdefault(named[0], {})[named[1]] = key
         self.tensors: Mapping[str, Mapping[str, TensorInfo]] = {
             kind: {name: infos[key] for name, key in names.items()} for kind, names in self._keys.items()
         }
 
-    def _place(self, info: Any) -> tuple[str, int, int]:
+    def _locate(self, info: Any) -> tuple[str, int, int]:
         """The file and the bytes of one item."""
         name, start, length = info.relative_path, *_ints((info.offset, info.length))
         if getattr(info, "transform_descriptors", None):
@@ -285,7 +287,7 @@ class DCPCheckpoint:
             tensor = torch_archive.load_part(self.path / chunk.file, chunk.start, chunk.stop, data=False)
             data = [
                 each
-                for each in torch_archive.records(self.path / chunk.file, chunk.start, chunk.stop)
+                for each in torch_archive.members(self.path / chunk.file, chunk.start, chunk.stop)
                 if "/data/" in each.name
             ]
             if (
@@ -328,11 +330,11 @@ def _dtype(value: Any) -> torch.dtype:
 def _kind_and_name(path: Sequence[Any]) -> tuple[str, str] | None:
     """The kind and name of a tensor, by its keys within the objects that were saved; None where they do not
     say."""
-    words = [str(word) for word in path]
+    names = [str(name) for name in path]
     for depth in (0, 1):
-        if len(words) > depth + 1 and words[depth] == "model":
-            return MODEL, ".".join(words[depth + 1 :])
-    match = OPTIMIZER_KEY.fullmatch(".".join(words))
+        if len(names) > depth + 1 and names[depth] == "model":
+            return MODEL, ".".join(names[depth + 1 :])
+    match = OPTIMIZER_KEY.fullmatch(".".join(names))
     return (match[2], match[1]) if match else None
 
 
@@ -400,7 +402,7 @@ def write_dcp(source: Source, path: str | Path, param_groups: Sequence[Mapping[s
     from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter, save
     from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 
-    places: dict[str, tuple[str, str]] = {}
+    locations: dict[str, tuple[str, str]] = {}
     tree: dict[str, Any] = {
         "model": {},
         "optim": {"state": {}, "param_groups": [dict(group) for group in param_groups]},
@@ -410,10 +412,10 @@ def write_dcp(source: Source, path: str | Path, param_groups: Sequence[Mapping[s
             empty = torch.empty(info.shape, dtype=info.dtype, device="meta")
             if kind in (MODEL, MASTER):
                 if kind == MASTER or name not in source.tensors.get(MASTER, ()):
-                    tree["model"][name], places[f"model.{name}"] = empty, (kind, name)
+                    tree["model"][name], locations[f"model.{name}"] = empty, (kind, name)
             else:
                 tree["optim"]["state"].setdefault(name, {})[kind] = empty
-                places[f"optim.state.{name}.{kind}"] = (kind, name)
+                locations[f"optim.state.{name}.{kind}"] = (kind, name)
 
     class Planner(DefaultSavePlanner):
         """Reads a tensor when it is to be written."""
@@ -421,7 +423,7 @@ def write_dcp(source: Source, path: str | Path, param_groups: Sequence[Mapping[s
         def resolve_data(self, write_item: WriteItem) -> Any:
             if write_item.type == WriteItemType.BYTE_IO:
                 return super().resolve_data(write_item)
-            kind, name = places[write_item.index.fqn]
+            kind, name = locations[write_item.index.fqn]
             shape = source.tensors[kind][name].shape
             return source.read(kind, name, 0, prod(shape)).view(shape)
 

@@ -90,7 +90,7 @@ class DeepSpeedCheckpoint:
             zero = _Zero(
                 folder, list(models.values()), [each["optimizer_state_dict"] for each in optimizers.values()]
             )
-            self._at, self.aliases = zero.places(), zero.aliases
+            self._at, self.aliases = zero.locations(), zero.aliases
             self.zero_stage = zero.stage
             self.mesh = {"dp": len(optimizers) or model.get("dp_world_size", 1)}
             self.state = zero.state()
@@ -101,21 +101,22 @@ class DeepSpeedCheckpoint:
                 folder, f"its files are not as DeepSpeed writes them ({type(error).__name__}: {error})"
             ) from error
         self.tensors: Mapping[str, Mapping[str, TensorInfo]] = {
-            kind: {name: place.info for name, place in places.items()} for kind, places in self._at.items()
+            kind: {name: location.info for name, location in locations.items()}
+            for kind, locations in self._at.items()
         }
 
     def read(self, kind: str, name: str, start: int, stop: int) -> Tensor:
         """See `Source`."""
         if name not in self._at.get(kind, {}):
             raise CheckpointError(f"{self.path} has no {kind} of {name!r}")
-        place = self._at[kind][name]
-        elements = prod(place.info.shape)
+        location = self._at[kind][name]
+        elements = prod(location.info.shape)
         if not 0 <= start <= stop <= elements:
             raise CheckpointError(f"{self.path}: {name!r} has {elements} elements, not [{start}, {stop})")
         at = 0
         try:
-            out = torch.empty(stop - start, dtype=place.info.dtype)
-            for piece in place.pieces(start, stop):
+            out = torch.empty(stop - start, dtype=location.info.dtype)
+            for piece in location.pieces(start, stop):
                 out[at : at + piece.numel()] = piece
                 at += piece.numel()
         except (IndexError, RuntimeError) as error:
@@ -123,20 +124,20 @@ class DeepSpeedCheckpoint:
         return out
 
     def contributions(self, part: int, parts: int) -> list[int]:
-        """See `Source`: of each record of each file, as DeepSpeed's files are archives with the CRC-32 of
-        every record."""
-        return torch_archive.contributions(self._records, part, parts)
+        """See `Source`: of each member of each file, as DeepSpeed's files are archives with the CRC-32 of
+        every member."""
+        return torch_archive.contributions(self._members, part, parts)
 
     def compare(self, contributions: Sequence[int]) -> None:
         """See `Source`."""
-        torch_archive.compare(self._records, contributions, self.path)
+        torch_archive.compare(self._members, contributions, self.path)
 
     @cached_property
-    def _records(self) -> list[torch_archive.ArchiveRecord]:
+    def _members(self) -> list[torch_archive.ArchiveMember]:
         return [
-            record
+            member
             for file in self._files
-            for record in torch_archive.records(file, 0, locate(file.parent, file.name)[1])
+            for member in torch_archive.members(file, 0, locate(file.parent, file.name)[1])
         ]
 
 
@@ -202,7 +203,7 @@ class _Flat:
 
 
 @dataclass(frozen=True)
-class _Place:
+class _TensorLocation:
     """Where a tensor is: its elements [i * part, (i + 1) * part) are in lines[i], from `offset` on."""
 
     info: TensorInfo
@@ -216,8 +217,8 @@ class _Place:
             yield from self.lines[i].views(self.offset + low, self.offset + high)
 
 
-def _whole(tensor: Tensor) -> _Place:
-    return _Place(
+def _whole(tensor: Tensor) -> _TensorLocation:
+    return _TensorLocation(
         TensorInfo(tuple(tensor.shape), tensor.dtype), [_Flat({0: tensor})], 0, max(tensor.numel(), 1)
     )
 
@@ -225,7 +226,7 @@ def _whole(tensor: Tensor) -> _Place:
 @dataclass(frozen=True)
 class _Slot:
     """A trained parameter: its shape, the group that it is in, the vectors it lies in and where in them (see
-    `_Place`)."""
+    `_TensorLocation`)."""
 
     shape: tuple[int, ...]
     group: int
@@ -263,7 +264,7 @@ class _Zero:
         shapes: list[Mapping[str, Sequence[int]]] = (models[0]["param_shapes"] or []) if optimizers else []
         self.slots = self._slots_of_stage_3(shapes) if self.stage == 3 else self._slots_of_groups(shapes)
 
-    def places(self) -> dict[str, dict[str, _Place]]:
+    def locations(self) -> dict[str, dict[str, _TensorLocation]]:
         """Every tensor, by kind and name."""
         masters = self._lines(self.masters)
         found = {MODEL: self._weights(masters)}
@@ -271,15 +272,15 @@ class _Zero:
             name: self._placed(masters, slot, self.masters[0][slot.group].dtype)
             for name, slot in self.slots.items()
         }
-        if any(place.info.dtype != found[MODEL][name].info.dtype for name, place in full.items()):
+        if any(location.info.dtype != found[MODEL][name].info.dtype for name, location in full.items()):
             found[MASTER] = full
         for kind in sorted({kind for states in self.states for state in states for kind in state}):
             found[kind] = self._state(kind)
         for alias, name in self.aliases.items():
-            for places in found.values():
-                if name in places:
-                    places[alias] = places[name]
-        return {kind: places for kind, places in found.items() if places}
+            for locations in found.values():
+                if name in locations:
+                    locations[alias] = locations[name]
+        return {kind: locations for kind, locations in found.items() if locations}
 
     def state(self) -> dict[str, Any]:
         """How far training had come."""
@@ -387,14 +388,14 @@ class _Zero:
             for group, each in by_group
         ]
 
-    def _placed(self, lines: Sequence[_Flat], slot: _Slot, dtype: torch.dtype) -> _Place:
-        return _Place(TensorInfo(slot.shape, dtype), lines[slot.lines], slot.offset, slot.part)
+    def _placed(self, lines: Sequence[_Flat], slot: _Slot, dtype: torch.dtype) -> _TensorLocation:
+        return _TensorLocation(TensorInfo(slot.shape, dtype), lines[slot.lines], slot.offset, slot.part)
 
-    def _weights(self, masters: Sequence[_Flat]) -> dict[str, _Place]:
+    def _weights(self, masters: Sequence[_Flat]) -> dict[str, _TensorLocation]:
         """Weights and buffers. At stage 3 only the latter are whole; where the weights should be there is
         something empty."""
         module = self.models[0]["module"]
-        found: dict[str, _Place] = {}
+        found: dict[str, _TensorLocation] = {}
         frozen = self.models[0].get("frozen_param_shapes") or {}
         buffers = self.models[0]["buffer_names"]
         for name, tensor in module.items():
@@ -409,10 +410,12 @@ class _Zero:
             else:
                 parts = [model["frozen_param_fragments"][name] for model in self.models]
                 line = _Flat({rank * -(-prod(shape) // self.ranks): part for rank, part in enumerate(parts)})
-                found[name] = _Place(TensorInfo(shape, parts[0].dtype), [line], 0, max(prod(shape), 1))
+                found[name] = _TensorLocation(
+                    TensorInfo(shape, parts[0].dtype), [line], 0, max(prod(shape), 1)
+                )
         return found
 
-    def _state(self, kind: str) -> dict[str, _Place]:
+    def _state(self, kind: str) -> dict[str, _TensorLocation]:
         """A state of each parameter of the groups that have it."""
         values = [[state.get(kind) for state in states] for states in self.states]
         parts = [
@@ -420,7 +423,7 @@ class _Zero:
             for rank, each in enumerate(values)
         ]
         lines = self._lines(parts)
-        found: dict[str, _Place] = {}
+        found: dict[str, _TensorLocation] = {}
         for name, slot in self.slots.items():
             value: Any = values[0][slot.group]
             if all(part[slot.group] is not None for part in parts):

@@ -68,12 +68,12 @@ class Directory:
                                   f"{OPTIMIZER} away to use the weights alone")  # fmt: skip
         self.headers: dict[str, Header] = {}
         self.adapters_only = ADAPTERS in states
-        self._places = {} if self.adapters_only else {MODEL: self._find("model")}
+        self._entries = {} if self.adapters_only else {MODEL: self._find("model")}
         for stem in states:
-            self._places.setdefault(PurePosixPath(stem).name, self._find(stem))
+            self._entries.setdefault(PurePosixPath(stem).name, self._find(stem))
         self.tensors: Mapping[str, Mapping[str, TensorInfo]] = {
-            kind: {name: entry.info for name, (_, entry) in places.items()}
-            for kind, places in self._places.items()
+            kind: {name: entry.info for name, (_, entry) in found.items()}
+            for kind, found in self._entries.items()
         }
 
     def read(self, kind: str, name: str, start: int, stop: int) -> Tensor:
@@ -86,7 +86,7 @@ class Directory:
             raise CheckpointError(f"tensor {name!r}: {error}") from error
         return memory.view(self.tensors[kind][name].dtype)
 
-    def place(self, kind: str, name: str, start: int, stop: int) -> tuple[int, int, int]:
+    def locate(self, kind: str, name: str, start: int, stop: int) -> tuple[int, int, int]:
         """Where the elements [start, stop) of a tensor are: the number of the file in `files`, from which
         byte, to which. CheckpointError where there are none."""
         file, begin, end = self._range(kind, name, start, stop)
@@ -108,10 +108,10 @@ class Directory:
         return checksum.contribution(data, self.files[file].size - end)
 
     def _range(self, kind: str, name: str, start: int, stop: int) -> tuple[str, int, int]:
-        """As `place`, with the path of the file."""
-        if name not in self._places.get(kind, {}):
+        """As `locate`, with the path of the file."""
+        if name not in self._entries.get(kind, {}):
             raise CheckpointError(f"{self.path} has no {kind} of {name!r}")
-        file, (info, begin, end) = self._places[kind][name]
+        file, (info, begin, end) = self._entries[kind][name]
         size = info.dtype.itemsize
         if not 0 <= start <= stop <= (end - begin) // size:
             raise CheckpointError(
@@ -196,11 +196,11 @@ class Directory:
         if listed not in self._names:
             raise self._missing(stem)
         file = locate(self.path, listed)[0]
-        places = read_json(file).get("weight_map")
-        if not isinstance(places, dict):
+        file_of = read_json(file).get("weight_map")
+        if not isinstance(file_of, dict):
             raise damaged(file, "it has no weight_map")
         headers = {}
-        for name, part in places.items():
+        for name, part in file_of.items():
             if not is_plain(part) or "/" in part or not part.endswith(".safetensors"):
                 raise damaged(
                     file,
@@ -213,11 +213,11 @@ class Directory:
                 raise damaged(file, f"tensor {name!r} would be in {part}, which does not hold it")
         for part, header in headers.items() if self.resume else ():
             for name in header.entries:
-                if places.get(name) != part:
+                if file_of.get(name) != part:
                     raise damaged(file, f"{part} holds the tensor {name!r}, which is not said to be there")
         return {
             name: (str(PurePosixPath(stem).with_name(part)), headers[part].entries[name])
-            for name, part in places.items()
+            for name, part in file_of.items()
         }
 
     def _header(self, name: str) -> Header:
@@ -243,10 +243,10 @@ class Directory:
 def _listing(folder: Path, inner: str) -> list[str]:
     """The paths, from `folder` on, of what is in its folder `inner` ("." for itself); none if there is no
     such folder."""
-    place = folder / inner
-    with reading(place):
+    path = folder / inner
+    with reading(path):
         return (
-            sorted(str(PurePosixPath(inner) / entry.name) for entry in place.iterdir())
-            if place.is_dir()
+            sorted(str(PurePosixPath(inner) / entry.name) for entry in path.iterdir())
+            if path.is_dir()
             else []
         )

@@ -21,7 +21,7 @@ from polyreme.checkpoint.files import damaged, fill, reading
 from polyreme.errors import CheckpointError
 
 CHUNK = 4 << 20  # bytes read at once for a checksum
-LOCAL_HEADER = 30  # bytes before the name of a zip record
+LOCAL_HEADER = 30  # bytes before the name of a zip member
 
 
 class StandIn:
@@ -39,7 +39,7 @@ class StandIn:
         pass
 
 
-class ArchiveRecord(NamedTuple):
+class ArchiveMember(NamedTuple):
     """One entry of an archive: bytes [start, stop) of a file, and their CRC-32 as it was written (0: not
     known)."""
 
@@ -62,7 +62,7 @@ def load(file: Path, package: str) -> Any:
 def load_part(file: Path, start: int, stop: int, data: bool = True) -> Any:
     """The same for an archive that is bytes [start, stop) of a file, of no package; without `data`, tensors
     are on the meta device."""
-    with reading(file), _Part(file, start, stop) as part:
+    with reading(file), _FileSlice(file, start, stop) as part:
         return _load(part, file, None, map_location="cpu" if data else "meta")
 
 
@@ -72,7 +72,7 @@ def _load(source: Any, file: Path, prefix: str | None, **options: Any) -> Any:
             names = sorted(serialization.get_unsafe_globals_in_checkpoint(source))
             refused = [name for name in names if prefix is None or not name.startswith(prefix)]
             if not refused:
-                if isinstance(source, _Part):
+                if isinstance(source, _FileSlice):
                     source.seek(0)
                 allow([(type(name, (StandIn,), {}), name) for name in names])
                 return torch.load(source, weights_only=True, **options)
@@ -108,11 +108,11 @@ def _nothing_allowed() -> Iterator[Callable[[list[Any]], None]]:
             serialization.add_safe_globals(before)
 
 
-def records(file: Path, start: int, stop: int) -> list[ArchiveRecord]:
+def members(file: Path, start: int, stop: int) -> list[ArchiveMember]:
     """The entries of the archive that is bytes [start, stop) of a file. CheckpointError where it is none."""
     found = []
     try:
-        with reading(file), _Part(file, start, stop) as part, zipfile.ZipFile(part) as archive:
+        with reading(file), _FileSlice(file, start, stop) as part, zipfile.ZipFile(part) as archive:
             for entry in archive.infolist():
                 part.seek(entry.header_offset)
                 header = part.read(LOCAL_HEADER)
@@ -121,14 +121,14 @@ def records(file: Path, start: int, stop: int) -> list[ArchiveRecord]:
                 begin = start + entry.header_offset + LOCAL_HEADER + lengths
                 if entry.compress_type != zipfile.ZIP_STORED or begin + entry.file_size > stop:
                     raise zipfile.BadZipFile(f"{entry.filename} is compressed, or beyond the end")
-                found.append(ArchiveRecord(file, entry.filename, begin, begin + entry.file_size, entry.CRC))
+                found.append(ArchiveMember(file, entry.filename, begin, begin + entry.file_size, entry.CRC))
     except (zipfile.BadZipFile, ValueError, NotImplementedError) as error:
         raise damaged(file, f"bytes {start} to {stop} are no archive of torch.save ({error})") from None
     return found
 
 
-def contributions(every: Sequence[ArchiveRecord], part: int, parts: int) -> list[int]:
-    """For each record: 0 if its bytes are as they were written, as far as is known, or if it is not in the
+def contributions(every: Sequence[ArchiveMember], part: int, parts: int) -> list[int]:
+    """For each member: 0 if its bytes are as they were written, as far as is known, or if it is not in the
     `part`-th of `parts` shares."""
     own = sorted(range(len(every)), key=lambda i: every[i].start - every[i].stop)[part::parts]
     found = [0] * len(every)
@@ -137,7 +137,7 @@ def contributions(every: Sequence[ArchiveRecord], part: int, parts: int) -> list
     return found
 
 
-def compare(every: Sequence[ArchiveRecord], differences: Sequence[int], path: Path) -> None:
+def compare(every: Sequence[ArchiveMember], differences: Sequence[int], path: Path) -> None:
     """CheckpointError where one of them is not 0."""
     wrong = [
         f"{each.file.name} ({each.name})"
@@ -148,16 +148,16 @@ def compare(every: Sequence[ArchiveRecord], differences: Sequence[int], path: Pa
         raise damaged(path, f"other bytes than were written (by their CRC-32) are in {'; '.join(wrong)}")
 
 
-def _difference(record: ArchiveRecord) -> int:
-    memory, found = memoryview(bytearray(min(CHUNK, record.stop - record.start))), 0
-    for at in range(record.start, record.stop, CHUNK):
-        chunk = memory[: min(CHUNK, record.stop - at)]
-        fill(record.file, chunk, at)
+def _difference(member: ArchiveMember) -> int:
+    memory, found = memoryview(bytearray(min(CHUNK, member.stop - member.start))), 0
+    for at in range(member.start, member.stop, CHUNK):
+        chunk = memory[: min(CHUNK, member.stop - at)]
+        fill(member.file, chunk, at)
         found = zlib.crc32(chunk, found)
-    return found ^ record.crc32
+    return found ^ member.crc32
 
 
-class _Part(io.RawIOBase):
+class _FileSlice(io.RawIOBase):
     """Bytes [start, stop) of a file, as a file."""
 
     def __init__(self, file: Path, start: int, stop: int) -> None:

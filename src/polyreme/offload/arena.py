@@ -13,7 +13,7 @@ from polyreme.files.direct_io import File, padded
 
 
 @dataclass(frozen=True)
-class Place:
+class Allocation:
     """Bytes [start, stop) of a segment."""
 
     segment: _Segment
@@ -23,40 +23,40 @@ class Place:
     @property
     def memory(self) -> Tensor:
         """The bytes, of host memory."""
-        assert isinstance(self.segment.home, Tensor)
-        return self.segment.home[self.start : self.stop]
+        assert isinstance(self.segment.backing, Tensor)
+        return self.segment.backing[self.start : self.stop]
 
     @property
     def file(self) -> File:
         """The file that has them, from `start` on."""
-        assert isinstance(self.segment.home, File)
-        return self.segment.home
+        assert isinstance(self.segment.backing, File)
+        return self.segment.backing
 
 
 @dataclass(eq=False)
 class _Segment:
-    home: Tensor | File
+    backing: Tensor | File
     nbytes: int
     gaps: list[tuple[int, int]]
 
-    def take(self, nbytes: int) -> Place | None:
+    def take(self, nbytes: int) -> Allocation | None:
         """The first gap's beginning that is large enough."""
         for i, (start, stop) in enumerate(self.gaps):
             if stop - start >= nbytes:
                 self.gaps[i : i + 1] = [(start + nbytes, stop)] if stop - start > nbytes else []
-                return Place(self, start, start + nbytes)
+                return Allocation(self, start, start + nbytes)
         return None
 
-    def free(self, place: Place) -> None:
+    def free(self, allocation: Allocation) -> None:
         merged: list[tuple[int, int]] = []
-        for start, stop in sorted([*self.gaps, (place.start, place.stop)]):
+        for start, stop in sorted([*self.gaps, (allocation.start, allocation.stop)]):
             if merged and merged[-1][1] == start:
                 start = merged.pop()[0]
             merged.append((start, stop))
         self.gaps = merged
 
 
-class Space:
+class Arena:
     """Host memory or files, of which any number of bytes is taken and freed in any order; it grows by an
     eighth at a time. `open` makes a segment; `finish` is called before one is given back."""
 
@@ -71,12 +71,12 @@ class Space:
         """Bytes of all segments."""
         return sum(segment.nbytes for segment in self._segments)
 
-    def take(self, nbytes: int) -> Place:
+    def take(self, nbytes: int) -> Allocation:
         """Room for so many bytes, at a page."""
         nbytes = padded(nbytes)
         for segment in self._segments:
-            if (place := segment.take(nbytes)) is not None:
-                return place
+            if (allocation := segment.take(nbytes)) is not None:
+                return allocation
         used = [segment for segment in self._segments if segment.gaps != [(0, segment.nbytes)]]
         if len(used) < len(self._segments):  # the others are too small for this shape of batch
             self._finish()
@@ -84,17 +84,17 @@ class Space:
         size = nbytes * max(1, self.nbytes // 8 // nbytes)
         segment = _Segment(self._open(size), size, [(0, size)])
         self._segments.append(segment)
-        place = segment.take(nbytes)
-        assert place is not None
-        return place
+        allocation = segment.take(nbytes)
+        assert allocation is not None
+        return allocation
 
-    def free(self, place: Place) -> None:
+    def free(self, allocation: Allocation) -> None:
         """Give the room back, to be taken again."""
-        place.segment.free(place)
+        allocation.segment.free(allocation)
 
     def close(self) -> None:
         """Close its files."""
         for segment in self._segments:
-            if isinstance(segment.home, File):
-                segment.home.close()
+            if isinstance(segment.backing, File):
+                segment.backing.close()
         self._segments.clear()
