@@ -146,9 +146,9 @@ def test_any_range_is_read_and_written(
             assert torch.equal(store.read(record, start, stop), data)
         assert_same(contents(store), records)
         for start, stop in ((-1, 1), (2, 1), (0, SIZES[0] + 1)):
-            with pytest.raises(ValueError, match="record 0, which has"):
+            with pytest.raises(ValueError, match="extent 0, which has"):
                 store.read(0, start, stop)
-        with pytest.raises(ValueError, match="record 0, which has"):
+        with pytest.raises(ValueError, match="extent 0, which has"):
             store.write(0, SIZES[0], torch.ones(1))
 
 
