@@ -122,7 +122,7 @@ class Engine:
         self.parameters = sum(p.numel() for p in self.module.parameters())
         """Distinct parameters of the whole model."""
         self.on_gradients: Callable[[Gradients], object] | None = None
-        """Called before each update, of `train_step` too, on all ranks: to log norms, or to clip."""
+        """A callback before each update, of `train_step` too, on all ranks: to log norms, or to clip."""
         self._trains = any(p.requires_grad for p in self.module.parameters())
         self._pipeline = PipelineRank.of(config, mesh)
         built = build(
@@ -255,7 +255,7 @@ class Engine:
         return self._update()
 
     def gradients(self, last: bool = False) -> Gradients:
-        """After the last backward of a step: what `step` is to apply, to be read and clipped. All ranks call.
+        """What `step` will apply, to read and to clip, after the last backward of a step. All ranks call.
         last: see `step`."""
         self._complete("gradients", last)
         return Gradients(self._training.placement, self.mesh, self._step)
@@ -435,7 +435,7 @@ class Engine:
         self._step.written.note()
 
     def _take_in_writes(self) -> None:
-        """Between steps: have what the user wrote to parameters count. All ranks must call."""
+        """Have what the user wrote to parameters between steps count. All ranks must call."""
         if not self._step.microbatches:
             self._step.written.settle(self._checkpoints.taken)
 
@@ -495,7 +495,7 @@ class Engine:
         self.close()
 
     def traffic(self) -> dict[str, dict[str, tuple[int, int]]]:
-        """Since the start, by mesh axis and operation: (calls, bytes sent by this rank)."""
+        """(calls, bytes sent by this rank) since the start, by mesh axis and operation."""
         return self.mesh.traffic()
 
     # ---- parts

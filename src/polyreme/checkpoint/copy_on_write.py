@@ -78,8 +78,8 @@ class JobQueue:
         self._left, self._counting, self._room = len(self._waiting), threading.Lock(), room
 
     def perform(self, packers: int, writers: int, beside: Work | None = None) -> None:
-        """With so many threads. beside: what this one does meanwhile. Raises what that, or one of the jobs,
-        raised; those that were not begun are dropped then."""
+        """Perform all jobs with so many threads. beside: what the calling thread does meanwhile. Raises what
+        that, or one of the jobs, raised; those that were not begun are dropped then."""
         if not self._left:
             self._end()
         with ThreadPoolExecutor(packers + writers + 1) as pool:

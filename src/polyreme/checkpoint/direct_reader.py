@@ -56,7 +56,7 @@ class DirectFile:
         self._mapped: np.ndarray[Any, Any] | None = None
 
     def close(self) -> None:
-        """Further calls do nothing."""
+        """Close its descriptors; further calls do nothing."""
         self._close.close()
 
     def sync(self) -> None:

@@ -160,7 +160,7 @@ def _all(source: Source, name: str) -> list[TensorInfo]:
 
 
 def _name(found: Mapping[str, TensorInfo], names: Sequence[str], prefix: str) -> str | None:
-    """Under which of its names, with or without `prefix`, a tensor is there."""
+    """The name, with or without `prefix`, that the source has a tensor under."""
     others = (
         [name.removeprefix(prefix) if name.startswith(prefix) else prefix + name for name in names]
         if prefix

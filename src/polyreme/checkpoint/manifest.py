@@ -33,7 +33,7 @@ class Resume:
     with keys that are strings."""
 
     files: Mapping[str, File] = field(default_factory=dict)
-    """By path within the folder, with slashes: every file but resume.json itself."""
+    """Every file but resume.json itself, by path within the folder, with slashes."""
     state: Mapping[str, Any] = field(default_factory=dict)
     """Steps, samples, tokens, learning rate, loss scale."""
     mesh: Mapping[str, Any] = field(default_factory=dict)

@@ -1,5 +1,5 @@
-"""Reads all bytes of a checkpoint once, compares them with their checksums, and keeps those that this rank
-needs in host memory.
+"""Verifies a checkpoint while it is read: all bytes once, compared with their checksums; those that this rank
+needs are kept in host memory.
 
 Invariants: each byte is read for the comparison by exactly one rank; what is kept is what was compared; and
 no rank keeps more than its share of half of the memory that is available (the rest is read again when it is
@@ -70,7 +70,7 @@ class Need(NamedTuple):
 
 
 class PreloadedRange(NamedTuple):
-    """Bytes that are kept, and their memory."""
+    """Bytes of a file that are in memory, and where."""
 
     range: Range
     memory: Tensor
@@ -89,7 +89,7 @@ class Preloaded:
         self.resume = source.resume
 
     def overlapping(self, file: int, begin: int, end: int) -> Sequence[PreloadedRange]:
-        """The places that have any of these bytes, and perhaps one that has none."""
+        """The ranges that have any of these bytes, and perhaps one that has none."""
         return self.ranges[
             max(bisect_right(self._begins, (file, begin)) - 1, 0) : bisect_left(self._begins, (file, end))
         ]
@@ -141,7 +141,7 @@ def _nbytes(ranges: Iterable[Range]) -> int:
 
 
 def _combined(contributions: Sequence[Sequence[int]]) -> list[int]:
-    """Those of all ranks to each file."""
+    """The contributions of all ranks to each file, combined."""
     return [combine(each) for each in zip(*contributions, strict=True)]
 
 
@@ -180,7 +180,7 @@ def divide(sizes: Sequence[int], needed: Sequence[Sequence[Range]]) -> list[list
 
 
 def _merged(parts: Sequence[FileRange]) -> list[FileRange]:
-    """Those that lie end to end and are alike, together."""
+    """The same parts, with those that lie end to end and are alike joined."""
     found: list[FileRange] = []
     for part in parts:
         before = found[-1] if found else None
@@ -217,7 +217,7 @@ def _assign(
 
 
 def _memory(need: Need, low: int, high: int) -> Tensor:
-    """For the bytes [low, high) of what is needed."""
+    """Memory for the bytes [low, high) of what is needed."""
     if need.into is not None:
         base = need.at * need.into.itemsize
         return need.into.view(torch.uint8)[base + low : base + high]
@@ -280,5 +280,5 @@ def _read(source: Directory, file: DirectFile, block: FileRange, memory: Tensor,
 
 
 def _memory_of(cached: PreloadedRange, start: int, stop: int) -> Tensor:
-    """The place's memory for the bytes [start, stop) of its file."""
+    """The memory of the bytes [start, stop) of the range's file."""
     return cached.memory[start - cached.range[1] : stop - cached.range[1]]

@@ -138,7 +138,7 @@ def divide(tensors: Mapping[str, TensorInfo], limit: int) -> list[list[str]]:
 
 
 def file_names(stem: str, count: int) -> list[str]:
-    """As Hugging Face names `count` files of which one would be `stem`.safetensors."""
+    """Names of `count` files as Hugging Face writes them; a single one is `stem`.safetensors."""
     if count == 1:
         return [f"{stem}.safetensors"]
     return [f"{stem}-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1)]

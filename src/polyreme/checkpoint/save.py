@@ -69,7 +69,7 @@ class Saver:
     """Writes the checkpoints of one engine, one after the other; in the background, if asked to."""
 
     _writing: ClassVar[list[threading.Thread]] = []
-    """In this process, of all engines: they share the connections between the ranks."""
+    """The save under way in this process, of any engine: all share the connections between the ranks."""
 
     def __init__(self, axis: Axis) -> None:
         self._axis = axis
@@ -151,8 +151,8 @@ class Saver:
             cls._writing.pop().join()
 
     def _tell(self) -> None:
-        """At the end of the process, when its threads have ended: an error that nobody asked for, but for the
-        end of another rank."""
+        """Print an error that nobody asked for, when the process and its threads have ended; not that another
+        rank ended."""
         if isinstance(self._error, CheckpointError):
             print(f"polyreme: {self._error}", file=sys.stderr)
 
@@ -188,7 +188,7 @@ def _is_shown(data: Tensor, content: Content) -> bool:
 
 
 def apart(content: Content) -> Content:
-    """With a copy, in host memory, of what changes without a word."""
+    """The content with a copy, in host memory, of what changes without notice."""
     buffers = [(names, buffer.detach().to("cpu", copy=True)) for names, buffer in content.buffers]
     regions = [
         replace(each, data=each.data.detach().to("cpu", copy=True))
@@ -200,7 +200,7 @@ def apart(content: Content) -> Content:
 
 
 def with_regions(content: Content) -> Content:
-    """With a copy of weights and states, which an update changes, in host memory."""
+    """The content with a copy, in host memory, of weights and states, which an update changes."""
     copies = [
         replace(each, data=each.data.detach().to("cpu", copy=True))
         for each in content.regions
@@ -210,7 +210,7 @@ def with_regions(content: Content) -> Content:
 
 
 def side_stream() -> torch.cuda.Stream | None:
-    """On a GPU, one that goes on from what the current one was asked so far."""
+    """A second stream on a GPU, which goes on from what the current one was asked so far."""
     if not torch.cuda.is_initialized():
         return None
     stream = torch.cuda.Stream()
@@ -304,7 +304,7 @@ class _Save:
         return writer.collect(self._regions, self._axis, beside)
 
     def finish(self, contributions: Sequence[Mapping[str, int]]) -> None:
-        """On rank 0: write resume.json, and give the directory its name."""
+        """Write resume.json, and give the directory its name; rank 0 does so."""
         if self._axis.rank == 0:
             rng = {str(rank): report["rng"] for rank, report in enumerate(self._reports)}
             parts = [{int(file): part for file, part in each.items()} for each in contributions]

@@ -32,7 +32,7 @@ class Source(Protocol):
 
     path: Path
     tensors: Mapping[str, Mapping[str, TensorInfo]]
-    """By kind, by name."""
+    """What is known of each tensor, by kind and name."""
 
     def read(self, kind: str, name: str, start: int, stop: int) -> Tensor:
         """Elements [start, stop) of the flattened whole tensor: flat, on the CPU, in the dtype of the

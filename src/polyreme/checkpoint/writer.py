@@ -63,8 +63,8 @@ class FileLayout:
     def of(
         cls, tensors: Mapping[str, Mapping[str, TensorInfo]], limit: int, weights: str = "model"
     ) -> FileLayout:
-        """For `tensors` by kind and name, in files of at most `limit` bytes of tensors each; those of the
-        weights begin with `weights`."""
+        """Lay out `tensors`, by kind and name, in files of at most `limit` bytes of tensors each; those of
+        the weights begin with `weights`."""
         layout = cls([], [], [], {}, {})
         for kind, infos in sorted(tensors.items()):
             infos = dict(sorted(infos.items()))
@@ -243,7 +243,7 @@ class Writer:
             self._open.popitem()[1].close()
 
     def _fill(self, segment: FileSegment, memory: Tensor) -> Tensor:
-        """Its bytes, in the memory: where they are in their first page."""
+        """Copy the segment's bytes into the memory, where they are in their first page."""
         begin = end = segment.begin % ALIGNMENT
         for runs, region in segment.parts:
             size = runs.size * region.data.dtype.itemsize
@@ -296,7 +296,7 @@ class Writer:
         self._wrote(position.file)
 
     def _wrote(self, file: int) -> None:
-        """When it was the last that there is for the file, have that on the disk."""
+        """Count a write to the file; after the last, return when the file is on the disk."""
         with self._lock:
             self._left[file] -= 1
             done = None if self._left[file] else self._open.pop(file)
@@ -378,5 +378,5 @@ def _packed(runs: Runs, region: Region) -> Tensor:
 
 
 def combine(contributions: Iterable[int]) -> int:
-    """Those of several ranks to one file."""
+    """The contributions of several ranks to one file, as one."""
     return reduce(xor, contributions, 0)

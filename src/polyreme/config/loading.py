@@ -1,5 +1,5 @@
-"""From a file, a mapping and overrides to plain tables, and from pydantic's errors to problems a user can act
-on."""
+"""Loading a config: plain tables from a file, a mapping and overrides, and pydantic's errors as problems that
+a user can act on."""
 
 from __future__ import annotations
 

@@ -111,7 +111,7 @@ class Corpus:
 
 @cache
 def _note_skipped(path: Path) -> None:
-    """Once for each file, however often its corpus is read."""
+    """Log a skipped file once, however often its corpus is read."""
     log.warning("skipped %s: it is not UTF-8 text", path)
 
 
@@ -234,7 +234,7 @@ def _load_dataset(name: str) -> Any:
 
 @dataclass(frozen=True)
 class Subset:
-    """Some of a corpus's documents: their texts, read anew by each iteration, and a digest of exactly those
+    """A part of a corpus's documents: their texts, read anew by each iteration, and a digest of exactly those
     texts."""
 
     texts: Iterable[str]

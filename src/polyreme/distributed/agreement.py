@@ -137,7 +137,7 @@ def _differences(by_rank: list[Any]) -> Iterator[Difference]:
 
 
 def ranks_named(ranks: list[int]) -> str:
-    """Such as "rank 3" or "ranks 0, 1, 2, ..."."""
+    """Ranks as text, such as "rank 3" or "ranks 0, 1, 2, ..."."""
     return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks[:8]))}{', ...' * (len(ranks) > 8)}"
 
 
@@ -177,7 +177,7 @@ def _comparable(key: str, value: object) -> Any:
 
 
 def _model_facts(module: nn.Module) -> dict[str, Any]:
-    """By name: what kind of model it is, and of each of its tensors shape, dtype and whether it is
+    """Facts by name: what kind of model it is, and of each of its tensors shape, dtype and whether it is
     trained."""
     facts: dict[str, Any] = {"model": type(module).__name__}
     for name, parameter in module.named_parameters(remove_duplicate=False):

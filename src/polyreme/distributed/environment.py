@@ -175,4 +175,4 @@ def _unspoken(variables: Mapping[str, str]) -> None:
 
 
 SOURCES: tuple[Callable[[Mapping[str, str]], Environment | None], ...] = (_torchrun, _unspoken)
-"""In the order in which they are asked."""
+"""The detectors, in the order in which they are asked."""

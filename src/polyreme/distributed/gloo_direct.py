@@ -38,7 +38,7 @@ NUMBERS = SIGNS = 1 << 14
 their number and by what each is about: where ranks do not begin the same ones, none takes one's numbers for
 another's."""
 TAGS = NUMBERS * SIGNS
-"""Beyond those of exchanges."""
+"""Tags beyond those of exchanges."""
 
 
 class GlooDirect:

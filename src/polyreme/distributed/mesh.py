@@ -1,4 +1,5 @@
-"""Named axes over the ranks, and every collective that Polyreme uses, over whichever `Backend` moves tensors.
+"""The mesh: named axes over the ranks, and every collective that Polyreme uses, over whichever `Backend`
+moves tensors.
 
 Invariants: every rank of an axis issues the same operations on it in the same order; an axis of size 1 moves
 nothing.
@@ -165,8 +166,8 @@ class Axis:
 
 @dataclass(frozen=True)
 class Product:
-    """Several axes as one: the ranks that differ in their coordinates alone, in the order of the axes, the
-    last of which counts fastest.
+    """The product of several axes: the ranks that differ in their coordinates alone, in the order of the
+    axes, the last of which counts fastest.
 
     Communication: that of each axis after the other, so that no group of its own is needed."""
 
@@ -369,7 +370,7 @@ class Mesh:
         return found
 
     def product(self, *names: str) -> Product:
-        """Those of these axes that have several ranks, as one."""
+        """The product of those of these axes that have several ranks."""
         return Product([axis for name in names if (axis := self.axes[name]).size > 1])
 
     def gather_objects(self, value: object) -> list[Any]:
@@ -382,7 +383,7 @@ class Mesh:
         return everyone(self._timeout)
 
     def traffic(self) -> dict[str, dict[str, tuple[int, int]]]:
-        """Since the start, by axis and operation: (calls, bytes sent by this rank)."""
+        """(calls, bytes sent by this rank) since the start, by axis and operation."""
         parts = (part for copy in self._sharing.values() for part in (copy, copy.replicas) if part)
         axes = {**self.axes, **{axis.name: axis for axis in parts}}
         return {

@@ -186,11 +186,11 @@ class Board:
         weakref.finalize(self, words.__setitem__, -1, 0).atexit = False
         self._mine = words[:-1].reshape(self._shape)
         self._others: dict[int, tuple[Peer, np.ndarray, np.ndarray]] = {}
-        """For each rank: its heap, its words, and the last of them."""
+        """The heap, the words and the last word of each rank."""
 
     @property
     def ranks(self) -> Collection[int]:
-        """Those that this board's rank met."""
+        """The ranks that this board's rank met."""
         return self._others.keys()
 
     def meet(self, rank: int, other: Peer, offset: int) -> None:

@@ -1,4 +1,4 @@
-"""Whose a folder is: one run's at a time, of which all ranks and tiers share it.
+"""Locks on folders: a folder belongs to one run at a time, of which all ranks and tiers share it.
 
 Invariants: a claim lives as long as a process holds a lock on its file, which the kernel lets go however the
 process ends; it is changed only under an exclusive lock, so whoever reads it under a shared one reads it

@@ -37,13 +37,13 @@ class Account:
     origin: str | None = None
     """What the config named to begin from; see `resumption.origin`."""
     seconds: float = 0.0
-    """Spent in training steps."""
+    """Seconds spent in training steps."""
     loss: float = math.nan
     """The last step's."""
     first_validation: float | None = None
     last_validation: float | None = None
     bytes_per_token: float | None = None
-    """Measured on the validation text."""
+    """The loss measured on the validation text."""
 
     @classmethod
     def of(cls, extra: Mapping[str, Any]) -> Account:
@@ -51,7 +51,7 @@ class Account:
 
 
 class Checkpoints:
-    """Those in the run's folder. `say` is how people hear of them."""
+    """The checkpoints in the run's folder. `say` is how people hear of them."""
 
     def __init__(self, config: Config, engine: Engine, tokenizer: Any, say: Callable[[str], None]) -> None:
         self._config, self._engine, self._tokenizer, self._say = config, engine, tokenizer, say
@@ -131,7 +131,8 @@ class Checkpoints:
         self._say(f"{error}; training goes on")
 
     def settle(self) -> None:
-        """Once the checkpoint that is being written is there, point to it and remove those that are to go."""
+        """Point to the checkpoint that is being written, once it is there, and remove those that have to
+        go."""
         path = self._writing
         if path is None or self._engine.mesh.rank != 0 or not path.is_dir():
             return

@@ -60,7 +60,7 @@ class Beginning:
     """Where a run begins: plain values, which can be told to other ranks."""
 
     checkpoints: list[str] = field(default_factory=list)
-    """To go on from the first that can be read; none: anew."""
+    """Checkpoints, of which the first that can be read is gone on from; none: the run begins anew."""
     damaged: dict[str, str] = field(default_factory=dict)
     """Newer ones, which cannot be opened, and why."""
     extra: dict[str, Any] = field(default_factory=dict)
@@ -151,7 +151,7 @@ def _open(paths: Sequence[Path]) -> tuple[Sequence[Path], Directory | None, dict
 
 
 def nothing_to_go_on_from(config: Config, key: str, damages: Iterable[str]) -> Problem:
-    """That no checkpoint of those that `key` names can be read, and why not."""
+    """The problem that no checkpoint of those that `key` names can be read, with the reasons."""
     reasons = "; ".join(damages)
     if key == "checkpoint.resume":
         fix = (

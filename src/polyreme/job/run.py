@@ -328,7 +328,7 @@ def _summary(
 
 
 def _bits(loss: float | None, account: Account) -> float | None:
-    """Per byte of the validation text."""
+    """Bits per byte of the validation text."""
     return (
         None
         if loss is None or account.bytes_per_token is None
@@ -500,7 +500,7 @@ def _model(config: Config, vocabulary: int) -> Any:
 
 
 def _flops_per_token(config: Config, vocabulary: int) -> float | None:
-    """Counted on a model without memory; None where they cannot be counted."""
+    """Flops per token, counted on a model without memory; None where they cannot be counted."""
     dtype = DTYPES[config.precision.compute]
     ids = torch.zeros(1, config.data.sequence, dtype=torch.long, device="meta")
     model = meta_model(config, vocabulary)

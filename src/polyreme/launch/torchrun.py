@@ -294,7 +294,7 @@ class _Loopback(RendezvousHandler):
         return False
 
     def set_closed(self) -> None:
-        """Nobody else could join."""
+        """Do nothing: nobody else could join."""
 
     def num_nodes_waiting(self) -> int:
         return 0
@@ -341,7 +341,7 @@ class _Agent(LocalElasticAgent):
             self._terminated_at = min(self._terminated_at, now)
 
     def _processes(self) -> dict[int, subprocess.Popen[bytes]]:
-        """By local rank."""
+        """The processes by local rank."""
         assert isinstance(self._pcontext, SubprocessContext)
         return {local: handler.proc for local, handler in self._pcontext.subprocess_handlers.items()}
 

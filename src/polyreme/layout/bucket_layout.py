@@ -204,8 +204,8 @@ class Cut:
 
     @classmethod
     def packed(cls, shape: Sequence[int], dim: int, ways: int, sections: Sequence[tuple[int, int]]) -> Cut:
-        """Several sections one behind the other, each divided by itself: (elements, units that cannot be
-        divided, such as heads).
+        """A cut of several sections one behind the other, each divided by itself: (elements, units that
+        cannot be divided, such as heads).
 
         A section of fewer units than ranks is replicated by rule: `ways / units` neighbours hold the same
         unit. Raises ValueError where neither number divides the other."""

@@ -46,7 +46,7 @@ BLOCKS = (
     "encoder_layers",
     "decoder_layers",
 )
-"""Those that count blocks, each of which takes a millisecond or so to make, even without memory."""
+"""Config keys that count blocks, each of which takes a millisecond or so to make, even without memory."""
 MOST_BLOCKS = 10_000
 
 
@@ -357,8 +357,8 @@ def adapted_layers(model: nn.Module) -> dict[str, Adapted]:
 
 
 def plain_names(model: nn.Module) -> dict[str, str]:
-    """By the names of its modules, what they are called in the model without PEFT's wrappers and adapters,
-    but for those that are these."""
+    """What modules are called without PEFT's wrappers and adapters, by their names with them; without the
+    wrappers and adapters themselves."""
     modules, plain = dict(model.named_modules()), plain_model(model)
     adapted = adapted_layers(model)
     prefix = next(f"{name}." if name else "" for name, module in modules.items() if module is plain)
@@ -390,7 +390,7 @@ def learns_keys(model: nn.Module) -> bool:
 
 
 def prompts(model: nn.Module) -> dict[str, Tensor]:
-    """By adapter, the prompt that PEFT's file of it holds: computed, so the parameters with names of
+    """The prompt that PEFT's file of each adapter holds. It is computed, so the parameters with names of
     `adapters` have to be in memory."""
     with torch.random.fork_rng():  # an encoder may have dropout
         return {name: model.get_prompt_embedding_to_save(name).clone() for name in model.peft_config}  # type: ignore[union-attr, operator]

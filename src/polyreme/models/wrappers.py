@@ -26,8 +26,7 @@ INSIDE = {
     "torch.distributed.algorithms._checkpoint.checkpoint_wrapper.OffloadWrapper":
         ("_checkpoint_wrapped_module", 'memory.activations = "host" in the config does it'),
 }  # fmt: skip
-"""By class: the attribute of a wrapper that is the wrapped module, and what to do for what the wrapper
-did."""
+"""The attribute that is the wrapped module, by class of wrapper, and what to do for what the wrapper did."""
 
 FOREIGN = (
     "torch.distributed.fsdp",

@@ -24,7 +24,7 @@ __all__ = ["LOG_NAME", "FanOut", "Monitor", "Record", "Run", "open_monitors", "r
 
 
 class FanOut:
-    """Several monitors as one. Errors of any of them end here."""
+    """One monitor in front of several. Errors of any of them end here."""
 
     def __init__(self, monitors: Sequence[Monitor]) -> None:
         self._monitors = list(monitors)

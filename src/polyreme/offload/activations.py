@@ -95,8 +95,7 @@ class ActivationOffload:
         self._stays = {tensor.untyped_storage()._cdata for tensor in tensors}
 
     def at(self, stage: int, microbatch: int, coming: tuple[int, int] | None = None) -> None:
-        """Before a forward or a backward: which one comes, and whose backward (stage, micro-batch) is the
-        next one."""
+        """Tell which forward or backward comes, and whose backward (stage, micro-batch) is the next one."""
         self._forward, self._coming, self._before = (stage, microbatch), coming, None
         self._settle()
         for key in (self._forward, coming):

@@ -18,7 +18,7 @@ def copy_stream_to(device: torch.device) -> CopyStream:
 
 
 class CopyStream:
-    """On a CPU: done at once. What out and back return in place of an event is None."""
+    """Copies of a CPU, done at once. What out and back return in place of an event is None."""
 
     def out(self, source: Tensor, memory: Tensor) -> Any:
         """Begin to copy `source` to memory; returns when it is complete."""
@@ -39,24 +39,24 @@ class CopyStream:
         return nullcontext()
 
     def wait(self, event: Any) -> None:
-        """Before the copy is used."""
+        """Wait for a copy before it is used."""
 
     def arrive(self) -> None:
-        """Before what `into` copied is used."""
+        """Wait for what `into` copied, before it is used."""
 
     def returned(self) -> Any:
-        """When all copies that have begun so far will have left their memory."""
+        """An event that comes when all copies that have begun so far have left their memory."""
 
     def settle(self) -> None:
-        """Now and then: let go of sources."""
+        """Let go of sources that were copied; called now and then."""
 
     def finish(self) -> None:
         """Return when nothing is being copied."""
 
 
 class CudaCopyStream(CopyStream):
-    """On a GPU: on a stream in each direction, beside the one that computes. Memory is used again in the
-    order of the streams."""
+    """Copies of a GPU, on a stream in each direction, beside the one that computes. Memory is used again in
+    the order of the streams."""
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._out, self._back = device, torch.cuda.Stream(device), torch.cuda.Stream(device)

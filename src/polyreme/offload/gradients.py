@@ -9,12 +9,12 @@ from typing import Protocol
 from torch import Tensor
 
 Final = Callable[[Tensor, int], None]
-"""Called with a part of the step's gradients, on the CPU, and the number of its first element."""
+"""A function of a part of the step's gradients, on the CPU, and the number of its first element."""
 
 
 class GradientStore(Protocol):
-    """Has the gradients from their last reduction in a step to the update; or, if it `adds`, from the first
-    one on, with those of the others added in the order in which they are put."""
+    """A store that has the gradients from their last reduction in a step to the update; or, if it `adds`,
+    from the first one on, with those of the others added in the order in which they are put."""
 
     adds: bool
     order: Sequence[int] | None
@@ -39,5 +39,5 @@ class GradientStore(Protocol):
         """Set the numbers from `start` on."""
 
     def clear(self) -> None:
-        """Before the first gradient of a step, and before memory of the device that gradients were in is
-        written again."""
+        """Forget the step before; called before the first gradient of a step, and before memory of the device
+        that gradients were in is written again."""

@@ -111,7 +111,7 @@ class FileGradients:
         accumulates: bool,
         final: Final | None,
     ) -> None:
-        """In a thread: write the gradient that will have arrived in `memory`, or its sum with what extent i
+        """Write, in a thread, the gradient that will have arrived in `memory`, or its sum with what extent i
         `accumulates`."""
         gradient_files, (start, stop), number = self._files, self._parts[i], self._extents[i]
         size = padded(gradient_files.store.sizes[number])

@@ -95,7 +95,7 @@ class HostTransfer:
         workers.do(fill(numbers), lambda: self._back.append((self.copy_stream.into(numbers, target), memory)))
 
     def arrive(self) -> None:
-        """Before what was sent is used."""
+        """Wait for what was sent, before it is used."""
         self.copy_stream.arrive()
 
     def _next(self, nbytes: int, most: int) -> Tensor:

@@ -20,18 +20,18 @@ def decided(variables: Mapping[str, str] = os.environ) -> bool:
 
 
 def keep_freed_memory() -> None:
-    """From now on, glibc keeps freed memory for this process (up to 2 GiB at the heap's end) instead of
-    giving it back to the kernel, from where every step would fault it in again, page by page. Nothing where
-    the environment decides, nor with another C library."""
+    """Have glibc keep freed memory for this process (up to 2 GiB at the heap's end) instead of giving it back
+    to the kernel, from where every step would fault it in again, page by page. Nothing where the environment
+    decides, nor with another C library."""
     tell = _mallopt()
     if tell(MMAP_THRESHOLD, LARGEST) or tell(MMAP_THRESHOLD, ALLOWED):
         tell(TRIM_THRESHOLD, LARGEST)
 
 
 def give_freed_memory_back() -> None:
-    """From now on, glibc gives blocks of 16 MiB and more back to the kernel as they are freed. By itself it
-    raises that size to that of the blocks it has seen, up to 32 MiB, and its heap keeps them. Nothing where
-    the environment decides, nor with another C library."""
+    """Have glibc give blocks of 16 MiB and more back to the kernel as they are freed. By itself it raises
+    that size to that of the blocks it has seen, up to 32 MiB, and its heap keeps them. Nothing where the
+    environment decides, nor with another C library."""
     tell = _mallopt()
     tell(MMAP_THRESHOLD, GIVEN_BACK)  # which stops the raising, too
     tell(TRIM_THRESHOLD, GIVEN_BACK)

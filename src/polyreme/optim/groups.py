@@ -468,7 +468,7 @@ class Options:
                              "lr_schedule, or save, and initialize anew")  # fmt: skip
 
     def advance(self, progress: Progress) -> None:
-        """To the step that follows `progress`, by one step of the torch scheduler where there is one that
+        """Go to the step that follows `progress`, by one step of the torch scheduler where there is one that
         waits for no metric."""
         if self._scheduler is not None and not isinstance(self._scheduler, ReduceLROnPlateau):
             with warnings.catch_warnings():  # that it is stepped before its optimizer: ours are others

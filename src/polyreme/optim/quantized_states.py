@@ -42,7 +42,7 @@ NUDGE = 1e-4
 """What the index of a code, computed as a root, is at most too small by."""
 
 SCALE = ".scale"
-"""Behind a state's name: the scales of its blocks."""
+"""The suffix of a state's name for the scales of its blocks."""
 
 
 class Key(NamedTuple):

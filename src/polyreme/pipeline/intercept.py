@@ -21,7 +21,7 @@ from polyreme.models.huggingface import tensors_in
 from polyreme.pipeline.placeholders import output_of
 
 Through = Callable[[int, nn.Module, tuple[Any, ...], dict[str, Any]], Any]
-"""Is called in place of the n-th block: (n, block, args, kwargs)."""
+"""A function of (n, block, args, kwargs), called in place of the n-th block."""
 
 
 class _Intercept(nn.Module):
@@ -44,7 +44,7 @@ class _Intercept(nn.Module):
 
 @contextmanager
 def wrapped(model: nn.Module, wrapper: Callable[..., Any]) -> Iterator[None]:
-    """Meanwhile, the model's forward is `wrapper(its forward, ...)`, inside its hooks."""
+    """Make the model's forward `wrapper(its forward, ...)` meanwhile, inside its hooks."""
     own = vars(model).get("forward")
     model.forward = partial(wrapper, model.forward)
     try:
@@ -57,7 +57,7 @@ def wrapped(model: nn.Module, wrapper: Callable[..., Any]) -> Iterator[None]:
 
 @contextmanager
 def intercepted(model: nn.Module, owner: str, through: Through) -> Iterator[None]:
-    """Meanwhile, a call of the n-th block goes to `through(n, block, args, kwargs)`."""
+    """Send a call of the n-th block meanwhile to `through(n, block, args, kwargs)`."""
     modules = model.get_submodule(owner)._modules
     blocks = {name: block for name, block in modules.items() if block is not None}
     try:

@@ -239,7 +239,7 @@ class _Use:
         }
 
     def phases(self, names: Sequence[str], tensor: Tensor) -> set[Phase]:
-        """When the forward uses a tensor outside the blocks."""
+        """The times at which the forward uses a tensor outside the blocks."""
         outside = [name for name in names if name not in self._block_of]
         if not outside:
             return set()
@@ -266,7 +266,7 @@ class _Use:
     def stages_of(
         self, bounds: Sequence[int]
     ) -> tuple[dict[str, tuple[int, ...]], dict[str, tuple[int, ...]]]:
-        """For `PipelinePartition`: the stages of every name, and of the parameters that have several."""
+        """The stages of every name, and of the parameters that have several, for `PipelinePartition`."""
         stages = len(bounds) - 1
         stage_of = [stage for stage, (start, stop) in enumerate(pairwise(bounds)) for _ in range(start, stop)]
         where: dict[Phase, set[int]] = {"before": {0}, "between": set(range(stages)), "after": {stages - 1}}
@@ -287,7 +287,7 @@ def _leaves(module: nn.Module) -> list[str]:
 
 
 def _stand_ins(model: nn.Module, owner: str, first: str) -> tuple[dict[str, Tensor], dict[int, int]]:
-    """In place of the model's tensors, by name, some that take no memory, but for the blocks in `owner` that
+    """Placeholders for the model's tensors, by name, that take no memory, but for the blocks in `owner` that
     are not `first`; and by the id of each that is outside of the blocks the id of its tensor."""
     parameters, buffers = _named(model)
     stand_ins: dict[str, Tensor] = {}

@@ -76,7 +76,7 @@ def is_marked(value: object) -> bool:
 
 
 def output_of(name: str, tensor: Tensor) -> Tensor:
-    """In place of an output of `name`, which this stage does not run."""
+    """A placeholder for an output of `name`, which this stage does not run."""
     tensor = tensor.detach()
     mark(tensor, f"an output of {name}, which another stage runs")
     return Alias.apply(tensor)

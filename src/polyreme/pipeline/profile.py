@@ -62,8 +62,8 @@ def measure(
 
 
 def block_seconds(model: nn.Module, batch: Mapping[str, Any]) -> list[float]:
-    """As `measure`, for a micro-batch that is passed by keywords. If it has labels, the model's own loss
-    counts to the last block."""
+    """The same as `measure`, for a micro-batch that is passed by keywords. If it has labels, the model's own
+    loss counts to the last block."""
 
     def forward() -> Any:
         output = model(**training_arguments(model), **batch)

@@ -99,7 +99,8 @@ def build(name: Name, pp: int, microbatches: int, virtual: int = 2) -> Schedule:
 
 
 def activation_limits(name: Name, pp: int, microbatches: int, virtual: int = 2) -> tuple[int, ...]:
-    """For each rank: how many micro-batches' activations (of one stage each) it keeps at once, at most."""
+    """The number, for each rank, of micro-batches whose activations (of one stage each) it keeps at once, at
+    most."""
     chunks = len(stage_ranks(name, pp, virtual)) // pp
     limits = {
         "gpipe": lambda rank: microbatches,
@@ -182,7 +183,8 @@ def _lower(orders: Sequence[Sequence[Action]], ranks: Sequence[int]) -> Schedule
     free = [0.0] * len(orders)
 
     def end(rank: int) -> float:
-        """When the next action of a rank would end; never, if what it needs has not been computed yet."""
+        """The time at which the next action of a rank would end; infinite, if what it needs has not been
+        computed yet."""
         action = todo[rank][0]
         source = _source(action, len(ranks))
         if source is None:
@@ -348,8 +350,7 @@ def peak_activations(row: Sequence[Action], size: Sequence[int] | None = None) -
 
 
 def next_backwards(row: Sequence[Action]) -> list[tuple[int, int] | None]:
-    """For each forward and each backward of `row`: the stage and micro-batch of the first backward behind
-    it."""
+    """The stage and micro-batch of the first backward behind each forward and each backward of `row`."""
     found: list[tuple[int, int] | None] = []
     coming: tuple[int, int] | None = None
     for action in reversed(row):

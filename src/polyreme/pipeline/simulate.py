@@ -77,7 +77,8 @@ def simulate(schedule: Schedule, costs: Costs) -> Simulation:
     cells: list[list[Cell]] = [[] for _ in schedule]
 
     def passes(message: Action) -> tuple[float, float]:
-        """From when to when a message is under way; without end if its other end is not posted yet."""
+        """The times from when to when a message is under way; without end if its other end is not posted
+        yet."""
         start = max(posted[message], posted.get(other_end(message), inf))
         return start, start + costs.transfer
 

@@ -39,7 +39,7 @@ class Sums(Protocol):
 
 
 class WeightGradients:
-    """Those of one backward."""
+    """The gradients of weights in one backward."""
 
     def __init__(self) -> None:
         self._products: dict[Tensor, list[Product]] = {}
@@ -92,8 +92,8 @@ class WeightGradients:
 
 
 class _Product(Function):
-    """Nothing, whose gradient is `product`. In a graph, so that products of one parameter are added up before
-    it gets them."""
+    """An empty output whose gradient is `product`. It is in a graph, so that products of one parameter are
+    added up before it gets them."""
 
     @staticmethod
     def forward(ctx: Any, parameter: Tensor, product: Product) -> Tensor:
@@ -125,9 +125,9 @@ def current() -> WeightGradients | None:
 
 
 def now_or_later(parameter: Tensor | None, product: Product) -> Tensor | None:
-    """In a backward: the gradient `product` of `parameter`; or None where it is put off. None in place of
-    `parameter` stands for a weight that is computed itself, whose gradient is needed now. So is one for a
-    hook of the user's, which would be called without it."""
+    """The gradient `product` of `parameter`, in a backward; or None where it is put off. None for `parameter`
+    stands for a weight that is computed itself, whose gradient is needed now. So is one for a hook of the
+    user's, which would be called without it."""
     if _current is None or parameter is None or parameter._backward_hooks:
         return product(None)
     _current.later(parameter, product)

@@ -246,7 +246,7 @@ def split(batch: Any, count: int) -> list[Any]:
 
 
 def _bounds(samples: int, count: int) -> list[slice]:
-    """As `tensor_split` cuts: the first parts are the longer ones."""
+    """Rows of each part, cut as `tensor_split` cuts: the first parts are the longer ones."""
     least, more = divmod(samples, count)
     ends = [least * i + min(i, more) for i in range(count + 1)]
     return [slice(*ends[i : i + 2]) for i in range(count)]

@@ -1,5 +1,5 @@
-"""From the model that a user gave to this rank's part of it, ready to train: the engine's set-up, in the
-order of the functions.
+"""The engine's set-up, in the order of the functions: from the model that a user gave to this rank's part of
+it, ready to train.
 
 Invariant: rank 0's numbers count, whatever the other ranks were given; a model given as a function is never
 whole on a rank (but to be measured, on rank 0, for `pipeline.blocks = "time"`).
@@ -62,7 +62,7 @@ from polyreme.zero.partition import (
 from polyreme.zero.residency import Residency
 
 RUN = uuid.uuid4().hex
-"""With the process' number the name of the runs that it leads, as rank 0: engines made one after the other
+"""A number that, with the process', names the runs that it leads, as rank 0: engines made one after the other
 may use the same folders."""
 
 Layer = nn.Module | Callable[[], nn.Module]
@@ -420,7 +420,7 @@ def share_out(
 def _released(
     module: nn.Module, blocks: Mapping[str, nn.Module], keep: Sequence[str]
 ) -> Mapping[str, nn.Module]:
-    """Those of `blocks` that are gathered for each use: neither they nor what they are in match `keep`."""
+    """The blocks that are gathered for each use: neither they nor what they are in match `keep`."""
     names = [name for name, _ in module.named_modules(remove_duplicate=False)]
     for pattern in keep:
         if not any(fnmatchcase(name, pattern) for name in names):

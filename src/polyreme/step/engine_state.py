@@ -49,8 +49,8 @@ from polyreme.zero.sharded_state import frozen, masters, saved, states
 
 @dataclass
 class EngineContents:
-    """The parts of an engine that a checkpoint holds. loaders: those whose place in the data is kept;
-    positions: places that wait for loaders to be made."""
+    """What an engine is to a checkpoint. loaders: those whose position in the data is saved; positions: those
+    of loaders that are still to be made."""
 
     module: nn.Module
     config: Config
@@ -269,7 +269,7 @@ def _open(path: Path, axis: Axis) -> Source:
 
 
 Scalars = dict[str, dict[str, float] | None]
-"""By the first name of a parameter: its states that are one number; None for one without states."""
+"""The states of a parameter that are one number, by its first name; None for one without states."""
 NewStates = Mapping[Bucket, Mapping[str, Tensor]]
 """The memory for new states; see `Update.new_states`."""
 

@@ -127,7 +127,7 @@ class Objective:
         return self.sum_of(loss, float(self.weight(batch) if weight is None else weight), output)
 
     def check_own(self, loss: Any, weight: float) -> None:
-        """Once: warn where a loss, mostly the model's own, is seen to be no mean over `weight`, as which it
+        """Warn, once, where a loss, mostly the model's own, is seen to be no mean over `weight`, as which it
         is taken."""
         if self._checked or not weight or not torch.is_grad_enabled() or not isinstance(loss, Tensor):
             return
@@ -222,7 +222,7 @@ def _classes(loss_fn: Any, target: Any) -> float | None:
 
 
 def _warn_of_no_mean(loss_fn: LossFn, output: Any, target: Any, loss: Any) -> None:
-    """Once: compare the loss of a micro-batch with the mean of those of its halves, and warn where it is no
+    """Compare, once, the loss of a micro-batch with the mean of those of its halves, and warn where it is no
     mean over samples."""
     sizes = leading_sizes((output, target))
     if len(sizes) != 1 or (samples := sizes.pop()) < 2 or not isinstance(loss, Tensor) or loss.numel() != 1:

@@ -130,7 +130,7 @@ def cast_floating(value: object, dtype: torch.dtype | None, device: torch.device
 
 @contextmanager
 def watch_nonfinite(model: nn.Module) -> Iterator[list[str]]:
-    """While open, notes in the yielded list what first makes a NaN or an Inf: a module from finite inputs in
+    """Note, while open, in the yielded list what first makes a NaN or an Inf: a module from finite inputs in
     forward, a module's backward from finite output gradients, or the gradient of a parameter. Slow: for the
     diagnosis of a step that failed."""
     found: list[str] = []
@@ -159,7 +159,8 @@ def watch_nonfinite(model: nn.Module) -> Iterator[list[str]]:
         return check
 
     def backward(title: str, inputs: object, output: object) -> None:
-        """On tensors: module hooks of torch wrap outputs, which forbids models to change them in place."""
+        """Hook the tensors: module hooks of torch wrap outputs, which forbids models to change them in
+        place."""
         healthy: list[bool] = []
         for tensor in tensors_in(output):
             if tensor.requires_grad:

@@ -100,9 +100,9 @@ class Saved:
     """Bytes that a forward kept for its backward."""
 
     bytes: int = 0
-    """On the device."""
+    """Bytes on the device."""
     moved: int = 0
-    """In host memory or in files."""
+    """Bytes in host memory or in files."""
 
 
 @contextmanager
@@ -159,7 +159,7 @@ def _outermost(model: nn.Module) -> list[nn.Module]:
 
 
 def _children(module: nn.Module) -> Iterator[nn.Module]:
-    """Its children that have a forward: a list's or a dictionary's items in place of it."""
+    """The module's children that have a forward: a list's or a dictionary's items for it."""
     for child in module.children():
         yield from _children(child) if isinstance(child, nn.ModuleList | nn.ModuleDict) else (child,)
 

@@ -57,7 +57,7 @@ class StepResult:
     """Whether an overflow (NaN or Inf in a gradient), or a batch without any label, made this step leave the
     weights alone."""
     samples: int
-    """Counted in this step, over all ranks; `tokens` too."""
+    """Samples counted in this step, over all ranks; `tokens` likewise."""
     tokens: int
     """Positions of `input_ids`, without those that an `attention_mask` says are padding; 0 for a batch that
     is not text."""
@@ -181,7 +181,7 @@ class Step:
         self.differentiate(0, [self.root(loss_sum, weight, tokens, samples, last)], [None], last)
 
     def skip_the_rest(self) -> None:
-        """In place of the micro-batches that this step has not: their backwards, with nothing to
+        """Go through the backwards of the micro-batches that this step does not have, with nothing to
         differentiate."""
         if self.boundary is not None:
             if not self._ended:
@@ -194,8 +194,8 @@ class Step:
             self.differentiate(0, [], [])
 
     def enter(self, weight: float, tokens: int, samples: int, loss: Tensor | None = None) -> None:
-        """In a backward that the user began, of one micro-batch's mean loss (None: it is not known), whose
-        gradients come as they are."""
+        """Prepare for a backward that the user began, of one micro-batch's mean loss (None: it is not known),
+        whose gradients come as they are."""
         scaled, self._scaled = self._scaled, False
         if self._scale != 1.0 and not scaled:
             raise ModelError(
@@ -220,7 +220,7 @@ class Step:
         return loss * self._scale
 
     def leave(self) -> None:
-        """At the end of a backward that the user began, for this engine or for others."""
+        """End a backward that the user began, for this engine or for others."""
         own = self._reducer.under_way
         self._reducer.end()
         self._blocks.end_backward(own)
@@ -314,8 +314,8 @@ class Step:
         return rest
 
     def reduce(self) -> None:
-        """After the last backward: the totals over the ranks, and whole gradients where states are whole.
-        Once a step."""
+        """Sum the totals over the ranks after the last backward, and gather whole gradients where states are
+        whole. Once a step."""
         if self.reduced:
             return
         self.reduced = True
@@ -425,12 +425,12 @@ class Step:
         return self.progress.observe(self._sums.mean(metric))
 
     def _read_ahead(self) -> None:
-        """In the last backward: begin to read what the update begins with."""
+        """Begin to read, in the last backward, what the update begins with."""
         if self._reducer.is_last:
             self._updates.read_states()
 
     def _unused(self) -> dict[Bucket, set[int]]:
-        """By bucket, the parameters that got a gradient on no rank in this step."""
+        """The parameters that got a gradient on no rank in this step, by bucket."""
         arrived = iter(
             self._sums.over_dp(
                 [

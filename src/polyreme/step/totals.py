@@ -74,7 +74,7 @@ class StepSums:
         self.hint = 0.0
         """A power of two near the weight of a global batch; 0 before the first."""
         self.totals = Totals()
-        """Those of the last step that was reduced."""
+        """The totals of the last step that was reduced."""
         self.clear()
 
     def clear(self) -> None:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 
 class Listener(Protocol):
-    """Who wants to know."""
+    """What is told of the backwards that users begin."""
 
     def announce(self, loss: Tensor | None) -> None:
         """The backward of `loss` begins; None: it has ended."""

@@ -142,7 +142,7 @@ class Columns:
             _resize(module)
 
     def settle(self) -> None:
-        """Called before each forward of the model."""
+        """Forget the outputs of the forward before; called before each forward of the model."""
         self._computes_all = self._same_inputs
         self._input, self._outputs = None, {}
 
@@ -265,8 +265,8 @@ def install_embedding(site: Site, module: nn.Embedding, cut: Cut) -> None:
 
 
 def install_summed(axis: Axis, block: nn.Module, held: Sequence[tuple[nn.Module, str, Cut]]) -> None:
-    """While `block` runs, parameters of its modules are replaced by tensors whose gradients are summed over
-    the axis, all at once."""
+    """Replace, while `block` runs, parameters of its modules by tensors whose gradients are summed over the
+    axis, all at once."""
     forward = block.forward
 
     @functools.wraps(forward)

@@ -110,7 +110,7 @@ class _Gather(Function):
 
 
 class _ShardedView(Function):
-    """Own part / all-gather."""
+    """The rank's own part forward, an all-gather backward."""
 
     @staticmethod
     def forward(ctx: Any, full: Tensor, axis: Axis, dim: int) -> Tensor:

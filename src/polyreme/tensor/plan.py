@@ -142,11 +142,11 @@ FAMILIES: dict[str, dict[str, str]] = {
         "down_proj": "rowwise",
     },
 }
-"""By `model_type`, ends of paths inside the blocks: for families that declare no plan, or (Phi) a plan that
-leaves a case out, or (Phi-3) one that gathers where dividing by heads does without."""
+"""Styles of ends of paths inside the blocks, by `model_type`: for families that declare no plan, or (Phi) a
+plan that leaves a case out, or (Phi-3) one that gathers where dividing by heads does without."""
 
 BY_HEAD: dict[str, tuple[str, ...]] = {"bloom": ("alibi",), "falcon": ("alibi", "attention_mask")}
-"""By `model_type`, arguments of the attention that come with numbers for all heads: (batch x heads, ...) or
+"""Arguments, by `model_type`, of the attention that come with numbers for all heads: (batch x heads, ...) or
 (batch, heads, ...)."""
 
 HEAD_COUNTS = ("num_heads", "num_attention_heads", "n_heads", "n_head")

@@ -15,8 +15,8 @@ from torch import Tensor
 from polyreme.distributed.mesh import Axis
 
 STRIDE = 0x9E3779B97F4A7C15
-"""Between the seeds of neighbouring ranks: odd and far from any simple ratio, so that no rank's seeds are
-near another's."""
+"""The distance of the seeds of neighbouring ranks: odd and far from any simple ratio, so that no rank's seeds
+are near another's."""
 
 
 class Fork:
@@ -28,7 +28,7 @@ class Fork:
         self._outside: tuple[Tensor, Tensor | None] | None = None
 
     def enter(self, device: torch.device) -> None:
-        """From here on, this rank draws for itself; a second call does nothing."""
+        """Let this rank draw for itself from here on; a second call does nothing."""
         if self._outside is not None:
             return
         # the draw moves the shared state on
@@ -40,7 +40,7 @@ class Fork:
             torch.cuda.manual_seed(seed % (1 << 63))
 
     def leave(self) -> None:
-        """Back to the shared state; without an `enter` before it, nothing."""
+        """Go back to the shared state; without an `enter` before it, do nothing."""
         if self._outside is None:
             return
         (cpu, cuda), self._outside = self._outside, None

@@ -313,4 +313,4 @@ LOCAL: dict[Any, Callable[..., Any]] = {
         )
     },
 }
-"""By function: how it is done on one rank's part. NotImplemented stands for "not with these arguments"."""
+"""What does each function on one rank's part. NotImplemented stands for "not with these arguments"."""

@@ -87,7 +87,7 @@ class Bucket:
         self.residency, self.formats = residency, formats
         self.trainable, self.device = microbatches is not None, pool.device
         self.transfer = stores.transfer if self.offloaded_states is not None else None
-        """To the CPU that updates this bucket, where that is another device."""
+        """The transfer to the CPU that updates this bucket, where that is another device."""
         self.sharded = residency.params == "shard"
         self.own = slice(*layout.shard(axis.rank))
         self._of = f" of {layout.slots[0].name} ..."
@@ -218,7 +218,7 @@ class Bucket:
                 "engine.full_parameters() inside of another one: the parameters are whole there already"
             )
         self.ensure()
-        with torch.inference_mode(False):  # what is lent inside of it may be kept
+        with torch.inference_mode(False):  # what is summoned inside of it may be kept
             self._summoned = self.full.clone()
         self.release()
         unguard(self.parameters)
@@ -231,9 +231,9 @@ class Bucket:
         return self._summoned is not None
 
     def reclaim(self) -> Tensor:
-        """After a loan, or after parameters were given memory of their own: let them be views of the full
-        buffer again. Returns what they were, flat, in the lent memory or else in that buffer; those of
-        another shape stay as given. Raises ModelError for another dtype."""
+        """Let the parameters be views of the full buffer again, after `summon`, or after they were given
+        memory of their own. Returns what they were, flat, in the summoned memory or else in that buffer;
+        those of another shape stay as given. Raises ModelError for another dtype."""
         numbers, views = (
             (self.full, self._views)
             if self._summoned is None
@@ -332,7 +332,7 @@ class Bucket:
             target.copy_(self.resident)
 
     def publish(self) -> Work:
-        """After this rank's part of the parameters changed: begin to give it to the others."""
+        """Begin to give the others this rank's part of the parameters, which has changed."""
         self.store()
         if self.sharded or self.residency.states == "full":
             self.release()

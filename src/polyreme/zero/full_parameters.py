@@ -1,11 +1,10 @@
-"""Parameters in the user's hands: lent whole, to be read or to be written; and writes to them from outside,
-which a step takes in.
+"""Whole parameters for the user, to read or to write; and writes to them from outside, which a step takes in.
 
-Invariants: what shares the memory of a lent parameter stays good after the loan; on leaving a loan to write,
-every rank takes rank 0's numbers of what several have; a master keeps its digits where the parameter is still
-what it was rounded to.
-Communication: gathers; broadcasts of what was lent to be written; what ranks tell each other of parameters
-written from outside."""
+Invariants: what shares the memory of a summoned parameter stays good for ever; on leaving `writable`, every
+rank takes rank 0's numbers of what several have; a master keeps its digits where the parameter is still what
+it was rounded to.
+Communication: gathers; broadcasts of what was written; what ranks tell each other of parameters written from
+outside."""
 
 from __future__ import annotations
 
@@ -87,7 +86,7 @@ def _adopt(bucket: Bucket, numbers: Tensor) -> None:
 
 
 def _reclaim(buckets: Sequence[Bucket]) -> list[Tensor]:
-    """End the loan of all. Raises ModelError when it has ended, where one cannot be taken back."""
+    """Reclaim all of them. Raises ModelError when that is done, where one cannot be taken back."""
     found: list[Tensor] = []
     problems: list[ModelError] = []
     for bucket in buckets:
@@ -134,7 +133,7 @@ class Written:
         self.note()
 
     def note(self, bucket: Bucket | None = None) -> None:
-        """After the engine's own writes, to one bucket or to any: all is as it should be."""
+        """Note the engine's own writes, to one bucket or to any: all is as it should be."""
         self._counts |= self._counted(bucket)
         self._sums |= self._summed(bucket)
 
@@ -160,8 +159,8 @@ class Written:
         return torch.zeros((), dtype=torch.float64, device=device)
 
     def take_in(self) -> None:
-        """After a write on any rank: let it reach the masters. Every rank must call. Raises ModelError on
-        every rank where they differ."""
+        """Let a write on any rank reach the masters. Every rank must call. Raises ModelError on every rank
+        where they differ."""
         _reclaim(self._buckets)
         names = [slot.name for bucket in self._buckets for slot in bucket.layout.slots]
         told: list[Any] = self._axis.gather_objects(
@@ -183,7 +182,7 @@ class Written:
 
     def settle(self, before: Callable[[], object], bucket: Bucket | None = None) -> None:
         """Let a write on any rank, to one bucket or to any, reach the masters at once, after `before` is
-        called. Every rank must call. Raises ModelError where the parameters are lent to be written."""
+        called. Every rank must call. Raises ModelError inside of `writable`."""
         if any(bucket.is_summoned for bucket in self._buckets):
             raise ModelError(
                 "inside of another one, `with engine.full_parameters(write=True):`, "

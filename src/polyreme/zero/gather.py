@@ -120,8 +120,8 @@ class Blocks:
             hook.remove()
 
     def at(self, stage: int, microbatch: int) -> None:
-        """Before a forward or a backward: which one comes. A backward goes along the trail of its forwards,
-        from its end. Raises ModelError for training while the parameters are in the user's hands."""
+        """Tell which forward or backward comes. A backward goes along the trail of its forwards, from its
+        end. Raises ModelError for training while the parameters are in the user's hands."""
         if torch.is_grad_enabled() and any(
             bucket.is_summoned for unit in (self.root, *self.units) for bucket in unit.buckets
         ):
@@ -142,7 +142,7 @@ class Blocks:
         )
 
     def restart(self) -> None:
-        """Before the first forward of a step: forget forwards that had no backward."""
+        """Forget forwards that had no backward, before the first forward of a step."""
         self._outer_forwards = 0
         self._trails.clear()
         self._known = True
@@ -156,7 +156,7 @@ class Blocks:
             unit.release()
 
     def end_backward(self, last: bool = True) -> None:
-        """After a backward: free all but what the next forward would gather first. Not `last`: there may be
+        """Free, after a backward, all but what the next forward would gather first. Not `last`: there may be
         forwards whose backward is still to come."""
         self._known = last
         self._current = None
@@ -198,7 +198,7 @@ class Blocks:
         self._watch([*returned(output), *self._attribute_tensors(self.root)], self.root)
 
     def _begin_outer(self, module: nn.Module, args: object) -> None:
-        """Before the forward of a module around blocks: without gradients it may be called by itself, such as
+        """Begin the forward of a module around blocks. Without gradients it may be called by itself, such as
         an encoder for generation, on every rank. With them it has no step, and its parameters refuse."""
         if self.in_forward or torch.is_grad_enabled() or _in_backward():
             return
@@ -316,8 +316,8 @@ class Blocks:
 
     @torch.no_grad()  # as in a backward
     def pass_by(self) -> None:
-        """In place of a backward that has nothing to compute on this rank: gather and release in the order in
-        which the backwards of other ranks do, which wait for this one."""
+        """Gather and release in the order in which the backwards of other ranks do, which wait for this one,
+        where this rank has nothing to compute."""
         if self._trail and any(unit.sharded for unit in (self.root, *self.units)):
             for unit in (self.root, *reversed(self._trail)):
                 self._before_backward(unit)(torch.empty(0))
@@ -353,9 +353,9 @@ def _nothing(*_: Any, **__: Any) -> None:
 
 
 class _Guard(TorchFunctionMode):
-    """During the first forward: finds parameters that are used outside their block's forward, whose unit then
-    stays gathered like the root. Reading them, there or in the backward of that use, would otherwise read
-    freed memory."""
+    """Finds, during the first forward, parameters that are used outside their block's forward, whose unit
+    then stays gathered like the root. Reading them, there or in the backward of that use, would otherwise
+    read freed memory."""
 
     def __init__(self, owners: dict[int, Unit], used: Callable[[Unit], None]) -> None:
         super().__init__()

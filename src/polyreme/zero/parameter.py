@@ -25,7 +25,7 @@ OWN_GRAD: Any = Tensor.grad
 
 
 class Owner(Protocol):
-    """Who has the gradients of parameters."""
+    """What has the gradients of parameters."""
 
     begun: bool
     """Whether it has some that are not applied yet."""
@@ -107,7 +107,7 @@ def name(parameters: Iterable[nn.Parameter], names: Iterable[str]) -> None:
 
 
 def own(parameters: Iterable[nn.Parameter], owner: Owner) -> None:
-    """From now on `owner` has their gradients."""
+    """Give `owner` their gradients from now on."""
     for parameter in parameters:
         if type(parameter) is nn.Parameter:
             parameter.__class__ = TrainedParameter
@@ -126,7 +126,7 @@ def engine_of(parameter: Tensor) -> Any:
 
 
 def disown(parameters: Iterable[nn.Parameter], whole: bool) -> None:
-    """Their engine is closed: they are plain parameters again, if they are `whole`."""
+    """Make them plain parameters again, if they are `whole`: their engine is closed."""
     for parameter in parameters:
         _OWNERS.pop(parameter, None)
         _ENGINES.pop(parameter, None)
@@ -142,8 +142,8 @@ def is_shard(parameter: nn.Parameter) -> bool:
 
 
 def refuse_owned(module: nn.Module) -> None:
-    """Raise ModelError for a parameter of another engine that is still there, or of which one that was closed
-    has left a part."""
+    """Raise ModelError for a parameter of another engine that is still there, or of which a closed one has
+    left a shard."""
     parameters = dict(module.named_parameters())
     if parts := [name for name, parameter in parameters.items() if parameter in _SHARDS]:
         raise ModelError(

@@ -1,4 +1,4 @@
-"""From a model to its buckets: which parameter goes into which bucket of which unit.
+"""Partitioning a model into buckets: which parameter goes into which bucket of which unit.
 
 Invariant: every distinct parameter is in exactly one bucket, under the first of its names; the result depends
 on the model and the config alone, so that it is the same on every rank."""
@@ -206,7 +206,8 @@ class Placement:
     def _of_stage(
         self, buckets: Sequence[Bucket], whole: Callable[[Bucket], Tensor]
     ) -> Iterator[tuple[list[str], Tensor]]:
-        """Those of this rank's stages, joined over tensor parallelism; one bucket in memory at a time."""
+        """The tensors of this rank's stages, joined over tensor parallelism; one bucket in memory at a
+        time."""
         for bucket in buckets:
             full = whole(bucket)
             for names, slot in self.named(bucket):
@@ -401,7 +402,7 @@ class OffloadTiers:
         return total + (shards if self.parameters is not None and self.parameters.is_far else 0)
 
     def report(self) -> dict[str, dict[str, float]]:
-        """For `Engine.tiers`."""
+        """What `Engine.tiers` returns."""
         if self.parameters is not None:
             self.parameters.settle()
         found = {}
@@ -486,8 +487,8 @@ def _owned(cut: Cut, rank: int) -> Owned:
 
 
 def _counted(bucket: Bucket, kind: _Kind, division: Division) -> bool | Tensor:
-    """For `BucketGradients.counted`: what no tensor-parallel rank before this one has, on the first of the
-    stages that share it, in the first of the copies."""
+    """The value of `BucketGradients.counted`: what no tensor-parallel rank before this one has, on the first
+    of the stages that share it, in the first of the copies."""
     owned, replicas = kind.owned[division.tp.rank], kind.axis.replicas
     if replicas is not None and replicas.rank > 0:
         return False

@@ -1,5 +1,5 @@
-"""When gradients are reduced: as soon as a bucket's are complete in backward, in an order that is the same on
-every rank.
+"""Reduction of gradients: it begins as soon as a bucket's are complete in backward, in an order that is the
+same on every rank.
 
 Invariant: each bucket is reduced exactly once per reduction, whether or not every parameter got a gradient on
 this rank, and no two ranks ever wait for different operations:
@@ -76,7 +76,7 @@ class Reducer:
             None  # on the gradients of the backward under way, if they are still to be scaled
         )
         self.unannounced: Callable[[], None] = _refuse
-        """Called when a gradient comes that no `begin` has announced, to do so."""
+        """A callback for a gradient that no `begin` has announced; it does so."""
 
     @property
     def is_last(self) -> bool:
@@ -98,8 +98,8 @@ class Reducer:
             )
 
     def restart(self) -> None:
-        """Before the first backward of a step. Of the step before, if it did not end, nothing is under way
-        any more."""
+        """Begin a step, before its first backward. Of a step before that did not end nothing is under way any
+        more."""
         self._backward = None
         self._left = dict(self._uses)
         self._waiting.clear()
@@ -118,7 +118,7 @@ class Reducer:
             self._hooks.popitem()[1].remove()
 
     def begin(self, stage: int = 0, factor: float | None = None, last: bool = True) -> None:
-        """Before a backward of `stage`, whose gradients count times `factor`. Not `last`: another one of the
+        """Begin a backward of `stage`, whose gradients count times `factor`. Not `last`: another one of the
         same micro-batch follows."""
         used = self._of(stage)
         if factor is not None:  # then autograd cannot add them up
@@ -127,17 +127,17 @@ class Reducer:
         self._factor = factor
 
     def begin_foreign(self) -> None:
-        """Before a backward that is for others and comes through here: its gradients are dropped."""
+        """Begin a backward that is for others and comes through here: its gradients are dropped."""
         self._take_back(self._order)
         self._backward = "foreign"
 
     def begin_inputs(self, stage: int) -> None:
-        """Before the first half of a backward of `stage`: no gradient of a parameter is taken, nor added by
+        """Begin the first half of a backward of `stage`: no gradient of a parameter is taken, nor added by
         autograd to what is here."""
         self._take_back(self._of(stage))
 
     def begin_weights(self, stage: int) -> None:
-        """Before the second half, which gathers no parameters."""
+        """Begin the second half, which gathers no parameters."""
         self.begin_inputs(stage)  # a whole backward may have come between
         self._begin(self._of(stage), whole=False)
 
@@ -161,13 +161,13 @@ class Reducer:
         self._adding = {*used} - {*complete}
 
     def complete(self, buckets: Sequence[Bucket]) -> None:
-        """In a backward: `buckets` (those that are not to be reduced count for nothing) get no more
-        gradients."""
+        """Note, in a backward, that `buckets` get no more gradients; those that are not reduced count for
+        nothing."""
         for bucket in [b for b in self._waiting if b in buckets]:
             self._reduce(bucket)
 
     def end(self) -> None:
-        """After a backward: reduce what it left, parameters without gradient as zero, and wait for all
+        """End a backward: reduce what it left, parameters without gradient as zero, and wait for all
         reductions."""
         if self._backward == "foreign":
             self._backward = None
@@ -178,8 +178,8 @@ class Reducer:
         self._backward = None
 
     def gradient_buffer(self, parameter: Tensor) -> Tensor | None:
-        """In the second half of a backward: where the parameter's gradients of this step are summed, if there
-        are some, in its own dtype, and nobody but this listens for another."""
+        """The tensor, in the second half of a backward, in which the parameter's gradients of this step are
+        summed, if there are some, in its own dtype, and nobody but this listens for another."""
         bucket, index = self._index[parameter]
         open = bucket in self._waiting or bucket in self._adding
         alone = parameter in self._hooks and len(parameter._post_accumulate_grad_hooks or ()) == 1

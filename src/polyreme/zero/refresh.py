@@ -88,7 +88,7 @@ def _fill(regions: Iterable[Region], parameter: Tensor) -> None:
 def _scalars(
     old: Placement, updates: Sequence[Update], name_of: Mapping[int, str]
 ) -> dict[str, dict[str, float]]:
-    """By name in the new placement, the states of a parameter that are one number, as the ranks together know
+    """The states of a parameter that are one number, by name in the new placement, as the ranks together know
     them."""
     found: dict[str, dict[str, float]] = {}
     for update in updates:

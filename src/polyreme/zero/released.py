@@ -220,13 +220,13 @@ def refuse(what: str, parameter: nn.Parameter) -> NoReturn:
 
 
 def guard(parameters: Iterable[nn.Parameter]) -> None:
-    """From now on refuse what needs their numbers."""
+    """Refuse what needs their numbers from now on."""
     for parameter in parameters:
         parameter.__class__ = Released
 
 
 def unguard(parameters: Iterable[nn.Parameter], gathered: bool = False) -> None:
-    """Their numbers are there again, or if `gathered` for a time."""
+    """Allow it again: their numbers are there, or if `gathered` for a time."""
     for parameter in parameters:
         parameter.__class__ = Gathered if gathered else TrainedParameter
 

@@ -55,8 +55,8 @@ def states(placement: Placement, update: Update) -> Iterator[Region]:
 
 
 def numbers(placement: Placement, update: Update) -> dict[str, dict[str, float]]:
-    """By the first name of a parameter whose first element this rank updates: its states that are one number;
-    none of one never updated."""
+    """The states that are one number of each parameter whose first element this rank updates, by its first
+    name; none of one never updated."""
     found: dict[str, dict[str, float]] = {}
     for run, state in update.state.by_run():
         own = {kind: float(number) for kind, value in state.items() if (number := _number(value)) is not None}
@@ -84,7 +84,8 @@ def _flat(
 
 
 def _masters(placement: Placement, update: Update, part: slice) -> Iterator[Region]:
-    """Those that lie in the part of the bucket's flat buffer; and one of each tensor without elements."""
+    """The masters that lie in the part of the bucket's flat buffer; and one of each tensor without
+    elements."""
     bucket = update.bucket
     named = _named(placement, bucket)
     for run, data in update.state.masters():
@@ -106,8 +107,8 @@ def _part(data: Tensor | Stored, start: int, stop: int) -> Tensor | Stored:
 
 
 def _states(placement: Placement, update: Update, part: slice, numbers: bool = True) -> Iterator[Region]:
-    """Those of the optimizer's states that lie in the part of the bucket's flat buffer; `numbers`: those that
-    are one number, too."""
+    """The optimizer's states that lie in the part of the bucket's flat buffer; `numbers`: those that are one
+    number, too."""
     bucket, tp = update.bucket, placement.division.tp
     named = _named(placement, bucket)
     for run, state in update.state.by_run():

@@ -52,7 +52,7 @@ def find(path: Path) -> Path | None:
 
 
 def _leads_to_files(target: Path) -> bool:
-    """As `_has_files`, of what a file may say, be it no path at all."""
+    """Whether what a file names is a folder with files (see `_has_files`); it may be no path at all."""
     try:
         return _has_files(target)
     except (CheckpointError, ValueError):
@@ -159,7 +159,8 @@ def _load_all(folder: Path, pattern: re.Pattern[str]) -> dict[Path, Any]:
 
 
 def _check_names(folder: Path) -> None:
-    """That no file is one of a parallelism which divides the model in ways that the files do not tell."""
+    """Raise CheckpointError for a file of a parallelism that divides the model in ways which the files do not
+    tell."""
     with reading(folder):
         for entry in sorted(folder.iterdir()):
             match = OPTIMIZER_FILE.fullmatch(entry.name) or MODEL_FILE.fullmatch(entry.name)

@@ -108,7 +108,7 @@ class Directory:
         return checksum.contribution(data, self.files[file].size - end)
 
     def _range(self, kind: str, name: str, start: int, stop: int) -> tuple[str, int, int]:
-        """As `locate`, with the path of the file."""
+        """The same as `locate`, with the path of the file."""
         if name not in self._entries.get(kind, {}):
             raise CheckpointError(f"{self.path} has no {kind} of {name!r}")
         file, (info, begin, end) = self._entries[kind][name]
@@ -161,8 +161,8 @@ class Directory:
         )
 
     def _check_files(self) -> None:
-        """Against resume.json: each of its files is there, with its size, and no other that could be taken
-        for one of the checkpoint."""
+        """Compare the folder with resume.json: each of its files is there, with its size, and no other that
+        could be taken for one of the checkpoint."""
         problems = []
         for name, file in self._files.items():
             try:

@@ -96,8 +96,8 @@ _LOCK = threading.Lock()
 
 @contextmanager
 def _nothing_allowed() -> Iterator[Callable[[list[Any]], None]]:
-    """Until it ends, only what torch itself calls safe can be unpickled, and what the function that it yields
-    is given."""
+    """Let only what torch itself calls safe be unpickled inside, and what the function that it yields is
+    given."""
     with _LOCK:  # torch has one list for the whole process
         before = serialization.get_safe_globals()
         serialization.clear_safe_globals()
@@ -128,8 +128,8 @@ def members(file: Path, start: int, stop: int) -> list[ArchiveMember]:
 
 
 def contributions(every: Sequence[ArchiveMember], part: int, parts: int) -> list[int]:
-    """For each member: 0 if its bytes are as they were written, as far as is known, or if it is not in the
-    `part`-th of `parts` shares."""
+    """A number for each member: 0 if its bytes are as they were written, as far as is known, or if it is not
+    in the `part`-th of `parts` shares."""
     own = sorted(range(len(every)), key=lambda i: every[i].start - every[i].stop)[part::parts]
     found = [0] * len(every)
     for i in own:
