@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from torch.optim import Optimizer
 
 from polyreme.config import Config
 from polyreme.data import Loader
-from polyreme.distributed.agreement import known_as, same_config, same_model, same_scheduler
+from polyreme.distributed.agreement import deadlines, known_as, same_config, same_model, same_scheduler
 from polyreme.distributed.mesh import Mesh, everyone
 from polyreme.distributed.watch import collective
 from polyreme.errors import BatchError, ModelError
@@ -79,12 +80,13 @@ def initialize(
 
     Raises ConfigError with every problem of the config, and ModelError for a model that cannot be trained.
     """
-    ranks = everyone()
     given = config
+    ranks = everyone(*deadlines(lambda: Config.load(given)))
     config = same_config(ranks, lambda: Config.load(given).resolve(ranks.size))
     mesh = Mesh.open(
         {name: getattr(config.mesh, name) for name in ("dp", "tp", "pp", "cp", "ep")},
         config.mesh.order,
+        timeout=timedelta(seconds=config.mesh.timeout),
         shared_memory=config.mesh.shared_memory,
     )
     return Engine(model, config, mesh, optimizer, lr_scheduler, loss_fn)

@@ -70,7 +70,7 @@ BUDGETS = {
     "config": 850,
     "data": 600,
     "deferred_init": 430,
-    "distributed": 1250,
+    "distributed": 1700,
     "files": 240,
     "integrations": 480,
     "job": 600,

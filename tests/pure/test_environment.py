@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 import pytest
-from torch import nn
 from typer.testing import CliRunner
 
-import polyreme
 from polyreme.cli.main import app
-from polyreme.distributed.environment import Environment, detect
+from polyreme.distributed.environment import Environment, announce, detect
 from polyreme.errors import LaunchError
 
 TORCHRUN = {
@@ -69,65 +68,180 @@ def test_a_missing_variable_is_named(missing: str, named: str) -> None:
         detect({name: value for name, value in TORCHRUN.items() if name != missing})
 
 
-OPEN_MPI = {
-    "OMPI_COMM_WORLD_SIZE": "4",
-    "OMPI_COMM_WORLD_RANK": "2",
+OPEN_MPI = {  # as mpirun of Open MPI 5.0.11 sets them
     "OMPI_COMM_WORLD_LOCAL_RANK": "0",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+    "OMPI_COMM_WORLD_NODE_RANK": "0",
+    "OMPI_COMM_WORLD_RANK": "2",
+    "OMPI_COMM_WORLD_SIZE": "4",
+    "OMPI_UNIVERSE_SIZE": "4",
+    "PMIX_NAMESPACE": "prterun-a-3144@1",
     "PMIX_RANK": "2",
 }
-HYDRA = {"PMI_SIZE": "2", "PMI_RANK": "1", "MPI_LOCALNRANKS": "2", "HYDI_CONTROL_FD": "7"}
-BATCH = {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "2", "SLURM_PROCID": "0", "SLURM_JOB_NUM_NODES": "2"}
-STEP = {**BATCH, "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "1"}
-POD = {"JOB_COMPLETION_INDEX": "1"}
+HYDRA = {  # MPICH 5.0.2
+    "HYDI_CONTROL_FD": "7",
+    "MPI_LOCALNRANKS": "2",
+    "MPI_LOCALRANKID": "1",
+    "PMI_FD": "11",
+    "PMI_HOSTNAME": "a",
+    "PMI_RANK": "1",
+    "PMI_SIZE": "2",
+}
+MVAPICH = {
+    "MV2_COMM_WORLD_RANK": "3",
+    "MV2_COMM_WORLD_SIZE": "4",
+    "MV2_COMM_WORLD_LOCAL_RANK": "1",
+    "MV2_COMM_WORLD_LOCAL_SIZE": "2",
+    "PMI_RANK": "3",
+    "PMI_SIZE": "4",
+}
+BATCH = {
+    "SLURM_JOB_ID": "7",
+    "SLURM_JOB_NODELIST": "n[1-2]",
+    "SLURM_JOB_NUM_NODES": "2",
+    "SLURM_LOCALID": "0",
+    "SLURM_NODEID": "0",
+    "SLURM_NTASKS": "3",
+    "SLURM_PROCID": "0",
+}
+STEP = {
+    **BATCH,
+    "SLURM_LAUNCH_NODE_IPADDR": "127.0.0.1",
+    "SLURM_LOCALID": "1",
+    "SLURM_NODEID": "0",
+    "SLURM_PROCID": "1",
+    "SLURM_STEP_ID": "3",
+    "SLURM_STEP_NODELIST": "n[1-2]",
+    "SLURM_STEP_NUM_TASKS": "3",
+    "SLURM_STEP_TASKS_PER_NODE": "2,1",
+}
+PMI2 = {"PMI_RANK": "1", "PMI_SIZE": "3", "PMI_FD": "12"}
+POD = {
+    "HOSTNAME": "train-2",
+    "JOB_COMPLETION_INDEX": "2",
+    "KUBERNETES_SERVICE_HOST": "10.96.0.1",
+    "POLYREME_PODS": "4",
+    "POLYREME_SERVICE": "train",
+}
+MEETING = {"MASTER_ADDR": "10.0.0.9", "MASTER_PORT": "1234"}
 
 
 @pytest.mark.parametrize(
-    ("variables", "found", "way"),
+    ("variables", "place"),
     [
+        (OPEN_MPI, Environment("mpirun (Open MPI)", 2, 4, 0, 2)),
+        (HYDRA, Environment("mpiexec (MPICH, Intel MPI)", 1, 2, 1, 2)),
+        (MVAPICH, Environment("mpirun (MVAPICH)", 3, 4, 1, 2)),
+        ({**OPEN_MPI, **MEETING}, Environment("mpirun (Open MPI)", 2, 4, 0, 2, ("10.0.0.9", 1234))),
+        ({**HYDRA, "MASTER_ADDR": "a"}, Environment("mpiexec (MPICH, Intel MPI)", 1, 2, 1, 2, ("a", 29500))),
+        (STEP, Environment("srun (Slurm)", 1, 3, 1, 2, ("n1", 20059))),
+        ({**STEP, **PMI2}, Environment("srun (Slurm)", 1, 3, 1, 2, ("n1", 20059))),  # srun --mpi=pmi2
+        ({**STEP, "PMIX_RANK": "1"}, Environment("srun (Slurm)", 1, 3, 1, 2, ("n1", 20059))),  # --mpi=pmix
+        ({**STEP, **MEETING}, Environment("srun (Slurm)", 1, 3, 1, 2, ("10.0.0.9", 1234))),
         (
-            OPEN_MPI,
-            r"mpirun \(Open MPI\) started 4 processes \(OMPI_COMM_WORLD_SIZE\), of which this is number 2",
-            "mpirun .*torchrun",
+            {**STEP, "SLURM_STEP_TASKS_PER_NODE": "3", "SLURM_STEP_NODELIST": "n1"},
+            Environment("srun (Slurm)", 1, 3, 1, 3, ("127.0.0.1", 20059)),
         ),
+        # mpirun starts its daemons by srun
+        ({**STEP, **OPEN_MPI}, Environment("mpirun (Open MPI)", 2, 4, 0, 2)),
+        ({**STEP, **HYDRA}, Environment("mpiexec (MPICH, Intel MPI)", 1, 2, 1, 2)),
+        ({**STEP, **PMI2, **OPEN_MPI}, Environment("mpirun (Open MPI)", 2, 4, 0, 2)),
+        (POD, Environment("Indexed Job (Kubernetes)", 2, 4, 0, 1, ("train-0.train", 29500))),
         (
-            {"MV2_COMM_WORLD_SIZE": "3", "MV2_COMM_WORLD_RANK": "0"},
-            "MVAPICH.* started 3 processes",
-            "mpiexec .*torchrun",
+            {**POD, "HOSTNAME": "set-workers-0-2.train.default"},
+            Environment("Indexed Job (Kubernetes)", 2, 4, 0, 1, ("set-workers-0-0.train", 29500)),
         ),
-        (HYDRA, r"mpiexec .* started 2 processes \(PMI_SIZE\)", "mpiexec .*torchrun"),
-        (
-            STEP,
-            r"srun started 2 processes \(SLURM_STEP_NUM_TASKS\), of which this is number 1 \(SLURM_PROCID\)",
-            "srun .*torchrun",
-        ),
-        ({**BATCH, "SLURM_STEP_ID": "0"}, r"srun started 2 processes \(SLURM_NTASKS\)", "srun .*torchrun"),
-        ({**STEP, **HYDRA}, "srun started 2", "srun .*torchrun"),  # srun --mpi=pmi2
-        (POD, "this is pod 1 of an Indexed Job", "torchrun .*JOB_COMPLETION_INDEX"),
+        ({**POD, **MEETING}, Environment("Indexed Job (Kubernetes)", 2, 4, 0, 1, ("10.0.0.9", 1234))),
+        ({**POD, **OPEN_MPI}, Environment("mpirun (Open MPI)", 2, 4, 0, 2)),
+        ({**POD, "OMPI_COMM_WORLD_SIZE": "1", "OMPI_COMM_WORLD_RANK": "0"}, detect(POD)),
     ],
 )
-def test_one_of_several_processes_is_no_single_one(
-    monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], found: str, way: str
-) -> None:
-    with pytest.raises(LaunchError, match=f"{found}(.|\n)*{way}(.|\n)*RANK=0 and WORLD_SIZE=1"):
-        detect(variables)
+def test_each_launcher_says_which_rank_this_is(variables: dict[str, str], place: Environment) -> None:
+    assert detect(variables) == place
     assert detect({**variables, **TORCHRUN}).rank == 5, "torchrun under it"
     assert detect({**variables, "RANK": "0", "WORLD_SIZE": "1"}).world_size == 1, "apart"
-    for name, value in variables.items():
+    announced = {**variables}
+    announce(replace(place, address=place.address or ("10.0.0.1", 29400)), announced)
+    assert detect(announced).rank == place.rank, "once ranks have met"
+
+
+@pytest.mark.parametrize(
+    ("variables", "missing"),
+    [
+        (OPEN_MPI, "OMPI_COMM_WORLD_RANK"),
+        (OPEN_MPI, "OMPI_COMM_WORLD_SIZE"),
+        (OPEN_MPI, "OMPI_COMM_WORLD_LOCAL_RANK"),
+        (OPEN_MPI, "OMPI_COMM_WORLD_LOCAL_SIZE"),
+        (HYDRA, "PMI_RANK"),
+        (HYDRA, "PMI_SIZE"),
+        (HYDRA, "MPI_LOCALRANKID"),
+        (HYDRA, "MPI_LOCALNRANKS"),
+        (MVAPICH, "MV2_COMM_WORLD_SIZE"),
+        (STEP, "SLURM_PROCID"),
+        (STEP, "SLURM_STEP_NUM_TASKS"),
+        (STEP, "SLURM_LOCALID"),
+        (STEP, "SLURM_NODEID"),
+        (STEP, "SLURM_STEP_TASKS_PER_NODE"),
+        (STEP, "SLURM_STEP_NODELIST"),
+        (STEP, "SLURM_JOB_ID"),
+        (POD, "POLYREME_PODS"),
+        (POD, "POLYREME_SERVICE"),
+        (POD, "HOSTNAME"),
+    ],
+)
+def test_what_a_launcher_left_out_is_named(variables: dict[str, str], missing: str) -> None:
+    with pytest.raises(LaunchError, match=missing):
+        detect({name: value for name, value in variables.items() if name != missing})
+
+
+@pytest.mark.parametrize(
+    ("variables", "named"),
+    [
+        ({"PMIX_RANK": "1", "PMIX_NAMESPACE": "a"}, "process 1 of a launcher that speaks PMIx"),
+        ({**OPEN_MPI, **HYDRA}, "rank 2 of 4, but mpiexec .* number 1 of 2 .PMI_RANK, PMI_SIZE"),
+        ({**HYDRA, "RANK": "0", "WORLD_SIZE": "2", **MEETING}, "torchrun says .* 0 of 2, but mpiexec"),
+        ({**STEP, "RANK": "0", "WORLD_SIZE": "2", **MEETING}, "torchrun says .* 0 of 2, but srun"),
+        ({**OPEN_MPI, "WORLD_SIZE": "4"}, "WORLD_SIZE = 4 is set and RANK is not"),
+        ({**STEP, "SLURM_STEP_TASKS_PER_NODE": "2,2"}, "variables of two steps are mixed"),
+        ({**STEP, "SLURM_NODEID": "2"}, "variables of two steps are mixed"),
+        ({**STEP, "SLURM_DISTRIBUTION": "arbitrary"}, "set MASTER_ADDR"),
+        ({**STEP, "SLURM_STEP_NODELIST": "n[1-"}, "node list is"),
+        ({**STEP, "SLURM_STEP_TASKS_PER_NODE": "2x"}, "tasks on each node are given as '2x'"),
+        ({**POD, "POLYREME_RANKS_PER_POD": "2"}, "in each of which 2 ranks train(.|\n)*torchrun --nnodes"),
+        ({**POD, "HOSTNAME": "node7"}, "HOSTNAME 'node7'"),
+        ({**POD, "JOB_COMPLETION_INDEX": "4", "HOSTNAME": "a-4"}, "rank = 4 with world_size = 4"),
+    ],
+)
+def test_what_contradicts_itself_is_refused(variables: dict[str, str], named: str) -> None:
+    with pytest.raises(LaunchError, match=named):
+        detect(variables)
+
+
+def test_what_starts_ranks_itself_is_not_started_several_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in HYDRA.items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(LaunchError, match=found):
-        polyreme.initialize(nn.Linear(2, 2), {"batch": {"size": 2}})
-    for command in (["train", "run.toml"], ["launch", "-n", "2", "script.py"]):
-        result = CliRunner().invoke(app, command)
-        assert result.exit_code == 1 and re.search(found, result.output) and "torchrun" in result.output, (
-            command
-        )
+    result = CliRunner().invoke(app, ["launch", "-n", "2", "script.py"])
+    assert result.exit_code == 1
+    assert re.search("started 2 processes, of which this is number 1, and polyreme launch", result.output)
 
 
-@pytest.mark.parametrize("size", ["OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE", "PMI_SIZE"])
-def test_one_process_of_a_launcher_is_a_single_one(size: str) -> None:
-    assert detect({size: "1"}).world_size == 1
+@pytest.mark.parametrize("name", ["OMPI_COMM_WORLD", "MV2_COMM_WORLD", "PMI"])
+def test_one_process_of_a_launcher_is_a_single_one(name: str) -> None:
+    place = detect({f"{name}_SIZE": "1", f"{name}_RANK": "0"})
+    assert place.world_size == 1 and place.alone
 
 
 def test_a_batch_script_of_slurm_is_a_single_process() -> None:
     assert detect(BATCH).world_size == 1
     assert detect({**STEP, "SLURM_STEP_NUM_TASKS": "1"}).world_size == 1, "an interactive step, too"
+    assert detect({**STEP, "SLURM_STEP_ID": str(2**32 - 5)}).world_size == 1, "the batch script's own step"
+
+
+def test_jobs_on_one_node_meet_at_ports_of_their_own() -> None:
+    places = [
+        detect({**STEP, "SLURM_JOB_ID": str(job), "SLURM_STEP_ID": str(step)}).address
+        for job in range(5_000_000, 5_000_100)
+        for step in range(8)
+    ]
+    assert len(set(places)) == len(places)
+    assert all(place is not None and 20000 <= place[1] < 30000 for place in places)

@@ -20,7 +20,7 @@ import typer
 from typer.core import TyperGroup
 
 from polyreme.compat.finder import variables
-from polyreme.distributed.environment import LAUNCHED, Environment, detect
+from polyreme.distributed.environment import LAUNCHED, Environment, detect, refuse_several
 from polyreme.errors import LaunchError, PolyremeError, shortened
 from polyreme.launch.signals import importing
 
@@ -167,7 +167,7 @@ def train(
 def _world_size(asked: int | None, configured: int | None, environment: Environment) -> int:
     """How many ranks train: those that were started already, or else `asked` (-n), or else `configured`
     (launch.ranks)."""
-    if environment.address is None:
+    if environment.alone:
         return asked or configured or 1
     if asked not in (None, environment.world_size):
         raise LaunchError(
@@ -219,7 +219,7 @@ def launch(
         from polyreme.launch.torchrun import Manner
         from polyreme.launch.torchrun import launch as start
 
-    detect()  # which refuses to be started several times, beside others that it does not know
+    refuse_several("polyreme launch")
     command = [*(["-m"] if module else []), script, *(arguments or [])]
     manner = Manner(variables("deepspeed") if with_deepspeed else {})
     start(command, ranks, threads=threads, manner=manner)

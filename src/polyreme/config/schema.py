@@ -84,6 +84,7 @@ take for ever."""
 Bool = Annotated[bool, Strict()]
 Count = Annotated[int, Strict(), Field(ge=1, le=LARGEST)]
 Positive = Annotated[float, BeforeValidator(real), Field(gt=0)]
+Seconds = Annotated[float, BeforeValidator(real), Field(gt=0, le=30 * 24 * 3600)]
 NotNegative = Annotated[float, BeforeValidator(real), Field(ge=0)]
 Fraction = Annotated[float, BeforeValidator(real), Field(ge=0, le=1)]
 Beta = Annotated[float, BeforeValidator(real), Field(ge=0, lt=1)]
@@ -211,6 +212,9 @@ class MeshSection(Section):
         default=True,
         description="CPU ranks of one host read each other's memory, "
         "where the system allows it; else all goes over sockets.",
+    )
+    timeout: Seconds = Field(
+        default=600.0, description="Seconds for which an operation waits for the other ranks, then it fails."
     )
 
 
@@ -545,6 +549,10 @@ class LaunchSection(Section):
 
     ranks: Count | None = Field(
         default=None, examples=[2], description="Ranks to start; none runs in those that already are."
+    )
+    meet_timeout: Seconds = Field(
+        default=120.0,
+        description="Seconds that ranks have to find each other; then each one that came says who did not.",
     )
 
 

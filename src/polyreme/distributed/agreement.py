@@ -13,6 +13,7 @@ import inspect
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping
+from datetime import timedelta
 from functools import partial
 from types import CodeType
 from typing import Any, TypeVar
@@ -32,6 +33,16 @@ SHOWN = 8
 T = TypeVar("T")
 Difference = tuple[str, Any, str]
 """A key, what rank 0 has, and who has what."""
+
+
+def deadlines(load: Callable[[], Config]) -> tuple[timedelta, timedelta]:
+    """How long an operation waits for other ranks, and how long they have to meet: as the config says, or, of
+    one that cannot be read, as is usual; ranks that met can say so together."""
+    try:
+        config = load()
+    except Exception:  # `same_config` raises it on all ranks
+        config = Config()
+    return timedelta(seconds=config.mesh.timeout), timedelta(seconds=config.launch.meet_timeout)
 
 
 def same_config(everyone: Axis, load: Callable[[], Config]) -> Config:

@@ -11,6 +11,7 @@ import os
 from collections.abc import Callable, Mapping, MutableMapping
 from dataclasses import dataclass
 
+from polyreme.distributed.node_list import node_names, tasks_per_node
 from polyreme.errors import LaunchError
 
 RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE = "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"
@@ -20,11 +21,22 @@ MASTER_ADDR, MASTER_PORT = "MASTER_ADDR", "MASTER_PORT"
 LAUNCHED = "POLYREME_LAUNCHED"
 """The variable that tells a rank that `polyreme.launch.torchrun` started it, and reports its errors."""
 
+PODS, SERVICE, RANKS_PER_POD = "POLYREME_PODS", "POLYREME_SERVICE", "POLYREME_RANKS_PER_POD"
+"""What the pods of a Job are told beside JOB_COMPLETION_INDEX: how many they are, their headless Service, and
+the ranks in each (1 where it is not set)."""
+
+PORT = 29500
+"""Where ranks meet if nothing tells: torchrun's."""
+LOOPBACK = "127.0.0.1"
+_APART = "for trainings that are meant to be apart, set RANK=0 and WORLD_SIZE=1 in each"
+
 
 @dataclass(frozen=True)
 class Environment:
-    """Which rank of the run this process is; `address` is where ranks meet (host, port), None for a single
-    process."""
+    """Which rank of the run this process is.
+
+    `address` is where ranks meet (host, port): None for a single process, and where MPI started the ranks,
+    which is asked for it as they meet (`polyreme.distributed.meeting`)."""
 
     name: str
     rank: int
@@ -42,63 +54,82 @@ class Environment:
                     f"every rank with the same {size} and its own {index}"
                 )
 
+    @property
+    def alone(self) -> bool:
+        """Whether there is no other rank, nor a place to meet one."""
+        return self.world_size == 1 and self.address is None
+
+    @property
+    def one_host(self) -> bool:
+        """Whether all ranks are on this host."""
+        return self.world_size == self.local_world_size
+
 
 def detect(variables: Mapping[str, str] = os.environ) -> Environment:
     """The environment that `variables` describe; a run of one process if no launcher left any.
 
-    Raises LaunchError for variables that are incomplete or contradict each other, and for one of several
-    processes of a launcher whose variables do not say where ranks meet."""
-    found = (source(variables) for source in SOURCES)
-    return next(
-        (environment for environment in found if environment), Environment("single process", 0, 1, 0, 1)
-    )
+    Asks torchrun, Open MPI, MVAPICH, MPICH, Slurm and Kubernetes in this order; the first counts that started
+    several processes. Raises LaunchError for variables that are incomplete or contradict each other."""
+    first = None
+    for source in SOURCES:
+        found = source(variables)
+        if found is not None and (found.world_size > 1 or source is _torchrun):
+            _refuse_others(found, variables)
+            return found
+        first = first or found
+    return first or Environment("single process", 0, 1, 0, 1)
+
+
+def refuse_several(command: str, variables: Mapping[str, str] = os.environ) -> None:
+    """Raise LaunchError where `command`, which starts ranks itself, was started as one of several
+    processes."""
+    environment = detect(variables)
+    if environment.world_size > 1 and environment.name != TORCHRUN:
+        raise LaunchError(
+            f"{environment.name} started {environment.world_size} processes, of which this is number {environment.rank}, and "
+            f"{command} would start ranks of its own in each: have {environment.name} run the script itself, "
+            f"`python SCRIPT`, whose engine finds the other ranks; {_APART}"
+        )
 
 
 def announce(environment: Environment, variables: MutableMapping[str, str] = os.environ) -> None:
     """Write `environment` into the variables of torchrun, which `detect` and torch read."""
     told: dict[str, object] = {
-        "RANK": environment.rank,
-        "WORLD_SIZE": environment.world_size,
-        "LOCAL_RANK": environment.local_rank,
-        "LOCAL_WORLD_SIZE": environment.local_world_size,
+        RANK: environment.rank,
+        WORLD_SIZE: environment.world_size,
+        LOCAL_RANK: environment.local_rank,
+        LOCAL_WORLD_SIZE: environment.local_world_size,
     }
     if environment.address is not None:
-        told |= dict(zip(("MASTER_ADDR", "MASTER_PORT"), environment.address, strict=True))
+        told |= dict(zip((MASTER_ADDR, MASTER_PORT), environment.address, strict=True))
     variables.update({name: str(value) for name, value in told.items()})
+
+
+# ---- torchrun
+
+TORCHRUN = "torchrun"
+_BY_HAND = "start ranks with `polyreme launch` or torchrun, or unset RANK and WORLD_SIZE for a single process"
 
 
 def _torchrun(variables: Mapping[str, str]) -> Environment | None:
     """The variables of torchrun, which `polyreme launch` and people who start ranks by hand set, too."""
 
     def number(name: str, default: int | None = None) -> int:
-        text = variables.get(name)
-        if text is None and default is not None:
-            return default
-        try:
-            return int(text or "")
-        except ValueError:
-            raise LaunchError(
-                f"the variable {name} is {text!r}, but with RANK "
-                "and WORLD_SIZE set it must be a whole number; "
-                "start ranks with `polyreme launch` or torchrun, "
-                "or unset RANK and WORLD_SIZE for a single process"
-            ) from None
+        return _number(variables, name, "with RANK and WORLD_SIZE set it", _BY_HAND, default)
 
-    if not variables.keys() & {"RANK", "WORLD_SIZE"} or (
-        "RANK" not in variables and number("WORLD_SIZE") == 1
-    ):
+    if not variables.keys() & {RANK, WORLD_SIZE} or (RANK not in variables and number(WORLD_SIZE) == 1):
         return None
-    for missing, there in (("WORLD_SIZE", "RANK"), ("RANK", "WORLD_SIZE")):
+    for missing, there in ((WORLD_SIZE, RANK), (RANK, WORLD_SIZE)):
         if missing not in variables:
             raise LaunchError(
                 f"{there} = {variables[there]} is set and {missing} is "
                 "not, which does not tell one rank from the others; "
                 "start ranks with `polyreme launch` or torchrun, or unset both for a single process"
             )
-    rank, world_size = number("RANK"), number("WORLD_SIZE")
-    local_world_size = number("LOCAL_WORLD_SIZE", world_size)
-    meets = world_size != 1 or "MASTER_PORT" in variables
-    if world_size > 1 and "MASTER_ADDR" not in variables:
+    rank, world_size = number(RANK), number(WORLD_SIZE)
+    local_world_size = number(LOCAL_WORLD_SIZE, world_size)
+    meets = world_size != 1 or MASTER_PORT in variables
+    if world_size > 1 and MASTER_ADDR not in variables:
         raise LaunchError(
             f"RANK = {rank} and WORLD_SIZE = {world_size} are set and "
             "MASTER_ADDR is not, the host of rank 0, where ranks meet; "
@@ -106,73 +137,259 @@ def _torchrun(variables: Mapping[str, str]) -> Environment | None:
             "set MASTER_ADDR (127.0.0.1 on one host) and MASTER_PORT"
         )
     return Environment(
-        name="torchrun",
+        name=TORCHRUN,
         rank=rank,
         world_size=world_size,
-        local_rank=number("LOCAL_RANK", rank % max(local_world_size, 1)),
+        local_rank=number(LOCAL_RANK, rank % max(local_world_size, 1)),
         local_world_size=local_world_size,
-        address=(variables.get("MASTER_ADDR", "127.0.0.1"), number("MASTER_PORT")) if meets else None,
+        address=(variables.get(MASTER_ADDR, LOOPBACK), number(MASTER_PORT)) if meets else None,
     )
+
+
+# ---- MPI and Slurm
 
 
 @dataclass(frozen=True)
 class _Launcher:
-    """One that we do not speak yet: its variables, and a command that starts torchrun under it.
-
-    `sizes` are variables of the number of processes, the first that is there counts, and none counts without
-    `inside`."""
+    """The variables in which one tells a process its rank; of several names the first that is there
+    counts."""
 
     name: str
     rank: str
-    sizes: tuple[str, ...]
-    command: str
-    inside: str | None = None
+    size: str
+    local_rank: tuple[str, ...]
+    local_size: tuple[str, ...]
+
+    def numbers(self, variables: Mapping[str, str]) -> tuple[int, int] | None:
+        """(rank, world size), if this is one of its processes."""
+        if not variables.keys() & {self.rank, self.size}:
+            return None
+        if variables.get(self.size) == "1":
+            return 0, 1
+        return self.number(variables, self.rank), self.number(variables, self.size)
+
+    def number(self, variables: Mapping[str, str], *names: str) -> int:
+        name = next((name for name in names if name in variables), names[0])
+        why = f"beside the other variables of {self.name} it"
+        return _number(variables, name, why, f"start ranks by {self.name} itself, or by `polyreme launch`")
 
 
-_MEETING = "--nproc-per-node=RANKS --rdzv-backend=c10d --rdzv-endpoint=FIRST_HOST:29400 SCRIPT"
-_MPIRUN = f"mpirun -n HOSTS --map-by ppr:1:node torchrun --nnodes=HOSTS {_MEETING}"
-_HYDRA = f"mpiexec -n HOSTS -ppn 1 torchrun --nnodes=HOSTS {_MEETING}"
-_SRUN = f"srun --ntasks-per-node=1 torchrun --nnodes=$SLURM_NNODES {_MEETING}"
-_POD = (
-    "torchrun --nnodes=PODS --node-rank=$JOB_COMPLETION_INDEX "
-    "--master-addr=FIRST_POD --master-port=29400 --nproc-per-node=RANKS SCRIPT"
+OPEN_MPI = _Launcher(
+    "mpirun (Open MPI)",
+    "OMPI_COMM_WORLD_RANK",
+    "OMPI_COMM_WORLD_SIZE",
+    ("OMPI_COMM_WORLD_LOCAL_RANK",),
+    ("OMPI_COMM_WORLD_LOCAL_SIZE",),
 )
-
-_UNSPOKEN = (
-    _Launcher("mpirun (Open MPI)", "OMPI_COMM_WORLD_RANK", ("OMPI_COMM_WORLD_SIZE",), _MPIRUN),
-    _Launcher("mpirun (MVAPICH)", "MV2_COMM_WORLD_RANK", ("MV2_COMM_WORLD_SIZE",), _HYDRA),
-    # SLURM_PROCID and SLURM_NTASKS are in a batch script's variables, too, which is one process; those of a
-    # step are not
-    _Launcher(
-        "srun", "SLURM_PROCID", ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"), _SRUN, inside="SLURM_STEP_ID"
-    ),
-    _Launcher("mpiexec (MPICH, Intel MPI)", "PMI_RANK", ("PMI_SIZE",), _HYDRA),
+MVAPICH = _Launcher(
+    "mpirun (MVAPICH)",
+    "MV2_COMM_WORLD_RANK",
+    "MV2_COMM_WORLD_SIZE",
+    ("MV2_COMM_WORLD_LOCAL_RANK",),
+    ("MV2_COMM_WORLD_LOCAL_SIZE",),
 )
-_APART = "for trainings that are meant to be apart, set RANK=0 and WORLD_SIZE=1 in each"
+MPICH = _Launcher(
+    "mpiexec (MPICH, Intel MPI)",
+    "PMI_RANK",
+    "PMI_SIZE",
+    ("MPI_LOCALRANKID", "PMI_LOCAL_RANK"),
+    ("MPI_LOCALNRANKS", "PMI_LOCAL_SIZE"),
+)
+SLURM = _Launcher("srun (Slurm)", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", ("SLURM_LOCALID",), ())
+MPI = (OPEN_MPI, MVAPICH, MPICH)
+BY_MPI = frozenset(launcher.name for launcher in MPI)
+"""Names of environments in which MPI started the ranks."""
 
 
-def _unspoken(variables: Mapping[str, str]) -> None:
-    """Refuse to be one of several processes that know nothing of each other: each would train by itself, on
-    all of the data."""
-    for launcher in _UNSPOKEN:
-        size = next((name for name in launcher.sizes if name in variables), None)
-        if size is None or (launcher.inside is not None and launcher.inside not in variables):
-            continue
-        if variables[size] != "1":
-            raise LaunchError(
-                f"{launcher.name} started {variables[size]} processes ({size}), of which this is number "
-                f"{variables.get(launcher.rank, 'unknown')} ({launcher.rank}), "
-                "but each would train by itself: its variables are not read "
-                f"yet; have it start torchrun, once on each host:\n    {launcher.command}\n"
-                f"  on one host, `polyreme launch -n RANKS SCRIPT` does without it; {_APART}"
-            )
-    if (index := variables.get("JOB_COMPLETION_INDEX")) is not None:
+def _mpi(variables: Mapping[str, str]) -> Environment | None:
+    """The rank that an MPI library's launcher gave; without an address, unless MASTER_ADDR is set."""
+    found = [
+        (numbers, launcher)
+        for launcher in MPI
+        if (numbers := launcher.numbers(variables)) and not (launcher is MPICH and _is_of_slurm(variables))
+    ]
+    if not found:
+        _refuse_pmix(variables)
+        return None
+    (rank, world_size), launcher = max(found, key=lambda each: each[0][1] > 1)
+    if world_size == 1:
+        return Environment(launcher.name, 0, 1, 0, 1)
+    return Environment(
+        launcher.name,
+        rank,
+        world_size,
+        launcher.number(variables, *launcher.local_rank),
+        launcher.number(variables, *launcher.local_size),
+        _address(variables, None, PORT) if MASTER_ADDR in variables else None,
+    )
+
+
+def _refuse_pmix(variables: Mapping[str, str]) -> None:
+    """A launcher that speaks PMIx alone says which process this is, and not of how many."""
+    if "PMIX_RANK" in variables and _step(variables) is None:
         raise LaunchError(
-            f"this is pod {index} of an Indexed Job (JOB_COMPLETION_INDEX), "
-            "but each pod would train by itself; have torchrun start the "
-            f"ranks of each pod, with the pods' number and the name of the first:\n    {_POD}\n  {_APART}"
+            f"this is process {variables['PMIX_RANK']} of a launcher that speaks PMIx (PMIX_RANK), which "
+            "does not tell how many there are in any variable; start ranks by mpirun, mpiexec or srun, or "
+            "set RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT for each; "
+            f"{_APART}"
         )
 
 
-SOURCES: tuple[Callable[[Mapping[str, str]], Environment | None], ...] = (_torchrun, _unspoken)
+def _step(variables: Mapping[str, str]) -> int | None:
+    """The number of the job step that this process is in; None in a batch script, which has SLURM_PROCID and
+    SLURM_NTASKS, too, and is one process."""
+    text = variables.get("SLURM_STEP_ID", "")
+    # beyond are the batch script's and the interactive step's
+    return int(text) if text.isdigit() and int(text) < 2**32 - 16 else None
+
+
+def _is_of_slurm(variables: Mapping[str, str]) -> bool:
+    """Whether PMI's variables are those of `srun --mpi=pmi2`, which say what Slurm's say."""
+    return _step(variables) is not None and MPICH.numbers(variables) == SLURM.numbers(variables)
+
+
+def _slurm(variables: Mapping[str, str]) -> Environment | None:
+    """A task of a job step. Ranks meet on the step's first node, at a port that is the job's own."""
+    step = _step(variables)
+    if step is None:
+        return None
+    rank, world_size = SLURM.number(variables, SLURM.rank), SLURM.number(variables, SLURM.size)
+    if world_size == 1:
+        return Environment(SLURM.name, 0, 1, 0, 1)
+    tasks = tasks_per_node(_text(variables, "SLURM_STEP_TASKS_PER_NODE", SLURM.name))
+    node = SLURM.number(variables, "SLURM_NODEID")
+    if not (0 <= node < len(tasks) and sum(tasks) == world_size):
+        raise LaunchError(
+            f"SLURM_NODEID is {node} and SLURM_STEP_TASKS_PER_NODE {variables['SLURM_STEP_TASKS_PER_NODE']}, "
+            f"but the step has {world_size} tasks (SLURM_STEP_NUM_TASKS): variables of two steps are mixed; "
+            "start ranks by srun itself, without --export of another step's"
+        )
+    # neighbours in number run at the same time, and keep apart; below the ports that systems give out
+    port = 20000 + (SLURM.number(variables, "SLURM_JOB_ID") * 8 + step) % 10000
+    first = LOOPBACK if len(tasks) == 1 else None
+    if MASTER_ADDR not in variables and first is None:
+        if "arbitrary" in variables.get("SLURM_DISTRIBUTION", ""):
+            raise LaunchError(
+                "SLURM_DISTRIBUTION is arbitrary, and then rank 0 is not on the first node of the list; "
+                "set MASTER_ADDR to its node"
+            )
+        first = node_names(_text(variables, "SLURM_STEP_NODELIST", SLURM.name))[0]
+    local_rank = SLURM.number(variables, *SLURM.local_rank)
+    return Environment(
+        SLURM.name, rank, world_size, local_rank, tasks[node], _address(variables, first, port)
+    )
+
+
+# ---- Kubernetes
+
+_POD = (
+    "torchrun --nnodes=$POLYREME_PODS --node-rank=$JOB_COMPLETION_INDEX "
+    "--nproc-per-node=$POLYREME_RANKS_PER_POD --master-addr=JOB-0.$POLYREME_SERVICE --master-port=29500 "
+    "SCRIPT"
+)
+
+
+def _pod(variables: Mapping[str, str]) -> Environment | None:
+    """A pod of an Indexed Job, which is one rank: its template sets POLYREME_PODS, and POLYREME_SERVICE (or
+    MASTER_ADDR)."""
+    if "JOB_COMPLETION_INDEX" not in variables:
+        return None
+    name = "Indexed Job (Kubernetes)"
+    why, fix = f"in a pod of an {name} it", f"set it in the pods' template; {_APART}"
+    index = _number(variables, "JOB_COMPLETION_INDEX", why, fix)
+    if PODS not in variables:
+        raise LaunchError(
+            f"this is pod {index} of an Indexed Job (JOB_COMPLETION_INDEX), but each pod would train by "
+            f"itself: {PODS} does not say how many there are; set in the pods' template {PODS} (the Job's "
+            f"completions) and {SERVICE} (the headless Service, which is their subdomain); {_APART}"
+        )
+    pods, ranks = _number(variables, PODS, why, fix), _number(variables, RANKS_PER_POD, why, fix, 1)
+    if ranks != 1:
+        raise LaunchError(
+            f"this is pod {index} of {pods}, in each of which {ranks} ranks train ({RANKS_PER_POD}), and a "
+            f"script by itself is one; have torchrun start them:\n    {_POD}\n  or leave {RANKS_PER_POD} out"
+        )
+    if pods == 1:
+        return Environment(name, 0, 1, 0, 1)
+    return Environment(name, index, pods, 0, 1, _address(variables, _first_pod(variables, index), PORT))
+
+
+def _first_pod(variables: Mapping[str, str], index: int) -> str | None:
+    """The name of pod 0: JOB-0.SERVICE, as this one's host name is JOB-INDEX. None where MASTER_ADDR says."""
+    if MASTER_ADDR in variables:
+        return None
+    host, service = variables.get("HOSTNAME", "").partition(".")[0], variables.get(SERVICE)
+    if not service or not host.endswith(f"-{index}"):
+        raise LaunchError(
+            f"this is pod {index} of an Indexed Job, and where its pods meet is not known: {SERVICE} is "
+            f"{service!r} and HOSTNAME {host!r}; set {SERVICE} to the name of the headless Service that is "
+            f"the pods' subdomain (host names are then JOB-{index}), or MASTER_ADDR to the first pod's"
+        )
+    return f"{host.removesuffix(f'-{index}')}-0.{service}"
+
+
+# ---- for all of them
+
+
+def _refuse_others(environment: Environment, variables: Mapping[str, str]) -> None:
+    """Raise LaunchError where what is known of this process contradicts `environment`.
+
+    It does not where one launcher runs within another, as torchrun or mpirun in a job step: the numbers are
+    those of other processes then."""
+    if "TORCHELASTIC_RUN_ID" in variables or LAUNCHED in variables or environment.world_size == 1:
+        return
+    said = {
+        launcher: numbers
+        for launcher in (*MPI, SLURM)
+        if (launcher is not SLURM or _step(variables) is not None)
+        and (numbers := launcher.numbers(variables))
+        and numbers[1] > 1
+    }
+    if environment.name == TORCHRUN and (environment.rank, environment.world_size) in said.values():
+        return
+    for launcher, numbers in said.items():
+        if numbers == (environment.rank, environment.world_size):
+            continue
+        rank, size = numbers
+        of_mpi = environment.name in BY_MPI and launcher in MPI and not _is_of_slurm(variables)
+        by_hand = environment.name == TORCHRUN and size >= environment.world_size
+        if of_mpi or by_hand:
+            raise LaunchError(
+                f"{environment.name} says that this is rank {environment.rank} of {environment.world_size}, but "
+                f"{launcher.name} that it is number {rank} of {size} ({launcher.rank}, {launcher.size}): "
+                f"one of them left its variables behind; unset those of {environment.name}, or of {launcher.name}"
+            )
+
+
+def _address(variables: Mapping[str, str], host: str | None, port: int) -> tuple[str, int]:
+    """The place that MASTER_ADDR and MASTER_PORT name, or else this one."""
+    fix = "set it to a free port of the host of rank 0, the same for all, or unset it"
+    return (
+        variables.get(MASTER_ADDR, host or LOOPBACK),
+        _number(variables, MASTER_PORT, "where ranks meet", fix, port),
+    )
+
+
+def _number(variables: Mapping[str, str], name: str, why: str, fix: str, default: int | None = None) -> int:
+    text = variables.get(name)
+    if text is None and default is not None:
+        return default
+    try:
+        return int(text or "")
+    except ValueError:
+        raise LaunchError(
+            f"the variable {name} is {text!r}, but {why} must be a whole number; {fix}"
+        ) from None
+
+
+def _text(variables: Mapping[str, str], name: str, launcher: str) -> str:
+    if name not in variables:
+        raise LaunchError(
+            f"the variable {name} is not set, but beside the other variables of {launcher} it must be; start "
+            f"ranks by {launcher} itself, or by `polyreme launch`"
+        )
+    return variables[name]
+
+
+SOURCES: tuple[Callable[[Mapping[str, str]], Environment | None], ...] = (_torchrun, _mpi, _slurm, _pod)
 """The detectors, in the order in which they are asked."""

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from polyreme.distributed.backend import Backend
 from polyreme.distributed.gloo_direct import GlooDirect
-from polyreme.distributed.process_group import GROUPS, ProcessGroup, join, world
+from polyreme.distributed.process_group import GROUPS, TIMEOUT, WITHIN, ProcessGroup, join, world
 from polyreme.distributed.simulated import Simulated
 from polyreme.distributed.sums import put, sum_into
 from polyreme.distributed.work import DONE, Work
@@ -257,7 +257,7 @@ class Mesh:
     device: torch.device
     axes: Mapping[str, Axis] = field(default_factory=dict)
     _lines: Mapping[str, Sequence[Sequence[int]]] = field(default_factory=dict)
-    _timeout: timedelta = timedelta(minutes=10)
+    _timeout: timedelta = TIMEOUT
     _shared_memory: bool = False
     host_of: Sequence[str] = ("this one",)
     """The name of the host that each rank is on."""
@@ -279,14 +279,15 @@ class Mesh:
         cls,
         sizes: Mapping[str, int],
         order: Sequence[str] = AXES,
-        timeout: timedelta = timedelta(minutes=10),
+        timeout: timedelta = TIMEOUT,
         shared_memory: bool = True,
     ) -> Mesh:
         """Build the axes over all ranks; `sizes` gives each axis' size and their product is the world size.
 
-        Joins the process group that exists, or else the one that the environment (RANK, WORLD_SIZE,
-        MASTER_ADDR, ...) describes; without either, one process is the whole world. With `shared_memory`, CPU
-        ranks of one host read each other's memory. Raises TransportError where the ranks cannot meet."""
+        Joins the process group that exists, or else the one that the environment (torchrun's variables,
+        MPI's, ...) describes; without either, one process is the whole world. An operation waits `timeout`
+        for other ranks. With `shared_memory`, CPU ranks of one host read each other's memory. Raises
+        TransportError where the ranks cannot meet."""
         device = join(timeout)
         world_size, rank = world()
         if math.prod(sizes.values()) != world_size:
@@ -393,10 +394,10 @@ class Mesh:
         }
 
 
-def everyone(timeout: timedelta = timedelta(minutes=10)) -> Axis:
-    """An axis over all ranks, between CPUs, apart from those of any mesh. All ranks must call. Raises as
-    `Mesh.open`."""
-    join(timeout)
+def everyone(timeout: timedelta = TIMEOUT, within: timedelta = WITHIN) -> Axis:
+    """An axis over all ranks, between CPUs, apart from those of any mesh. All ranks must call, `within` that
+    time of each other where there is no process group yet. Raises as `Mesh.open`."""
+    join(timeout, within)
     size, rank = world()
     if size == 1:
         return Axis("aside")

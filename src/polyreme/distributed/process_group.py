@@ -12,7 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from polyreme.distributed.environment import detect
+from polyreme.distributed.environment import LOCAL_RANK, Environment, detect
+from polyreme.distributed.meeting import INTERFACES, meet
 from polyreme.distributed.sums import put, sum_into
 from polyreme.distributed.watch import WATCH
 from polyreme.distributed.work import Work, reporting
@@ -84,19 +85,40 @@ class ProcessGroup:
         return 2 * (self._size - 1) * nbytes // self._size
 
 
-def join(timeout: timedelta) -> torch.device:
+TIMEOUT, WITHIN = timedelta(minutes=10), timedelta(minutes=2)
+"""How long an operation waits for other ranks (mesh.timeout), and the meeting (launch.meet_timeout)."""
+
+
+def join(timeout: timedelta = TIMEOUT, within: timedelta = WITHIN) -> torch.device:
     """Open the process group that the environment describes, unless there is one. Returns this rank's
-    device. Raises TransportError where the ranks cannot meet."""
-    device = _device()
-    if not dist.is_initialized() and world()[0] > 1:
-        try:
-            dist.init_process_group(
-                "cuda:nccl,cpu:gloo" if device.type == "cuda" else "gloo", timeout=timeout
-            )
-            atexit.register(close)
-        except (RuntimeError, ValueError) as error:
-            raise TransportError(f"the ranks could not meet: {error}") from error
-    return device
+    device. Raises TransportError where the ranks do not meet `within` that time."""
+    if not dist.is_initialized() and (environment := detect()).world_size > 1:
+        os.environ.setdefault(LOCAL_RANK, str(environment.local_rank))
+        cuda = _device().type == "cuda"
+        open_group("cuda:nccl,cpu:gloo" if cuda else "gloo", environment, timeout, within)
+    return _device()
+
+
+def open_group(
+    backend: str | None, environment: Environment, timeout: timedelta, within: timedelta = WITHIN
+) -> None:
+    """Open the process group of all ranks, once they have met; it is left at the end of this process. Raises
+    as `join`, and LaunchError as `meet`."""
+    environment, store = meet(environment, within)
+    try:
+        dist.init_process_group(
+            backend, store=store, rank=environment.rank, world_size=environment.world_size, timeout=within
+        )
+        dist.distributed_c10d._set_pg_timeout(timeout)
+        store.set_timeout(timeout)
+    except (RuntimeError, ValueError) as error:
+        way = ", ".join(f"{name} = {os.environ.get(name)}" for name in INTERFACES)
+        raise TransportError(
+            f"the ranks could not meet: all came to {environment.address}, but could not connect to each other "
+            f"({error}); on rank {environment.rank} {way}: these are to lead to the other hosts, which must be "
+            "let in at any port"
+        ) from error
+    atexit.register(close)
 
 
 def world() -> tuple[int, int]:
@@ -124,7 +146,10 @@ def _device() -> torch.device:
         dist.is_initialized() and "cuda:nccl" not in dist.get_backend_config()
     ):
         return torch.device("cpu")
-    local, count = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
+    chosen = torch.cuda.current_device() if dist.is_initialized() else 0  # by whoever opened the group
+    local, count = int(os.environ.get(LOCAL_RANK, chosen)), torch.cuda.device_count()
+    if count == 1 and "SLURM_STEP_ID" in os.environ:  # srun --gpus-per-task shows each task its own alone
+        local = 0
     if local >= count:
         raise TransportError(
             f"local rank {local} has no GPU of its own: this "

@@ -21,7 +21,7 @@ from polyreme.compat.deepspeed.constants import TORCH_DISTRIBUTED_DEFAULT_PORT, 
 from polyreme.compat.deepspeed.refusal import OrderError
 from polyreme.compat.deepspeed.utils.logging import logger
 from polyreme.distributed.environment import Environment, announce, detect
-from polyreme.distributed.process_group import close
+from polyreme.distributed.process_group import close, open_group
 from polyreme.errors import LaunchError, TransportError
 
 
@@ -82,7 +82,7 @@ def init_distributed(
             backend, init_method=init_method, timeout=timeout, rank=rank, world_size=world_size))  # fmt: skip
         return
     place = _place(auto_mpi_discovery, distributed_port, verbose)
-    if place.address is None:
+    if place.alone:
         # the name of the loopback interface differs between systems
         loopback = next((name for _, name in socket.if_nameindex() if name.startswith("lo")), "lo")
         os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
@@ -91,7 +91,7 @@ def init_distributed(
     else:
         if place.rank == 0 and verbose:
             logger.info(f"Opening a process group of {place.world_size} ranks with {backend}")
-        _join(lambda: dist.init_process_group(backend, timeout=timeout))
+        open_group(backend, place, timeout)
 
 
 def _join(open_group: Callable[[], None]) -> None:

@@ -32,7 +32,7 @@ from polyreme.compat.deepspeed.launcher.resources import (
     logger,
 )
 from polyreme.compat.deepspeed.utils.numa import parse_range_list
-from polyreme.distributed.environment import detect
+from polyreme.distributed.environment import refuse_several
 from polyreme.errors import PolyremeError
 from polyreme.files.direct_io import no_links
 from polyreme.launch.cores import PIN
@@ -76,7 +76,7 @@ def run(options: argparse.Namespace, command: Sequence[str], slots: Sequence[int
     of `arguments` have), and wait for their end. `pid`: the name of the file for --save_pid, or 0.
 
     Raises LaunchError or ResourceError for what cannot be started, RanksFailedError when a rank fails."""
-    detect()  # which refuses to be started several times, beside others that it does not know
+    refuse_several("DeepSpeed's launcher")
     if options.module and options.no_python:
         raise ResourceError("--module and --no_python are both given: SCRIPT is a module or a program")
     if options.master_addr and not is_this_machine(options.master_addr):

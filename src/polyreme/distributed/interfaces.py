@@ -1,0 +1,73 @@
+"""Which of this host's network interfaces leads to another host.
+
+Sends nothing to it: the routing table is asked, by a datagram socket that is connected and not written to."""
+
+from __future__ import annotations
+
+import ipaddress
+import socket
+import struct
+from collections.abc import Iterator
+
+_GET_ADDRESSES, _ADDRESS, _DONE = 22, 20, 3  # of netlink: RTM_GETADDR, RTM_NEWADDR, NLMSG_DONE
+_REQUEST_ALL = 0x301
+_IFA_ADDRESS, _IFA_LOCAL = 1, 2
+
+
+def source(host: str) -> str | None:
+    """The address of this host from which packets to `host` (a name or an address) go; None where there is
+    no way to it, or no such name."""
+    try:
+        ways = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)
+    except OSError:
+        return None
+    for family, kind, protocol, _, address in ways:
+        try:
+            with socket.socket(family, kind, protocol) as asked:
+                asked.connect(address)
+                return str(asked.getsockname()[0])
+        except OSError:
+            continue
+    return None
+
+
+def is_loopback(address: str) -> bool:
+    """Whether `address` (numbers) is of no other host's concern, such as 127.0.1.1."""
+    return ipaddress.ip_address(address.partition("%")[0]).is_loopback
+
+
+def addresses() -> dict[str, str]:
+    """This host's addresses, and the interface of each; none where the system is not Linux."""
+    if not hasattr(socket, "AF_NETLINK"):
+        return {}
+    found = {}
+    with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, 0) as kernel:
+        kernel.send(struct.pack("=IHHIIBBBBi", 24, _GET_ADDRESSES, _REQUEST_ALL, 1, 0, 0, 0, 0, 0, 0))
+        done = False
+        while not done:
+            for kind, content in _messages(kernel.recv(65536)):
+                done = done or kind != _ADDRESS
+                if kind == _ADDRESS:
+                    address, index = _address(content)
+                    found[address] = socket.if_indextoname(index)
+    return found
+
+
+def _messages(data: bytes) -> Iterator[tuple[int, bytes]]:
+    """(type, content) of netlink's messages."""
+    while data:
+        length, kind = struct.unpack_from("=IH", data)
+        yield kind, data[16:length]
+        data = data[(length + 3) & ~3 :]
+
+
+def _address(content: bytes) -> tuple[str, int]:
+    """The address in a message, and its interface's index."""
+    family, _, _, _, index = struct.unpack_from("=BBBBI", content)
+    told, rest = {}, content[8:]
+    while len(rest) >= 4:
+        length, kind = struct.unpack_from("=HH", rest)
+        told[kind] = rest[4:length]
+        rest = rest[(length + 3) & ~3 :]
+    # of a link from point to point, the first is the other end's
+    return socket.inet_ntop(family, told.get(_IFA_LOCAL, told.get(_IFA_ADDRESS, b""))), index

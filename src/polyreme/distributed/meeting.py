@@ -1,0 +1,284 @@
+"""How ranks find each other: through a store that rank 0 (or torchrun's agent) holds, in limited time, and
+by the interface that leads there.
+
+Invariant: where not all ranks come, every one that did raises the same error, which names those that did
+not.
+Communication: each rank writes one record of itself to the store, and reads one outcome. Where MPI started
+the ranks, two small collectives of mpi4py before that tell them where the store is."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import socket
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from polyreme.distributed.environment import BY_MPI, LOOPBACK, Environment, announce
+from polyreme.distributed.interfaces import addresses, is_loopback, source
+from polyreme.errors import LaunchError, TransportError
+
+INTERFACES = {"GLOO_SOCKET_IFNAME": "", "NCCL_SOCKET_IFNAME": "="}
+"""The variables of interfaces, and what stands before a name in each (of NCCL, for exactly this one)."""
+SHOWN = 8
+"""Ranks that an error lists."""
+HEARD = 2.0
+"""Seconds for which rank 0 holds the store that others may read from it why they do not meet."""
+MET = "met"
+EVERYWHERE = "0.0.0.0"
+_RECORD = 4096
+"""Bytes of what each rank tells the others over MPI."""
+
+_stores: dict[tuple[str, int], Any] = {}
+"""Those that this process opened: a port is listened at once."""
+_times = 0
+
+
+def meet(environment: Environment, within: timedelta) -> tuple[Environment, Any]:
+    """Wait until all ranks are here. Returns the environment with its address, and a store that all of them share;
+    sets the variables of torchrun, and those of interfaces that are not set.
+
+    Raises TransportError on every rank after `within`, naming those that have not come, and LaunchError where
+    it cannot be found out where ranks meet."""
+    global _times
+    _times += 1
+    listener = None
+    if environment.address is None:
+        address, listener = _over_mpi(environment)
+        environment = replace(environment, address=address)
+    announce(environment)
+    deadline = time.monotonic() + within.total_seconds()
+    store = dist.PrefixStore(f"polyreme/meeting/{_times}", _open(environment, listener, within, deadline))
+    mine = _record(environment)
+    try:
+        outcome = _outcome(store, environment, mine, within, deadline)
+    except RuntimeError as lost:
+        raise TransportError(
+            f"rank 0 left the meeting at {_at(environment)} before all were there: look at what it says "
+            f"({str(lost).splitlines()[0]})"
+        ) from lost
+    if outcome != MET:
+        raise TransportError(outcome)
+    _choose_interface(store, environment, mine)
+    return environment, store
+
+
+def _at(environment: Environment) -> str:
+    assert environment.address is not None
+    return "{} port {}".format(*environment.address)
+
+
+def _record(environment: Environment) -> dict[str, str]:
+    """What this rank tells of itself: its host, the meeting point's address as it sees it, and its own on the
+    way there."""
+    assert environment.address is not None
+    host = environment.address[0]
+    try:
+        seen = str(socket.getaddrinfo(host, None)[0][4][0])
+    except OSError:  # torchrun's agent may know better
+        seen = ""
+    return {"host": socket.gethostname(), "seen": seen, "from": source(host) or ""}
+
+
+# ---- the store
+
+
+def _open(environment: Environment, listener: socket.socket | None, within: timedelta, deadline: float) -> Any:
+    assert environment.address is not None
+    host, port = environment.address
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        rank, world_size = environment.rank, environment.world_size
+        return next(iter(dist.rendezvous("env://", rank, world_size, timeout=within)))[0]
+    if environment.address in _stores and listener is None:
+        return _stores[environment.address]
+    if environment.rank == 0:
+        listener = listener or _listen(environment)
+        host = listener.getsockname()[0]
+        store = dist.TCPStore(
+            LOOPBACK if host == EVERYWHERE else host, port, is_master=True, wait_for_workers=False,
+            timeout=within, master_listen_fd=listener.detach(),
+        )  # fmt: skip
+    else:
+        _reach(environment, within, deadline)
+        store = dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=within)
+    _stores[environment.address] = store
+    return store
+
+
+def _listen(environment: Environment) -> socket.socket:
+    """Listen at the meeting point: at its address alone, where this host has it and others can reach it."""
+    assert environment.address is not None
+    host, port = environment.address
+    try:
+        known = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        family, _, _, _, own = min(known, key=lambda each: each[0] != socket.AF_INET)
+        if is_loopback(str(own[0])) and not environment.one_host:  # 127.0.1.1 of a hosts file
+            return socket.create_server((EVERYWHERE, port))
+        return socket.create_server((str(own[0]), port), family=family)
+    except OSError as error:
+        if error.errno == errno.EADDRNOTAVAIL:  # it leads here in another way, as that of a Service
+            return socket.create_server((EVERYWHERE, port))
+        raise TransportError(
+            f"rank 0 cannot hold the meeting at {_at(environment)} ({socket.gethostname()}): {error.strerror}; "
+            "set MASTER_PORT to a free port, and MASTER_ADDR to an address of this host, the same for all "
+            "ranks"
+        ) from error
+
+
+def _reach(environment: Environment, within: timedelta, deadline: float) -> None:
+    """Wait until rank 0 listens; its name, too, may begin to exist with it, as that of a pod."""
+    assert environment.address is not None
+    while True:
+        left = deadline - time.monotonic()
+        try:
+            socket.create_connection(environment.address, timeout=max(left, 0.1)).close()
+            return
+        except OSError as error:
+            if left < 0:
+                raise TransportError(
+                    f"rank {environment.rank} (on {socket.gethostname()}) could not reach the meeting at "
+                    f"{_at(environment)} within {within.total_seconds():g} s (launch.meet_timeout): rank 0, "
+                    "which holds it, has not come, or this host has no way there. Look whether rank 0 runs "
+                    "and what it prints, whether both have the same MASTER_ADDR and MASTER_PORT, and "
+                    f"whether a firewall is between them ({error})"
+                ) from error
+        time.sleep(0.1)
+
+
+# ---- who comes
+
+
+def _outcome(
+    store: Any, environment: Environment, mine: Mapping[str, str], within: timedelta, deadline: float
+) -> str:
+    """MET, or the error that every rank raises, once it is known."""
+    if store.add(f"claimed/{environment.rank}", 1) > 1:
+        twice = (
+            f"two processes are rank {environment.rank} of the meeting at {_at(environment)}, one of them on "
+            f"{mine['host']}: either ranks have the same number, or another run meets there; set "
+            "MASTER_PORT to another port for one of the runs"
+        )
+        store.compare_set("outcome", "", twice)
+        return twice
+    store.set(f"here/{environment.rank}", json.dumps(mine))
+    if store.add("count", 1) == environment.world_size:
+        store.compare_set("outcome", "", MET)
+    pause = 0.005
+    while not store.check(["outcome"]) and time.monotonic() < deadline:
+        time.sleep(pause)
+        pause = min(pause * 1.5, 0.2)
+    if not store.check(["outcome"]):
+        store.compare_set("outcome", "", _missing(store, environment, within))
+    outcome = str(store.get("outcome").decode())
+    if outcome != MET:
+        _leave(store, environment)
+    return outcome
+
+
+def _missing(store: Any, environment: Environment, within: timedelta) -> str:
+    missing, hosts = [], dict[str, list[int]]()
+    for rank in range(environment.world_size):
+        if store.check([f"here/{rank}"]):
+            hosts.setdefault(json.loads(store.get(f"here/{rank}"))["host"], []).append(rank)
+        else:
+            missing.append(rank)
+    there = "; ".join(f"on {host} {_ranks(ranks)}" for host, ranks in hosts.items())
+    return (
+        f"{_ranks(missing)} of {environment.world_size} did not come to the meeting at {_at(environment)} within "
+        f"{within.total_seconds():g} s (launch.meet_timeout). Here were {there}. Look whether the missing "
+        "ones were started and what they print, and whether their host reaches that address and port "
+        "(name, route, firewall)"
+    )
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    more = f" and {len(ranks) - SHOWN} more" * (len(ranks) > SHOWN)
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks[:SHOWN]))}{more}"
+
+
+def _leave(store: Any, environment: Environment) -> None:
+    """Go, rank 0 after the others: the store ends with it."""
+    heard, until = store.add("heard", 1), time.monotonic() + HEARD
+    while environment.rank == 0 and heard < store.add("count", 0) and time.monotonic() < until:
+        time.sleep(0.02)
+        heard = store.add("heard", 0)
+
+
+# ---- the way
+
+
+def _choose_interface(store: Any, environment: Environment, mine: Mapping[str, str]) -> None:
+    """Set the variables of interfaces, where they are not, to the one on the way to the meeting point.
+
+    On its own host the name of that point may stand for loopback (127.0.1.1 of a hosts file); then the
+    interface counts at which the other hosts see it."""
+    address = mine["from"]
+    if not address:
+        return
+    if is_loopback(address):
+        records = map(json.loads, store.multi_get([f"here/{rank}" for rank in range(environment.world_size)]))
+        elsewhere = next((each for each in records if each["from"] and not is_loopback(each["from"])), None)
+        if elsewhere is not None:
+            seen = elsewhere["seen"]
+            address = seen if seen in addresses() else source(elsewhere["from"]) or address
+    name = addresses().get(address)
+    if name is not None:
+        for variable, exactly in INTERFACES.items():
+            os.environ.setdefault(variable, exactly + name)
+
+
+# ---- over MPI
+
+
+def _over_mpi(environment: Environment) -> tuple[tuple[str, int], socket.socket | None]:
+    """Where rank 0 listens, as it tells all over MPI; and on rank 0, by what."""
+    world = _mpi_world(environment)
+    own = [address for address in addresses() if not is_loopback(address) and ":" not in address]
+    everyone = bytearray(_RECORD * environment.world_size)
+    world.Allgather(json.dumps(own[:64]).encode().ljust(_RECORD), everyone)
+    told, listener = bytearray(_RECORD), None
+    if environment.rank == 0:
+        records = [everyone[at : at + _RECORD] for at in range(0, len(everyone), _RECORD)]
+        listener = socket.create_server((_reachable(own, [json.loads(each) for each in records]), 0))
+        told[:] = json.dumps(listener.getsockname()).encode().ljust(_RECORD)
+    world.Bcast(told, root=0)
+    host, port = json.loads(told)
+    return (host, port), listener
+
+
+def _reachable(own: Sequence[str], others: Sequence[Sequence[str]]) -> str:
+    """This host's address on the way to the others; loopback's where there are none."""
+    for address in (address for each in others for address in each if address not in own):
+        way = source(address)
+        if way is not None and not is_loopback(way):
+            return way
+    return LOOPBACK
+
+
+def _mpi_world(environment: Environment) -> Any:
+    """mpi4py's communicator of all processes."""
+    if environment.name not in BY_MPI:
+        raise LaunchError(f"{environment.name} does not say where ranks meet; set MASTER_ADDR and MASTER_PORT")
+    way = "set MASTER_ADDR to rank 0's host and MASTER_PORT to a free port of it, the same for all ranks"
+    try:
+        from mpi4py import MPI
+    except (ImportError, RuntimeError) as error:
+        raise LaunchError(
+            f"{environment.name} started {environment.world_size} processes, but does not say where they meet, and "
+            f"mpi4py, over which rank 0 would tell, cannot be imported ({error}): pip install mpi4py, or "
+            f"{way}"
+        ) from error
+    if environment.world_size != MPI.COMM_WORLD.Get_size() or environment.rank != MPI.COMM_WORLD.Get_rank():
+        raise LaunchError(
+            f"{environment.name} says that this is rank {environment.rank} of {environment.world_size}, but mpi4py that it "
+            f"is rank {MPI.COMM_WORLD.Get_rank()} of {MPI.COMM_WORLD.Get_size()}: it uses another MPI "
+            f"library ({MPI.Get_library_version().splitlines()[0]}); start ranks by that one's mpirun, or "
+            f"{way}"
+        )
+    return MPI.COMM_WORLD

@@ -1,0 +1,134 @@
+"""How ranks meet, in processes of their own: all of them, some of them, two of the same rank."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from polyreme.distributed import meeting
+from polyreme.distributed.environment import Environment
+from polyreme.distributed.process_group import open_group
+from polyreme.errors import PolyremeError
+from pool import forkserver
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return int(listener.getsockname()[1])
+
+
+def _run(place: Environment, within: float, variables: dict[str, str], answers: Any) -> None:
+    for name in meeting.INTERFACES:
+        os.environ.pop(name, None)
+    os.environ.update(variables)
+    try:
+        open_group("gloo", place, timedelta(seconds=60), timedelta(seconds=within))
+        gathered: list[Any] = [None] * place.world_size
+        dist.all_gather_object(gathered, place.rank)
+        answers.put((place.rank, (gathered, os.environ["GLOO_SOCKET_IFNAME"], os.environ["RANK"])))
+    except PolyremeError as error:
+        answers.put((place.rank, str(error)))
+
+
+def meet(
+    ranks: Sequence[int], world_size: int, within: float, host: str = "127.0.0.1", **variables: str
+) -> list[tuple[int, Any]]:
+    """What each of `ranks` says, by rank."""
+    context, address = forkserver(), (host, free_port())
+    answers = context.Queue()
+    places = [Environment("a test", rank, world_size, rank, world_size, address) for rank in ranks]
+    processes = [context.Process(target=_run, args=(each, within, variables, answers)) for each in places]
+    for process in processes:
+        process.start()
+    found = [answers.get(timeout=60) for _ in processes]
+    for process in processes:
+        process.join(60)
+    return sorted(found, key=lambda each: (each[0], str(each[1])))
+
+
+def test_all_meet_over_the_interface_that_leads_there() -> None:
+    assert meet([0, 1, 2], 3, 60) == [(rank, ([0, 1, 2], "lo", str(rank))) for rank in range(3)]
+
+
+def test_an_interface_that_the_user_chose_stays() -> None:
+    found = meet([0, 1], 2, 60, GLOO_SOCKET_IFNAME="lo", NCCL_SOCKET_IFNAME="eth7")
+    assert [each[1][1] for each in found] == ["lo", "lo"]
+
+
+def test_every_rank_that_came_names_those_that_did_not() -> None:
+    found = meet([0, 2], 4, 1.0)
+    for _, said in found:
+        assert "ranks 1, 3 of 4 did not come to the meeting at 127.0.0.1" in said
+        assert "within 1 s (launch.meet_timeout)" in said and f"on {socket.gethostname()} ranks 0, 2" in said
+
+
+def test_without_rank_0_the_others_say_that_it_holds_the_meeting() -> None:
+    ((_, said),) = meet([1], 2, 1.0)
+    assert "rank 1" in said and "rank 0, which holds it, has not come" in said
+
+
+def test_two_runs_at_one_place_do_not_mix() -> None:
+    found = meet([0, 1, 1], 3, 60)
+    assert all("two processes are rank 1" in said and "MASTER_PORT" in said for _, said in found)
+
+
+def test_a_port_that_is_taken_is_named() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        place = Environment("a test", 0, 2, 0, 2, taken.getsockname())
+        with pytest.raises(PolyremeError, match=f"port {taken.getsockname()[1]}(.|\n)*set MASTER_PORT"):
+            meeting._listen(place)
+
+
+def test_a_meeting_point_of_one_host_listens_on_it_alone() -> None:
+    one = Environment("a test", 0, 2, 0, 2, ("localhost", 0))
+    with meeting._listen(one) as listener:
+        assert listener.getsockname()[0] == "127.0.0.1"
+
+
+class World:
+    """MPI's communicator, as two ranks on two hosts have it."""
+
+    def __init__(self, others: bytes) -> None:
+        self._others = others
+
+    def Get_rank(self) -> int:
+        return 0
+
+    def Get_size(self) -> int:
+        return 2
+
+    def Allgather(self, mine: bytes, everyone: bytearray) -> None:
+        everyone[:] = mine + self._others.ljust(len(mine))
+
+    def Bcast(self, told: bytearray, root: int) -> None:
+        assert root == 0
+
+
+def test_over_mpi_rank_0_tells_where_it_listens(monkeypatch: pytest.MonkeyPatch) -> None:
+    place = Environment("mpirun (Open MPI)", 0, 2, 0, 1)
+    own = [each for each in meeting.addresses() if not meeting.is_loopback(each) and ":" not in each]
+    monkeypatch.setattr(meeting, "_mpi_world", lambda _: World(str(own).replace("'", '"').encode()))
+    (host, port), listener = meeting._over_mpi(place)
+    assert listener is not None and (host, port) == ("127.0.0.1", listener.getsockname()[1])
+    listener.close()
+
+
+def test_mpi4py_of_another_library_is_no_way_to_meet(monkeypatch: pytest.MonkeyPatch) -> None:
+    import sys
+    import types
+
+    world = types.SimpleNamespace(Get_rank=lambda: 0, Get_size=lambda: 1)
+    other = types.SimpleNamespace(COMM_WORLD=world, Get_library_version=lambda: "Some MPI 1.2\nof today")
+    monkeypatch.setitem(sys.modules, "mpi4py", types.SimpleNamespace(MPI=other))
+    place = Environment("mpirun (Open MPI)", 1, 2, 0, 1)
+    with pytest.raises(PolyremeError, match=r"another MPI library \(Some MPI 1.2\)"):
+        meeting.meet(place, timedelta(seconds=1))
+    monkeypatch.setitem(sys.modules, "mpi4py", None)
+    with pytest.raises(PolyremeError, match="pip install mpi4py, or set MASTER_ADDR"):
+        meeting.meet(place, timedelta(seconds=1))
