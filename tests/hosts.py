@@ -20,7 +20,6 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from command import RANK_VARIABLES, SOURCE
 from pool import forkserver
@@ -107,9 +106,9 @@ class Host:
         lines = [line for line in file.read_text().splitlines() if not line.endswith(f" {self.name}")]
         file.write_text("\n".join([*lines, f"{address} {self.name}", ""]))  # in place: it is mounted
 
-    def cut(self) -> None:
-        """Take the host off the network."""
-        _do("ip", "-n", self.namespace, "link", "set", "eth0", "down")
+    def link(self, state: str) -> None:
+        """Take the host off the network ("down"), or put it back ("up")."""
+        _do("ip", "-n", self.namespace, "link", "set", "eth0", state)
 
     def end(self) -> None:
         """Kill every process of the host at once."""

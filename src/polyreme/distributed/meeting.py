@@ -227,10 +227,25 @@ def _choose_interface(store: Any, environment: Environment, mine: Mapping[str, s
         if elsewhere is not None:
             seen = elsewhere["seen"]
             address = seen if seen in addresses() else source(elsewhere["from"]) or address
-    name = addresses().get(address)
-    if name is not None:
-        for variable, exactly in INTERFACES.items():
-            os.environ.setdefault(variable, exactly + name)
+    known = addresses()
+    name = known.get(address)
+    if name is None:
+        return
+    _refuse_other_way(environment, known, address)
+    for variable, exactly in INTERFACES.items():
+        os.environ.setdefault(variable, exactly + name)
+
+
+def _refuse_other_way(environment: Environment, known: Mapping[str, str], address: str) -> None:
+    """Raise where gloo was told to use an interface on which no other host can be."""
+    for name in os.environ.get("GLOO_SOCKET_IFNAME", known[address]).split(","):
+        its = [each for each, interface in known.items() if interface == name]
+        if not its or (all(map(is_loopback, its)) and not is_loopback(address)):
+            raise TransportError(
+                f"GLOO_SOCKET_IFNAME is {os.environ['GLOO_SOCKET_IFNAME']} on {socket.gethostname()}, "
+                f"{'which leads to no other host' if its else 'and there is no such interface'}: "
+                f"{known[address]} leads to the meeting at {_at(environment)}; unset it, or set it to that"
+            )
 
 
 # ---- over MPI

@@ -106,8 +106,8 @@ def open_group(
     as `join`, and LaunchError as `meet`."""
     environment, store = meet(environment, within)
     try:
-        dist.init_process_group(
-            backend, store=store, rank=environment.rank, world_size=environment.world_size, timeout=within
+        dist.init_process_group(  # gloo takes up to five times this, if it cannot connect
+            backend, store=store, rank=environment.rank, world_size=environment.world_size, timeout=within / 5
         )
         dist.distributed_c10d._set_pg_timeout(timeout)
         store.set_timeout(timeout)

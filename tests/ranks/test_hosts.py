@@ -1,0 +1,119 @@
+"""Ranks on hosts of their own (hosts.py): they meet, and train to the bits of one host's run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from hosts import Host, hosts, lacking
+
+pytestmark = pytest.mark.skipif(bool(lacking()), reason=lacking())
+PORT = "29500"
+
+TRAIN = """
+import hashlib, os, sys
+import torch
+from torch import nn
+import polyreme
+
+torch.set_num_threads(1)
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 4))
+engine = polyreme.initialize(
+    model,
+    {
+        "batch": {"size": 8},
+        "zero": {"stage": int(sys.argv[1])},
+        "launch": {"meet_timeout": float(sys.argv[2])},
+    },
+    loss_fn=nn.functional.cross_entropy,
+)
+numbers = torch.Generator().manual_seed(1)
+dp = engine.mesh.dp
+for _ in range(2):
+    x, y = torch.randn(8, 8, generator=numbers), torch.randint(4, (8,), generator=numbers)
+    engine.train_step((x.chunk(dp.size)[dp.rank], y.chunk(dp.size)[dp.rank]))
+weights = b"".join(each.numpy().tobytes() for each in engine.state_dict().values())
+print("rank", dp.rank, "of", dp.size, hashlib.sha256(weights).hexdigest(), os.environ["GLOO_SOCKET_IFNAME"])
+"""
+
+
+@pytest.fixture(scope="module")
+def two() -> Iterator[list[Host]]:
+    with hosts(2) as made:
+        yield made
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Path:
+    path = tmp_path / "train.py"
+    path.write_text(TRAIN)
+    return path
+
+
+def by_hand(rank: int, size: int, address: str, local: tuple[int, int] = (0, 1)) -> dict[str, str]:
+    """The variables of torchrun."""
+    told = {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": local[0], "LOCAL_WORLD_SIZE": local[1]}
+    return {**{name: str(value) for name, value in told.items()}, "MASTER_ADDR": address, "MASTER_PORT": PORT}
+
+
+def trained(script: Path, where: list[Host], address: str) -> list[list[str]]:
+    """The words that each rank prints."""
+    places = [(where[:rank].count(host), where.count(host)) for rank, host in enumerate(where)]
+    runs = [
+        host.script(script, "3", "60", variables=by_hand(rank, len(where), address, places[rank]))
+        for rank, host in enumerate(where)
+    ]
+    ends = [run.end() for run in runs]
+    assert [status for status, _ in ends] == [0] * len(ends), "\n".join(text for _, text in ends)
+    return [text.split() for _, text in ends]
+
+
+def test_two_hosts_train_to_the_bits_of_one(two: list[Host], script: Path) -> None:
+    first, second = two
+    alike = trained(script, [first, first], "127.0.0.1")
+    assert [words[-1] for words in alike] == ["lo", "lo"]
+    # as Debian's hosts file has it, which gloo would listen at
+    first.set_own_address("127.0.1.1")
+    second.set_own_address("127.0.1.1")
+    try:
+        apart = trained(script, [first, second], "n1")
+    finally:
+        for host in two:
+            host.set_own_address(host.address)
+    assert [words[-1] for words in apart] == ["eth0", "eth0"]
+    assert {words[-2] for words in apart} == {words[-2] for words in alike}
+
+
+def test_a_host_that_is_cut_off_is_named(two: list[Host], script: Path) -> None:
+    first, second = two
+    second.link("down")
+    try:
+        runs = [
+            host.script(script, "0", "2", variables=by_hand(rank, 2, first.address))
+            for rank, host in enumerate(two)
+        ]
+        (status, said), (other, alone) = (run.end() for run in runs)
+    finally:
+        second.link("up")
+    assert status == other == 1
+    assert "rank 1 of 2 did not come to the meeting at 10.77.0.1" in said and "on n1 rank 0" in said
+    assert "rank 1 (on n2) could not reach the meeting" in alone
+
+
+@pytest.mark.parametrize(("name", "why"), [("lo", "leads to no other host"), ("ib7", "no such interface")])
+def test_an_interface_that_leads_nowhere_is_refused(
+    two: list[Host], script: Path, name: str, why: str
+) -> None:
+    first, _ = two
+    runs = [
+        host.script(
+            script, "0", "60", variables={**by_hand(rank, 2, first.address), "GLOO_SOCKET_IFNAME": name}
+        )
+        for rank, host in enumerate(two)
+    ]
+    for status, said in (run.end() for run in runs):
+        assert status == 1 and f"GLOO_SOCKET_IFNAME is {name}" in said and why in said
+        assert "eth0 leads to the meeting at 10.77.0.1" in said
