@@ -78,7 +78,8 @@ class Host:
         enter = ["nsenter", f"--target={self.pid}", "--net", "--pid", "--mount", "--uts"]
         process = subprocess.Popen(
             [*enter, f"--wd={folder or '/'}", *words], env=environment(variables), text=True,
-            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True,
+            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+            start_new_session=True,
         )  # fmt: skip
         self.started.append(process)
         return process

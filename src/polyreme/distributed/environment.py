@@ -86,9 +86,10 @@ def refuse_several(command: str, variables: Mapping[str, str] = os.environ) -> N
     environment = detect(variables)
     if environment.world_size > 1 and environment.name != TORCHRUN:
         raise LaunchError(
-            f"{environment.name} started {environment.world_size} processes, of which this is number {environment.rank}, and "
-            f"{command} would start ranks of its own in each: have {environment.name} run the script itself, "
-            f"`python SCRIPT`, whose engine finds the other ranks; {_APART}"
+            f"{environment.name} started {environment.world_size} processes, of which this is number "
+            f"{environment.rank}, and {command} would start ranks of its own in each: have "
+            f"{environment.name} run the script itself, `python SCRIPT`, whose engine finds the other "
+            f"ranks; {_APART}"
         )
 
 
@@ -355,9 +356,10 @@ def _refuse_others(environment: Environment, variables: Mapping[str, str]) -> No
         by_hand = environment.name == TORCHRUN and size >= environment.world_size
         if of_mpi or by_hand:
             raise LaunchError(
-                f"{environment.name} says that this is rank {environment.rank} of {environment.world_size}, but "
-                f"{launcher.name} that it is number {rank} of {size} ({launcher.rank}, {launcher.size}): "
-                f"one of them left its variables behind; unset those of {environment.name}, or of {launcher.name}"
+                f"{environment.name} says that this is rank {environment.rank} of "
+                f"{environment.world_size}, but {launcher.name} that it is number {rank} of {size} "
+                f"({launcher.rank}, {launcher.size}): one of them left its variables behind; unset those "
+                f"of {environment.name}, or of {launcher.name}"
             )
 
 

@@ -41,8 +41,8 @@ _times = 0
 
 
 def meet(environment: Environment, within: timedelta) -> tuple[Environment, Any]:
-    """Wait until all ranks are here. Returns the environment with its address, and a store that all of them share;
-    sets the variables of torchrun, and those of interfaces that are not set.
+    """Wait until all ranks are here. Returns the environment with its address, and a store that all of them
+    share; sets the variables of torchrun, and those of interfaces that are not set.
 
     Raises TransportError on every rank after `within`, naming those that have not come, and LaunchError where
     it cannot be found out where ranks meet."""
@@ -89,7 +89,9 @@ def _record(environment: Environment) -> dict[str, str]:
 # ---- the store
 
 
-def _open(environment: Environment, listener: socket.socket | None, within: timedelta, deadline: float) -> Any:
+def _open(
+    environment: Environment, listener: socket.socket | None, within: timedelta, deadline: float
+) -> Any:
     assert environment.address is not None
     host, port = environment.address
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
@@ -125,9 +127,9 @@ def _listen(environment: Environment) -> socket.socket:
         if error.errno == errno.EADDRNOTAVAIL:  # it leads here in another way, as that of a Service
             return socket.create_server((EVERYWHERE, port))
         raise TransportError(
-            f"rank 0 cannot hold the meeting at {_at(environment)} ({socket.gethostname()}): {error.strerror}; "
-            "set MASTER_PORT to a free port, and MASTER_ADDR to an address of this host, the same for all "
-            "ranks"
+            f"rank 0 cannot hold the meeting at {_at(environment)} ({socket.gethostname()}): "
+            f"{error.strerror}; set MASTER_PORT to a free port, and MASTER_ADDR to an address of this "
+            "host, the same for all ranks"
         ) from error
 
 
@@ -190,9 +192,9 @@ def _missing(store: Any, environment: Environment, within: timedelta) -> str:
             missing.append(rank)
     there = "; ".join(f"on {host} {_ranks(ranks)}" for host, ranks in hosts.items())
     return (
-        f"{_ranks(missing)} of {environment.world_size} did not come to the meeting at {_at(environment)} within "
-        f"{within.total_seconds():g} s (launch.meet_timeout). Here were {there}. Look whether the missing "
-        "ones were started and what they print, and whether their host reaches that address and port "
+        f"{_ranks(missing)} of {environment.world_size} did not come to the meeting at {_at(environment)} "
+        f"within {within.total_seconds():g} s (launch.meet_timeout). Here were {there}. Look whether the "
+        "missing ones were started and what they print, and whether their host reaches that address and port "
         "(name, route, firewall)"
     )
 
@@ -279,21 +281,23 @@ def _reachable(own: Sequence[str], others: Sequence[Sequence[str]]) -> str:
 def _mpi_world(environment: Environment) -> Any:
     """mpi4py's communicator of all processes."""
     if environment.name not in BY_MPI:
-        raise LaunchError(f"{environment.name} does not say where ranks meet; set MASTER_ADDR and MASTER_PORT")
+        raise LaunchError(
+            f"{environment.name} does not say where ranks meet; set MASTER_ADDR and MASTER_PORT"
+        )
     way = "set MASTER_ADDR to rank 0's host and MASTER_PORT to a free port of it, the same for all ranks"
     try:
         from mpi4py import MPI
     except (ImportError, RuntimeError) as error:
         raise LaunchError(
-            f"{environment.name} started {environment.world_size} processes, but does not say where they meet, and "
-            f"mpi4py, over which rank 0 would tell, cannot be imported ({error}): pip install mpi4py, or "
-            f"{way}"
+            f"{environment.name} started {environment.world_size} processes, but does not say where they "
+            f"meet, and mpi4py, over which rank 0 would tell, cannot be imported ({error}): pip install "
+            f"mpi4py, or {way}"
         ) from error
     if environment.world_size != MPI.COMM_WORLD.Get_size() or environment.rank != MPI.COMM_WORLD.Get_rank():
         raise LaunchError(
-            f"{environment.name} says that this is rank {environment.rank} of {environment.world_size}, but mpi4py that it "
-            f"is rank {MPI.COMM_WORLD.Get_rank()} of {MPI.COMM_WORLD.Get_size()}: it uses another MPI "
-            f"library ({MPI.Get_library_version().splitlines()[0]}); start ranks by that one's mpirun, or "
-            f"{way}"
+            f"{environment.name} says that this is rank {environment.rank} of {environment.world_size}, "
+            f"but mpi4py that it is rank {MPI.COMM_WORLD.Get_rank()} of {MPI.COMM_WORLD.Get_size()}: it "
+            f"uses another MPI library ({MPI.Get_library_version().splitlines()[0]}); start ranks by that "
+            f"one's mpirun, or {way}"
         )
     return MPI.COMM_WORLD

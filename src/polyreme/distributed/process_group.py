@@ -114,9 +114,9 @@ def open_group(
     except (RuntimeError, ValueError) as error:
         way = ", ".join(f"{name} = {os.environ.get(name)}" for name in INTERFACES)
         raise TransportError(
-            f"the ranks could not meet: all came to {environment.address}, but could not connect to each other "
-            f"({error}); on rank {environment.rank} {way}: these are to lead to the other hosts, which must be "
-            "let in at any port"
+            f"the ranks could not meet: all came to {environment.address}, but could not connect to each "
+            f"other ({error}); on rank {environment.rank} {way}: these are to lead to the other hosts, "
+            "which must be let in at any port"
         ) from error
     atexit.register(close)
 
