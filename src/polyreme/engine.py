@@ -7,7 +7,7 @@ left of it over data parallelism, by ZeRO."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
@@ -48,7 +48,7 @@ from polyreme.step.progress import State
 from polyreme.step.step import Step, StepResult
 from polyreme.step.training import Training
 from polyreme.zero.full_parameters import readable, writable
-from polyreme.zero.parameter import give_to, refuse_owned
+from polyreme.zero.parameter import NAMES, give_to, refuse_owned
 from polyreme.zero.partition import Placement
 from polyreme.zero.refresh import refuse_own_shapes
 
@@ -410,14 +410,17 @@ class Engine:
             self.parameters = sum(p.numel() for p in self.module.parameters())
 
     @contextmanager
-    def full_parameters(self, write: bool = False) -> Iterator[nn.Module]:
+    def full_parameters(
+        self, write: bool = False, among: Iterable[nn.Parameter] | None = None, rank: int = 0
+    ) -> Iterator[nn.Module]:
         """The module with all parameters whole, in memory of their own, so that its `state_dict()` may be
         kept. Every rank must enter.
 
         write: what the parameters are at the end reaches weights and masters of every rank, unless the block
-        ends in an error; of what several ranks have, rank 0's count. In bf16 a master keeps its digits where
-        the parameter did not change. Raises ModelError where parameters were changed without `write`, and
-        BatchError for writing in the middle of a step."""
+        ends in an error; of what several ranks have, those of `rank` count. In bf16 a master keeps its digits
+        where the parameter did not change. among: these, and others of their buckets, are enough. Raises
+        ModelError where parameters were changed without `write`, and BatchError for writing in the middle of
+        a step."""
         if self._training.blocks.in_forward:
             raise ModelError(
                 "full_parameters() inside a forward of the module, from a "
@@ -426,12 +429,14 @@ class Engine:
                 "block may read the parameters of that block as they are"
             )
         self._take_in_writes()
+        placement = self._training.placement
+        names = None if among is None else {NAMES[parameter] for parameter in among if parameter in NAMES}
         if not write:
-            with readable(self._training.placement):
+            with readable(placement, names):
                 yield self.module
             return
         self._refuse_within_step("full_parameters(write=True)")
-        with writable(self._training.placement):
+        with writable(placement, names, self.mesh.places(rank)):
             yield self.module
             self._checkpoints.taken()
         self._step.written.note()

@@ -183,7 +183,8 @@ def gathered(rank: int, world: int) -> list[float]:
     with deepspeed.zero.GatheredParameters(layer.weight, modifier_rank=0):
         if rank == 0:
             nn.init.constant_(layer.weight, 0.25)
-    before = layer.weight.sum().item()
+    with deepspeed.zero.GatheredParameters(layer.weight):
+        before = layer.weight.sum().item()
     section = {"optimizer": {"type": "Adam", "params": {"lr": 0.01}}}
     kept = deepspeed.initialize(model=model, config=config(1, 3, **section))
     assert kept[0].zero_gather_16bit_weights_on_model_save() is False

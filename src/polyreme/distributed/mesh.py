@@ -201,7 +201,8 @@ class Hybrid(Axis):
     hold the same shard of other copies (HSDP; MiCS, arXiv:2205.00119; hpZ of ZeRO++, arXiv:2306.10209).
 
     Gathers and objects stay among the ranks of the copy. A reduce-scatter sums over all ranks, in the copy
-    first, then its shards over the copies; a broadcast is of the first copy's rank `source`, to all."""
+    first, then its shards over the copies; a broadcast is of rank `source`, counted
+    over the copies in order, to all."""
 
     def __init__(self, copy: Axis, replicas: Axis) -> None:
         super().__init__(copy.name, copy.size, copy.rank, copy.backend)
@@ -225,8 +226,9 @@ class Hybrid(Axis):
         return Work((), finish, f"reduce-scatter{of} over {self.name}", settled)
 
     def broadcast(self, tensor: Tensor, source: int = 0) -> None:
-        self._replicas.broadcast(tensor)
-        super().broadcast(tensor, source)
+        copy, rank = divmod(source, self.size)
+        self._replicas.broadcast(tensor, copy)
+        super().broadcast(tensor, rank)
 
     @property
     def _replicas(self) -> Axis:
@@ -369,6 +371,13 @@ class Mesh:
                         name, len(ranks), at, group, self._timeout, self._shared_memory, self.device
                     )
         return found
+
+    def places(self, rank: int) -> dict[str, int]:
+        """Where a rank of the mesh is on each axis."""
+        return {
+            name: next((line.index(rank) for line in self._lines.get(name, ()) if rank in line), 0)
+            for name in self.axes
+        }
 
     def product(self, *names: str) -> Product:
         """The product of those of these axes that have several ranks."""

@@ -53,6 +53,7 @@ _HARMLESS = {
         "_is_view",
         "_is_zerotensor",
         "has_names",
+        "_has_compatible_shallow_copy_type",
     ),
     *(
         "empty_like",

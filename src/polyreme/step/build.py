@@ -50,6 +50,7 @@ from polyreme.tensor.layers import put_off_weights
 from polyreme.tensor.parallelize import parallelize
 from polyreme.zero.bucket_gradients import Microbatches
 from polyreme.zero.changes import Roster
+from polyreme.zero.divided import make_whole, shaped
 from polyreme.zero.formats import Formats
 from polyreme.zero.partition import (
     BucketSettings,
@@ -137,6 +138,8 @@ def _given(given: Layer | Sequence[Layer], config: Config, mesh: Mesh) -> tuple[
                 [*built.parameters(), *built.buffers()], mesh.device, mesh.product("dp", "tp", "pp")
             )
     if isinstance(model, nn.Module):
+        # what is divided over all ranks is shared out anew where they have different parts of the model
+        (shaped if mesh.dp.size == mesh.world_size else make_whole)(model.parameters())
         if mesh.pp.size == 1:  # with a pipeline, other stages' may be there: `build` looks
             _refuse_meta(model)
         return unwrap(model), None

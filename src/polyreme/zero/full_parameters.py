@@ -1,15 +1,15 @@
 """Whole parameters for the user, to read or to write; and writes to them from outside, which a step takes in.
 
 Invariants: what shares the memory of a summoned parameter stays good for ever; on leaving `writable`, every
-rank takes rank 0's numbers of what several have; a master keeps its digits where the parameter is still what
-it was rounded to.
+rank takes one rank's numbers of what several have; a master keeps its digits where the parameter is still
+what it was rounded to.
 Communication: gathers; broadcasts of what was written; what ranks tell each other of parameters written from
 outside."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -22,6 +22,9 @@ from polyreme.layout.bucket_layout import ALIGN, align
 from polyreme.layout.region import MASTER
 from polyreme.zero.bucket import Bucket
 from polyreme.zero.partition import Placement
+
+FIRST = {"dp": 0, "tp": 0, "pp": 0}
+"""The place of the first rank."""
 
 
 @contextmanager
@@ -48,10 +51,12 @@ def readable(placement: Placement, names: Collection[str] | None = None) -> Iter
 
 
 @contextmanager
-def writable(placement: Placement) -> Iterator[None]:
+def writable(
+    placement: Placement, names: Collection[str] | None = None, writer: Mapping[str, int] = FIRST
+) -> Iterator[None]:
     """All parameters whole, to be written: what they are at the end reaches masters and shards, unless the
-    block ends in an error."""
-    buckets = placement.buckets
+    block ends in an error. names: as in `readable`. writer: whose numbers count, by its place on each axis."""
+    buckets = placement.holding(names)
     for bucket in buckets:
         bucket.summon()
     try:
@@ -61,10 +66,11 @@ def writable(placement: Placement) -> Iterator[None]:
             _reclaim(buckets)
         raise
     for bucket, numbers in zip(buckets, _reclaim(buckets), strict=True):
-        bucket.axis.broadcast(numbers)
+        bucket.axis.broadcast(numbers, writer["dp"])
         if bucket.tie is not None:
-            bucket.tie.broadcast(numbers)
-        _share(placement, bucket, numbers)
+            ranks = placement.division.ranks_of(bucket.stages)
+            bucket.tie.broadcast(numbers, ranks.index(writer["pp"]) if writer["pp"] in ranks else 0)
+        _share(placement, bucket, numbers, writer["tp"])
         _adopt(bucket, numbers)
 
 
@@ -99,13 +105,13 @@ def _reclaim(buckets: Sequence[Bucket]) -> list[Tensor]:
     return found
 
 
-def _share(placement: Placement, bucket: Bucket, numbers: Tensor) -> None:
-    """Give every rank of tensor parallelism rank 0's numbers of the parameters that all of them have
-    whole."""
+def _share(placement: Placement, bucket: Bucket, numbers: Tensor, source: int) -> None:
+    """Give every rank of tensor parallelism the numbers that rank `source` of it has of the parameters that
+    all of them have whole."""
     if placement.division.tp.size > 1:
         for slot in bucket.layout.slots:
             if placement.division.shardings[slot.name].cut.is_whole:
-                placement.division.tp.broadcast(numbers[slot.start : slot.stop])
+                placement.division.tp.broadcast(numbers[slot.start : slot.stop], source)
 
 
 class Written:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -30,6 +30,7 @@ from polyreme.optim.quantized_states import States
 from polyreme.zero.bucket import Bucket, BucketStores, region_of
 from polyreme.zero.bucket_gradients import Microbatches
 from polyreme.zero.buffer_pool import Pool
+from polyreme.zero.divided import share_of, taken
 from polyreme.zero.formats import Formats
 from polyreme.zero.gather import Unit
 from polyreme.zero.released import Released, unguard
@@ -577,13 +578,17 @@ def _fill(
     kind, device, microbatches = spec.kind, settings.device, settings.microbatches
     own = Formats(kind.dtype, kind.dtype, kind.dtype, kind.dtype)
     formats = settings.formats if kind.trainable else own
-    values: list[Tensor | None] = []
+    values: list[Callable[[], Tensor] | None] = []
     for entry in spec.entries:
         old = entry.parameter
+        divided = share_of(old) is not None
         if isinstance(old, Released):
             unguard([old])
         old.grad = None  # of before
-        values.append(None if old.is_meta or id(old) in held else old.data.to(device).contiguous())
+        if old.is_meta or id(old) in held:
+            values.append(None)
+        else:
+            values.append(partial(taken, old) if divided else partial(_sent, old.data, kind.axis, device))
         if old.is_meta:  # a meta parameter cannot be given data of another device
             entry.parameter = nn.Parameter(
                 torch.empty(0, device=device, dtype=formats.compute), old.requires_grad
@@ -598,7 +603,13 @@ def _fill(
     bucket = Bucket(spec.layout, parameters, kind.axis, residency, formats, pool, trained, spec.stores)
     for slot, value in zip(spec.layout.slots, values, strict=True):
         if value is not None:
-            kind.axis.broadcast(value)
-            bucket.write(slot, value)
+            bucket.write(slot, value())
     bucket.release()
     return bucket
+
+
+def _sent(numbers: Tensor, axis: Axis, device: torch.device) -> Tensor:
+    """What the first rank of an axis has of these numbers."""
+    found = numbers.to(device).contiguous()
+    axis.broadcast(found)
+    return found

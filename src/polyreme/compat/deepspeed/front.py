@@ -28,6 +28,7 @@ from polyreme.distributed.environment import detect
 from polyreme.distributed.mesh import everyone
 from polyreme.errors import LaunchError
 from polyreme.optim.groups import maker
+from polyreme.zero.divided import make_whole, shaped
 from polyreme.zero.parameter import engine_of
 
 
@@ -135,10 +136,12 @@ def _pipeline(model: PipelineModule, source: Any, optimizer: Any, parameters: An
 
 def _take_over(model: nn.Module) -> None:
     """End the engine that has the model from an earlier `initialize`, as where a trainer that has trained it
-    goes on to test it. What was trained stays in the model."""
+    goes on to test it: what was trained stays in the model. Have one made under `zero.Init` of its shapes."""
     engine = next(filter(None, map(engine_of, model.parameters())), None)
     if engine is not None and engine.module is model:
         engine.close(gather=True)
+    # whose shapes say how it is cut, and which optimizer they have
+    (make_whole if isinstance(model, PipelineModule) else shaped)(model.parameters())
 
 
 def _source(args: Any, config: Any, config_params: Any) -> Any:

@@ -1,8 +1,8 @@
 """DeepSpeed's names around partitioned parameters: `zero.Init`, `zero.GatheredParameters`, and the tags of
 parameters.
 
-Until `initialize`, parameters are whole on every rank, whatever the stage; from then on Polyreme's engine has
-them. `Init` so makes modules as they are made without it."""
+Those made under `Init` are divided by `polyreme.zero.divided` until `initialize`, others are whole; from then
+on Polyreme's engine has them."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ from types import TracebackType
 from typing import Any, Self
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
+from polyreme.compat.deepspeed.comm.initialize import init_distributed
+from polyreme.zero.divided import building, divide, gathered, share_of
 from polyreme.zero.parameter import engine_of
 from polyreme.zero.released import Released
 
@@ -29,6 +30,8 @@ _orig_torch_eye = torch.eye
 _orig_torch_randn = torch.randn
 _orig_torch_tensor = torch.tensor
 _IDS = count()
+partitioned_param_data_shape = [0]
+"""The shape of a parameter that is divided, before `initialize`."""
 INIT_OPTIONS = {
     "config",
     "enabled",
@@ -59,15 +62,27 @@ class ZeroParamStatus(Enum):
 
 
 def tag(module: nn.Module) -> None:
-    """Give each parameter DeepSpeed's attributes: ds_id, ds_shape, ds_numel, ds_status, ds_persist."""
+    """Give each parameter that an engine has DeepSpeed's attributes: ds_id, ds_shape, ds_numel, ds_status,
+    ds_persist."""
     for parameter in module.parameters():
+        vars(parameter).pop("ds_tensor", None)
         _tag(parameter, ZeroParamStatus.NOT_AVAILABLE)
+
+
+def _divided(parameter: Any) -> None:
+    """The same for one that is divided, and ds_tensor: this rank's part, flat."""
+    _tag(parameter, ZeroParamStatus.NOT_AVAILABLE)
+    if (share := share_of(parameter)) is not None:
+        parameter.ds_tensor = share.part
+        parameter.ds_tensor.ds_numel = share.part.numel()
 
 
 def _tag(parameter: Any, status: ZeroParamStatus) -> None:
     if not hasattr(parameter, "ds_id"):
+        share = share_of(parameter)
         parameter.ds_id = next(_IDS)
-        parameter.ds_shape, parameter.ds_numel = parameter.shape, parameter.numel()
+        parameter.ds_shape = parameter.shape if share is None else share.shape
+        parameter.ds_numel = parameter.ds_shape.numel()
         parameter.ds_persist = False
     parameter.ds_status = status
 
@@ -78,8 +93,9 @@ def is_zero_param(parameter: object) -> bool:
 
 
 class Init(AbstractContextManager["Init"]):
-    """`with zero.Init(...):` around the code that builds a model. Its tensors of floating point are made in
-    the dtype of the config (or `dtype`), and on the CPU or `remote_device`."""
+    """`with zero.Init(...):` around the code that builds a model: as soon as a module is made, each rank keeps
+    of its parameters a part, of rank 0's numbers. All ranks must build alike. Tensors of floating point are
+    made in `dtype`, or in torch's default; parts are in the host's memory."""
 
     def __init__(
         self,
@@ -91,31 +107,38 @@ class Init(AbstractContextManager["Init"]):
         config_dict_or_path: Any = None,
         **options: Any,
     ) -> None:
-        """`options`: `enabled` and `dtype`; others are DeepSpeed's own and change nothing here."""
+        """module: one that is built already, to be divided. `options`: `enabled` and `dtype`; others are
+        DeepSpeed's own and change nothing here."""
         if unknown := sorted(options.keys() - INIT_OPTIONS):
             raise TypeError(f"zero.Init() got an unexpected keyword argument {unknown[0]!r}")
         self._enabled = bool(options.get("enabled", True))
         self._dtype: torch.dtype | None = options.get("dtype")
-        self._before = torch.get_default_dtype()
+        self._stack = ExitStack()
+        if self._enabled:
+            init_distributed()
         if module is not None and self._enabled:
-            tag(module)
+            divide(module.parameters())
+            for parameter in module.parameters():
+                _divided(parameter)
 
     def __enter__(self) -> Self:
-        if self._enabled and self._dtype is not None:
-            self._before = torch.get_default_dtype()
-            torch.set_default_dtype(self._dtype)
+        if self._enabled:
+            self._stack.enter_context(building(_divided))
+            if self._dtype is not None:
+                self._stack.callback(torch.set_default_dtype, torch.get_default_dtype())
+                torch.set_default_dtype(self._dtype)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._enabled and self._dtype is not None:
-            torch.set_default_dtype(self._before)
+        self._stack.__exit__(kind, error, trace)
 
 
 class GatheredParameters(AbstractContextManager[None]):
     """`with zero.GatheredParameters(params, modifier_rank=0):` has the parameters whole on every rank, and at
-    its end gives all ranks what that rank made of them. Every rank must enter."""
+    its end gives all ranks what that rank made of them. Every rank must enter. Others in their buckets come
+    with them."""
 
     def __init__(
         self,
@@ -130,37 +153,32 @@ class GatheredParameters(AbstractContextManager[None]):
         self._stack = ExitStack()
 
     def __enter__(self) -> None:
-        engines: list[Any] = []
+        engines: list[tuple[Any, list[Any]]] = []
         for parameter in self._params:
             if self._modifier is None and not isinstance(parameter, Released):
                 continue  # whole already, as a head is inside a forward, where a fused loss reads it
-            engine = engine_of(parameter)
-            if engine is not None and all(engine is not each for each in engines):
-                engines.append(engine)
-        for engine in engines:
-            self._stack.enter_context(engine.full_parameters(write=self._modifier is not None))
-        for parameter in self._params:
-            if is_zero_param(parameter):
-                _tag(parameter, ZeroParamStatus.AVAILABLE)
+            if (engine := engine_of(parameter)) is None:
+                continue
+            if not any(engine is each for each, _ in engines):
+                engines.append((engine, []))
+            next(mine for each, mine in engines if each is engine).append(parameter)
+        for engine, mine in engines:
+            self._stack.enter_context(
+                engine.full_parameters(self._modifier is not None, mine, self._modifier or 0)
+            )
+        self._stack.enter_context(gathered(self._params, self._modifier))
+        self._tag(ZeroParamStatus.AVAILABLE)
+        self._stack.callback(self._tag, ZeroParamStatus.NOT_AVAILABLE)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if (
-            kind is None
-            and self._modifier is not None
-            and dist.is_initialized()
-            and dist.get_world_size() > 1
-        ):
-            with torch.no_grad():
-                for parameter in self._params:
-                    whole = parameter.detach().contiguous()
-                    dist.broadcast(whole, self._modifier)
-                    parameter.copy_(whole)
+        self._stack.__exit__(kind, error, trace)
+
+    def _tag(self, status: ZeroParamStatus) -> None:
         for parameter in self._params:
             if is_zero_param(parameter):
-                _tag(parameter, ZeroParamStatus.NOT_AVAILABLE)
-        self._stack.__exit__(kind, error, trace)
+                _tag(parameter, status)
 
 
 def _parameters(params: Any) -> Iterable[Any]:
@@ -196,8 +214,20 @@ def zero_wrapper_for_fp_tensor_constructor(
 
 
 def shutdown_init_context() -> None:
-    """Do nothing: `Init` changes no modules."""
+    """Do nothing: `initialize` may be called inside of `Init`."""
 
 
 def restore_init_context() -> None:
-    """Do nothing: `Init` changes no modules."""
+    """Do nothing; see `shutdown_init_context`."""
+
+
+class MultipleAllGatherHandles:
+    """Several handles that are waited for as one."""
+
+    def __init__(self, handles: Iterable[Any]) -> None:
+        self.handles = list(handles)
+
+    def wait(self, handle_dependency: bool = True) -> None:
+        """Wait for each."""
+        for handle in self.handles:
+            handle.wait(handle_dependency=handle_dependency)

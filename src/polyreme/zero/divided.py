@@ -1,0 +1,349 @@
+"""Parameters that are divided among the ranks while a model is built, before an engine has it.
+
+Invariant: from the end of the `__init__` of its module on, a rank keeps of a parameter one of equal parts; the
+parameter is a `Divided` and holds nothing. Its numbers are those that a plain build would have left on rank
+0, or on the rank that wrote them last.
+Communication, between CPUs and over all ranks, which build the same: a broadcast of each parameter that is
+divided, an all-gather of each that is asked for.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+from torch.utils.weak import WeakIdKeyDictionary, WeakTensorKeyDictionary
+
+from polyreme.distributed.mesh import Axis, everyone
+from polyreme.errors import ModelError
+from polyreme.models.tensor_access import touching
+from polyreme.zero.released import Released, View
+
+Noted = Callable[[nn.Parameter], object]
+"""What is called with each parameter that was divided."""
+_SHARES: WeakIdKeyDictionary = WeakTensorKeyDictionary()
+"""The `Share` of each `Divided`."""
+_MOVES = {"to", "cpu", "cuda", "half", "float", "double", "bfloat16", "contiguous"}
+
+
+class Share:
+    """What this rank has of a parameter that is divided: `part`, flat, on the CPU, with zeros behind the
+    parameter's end."""
+
+    def __init__(self, numbers: Tensor, axis: Axis, source: int) -> None:
+        """Takes rank `source`'s numbers."""
+        self.axis, self.shape, self.device = axis, numbers.shape, numbers.device
+        size = -(-numbers.numel() // axis.size)
+        self.part = torch.zeros(size, dtype=numbers.dtype)
+        self.take(numbers, source)
+
+    def take(self, numbers: Tensor, source: int) -> None:
+        """Let the part be that of rank `source`'s numbers."""
+        whole = numbers.detach().to("cpu").contiguous()
+        self.axis.broadcast(whole, source)
+        mine = self._mine(whole)
+        self.part[: mine.numel()] = mine
+
+    def whole(self) -> Tensor:
+        """The numbers, in memory of their own."""
+        found = torch.empty(self.part.numel() * self.axis.size, dtype=self.part.dtype)
+        self.axis.all_gather(found, self.part).settle()
+        return found[: self.shape.numel()].view(self.shape).to(self.device)
+
+    def differs(self, numbers: Tensor) -> bool:
+        """Whether this rank's part of `numbers` is another one."""
+        mine = self._mine(numbers.detach().to("cpu")).contiguous()
+        return not torch.equal(mine.view(torch.uint8), self.part[: mine.numel()].view(torch.uint8))
+
+    def _mine(self, whole: Tensor) -> Tensor:
+        start = self.axis.rank * self.part.numel()
+        return whole.reshape(-1)[start : start + self.part.numel()]
+
+
+class Divided(Released):
+    """The class of a parameter that is divided. While its model is built, what asks for its numbers gets
+    them; afterwards that is a ModelError."""
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Iterable[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        if (name := touching(func)) is not None:
+            asked = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Divided)]
+            if name in _MOVES and _keeps_dtype(func, args, kwargs):
+                return args[0]
+            if name == "data" and getattr(func, "__name__", "") == "__get__":
+                return args[0].detach()
+            if name == "data" and len(args) > 1 and args[0] is args[1]:  # what `Module.to` gives back
+                return None
+            if _Building.current is None:
+                _refuse(name, asked[0])
+            _Building.current.open(asked)
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **kwargs)
+
+    def detach(self) -> Tensor:
+        if _Building.current is not None:
+            _Building.current.open([self])
+            return self.detach()
+        with torch._C.DisableTorchFunctionSubclass():
+            view = Tensor.detach(self).as_subclass(View)
+        view.parameter = self
+        return view
+
+    def __deepcopy__(self, memo: object) -> NoReturn:
+        _refuse("copy.deepcopy", self)
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        _refuse("pickling (torch.save, copy.copy)", self)
+
+    def __dlpack__(self, **_: object) -> NoReturn:
+        _refuse("__dlpack__", self)
+
+
+def share_of(parameter: Tensor) -> Share | None:
+    """What this rank has of a parameter; None: it is not divided."""
+    found: Share | None = _SHARES.get(parameter) if isinstance(parameter, Divided) else None
+    return found
+
+
+def divide(parameters: Iterable[nn.Parameter], axis: Axis | None = None, source: int = 0) -> None:
+    """Keep of each parameter this rank's part of what rank `source` has, and leave it empty. All ranks must
+    call."""
+    for parameter in parameters:
+        if not isinstance(parameter, Divided):
+            _divide(parameter, axis or everyone(), source)
+            empty([parameter])
+
+
+def empty(parameters: Iterable[nn.Parameter]) -> None:
+    """Have those that are divided be of no elements, as code that looks for them expects."""
+    for parameter in filter(share_of, parameters):
+        _point(parameter, torch.empty(0, dtype=parameter.dtype, device=parameter.device))
+
+
+def shaped(parameters: Iterable[nn.Parameter]) -> None:
+    """Have those that are divided be of the shape that they have when whole."""
+    for parameter in parameters:
+        if (share := share_of(parameter)) is not None:
+            _point(parameter, _hollow(share.shape, parameter))
+
+
+def make_whole(parameters: Iterable[nn.Parameter]) -> None:
+    """Have those that are divided be plain parameters again. All ranks must call."""
+    for parameter in parameters:
+        if share_of(parameter) is not None:
+            numbers = taken(parameter)
+            parameter.__class__ = nn.Parameter
+            parameter.data = numbers
+
+
+def taken(parameter: nn.Parameter) -> Tensor:
+    """The numbers of a parameter that is divided, whose part is let go. All ranks must call."""
+    share: Share = _SHARES.pop(parameter)
+    numbers = share.whole()
+    share.part.untyped_storage().resize_(0)
+    return numbers
+
+
+@contextmanager
+def gathered(parameters: Collection[nn.Parameter], source: int | None = None) -> Iterator[None]:
+    """Those of the parameters that are divided, whole, in memory of their own. All ranks must enter.
+
+    source: the rank whose numbers at the end count; None: raises ModelError on leaving where they changed."""
+    if _Building.current is not None:
+        _Building.current.close_idle()
+    shares = [(parameter, share) for parameter in parameters if (share := share_of(parameter)) is not None]
+    for parameter, share in shares:
+        _open(parameter, share.whole())
+    failed = True
+    try:
+        yield
+        failed = False
+    finally:
+        changed = [
+            share
+            for parameter, share in shares
+            if source is None and (parameter.shape != share.shape or share.differs(parameter.data))
+        ]
+        for parameter, share in shares:
+            if source is not None and not failed:
+                share.take(parameter.data, source)
+            _close(parameter, share)
+            empty([parameter])
+    if changed:
+        raise ModelError(
+            f"in-place modification of a gathered parameter of shape {list(changed[0].shape)}, which was "
+            "gathered to be read: name the rank whose numbers count, with modifier_rank="
+        )
+
+
+class _Building:
+    """Divides parameters as soon as the modules that have them are made. One that is divided is made whole
+    again for code that asks for its numbers, and divided again before the next one is, once nothing else
+    has its memory."""
+
+    current: _Building | None = None
+
+    def __init__(self, axis: Axis, noted: Noted) -> None:
+        self.axis, self._noted = axis, noted
+        self._under: set[int] = set()  # modules whose `__init__` runs
+        self._opened: list[nn.Parameter] = []
+        self._made: list[nn.Parameter] = []
+        self._undo: list[Callable[[], object]] = []
+
+    def begin(self) -> None:
+        classes = list(nn.Module.__subclasses__())
+        for each in classes:  # which grows meanwhile
+            classes += [below for below in each.__subclasses__() if below not in classes]
+        for each in classes:
+            self._follow(each)
+        nn.Module.__init_subclass__ = classmethod(self._subclass)  # type: ignore[assignment]
+        _Building.current = self
+
+    def end(self, failed: bool) -> None:
+        """Ranks meet here unless the build `failed`, perhaps on one of them."""
+        _Building.current = None
+        del nn.Module.__init_subclass__
+        while self._undo:
+            self._undo.pop()()
+        if not failed:
+            self._divide(self._opened)
+        empty(self._made)
+
+    def open(self, parameters: Collection[nn.Parameter]) -> None:
+        """Make these whole. All ranks come here, as they build the same."""
+        self.close_idle()
+        for parameter in parameters:
+            if (share := share_of(parameter)) is not None:
+                _open(parameter, share.whole())
+                self._opened.append(parameter)
+
+    def close_idle(self) -> None:
+        """Divide again what was made whole and is used no more."""
+        idle = [parameter for parameter in self._opened if not _is_shared(parameter)]
+        self._opened = [parameter for parameter in self._opened if _is_shared(parameter)]
+        self._divide(idle)
+
+    def _divide(self, parameters: Iterable[nn.Parameter]) -> None:
+        for parameter in parameters:
+            if _can_be_divided(parameter):
+                _divide(parameter, self.axis, 0)
+                self._made.append(parameter)
+                self._noted(parameter)
+
+    def _subclass(self, cls: type[nn.Module], **options: Any) -> None:
+        super(nn.Module, cls).__init_subclass__(**options)
+        self._follow(cls)
+
+    def _follow(self, cls: type[nn.Module]) -> None:
+        """Divide a module's own parameters behind the outermost `__init__` of its classes."""
+        own = vars(cls).get("__init__")
+        if own is None:
+            return
+
+        @functools.wraps(own)
+        def build(module: nn.Module, *args: Any, **kwargs: Any) -> None:
+            if id(module) in self._under or _Building.current is not self:
+                own(module, *args, **kwargs)
+                return
+            self._under.add(id(module))
+            try:
+                own(module, *args, **kwargs)
+            finally:
+                self._under.discard(id(module))
+            self.close_idle()
+            self._divide(vars(module).get("_parameters", {}).values())
+
+        cls.__init__ = build  # type: ignore[method-assign]
+        self._undo.append(functools.partial(setattr, cls, "__init__", own))
+
+
+@contextmanager
+def building(noted: Noted) -> Iterator[None]:
+    """Modules made inside are divided as they are made; `noted` is called with each of their parameters. All
+    ranks must make the same. Inside of another one, it is a part of that."""
+    if _Building.current is not None:
+        yield
+        return
+    made = _Building(everyone(), noted)
+    made.begin()
+    failed = True
+    try:
+        yield
+        failed = False
+    finally:
+        made.end(failed)
+
+
+def _can_be_divided(parameter: nn.Parameter | None) -> bool:
+    return (
+        type(parameter) is nn.Parameter
+        and not parameter.is_meta
+        and parameter.layout == torch.strided
+        and parameter.numel() > 0
+    )
+
+
+def _divide(parameter: nn.Parameter, axis: Axis, source: int) -> None:
+    known = _SHARES.get(parameter)
+    if known is None or known.shape != parameter.shape or known.part.dtype != parameter.dtype:
+        _SHARES[parameter] = known = Share(parameter.data, axis, source)
+    else:
+        known.take(parameter.data, source)
+    _close(parameter, known)
+
+
+def _open(parameter: nn.Parameter, numbers: Tensor) -> None:
+    parameter.__class__ = nn.Parameter
+    parameter.data = numbers
+
+
+def _close(parameter: nn.Parameter, share: Share) -> None:
+    parameter.data = _hollow(share.shape, parameter)
+    parameter.__class__ = Divided
+
+
+def _point(parameter: nn.Parameter, memory: Tensor) -> None:
+    parameter.__class__ = nn.Parameter
+    parameter.data = memory
+    parameter.__class__ = Divided
+
+
+def _hollow(shape: torch.Size, like: Tensor) -> Tensor:
+    """A tensor of this shape without memory."""
+    found = torch.empty(shape, dtype=like.dtype, device=like.device)
+    found.untyped_storage().resize_(0)
+    return found
+
+
+def _is_shared(parameter: nn.Parameter) -> bool:
+    """Whether another tensor has the parameter's memory."""
+    return torch._C._storage_Use_Count(parameter.untyped_storage()._cdata) > 2  # its own, and the one asked
+
+
+def _keeps_dtype(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether a call that may move a parameter leaves its dtype: then it stays where its parts are."""
+    trial = torch.empty(0, dtype=args[0].dtype)
+    with torch._C.DisableTorchFunctionSubclass():
+        return bool(func(trial, *args[1:], **kwargs).dtype == trial.dtype)
+
+
+def _refuse(what: str, parameter: nn.Parameter) -> NoReturn:
+    share = share_of(parameter)
+    shape = list(parameter.shape if share is None else share.shape)
+    raise ModelError(
+        f"{what} of a parameter of shape {shape}, of which each rank has a part since it was made (under "
+        "zero.Init): do it inside `with deepspeed.zero.GatheredParameters(parameter):` (with modifier_rank= to "
+        "change it), which every rank must enter, or where the model is built"
+    )
