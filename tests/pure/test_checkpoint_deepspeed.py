@@ -7,6 +7,7 @@ import os
 import random
 import shutil
 import sys
+import types
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -184,3 +185,24 @@ def test_corruption_is_found_or_harmless(tmp_path: Path, case: str) -> None:
         except CheckpointError:
             found += 1
     assert found > 20
+
+
+class Odd:
+    pass
+
+
+def test_client_state_that_is_no_plain_value_is_refused(tmp_path: Path) -> None:
+    shutil.copytree(DATA / "stage1-bf16", tmp_path / "run")
+    file = tmp_path / "run" / "global_step3" / "mp_rank_00_model_states.pt"
+    states = torch_archive.load(file, "deepspeed")
+    states = {**states, "module": {name: tensor.clone() for name, tensor in states["module"].items()}}
+    Odd.__module__, Odd.__qualname__ = "deepspeed.somewhere", "Odd"
+    deepspeed = types.ModuleType("deepspeed.somewhere")
+    deepspeed.Odd = Odd  # type: ignore[attr-defined]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, "deepspeed", types.ModuleType("deepspeed"))
+        patch.setitem(sys.modules, "deepspeed.somewhere", deepspeed)
+        torch.save({**states, "note": [1, {"odd": Odd()}]}, file)
+    source = DeepSpeedCheckpoint(tmp_path / "run")  # whose tensors are read
+    with pytest.raises(CheckpointError, match=r"client_state\['note'\]\[1\]\['odd'\] is a .*Odd"):
+        source.extra

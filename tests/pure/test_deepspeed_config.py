@@ -7,6 +7,7 @@ import base64
 import copy
 import importlib.util
 import json
+import math
 import pickle
 import subprocess
 import sys
@@ -27,6 +28,7 @@ from polyreme.compat.deepspeed.json_config import MEAN, Note, Translation, is_de
 from polyreme.config import Config
 from polyreme.config.schema import LEAVES
 from polyreme.errors import ConfigError, Problem
+from polyreme.step.precision import loss_scale
 
 PAGE = Path(__file__).parents[2] / "docs" / "from-deepspeed.md"
 ADAMW = {"type": "AdamW", "params": {"lr": 3e-5, "betas": [0.8, 0.999], "eps": 1e-8, "weight_decay": 3e-7}}
@@ -861,3 +863,27 @@ def test_names_with_dots_are_no_sections() -> None:
     assert found.config == translate(base, 1).config
     with pytest.raises(DeepSpeedConfigError):
         translate({**base, "zero_optimization.no_such_key": 1}, 1)
+
+
+def test_the_loss_scale_takes_deepspeeds_values() -> None:
+    """After each step, and up to the overflow that ends training (tests/data/deepspeed)."""
+    data = json.loads((Path(__file__).parent.parent / "data/deepspeed/loss_scales.json").read_text())
+    for row in data["rows"]:
+        fp16 = {
+            "enabled": True,
+            "initial_scale_power": data["first"],
+            "loss_scale_window": row["window"],
+            "hysteresis": row["hysteresis"],
+            "consecutive_hysteresis": row["consecutive"],
+        }
+        ds = {"train_batch_size": 1, "fp16": fp16, "zero_optimization": {"stage": row["stage"]}}
+        precision = Config.load(translate(ds, world_size=1).config).precision
+        scale = loss_scale(precision)
+        found: list[float | str] = []
+        for step in row["steps"]:
+            if step == "x" and precision.on_min_scale == "error" and scale.is_least:
+                found.append("raises")
+                break
+            scale.update(overflow=step == "x")
+            found.append(math.log2(scale.value))
+        assert found == row["exponents"], row

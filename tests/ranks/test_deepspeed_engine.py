@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from pathlib import Path
 from typing import Any
 
@@ -370,3 +371,39 @@ def universal(rank: int, world: int, folder: str) -> list[Any]:
 
 def test_a_universal_checkpoint_is_a_copy(ranks: Ranks, tmp_path: Path) -> None:
     assert ranks(2, universal, str(tmp_path)) == [["global_step1_universal", 1, True]] * 2
+
+
+DATA = Path(__file__).parent.parent / "data" / "deepspeed"
+
+
+def take_over(rank: int, world: int, case: str) -> None:
+    """Go on from what DeepSpeed's own `save_checkpoint` left (tests/data/deepspeed/make.py)."""
+    spec = importlib.util.spec_from_file_location("made_by_deepspeed", DATA / "make.py")
+    assert spec is not None and spec.loader is not None
+    made = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(made)
+    with deepspeed.zero.Init():
+        model = made.Tiny()
+    trained = [p for p in model.parameters() if p.requires_grad]
+    matrices = [p for p in trained if len(p.ds_shape) > 1]
+    groups = [{"params": matrices}, {"params": [p for p in trained if len(p.ds_shape) <= 1]}]
+    optimizer = torch.optim.AdamW(groups, lr=0.01)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+    engine, _, _, scheduler = deepspeed.initialize(
+        model=model,
+        optimizer=optimizer,
+        lr_scheduler=schedule,
+        config={"train_batch_size": 4, **made.CASES[case]},
+    )
+    path, state = engine.load_checkpoint(str(DATA / case))
+    assert path == str(DATA / case / "global_step3") and state == {"note": "ours"}
+    assert (engine.global_steps, engine.global_samples, engine.skipped_steps) == (3, 12, 0)
+    assert engine.micro_steps == 3 and scheduler.last_epoch == 3 and engine.get_lr() == [0.0025, 0.0025]
+    engine.backward(engine(torch.arange(10).view(2, 5)))
+    engine.step()
+    assert engine.polyreme.state.step == 4 and engine.get_lr() == [0.002, 0.002]
+
+
+@pytest.mark.parametrize("case", ["stage1-bf16", "stage3-fp32"])
+def test_client_state_and_schedule_of_deepspeeds_own_checkpoint(ranks: Ranks, case: str) -> None:
+    ranks(2, take_over, case)

@@ -347,7 +347,13 @@ class PrecisionSection(Section):
         default=0.5, description="Factor on the loss scale after an overflow."
     )
     growth_interval: Count = Field(default=2000, description="Good steps before the loss scale grows.")
+    growth_delay: Annotated[int, Strict(), Field(ge=0)] = Field(
+        default=0, description="Good steps more before the first growth, and the first after an overflow."
+    )
     min_scale: Positive = Field(default=1.0, description="The loss scale never falls below it.")
+    on_min_scale: Literal["stay", "error"] = Field(
+        default="stay", description="An overflow at `min_scale`: skip the step as always, or stop."
+    )
     hysteresis: Count = Field(default=1, description="Overflows until the loss scale falls.")
     consecutive_hysteresis: Bool = Field(
         default=False,

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from polyreme.checkpoint import load
 from polyreme.checkpoint.collective_errors import collectively
+from polyreme.checkpoint.formats.deepspeed import DeepSpeedCheckpoint
 from polyreme.checkpoint.formats.huggingface import ADAPTERS, Directory
 from polyreme.checkpoint.manifest import Resume
 from polyreme.checkpoint.open import open_source
@@ -109,7 +110,8 @@ class EngineContents:
 @dataclass(frozen=True)
 class Loaded:
     """What `engine.load` found. path: the checkpoint. state: steps, samples, tokens, ... of its run; empty
-    for weights alone. extra: what `engine.save` was given. notes: what there is to say of it."""
+    for weights alone. extra: what `engine.save` was given, or what
+    a checkpoint of DeepSpeed has beside its tensors (see `DeepSpeedCheckpoint`). notes: what there is to say of it."""
 
     path: Path
     state: Mapping[str, Any]
@@ -428,7 +430,8 @@ def _take(
     if resume is None or weights_only:
         if any(scalars.values()):
             notes += _count_on(contents, source)
-        return Loaded(source.path, {}, resume.extra if resume else {}, notes)
+        extra = resume.extra if resume else source.extra if isinstance(source, DeepSpeedCheckpoint) else {}
+        return Loaded(source.path, {}, extra, notes)
     notes += _go_on(contents, resume)
     return Loaded(source.path, resume.state, resume.extra, notes)
 
@@ -482,9 +485,8 @@ def _count_on(contents: EngineContents, source: Source) -> list[str]:
             "behind it: the learning rate's schedule begins anew"
         ]
     samples = steps * contents.config.batch.size
-    contents.step.load_state_dict(
-        {**contents.step.state_dict(), "step": steps, "samples": samples, "options": {}, "skipped": {}}
-    )
+    known = {"step": steps, "samples": samples, "options": {}, "skipped": {}, **getattr(source, "scale", {})}
+    contents.step.load_state_dict({**contents.step.state_dict(), **known})
     return [
         f"goes on after {steps} steps, of batch.size = "
         f"{contents.config.batch.size}; random numbers and the data begin anew"

@@ -13,7 +13,7 @@ import copy
 import math
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any
 
 import torch
@@ -50,7 +50,8 @@ class LossScale:
 
     Dynamic: after `interval` good steps it grows by `growth`; after `hysteresis` overflows, and at each one
     from then on, it shrinks by `backoff`, not below `minimum`. A growth, or with `forgets` a good step, makes
-    their count begin anew. Static (dynamic=False): it stays. All values powers of two keep scaling exact."""
+    their count begin anew. The first growth, and the first after an overflow, take `delay` good steps more.
+    Static (dynamic=False): it stays. All values powers of two keep scaling exact."""
 
     value: float = 1.0
     dynamic: bool = False
@@ -60,15 +61,24 @@ class LossScale:
     minimum: float = 1.0
     hysteresis: int = 1
     forgets: bool = False
-    good_steps: int = 0
-    overflows: int = 0
+    delay: int = 0
+    good_steps: int = field(init=False)
+    overflows: int = field(default=0, init=False)
+
+    def __post_init__(self) -> None:
+        self.good_steps = -self.delay
+
+    @property
+    def is_least(self) -> bool:
+        """Whether an overflow now should make it smaller, and cannot."""
+        return self.dynamic and self.overflows + 1 >= self.hysteresis and self.value == self.minimum
 
     def update(self, overflow: bool) -> None:
         """Take note of one step that did or did not overflow."""
         if not self.dynamic:
             return
         if overflow:
-            self.good_steps, self.overflows = 0, self.overflows + 1
+            self.good_steps, self.overflows = -self.delay, self.overflows + 1
             if self.overflows >= self.hysteresis:
                 self.value = max(self.value * self.backoff, self.minimum)
             return
@@ -94,6 +104,7 @@ def loss_scale(section: PrecisionSection) -> LossScale:
         section.min_scale,
         section.hysteresis,
         section.consecutive_hysteresis,
+        section.growth_delay,
     )
 
 

@@ -400,10 +400,15 @@ class Step:
         )
 
     def _check_finite(self) -> None:
-        totals = self._sums.totals
-        if totals.is_finite or not totals.weight or self.progress.scale.dynamic:
+        totals, precision = self._sums.totals, self._config.precision
+        if totals.is_finite or not totals.weight:
             return
-        if self._config.precision.on_nonfinite == "error":
+        if precision.on_min_scale == "error" and self.progress.scale.is_least:
+            raise NumericsError(
+                f"step {self.state.step + 1}: an overflow, and the loss scale is at its minimum, "
+                f"{precision.min_scale:g}: check the data and the learning rate, or compute in bf16"
+            )
+        if precision.on_nonfinite == "error" and not self.progress.scale.dynamic:
             raise NumericsError(
                 f"step {self.state.step + 1}: the loss or a gradient is NaN or Inf "
                 f"(the loss is {totals.mean_loss:g})"

@@ -1,8 +1,8 @@
 """Parameters that are divided among the ranks while a model is built, before an engine has it.
 
-Invariant: from the end of the `__init__` of its module on, a rank keeps of a parameter one of equal parts; the
-parameter is a `Divided` and holds nothing. Its numbers are those that a plain build would have left on rank
-0, or on the rank that wrote them last.
+Invariant: from the end of the `__init__` of its module on, a rank keeps of a parameter one of equal parts;
+the parameter is a `Divided` and holds nothing. Its numbers are those that a plain build would have left on
+rank 0, or on the rank that wrote them last.
 Communication, between CPUs and over all ranks, which build the same: a broadcast of each parameter that is
 divided, an all-gather of each that is asked for.
 """
@@ -157,7 +157,7 @@ def taken(parameter: nn.Parameter) -> Tensor:
 
 
 @contextmanager
-def gathered(parameters: Collection[nn.Parameter], source: int | None = None) -> Iterator[None]:
+def gathered(parameters: Iterable[Any], source: int | None = None) -> Iterator[None]:
     """Those of the parameters that are divided, whole, in memory of their own. All ranks must enter.
 
     source: the rank whose numbers at the end count; None: raises ModelError on leaving where they changed."""
@@ -265,7 +265,7 @@ class _Building:
             self.close_idle()
             self._divide(vars(module).get("_parameters", {}).values())
 
-        cls.__init__ = build  # type: ignore[method-assign]
+        cls.__init__ = build  # type: ignore[method-assign, assignment]
         self._undo.append(functools.partial(setattr, cls, "__init__", own))
 
 
@@ -344,6 +344,6 @@ def _refuse(what: str, parameter: nn.Parameter) -> NoReturn:
     shape = list(parameter.shape if share is None else share.shape)
     raise ModelError(
         f"{what} of a parameter of shape {shape}, of which each rank has a part since it was made (under "
-        "zero.Init): do it inside `with deepspeed.zero.GatheredParameters(parameter):` (with modifier_rank= to "
-        "change it), which every rank must enter, or where the model is built"
+        "zero.Init): do it inside `with deepspeed.zero.GatheredParameters(parameter):` (with modifier_rank= "
+        "to change it), which every rank must enter, or where the model is built"
     )

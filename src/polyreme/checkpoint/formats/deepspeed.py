@@ -29,6 +29,16 @@ from polyreme.checkpoint.sources import MASTER, MODEL, TensorInfo
 from polyreme.errors import CheckpointError
 
 OPTIMIZER_FILE = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
+EXTRA = "deepspeed"
+"""Where `DeepSpeedCheckpoint.extra` has what is not tensors."""
+OWN = {
+    *("module", "buffer_names", "optimizer", "param_shapes", "frozen_param_shapes", "shared_params"),
+    *("frozen_param_fragments", "lr_scheduler", "data_sampler", "random_ltd", "skipped_steps"),
+    *("sparse_tensor_module_names", "global_steps", "global_samples", "dp_world_size", "mp_world_size"),
+    *("checkpoint_parallel_dimensions", "ds_config", "ds_version", "num_experts"),
+    *("autotp_uc_info", "universal_checkpoint_info"),
+}
+"""What DeepSpeed itself writes beside the client state."""
 MODEL_FILE = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt")
 
 
@@ -94,6 +104,8 @@ class DeepSpeedCheckpoint:
             self.zero_stage = zero.stage
             self.mesh = {"dp": len(optimizers) or model.get("dp_world_size", 1)}
             self.state = zero.state()
+            self.scale = zero.scale()
+            self._written, self._rates = model, zero.rates()
         except CheckpointError:
             raise
         except Exception as error:  # of values that are of any type
@@ -104,6 +116,19 @@ class DeepSpeedCheckpoint:
             kind: {name: location.info for name, location in locations.items()}
             for kind, locations in self._at.items()
         }
+
+    @property
+    def extra(self) -> Mapping[str, Any]:
+        """Under EXTRA: `client_state`, `lr_scheduler` (its state), the counts `global_steps`,
+        `global_samples` and `skipped_steps`, and `rates`, the learning rate of each group. Raises
+        CheckpointError for objects among them that are not of Python's or torch's own kinds."""
+        model = self._written
+        found = {name: model.get(name, 0) for name in ("global_steps", "global_samples", "skipped_steps")}
+        found |= {"lr_scheduler": model.get("lr_scheduler"), "rates": self._rates}
+        found["client_state"] = {key: value for key, value in model.items() if key not in OWN}
+        for name in ("client_state", "lr_scheduler"):
+            _check_plain(self.path, name, found[name])
+        return {EXTRA: found}
 
     def read(self, kind: str, name: str, start: int, stop: int) -> Tensor:
         """See `Source`."""
@@ -176,6 +201,19 @@ def _check_parallelism(folder: Path, model: Mapping[str, Any]) -> None:
     for name, degree in degrees.items():
         if degree != 1:
             raise _parallel(folder, f"{name} = {degree}")
+
+
+def _check_plain(path: Path, where: str, value: Any) -> None:
+    """Raise CheckpointError for an object in `value` of which only its arguments are known."""
+    if isinstance(value, torch_archive.StandIn):
+        raise CheckpointError(
+            f"{path}: its {where} is a {type(value).__name__}, a class that is not imported: save the "
+            "checkpoint again with numbers, texts, lists and dictionaries there, or leave it out "
+            "(load_lr_scheduler_states=False, load_module_only=True)"
+        )
+    if isinstance(value, Mapping | list | tuple):
+        for key, each in value.items() if isinstance(value, Mapping) else enumerate(value):
+            _check_plain(path, f"{where}[{key!r}]", each)
 
 
 def _parallel(folder: Path, sign: str) -> CheckpointError:
@@ -293,17 +331,28 @@ class _Zero:
             "deepspeed": "ds_version",
         }
         found = {name: model[key] for name, key in keys.items() if key in model}
-        groups = _base(self.optimizers[0]).get("param_groups", []) if self.optimizers else []
-        scheduled = (model.get("lr_scheduler") or {}).get("_last_lr", [])
-        rates = sorted(
-            {float(group["lr"]) for group in groups if "lr" in group} or set(map(float, scheduled))
-        )
-        if rates:
+        if rates := sorted({*self.rates()}):
             found["lr"] = rates[0] if len(rates) == 1 else rates
+        return found | {key: value for key, value in self.scale().items() if key == "loss_scale"}
+
+    def scale(self) -> dict[str, Any]:
+        """Where the loss scale is, as `Progress.state_dict` says it."""
         scaler = self.optimizers[0].get("loss_scaler") if self.optimizers else None
-        if isinstance(getattr(scaler, "cur_scale", None), float | int):
-            found["loss_scale"] = scaler.cur_scale  # type: ignore[union-attr]
+        known = vars(scaler) if isinstance(scaler, torch_archive.StandIn) else {}
+        if not isinstance(known.get("cur_scale"), float | int):
+            return {}
+        found: dict[str, Any] = {"loss_scale": float(known["cur_scale"])}
+        if {"cur_iter", "last_overflow_iter", "scale_window", "delayed_shift", "cur_hysteresis"} <= {*known}:
+            good = known["cur_iter"] - known["last_overflow_iter"] - 1
+            found["good_steps"] = (good - 1) % known["scale_window"] if good else -1
+            found["overflows"] = known["delayed_shift"] - known["cur_hysteresis"]
         return found
+
+    def rates(self) -> list[float]:
+        """The learning rate of each group, where that is known."""
+        groups = _base(self.optimizers[0]).get("param_groups", []) if self.optimizers else []
+        found = [float(group["lr"]) for group in groups if "lr" in group]
+        return found or [*map(float, (self.models[0].get("lr_scheduler") or {}).get("_last_lr", []))]
 
     def _check_ranks(self) -> None:
         counts = self.optimizers[0].get("partition_count", self.ranks)

@@ -310,13 +310,19 @@ def _loss_scale(work: _Work) -> None:
     for name in ("loss_scale_window", "min_loss_scale"):
         if given[f"fp16.{name}"] <= 0:
             work.refuse(f"fp16.{name}", "must be above 0 with a dynamic loss scale", "write 1 or more")
+    plain = not given["zero_optimization.stage"]  # then DeepSpeed's scale has neither
+    if plain:
+        for name in ("hysteresis", "consecutive_hysteresis"):
+            work.remarks[f"fp16.{name}"] = ("nothing to do", "it counts at ZeRO stages 1 to 3 only")
     ours |= {
         "precision.loss_scale": "dynamic",
         "precision.initial_scale": 2.0 ** given["fp16.initial_scale_power"],
         "precision.growth_interval": given["fp16.loss_scale_window"],
+        "precision.growth_delay": 1,
+        "precision.on_min_scale": "stay" if plain else "error",
         "precision.min_scale": float(given["fp16.min_loss_scale"]),
-        "precision.hysteresis": given["fp16.hysteresis"],
-        "precision.consecutive_hysteresis": given["fp16.consecutive_hysteresis"],
+        "precision.hysteresis": 1 if plain else given["fp16.hysteresis"],
+        "precision.consecutive_hysteresis": not plain and given["fp16.consecutive_hysteresis"],
     }
 
 

@@ -91,17 +91,22 @@ def load(
         return None, None
     found = engine.polyreme.load(folder / name, strict=parts.strict, weights_only=not parts.optimizer)
     extra = dict(found.extra.get(DOOR, {}))
-    counts = {count: int(extra.get(count, 0)) for count in COUNTS}
-    if not extra:  # DeepSpeed's own: steps are all that ours know of it
-        steps = int(found.state.get("step", 0))
-        counts |= {"global_steps": steps, "micro_steps": steps * engine.gradient_accumulation_steps()}
-    for count, value in counts.items():
-        setattr(engine, count, value)
-    if parts.scheduler and engine.lr_scheduler is not None and "lr_scheduler" in extra:
-        state = from_json(extra["lr_scheduler"])
-        engine.lr_scheduler.load_state_dict({**engine.lr_scheduler.state_dict(), **state})
+    ours = "rates" not in extra
+    schedule, client_state = extra.get("lr_scheduler"), extra.get("client_state", {})
+    if ours:
+        schedule, client_state = from_json(schedule), from_json(client_state)
+    else:
+        extra["micro_steps"] = extra["global_steps"] * engine.gradient_accumulation_steps()
+        groups = engine.optimizer.param_groups if parts.optimizer and engine.optimizer is not None else []
+        if len(groups) == len(extra["rates"]):
+            for group, rate in zip(groups, extra["rates"], strict=True):
+                group["lr"] = rate
+    for count in COUNTS:
+        setattr(engine, count, int(extra.get(count, 0)))
+    if parts.scheduler and engine.lr_scheduler is not None and schedule is not None:
+        engine.lr_scheduler.load_state_dict({**engine.lr_scheduler.state_dict(), **schedule})
     engine.loaded_checkpoint_tag = name
-    return str(folder / name), from_json(extra.get("client_state", {}))
+    return str(folder / name), client_state
 
 
 def whole(

@@ -93,9 +93,9 @@ def is_zero_param(parameter: object) -> bool:
 
 
 class Init(AbstractContextManager["Init"]):
-    """`with zero.Init(...):` around the code that builds a model: as soon as a module is made, each rank keeps
-    of its parameters a part, of rank 0's numbers. All ranks must build alike. Tensors of floating point are
-    made in `dtype`, or in torch's default; parts are in the host's memory."""
+    """`with zero.Init(...):` around the code that builds a model: as soon as a module is made, each rank
+    keeps of its parameters a part, of rank 0's numbers. All ranks must build alike. Tensors of floating point
+    are made in `dtype`, or in torch's default; parts are in the host's memory."""
 
     def __init__(
         self,
