@@ -205,4 +205,4 @@ def test_client_state_that_is_no_plain_value_is_refused(tmp_path: Path) -> None:
         torch.save({**states, "note": [1, {"odd": Odd()}]}, file)
     source = DeepSpeedCheckpoint(tmp_path / "run")  # whose tensors are read
     with pytest.raises(CheckpointError, match=r"client_state\['note'\]\[1\]\['odd'\] is a .*Odd"):
-        source.extra
+        _ = source.extra

@@ -110,8 +110,8 @@ class EngineContents:
 @dataclass(frozen=True)
 class Loaded:
     """What `engine.load` found. path: the checkpoint. state: steps, samples, tokens, ... of its run; empty
-    for weights alone. extra: what `engine.save` was given, or what
-    a checkpoint of DeepSpeed has beside its tensors (see `DeepSpeedCheckpoint`). notes: what there is to say of it."""
+    for weights alone. extra: what `engine.save` was given, or what a checkpoint of DeepSpeed has beside its
+    tensors (see `DeepSpeedCheckpoint`). notes: what there is to say of it."""
 
     path: Path
     state: Mapping[str, Any]

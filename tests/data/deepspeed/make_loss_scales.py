@@ -57,7 +57,8 @@ def main() -> None:
             row = {"stage": stage, "window": window, "hysteresis": count, "consecutive": again}
             rows.append({**row, "steps": steps, "exponents": follow(*made, steps)})
     lines = ",\n  ".join(json.dumps(row) for row in rows)
-    Path(__file__).with_name("loss_scales.json").write_text(f'{{"first": {FIRST}, "rows": [\n  {lines}\n]}}\n')
+    text = f'{{"first": {FIRST}, "rows": [\n  {lines}\n]}}\n'
+    Path(__file__).with_name("loss_scales.json").write_text(text)
 
 
 main()
