@@ -55,7 +55,8 @@ def writable(
     placement: Placement, names: Collection[str] | None = None, writer: Mapping[str, int] = FIRST
 ) -> Iterator[None]:
     """All parameters whole, to be written: what they are at the end reaches masters and shards, unless the
-    block ends in an error. names: as in `readable`. writer: whose numbers count, by its place on each axis."""
+    block ends in an error. names: as in `readable`. writer: whose numbers count, by its place on each
+    axis."""
     buckets = placement.holding(names)
     for bucket in buckets:
         bucket.summon()
