@@ -63,6 +63,7 @@ class Host:
     name: str
     address: str
     namespace: str
+    files: Path
     init: subprocess.Popen[bytes]
     started: list[subprocess.Popen[str]] = field(default_factory=list)
 
@@ -103,7 +104,7 @@ class Host:
 
     def set_own_address(self, address: str) -> None:
         """Have this host's hosts file give its own name another address, such as 127.0.1.1."""
-        file = Path(f"/etc/netns/{self.namespace}/hosts")
+        file = self.files / "hosts"
         lines = [line for line in file.read_text().splitlines() if not line.endswith(f" {self.name}")]
         file.write_text("\n".join([*lines, f"{address} {self.name}", ""]))  # in place: it is mounted
 
@@ -165,25 +166,26 @@ def hosts(count: int) -> Iterator[list[Host]]:
     _end_left_ones()
     prefix = f"{MARK}-{os.getpid()}"
     made: list[Host] = []
-    try:
-        _do("ip", "netns", "add", f"{prefix}-net")
-        _do("ip", "-n", f"{prefix}-net", "link", "add", "br0", "type", "bridge")
-        _do("ip", "-n", f"{prefix}-net", "link", "set", "br0", "up")
-        for number in range(1, count + 1):
-            made.append(_host(prefix, number, count))
-        for host in made:
-            _await(host)
-        yield made
-    finally:
-        for host in made:
-            host.end()
-        _delete(prefix)
+    with tempfile.TemporaryDirectory(prefix=f"{prefix}-") as folder:
+        try:
+            _do("ip", "netns", "add", f"{prefix}-net")
+            _do("ip", "-n", f"{prefix}-net", "link", "add", "br0", "type", "bridge")
+            _do("ip", "-n", f"{prefix}-net", "link", "set", "br0", "up")
+            for number in range(1, count + 1):
+                made.append(_host(prefix, number, count, Path(folder)))
+            for host in made:
+                _await(host)
+            yield made
+        finally:
+            for host in made:
+                host.end()
+            _delete(prefix)
 
 
-def _host(prefix: str, number: int, count: int) -> Host:
+def _host(prefix: str, number: int, count: int, folder: Path) -> Host:
     name, namespace, address = f"n{number}", f"{prefix}-n{number}", f"{NETWORK}.{number}"
-    files = Path(f"/etc/netns/{namespace}")
-    files.mkdir(parents=True)
+    files = folder / name
+    files.mkdir()
     names = [f"{NETWORK}.{each} n{each}" for each in range(1, count + 1)]
     (files / "hosts").write_text("\n".join(["127.0.0.1 localhost", *names, ""]))
     (files / "nsswitch.conf").write_text("passwd: files\ngroup: files\nshadow: files\nhosts: files\n")
@@ -195,16 +197,15 @@ def _host(prefix: str, number: int, count: int) -> Host:
     _do("ip", "-n", namespace, "link", "set", "lo", "up")
     _do("ip", "-n", namespace, "addr", "add", f"{address}/24", "dev", "eth0")
     _do("ip", "-n", namespace, "link", "set", "eth0", "up")
-    begin = (
-        f"hostname {name} && mount -t tmpfs tmpfs /dev/shm && mount -t tmpfs tmpfs /run "
-        f"&& mkdir -m 1777 {TEMPORARY} && touch {TEMPORARY}/.ready && exec sleep infinity"
-    )
-    isolated = ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc", "--uts", "sh", "-c", begin]
+    binds = [f"mount --bind {each} /etc/{each.name}" for each in sorted(files.iterdir())]
+    own = ["mount -t tmpfs tmpfs /dev/shm", "mount -t tmpfs tmpfs /run", f"mkdir -m 1777 {TEMPORARY}"]
+    begin = [f"hostname {name}", *binds, *own, f"touch {TEMPORARY}/.ready", "exec sleep infinity"]
+    isolated = ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc", "--mount", "--uts"]
     init = subprocess.Popen(
-        ["ip", "netns", "exec", namespace, *isolated], env=environment(), stdin=subprocess.DEVNULL,
-        start_new_session=True,
+        ["nsenter", f"--net=/run/netns/{namespace}", *isolated, "sh", "-c", " && ".join(begin)],
+        env=environment({"TMPDIR": "/tmp"}), stdin=subprocess.DEVNULL, start_new_session=True,
     )  # fmt: skip
-    return Host(name, address, namespace, init)
+    return Host(name, address, namespace, files, init)
 
 
 def _await(host: Host) -> None:
@@ -225,8 +226,6 @@ def _do(*words: str) -> None:
 def _delete(prefix: str) -> None:
     for file in Path("/run/netns").glob(f"{prefix}-*"):
         _do("ip", "netns", "del", file.name)
-    for folder in Path("/etc/netns").glob(f"{prefix}-*"):
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _end_left_ones() -> None:

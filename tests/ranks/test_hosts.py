@@ -7,37 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from host_training import by_hand, trained, write
 from hosts import Host, hosts, lacking
 
 pytestmark = pytest.mark.skipif(bool(lacking()), reason=lacking())
-PORT = "29500"
-
-TRAIN = """
-import hashlib, os, sys
-import torch
-from torch import nn
-import polyreme
-
-torch.set_num_threads(1)
-torch.manual_seed(0)
-model = nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 4))
-engine = polyreme.initialize(
-    model,
-    {
-        "batch": {"size": 8},
-        "zero": {"stage": int(sys.argv[1])},
-        "launch": {"meet_timeout": float(sys.argv[2])},
-    },
-    loss_fn=nn.functional.cross_entropy,
-)
-numbers = torch.Generator().manual_seed(1)
-dp = engine.mesh.dp
-for _ in range(2):
-    x, y = torch.randn(8, 8, generator=numbers), torch.randint(4, (8,), generator=numbers)
-    engine.train_step((x.chunk(dp.size)[dp.rank], y.chunk(dp.size)[dp.rank]))
-weights = b"".join(each.numpy().tobytes() for each in engine.state_dict().values())
-print("rank", dp.rank, "of", dp.size, hashlib.sha256(weights).hexdigest(), os.environ["GLOO_SOCKET_IFNAME"])
-"""
 
 
 @pytest.fixture(scope="module")
@@ -48,27 +21,7 @@ def two() -> Iterator[list[Host]]:
 
 @pytest.fixture
 def script(tmp_path: Path) -> Path:
-    path = tmp_path / "train.py"
-    path.write_text(TRAIN)
-    return path
-
-
-def by_hand(rank: int, size: int, address: str, local: tuple[int, int] = (0, 1)) -> dict[str, str]:
-    """The variables of torchrun."""
-    told = {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": local[0], "LOCAL_WORLD_SIZE": local[1]}
-    return {**{name: str(value) for name, value in told.items()}, "MASTER_ADDR": address, "MASTER_PORT": PORT}
-
-
-def trained(script: Path, where: list[Host], address: str) -> list[list[str]]:
-    """The words that each rank prints."""
-    places = [(where[:rank].count(host), where.count(host)) for rank, host in enumerate(where)]
-    runs = [
-        host.script(script, "3", "60", variables=by_hand(rank, len(where), address, places[rank]))
-        for rank, host in enumerate(where)
-    ]
-    ends = [run.end() for run in runs]
-    assert [status for status, _ in ends] == [0] * len(ends), "\n".join(text for _, text in ends)
-    return [text.split() for _, text in ends]
+    return write(tmp_path)
 
 
 def test_two_hosts_train_to_the_bits_of_one(two: list[Host], script: Path) -> None:
