@@ -1,4 +1,4 @@
-"""Hosts for tests: each is a network, a PID, a mount and a host-name namespace of its own, on a bridge in a
+"""Hosts for tests: each is a network, a PID, an IPC, a mount and a host-name namespace, on a bridge in a
 namespace that nothing else is in.
 
 Invariants: no packet leaves these namespaces; nothing of them is left when the block ends, nor of those of a
@@ -33,7 +33,7 @@ SETTLED = 30.0
 """Seconds that a host gets to begin; it takes a tenth of one."""
 TOOLS = ("ip", "unshare", "nsenter", "hostname")
 PATH = os.pathsep.join([os.environ.get("PATH", os.defpath), "/usr/sbin", "/sbin"])
-_NEW = {"net": 0x40000000, "uts": 0x04000000, "pid": 0x20000000, "mnt": 0x00020000}
+_NEW = {"net": 0x40000000, "ipc": 0x08000000, "uts": 0x04000000, "pid": 0x20000000, "mnt": 0x00020000}
 
 
 def lacking(*programs: str) -> str:
@@ -76,7 +76,7 @@ class Host:
         self, *words: str, folder: Path | None = None, variables: Mapping[str, str] | None = None
     ) -> subprocess.Popen[str]:
         """Start a command here, its output and errors in one pipe; it ends with the host at the latest."""
-        enter = ["nsenter", f"--target={self.pid}", "--net", "--pid", "--mount", "--uts"]
+        enter = ["nsenter", f"--target={self.pid}", "--net", "--pid", "--mount", "--uts", "--ipc"]
         process = subprocess.Popen(
             [*enter, f"--wd={folder or '/'}", *words], env=environment(variables), text=True,
             stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
@@ -200,7 +200,7 @@ def _host(prefix: str, number: int, count: int, folder: Path) -> Host:
     binds = [f"mount --bind {each} /etc/{each.name}" for each in sorted(files.iterdir())]
     own = ["mount -t tmpfs tmpfs /dev/shm", "mount -t tmpfs tmpfs /run", f"mkdir -m 1777 {TEMPORARY}"]
     begin = [f"hostname {name}", *binds, *own, f"touch {TEMPORARY}/.ready", "exec sleep infinity"]
-    isolated = ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc", "--mount", "--uts"]
+    isolated = ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc", "--mount", "--uts", "--ipc"]
     init = subprocess.Popen(
         ["nsenter", f"--net=/run/netns/{namespace}", *isolated, "sh", "-c", " && ".join(begin)],
         env=environment({"TMPDIR": "/tmp"}), stdin=subprocess.DEVNULL, start_new_session=True,
