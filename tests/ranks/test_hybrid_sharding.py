@@ -104,6 +104,40 @@ def test_between_hosts_only_reduced_shards_are_sent(ranks: Ranks, stage: int) ->
     assert found["dp_shard"]["all_gather"] >= half
 
 
+def quantized_run(rank: int, world: int, zero: Mapping[str, Any]) -> Any:
+    """Losses of twelve steps; the bytes sent in them; and weights as they are read in three ways."""
+    model = models.build("llama", torch.float32)
+    config = training.config(WORLD, zero=zero, optimizer={"lr": 1e-3})
+    with polyreme.initialize(model, config, loss_fn=models.causal_loss) as engine:
+        batch = models.share(models.batch_of("llama", training.SAMPLES), rank, world)
+        losses = [engine.train_step(batch).loss for _ in range(12)]
+        traffic = engine.traffic()
+        engine.eval_step(batch)  # after which what it gathered may still be there
+        whole = engine.state_dict(master=True)
+        with engine.full_parameters():
+            lent = {name: parameter.clone() for name, parameter in model.named_parameters()}
+        with engine.full_parameters(write=True):
+            pass  # nothing is written, so that nothing changes
+        again = engine.state_dict(master=True)
+        return losses, traffic, whole, lent, again
+
+
+def test_quantized_sums_and_gathers(ranks: Ranks) -> None:
+    plain = {"stage": 3, "shard_over": 2}
+    exact, before, *_ = ranks(WORLD, quantized_run, plain)[0]
+    found = ranks(WORLD, quantized_run, {**plain, "quantized_gradients": True, "quantized_weights": True})
+    losses, traffic, whole, lent, again = found[0]
+    assert losses != exact
+    assert losses == pytest.approx(exact, rel=0.02)
+    assert losses[-1] < losses[0] - 0.1
+    sent = traffic["dp_replicate"]["all_gather"][1]
+    assert sent == pytest.approx(before["dp_replicate"]["all_reduce"][1] * (1 + 4 / 256) / 4, rel=0.01)
+    gathered = traffic["dp_shard"]["all_gather"][1]
+    assert gathered == pytest.approx(before["dp_shard"]["all_gather"][1] * (1 + 4 / 256) / 4, rel=0.05)
+    for other in (lent, again, *(each[2] for each in found[1:])):
+        assert all(torch.equal(whole[name], tensor) for name, tensor in other.items())
+
+
 def saved(rank: int, world: int, folder: str, config: Mapping[str, Any]) -> Any:
     engine = polyreme.initialize(models.build("llama", torch.float32), config, loss_fn=models.causal_loss)
     engine.train_step(models.share(models.batch_of("llama", training.SAMPLES), rank, world))

@@ -232,6 +232,16 @@ class ZeroSection(Section):
         description="Data-parallel ranks that share one copy: all; those of a host; or so many "
         "neighbours. Each such group has a copy; between them only reduced shards are sent (HSDP, MiCS).",
     )
+    quantized_gradients: Bool = Field(
+        default=False,
+        description="Between the copies of zero.shard_over, send reduced gradients in a byte each (int8 in "
+        "blocks of 256, qgZ of arXiv:2306.10209), with errors of up to 1/254 of a block's largest.",
+    )
+    quantized_weights: Bool = Field(
+        default=False,
+        description="Stage 3: gather parameters for forwards and backwards in a byte each, likewise (qwZ); "
+        "what is updated, saved and read stays exact.",
+    )
     reduce_every: Literal["auto", "step", "microbatch"] = Field(
         default="auto",
         description="When gradients are reduced; auto: once a step "

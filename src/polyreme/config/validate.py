@@ -9,7 +9,6 @@ import difflib
 import inspect
 import math
 from collections.abc import Iterator
-from typing import Literal
 
 from polyreme.config.describe import default, toml
 from polyreme.config.duration import Duration
@@ -19,6 +18,7 @@ from polyreme.config.schema import (
     BatchSection,
     Keys,
     OptimizerSection,
+    ZeroSection,
     is_files,
     tiers_of,
 )
@@ -101,7 +101,7 @@ def conflicts(keys: Keys, world_size: int) -> Iterator[Conflict]:
     yield from _pipeline(keys)
     if dp := data_parallel(keys, world_size):
         yield from _batch(keys.batch, dp)
-        yield from _sharing(keys.zero.shard_over, dp)
+        yield from _sharing(keys.zero, dp)
         yield from _sums(keys, dp)
     yield from _optimizer(keys.optimizer)
     yield from _lr_schedule(keys)
@@ -315,11 +315,18 @@ def _batch(batch: BatchSection, dp: int) -> Iterator[Conflict]:
     yield "batch.micro", f"a rank's {share} samples of a step are no multiple of it", fix
 
 
-def _sharing(over: Literal["all", "host"] | int, dp: int) -> Iterator[Conflict]:
+def _sharing(zero: ZeroSection, dp: int) -> Iterator[Conflict]:
+    over = zero.shard_over
     if isinstance(over, int) and dp % over:
-        near = " or ".join(str(n) for n in _divisors(dp)[1:]) or '"all"'
+        near = " or ".join(str(n) for n in sorted(_divisors(dp))[1:]) or '"all"'
         reason = f"it does not divide the {dp} data-parallel ranks"
         yield "zero.shard_over", reason, f"write zero.shard_over = {near}"
+    if zero.quantized_gradients and over == "all":
+        reason = 'it is for sums between copies, and zero.shard_over = "all" makes one copy'
+        yield "zero.quantized_gradients", reason, 'write zero.shard_over = "host", or remove it'
+    if zero.quantized_weights and zero.stage in (0, 1, 2, "auto"):
+        reason = "parameters are gathered for forwards and backwards at stage 3 alone"
+        yield "zero.quantized_weights", reason, "write zero.stage = 3, or remove it"
 
 
 def _sums(keys: Keys, dp: int) -> Iterator[Conflict]:

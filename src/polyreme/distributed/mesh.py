@@ -16,8 +16,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from itertools import groupby
-from typing import Any, Literal, NoReturn
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -29,7 +28,7 @@ from polyreme.distributed.process_group import GROUPS, TIMEOUT, WITHIN, ProcessG
 from polyreme.distributed.simulated import Simulated
 from polyreme.distributed.sums import put, sum_into
 from polyreme.distributed.work import DONE, Work
-from polyreme.errors import ConfigError, ModelError, Problem, TransportError
+from polyreme.errors import ModelError, TransportError
 from polyreme.layout.mesh_axes import AXES, lines
 
 SIZE, SHORT = 8, 2040
@@ -54,8 +53,8 @@ class Axis:
     Every operation raises TransportError where a rank has ended or cannot be reached."""
 
     replicas: Axis | None = None
-    """The ranks that hold the same shards as this one, where the axis is one of several that do
-    (`Hybrid`)."""
+    """The ranks that hold the same shards as this one, where the axis is one of several copies
+    (`hybrid.Hybrid`)."""
 
     def __init__(self, name: str, size: int = 1, rank: int = 0, backend: Backend | None = None) -> None:
         """`backend` moves the tensors; an axis without one plans for ranks that are not there."""
@@ -196,60 +195,6 @@ class Product:
         return values
 
 
-class Hybrid(Axis):
-    """The ranks that share one copy of what is sharded, such as those of a host, beside the `replicas` that
-    hold the same shard of other copies (HSDP; MiCS, arXiv:2205.00119; hpZ of ZeRO++, arXiv:2306.10209).
-
-    Gathers and objects stay among the ranks of the copy. A reduce-scatter sums over all ranks, in the copy
-    first, then its shards over the copies; a broadcast is of rank `source`, counted
-    over the copies in order, to all."""
-
-    def __init__(self, copy: Axis, replicas: Axis) -> None:
-        super().__init__(copy.name, copy.size, copy.rank, copy.backend)
-        self.counts, self.replicas = copy.counts, replicas
-
-    def reduce_scatter(self, out: Tensor, full: Tensor, accumulate: bool = False, of: str = "") -> Work:
-        part = torch.empty_like(out) if accumulate else out
-        inside, between = super().reduce_scatter(part, full, of=of), list[Work]()
-
-        def finish() -> None:
-            inside.wait()
-            between.extend(_sum_over(self._replicas, part))
-            if accumulate:
-                sum_into(out, [part], True)
-
-        def settled(block: bool) -> bool:
-            for work in (inside, *between) if block else ():
-                work.settle()
-            return inside.is_settled() and all(work.is_settled() for work in between)
-
-        return Work((), finish, f"reduce-scatter{of} over {self.name}", settled)
-
-    def broadcast(self, tensor: Tensor, source: int = 0) -> None:
-        copy, rank = divmod(source, self.size)
-        self._replicas.broadcast(tensor, copy)
-        super().broadcast(tensor, rank)
-
-    @property
-    def _replicas(self) -> Axis:
-        assert self.replicas is not None
-        return self.replicas
-
-
-def _sum_over(axis: Axis, tensor: Tensor) -> list[Work]:
-    """Sum `tensor` over the ranks in place, in parts where that sends less; returns when it is complete."""
-    size, nbytes = axis.size, _bytes(tensor)
-    if tensor.numel() % size or axis.backend.bytes_of_all_reduce(nbytes) <= 2 * (size - 1) * nbytes // size:
-        works = [axis.all_reduce(tensor)]
-    else:
-        own = tensor.chunk(size)[axis.rank]
-        works = [axis.reduce_scatter(own, tensor)]
-        works[0].settle()  # others have read what the gather writes to
-        works.append(axis.all_gather(tensor, own))
-    works[-1].wait()
-    return works
-
-
 @dataclass
 class Mesh:
     """All axes of a run. `mesh.dp`, `mesh.tp`, ... are Axis; axes that a run does not use have size 1."""
@@ -258,12 +203,13 @@ class Mesh:
     world_size: int
     device: torch.device
     axes: Mapping[str, Axis] = field(default_factory=dict)
-    _lines: Mapping[str, Sequence[Sequence[int]]] = field(default_factory=dict)
+    lines: Mapping[str, Sequence[Sequence[int]]] = field(default_factory=dict)
     _timeout: timedelta = TIMEOUT
     _shared_memory: bool = False
     host_of: Sequence[str] = ("this one",)
     """The name of the host that each rank is on."""
-    _sharing: dict[int, Axis] = field(default_factory=dict)  # by how many ranks share a copy
+    copies: dict[int, Axis] = field(default_factory=dict)
+    """Axes over the ranks that share one copy of what is sharded, by their size (`hybrid.sharing`)."""
 
     @property
     def hosts(self) -> list[str]:
@@ -319,7 +265,7 @@ class Mesh:
         if len(ranks) == 1 or mine.size == 1:
             return Axis(name)
         found = Axis(name)
-        for line in self._lines[name]:
+        for line in self.lines[name]:
             group = GROUPS.of(tuple(line[rank] for rank in ranks), self._timeout)
             if self.rank in line and mine.rank in ranks:
                 at = list(ranks).index(mine.rank)
@@ -327,41 +273,10 @@ class Mesh:
                 found.counts = mine.counts
         return found
 
-    def sharing(self, over: Literal["all", "host"] | int) -> Axis:
-        """The axis over which data-parallel ranks shard what they share: all of them, or neighbours, those of
-        each host or so many, whose copies are replicated between them. All ranks must call.
-
-        Raises ConfigError where hosts do not have as many neighbours each, or a rank would be alone."""
-        size = self._on_each_host() if over == "host" else self.dp.size if over == "all" else over
-        if size == self.dp.size:
-            return self.dp
-        if size not in self._sharing:
-            blocks = [range(start, start + size) for start in range(0, self.dp.size, size)]
-            copy = self._piece("dp", "dp_shard", blocks)
-            self._sharing[size] = Hybrid(
-                copy, self._piece("dp", "dp_replicate", [*zip(*blocks, strict=True)])
-            )
-        return self._sharing[size]
-
-    def _on_each_host(self) -> int:
-        """How many neighbours of each data-parallel line are on one host."""
-        runs = [
-            [(host, len([*ranks])) for host, ranks in groupby(self.host_of[rank] for rank in line)]
-            for line in self._lines["dp"] or [[self.rank]]
-        ]
-        sizes = {size for line in runs for _, size in line}
-        once = all(len(line) == len({host for host, _ in line}) for line in runs)
-        if len(sizes) == 1 and once and (sizes != {1} or self.dp.size == 1):
-            return sizes.pop()
-        found = ", ".join(f"{size} on {host}" for host, size in runs[0])
-        reason = f"of {self.dp.size} data-parallel ranks, in order, {found}, and each host must have as many"
-        fix = 'start as many ranks on each host, at least 2, one host after the other, or write "all"'
-        raise ConfigError([Problem("zero.shard_over", "host", reason, fix)])
-
-    def _piece(self, axis: str, name: str, pieces: Sequence[Sequence[int]]) -> Axis:
+    def piece(self, axis: str, name: str, pieces: Sequence[Sequence[int]]) -> Axis:
         """An axis over those of the `pieces` of `axis` that this rank is in. All ranks must call."""
         found = Axis(name)
-        for line in self._lines[axis]:
+        for line in self.lines[axis]:
             for piece in pieces:
                 ranks = tuple(line[rank] for rank in piece)
                 group = GROUPS.of(ranks, self._timeout)  # every rank takes part in making every group
@@ -394,7 +309,7 @@ class Mesh:
 
     def traffic(self) -> dict[str, dict[str, tuple[int, int]]]:
         """(calls, bytes sent by this rank) since the start, by axis and operation."""
-        parts = (part for copy in self._sharing.values() for part in (copy, copy.replicas) if part)
+        parts = (part for copy in self.copies.values() for part in (copy, copy.replicas) if part)
         axes = {**self.axes, **{axis.name: axis for axis in parts}}
         return {
             name: {operation: (count.calls, count.bytes) for operation, count in axis.counts.items()}

@@ -26,6 +26,7 @@ from polyreme.checkpoint.load import lacks
 from polyreme.config import Config
 from polyreme.config.schema import is_files, tiers_of
 from polyreme.deferred_init.replay import Recording, record
+from polyreme.distributed.hybrid import sharing
 from polyreme.distributed.mesh import Mesh, Product
 from polyreme.errors import CheckpointError, ConfigError, ModelError, Problem
 from polyreme.layout.bucket_layout import Cut
@@ -394,7 +395,8 @@ def share_out(
     reduce = DTYPES[config.precision.reduce]
     if mesh.world_size == 1 and not several:  # nothing is summed
         reduce = dtype
-    formats = Formats(dtype, master_dtype(dtype), reduce, local=reduce if microbatches == "added" else dtype)
+    local = reduce if microbatches == "added" else dtype
+    formats = Formats(dtype, master_dtype(dtype), reduce, local, zero.quantized_weights)
     residency = Residency.of_stage(zero.stage)
     run = mesh.gather_objects(f"{RUN}-{os.getpid()}")[0]
     params = _store(near, mesh, run, buffers=1)  # it is not streamed
@@ -415,7 +417,7 @@ def share_out(
         transfer,
         gradient_files,
     )
-    axis = mesh.sharing(zero.shard_over)
+    axis = sharing(mesh, zero.shard_over, zero.quantized_gradients)
     settings = BucketSettings(axis, mesh.device, residency, formats, microbatches, zero)
     return build_placement(module, blocks, recipe, settings, division, offload, held)
 

@@ -15,6 +15,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
+from polyreme.distributed import quantized
 from polyreme.distributed.mesh import Axis
 from polyreme.distributed.work import DONE, Work
 from polyreme.errors import ModelError
@@ -96,6 +97,7 @@ class Bucket:
         self._state: Literal["full", "fetching", "gathering", "released"] = "full"
         self._here: Tensor | None = None  # the shard, which came to be gathered
         self._gathering: Work = DONE  # the last all-gather of parameters, which others may still read
+        self._quantized = False  # what the full buffer has is what was sent in a byte each
         self._summoned: Tensor | None = None  # the parameters' memory while they are in the user's hands
         self._allocate()
         name(self.parameters, (slot.name for slot in layout.slots))
@@ -217,7 +219,7 @@ class Bucket:
             raise ModelError(
                 "engine.full_parameters() inside of another one: the parameters are whole there already"
             )
-        self.ensure()
+        self.ensure(exactly=True)
         with torch.inference_mode(False):  # what is summoned inside of it may be kept
             self._summoned = self.full.clone()
         self.release()
@@ -267,12 +269,15 @@ class Bucket:
         for parameter, view in zip(self.parameters, views, strict=True):
             parameter.data = view
 
-    def gather(self) -> None:
+    def gather(self, exactly: bool = False) -> None:
         """Begin to fill the full buffer from the ranks' shards, unless it is filled already, or the
-        parameters are whole elsewhere."""
+        parameters are whole elsewhere. `exactly`: though they are sent in a byte each for forwards."""
+        if exactly and self._quantized:
+            self.release()
         if self._state == "released" and self._summoned is None:
             refuse_transforms(self._of.removeprefix(" of "))
             self._state = "fetching"
+            self._quantized = self.formats.quantized and self.axis.size > 1 and not exactly
             if self._offloaded is not None:
                 self._offloaded.fetch()
             if self._offloaded is None or self._offloaded.is_near:
@@ -283,24 +288,29 @@ class Bucket:
         self.full.untyped_storage().resize_(self.full.nbytes)
         if self._offloaded is None:
             assert self.device_shard is not None
-            self._gathering = self.axis.all_gather(self.full, self.device_shard, self._of)
+            self._gathering = self._all_gather(self.device_shard)
         elif self.axis.size == 1:
             self._gathering = self._offloaded.into(self.full)
         else:
             self._here = self._pool.take(self.layout.shard_size, self.formats.compute)
             self._offloaded.into(self._here)
             with self._offloaded.beside():
-                self._gathering = self.axis.all_gather(self.full, self._here, self._of)
+                self._gathering = self._all_gather(self._here)
         self._state = "gathering"
+
+    def _all_gather(self, shard: Tensor) -> Work:
+        if self._quantized:
+            return quantized.all_gather(self.axis, self.full, shard, self._of)
+        return self.axis.all_gather(self.full, shard, self._of)
 
     @property
     def released(self) -> bool:
         """Whether the full buffer is empty: reading a parameter would read freed memory."""
         return self._state == "released"
 
-    def ensure(self) -> None:
+    def ensure(self, exactly: bool = False) -> None:
         """Return when the full buffer is filled."""
-        self.gather()
+        self.gather(exactly)
         if self._state == "fetching":
             self._begin()
         if self._state == "gathering":
@@ -353,7 +363,7 @@ class Bucket:
     def whole(self, master: bool = False) -> Tensor:
         """A full buffer of current values, in the compute dtype or the master's; valid until the bucket's
         next gather or update."""
-        if not master and self._state == "full":
+        if not master and self._state == "full" and not self._quantized:
             return self.full
         if master and (self.master is not None or self.offloaded_states is not None):
             source = self.master if self.master is not None else self.offloaded_master()

@@ -17,3 +17,5 @@ class Formats:
     master: torch.dtype
     reduce: torch.dtype
     local: torch.dtype
+    quantized: bool = False
+    """Whether parameters are gathered for a forward or a backward in a byte a number, and not exactly."""

@@ -576,7 +576,8 @@ def _fill(
 ) -> Bucket:
     """The bucket of `spec`, holding the values of its entries where they have any."""
     kind, device, microbatches = spec.kind, settings.device, settings.microbatches
-    own = Formats(kind.dtype, kind.dtype, kind.dtype, kind.dtype)
+    quantized = settings.formats.quantized and kind.dtype.is_floating_point
+    own = Formats(kind.dtype, kind.dtype, kind.dtype, kind.dtype, quantized)
     formats = settings.formats if kind.trainable else own
     values: list[Callable[[], Tensor] | None] = []
     for entry in spec.entries:

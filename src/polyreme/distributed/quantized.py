@@ -1,0 +1,100 @@
+"""Numbers sent in a byte each: int8 in blocks of BLOCK with a float32 scale (ZeRO++, arXiv:2306.10209).
+
+Invariants: a number comes back with an error of at most 1/254 of the largest of its block; every rank, the
+sender too, gets the same bits; what is not finite comes back not finite. 1 + 4 / BLOCK bytes a number.
+
+Communication: one all-gather of the axis for each operation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from polyreme.distributed.mesh import Axis
+from polyreme.distributed.sums import CHUNK
+from polyreme.distributed.work import Work
+
+BLOCK = 256
+"""Numbers that share a scale."""
+LEVELS = 127
+"""Steps from zero to the largest of a block."""
+SCALE = torch.float32
+
+
+def packed_size(numbers: int) -> int:
+    """Bytes that so many numbers, a multiple of 4, are sent in."""
+    return numbers + -(-numbers // BLOCK) * SCALE.itemsize
+
+
+def pack(numbers: Tensor, into: Tensor) -> Tensor:
+    """Write flat floating-point `numbers` (a multiple of 4) to `into` (uint8, `packed_size`): the numbers,
+    then the scales. Returns it."""
+    size = numbers.numel()
+    levels, scales = into[:size].view(torch.int8), into[size:].view(SCALE)
+    for start in range(0, size, CHUNK):
+        part = numbers[start : start + CHUNK].to(SCALE)
+        rows = F.pad(part, (0, -part.numel() % BLOCK)).view(-1, BLOCK)
+        scale = rows.abs().amax(1) / LEVELS
+        steps = (rows / torch.where(scale == 0, 1, scale)[:, None]).round_().to(torch.int8)
+        levels[start : start + CHUNK] = steps.view(-1)[: part.numel()]
+        scales[start // BLOCK :][: len(scale)] = scale
+    return into
+
+
+def unpack(packed: Tensor, out: Tensor, add: bool = False) -> None:
+    """Write what `pack` wrote to `out` (flat, of any floating-point dtype), or add it."""
+    size = out.numel()
+    levels, scales = packed[:size].view(torch.int8), packed[size:].view(SCALE)
+    for start in range(0, size, CHUNK):
+        part = levels[start : start + CHUNK]
+        rows = F.pad(part, (0, -part.numel() % BLOCK)).view(-1, BLOCK)
+        numbers = (rows * scales[start // BLOCK :][: len(rows), None]).view(-1)[: part.numel()]
+        place = out[start : start + CHUNK]
+        place.add_(numbers.to(place.dtype)) if add else place.copy_(numbers)
+
+
+def all_gather(axis: Axis, full: Tensor, shard: Tensor, of: str = "") -> Work:
+    """Fill `full` with every rank's `shard`, which is sent in a byte a number. `shard` may be written to once
+    this returns."""
+    everyone, gathered = _gather(axis, shard, of)
+
+    def finish() -> None:
+        gathered.wait()
+        for packed, place in zip(everyone.chunk(axis.size), full.chunk(axis.size), strict=True):
+            unpack(packed, place)
+
+    return _after(gathered, finish, f"all-gather{of} over {axis.name}")
+
+
+def all_reduce(axis: Axis, tensor: Tensor) -> Work:
+    """Sum `tensor` (flat) over the ranks in place, in rank order; each one's is sent in a byte a number."""
+    everyone, gathered = _gather(axis, tensor, "")
+
+    def finish() -> None:
+        gathered.wait()
+        for rank, packed in enumerate(everyone.chunk(axis.size)):
+            unpack(packed, tensor, add=rank > 0)
+
+    return _after(gathered, finish, f"all-reduce over {axis.name}")
+
+
+def _gather(axis: Axis, numbers: Tensor, of: str) -> tuple[Tensor, Work]:
+    """Begin to gather every rank's packed `numbers`."""
+    size = packed_size(numbers.numel())
+    mine = pack(numbers, axis.empty(size, torch.uint8, numbers.device))
+    everyone = torch.empty(axis.size * size, dtype=torch.uint8, device=numbers.device)
+    return everyone, axis.all_gather(everyone, mine, of)
+
+
+def _after(work: Work, finish: Callable[[], None], what: str) -> Work:
+    """`finish`, which waits for `work`, as work of its own."""
+
+    def settled(block: bool) -> bool:
+        if block:
+            work.settle()
+        return work.is_settled()
+
+    return Work((), finish, what, settled)
