@@ -290,7 +290,7 @@ class Mesh:
     def places(self, rank: int) -> dict[str, int]:
         """Where a rank of the mesh is on each axis."""
         return {
-            name: next((line.index(rank) for line in self._lines.get(name, ()) if rank in line), 0)
+            name: next((line.index(rank) for line in self.lines.get(name, ()) if rank in line), 0)
             for name in self.axes
         }
 
