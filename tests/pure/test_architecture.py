@@ -67,7 +67,7 @@ BUDGETS = {
     "checkpoint": 2500,
     "cli": 550,
     "compat": 6500,
-    "config": 850,
+    "config": 900,
     "data": 600,
     "deferred_init": 430,
     "distributed": 1700,
