@@ -19,6 +19,7 @@ import numpy as np
 
 from polyreme.checkpoint.files import damaged
 from polyreme.files.direct_io import ALIGNMENT, Call, transfer
+from polyreme.layout.intervals import ceil_div, round_down, round_up
 
 SMALL = 1 << 16
 """Bytes. Fewer than these go through the cache, which collects them."""
@@ -36,7 +37,7 @@ if _mincore is not None:
 
 def cover(begin: int, end: int) -> tuple[int, int]:
     """The pages that the bytes [begin, end) are in: from where, to where."""
-    return begin // ALIGNMENT * ALIGNMENT, -(-end // ALIGNMENT) * ALIGNMENT
+    return round_down(begin, ALIGNMENT), round_up(end, ALIGNMENT)
 
 
 class DirectFile:
@@ -96,7 +97,7 @@ class DirectFile:
         moved = self._transfer(os.pwritev, descriptor, memory, begin)
         if descriptor != self.descriptor and moved < len(memory):
             # through the cache, which goes on or says why not
-            moved = moved // ALIGNMENT * ALIGNMENT
+            moved = round_down(moved, ALIGNMENT)
             descriptor = self.descriptor
             moved += self._transfer(os.pwritev, descriptor, memory[moved:], begin + moved)
         if moved < len(memory):
@@ -127,7 +128,7 @@ class DirectFile:
             return False
         # the first page mostly tells, and all would take 0.1 ms
         for stop in (min(begin + mmap.PAGESIZE, end), end):
-            pages = ctypes.create_string_buffer(-(-(stop - begin) // mmap.PAGESIZE))
+            pages = ctypes.create_string_buffer(ceil_div(stop - begin, mmap.PAGESIZE))
             if _mincore(self._mapped.ctypes.data + begin, stop - begin, pages) or not all(
                 page & 1 for page in pages.raw
             ):

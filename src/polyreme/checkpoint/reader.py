@@ -31,6 +31,7 @@ from polyreme.checkpoint.sources import TensorInfo
 from polyreme.checkpoint.writer import combine
 from polyreme.distributed.mesh import Axis
 from polyreme.files.direct_io import ALIGNMENT, HUGE_PAGE, aligned
+from polyreme.layout.intervals import Interval, ceil_div, chunks, overlap, round_down, union
 from polyreme.offload.host import report_memory, share
 
 BLOCK = HUGE_PAGE
@@ -147,13 +148,10 @@ def _combined(contributions: Sequence[Sequence[int]]) -> list[int]:
 
 def joined(ranges: Iterable[Range]) -> list[Range]:
     """The same bytes, in order, in as few ranges as can be."""
-    found: list[Range] = []
-    for file, begin, end in sorted(ranges):
-        if found and found[-1][0] == file and begin <= found[-1][2]:
-            found[-1] = (file, found[-1][1], max(end, found[-1][2]))
-        elif begin < end:
-            found.append((file, begin, end))
-    return found
+    of_file: dict[int, list[tuple[int, int]]] = {}
+    for file, begin, end in ranges:
+        of_file.setdefault(file, []).append((begin, end))
+    return [(file, *part) for file, parts in sorted(of_file.items()) for part in union(parts)]
 
 
 def divide(sizes: Sequence[int], needed: Sequence[Sequence[Range]]) -> list[list[FileRange]]:
@@ -171,8 +169,7 @@ def divide(sizes: Sequence[int], needed: Sequence[Sequence[Range]]) -> list[list
         for begin, end in pairwise(sorted({0, size, *events[file]})):
             wanting ^= set(events[file].get(begin, ()))
             step = end - begin if len(wanting) == 1 else SHARE
-            for at in range(begin, end, step):
-                stop = min(at + step, end)
+            for at, stop in chunks(Interval(begin, end), step):
                 rank = min(wanting or range(len(needed)), key=lambda rank: (bytes_of[rank], rank))
                 bytes_of[rank] += stop - at
                 found[rank].append(FileRange(file, at, stop, bool(wanting), len(wanting) > 1))
@@ -208,7 +205,7 @@ def _assign(
         for (file, begin, end), need in islice(needed, first, None):
             if (file, begin) >= (part.file, part.end):
                 break
-            low, high = max(begin, part.begin), min(end, part.end)
+            low, high = overlap(Interval(begin, end), Interval(part.begin, part.end))
             if last <= (file, low) < (file, high) and high - low <= room:
                 found.append(PreloadedRange((file, low, high), _memory(need, low - begin, high - begin)))
                 room -= high - low
@@ -228,8 +225,8 @@ def _memory(need: Need, low: int, high: int) -> Tensor:
 def _blocks(part: FileRange) -> Iterator[FileRange]:
     """The same bytes in pieces, each with its pages at most BLOCK, cut where pages begin."""
     size = part.end - part.begin
-    count = -(-size // (BLOCK - 2 * ALIGNMENT))
-    cuts = [(part.begin + size * i // count) // ALIGNMENT * ALIGNMENT for i in range(1, count)]
+    count = ceil_div(size, BLOCK - 2 * ALIGNMENT)
+    cuts = [round_down(part.begin + size * i // count, ALIGNMENT) for i in range(1, count)]
     for begin, end in pairwise([part.begin, *cuts, part.end]):
         yield part._replace(begin=begin, end=end)
 
@@ -273,9 +270,8 @@ def _read(source: Directory, file: DirectFile, block: FileRange, memory: Tensor,
     data = source.block(file, begin, end, memory.numpy().data, is_cached or block.others)
     contribution, numbers = source.contribution(number, data, end), memory[begin % ALIGNMENT :]
     for cached in ranges:
-        start, stop = max(begin, cached.range[1]), min(end, cached.range[2])
-        if start < stop:
-            _memory_of(cached, start, stop).copy_(numbers[start - begin : stop - begin])
+        if inside := overlap(Interval(begin, end), Interval(*cached.range[1:])):
+            _memory_of(cached, *inside).copy_(numbers[inside.since(begin)])
     return contribution
 
 

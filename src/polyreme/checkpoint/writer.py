@@ -29,6 +29,7 @@ from polyreme.checkpoint.direct_reader import SMALL, DirectFile, cover
 from polyreme.checkpoint.sources import MODEL, TensorInfo
 from polyreme.distributed.mesh import Axis
 from polyreme.files.direct_io import ALIGNMENT, padded
+from polyreme.layout.intervals import Interval, cut_at_multiples, overlap, round_down, round_up
 from polyreme.layout.region import Region, Runs
 
 PACKERS, WRITERS, BUFFERS = 2, 6, 10
@@ -317,7 +318,7 @@ def _segments(runs: Iterable[tuple[FilePosition, Runs, Region]]) -> list[FileSeg
     cut: list[tuple[int, int, int, Runs, Region]] = []
     for position, run, region in runs:
         first, size = position.begin + run.whole * position.itemsize, position.itemsize
-        for begin, end in _cut(first, first + run.size * size):
+        for begin, end in cut_at_multiples(Interval(first, first + run.size * size), BLOCK):
             cut.append((position.file, begin, end, _within(run, begin - first, end - first, size), region))
     cut.sort(key=lambda part: part[:3])
     whole: list[list[tuple[int, int, int, Runs, Region]]] = []
@@ -332,18 +333,10 @@ def _segments(runs: Iterable[tuple[FilePosition, Runs, Region]]) -> list[FileSeg
     return [part for each in segments for part in _paged(each)]
 
 
-def _cut(begin: int, end: int) -> Iterator[tuple[int, int]]:
-    """[begin, end) in parts that end at multiples of BLOCK."""
-    while begin < end:
-        stop = min(end, begin - begin % BLOCK + BLOCK)
-        yield begin, stop
-        begin = stop
-
-
 def _paged(segment: FileSegment) -> Iterator[FileSegment]:
     """The pages of which all bytes are there, if they are many, and what is before and behind them; or the
     segment as it is."""
-    low, high = -(-segment.begin // ALIGNMENT) * ALIGNMENT, segment.end // ALIGNMENT * ALIGNMENT
+    low, high = round_up(segment.begin, ALIGNMENT), round_down(segment.end, ALIGNMENT)
     if high - low < SMALL or (low, high) == (segment.begin, segment.end):
         yield segment
         return
@@ -351,9 +344,8 @@ def _paged(segment: FileSegment) -> Iterator[FileSegment]:
         parts, at = [], segment.begin
         for run, region in segment.parts:
             size = region.data.dtype.itemsize
-            start, stop = max(begin - at, 0), min(end - at, run.size * size)
-            if start < stop:
-                parts.append((_within(run, start, stop, size), region))
+            if inside := overlap(Interval(begin - at, end - at), Interval(0, run.size * size)):
+                parts.append((_within(run, *inside, size), region))
             at += run.size * size
         if parts:
             yield FileSegment(segment.file, begin, end, parts)

@@ -31,6 +31,7 @@ from torch import Tensor
 
 from polyreme.distributed.watch import check
 from polyreme.errors import TransportError
+from polyreme.layout.intervals import round_up
 
 TOKEN = 16
 """Bytes at the beginning of a heap that tell it from any other, on this host or elsewhere."""
@@ -93,7 +94,7 @@ class Heap:
     def reserve(self, nbytes: int, again: bool = True) -> tuple[memoryview, int]:
         """A range of zeros, given back when nobody holds it any more, and where it begins in the file. again:
         others may have the range then; without, it stays zeros for ever."""
-        nbytes = _round_up(nbytes, mmap.PAGESIZE)
+        nbytes = round_up(nbytes, mmap.PAGESIZE)
         segment, base, start = self._free[nbytes].pop() if again and self._free[nbytes] else self._cut(nbytes)
         memory = memoryview(segment)[start : start + nbytes]
         weakref.finalize(memory, self._give_back, nbytes, (segment, base, start), again).atexit = False
@@ -109,7 +110,7 @@ class Heap:
         """A range that was never used: its segment, where that begins in the file, and where the range begins
         in it."""
         if self._segment is None or self._used + nbytes > len(self._segment):
-            length = _round_up(nbytes, SEGMENT)
+            length = round_up(nbytes, SEGMENT)
             with _limits(f"{length:,} bytes"):
                 os.ftruncate(self._file, self._end + length)
                 self._segment = mmap.mmap(self._file, length, offset=self._end)
@@ -156,7 +157,7 @@ class Peer:
 
     def read(self, offset: int, nbytes: int) -> memoryview:
         """The `nbytes` at `offset`, where they lie: what their owner writes there shows."""
-        begin, end = offset // SEGMENT * SEGMENT, _round_up(offset + nbytes, SEGMENT)
+        begin, end = offset // SEGMENT * SEGMENT, round_up(offset + nbytes, SEGMENT)
         if (begin, end) not in self._segments:
             with _limits(f"{end - begin:,} bytes of process {self._pid}"):
                 self._segments[begin, end] = mmap.mmap(
@@ -310,7 +311,3 @@ def _limits(what: str) -> Iterator[None]:
             f"no memory for {what} that ranks of one host share: "
             f"{reason}; {way}set mesh.shared_memory = false"
         ) from error
-
-
-def _round_up(nbytes: int, unit: int) -> int:
-    return math.ceil(nbytes / unit) * unit

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from polyreme.errors import TierError
+from polyreme.layout.intervals import round_down, round_up
 
 ALIGNMENT = 4096
 """Bytes. Memory, places in a file and sizes of transfers are multiples, as O_DIRECT wants them of every disk
@@ -40,7 +41,7 @@ def no_links(path: str | Path, flags: int) -> int:
 
 def padded(nbytes: int) -> int:
     """The next multiple of ALIGNMENT."""
-    return -(-nbytes // ALIGNMENT) * ALIGNMENT
+    return round_up(nbytes, ALIGNMENT)
 
 
 def aligned(nbytes: int, pin: bool = False) -> Tensor:
@@ -99,7 +100,7 @@ def transfer(
             count = call(descriptor, [memory[done:]], at + done)
         except OSError as error:
             return done, error
-        whole = count // unit * unit
+        whole = round_down(count, unit)
         if not whole:
             return done + count, None
         done += whole
@@ -174,7 +175,7 @@ class File:
         data = memory.view(torch.uint8).numpy().data
         moved, error = transfer(call, self._descriptor, data, at, ALIGNMENT)
         reason = "it ended early" if error is None else error.strerror or str(error)
-        left = memory.nbytes - moved // ALIGNMENT * ALIGNMENT
+        left = memory.nbytes - round_down(moved, ALIGNMENT)
         if left:
             raise TierError(
                 f"{self.folder}: {what} of {memory.nbytes:,} bytes failed with {left:,} to go ({reason}); "

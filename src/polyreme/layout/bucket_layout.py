@@ -17,6 +17,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from polyreme.layout.intervals import Interval, ceil_div, gaps, overlap, round_up
+
 ALIGN = 64
 """Slots and shards begin at multiples of this many elements, so that a vectorised elementwise kernel never
 meets a tail inside them: the same number then goes through the same instructions wherever it lies, and
@@ -27,7 +29,7 @@ Boundary = Literal["element", "tensor"]
 
 def align(count: int) -> int:
     """`count` rounded up to a multiple of ALIGN."""
-    return -(-count // ALIGN) * ALIGN
+    return round_up(count, ALIGN)
 
 
 @dataclass(frozen=True)
@@ -105,7 +107,7 @@ class BucketLayout:
         specs = sorted(tensors, key=lambda t: t.group)
         if boundary == "element":
             slots, used = _pack(specs, 0)
-            return cls(tuple(slots), align(math.ceil(used / world)), world, boundary)
+            return cls(tuple(slots), align(ceil_div(used, world)), world, boundary)
         shares: list[list[TensorSpec]] = [[] for _ in range(world)]
         for spec in sorted(specs, key=lambda t: -t.size):  # largest first, to the least loaded rank
             min(shares, key=lambda share: sum(align(t.size) for t in share)).append(spec)
@@ -137,35 +139,25 @@ class BucketLayout:
         """What the part [low, high) of the buffer holds of each tensor."""
         found = []
         for slot in self.slots:
-            start, stop = max(slot.start, low), min(slot.stop, high)
-            if start < stop:
+            if inside := overlap(slot, Interval(low, high)):
+                start, stop = inside
                 found.append(Range(slot.name, start - slot.start, stop - slot.start, start - low))
         return found
 
-    def gaps(self) -> list[tuple[int, int]]:
-        """The padding: parts [start, stop) of the buffer that belong to no tensor."""
-        found, at = [], 0
-        for slot in sorted(self.slots, key=lambda s: s.start):
-            if slot.start > at:
-                found.append((at, slot.start))
-            at = max(at, slot.stop)
-        if at < self.size:
-            found.append((at, self.size))
-        return found
+    def gaps(self) -> list[Interval]:
+        """The padding: parts of the buffer that belong to no tensor."""
+        return gaps(((slot.start, slot.stop) for slot in self.slots), Interval(0, self.size))
 
     def runs(self, start: int, stop: int) -> list[Run]:
         """The runs of [start, stop), which covers whole shards. Padding is part of the run before it (its
         values stay zero)."""
-        ordered = [
-            s
-            for s in sorted(self.slots, key=lambda s: s.start)
-            if s.size and s.start < stop and s.stop > start
-        ]
+        part = Interval(start, stop)
+        ordered = [s for s in sorted(self.slots, key=lambda s: s.start) if overlap(s, part)]
         if self.boundary == "tensor":
             return [Run(s.group, s.start, s.stop, s) for s in ordered]
         runs: list[Run] = []
         for slot in ordered:
-            low, high = max(slot.start, start), min(align(slot.stop), stop)
+            low, high = overlap(Interval(slot.start, align(slot.stop)), part)
             if runs and runs[-1].group == slot.group and runs[-1].stop == low:
                 runs[-1] = Run(slot.group, runs[-1].start, high)
             else:
@@ -238,7 +230,7 @@ class Cut:
         if size < ways:
             raise ValueError(f"{size} elements cannot be divided by {ways}")
         bounds = [rank * size // ways for rank in range(ways + 1)]
-        return cls(tuple(shape), dim, tuple(((a, b),) for a, b in pairwise(bounds)), -(-size // ways))
+        return cls(tuple(shape), dim, tuple(((a, b),) for a, b in pairwise(bounds)), ceil_div(size, ways))
 
     @property
     def is_whole(self) -> bool:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from polyreme.layout.bucket_layout import Cut
+from polyreme.layout.intervals import Interval, ceil_div, chunks, overlap
 
 MODEL = "model"
 """The kind of the weights themselves, in the dtype that the model computes in."""
@@ -56,16 +57,16 @@ class Runs:
         if self.size > elements:
             for i in range(self.count):
                 local, whole = self.local + i * self.local_step, self.whole + i * self.whole_step
-                for at in range(0, self.size, elements):
-                    yield Runs(local + at, whole + at, min(elements, self.size - at))
+                for part in chunks(Interval(0, self.size), elements):
+                    yield Runs(local + part.start, whole + part.start, part.size)
             return
         each = elements // self.size
-        for i in range(0, self.count, each):
+        for i, stop in chunks(Interval(0, self.count), each):
             yield Runs(
                 self.local + i * self.local_step,
                 self.whole + i * self.whole_step,
                 self.size,
-                min(each, self.count - i),
+                stop - i,
                 self.local_step,
                 self.whole_step,
             )
@@ -151,7 +152,7 @@ def _clip(runs: Runs, start: int, stop: int) -> list[Runs]:
     """What of `runs` lies in the elements [start, stop) of the rank's: a part of a first, whole ones, a part
     of a last."""
     step = runs.local_step or runs.size
-    first = max(0, -(-(start - runs.local) // step))  # the first that begins at `start` or later
+    first = max(0, ceil_div(start - runs.local, step))  # the first that begins at `start` or later
     # the first behind that does not end by `stop`
     after = min(runs.count, max(first, (stop - runs.local - runs.size) // step + 1))
     found = []
@@ -175,8 +176,9 @@ def _clip(runs: Runs, start: int, stop: int) -> list[Runs]:
 
 def _part(runs: Runs, i: int, start: int, stop: int) -> list[Runs]:
     local = runs.local + i * runs.local_step
-    low, high = max(local, start), min(local + runs.size, stop)
-    return [Runs(low, runs.whole + i * runs.whole_step + low - local, high - low)] if low < high else []
+    inside = overlap(Interval(local, local + runs.size), Interval(start, stop))
+    offset = i * runs.whole_step + inside.start - local
+    return [Runs(inside.start, runs.whole + offset, inside.size)] if inside else []
 
 
 def _product(sizes: tuple[int, ...]) -> int:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from polyreme.files.direct_io import File, padded
+from polyreme.layout.intervals import Interval, union
 
 
 @dataclass(frozen=True)
@@ -37,23 +38,19 @@ class Allocation:
 class _Segment:
     backing: Tensor | File
     nbytes: int
-    gaps: list[tuple[int, int]]
+    gaps: list[Interval]
 
     def take(self, nbytes: int) -> Allocation | None:
         """The first gap's beginning that is large enough."""
-        for i, (start, stop) in enumerate(self.gaps):
-            if stop - start >= nbytes:
-                self.gaps[i : i + 1] = [(start + nbytes, stop)] if stop - start > nbytes else []
-                return Allocation(self, start, start + nbytes)
+        for i, gap in enumerate(self.gaps):
+            if gap.size >= nbytes:
+                end = gap.start + nbytes
+                self.gaps[i : i + 1] = [rest] if (rest := Interval(end, gap.stop)) else []
+                return Allocation(self, gap.start, end)
         return None
 
     def free(self, allocation: Allocation) -> None:
-        merged: list[tuple[int, int]] = []
-        for start, stop in sorted([*self.gaps, (allocation.start, allocation.stop)]):
-            if merged and merged[-1][1] == start:
-                start = merged.pop()[0]
-            merged.append((start, stop))
-        self.gaps = merged
+        self.gaps = union([*self.gaps, Interval(allocation.start, allocation.stop)])
 
 
 class Arena:
@@ -82,7 +79,7 @@ class Arena:
             self._finish()
             self._segments = used
         size = nbytes * max(1, self.nbytes // 8 // nbytes)
-        segment = _Segment(self._open(size), size, [(0, size)])
+        segment = _Segment(self._open(size), size, [Interval(0, size)])
         self._segments.append(segment)
         allocation = segment.take(nbytes)
         assert allocation is not None

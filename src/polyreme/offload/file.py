@@ -21,6 +21,7 @@ from torch import Tensor
 from polyreme.errors import TierError
 from polyreme.files.direct_io import ALIGNMENT, File, aligned, check_space, padded
 from polyreme.files.folder_lock import Claim
+from polyreme.layout.intervals import round_down
 from polyreme.offload.store import Store
 
 log = logging.getLogger(__name__)
@@ -102,7 +103,7 @@ class FileStore(Store):
         self.check_range(extent, start, stop)
         with self._alone:
             self._settle()
-            first = start // ALIGNMENT * ALIGNMENT
+            first = round_down(start, ALIGNMENT)
             window = self.ring[0][: padded(stop) - first]
             self.move("read", extent, window, first)
             self.check()
@@ -113,7 +114,7 @@ class FileStore(Store):
         self.check_range(extent, start, stop)
         with self._alone:
             self._settle()
-            first = start // ALIGNMENT * ALIGNMENT
+            first = round_down(start, ALIGNMENT)
             window = self.ring[0][: padded(stop) - first]
             if start > first or (stop % ALIGNMENT and stop < self.sizes[extent]):  # what is beside it stays
                 self.move("read", extent, window, first)

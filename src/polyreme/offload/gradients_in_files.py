@@ -19,6 +19,7 @@ from torch import Tensor
 
 from polyreme.distributed.sums import sum_into
 from polyreme.files.direct_io import padded
+from polyreme.layout.intervals import Interval, overlap
 from polyreme.offload.copy_stream import CopyStream
 from polyreme.offload.file import THREADS, FileStore
 from polyreme.offload.gradients import Final
@@ -42,7 +43,7 @@ class GradientFiles:
         self._gradients.append(
             FileGradients(
                 self,
-                [(each.run.start - region.start, each.run.stop - region.start) for each in states],
+                [Interval(each.run.start - region.start, each.run.stop - region.start) for each in states],
                 dtype,
             )
         )
@@ -75,9 +76,7 @@ class GradientFiles:
 class FileGradients:
     """A GradientStore. `parts`: the elements of each of its extents."""
 
-    def __init__(
-        self, gradient_files: GradientFiles, parts: Sequence[tuple[int, int]], dtype: torch.dtype
-    ) -> None:
+    def __init__(self, gradient_files: GradientFiles, parts: Sequence[Interval], dtype: torch.dtype) -> None:
         self.adds, self._files, self._parts, self._dtype = gradient_files.adds, gradient_files, parts, dtype
         self._extents = [
             gradient_files.store.reserve((stop - start) * dtype.itemsize) for start, stop in parts
@@ -163,10 +162,9 @@ class FileGradients:
     def _within(self, start: int, stop: int) -> Iterator[tuple[int, int, int, int]]:
         """Extents that have any of the numbers [start, stop): which ones, and from which byte on."""
         self.complete()
-        for number, (first, last) in zip(self._extents, self._parts, strict=True):
-            low, high = max(start, first), min(stop, last)
-            if low < high:
-                yield number, low, high, (low - first) * self._dtype.itemsize
+        for number, part in zip(self._extents, self._parts, strict=True):
+            if inside := overlap(Interval(start, stop), part):
+                yield number, *inside, (inside.start - part.start) * self._dtype.itemsize
 
     def clear(self) -> None:
         wait(self._jobs.values())

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from polyreme.layout.bucket_layout import BucketLayout, Run, align
+from polyreme.layout.intervals import Interval, ceil_div, chunks, overlap, round_up
 from polyreme.layout.region import MASTER, Stored
 from polyreme.offload.host import HostStore
 from polyreme.offload.store import Store
@@ -81,7 +82,7 @@ class OffloadedStates:
         self.store = store
         self._all: list[StateExtent] = []
         for run in layout.runs(region.start, region.stop):
-            share = align(-(-(run.stop - run.start) // torch.get_num_threads()))
+            share = align(ceil_div(run.stop - run.start, torch.get_num_threads()))
             for part in cut(
                 run, min(HOST_EXTENT, max(EXTENT, share)) if isinstance(store, HostStore) else EXTENT
             ):
@@ -100,20 +101,19 @@ class OffloadedStates:
             first = extent.run.start
             if (field := extent.fields.get(kind)) is None or (extent.run.slot is not None and first != start):
                 continue
-            low, high = max(start, first), min(start + flat.numel(), first + field.size)
-            if low < high:
-                numbers = flat[low - start : high - start].to("cpu", field.dtype)
-                self.store.write(extent.number, field.begin + (low - first) * field.dtype.itemsize, numbers)
+            if inside := overlap(Interval(start, start + flat.numel()), Interval(first, first + field.size)):
+                numbers = flat[inside.since(start)].to("cpu", field.dtype)
+                begin = field.begin + (inside.start - first) * field.dtype.itemsize
+                self.store.write(extent.number, begin, numbers)
 
     def read_master(self, flat: Tensor, start: int) -> None:
         """Copy masters to `flat`, which begins at element `start` of the bucket's flat buffer; what is
         padding there stays."""
         for extent in self._all:
             field, first = extent.fields[MASTER], extent.run.start
-            low, high = max(start, first), min(start + flat.numel(), first + field.size)
-            if low < high:
-                numbers = self._fetch(extent, field, low - first, high - first)
-                flat[low - start : high - start].copy_(numbers)
+            if inside := overlap(Interval(start, start + flat.numel()), Interval(first, first + field.size)):
+                numbers = self._fetch(extent, field, inside.start - first, inside.stop - first)
+                flat[inside.since(start)].copy_(numbers)
 
     def held(self, extent: StateExtent, kind: str, part: Run | None) -> Tensor | Stored:
         """The extent's numbers of one kind, or those of a part of its run: in host memory, or to be read when
@@ -150,9 +150,7 @@ def cut(run: Run, chunk: int) -> list[Run]:
     """`run` in parts of at most `chunk` elements each, or as it is where it is one whole tensor."""
     if run.slot is not None:
         return [run]
-    return [
-        Run(run.group, start, min(start + chunk, run.stop)) for start in range(run.start, run.stop, chunk)
-    ]
+    return [Run(run.group, *part) for part in chunks(run, chunk)]
 
 
 def _fields(run: Run, group: Group, dtype: torch.dtype, compact: States | None) -> dict[str, Field]:
@@ -170,6 +168,6 @@ def _fields(run: Run, group: Group, dtype: torch.dtype, compact: States | None) 
                 states[kind] = value.dtype, shape if run.slot is None else tuple(value.shape)
     fields = {MASTER: Field(0, dtype, shape)}
     for kind, (form, sizes) in states.items():
-        begin = -(-max(field.end for field in fields.values()) // _ALIGNED) * _ALIGNED
+        begin = round_up(max(field.end for field in fields.values()), _ALIGNED)
         fields[kind] = Field(begin, form, sizes)
     return fields

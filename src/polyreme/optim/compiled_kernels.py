@@ -26,6 +26,7 @@ from numba.extending import intrinsic, overload
 from torch import Tensor
 
 from polyreme.layout.bucket_layout import ALIGN
+from polyreme.layout.intervals import ceil_div, round_up
 
 LEAST = 1 << 19
 """Fewest elements that are worth another thread, which takes about 0.3 ms to wake up."""
@@ -55,7 +56,7 @@ def run(
     scalars = [None if x is None else np.float32(x) for x in numbers]
     size = views[0].size  # type: ignore[union-attr]
     threads = max(1, min(threads or torch.get_num_threads(), size // LEAST))
-    part = -(-size // (threads * ALIGN)) * ALIGN
+    part = round_up(ceil_div(size, threads), ALIGN)
     calls = []
     for at in range(0, size, part):
         inside = [

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from polyreme.errors import ModelError
+from polyreme.layout.intervals import overlap
 from polyreme.layout.region import Stored
 from polyreme.optim.groups import Options
 from polyreme.zero.updates import Updates
@@ -61,11 +62,10 @@ class OptimizerView(Optimizer):
             bucket = update.bucket
             for run, states in update.state.by_run():
                 for parameter, slot in zip(bucket.parameters, bucket.layout.slots, strict=True):
-                    low, high = max(run.start, slot.start), min(run.stop, slot.stop)
-                    if low < high:
+                    if inside := overlap(run, slot):
                         found[parameter].update(
                             {
-                                kind: _part(value, low - run.start, high - run.start, run.stop - run.start)
+                                kind: _part(value, inside.since(run.start), run.stop - run.start)
                                 for kind, value in states.items()
                             }
                         )
@@ -97,12 +97,12 @@ class OptimizerView(Optimizer):
         raise ModelError(_SPREAD)
 
 
-def _part(value: Any, start: int, stop: int, size: int) -> Any:
-    """The numbers [start, stop) of a state of `size` numbers; any other state as it is."""
+def _part(value: Any, part: slice, size: int) -> Any:
+    """The numbers `part` of a state of `size` numbers; any other state as it is."""
     if isinstance(value, Stored):
-        return value.fetch(start, stop)
+        return value.fetch(part.start, part.stop)
     if isinstance(value, Tensor) and value.numel() == size and value.dim():
-        return value.flatten()[start:stop]
+        return value.flatten()[part]
     return value
 
 

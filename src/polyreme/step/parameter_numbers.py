@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from polyreme.distributed.watch import collective
 from polyreme.errors import ModelError
 from polyreme.layout.bucket_layout import Cut, Slot
+from polyreme.layout.intervals import overlap
 from polyreme.layout.region import MASTER
 from polyreme.step.checkpoints import Checkpoints
 from polyreme.step.training import Training
@@ -53,8 +54,7 @@ class ParameterLocation:
     def elements(self, rank: int | None = None) -> slice:
         """The elements of the flattened parameter that a rank of the bucket's axis, or this one, has."""
         region = slice(*self.bucket.layout.shard(rank)) if rank is not None else self.bucket.region
-        start = max(self.slot.start, region.start) - self.slot.start
-        return slice(start, max(start, min(self.slot.stop, region.stop) - self.slot.start))
+        return overlap(self.slot, region).since(self.slot.start)
 
     def is_spread(self, part: Tensor) -> bool:
         """Whether a state, of which this rank has `part`, has a number for each element."""

@@ -20,6 +20,7 @@ from polyreme.distributed.mesh import Axis
 from polyreme.distributed.work import DONE, Work
 from polyreme.errors import ModelError
 from polyreme.layout.bucket_layout import BucketLayout, Slot
+from polyreme.layout.intervals import Interval, overlap
 from polyreme.layout.region import MASTER, Stored
 from polyreme.offload.gradients import GradientStore
 from polyreme.offload.gradients_in_host import HostTransfer
@@ -171,12 +172,11 @@ class Bucket:
         if self._state == "full":
             targets.append((self.full, 0))
         for target, base in targets:
-            start, stop = max(slot.start, base), min(slot.stop, base + target.numel())
-            if start < stop:
-                target[start - base : stop - base].copy_(flat[start - slot.start : stop - slot.start])
-        low, high = max(slot.start, self.own.start), min(slot.stop, self.own.stop)
-        if self._offloaded is not None and low < high:
-            self._offloaded.write(low - self.own.start, flat[low - slot.start : high - slot.start])
+            if inside := overlap(slot, Interval(base, base + target.numel())):
+                target[inside.since(base)].copy_(flat[inside.since(slot.start)])
+        own = overlap(slot, self.own)
+        if self._offloaded is not None and own:
+            self._offloaded.write(own.start - self.own.start, flat[own.since(slot.start)])
 
     def part(self, start: int, stop: int) -> Tensor:
         """A copy of the masters of elements [start, stop) of the flat buffer, which are of `region`; of

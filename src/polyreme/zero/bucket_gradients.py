@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from polyreme.distributed.mesh import Axis
 from polyreme.distributed.work import DONE, Work
 from polyreme.layout.bucket_layout import ALIGN, BucketLayout, Slot
+from polyreme.layout.intervals import Interval, overlap
 from polyreme.offload.gradients import GradientStore
 from polyreme.zero.buffer_pool import Pool
 from polyreme.zero.formats import Formats
@@ -212,17 +213,17 @@ class BucketGradients:
     def _count(self, gradient: Tensor, start: int) -> None:
         """Note the squares of what counts of the sums of gradients, from element `start` of the region on. In
         any thread."""
-        low = max(start + self._region.start, self._own.start)
-        high = min(start + self._region.start + gradient.numel(), self._own.stop)
-        if low >= high or self.counted is False:
+        begin = start + self._region.start
+        inside = overlap(Interval(begin, begin + gradient.numel()), self._own)
+        if not inside or self.counted is False:
             return
         assert self._squares is not None
-        part = gradient[low - start - self._region.start : high - start - self._region.start]
+        part = gradient[inside.since(begin)]
         if self.counted is not True:
-            part = part * self.counted[low - self._own.start : high - self._own.start].to(part.device)
+            part = part * self.counted[inside.since(self._own.start)].to(part.device)
         if rest := -part.numel() % ALIGN:  # behind it is padding, which is zero
             part = torch.nn.functional.pad(part, (0, rest))
-        at = (low - self._own.start) // ALIGN
+        at = (inside.start - self._own.start) // ALIGN
         self._squares[at : at + part.numel() // ALIGN] = squares_by_row(part)
 
     @property
@@ -289,9 +290,8 @@ class BucketGradients:
 
     def scale(self, slot: Slot, factor: float) -> None:
         """Multiply one parameter's reduced gradient."""
-        low, high = max(slot.start, self._region.start), min(slot.stop, self._region.stop)
-        if low < high:
-            self.part(low, high).mul_(factor)
+        if inside := overlap(slot, self._region):
+            self.part(*inside).mul_(factor)
         self._squares = None
 
     def part(self, start: int, stop: int) -> Tensor:
@@ -305,13 +305,12 @@ class BucketGradients:
     def write(self, index: int, flat: Tensor) -> None:
         """Set the reduced gradient of parameter `index` to what of `flat`, all of it, is in `region`."""
         slot = self._layout.slots[index]
-        low, high = max(slot.start, self._region.start), min(slot.stop, self._region.stop)
-        if low < high:
-            numbers = flat[low - slot.start : high - slot.start]
+        if inside := overlap(slot, self._region):
+            numbers = flat[inside.since(slot.start)]
             if self._gone and self.store is not None:
-                self.store.write(low - self._region.start, numbers)
+                self.store.write(inside.start - self._region.start, numbers)
             else:
-                self.part(low, high).copy_(numbers)
+                self.part(*inside).copy_(numbers)
         self._squares = None
         self.ever_arrived.add(index)
 

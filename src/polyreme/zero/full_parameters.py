@@ -19,6 +19,7 @@ from torch import Tensor
 from polyreme.distributed.mesh import Axis
 from polyreme.errors import ModelError
 from polyreme.layout.bucket_layout import ALIGN, align
+from polyreme.layout.intervals import overlap
 from polyreme.layout.region import MASTER
 from polyreme.zero.bucket import Bucket
 from polyreme.zero.partition import Placement
@@ -86,9 +87,9 @@ def _adopt(bucket: Bucket, numbers: Tensor) -> None:
         if bucket.master is not None:
             bucket.master.copy_(adopted)
         for slot in bucket.layout.slots if bucket.offloaded_states is not None else ():
-            start, stop = max(slot.start, begin), min(slot.stop, bucket.region.stop)
-            if bucket.offloaded_states is not None and start < stop:
-                bucket.offloaded_states.write(MASTER, start, adopted[start - begin : stop - begin])
+            inside = overlap(slot, bucket.region)
+            if bucket.offloaded_states is not None and inside:
+                bucket.offloaded_states.write(MASTER, inside.start, adopted[inside.since(begin)])
     bucket.set(numbers)
 
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from polyreme.layout.bucket_layout import Run, Slot, align
+from polyreme.layout.intervals import overlap
 from polyreme.layout.region import MASTER, Stored
 from polyreme.optim.quantized_states import SCALE, Key, QuantizedKernel
 from polyreme.zero.pieces import Piece, Pieces
@@ -46,8 +47,8 @@ class OptimizerState:
         written to."""
         found = []
         for run, state in self.by_run():
-            low, high = max(run.start, slot.start), min(run.stop, slot.stop)
-            if low >= high or (value := state.get(kind)) is None:
+            inside = overlap(run, slot)
+            if not inside or (value := state.get(kind)) is None:
                 continue
             if not isinstance(value, Tensor | Stored):
                 return torch.tensor(value)
@@ -56,8 +57,8 @@ class OptimizerState:
                 return flat.view(value.shape)
             if isinstance(value, Tensor) and not value.dim():
                 return value
-            bounds = low - run.start, high - run.start
-            found.append(value[slice(*bounds)] if isinstance(value, Tensor) else value.fetch(*bounds))
+            part = inside.since(run.start)
+            found.append(value[part] if isinstance(value, Tensor) else value.fetch(part.start, part.stop))
         return torch.cat(found) if found else None
 
     def write(self, slot: Slot, kind: str, values: Tensor) -> None:
@@ -69,11 +70,10 @@ class OptimizerState:
         if (offloaded := self._pieces.offloaded) is not None and self._pieces.compact is None:
             offloaded.write(kind, slot.start, values.reshape(-1))
         for piece in self._pieces:
-            low, high = max(piece.run.start, slot.start), min(piece.run.stop, slot.stop)
-            if low >= high:
+            if not (both := overlap(piece.run, slot)):
                 continue
-            inside = slice(low - piece.run.start, high - piece.run.start)
-            numbers = values[low - slot.start : high - slot.start] if values.dim() else values
+            inside = both.since(piece.run.start)
+            numbers = values[both.since(slot.start)] if values.dim() else values
             old = piece.state.get(kind)
             if isinstance(kernel := self._pieces.kernel(piece), QuantizedKernel) and values.dim():
                 self._rewrite(piece, kernel, kind, inside, numbers)
@@ -164,18 +164,18 @@ class OptimizerState:
             }
             for group in self._pieces.optimizers
         ]
-        low, high = bucket.region.start, bucket.region.stop
+        region = bucket.region
         found = (
             {
-                kind: torch.empty(high - low, dtype=form)
+                kind: torch.empty(region.stop - region.start, dtype=form)
                 for kind, form in sorted(set.intersection(*forms), key=str)
             }
             if forms
             else {}
         )
-        for start, stop in bucket.layout.gaps():
+        for padding in bucket.layout.gaps():
             for state in found.values():
-                state[max(start - low, 0) : max(stop - low, 0)].zero_()
+                state[overlap(padding, region).since(region.start)].zero_()
         return found
 
     @contextmanager
@@ -246,11 +246,7 @@ class OptimizerState:
     def slots(self) -> list[Slot]:
         """Slots of the parameters of which this rank updates elements."""
         region = self._pieces.bucket.region
-        return [
-            slot
-            for slot in self._pieces.bucket.layout.slots
-            if slot.size and slot.start < region.stop and slot.stop > region.start
-        ]
+        return [slot for slot in self._pieces.bucket.layout.slots if overlap(slot, region)]
 
     def shapes(self, slot: Slot) -> dict[str, tuple[int, ...] | None]:
         """The states that the optimizer has for a parameter once it was updated, by name: their shapes, or

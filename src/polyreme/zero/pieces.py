@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 
 from polyreme.errors import ConfigError, Problem
 from polyreme.layout.bucket_layout import Run, Slot, align
+from polyreme.layout.intervals import ceil_div
 from polyreme.offload.optimizer_states import StateExtent, cut, within
 from polyreme.optim.cpu_kernels import ChunkedKernel, Kernel, kernel
 from polyreme.optim.groups import Group, trial_state
@@ -114,7 +115,7 @@ class Pieces:
             return self.bucket.layout.size
         found = _kernel(self._groups[run.group].optimizer([torch.zeros(1)]), self.compact)
         if isinstance(found, ChunkedKernel):
-            return min(CHUNK, max(IN_CACHE, align(-(-(run.stop - run.start) // torch.get_num_threads()))))
+            return min(CHUNK, max(IN_CACHE, align(ceil_div(run.stop - run.start, torch.get_num_threads()))))
         return CHUNK if isinstance(found, QuantizedKernel) else IN_CACHE
 
     def trial(self, group: int, shape: tuple[int, ...] | None) -> dict[str, Any]:

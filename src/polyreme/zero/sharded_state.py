@@ -14,6 +14,7 @@ from torch import Tensor
 
 from polyreme.errors import CheckpointError
 from polyreme.layout.bucket_layout import Cut, Range, Slot
+from polyreme.layout.intervals import overlap
 from polyreme.layout.region import MASTER, MODEL, Region, Stored
 from polyreme.zero.bucket import Bucket
 from polyreme.zero.partition import Placement
@@ -89,8 +90,8 @@ def _masters(placement: Placement, update: Update, part: slice) -> Iterator[Regi
     bucket = update.bucket
     named = _named(placement, bucket)
     for run, data in update.state.masters():
-        start, stop = max(run.start, part.start), min(run.stop, part.stop)
-        for held in bucket.layout.within(start, stop) if start < stop else ():
+        start, stop = overlap(run, part)
+        for held in bucket.layout.within(start, stop):
             at = start - run.start + held.offset
             yield _region(placement, named, MASTER, held, _part(data, at, at + held.stop - held.start))
     for held in _empty(bucket):
@@ -112,9 +113,9 @@ def _states(placement: Placement, update: Update, part: slice, numbers: bool = T
     bucket, tp = update.bucket, placement.division.tp
     named = _named(placement, bucket)
     for run, state in update.state.by_run():
-        start, stop = max(run.start, part.start), min(run.stop, part.stop)
+        start, stop = overlap(run, part)
         both = ((held, each) for held in bucket.layout.within(start, stop) for each in state.items())
-        for held, (kind, value) in both if start < stop else ():
+        for held, (kind, value) in both:
             names, slot = named[held.name]
             if (number := _number(value)) is not None:
                 if numbers and held.start == 0:

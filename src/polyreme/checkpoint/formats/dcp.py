@@ -25,6 +25,7 @@ from polyreme.checkpoint.files import damaged, is_plain, locate, reading
 from polyreme.checkpoint.formats import torch_archive
 from polyreme.checkpoint.sources import MASTER, MODEL, Source, TensorInfo
 from polyreme.errors import CheckpointError
+from polyreme.layout.intervals import Interval, ceil_div, overlap
 
 METADATA = ".metadata"
 SMALL = 1 << 16  # bytes; of what is no tensor, larger objects are not looked at
@@ -255,22 +256,20 @@ class DCPCheckpoint:
 
     def _copy(self, key: str, dtype: torch.dtype, chunk: _Chunk, box: _Box, target: Tensor) -> None:
         """Copy what is in the chunk of the box into `target`, the bytes of the box."""
-        low = [max(pair) for pair in zip(chunk.offsets, box.offsets, strict=True)]
-        ends = [
-            (a + n, b + m)
+        both = [
+            overlap(Interval(a, a + n), Interval(b, b + m))
             for a, n, b, m in zip(chunk.offsets, chunk.sizes, box.offsets, box.sizes, strict=True)
         ]
-        sizes = [min(pair) - at for pair, at in zip(ends, low, strict=True)]
-        if min(sizes) <= 0:
+        if not all(both):
             return
         source = self._bytes(key, dtype, chunk)
         width = dtype.itemsize
         views = []
         for tensor, part in ((target, box), (source, chunk)):
             view = tensor.view(*part.sizes[:-1], part.sizes[-1] * width)
-            for dim, (at, size) in enumerate(zip(low, sizes, strict=True)):
-                scale = width if dim == len(low) - 1 else 1
-                view = view.narrow(dim, (at - part.offsets[dim]) * scale, size * scale)
+            for dim, inside in enumerate(both):
+                scale = width if dim == len(both) - 1 else 1
+                view = view.narrow(dim, (inside.start - part.offsets[dim]) * scale, inside.size * scale)
             views.append(view)
         views[0].copy_(views[1])
 
@@ -349,7 +348,7 @@ def _boxes(shape: tuple[int, ...], start: int, stop: int) -> Iterator[tuple[int,
     if start >= stop:
         return
     row = prod(shape[1:])
-    first, last = -(-start // row), stop // row  # whole rows
+    first, last = ceil_div(start, row), stop // row  # whole rows
     if first > last:  # within one row
         for at, box in _boxes(shape[1:], start - last * row, stop - last * row):
             yield at, _Box((last, *box.offsets), (1, *box.sizes))

@@ -27,6 +27,7 @@ from polyreme.checkpoint.files import damaged, is_plain, locate, reading
 from polyreme.checkpoint.formats import torch_archive
 from polyreme.checkpoint.sources import MASTER, MODEL, TensorInfo
 from polyreme.errors import CheckpointError
+from polyreme.layout.intervals import Interval, ceil_div, overlap
 
 OPTIMIZER_FILE = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
 EXTRA = "deepspeed"
@@ -251,8 +252,9 @@ class _TensorLocation:
     part: int
 
     def pieces(self, start: int, stop: int) -> Iterator[Tensor]:
-        for i in range(start // self.part, -(-stop // self.part)) if start < stop else ():
-            low, high = max(start - i * self.part, 0), min(stop - i * self.part, self.part)
+        for i in range(start // self.part, ceil_div(stop, self.part)) if start < stop else ():
+            begin = i * self.part
+            low, high = overlap(Interval(start - begin, stop - begin), Interval(0, self.part))
             yield from self.lines[i].views(self.offset + low, self.offset + high)
 
 
@@ -401,7 +403,7 @@ class _Zero:
         ends = list(accumulate(self.sizes))
         found, end = {}, 0
         for name, shape in (item for named in shapes for item in named.items()):
-            part = -(-prod(shape) // self.ranks)
+            part = ceil_div(prod(shape), self.ranks)
             found[name] = _Slot(tuple(shape), bisect_right(ends, end), slice(None), end, max(part, 1))
             end += part
         if end != ends[-1]:
@@ -459,7 +461,9 @@ class _Zero:
                 found[name] = _whole(tensor)
             else:
                 parts = [model["frozen_param_fragments"][name] for model in self.models]
-                line = _Flat({rank * -(-prod(shape) // self.ranks): part for rank, part in enumerate(parts)})
+                line = _Flat(
+                    {rank * ceil_div(prod(shape), self.ranks): part for rank, part in enumerate(parts)}
+                )
                 found[name] = _TensorLocation(
                     TensorInfo(shape, parts[0].dtype), [line], 0, max(prod(shape), 1)
                 )

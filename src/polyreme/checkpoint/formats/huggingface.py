@@ -25,6 +25,7 @@ from polyreme.checkpoint.manifest import File, read
 from polyreme.checkpoint.safetensors import Entry, Header, parse
 from polyreme.checkpoint.sources import MODEL, TensorInfo
 from polyreme.errors import CheckpointError
+from polyreme.layout.intervals import Interval, overlap
 
 OPTIMIZER = "optimizer"
 """The folder of the optimizer's states."""
@@ -125,8 +126,8 @@ class Directory:
         low, high = total * part // parts, total * (part + 1) // parts
         found, before = [], 0
         for name, file in self._files.items():
-            start, stop = max(low - before, 0), min(high - before, file.size)
-            found.append(self._contribution(name, start, stop, file.size) if start < stop else 0)
+            own = overlap(Interval(low - before, high - before), Interval(0, file.size))
+            found.append(self._contribution(name, *own, file.size) if own else 0)
             before += file.size
         return found
 

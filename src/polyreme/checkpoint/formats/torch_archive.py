@@ -19,6 +19,7 @@ from torch import serialization
 
 from polyreme.checkpoint.files import damaged, fill, reading
 from polyreme.errors import CheckpointError
+from polyreme.layout.intervals import chunks
 
 CHUNK = 4 << 20  # bytes read at once for a checksum
 LOCAL_HEADER = 30  # bytes before the name of a zip member
@@ -150,9 +151,9 @@ def compare(every: Sequence[ArchiveMember], differences: Sequence[int], path: Pa
 
 def _difference(member: ArchiveMember) -> int:
     memory, found = memoryview(bytearray(min(CHUNK, member.stop - member.start))), 0
-    for at in range(member.start, member.stop, CHUNK):
-        chunk = memory[: min(CHUNK, member.stop - at)]
-        fill(member.file, chunk, at)
+    for part in chunks(member, CHUNK):
+        chunk = memory[: part.size]
+        fill(member.file, chunk, part.start)
         found = zlib.crc32(chunk, found)
     return found ^ member.crc32
 
