@@ -305,7 +305,7 @@ class Engine:
 
     def ask_to_stop(self) -> None:
         """Have every rank hear, in the `StepResult.stop` of the step that is being done or of the next one,
-        that this rank is to stop.
+        that this rank has to stop.
 
         For signal handlers: it communicates nothing itself. What to do is the caller's: to save, and to leave
         the loop."""

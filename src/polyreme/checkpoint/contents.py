@@ -94,8 +94,8 @@ def contents(path: Path, shares: Callable[[int], Iterable[int]] = range) -> Cont
     """The contents of the checkpoint at `path`, or of the newest in the run's folder `path`. All of its bytes
     are compared with their checksums.
 
-    shares: of a number of equal shares of that work, the numbers from 0 on, as they are to be done. Raises
-    CheckpointError for what cannot be opened."""
+    shares: of a number of equal shares of that work, the numbers from 0 on, in the order in which they are
+    done. Raises CheckpointError for what cannot be opened."""
     source = open_source(RunDirectory(path).newest() or path if path.is_dir() else path)
     checksums, problem = _check(source, shares)
     aliases: Mapping[str, str] = getattr(source, "aliases", {})

@@ -1,6 +1,6 @@
-"""Memory that is written to a disk while its owner goes on computing, until the owner wants to change it:
-then what is not yet written is copied at once, as far as there is room, and the owner waits for the rest. So
-where the disk is fast enough, nothing is copied, and no memory taken. No communication."""
+"""Copy on write: memory that is written to a disk while its owner goes on computing, until the owner wants to
+change it: then what is not yet written is copied at once, as far as there is room, and the owner waits for
+the rest. So where the disk is fast enough, nothing is copied, and no memory taken. No communication."""
 
 from __future__ import annotations
 

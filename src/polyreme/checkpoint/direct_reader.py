@@ -1,5 +1,5 @@
-"""Files that are read and written past the page cache, where the system lets them: no copy is made then, and
-no page taken for it. What is in the cache already is read from there.
+"""Direct I/O for checkpoints: files that are read and written past the page cache, where the system lets
+them: no copy is made then, and no page taken for it. What is in the cache already is read from there.
 
 Invariant: a page of a file goes through the cache or past it, never both ways at a time, if those who write
 it have bytes of their own. No communication."""
@@ -45,7 +45,7 @@ class DirectFile:
     not read.
 
     What goes past the cache begins and ends at multiples of ALIGNMENT, in the file and in memory: so memory
-    that is read into is to have room for whole pages (see `cover`), and to begin with a page."""
+    that is read into needs room for whole pages (see `cover`), and begins with a page."""
 
     def __init__(self, path: Path, write: bool = False) -> None:
         self.path, self._flags = path, os.O_WRONLY | os.O_NOFOLLOW if write else os.O_RDONLY
@@ -65,7 +65,7 @@ class DirectFile:
         os.fsync(self.descriptor)
 
     def _direct(self) -> int:
-        """The descriptor for what is to go past the cache: of a file system that has no such thing, the other
+        """The descriptor for what goes past the cache: of a file system that has no such thing, the other
         one."""
         with self._opening:
             if self._past is None:

@@ -1,5 +1,5 @@
-"""Files that may be damaged or made to harm: whatever is wrong with one is a CheckpointError that names it.
-No communication."""
+"""Reading of files that may be damaged or made to harm: whatever is wrong with one is a CheckpointError that
+names it. No communication."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reads a checkpoint of any layout, or format, into what this rank has: only the ranges that it needs,
+"""Loads a checkpoint of any layout and format into this rank's shards: only the ranges that it needs,
 straight to their place.
 
 Invariant: all that can be known to be wrong is known, on every rank, before any number of the model changes.
@@ -87,7 +87,7 @@ def needs(
 ) -> Iterator[Need]:
     """What of a tensor of the source, of all its kinds, those will read who have the elements [start, stop)
     of the flattened part that tensor-parallel rank `rank` has of it; for `verify`. A guess where a state has
-    a shape of its own: all of it. homes: by kind, flat memory that is to have those elements from its element
+    a shape of its own: all of it. targets: by kind, flat memory that gets those elements from its element
     `at` on."""
     own = held(cut, rank, start, stop)
     for kind, tensors in source.tensors.items():
@@ -209,7 +209,7 @@ def _read(source: Source, kind: str, name: str, region: Region, runs: Runs) -> N
 
 
 def _is_sparse(runs: Runs) -> bool:
-    """Whether several are to be read one by one."""
+    """Whether several are read one by one."""
     return runs.whole_step >= SPARSE * runs.size
 
 

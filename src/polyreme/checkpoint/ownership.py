@@ -1,4 +1,4 @@
-"""What of a disk is ours, and may be replaced or deleted: nothing else ever is.
+"""Ownership of directories: what on a disk is ours, and may be replaced or deleted. Nothing else ever is.
 
 A checkpoint carries `resume.json`, which names each of its files; one that is being written carries
 UNFINISHED, from before its first file until resume.json is there. Whoever deletes one deletes these last, so

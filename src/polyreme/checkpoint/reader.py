@@ -60,7 +60,7 @@ class FileRange(NamedTuple):
 
 class Need(NamedTuple):
     """The elements [start, stop) of a tensor; there may be none. `into`: flat memory of the tensor's dtype
-    that is to have them from its element `at` on, if that is known: it is not in use."""
+    that gets them from its element `at` on, if that is known: it is not in use."""
 
     kind: str
     name: str

@@ -1,4 +1,4 @@
-"""The folder of a run: its checkpoints `step-N`, which is the newest, and which may go.
+"""The directory of a run: its checkpoints `step-N`, which is the newest, and which may go.
 
 Invariants: a directory named `step-N` is complete, because it got that name when all of it was written; the
 newest one, and the newest whose files are all there, are never deleted, and nothing that is not ours (see
@@ -25,7 +25,7 @@ LATEST = "latest"
 """The file with the name of the newest checkpoint: for people and other programs. What is here counts, so it
 may be old or missing."""
 EARLIER = ".earlier"
-"""Ends the names of checkpoints that a new run in the same folder is to replace: kept until it has one of its
+"""Ends the names of checkpoints that a new run in the same folder will replace: kept until it has one of its
 own."""
 RUN_CLAIM = "polyreme.run"
 """The file by which a live run has the folder to itself (see `claim`)."""
@@ -90,7 +90,7 @@ class RunDirectory:
         _delete(path for path in old if path not in spared)
 
     def set_aside(self, after: int = -1) -> list[Path]:
-        """Rename the checkpoints beyond step `after`, which a new run is to replace, so that none counts as
+        """Rename the checkpoints beyond step `after`, which a new run will replace, so that none counts as
         the newest. Returns what they were called."""
         aside = [path for path in self.saved() if step_of(path) > after and ownership.carries_manifest(path)]
         for path in aside:

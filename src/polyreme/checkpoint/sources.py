@@ -1,5 +1,5 @@
-"""What a checkpoint is to whoever reads one, whatever its format: named tensors of several kinds, of which
-any range can be read.
+"""The `Source` protocol, a checkpoint of any format to whoever reads one: named tensors of several kinds, of
+which any range can be read.
 
 Invariant: a source reads only what is asked for, never a pickle's code, and never a file outside of its
 folder. No communication."""

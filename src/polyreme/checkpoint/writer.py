@@ -1,4 +1,5 @@
-"""Files of tensors that many ranks fill at the same time, each with what it holds, straight from its memory.
+"""Writes safetensors files that many ranks fill at the same time, each with what it holds, straight from its
+memory.
 
 All headers are known before: so is every number's place in a file. The checksum of a file is made of what
 each rank wrote, without reading it again (`crc`).

@@ -1,5 +1,5 @@
-"""What has to be the same on all ranks is compared before anything depends on it: the config before the mesh
-is made of it, the model before its numbers move.
+"""Agreement between ranks: what has to be the same on all of them is compared before anything depends on it:
+the config before the mesh is made of it, the model before its numbers move.
 
 Invariant: where ranks differ, or where it cannot be had on some of them, every rank raises, and none waits
 for another.

@@ -1,4 +1,5 @@
-"""A rank of a group that does not exist: for plans, and for tests of what one rank does at any size.
+"""The simulated backend, a rank of a group that does not exist: for plans, and for tests of what one rank
+does at any size.
 
 Invariant: every other rank is taken to give what this one gives, so that outputs have the shapes, dtypes and
 numbers of a run whose ranks are alike. Works on tensors without numbers (meta and fake ones), too.

@@ -1,5 +1,5 @@
-"""What this rank waits for, and whether it can ever come: ranks that wait long tell each other where they
-are, and a wait without end is broken off.
+"""Deadlines and deadlocks: what this rank waits for, and whether it can ever come: ranks that wait long tell
+each other where they are, and a wait without end is broken off.
 
 Invariants: an operation that ranks do in the same order costs a note in this process' memory; only a wait of
 more than `patience` seconds communicates, through the store by which the ranks met, in a thread of its own. A

@@ -1,5 +1,5 @@
-"""What the operating system does for a launcher. Invariant: a process that asked to does not outlive its
-parent."""
+"""Process control, as far as the operating system does it for a launcher. Invariant: a process that asked to
+does not outlive its parent."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Where things are in a model: its repeated blocks, and what its forward and its loss expect. The one file
-that knows Hugging Face names.
+"""The structure of a model: its repeated blocks, and what its forward and its loss expect. The one file that
+knows Hugging Face names.
 
 Pure: looks at modules and signatures, changes nothing.
 """

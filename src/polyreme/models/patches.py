@@ -1,4 +1,4 @@
-"""What an engine changes of a user's modules, to be undone when it is closed."""
+"""Patches of a user's modules, which are undone when the engine is closed."""
 
 from __future__ import annotations
 

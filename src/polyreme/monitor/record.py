@@ -1,4 +1,4 @@
-"""What a monitor is told: the run, each step, messages, and the end.
+"""What monitors log: the run, each step, messages, and the end.
 
 Invariant: plain values only. A record holds no tensor and no reference into the engine, so a monitor may keep
 it."""

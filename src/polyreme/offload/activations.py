@@ -1,5 +1,5 @@
-"""What blocks were called with, from their forward to their recomputation in backward, in host memory or in
-files.
+"""Activation offload: what blocks were called with, from their forward to their recomputation in backward, in
+host memory or in files.
 
 Invariants: a storage goes out once, whichever calls have a part of it, comes back with the strides and
 offsets that it had, and is really freed on the device in between. What the last call of a forward was given

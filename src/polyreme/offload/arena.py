@@ -1,4 +1,4 @@
-"""Room in host memory or in files for what comes and goes in any order and size, such as activations.
+"""An arena: host memory or files that are allocated and freed in any order and size, such as for activations.
 
 Invariant: places that are taken do not overlap, and begin at a page. No communication."""
 

@@ -83,7 +83,7 @@ class FileGradients:
         ]
         self.order: Sequence[int] | None = self._extents
         self._jobs: dict[int, Future[None]] = {}  # the last one of each extent
-        self._accumulates = False  # what the next gradient is to be added to
+        self._accumulates = False  # whether the next gradient is added to them
 
     def put(self, gradient: Tensor, final: Final | None = None) -> bool:
         gradient_files, gone = self._files, True

@@ -1,4 +1,4 @@
-"""What goes between a device and the CPU that updates its buckets: reduced gradients there, in backward,
+"""Transfers between a device and the CPU that updates its buckets: reduced gradients there, in backward,
 where those of several micro-batches may be added up; and rounded parameters back, while the update goes on.
 
 Invariant: memory is written again only when what it held has arrived. No communication between ranks.
@@ -124,7 +124,7 @@ class HostGradients:
         self.adds = adds
         self._transfer, self._memory = transfer, memory
         self._left: Any = None
-        self._added = False  # what the next one is to be added to
+        self._added = False  # whether the next one is added to it
         self._final: Final | None = None
 
     def put(self, gradient: Tensor, final: Final | None = None) -> bool:

@@ -38,7 +38,7 @@ def give_freed_memory_back() -> None:
 
 
 def _mallopt() -> Callable[[int, int], int]:
-    """glibc's function of that name, or one that refuses all, where nobody is to be told."""
+    """glibc's function of that name, or one that refuses all, where nobody has to be told."""
     found: Callable[[int, int], int] | None = (
         getattr(ctypes.CDLL(None), "mallopt", None) if os.name == "posix" else None
     )

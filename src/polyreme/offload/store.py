@@ -1,5 +1,5 @@
-"""A tier: a home of extents, flat byte strings of known sizes, that are used in an order which is known
-before.
+"""The interface of a tier: a store of extents, flat byte strings of known sizes, used in an order that is
+known before.
 
 Invariant: whatever the tier, an extent is the same bytes after the same changes. No communication: a tier is
 of one rank."""

@@ -1,4 +1,4 @@
-"""What crosses a cut from one stage to the next: a value, its form and its tensors.
+"""Activations that one stage sends to the next: a value, its form and its tensors.
 
 Invariant: form and tensors together are the value. The form has all but the numbers: the structure, and each
 tensor's dtype, shape and whether it requires grad.

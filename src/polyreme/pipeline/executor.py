@@ -39,7 +39,7 @@ class Calls:
 
     enter(stage, i) comes before a forward or backward. forward(i) calls the model. loss(i, output) takes note
     of the last stage's output; root(i) is what its backward begins with. differentiate(stage, roots,
-    gradients) is a backward; where the table has W, it returns what that is to do. update() ends the row. The
+    gradients) is a backward; where the table has W, it returns what that does. update() ends the row. The
     last three are None where there is no backward."""
 
     enter: Callable[[int, int], None]
@@ -75,7 +75,7 @@ class Runner:
         self._ranks, self._axis, self._device, self._stages = ranks, axis, device, stages
         self._forms: dict[tuple[int, Hashable], Any] = {}  # of what a stage hands on, for each shape of batch
         self._passes: dict[tuple[int, int], _Pass] = {}
-        self._weights: dict[tuple[int, int], Callable[[], None] | None] = {}  # what W is to do
+        self._weights: dict[tuple[int, int], Callable[[], None] | None] = {}  # what W does
         self._sending: list[tuple[Work, Tensor]] = []
         self._shapes: Sequence[Hashable] = ()
         self._graph = False

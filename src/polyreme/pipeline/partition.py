@@ -50,7 +50,7 @@ class PipelinePartition:
     stages_of: every name of a parameter or buffer, and the stages that have it. (Buffers outside the blocks
         are everywhere, but only on those stages do they take part.)
     tied: the parameters that several stages have, by first name. Each stage has a copy, under all its names;
-        their gradients are to be summed. A copy without a gradient counts as zero.
+        their gradients are summed. A copy without a gradient counts as zero.
     answer: see `intercepted.Answer`; None where blocks return their new hidden states.
     """
 

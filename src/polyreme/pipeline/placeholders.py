@@ -1,5 +1,4 @@
-"""What stands in, on a stage, for what other stages have: placeholder parameters, and outputs of blocks that
-are not run.
+"""Placeholders, on a stage, for what other stages have: parameters, and outputs of blocks that are not run.
 
 Invariant: a stand-in has shape, dtype and device of what it stands for, and no numbers that mean anything.
 What floats of it requires grad, so that whatever is computed from it with gradients on can be told by its

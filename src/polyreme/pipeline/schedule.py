@@ -1,4 +1,5 @@
-"""A training step as a table: one row of actions per pipeline rank. Pure data; `pipeline.run` executes a row.
+"""A training step as a table: one row of actions per pipeline rank. Pure data; `pipeline.executor` executes a
+row.
 
 Two steps make a table. A rule says in which order a rank computes (`_pattern`, one line for each schedule).
 One function (`_lower`) adds what does not depend on the schedule: messages, reductions and updates.

@@ -46,10 +46,10 @@ class Stage:
         self._checked = self.is_first and self.is_last
 
     def __call__(self, forward: Callable[[], Any], received: Any = None) -> Any:
-        """Call `forward`, in which the model is to be called once, with the whole micro-batch, on every stage
-        alike.
+        """Call `forward`, in which the model has to be called once, with the whole micro-batch, on every
+        stage alike.
 
-        On the last stage the model returns what it always returns; on others, what the next stage is to
+        On the last stage the model returns what it always returns; on others, what the next stage has to
         receive: the first argument of its first block, a tensor or whatever else the model hands from block
         to block. Its hooks see that as its output.
 

@@ -1,5 +1,5 @@
-"""What becomes of activations between forward and backward: kept, recomputed, or off the device; and how much
-memory they take.
+"""Activations between forward and backward: kept, recomputed, or off the device; and how much memory they
+take.
 
 Communication: none."""
 

@@ -1,4 +1,4 @@
-"""How a rank's share of a global batch becomes the micro-batches of a step.
+"""Micro-batches: cuts a rank's share of a global batch into those of a step.
 
 Invariant: a step has the same number of micro-batches on every rank, whatever the shares are. So ranks with
 unlike shares, as of the last batch of an epoch, call the model equally often and none waits for another.

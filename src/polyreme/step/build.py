@@ -74,7 +74,7 @@ Model = Layer | Sequence[Layer] | str | Path
 
 def open_model(given: Model, config: Config, mesh: Mesh) -> tuple[nn.Module, Recording | None, Path | None]:
     """The model in training mode; how to make its numbers, if it is on the meta device, as what builds it was
-    given; and the directory from which its weights are to be read, if they are not in it yet."""
+    given; and the directory from which its weights will be read, if they are not in it yet."""
     if isinstance(given, str | Path):
         return _from_directory(Path(given), config)
     module, recording = _given(given, config, mesh)
@@ -267,8 +267,8 @@ def _real(tensors: Iterable[Tensor]) -> list[Tensor]:
 
 
 def _take_shared(module: nn.Module, division: Division, mesh: Mesh) -> None:
-    """Of a model that each rank was given with the numbers of its own stages alone: what several stages have
-    becomes the first one's. Raises ModelError where numbers of this rank's stages are missing."""
+    """Replace what several stages have by the first one's, in a model that each rank was given with the
+    numbers of its own stages alone. Raises ModelError where numbers of this rank's stages are missing."""
     told = mesh.gather_objects([mesh.rank, *_missing(module)])
     if lacking := [report for report in told if len(report) > 1]:
         rank, name = lacking[0][:2]
@@ -373,7 +373,7 @@ def share_out(
     held: Collection[int] = (),
 ) -> Placement:
     """Move what is left of the model into buckets, shared out over the data-parallel ranks as the ZeRO stage
-    says. held: ids of parameters whose numbers are to come from where they are now."""
+    says. held: ids of parameters whose numbers come from where they are now."""
     zero, dtype, several = config.zero, DTYPES[config.precision.compute], config.accumulation > 1
     assert zero.stage != "auto"
     folders, share = tiers_of(config.memory.states)

@@ -195,8 +195,8 @@ def content(
     contents: EngineContents, tokenizer: Any, extra: Mapping[str, Any], adapters: Mapping[str, Tensor] | None,
     only: Collection[str] | None = None,
 ) -> Content:  # fmt: skip
-    """What this rank gives to a checkpoint; `adapters` to PEFT's files, if there are to be any. only: names
-    of the tensors that it is to have, where these are not all. Raises CheckpointError for what a checkpoint
+    """What this rank gives to a checkpoint; `adapters` to PEFT's files, if there are any. only: names
+    of the tensors that it has, where these are not all. Raises CheckpointError for what a checkpoint
     cannot hold."""
     module, config, mesh = contents.module, contents.config, contents.mesh
     try:

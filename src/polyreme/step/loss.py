@@ -1,5 +1,5 @@
-"""How a micro-batch becomes a loss: the model's own or a loss function's, always as a sum and the weight that
-it is the sum over.
+"""The loss of a micro-batch: the model's own or a loss function's, always as a sum and the weight that it is
+the sum over.
 
 Invariant: the sum of all losses over the sum of all weights is the mean over the global batch, however the
 batch is split over micro-batches and ranks. Where the loss is a mean over labels, its weight is their number;
@@ -88,8 +88,8 @@ class Objective:
         return self.model(*self.cast(self._positional(batch)), **self.cast_keywords(self._keywords(batch)))
 
     def cast_keywords(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
-        """Keyword arguments as the model is to get them: all cast but `labels`, which only its loss reads,
-        and without `num_items_in_batch`, as its loss is to be the mean over the micro-batch."""
+        """Keyword arguments as the model gets them: all cast but `labels`, which only its loss reads,
+        and without `num_items_in_batch`, as its loss must be the mean over the micro-batch."""
         if self._share is not None:
             return {name: value if name == "labels" else self.cast(value) for name, value in inputs.items()}
         if NUM_ITEMS in inputs:

@@ -1,5 +1,5 @@
-"""What autograd's record of a loss tells of it: what it is the mean of, and whether it is a sum, or was
-divided. Changes nothing.
+"""Autograd's graph of a loss, and what it tells of it: what it is the mean of, and whether it is a sum, or
+was divided. Changes nothing.
 
 Of a user's loss only what stands at the loss itself is read; a model's own is followed to the means that it
 is put together from."""

@@ -1,4 +1,4 @@
-"""How far training has come, and what follows from it: the learning rate and the loss scale.
+"""Training progress, and what follows from it: the learning rate and the loss scale.
 
 Communication: none."""
 

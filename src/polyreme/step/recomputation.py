@@ -1,5 +1,5 @@
-"""What of a block's forward is kept for its backward: everything, or its inputs alone (recomputed), or some
-operators' outputs. The inputs are kept on the device, or elsewhere (`offload`).
+"""Recomputation: a block's forward keeps everything for its backward, or its inputs alone, or some operators'
+outputs. The inputs are kept on the device, or elsewhere (`offload`).
 
 Invariant: losses, gradients and buffers are the same to the last bit, dropout and running means included: for
 a recomputation the random state and the buffers are put back to where the forward began, and afterwards to

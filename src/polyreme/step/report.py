@@ -1,4 +1,4 @@
-"""What an engine tells of its memory. No communication."""
+"""The memory report of an engine. No communication."""
 
 from __future__ import annotations
 

@@ -277,7 +277,7 @@ class Step:
         if any(root.requires_grad for root in roots):
             with gradients_by_rows(), self._running(), _graphs_once():
                 torch.autograd.backward(roots, gradients)
-        else:  # nothing up to here is to be trained; or a loss of no labels depends on nothing
+        else:  # nothing up to here is trained; or a loss of no labels depends on nothing
             self._blocks.pass_by()
         self._reducer.end()
         self._blocks.end_backward(last)

@@ -1,4 +1,4 @@
-"""What the micro-batches of one step add up to, on this rank and over all of them.
+"""Totals over the micro-batches of one step, on this rank and over all of them.
 
 Invariant: losses and gradients are sums until the end of the step, then divided by the weight (labels, or
 samples) of the whole global batch; meanwhile they are divided by a power of two near it, `hint`, which costs

@@ -1,4 +1,5 @@
-"""What trains a model as it is placed in buckets: made at first, and anew of a model that was changed.
+"""The mechanisms that train a model as it is placed in buckets: made at first, and anew of a model that was
+changed.
 
 Communication: none."""
 

@@ -1,5 +1,5 @@
-"""Autograd pairs over an axis: what one does in forward, its twin does in backward; and the two linear layers
-made of them.
+"""Autograd pairs over an axis: what one does in forward, the other does in backward; and the two linear
+layers made of them.
 
 Contract: outside of a split region (between a column and its row layer) every rank of the axis holds the same
 activations, or its part of the sequence of them, and after backward complete gradients of them. All ranks

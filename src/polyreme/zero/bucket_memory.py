@@ -1,4 +1,4 @@
-"""What a bucket takes of the device's memory: what stays, what comes and goes, and what it borrows. No
+"""The device memory that a bucket takes: what stays, what comes and goes, and what it borrows. No
 communication."""
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ def coming(bucket: Bucket) -> int:
 
 def borrows(bucket: Bucket) -> tuple[Buffers, Buffers, Buffers]:
     """What it takes of the pool and gives back: for gradients before they are reduced, for reduced ones,
-    and for the shard that the other ranks are to get."""
+    and for the shard that the other ranks get."""
     local = [(bucket.layout.size, bucket.formats.local)] if bucket.gradients.comes else []
     room = (
         [(bucket.region.stop - bucket.region.start, bucket.formats.reduce)]

@@ -1,5 +1,5 @@
-"""Which parameters a model had when they were placed, and whether it still has them: what a script changes
-later is noticed before a step.
+"""Changes of a model: which parameters it had when they were placed, and whether it still has them: what a
+script changes later is noticed before a step.
 
 Freezing needs no notice: a parameter without a gradient is left alone, as torch does. No communication.
 """

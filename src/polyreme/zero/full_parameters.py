@@ -31,16 +31,12 @@ FIRST = {"dp": 0, "tp": 0, "pp": 0}
 @contextmanager
 def readable(placement: Placement, names: Collection[str] | None = None) -> Iterator[None]:
     """All parameters whole, to be read. Raises ModelError on leaving if one was written to, where that would
-    be lost. names: of parameters; then buckets without any of these stay as they are."""
+    be lost. names: those of parameters that are needed; buckets without any of these stay as they are."""
     buckets = [bucket for bucket in placement.holding(names) if bucket.sharded]
-    before = [_digests(bucket, bucket.summon()) for bucket in buckets]
-    try:
+    with _summoned(buckets) as numbers:
+        before = [_digests(bucket, flat) for bucket, flat in zip(buckets, numbers, strict=True)]
         yield
-    except BaseException:
-        with suppress(ModelError):
-            _reclaim(buckets)
-        raise
-    after = [_digests(bucket, numbers) for bucket, numbers in zip(buckets, _reclaim(buckets), strict=True)]
+    after = [_digests(bucket, flat) for bucket, flat in zip(buckets, numbers, strict=True)]
     changed = [slot.name for bucket, old, new in zip(buckets, before, after, strict=True)
                for slot, a, b in zip(bucket.layout.slots, old, new, strict=True) if a != b]  # fmt: skip
     if changed:
@@ -59,21 +55,29 @@ def writable(
     block ends in an error. names: as in `readable`. writer: whose numbers count, by its place on each
     axis."""
     buckets = placement.holding(names)
-    for bucket in buckets:
-        bucket.summon()
-    try:
+    with _summoned(buckets) as summoned:
         yield
-    except BaseException:
-        with suppress(ModelError):
-            _reclaim(buckets)
-        raise
-    for bucket, numbers in zip(buckets, _reclaim(buckets), strict=True):
+    for bucket, numbers in zip(buckets, summoned, strict=True):
         bucket.axis.broadcast(numbers, writer["dp"])
         if bucket.tie is not None:
             ranks = placement.division.ranks_of(bucket.stages)
             bucket.tie.broadcast(numbers, ranks.index(writer["pp"]) if writer["pp"] in ranks else 0)
         _share(placement, bucket, numbers, writer["tp"])
         _adopt(bucket, numbers)
+
+
+@contextmanager
+def _summoned(buckets: Sequence[Bucket]) -> Iterator[list[Tensor]]:
+    """Have the buckets' parameters whole inside. Yields them, flat; at the end they are what was
+    reclaimed."""
+    numbers = [bucket.summon() for bucket in buckets]
+    try:
+        yield numbers
+    except BaseException:
+        with suppress(ModelError):
+            _reclaim(buckets)
+        raise
+    numbers[:] = _reclaim(buckets)
 
 
 def _adopt(bucket: Bucket, numbers: Tensor) -> None:

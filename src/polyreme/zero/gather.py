@@ -1,5 +1,5 @@
-"""Which parameters are gathered when: the model's blocks pass through memory one behind the other, in forward
-and in backward.
+"""Gathering of parameters: the model's blocks pass through memory one behind the other, in forward and in
+backward.
 
 Invariants: a block's parameters are whole whenever its forward or backward runs; beside the root's, at most 1
 + `prefetch` blocks are gathered at a time; gathers are issued in the order of use, which is the same on every

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from polyreme.layout.bucket_layout import Run, Slot, align
-from polyreme.layout.intervals import overlap
+from polyreme.layout.intervals import Interval, overlap
 from polyreme.layout.region import MASTER, Stored
 from polyreme.optim.quantized_states import SCALE, Key, QuantizedKernel
 from polyreme.zero.pieces import Piece, Pieces
@@ -185,7 +185,7 @@ class OptimizerState:
         """Make all states anew, of `new_states` or zeros; what `masters` and `state_of` give inside may be
         written to, and counts from the end on.
 
-        `scalars` has by name of a parameter the states that are one number, or None for one that is to have
+        `scalars` has by name of a parameter the states that are one number, or None for one that has
         no state, like one that was never updated."""
         self._allocate(scalars, new_states or {})
         store = None if self._pieces.offloaded is None else self._pieces.offloaded.store
@@ -239,7 +239,7 @@ class OptimizerState:
             if told[slot.name] != common:
                 self._pieces.isolate(slot)
         for piece in self._pieces:
-            name = next(s.name for s in slots if s.start < piece.run.stop and align(s.stop) > piece.run.start)
+            name = next(s.name for s in slots if overlap(Interval(s.start, align(s.stop)), piece.run))
             if (numbers := scalars[name]) is not None:
                 piece.state, piece.fresh = self._fresh(piece, numbers, new_states), False
 

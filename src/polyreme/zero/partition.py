@@ -260,7 +260,7 @@ def build_placement(
 ) -> Placement:
     """Move every parameter of `model` into a bucket. A parameter that has data keeps its values (those of the
     axis' rank 0); one on the meta device is replaced by a real one, to be filled by `Placement.write`; one
-    whose id is in `held` is to be filled, too. `division` tells what the parameters are parts of. A pipeline
+    whose id is in `held` will be filled, too. `division` tells what the parameters are parts of. A pipeline
     stage may have none, or none to train. The tiers of `offload` get their extents, and take the space.
 
     Raises ModelError for trainable parameters that are not real floating-point numbers.
@@ -374,7 +374,7 @@ class OffloadTiers:
     def gradient_store(
         self, states: OffloadedStates, region: slice, dtype: torch.dtype, microbatches: Microbatches
     ) -> GradientStore | None:
-        """Where the reduced gradients of a bucket's `region` are to go, whose offloaded states are `states`;
+        """Where the reduced gradients of a bucket's `region` go, whose offloaded states are `states`;
         None: they stay."""
         if self.gradient_files is not None:
             return self.gradient_files.gradients_of(states, region, dtype)

@@ -1,5 +1,5 @@
-"""Reduction of gradients: it begins as soon as a bucket's are complete in backward, in an order that is the
-same on every rank.
+"""Reduction of gradients, as soon as a bucket's are complete in backward, in an order that is the same on
+every rank.
 
 Invariant: each bucket is reduced exactly once per reduction, whether or not every parameter got a gradient on
 this rank, and no two ranks ever wait for different operations:
@@ -186,7 +186,7 @@ class Reducer:
         return bucket.gradients.sum_of(index) if open and alone else None
 
     def added(self, parameter: Tensor) -> None:
-        """A whole gradient was added to what `place` gave."""
+        """A whole gradient was added to what `gradient_buffer` gave."""
         self._came(*self._index[parameter])
 
     def _listen(self, buckets: Sequence[Bucket]) -> None:

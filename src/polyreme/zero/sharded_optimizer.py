@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from polyreme.layout.intervals import overlap
 from polyreme.layout.region import MASTER
 from polyreme.offload.host import HostStore
 from polyreme.optim.cpu_kernels import Workers
@@ -80,11 +81,7 @@ class Update:
                         if key not in ("params", "fused") and key in options[at]
                     }
                 )
-        left_out = {
-            p
-            for p in self._pieces
-            if any(slot.start < p.run.stop and p.run.start < slot.stop for slot in absent)
-        }
+        left_out = {p for p in self._pieces if any(overlap(p.run, slot) for slot in absent)}
         if not self.one_by_one:
             assert grad is not None
             for at in self._pieces.optimizers:

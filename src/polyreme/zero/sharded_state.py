@@ -1,5 +1,5 @@
-"""All numbers that this rank holds of the model and of its optimizer, as regions of the model's own tensors:
-what a checkpoint is made of.
+"""The sharded state: all numbers that this rank holds of the model and of its optimizer, as regions of the
+model's own tensors: what a checkpoint is made of.
 
 Invariant: with `saved`, every number of every tensor is in exactly one owned run of one rank; with `loaded`,
 in each rank that computes with it. Communication: none."""

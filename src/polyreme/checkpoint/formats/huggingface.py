@@ -132,7 +132,7 @@ class Directory:
         return found
 
     def compare(self, contributions: Sequence[int], among: Collection[int] | None = None) -> None:
-        """See `Source`. among: the numbers of the files that are to be compared, or all."""
+        """See `Source`. among: the numbers of the files to compare, or all."""
         wrong = [
             name
             for i, ((name, file), each) in enumerate(zip(self._files.items(), contributions, strict=True))
