@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from polyreme.errors import ModelError
-from polyreme.pipeline.activation_spec import buffers, put_together, take_apart
+from polyreme.pipeline.activation_spec import buffers, flatten, unflatten
 
 
 def test_a_form_tells_all_but_the_numbers() -> None:
@@ -17,16 +17,16 @@ def test_a_form_tells_all_but_the_numbers() -> None:
         [torch.arange(3), None],
         {"a": torch.zeros((), dtype=torch.bool), "b": 1.5},
     )
-    form, tensors = take_apart(value)
+    form, tensors = flatten(value)
     form = json.loads(json.dumps(form))
     arrived = buffers(form, torch.device("cpu"))
     assert [(t.shape, t.dtype) for t in arrived] == [(t.shape, t.dtype) for t in tensors]
     for here, there in zip(arrived, tensors, strict=True):
         here.copy_(there.detach())
-    back = put_together(form, arrived)
+    back = unflatten(form, arrived)
     assert torch.equal(back[0], value[0]) and back[0].is_leaf and back[0].requires_grad
     assert torch.equal(back[1][0], value[1][0]) and not back[1][0].requires_grad and back[1][1] is None
     assert back[2]["b"] == 1.5 and back[2]["a"].dtype == torch.bool
-    assert take_apart(back)[0] == form
+    assert flatten(back)[0] == form
     with pytest.raises(ModelError, match="hands a set from block to block"):
-        take_apart((tensors[0], {1}))
+        flatten((tensors[0], {1}))

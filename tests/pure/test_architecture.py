@@ -75,7 +75,7 @@ BUDGETS = {
     "integrations": 480,
     "job": 600,
     "launch": 480,
-    "layout": 300,
+    "layout": 350,
     "models": 650,
     "monitor": 520,
     "offload": 1190,

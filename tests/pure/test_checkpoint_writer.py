@@ -112,7 +112,7 @@ def test_whole_pages_go_past_the_cache() -> None:
     tensor = torch.zeros(3 * BLOCK // 4 + 50_011)
     place = writer.FilePosition(0, ALIGNMENT + 8, 4)
     region = Region(MODEL, ["x"], Cut.whole((tensor.numel(),), 1), 0, 0, tensor)
-    found = writer._segments([(place, *region.runs(), region)])
+    found = writer._segments([(place, *region.strided_ranges(), region)])
     end = ALIGNMENT + 8 + tensor.nbytes
     edges = [ALIGNMENT + 8, 2 * ALIGNMENT, BLOCK, 2 * BLOCK, 3 * BLOCK, end // ALIGNMENT * ALIGNMENT, end]
     assert sorted((each.begin, each.end) for each in found) == [

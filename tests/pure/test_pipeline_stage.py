@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import models
 from cuttable import FAMILIES, Plain, V, batch_for, family
 from polyreme.errors import ModelError
-from polyreme.pipeline.activation_spec import buffers, put_together, take_apart
+from polyreme.pipeline.activation_spec import buffers, flatten, unflatten
 from polyreme.pipeline.partition import PipelinePartition, keep_stages, partition_model
 from polyreme.pipeline.stage import Stage
 
@@ -60,18 +60,18 @@ def staged(
             loss = loss_of(output)
             sent.append([loss])
         else:
-            form, tensors = take_apart(output)
+            form, tensors = flatten(output)
             sent.append(tensors)
             arrived = buffers(form, torch.device("cpu"))
             for here, there in zip(arrived, tensors, strict=True):
                 assert (here.shape, here.dtype) == (there.shape, there.dtype)
                 here.copy_(there.detach())
-            value = put_together(form, arrived)
+            value = unflatten(form, arrived)
     gradients: list[Tensor | None] = [torch.ones_like(loss)]
     for i in reversed(range(split.stages)):
         pairs = [(t, g) for t, g in zip(sent[i], gradients, strict=True) if t.requires_grad and g is not None]
         torch.autograd.backward([t for t, _ in pairs], [g for _, g in pairs])
-        gradients = [t.grad for t in take_apart(received[i])[1]]
+        gradients = [t.grad for t in flatten(received[i])[1]]
     found: dict[str, Tensor] = {}
     for part in parts:
         by_first = {id(p): name for name, p in reversed(list(model.named_parameters(remove_duplicate=False)))}
@@ -122,11 +122,11 @@ def test_a_stage_can_be_run_again_and_without_gradients() -> None:
     for mode in (torch.no_grad(), torch.enable_grad(), torch.no_grad()):
         with mode:
             value = stages[0](lambda: model(**batch))
-            form, tensors = take_apart(value)
+            form, tensors = flatten(value)
             assert form["grad"] == torch.is_grad_enabled()
-            assert stages[1](
-                lambda: model(**batch), put_together(form, tensors)
-            ).loss.item() == pytest.approx(expected, rel=1e-12)
+            assert stages[1](lambda: model(**batch), unflatten(form, tensors)).loss.item() == pytest.approx(
+                expected, rel=1e-12
+            )
     assert [name for name, _ in model.named_modules()] == names
     assert model(**batch).loss.item() == expected
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from examples import examples
 from polyreme.layout.bucket_layout import Cut
-from polyreme.layout.region import Runs, held
+from polyreme.layout.region import StridedRange, strided_ranges
 
 
 @st.composite
@@ -37,7 +37,7 @@ def cuts(draw: st.DrawFn) -> tuple[Cut, int]:
     return Cut.packed(shape, dim, ways, sections), ways
 
 
-def put(runs: Runs, part: torch.Tensor, base: int, whole: torch.Tensor, counts: torch.Tensor) -> None:
+def put(runs: StridedRange, part: torch.Tensor, base: int, whole: torch.Tensor, counts: torch.Tensor) -> None:
     for i, values in enumerate(runs.of(part, base)):
         at = runs.whole + i * runs.whole_step
         whole[at : at + runs.size] = values
@@ -56,7 +56,7 @@ def test_what_all_ranks_hold_is_the_whole(made: tuple[Cut, int], shards: int, ow
         bounds = [i * local.numel() // shards for i in range(shards + 1)]
         for start, stop in itertools.pairwise(bounds):
             own = torch.cat([torch.full((3,), -1), local[start:stop]])[3:]  # as if in the middle of a shard
-            for runs in held(cut, rank, start, stop, owned):
+            for runs in strided_ranges(cut, rank, start, stop, owned):
                 for block in runs.blocks(most):
                     assert block.elements <= most
                     put(block, own, start, whole, counts)
@@ -66,11 +66,15 @@ def test_what_all_ranks_hold_is_the_whole(made: tuple[Cut, int], shards: int, ow
 
 
 def test_a_tensor_that_is_not_cut_is_one_run() -> None:
-    assert held(Cut.whole((6, 5), 2), 1, 7, 22) == [Runs(7, 7, 15)]
-    assert held(Cut.even((6, 5), 0, 2), 1, 0, 15) == [Runs(0, 15, 15)]
-    assert held(Cut.whole((6, 5), 2), 1, 7, 22, owned=True) == []
+    assert strided_ranges(Cut.whole((6, 5), 2), 1, 7, 22) == [StridedRange(7, 7, 15)]
+    assert strided_ranges(Cut.even((6, 5), 0, 2), 1, 0, 15) == [StridedRange(0, 15, 15)]
+    assert strided_ranges(Cut.whole((6, 5), 2), 1, 7, 22, owned=True) == []
 
 
 def test_rows_of_a_tensor_cut_along_its_last_dim_are_equal_runs() -> None:
-    assert held(Cut.even((4, 6), 1, 2), 1, 0, 12) == [Runs(0, 3, 3, 4, 3, 6)]
-    assert held(Cut.even((4, 6), 1, 2), 1, 2, 8) == [Runs(2, 5, 1), Runs(3, 9, 3), Runs(6, 15, 2)]
+    assert strided_ranges(Cut.even((4, 6), 1, 2), 1, 0, 12) == [StridedRange(0, 3, 3, 4, 3, 6)]
+    assert strided_ranges(Cut.even((4, 6), 1, 2), 1, 2, 8) == [
+        StridedRange(2, 5, 1),
+        StridedRange(3, 9, 3),
+        StridedRange(6, 15, 2),
+    ]

@@ -22,7 +22,7 @@ from polyreme.checkpoint.sources import MASTER, MODEL, Source, TensorInfo
 from polyreme.checkpoint.writer import combine
 from polyreme.distributed.mesh import Axis
 from polyreme.layout.bucket_layout import Cut
-from polyreme.layout.region import Region, Runs, held
+from polyreme.layout.region import Region, StridedRange, strided_ranges
 from polyreme.models.huggingface import base_prefix, file_names
 
 BLOCK = 1 << 20  # elements
@@ -89,7 +89,7 @@ def needs(
     of the flattened part that tensor-parallel rank `rank` has of it; for `verify`. A guess where a state has
     a shape of its own: all of it. targets: by kind, flat memory that gets those elements from its element
     `at` on."""
-    own = held(cut, rank, start, stop)
+    own = strided_ranges(cut, rank, start, stop)
     for kind, tensors in source.tensors.items():
         if name not in tensors or (kind == MODEL and name in source.tensors.get(MASTER, {})):
             continue
@@ -97,11 +97,15 @@ def needs(
         is_alike = shape == cut.shape
         target = targets.get(kind)
         into = target if target is not None and target.dtype == dtype and is_alike else None
-        for runs in own if is_alike else [Runs(0, 0, prod(shape))]:
-            if runs.count == 1:
-                yield Need(kind, name, runs.whole, runs.whole + runs.size, into, at + runs.local - start)
+        for strided in own if is_alike else [StridedRange(0, 0, prod(shape))]:
+            if strided.count == 1:
+                yield Need(
+                    kind, name, strided.whole, strided.whole + strided.size, into, at + strided.local - start
+                )
             else:  # sparse ones are read when they are needed
-                yield Need(kind, name, runs.whole, runs.whole if _is_sparse(runs) else _stop(runs))
+                yield Need(
+                    kind, name, strided.whole, strided.whole if _is_sparse(strided) else _stop(strided)
+                )
 
 
 def match(
@@ -176,8 +180,8 @@ def fill(source: Source, regions: Iterable[tuple[str, str, Region]]) -> None:
     blocks = [
         (kind, name, region, block)
         for kind, name, region in left
-        for runs in region.runs()
-        for block in _blocks(runs)
+        for strided in region.strided_ranges()
+        for block in _blocks(strided)
     ]
     if isinstance(source, Preloaded):  # nearly all of it is in memory
         for block in blocks:
@@ -188,34 +192,34 @@ def fill(source: Source, regions: Iterable[tuple[str, str, Region]]) -> None:
             pass
 
 
-def _blocks(runs: Runs) -> Iterable[Runs]:
+def _blocks(strided: StridedRange) -> Iterable[StridedRange]:
     """Pieces of which each, with what lies between its runs, is at most BLOCK elements."""
-    if runs.count == 1:
-        return runs.blocks(BLOCK)
-    return runs.blocks(max(BLOCK * runs.size // runs.whole_step, 1))
+    if strided.count == 1:
+        return strided.blocks(BLOCK)
+    return strided.blocks(max(BLOCK * strided.size // strided.whole_step, 1))
 
 
-def _read(source: Source, kind: str, name: str, region: Region, runs: Runs) -> None:
-    target = region.read(runs)
-    if runs.count == 1 or _is_sparse(runs):
+def _read(source: Source, kind: str, name: str, region: Region, strided: StridedRange) -> None:
+    target = region.read(strided)
+    if strided.count == 1 or _is_sparse(strided):
         for i, row in enumerate(target):
-            at = runs.whole + i * runs.whole_step
-            found = source.read(kind, name, at, at + runs.size)
+            at = strided.whole + i * strided.whole_step
+            found = source.read(kind, name, at, at + strided.size)
             if found.data_ptr() != row.data_ptr():  # else it was read into its place
                 row.copy_(found)
         return
-    cover = source.read(kind, name, runs.whole, _stop(runs))
-    target.copy_(cover.as_strided((runs.count, runs.size), (runs.whole_step, 1)))
+    cover = source.read(kind, name, strided.whole, _stop(strided))
+    target.copy_(cover.as_strided((strided.count, strided.size), (strided.whole_step, 1)))
 
 
-def _is_sparse(runs: Runs) -> bool:
+def _is_sparse(strided: StridedRange) -> bool:
     """Whether several are read one by one."""
-    return runs.whole_step >= SPARSE * runs.size
+    return strided.whole_step >= SPARSE * strided.size
 
 
-def _stop(runs: Runs) -> int:
+def _stop(strided: StridedRange) -> int:
     """Where the last one ends in the whole tensor."""
-    return runs.whole + (runs.count - 1) * runs.whole_step + runs.size
+    return strided.whole + (strided.count - 1) * strided.whole_step + strided.size
 
 
 def fill_buffer(source: Source, name: str, buffer: Tensor) -> None:

@@ -31,7 +31,7 @@ from polyreme.checkpoint.sources import MODEL, TensorInfo
 from polyreme.distributed.mesh import Axis
 from polyreme.files.direct_io import ALIGNMENT, padded
 from polyreme.layout.intervals import Interval, cut_at_multiples, overlap, round_down, round_up
-from polyreme.layout.region import Region, Runs
+from polyreme.layout.region import Region, StridedRange
 
 PACKERS, WRITERS, BUFFERS = 2, 6, 10
 """Threads that copy and count, threads that only write, and blocks of memory that they share
@@ -111,7 +111,7 @@ class FileSegment:
     file: int
     begin: int
     end: int
-    parts: Sequence[tuple[Runs, Region]]
+    parts: Sequence[tuple[StridedRange, Region]]
 
     @property
     def is_direct(self) -> bool:
@@ -152,15 +152,15 @@ class Writer:
 
     def _jobs(self, regions: Iterable[tuple[Name, Region]]) -> list[tuple[int, Job]]:
         """All that there is to write, each with its file: file after file, so that each is soon complete."""
-        single: list[tuple[FilePosition, Runs, Region]] = []
+        single: list[tuple[FilePosition, StridedRange, Region]] = []
         jobs: list[tuple[int, Job]] = []
         for name, region in regions:
             position = self._layout.positions[name]
-            for runs in region.runs(owned=True):
-                if runs.count == 1:
-                    single.append((position, runs, region))
+            for strided in region.strided_ranges(owned=True):
+                if strided.count == 1:
+                    single.append((position, strided, region))
                     continue
-                for block in runs.blocks(BLOCK // position.itemsize):
+                for block in strided.blocks(BLOCK // position.itemsize):
                     size = padded(block.elements * position.itemsize)
                     jobs.append(
                         (
@@ -191,7 +191,7 @@ class Writer:
         try:
             for block in self._collected(regions, axis):
                 try:
-                    self._count_runs(*block)
+                    self._count_strided(*block)
                     self._put(*block)
                 except OSError as error:
                     failed.append(error)
@@ -207,10 +207,10 @@ class Writer:
 
     def _collected(
         self, regions: Sequence[tuple[Name, Region]], axis: Axis
-    ) -> Iterator[tuple[FilePosition, Runs, Tensor]]:
+    ) -> Iterator[tuple[FilePosition, StridedRange, Tensor]]:
         """The blocks of the files that this rank writes, with their bytes; those of the other files are sent
         meanwhile."""
-        mine: dict[Name, list[tuple[Region, Runs]]] = {}
+        mine: dict[Name, list[tuple[Region, StridedRange]]] = {}
         for name, region in regions:
             mine.setdefault(name, []).extend((region, block) for block in _blocks(region))
         told: list[Any] = axis.gather_objects(
@@ -220,7 +220,7 @@ class Writer:
             ]
         )
         blocks = [
-            ((kind, name), source, i, Runs(*numbers))
+            ((kind, name), source, i, StridedRange(*numbers))
             for source, each in enumerate(told)
             for kind, name, blocks_of in each
             for i, numbers in enumerate(blocks_of)
@@ -247,9 +247,9 @@ class Writer:
     def _fill(self, segment: FileSegment, memory: Tensor) -> Tensor:
         """Copy the segment's bytes into the memory, where they are in their first page."""
         begin = end = segment.begin % ALIGNMENT
-        for runs, region in segment.parts:
-            size = runs.size * region.data.dtype.itemsize
-            memory[end : end + size].view(region.data.dtype).copy_(region.read(runs).view(-1))
+        for strided, region in segment.parts:
+            size = strided.size * region.data.dtype.itemsize
+            memory[end : end + size].view(region.data.dtype).copy_(region.read(strided).view(-1))
             end += size
         packed = memory[begin:end]
         self._count(
@@ -258,18 +258,20 @@ class Writer:
         )
         return packed
 
-    def _gather(self, position: FilePosition, runs: Runs, region: Region, memory: Tensor) -> Tensor:
+    def _gather(
+        self, position: FilePosition, strided: StridedRange, region: Region, memory: Tensor
+    ) -> Tensor:
         """The bytes of the runs, one behind the other, in the memory."""
-        packed = memory[: runs.elements * position.itemsize]
-        packed.view(region.data.dtype).view(runs.count, runs.size).copy_(region.read(runs))
-        self._count_runs(position, runs, packed)
+        packed = memory[: strided.elements * position.itemsize]
+        packed.view(region.data.dtype).view(strided.count, strided.size).copy_(region.read(strided))
+        self._count_strided(position, strided, packed)
         return packed
 
-    def _count_runs(self, position: FilePosition, runs: Runs, packed: Tensor) -> None:
+    def _count_strided(self, position: FilePosition, strided: StridedRange, packed: Tensor) -> None:
         """Add them, whose bytes are `packed`, to the checksum."""
-        size, step = runs.size * position.itemsize, runs.whole_step * position.itemsize
-        end = position.begin + runs.whole * position.itemsize + (runs.count - 1) * step + size
-        gap = step - size if runs.count > 1 else 0
+        size, step = strided.size * position.itemsize, strided.whole_step * position.itemsize
+        end = position.begin + strided.whole * position.itemsize + (strided.count - 1) * step + size
+        gap = step - size if strided.count > 1 else 0
         self._count(
             position.file,
             checksum.strided(
@@ -287,13 +289,13 @@ class Writer:
         (opened.write if segment.is_direct else opened.write_cached)(packed.numpy().data, segment.begin)
         self._wrote(segment.file)
 
-    def _put(self, position: FilePosition, runs: Runs, packed: Tensor) -> None:
+    def _put(self, position: FilePosition, strided: StridedRange, packed: Tensor) -> None:
         """Write the runs, of which `packed` are the bytes."""
         memory = packed.reshape(-1).numpy().data
-        size, step = runs.size * position.itemsize, runs.whole_step * position.itemsize
+        size, step = strided.size * position.itemsize, strided.whole_step * position.itemsize
         opened = self._file(position.file)
-        begin = position.begin + runs.whole * position.itemsize
-        for i in range(runs.count):
+        begin = position.begin + strided.whole * position.itemsize
+        for i in range(strided.count):
             opened.write_cached(memory[i * size : (i + 1) * size], begin + i * step)
         self._wrote(position.file)
 
@@ -313,16 +315,16 @@ class Writer:
             return self._open[file]
 
 
-def _segments(runs: Iterable[tuple[FilePosition, Runs, Region]]) -> list[FileSegment]:
+def _segments(strided: Iterable[tuple[FilePosition, StridedRange, Region]]) -> list[FileSegment]:
     """Join runs that lie end to end in a file, cut at the ends of BLOCKs. Many whole pages stay one by
     themselves."""
-    cut: list[tuple[int, int, int, Runs, Region]] = []
-    for position, run, region in runs:
+    cut: list[tuple[int, int, int, StridedRange, Region]] = []
+    for position, run, region in strided:
         first, size = position.begin + run.whole * position.itemsize, position.itemsize
         for begin, end in cut_at_multiples(Interval(first, first + run.size * size), BLOCK):
             cut.append((position.file, begin, end, _within(run, begin - first, end - first, size), region))
     cut.sort(key=lambda part: part[:3])
-    whole: list[list[tuple[int, int, int, Runs, Region]]] = []
+    whole: list[list[tuple[int, int, int, StridedRange, Region]]] = []
     for part in cut:
         if whole and (whole[-1][-1][0], whole[-1][-1][2]) == part[:2] and part[1] % BLOCK:
             whole[-1].append(part)
@@ -352,22 +354,24 @@ def _paged(segment: FileSegment) -> Iterator[FileSegment]:
             yield FileSegment(segment.file, begin, end, parts)
 
 
-def _within(run: Runs, start: int, stop: int, itemsize: int) -> Runs:
+def _within(run: StridedRange, start: int, stop: int, itemsize: int) -> StridedRange:
     """The bytes [start, stop) of a single run."""
     if start == 0 and stop == run.size * itemsize:
         return run
-    return Runs(run.local + start // itemsize, run.whole + start // itemsize, (stop - start) // itemsize)
+    return StridedRange(
+        run.local + start // itemsize, run.whole + start // itemsize, (stop - start) // itemsize
+    )
 
 
-def _blocks(region: Region) -> Iterator[Runs]:
-    for runs in region.runs(owned=True):
-        yield from runs.blocks(BLOCK // region.data.dtype.itemsize)
+def _blocks(region: Region) -> Iterator[StridedRange]:
+    for strided in region.strided_ranges(owned=True):
+        yield from strided.blocks(BLOCK // region.data.dtype.itemsize)
 
 
-def _packed(runs: Runs, region: Region) -> Tensor:
+def _packed(strided: StridedRange, region: Region) -> Tensor:
     """The bytes of the runs, one behind the other, on the CPU; those of one run are where they were, if they
     were there."""
-    return region.read(runs).cpu().contiguous().view(torch.uint8)
+    return region.read(strided).cpu().contiguous().view(torch.uint8)
 
 
 def combine(contributions: Iterable[int]) -> int:

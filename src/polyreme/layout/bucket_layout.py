@@ -74,6 +74,10 @@ class Range:
     stop: int
     offset: int
 
+    @property
+    def size(self) -> int:
+        return self.stop - self.start
+
 
 @dataclass(frozen=True)
 class Run:

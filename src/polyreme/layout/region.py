@@ -4,8 +4,8 @@ A rank holds a range of the flattened part that tensor parallelism gave it of a 
 that is one run of numbers, or, where the tensor was cut along a later dimension, many equal runs at equal
 distances.
 
-Invariant: `held` over all ranks covers every number of the tensor; with `owned` each exactly once; padding is
-never part of a run."""
+Invariant: `strided_ranges` over all ranks covers every number of the tensor; with `owned` each exactly once;
+padding is never part of a run."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ as `exp_avg`."""
 
 
 @dataclass(frozen=True)
-class Runs:
+class StridedRange:
     """`count` runs of `size` elements: the i-th begins at local + i * local_step of what a rank holds of a
     flattened tensor, and at whole + i * whole_step of the whole one. The runs of one never overlap and come
     in rising order."""
@@ -51,18 +51,18 @@ class Runs:
             part.storage_offset() + self.local - base,
         )
 
-    def blocks(self, elements: int) -> Iterator[Runs]:
+    def blocks(self, elements: int) -> Iterator[StridedRange]:
         """The same runs in pieces of at most `elements` elements: of several runs each, or of a part of
         one."""
         if self.size > elements:
             for i in range(self.count):
                 local, whole = self.local + i * self.local_step, self.whole + i * self.whole_step
                 for part in chunks(Interval(0, self.size), elements):
-                    yield Runs(local + part.start, whole + part.start, part.size)
+                    yield StridedRange(local + part.start, whole + part.start, part.size)
             return
         each = elements // self.size
         for i, stop in chunks(Interval(0, self.count), each):
-            yield Runs(
+            yield StridedRange(
                 self.local + i * self.local_step,
                 self.whole + i * self.whole_step,
                 self.size,
@@ -109,76 +109,78 @@ class Region:
         """The shape of the whole tensor."""
         return self.cut.shape
 
-    def runs(self, owned: bool = False) -> list[Runs]:
+    def strided_ranges(self, owned: bool = False) -> list[StridedRange]:
         """Where they are in the whole tensor; with `owned`, those that no rank of tensor parallelism before
         this one has."""
-        return held(self.cut, self.rank, self.start, self.start + self.data.numel(), owned)
+        return strided_ranges(self.cut, self.rank, self.start, self.start + self.data.numel(), owned)
 
-    def read(self, runs: Runs) -> Tensor:
-        """The numbers of `runs`, which are of this region, of shape (count, size); of memory a view."""
+    def read(self, strided: StridedRange) -> Tensor:
+        """The numbers of `strided`, which are of this region, of shape (count, size); of memory a view."""
         if isinstance(self.data, Tensor):
-            return runs.of(self.data, self.start)
-        first = runs.local - self.start
-        return replace(runs, local=0).of(
-            self.data.fetch(first, first + (runs.count - 1) * runs.local_step + runs.size)
+            return strided.of(self.data, self.start)
+        first = strided.local - self.start
+        return replace(strided, local=0).of(
+            self.data.fetch(first, first + (strided.count - 1) * strided.local_step + strided.size)
         )
 
 
-def held(cut: Cut, rank: int, start: int, stop: int, owned: bool = False) -> list[Runs]:
+def strided_ranges(cut: Cut, rank: int, start: int, stop: int, owned: bool = False) -> list[StridedRange]:
     """The elements [start, stop) of the flattened tensor of tensor-parallel rank `rank`, which has the shape
     `cut.local`, without its padding; with `owned`, also without what a rank before it has."""
     if start >= stop:
         return []
     if not cut.shape:
-        return [] if owned and rank else [Runs(0, 0, 1)]
+        return [] if owned and rank else [StridedRange(0, 0, 1)]
     taken = {piece for pieces in cut.pieces[:rank] for piece in pieces} if owned else set()
     inner = _product(cut.shape[cut.dim + 1 :])
     local_step, whole_step = cut.length * inner, cut.shape[cut.dim] * inner
     outer = _product(cut.shape[: cut.dim])
-    found: list[Runs] = []
+    found: list[StridedRange] = []
     at = 0
     for a, b in cut.pieces[rank]:
         if (a, b) not in taken and a < b:
             size = (b - a) * inner
             if size == local_step == whole_step:  # nothing between the runs: they are one
-                found += _clip(Runs(0, 0, size * outer), start, stop)
+                found += _clip(StridedRange(0, 0, size * outer), start, stop)
             else:
-                found += _clip(Runs(at * inner, a * inner, size, outer, local_step, whole_step), start, stop)
+                found += _clip(
+                    StridedRange(at * inner, a * inner, size, outer, local_step, whole_step), start, stop
+                )
         at += b - a
     return found
 
 
-def _clip(runs: Runs, start: int, stop: int) -> list[Runs]:
-    """What of `runs` lies in the elements [start, stop) of the rank's: a part of a first, whole ones, a part
-    of a last."""
-    step = runs.local_step or runs.size
-    first = max(0, ceil_div(start - runs.local, step))  # the first that begins at `start` or later
+def _clip(strided: StridedRange, start: int, stop: int) -> list[StridedRange]:
+    """What of `strided` lies in the elements [start, stop) of the rank's: a part of a first, whole ones, a
+    part of a last."""
+    step = strided.local_step or strided.size
+    first = max(0, ceil_div(start - strided.local, step))  # the first that begins at `start` or later
     # the first behind that does not end by `stop`
-    after = min(runs.count, max(first, (stop - runs.local - runs.size) // step + 1))
+    after = min(strided.count, max(first, (stop - strided.local - strided.size) // step + 1))
     found = []
-    if 0 < first <= runs.count:
-        found += _part(runs, first - 1, start, stop)
+    if 0 < first <= strided.count:
+        found += _part(strided, first - 1, start, stop)
     if after > first:
         found.append(
-            Runs(
-                runs.local + first * runs.local_step,
-                runs.whole + first * runs.whole_step,
-                runs.size,
+            StridedRange(
+                strided.local + first * strided.local_step,
+                strided.whole + first * strided.whole_step,
+                strided.size,
                 after - first,
-                runs.local_step if after > first + 1 else 0,
-                runs.whole_step if after > first + 1 else 0,
+                strided.local_step if after > first + 1 else 0,
+                strided.whole_step if after > first + 1 else 0,
             )
         )
-    if first <= after < runs.count:
-        found += _part(runs, after, start, stop)
+    if first <= after < strided.count:
+        found += _part(strided, after, start, stop)
     return found
 
 
-def _part(runs: Runs, i: int, start: int, stop: int) -> list[Runs]:
-    local = runs.local + i * runs.local_step
-    inside = overlap(Interval(local, local + runs.size), Interval(start, stop))
-    offset = i * runs.whole_step + inside.start - local
-    return [Runs(inside.start, runs.whole + offset, inside.size)] if inside else []
+def _part(strided: StridedRange, i: int, start: int, stop: int) -> list[StridedRange]:
+    local = strided.local + i * strided.local_step
+    inside = overlap(Interval(local, local + strided.size), Interval(start, stop))
+    offset = i * strided.whole_step + inside.start - local
+    return [StridedRange(inside.start, strided.whole + offset, inside.size)] if inside else []
 
 
 def _product(sizes: tuple[int, ...]) -> int:

@@ -115,7 +115,7 @@ class OffloadedStates:
                 numbers = self._fetch(extent, field, inside.start - first, inside.stop - first)
                 flat[inside.since(start)].copy_(numbers)
 
-    def held(self, extent: StateExtent, kind: str, part: Run | None) -> Tensor | Stored:
+    def numbers(self, extent: StateExtent, kind: str, part: Run | None) -> Tensor | Stored:
         """The extent's numbers of one kind, or those of a part of its run: in host memory, or to be read when
         they are needed."""
         field = extent.fields[kind]

@@ -17,7 +17,7 @@ from torch import Tensor
 from polyreme.errors import ModelError
 
 
-def take_apart(value: Any) -> tuple[Any, list[Tensor]]:
+def flatten(value: Any) -> tuple[Any, list[Tensor]]:
     """What a stage sends: its form, which JSON can hold, and its tensors.
 
     The form is of use to agree on once: it has the structure (tensors and constants in tuples, lists and
@@ -48,7 +48,7 @@ def take_apart(value: Any) -> tuple[Any, list[Tensor]]:
     return form_of(value), tensors
 
 
-def put_together(form: Any, tensors: Iterable[Tensor]) -> Any:
+def unflatten(form: Any, tensors: Iterable[Tensor]) -> Any:
     """The value that was taken apart, of tensors as they were received. Those that the backward goes through
     require grad, and their `.grad` is what to send back; the model may write to them all."""
     todo = iter(tensors)

@@ -19,7 +19,7 @@ from torch import Tensor
 from polyreme.distributed.mesh import Axis
 from polyreme.distributed.work import Work
 from polyreme.errors import ModelError
-from polyreme.pipeline.activation_spec import buffers, put_together, take_apart
+from polyreme.pipeline.activation_spec import buffers, flatten, unflatten
 from polyreme.pipeline.placeholders import placeholder
 from polyreme.pipeline.schedule import Action
 
@@ -128,15 +128,15 @@ class Runner:
         if stage == len(self._ranks) - 1:
             self._calls.loss(i, output)
             return
-        here.form, here.output = take_apart(output)
+        here.form, here.output = flatten(output)
         if self._ranks[stage + 1] == self._axis.rank:
             self._accept(stage + 1, i, here.form, [tensor.detach() for tensor in here.output])
 
     def _accept(self, stage: int, i: int, form: Any, tensors: Sequence[Tensor]) -> None:
         """Give a stage what the one before it hands on."""
         there = self._pass(stage, i)
-        there.value = put_together(form, tensors)
-        there.received = [t for t in take_apart(there.value)[1] if t.requires_grad]
+        there.value = unflatten(form, tensors)
+        there.received = [t for t in flatten(there.value)[1] if t.requires_grad]
 
     def _backward(self, action: Action) -> None:
         stage, i = action.stage, action.microbatch or 0

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from polyreme.models.huggingface import tensors_in, training_arguments
-from polyreme.pipeline.activation_spec import put_together, take_apart
+from polyreme.pipeline.activation_spec import flatten, unflatten
 from polyreme.pipeline.partition import blocks_in, partition_model
 from polyreme.pipeline.stage import Stage
 
@@ -47,9 +47,9 @@ def measure(
     with torch.random.fork_rng(devices=list(devices)):
         # all blocks in turn, so that what else the machine does slows none of them each time
         for _ in range(1 + repeats):
-            form, tensors = take_apart(None)
+            form, tensors = flatten(None)
             for stage, times in timed:
-                received = put_together(form, [t.detach().clone() for t in tensors])
+                received = unflatten(form, [t.detach().clone() for t in tensors])
                 start = now()
                 output = stage(forward, received)
                 ends = [t for t in tensors_in(output) if t.requires_grad]
@@ -57,7 +57,7 @@ def measure(
                 if ends and inputs:
                     torch.autograd.grad(ends, inputs, [torch.ones_like(t) for t in ends], allow_unused=True)
                 times.append(now() - start)
-                form, tensors = take_apart(None if stage.is_last else output)
+                form, tensors = flatten(None if stage.is_last else output)
     return [min(times[1:]) for _, times in timed]  # the first warms up
 
 

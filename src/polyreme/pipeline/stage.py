@@ -54,7 +54,7 @@ class Stage:
         to block. Its hooks see that as its output.
 
         received: what the stage before returned; nothing on the first. For the backward through a cut see
-        `message.put_together`.
+        `message.unflatten`.
 
         Raises ModelError for a model whose blocks are not called once each, in order (layer drop), or in
         which something else than the first argument reaches over a cut (skip connections, position biases

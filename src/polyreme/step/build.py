@@ -370,10 +370,10 @@ def share_out(
     division: Division,
     config: Config,
     mesh: Mesh,
-    held: Collection[int] = (),
+    carried: Collection[int] = (),
 ) -> Placement:
     """Move what is left of the model into buckets, shared out over the data-parallel ranks as the ZeRO stage
-    says. held: ids of parameters whose numbers come from where they are now."""
+    says. carried: ids of parameters whose numbers come from where they are now."""
     zero, dtype, several = config.zero, DTYPES[config.precision.compute], config.accumulation > 1
     assert zero.stage != "auto"
     folders, share = tiers_of(config.memory.states)
@@ -419,7 +419,7 @@ def share_out(
     )
     axis = sharing(mesh, zero.shard_over, zero.quantized_gradients)
     settings = BucketSettings(axis, mesh.device, residency, formats, microbatches, zero)
-    return build_placement(module, blocks, recipe, settings, division, offload, held)
+    return build_placement(module, blocks, recipe, settings, division, offload, carried)
 
 
 def _released(

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from polyreme.distributed.mesh import Axis
 from polyreme.distributed.work import DONE, Work
 from polyreme.layout.bucket_layout import ALIGN, BucketLayout, Slot
-from polyreme.layout.intervals import Interval, overlap
+from polyreme.layout.intervals import Interval, ceil_div, overlap
 from polyreme.offload.gradients import GradientStore
 from polyreme.zero.buffer_pool import Pool
 from polyreme.zero.formats import Formats
@@ -267,9 +267,9 @@ class BucketGradients:
             return found
         rows = squares_by_row(self._counted_shard())
         at = {slot.name: index for index, slot in enumerate(self._layout.slots)}
-        for held in self._layout.within(self._own.start, self._own.stop):
-            found[at[held.name]] = rows[
-                held.offset // ALIGN : -(-(held.offset + held.stop - held.start) // ALIGN)
+        for inside in self._layout.within(self._own.start, self._own.stop):
+            found[at[inside.name]] = rows[
+                inside.offset // ALIGN : ceil_div(inside.offset + inside.size, ALIGN)
             ].sum()
         return found
 

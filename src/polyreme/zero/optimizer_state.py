@@ -33,12 +33,12 @@ class OptimizerState:
 
     def masters(self) -> Iterable[tuple[Run, Tensor | Stored]]:
         """Every run with its masters, in their own memory or stored."""
-        for run, numbers in self._held():
+        for run, numbers in self._numbers():
             yield run, numbers[MASTER]
 
     def by_run(self) -> Iterable[tuple[Run, dict[str, Any]]]:
         """Every run with the torch state of its parameter."""
-        for run, numbers in self._held():
+        for run, numbers in self._numbers():
             yield run, {kind: value for kind, value in numbers.items() if kind != MASTER}
 
     def read(self, slot: Slot, kind: str) -> Tensor | None:
@@ -95,8 +95,8 @@ class OptimizerState:
         if extent is None or offloaded is None:
             state = {name: piece.state[name] for name in kinds}
         else:
-            held = {name: offloaded.held(extent, name, piece.run) for name in kinds}
-            state = {n: v if isinstance(v, Tensor) else v.fetch(0, v.numel()) for n, v in held.items()}
+            stored = {name: offloaded.numbers(extent, name, piece.run) for name in kinds}
+            state = {n: v if isinstance(v, Tensor) else v.fetch(0, v.numel()) for n, v in stored.items()}
         wide = kernel.widened(state, kind, piece.run.stop - piece.run.start)
         wide[inside] = numbers.to("cpu")
         kernel.keep(state, kind, wide, Key(kind, 0, self._pieces.random_offset + piece.run.start))
@@ -104,7 +104,7 @@ class OptimizerState:
             for name, compressed in state.items():
                 offloaded.keep(extent, name, piece.run, compressed)
 
-    def _held(self) -> Iterator[tuple[Run, dict[str, Any]]]:
+    def _numbers(self) -> Iterator[tuple[Run, dict[str, Any]]]:
         for piece in self._pieces:
             if (extent := piece.extent) is None or self._pieces.offloaded is None:
                 yield piece.run, self._widened(piece, {MASTER: piece.tensor, **piece.state})
@@ -116,7 +116,7 @@ class OptimizerState:
                 if (staged := self._staged.get(extent.number)) is not None:
                     numbers[kind] = piece.within(extent, field.of(staged))
                 else:
-                    numbers[kind] = self._pieces.offloaded.held(
+                    numbers[kind] = self._pieces.offloaded.numbers(
                         extent, kind, None if piece.run.slot is not None else piece.run
                     )
             yield piece.run, self._widened(piece, {**numbers, **piece.state})

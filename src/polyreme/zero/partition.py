@@ -256,12 +256,13 @@ def build_placement(
     settings: BucketSettings,
     division: Division,
     offload: OffloadTiers,
-    held: Collection[int] = (),
+    carried: Collection[int] = (),
 ) -> Placement:
     """Move every parameter of `model` into a bucket. A parameter that has data keeps its values (those of the
     axis' rank 0); one on the meta device is replaced by a real one, to be filled by `Placement.write`; one
-    whose id is in `held` will be filled, too. `division` tells what the parameters are parts of. A pipeline
-    stage may have none, or none to train. The tiers of `offload` get their extents, and take the space.
+    whose id is in `carried` will be filled, too. `division` tells what the parameters are parts of. A
+    pipeline stage may have none, or none to train. The tiers of `offload` get their extents, and take the
+    space.
 
     Raises ModelError for trainable parameters that are not real floating-point numbers.
     """
@@ -278,7 +279,7 @@ def build_placement(
     found: list[tuple[int, Bucket]] = []
     where: dict[str, tuple[Bucket, Slot]] = {}
     for spec in bucket_specs:
-        bucket = _fill(model, spec, settings, pool, held)
+        bucket = _fill(model, spec, settings, pool, carried)
         bucket.stages = spec.kind.stages
         bucket.tie = division.ties.get(division.ranks_of(spec.kind.stages))
         bucket.gradients.counted = _counted(bucket, spec.kind, division)
@@ -572,7 +573,7 @@ def _by_size(entries: list[_Entry], dtype: torch.dtype, limit: int) -> list[list
 
 
 def _fill(
-    model: nn.Module, spec: _BucketSpec, settings: BucketSettings, pool: Pool, held: Collection[int]
+    model: nn.Module, spec: _BucketSpec, settings: BucketSettings, pool: Pool, carried: Collection[int]
 ) -> Bucket:
     """The bucket of `spec`, holding the values of its entries where they have any."""
     kind, device, microbatches = spec.kind, settings.device, settings.microbatches
@@ -586,7 +587,7 @@ def _fill(
         if isinstance(old, Released):
             unguard([old])
         old.grad = None  # of before
-        if old.is_meta or id(old) in held:
+        if old.is_meta or id(old) in carried:
             values.append(None)
         else:
             values.append(partial(taken, old) if divided else partial(_sent, old.data, kind.axis, device))

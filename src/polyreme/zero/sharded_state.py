@@ -61,9 +61,9 @@ def numbers(placement: Placement, update: Update) -> dict[str, dict[str, float]]
     found: dict[str, dict[str, float]] = {}
     for run, state in update.state.by_run():
         own = {kind: float(number) for kind, value in state.items() if (number := _number(value)) is not None}
-        for held in update.bucket.layout.within(run.start, run.stop) if state else ():
-            if held.start == 0:
-                found[held.name] = own
+        for inside in update.bucket.layout.within(run.start, run.stop) if state else ():
+            if inside.start == 0:
+                found[inside.name] = own
     return found
 
 
@@ -78,10 +78,8 @@ def _flat(
     """The regions of `data`, which is the part of the bucket's flat buffer; and one of each tensor without
     elements."""
     named = _named(placement, bucket)
-    for held in (*bucket.layout.within(part.start, part.stop), *_empty(bucket)):
-        yield _region(
-            placement, named, kind, held, _part(data, held.offset, held.offset + held.stop - held.start)
-        )
+    for inside in (*bucket.layout.within(part.start, part.stop), *_empty(bucket)):
+        yield _region(placement, named, kind, inside, _part(data, inside.offset, inside.offset + inside.size))
 
 
 def _masters(placement: Placement, update: Update, part: slice) -> Iterator[Region]:
@@ -91,11 +89,11 @@ def _masters(placement: Placement, update: Update, part: slice) -> Iterator[Regi
     named = _named(placement, bucket)
     for run, data in update.state.masters():
         start, stop = overlap(run, part)
-        for held in bucket.layout.within(start, stop):
-            at = start - run.start + held.offset
-            yield _region(placement, named, MASTER, held, _part(data, at, at + held.stop - held.start))
-    for held in _empty(bucket):
-        yield _region(placement, named, MASTER, held, torch.empty(0, dtype=bucket.formats.master))
+        for inside in bucket.layout.within(start, stop):
+            at = start - run.start + inside.offset
+            yield _region(placement, named, MASTER, inside, _part(data, at, at + inside.size))
+    for inside in _empty(bucket):
+        yield _region(placement, named, MASTER, inside, torch.empty(0, dtype=bucket.formats.master))
 
 
 def _empty(bucket: Bucket) -> list[Range]:
@@ -114,16 +112,16 @@ def _states(placement: Placement, update: Update, part: slice, numbers: bool = T
     named = _named(placement, bucket)
     for run, state in update.state.by_run():
         start, stop = overlap(run, part)
-        both = ((held, each) for held in bucket.layout.within(start, stop) for each in state.items())
-        for held, (kind, value) in both:
-            names, slot = named[held.name]
+        both = ((inside, each) for inside in bucket.layout.within(start, stop) for each in state.items())
+        for inside, (kind, value) in both:
+            names, slot = named[inside.name]
             if (number := _number(value)) is not None:
-                if numbers and held.start == 0:
+                if numbers and inside.start == 0:
                     yield Region(kind, names, Cut.whole((), tp.size), tp.rank, 0, number.reshape(1))
             elif isinstance(value, Tensor | Stored):
                 if value.numel() == run.stop - run.start and (run.slot is None or value.shape == slot.shape):
-                    at = start - run.start + held.offset
-                    yield _region(placement, named, kind, held, _part(value, at, at + held.stop - held.start))
+                    at = start - run.start + inside.offset
+                    yield _region(placement, named, kind, inside, _part(value, at, at + inside.size))
                 else:  # of an optimizer of whole tensors, with a shape of its own
                     whole = Cut.whole(tuple(value.shape), tp.size)
                     yield Region(kind, names, whole, tp.rank, 0, _part(value, 0, value.numel()))
@@ -142,12 +140,17 @@ def _region(
     placement: Placement,
     named: Mapping[str, tuple[Sequence[str], Slot]],
     kind: str,
-    held: Range,
+    inside: Range,
     data: Tensor | Stored,
 ) -> Region:
-    names, _ = named[held.name]
+    names, _ = named[inside.name]
     return Region(
-        kind, names, placement.division.shardings[names[0]].cut, placement.division.tp.rank, held.start, data
+        kind,
+        names,
+        placement.division.shardings[names[0]].cut,
+        placement.division.tp.rank,
+        inside.start,
+        data,
     )
 
 

@@ -23,7 +23,7 @@ from polyreme.compat.deepspeed.runtime.engine import DeepSpeedEngine
 from polyreme.compat.deepspeed.runtime.pipe.module import PipelineError, PipelineModule
 from polyreme.compat.deepspeed.utils.logging import log_dist
 from polyreme.distributed.mesh import everyone
-from polyreme.pipeline.activation_spec import buffers, put_together, take_apart
+from polyreme.pipeline.activation_spec import buffers, flatten, unflatten
 
 __all__ = ["PipelineEngine", "PipelineError"]
 
@@ -124,14 +124,14 @@ class PipelineEngine(DeepSpeedEngine):
     def _from_last_stage(self, value: Any) -> Any:
         """What the last stage has."""
         pp, last = self.polyreme.mesh.pp, self.num_stages - 1
-        form, tensors = take_apart(value)
+        form, tensors = flatten(value)
         form = pp.gather_objects(form)[last]
         if not self.is_last_stage():
             tensors = buffers(form, self.device)
         tensors = [tensor.detach().contiguous() for tensor in tensors]
         for tensor in tensors:
             pp.broadcast(tensor, last)
-        return put_together(form, tensors)
+        return unflatten(form, tensors)
 
     # ---- data
 
@@ -181,14 +181,14 @@ class PipelineEngine(DeepSpeedEngine):
         """The micro-batches of the first stage, on those that read none. Raises StopIteration on all where
         the first or the last have no more."""
         pp = self.polyreme.mesh.pp
-        form, tensors = take_apart(pytree.tree_map_only(Tensor, lambda t: t.to(self.device), found))
+        form, tensors = flatten(pytree.tree_map_only(Tensor, lambda t: t.to(self.device), found))
         forms = pp.gather_objects(form)
         if forms[0] is None or forms[-1] is None:
             raise StopIteration
         given = [t.contiguous() for t in tensors] if self.is_first_stage() else buffers(forms[0], self.device)
         for tensor in given:
             pp.broadcast(tensor, 0)
-        return put_together(forms[0], given) if found is None else found
+        return unflatten(forms[0], given) if found is None else found
 
     # ---- places
 
