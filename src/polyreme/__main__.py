@@ -11,7 +11,7 @@ def main() -> None:
         from polyreme.cli.main import main as command
     try:
         command()
-    except KeyboardInterrupt:  # before a command has begun, or as it ends
+    except KeyboardInterrupt:  # no command has begun, or it ends
         sys.exit(130)
 
 

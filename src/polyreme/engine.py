@@ -209,7 +209,7 @@ class Engine:
             )
         self._training.roster.check(self.module)
         self._passes.enter(0, 0)
-        # on the host still
+        # the batch is on the host still
         batch = kwargs or (args[0] if len(args) == 1 and not isinstance(args[0], list) else args)
         self._comparison.compare(batch)
         args, kwargs = cast_floating((args, kwargs), None, self.mesh.device)  # type: ignore[misc]

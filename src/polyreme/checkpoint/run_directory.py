@@ -187,7 +187,7 @@ def _first_of_each(saved: Iterable[Path], every: Duration | None) -> list[Path]:
         return []
     first: dict[int, Path] = {}
     for path in saved:
-        # of many, only names are looked at
+        # they may be many, so only names are looked at
         progress = Progress(step_of(path)) if every.unit == "steps" else progress_of(path)
         if progress is not None and every.reached(progress):
             first.setdefault(int(every.count(progress) // every.amount), path)

@@ -344,7 +344,7 @@ def _collectively(path: Path, axis: Axis, work: Callable[[], Any], layout: Seque
 
 def _reason(error: Exception, path: Path, needed: int) -> str:
     """Why the checkpoint was not written, whose tensors need so many bytes."""
-    in_rust = f"(os error {errno.ENOSPC})" in str(error)  # in tokenizers
+    in_rust = f"(os error {errno.ENOSPC})" in str(error)  # tokenizers is written in Rust
     number = errno.ENOSPC if in_rust else getattr(error, "errno", None)
     if number not in (errno.ENOSPC, errno.EDQUOT):
         return reason(error)

@@ -49,8 +49,8 @@ class Op:
     kwargs: dict[str, Any]
     reads: frozenset[int]  # values whose numbers decide the result or the number of random draws
     needs: frozenset[int]  # reads, and values that are written in part only
-    writes: tuple[tuple[int, int], ...]  # for each storage written: the value before, the value after
-    creates: tuple[tuple[int, View], ...]  # for each new storage: which output, and its window
+    writes: tuple[tuple[int, int], ...]  # the values before and after, of each storage written
+    creates: tuple[tuple[int, View], ...]  # which output, and its window, of each new storage
     default_dtype: torch.dtype
     random: bool = False
     private: bool = False  # draws from a generator of the build's own

@@ -146,7 +146,7 @@ def _device() -> torch.device:
         dist.is_initialized() and "cuda:nccl" not in dist.get_backend_config()
     ):
         return torch.device("cpu")
-    chosen = torch.cuda.current_device() if dist.is_initialized() else 0  # by whoever opened the group
+    chosen = torch.cuda.current_device() if dist.is_initialized() else 0  # whoever opened the group did it
     local, count = int(os.environ.get(LOCAL_RANK, chosen)), torch.cuda.device_count()
     if count == 1 and "SLURM_STEP_ID" in os.environ:  # srun --gpus-per-task shows each task its own alone
         local = 0

@@ -72,8 +72,8 @@ class Heap:
         self._segment: mmap.mmap | None = None  # the last one, of which ranges are given out
         # where in the file it begins; bytes given out; end of the file
         self._base, self._used, self._end = (0, 0, SEGMENT)
-        self._free: dict[int, list[tuple[mmap.mmap, int, int]]] = defaultdict(list)  # by size
-        self._offsets: dict[int, int] = {}  # in the file, of each range in use, by its address
+        self._free: dict[int, list[tuple[mmap.mmap, int, int]]] = defaultdict(list)  # keys: sizes
+        self._offsets: dict[int, int] = {}  # offset in the file of each range in use, by its address
 
     @property
     def address(self) -> tuple[int, int, str]:
@@ -131,7 +131,7 @@ class Peer:
     def __init__(self, pid: int, file: int, opened: int) -> None:
         self._pid, self._link = pid, Path(f"/proc/{pid}/fd/{file}")
         self._file = opened
-        self._segments: dict[tuple[int, int], mmap.mmap] = {}  # by begin and end in the file
+        self._segments: dict[tuple[int, int], mmap.mmap] = {}  # keys: begin and end in the file
 
     @classmethod
     def open(cls, pid: int, file: int, token: str) -> Peer | None:

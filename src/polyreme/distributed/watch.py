@@ -102,13 +102,13 @@ class Watch:
         self.failure = ""
         """Why a wait was broken off."""
         self.meetings: weakref.WeakSet[Meeting] = weakref.WeakSet()
-        self._waits: dict[int, Wait] = {}  # by thread
+        self._waits: dict[int, Wait] = {}  # keys: threads
         self._world: object = None
         self._store: Any = None
         self._thread: threading.Thread | None = None
         self._error = ""
         self._told = self._times = 0
-        self._reports: dict[int, Any] = {}  # of one look, by rank
+        self._reports: dict[int, Any] = {}  # what one look saw, by rank
         self._wake = threading.Event()
 
     def begin(self) -> None:

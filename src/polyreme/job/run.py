@@ -247,14 +247,14 @@ class _Loop:
     def _step(self, batch: Any) -> StepResult:
         try:
             return self._engine.train_step(batch)
-        except CheckpointError as error:  # of the one that is being written; the step has not begun
+        except CheckpointError as error:  # the one that is being written failed; the step has not begun
             self._checkpoints.failed(error)
             return self._engine.train_step(batch)
 
     def _save(self) -> None:
         try:
             self._checkpoints.save(self._account, wait=not self._config.checkpoint.background)
-        except CheckpointError as error:  # on every rank
+        except CheckpointError as error:  # every rank does so
             self._checkpoints.failed(error)
 
     def _validate(self) -> float | None:

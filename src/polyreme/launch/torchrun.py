@@ -128,7 +128,7 @@ def launch(
             result = agent.run()
         except SignalException as caught:
             raise _stopped_by(caught.sigval) from None
-        except KeyboardInterrupt:  # before the agent took over the signals
+        except KeyboardInterrupt:  # the agent had not taken over the signals
             raise _stopped_by(signal.SIGINT) from None
         if result.is_failed():
             ends = {-result.failures[rank].exitcode for rank in agent.ended_first}

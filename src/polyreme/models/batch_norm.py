@@ -141,7 +141,7 @@ class _Normalise(Function):
         return output.to(input.dtype), mean, var
 
     @staticmethod
-    @once_differentiable  # of the sums over the ranks, no second derivative is known
+    @once_differentiable  # the sums over the ranks have no known second derivative
     def backward(ctx: Any, gradient: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
         input, weight, mean, inverse, total = ctx.saved_tensors
         grad = gradient.to(mean.dtype)

@@ -229,7 +229,7 @@ def count_labels(model: nn.Module, batch: object) -> int | None:
     if not isinstance(batch, Mapping):
         return None
     labels, start, ids = (batch.get(name) for name in ("labels", "start_positions", "input_ids"))
-    # of an answer; one that begins after the text's end has no loss
+    # the label of an answer; one that begins after the text's end has no loss
     if isinstance(start, Tensor) and isinstance(ids, Tensor):
         return int((start < ids.shape[1]).sum())
     if not isinstance(labels, Tensor) or labels.is_floating_point():
@@ -407,7 +407,7 @@ def save_config(model: nn.Module, folder: Path, weights: Mapping[str, Tensor]) -
         options = {"save_embedding_layers": False} if _is_peft_model(model) else {}
         if learns_prompts(model):
             model.get_prompt_embedding_to_save = weights.__getitem__  # type: ignore[assignment]
-        with torch._C.DisableTorchFunctionSubclass():  # as in `adapters`
+        with torch._C.DisableTorchFunctionSubclass():  # see `adapters`
             model.save_pretrained(folder, state_dict=dict(weights), **options)  # type: ignore[operator]
     finally:
         vars(model).pop("get_prompt_embedding_to_save", None)
@@ -434,7 +434,7 @@ def file_names(model: nn.Module, shapes: Mapping[str, Sequence[int]]) -> dict[st
     given = {name: torch.empty(tuple(shape), device="meta") for name, shape in shapes.items()}
     try:
         saved = revert_weight_conversion(model, given)  # type: ignore[arg-type]
-    except Exception as error:  # of a conversion that needs the numbers
+    except Exception as error:  # a conversion that needs the numbers raises it
         warnings.warn(
             f"transformers does not tell what it calls the tensors of {type(model).__name__} in files "
             f"({error}): they are written, and looked for, under the model's own names. from_pretrained may "

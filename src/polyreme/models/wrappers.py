@@ -50,7 +50,7 @@ def unwrap(model: nn.Module) -> nn.Module:
             if child is not None and (inner := _opened(child, notes)) is not child:
                 parent._modules[name] = inner
     for module in plain.modules():
-        if module._compiled_call_impl is not None:  # by module.compile()
+        if module._compiled_call_impl is not None:  # module.compile() made it
             module._compiled_call_impl = None
             notes["module.compile()"] = COMPILE
         compiled = vars(module).get("forward")

@@ -16,10 +16,10 @@ class Run:
     """What is being trained, told once before the first step."""
 
     model: str  # the model's class or its folder
-    parameters: int  # of the whole model
+    parameters: int  # parameters of the whole model
     ranks: int
     stage: int  # ZeRO stage
-    dtype: str  # of the computation, as in the config
+    dtype: str  # the computation's dtype, as in the config
     steps: int | None = None  # length of the run in optimizer steps, None where it cannot be known
     step: int = 0  # optimizer steps done before this process began: 0, or where a resumed run left off
     config: Mapping[str, object] = field(default_factory=dict)
@@ -40,7 +40,7 @@ class Record:
     skipped: bool = False  # no update was made, because gradients overflowed
     loss_scale: float | None = None
     validation_loss: float | None = None  # only on the steps that measured it
-    bits_per_byte: float | None = None  # of the validation text, so that tokenizers compare
+    bits_per_byte: float | None = None  # bits per byte of the validation text, so that tokenizers compare
     flops_per_second: float | None = None  # model FLOPs
     mfu: float | None = None  # fraction of 1
     # Bytes by category: parameters, gradients, states, activations, buffers; and the most that was ever in

@@ -62,9 +62,10 @@ class ActivationOffload:
             _try(folder)
             self._files = Arena(lambda nbytes: File(folder, nbytes))
             self._pool = ThreadPoolExecutor(THREADS, "offload")
-        # by storage
+        # keys: storages
         self._known: weakref.WeakValueDictionary[int, _StoredStorage] = weakref.WeakValueDictionary()
-        self._dropped: deque[_Slots] = deque()  # of storages that are gone, in whichever thread that was
+        # slots of storages that are gone, in whichever thread that was
+        self._dropped: deque[_Slots] = deque()
         self._writing: deque[_StoredStorage] = deque()
         self._largest = 0  # bytes of a storage that went out
         self._on_device: list[weakref.ref[Call]] = []  # calls whose storages are still on the device

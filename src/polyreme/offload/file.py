@@ -61,8 +61,8 @@ class FileStore(Store):
         self.ring: list[Tensor] = []
         """The buffers, from `commit` on."""
         self._pool = ThreadPoolExecutor(threads, "tier")
-        self._lock = threading.Lock()  # of the counts
-        self._alone = threading.Lock()  # for `read` and `write`, which any thread may call
+        self._lock = threading.Lock()  # guards the counts of traffic
+        self._alone = threading.Lock()  # held by `read` and `write`, which any thread may call
         self._stream: FileStream | None = None
         self._failure: Exception | None = None
 
@@ -178,8 +178,8 @@ class FileStream:
 
     def __init__(self, store: FileStore, order: Sequence[int], write: bool, read: bool) -> None:
         self._store, self._order, self._write, self._read = store, list(order), write, read
-        self._position, self._using = 0, False  # of the extent in use, or else of the next one
-        self._jobs: dict[int, Future[None]] = {}  # by the position that the buffer goes on to
+        self._position, self._using = 0, False  # position of the extent in use, or else of the next one
+        self._jobs: dict[int, Future[None]] = {}  # keys: the position that the buffer goes on to
         self._taken = self._superseded = self._waits = False
         self.closed = False
 

@@ -37,7 +37,7 @@ class HostTransfer:
         self._pin = device.type == "cuda"
         self.copy_stream: CopyStream = copy_stream_to(device)
         self._back: deque[tuple[Any, Tensor]] = deque()  # when each piece of memory is free
-        self._pieces = 0  # of memory
+        self._pieces = 0  # pieces of memory
         # when which gradient has arrived, and the memory that has it
         self._arriving: deque[tuple[HostGradients, Any, Tensor, Tensor]] = deque()
         self._free: list[Tensor] = []  # such memory

@@ -32,7 +32,8 @@ class OffloadedParameters:
     def __init__(self, store: HostStore | FileStore, device: torch.device) -> None:
         self.store, self.copy_stream = store, copy_stream_to(device)
         self._pin = device.type == "cuda"
-        self._free: dict[int, deque[tuple[Tensor, Any]]] = defaultdict(deque)  # by bytes; and when it is free
+        # keys: bytes; values: memory, and when it is free
+        self._free: dict[int, deque[tuple[Tensor, Any]]] = defaultdict(deque)
         self._writing: deque[Future[None]] = deque()
         self._taken = 0
 
@@ -92,7 +93,7 @@ class OffloadedShard:
         self._all, self._store = offloaded, offloaded.store
         self._nbytes = elements * dtype.itemsize
         self._extent = offloaded.store.reserve(self._nbytes)
-        self._memory: Tensor | None = None  # of a file: what is fetched or open
+        self._memory: Tensor | None = None  # what is fetched or open, of a file
         self._copied: Any = None  # when the last copy to the device will have left the memory
         self._reading: Future[None] | None = None
         self._written: Future[None] | None = None

@@ -309,7 +309,7 @@ def quantizer(signed: bool) -> tuple[Callable[..., None], Callable[..., None]]:
                 uniform = np.float32(
                     np.int32(mixed(np.uint32(first + np.uint32(i))) >> np.uint32(8))
                 ) * np.float32(2.0**-24)
-                # in float32: numba widens sums of integers
+                # float32: numba widens sums of integers
                 code = high if uniform * (above - below) < size - below else low
                 if signed:
                     code = -code if x < 0 else code

@@ -213,7 +213,7 @@ def _from_section(model: nn.Module, section: OptimizerSection, given: type[Optim
 def _by_pattern(model: nn.Module, section: OptimizerSection, made: Recipe) -> Recipe:
     """`made` with a group more for each of its own that has parameters of a pattern. Raises ConfigError for
     patterns without any."""
-    names: dict[int, list[str]] = {}  # of each parameter all its names
+    names: dict[int, list[str]] = {}  # all names of each parameter
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
     groups, group_of, at = list(made.groups), dict(made.group_of), dict[tuple[int, str], int]()

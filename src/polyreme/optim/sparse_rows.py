@@ -18,7 +18,7 @@ from torch.autograd import Function
 
 from polyreme.models.patches import Patches
 
-_wanted = False  # for all threads: autograd may run nodes in one of its own
+_wanted = False  # shared by all threads: autograd may run nodes in one of its own
 
 
 @contextmanager

@@ -61,7 +61,7 @@ class _Pass:
     value: Any = None  # what was received, as the model takes it
     form: Any = None
     output: list[Tensor] = field(default_factory=list)
-    gradients: list[Tensor] = field(default_factory=list)  # of the output, as received
+    gradients: list[Tensor] = field(default_factory=list)  # gradients of the output, as received
     arriving: list[Work] = field(default_factory=list)
 
 
@@ -73,7 +73,8 @@ class Runner:
         self, ranks: Sequence[int], axis: Axis, device: torch.device, stages: Mapping[int, RunStage]
     ) -> None:
         self._ranks, self._axis, self._device, self._stages = ranks, axis, device, stages
-        self._forms: dict[tuple[int, Hashable], Any] = {}  # of what a stage hands on, for each shape of batch
+        # forms of what a stage hands on, for each shape of batch
+        self._forms: dict[tuple[int, Hashable], Any] = {}
         self._passes: dict[tuple[int, int], _Pass] = {}
         self._weights: dict[tuple[int, int], Callable[[], None] | None] = {}  # what W does
         self._sending: list[tuple[Work, Tensor]] = []
@@ -110,7 +111,7 @@ class Runner:
         while self._sending:
             self._sending.pop()[0].settle()
         self._passes.clear()
-        del self._calls  # with the batch
+        del self._calls  # it holds the batch
 
     def _pass(self, stage: int, microbatch: int | None) -> _Pass:
         return self._passes.setdefault((stage, microbatch or 0), _Pass())

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-_current: WeightGradients | None = None  # for all threads: a device's nodes run in one of its own
+_current: WeightGradients | None = None  # shared by all threads: a device's nodes run in one of its own
 _expected = False
 
 
@@ -103,7 +103,7 @@ class _Product(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        product, ctx.product = ctx.product, None  # with what it is made of
+        product, ctx.product = ctx.product, None  # and what it is made of
         return product(None), None
 
 

@@ -80,7 +80,7 @@ def open_model(given: Model, config: Config, mesh: Mesh) -> tuple[nn.Module, Rec
     module, recording = _given(given, config, mesh)
     _refuse_max_norm(module)
     huggingface.refuse_bare_base(module)
-    if not module.training:  # as `from_pretrained` returns it
+    if not module.training:  # `from_pretrained` returns it so
         module.train()
     return module, recording, None
 
@@ -141,7 +141,7 @@ def _given(given: Layer | Sequence[Layer], config: Config, mesh: Mesh) -> tuple[
     if isinstance(model, nn.Module):
         # what is divided over all ranks is shared out anew where they have different parts of the model
         (shaped if mesh.dp.size == mesh.world_size else make_whole)(model.parameters())
-        if mesh.pp.size == 1:  # with a pipeline, other stages' may be there: `build` looks
+        if mesh.pp.size == 1:  # other stages of a pipeline may have them: `build` looks
             _refuse_meta(model)
         return unwrap(model), None
     if not callable(model):

@@ -51,7 +51,8 @@ class Gradients:
         for stage in told:
             for name, square in stage.items():
                 found[name] = found.get(name, 0.0) + square
-        in_order = [name for name in self._placement.division.shardings if name in found]  # of registration
+        # the order of registration
+        in_order = [name for name in self._placement.division.shardings if name in found]
         return {name: math.sqrt(found[name]) * self._step.to_mean for name in in_order}
 
     def whole(self) -> dict[str, Tensor]:

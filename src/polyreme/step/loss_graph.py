@@ -103,7 +103,7 @@ def _means(loss: Any) -> Iterator[tuple[str, float | None]]:
         elif name == "Mean":
             yield name, node._saved_self_sym_numel
         elif name == "Div" and (summed := _sum_in(node.next_functions[0][0])) is not None:
-            # of a vocabulary that is divided over ranks
+            # logits of a vocabulary that is divided over ranks
             ours = _name(summed.next_functions[0][0]).startswith("_CrossEntropy")
             yield "NllLoss" if ours else "Sum / n", float(node._saved_other)
         elif name in _THROUGH:

@@ -67,7 +67,7 @@ class Passes:
         Raises NumericsError with what made a NaN or an Inf."""
         device = self._mesh.device
         random_state = _random_state(device)
-        # on a device, it would wait for it
+        # counting on a device would wait for it
         weights = [
             self._objective.visible_weight(each.batch) if each.samples else 0 for each in micro_batches
         ]

@@ -231,7 +231,7 @@ class _Buffers:
             for name, held in module._buffers.items()
             if held is not None
         ]
-        self._changed: dict[int, Tensor] = {}  # by place
+        self._changed: dict[int, Tensor] = {}  # keys: owner and name
 
     @contextmanager
     def watched(self) -> Iterator[None]:
@@ -246,7 +246,7 @@ class _Buffers:
     def put_back(self) -> Iterator[None]:
         """The forward once more: on copies, the changed ones as they were."""
         now = [owner[name] for owner, name, _ in self._found]
-        copies: dict[int, Tensor] = {}  # by buffer: one that modules share stays one
+        copies: dict[int, Tensor] = {}  # keys: buffers, so that one that modules share stays one
         for at, (owner, name, buffer) in enumerate(self._found):
             owner[name] = copies.setdefault(id(buffer), self._changed.get(at, buffer).clone())
         try:

@@ -71,7 +71,7 @@ class Loop:
         self._task = -1  # autograd's number of the last backward that came by
         with torch._C.DisableTorchFunctionSubclass():
             self._accumulators = [get_gradient_edge(parameter).node for parameter in parameters]
-        self._loss: Tensor | None = None  # of the backward under way, if that is known
+        self._loss: Tensor | None = None  # the loss of the backward under way, if that is known
         self._announced: Callable[[], float] | None = None  # its weight
         self._hook = model.register_forward_pre_hook(Hook(partial(_called, weakref.ref(self))))
         listen(self)

@@ -152,7 +152,7 @@ class _Summed(Function):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         axis, cuts = ctx.axis, ctx.cuts
         summed: list[Tensor | None] = [None] * len(grads)
-        # of the same tensors on every rank
+        # the tensors are the same on every rank
         came = {i: grad for i, grad in enumerate(grads) if grad is not None}
         for dtype in dict.fromkeys(grad.dtype for grad in came.values()):
             mine = {i: grad for i, grad in came.items() if grad.dtype == dtype}

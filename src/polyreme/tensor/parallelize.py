@@ -54,7 +54,9 @@ def parallelize(
     blocks = find_blocks(model)
     _cut_parameters(model, axis, cuts)
     fork = Fork(axis) if _is_random(model) else None
-    site = Site(axis, None if sequence_parallel else fork)  # with the sequence split, whole blocks are forked
+    site = Site(
+        axis, None if sequence_parallel else fork
+    )  # whole blocks are forked where the sequence is split
     for name, heads in plan.heads.items():
         _set_heads(modules[name], heads, axis.size)
         for argument in plan.by_head:

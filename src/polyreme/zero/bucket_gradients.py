@@ -49,7 +49,7 @@ def _add(total: Tensor, gradient: Tensor) -> None:
     if gradient.layout != torch.sparse_coo or gradient.sparse_dim() != 1:
         total.add_((gradient if gradient.layout == torch.strided else gradient.to_dense()).to(total.dtype))
         return
-    rows, values = gradient._indices()[0], gradient._values()  # of one that is not coalesced
+    rows, values = gradient._indices()[0], gradient._values()  # it is not coalesced
     found, places = torch.unique(rows, return_inverse=True)
     sums = values.new_zeros(len(found), *values.shape[1:])
     sums.add_(torch.sparse_coo_tensor(places[None], values, sums.shape, check_invariants=False))
@@ -106,7 +106,7 @@ class BucketGradients:
         OWN_GRAD.__set__(parameter, None)
         if gradient is None:
             return False
-        if factor is not None:  # of 0: from a loss of nothing, which is 0 / 0
+        if factor is not None:  # factor 0 is that of a loss of nothing, which is 0 / 0
             gradient = gradient * factor if factor else torch.zeros_like(gradient)
         if gradient.layout != torch.strided and gradient.dtype != self._formats.local:
             gradient = gradient.to_dense()  # summed in its own format
@@ -221,7 +221,7 @@ class BucketGradients:
         part = gradient[inside.since(begin)]
         if self.counted is not True:
             part = part * self.counted[inside.since(self._own.start)].to(part.device)
-        if rest := -part.numel() % ALIGN:  # behind it is padding, which is zero
+        if rest := -part.numel() % ALIGN:  # padding, which is zero, is behind it
             part = torch.nn.functional.pad(part, (0, rest))
         at = (inside.start - self._own.start) // ALIGN
         self._squares[at : at + part.numel() // ALIGN] = squares_by_row(part)

@@ -72,10 +72,12 @@ class Blocks:
         self._inside: Unit | None = None  # whose module's forward is running
         self.in_forward = False
         """Whether a forward of the model, whose parameters come and go, is under way."""
-        self._order: list[Unit] = []  # of the forward under way, or the last one
-        # of each stage's last complete forward: where to prefetch from
+        self._order: list[Unit] = []  # units of the forward under way, or the last one
+        # units of each stage's last complete forward: where to prefetch from
         self._last: dict[int, list[Unit]] = {}
-        self._trails: dict[tuple[int, int], list[Unit]] = {}  # of forwards whose backward is still to come
+        self._trails: dict[
+            tuple[int, int], list[Unit]
+        ] = {}  # units of forwards whose backward is still to come
         self._checked: set[int] = set()  # stages
         self._task = -1  # autograd's number of the last backward that came here
         self._known = True  # all forwards of the backward to come are in its trail
@@ -265,7 +267,7 @@ class Blocks:
         not come through its output."""
         for module in self._storing_modules[unit]:
             attributes = vars(module)
-            for name in attributes.keys() - _OF_EVERY_MODULE:  # by far most are of every module
+            for name in attributes.keys() - _OF_EVERY_MODULE:  # most by far are of every module
                 if isinstance(value := attributes[name], _HOLDERS):
                     found: Collection[Any] = (
                         [value]
@@ -314,7 +316,7 @@ class Blocks:
 
         return enter
 
-    @torch.no_grad()  # as in a backward
+    @torch.no_grad()  # a backward does so
     def pass_by(self) -> None:
         """Gather and release in the order in which the backwards of other ranks do, which wait for this one,
         where this rank has nothing to compute."""

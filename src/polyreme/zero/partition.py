@@ -458,7 +458,7 @@ class _Kind(NamedTuple):
     boundary: Boundary
     before_blocks: bool  # those of the root are used either at the beginning of forward or at its end
     stages: tuple[int, ...]
-    owned: tuple[Owned, ...]  # by each tensor-parallel rank, so that buckets are the same on all of them
+    owned: tuple[Owned, ...]  # one of each tensor-parallel rank, so that buckets are the same on all of them
 
 
 def _sorted(
@@ -586,7 +586,7 @@ def _fill(
         divided = share_of(old) is not None
         if isinstance(old, Released):
             unguard([old])
-        old.grad = None  # of before
+        old.grad = None  # the gradient of before goes
         if old.is_meta or id(old) in carried:
             values.append(None)
         else:

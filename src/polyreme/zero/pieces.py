@@ -77,7 +77,7 @@ class Pieces:
         }
         self._kernels = {group: _kernel(optimizer, compact) for group, optimizer in self.optimizers.items()}
         name = bucket.layout.slots[0].name if bucket.layout.slots else ""
-        # for random bits, which are others in every bucket
+        # random bits depend on it, so they are others in every bucket
         self.random_offset = zlib.crc32(name.encode()) << 32
         if compact is not None and not self.one_by_one:
             raise ConfigError([Problem("optimizer.states", compact, "moments that are kept in fewer "

@@ -70,10 +70,10 @@ class Reducer:
         self._waiting: dict[Bucket, set[int]] = {}
         self._adding: set[Bucket] = set()  # whose gradients of this backward are only added up
         self._in_flight: deque[Bucket] = deque()
-        self._hooks: dict[Tensor, RemovableHandle] = {}  # of parameters whose gradients are heard of
+        self._hooks: dict[Tensor, RemovableHandle] = {}  # hooks of parameters whose gradients are heard of
         self._backward: Literal["own", "foreign"] | None = None  # the one under way
         self._factor: float | None = (
-            None  # on the gradients of the backward under way, if they are still to be scaled
+            None  # scales the gradients of the backward under way, unless they are scaled
         )
         self.unannounced: Callable[[], None] = _refuse
         """A callback for a gradient that no `begin` has announced; it does so."""

@@ -132,7 +132,7 @@ class Update:
                 and piece.fresh
                 and (made := self._pieces.begin_states(piece, tensor))
             ):
-                piece.state, piece.fresh = made, False  # by the optimizer itself, not by its first step
+                piece.state, piece.fresh = made, False  # made by the optimizer itself, not by its first step
                 for kind, field in recorded.items():
                     field.copy_(made[kind])
         assert tensor is not None

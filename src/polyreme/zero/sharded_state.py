@@ -122,7 +122,7 @@ def _states(placement: Placement, update: Update, part: slice, numbers: bool = T
                 if value.numel() == run.stop - run.start and (run.slot is None or value.shape == slot.shape):
                     at = start - run.start + inside.offset
                     yield _region(placement, named, kind, inside, _part(value, at, at + inside.size))
-                else:  # of an optimizer of whole tensors, with a shape of its own
+                else:  # an optimizer of whole tensors has states with shapes of their own
                     whole = Cut.whole(tuple(value.shape), tp.size)
                     yield Region(kind, names, whole, tp.rank, 0, _part(value, 0, value.numel()))
             elif value is not None:

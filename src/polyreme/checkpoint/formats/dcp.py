@@ -31,7 +31,7 @@ METADATA = ".metadata"
 SMALL = 1 << 16  # bytes; of what is no tensor, larger objects are not looked at
 OPTIMIZER_KEY = re.compile(r"(?:[^.]+\.)?optim\w*\.state\.(.+)\.([^.]+)")
 RATE_KEY = re.compile(r"(?:[^.]+\.)?optim\w*\.param_groups\.(?:.+\.)?lr")
-CELLS = 1 << 26  # of a tensor's parts: no run has so many, and a file that says so must not fill the memory
+CELLS = 1 << 26  # parts of a tensor: no run has so many, and a file that says so must not fill the memory
 RATES = 64  # learning rates that are looked at: there may be one for each parameter
 
 _DCP = "torch.distributed.checkpoint.metadata"
@@ -117,7 +117,7 @@ class DCPCheckpoint:
             self._open(metadata)
         except CheckpointError:
             raise
-        except Exception as error:  # of values that are of any type
+        except Exception as error:  # values may be of any type
             raise damaged(file, f"it is not as DCP writes it ({type(error).__name__}: {error})") from error
         self._mapped: dict[str, Tensor] = {}
         self._begins: dict[_Chunk, int] = {}
@@ -378,7 +378,7 @@ def _covered(shape: tuple[int, ...], chunks: Sequence[_Chunk]) -> bool:
     counts = [len(each) - 1 for each in edges]
     if prod(counts) > CELLS:
         return False
-    cells = torch.zeros(counts, dtype=torch.uint8)  # of the grid that all edges make
+    cells = torch.zeros(counts, dtype=torch.uint8)  # cells of the grid that all edges make
     for chunk, end in zip(chunks, ends, strict=True):
         cells[tuple(slice(at[a], at[b]) for at, a, b in zip(index, chunk.offsets, end, strict=True))] += 1
     return bool((cells == 1).all())

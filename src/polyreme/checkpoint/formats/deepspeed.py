@@ -109,7 +109,7 @@ class DeepSpeedCheckpoint:
             self._written, self._rates = model, zero.rates()
         except CheckpointError:
             raise
-        except Exception as error:  # of values that are of any type
+        except Exception as error:  # values may be of any type
             raise damaged(
                 folder, f"its files are not as DeepSpeed writes them ({type(error).__name__}: {error})"
             ) from error

@@ -117,7 +117,7 @@ def members(file: Path, start: int, stop: int) -> list[ArchiveMember]:
             for entry in archive.infolist():
                 part.seek(entry.header_offset)
                 header = part.read(LOCAL_HEADER)
-                # of its name and its extra field
+                # lengths of its name and its extra field
                 lengths = int.from_bytes(header[26:28], "little") + int.from_bytes(header[28:30], "little")
                 begin = start + entry.header_offset + LOCAL_HEADER + lengths
                 if entry.compress_type != zipfile.ZIP_STORED or begin + entry.file_size > stop:
