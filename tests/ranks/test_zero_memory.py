@@ -75,7 +75,7 @@ def formula(engine: polyreme.Engine, stage: int, compute: str) -> dict[str, int]
 def between_steps(rank: int, world: int, stage: int, compute: str) -> list[str]:
     """What is wrong with the bytes that live between steps."""
     # of engines that were here before
-    stale = [each for _, inputs in UNSETTLED._held for each in inputs if isinstance(each, Tensor)]
+    stale = [each for _, inputs in UNSETTLED._alive for each in inputs if isinstance(each, Tensor)]
     before = live_bytes(stale)
     engine, batch = start(
         world, {"zero": {"stage": stage}, "precision": {"compute": compute, "initial_scale": 8.0}}
