@@ -221,6 +221,39 @@ def markdown(result: Mapping[str, Any]) -> str:
     return "\n".join([*lines, "", *notes, ""])
 
 
+def table(result: Mapping[str, Any]) -> str:
+    """The rows for a terminal, at most 80 columns wide."""
+    lines = [
+        f"{'':<18}{'ms a step':>20}  {'DeepSpeed / Polyreme':^26}  {'losses':>9}",
+        f"{'script':<18}{'DeepSpeed':>10}{'Polyreme':>10}  "
+        f"{'time':>5} {'quartiles':^12} {'cpu':>5}   {'apart':>9}",
+        "-" * 78,
+    ]
+    for name, row in result["summary"].items():
+        if "apart" not in row:
+            failed = ", ".join(row["errors"]) or "nothing to compare"
+            lines.append(f"{name:<18}{'-':>10}{'-':>10}  no times: {failed}"[:80])
+            continue
+        faster = row["faster"]
+        lines.append(
+            f"{name:<18}{row[DEEPSPEED]['median']:>10.1f}{row[POLYREME]['median']:>10.1f}  "
+            f"{faster['median']:>5.2f} {faster['low']:>5.2f} - {faster['high']:<4.2f} "
+            f"{row['less_cpu']['median']:>5.2f}   {row['apart']:>9.1e}{'' if row['equal'] else ' !'}"
+        )
+    whole = [row for row in result["summary"].values() if "apart" in row]
+    met = [row for row in whole if row["faster"]["median"] >= TARGET]
+    slower = [row for row in whole if row["faster"]["median"] < 1]
+    lines += [
+        "-" * 78,
+        f"{len(met)} of {len(whole)} at least {TARGET:.2f} times as fast as DeepSpeed, {len(slower)} slower; "
+        f"losses differ in {sum(not row['equal'] for row in whole)}",
+        f"{result['foreign_cores']:.2f} cores were busy with others before the rounds: with more "
+        "than 0.2, only",
+        "the column cpu (processor time of rank 0 and its loader) can be compared",
+    ]
+    return "\n".join(lines)
+
+
 def version(python: Path) -> str:
     """DeepSpeed's, of an interpreter. Raises CalledProcessError where it has none."""
     code = "from importlib.metadata import version; print(version('deepspeed'))"
@@ -292,7 +325,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         say(f"{name}: losses apart {row.get('apart', math.nan):.1e}")
         if args.out:  # after every script: a run cut short keeps what it has
             write(result, markdown(result), args.out)
-    print(markdown(result))
+    print(table(result))
     rows = result["summary"].values()
     return int(any(row["errors"] or not row.get("equal", len(args.systems) < 2) for row in rows))
 

@@ -498,3 +498,19 @@ def test_scripts_whose_losses_differ_are_seen() -> None:
     assert row("cnn", 1.0)["faster"]["median"] == 1.5
     failed = doors.summarise("cnn", [{"deepspeed": record(1.0, 1.0), "polyreme": {"error": "it\nbroke"}}])
     assert "equal" not in failed and failed["errors"] == {"polyreme": "it\nbroke"}
+    summary = {"offload-optimizer": row("cnn", 1.0), "llama-bf16": row("cnn", 2.0), "cnn": failed}
+    lines = doors.table({"summary": summary, "foreign_cores": 0.0}).splitlines()
+    assert max(map(len, lines)) <= 80
+    assert lines[3].split() == [
+        "offload-optimizer",
+        "30.0",
+        "20.0",
+        "1.50",
+        "1.50",
+        "-",
+        "1.50",
+        "1.50",
+        "0.0e+00",
+    ]
+    assert lines[4].endswith("!") and lines[5].endswith("no times: polyreme")
+    assert lines[7].startswith("2 of 2 at least 1.15 times")

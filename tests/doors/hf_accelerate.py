@@ -22,6 +22,8 @@ from torch.utils.data import DataLoader
 from transformers import LlamaConfig, LlamaForCausalLM
 
 DEEPSPEED = importlib.util.find_spec("deepspeed") is not None
+LAUNCHED = "ACCELERATE_USE_DEEPSPEED" in os.environ
+"""Whether `accelerate launch` has said what plugin there is."""
 
 ZERO3 = {"stage": 3, "stage3_gather_16bit_weights_on_model_save": True}
 ADAMW = {"type": "AdamW", "params": {"lr": "auto", "weight_decay": "auto"}}
@@ -66,12 +68,7 @@ def accelerator_of(**options: Any) -> Accelerator:
 def loop(folder: Path, zero: dict[str, Any]) -> dict[str, Any]:
     """Accumulation over an epoch whose last window is shorter, clipping, a scheduler, evaluation, a
     checkpoint gone back to, and the weights."""
-    given = {"deepspeed_plugin": plugin(zero)} if DEEPSPEED else {}
-    if DEEPSPEED and zero is ZERO3:  # as `accelerate launch --use_deepspeed --deepspeed_config_file` says it
-        folder.mkdir(exist_ok=True)
-        file = folder / f"ds-{os.environ['RANK']}.json"
-        file.write_text(json.dumps(given.pop("deepspeed_plugin").deepspeed_config))
-        os.environ |= {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_CONFIG_FILE": str(file)}
+    given = {"deepspeed_plugin": plugin(zero)} if DEEPSPEED and not LAUNCHED else {}
     accelerator = accelerator_of(gradient_accumulation_steps=2, project_dir=str(folder), **given)
     model = llama(0)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import re
 import subprocess
 import sys
@@ -15,6 +16,7 @@ import pytest
 from typer.testing import CliRunner
 
 from polyreme.cli import main
+from polyreme.compat.finder import SITE
 from polyreme.config import Config
 from polyreme.errors import BatchError, LaunchError
 from polyreme.launch import torchrun
@@ -110,7 +112,7 @@ def test_help_needs_no_torch() -> None:
 
 
 @pytest.mark.parametrize(
-    "words", [["--help"], *([name, "--help"] for name in ("train", "launch", "inspect", "doctor"))]
+    "words", [["--help"], *([name, "--help"] for name in ("train", "launch", "door", "inspect", "doctor"))]
 )
 def test_every_command_has_help(words: list[str]) -> None:
     status, output, _ = polyreme(*words)
@@ -247,6 +249,29 @@ def test_launch_hands_on_all_that_follows_the_script(launched: list[tuple[Sequen
         (["script.py", "--d", "3", "-n", "5", "--help", "--", "-m"], 2),
         (["-m", "package.module", "--json"], 4),
     ]
+
+
+def test_door_is_another_program_with_the_door(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run: list[tuple[str, list[str], dict[str, str]]] = []
+    monkeypatch.setattr(os, "execve", lambda *words: run.append(words))
+    monkeypatch.setenv("OTHER", "1")
+    polyreme("door", "sh", "launch", "--config_file", "x.yaml", "--help", "--", "script.py")
+    ((file, words, variables),) = run
+    assert Path(file).is_file() and words == [
+        "sh",
+        "launch",
+        "--config_file",
+        "x.yaml",
+        "--help",
+        "--",
+        "script.py",
+    ]
+    assert variables["POLYREME_DOORS"] == "deepspeed" and variables["OTHER"] == "1"
+    assert variables["PYTHONPATH"].split(os.pathsep)[0] == str(SITE)
+    status, _, errors = polyreme("door", "./no-such-program")
+    assert status == 1 and "'./no-such-program' is no program that can be run" in errors
 
 
 def test_inspect(config: str) -> None:

@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import json
 import os
+import shutil
 import sys
 import traceback
 from collections.abc import Mapping, Sequence
@@ -243,6 +244,25 @@ def deepspeed(
         from polyreme.compat.deepspeed.launcher.runner import main as run
 
     run(arguments or [])
+
+
+@app.command(context_settings={"allow_interspersed_args": False, "ignore_unknown_options": True})
+def door(
+    program: Annotated[
+        str, typer.Argument(metavar="PROGRAM", help="A program on PATH, or its file.", show_default=False)
+    ],
+    arguments: Annotated[
+        list[str] | None, typer.Argument(metavar="ARGUMENT", help="All that follows is the program's.")
+    ] = None,
+) -> None:
+    """Run any program, in whose Pythons `import deepspeed` gives Polyreme: accelerate launch, torchrun, ...
+
+    The program takes this process' place, with its signals and its exit status."""
+    if (found := shutil.which(program)) is None:
+        raise LaunchError(
+            f"{program!r} is no program that can be run; give one on PATH, or the path of an executable"
+        )
+    os.execve(found, [program, *(arguments or [])], {**os.environ, **variables("deepspeed")})
 
 
 @app.command()

@@ -32,7 +32,6 @@ class _Intercept(nn.Module):
         self, block: nn.Module, through: Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], Any]
     ) -> None:
         super().__init__()
-        self.training = block.training
         self.__dict__ |= {"_block": block, "_through": through}  # not as a child
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -55,14 +54,25 @@ def wrapped(model: nn.Module, wrapper: Callable[..., Any]) -> Iterator[None]:
             model.forward = own
 
 
+Intercepts = dict[tuple[int, nn.Module], _Intercept]
+"""What stands in the blocks' places, by place and block."""
+
+
 @contextmanager
-def intercepted(model: nn.Module, owner: str, through: Through) -> Iterator[None]:
-    """Send a call of the n-th block meanwhile to `through(n, block, args, kwargs)`."""
+def intercepted(
+    model: nn.Module, owner: str, through: Through, made: Intercepts | None = None
+) -> Iterator[None]:
+    """Send a call of the n-th block meanwhile to `through(n, block, args, kwargs)`. `made`, if given, is kept
+    from one time to the next, with the same `through`."""
     modules = model.get_submodule(owner)._modules
     blocks = {name: block for name, block in modules.items() if block is not None}
+    made = {} if made is None else made
     try:
-        for index, (name, block) in enumerate(blocks.items()):
-            modules[name] = _Intercept(block, partial(through, index))
+        for key, name in zip(enumerate(blocks.values()), blocks, strict=True):
+            if key not in made:
+                made[key] = _Intercept(key[1], partial(through, key[0]))
+            made[key].__dict__["training"] = key[1].training
+            modules[name] = made[key]
         yield
     finally:
         modules.update(blocks)

@@ -23,7 +23,7 @@ from torch.utils import _pytree as pytree
 
 from polyreme.errors import ModelError
 from polyreme.models.huggingface import tensors_in
-from polyreme.pipeline.intercept import answer_with, argument, intercepted, wrapped
+from polyreme.pipeline.intercept import Intercepts, answer_with, argument, intercepted, wrapped
 from polyreme.pipeline.partition import PipelinePartition
 from polyreme.pipeline.placeholders import Alias, StandIn, foreign, is_marked, output_of
 
@@ -44,6 +44,7 @@ class Stage:
         self.running = False
         self._next = 0  # the block to be called next
         self._checked = self.is_first and self.is_last
+        self._intercepts: Intercepts = {}
 
     def __call__(self, forward: Callable[[], Any], received: Any = None) -> Any:
         """Call `forward`, in which the model has to be called once, with the whole micro-batch, on every
@@ -71,7 +72,11 @@ class Stage:
     def _forward(self, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """The model's forward as this stage."""
         names = self._partition.blocks
-        with intercepted(self._model, self._partition.owner, self._through) if names else nullcontext():
+        with (
+            intercepted(self._model, self._partition.owner, self._through, self._intercepts)
+            if names
+            else nullcontext()
+        ):
             try:
                 output = inner(*args, **kwargs)
             except _Cut as cut:
@@ -104,6 +109,8 @@ class Stage:
                 "called once, in order (turn layer drop off)"
             )
         self._next += 1
+        if self._first < index < self._stop or (index == self._first and self.is_first):
+            return block(*args, **kwargs)
         key, value = argument(args, kwargs)
         if index < self._first:
             return answer_with(
@@ -111,12 +118,11 @@ class Stage:
             )
         if index == self._stop:
             raise _Cut(value)
-        if index == self._first and not self.is_first:
-            received = pytree.tree_map_only(Tensor, Alias.apply, self._received)
-            if isinstance(key, int):
-                args = (*args[:key], received, *args[key + 1 :])
-            else:
-                kwargs = {**kwargs, key: received}
+        received = pytree.tree_map_only(Tensor, Alias.apply, self._received)
+        if isinstance(key, int):
+            args = (*args[:key], received, *args[key + 1 :])
+        else:
+            kwargs = {**kwargs, key: received}
         return block(*args, **kwargs)
 
 

@@ -101,14 +101,25 @@ def filled(micro_batches: Sequence[MicroBatch], count: int) -> list[MicroBatch]:
 def plain_mappings(batch: Any) -> Any:
     """`batch` with a dict for every mapping that torch's trees do not know, such as the UserDict that a
     tokenizer returns."""
+    if all(_only_tensors(part) is not None for part in (batch if isinstance(batch, list) else [batch])):
+        return batch
     return pytree.tree_map_only(
         Mapping, lambda each: {key: plain_mappings(value) for key, value in each.items()}, batch
     )
 
 
+def _only_tensors(batch: Any) -> list[Tensor] | None:
+    """The tensors of a batch that is one, or a tuple or dict of them, as nearly all are, and has nothing
+    else."""
+    parts = [*batch.values()] if type(batch) is dict else [*batch] if type(batch) is tuple else [batch]
+    return parts if all(isinstance(part, Tensor) and not part.is_nested for part in parts) else None
+
+
 def leading_sizes(batch: Any) -> set[int]:
     """First dimensions of a batch's tensors and arrays (but scalars), and lengths of lists that have an
     element for each sample. Raises BatchError for a nested tensor that has no shape."""
+    if (tensors := _only_tensors(batch)) is not None:
+        return {len(each) for each in tensors if each.dim()}
     return _lengths(pytree.tree_leaves(batch, _by_sample(batch))) | _images_alone(batch)
 
 

@@ -136,7 +136,7 @@ def cast_floating(value: object, dtype: torch.dtype | None, device: torch.device
         wanted = dtype if leaf.is_floating_point() else None
         return leaf.to(device=device, dtype=wanted, non_blocking=device is not None and device.type == "cuda")
 
-    return pytree.tree_map(cast, value)
+    return cast(value) if isinstance(value, Tensor) else pytree.tree_map(cast, value)
 
 
 @contextmanager

@@ -89,7 +89,10 @@ def set_random_seed(seed: int) -> None:
     """Seed the generators of Python, numpy and torch."""
     random.seed(seed)
     numpy.random.seed(seed % (1 << 32))
-    torch.manual_seed(seed % (1 << 63))
+    if torch.cuda.is_available():
+        torch.manual_seed(seed % (1 << 63))
+    else:  # `torch.manual_seed` notes its caller's stack for devices to come: longer than a layer's forward
+        torch.default_generator.manual_seed(seed % (1 << 63))
 
 
 def is_model_parallel_parameter(p: Any) -> bool:
