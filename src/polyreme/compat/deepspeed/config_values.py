@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from polyreme.compat.deepspeed import hjson
 from polyreme.compat.deepspeed.config_keys import KEYS, NAMES, OLD_SECTIONS, TABLES, Key, find, in_words
 from polyreme.config.loading import check_bounds, distinct, members, text_of
 from polyreme.errors import ConfigError, Problem
@@ -79,10 +80,16 @@ def read(source: Source) -> dict[str, Any]:
 
 
 def parse(text: str) -> Any:
-    """JSON with comments and last commas, as DeepSpeed reads it. Raises ValueError where it is none, or a key
-    comes twice."""
+    """JSON with comments and last commas, or else Hjson, as DeepSpeed reads it. Raises ValueError where it is
+    neither, or a key comes twice."""
     plain = LAST_COMMA.sub(lambda match: match[1] or "", SKIPPED.sub(lambda match: match[1] or " ", text))
-    tree = json.loads(plain, object_pairs_hook=distinct)
+    try:
+        tree = json.loads(plain, object_pairs_hook=distinct)
+    except json.JSONDecodeError as error:
+        try:
+            tree = hjson.loads(text)
+        except ValueError as other:
+            raise ValueError(f"as JSON {error}; as Hjson {other}") from None
     check_bounds(tree, members)
     return tree
 

@@ -20,6 +20,7 @@ from polyreme.compat.deepspeed.runtime.engine import DeepSpeedEngine
 from polyreme.compat.deepspeed.runtime.pipe.engine import PipelineEngine, complete, placed, refuse_empty
 from polyreme.compat.deepspeed.runtime.pipe.module import PipelineModule
 from polyreme.compat.deepspeed.runtime.zero.partition_parameters import tag
+from polyreme.compat.deepspeed.runtime.zero.utils import is_zero_supported_optimizer
 from polyreme.compat.deepspeed.saving import keep_in_place, leave_to_rank0
 from polyreme.compat.deepspeed.utils.logging import log_dist
 from polyreme.compat.deepspeed.utils.z3_leaf_module import z3_leaf_module
@@ -67,8 +68,7 @@ def initialize(
     tp = None if mpu is None else int(mpu.get_tensor_model_parallel_world_size())
     if not comm.is_initialized():
         _refuse_early(source, model, tp)
-    if dist_init_required is not False:
-        comm.init_distributed(distributed_port=distributed_port)
+    comm.init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
     _take_over(model)
     # a sampler of the script's may go by the seed of its random numbers, which is that of all ranks
     with torch.random.fork_rng([torch.cuda.current_device()] if torch.cuda.is_available() else []):
@@ -110,11 +110,12 @@ def _plain(
     model: nn.Module, translation: Translation, optimizer: Any, parameters: Any, mpu: Any
 ) -> DeepSpeedEngine:
     made = _optimizer(model, optimizer, parameters, translation)
+    _refuse_untested(made, translation)
     settings = dict(translation.config)
     if leaves := [name for name, module in model.named_modules() if name and z3_leaf_module(module)]:
         settings["zero"] = {**settings["zero"], "keep": leaves}
     engine = polyreme.initialize(model, settings, optimizer=torch.optim.SGD if made is None else made)
-    return DeepSpeedEngine(engine, translation, trains=made is not None, mpu=mpu)
+    return DeepSpeedEngine(engine, translation, made, mpu=mpu)
 
 
 def _pipeline(model: PipelineModule, source: Any, optimizer: Any, parameters: Any) -> PipelineEngine:
@@ -123,6 +124,7 @@ def _pipeline(model: PipelineModule, source: Any, optimizer: Any, parameters: An
     if optimizer is not None or translation.optimizer is not None:
         refuse_empty(model)
     made = _optimizer(model, optimizer, parameters, translation)
+    _refuse_untested(made, translation)
     if isinstance(made, Optimizer) and model.num_stages > 1:
         complete(made, model)
     engine = polyreme.initialize(
@@ -131,7 +133,7 @@ def _pipeline(model: PipelineModule, source: Any, optimizer: Any, parameters: An
         optimizer=torch.optim.SGD if made is None else made,
         loss_fn=model.loss_fn,
     )
-    return PipelineEngine(engine, translation, trains=made is not None, model=model)
+    return PipelineEngine(engine, translation, made, model=model)
 
 
 def _take_over(model: nn.Module) -> None:
@@ -162,7 +164,7 @@ def _source(args: Any, config: Any, config_params: Any) -> Any:
 
 def _optimizer(
     model: nn.Module, given: Any, parameters: Any, translation: Translation
-) -> Optimizer | Callable[[Any], Optimizer] | type[Optimizer] | None:
+) -> Optimizer | type[Optimizer] | None:
     """The optimizer of the model's parameters; None where nothing says which."""
     if isinstance(given, Optimizer):
         return given
@@ -179,6 +181,22 @@ def _optimizer(
     if not groups:
         return torch.optim.SGD
     return make(groups)
+
+
+def _refuse_untested(made: Any, translation: Translation) -> None:
+    """Raise OrderError where ZeRO is to shard an optimizer that DeepSpeed has not tried it with, and the
+    config does not say that it may."""
+    allowed = translation.values["zero_allow_untested_optimizer"]
+    if (
+        translation.stage
+        and isinstance(made, Optimizer)
+        and not allowed
+        and not is_zero_supported_optimizer(made)
+    ):
+        raise OrderError(
+            f"You are using an untested ZeRO Optimizer, {type(made).__name__}, at stage {translation.stage}: "
+            'write {"zero_allow_untested_optimizer": true} in the config'
+        )
 
 
 def _scheduler(engine: DeepSpeedEngine, given: Any, translation: Translation) -> Any:

@@ -5,6 +5,8 @@ script that catches one of them works as before."""
 
 from __future__ import annotations
 
+from typing import Any
+
 from polyreme.errors import PolyremeError
 
 
@@ -16,6 +18,10 @@ class ArgumentError(PolyremeError, ValueError):
     """An argument whose value cannot be."""
 
 
+class CallError(PolyremeError, RuntimeError):
+    """A call that has no answer, for its time or its arguments."""
+
+
 class OrderError(PolyremeError, AssertionError):
     """A call before the one that it needs."""
 
@@ -23,3 +29,14 @@ class OrderError(PolyremeError, AssertionError):
 def refused(name: str, reason: str, fix: str) -> UnsupportedError:
     """The error for `name`, to be raised: which, why, and what to do instead."""
     return UnsupportedError(f"{name} is not available: {reason}\n    fix: {fix}")
+
+
+def absent(name: str, reason: str, fix: str) -> Any:
+    """A class in place of the class or function `name`, which can be imported and asked for: to make one, or
+    to call it, raises `refused(name, reason, fix)`."""
+
+    def refuse(self: object, *args: Any, **kwargs: Any) -> None:
+        raise refused(name, reason, fix)
+
+    short = name.rpartition(".")[2]
+    return type(short, (), {"__init__": refuse, "__doc__": f"Raises UnsupportedError: {reason}."})

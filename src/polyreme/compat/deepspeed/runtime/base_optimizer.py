@@ -1,7 +1,145 @@
-"""DeepSpeed's names of what an engine's optimizer is an instance of."""
+"""An engine's optimizer by DeepSpeed's names."""
 
-from polyreme.compat.deepspeed.runtime.engine import DeepSpeedOptimizer
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from polyreme.compat.deepspeed.json_config import Translation
+from polyreme.compat.deepspeed.ops.adagrad import DeepSpeedCPUAdagrad
+from polyreme.compat.deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
+from polyreme.compat.deepspeed.ops.lion import DeepSpeedCPULion, FusedLion
+from polyreme.compat.deepspeed.refusal import refused
+from polyreme.compat.deepspeed.runtime.fp16 import of_engine
+from polyreme.compat.deepspeed.runtime.fp16.loss_scaler import LossScaleConfig, LossScalerBase
+from polyreme.optim.groups import Lion
+from polyreme.step.optimizer_view import OptimizerView
+
+if TYPE_CHECKING:
+    from polyreme.compat.deepspeed.runtime.engine import DeepSpeedEngine
+
+
+class DeepSpeedOptimizer(OptimizerView):
+    """What `deepspeed.initialize` returns second. It is equal to the optimizer that a script gave, whose
+    groups it has, and `isinstance` takes it for one of what DeepSpeed would have returned there."""
+
+    def __init__(self, engine: DeepSpeedEngine, basic: Optimizer | type[Optimizer]) -> None:
+        own = engine.polyreme.optimizer
+        super().__init__(own._engine, own._options, own._updates)
+        self._front = (engine,)  # in a tuple: the engine is a module, and has this as an attribute
+        self._basic = basic
+        self._taken_for = basic_class(basic, engine.translation)
+        self._wrapper = wrapper_name(self._taken_for, engine.translation)
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
+        return self.__dict__.get("_taken_for", DeepSpeedOptimizer)
+
+    def __eq__(self, other: object) -> bool:
+        return other is self or other is self._basic
+
+    def __hash__(self) -> int:
+        return hash(self._basic)
+
+    @property
+    def optimizer(self) -> DeepSpeedOptimizer:
+        """The optimizer that is wrapped: itself."""
+        return self
+
+    @property
+    def adam_w_mode(self) -> bool:
+        """Whether weight decay is decoupled."""
+        return bool(self.param_groups[0].get("decoupled_weight_decay"))
+
+    @property
+    def low_precision_dtype(self) -> torch.dtype:
+        """What the model computes in."""
+        given = self._front[0].translation.values
+        return (
+            torch.float16
+            if given["fp16.enabled"]
+            else torch.bfloat16
+            if given["bf16.enabled"]
+            else torch.float32
+        )
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """The engine's `step`."""
+        if closure is not None:
+            raise refused(
+                "optimizer.step(closure)",
+                "gradients are there already",
+                "call engine.backward(loss), then engine.step()",
+            )
+        self._front[0].step()
+
+    def backward(self, loss: Tensor, retain_graph: bool = False) -> None:
+        """The engine's `backward`, without dividing by the accumulation steps."""
+        self._front[0].backward(loss, retain_graph, scale_wrt_gas=False)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The groups, and what this rank has of the states; `load_checkpoint` brings them back."""
+        return Optimizer.state_dict(self)
+
+    @property
+    def overflow(self) -> bool:
+        """Whether an overflow made the last step leave the weights alone."""
+        last = self._front[0].last
+        return last is not None and last.skipped
+
+    @property
+    def loss_scale(self) -> float:
+        """What losses are multiplied by."""
+        return self._front[0].polyreme.state.loss_scale
+
+    cur_scale = loss_scale
+
+    @property
+    def dynamic_loss_scale(self) -> bool:
+        """Whether the loss scale moves."""
+        return of_engine.is_dynamic(self._front[0].translation)
+
+    @property
+    def loss_scaler(self) -> LossScalerBase:
+        """The loss scale as it is now, as an object of DeepSpeed's."""
+        front = self._front[0]
+        return of_engine.scaler(front.translation, self.loss_scale, front.global_steps)
+
+    @property
+    def loss_scale_config(self) -> LossScaleConfig:
+        """The loss scale as it is now, and how it moves."""
+        front = self._front[0]
+        return of_engine.scale_config(front.translation, self.loss_scale, front.global_steps)
+
 
 ZeROOptimizer = DeepSpeedOptimizer
 
-__all__ = ["DeepSpeedOptimizer", "ZeROOptimizer"]
+
+def basic_class(basic: Optimizer | type[Optimizer], translation: Translation) -> type:
+    """The class that DeepSpeed makes of the config's optimizer; that of any other."""
+    made = basic if isinstance(basic, type) else type(basic)
+    named = translation.optimizer
+    if named is None or named.params.get("torch_adam") or made not in _OF_TORCH:
+        return made
+    on_cpu = translation.values["zero_optimization.offload_optimizer.device"] not in (None, "none")
+    return _OF_TORCH[made][on_cpu]
+
+
+_OF_TORCH: dict[type, tuple[type, type]] = {
+    torch.optim.Adam: (FusedAdam, DeepSpeedCPUAdam),
+    torch.optim.AdamW: (FusedAdam, DeepSpeedCPUAdam),
+    torch.optim.Adagrad: (torch.optim.Adagrad, DeepSpeedCPUAdagrad),
+    Lion: (FusedLion, DeepSpeedCPULion),
+}
+
+
+def wrapper_name(basic: type, translation: Translation) -> str | None:
+    """The name of the class that DeepSpeed wraps around an optimizer of this class, if it does."""
+    if translation.stage:
+        return "DeepSpeedZeroOptimizer" + ("_Stage3" if translation.stage == 3 else "")
+    if not (translation.values["fp16.enabled"] or translation.values["bf16.enabled"]):
+        return None
+    return "FP16_Optimizer" if issubclass(basic, FusedAdam) else "FP16_UnfusedOptimizer"

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from polyreme.compat.deepspeed import comm
+from polyreme.compat.deepspeed.comm.config import DeepSpeedCommsConfig
 from polyreme.compat.deepspeed.config_values import DeepSpeedConfigError, read
 from polyreme.compat.deepspeed.json_config import Translation, translate
 from polyreme.compat.deepspeed.monitor.config import get_monitor_config
@@ -42,7 +43,6 @@ SECTIONS = {
     "aio_config": "aio",
     "autotuning_config": "autotuning",
     "checkpoint_config": "checkpoint",
-    "comms_config": "comms_logger",
     "compile_config": "compile",
     "data_efficiency_config": "data_efficiency",
     "expert_parallel_config": "expert_parallel",
@@ -65,6 +65,16 @@ PLACES = {
     "checkpoint_parallel_write_pipeline": "checkpoint.parallel_write.pipeline_stage",
 }
 """Attributes whose key is called otherwise."""
+
+
+class Section(dict[str, Any]):
+    """A section, whose keys are attributes, too."""
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return self[name]
+        except KeyError:
+            raise AttributeError(name) from None
 
 
 class DeepSpeedConfig:
@@ -98,6 +108,7 @@ class DeepSpeedConfig:
         self.float16_config = get_float16_config(self._param_dict)
         self.bfloat16_config = get_bfloat16_config(self._param_dict)
         self.fp16_enabled, self.bfloat16_enabled = self.float16_config.enabled, self.bfloat16_config.enabled
+        self.comms_config = DeepSpeedCommsConfig(self._param_dict)
         self.monitor_config = get_monitor_config(self._param_dict)
         profiled = translation.values["flops_profiler.enabled"]
         self.wall_clock_breakdown = bool(translation.values["wall_clock_breakdown"] or profiled)
@@ -106,7 +117,7 @@ class DeepSpeedConfig:
         translation = self.__dict__.get("_translation")
         if translation is not None:
             if name in SECTIONS:
-                return translation.section(SECTIONS[name])
+                return Section(translation.section(SECTIONS[name]))
             if name in PLACES:
                 return translation.values[PLACES[name]]
             if (found := getter(translation, name)) is not None:

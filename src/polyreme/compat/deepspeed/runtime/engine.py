@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,16 +17,14 @@ from torch.optim import Optimizer
 
 import polyreme
 from polyreme.compat.deepspeed import saving
-from polyreme.compat.deepspeed.json_config import Translation
+from polyreme.compat.deepspeed.json_config import Batch, Translation
 from polyreme.compat.deepspeed.monitor.monitor import MonitorMaster
 from polyreme.compat.deepspeed.profiling.flops_profiler.profiler import FlopsProfiler
-from polyreme.compat.deepspeed.refusal import OrderError, refused
+from polyreme.compat.deepspeed.refusal import ArgumentError, OrderError, refused
+from polyreme.compat.deepspeed.runtime.base_optimizer import DeepSpeedOptimizer
 from polyreme.compat.deepspeed.runtime.dataloader import DeepSpeedDataLoader
-from polyreme.compat.deepspeed.runtime.fp16 import of_engine
-from polyreme.compat.deepspeed.runtime.fp16.loss_scaler import LossScaleConfig, LossScalerBase
 from polyreme.compat.deepspeed.runtime.getters import getter
 from polyreme.compat.deepspeed.runtime.telemetry import BACKWARD, FORWARD, STEP, Telemetry
-from polyreme.step.optimizer_view import OptimizerView
 from polyreme.step.step import StepResult
 
 
@@ -34,13 +33,18 @@ class DeepSpeedEngine(nn.Module):
     as a dictionary, `polyreme` the engine that trains."""
 
     def __init__(
-        self, engine: polyreme.Engine, translation: Translation, trains: bool, mpu: Any = None
+        self,
+        engine: polyreme.Engine,
+        translation: Translation,
+        basic: Optimizer | type[Optimizer] | None,
+        mpu: Any = None,
     ) -> None:
-        """`trains`: whether there is an optimizer; else the engine is for forwards alone."""
+        """basic: the optimizer that the engine has taken over; None: the engine is for forwards alone."""
         super().__init__()
         self.polyreme, self.translation, self.mpu = engine, translation, mpu
         self.module: nn.Module = engine.module
-        self.optimizer: DeepSpeedOptimizer | None = DeepSpeedOptimizer(self) if trains else None
+        self.batch: Batch = translation.batch
+        self.optimizer = None if basic is None else DeepSpeedOptimizer(self, basic)
         self.basic_optimizer = self.optimizer
         self.lr_scheduler: Any = None
         self.training_dataloader: Any = None
@@ -120,7 +124,10 @@ class DeepSpeedEngine(nn.Module):
         rate scheduler, unless an overflow skipped the step."""
         self._refuse_inference("step")
         if not self._syncs:
-            raise OrderError("step() inside of no_sync(), whose gradients are not reduced: call it behind")
+            raise OrderError(
+                "It is illegal to call Engine.step() inside no_sync context manager, whose gradients are not "
+                "reduced: call it behind"
+            )
         ends = self.is_gradient_accumulation_boundary()
         self.micro_steps += 1
         if not ends:
@@ -177,7 +184,7 @@ class DeepSpeedEngine(nn.Module):
                 f"{self.zero_optimization_stage()}: set zero_optimization.stage to 0 or 1"
             )
         if not self._syncs:
-            raise OrderError("no_sync inside of no_sync")
+            raise OrderError("no_sync context manager reentry is unsupported: leave the inner one out")
         self._syncs = False
         try:
             yield
@@ -223,21 +230,43 @@ class DeepSpeedEngine(nn.Module):
 
     def train_batch_size(self) -> int:
         """Samples of one step over all ranks."""
-        return self.translation.batch.size
+        return self.batch.size
 
     def train_micro_batch_size_per_gpu(self) -> int:
         """Samples of one micro-batch on one rank."""
-        return self.translation.batch.micro
+        return self.batch.micro
 
     def gradient_accumulation_steps(self) -> int:
         """Micro-batches of one window."""
-        return self.translation.batch.accumulation
+        return self.batch.accumulation
 
     def get_batch_info(self) -> tuple[int, int, int]:
         """train_batch_size, train_micro_batch_size_per_gpu, gradient_accumulation_steps."""
         return (
             self.train_batch_size(), self.train_micro_batch_size_per_gpu(), self.gradient_accumulation_steps()
         )  # fmt: skip
+
+    def set_train_batch_size(self, train_batch_size: int) -> None:
+        """Have the next windows be of as many micro-batches as make these samples over all ranks. Raises
+        ArgumentError where that is no whole number, or in the middle of a window."""
+        once = self.train_micro_batch_size_per_gpu() * self.dp_world_size
+        if train_batch_size < once or train_batch_size % once:
+            raise ArgumentError(
+                f"Train batch size must be divisible by micro-batch data parallelism: {train_batch_size} "
+                f"is no multiple of {once}"
+            )
+        self._set_sizes(replace(self.batch, size=train_batch_size, accumulation=train_batch_size // once))
+
+    def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
+        """Have `train_batch_size` count micro-batches of so many samples, which the loop then gives. Raises
+        ArgumentError in the middle of a window."""
+        size = micro_batch_size * self.gradient_accumulation_steps() * self.dp_world_size
+        self._set_sizes(replace(self.batch, size=size, micro=micro_batch_size))
+
+    def _set_sizes(self, batch: Batch) -> None:
+        if self.micro_steps % self.gradient_accumulation_steps():
+            raise ArgumentError("the batch size changed in the middle of a window: change it behind its step")
+        self.batch, self.micro_steps = batch, 0
 
     @property
     def world_size(self) -> int:
@@ -382,60 +411,3 @@ class DeepSpeedEngine(nn.Module):
 
     def get_sequence_parallel_group(self) -> None:
         """None: there is no sequence parallelism over ranks."""
-
-
-class DeepSpeedOptimizer(OptimizerView):
-    """What `deepspeed.initialize` returns second."""
-
-    def __init__(self, engine: DeepSpeedEngine) -> None:
-        own = engine.polyreme.optimizer
-        super().__init__(own._engine, own._options, own._updates)
-        self._front = (engine,)  # in a tuple: the engine is a module, and has this as an attribute
-
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """The engine's `step`."""
-        if closure is not None:
-            raise refused(
-                "optimizer.step(closure)",
-                "gradients are there already",
-                "call engine.backward(loss), then engine.step()",
-            )
-        self._front[0].step()
-
-    def backward(self, loss: Tensor, retain_graph: bool = False) -> None:
-        """The engine's `backward`, without dividing by the accumulation steps."""
-        self._front[0].backward(loss, retain_graph, scale_wrt_gas=False)
-
-    def state_dict(self) -> dict[str, Any]:
-        """The groups, and what this rank has of the states; `load_checkpoint` brings them back."""
-        return Optimizer.state_dict(self)
-
-    @property
-    def overflow(self) -> bool:
-        """Whether an overflow made the last step leave the weights alone."""
-        last = self._front[0].last
-        return last is not None and last.skipped
-
-    @property
-    def loss_scale(self) -> float:
-        """What losses are multiplied by."""
-        return self._front[0].polyreme.state.loss_scale
-
-    cur_scale = loss_scale
-
-    @property
-    def dynamic_loss_scale(self) -> bool:
-        """Whether the loss scale moves."""
-        return of_engine.is_dynamic(self._front[0].translation)
-
-    @property
-    def loss_scaler(self) -> LossScalerBase:
-        """The loss scale as it is now, as an object of DeepSpeed's."""
-        front = self._front[0]
-        return of_engine.scaler(front.translation, self.loss_scale, front.global_steps)
-
-    @property
-    def loss_scale_config(self) -> LossScaleConfig:
-        """The loss scale as it is now, and how it moves."""
-        front = self._front[0]
-        return of_engine.scale_config(front.translation, self.loss_scale, front.global_steps)

@@ -16,18 +16,22 @@ from torch import Tensor
 
 from polyreme.compat.deepspeed import comm as dist
 from polyreme.compat.deepspeed.accelerator import get_accelerator
-from polyreme.compat.deepspeed.refusal import ArgumentError
+from polyreme.compat.deepspeed.refusal import ArgumentError, CallError
 from polyreme.compat.deepspeed.utils import groups
+from polyreme.compat.deepspeed.utils.bwc import bwc_tensor_model_parallel_rank
 from polyreme.compat.deepspeed.utils.torch import required_torch_version
 
 __all__ = [
+    "CheckOverflow",
     "DummyOptim",
     "PartitionedTensor",
     "align_dense_tensors",
+    "bwc_tensor_model_parallel_rank",
     "call_to_str",
     "clip_grad_norm_",
     "clip_tensors_by_global_norm",
     "copy_to_device",
+    "count_used_parameters_in_backward",
     "empty_cache",
     "ensure_directory_exists",
     "filter_empty_parameters",
@@ -42,6 +46,7 @@ __all__ = [
     "has_inf_or_nan",
     "is_invalid_grad_norm",
     "is_model_parallel_parameter",
+    "mask_nan_or_inf_with_val_inplace",
     "memory_status",
     "move_to_device",
     "noop_context",
@@ -299,6 +304,70 @@ def partition_balanced(weights: Sequence[float], num_parts: int) -> list[int]:
     for parts in range(num_parts, 0, -1):
         bounds.append(best[bounds[-1], parts][2])
     return bounds[::-1]
+
+
+class CheckOverflow:
+    """Whether gradients are not finite, on any of the ranks that are asked: with an mpu those of its
+    model-parallel group, with `zero_reduce_scatter` all, else this one. Then it is collective."""
+
+    def __init__(
+        self,
+        param_groups: Any = None,
+        mpu: Any = None,
+        zero_reduce_scatter: bool = False,
+        deepspeed: Any = None,
+    ) -> None:
+        self.params = [each for group in param_groups or () for each in group]
+        self.mpu, self.zero_reduce_scatter, self.deepspeed = mpu, zero_reduce_scatter, deepspeed
+
+    def check_using_norm(self, norm_group: Iterable[Any], reduce_overflow: bool = True) -> bool:
+        """Whether a norm is none of finite gradients, on any rank of the mpu's group, or else of all unless
+        `reduce_overflow` is false."""
+        overflow = any(map(is_invalid_grad_norm, norm_group))
+        if self.mpu is not None:
+            return self._anywhere(overflow, self.mpu.get_model_parallel_group())
+        return self._anywhere(overflow, None) if reduce_overflow else overflow
+
+    def check(self, param_groups: Any = None) -> bool:
+        """`has_overflow` of the parameters of these groups, or of those that were given first."""
+        given = [each for group in param_groups or () for each in group]
+        return self.has_overflow(self.params if param_groups is None else given)
+
+    def has_overflow_serial(self, params: Iterable[Any]) -> bool:
+        """Whether a gradient on this rank is not finite."""
+        return any(each.grad is not None and bool(has_inf_or_nan(each.grad)) for each in params)
+
+    def has_overflow(self, params: Iterable[Any], has_moe_params: bool | None = None) -> bool:
+        """Whether a gradient is not finite on the ranks that are asked."""
+        overflow = self.has_overflow_serial(params)
+        if self.zero_reduce_scatter:
+            return self._anywhere(overflow, None)
+        return overflow if self.mpu is None else self._anywhere(overflow, self.mpu.get_model_parallel_group())
+
+    def _anywhere(self, overflow: bool, group: Any) -> bool:
+        found = torch.tensor([float(overflow)], device=get_accelerator().current_device_name())
+        dist.all_reduce(found, op=dist.ReduceOp.MAX, group=group)
+        return bool(found)
+
+
+def count_used_parameters_in_backward(parameters: Iterable[Any]) -> int:
+    """How many parameters the backward that runs now gives a gradient. Raises CallError outside of one."""
+    if torch._C._current_graph_task_id() == -1:
+        raise CallError(
+            "count_used_parameters_in_backward must be called during backward execution, in a hook"
+        )
+    with torch.enable_grad():
+        nodes = {
+            torch.autograd.graph._get_grad_fn_or_grad_acc(each)
+            for each in parameters
+            if isinstance(each, Tensor) and each.requires_grad
+        }
+    return sum(map(torch._C._will_engine_execute_node, nodes))
+
+
+def mask_nan_or_inf_with_val_inplace(input: Tensor, device: Any = None, val: float = -1.0) -> None:
+    """Write `val` where `input` is not finite."""
+    input.masked_fill_(~input.isfinite(), val)
 
 
 class PartitionedTensor:

@@ -20,3 +20,8 @@ def required_torch_version(min_version: Any = None, max_version: Any = None) -> 
 def register_grad_hook(param: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> Any:
     """Have `hook` called with `param` after each accumulation into its gradient."""
     return param.register_post_accumulate_grad_hook(hook)
+
+
+def jit_script_compat(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """`fn`, compiled by torch.compile at its first call."""
+    return torch.compile(fn)

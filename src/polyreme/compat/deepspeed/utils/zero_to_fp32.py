@@ -18,6 +18,9 @@ from polyreme.checkpoint.open import open_source
 from polyreme.errors import CheckpointError
 from polyreme.layout.region import MASTER, MODEL
 
+OUTPUT_DTYPES = {name: getattr(torch, name) for name in ("bfloat16", "float16", "float32")}
+"""What weights may be written as."""
+
 
 def get_fp32_state_dict_from_zero_checkpoint(
     checkpoint_dir: str | Path,
@@ -54,9 +57,33 @@ def convert_zero_checkpoint_to_fp32_state_dict(
 ) -> None:
     """Write these weights to `output_dir`, as Hugging Face names them: pytorch_model.bin, or
     model.safetensors with `safe_serialization`, in several files beyond `max_shard_size`."""
+    convert_zero_checkpoint_to_state_dict(
+        checkpoint_dir,
+        output_dir,
+        "float32",
+        max_shard_size,
+        safe_serialization,
+        tag,
+        exclude_frozen_parameters,
+    )
+
+
+def convert_zero_checkpoint_to_state_dict(
+    checkpoint_dir: str | Path,
+    output_dir: str | Path,
+    dtype: str = "float32",
+    max_shard_size: str = "5GB",
+    safe_serialization: bool = False,
+    tag: str | None = None,
+    exclude_frozen_parameters: bool = False,
+) -> None:
+    """The same, rounded to float16 or bfloat16 where `dtype` says so."""
     from huggingface_hub import save_torch_state_dict
 
     weights = get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag, exclude_frozen_parameters)
+    if dtype != "float32":
+        to = OUTPUT_DTYPES[dtype]
+        weights = {name: w.to(to) if w.is_floating_point() else w for name, w in weights.items()}
     Path(output_dir).mkdir(parents=True, exist_ok=True)
     options: dict[str, Any] = {} if safe_serialization else {"filename_pattern": "pytorch_model{suffix}.bin"}
     save_torch_state_dict(

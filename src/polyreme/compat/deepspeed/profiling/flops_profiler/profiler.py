@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import flop_registry
+from torch.utils.flop_counter import flop_registry, sdpa_flop
 
 from polyreme.compat.deepspeed.accelerator import get_accelerator
 from polyreme.compat.deepspeed.refusal import ArgumentError, OrderError
@@ -70,6 +70,19 @@ def duration_to_string(duration: float, units: str | None = None, precision: int
     return f"{number_to_string(duration, units, precision)}s"
 
 
+def _vector_product(a: Tensor, b: Tensor, *_: Any, **__: Any) -> int:
+    """Operations of a vector's product with a vector, or a matrix's."""
+    return 2 * a.numel()
+
+
+_FORMULAS: dict[Any, Callable[..., int]] = {
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: sdpa_flop,
+    torch.ops.aten.dot: _vector_product,
+    torch.ops.aten.mv: _vector_product,
+}
+"""Those that torch has no formula for."""
+
+
 class _Counter(TorchDispatchMode):
     """Adds up the operations of all that runs in it."""
 
@@ -79,7 +92,7 @@ class _Counter(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        formula = flop_registry.get(func._overloadpacket)
+        formula = flop_registry.get(func._overloadpacket) or _FORMULAS.get(func._overloadpacket)
         if formula is None:
             with self:
                 parts = func.decompose(*args, **kwargs)

@@ -7,8 +7,15 @@ from typing import Any
 from polyreme.compat.deepspeed.refusal import refused
 
 
-class Wrapper:
-    """Raises UnsupportedError when it is made; no optimizer of an engine is an instance of it."""
+class _Kind(type):
+    """An engine's optimizer is an instance of the class that DeepSpeed's would be of."""
+
+    def __instancecheck__(cls, instance: Any) -> bool:
+        return type.__instancecheck__(cls, instance) or getattr(instance, "_wrapper", None) == cls.__name__
+
+
+class Wrapper(metaclass=_Kind):
+    """Raises UnsupportedError when it is made."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         raise refused(

@@ -35,9 +35,13 @@ class PipelineEngine(DeepSpeedEngine):
     """What `deepspeed.initialize` returns for a PipelineModule, which is `module`: trains whole batches."""
 
     def __init__(
-        self, engine: polyreme.Engine, translation: Translation, trains: bool, model: PipelineModule
+        self,
+        engine: polyreme.Engine,
+        translation: Translation,
+        basic: Optimizer | type[Optimizer] | None,
+        model: PipelineModule,
     ) -> None:
-        super().__init__(engine, translation, trains, mpu=model.mpu())
+        super().__init__(engine, translation, basic, mpu=model.mpu())
         self.module: PipelineModule = model
         self.grid = model.mpu()
         self.num_stages, self.stage_id = model.num_stages, model.stage_id

@@ -167,6 +167,9 @@ class PipelineParallelGrid:
         }
         return [[rank, follows[rank]] for rank in range(self.world_size)]
 
+    def _is_grid_valid(self) -> bool:
+        return self._topo.world_size() == self.world_size
+
     def topology(self) -> ProcessTopology:
         return self._topo
 

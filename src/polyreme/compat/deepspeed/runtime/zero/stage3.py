@@ -82,4 +82,4 @@ def estimate_zero3_model_states_mem_needs_all_cold(
 
 
 class DeepSpeedZeroOptimizer_Stage3(Wrapper):
-    """DeepSpeed's optimizer of ZeRO 3; an engine's is `DeepSpeedOptimizer` at every stage."""
+    """DeepSpeed's optimizer of ZeRO 3."""

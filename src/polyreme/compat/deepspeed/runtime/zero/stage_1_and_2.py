@@ -54,4 +54,4 @@ def estimate_zero2_model_states_mem_needs_all_cold(
 
 
 class DeepSpeedZeroOptimizer(Wrapper):
-    """DeepSpeed's optimizer of ZeRO 1 and 2; an engine's is `DeepSpeedOptimizer` at every stage."""
+    """DeepSpeed's optimizer of ZeRO 1 and 2."""

@@ -1,0 +1,1 @@
+"""DeepSpeed's `compile`: the section of a config."""

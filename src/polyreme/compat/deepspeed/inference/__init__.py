@@ -1,0 +1,1 @@
+"""DeepSpeed's engines of models that are only run: names that scripts import."""

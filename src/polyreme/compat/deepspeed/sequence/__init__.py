@@ -1,0 +1,1 @@
+"""DeepSpeed's sequences divided between ranks: names that scripts import."""
