@@ -221,5 +221,6 @@ def test_one_cycle_is_made_of_the_command_line(flags: list[str], cycles: bool) -
 def test_names_around_zero() -> None:
     assert zero_utils.ZeRORuntimeException is CheckpointError
     parameter = torch.nn.Parameter(torch.zeros(1))
-    assert zero_utils.is_zero_supported_optimizer(torch.optim.SGD([parameter], lr=1.0))
+    assert zero_utils.is_zero_supported_optimizer(torch.optim.AdamW([parameter]))
+    assert not zero_utils.is_zero_supported_optimizer(torch.optim.SGD([parameter], lr=1.0))
     assert not zero_utils.is_zero_param(parameter)

@@ -178,3 +178,32 @@ def test_wandb_and_comet_are_called(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_section_with_an_unknown_key_is_refused() -> None:
     with pytest.raises(ValueError, match="folder"):
         get_monitor_config({"csv_monitor": {"folder": "x"}})
+
+
+@pytest.mark.parametrize(
+    ("product", "shapes", "flops"),
+    [
+        (
+            nn.functional.scaled_dot_product_attention,
+            [(2, 4, 16, 8)] * 3,
+            65536,
+        ),  # two products of 16 x 16 x 8
+        (torch.matmul, [(8,), (8,)], 16),
+        (torch.matmul, [(4, 8), (8,)], 64),
+        (torch.matmul, [(8,), (8, 5)], 80),
+    ],
+)
+def test_products_of_vectors_and_attention_on_a_cpu_count(
+    product: Any, shapes: list[tuple[int, ...]], flops: int
+) -> None:
+    class Product(nn.Module):
+        def forward(self, *inputs: torch.Tensor) -> torch.Tensor:
+            return product(*inputs)
+
+    model = Product()
+    profiler = FlopsProfiler(model)
+    profiler.start_profile()
+    model(*(torch.randn(shape) for shape in shapes))
+    profiler.stop_profile()
+    assert (profiler.get_total_flops(), profiler.get_total_macs()) == (flops, flops // 2)
+    profiler.end_profile()

@@ -4,14 +4,27 @@ from __future__ import annotations
 
 from typing import Any
 
-from pydantic import create_model
-
-from polyreme.compat.deepspeed.config_keys import KEYS
 from polyreme.compat.deepspeed.runtime.config_utils import DeepSpeedConfigModel
 
-_FIELDS: dict[str, Any] = {
-    path.removeprefix("compile."): (Any if key.default is None else type(key.default), key.default)
-    for path, key in KEYS.items()
-    if path.startswith("compile.")
-}
-CompileConfig = create_model("CompileConfig", __base__=DeepSpeedConfigModel, **_FIELDS)
+
+class CompileConfig(DeepSpeedConfigModel):
+    """DeepCompile's switches."""
+
+    deepcompile: bool = False
+    autoep_non_moe: bool = False
+    free_activation: bool = False
+    free_activation_threshold: int = 10 << 20
+    offload_activation: bool = False
+    offload_activation_pin_memory: bool = True
+    offload_opt_states: bool = False
+    double_buffer: bool = True
+    symmetric_memory: bool = False
+    debug_log: bool = False
+    offload_parameters: bool = False
+    sync_before_reduce: bool = False
+    sync_after_reduce: bool = False
+    sync_before_allgather: bool = False
+    sync_after_allgather: bool = False
+    keep_int_input_tensors: bool = True
+    keep_all_input_tensors: bool = False
+    passes: list[Any] | None = None

@@ -1,0 +1,123 @@
+"""What an engine's optimizer is taken for, sizes that change, and messages of stages, on real ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import polyreme.compat.deepspeed as deepspeed
+from polyreme.compat.deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
+from polyreme.compat.deepspeed.refusal import ArgumentError, OrderError, UnsupportedError
+from polyreme.compat.deepspeed.runtime import utils
+from polyreme.compat.deepspeed.runtime.base_optimizer import DeepSpeedOptimizer
+from polyreme.compat.deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
+from polyreme.compat.deepspeed.runtime.pipe import p2p
+from polyreme.compat.deepspeed.runtime.pipe.topology import PipeDataParallelTopology, PipelineParallelGrid
+from polyreme.compat.deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
+from polyreme.compat.deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+from pool import Ranks
+
+ADAM: dict[str, Any] = {"optimizer": {"type": "Adam", "params": {"lr": 0.1}}}
+
+
+def started(given: Any = None, model: nn.Module | None = None, **more: Any) -> Any:
+    model = nn.Linear(2, 2) if model is None else model
+    settings = {"train_micro_batch_size_per_gpu": 1, **more}
+    return deepspeed.initialize(model=model, optimizer=given, config=settings)
+
+
+def kinds(rank: int, world: int) -> None:
+    _, found, *_ = started(**ADAM)
+    assert isinstance(found, FusedAdam) and isinstance(found, DeepSpeedOptimizer)
+    assert found.adam_w_mode and not isinstance(found, DeepSpeedZeroOptimizer)
+    offload = {"stage": 2, "offload_optimizer": {"device": "cpu"}}
+    _, found, *_ = started(**ADAM, zero_optimization=offload)
+    assert isinstance(found.optimizer, DeepSpeedCPUAdam) and isinstance(found, DeepSpeedZeroOptimizer)
+    _, found, *_ = started(**ADAM, zero_optimization={"stage": 3})
+    assert isinstance(found, DeepSpeedZeroOptimizer_Stage3) and not isinstance(found, DeepSpeedZeroOptimizer)
+    model = nn.Linear(2, 2)
+    given = torch.optim.AdamW(model.parameters())
+    _, found, *_ = started(given, model, bf16={"enabled": True})
+    assert found == given and hash(found) == hash(given) and isinstance(found, torch.optim.AdamW)
+    assert isinstance(found, FP16_UnfusedOptimizer) and found.low_precision_dtype is torch.bfloat16
+
+
+def refusals(rank: int, world: int) -> None:
+    sgd = {"optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
+    with pytest.raises(OrderError, match="zero_allow_untested_optimizer"):
+        started(**sgd, zero_optimization={"stage": 1})
+    started(**sgd, zero_optimization={"stage": 1}, zero_allow_untested_optimizer=True)
+    started(**sgd)  # which is not sharded
+
+
+def sizes(rank: int, world: int) -> list[float]:
+    """Weights after windows of two, one and three micro-batches."""
+    model = nn.Linear(1, 1, bias=False)
+    nn.init.zeros_(model.weight)
+    settings = {"gradient_clipping": 0.0, "gradient_accumulation_steps": 2}
+    engine, *_ = started(torch.optim.SGD(model.parameters(), lr=1.0), model, **settings)
+
+    def window(*values: float) -> float:
+        for value in values:
+            engine.backward(engine(torch.full((1, 1), value + rank)).sum())
+            engine.step()
+        return engine.module.weight.item()
+
+    found = [window(1.0, 3.0)]
+    engine.set_train_batch_size(world)
+    assert engine.get_batch_info() == (world, 1, 1)
+    found.append(window(1.0))
+    engine.set_train_batch_size(3 * world)
+    found.append(window(1.0))
+    with pytest.raises(ArgumentError, match="middle of a window"):
+        engine.set_train_batch_size(world)
+    found.append(window(2.0, 6.0))
+    with pytest.raises(ValueError, match="divisible"):
+        engine.set_train_batch_size(2 * world + 1)
+    engine.set_train_micro_batch_size(5)
+    assert engine.get_batch_info() == (15 * world, 5, 3)
+    return found
+
+
+def no_room(rank: int, world: int) -> None:
+    engine, *_ = started(**ADAM)
+    with pytest.raises(UnsupportedError, match="gradient_accumulation_steps = 2"), engine.no_sync():
+        pass
+    with pytest.raises(UnsupportedError, match="no room"):
+        engine.set_gradient_accumulation_boundary(False)
+    with pytest.raises(UnsupportedError, match="set_train_batch_size"):
+        engine.set_train_batch_size(2 * world)
+
+
+def messages(rank: int, world: int) -> Any:
+    grid = PipelineParallelGrid(PipeDataParallelTopology(2, 1))
+    assert grid._is_grid_valid()
+    p2p.init_process_groups(grid)
+    parameter = nn.Parameter(torch.zeros(1))
+    parameter.grad = torch.tensor([float("inf") if rank else 1.0])
+    assert utils.CheckOverflow([[parameter]], zero_reduce_scatter=True).check()
+    assert utils.CheckOverflow([[parameter]]).check() == bool(rank)
+    received = torch.zeros(2)
+    if rank == 0:
+        p2p.send(torch.tensor([3.0, 4.0]), 1)
+        p2p.send_obj({"step": [1, "two"]}, 1)
+        return None
+    p2p.recv(received, 0)
+    return received.tolist(), p2p.recv_obj(0)
+
+
+def test_an_optimizer_is_taken_for_deepspeeds(ranks: Ranks) -> None:
+    ranks(1, kinds)
+    ranks(1, refusals)
+    ranks(1, no_room)
+
+
+def test_the_batch_size_may_change_between_windows(ranks: Ranks) -> None:
+    assert ranks(2, sizes) == [[-2.5, -4.0, -4.0, -7.5]] * 2
+
+
+def test_messages_between_stages(ranks: Ranks) -> None:
+    assert ranks(2, messages) == [None, ([3.0, 4.0], {"step": [1, "two"]})]
