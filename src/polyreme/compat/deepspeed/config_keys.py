@@ -130,7 +130,9 @@ TOP: dict[str, Key] = {
     "wall_clock_breakdown": kept("bool", False, "times of forward, backward and step in the log"),
     "memory_breakdown": warned("bool", False, "no lines about memory: `engine.memory()` tells about it"),
     "dataloader_drop_last": kept("bool", False, "the loader leaves a smaller last batch out"),
-    "zero_allow_untested_optimizer": idle("bool", False, "every optimizer is tried out on shards"),
+    "zero_allow_untested_optimizer": kept(
+        "bool", False, "ZeRO refuses optimizers without it that DeepSpeed has not tried, as DeepSpeed does"
+    ),
     "zero_force_ds_cpu_optimizer": idle("bool", True, "any torch optimizer updates what is off the device"),
     "use_data_before_expert_parallelism": refused("bool", False, NO_EXPERTS, "remove it"),
     "log_level": kept("anything", None, "the level of `deepspeed.utils.logger`"),
