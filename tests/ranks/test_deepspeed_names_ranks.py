@@ -45,6 +45,21 @@ def kinds(rank: int, world: int) -> None:
     assert isinstance(found, FP16_UnfusedOptimizer) and found.low_precision_dtype is torch.bfloat16
 
 
+def muon(rank: int, world: int) -> float:
+    """The norm of what a step of the config's Muon changes of a block's matrix."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 2))
+    section = {"optimizer": {"type": "Muon", "params": {"lr": 0.1}}}
+    some = {"model_parameters": list(model[0].parameters())}
+    with pytest.raises(UnsupportedError, match="model_parameters"):
+        deepspeed.initialize(model=model, config={"train_batch_size": 1, **section}, **some)
+    before = model[1].weight.detach().clone()
+    engine, found, *_ = started(None, model, **section, zero_optimization={"stage": 1})
+    engine.backward(engine(torch.ones(1, 4)).square().sum())
+    engine.step()
+    assert isinstance(found, torch.optim.Muon)
+    return (engine.module[1].weight - before).norm().item()
+
+
 def refusals(rank: int, world: int) -> None:
     sgd = {"optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
     with pytest.raises(OrderError, match="zero_allow_untested_optimizer"):
@@ -111,6 +126,7 @@ def messages(rank: int, world: int) -> Any:
 
 def test_an_optimizer_is_taken_for_deepspeeds(ranks: Ranks) -> None:
     ranks(1, kinds)
+    assert ranks(1, muon)[0] > 0
     ranks(1, refusals)
     ranks(1, no_room)
 

@@ -114,7 +114,7 @@ def _plain(
     settings = dict(translation.config)
     if leaves := [name for name, module in model.named_modules() if name and z3_leaf_module(module)]:
         settings["zero"] = {**settings["zero"], "keep": leaves}
-    engine = polyreme.initialize(model, settings, optimizer=torch.optim.SGD if made is None else made)
+    engine = polyreme.initialize(model, settings, optimizer=_of_engine(made))
     return DeepSpeedEngine(engine, translation, made, mpu=mpu)
 
 
@@ -128,10 +128,7 @@ def _pipeline(model: PipelineModule, source: Any, optimizer: Any, parameters: An
     if isinstance(made, Optimizer) and model.num_stages > 1:
         complete(made, model)
     engine = polyreme.initialize(
-        model.sequence,
-        translation.config,
-        optimizer=torch.optim.SGD if made is None else made,
-        loss_fn=model.loss_fn,
+        model.sequence, translation.config, optimizer=_of_engine(made), loss_fn=model.loss_fn
     )
     return PipelineEngine(engine, translation, made, model=model)
 
@@ -177,10 +174,24 @@ def _optimizer(
     if translation.optimizer is None:
         return None
     section = Config.load(translation.config).optimizer
+    if section.name == "muon":  # which is two optimizers, that go by the model
+        if {id(p) for p in groups} != {id(p) for p in model.parameters() if p.requires_grad}:
+            raise refused(
+                "model_parameters beside the config's Muon",
+                "it is for all parameters that train, and makes its groups by the model",
+                "leave model_parameters out, and freeze what is not to train",
+            )
+        return torch.optim.Muon
     make = maker(section)
     if not groups:
         return torch.optim.SGD
     return make(groups)
+
+
+def _of_engine(made: Optimizer | type[Optimizer] | None) -> Optimizer | type[Optimizer] | None:
+    """What Polyreme's engine is given: an optimizer, a class where nothing trains, or None for its
+    config's."""
+    return torch.optim.SGD if made is None else None if made is torch.optim.Muon else made
 
 
 def _refuse_untested(made: Any, translation: Translation) -> None:

@@ -19,4 +19,4 @@ __all__ = [
     "unregister_external_parameter",
 ]
 
-__getattr__ = lazily(__name__)
+__getattr__ = lazily(__name__, dict.fromkeys(("TiledLinear", "TiledLinearReturnBias"), "tiling"))
