@@ -66,7 +66,7 @@ Function = ast.FunctionDef | ast.AsyncFunctionDef
 BUDGETS = {
     "checkpoint": 2500,
     "cli": 570,
-    "compat": 6500,
+    "compat": 7400,
     "config": 900,
     "data": 600,
     "deferred_init": 430,
