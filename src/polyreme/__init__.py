@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from polyreme.distributed.torch_backends import add_mpi
 from polyreme.errors import (
     BatchError,
     CheckpointError,
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from polyreme.config import Config
     from polyreme.engine import Engine, EvalResult, StepResult, initialize
 
+add_mpi()
 __version__ = VERSION
 __all__ = [
     "BatchError",

@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 
 from polyreme.config import Config
 from polyreme.data import Loader
-from polyreme.distributed.agreement import deadlines, known_as, same_config, same_model, same_scheduler
+from polyreme.distributed.agreement import how_to_meet, known_as, same_config, same_model, same_scheduler
 from polyreme.distributed.mesh import Mesh, everyone
 from polyreme.distributed.watch import collective
 from polyreme.errors import BatchError, ModelError
@@ -81,13 +81,14 @@ def initialize(
     Raises ConfigError with every problem of the config, and ModelError for a model that cannot be trained.
     """
     given = config
-    ranks = everyone(*deadlines(lambda: Config.load(given)))
+    ranks = everyone(*how_to_meet(lambda: Config.load(given)))
     config = same_config(ranks, lambda: Config.load(given).resolve(ranks.size))
     mesh = Mesh.open(
         {name: getattr(config.mesh, name) for name in ("dp", "tp", "pp", "cp", "ep")},
         config.mesh.order,
         timeout=timedelta(seconds=config.mesh.timeout),
         shared_memory=config.mesh.shared_memory,
+        backend=config.mesh.backend,
     )
     return Engine(model, config, mesh, optimizer, lr_scheduler, loss_fn)
 

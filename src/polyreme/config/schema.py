@@ -216,6 +216,11 @@ class MeshSection(Section):
     timeout: Seconds = Field(
         default=600.0, description="Seconds for which an operation waits for the other ranks, then it fails."
     )
+    backend: Literal["auto", "gloo", "mpi", "nccl"] = Field(
+        default="auto",
+        description="What moves tensors between ranks: auto is nccl on GPUs, mpi "
+        "where MPI started the ranks and mpi4py is installed, else gloo. gloo and mpi train on CPUs.",
+    )
 
 
 class ZeroSection(Section):

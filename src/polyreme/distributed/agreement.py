@@ -35,14 +35,15 @@ Difference = tuple[str, Any, str]
 """A key, what rank 0 has, and who has what."""
 
 
-def deadlines(load: Callable[[], Config]) -> tuple[timedelta, timedelta]:
-    """How long an operation waits for other ranks, and how long they have to meet: as the config says, or, of
-    one that cannot be read, as is usual; ranks that met can say so together."""
+def how_to_meet(load: Callable[[], Config]) -> tuple[timedelta, timedelta, str]:
+    """How long an operation waits for other ranks, how long they have to meet, and over which backend: as the
+    config says, or, of one that cannot be read, as is usual; ranks that met can say so together."""
     try:
         config = load()
     except Exception:  # `same_config` raises it on all ranks
         config = Config()
-    return timedelta(seconds=config.mesh.timeout), timedelta(seconds=config.launch.meet_timeout)
+    mesh, within = config.mesh, timedelta(seconds=config.launch.meet_timeout)
+    return timedelta(seconds=mesh.timeout), within, mesh.backend
 
 
 def same_config(everyone: Axis, load: Callable[[], Config]) -> Config:

@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from polyreme.distributed.process_group import of_cpus
 from polyreme.distributed.shared_memory import Board, heap, peer
 from polyreme.distributed.sums import put, sum_into
 from polyreme.distributed.watch import Meeting
@@ -42,7 +43,7 @@ TAGS = NUMBERS * SIGNS
 
 
 class GlooDirect:
-    """A `Backend` of one axis, named `axis`, whose ranks are those of the gloo group.
+    """A `Backend` of one axis, named `axis`, whose ranks are those of the group, of gloo or MPI.
 
     Numbers are sent and not read, until `meet` has found ranks on this host."""
 
@@ -58,7 +59,7 @@ class GlooDirect:
     @property
     def kind(self) -> str:
         """Whether there is a rank whose memory this one reads, or all is sent."""
-        return "gloo direct" if self._board is None else "shared memory"
+        return f"{of_cpus(self._group)} direct" if self._board is None else "shared memory"
 
     def meet(self, gather: Callable[[object], list[Any]], timeout: timedelta) -> None:
         """Find the ranks of the axis that are on this host, to read their memory. `gather` returns every

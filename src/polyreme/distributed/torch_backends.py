@@ -1,0 +1,75 @@
+"""Gives torch.distributed the backend "mpi" of `mpi_group`, where torch was built without MPI: so that
+`torch.distributed.init_process_group("mpi")` works after `import polyreme`.
+
+torch is not imported here, nor is mpi4py: both when they are used. No communication."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import sys
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
+
+TARGET = "torch.distributed.distributed_c10d"
+
+
+class ProcessGroupMPI:
+    """What torch asks for a group of MPI."""
+
+    timeout = timedelta(minutes=30)
+    """That of the group which is being made."""
+
+    @classmethod
+    def create(cls, ranks: Sequence[int]) -> Any:
+        """A group of these ranks, of all where there are none."""
+        from polyreme.distributed import mpi_group
+
+        return mpi_group.create(ranks, cls.timeout)
+
+
+def add_mpi() -> None:
+    """Give torch.distributed the backend, now or when it is imported. Again is harmless."""
+    if TARGET in sys.modules:
+        _add(sys.modules[TARGET])
+    elif not any(isinstance(finder, _Finder) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _Finder())
+
+
+def _add(c10d: Any) -> None:
+    if c10d._MPI_AVAILABLE:
+        return
+    make: Callable[..., Any] = c10d._new_process_group_helper
+
+    @functools.wraps(make)
+    def noting(*args: Any, **kwargs: Any) -> Any:
+        """Make a group of any backend; torch does not tell one of MPI its deadline."""
+        ProcessGroupMPI.timeout = kwargs.get("timeout") or ProcessGroupMPI.timeout
+        return make(*args, **kwargs)
+
+    c10d._new_process_group_helper, c10d.ProcessGroupMPI, c10d._MPI_AVAILABLE = noting, ProcessGroupMPI, True
+
+
+class _Finder(MetaPathFinder):
+    """Adds a call to the end of the import of one module."""
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if name != TARGET:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(name)
+        if spec is not None and spec.loader is not None:
+            execute = spec.loader.exec_module
+
+            def exec_module(module: ModuleType) -> None:
+                execute(module)
+                _add(module)
+
+            spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+        return spec
