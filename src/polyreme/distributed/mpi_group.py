@@ -13,6 +13,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
+from itertools import chain
 from typing import Any
 
 import torch
@@ -29,7 +30,10 @@ MEETING = 1
 """The tag of messages by which members of a new group meet."""
 
 
-class MpiGroup(dist.ProcessGroup):
+_ProcessGroup: Any = dist.ProcessGroup  # whose stub is stricter than what torch calls
+
+
+class MpiGroup(_ProcessGroup):
     """The ranks of one MPI communicator. An operation raises TransportError after `timeout`."""
 
     def __init__(self, comm: Any, timeout: timedelta) -> None:
@@ -70,7 +74,9 @@ class MpiGroup(dist.ProcessGroup):
     ) -> Operation:
         """Exchange parts along the first dimension, alike without sizes."""
         places = output.split(to_sizes or [len(output) // self._size] * self._size)
-        return self.alltoall([*places], [*tensor.split(sizes or [len(tensor) // self._size] * self._size)], opts)
+        return self.alltoall(
+            [*places], [*tensor.split(sizes or [len(tensor) // self._size] * self._size)], opts
+        )
 
     # ---- of lists
 
@@ -82,7 +88,7 @@ class MpiGroup(dist.ProcessGroup):
                 _back(part, place)
 
         each = [steps(places, tensor) for places, tensor in zip(outputs, tensors, strict=True)]
-        return self._begin("all-gather", each, sum(outputs, []), opts)
+        return self._begin("all-gather", each, [*chain.from_iterable(outputs)], opts)
 
     def reduce_scatter(self, outputs: list[Tensor], tensors: list[list[Tensor]], opts: Any) -> Operation:
         steps = [
@@ -111,7 +117,7 @@ class MpiGroup(dist.ProcessGroup):
             for part, place in zip(whole.chunk(self._size), outputs[0], strict=True) if root else ():
                 _back(part, place)
 
-        return self._begin("gather", [steps()], sum(outputs, []), opts)
+        return self._begin("gather", [steps()], [*chain.from_iterable(outputs)], opts)
 
     def scatter(self, outputs: list[Tensor], tensors: list[list[Tensor]], opts: Any) -> Operation:
         def steps() -> Iterator[Step]:
@@ -200,9 +206,9 @@ class MpiGroup(dist.ProcessGroup):
                     f"the mpi backend has no {what} of tensors on {each.device}: it moves those of the CPU; "
                     "GPUs have nccl"
                 )
-        timeout = getattr(opts, "timeout", None)
-        asked = timeout is not None and timeout > timedelta(0)
-        return Operation(f"{what} over MPI", _together(steps), timeout if asked else self.timeout, tensors)
+        asked: timedelta | None = getattr(opts, "timeout", None)
+        timeout = asked if asked is not None and asked > timedelta(0) else self.timeout
+        return Operation(f"{what} over MPI", _together(steps), timeout, tensors)
 
     def _exchange(self, parts: Sequence[Tensor], places: Sequence[Tensor]) -> Iterator[Step]:
         """Give every rank its part, and get theirs into places, all flat."""
@@ -256,7 +262,7 @@ def reduce_into(output: Tensor, parts: Sequence[Tensor], op: Any) -> None:
     dtype, result = parts[0].dtype, _flat(output)
     wide = torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
     # in this order: a ReduceOp equals its kind, but not the other way round
-    if (op == dist.ReduceOp.SUM or op == dist.ReduceOp.AVG) and dtype != torch.bool:  # noqa: PLR1714
+    if (op == dist.ReduceOp.SUM or op == dist.ReduceOp.AVG) and dtype != torch.bool:
         total = result if result.dtype == wide else torch.empty_like(result, dtype=wide)
         sum_into(total, parts, False)
         if op == dist.ReduceOp.AVG:
@@ -288,8 +294,7 @@ def _together(each: Sequence[Iterator[Step]]) -> Iterator[Step]:
         return
     left = [(next(steps, None), steps) for steps in each]
     while left := [(step, steps) for step, steps in left if step is not None]:
-        for step, steps in left:
-            yield step
+        yield from (step for step, _ in left)
         left = [(next(steps, None), steps) for _, steps in left]
 
 

@@ -144,8 +144,8 @@ def _backends(device: torch.device, asked: str) -> str:
 
 
 def of_cpus(group: dist.ProcessGroup | None = None) -> str:
-    """Which backend moves a group's tensors of the CPU, where it is one that sends them rank by rank: "gloo" or
-    "mpi"; else ""."""
+    """Which backend moves a group's tensors of the CPU, where it is one that sends them rank by rank: "gloo"
+    or "mpi"; else ""."""
     return {"gloo": "gloo", "mpi": "mpi", "cpu:mpi": "mpi"}.get(dist.get_backend(group), "")
 
 

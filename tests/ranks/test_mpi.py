@@ -1,0 +1,238 @@
+"""Over MPI, with each library: torch's own functions, what every backend keeps to, and training, on ranks
+that mpirun started."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from test_backends import conforms
+from test_parity import CASES, compare, train
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import mpirun
+from cover import cover
+from mpirun import Failed, Job
+
+KINDS = ("mpi direct", "shared memory", "process group")
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.uint8, torch.bool)
+WORLDS = {"mpich": 3, "openmpi": 2}
+MODELS = {"mpich": "llama", "openmpi": "convnet"}
+CASES = {
+    library: cover(
+        [case for case in CASES if (case.model, case.world) == (model, 2)],
+        lambda case: {(case.stage, case.recompute), case.optimizer, case.clip},
+    )
+    for library, model in MODELS.items()
+}
+
+
+def sums(rank: int, world: int) -> None:
+    for dtype in DTYPES:
+        for size in (1, 7, 50_001):
+            whole = torch.full((size,), rank + 1).to(dtype)
+            dist.all_reduce(whole)
+            assert torch.equal(whole, torch.full((size,), world * (world + 1) // 2).to(dtype)), (dtype, size)
+    # eight bits are not enough for the sum on the way
+    parts = torch.full((world,), 257.0 if rank else -256.0).to(torch.bfloat16)
+    dist.all_reduce(parts)
+    assert parts[0] == torch.tensor(256.0 * (world - 1) - 256).to(torch.bfloat16)
+    turned = torch.full((5, 3), float(rank)).t()  # not contiguous
+    dist.all_reduce(turned, op=dist.ReduceOp.AVG)
+    assert turned.eq((world - 1) / 2).all()
+    expected = {
+        "MAX": world, "MIN": 1, "PRODUCT": torch.arange(1, world + 1).prod(), "AVG": (world + 1) // 2,
+        "BAND": int(world == 1), "BOR": 3, "BXOR": 3 if world == 2 else 0,
+    }  # fmt: skip
+    for name, value in expected.items():
+        number = torch.full((3,), rank + 1)
+        dist.all_reduce(number, op=getattr(dist.ReduceOp, name))
+        assert number.eq(value).all(), name
+    to_one = torch.full((3,), float(rank))
+    dist.reduce(to_one, dst=1)
+    assert to_one.eq(world * (world - 1) / 2 if rank == 1 else rank).all()
+    several = [torch.ones(3), torch.ones(50_000)]
+    dist.group.WORLD.allreduce_coalesced(several, dist.AllreduceCoalescedOptions()).wait()
+    assert all(each.eq(world).all() for each in several)
+
+
+def gathers(rank: int, world: int) -> None:
+    mine, everyone = torch.full((2, 3), float(rank)), [torch.empty(2, 3) for _ in range(world)]
+    dist.all_gather(everyone, mine)
+    assert all(each.eq(source).all() for source, each in enumerate(everyone))
+    whole = torch.empty(world * 4, dtype=torch.bfloat16)
+    dist.all_gather_single(whole, torch.full((4,), rank, dtype=torch.bfloat16))
+    assert whole.view(world, 4).T.eq(torch.arange(world)).all()
+    dist.all_gather_single(whole, whole[4 * rank : 4 * rank + 4])  # in place
+    assert whole.view(world, 4).T.eq(torch.arange(world)).all()
+    at_one = [torch.empty(3) for _ in range(world)] if rank == 1 else None
+    dist.gather(torch.full((3,), float(rank)), at_one, dst=1)
+    assert all(each.eq(source).all() for source, each in enumerate(at_one or []))
+    part = torch.empty(3)
+    dist.scatter(part, [torch.full((3,), float(to)) for to in range(world)] if rank == 0 else None)
+    assert part.eq(rank).all()
+    dist.broadcast(part, src=1)
+    assert part.eq(1).all()
+    objects: list[Any] = [None] * world
+    dist.all_gather_object(objects, {"rank": rank})
+    assert objects == [{"rank": source} for source in range(world)]
+    told = ["x", {"y": 2}] if rank == 0 else [None, None]
+    dist.broadcast_object_list(told)
+    assert told == ["x", {"y": 2}]
+    dist.barrier()
+
+
+def scatters(rank: int, world: int) -> None:
+    shard = torch.empty(4, dtype=torch.bfloat16)
+    dist.reduce_scatter_single(shard, torch.ones(4 * world, dtype=torch.bfloat16))
+    assert shard.eq(world).all()
+    part = torch.empty(4)
+    dist.reduce_scatter(part, [torch.full((4,), float(to)) for to in range(world)])
+    assert part.eq(world * rank).all()
+    row = torch.empty(world)
+    dist.all_to_all_single(row, torch.arange(world) + 10.0 * rank)
+    assert row.tolist() == [10.0 * source + rank for source in range(world)]
+    places = [torch.empty(source + rank) for source in range(world)]  # of many sizes, and none
+    dist.all_to_all(places, [torch.full((to + rank,), float(rank)) for to in range(world)])
+    assert all(each.eq(source).all() for source, each in enumerate(places))
+    uneven = torch.empty(sum(source + rank for source in range(world)))
+    sizes = [rank + other for other in range(world)]
+    dist.all_to_all_single(uneven, torch.full((sum(sizes),), float(rank)), sizes, sizes)
+    assert torch.equal(uneven, torch.cat(places))
+
+
+def messages(rank: int, world: int) -> None:
+    after, before = (rank + 1) % world, (rank - 1) % world
+    sending = [dist.isend(torch.full((9,), tag + rank), after, tag=tag) for tag in (3, 4)]
+    for tag in (4, 3):  # in another order than they were sent
+        got = torch.empty(9, dtype=torch.int64)
+        dist.irecv(got, before, tag=tag).wait()
+        assert got.eq(tag + before).all()
+    for each in sending:
+        each.wait()
+    if rank == 0:
+        got = torch.empty(2)
+        assert sorted(dist.recv(got, tag=7) for _ in range(world - 1)) == list(range(1, world))
+    else:
+        dist.send(torch.ones(2), 0, tag=7)
+    got = torch.empty(3)
+    both = [dist.P2POp(dist.isend, torch.ones(3), after), dist.P2POp(dist.irecv, got, before)]
+    for each in dist.batch_isend_irecv(both):
+        each.wait()
+    assert got.eq(1).all()
+    pair = dist.new_group([0, 1])
+    if rank < 2:
+        number = torch.full((50_000,), rank + 1)
+        dist.all_reduce(number, group=pair)
+        assert number.eq(3).all() and dist.get_rank(pair) == rank
+    alone = [dist.new_group([each]) for each in range(world)][rank]
+    dist.all_reduce(number := torch.full((50_000,), 2.5), group=alone)
+    assert number.eq(2.5).all()
+
+
+def goes_on(rank: int, world: int) -> None:
+    """Operations end while nobody asks MPI, as their futures tell; and in whichever order they are waited
+    for."""
+    numbers = [torch.full((size,), float(rank)) for size in (10, 200_000, 50_000, 3)]
+    works = [dist.all_reduce(each, async_op=True) for each in numbers]
+    told = works[1].get_future().then(lambda future: future.value()[0][0] + 1)
+    assert told.wait() == world * (world - 1) / 2 + 1  # in C++, which looks for nothing
+    for work in reversed(works):
+        work.wait()
+    assert all(work.is_completed() and work.is_success() for work in works)
+    assert all(each.eq(world * (world - 1) / 2).all() for each in numbers)
+    torch.manual_seed(0)
+    model = DistributedDataParallel(
+        nn.Sequential(nn.Linear(100, 100), nn.Linear(100, 10)), bucket_cap_mb=0.01
+    )
+    inputs = torch.randn(world, 4, 100)
+    model(inputs[rank]).sum().backward()
+    plain = nn.Sequential(nn.Linear(100, 100), nn.Linear(100, 10))
+    plain.load_state_dict(model.module.state_dict())
+    plain(inputs).sum().div(world).backward()
+    for own, other in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(own.grad, other.grad)
+
+
+TORCH = (sums, gathers, scatters, messages, goes_on)
+
+
+@pytest.fixture(scope="module", params=list(WORLDS))
+def answers(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Mapping[str, list[Any]]:
+    """What all jobs gave, of one launch with each library."""
+    library = request.param
+    if why := mpirun.missing(library):
+        pytest.skip(why)
+    jobs: dict[str, Job] = {function.__name__: (function, ()) for function in TORCH}
+    jobs |= {kind: (conforms, (kind,)) for kind in KINDS}
+    if WORLDS[library] == 2:
+        settings = [case.config() for case in CASES[library]]
+        jobs["training"] = (train, (MODELS[library], settings))
+    found = mpirun.run(library, WORLDS[library], jobs, tmp_path_factory.mktemp(library))
+    return {"library": library, **found}
+
+
+def passed(answers: Mapping[str, Any], name: str) -> list[Any]:
+    """The results of a job."""
+    for rank, answer in enumerate(found := answers[name]):
+        assert not isinstance(answer, Failed), f"rank {rank}:\n{answer}\n{answers['printed'][0]}"
+    return found
+
+
+@pytest.mark.parametrize("name", [function.__name__ for function in TORCH])
+def test_torchs_functions_do_what_they_say(answers: Mapping[str, Any], name: str) -> None:
+    passed(answers, name)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_backend_over_mpi_keeps_to_its_contract(answers: Mapping[str, Any], kind: str) -> None:
+    passed(answers, kind)
+
+
+def test_training_over_mpi_equals_plain_pytorch(answers: Mapping[str, Any]) -> None:
+    if "training" in answers:
+        compare(passed(answers, "training"), CASES[answers["library"]])
+
+
+def test_ranks_that_are_through_end_well(answers: Mapping[str, Any]) -> None:
+    assert answers["status"] == [0], answers["printed"][0]
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+import polyreme
+assert not {"torch", "mpi4py"} & sys.modules.keys()
+from datetime import timedelta
+import torch, torch.distributed as dist
+dist.init_process_group("mpi", timeout=timedelta(seconds=2))
+dist.all_reduce(torch.ones(9))
+if dist.get_rank() == 1:
+    os.kill(os.getpid(), signal.SIGKILL)
+told = []
+for wait in (lambda work: work.wait(), lambda work: work.get_future().wait()):
+    try:
+        wait(dist.all_reduce(torch.ones(99_999), async_op=True))
+    except (polyreme.TransportError, RuntimeError) as error:
+        told.append(f"{type(error).__name__}: {error}")
+Path(sys.argv[1]).write_text(repr(told))
+"""
+
+
+@pytest.mark.parametrize("library", list(WORLDS))
+def test_who_waits_for_a_rank_that_was_killed_hears_of_it(library: str, tmp_path: Path) -> None:
+    if why := mpirun.missing(library):
+        pytest.skip(why)
+    told = tmp_path / "told"
+    words = mpirun.command(library, 2, "-c", KILLED, str(told), options=mpirun.SURVIVE[library])
+    ran = subprocess.run(words, capture_output=True, text=True, timeout=100, env=mpirun.variables())
+    assert told.exists(), ran.stdout + ran.stderr
+    assert told.read_text().count("all-reduce over MPI did not end within 2 s") == 2
