@@ -24,7 +24,6 @@ SURVIVE: Mapping[str, Sequence[str]] = {
     "openmpi": ("--enable-recovery",),
 }
 """Has the other ranks go on when one ends."""
-PLACE = (("PMI_RANK", "OMPI_COMM_WORLD_RANK"), ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE"))
 Job = tuple[Callable[..., Any], tuple[Any, ...]]
 
 
@@ -91,14 +90,14 @@ def serve() -> None:
     import torch
     import torch.distributed as dist
 
-    from polyreme.distributed.process_group import close
+    from polyreme.distributed.process_group import close, join
 
     folder = Path(sys.argv[1])
     torch.set_num_threads(1)
     paths, jobs = pickle.loads((folder / "jobs").read_bytes())
     sys.path[:] = paths
-    rank, world = (int(next(os.environ[name] for name in names if name in os.environ)) for names in PLACE)
-    dist.init_process_group("cpu:mpi", f"file://{folder / 'meeting'}", rank=rank, world_size=world)
+    join()
+    rank, world = dist.get_rank(), dist.get_world_size()
     answers = {}
     for name, pickled in jobs.items():
         torch.manual_seed(0)

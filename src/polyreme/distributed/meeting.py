@@ -21,8 +21,8 @@ from typing import Any
 import torch.distributed as dist
 
 from polyreme.distributed.environment import BY_MPI, LOOPBACK, Environment, announce
-from polyreme.distributed.mpi import library
 from polyreme.distributed.interfaces import addresses, is_loopback, source
+from polyreme.distributed.mpi import library
 from polyreme.errors import LaunchError, TransportError
 
 INTERFACES = {"GLOO_SOCKET_IFNAME": "", "NCCL_SOCKET_IFNAME": "="}

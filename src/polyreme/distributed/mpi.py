@@ -17,7 +17,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from polyreme.distributed.environment import BY_MPI, Environment
 from polyreme.distributed.watch import check
 from polyreme.errors import TransportError
 
@@ -38,17 +39,11 @@ INTERVAL = 2e-4
 UNIT = 1 << 30
 """Bytes of a message, from which on they are counted in larger units: a count has 31 bits."""
 
-STARTED = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE")
-"""Variables of processes that an MPI launcher started."""
-INNER = ("TORCHELASTIC_RUN_ID", "POLYREME_LAUNCHED")
-"""Variables of ranks that something else started within such a process."""
 
-
-def started(variables: Mapping[str, str] = os.environ) -> bool:
+def usable(environment: Environment) -> bool:
     """Whether MPI started this process as one of several ranks, and mpi4py is there to use it."""
-    within = any(name in variables for name in INNER)
-    sizes = [variables[name] for name in STARTED if name in variables]
-    return not within and any(size != "1" for size in sizes) and bool(importlib.util.find_spec("mpi4py"))
+    started = environment.name in BY_MPI and environment.world_size > 1
+    return started and importlib.util.find_spec("mpi4py") is not None
 
 
 def library() -> Any:

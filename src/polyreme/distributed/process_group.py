@@ -15,6 +15,7 @@ from torch import Tensor
 from polyreme.distributed import mpi
 from polyreme.distributed.environment import LOCAL_RANK, Environment, detect
 from polyreme.distributed.meeting import INTERFACES, meet
+from polyreme.distributed.mpi_group import MpiGroup
 from polyreme.distributed.sums import put, sum_into
 from polyreme.distributed.watch import WATCH
 from polyreme.distributed.work import Work, reporting
@@ -90,15 +91,13 @@ TIMEOUT, WITHIN = timedelta(minutes=10), timedelta(minutes=2)
 """How long an operation waits for other ranks (mesh.timeout), and the meeting (launch.meet_timeout)."""
 
 
-def join(
-    timeout: timedelta = TIMEOUT, within: timedelta = WITHIN, backend: str = "auto"
-) -> torch.device:
+def join(timeout: timedelta = TIMEOUT, within: timedelta = WITHIN, backend: str = "auto") -> torch.device:
     """Open the process group that the environment describes, unless there is one; `backend` is one of
     `mesh.backend`. Returns this rank's device. Raises TransportError where the ranks do not meet `within`
     that time."""
     if not dist.is_initialized() and (environment := detect()).world_size > 1:
         os.environ.setdefault(LOCAL_RANK, str(environment.local_rank))
-        open_group(_backends(_device_for(backend), backend), environment, timeout, within)
+        open_group(_backends(_device_for(backend), backend, environment), environment, timeout, within)
     return _device_for(backend)
 
 
@@ -122,9 +121,10 @@ def open_group(
         dist.init_process_group(  # gloo takes up to five times this, if it cannot connect
             backend, store=store, rank=environment.rank, world_size=environment.world_size, timeout=within / 5
         )
-        dist.distributed_c10d._set_pg_timeout(timeout)
-        if of_cpus() == "mpi":
-            dist.group.WORLD.timeout = timeout
+        if isinstance(group := dist.group.WORLD, MpiGroup):
+            group.timeout = timeout
+        else:
+            dist.distributed_c10d._set_pg_timeout(timeout)
         store.set_timeout(timeout)
     except (RuntimeError, ValueError) as error:
         way = ", ".join(f"{name} = {os.environ.get(name)}" for name in INTERFACES)
@@ -136,9 +136,9 @@ def open_group(
     atexit.register(close)
 
 
-def _backends(device: torch.device, asked: str) -> str:
+def _backends(device: torch.device, asked: str, environment: Environment) -> str:
     """The backend of a new process group, as torch names it. MPI gets the store of torch's ranks, too."""
-    if asked == "mpi" or (asked == "auto" and device.type == "cpu" and mpi.started()):
+    if asked == "mpi" or (asked == "auto" and device.type == "cpu" and mpi.usable(environment)):
         return "cpu:mpi"
     return "cuda:nccl,cpu:gloo" if device.type == "cuda" else "gloo"
 
