@@ -6,6 +6,7 @@ from contextlib import nullcontext
 from datetime import timedelta
 
 import pytest
+import threads
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -17,7 +18,7 @@ from polyreme.errors import TransportError
 from pool import Ranks
 from training import own_collectives
 
-KINDS = ("process group", "gloo direct", "shared memory", "simulated")
+KINDS = ("process group", "gloo direct", "shared memory", "threads", "simulated")
 DTYPES = (torch.float64, torch.float32, torch.bfloat16)
 
 
@@ -83,7 +84,7 @@ def test_a_backend_keeps_to_its_contract(ranks: Ranks, world: int, kind: str) ->
         for rank in range(world):
             conforms(rank, world, kind)
     else:
-        ranks(world, conforms, kind)
+        (threads.run if kind == "threads" else ranks)(world, conforms, kind)
 
 
 def test_simulated_ranks_move_tensors_without_numbers() -> None:
@@ -114,6 +115,6 @@ def gone(rank: int, world: int, kind: str) -> None:
         work.settle()
 
 
-@pytest.mark.parametrize("kind", KINDS[:3])
+@pytest.mark.parametrize("kind", KINDS[:4])
 def test_work_that_failed_stays_failed(ranks: Ranks, kind: str) -> None:
-    ranks(2, gone, kind)
+    (threads.run if kind == "threads" else ranks)(2, gone, kind)
