@@ -8,6 +8,7 @@ Communication: ranks read each other's tensors where they lie, as over shared me
 
 from __future__ import annotations
 
+import gc
 import sys
 import threading
 import time
@@ -45,7 +46,7 @@ HERE = threading.local()
 """`world` and `rank` of a rank's thread."""
 
 
-def run(size: int, function: Callable[..., Any], *args: Any, timeout: float = 120) -> list[Any]:
+def run(size: int, function: Callable[..., Any], *args: Any, timeout: float = 240) -> list[Any]:
     """Results of `function(rank, size, *args)`, by rank, as `pool.Ranks` has them of processes. Raises
     RanksFailed with every failed rank's traceback, the first failure first, or with all stacks after
     `timeout` seconds."""
@@ -60,9 +61,10 @@ def run(size: int, function: Callable[..., Any], *args: Any, timeout: float = 12
             thread.start()
         world.begin()
         late = world.late(threads, time.monotonic() + timeout)
+    _keep(before)
     if late:
         raise RanksFailed(f"not done after {timeout:g} s:\n{late}", {})
-    _keep(before)
+    gc.collect()  # engines that were not closed, and what they have of the process
     if world.failures:
         raise RanksFailed(
             "\n".join(f"rank {rank}: {text}" for rank, (_, text) in world.failures.items()),
@@ -244,7 +246,10 @@ class Threads:
 
     def _meet(self, tensor: Tensor, sent: bool, way: tuple[int, int]) -> Work:
         """Copy the tensor where its other half is there already, and else leave that to it."""
-        posted, what = self._world.messages[self._key, way], f"{'send' if sent else 'receive'} over {self._axis}"
+        posted, what = (
+            self._world.messages[self._key, way],
+            f"{'send' if sent else 'receive'} over {self._axis}",
+        )
         if posted and posted[0].sent != sent:
             other = posted.popleft()
             with torch.no_grad():

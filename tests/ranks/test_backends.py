@@ -6,11 +6,11 @@ from contextlib import nullcontext
 from datetime import timedelta
 
 import pytest
-import threads
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+import threads
 from polyreme.distributed.mesh import Axis, Mesh
 from polyreme.distributed.shared_memory import heap
 from polyreme.distributed.simulated import Simulated

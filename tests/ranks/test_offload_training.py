@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,6 +15,7 @@ import torch
 
 import models
 import polyreme
+import threads
 import training
 from cover import cover, together
 from polyreme.errors import TierError
@@ -65,7 +66,12 @@ def placed(value: Any, folder: Path) -> Any:
 
 
 def assert_equal(
-    ranks: Ranks, world: int, case: str, settings: list[dict[str, Any]], folder: Path, steps: int = 2
+    ranks: Callable[..., list[Any]],
+    world: int,
+    case: str,
+    settings: list[dict[str, Any]],
+    folder: Path,
+    steps: int = 2,
 ) -> training.Run:
     """All of `settings` make the same run."""
     runs = ranks(world, training.train, case, placed_all(settings, folder), steps)[0]
@@ -133,7 +139,7 @@ def runs_of(cases: list[Case], every: bool) -> dict[Case, list[dict[str, Any]]]:
 @pytest.mark.parametrize("world", [1, 2, 4])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_every_home_makes_the_same_bits(
-    ranks: Ranks, request: pytest.FixtureRequest, tmp_path: Path, world: int, stage: int
+    request: pytest.FixtureRequest, tmp_path: Path, world: int, stage: int
 ) -> None:
     """fp16 begins with a scale that overflows."""
     runs = runs_of(CASES, request.config.getoption("all_cases"))
@@ -141,24 +147,56 @@ def test_every_home_makes_the_same_bits(
     assert cases
     for case in cases:
         assert len(runs[case]) > 1
-        records, weights = assert_equal(ranks, world, "llama", runs[case], tmp_path, steps=3)
+        records, weights = assert_equal(threads.run, world, "llama", runs[case], tmp_path, steps=3)
         assert all(torch.isfinite(t).all() for t in weights.values())
         if case.precision == "fp16":
             finite = {math.isfinite(loss) and math.isfinite(norm) for loss, norm in records}
             assert len(finite) == 2, "some steps have to overflow, not all"
 
 
-@pytest.mark.parametrize(
-    "mesh", [{"tp": 2}, {"pp": 2}, {"tp": 2, "sequence_parallel": True, "pp": 2}], ids=str
-)
-def test_with_a_divided_model(ranks: Ranks, tmp_path: Path, mesh: dict[str, Any]) -> None:
-    world = mesh.get("tp", 1) * mesh.get("pp", 1)
-    for stage, memory in ((1, homes(1)), (3, homes(3)[::3])):
+OF_PROCESSES = [Case(2, 1, "adamw", "fp32", 1, "step"), Case(4, 3, "adamw", "bf16", 2, "microbatch")]
+
+
+@pytest.mark.parametrize("case", OF_PROCESSES, ids=lambda case: f"{case.world} ranks, stage {case.stage}")
+def test_every_home_makes_the_same_bits_on_processes(
+    ranks: Ranks, request: pytest.FixtureRequest, tmp_path: Path, case: Case
+) -> None:
+    every = request.config.getoption("all_cases")
+    for each in [other for other in CASES if other[:2] == case[:2]] if every else [case]:
+        assert_equal(ranks, case.world, "llama", each.settings(), tmp_path)
+
+
+MESHES: list[dict[str, Any]] = [{"tp": 2}, {"pp": 2}, {"tp": 2, "sequence_parallel": True, "pp": 2}]
+
+
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+def test_with_a_divided_model(tmp_path: Path, mesh: dict[str, Any]) -> None:
+    assert_equal_where_divided(threads.run, mesh, {1: homes(1), 3: homes(3)[::3]}, tmp_path)
+
+
+def test_with_a_divided_model_on_processes(
+    ranks: Ranks, request: pytest.FixtureRequest, tmp_path: Path
+) -> None:
+    every = request.config.getoption("all_cases")
+    for mesh in MESHES if every else MESHES[2:]:
+        assert_equal_where_divided(
+            ranks, mesh, {1: homes(1), 3: homes(3)[::3]} if every else {3: homes(3)[::4]}, tmp_path
+        )
+
+
+def assert_equal_where_divided(
+    ranks: Callable[..., list[Any]],
+    mesh: dict[str, Any],
+    memory: dict[int, list[dict[str, Any]]],
+    folder: Path,
+) -> None:
+    """`memory`: homes by stage."""
+    for stage, places in memory.items():
         settings = [
             training.config(1, 2, zero={"stage": stage, "min_bucket": 0}, mesh=mesh, memory=each)
-            for each in memory
+            for each in places
         ]
-        runs = ranks(world, whole_batch, placed_all(settings, tmp_path))
+        runs = ranks(mesh.get("tp", 1) * mesh.get("pp", 1), whole_batch, placed_all(settings, folder))
         assert not any(training.differences(each[0], run) for each in runs for run in each)
 
 

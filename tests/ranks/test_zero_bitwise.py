@@ -3,6 +3,7 @@ norms or the weights."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import product
 from typing import Any, NamedTuple
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 
 import models
+import threads
 import training
 from cover import cover, together
 from pool import Ranks
@@ -44,7 +46,9 @@ def reducing(sections: dict[str, Any], every: str) -> dict[str, Any]:
     return {**sections, "zero": {**sections["zero"], "reduce_every": every}}
 
 
-def assert_all_equal(ranks: Ranks, world: int, case: str, settings: list[dict[str, Any]]) -> training.Run:
+def assert_all_equal(
+    ranks: Callable[..., list[Any]], world: int, case: str, settings: list[dict[str, Any]]
+) -> training.Run:
     """The run that all of `settings` make."""
     runs = ranks(world, training.train, case, settings)[0]
     found = {i: different for i, run in enumerate(runs) if (different := training.differences(runs[0], run))}
@@ -80,7 +84,7 @@ CASES = cases()
 
 @pytest.mark.parametrize("world", [2, 4])
 @pytest.mark.parametrize("model", ["llama", "gpt2", "dag"])
-def test_layout_changes_nothing(ranks: Ranks, model: str, world: int) -> None:
+def test_layout_changes_nothing(model: str, world: int) -> None:
     trained = [
         name for name, p in models.build(model).named_parameters(remove_duplicate=False) if p.requires_grad
     ]
@@ -91,10 +95,19 @@ def test_layout_changes_nothing(ranks: Ranks, model: str, world: int) -> None:
         settings = [
             training.config(world, 2, **reducing(LAYOUTS[at], every), **sections) for at in sorted(chosen)
         ]
-        records, weights = assert_all_equal(ranks, world, model, settings)
+        records, weights = assert_all_equal(threads.run, world, model, settings)
         assert records[0][1] > 0.5, "the clip has to cut for this test to test it"
         assert all(torch.isfinite(t).all() for t in weights.values())
         assert all(weights[name].dtype == torch.float32 for name in trained), "the masters"
+
+
+@pytest.mark.parametrize(("model", "world"), [("llama", 4), ("dag", 2)])
+def test_layout_changes_nothing_on_processes(
+    ranks: Ranks, request: pytest.FixtureRequest, model: str, world: int
+) -> None:
+    chosen = LAYOUTS if request.config.getoption("all_cases") else [*STAGES[:2], *VARIATIONS[1::3]]
+    settings = [training.config(world, 2, **reducing(layout, "microbatch")) for layout in chosen]
+    assert_all_equal(ranks, world, model, settings)
 
 
 @pytest.mark.parametrize("case", ["llama", "dag"])

@@ -26,10 +26,10 @@ WIDTH, MICROBATCHES, STEPS = 6, 4, 2
 class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.up, self.down = nn.Linear(WIDTH, WIDTH + 1), nn.Linear(WIDTH + 1, WIDTH)
+        self.linear = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(torch.tanh(self.up(x)))
+        return x + torch.tanh(self.linear(x))
 
 
 class Small(nn.Module):
@@ -53,11 +53,14 @@ def homes(stage: int) -> list[dict[str, Any]]:
     states = [("device", "device"), *product(("host", FILES), repeat=2)]
     params = ("device", "host", FILES) if stage == 3 else ("device",)
     return [
-        {"states": where, "gradients": reduced, "params": near} for (where, reduced), near in product(states, params)
+        {"states": where, "gradients": reduced, "params": near}
+        for (where, reduced), near in product(states, params)
     ]
 
 
-def settings(stage: int, schedule: str | None, memory: dict[str, Any], folder: Path | None = None) -> dict[str, Any]:
+def settings(
+    stage: int, schedule: str | None, memory: dict[str, Any], folder: Path | None = None
+) -> dict[str, Any]:
     """Without a schedule there is no pipeline."""
     size = 2 * MICROBATCHES
     return {
@@ -101,7 +104,11 @@ def expected(schedule: str | None) -> training.Run:
 def test_every_home_makes_the_same_bits(tmp_path: Path, schedule: str | None, stage: int) -> None:
     each = [settings(stage, schedule, memory, tmp_path) for memory in homes(stage)]
     runs = threads.run(world_of(schedule), train, each)[0]
-    found = {i: different for i, run in enumerate(runs) if (different := training.differences(expected(schedule), run))}
+    found = {
+        i: different
+        for i, run in enumerate(runs)
+        if (different := training.differences(expected(schedule), run))
+    }
     assert not found, "\n".join(f"{each[i]['memory']}: {found[i]}" for i in found)
 
 

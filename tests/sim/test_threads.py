@@ -6,9 +6,9 @@ import time
 from datetime import timedelta
 
 import pytest
-import threads
 import torch
 
+import threads
 from polyreme.distributed.mesh import Axis, Mesh
 from polyreme.errors import TransportError
 from pool import RanksFailed
@@ -45,7 +45,7 @@ def raising(rank: int, world: int) -> None:
 def test_a_rank_that_raises_fails_all() -> None:
     with pytest.raises(RanksFailed, match="of rank 1") as caught:
         threads.run(3, raising)
-    assert [*caught.value.exceptions][0] == 1
+    assert next(iter(caught.value.exceptions)) == 1
     assert isinstance(caught.value.exceptions[1], ValueError)
     for rank in (0, 2):
         error = caught.value.exceptions[rank]
@@ -67,7 +67,7 @@ def other_order(rank: int, world: int) -> None:
 
 
 def test_operations_in_another_order_fail() -> None:
-    with pytest.raises(RanksFailed, match="another rank began all-(gather|reduce) over dp in its place"):
+    with pytest.raises(RanksFailed, match=r"another rank began all-(gather|reduce) over dp in its place"):
         threads.run(2, other_order)
 
 
