@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pytest
+import yaml
 from typer.testing import CliRunner
 
 from polyreme.cli import main
@@ -87,7 +88,7 @@ def trained(monkeypatch: pytest.MonkeyPatch) -> list[Config]:
     module = types.ModuleType("polyreme.job.run")
     module.run = run  # type: ignore[attr-defined]
     module.check_sources = module.check_division = lambda config: None  # type: ignore[attr-defined]
-    module.finished = lambda config: Summary(loss=0.5) if config.seed == 15 else None  # type: ignore[attr-defined]
+    module.finished = lambda config, alone: Summary(loss=0.5) if config.seed == 15 else None  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "polyreme.job.run", module)
     monkeypatch.setattr("polyreme.job.run", module, raising=False)
     return configs
@@ -429,3 +430,84 @@ def test_a_current_folder_that_is_gone_is_named(tmp_path: Path, monkeypatch: pyt
             words
         )
     assert CliRunner().invoke(main.app, ["--help"]).exit_code == 0
+
+
+def test_train_hands_the_run_to_a_cluster(config: str, trained: list[Config], launched: list[object]) -> None:
+    options = ["--set", "seed=7", "-n", "2", "--nodes", "2"]
+    status, output, _ = polyreme("train", config, *options, "--slurm", "--dry-run")
+    assert status == 0 and f"-m polyreme train {config} --set seed=7 -n 2 --stopped-status 75 &" in output
+    assert "#SBATCH --nodes=2\n" in output and "--signal=B:USR1@300\n" in output
+    status, output, errors = polyreme("train", config, *options, "--kubernetes", "--image", "me:1")
+    documents = list(yaml.safe_load_all(output))
+    assert (status, [each["kind"] for each in documents]) == (0, ["ConfigMap", "Service", "Job"])
+    assert documents[0]["data"] == {"run.toml": Path(config).read_text()}
+    pod = documents[2]["spec"]["template"]["spec"]
+    assert " ".join(pod["containers"][0]["command"]).startswith("polyreme train /etc/polyreme/run.toml --set")
+    assert pod["terminationGracePeriodSeconds"] > torchrun.SAVING
+    assert "Job polyreme-run, 2 pods with 2 ranks each; it starts with: kubectl apply -f -" in errors
+    assert trained == launched == []
+
+
+def test_launch_hands_a_script_to_a_cluster(tmp_path: Path, launched: list[object]) -> None:
+    options = ["--threads", "3", "--deepspeed", "--kubernetes", "--image", "me:1", "--elastic", "1:2"]
+    status, _, errors = polyreme("launch", *options, "x.py")
+    assert status == 2 and "--elastic = '1:2'" in errors
+    status, output, errors = polyreme(
+        "launch", *options[:-2], "-o", str(tmp_path / "job.yaml"), "-m", "a.b", "--name", "c"
+    )
+    assert (status, output) == (0, "") and f"kubectl apply -f {tmp_path}/job.yaml" in errors
+    written = list(yaml.safe_load_all((tmp_path / "job.yaml").read_text()))[1]
+    assert written["metadata"]["name"] == "polyreme-a"
+    command = written["spec"]["template"]["spec"]["containers"][0]["command"]
+    assert command == [
+        "polyreme",
+        "launch",
+        "-n",
+        "1",
+        "--threads",
+        "3",
+        "--deepspeed",
+        "-m",
+        "a.b",
+        "--name",
+        "c",
+    ]
+    assert launched == []
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--image", "a"], "it applies with --kubernetes only"),
+        (["--slurm", "--image", "a"], "it applies with --kubernetes only"),
+        (["--kubernetes", "--image", "a", "--time", "1"], "it applies with --slurm only"),
+        (["--nodes", "2"], "it applies with --slurm or --kubernetes only"),
+        (["--slurm", "--kubernetes"], "it runs on one of them"),
+        (["--kubernetes"], "--kubernetes needs one"),
+        (["--kubernetes", "--image", "a", "--elastic", "2"], "no pair of bounds"),
+        (["--kubernetes", "--image", "a", "--elastic", "1:2", "--pods", "2"], "leave --nodes out"),
+        (["--kubernetes", "--image", "a", "--apply", "--dry-run"], "give one of the two"),
+        (["--kubernetes", "--image", "a", "--no-resume"], "would begin anew each time"),
+        (["--slurm", "--stopped-status", "3"], "leave it out"),
+        (["--slurm", "-n", "3", "--nodes", "3"], "batch.size"),
+        (["--slurm", "--time", "2"], "--warning = 300"),
+    ],
+)
+def test_options_of_clusters_that_do_not_fit(config: str, options: list[str], said: str) -> None:
+    status, _, errors = polyreme("train", config, *options)
+    assert status == 2 and said in " ".join(errors.replace("│", " ").split())
+
+
+@pytest.mark.parametrize(("finished", "status"), [(True, 0), (False, 75)])
+def test_the_status_tells_whether_work_is_left(
+    config: str,
+    trained: list[Config],
+    launched: list[object],
+    monkeypatch: pytest.MonkeyPatch,
+    finished: bool,
+    status: int,
+) -> None:
+    found = types.SimpleNamespace(finished=finished)
+    monkeypatch.setattr("polyreme.job.resume.find_beginning", lambda config: found)
+    assert polyreme("train", config, "-n", "2", "--stopped-status", "75")[0] == status and len(launched) == 1
+    assert polyreme("train", config, "-n", "2")[0] == 0

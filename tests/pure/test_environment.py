@@ -207,7 +207,7 @@ def test_what_a_launcher_left_out_is_named(variables: dict[str, str], missing: s
         ({**STEP, "SLURM_DISTRIBUTION": "arbitrary"}, "set MASTER_ADDR"),
         ({**STEP, "SLURM_STEP_NODELIST": "n[1-"}, "node list is"),
         ({**STEP, "SLURM_STEP_TASKS_PER_NODE": "2x"}, "tasks on each node are given as '2x'"),
-        ({**POD, "POLYREME_RANKS_PER_POD": "2"}, "in each of which 2 ranks train(.|\n)*torchrun --nnodes"),
+        ({**POD, "POLYREME_RANKS_PER_POD": "2"}, "in each of which 2 ranks train(.|\n)*polyreme launch -n"),
         ({**POD, "HOSTNAME": "node7"}, "HOSTNAME 'node7'"),
         ({**POD, "JOB_COMPLETION_INDEX": "4", "HOSTNAME": "a-4"}, "rank = 4 with world_size = 4"),
     ],
@@ -222,7 +222,9 @@ def test_what_starts_ranks_itself_is_not_started_several_times(monkeypatch: pyte
         monkeypatch.setenv(name, value)
     result = CliRunner().invoke(app, ["launch", "-n", "2", "script.py"])
     assert result.exit_code == 1
-    assert re.search("started 2 processes, of which this is number 1, and polyreme launch", result.output)
+    assert re.search(
+        "started 2 processes, of which this is number 1, and each would start ranks", result.output
+    )
 
 
 @pytest.mark.parametrize("name", ["OMPI_COMM_WORLD", "MV2_COMM_WORLD", "PMI"])

@@ -20,14 +20,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperGroup
 
+from polyreme.cli import cluster as clusters
 from polyreme.compat.finder import variables
-from polyreme.distributed.environment import LAUNCHED, Environment, detect, refuse_several
+from polyreme.distributed.environment import LAUNCHED, Environment, detect
 from polyreme.errors import LaunchError, PolyremeError, shortened
 from polyreme.launch.signals import importing
 
 if TYPE_CHECKING:
     from polyreme.compat.deepspeed.json_config import Note
     from polyreme.config import Config
+    from polyreme.launch.hosts import Hosts
 
 
 class _Commands(TyperGroup):
@@ -43,7 +45,8 @@ class _Commands(TyperGroup):
                 raise  # our launcher makes one report of all ranks
             if ctx.params["debug"]:
                 typer.echo(getattr(error, "traceback", None) or traceback.format_exc(), err=True)
-            _report(str(error))
+            # what the launcher says of ranks names them
+            _report(str(error), "" if hasattr(error, "rank") else _rank_of_several())
             ctx.exit(error.exit_status)
         except BrokenPipeError:  # nobody reads on, as behind `| head`: typer ends without a word
             raise
@@ -53,14 +56,15 @@ class _Commands(TyperGroup):
             where = f": {shortened(str, error.filename)}" if error.filename is not None else ""
             _report(
                 f"{error.strerror or error}{where}; give another path "
-                "(with --debug before the command, the traceback is shown)"
+                "(with --debug before the command, the traceback is shown)",
+                _rank_of_several(),
             )
             ctx.exit(PolyremeError.exit_status)
 
 
-def _report(text: str) -> None:
+def _report(text: str, who: str = "") -> None:
     """An error, as any terminal can show it."""
-    typer.secho(f"{_rank_of_several()}error: ", fg=typer.colors.RED, bold=True, nl=False, err=True)
+    typer.secho(f"{who}error: ", fg=typer.colors.RED, bold=True, nl=False, err=True)
     typer.echo(
         "".join(each if each.isprintable() or each in "\n\t" else repr(each)[1:-1] for each in text), err=True
     )
@@ -105,6 +109,7 @@ def _options(
 
 
 @app.command()
+@clusters.with_options
 def train(
     config: ConfigFile,
     overrides: Overrides = None,
@@ -114,7 +119,7 @@ def train(
             "-n",
             "--ranks",
             min=1,
-            help="Ranks to start on this host.",
+            help="Ranks to start on this host, or on each.",
             show_default="launch.ranks, or else 1",
         ),
     ] = None,
@@ -130,39 +135,68 @@ def train(
         bool, typer.Option("--no-resume", help="Begin anew, though the run's folder has checkpoints.")
     ] = False,
     as_json: AsJson = False,
+    stopped_status: Annotated[
+        int,
+        typer.Option(metavar="STATUS", min=0, max=255, help="Exit status of a run that a signal stopped."),
+    ] = 0,
+    *,
+    cluster: clusters.Options,
 ) -> None:
     """Train the model that CONFIG describes, from where its checkpoints in the run's folder end.
 
-    Started by torchrun or `polyreme launch`, it is one rank of those; otherwise it starts the ranks itself.
+    Started by torchrun or `polyreme launch`, it is one rank of those; otherwise it starts the ranks itself:
+    on this host, or where it is started once on each of several hosts, with -n, as many on each.
+    With --slurm or --kubernetes a cluster runs it.
+
     SIGTERM and SIGUSR1 have it save, and end with status 0; the same command then goes on."""
     from polyreme.config import Config
 
-    if resume is not None and anew:
-        raise typer.BadParameter(
-            "begin anew, or go on from PATH: give one of the two", param_hint="--no-resume"
-        )
-    environment = detect()
-    changes = list(overrides or [])
-    if anew or resume is not None:
-        changes.append(f"checkpoint.resume={json.dumps('never' if anew else resume, ensure_ascii=False)}")
+    changes = [*(overrides or []), *_resume(resume, anew)]
     checked = Config.load(config, [*changes, *(["monitor.console=false"] if as_json else [])])
-    world_size = _world_size(ranks, checked.launch.ranks, environment)
-    resolved = checked.resolve(world_size)
+    again = _Again(config, changes, as_json, stopped_status)
+    if cluster.asked:
+        again.on(cluster, checked, ranks)
+        return
+    others = _hosts() if ranks is not None else None
+    environment = detect() if others is None else Environment("launcher", 0, 1, 0, 1)
+    started = _world_size(ranks, checked.launch.ranks, environment)
+    resolved = checked.resolve(started * (others.most if others else 1))
     with importing():
         from polyreme.job import run as job
 
     # libraries print there, too
     with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
-        if world_size > environment.world_size:
+        if started > environment.world_size or others:
             job.check_sources(checked)
             job.check_division(checked)
-            summary = job.finished(resolved)
+            summary = job.finished(resolved, alone=others is None)
         else:
             summary = job.run(checked)
     if summary is None:
-        _start_ranks(config, changes, world_size, as_json)
+        again.here(resolved, started, others)
     elif as_json and environment.rank == 0:
         typer.echo(json.dumps(_plain(summary)))
+    if stopped_status and summary is not None and summary.stopped is not None:
+        raise typer.Exit(stopped_status)
+
+
+def _resume(resume: str | None, anew: bool) -> Sequence[str]:
+    """What --resume and --no-resume change in the config."""
+    if resume is not None and anew:
+        raise typer.BadParameter(
+            "begin anew, or go on from PATH: give one of the two", param_hint="--no-resume"
+        )
+    if resume is None and not anew:
+        return []
+    return [f"checkpoint.resume={json.dumps('never' if anew else resume, ensure_ascii=False)}"]
+
+
+def _hosts() -> Hosts | None:
+    """Find the place of this launcher among those of several hosts."""
+    with importing():
+        from polyreme.launch.hosts import hosts
+
+    return hosts()
 
 
 def _world_size(asked: int | None, configured: int | None, environment: Environment) -> int:
@@ -184,17 +218,61 @@ def _plain(summary: Any) -> Mapping[str, Any]:
     return dict(summary or {})
 
 
-def _start_ranks(config: Path, changes: Sequence[str], world_size: int, as_json: bool) -> None:
-    """Run `polyreme train` again, on every rank."""
-    with importing():
-        from polyreme.launch.torchrun import launch as start
+@dataclasses.dataclass(frozen=True)
+class _Again:
+    """`polyreme train`, as it is run again elsewhere."""
 
-    sets = [argument for change in changes for argument in ("--set", change)]
-    command = ["-m", "polyreme", "train", str(config), *sets, *(["--json"] if as_json else [])]
-    start(command, world_size, saves=True)
+    config: Path
+    changes: Sequence[str]
+    as_json: bool
+    stopped_status: int
+
+    def arguments(self, config: Path, *more: str) -> list[str]:
+        """Arguments of `polyreme` that run it."""
+        sets = [argument for change in self.changes for argument in ("--set", change)]
+        return ["train", str(config), *sets, *(["--json"] if self.as_json else []), *more]
+
+    def here(self, resolved: Config, ranks: int, others: Hosts | None) -> None:
+        """Run it on ranks of this host."""
+        with importing():
+            from polyreme.job import resume
+            from polyreme.launch.signals import WISHES
+            from polyreme.launch.torchrun import RanksFailedError
+            from polyreme.launch.torchrun import launch as start
+
+        try:
+            start(["-m", "polyreme", *self.arguments(self.config)], ranks, saves=True, hosts=others)
+        except RanksFailedError as error:
+            if self.stopped_status and error.exit_status in {128 + number for number in WISHES}:
+                _report(str(error))
+                raise typer.Exit(self.stopped_status) from None
+            raise
+        if self.stopped_status and not resume.find_beginning(resolved).finished:
+            raise typer.Exit(self.stopped_status)
+
+    def on(self, cluster: clusters.Options, config: Config, asked: int | None) -> None:
+        """Hand it to a cluster, which starts it again until the run has ended."""
+        from polyreme.launch.requests import STOPPED
+
+        if config.checkpoint.resume == "never":
+            raise typer.BadParameter(
+                "a cluster may start the run again, which would begin anew each time: give it a "
+                "checkpoint.folder of its own instead",
+                param_hint="--no-resume (checkpoint.resume)",
+            )
+        if self.stopped_status:
+            raise typer.BadParameter(
+                f"a cluster is told {STOPPED}: leave it out", param_hint="--stopped-status"
+            )
+        ranks = asked or config.launch.ranks or 1
+        config.resolve(ranks * cluster.hosts)
+        there = clusters.pod_file(self.config) if cluster.kubernetes else self.config
+        arguments = self.arguments(there, "-n", str(ranks), "--stopped-status", str(STOPPED))
+        clusters.start(cluster, arguments, ranks, str(self.config), config=self.config)
 
 
 @app.command(context_settings={"allow_interspersed_args": False})
+@clusters.with_options
 def launch(
     script: Annotated[
         str,
@@ -203,7 +281,9 @@ def launch(
     arguments: Annotated[
         list[str] | None, typer.Argument(metavar="ARGUMENT", help="All that follows is the script's.")
     ] = None,
-    ranks: Annotated[int, typer.Option("-n", "--ranks", min=1, help="Ranks to start on this host.")] = 1,
+    ranks: Annotated[
+        int, typer.Option("-n", "--ranks", min=1, help="Ranks to start on this host, or on each.")
+    ] = 1,
     threads: Annotated[
         int | None, typer.Option(min=1, help="Computing threads per rank.", show_default="cores / ranks")
     ] = None,
@@ -211,19 +291,29 @@ def launch(
     with_deepspeed: Annotated[
         bool, typer.Option("--deepspeed", help="`import deepspeed` gives Polyreme, under DeepSpeed's names.")
     ] = False,
+    *,
+    cluster: clusters.Options,
 ) -> None:
-    """Run any Python script as several ranks on this host.
+    """Run any Python script as several ranks on this host, or where it is started once on each of several
+    hosts, as many on each. With --slurm or --kubernetes a cluster runs it.
 
     The ranks find each other through the variables that torchrun sets. If one fails, the others are ended,
     and the one that failed first is shown."""
+    command = [*(["-m"] if module else []), script, *(arguments or [])]
+    if cluster.asked:
+        more = [
+            *(["--threads", str(threads)] if threads else []),
+            *(["--deepspeed"] if with_deepspeed else []),
+        ]
+        clusters.start(cluster, ["launch", "-n", str(ranks), *more, *command], ranks, script)
+        return
     with importing():
         from polyreme.launch.torchrun import Manner
         from polyreme.launch.torchrun import launch as start
 
-    refuse_several("polyreme launch")
-    command = [*(["-m"] if module else []), script, *(arguments or [])]
+    others = _hosts()
     manner = Manner(variables("deepspeed") if with_deepspeed else {})
-    start(command, ranks, threads=threads, manner=manner)
+    start(command, ranks, threads=threads, manner=manner, hosts=others)
 
 
 @app.command(

@@ -283,11 +283,7 @@ def _slurm(variables: Mapping[str, str]) -> Environment | None:
 
 # ---- Kubernetes
 
-_POD = (
-    "torchrun --nnodes=$POLYREME_PODS --node-rank=$JOB_COMPLETION_INDEX "
-    "--nproc-per-node=$POLYREME_RANKS_PER_POD --master-addr=JOB-0.$POLYREME_SERVICE --master-port=29500 "
-    "SCRIPT"
-)
+_POD = "polyreme launch -n $POLYREME_RANKS_PER_POD SCRIPT"
 
 
 def _pod(variables: Mapping[str, str]) -> Environment | None:
@@ -308,7 +304,7 @@ def _pod(variables: Mapping[str, str]) -> Environment | None:
     if ranks != 1:
         raise LaunchError(
             f"this is pod {index} of {pods}, in each of which {ranks} ranks train ({RANKS_PER_POD}), and a "
-            f"script by itself is one; have torchrun start them:\n    {_POD}\n  or leave {RANKS_PER_POD} out"
+            f"script by itself is one; have them started:\n    {_POD}\n  or leave {RANKS_PER_POD} out"
         )
     if pods == 1:
         return Environment(name, 0, 1, 0, 1)

@@ -101,7 +101,7 @@ def _open(
     if environment.address in _stores and listener is None:
         return _stores[environment.address]
     if environment.rank == 0:
-        listener = listener or _listen(environment)
+        listener = listener or listen(environment)
         host = listener.getsockname()[0]
         store = dist.TCPStore(
             LOOPBACK if host == EVERYWHERE else host, port, is_master=True, wait_for_workers=False,
@@ -114,8 +114,9 @@ def _open(
     return store
 
 
-def _listen(environment: Environment) -> socket.socket:
-    """Listen at the meeting point: at its address alone, where this host has it and others can reach it."""
+def listen(environment: Environment) -> socket.socket:
+    """Listen at the meeting point, which is on this host: at its address alone, where this host has it and
+    others can reach it. Raises TransportError."""
     assert environment.address is not None
     host, port = environment.address
     try:

@@ -159,14 +159,15 @@ def _run(config: Config, afterwards: ExitStack) -> Summary:
     return summary
 
 
-def finished(config: Config) -> Summary | None:
+def finished(config: Config, alone: bool = True) -> Summary | None:
     """How the run ended that the resolved `config` describes, if it has ended already; which is then said.
     Raises ConfigError where its checkpoints are of another model, or cannot be gone on from, and
-    CheckpointError where another run has its folder."""
+    CheckpointError where another run has its folder; where this launcher is not `alone`, that may be the same
+    run on another host, and its ranks will see."""
     beginning = find_beginning(config)
     if beginning.finished:
         return _finished(config, beginning, 0)
-    if user := holder(Path(config.checkpoint.folder), RUN_CLAIM):
+    if alone and (user := holder(Path(config.checkpoint.folder), RUN_CLAIM)):
         raise CheckpointError(
             f"{config.checkpoint.folder} is the folder of another "
             f"run, {user}: let it end, or choose another folder"

@@ -1,8 +1,9 @@
-"""Starts ranks on this host through torchrun's own agent, and says which one failed first.
+"""Starts ranks on this host through torchrun's own agent, and says which one failed first. With those that
+launchers on other hosts start they are one run.
 
-Invariants: no rank outlives the launcher; when `launch` returns or raises, every rank has ended; nothing
-listens on an address other than loopback. The objects behind `torch.distributed.run` are used rather than its
-command line, which takes a script's options that begin like its own for its own."""
+Invariants: no rank outlives the launcher; when `launch` returns or raises, every rank of this host has
+ended; where ranks meet is for `polyreme.launch.hosts` to say. The objects behind `torch.distributed.run` are
+used rather than its command line, which takes a script's options that begin like its own for its own."""
 
 from __future__ import annotations
 
@@ -13,30 +14,26 @@ import math
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
 import threading
 import time
-import uuid
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from torch.distributed import TCPStore
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, SubprocessContext
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
-from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo
-from torch.distributed.elastic.rendezvous.api import RendezvousStoreInfo
 
 from polyreme.distributed.environment import LAUNCHED
 from polyreme.errors import ConfigError, LaunchError
 from polyreme.launch.cores import PIN
+from polyreme.launch.hosts import LOOPBACK, Hosts, Loopback, Meeting
 from polyreme.launch.processes import signal_group
 from polyreme.launch.signals import WISHES
 
@@ -48,7 +45,6 @@ ONE_SIGNAL = 2.0
 # which the agent takes as the wish to end
 ENDINGS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 POLL = 0.1  # seconds between looks at the ranks
-LOOPBACK = "127.0.0.1"
 # a file in it: what is called so and has none is somebody else's
 FOLDER, MARK = ("polyreme-launch-", "polyreme.launch")
 YOUNG = 60.0  # seconds in which a folder may not have been locked yet
@@ -94,6 +90,7 @@ def launch(
     threads: int | None = None,
     saves: bool = False,
     manner: Manner = PLAIN,
+    hosts: Hosts | None = None,
 ) -> None:
     """Run `python COMMAND` as `ranks` ranks on this host and wait for their end.
 
@@ -104,27 +101,31 @@ def launch(
 
     `saves`: the ranks take SIGTERM and SIGUSR1 as the wish to save and to end with status 0. Each is
     forwarded, and they get SAVING seconds; a second SIGTERM kills them. `manner`: what else is asked for.
+    `hosts`: other hosts run as many ranks each; it returns when theirs have ended, too. Those that save are
+    asked to when a host comes that could take part.
 
     Raises LaunchError for a command that cannot be started, and RanksFailedError (naming the rank that failed
     first, with the exit status that fits) when a rank ends with a status other than 0 or a signal (SIGINT,
     SIGTERM, SIGHUP, SIGQUIT, forwarded to the ranks) ends the run. From a thread other than the main one,
     signals are not forwarded."""
     _check(command, ranks, manner)
-    variables = {**_for_ranks(ranks, threads), **manner.variables}
+    variables = {**_for_ranks(ranks, threads, hosts), **manner.variables}
+    meeting = Loopback(manner.ports) if hosts is None else Meeting(hosts)
     with _folder() as folder, _variables(variables), _restored_signals(), _quiet_agent():
         spec = WorkerSpec(
             role="rank",
             local_world_size=ranks,
-            rdzv_handler=_Loopback(manner.ports),
+            rdzv_handler=meeting,
             entrypoint=sys.executable,
             args=("-m", "polyreme.launch.rank", str(os.getpid()), *_rank_arguments(command, manner)),
             max_restarts=0,
             monitor_interval=POLL,
             local_addr=LOOPBACK,
         )
-        agent = _Agent(spec, DefaultLogsSpecs(log_dir=folder), shutdown_timeout=PATIENCE)
+        agent = _Agent(meeting, spec, DefaultLogsSpecs(log_dir=folder), shutdown_timeout=PATIENCE)
         agent.saves = saves
         try:
+            _end_by_signals(saves)
             result = agent.run()
         except SignalException as caught:
             raise _stopped_by(caught.sigval) from None
@@ -134,7 +135,7 @@ def launch(
             ends = {-result.failures[rank].exitcode for rank in agent.ended_first}
             if agent.wish is not None and (agent.late or ends == {agent.wish}):
                 raise _stopped_by(agent.wish, agent.late)
-            raise _report(result.failures, agent.ended_first, ranks)
+            raise _report(result.failures, agent.ended_first, agent.world_size)
 
 
 def _rank_arguments(command: Sequence[str], manner: Manner) -> list[str]:
@@ -165,7 +166,7 @@ def _check(command: Sequence[str], ranks: int, manner: Manner) -> None:
         )
 
 
-def _for_ranks(ranks: int, threads: int | None) -> dict[str, str]:
+def _for_ranks(ranks: int, threads: int | None, hosts: Hosts | None) -> dict[str, str]:
     """Variables for ranks that share this host, which take the place of none that the user set."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     variables = {"OMP_NUM_THREADS": str(threads or max(1, cores // ranks)), LAUNCHED: "1"}
@@ -173,6 +174,7 @@ def _for_ranks(ranks: int, threads: int | None) -> dict[str, str]:
         variables[PIN] = "1"
     if ranks > 1:
         variables["OMP_WAIT_POLICY"] = "PASSIVE"  # a thread that spins takes the core of another rank
+    if ranks > 1 and hosts is None:
         variables |= dict.fromkeys(
             ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), "lo" if sys.platform.startswith("linux") else "lo0"
         )
@@ -241,6 +243,19 @@ def _restored_signals() -> Iterator[None]:
                 signal.signal(number, action)
 
 
+def _end_by_signals(saves: bool) -> None:
+    """Have the signals end the launcher while it waits for other hosts, in a container, too, where it is the
+    first process, to which those without a handler are nothing. The agent puts its own in their place."""
+
+    def end(number: int, frame: FrameType | None) -> None:
+        raise SignalException(f"got {number}", signal.Signals(number))
+
+    if threading.current_thread() is threading.main_thread():
+        for number in {*ENDINGS, *(WISHES if saves else ())}:
+            if signal.getsignal(number) == signal.SIG_DFL:
+                signal.signal(number, end)
+
+
 @contextlib.contextmanager
 def _quiet_agent() -> Iterator[None]:
     """The agent would log what the report says. Its loggers set their own levels, so their way out is
@@ -254,55 +269,6 @@ def _quiet_agent() -> Iterator[None]:
         logger.propagate, logger.handlers = propagate, handlers
 
 
-class _Loopback(RendezvousHandler):
-    """The meeting of one agent with itself. Its store, which ranks use, too, listens on loopback; torch's
-    anywhere."""
-
-    def __init__(self, ports: Sequence[int]) -> None:
-        self._run_id, self._ports = uuid.uuid4().hex, ports
-
-    def next_rendezvous(self) -> RendezvousInfo:
-        listener = self._listen()
-        port = listener.getsockname()[1]
-        store = TCPStore(
-            LOOPBACK, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
-        )
-        return RendezvousInfo(store, 0, 1, RendezvousStoreInfo(LOOPBACK, port))
-
-    def _listen(self) -> socket.socket:
-        for port in self._ports:
-            try:
-                return socket.create_server((LOOPBACK, port))
-            except (OSError, OverflowError) as error:
-                problem = error
-        raise LaunchError(
-            f"ranks cannot meet at port {self._ports[-1]} of {LOOPBACK}: {problem}; "
-            "give another port, or none for any that is free"
-        )
-
-    @property
-    def use_agent_store(self) -> bool:
-        return True
-
-    def get_backend(self) -> str:
-        return "loopback"
-
-    def get_run_id(self) -> str:
-        return self._run_id
-
-    def is_closed(self) -> bool:
-        return False
-
-    def set_closed(self) -> None:
-        """Do nothing: nobody else could join."""
-
-    def num_nodes_waiting(self) -> int:
-        return 0
-
-    def shutdown(self) -> bool:
-        return True
-
-
 class _Agent(LocalElasticAgent):
     """torchrun's agent, which also notes who failed first, gives the others PATIENCE, not half a minute, to
     end, and passes wishes on."""
@@ -313,6 +279,10 @@ class _Agent(LocalElasticAgent):
     late = False  # whether they were killed because they did not
     _asked_at = math.inf  # seconds of the monotonic clock
     _terminated_at = math.inf
+
+    def __init__(self, meeting: Loopback | Meeting, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self._meeting = meeting
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         # ranks would show tracebacks of what they import at first
@@ -340,6 +310,11 @@ class _Agent(LocalElasticAgent):
                 raise SignalException("again", signal.SIGTERM)
             self._terminated_at = min(self._terminated_at, now)
 
+    @property
+    def world_size(self) -> int:
+        """Ranks of all hosts."""
+        return (self._worker_group.group_world_size or 1) * self._worker_group.spec.local_world_size
+
     def _processes(self) -> dict[int, subprocess.Popen[bytes]]:
         """The processes by local rank."""
         assert isinstance(self._pcontext, SubprocessContext)
@@ -351,6 +326,8 @@ class _Agent(LocalElasticAgent):
         if time.monotonic() > self._asked_at + SAVING and not self.late:
             self.late = True
             _kill(processes.values())
+        if self.saves and self.wish is None and self._meeting.somebody_waits():
+            self._ask(signal.SIGUSR1, None)
         # A rank that raised waits (see polyreme.launch.rank): one that ended did so by itself, not for its
         # peer.
         raised = {local for local, file in self._pcontext.error_files.items() if Path(file).exists()}

@@ -1,0 +1,260 @@
+"""The options of `polyreme launch` and `polyreme train` that hand the run to a cluster, and what becomes of
+them."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import re
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, get_type_hints
+
+import typer
+
+from polyreme.errors import PolyremeError
+
+BOTH, SLURM, KUBERNETES = "On a cluster", "With --slurm", "With --kubernetes"
+
+
+def _option(panel: str, *names: str, **more: Any) -> Any:
+    return typer.Option(*names, rich_help_panel=panel, show_default=False, **more)
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the user asked of a cluster; each field is an option of the command."""
+
+    slurm: Annotated[bool, _option(BOTH, "--slurm", help="Submit it as a batch job.")] = False
+    kubernetes: Annotated[bool, _option(BOTH, "--kubernetes", help="Write manifests of a Job.")] = False
+    nodes: Annotated[
+        int | None, _option(BOTH, "--nodes", "--pods", min=1, help="Hosts, with -n ranks each: 1 by default.")
+    ] = None
+    name: Annotated[
+        str | None, _option(BOTH, "--name", "--job-name", help="The job's: the script's by default.")
+    ] = None
+    gpus: Annotated[
+        int | None, _option(BOTH, "--gpus", "--gpus-per-node", min=1, help="GPUs of each host.")
+    ] = None
+    cpus: Annotated[int | None, _option(BOTH, "--cpus", min=1, help="Cores of each host.")] = None
+    memory: Annotated[
+        str | None, _option(BOTH, "--memory", metavar="SIZE", help="Memory of each host, as in 64Gi.")
+    ] = None
+    restarts: Annotated[
+        int | None, _option(BOTH, "--restarts", min=0, help="How often it may be started again.")
+    ] = None
+    dry_run: Annotated[
+        bool, _option(BOTH, "--dry-run", help="Print what would be submitted, and do nothing.")
+    ] = False
+    time: Annotated[str | None, _option(SLURM, "--time", metavar="HH:MM:SS", help="The time limit.")] = None
+    account: Annotated[str | None, _option(SLURM, "--account", help="Who is charged.")] = None
+    partition: Annotated[str | None, _option(SLURM, "--partition", help="Where it runs.")] = None
+    qos: Annotated[str | None, _option(SLURM, "--qos", help="The quality of service.")] = None
+    constraint: Annotated[str | None, _option(SLURM, "--constraint", help="Features of the nodes.")] = None
+    warning: Annotated[
+        int | None,
+        _option(
+            SLURM, "--warning", metavar="SECONDS", help="train: saves so long before the end; 300 by default."
+        ),
+    ] = None
+    sbatch: Annotated[
+        list[str] | None,
+        _option(SLURM, "--sbatch", metavar="OPTION", help="Another of sbatch's, as in --sbatch=--exclusive."),
+    ] = None
+    image: Annotated[
+        str | None, _option(KUBERNETES, "--image", help="The image, with Polyreme and the script.")
+    ] = None
+    kind: Annotated[
+        str | None, _option(KUBERNETES, "--kind", metavar="KIND", help="job (default), jobset or trainjob.")
+    ] = None
+    namespace: Annotated[str | None, _option(KUBERNETES, "--namespace", help="The namespace.")] = None
+    queue: Annotated[str | None, _option(KUBERNETES, "--queue", help="Kueue's local queue.")] = None
+    shm: Annotated[
+        str | None, _option(KUBERNETES, "--shm", metavar="SIZE", help="At most so much of /dev/shm.")
+    ] = None
+    volume: Annotated[
+        list[str] | None,
+        _option(KUBERNETES, "--volume", metavar="CLAIM:FOLDER", help="Where a volume's files are."),
+    ] = None
+    env: Annotated[
+        list[str] | None, _option(KUBERNETES, "--env", metavar="NAME=VALUE", help="A variable.")
+    ] = None
+    elastic: Annotated[
+        str | None,
+        _option(KUBERNETES, "--elastic", metavar="MIN:MAX", help="train: on as many pods as there are."),
+    ] = None
+    output: Annotated[
+        Path | None, _option(KUBERNETES, "-o", "--output", metavar="FILE", help="Write them to this file.")
+    ] = None
+    apply: Annotated[bool, _option(KUBERNETES, "--apply", help="Hand them to kubectl.")] = False
+
+    @property
+    def asked(self) -> bool:
+        """Whether a cluster is to run it. Raises a usage error for options that apply to none, or to the
+        other."""
+        if self.slurm and self.kubernetes:
+            raise typer.BadParameter("it runs on one of them: leave --slurm or --kubernetes out")
+        applies = {SLURM: self.slurm, KUBERNETES: self.kubernetes, BOTH: self.slurm or self.kubernetes}
+        for each in dataclasses.fields(self):
+            [option] = get_type_hints(Options, include_extras=True)[each.name].__metadata__
+            panel = option.rich_help_panel
+            if getattr(self, each.name) != each.default and not applies[panel]:
+                needed = "--slurm or --kubernetes" if panel == BOTH else panel.removeprefix("With ")
+                raise typer.BadParameter(
+                    f"it applies with {needed} only", param_hint=f"--{each.name.replace('_', '-')}"
+                )
+        return self.slurm or self.kubernetes
+
+    @property
+    def bounds(self) -> tuple[int, int] | None:
+        """The fewest and the most hosts of --elastic."""
+        if self.elastic is None:
+            return None
+        found = re.fullmatch(r"(\d{1,6}):(\d{1,6})", self.elastic, re.ASCII)
+        if found is None:
+            raise typer.BadParameter(
+                f"{self.elastic!r} is no pair of bounds: write MIN:MAX, as in 2:8", param_hint="--elastic"
+            )
+        if self.nodes is not None:
+            raise typer.BadParameter("it gives the number of pods: leave --nodes out", param_hint="--elastic")
+        return int(found[1]), int(found[2])
+
+    @property
+    def hosts(self) -> int:
+        """The most hosts that it runs on."""
+        return self.bounds[1] if self.bounds else self.nodes or 1
+
+
+def with_options(function: Callable[..., None]) -> Callable[..., None]:
+    """`function` as a command with an option for each field of its parameter `cluster`."""
+
+    def command(**given: Any) -> None:
+        options = {each.name: given.pop(each.name) for each in dataclasses.fields(Options)}
+        function(**given, cluster=Options(**options))
+
+    own = inspect.signature(function, eval_str=True).parameters
+    hints = get_type_hints(Options, include_extras=True)
+    parameters = [each for name, each in own.items() if name != "cluster"] + [
+        inspect.Parameter(
+            each.name, inspect.Parameter.KEYWORD_ONLY, default=each.default, annotation=hints[each.name]
+        )
+        for each in dataclasses.fields(Options)
+    ]
+    command.__name__, command.__doc__ = function.__name__, function.__doc__
+    command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    command.__annotations__ = {each.name: each.annotation for each in parameters}
+    return command
+
+
+def start(
+    options: Options, words: Sequence[str], ranks: int, source: str, *, config: Path | None = None
+) -> None:
+    """Hand `polyreme WORDS`, which runs `ranks` ranks, to the cluster, and say what was handed over.
+
+    `source` gives the job its name. `config`: the one that `words` name, of a run that saves when it is asked
+    to; pods get its text."""
+    name = options.name or re.sub(r"[^a-z0-9]+", "-", f"polyreme-{Path(source).stem}".lower()).strip("-")
+    if options.slurm:
+        _submit(options, [sys.executable, "-m", "polyreme", *words], ranks, name, config is not None)
+    else:
+        _write(options, ["polyreme", *words], ranks, name, config)
+
+
+def _submit(options: Options, command: Sequence[str], ranks: int, name: str, saves: bool) -> None:
+    from polyreme.launch import slurm
+
+    names = (
+        "time",
+        "account",
+        "partition",
+        "qos",
+        "constraint",
+        "gpus",
+        "cpus",
+        "memory",
+        "warning",
+        "restarts",
+    )
+    request = slurm.Request(
+        command,
+        name,
+        ranks,
+        options.hosts,
+        options=options.sbatch or (),
+        saves=saves,
+        **{each: getattr(options, each) for each in names},
+    )
+    text = slurm.script(request)
+    if options.dry_run:
+        typer.echo(text.encode("utf-8", "surrogateescape"), nl=False)
+        return
+    number = slurm.submit(text)
+    typer.echo(f"submitted batch job {number}: {name}, {_size(options, ranks, 'node')}")
+    typer.echo(f"it prints to {name}-{number}.out")
+
+
+def _write(options: Options, command: Sequence[str], ranks: int, name: str, config: Path | None) -> None:
+    from polyreme.launch import kubernetes
+    from polyreme.launch.torchrun import PATIENCE, SAVING
+
+    if options.image is None:
+        raise typer.BadParameter("--kubernetes needs one, with Polyreme and the script", param_hint="--image")
+    if options.apply and options.dry_run:
+        raise typer.BadParameter(
+            "apply them, or only print them: give one of the two", param_hint="--dry-run"
+        )
+    names = ("image", "namespace", "queue", "gpus", "cpus", "memory", "shm", "restarts")
+    request = kubernetes.Request(
+        command,
+        name=name,
+        ranks=ranks,
+        pods=options.nodes or 1,
+        kind=options.kind or "job",
+        volumes=options.volume or (),
+        env=options.env or (),
+        elastic=options.bounds,
+        saves=config is not None,
+        grace=kubernetes.ENDING if config is None else SAVING + 2 * PATIENCE,
+        files={} if config is None else {pod_file(config).name: config.read_text("utf-8")},
+        **{each: getattr(options, each) for each in names},
+    )
+    documents = kubernetes.manifests(request)
+    if options.output and not options.dry_run:
+        _save(options.output, kubernetes.text(documents))
+    elif not options.apply:
+        typer.echo(kubernetes.text(documents), nl=False)
+    what = f"{documents[-1]['kind']} {name}, {_size(options, ranks, 'pod')}"
+    if options.apply:
+        typer.echo(kubernetes.apply(documents), nl=False)
+        typer.echo(f"applied: {what}")
+    else:
+        file = options.output if options.output and not options.dry_run else "-"
+        typer.echo(f"{what}; it starts with: kubectl apply -f {file}", err=True)
+
+
+def pod_file(config: Path) -> Path:
+    """Where pods have the config."""
+    from polyreme.launch.kubernetes import CONFIGS
+
+    plain = re.fullmatch(r"[A-Za-z0-9][-._A-Za-z0-9]*", config.name)
+    return Path(CONFIGS, config.name if plain else f"run{config.suffix}")
+
+
+def _size(options: Options, ranks: int, host: str) -> str:
+    hosts = f"{options.elastic.replace(':', ' to ')}" if options.elastic else str(options.hosts)
+    return f"{hosts} {host}{'s' * (hosts != '1')} with {ranks} rank{'s' * (ranks != 1)} each"
+
+
+def _save(file: Path, text: str) -> None:
+    from polyreme.files.direct_io import no_links
+
+    try:
+        with open(file, "w", encoding="utf-8", opener=no_links) as opened:
+            opened.write(text)
+    except OSError as error:
+        raise PolyremeError(
+            f"cannot write --output {file}: {error.strerror}; name a file, not a link or a pipe, in a folder "
+            "that can be written"
+        ) from None

@@ -1,0 +1,238 @@
+"""Which of several launchers this is, one on each host, and where they meet before they start ranks: in the
+store that the first of them keeps. A launcher that is the only one meets itself.
+
+Invariants: nothing listens but at loopback, or at the address that all hosts were told. A launcher that is
+started again never takes part in a meeting that is over: it waits for the next one."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import time
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+
+from torch.distributed import TCPStore
+from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo
+from torch.distributed.elastic.rendezvous.api import RendezvousStoreInfo
+
+from polyreme.distributed.environment import LOOPBACK, PODS, RANKS_PER_POD, TORCHRUN, Environment, detect
+from polyreme.distributed.meeting import EVERYWHERE, listen
+from polyreme.errors import LaunchError, TransportError
+
+PATIENCE = 10 * 60.0  # seconds for all hosts to come: some still fetch an image
+LAST_CALL = 10.0  # seconds after the last that came in which more may come, where fewer are enough
+POLL = 0.1
+LEAST_PODS = "POLYREME_LEAST_PODS"
+"""What pods are told where fewer than all are enough."""
+OVER, WAITING = "over", "waiting"
+
+
+@dataclass(frozen=True)
+class Hosts:
+    """The place of this launcher among those of one run.
+
+    They meet at `address` (host, port), which is of host 0: at least `least` of them, at most `most`."""
+
+    index: int
+    least: int
+    most: int
+    address: tuple[str, int]
+
+
+def hosts(variables: Mapping[str, str] = os.environ) -> Hosts | None:
+    """The place of a launcher that is the only task of a Slurm step on each of several nodes, or the program
+    of each pod of a Job; None where there are no others.
+
+    Raises LaunchError where it is one of several on this host, or of a launcher that does not say where they
+    meet, and what `detect` raises."""
+    environment = detect({name: value for name, value in variables.items() if name != RANKS_PER_POD})
+    if environment.world_size == 1 or environment.name == TORCHRUN:
+        return None
+    if environment.local_world_size > 1 or environment.address is None:
+        raise LaunchError(
+            f"{environment.name} started {environment.world_size} processes, of which this is number "
+            f"{environment.rank}, and each would start ranks: have it start one on each host (srun "
+            "--ntasks-per-node=1, a pod of a Job; over MPI with MASTER_ADDR), or have it run the script "
+            "itself, `python SCRIPT`, whose engine finds the other ranks"
+        )
+    least = variables.get(LEAST_PODS, str(environment.world_size))
+    if not least.isdecimal() or not 1 <= int(least) <= environment.world_size:
+        raise LaunchError(
+            f"{LEAST_PODS} is {least!r}, but must be a number from 1 to {environment.world_size} ({PODS})"
+        )
+    return Hosts(environment.rank, int(least), environment.world_size, environment.address)
+
+
+class _Handler(RendezvousHandler):
+    """What torchrun's agent asks for and we need nothing of."""
+
+    def __init__(self) -> None:
+        self._run_id = uuid.uuid4().hex
+
+    @property
+    def use_agent_store(self) -> bool:
+        return True
+
+    def get_backend(self) -> str:
+        return "polyreme"
+
+    def get_run_id(self) -> str:
+        return self._run_id
+
+    def is_closed(self) -> bool:
+        return False
+
+    def set_closed(self) -> None:
+        """Do nothing: nobody else could join."""
+
+    def num_nodes_waiting(self) -> int:
+        return 0
+
+    def shutdown(self) -> bool:
+        return True
+
+    def somebody_waits(self) -> bool:
+        """Whether another host would join, if the run were to meet anew."""
+        return False
+
+
+class Loopback(_Handler):
+    """The meeting of one agent with itself. Its store, which ranks use, too, listens on loopback; torch's
+    anywhere."""
+
+    def __init__(self, ports: Sequence[int]) -> None:
+        super().__init__()
+        self._ports = ports
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        listener = self._listen()
+        port = listener.getsockname()[1]
+        return RendezvousInfo(_serve(LOOPBACK, listener), 0, 1, RendezvousStoreInfo(LOOPBACK, port))
+
+    def _listen(self) -> socket.socket:
+        for port in self._ports:
+            try:
+                return socket.create_server((LOOPBACK, port))
+            except (OSError, OverflowError) as error:
+                problem = error
+        raise LaunchError(
+            f"ranks cannot meet at port {self._ports[-1]} of {LOOPBACK}: {problem}; "
+            "give another port, or none for any that is free"
+        )
+
+
+class Meeting(_Handler):
+    """The meeting of the launchers of several hosts, in the order of their indices.
+
+    Raises LaunchError, with who has not come, where fewer than `hosts.least` are there in `patience` seconds.
+    Where fewer than `hosts.most` are enough, those begin that are there LAST_CALL after the last came."""
+
+    def __init__(self, hosts: Hosts, patience: float = PATIENCE) -> None:
+        super().__init__()
+        self._hosts, self._patience = hosts, patience
+        self._store: TCPStore | None = None
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        address, port = self._hosts.address
+        members = self._receive() if self._hosts.index == 0 else self._join()
+        assert self._store is not None
+        place = [index for index, _ in members].index(self._hosts.index)
+        return RendezvousInfo(self._store, place, len(members), RendezvousStoreInfo(address, port))
+
+    def somebody_waits(self) -> bool:
+        return self._hosts.index == 0 and self._store is not None and self._store.check([WAITING])
+
+    def _where(self) -> str:
+        address, port = self._hosts.address
+        return f"{address}:{port}"
+
+    def _receive(self) -> list[tuple[int, str]]:
+        """On the first host: wait for the others, and tell them who takes part."""
+        self._store = store = self._open()
+        here: dict[int, str] = {0: self._run_id}
+        began = came = time.monotonic()
+        while len(here) < self._hosts.most:
+            for index in set(range(self._hosts.most)) - here.keys():
+                if store.check([f"here/{index}"]):
+                    here[index], came = "", time.monotonic()
+            now = time.monotonic()
+            enough = len(here) >= self._hosts.least
+            if enough and self._hosts.least < self._hosts.most and now > came + LAST_CALL:
+                break
+            if not enough and now > began + self._patience:
+                missing = sorted(set(range(self._hosts.most)) - here.keys())
+                raise LaunchError(
+                    f"{len(here)} of {self._hosts.most} hosts came to {self._where()} within "
+                    f"{self._patience:g} s, and not {', '.join(map(str, missing))} (counted from 0): "
+                    "look at what they print, and whether they reach that address"
+                )
+            time.sleep(POLL)
+        # one that was started again meanwhile has another name by now
+        members = [(i, store.get(f"here/{i}").decode() if i else self._run_id) for i in sorted(here)]
+        store.set(OVER, json.dumps(members))
+        return members
+
+    def _open(self) -> TCPStore:
+        """The store, at the address that all were told: a pod's name is known only some seconds after it was
+        started."""
+        environment = Environment("launcher", 0, self._hosts.most, 0, 1, self._hosts.address)
+        for problem in self._attempts():
+            try:
+                listener = listen(environment)
+            except TransportError as error:
+                problem.append(error)
+            else:
+                address = listener.getsockname()[0]
+                return _serve(LOOPBACK if address == EVERYWHERE else address, listener)
+        raise LaunchError(f"this is the first of {self._hosts.most} hosts: {problem[-1]}")
+
+    def _join(self) -> list[tuple[int, str]]:
+        """On another host: wait until the first one says who takes part."""
+        address, port = self._hosts.address
+        for problem in self._attempts():
+            try:
+                socket.create_connection((address, port), timeout=POLL * 20).close()
+                store = TCPStore(
+                    address, port, is_master=False, wait_for_workers=False, timeout=timedelta(minutes=1)
+                )
+                if not store.check([OVER]):
+                    store.set(f"here/{self._hosts.index}", self._run_id)
+                    self._await(store, problem)
+                members = [(index, name) for index, name in json.loads(store.get(OVER))]
+                if (self._hosts.index, self._run_id) in members:
+                    self._store = store
+                    return members
+                store.set(WAITING, "1")
+                problem.append("hosts are at work there that met before this one came")
+            except (OSError, RuntimeError) as error:  # torch's are RuntimeErrors
+                problem.append(error)
+        raise LaunchError(
+            f"host {self._hosts.index} of {self._hosts.most} did not meet the first one at {self._where()} "
+            f"within {self._patience:g} s: {problem[-1]}; is the first one running, and is MASTER_ADDR its "
+            "address, at which this host reaches it?"
+        )
+
+    def _await(self, store: TCPStore, problem: list[object]) -> None:
+        """Until the first host has ended the meeting, which has patience of its own."""
+        problem.append("not all hosts came")
+        while not store.check([OVER]):
+            time.sleep(POLL)
+
+    def _attempts(self) -> Iterator[list[object]]:
+        """What went wrong so far, again and again until patience ends. A host that is one too many for now
+        has no end of it."""
+        problem: list[object] = []
+        deadline = time.monotonic() + self._patience
+        spare = self._hosts.index >= self._hosts.least
+        while spare or time.monotonic() < deadline:
+            yield problem
+            time.sleep(POLL * 5)
+
+
+def _serve(address: str, listener: socket.socket) -> TCPStore:
+    port = listener.getsockname()[1]
+    return TCPStore(address, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())

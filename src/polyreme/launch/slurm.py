@@ -1,0 +1,188 @@
+"""Batch scripts that run ranks under Slurm: one launcher on each node, which starts the node's ranks.
+
+`script` is a function of what was asked for; `submit` hands it to sbatch.
+Invariants: an argument reaches the program as it is, whatever is in it; the job is put into the queue again
+only after Slurm's own warning, and where the run ended with STOPPED, so never after `scancel`.
+Communication: none."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from polyreme.errors import LaunchError, Problem
+from polyreme.launch.requests import STOPPED, RequestError, size_problems
+
+WARNING = 300
+"""Seconds before the end of its time at which a run that saves is warned, if the user doesn't say."""
+FOREVER = 1000  # times that a job goes on, if the user doesn't say: one that never gets on ends at some time
+
+
+@dataclass(frozen=True)
+class Request:
+    """What to run on nodes, as the options of the command say it.
+
+    `command` is the program of each node. `saves`: a run that was stopped ends with STOPPED, and goes on from
+    its checkpoint. `options` are more of sbatch's own."""
+
+    command: Sequence[str]
+    name: str
+    ranks: int = 1
+    nodes: int = 1
+    time: str | None = None
+    account: str | None = None
+    partition: str | None = None
+    qos: str | None = None
+    constraint: str | None = None
+    gpus: int | None = None
+    cpus: int | None = None
+    memory: str | None = None
+    warning: int | None = None
+    restarts: int | None = None
+    options: Sequence[str] = ()
+    saves: bool = False
+
+    @property
+    def warned(self) -> int:
+        """Seconds before the end at which the run is warned; 0 if it is not."""
+        return (WARNING if self.warning is None else self.warning) if self.saves else 0
+
+
+def script(request: Request) -> str:
+    """The batch script. Raises RequestError with all that is wrong with `request`."""
+    if problems := list(_problems(request)):
+        raise RequestError("Slurm", problems)
+    header = "\n".join(f"#SBATCH --{option}" for option in _options(request))
+    srun = shlex.join(["srun", "--ntasks-per-node=1", f"--cpus-per-task={_cpus(request)}", *request.command])
+    if not request.warned:
+        return f"#!/bin/bash\n{header}\n\nexec {srun}\n"
+    return f"""#!/bin/bash
+{header}
+
+{srun} &
+step=$!
+warned= again=
+trap 'warned=1 again=1; kill -USR1 "$step"' USR1  # srun hands it to each node's launcher, and the ranks save
+while again=; wait "$step"; status=$?; [ -n "$again" ]; do :; done  # the signal ends a wait, too
+if [ -n "$warned" ] && [ "$status" -eq {STOPPED} ] && \\
+   [ "${{SLURM_RESTART_COUNT:-0}}" -lt {FOREVER if request.restarts is None else request.restarts} ]; then
+  scontrol requeue "$SLURM_JOB_ID"
+fi
+exit "$status"
+"""
+
+
+def submit(text: str) -> str:
+    """Hand a batch script to sbatch, and return the job's number.
+
+    Raises LaunchError where there is no sbatch, or where it refuses the job."""
+    try:
+        done = subprocess.run(
+            ["sbatch", "--parsable"], input=os.fsencode(text), capture_output=True, check=False
+        )
+    except OSError as error:
+        raise LaunchError(
+            f"--slurm runs sbatch, which does not start: {error.strerror}; call it on a machine that submits "
+            "jobs, or write the script with --dry-run and submit it there"
+        ) from None
+    if done.returncode:
+        raise LaunchError(
+            f"sbatch ended with status {done.returncode}: {os.fsdecode(done.stderr).strip()}; "
+            "see the script with --dry-run"
+        )
+    return os.fsdecode(done.stdout).strip().partition(";")[0]
+
+
+def seconds(time: str) -> int | None:
+    """Of a time limit as Slurm writes it: M, M:S, H:M:S, D-H, D-H:M or D-H:M:S; None of what is none."""
+    if not re.fullmatch(r"\d+(:\d+){0,2}|\d+-\d+(:\d+){0,2}", time, re.ASCII):
+        return None
+    days, dash, rest = time.rpartition("-")
+    parts = [int(each) for each in rest.split(":")]
+    if dash or len(parts) == 3:  # hours come first
+        hours, minutes, more = (*parts, 0, 0)[:3]
+    else:
+        hours, (minutes, more) = 0, (*parts, 0)[:2]
+    return int(days or 0) * 86400 + hours * 3600 + minutes * 60 + more
+
+
+def _cpus(request: Request) -> int:
+    return request.ranks if request.cpus is None else request.cpus
+
+
+def _options(request: Request) -> Iterator[str]:
+    yield f"job-name={request.name}"
+    yield f"nodes={request.nodes}"
+    yield "ntasks-per-node=1"
+    yield f"cpus-per-task={_cpus(request)}"
+    named = {
+        "gpus-per-node": request.gpus,
+        "mem": _memory(request.memory),
+        "time": request.time,
+        "account": request.account,
+        "partition": request.partition,
+        "qos": request.qos,
+        "constraint": request.constraint,
+    }
+    yield from (f"{option}={value}" for option, value in named.items() if value is not None)
+    yield f"output={request.name}-%j.out"
+    yield "open-mode=append"  # when it goes on, what it printed before stays
+    yield "requeue" if request.restarts != 0 else "no-requeue"
+    if request.warned:
+        yield f"signal=B:USR1@{request.warned}"
+    yield from (option.removeprefix("--") for option in request.options)
+
+
+def _memory(size: str | None) -> str | None:
+    """Slurm's units are those of 1024, without the i."""
+    return None if size is None else size.replace("i", "")
+
+
+def _problems(request: Request) -> Iterator[Problem]:
+    for option in ("name", "account", "partition", "qos", "constraint"):
+        value = getattr(request, option)
+        if value is not None and not re.fullmatch(r"[^\s'\"\\#\x00-\x1f]+", value):
+            reason = "in a line of sbatch's options it would not be read as one word"
+            yield Problem(f"--{option}", value, reason, "leave spaces, quotes, \\ and # out of it")
+    for option in request.options:
+        if not re.fullmatch(r"--[a-z][a-z-]*(=[^\s'\"\\#\x00-\x1f]+)?", option):
+            reason = "it is none of sbatch's long options in one word"
+            yield Problem(
+                "--sbatch", option, reason, "write --sbatch=--OPTION=VALUE, without spaces and quotes"
+            )
+    for option, number, least in (
+        ("--nodes", request.nodes, 1),
+        ("-n", request.ranks, 1),
+        ("--gpus", request.gpus, 1),
+        ("--cpus", request.cpus, 1),
+        ("--warning", request.warning, 0),
+        ("--restarts", request.restarts, 0),
+    ):
+        if number is not None and number < least:
+            yield Problem(option, number, f"it is below {least}", f"give {least} or more")
+    if request.restarts and not request.saves:
+        reason = "Slurm itself starts a script again, each time that a node failed"
+        yield Problem("--restarts", request.restarts, reason, "give 0 for never, or leave it out")
+    yield from size_problems(memory=request.memory)
+    yield from _time_problems(request)
+
+
+def _time_problems(request: Request) -> Iterator[Problem]:
+    limit = None if request.time is None else seconds(request.time)
+    if request.time is not None and not limit:
+        reason = "it is no time limit of Slurm's"
+        yield Problem("--time", request.time, reason, "write HH:MM:SS, or D-HH:MM:SS, above 0")
+    if request.warning and not request.saves:
+        reason = "a script does not save by itself when it gets SIGUSR1"
+        yield Problem(
+            "--warning", request.warning, reason, "have `polyreme train` run a config, or leave it out"
+        )
+    elif request.warned > 65535:
+        yield Problem("--warning", request.warned, "Slurm takes up to 65535", "give fewer seconds")
+    elif limit and request.warned >= limit:
+        reason = f"so many seconds before its end the job, of {limit} s (--time), has not begun"
+        yield Problem("--warning", request.warned, reason, "give fewer seconds, or a longer --time")

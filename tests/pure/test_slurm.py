@@ -1,0 +1,173 @@
+"""Batch scripts: what they say, what bash makes of them with Slurm's commands replaced, and what is
+refused."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+import shlex
+import signal
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from examples import ALL, examples
+from polyreme.errors import LaunchError
+from polyreme.launch import slurm
+from polyreme.launch.requests import STOPPED, RequestError
+from polyreme.launch.slurm import Request, script
+
+GOLDEN = Path(__file__).parents[1] / "data" / "clusters"
+SCRIPT = Request(
+    ["python", "-m", "polyreme", "launch", "-n", "2", "train.py", "it's $HOME"], "first", ranks=2
+)
+TRAIN = Request(
+    ["/venv/bin/python", "-m", "polyreme", "train", "run.toml", "-n", "8", "--stopped-status", "75"],
+    name="llama",
+    ranks=8,
+    nodes=4,
+    time="1-12:00:00",
+    account="physics",
+    partition="gpu",
+    qos="long",
+    constraint="a100&nvlink",
+    gpus=8,
+    cpus=64,
+    memory="512Gi",
+    restarts=20,
+    options=["--exclusive", "--mail-type=END,FAIL"],
+    saves=True,
+)
+FORMS = {"slurm-script": SCRIPT, "slurm-train": TRAIN}
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_scripts_are_those_that_were_read_through(name: str) -> None:
+    file, written = GOLDEN / f"{name}.sh", script(FORMS[name])
+    if "POLYREME_WRITE_GOLDEN" in os.environ:
+        file.write_text(written)
+    assert written == file.read_text()
+    subprocess.run(["bash", "-n"], input=written, text=True, check=True)
+
+
+def slurm_of_the_test(folder: Path, srun: str) -> dict[str, str]:
+    """Variables with which bash finds srun and scontrol in `folder`, which note what they are told."""
+    for name, body in {"srun": srun, "scontrol": f'echo "$*" >> {folder}/scontrol.txt'}.items():
+        (folder / name).write_text(f"#!/bin/bash\n{body}\n")
+        (folder / name).chmod(0o755)
+    return {"PATH": f"{folder}:{os.environ['PATH']}", "SLURM_JOB_ID": "7"}
+
+
+WORDS = st.lists(st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0")))
+
+
+@examples(300)
+@given(WORDS)
+def test_arguments_are_words_of_a_shell(words: list[str]) -> None:
+    command = script(Request(["polyreme", *words], "name")).partition("\n\nexec ")[2]
+    assert shlex.split(command)[3:] == ["polyreme", *words]
+
+
+@examples(30 if ALL in os.environ else 5)
+@given(many=st.lists(WORDS, min_size=20, max_size=20), saves=st.booleans())
+def test_arguments_reach_the_program_as_they_are(
+    many: list[list[str]], saves: bool, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    folder, words = tmp_path_factory.mktemp("slurm"), [word for words in many for word in words]
+    variables = slurm_of_the_test(folder, f"printf '%s\\0' \"$@\" > {folder}/words")
+    text = script(Request(["polyreme", *words], "name", saves=saves))
+    done = subprocess.run(["bash"], input=text.encode(), env=variables, check=False)
+    assert done.returncode == 0
+    told = (folder / "words").read_bytes().decode().split("\0")[:-1]
+    assert told == ["--ntasks-per-node=1", "--cpus-per-task=1", "polyreme", *words]
+
+
+# The step ends by itself, or after the signal; bash's own wait ends with the signal, before the step has.
+WAITS = "trap 'sleep 0.3; exit {status}' USR1; touch {folder}/started; while true; do sleep 0.05; done"
+
+
+@pytest.mark.parametrize(
+    ("status", "warned", "before", "queued"),
+    [
+        (STOPPED, True, "0", True),
+        (STOPPED, True, "20", False),
+        (STOPPED, False, "0", False),
+        (0, True, "0", False),
+        (1, True, "0", False),
+        (138, True, "0", False),
+    ],
+)
+def test_a_run_that_was_warned_and_saved_goes_on(
+    tmp_path: Path, status: int, warned: bool, before: str, queued: bool
+) -> None:
+    srun = WAITS.format(status=status, folder=tmp_path) if warned else f"exit {status}"
+    variables = slurm_of_the_test(tmp_path, srun) | {"SLURM_RESTART_COUNT": before}
+    (tmp_path / "job.sh").write_text(script(TRAIN))
+    process = subprocess.Popen(["bash", tmp_path / "job.sh"], env=variables)
+    while warned and not (tmp_path / "started").exists():
+        time.sleep(0.02)
+    if warned:
+        process.send_signal(signal.SIGUSR1)
+    assert process.wait(30) == status
+    told = tmp_path / "scontrol.txt"
+    assert (told.read_text() if told.exists() else "") == ("requeue 7\n" if queued else "")
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"name": "a b"}, "--name = 'a b'"),
+        ({"account": "a\nb"}, "--account = 'a\\nb'"),
+        ({"partition": ""}, "--partition = ''"),
+        ({"constraint": "a'"}, "--constraint"),
+        ({"options": ["exclusive"]}, "--sbatch = 'exclusive'"),
+        ({"options": ["--comment=a b"]}, "--sbatch = '--comment=a b'"),
+        ({"nodes": 0}, "--nodes = 0"),
+        ({"memory": "many"}, "--memory = 'many'"),
+        ({"time": "soon"}, "--time = 'soon'"),
+        ({"time": "0"}, "--time = '0'"),
+        ({"time": "5"}, "of 300 s (--time)"),
+        ({"warning": 70000}, "up to 65535"),
+        ({"warning": 60, "saves": False}, "does not save by itself"),
+        ({"restarts": 3, "saves": False}, "each time that a node failed"),
+    ],
+)
+def test_what_is_refused(changes: dict[str, Any], said: str) -> None:
+    with pytest.raises(RequestError, match=re.escape(said)) as caught:
+        script(dataclasses.replace(TRAIN, **changes))
+    assert "fix:" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [("90", 5400), ("1:30", 90), ("2:00:01", 7201), ("1-2", 93600), ("1-2:3", 93780), ("1-0:0:9", 86409)],
+)
+def test_time_limits_are_read_as_slurm_reads_them(text: str, seconds: int) -> None:
+    assert slurm.seconds(text) == seconds
+
+
+@pytest.mark.parametrize("text", ["", "1:2:3:4", "-1", "1-", "1h", "٣", "1-2-3"])
+def test_what_is_no_time_limit(text: str) -> None:
+    assert slurm.seconds(text) is None
+
+
+def test_submitting_says_what_sbatch_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(LaunchError, match="sbatch, which does not start"):
+        slurm.submit("")
+    sbatch = tmp_path / "sbatch"
+    sbatch.write_text(
+        f'#!/bin/sh\n[ "$*" = --parsable ] && /bin/cat > {tmp_path}/job.sh && echo "12;cluster"\n'
+    )
+    sbatch.chmod(0o755)
+    assert slurm.submit(script(SCRIPT)) == "12"
+    assert (tmp_path / "job.sh").read_text() == script(SCRIPT)
+    sbatch.write_text("#!/bin/sh\necho no such account >&2; exit 1\n")
+    with pytest.raises(LaunchError, match="status 1: no such account"):
+        slurm.submit("")

@@ -1,0 +1,148 @@
+"""Jobs that `polyreme ... --kubernetes` wrote, in the pods of the tests' own kubelet."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from command import SOURCE, TINY, polyreme, write_text
+from examples import ALL
+from hosts import Host, hosts, lacking
+from kubelet import Kubelet, Pod
+
+pytestmark = pytest.mark.skipif(bool(lacking()), reason=lacking())
+whole = pytest.mark.skipif(ALL not in os.environ, reason="a minute of processor time: with --all-cases")
+STEPS = 200
+SCRIPT = """
+import sys, torch, polyreme
+torch.manual_seed(0)
+model = torch.nn.Sequential(torch.nn.Linear(8, 32), torch.nn.Tanh(), torch.nn.Linear(32, 4))
+config = {"batch": {"size": 8}, "zero": {"stage": 3}}
+engine = polyreme.initialize(model, config, loss_fn=torch.nn.functional.cross_entropy)
+numbers, dp = torch.Generator().manual_seed(1), engine.mesh.dp
+for _ in range(3):
+    x, y = torch.randn(8, 8, generator=numbers), torch.randint(4, (8,), generator=numbers)
+    engine.train_step((x.chunk(dp.size)[dp.rank], y.chunk(dp.size)[dp.rank]))
+weights = b"".join(each.numpy().tobytes() for each in engine.state_dict().values())
+if dp.rank == 0:
+    open(sys.argv[1], "wb").write(weights + " ".join([str(dp.size), *sys.argv[2:]]).encode())
+"""
+
+
+@pytest.fixture(scope="module")
+def nodes() -> Iterator[list[Host]]:
+    with hosts(2) as made:
+        yield made
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """The image's working folder, and a volume."""
+    (tmp_path / "volume").mkdir()
+    return tmp_path
+
+
+def kubelet(nodes: list[Host], folder: Path) -> Kubelet:
+    image = {
+        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+        "PYTHONPATH": SOURCE,
+        "HOME": str(folder),
+        "OMP_NUM_THREADS": "1",
+        "HF_HUB_OFFLINE": "1",
+    }
+    return Kubelet(nodes, folder, {"runs": folder / "volume"}, image)
+
+
+def job(folder: Path, *words: str) -> list[dict[str, Any]]:
+    """The manifests that the command writes, with the volume at `folder`/out."""
+    command, *rest = words
+    options = ["--kubernetes", "--image", "here", "--volume", f"runs:{folder}/out"]
+    options += [] if "--elastic" in rest else ["--pods", "2"]
+    status, output, errors = polyreme(folder, command, *options, *rest)
+    assert status == 0, errors
+    return list(yaml.safe_load_all(output))
+
+
+def test_a_script_in_two_pods_has_the_weights_of_one_host(nodes: list[Host], folder: Path) -> None:
+    (folder / "script.py").write_text(SCRIPT)
+    words = ["-n", "1", "script.py"]
+    outcome = kubelet(nodes, folder).run(
+        job(folder, "launch", "--restarts", "0", *words, f"{folder}/out/weights", "$(HOME) '$$")
+    )
+    assert outcome.complete, outcome.said
+    assert sorted((pod.index, pod.status) for pod in outcome.pods) == [(0, 0), (1, 0)], outcome.said
+    status, _, errors = polyreme(folder, "launch", "-n", "2", "script.py", "alone", "$(HOME) '$$")
+    assert status == 0, errors
+    weights = (folder / "volume" / "weights").read_bytes()
+    assert weights.endswith(b"2 $(HOME) '$$") and weights == (folder / "alone").read_bytes()
+
+
+def test_a_job_ends_where_its_command_is_wrong(nodes: list[Host], folder: Path) -> None:
+    outcome = kubelet(nodes, folder).run(job(folder, "launch", "--restarts", "0", "none.py"))
+    assert not outcome.complete and "the script 'none.py' is not a file" in outcome.said
+
+
+def write_run(folder: Path) -> None:
+    """A config, and its text."""
+    write_text(folder)
+    section = f'[checkpoint]\nfolder = "{folder}/out"\n'
+    (folder / "run.toml").write_text(
+        TINY.replace("length = 20", f"length = {STEPS}").replace("[checkpoint]\n", section)
+    )
+
+
+def steps(folder: Path) -> int:
+    """How far the run in the volume is."""
+    log = folder / "volume" / "log.jsonl"
+    return log.read_text().count("\n") if log.exists() else 0
+
+
+@whole
+@pytest.mark.timeout(900)
+def test_a_run_whose_pod_is_evicted_goes_on(nodes: list[Host], folder: Path) -> None:
+    write_run(folder)
+    evicted: list[Pod] = []
+
+    def evict(running: list[Pod]) -> None:
+        if not evicted and steps(folder) > 3:
+            evicted.extend(pod for pod in running if pod.index == 1)
+            evicted[0].terminate()
+
+    documents = job(folder, "train", "run.toml", "-n", "1")
+    outcome = kubelet(nodes, folder).run(documents, evict)
+    assert outcome.complete, outcome.said
+    ends = sorted((pod.index, pod.status) for pod in outcome.pods)
+    assert ends == [(0, 0), (0, 75), (1, 0), (1, 75)], outcome.said
+    alone = f'checkpoint.folder="{folder}/alone"'
+    status, _, errors = polyreme(folder, "train", "run.toml", "-n", "2", "--set", alone)
+    assert status == 0, errors
+    weights = [
+        next(each.glob(f"step-{STEPS}/model.safetensors")) for each in (folder / "volume", folder / "alone")
+    ]
+    assert weights[0].read_bytes() == weights[1].read_bytes()
+
+
+@whole
+@pytest.mark.timeout(900)
+def test_an_elastic_run_begins_on_one_pod_and_takes_another(nodes: list[Host], folder: Path) -> None:
+    write_run(folder)
+    cluster = kubelet(nodes, folder)
+    cluster.room = 1
+
+    def make_room(running: list[Pod]) -> None:
+        if steps(folder) > 3:
+            cluster.room = 2
+
+    outcome = cluster.run(job(folder, "train", "--elastic", "1:2", "run.toml", "-n", "1"), make_room)
+    assert outcome.complete, outcome.said
+    assert [(pod.index, pod.status) for pod in outcome.pods if pod.index == 0] == [(0, 75), (0, 0)], (
+        outcome.said
+    )
+    assert "2 ranks" in outcome.pods[-1].output.read_text(), outcome.said
+    assert len([pod for pod in outcome.pods if pod.index == 1]) == 1
