@@ -55,7 +55,8 @@ def run(size: int, function: Callable[..., Any], *args: Any, timeout: float = 24
         threading.Thread(target=world.live, args=(rank, function, args), name=f"rank {rank}", daemon=True)
         for rank in range(size)
     ]
-    here = {"join": _device, "world": _place, "GROUPS": Groups(), "_axis": _axis}
+    here: dict[str, Any] = {"join": _device, "world": _place, "GROUPS": Groups(), "_axis": _axis}
+    here |= {"of_cpus": lambda group=None: "threads", "other_backend": lambda backend: None}
     with patch.multiple(mesh, **here):
         for thread in threads:
             thread.start()
@@ -267,7 +268,7 @@ class Groups:
         return ranks, backend
 
 
-def _device(timeout: timedelta) -> torch.device:
+def _device(*_: Any) -> torch.device:
     return torch.device("cpu")
 
 
