@@ -7,7 +7,8 @@ begins the same exchanges in the same order.
 
 Communication: all-gather and reduce-scatter send (n-1)/n of the buffer, half of what gloo's own
 reduce-scatter sends; all-reduce, which is for little, n-1 times the tensor. Ranks of one host only tell each
-other where a part lies (`shared_memory`) and read it there; to others, and where it is little, it is sent.
+other where a part lies (`shared_memory`) and read it there; to others, and where it is little and no
+all-reduce, it is sent.
 Nothing goes through gloo's worker threads: one that still holds a tensor when the interpreter ends aborts the
 process."""
 
@@ -107,7 +108,7 @@ class GlooDirect:
         )
 
     def all_reduce(self, tensor: Tensor) -> Work:
-        if self._board is None or tensor.nbytes < SMALL:
+        if self._board is None:
             out = [tensor] * self._size
         else:  # others read a copy while the sum takes its place
             copy = self._stage(tensor)
@@ -117,6 +118,7 @@ class GlooDirect:
             lambda _: torch.empty_like(tensor),
             lambda parts: sum_into(tensor, parts, False),
             "all-reduce",
+            least=0,
         )
         if out[self._rank - 1] is not tensor:
             self._unstage(copy, work)
@@ -156,14 +158,15 @@ class GlooDirect:
         into: Callable[[int], Tensor],
         finish: Callable[[Sequence[Tensor]], None],
         what: str,
+        least: int = SMALL,
     ) -> Work:
         """Begin to give out[r] to every rank r of the axis and to get theirs, all of one size; `finish` is
         called with what came, in rank order (out[own rank] among it).
 
         A peer on this host gets told where out[r] lies, and says when it has read it. Others, and all where
-        it is little, get the numbers, received in into(r)."""
+        it has fewer than `least` bytes, get the numbers, received in into(r)."""
         what = f"{what} over {self._axis} ({out[0].numel()} {out[0].dtype})"
-        board = None if out[0].nbytes < SMALL else self._board
+        board = None if out[0].nbytes < least else self._board
         near = board.ranks if board is not None else ()
         number, notice, sign = self._begun, self._posted, zlib.crc32(what.encode())
         tag = number % NUMBERS * SIGNS + sign % SIGNS
