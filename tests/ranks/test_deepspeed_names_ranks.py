@@ -33,9 +33,9 @@ def kinds(rank: int, world: int) -> None:
     _, found, *_ = started(**ADAM)
     assert isinstance(found, FusedAdam) and isinstance(found, DeepSpeedOptimizer)
     assert found.adam_w_mode and not isinstance(found, DeepSpeedZeroOptimizer)
-    offload = {"stage": 2, "offload_optimizer": {"device": "cpu"}}
-    _, found, *_ = started(**ADAM, zero_optimization=offload)
-    assert isinstance(found.optimizer, DeepSpeedCPUAdam) and isinstance(found, DeepSpeedZeroOptimizer)
+    for offload in ({"offload_optimizer": {"device": "cpu"}}, {"cpu_offload": True}):
+        _, found, *_ = started(**ADAM, zero_optimization={"stage": 2, **offload})
+        assert isinstance(found.optimizer, DeepSpeedCPUAdam) and isinstance(found, DeepSpeedZeroOptimizer)
     _, found, *_ = started(**ADAM, zero_optimization={"stage": 3})
     assert isinstance(found, DeepSpeedZeroOptimizer_Stage3) and not isinstance(found, DeepSpeedZeroOptimizer)
     model = nn.Linear(2, 2)

@@ -124,7 +124,7 @@ def basic_class(basic: Optimizer | type[Optimizer], translation: Translation) ->
     named = translation.optimizer
     if named is None or named.params.get("torch_adam") or made not in _OF_TORCH:
         return made
-    on_cpu = translation.values["zero_optimization.offload_optimizer.device"] not in (None, "none")
+    on_cpu = translation.config.get("memory", {}).get("states", "device") != "device"
     return _OF_TORCH[made][on_cpu]
 
 
