@@ -10,9 +10,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import polyreme
 import polyreme.compat.deepspeed as deepspeed
 from polyreme.compat.deepspeed.checkpoint import ds_to_universal
 from polyreme.compat.deepspeed.refusal import ArgumentError, OrderError, UnsupportedError
+from polyreme.compat.deepspeed.runtime.zero import unwrap_model_for_generation
+from polyreme.compat.deepspeed.utils import zero_to_fp32
+from polyreme.layout.region import MASTER
+from polyreme.zero.released import Released
 from pool import Ranks
 
 WIDTH, MICRO, STEPS = 12, 3, 4
@@ -411,3 +416,61 @@ def take_over(rank: int, world: int, case: str) -> None:
 @pytest.mark.parametrize("case", ["stage1-bf16", "stage3-fp32"])
 def test_client_state_and_schedule_of_deepspeeds_own_checkpoint(ranks: Ranks, case: str) -> None:
     ranks(2, take_over, case)
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.second.weight = self.first.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.first(x)).square().mean()
+
+
+def around_saving(rank: int, world: int, folder: str) -> None:
+    source = config(1, 3, optimizer={"type": "Adam", "params": {"lr": 0.01}})
+    engine, *_ = deepspeed.initialize(model=Tied(), config=source)
+    with pytest.raises(AssertionError, match="different tags, tag-0, tag-1"):
+        engine.save_checkpoint(folder, tag=f"tag-{rank}")
+    engine.save_checkpoint(folder)
+    found = zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint(folder)
+    assert found["second.weight"] is found["first.weight"]
+    Tied().load_state_dict(found)
+    half = zero_to_fp32.to_torch_tensor(found, dtype=torch.bfloat16)
+    assert half["second.weight"] is half["first.weight"] and half["first.weight"].dtype == torch.bfloat16
+    weight = engine.module.first.weight
+    with unwrap_model_for_generation(engine) as whole:
+        assert whole is engine and torch.equal(weight, found["first.weight"])
+    with (
+        pytest.raises(RuntimeError, match="in-place modification"),
+        deepspeed.zero.GatheredParameters([weight]),
+        torch.no_grad(),
+    ):
+        weight.add_(1)
+
+
+def test_tied_names_tags_and_gathered_weights(ranks: Ranks, tmp_path: Path) -> None:
+    ranks(2, around_saving, str(tmp_path))
+
+
+def only_its_bucket(rank: int, world: int) -> None:
+    """What is gathered is what was asked for, and the edits of the rank named reach the masters."""
+    settings = {
+        "batch": {"size": world},
+        "zero": {"stage": 3, "min_bucket": 0},
+        "precision": {"compute": "bf16"},
+        "optimizer": {"name": "sgd"},
+    }
+    engine = polyreme.initialize(Network(), settings)
+    asked, other = (engine.module.blocks[i][0].weight for i in (0, 1))
+    with deepspeed.zero.GatheredParameters(asked, modifier_rank=1):
+        assert isinstance(other, Released) and not isinstance(asked, Released)
+        with torch.no_grad():
+            asked.fill_(rank + 2)
+    master = engine.numbers(asked).whole(MASTER)
+    assert master is not None and master.dtype == torch.float32 and master.eq(3).all()
+
+
+def test_gathers_no_more_than_was_asked_for(ranks: Ranks) -> None:
+    ranks(2, only_its_bucket)

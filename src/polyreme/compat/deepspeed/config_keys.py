@@ -340,7 +340,9 @@ SECTIONS: dict[str, dict[str, Key]] = {
         **each(EXPERTS, "anything", None, "it counts with expert_parallel.enabled only"),
     },
     "checkpoint": {
-        "tag_validation": kept("text", "Warn", "Ignore, Warn or Fail where ranks save under different tags"),
+        "tag_validation": kept(
+            ("ignore", "warn", "fail"), "warn", "ranks that save under different tags are always an error"
+        ),
         "load_universal": idle("bool", False, ELASTIC),
         "use_node_local_storage": warned("bool", False, "ranks write one folder, which all hosts must see"),
         "parallel_write.pipeline_stage": idle("bool", False, "every rank writes its own parts"),

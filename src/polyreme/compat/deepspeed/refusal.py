@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from polyreme.errors import PolyremeError
+from polyreme.errors import CheckpointError, PolyremeError
 
 
 class UnsupportedError(PolyremeError, NotImplementedError):
@@ -24,6 +24,14 @@ class CallError(PolyremeError, RuntimeError):
 
 class OrderError(PolyremeError, AssertionError):
     """A call before the one that it needs."""
+
+
+class TagError(CheckpointError, AssertionError):
+    """Ranks that save one checkpoint under different tags."""
+
+
+class GatherError(PolyremeError, RuntimeError):
+    """A change of gathered parameters that would be lost."""
 
 
 def refused(name: str, reason: str, fix: str) -> UnsupportedError:

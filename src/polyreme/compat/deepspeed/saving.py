@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from polyreme.compat.deepspeed.refusal import ArgumentError, refused
+from polyreme.compat.deepspeed.refusal import ArgumentError, TagError, refused
 from polyreme.errors import CheckpointError
 from polyreme.zero.released import Gathered, Released
 
@@ -28,6 +28,8 @@ LATEST_UNIVERSAL = "latest_universal"
 SCRIPT = "zero_to_fp32.py"
 DOOR = "deepspeed"
 """Where a checkpoint's `extra` has what this door adds."""
+TIED = "tied"
+"""In it, for each further name of a tied parameter, the first."""
 COUNTS = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
 
 
@@ -50,10 +52,13 @@ def save(
 ) -> bool:
     """Write `save_dir`/`tag`, then `latest`. All ranks must call. Raises ArgumentError for a tag that is no
     plain name, and for client state that JSON cannot hold; CheckpointError on every rank where a write
-    failed."""
+    failed, or tags differ."""
     folder = Path(save_dir)
     name = _plain(f"global_step{engine.global_steps}" if tag is None else str(tag))
+    if len(tags := {*engine.polyreme.mesh.gather_objects(name)}) > 1:
+        raise TagError(f"ranks save under different tags, {', '.join(sorted(tags))}: give all the same")
     extra = {
+        TIED: tied(engine.module),
         "client_state": to_json(client_state, "client_state"),
         **{count: getattr(engine, count) for count in COUNTS},
     }
@@ -120,6 +125,13 @@ def whole(
     }
     found = engine.polyreme.state_dict(rank0_only=rank0_only)
     return {prefix + name: tensor for name, tensor in found.items() if name not in frozen}
+
+
+def tied(module: nn.Module) -> dict[str, str]:
+    """The further names of tied parameters, and the first of each."""
+    first: dict[int, str] = {}
+    every = module.named_parameters(remove_duplicate=False)
+    return {name: known for name, p in every if (known := first.setdefault(id(p), name)) != name}
 
 
 def save_weights(engine: DeepSpeedEngine, save_dir: str | Path, name: str, exclude_frozen: bool) -> bool:

@@ -41,8 +41,8 @@ def _offload(name: str) -> Callable[[Translation], Any]:
 COMPUTED: Mapping[str, Callable[[Translation], Any]] = {
     "aio_config": lambda given: given.section("aio"),
     "autotuning_enabled": lambda given: False,
-    "checkpoint_tag_validation_enabled": lambda given: given.values["checkpoint.tag_validation"] != "Ignore",
-    "checkpoint_tag_validation_fail": lambda given: given.values["checkpoint.tag_validation"] == "Fail",
+    "checkpoint_tag_validation_enabled": lambda given: given.values["checkpoint.tag_validation"] != "ignore",
+    "checkpoint_tag_validation_fail": lambda given: given.values["checkpoint.tag_validation"] == "fail",
     "curriculum_learning_enabled": lambda given: False,
     "data_efficiency_enabled": lambda given: False,
     "data_sampling_enabled": lambda given: False,

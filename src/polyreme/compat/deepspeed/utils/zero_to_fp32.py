@@ -7,6 +7,7 @@ python zero_to_fp32.py . output_dir/ --safe_serialization
 from __future__ import annotations
 
 import argparse
+from collections.abc import Mapping
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from polyreme.checkpoint.open import open_source
+from polyreme.compat.deepspeed.saving import DOOR, TIED
 from polyreme.errors import CheckpointError
 from polyreme.layout.region import MASTER, MODEL
 
@@ -44,7 +46,23 @@ def get_fp32_state_dict_from_zero_checkpoint(
         found[name] = numbers.view(info.shape).to(
             torch.float32 if numbers.is_floating_point() else numbers.dtype
         )
-    return found
+    resume = getattr(source, "resume", None)
+    names = resume.extra.get(DOOR, {}).get(TIED, {}) if resume else {}
+    return {**{name: found[first] for name, first in names.items() if first in found}, **found}
+
+
+def to_torch_tensor(
+    state_dict: Mapping[str, Tensor], return_empty_tensor: bool = False, dtype: torch.dtype | None = None
+) -> dict[str, Tensor]:
+    """The tensors of a state dict, contiguous, those of floating point in `dtype`, or empty ones like them;
+    one that has several names stays one."""
+    made: dict[int, Tensor] = {}
+    for tensor in state_dict.values():
+        if id(tensor) not in made:
+            wanted = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
+            like = torch.empty(tensor.shape, dtype=wanted)
+            made[id(tensor)] = like if return_empty_tensor else tensor.contiguous().to(wanted)
+    return {name: made[id(tensor)] for name, tensor in state_dict.items()}
 
 
 def convert_zero_checkpoint_to_fp32_state_dict(

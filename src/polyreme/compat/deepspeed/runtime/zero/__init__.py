@@ -9,6 +9,7 @@ from polyreme.compat.deepspeed.runtime.zero.partition_parameters import (
     register_external_parameter,
     unregister_external_parameter,
 )
+from polyreme.compat.deepspeed.runtime.zero.stage3 import unwrap_model_for_generation
 
 __all__ = [
     "GatheredParameters",
@@ -17,6 +18,7 @@ __all__ = [
     "ZeroParamType",
     "register_external_parameter",
     "unregister_external_parameter",
+    "unwrap_model_for_generation",
 ]
 
 __getattr__ = lazily(__name__, dict.fromkeys(("TiledLinear", "TiledLinearReturnBias"), "tiling"))

@@ -17,6 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from polyreme.compat.deepspeed.comm.initialize import init_distributed
+from polyreme.compat.deepspeed.refusal import GatherError
+from polyreme.errors import ModelError
 from polyreme.zero.divided import building, divide, gathered, share_of
 from polyreme.zero.parameter import engine_of
 from polyreme.zero.released import Released
@@ -173,7 +175,12 @@ class GatheredParameters(AbstractContextManager[None]):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._stack.__exit__(kind, error, trace)
+        try:
+            self._stack.__exit__(kind, error, trace)
+        except ModelError as refusal:
+            if kind is not None:
+                raise
+            raise GatherError(f"in-place modification inside of GatheredParameters: {refusal}") from refusal
 
     def _tag(self, status: ZeroParamStatus) -> None:
         for parameter in self._params:

@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
 from torch import nn
 
 from polyreme.compat.deepspeed.runtime.fp16.fused_optimizer import Wrapper
 from polyreme.compat.deepspeed.runtime.zero.estimates import Row, largest_layer, parameters, print_estimates
+from polyreme.compat.deepspeed.runtime.zero.partition_parameters import GatheredParameters
+
+if TYPE_CHECKING:
+    from polyreme.compat.deepspeed.runtime.engine import DeepSpeedEngine
 
 
 def estimate_zero3_model_states_mem_needs(
@@ -79,6 +87,14 @@ def estimate_zero3_model_states_mem_needs_all_cold(
         f"{largest_layer_params // 1_000_000}M largest layer params"
     )
     print_estimates(of_model, num_gpus_per_node, num_nodes, rows)
+
+
+@contextmanager
+def unwrap_model_for_generation(model: DeepSpeedEngine) -> Iterator[DeepSpeedEngine]:
+    """An engine whose parameters are whole, for several forwards without gradients, as generation makes
+    them."""
+    with GatheredParameters(model.parameters()):
+        yield model
 
 
 class DeepSpeedZeroOptimizer_Stage3(Wrapper):
