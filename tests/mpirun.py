@@ -22,6 +22,13 @@ OPTIONS: Mapping[str, Sequence[str]] = {"mpich": (), "openmpi": ("--allow-run-as
 Job = tuple[Callable[..., Any], tuple[Any, ...]]
 
 
+class Failed(str):
+    """A job's traceback."""
+
+
+MISSING = Failed("the rank did not come to this")
+
+
 def missing(library: str) -> str:
     """Why ranks of a library cannot be started; "" if they can."""
     if not importlib.util.find_spec("mpi4py"):
@@ -44,11 +51,10 @@ def variables() -> dict[str, str]:
 
 
 def run(
-    library: str, world: int, jobs: Mapping[str, Job], folder: Path, timeout: float = 200
+    library: str, world: int, jobs: Mapping[str, Job], folder: Path, timeout: float = 150
 ) -> dict[str, list[Any]]:
-    """What each job gave on each rank: its result, or the text of what it raised; None of a rank that ended
-    before. A job is a function at the top of a test module, called as `function(rank, world, *args)`, and
-    what follows its rank and world."""
+    """What each job gave on each rank: its result, or the text of what it raised. A job is a function at the
+    top of a test module, called as `function(rank, world, *args)`, and what follows its rank and world."""
     (folder / "jobs").write_bytes(
         pickle.dumps((sys.path, {name: pickle.dumps(job) for name, job in jobs.items()}))
     )
@@ -67,12 +73,8 @@ def run(
     return {
         "status": [process.returncode],
         "printed": [(folder / "printed").read_text(errors="replace")],
-        **{name: [answer.get(name) for answer in answers] for name in jobs},
+        **{name: [answer.get(name, MISSING) for answer in answers] for name in jobs},
     }
-
-
-class Failed(str):
-    """A job's traceback."""
 
 
 def serve() -> None:

@@ -214,10 +214,13 @@ class GlooDirect:
 
     def _stage(self, tensor: Tensor) -> Tensor:
         """A copy of `tensor` that ranks of this host can read."""
-        copies = self._staged[tensor.numel(), tensor.dtype]
+        return self._place(tensor.numel(), tensor.dtype).copy_(tensor)
+
+    def _place(self, size: int, dtype: torch.dtype) -> Tensor:
+        """A tensor that ranks of this host can read, to go back by `_unstage`."""
+        copies = self._staged[size, dtype]
         reusable = bool(copies) and copies[0][1].is_settled()
-        copy = copies.popleft()[0] if reusable else self.empty(tensor.numel(), tensor.dtype, self.device)
-        return copy.copy_(tensor)
+        return copies.popleft()[0] if reusable else self.empty(size, dtype, self.device)
 
     def _unstage(self, copy: Tensor, last: Work) -> None:
         """Keep `copy` for another tensor of its size, to which it can be given once `last` is settled."""

@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from polyreme.distributed.across_hosts import AcrossHosts
 from polyreme.distributed.backend import Backend
 from polyreme.distributed.gloo_direct import GlooDirect
 from polyreme.distributed.process_group import (
@@ -352,7 +353,7 @@ def _axis(
     """An axis over the ranks of `group`, which moves tensors of `device`."""
     if not exchanges_directly(group):
         return Axis(name, size, rank, ProcessGroup(name, size, rank, group, device))
-    backend = GlooDirect(name, size, rank, group)
+    backend = (AcrossHosts if of_cpus(group) == "mpi" else GlooDirect)(name, size, rank, group)
     axis = Axis(name, size, rank, backend)
     if shared_memory:
         backend.meet(axis.gather_objects, timeout)

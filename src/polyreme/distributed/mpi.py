@@ -156,10 +156,15 @@ class Operation(dist.Work):
             raise self.error
         return True
 
+    @property
+    def is_ended(self) -> bool:
+        """Whether it has ended, as far as is known; asks nothing."""
+        return self.done or self.error is not None
+
     def is_completed(self) -> bool:
         if not self.done:
             PROGRESS.look()
-        return self.done or self.error is not None
+        return self.is_ended
 
     def is_success(self) -> bool:
         return self.done and self.error is None
