@@ -9,11 +9,12 @@ from datetime import timedelta
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from polyreme.distributed import meeting
 from polyreme.distributed.environment import Environment
-from polyreme.distributed.process_group import open_group
+from polyreme.distributed.process_group import _share_cores, close, open_group
 from polyreme.errors import PolyremeError
 from pool import forkserver
 
@@ -29,6 +30,8 @@ def _run(place: Environment, within: float, variables: dict[str, str], answers: 
     os.environ.update(variables)
     try:
         open_group("gloo", place, timedelta(seconds=60), timedelta(seconds=within))
+        close()
+        open_group("gloo", place, timedelta(seconds=60), timedelta(seconds=within))  # as a second engine may
         gathered: list[Any] = [None] * place.world_size
         dist.all_gather_object(gathered, place.rank)
         answers.put((place.rank, (gathered, os.environ["GLOO_SOCKET_IFNAME"], os.environ["RANK"])))
@@ -37,10 +40,10 @@ def _run(place: Environment, within: float, variables: dict[str, str], answers: 
 
 
 def meet(
-    ranks: Sequence[int], world_size: int, within: float, host: str = "127.0.0.1", **variables: str
+    ranks: Sequence[int], world_size: int, within: float, port: int | None = None, **variables: str
 ) -> list[tuple[int, Any]]:
     """What each of `ranks` says, by rank."""
-    context, address = forkserver(), (host, free_port())
+    context, address = forkserver(), ("127.0.0.1", port or free_port())
     answers = context.Queue()
     places = [Environment("a test", rank, world_size, rank, world_size, address) for rank in ranks]
     processes = [context.Process(target=_run, args=(each, within, variables, answers)) for each in places]
@@ -76,6 +79,16 @@ def test_without_rank_0_the_others_say_that_it_holds_the_meeting() -> None:
 def test_two_runs_at_one_place_do_not_mix() -> None:
     found = meet([0, 1, 1], 3, 60)
     assert all("two processes are rank 1" in said and "MASTER_PORT" in said for _, said in found)
+
+
+def test_ranks_that_torchrun_starts_again_meet_in_the_same_store() -> None:
+    agent = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    for _ in range(2):
+        found = meet([0, 1], 2, 60, agent.port, TORCHELASTIC_USE_AGENT_STORE="True")
+        assert [each[1][0] for each in found] == [[0, 1], [0, 1]]
+    for came, absent in (([1], "rank 0 of 3"), ([0, 1], "rank 2 of 3")):
+        for _, said in meet(came, 3, 1.0, agent.port, TORCHELASTIC_USE_AGENT_STORE="True"):
+            assert f"{absent} did not come" in said
 
 
 def test_a_port_that_is_taken_is_named() -> None:
@@ -132,3 +145,17 @@ def test_mpi4py_of_another_library_is_no_way_to_meet(monkeypatch: pytest.MonkeyP
     monkeypatch.setitem(sys.modules, "mpi4py", None)
     with pytest.raises(PolyremeError, match="pip install mpi4py, or set MASTER_ADDR"):
         meeting.meet(place, timedelta(seconds=1))
+
+
+def test_ranks_that_share_all_cores_compute_with_their_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr(os, "cpu_count", lambda: 8)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(8))
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 8)
+    chosen: list[int] = []
+    monkeypatch.setattr(torch, "set_num_threads", chosen.append)
+    _share_cores(Environment("srun (Slurm)", 0, 6, 0, 3))
+    _share_cores(Environment("torchrun", 0, 6, 0, 3))
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(2))
+    _share_cores(Environment("srun (Slurm)", 0, 6, 0, 3))
+    assert chosen == [2]

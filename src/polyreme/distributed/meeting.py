@@ -20,6 +20,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from polyreme.distributed import restart
 from polyreme.distributed.environment import BY_MPI, LOOPBACK, Environment, announce
 from polyreme.distributed.interfaces import addresses, is_loopback, source
 from polyreme.distributed.mpi import library
@@ -55,9 +56,19 @@ def meet(environment: Environment, within: timedelta) -> tuple[Environment, Any]
         environment = replace(environment, address=address)
     announce(environment)
     deadline = time.monotonic() + within.total_seconds()
-    store = dist.PrefixStore(f"polyreme/meeting/{_times}", _open(environment, listener, within, deadline))
-    mine = _record(environment)
+    mine, meeting = _record(environment), str(_times)
     try:
+        if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+            rank, world_size = environment.rank, environment.world_size
+            opened = next(iter(dist.rendezvous("env://", rank, world_size, timeout=within)))[0]
+            meeting = restart.agree(
+                dist.PrefixStore("polyreme/meeting", opened), rank, world_size, json.dumps(mine), deadline
+            )
+            if not meeting:
+                raise TransportError(_absent(environment, within, [0], {mine["host"]: [rank]}))
+        else:
+            opened = _open(environment, listener, within, deadline)
+        store = dist.PrefixStore(f"polyreme/meeting/{meeting}", opened)
         outcome = _outcome(store, environment, mine, within, deadline)
     except RuntimeError as lost:
         raise TransportError(
@@ -95,9 +106,6 @@ def _open(
 ) -> Any:
     assert environment.address is not None
     host, port = environment.address
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-        rank, world_size = environment.rank, environment.world_size
-        return next(iter(dist.rendezvous("env://", rank, world_size, timeout=within)))[0]
     if environment.address in _stores and listener is None:
         return _stores[environment.address]
     if environment.rank == 0:
@@ -192,6 +200,12 @@ def _missing(store: Any, environment: Environment, within: timedelta) -> str:
             hosts.setdefault(json.loads(store.get(f"here/{rank}"))["host"], []).append(rank)
         else:
             missing.append(rank)
+    return _absent(environment, within, missing, hosts)
+
+
+def _absent(
+    environment: Environment, within: timedelta, missing: Sequence[int], hosts: Mapping[str, Sequence[int]]
+) -> str:
     there = "; ".join(f"on {host} {_ranks(ranks)}" for host, ranks in hosts.items())
     return (
         f"{_ranks(missing)} of {environment.world_size} did not come to the meeting at {_at(environment)} "

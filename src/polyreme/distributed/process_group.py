@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import atexit
 import os
+import sys
 from collections.abc import Sequence
 from datetime import timedelta
 
@@ -13,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from polyreme.distributed import mpi
-from polyreme.distributed.environment import LOCAL_RANK, Environment, detect
+from polyreme.distributed.environment import LOCAL_RANK, TORCHRUN, Environment, detect
 from polyreme.distributed.meeting import INTERFACES, meet
 from polyreme.distributed.mpi_group import MpiGroup
 from polyreme.distributed.sums import put, sum_into
@@ -94,9 +95,13 @@ TIMEOUT, WITHIN = timedelta(minutes=10), timedelta(minutes=2)
 def join(timeout: timedelta = TIMEOUT, within: timedelta = WITHIN, backend: str = "auto") -> torch.device:
     """Open the process group that the environment describes, unless there is one; `backend` is one of
     `mesh.backend`. Returns this rank's device. Raises TransportError where the ranks do not meet `within`
-    that time."""
+    that time.
+
+    Ranks of a launcher that leaves all cores to each compute with their share of them, unless
+    OMP_NUM_THREADS is set."""
     if not dist.is_initialized() and (environment := detect()).world_size > 1:
         os.environ.setdefault(LOCAL_RANK, str(environment.local_rank))
+        _share_cores(environment)
         open_group(_backends(_device_for(backend), backend, environment), environment, timeout, within)
     return _device_for(backend)
 
@@ -109,6 +114,14 @@ def _device_for(backend: str) -> torch.device:
             'set mesh.backend = "auto"'
         )
     return device
+
+
+def _share_cores(environment: Environment) -> None:
+    if environment.name == TORCHRUN or "OMP_NUM_THREADS" in os.environ or sys.platform != "linux":
+        return
+    cores = os.cpu_count() or 1
+    if len(os.sched_getaffinity(0)) == cores:  # else the launcher has given each rank its own
+        torch.set_num_threads(min(torch.get_num_threads(), max(1, cores // environment.local_world_size)))
 
 
 def open_group(
