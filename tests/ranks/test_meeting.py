@@ -95,12 +95,12 @@ def test_a_port_that_is_taken_is_named() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         place = Environment("a test", 0, 2, 0, 2, taken.getsockname())
         with pytest.raises(PolyremeError, match=f"port {taken.getsockname()[1]}(.|\n)*set MASTER_PORT"):
-            meeting._listen(place)
+            meeting.listen(place)
 
 
 def test_a_meeting_point_of_one_host_listens_on_it_alone() -> None:
     one = Environment("a test", 0, 2, 0, 2, ("localhost", 0))
-    with meeting._listen(one) as listener:
+    with meeting.listen(one) as listener:
         assert listener.getsockname()[0] == "127.0.0.1"
 
 
@@ -138,7 +138,7 @@ def test_mpi4py_of_another_library_is_no_way_to_meet(monkeypatch: pytest.MonkeyP
 
     world = types.SimpleNamespace(Get_rank=lambda: 0, Get_size=lambda: 1)
     other = types.SimpleNamespace(COMM_WORLD=world, Get_library_version=lambda: "Some MPI 1.2\nof today")
-    monkeypatch.setitem(sys.modules, "mpi4py", types.SimpleNamespace(MPI=other))
+    monkeypatch.setitem(sys.modules, "mpi4py", types.SimpleNamespace(MPI=other, rc=types.SimpleNamespace()))
     place = Environment("mpirun (Open MPI)", 1, 2, 0, 1)
     with pytest.raises(PolyremeError, match=r"another MPI library \(Some MPI 1.2\)"):
         meeting.meet(place, timedelta(seconds=1))
