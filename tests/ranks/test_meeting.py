@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import socket
+import sys
+import types
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
@@ -133,16 +135,17 @@ def test_over_mpi_rank_0_tells_where_it_listens(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_mpi4py_of_another_library_is_no_way_to_meet(monkeypatch: pytest.MonkeyPatch) -> None:
-    import sys
-    import types
-
-    world = types.SimpleNamespace(Get_rank=lambda: 0, Get_size=lambda: 1)
-    other = types.SimpleNamespace(COMM_WORLD=world, Get_library_version=lambda: "Some MPI 1.2\nof today")
-    monkeypatch.setitem(sys.modules, "mpi4py", types.SimpleNamespace(MPI=other, rc=types.SimpleNamespace()))
+    other = types.SimpleNamespace(
+        COMM_WORLD=types.SimpleNamespace(Get_rank=lambda: 0, Get_size=lambda: 1),
+        Get_library_version=lambda: "Some MPI 1.2\nof today",
+    )
+    monkeypatch.setattr(meeting, "library", lambda: other)
     place = Environment("mpirun (Open MPI)", 1, 2, 0, 1)
     with pytest.raises(PolyremeError, match=r"another MPI library \(Some MPI 1.2\)"):
         meeting.meet(place, timedelta(seconds=1))
+    monkeypatch.undo()
     monkeypatch.setitem(sys.modules, "mpi4py", None)
+    monkeypatch.delitem(sys.modules, "mpi4py.MPI", raising=False)
     with pytest.raises(PolyremeError, match="pip install mpi4py, or set MASTER_ADDR"):
         meeting.meet(place, timedelta(seconds=1))
 
