@@ -145,6 +145,7 @@ class Kubelet:
             f"exec env -i {shlex.join(f'{name}={value}' for name, value in variables.items())} {command}",
         ]
         output = self.folder / f"pod-{len(outcome.pods)}.txt"
+        output.touch()
         lines.insert(0, f"exec > {shlex.quote(str(output))} 2>&1")
         isolated = ["unshare", "--pid", "--uts", "--mount", "--mount-proc", "--fork", "--kill-child"]
         process = self.nodes[index].popen(*isolated, "bash", "-ec", "\n".join(lines))
