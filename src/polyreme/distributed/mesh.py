@@ -246,7 +246,8 @@ class Mesh:
 
         Joins the process group that exists, or else the one that the environment (torchrun's variables,
         MPI's, ...) describes; without either, one process is the whole world. An operation waits `timeout`
-        for other ranks. With `shared_memory`, CPU XX"""
+        for other ranks. With `shared_memory`, CPU ranks of one host read each other's memory. `backend`: what
+        moves tensors, as `mesh.backend` says. Raises TransportError where the ranks cannot meet."""
         device = join(timeout)
         world_size, rank = world()
         if math.prod(sizes.values()) != world_size:
