@@ -6,6 +6,7 @@ import re
 from dataclasses import replace
 
 import pytest
+import torch.distributed as dist
 from typer.testing import CliRunner
 
 from polyreme.cli.main import app
@@ -247,3 +248,9 @@ def test_jobs_on_one_node_meet_at_ports_of_their_own() -> None:
     ]
     assert len(set(places)) == len(places)
     assert all(place is not None and 20000 <= place[1] < 30000 for place in places)
+
+
+def test_who_asks_for_no_backend_is_not_given_mpi() -> None:
+    """Accelerate takes MPI for CPU ranks where torch says that it can, whoever started them."""
+    assert hasattr(dist.distributed_c10d, "ProcessGroupMPI")
+    assert not dist.is_mpi_available()

@@ -41,7 +41,7 @@ def add_mpi() -> None:
 
 
 def _add(c10d: Any) -> None:
-    if c10d._MPI_AVAILABLE:
+    if c10d._MPI_AVAILABLE or hasattr(c10d, "ProcessGroupMPI"):
         return
     make: Callable[..., Any] = c10d._new_process_group_helper
 
@@ -49,9 +49,15 @@ def _add(c10d: Any) -> None:
     def noting(*args: Any, **kwargs: Any) -> Any:
         """Make a group of any backend; torch does not tell one of MPI its deadline."""
         ProcessGroupMPI.timeout = kwargs.get("timeout") or ProcessGroupMPI.timeout
-        return make(*args, **kwargs)
+        c10d._MPI_AVAILABLE = True
+        try:
+            return make(*args, **kwargs)
+        finally:
+            # `is_mpi_available` still says what torch was built with: who is told no backend (Accelerate)
+            # takes MPI where it can, though something else started the ranks
+            c10d._MPI_AVAILABLE = False
 
-    c10d._new_process_group_helper, c10d.ProcessGroupMPI, c10d._MPI_AVAILABLE = noting, ProcessGroupMPI, True
+    c10d._new_process_group_helper, c10d.ProcessGroupMPI = noting, ProcessGroupMPI
 
 
 class _Finder(MetaPathFinder):
