@@ -10,7 +10,7 @@ from hosts import Host, Script
 PORT = "29500"
 
 TRAIN = """
-import hashlib, os, sys
+import hashlib, os, pathlib, sys
 import torch
 from torch import nn
 import polyreme
@@ -33,7 +33,10 @@ for _ in range(2):
     x, y = torch.randn(8, 8, generator=numbers), torch.randint(4, (8,), generator=numbers)
     engine.train_step((x.chunk(dp.size)[dp.rank], y.chunk(dp.size)[dp.rank]))
 weights = b"".join(each.numpy().tobytes() for each in engine.state_dict().values())
-print("rank", dp.rank, "of", dp.size, hashlib.sha256(weights).hexdigest(), os.environ["GLOO_SOCKET_IFNAME"])
+digest, interface = hashlib.sha256(weights).hexdigest(), os.environ["GLOO_SOCKET_IFNAME"]
+line = f"rank {dp.rank} of {dp.size} {digest} {interface}\\n"
+sys.stdout.write(line)
+pathlib.Path(__file__).with_name(f"rank-{dp.rank}").write_text(line)  # mpirun mixes what ranks print
 """
 
 

@@ -1,0 +1,64 @@
+"""A plain script under mpirun on two hosts, which it reaches by ssh."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import mpirun
+from examples import ALL
+from host_training import on_one_host, write
+from hosts import Host, hosts, lacking
+from ssh import PROGRAMS, logins
+
+pytestmark = pytest.mark.skipif(bool(lacking(*PROGRAMS)), reason=lacking(*PROGRAMS))
+
+
+@pytest.fixture(scope="module")
+def two() -> Iterator[list[Host]]:
+    with hosts(2) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def login(two: list[Host], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A program that takes a host and a command to run there."""
+    folder = tmp_path_factory.mktemp("ssh")
+    program = folder / "login"
+    program.write_text(f'#!/bin/sh\nexec {" ".join(logins(two, folder))} "$@"\n')
+    program.chmod(0o755)
+    return program
+
+
+def options(library: str, login: Path) -> list[str]:
+    """Those of mpirun to start ranks on both hosts."""
+    if library == "mpich":
+        return ["-launcher", "ssh", "-launcher-exec", str(login), "-iface", "eth0", "-hosts", "n1,n2"]
+    at_start = ["--prtemca", "plm_ssh_agent", str(login), "--prtemca", "prte_if_include", "eth0"]
+    return [*at_start, "--mca", "btl_tcp_if_include", "eth0", "--map-by", "node", "--host", "n1,n2"]
+
+
+@pytest.mark.parametrize(
+    "library",
+    [
+        "mpich",
+        pytest.param(
+            "openmpi", marks=pytest.mark.skipif(ALL not in os.environ, reason="run with --all-cases")
+        ),
+    ],
+)
+def test_a_script_trains_on_two_hosts_to_the_bits_of_one(
+    two: list[Host], login: Path, tmp_path: Path, library: str
+) -> None:
+    if why := mpirun.missing(library):
+        pytest.skip(why)
+    script = write(tmp_path)
+    program, *words = mpirun.command(library, 2, str(script), "3", "60")
+    two[0].run(program, *options(library, login), *words)
+    lines = [(tmp_path / f"rank-{rank}").read_text().split() for rank in (0, 1)]
+    assert [words[:4] for words in lines] == [["rank", str(rank), "of", "2"] for rank in (0, 1)]
+    assert {words[5] for words in lines} == {"eth0"}
+    assert {words[4] for words in lines} == {on_one_host(script, two[0])}
