@@ -32,10 +32,12 @@ from polyreme.errors import TransportError
 Step = Sequence[Any] | Callable[[], bool]
 """What an operation waits for: MPI requests, or what tells that it can go on."""
 
-PATIENCE, LONGEST = 2e-3, 1e-3
-"""Seconds of waiting before the processor is left to others, and that it then is at most."""
-INTERVAL = 2e-4
-"""Seconds between two looks of the thread at operations that nobody may be waiting for."""
+EAGER, PATIENCE, LONGEST = 2e-4, 2e-3, 1e-3
+"""Seconds of waiting before others are let in on the processor, before it is left to them, and for which it
+then is at most."""
+INTERVAL, LINGER = 5e-4, 2e-2
+"""Seconds between two looks of the thread at operations that nobody may be waiting for, and for which it goes
+on when there are none: to wake it takes longer than to look."""
 UNIT = 1 << 30
 """Bytes of a message, from which on they are counted in larger units: a count has 31 bits."""
 
@@ -193,6 +195,8 @@ def _complete(requests: Sequence[Any]) -> bool:
 
 def pause(waited: float) -> None:
     """Leave the processor to others, between two looks of a wait."""
+    if waited < EAGER:
+        return
     if waited < PATIENCE:
         os.sched_yield()
     else:
@@ -221,23 +225,29 @@ class _Progress:
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="polyreme mpi", daemon=True)
             self._thread.start()
-        self._some.set()
+        if not self._some.is_set():
+            self._some.set()
 
     def look(self) -> None:
         """See how far operations are; those that wait for nothing any more go on."""
         with self._lock:
             under_way = self._under_way
             self._under_way = [each for each in under_way if not each.advance()]
-            if not self._under_way:
-                self._some.clear()
         for each in under_way:
             each.tell()  # without the lock: who hears of it may begin others
 
     def _run(self) -> None:
+        last = 0.0
         while True:
             self._some.wait()
             time.sleep(INTERVAL)
-            self.look()
+            if self._under_way:
+                last = time.monotonic()
+                self.look()
+            elif time.monotonic() - last > LINGER:
+                with self._lock:
+                    if not self._under_way:
+                        self._some.clear()
 
     def end(self) -> None:
         """End MPI when all ranks are here; not where something failed, which others may not know of."""

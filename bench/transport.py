@@ -1,0 +1,234 @@
+"""Times collectives of torch tensors over gloo, MPI and shared memory, beside mpi4py's own, on one host or on
+two.
+
+    python bench/transport.py --library mpich --sizes 64K,1M,16M --rounds 10 --out bench/results/NAME.json
+    python bench/transport.py --library mpich --hosts 2        # two namespaces, as root
+
+All ways are timed in the same processes, in turns; a ratio is only ever taken between turns of one round:
+mpi4py's time over a way's, above 1 where the way is faster. mpi4py's reduce-scatter is the faster of the
+library's own and an all-to-all with a sum. Exit status: 0, 1 where a rank failed, 2 for bad usage."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+BENCH = Path(__file__).resolve().parent
+sys.path[:0] = [str(BENCH.parent / "tests")]
+OPERATIONS = ("all-gather", "reduce-scatter", "all-reduce")
+WAYS = {
+    "polyreme": "an axis, as in training: shared memory within a host, MPI between hosts",
+    "polyreme, MPI alone": "an axis with mesh.shared_memory = false",
+    "torch over MPI": 'torch.distributed over init_process_group("mpi")',
+    "polyreme, gloo": "an axis over gloo with mesh.shared_memory = false",
+    "torch over gloo": "torch.distributed over gloo; its reduce-scatter is an all-reduce",
+}
+RAW = "mpi4py"
+UNITS = {"K": 2**10, "M": 2**20}
+
+
+def size_of(text: str) -> int:
+    return int(text[:-1]) * UNITS[text[-1]]
+
+
+# ---- on a rank
+
+
+def serve(sizes: list[str], rounds: int, out: Path) -> None:
+    """Time everything, as one of the ranks; rank 0 writes the seconds of every turn."""
+    import torch
+    import torch.distributed as dist
+    from mpi4py import MPI
+
+    from polyreme.distributed.mesh import Mesh
+    from polyreme.distributed.process_group import close
+
+    torch.set_num_threads(1)
+    comm, world = MPI.COMM_WORLD, {"dp": MPI.COMM_WORLD.size}
+    axes = {
+        "polyreme": Mesh.open(world).dp,
+        "polyreme, MPI alone": Mesh.open(world, shared_memory=False).dp,
+        "polyreme, gloo": Mesh.open(world, shared_memory=False, backend="gloo").dp,
+    }
+    groups = {"torch over MPI": dist.group.WORLD, "torch over gloo": dist.new_group(backend="gloo")}
+    found = []
+    for operation in OPERATIONS:
+        for size in sizes:
+            turns = _turns(operation, size_of(size) // 4, comm, axes, groups)
+            for number in range(rounds + 2):  # the first two warm up
+                names = list(turns)
+                for name in names[number % len(names) :] + names[: number % len(names)]:
+                    comm.Barrier()
+                    began = time.perf_counter()
+                    turns[name]()
+                    seconds = comm.allreduce(time.perf_counter() - began, MPI.MAX)
+                    if number >= 2:
+                        found.append(
+                            {"operation": operation, "size": size, "way": name, "round": number, "s": seconds}
+                        )
+    if comm.rank == 0:
+        out.write_text(json.dumps({"kinds": {n: a.backend.kind for n, a in axes.items()}, "turns": found}))
+    close()
+
+
+def _turns(
+    operation: str, numbers: int, comm: Any, axes: Any, groups: Any
+) -> dict[str, Callable[[], object]]:
+    """By way, what does the operation once, of `numbers` fp32 numbers in all."""
+    import torch
+    import torch.distributed as dist
+    from mpi4py import MPI
+
+    n, rank = comm.size, comm.rank
+    turns: dict[str, Callable[[], object]] = {}
+    for name, axis in axes.items():
+        full = axis.empty(numbers, torch.float32, torch.device("cpu")).fill_(1)
+        part = axis.empty(numbers // n, torch.float32, torch.device("cpu")).fill_(rank)
+        turns[name] = {
+            "all-gather": lambda a=axis, f=full, p=part: a.all_gather(f, p).settle(),
+            "reduce-scatter": lambda a=axis, f=full, p=part: a.reduce_scatter(p, f).settle(),
+            "all-reduce": lambda a=axis, f=full: a.all_reduce(f).settle(),
+        }[operation]
+    full, part = torch.ones(numbers), torch.ones(numbers // n)
+    for name, group in groups.items():
+        scatter = (
+            (lambda: dist.all_reduce(full, group=groups["torch over gloo"]))
+            if "gloo" in name
+            else lambda g=group: dist.reduce_scatter_single(part, full, group=g)
+        )
+        turns[name] = {
+            "all-gather": lambda g=group: dist.all_gather_single(full, part, group=g),
+            "reduce-scatter": scatter,
+            "all-reduce": lambda g=group: dist.all_reduce(full, group=g),
+        }[operation]
+    whole, shard, received = full.numpy(), part.numpy(), torch.empty(numbers)
+
+    def exchanged() -> None:
+        comm.Alltoall(whole, received.numpy())
+        torch.sum(received.view(n, -1), 0, out=part)
+
+    raw = {
+        "all-gather": {RAW: lambda: comm.Allgather(shard, whole)},
+        "reduce-scatter": {
+            RAW: lambda: comm.Reduce_scatter_block(whole, shard),
+            f"{RAW}, all-to-all": exchanged,
+        },
+        "all-reduce": {RAW: lambda: comm.Allreduce(MPI.IN_PLACE, whole)},
+    }[operation]
+    return {**turns, **raw}
+
+
+# ---- the table
+
+
+def rows(turns: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """For each operation, size and way: the median milliseconds, and the median of its ratios to mpi4py."""
+    seconds: dict[tuple[str, str], dict[str, dict[int, float]]] = {}
+    for turn in turns:
+        ways = seconds.setdefault((turn["operation"], turn["size"]), {})
+        ways.setdefault(turn["way"], {})[turn["round"]] = turn["s"]
+    found = []
+    for (operation, size), ways in seconds.items():
+        other = ways.pop(f"{RAW}, all-to-all", None)
+        if other and statistics.median(other.values()) < statistics.median(ways[RAW].values()):
+            ways[RAW] = other
+        for way, each in ways.items():
+            ratio = statistics.median(ways[RAW][number] / s for number, s in each.items())
+            ms = 1e3 * statistics.median(each.values())
+            found.append({"operation": operation, "size": size, "way": way, "ms": ms, "ratio": ratio})
+    return found
+
+
+def table(found: list[dict[str, Any]]) -> str:
+    """As Markdown: mpi4py's milliseconds, and each way's ratio."""
+    lines = [
+        f"| operation | size | {RAW} (ms) | {' | '.join(WAYS)} |",
+        "|---|---" + "|--:" * (1 + len(WAYS)) + "|",
+    ]
+    for operation, size in dict.fromkeys((row["operation"], row["size"]) for row in found):
+        by = {row["way"]: row for row in found if (row["operation"], row["size"]) == (operation, size)}
+        ratios = " | ".join(f"{by[way]['ratio']:.2f}" for way in WAYS)
+        lines.append(f"| {operation} | {size} | {by[RAW]['ms']:.2f} | {ratios} |")
+    return "\n".join(lines)
+
+
+# ---- the conductor
+
+
+def start(
+    library: str, ranks: int, on: int, arguments: list[str], folder: Path
+) -> subprocess.CompletedProcess[str]:
+    """Run the ranks, on this host or on two of `hosts`."""
+    import mpirun
+
+    words = mpirun.command(library, ranks, str(BENCH / "transport.py"), *arguments)
+    if on == 1:
+        return subprocess.run(words, env=mpirun.variables(), capture_output=True, text=True, timeout=1800)
+    from hosts import hosts
+    from ssh import logins
+
+    with hosts(on) as made:
+        login = logins(made, folder)
+        enter = folder / "login"
+        enter.write_text(f'#!/bin/sh\nexec {" ".join(login)} "$@"\n')
+        enter.chmod(0o755)
+        names = ",".join(f"{host.name}:{ranks // on}" for host in made)
+        across = {
+            "mpich": ["-launcher", "ssh", "-launcher-exec", str(enter), "-hosts", names, "-iface", "eth0"],
+            "openmpi": [
+                "--host", names, "--mca", "plm_ssh_agent", str(enter), "--mca", "btl_tcp_if_include", "eth0",
+                "--prtemca", "oob_tcp_if_include", "eth0", "-x", "PYTHONPATH", "-x", "OMP_NUM_THREADS",
+            ],
+        }[library]  # fmt: skip
+        process = made[0].popen(words[0], *across, *words[1:], variables=mpirun.variables())
+        printed = process.communicate(timeout=1800)[0]
+        return subprocess.CompletedProcess(words, process.returncode, printed, "")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--library", default="mpich", choices=("mpich", "openmpi"))
+    parser.add_argument("--hosts", type=int, default=1, choices=(1, 2))
+    parser.add_argument("--ranks", type=int, default=2, help="in all")
+    parser.add_argument("--sizes", default="64K,256K,1M,4M,16M,64M", help="bytes of the whole buffer")
+    parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--out", type=Path, help="the result as JSON, and beside it as Markdown")
+    parser.add_argument("--serve", type=Path, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.serve:
+        serve(options.sizes.split(","), options.rounds, options.serve)
+        return 0
+    with tempfile.TemporaryDirectory() as temporary:
+        out = Path(temporary) / "turns"
+        arguments = ["--serve", str(out), "--sizes", options.sizes, "--rounds", str(options.rounds)]
+        ran = start(options.library, options.ranks, options.hosts, arguments, Path(temporary))
+        if ran.returncode or not out.exists():
+            print(ran.stdout, ran.stderr, file=sys.stderr)
+            return 1
+        result = json.loads(out.read_text())
+    found = rows(result["turns"])
+    where = f"{options.ranks} ranks on {options.hosts} host{'s' * (options.hosts > 1)}, {options.library}"
+    ways = "\n".join(f"- {name}: {what}" for name, what in WAYS.items())
+    what = f"{RAW}'s time over each way's, median of {options.rounds} rounds; above 1 is faster."
+    text = f"# Transport: {where}\n\n{what}\n\n{table(found)}\n\n{ways}\n"
+    print(text)
+    if options.out:
+        options.out.write_text(
+            json.dumps({"command": sys.argv, "where": where, "rows": found}, indent=1) + "\n"
+        )
+        options.out.with_suffix(".md").write_text(text)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
