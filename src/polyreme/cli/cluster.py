@@ -27,13 +27,13 @@ def _option(panel: str, *names: str, **more: Any) -> Any:
 class Options:
     """What the user asked of a cluster; each field is an option of the command."""
 
-    slurm: Annotated[bool, _option(BOTH, "--slurm", help="Submit it as a batch job.")] = False
-    kubernetes: Annotated[bool, _option(BOTH, "--kubernetes", help="Write manifests of a Job.")] = False
+    slurm: Annotated[bool, _option(BOTH, "--slurm", help="Submit the run as a batch job.")] = False
+    kubernetes: Annotated[bool, _option(BOTH, "--kubernetes", help="Print the manifests of a Job; --apply submits.")] = False
     nodes: Annotated[
-        int | None, _option(BOTH, "--nodes", "--pods", min=1, help="Hosts, with -n ranks each: 1 by default.")
+        int | None, _option(BOTH, "--nodes", "--pods", min=1, help="Hosts, with -n ranks on each; 1 by default.")
     ] = None
     name: Annotated[
-        str | None, _option(BOTH, "--name", "--job-name", help="The job's: the script's by default.")
+        str | None, _option(BOTH, "--name", "--job-name", help="The job's name; by default from the script's.")
     ] = None
     gpus: Annotated[
         int | None, _option(BOTH, "--gpus", "--gpus-per-node", min=1, help="GPUs of each host.")
@@ -43,28 +43,28 @@ class Options:
         str | None, _option(BOTH, "--memory", metavar="SIZE", help="Memory of each host, as in 64Gi.")
     ] = None
     restarts: Annotated[
-        int | None, _option(BOTH, "--restarts", min=0, help="How often it may be started again.")
+        int | None, _option(BOTH, "--restarts", min=0, help="Most restarts; 1000 (Slurm) or 3 by default.")
     ] = None
     dry_run: Annotated[
         bool, _option(BOTH, "--dry-run", help="Print what would be submitted, and do nothing.")
     ] = False
     time: Annotated[str | None, _option(SLURM, "--time", metavar="HH:MM:SS", help="The time limit.")] = None
-    account: Annotated[str | None, _option(SLURM, "--account", help="Who is charged.")] = None
-    partition: Annotated[str | None, _option(SLURM, "--partition", help="Where it runs.")] = None
+    account: Annotated[str | None, _option(SLURM, "--account", help="The account that is charged.")] = None
+    partition: Annotated[str | None, _option(SLURM, "--partition", help="The partition it runs in.")] = None
     qos: Annotated[str | None, _option(SLURM, "--qos", help="The quality of service.")] = None
     constraint: Annotated[str | None, _option(SLURM, "--constraint", help="Features of the nodes.")] = None
     warning: Annotated[
         int | None,
         _option(
-            SLURM, "--warning", metavar="SECONDS", help="train: saves so long before the end; 300 by default."
+            SLURM, "--warning", metavar="SECONDS", help="train only: save so long before the time is up; 300 by default."
         ),
     ] = None
     sbatch: Annotated[
         list[str] | None,
-        _option(SLURM, "--sbatch", metavar="OPTION", help="Another of sbatch's, as in --sbatch=--exclusive."),
+        _option(SLURM, "--sbatch", metavar="OPTION", help="Another option of sbatch's: --sbatch=--exclusive."),
     ] = None
     image: Annotated[
-        str | None, _option(KUBERNETES, "--image", help="The image, with Polyreme and the script.")
+        str | None, _option(KUBERNETES, "--image", help="The image, with Polyreme and the script in it.")
     ] = None
     kind: Annotated[
         str | None, _option(KUBERNETES, "--kind", metavar="KIND", help="job (default), jobset or trainjob.")
@@ -72,23 +72,23 @@ class Options:
     namespace: Annotated[str | None, _option(KUBERNETES, "--namespace", help="The namespace.")] = None
     queue: Annotated[str | None, _option(KUBERNETES, "--queue", help="Kueue's local queue.")] = None
     shm: Annotated[
-        str | None, _option(KUBERNETES, "--shm", metavar="SIZE", help="At most so much of /dev/shm.")
+        str | None, _option(KUBERNETES, "--shm", metavar="SIZE", help="The most that /dev/shm may hold.")
     ] = None
     volume: Annotated[
         list[str] | None,
-        _option(KUBERNETES, "--volume", metavar="CLAIM:FOLDER", help="Where a volume's files are."),
+        _option(KUBERNETES, "--volume", metavar="CLAIM:FOLDER", help="Mount a volume claim there; may be repeated."),
     ] = None
     env: Annotated[
-        list[str] | None, _option(KUBERNETES, "--env", metavar="NAME=VALUE", help="A variable.")
+        list[str] | None, _option(KUBERNETES, "--env", metavar="NAME=VALUE", help="A variable of the pods; may be repeated.")
     ] = None
     elastic: Annotated[
         str | None,
-        _option(KUBERNETES, "--elastic", metavar="MIN:MAX", help="train: on as many pods as there are."),
+        _option(KUBERNETES, "--elastic", metavar="MIN:MAX", help="train only: run on as many pods as there are."),
     ] = None
     output: Annotated[
-        Path | None, _option(KUBERNETES, "-o", "--output", metavar="FILE", help="Write them to this file.")
+        Path | None, _option(KUBERNETES, "-o", "--output", metavar="FILE", help="Write the manifests to this file.")
     ] = None
-    apply: Annotated[bool, _option(KUBERNETES, "--apply", help="Hand them to kubectl.")] = False
+    apply: Annotated[bool, _option(KUBERNETES, "--apply", help="Hand the manifests to kubectl apply.")] = False
 
     @property
     def asked(self) -> bool:

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import inspect as introspection
 import json
 import os
+import re
 import shutil
 import sys
 import traceback
@@ -98,7 +100,7 @@ AsJson = Annotated[bool, typer.Option("--json", help="Write JSON to stdout, for 
 def _options(
     debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
 ) -> None:
-    """Train PyTorch models across ranks."""
+    """Train PyTorch models that are too big or too slow for one device."""
     try:
         Path.cwd()
     except OSError as error:  # in which torch's mathematics end the process, with a word about libraries
@@ -119,7 +121,7 @@ def train(
             "-n",
             "--ranks",
             min=1,
-            help="Ranks to start on this host, or on each.",
+            help="Ranks to start on this host, or on each of several.",
             show_default="launch.ranks, or else 1",
         ),
     ] = None,
@@ -142,13 +144,13 @@ def train(
     *,
     cluster: clusters.Options,
 ) -> None:
-    """Train the model that CONFIG describes, from where its checkpoints in the run's folder end.
+    """Train the model that CONFIG describes. A run goes on from the newest checkpoint in its folder.
 
-    Started by torchrun or `polyreme launch`, it is one rank of those; otherwise it starts the ranks itself:
-    on this host, or where it is started once on each of several hosts, with -n, as many on each.
-    With --slurm or --kubernetes a cluster runs it.
+    SIGTERM and SIGUSR1 make it save and end with status 0; the same command then goes on.
 
-    SIGTERM and SIGUSR1 have it save, and end with status 0; the same command then goes on."""
+    With -n it starts the ranks itself. Slurm or Kubernetes may start it once on each of several hosts: it
+    then starts -n ranks on each, and all are one run. Started by torchrun or `polyreme launch`, it is one of
+    their ranks. With --slurm or --kubernetes it hands the run to a cluster."""
     from polyreme.config import Config
 
     changes = [*(overrides or []), *_resume(resume, anew)]
@@ -282,7 +284,7 @@ def launch(
         list[str] | None, typer.Argument(metavar="ARGUMENT", help="All that follows is the script's.")
     ] = None,
     ranks: Annotated[
-        int, typer.Option("-n", "--ranks", min=1, help="Ranks to start on this host, or on each.")
+        int, typer.Option("-n", "--ranks", min=1, help="Ranks to start on this host, or on each of several.")
     ] = 1,
     threads: Annotated[
         int | None, typer.Option(min=1, help="Computing threads per rank.", show_default="cores / ranks")
@@ -294,11 +296,13 @@ def launch(
     *,
     cluster: clusters.Options,
 ) -> None:
-    """Run any Python script as several ranks on this host, or where it is started once on each of several
-    hosts, as many on each. With --slurm or --kubernetes a cluster runs it.
+    """Run any Python script as several ranks: polyreme launch -n 2 train.py
 
     The ranks find each other through the variables that torchrun sets. If one fails, the others are ended,
-    and the one that failed first is shown."""
+    and the one that failed first is shown.
+
+    Slurm or Kubernetes may start the command once on each of several hosts: it then starts -n ranks on each,
+    and all are one run. With --slurm or --kubernetes it hands the run to a cluster."""
     command = [*(["-m"] if module else []), script, *(arguments or [])]
     if cluster.asked:
         more = [
@@ -329,7 +333,7 @@ def deepspeed(
         typer.Argument(metavar="[OPTIONS] SCRIPT [ARGUMENT]...", help="As DeepSpeed's command has them."),
     ] = None,
 ) -> None:
-    """Run a DeepSpeed script as ranks on this host, with the options of DeepSpeed's own command."""
+    """Run a DeepSpeed script on this host, with the options of the command `deepspeed`."""
     with importing():
         from polyreme.compat.deepspeed.launcher.runner import main as run
 
@@ -345,9 +349,9 @@ def door(
         list[str] | None, typer.Argument(metavar="ARGUMENT", help="All that follows is the program's.")
     ] = None,
 ) -> None:
-    """Run any program, in whose Pythons `import deepspeed` gives Polyreme: accelerate launch, torchrun, ...
+    """Run a program (accelerate launch, torchrun, ...) in which `import deepspeed` gives Polyreme.
 
-    The program takes this process' place, with its signals and its exit status."""
+    It holds for all Python processes that come of it. The program takes this process' place, with its signals and its exit status."""
     if (found := shutil.which(program)) is None:
         raise LaunchError(
             f"{program!r} is no program that can be run; give one on PATH, or the path of an executable"
@@ -372,7 +376,7 @@ def inspect(
             "-n",
             "--ranks",
             min=1,
-            help="The world size to resolve it for.",
+            help="The number of ranks to show it for.",
             show_default="1; --schedule: the fewest possible",
         ),
     ] = None,
@@ -391,20 +395,19 @@ def inspect(
         typer.Option(metavar="FILE", help="Also write what CONFIG says as TOML; never over another file."),
     ] = None,
 ) -> None:
-    """Show what CONFIG comes to, where each value comes from, and which of several ranks form which axis.
+    """Show what a config says for -n ranks, or what is in a checkpoint.
 
-    Keys that have their default are left out, but with --all (and with --json, which has every key).
+    CONFIG: the keys that differ from their defaults, where each value comes from, and which ranks form which
+    axis. Of a DeepSpeed JSON, first what becomes of each of its keys; the rest, and what --write writes, is
+    the Polyreme config that it becomes for that number of ranks.
 
-    With --schedule, show what each pipeline rank does when, with the bubble (its share of the step without
-    work) and how many micro-batches' activations it keeps at once, if every stage takes the same time and a
-    backward twice that of a forward.
+    With --schedule: what each pipeline rank does when, its bubble (the share of the step in which it has no
+    work), and of how many micro-batches it keeps activations at once. It assumes that all stages take the
+    same time, and a backward twice that of a forward.
 
-    Of a DeepSpeed JSON, show first what became of each of its keys; all else is shown, and written, of the
-    config of ours that it comes to for that number of ranks.
-
-    Of DIR, a checkpoint of Polyreme, Hugging Face, DeepSpeed or torch.distributed.checkpoint (or a run's
-    folder, for its newest one), show tensors, sizes, the ranks that wrote it and how far training was, and
-    compare all bytes with their checksums: status 1 if any differ."""
+    DIR, a checkpoint of Polyreme, Hugging Face, DeepSpeed or torch.distributed.checkpoint, or a run's folder
+    for its newest one: tensors, sizes, the ranks that wrote it and how far training was. All bytes are
+    compared with their checksums; the status is 1 if any differ."""
     if path.is_dir():
         if overrides or ranks or schedule or svg or every or describe or write:
             raise typer.BadParameter(
@@ -491,7 +494,7 @@ def _inspect_checkpoint(path: Path, as_json: bool) -> None:
 
 @app.command()
 def doctor(as_json: AsJson = False) -> None:
-    """Check that this machine can train: versions, cores, memory, disk, and an all-reduce over two ranks."""
+    """Check that this machine can train: versions, memory, disk, and an all-reduce over two ranks."""
     from polyreme.cli.doctor import examine
 
     checks = examine()
@@ -503,6 +506,10 @@ def doctor(as_json: AsJson = False) -> None:
             typer.echo(f"{check.name:<14}{check.found}")
     if not all(check.ok for check in checks):
         raise typer.Exit(1)
+
+
+for _each in app.registered_commands:  # typer keeps line breaks within all paragraphs but the first
+    _each.help = re.sub(r"(?<!\n)\n(?!\n)", " ", introspection.getdoc(_each.callback) or "")
 
 
 def main() -> None:

@@ -22,6 +22,15 @@ _REMOVED = {
 }
 
 
+class _Help(argparse.ArgumentDefaultsHelpFormatter):
+    """Shows the defaults that say something: DeepSpeed's "" and -1 stand for an option that is left out."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        if action.default in (None, False, "", -1, "None"):
+            return action.help
+        return super()._get_help_string(action)
+
+
 class _Parser(argparse.ArgumentParser):
     """Says of an option that DeepSpeed had once what to do in its place."""
 
@@ -61,14 +70,14 @@ def parse_args(args: Sequence[str] | None = None) -> argparse.Namespace:
     parser = _Parser(
         prog="polyreme deepspeed",
         description="Run a DeepSpeed script as ranks on this machine, on Polyreme.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        formatter_class=_Help,
     )
     _options_of_hosts(parser)
     _options_of_the_way_there(parser)
     _options_of_ranks(parser)
     add = parser.add_argument
     add("--save_pid", action="store_true", help="write the launcher's process id to /tmp/PID.deepspeed")
-    add("--autotuning", default="", choices=["tune", "run"], type=str, help="(refused)")
+    add("--autotuning", default="", choices=["tune", "run"], type=str, help="(refused) try other settings by itself")
     add("user_script", type=str, metavar="SCRIPT", help="the script")
     add("user_args", nargs=argparse.REMAINDER, metavar="ARGUMENTS", help="all that follows is the script's")
     return parser.parse_args(args)
@@ -80,8 +89,8 @@ def _options_of_hosts(parser: argparse.ArgumentParser) -> None:
     add("-H", "--hostfile", type=str, default=DLTS_HOSTFILE, help="a file of lines HOST slots=N")
     add("-i", "--include", type=str, default="", help=f"use only these slots, {slots}")
     add("-e", "--exclude", type=str, default="", help=f"use all but these slots, {slots}")
-    add("--num_nodes", type=int, default=-1, help="use the first hosts of the hostfile")
-    add("--num_gpus", "--num_accelerators", type=int, default=-1, help="ranks on each host")
+    add("--num_nodes", type=int, default=-1, help="use so many hosts, the first of the hostfile; all by default")
+    add("--num_gpus", "--num_accelerators", type=int, default=-1, help="ranks on each host; by default one a GPU, and 1 without GPUs")
     add("--force_multi", action="store_true", help="reach a single host over the network, too (refused)")
 
 
@@ -96,12 +105,12 @@ def _options_of_the_way_there(parser: argparse.ArgumentParser) -> None:
     )
     add("--master_addr", default="", type=str, help="the address of the first host")
     add("--node_rank", default=-1, type=int, help="with --no_ssh: which of the hosts this is")
-    add("--launcher", default=PDSH_LAUNCHER, type=str, help="what starts ranks on several hosts")
-    add("--launcher_args", default="", type=str, help="its own arguments, in one word")
+    add("--launcher", default=PDSH_LAUNCHER, type=str, help="(for several hosts) what starts ranks there")
+    add("--launcher_args", default="", type=str, help="(for several hosts) arguments of the launcher, in one word")
     add("--no_ssh", action="store_true", help="the command is given on each host")
-    add("--no_ssh_check", action="store_true", help="do not try ssh before")
-    add("--ssh_port", type=int, default=None, help="the port of ssh on the other hosts")
-    add("--venv_script", type=str, default=None, help="what other hosts source before")
+    add("--no_ssh_check", action="store_true", help="(for several hosts) do not try ssh first")
+    add("--ssh_port", type=int, default=None, help="(for several hosts) the port of ssh")
+    add("--venv_script", type=str, default=None, help="(for several hosts) the file that their shells source first")
 
 
 def parse_launch_args(args: Sequence[str] | None = None) -> argparse.Namespace:
