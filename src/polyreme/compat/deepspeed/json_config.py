@@ -123,10 +123,11 @@ def translate(source: Source, world_size: int = 1, *, pp: int = 1, tp: int | Non
     _optimizer(work, optimizer)
     if scheduler is not None:
         check_scheduler(scheduler, problems)
-        work.remarks["scheduler.type"] = ("kept", _told(scheduler))
     _monitor(work)
     if problems:
         raise DeepSpeedConfigError(problems, None if isinstance(source, Mapping) else _shown(source))
+    if scheduler is not None:
+        work.remarks["scheduler.type"] = ("kept", _told(scheduler))
     work.ours = {key: value for key, value in work.ours.items() if key in LEAVES}
     notes = [note for path, value in work.values.written.items() for note in _notes(work, path, value)]
     return Translation(tree, _nested(work.ours), notes, work.values.of, batch, optimizer, scheduler)
