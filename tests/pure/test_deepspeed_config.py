@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import base64
 import copy
+import dataclasses
 import importlib.util
 import json
 import math
@@ -22,6 +23,7 @@ from typer.testing import CliRunner
 from polyreme.cli import main
 from polyreme.cli.translated import as_toml
 from polyreme.compat.deepspeed import config_keys
+from polyreme.compat.deepspeed.config_auto import TRAINER
 from polyreme.compat.deepspeed.config_keys import KEYS, SECTIONS, TABLES, find, with_table
 from polyreme.compat.deepspeed.config_values import DeepSpeedConfigError
 from polyreme.compat.deepspeed.json_config import MEAN, Note, Translation, is_deepspeed, translate
@@ -811,6 +813,40 @@ def test_inspect_shows_what_keys_become(ds: Path) -> None:
     } in told["deepspeed"]
     status, _, error = polyreme("inspect", str(ds))
     assert status == 2 and "or start 2" in error
+
+
+def test_inspect_shows_what_trainer_would_fill_in(ds: Path) -> None:
+    auto = {
+        "train_batch_size": "auto",
+        "train_micro_batch_size_per_gpu": "auto",
+        "gradient_accumulation_steps": "auto",
+        "gradient_clipping": "auto",
+        "bf16": {"enabled": "auto"},
+        "optimizer": {"type": "AdamW", "params": {"lr": "auto", "betas": "auto", "eps": "auto"}},
+        "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": "auto", "warmup_num_steps": "auto"}},
+        "zero_optimization": {"stage": 3, "reduce_bucket_size": "auto"},
+    }
+    ds.write_text(json.dumps(auto))
+    status, output, _ = polyreme("inspect", str(ds), "-n", "2", "--json")
+    told = json.loads(output)
+    notes = {note["key"]: note for note in told["deepspeed"]}
+    assert status == 0 and told["config"]["batch"]["size"] == 16
+    assert notes["optimizer.params.lr"]["value"] == "auto"
+    assert notes["optimizer.params.lr"]["text"] == "optimizer.lr = 5e-05 unless learning_rate is set"
+    assert notes["train_batch_size"]["text"].startswith("batch.size = 16 unless per_device_")
+    status, _, error = polyreme("inspect", str(ds), "-n", "2", "--write", str(ds.with_suffix(".toml")))
+    assert status == 2 and "scheduler.params.warmup_max_lr" in error and not ds.with_suffix(".toml").exists()
+
+
+def test_trainers_defaults_are_those_that_it_writes() -> None:
+    from transformers import TrainingArguments  # only here: it takes seconds
+
+    arguments = {each.name: each.default for each in dataclasses.fields(TrainingArguments)}
+    for path, (value, argument) in TRAINER.items():
+        if (
+            argument in arguments and path != "scheduler.params.warmup_num_steps"
+        ):  # of which it writes 1 or more
+            assert arguments[argument] == value, path
 
 
 def test_inspect_writes_a_config_of_ours(ds: Path, tmp_path: Path) -> None:

@@ -28,12 +28,16 @@ class Options:
     """What the user asked of a cluster; each field is an option of the command."""
 
     slurm: Annotated[bool, _option(BOTH, "--slurm", help="Submit the run as a batch job.")] = False
-    kubernetes: Annotated[bool, _option(BOTH, "--kubernetes", help="Print the manifests of a Job; --apply submits.")] = False
+    kubernetes: Annotated[
+        bool, _option(BOTH, "--kubernetes", help="Print the manifests of a Job; --apply submits.")
+    ] = False
     nodes: Annotated[
-        int | None, _option(BOTH, "--nodes", "--pods", min=1, help="Hosts, with -n ranks on each; 1 by default.")
+        int | None,
+        _option(BOTH, "--nodes", "--pods", min=1, help="Hosts, with -n ranks on each; 1 by default."),
     ] = None
     name: Annotated[
-        str | None, _option(BOTH, "--name", "--job-name", help="The job's name; by default from the script's.")
+        str | None,
+        _option(BOTH, "--name", "--job-name", help="The job's name; by default from the script's."),
     ] = None
     gpus: Annotated[
         int | None, _option(BOTH, "--gpus", "--gpus-per-node", min=1, help="GPUs of each host.")
@@ -56,12 +60,17 @@ class Options:
     warning: Annotated[
         int | None,
         _option(
-            SLURM, "--warning", metavar="SECONDS", help="train only: save so long before the time is up; 300 by default."
+            SLURM,
+            "--warning",
+            metavar="SECONDS",
+            help="train only: save so long before the time is up; 300 by default.",
         ),
     ] = None
     sbatch: Annotated[
         list[str] | None,
-        _option(SLURM, "--sbatch", metavar="OPTION", help="Another option of sbatch's: --sbatch=--exclusive."),
+        _option(
+            SLURM, "--sbatch", metavar="OPTION", help="Another option of sbatch's: --sbatch=--exclusive."
+        ),
     ] = None
     image: Annotated[
         str | None, _option(KUBERNETES, "--image", help="The image, with Polyreme and the script in it.")
@@ -76,19 +85,30 @@ class Options:
     ] = None
     volume: Annotated[
         list[str] | None,
-        _option(KUBERNETES, "--volume", metavar="CLAIM:FOLDER", help="Mount a volume claim there; may be repeated."),
+        _option(
+            KUBERNETES,
+            "--volume",
+            metavar="CLAIM:FOLDER",
+            help="Mount a volume claim there; may be repeated.",
+        ),
     ] = None
     env: Annotated[
-        list[str] | None, _option(KUBERNETES, "--env", metavar="NAME=VALUE", help="A variable of the pods; may be repeated.")
+        list[str] | None,
+        _option(KUBERNETES, "--env", metavar="NAME=VALUE", help="A variable of the pods; may be repeated."),
     ] = None
     elastic: Annotated[
         str | None,
-        _option(KUBERNETES, "--elastic", metavar="MIN:MAX", help="train only: run on as many pods as there are."),
+        _option(
+            KUBERNETES, "--elastic", metavar="MIN:MAX", help="train only: run on as many pods as there are."
+        ),
     ] = None
     output: Annotated[
-        Path | None, _option(KUBERNETES, "-o", "--output", metavar="FILE", help="Write the manifests to this file.")
+        Path | None,
+        _option(KUBERNETES, "-o", "--output", metavar="FILE", help="Write the manifests to this file."),
     ] = None
-    apply: Annotated[bool, _option(KUBERNETES, "--apply", help="Hand the manifests to kubectl apply.")] = False
+    apply: Annotated[bool, _option(KUBERNETES, "--apply", help="Hand the manifests to kubectl apply.")] = (
+        False
+    )
 
     @property
     def asked(self) -> bool:

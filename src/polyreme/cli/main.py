@@ -421,9 +421,10 @@ def inspect(
         raise typer.BadParameter("--schedule draws no keys: leave --all and --describe out")
     from polyreme.cli import translated
 
-    loaded, notes = translated.load(path, overrides or [], ranks or 1)
+    loaded, notes = translated.load(path, overrides or [], ranks or 1, fill_auto=not write)
     if write:
         translated.write(loaded, write, path)
+        typer.echo(f"wrote {shortened(str, write)}", err=True)
     if schedule:
         _draw_schedule(loaded, ranks, svg, as_json)
     else:

@@ -25,15 +25,18 @@ WIDTH = 42
 """Columns for a key and its value: the rest of 80 says what it became."""
 
 
-def load(path: Path, overrides: Sequence[str], ranks: int) -> tuple[Config, list[Note]]:
-    """The config in a file, and of a DeepSpeed JSON what became of its keys for a number of ranks.
+def load(
+    path: Path, overrides: Sequence[str], ranks: int, fill_auto: bool = False
+) -> tuple[Config, list[Note]]:
+    """The config in a file, and of a DeepSpeed JSON what became of its keys for a number of ranks. fill_auto:
+    "auto" stands for the Trainer's default.
 
     Raises ConfigError."""
     if path.suffix.lower() == ".json":
         from polyreme.compat.deepspeed.json_config import is_deepspeed, translate
 
         if is_deepspeed(path):
-            found = translate(path, ranks)
+            found = translate(path, ranks, fill_auto=fill_auto)
             return Config.load(found.standalone(), overrides), found.notes
     return Config.load(path, overrides), []
 

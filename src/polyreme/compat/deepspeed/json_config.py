@@ -6,10 +6,11 @@ Invariant: every key that was written has a note, or the config is refused with 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from polyreme.compat.deepspeed.config_auto import fill
 from polyreme.compat.deepspeed.config_keys import KEYS, TOP, Outcome, find
 from polyreme.compat.deepspeed.config_optimizer import Named, Remarks, check_scheduler, named, optimizer_keys
 from polyreme.compat.deepspeed.config_values import DeepSpeedConfigError, Source, Values, parse, read, values
@@ -106,16 +107,20 @@ class _Work:
         self.problems.append(Problem(path, self.values[path], reason, fix))
 
 
-def translate(source: Source, world_size: int = 1, *, pp: int = 1, tp: int | None = None) -> Translation:
+def translate(
+    source: Source, world_size: int = 1, *, pp: int = 1, tp: int | None = None, fill_auto: bool = False
+) -> Translation:
     """A DeepSpeed config as ours, for `world_size` ranks.
 
     source: a mapping, the path of a JSON file, or base64 of one. pp: pipeline stages, of the PipelineModule.
-    tp: tensor-parallel ranks where the caller's mpu has them; None: those of the config.
+    tp: tensor-parallel ranks where the caller's mpu has them; None: those of the config. fill_auto: take the
+    Trainer's defaults where "auto" stands, and say so in the notes.
 
     Raises DeepSpeedConfigError with every key that is unknown, wrong or refused."""
     tree = read(source)
+    read_as, said = fill(tree, world_size) if fill_auto else (tree, {})
     problems: list[Problem] = []
-    work = _Work(values(tree, problems), problems=problems)
+    work = _Work(values(read_as, problems), problems=problems)
     batch = _batch(work, world_size, pp, tp)
     _zero(work)
     _precision(work)
@@ -130,7 +135,14 @@ def translate(source: Source, world_size: int = 1, *, pp: int = 1, tp: int | Non
         work.remarks["scheduler.type"] = ("kept", _told(scheduler))
     work.ours = {key: value for key, value in work.ours.items() if key in LEAVES}
     notes = [note for path, value in work.values.written.items() for note in _notes(work, path, value)]
+    notes = [_filled(note, said[note.key]) if note.key in said else note for note in notes]
     return Translation(tree, _nested(work.ours), notes, work.values.of, batch, optimizer, scheduler)
+
+
+def _filled(note: Note, more: str) -> Note:
+    """The note of a key that said "auto"."""
+    value = "" if note.outcome == "translated" else f": {note.value}"
+    return replace(note, value="auto", text=f"{note.text}{value}{more}")
 
 
 def _shown(source: Any) -> str:

@@ -77,7 +77,13 @@ def parse_args(args: Sequence[str] | None = None) -> argparse.Namespace:
     _options_of_ranks(parser)
     add = parser.add_argument
     add("--save_pid", action="store_true", help="write the launcher's process id to /tmp/PID.deepspeed")
-    add("--autotuning", default="", choices=["tune", "run"], type=str, help="(refused) try other settings by itself")
+    add(
+        "--autotuning",
+        default="",
+        choices=["tune", "run"],
+        type=str,
+        help="(refused) try other settings by itself",
+    )
     add("user_script", type=str, metavar="SCRIPT", help="the script")
     add("user_args", nargs=argparse.REMAINDER, metavar="ARGUMENTS", help="all that follows is the script's")
     return parser.parse_args(args)
@@ -89,8 +95,19 @@ def _options_of_hosts(parser: argparse.ArgumentParser) -> None:
     add("-H", "--hostfile", type=str, default=DLTS_HOSTFILE, help="a file of lines HOST slots=N")
     add("-i", "--include", type=str, default="", help=f"use only these slots, {slots}")
     add("-e", "--exclude", type=str, default="", help=f"use all but these slots, {slots}")
-    add("--num_nodes", type=int, default=-1, help="use so many hosts, the first of the hostfile; all by default")
-    add("--num_gpus", "--num_accelerators", type=int, default=-1, help="ranks on each host; by default one a GPU, and 1 without GPUs")
+    add(
+        "--num_nodes",
+        type=int,
+        default=-1,
+        help="use so many hosts, the first of the hostfile; all by default",
+    )
+    add(
+        "--num_gpus",
+        "--num_accelerators",
+        type=int,
+        default=-1,
+        help="ranks on each host; by default one a GPU, and 1 without GPUs",
+    )
     add("--force_multi", action="store_true", help="reach a single host over the network, too (refused)")
 
 
@@ -106,11 +123,21 @@ def _options_of_the_way_there(parser: argparse.ArgumentParser) -> None:
     add("--master_addr", default="", type=str, help="the address of the first host")
     add("--node_rank", default=-1, type=int, help="with --no_ssh: which of the hosts this is")
     add("--launcher", default=PDSH_LAUNCHER, type=str, help="(for several hosts) what starts ranks there")
-    add("--launcher_args", default="", type=str, help="(for several hosts) arguments of the launcher, in one word")
+    add(
+        "--launcher_args",
+        default="",
+        type=str,
+        help="(for several hosts) arguments of the launcher, in one word",
+    )
     add("--no_ssh", action="store_true", help="the command is given on each host")
     add("--no_ssh_check", action="store_true", help="(for several hosts) do not try ssh first")
     add("--ssh_port", type=int, default=None, help="(for several hosts) the port of ssh")
-    add("--venv_script", type=str, default=None, help="(for several hosts) the file that their shells source first")
+    add(
+        "--venv_script",
+        type=str,
+        default=None,
+        help="(for several hosts) the file that their shells source first",
+    )
 
 
 def parse_launch_args(args: Sequence[str] | None = None) -> argparse.Namespace:
