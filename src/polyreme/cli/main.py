@@ -351,7 +351,8 @@ def door(
 ) -> None:
     """Run a program (accelerate launch, torchrun, ...) in which `import deepspeed` gives Polyreme.
 
-    It holds for all Python processes that come of it. The program takes this process' place, with its signals and its exit status."""
+    It holds for all Python processes that come of it. The program takes this process' place, with its
+    signals and its exit status."""
     if (found := shutil.which(program)) is None:
         raise LaunchError(
             f"{program!r} is no program that can be run; give one on PATH, or the path of an executable"
