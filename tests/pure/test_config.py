@@ -210,6 +210,15 @@ def test_an_unknown_key_names_the_nearest(source: dict[str, Any], key: str, mean
     assert problems[key].fix == f'did you mean "{meant}"?'
 
 
+def test_a_config_of_deepspeeds_is_told_where_to_go(tmp_path: Path) -> None:
+    path = tmp_path / "ds.json"
+    path.write_text('{"train_batch_size": 8, "zero_optimization": {"stage": 2}}')
+    with pytest.raises(ConfigError) as caught:
+        Config.load(path)
+    [problem] = caught.value.problems
+    assert "polyreme inspect" in problem.fix and str(path) in problem.fix and "--deepspeed" in problem.fix
+
+
 def test_an_unknown_key_like_no_other_lists_those_there_are() -> None:
     assert "zero.stage" in refused({"zero": {"qqqq": 1}})["zero.qqqq"].fix
     assert all(name in refused({"qqqq": 1})["qqqq"].fix for name in SECTIONS)
@@ -340,7 +349,8 @@ def test_the_defaults_run_on_any_rank_count_that_divides_the_batch() -> None:
         assert not [
             key
             for key in LEAVES
-            if resolved.value(key) == "auto" and key not in ("zero.release", "checkpoint.resume")
+            if resolved.value(key) == "auto"
+            and key not in ("zero.release", "checkpoint.resume", "mesh.backend")
         ]
         assert resolved.mesh.dp == world_size
 

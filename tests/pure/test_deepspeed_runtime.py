@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,6 +14,7 @@ import pytest
 import torch
 from torch import nn
 
+from polyreme.compat.deepspeed import front
 from polyreme.compat.deepspeed.moe.layer import MoE
 from polyreme.compat.deepspeed.moe.utils import (
     has_moe_layers,
@@ -254,6 +256,22 @@ def test_generators_have_names_and_seeds_of_their_own() -> None:
             tracker.add(name, seed)
     with pytest.raises(ValueError, match="not added"), tracker.fork("c"):
         pass
+
+
+def test_a_batch_for_one_process_says_that_accelerate_sees_only_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = SimpleNamespace(num_processes=1)
+    state = SimpleNamespace(is_initialized=lambda: True, PartialState=lambda: seen)
+    monkeypatch.setitem(sys.modules, "accelerate.state", state)  # type: ignore[arg-type]
+    config = {"train_batch_size": 8, "train_micro_batch_size_per_gpu": 8, "gradient_accumulation_steps": 1}
+    assert front._translated(config, 1, None).batch.size == 8
+    with pytest.raises(
+        PolyremeError, match=r"Accelerate sees a single process.*\n.*gloo.*\n.*train_batch_size"
+    ):
+        front._translated(config, 2, None)
+    seen.num_processes = 2
+    with pytest.raises(PolyremeError) as caught:
+        front._translated(config, 2, None)
+    assert "Accelerate" not in str(caught.value)
 
 
 def test_what_is_not_there_is_refused_when_it_is_used() -> None:

@@ -14,7 +14,7 @@ from typing import Any, Literal
 from pydantic import PrivateAttr, ValidationError
 
 from polyreme.config.duration import Duration, Progress
-from polyreme.config.loading import override, plain, problems_of, read, unusable
+from polyreme.config.loading import of_deepspeed, override, plain, problems_of, read, unusable
 from polyreme.config.schema import LEAVES, Keys, LRScheduleSection
 from polyreme.config.validate import MOST_RANKS, conflicts, derive, samples
 from polyreme.errors import ConfigError, Problem
@@ -56,7 +56,7 @@ class Config(Keys):
                 problems += problems_of(error, tree)
         problems += strange
         if problems:
-            raise ConfigError(problems, name)
+            raise ConfigError([theirs] if (theirs := of_deepspeed(tree, name)) else problems, name)
         return config
 
     @property

@@ -25,6 +25,11 @@ from polyreme.errors import ConfigError, Problem, shortened
 
 FILE_LIMIT = 4 << 20
 """Bytes of a config file."""
+DEEPSPEED = {
+    *("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"),
+    *("zero_optimization", "gradient_clipping", "bf16", "fp16"),
+}
+"""Keys of DeepSpeed's: two of them make a config one of DeepSpeed's."""
 LONGEST = 1024
 """Bits of an integer."""
 VALUES, LEVELS = 100_000, 64
@@ -86,6 +91,17 @@ def read(source: str | Path) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise failed(f"not valid {suffix[1:].upper()}: {error}", "correct the file at that place") from None
     raise failed(f"holds {_named(tree)}, not a table of keys", "write keys and values at the top level")
+
+
+def of_deepspeed(tree: Mapping[str, Any], file: str | None) -> Problem | None:
+    """What to say of a config of DeepSpeed's, whose keys are all unknown here."""
+    if len(tree.keys() & DEEPSPEED) < 2:
+        return None
+    fix = (
+        f"write one of Polyreme's of it: polyreme inspect {file or 'ds.json'} -n RANKS --write run.toml; a script "
+        "that gives it to DeepSpeed runs as it is: polyreme launch --deepspeed -n RANKS SCRIPT"
+    )
+    return Problem("config", file or "a mapping", "it is a config of DeepSpeed's", fix)
 
 
 def working_folder() -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from torch.optim import Optimizer
 
 import polyreme
 from polyreme.compat.deepspeed import comm
+from polyreme.compat.deepspeed.config_values import DeepSpeedConfigError
 from polyreme.compat.deepspeed.json_config import Translation, translate
 from polyreme.compat.deepspeed.refusal import ArgumentError, OrderError, refused
 from polyreme.compat.deepspeed.runtime import lr_schedules
@@ -27,7 +29,7 @@ from polyreme.compat.deepspeed.utils.z3_leaf_module import z3_leaf_module
 from polyreme.config import Config
 from polyreme.distributed.environment import detect
 from polyreme.distributed.mesh import everyone
-from polyreme.errors import LaunchError
+from polyreme.errors import LaunchError, Problem
 from polyreme.optim.groups import maker
 from polyreme.zero.divided import make_whole, shaped
 from polyreme.zero.parameter import engine_of
@@ -77,7 +79,7 @@ def initialize(
                 raise OrderError("mpu must be None with pipeline parallelism: the PipelineModule has one")
             front: DeepSpeedEngine = _pipeline(model, source, optimizer, model_parameters)
         else:
-            given = translate(source, everyone().size, tp=tp)
+            given = _translated(source, everyone().size, tp)
             front = _plain(model, given, optimizer, model_parameters, mpu)
     translation = front.translation
     front.collate_fn = collate_fn
@@ -104,6 +106,28 @@ def _refuse_early(source: Any, model: nn.Module, tp: int | None) -> None:
     except LaunchError:  # MPI may know
         return
     translate(source, ranks, pp=model.num_stages if isinstance(model, PipelineModule) else 1, tp=tp)
+
+
+def _translated(source: Any, ranks: int, tp: int | None) -> Translation:
+    """`source` for `ranks` ranks. Accelerate, which writes the batch itself, takes CPU ranks for single
+    processes unless it is told the backend: that is said where the batch does not fit."""
+    try:
+        return translate(source, ranks, tp=tp)
+    except DeepSpeedConfigError as error:
+        state = sys.modules.get("accelerate.state")
+        if (
+            ranks == 1
+            or state is None
+            or not state.is_initialized()
+            or state.PartialState().num_processes > 1
+        ):
+            raise
+        fix = (
+            'Accelerator(kwargs_handlers=[InitProcessGroupKwargs(backend="gloo")]), or --use_cpu of a Trainer'
+        )
+        reason = f"Accelerate sees a single process, and there are {ranks}: on CPUs it has to be told so"
+        told = Problem("num_processes", 1, reason, fix)
+        raise DeepSpeedConfigError([told, *error.problems]) from None
 
 
 def _plain(
