@@ -98,8 +98,8 @@ def of_deepspeed(tree: Mapping[str, Any], file: str | None) -> Problem | None:
     if len(tree.keys() & DEEPSPEED) < 2:
         return None
     fix = (
-        f"write one of Polyreme's of it: polyreme inspect {file or 'ds.json'} -n RANKS --write run.toml; a script "
-        "that gives it to DeepSpeed runs as it is: polyreme launch --deepspeed -n RANKS SCRIPT"
+        f"write one of Polyreme's of it: polyreme inspect {file or 'ds.json'} -n RANKS --write run.toml; "
+        "a script that gives it to DeepSpeed runs as it is: polyreme launch --deepspeed -n RANKS SCRIPT"
     )
     return Problem("config", file or "a mapping", "it is a config of DeepSpeed's", fix)
 
