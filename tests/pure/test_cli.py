@@ -444,7 +444,7 @@ def test_train_hands_the_run_to_a_cluster(config: str, trained: list[Config], la
     pod = documents[2]["spec"]["template"]["spec"]
     assert " ".join(pod["containers"][0]["command"]).startswith("polyreme train /etc/polyreme/run.toml --set")
     assert pod["terminationGracePeriodSeconds"] > torchrun.SAVING
-    assert "Job polyreme-run, 2 pods with 2 ranks each; it starts with: kubectl apply -f -" in errors
+    assert "Job polyreme-run, 2 pods with 2 ranks each; pipe it to: kubectl apply -f -" in errors
     assert trained == launched == []
 
 

@@ -250,8 +250,9 @@ def _write(options: Options, command: Sequence[str], ranks: int, name: str, conf
         typer.echo(kubernetes.apply(documents), nl=False)
         typer.echo(f"applied: {what}")
     else:
-        file = options.output if options.output and not options.dry_run else "-"
-        typer.echo(f"{what}; it starts with: kubectl apply -f {file}", err=True)
+        file = None if options.dry_run else options.output
+        how = f"it starts with: kubectl apply -f {file}" if file else "pipe it to: kubectl apply -f -"
+        typer.echo(f"{what}; {how}", err=True)
 
 
 def pod_file(config: Path) -> Path:
