@@ -9,7 +9,7 @@ import os
 import platform
 import shutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -28,8 +28,8 @@ class Check:
     found: str
 
 
-def examine() -> list[Check]:
-    """Every check, in the order they are shown."""
+def examine() -> Iterator[Check]:
+    """Every check, in the order they are shown; each is made when it is asked for."""
     checks: list[Callable[[], Check]] = [
         _python,
         _torch,
@@ -41,7 +41,7 @@ def examine() -> list[Check]:
         _bf16,
         _ranks,
     ]
-    return [check() for check in checks]
+    return (check() for check in checks)
 
 
 def _python() -> Check:

@@ -499,13 +499,15 @@ def doctor(as_json: AsJson = False) -> None:
     """Check that this machine can train: versions, memory, disk, and an all-reduce over two ranks."""
     from polyreme.cli.doctor import examine
 
-    checks = examine()
-    if as_json:
-        typer.echo(json.dumps([dataclasses.asdict(check) for check in checks], indent=2))
-    else:
-        for check in checks:
+    checks = []
+    for check in examine():
+        checks.append(check)
+        if not as_json:  # at once: the last one takes seconds
             typer.secho("ok    " if check.ok else "fail  ", fg="green" if check.ok else "red", nl=False)
             typer.echo(f"{check.name:<14}{check.found}")
+            sys.stdout.flush()
+    if as_json:
+        typer.echo(json.dumps([dataclasses.asdict(check) for check in checks], indent=2))
     if not all(check.ok for check in checks):
         raise typer.Exit(1)
 
