@@ -1,5 +1,5 @@
-"""The options of `polyreme launch` and `polyreme train` that hand the run to a cluster, and what becomes of
-them."""
+"""The options of `polyreme launch` and `polyreme train` that run it elsewhere than on this host alone, or
+hand it to a cluster, and what becomes of them."""
 
 from __future__ import annotations
 
@@ -17,6 +17,15 @@ import typer
 from polyreme.errors import PolyremeError
 
 BOTH, SLURM, KUBERNETES = "On a cluster", "With --slurm", "With --kubernetes"
+HOSTS, MPI = "With --hostfile", "With --mpi"
+ALSO = {
+    "nodes": ("--hostfile", "--mpi"),
+    "dry_run": ("--hostfile", "--mpi"),
+    "env": ("--hostfile", "--mpi"),
+    "include": ("--mpi",),
+    "exclude": ("--mpi",),
+}
+"""What options apply with beside that which their panel names."""
 
 
 def _option(panel: str, *names: str, **more: Any) -> Any:
@@ -31,9 +40,24 @@ class Options:
     kubernetes: Annotated[
         bool, _option(BOTH, "--kubernetes", help="Print the manifests of a Job; --apply submits.")
     ] = False
+    hostfile: Annotated[
+        Path | None,
+        _option(
+            BOTH,
+            "--hostfile",
+            "-H",
+            metavar="FILE",
+            help="Run it over ssh on these hosts, HOST slots=N in a line.",
+        ),
+    ] = None
+    mpi: Annotated[
+        bool, _option(BOTH, "--mpi", help="Have mpirun start the ranks, here or on a hostfile's hosts.")
+    ] = False
     nodes: Annotated[
         int | None,
-        _option(BOTH, "--nodes", "--pods", min=1, help="Hosts, with -n ranks on each; 1 by default."),
+        _option(
+            BOTH, "--nodes", "--pods", min=1, help="Hosts, with -n ranks each: 1, or all of the hostfile."
+        ),
     ] = None
     name: Annotated[
         str | None,
@@ -94,7 +118,9 @@ class Options:
     ] = None
     env: Annotated[
         list[str] | None,
-        _option(KUBERNETES, "--env", metavar="NAME=VALUE", help="A variable of the pods; may be repeated."),
+        _option(
+            KUBERNETES, "--env", metavar="NAME=VALUE", help="A variable of the ranks; may be repeated."
+        ),
     ] = None
     elastic: Annotated[
         str | None,
@@ -109,23 +135,66 @@ class Options:
     apply: Annotated[bool, _option(KUBERNETES, "--apply", help="Hand the manifests to kubectl apply.")] = (
         False
     )
+    include: Annotated[
+        str | None,
+        _option(HOSTS, "--include", metavar="HOST[:SLOT,...]@...", help="Only these hosts and slots."),
+    ] = None
+    exclude: Annotated[
+        str | None, _option(HOSTS, "--exclude", metavar="HOST[:SLOT,...]@...", help="All but these.")
+    ] = None
+    ssh: Annotated[
+        str | None, _option(HOSTS, "--ssh", metavar="COMMAND", help="The ssh to use, as in 'ssh -p 2222'.")
+    ] = None
+    port: Annotated[
+        int | None,
+        _option(
+            HOSTS, "--port", min=1, max=65535, help="Where ranks meet on the first host; any by default."
+        ),
+    ] = None
+
+    interface: Annotated[
+        str | None, _option(MPI, "--interface", metavar="NAME", help="The network interface that MPI takes.")
+    ] = None
+    mpirun: Annotated[
+        list[str] | None,
+        _option(
+            MPI, "--mpirun", metavar="OPTION", help="Another of mpirun's, as in --mpirun=--oversubscribe."
+        ),
+    ] = None
 
     @property
     def asked(self) -> bool:
-        """Whether a cluster is to run it. Raises a usage error for options that apply to none, or to the
-        other."""
-        if self.slurm and self.kubernetes:
-            raise typer.BadParameter("it runs on one of them: leave --slurm or --kubernetes out")
-        applies = {SLURM: self.slurm, KUBERNETES: self.kubernetes, BOTH: self.slurm or self.kubernetes}
+        """Whether it is to run elsewhere, or by mpirun. Raises a usage error for options that apply to none,
+        or to the other."""
+        ways = {
+            "--slurm": self.slurm,
+            "--kubernetes": self.kubernetes,
+            "--hostfile": self.hostfile,
+            "--mpi": self.mpi,
+        }
+        chosen = [way for way, asked in ways.items() if asked]
+        if len(chosen) > 1 and set(chosen) != {"--hostfile", "--mpi"}:
+            raise typer.BadParameter(f"it runs by one of them: leave {' or '.join(chosen)} out")
         for each in dataclasses.fields(self):
+            if getattr(self, each.name) == each.default or each.name in (
+                "slurm",
+                "kubernetes",
+                "hostfile",
+                "mpi",
+            ):
+                continue
             [option] = get_type_hints(Options, include_extras=True)[each.name].__metadata__
             panel = option.rich_help_panel
-            if getattr(self, each.name) != each.default and not applies[panel]:
-                needed = "--slurm or --kubernetes" if panel == BOTH else panel.removeprefix("With ")
+            needed: tuple[str, ...] = (
+                ("--slurm", "--kubernetes") if panel == BOTH else (panel.removeprefix("With "),)
+            )
+            needed = (*needed, *ALSO.get(each.name, ()))
+            if not any(ways[way] for way in needed):
                 raise typer.BadParameter(
-                    f"it applies with {needed} only", param_hint=f"--{each.name.replace('_', '-')}"
+                    f"it applies with {' or '.join(needed)} only",
+                    param_hint=f"--{each.name.replace('_', '-')}",
                 )
-        return self.slurm or self.kubernetes
+        return bool(chosen)
 
     @property
     def bounds(self) -> tuple[int, int] | None:

@@ -150,7 +150,7 @@ def train(
 
     With -n it starts the ranks itself. Slurm or Kubernetes may start it once on each of several hosts: it
     then starts -n ranks on each, and all are one run. Started by torchrun or `polyreme launch`, it is one of
-    their ranks. With --slurm or --kubernetes it hands the run to a cluster."""
+    their ranks. With --hostfile other hosts run it, with --slurm or --kubernetes a cluster."""
     from polyreme.config import Config
 
     changes = [*(overrides or []), *_resume(resume, anew)]
@@ -256,21 +256,34 @@ class _Again:
         """Hand it to a cluster, which starts it again until the run has ended."""
         from polyreme.launch.requests import STOPPED
 
+        if self.stopped_status:
+            raise typer.BadParameter(
+                "it is for launchers on this host: leave it out", param_hint="--stopped-status"
+            )
+        if cluster.hostfile or cluster.mpi:
+            self.elsewhere(cluster, config, asked)
+            return
         if config.checkpoint.resume == "never":
             raise typer.BadParameter(
                 "a cluster may start the run again, which would begin anew each time: give it a "
                 "checkpoint.folder of its own instead",
                 param_hint="--no-resume (checkpoint.resume)",
             )
-        if self.stopped_status:
-            raise typer.BadParameter(
-                f"a cluster is told {STOPPED}: leave it out", param_hint="--stopped-status"
-            )
         ranks = asked or config.launch.ranks or 1
         config.resolve(ranks * cluster.hosts)
         there = clusters.pod_file(self.config) if cluster.kubernetes else self.config
         arguments = self.arguments(there, "-n", str(ranks), "--stopped-status", str(STOPPED))
         clusters.start(cluster, arguments, ranks, str(self.config), config=self.config)
+
+    def elsewhere(self, cluster: clusters.Options, config: Config, asked: int | None) -> None:
+        """Run it on the hosts of a hostfile, or by mpirun."""
+        with importing():
+            from polyreme.cli import hosts
+
+            active = hosts.slots(cluster, asked or config.launch.ranks)
+            config.resolve(sum(map(len, active.values())))
+        command = ["-m", "polyreme", *self.arguments(self.config)]
+        hosts.start(cluster, active, command, saves=True, files=[str(self.config)])
 
 
 @app.command(context_settings={"allow_interspersed_args": False})
@@ -284,8 +297,11 @@ def launch(
         list[str] | None, typer.Argument(metavar="ARGUMENT", help="All that follows is the script's.")
     ] = None,
     ranks: Annotated[
-        int, typer.Option("-n", "--ranks", min=1, help="Ranks to start on this host, or on each of several.")
-    ] = 1,
+        int | None,
+        typer.Option(
+            "-n", "--ranks", min=1, help="Ranks to start on this host, or on each of several.", show_default="1"
+        ),
+    ] = None,
     threads: Annotated[
         int | None, typer.Option(min=1, help="Computing threads per rank.", show_default="cores / ranks")
     ] = None,
@@ -302,8 +318,17 @@ def launch(
     and the one that failed first is shown.
 
     Slurm or Kubernetes may start the command once on each of several hosts: it then starts -n ranks on each,
-    and all are one run. With --slurm or --kubernetes it hands the run to a cluster."""
+    and all are one run. With --hostfile other hosts run it, with --slurm or --kubernetes a cluster."""
     command = [*(["-m"] if module else []), script, *(arguments or [])]
+    door = variables("deepspeed") if with_deepspeed else {}
+    if cluster.asked and (cluster.hostfile or cluster.mpi):
+        with importing():
+            from polyreme.cli import hosts
+        files = [] if module else [script]
+        active = hosts.slots(cluster, ranks)
+        hosts.start(cluster, active, command, threads=threads, variables=door, files=files)
+        return
+    ranks = ranks or 1
     if cluster.asked:
         more = [
             *(["--threads", str(threads)] if threads else []),
@@ -316,8 +341,7 @@ def launch(
         from polyreme.launch.torchrun import launch as start
 
     others = _hosts()
-    manner = Manner(variables("deepspeed") if with_deepspeed else {})
-    start(command, ranks, threads=threads, manner=manner, hosts=others)
+    start(command, ranks, threads=threads, manner=Manner(door), hosts=others)
 
 
 @app.command(

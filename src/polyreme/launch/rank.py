@@ -1,9 +1,10 @@
 """Runs a script or module as one rank under `polyreme.launch.torchrun`.
 
-`python -m polyreme.launch.rank LAUNCHER_PID [--log FILE] [-m MODULE | --program PROGRAM | SCRIPT]
-ARGUMENTS...`
+`python -m polyreme.launch.rank LAUNCHER_PID [--log FILE | --streams FILE] [-m MODULE | --program PROGRAM |
+SCRIPT] ARGUMENTS...`
 
-With --log, what it prints goes to the file. A program takes the place of this one.
+With --log, what it prints goes to the file; with --streams to FILE.out, and its errors to FILE.err. A program
+takes the place of this one.
 
 Invariants: the rank does not outlive its launcher. A rank that fails writes why to the file that torchrun's
 agent names, and then waits for the agent to end it: its connections stay open meanwhile, so its failure
@@ -36,29 +37,18 @@ def main(arguments: list[str]) -> None:
     parent, *arguments = arguments
     die_with_parent(int(parent))
     pin()
-    if arguments[0] == "--log":
-        _redirect(arguments[1])
+    if arguments[0] in ("--log", "--streams"):
+        option, file = arguments[:2]
+        _redirect(*((file, file) if option == "--log" else (f"{file}.out", f"{file}.err")))
         del arguments[:2]
     if arguments[0] == "--program":
         _become(arguments[1:])
-    for stream in sys.stdout, sys.stderr:
-        if isinstance(stream, io.TextIOWrapper):
-            # Into a pipe, too; and not less than a line, even with PYTHONUNBUFFERED, or the output of several
-            # ranks would mix within one.
-            stream.reconfigure(line_buffering=True, write_through=False)
-    faulthandler.enable()  # a crash in compiled code shows where
     is_module = arguments[0] == "-m"
-    sys.argv = arguments[1:] if is_module else arguments
-    target = sys.argv[0]
+    target = arguments[is_module]
     try:
         # which the launcher holds back until a rank can answer it
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
-        if is_module:
-            runpy.run_module(target, run_name="__main__", alter_sys=True)
-        else:
-            if not sys.flags.safe_path:
-                sys.path[0] = str(Path(target).resolve().parent)  # as `python script.py` has it
-            runpy.run_path(target, run_name="__main__")
+        run(arguments)
     except KeyboardInterrupt:
         sys.exit(128 + signal.SIGINT)
     except SystemExit as end:
@@ -75,12 +65,35 @@ def main(arguments: list[str]) -> None:
         _fail(error, 1)
 
 
-def _redirect(log: str) -> None:
-    """Write to a file what this process, and all that it starts, would print."""
-    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o666)
-    for standard in (1, 2):
-        os.dup2(descriptor, standard)
-    os.close(descriptor)
+def run(arguments: list[str]) -> None:
+    """Run `[-m MODULE | SCRIPT] ARGUMENTS...` in this process, as `python` does."""
+    for stream in sys.stdout, sys.stderr:
+        if isinstance(stream, io.TextIOWrapper):
+            # Into a pipe, too; and not less than a line, even with PYTHONUNBUFFERED, or the output of several
+            # ranks would mix within one.
+            stream.reconfigure(line_buffering=True, write_through=False)
+    faulthandler.enable()  # a crash in compiled code shows where
+    is_module = arguments[0] == "-m"
+    sys.argv = arguments[1:] if is_module else arguments
+    target = sys.argv[0]
+    if is_module:
+        runpy.run_module(target, run_name="__main__", alter_sys=True)
+    else:
+        if not sys.flags.safe_path:
+            sys.path[0] = str(Path(target).resolve().parent)  # as `python script.py` has it
+        runpy.run_path(target, run_name="__main__")
+
+
+def _redirect(output: str, errors: str) -> None:
+    """Write to files what this process, and all that it starts, would print."""
+    opened = {
+        file: os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o666)
+        for file in {output, errors}
+    }
+    os.dup2(opened[output], 1)
+    os.dup2(opened[errors], 2)
+    for descriptor in opened.values():
+        os.close(descriptor)
 
 
 def _become(command: list[str]) -> NoReturn:

@@ -9,12 +9,36 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
 WISHES = (signal.SIGTERM, signal.SIGUSR1)
 """What `docker stop`, systemd, Kubernetes and Slurm send, and what Slurm can be told to send."""
+ENDINGS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+"""What a launcher takes as the wish to end."""
+
+
+@contextmanager
+def hearing(numbers: Iterable[int]) -> Iterator[list[int]]:
+    """Have these signals do nothing but grow a list. In any other thread than the main one, and for those
+    that whoever started this process had it ignore, nothing changes."""
+    came: list[int] = []
+
+    def hear(number: int, frame: FrameType | None) -> None:
+        came.append(number)
+
+    here = threading.current_thread() is threading.main_thread()
+    before = {
+        number: signal.signal(number, hear)
+        for number in numbers
+        if here and signal.getsignal(number) not in (signal.SIG_IGN, None)
+    }
+    try:
+        yield came
+    finally:
+        for number, action in before.items():
+            signal.signal(number, action)
 
 
 @contextmanager

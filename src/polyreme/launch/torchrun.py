@@ -19,7 +19,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
@@ -35,15 +35,13 @@ from polyreme.errors import ConfigError, LaunchError
 from polyreme.launch.cores import PIN
 from polyreme.launch.hosts import LOOPBACK, Hosts, Loopback, Meeting
 from polyreme.launch.processes import signal_group
-from polyreme.launch.signals import WISHES
+from polyreme.launch.signals import ENDINGS, WISHES
 
 PATIENCE = 8  # seconds that ranks get to end by themselves before SIGKILL
 SAVING = 15 * 60  # and those that were asked to save before
 # seconds in which the same signal again is no second one: schedulers send theirs to every process, and some
 # forward it
 ONE_SIGNAL = 2.0
-# which the agent takes as the wish to end
-ENDINGS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 POLL = 0.1  # seconds between looks at the ranks
 # a file in it: what is called so and has none is somebody else's
 FOLDER, MARK = ("polyreme-launch-", "polyreme.launch")
@@ -56,13 +54,15 @@ class Manner:
 
     `variables` take the place of the user's. `ports`: where ranks meet is the first of them that is free; 0
     is any. `local_rank`: the script's first argument is --local_rank=N. `program`: the command is a program,
-    and no Python script. `log`: rank N writes what it would print to the file LOG + N + ".log"."""
+    and no Python script. `log`: rank N writes what it would print to the file LOG + N + ".log"; `streams`: to
+    STREAMS + N + ".out", and its errors to ".err"."""
 
     variables: Mapping[str, str] = field(default_factory=dict)
     ports: Sequence[int] = (0,)
     local_rank: bool = False
     program: bool = False
     log: str | None = None
+    streams: str | None = None
 
 
 PLAIN = Manner()
@@ -91,6 +91,7 @@ def launch(
     saves: bool = False,
     manner: Manner = PLAIN,
     hosts: Hosts | None = None,
+    failing: Callable[[bool], None] | None = None,
 ) -> None:
     """Run `python COMMAND` as `ranks` ranks on this host and wait for their end.
 
@@ -102,7 +103,8 @@ def launch(
     `saves`: the ranks take SIGTERM and SIGUSR1 as the wish to save and to end with status 0. Each is
     forwarded, and they get SAVING seconds; a second SIGTERM kills them. `manner`: what else is asked for.
     `hosts`: other hosts run as many ranks each; it returns when theirs have ended, too. Those that save are
-    asked to when a host comes that could take part.
+    asked to when a host comes that could take part. `failing` is called when a rank is first seen to fail,
+    with whether one had ended by itself, before the others are ended.
 
     Raises LaunchError for a command that cannot be started, and RanksFailedError (naming the rank that failed
     first, with the exit status that fits) when a rank ends with a status other than 0 or a signal (SIGINT,
@@ -123,7 +125,7 @@ def launch(
             local_addr=LOOPBACK,
         )
         agent = _Agent(meeting, spec, DefaultLogsSpecs(log_dir=folder), shutdown_timeout=PATIENCE)
-        agent.saves = saves
+        agent.saves, agent.failing = saves, failing
         try:
             _end_by_signals(saves)
             result = agent.run()
@@ -148,6 +150,8 @@ def _rank_arguments(command: Sequence[str], manner: Manner) -> list[str]:
         arguments.insert(0, "--program")
     if manner.log is not None:
         arguments[:0] = ["--log", manner.log.replace("$", "$$") + "${local_rank}.log"]
+    elif manner.streams is not None:
+        arguments[:0] = ["--streams", manner.streams.replace("$", "$$") + "${local_rank}"]
     return [*arguments, *(["--local_rank=${local_rank}"] if manner.local_rank else []), *own]
 
 
@@ -274,6 +278,7 @@ class _Agent(LocalElasticAgent):
     end, and passes wishes on."""
 
     ended_first: tuple[int, ...] = ()  # ranks that had ended badly when the first failure was seen
+    failing: Callable[[bool], None] | None = None  # who is told of the first failure
     saves = False  # whether ranks save and end by themselves when they are asked to
     wish: signal.Signals | None = None  # how they were
     late = False  # whether they were killed because they did not
@@ -313,7 +318,7 @@ class _Agent(LocalElasticAgent):
     @property
     def world_size(self) -> int:
         """Ranks of all hosts."""
-        return (self._worker_group.group_world_size or 1) * self._worker_group.spec.local_world_size
+        return int(self._worker_group.workers[0].world_size)
 
     def _processes(self) -> dict[int, subprocess.Popen[bytes]]:
         """The processes by local rank."""
@@ -339,6 +344,8 @@ class _Agent(LocalElasticAgent):
             rank_of[local] for local, process in processes.items() if process.poll() not in (None, 0)
         )
         if raised or self.ended_first:
+            if self.failing is not None:
+                self.failing(bool(self.ended_first))
             if self.saves:  # SIGTERM would have them go on to the end of their step, which will not come
                 _kill(process for local, process in processes.items() if local not in raised)
             _end(list(processes.values()))

@@ -1,0 +1,91 @@
+"""What becomes of --hostfile and --mpi of `polyreme launch` and `polyreme train`."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+
+import typer
+
+from polyreme.cli.cluster import Options
+from polyreme.launch import hostfile
+from polyreme.launch.hostfile import Active
+
+
+def slots(options: Options, ranks: int | None) -> Active:
+    """The hosts and their slots: those of the hostfile that options leave, or `ranks` of this host."""
+    if options.hostfile is None:
+        for name in ("include", "exclude", "nodes"):
+            if getattr(options, name):
+                raise typer.BadParameter("it applies with --hostfile only", param_hint=f"--{name}")
+        return {"localhost": list(range(ranks or 1))}
+    pool = hostfile.read(options.hostfile)
+    if (options.include or options.exclude) and (options.nodes or ranks):
+        raise typer.BadParameter(
+            "each says which slots to use: leave --nodes and -n, or --include and --exclude, out",
+            param_hint="-n",
+        )
+    if options.nodes and options.nodes > len(pool):
+        raise typer.BadParameter(
+            f"the hostfile names {len(pool)}: give at most as many", param_hint="--nodes"
+        )
+    left = hostfile.parse_inclusion_exclusion(pool, options.include or "", options.exclude or "")
+    active = hostfile.apply_num_nodes_and_gpus(left, options.nodes or 0, ranks or 0)
+    if not active:
+        raise hostfile.ResourceError("--exclude leaves no slot; name fewer")
+    return active
+
+
+def start(
+    options: Options,
+    active: Active,
+    command: Sequence[str],
+    *,
+    threads: int | None = None,
+    saves: bool = False,
+    variables: dict[str, str] | None = None,
+    files: Sequence[str] = (),
+) -> None:
+    """Run `python COMMAND` on the slots of `active`, and print what is started; with --dry-run, only that."""
+    from polyreme.launch import several
+
+    more = {"OMP_NUM_THREADS": str(threads)} if threads else {}
+    given = {**several.forwarded(options.env or ()), **(variables or {}), **more}
+    ssh = shlex.split(options.ssh) if options.ssh else ["ssh"]
+    if options.mpi:
+        _by_mpi(options, active, command, given, ssh, saves)
+        return
+    what = several.Run(command, threads, saves, files=files, variables=given, port=options.port or 0)
+    if options.dry_run:
+        for host, its in active.items():
+            typer.echo(
+                f"{host}, {len(its)} rank{'s' * (len(its) > 1)}: {shlex.join(several.login(host, ssh))}"
+            )
+        return
+    several.run(active, what, ssh=ssh)
+
+
+def _by_mpi(
+    options: Options,
+    active: Active,
+    command: Sequence[str],
+    variables: dict[str, str],
+    ssh: Sequence[str],
+    saves: bool,
+) -> None:
+    from polyreme.launch import mpirun
+
+    uneven = [host for host, its in active.items() if its != list(range(len(its)))]
+    if uneven:
+        raise hostfile.ResourceError(
+            f"mpirun does not choose slots, and of {uneven[0]} others than the first are asked for; "
+            "leave --mpi out"
+        )
+    if options.port:
+        raise typer.BadParameter("over MPI ranks meet where rank 0 says: leave it out", param_hint="--port")
+    library = mpirun.find()
+    hosts = {host: len(its) for host, its in active.items()}
+    request = mpirun.Request(command, hosts, variables, ssh, options.interface, options.mpirun or ())
+    typer.echo(shlex.join(mpirun.command(library, request)[0]), err=not options.dry_run)
+    if not options.dry_run:
+        mpirun.run(library, request, saves=saves)

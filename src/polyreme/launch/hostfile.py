@@ -1,0 +1,137 @@
+"""Hosts and slots: hostfiles in DeepSpeed's syntax, and what is left of them when only some are asked for.
+
+A pool is {host: number of slots}; active slots are {host: [slot, ...]}, both in the hostfile's order. No
+network, but for `is_this_machine`, which may ask what a name's address is."""
+
+from __future__ import annotations
+
+import re
+import socket
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from polyreme.errors import LaunchError
+
+Pool = Mapping[str, int]
+Active = Mapping[str, list[int]]
+
+
+class ResourceError(LaunchError, ValueError):
+    """Hosts or slots that are not there, or that are asked for in a way that cannot be."""
+
+    exit_status = 2
+
+
+def read(path: Path) -> Pool:
+    """The pool that a file of lines `HOST slots=N` describes.
+
+    Raises ResourceError where it cannot be read, and as `parse_hostfile`."""
+    try:
+        return parse_hostfile(path.read_text("utf-8").splitlines())
+    except (OSError, UnicodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is no text"
+        raise ResourceError(
+            f"the hostfile {path} cannot be read: {reason}; give a file of lines HOST slots=N"
+        ) from None
+
+
+def parse_hostfile(hostfile_lines: Iterable[str]) -> Pool:
+    """The pool of such lines; empty ones, and those that begin with #, say nothing.
+
+    Raises ResourceError for a line of another form, a host that is there twice, or no host at all."""
+    pool: OrderedDict[str, int] = OrderedDict()
+    for each in hostfile_lines:
+        line = each.strip()
+        if not line or line.startswith("#"):
+            continue
+        entry = re.match(r"(\S+)\s+slots=(\d+)", line)
+        if entry is None:
+            raise ResourceError(f"the hostfile has the line {line!r}; write HOST slots=N, a host in a line")
+        if entry[1] in pool:
+            raise ResourceError(f"the hostfile has {entry[1]} twice; give all its slots in one line")
+        pool[entry[1]] = int(entry[2])
+    if not pool:
+        raise ResourceError("the hostfile names no host; write HOST slots=N, a host in a line")
+    return pool
+
+
+def parse_node_config(node_config: str) -> tuple[str, list[int]]:
+    """Host and slots of `HOST[:SLOT,...]`; no slots where it names none."""
+    host, *slots = node_config.split(":")
+    try:
+        return host, [int(slot) for slot in slots[0].split(",")] if slots else []
+    except ValueError:
+        raise ResourceError(f"{node_config!r} names no slots; write HOST or HOST:0,1") from None
+
+
+def parse_node_config_list(node_configs: str) -> dict[str, list[int]]:
+    """Slots of each host of `HOST[:SLOT,...]@HOST...`, sorted."""
+    found: dict[str, set[int]] = {}
+    for each in node_configs.split("@"):
+        if each.count(":") > 1:
+            raise ResourceError(f"{each!r} has several colons; write HOST or HOST:0,1, with @ between hosts")
+        host, slots = parse_node_config(each)
+        found.setdefault(host, set()).update(slots)
+    return {host: sorted(slots) for host, slots in found.items()}
+
+
+def parse_resource_filter(host_info: Active, include_str: str = "", exclude_str: str = "") -> Active:
+    """What is left of `host_info` when only what `include_str` names is taken, or all but what `exclude_str`
+    names. Both are `HOST[:SLOT,...]@...`; a host without slots stands for all of its own.
+
+    Raises ResourceError where both are given, or where a host or a slot is not there."""
+    if include_str and exclude_str:
+        raise ResourceError("include and exclude are both given; one says all: leave the other out")
+    if not include_str and not exclude_str:
+        return host_info
+    named = parse_node_config_list(include_str or exclude_str)
+    for host, slots in named.items():
+        if host not in host_info:
+            raise ResourceError(f"Hostname '{host}' not found in hostfile, which has {', '.join(host_info)}")
+        for slot in slots:
+            if slot not in host_info[host]:
+                raise ResourceError(
+                    f"No slot '{slot}' specified on host '{host}', which has {host_info[host]}"
+                )
+    left = OrderedDict()
+    for host, there in host_info.items():
+        chosen = (named[host] or list(there)) if host in named else []
+        slots = chosen if include_str else [slot for slot in there if slot not in chosen]
+        if unique := list(dict.fromkeys(slots)):
+            left[host] = unique
+    return left
+
+
+def parse_inclusion_exclusion(resource_pool: Pool, inclusion: str, exclusion: str) -> Active:
+    """As `parse_resource_filter`, of a pool."""
+    slots = OrderedDict((host, list(range(count))) for host, count in resource_pool.items())
+    return parse_resource_filter(slots, include_str=inclusion, exclude_str=exclusion)
+
+
+def apply_num_nodes_and_gpus(active_resources: Active, num_nodes: int, num_gpus: int) -> Active:
+    """The first `num_nodes` hosts, with slots 0 to `num_gpus` - 1 of each; either is 0 or less for all."""
+    hosts = list(active_resources.items())[: num_nodes if num_nodes > 0 else None]
+    return OrderedDict((host, list(range(num_gpus)) if num_gpus > 0 else slots) for host, slots in hosts)
+
+
+def is_this_machine(host: str) -> bool:
+    """Whether `host`, a name or an address, is of this machine."""
+    if host in ("localhost", "127.0.0.1", "::1", socket.gethostname()):
+        return True
+    try:
+        addresses = socket.getaddrinfo(host, 0, type=socket.SOCK_DGRAM)
+    except (OSError, UnicodeError):
+        return False
+    return any(_has_address(family, address) for family, _, _, _, address in addresses)
+
+
+def _has_address(family: int, address: Sequence[Any]) -> bool:
+    """Only a machine's own address can be bound to."""
+    try:
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.bind(tuple(address))
+        return True
+    except OSError:
+        return False

@@ -1,0 +1,52 @@
+"""Becomes one rank that mpirun started: `python -m polyreme.launch.mpi_rank [-m] SCRIPT ARGUMENTS...` does
+what `python [-m] SCRIPT ARGUMENTS...` does.
+
+What other ranks than the first print gets `[host rank] ` before each line, from a process beside the rank
+that ends with it. Torch is not loaded. Communication: none."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import sys
+
+from polyreme.distributed.environment import detect
+from polyreme.launch.rank import run
+from polyreme.launch.signals import ENDINGS, WISHES
+
+
+def main() -> None:
+    """Become the rank."""
+    place = detect()
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // place.local_world_size)))
+    if place.rank:
+        prefix = f"[{socket.gethostname()} {place.rank}] ".encode()
+        for standard in 1, 2:
+            _prefix(standard, prefix)
+    run(sys.argv[1:])
+
+
+def _prefix(standard: int, prefix: bytes) -> None:
+    """Have a process of its own write what this one writes to `standard`, line by line."""
+    out, into = os.pipe()
+    if child := os.fork():
+        os.waitpid(child, 0)
+        os.dup2(into, standard)
+        os.close(into)
+        os.close(out)
+        return
+    if os.fork():  # nobody's child: the rank never hears of it
+        os._exit(0)
+    os.close(into)
+    for number in {*ENDINGS, *WISHES}:
+        signal.signal(number, signal.SIG_IGN)
+    with os.fdopen(out, "rb") as lines:
+        for line in lines:
+            os.write(standard, prefix + line.rstrip(b"\r\n") + b"\n")
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,273 @@
+"""What `polyreme.launch.several` starts on each host, over ssh or as its child: it looks at the host, starts
+the host's ranks through `polyreme.launch.torchrun`, and hands on what they print.
+
+It does what it reads from stdin, and tells on stdout (frames). Invariants: when stdin ends or stays silent
+for SILENCE seconds, whoever started it is gone, and the ranks are ended; nothing listens but at an address
+that it was told."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import platform
+import selectors
+import signal
+import socket
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from polyreme.distributed.interfaces import addresses, is_loopback, source
+from polyreme.errors import LaunchError, PolyremeError
+from polyreme.launch import frames
+from polyreme.launch.frames import Frame
+from polyreme.version import VERSION
+
+SILENCE = 60.0  # seconds; the other end says something every ALIVE
+ALIVE = 10.0
+GIVING_UP = 11.0  # seconds after which ranks that were to end are left to the kernel, which kills them
+DISTRIBUTIONS = ("polyreme", "torch")
+Tell = Callable[[Frame], None]
+
+
+def main() -> None:
+    """Do what is asked on stdin, until it is to begin and has ended."""
+    asked = os.fdopen(os.dup(0), "rb")
+    out = os.fdopen(os.dup(1), "wb")
+    with Path(os.devnull).open() as nothing:
+        os.dup2(nothing.fileno(), 0)
+    os.dup2(2, 1)  # frames alone go where they are read
+    for number in (signal.SIGHUP, signal.SIGPIPE):  # stdin says when the other end is gone
+        signal.signal(number, signal.SIG_IGN)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # though the launcher were in the background
+    lock = threading.Lock()
+
+    def tell(frame: Frame) -> None:
+        with lock, contextlib.suppress(OSError):  # nobody reads on: stdin says so, too
+            out.write(frames.pack(frame))
+            out.flush()
+
+    out.write(frames.MARK)
+    for each in asked:
+        wish = json.loads(each)
+        if wish["do"] == "begin":
+            over = threading.Event()
+            _listen(asked, over)
+            _begin(wish, tell, over)
+            return
+        if wish["do"] != "nothing":
+            tell(frames.told(**_ANSWERS[wish["do"]](wish)))
+
+
+def _look(wish: Mapping[str, Any]) -> dict[str, Any]:
+    """What there is here of what a run needs."""
+    problems = []
+    try:
+        os.chdir(wish["folder"])
+    except OSError as error:
+        problems.append(
+            f"the folder {wish['folder']} cannot be used ({error.strerror}): a run has the same one on each "
+            "host, so copy or mount it there"
+        )
+    else:
+        missing = [each for each in wish["files"] if not Path(each).is_file()]
+        problems += [f"{each} is not a file in {wish['folder']}: copy it there" for each in missing]
+    # "client port server port", where ssh has set it
+    reached = os.environ.get("SSH_CONNECTION", "").split()[2:3]
+    return {
+        "name": socket.gethostname(),
+        "versions": {"python": platform.python_version(), **{each: _version(each) for each in DISTRIBUTIONS}},
+        "reached": [address for address in reached if not is_loopback(address)],
+        "problems": problems,
+        "time": time.time(),
+    }
+
+
+def _version(name: str) -> str:
+    if name == "polyreme":
+        return VERSION
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return "none"
+
+
+def _ways(wish: Mapping[str, Any]) -> dict[str, Any]:
+    """Addresses of this host, the first one, that others may reach: those that they are reached over, and the
+    one that its name stands for here."""
+    found = [*wish["addresses"], *(source(each) for each in wish["others"])]
+    with contextlib.suppress(OSError, UnicodeError):
+        found += [str(each[4][0]) for each in socket.getaddrinfo(wish["name"], None)]
+    own = addresses()
+    usable = dict.fromkeys(each for each in found if each and each in own and not is_loopback(each))
+    listening = {}
+    for address in usable:
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        with contextlib.suppress(OSError):
+            _probes.append(socket.create_server((address, wish["port"]), family=family))
+            listening[address] = _probes[-1].getsockname()[1]
+    return {"listening": listening}
+
+
+def _reach(wish: Mapping[str, Any]) -> dict[str, Any]:
+    """Which of the first host's addresses can be connected to from here."""
+    reached = []
+    for address, port in wish["listening"].items():
+        with contextlib.suppress(OSError):
+            socket.create_connection((address, port), timeout=3).close()
+            reached.append(address)
+    return {"reached": reached}
+
+
+_probes: list[socket.socket] = []
+_ANSWERS: Mapping[str, Callable[[Mapping[str, Any]], dict[str, Any]]] = {
+    "look": _look,
+    "ways": _ways,
+    "reach": _reach,
+}
+
+
+# ---- the run
+
+
+def _listen(asked: Any, over: threading.Event) -> None:
+    """In threads: pass signals on, and end the run when the other end is gone, until it is over."""
+    heard = [time.monotonic()]
+
+    def wishes() -> None:
+        for each in asked:
+            heard[0] = time.monotonic()
+            wish = json.loads(each)
+            if wish["do"] == "signal":
+                os.kill(os.getpid(), wish["number"])
+            elif wish["do"] == "end":
+                threading.Thread(target=_end, args=(wish["number"],), daemon=True).start()
+        heard[0] = -SILENCE
+
+    def watch() -> None:
+        while not over.wait(0.1):
+            if time.monotonic() > heard[0] + SILENCE:
+                _end(signal.SIGINT)
+
+    for each in wishes, watch:
+        threading.Thread(target=each, daemon=True).start()
+
+
+def _end(number: int) -> None:
+    """End the run, and in the end this process, without which the kernel ends its ranks."""
+    os.kill(os.getpid(), number)
+    time.sleep(GIVING_UP)
+    os._exit(1)
+
+
+def _begin(wish: Mapping[str, Any], tell: Tell, over: threading.Event) -> None:
+    for each in _probes:
+        each.close()
+    os.environ.update(wish["variables"])
+    try:
+        _run(wish, tell)
+        end: dict[str, Any] = {"end": "well"}
+    except KeyboardInterrupt:  # while torch was imported
+        end = {"end": "failed", "message": "", "exit_status": 128 + signal.SIGINT, "rank": None}
+    except PolyremeError as error:
+        end = {
+            "end": "failed",
+            "message": str(error),
+            "exit_status": error.exit_status,
+            "rank": getattr(error, "rank", None),
+            "traceback": getattr(error, "traceback", None),
+        }
+    over.set()
+    tell(frames.told(**end))
+
+
+def _run(wish: Mapping[str, Any], tell: Tell) -> None:
+    from polyreme.launch.hosts import Hosts
+    from polyreme.launch.torchrun import Manner, launch
+
+    given, ranks = wish["manner"], len(wish["slots"])
+    hosts = (
+        Hosts(wish["index"], wish["count"], wish["count"], tuple(wish["address"]))
+        if wish["address"]
+        else None
+    )
+    variables = {**_devices(wish["slots"]), **_interfaces(hosts), **given.pop("variables")}
+    with _streams(wish["first"], ranks, tell) as streams:
+        launch(
+            wish["command"],
+            ranks,
+            threads=wish["threads"],
+            saves=wish["saves"],
+            manner=Manner(variables=variables, streams=streams, **given),
+            hosts=hosts,
+            failing=lambda by_itself: tell(frames.told(failing=by_itself)),
+        )
+
+
+def _devices(slots: list[int]) -> dict[str, str]:
+    """The variable that shows ranks the GPUs of their slots alone, where there are GPUs."""
+    import torch
+
+    count = torch.cuda.device_count()
+    if not count or "CUDA_VISIBLE_DEVICES" in os.environ:
+        return {}
+    if max(slots) >= count:
+        raise LaunchError(
+            f"slot {max(slots)} is asked for, but there are {count} GPUs here, from 0: give the host "
+            f"slots={count} or fewer"
+        )
+    return {"CUDA_VISIBLE_DEVICES": ",".join(map(str, slots))}
+
+
+def _interfaces(hosts: Any) -> dict[str, str]:
+    """Variables with the interface that leads to where hosts meet, unless they are set: gloo would take that
+    of the host's name, which may be loopback's."""
+    from polyreme.distributed.meeting import INTERFACES
+
+    if hosts is None:
+        return {}
+    way = hosts.address[0] if hosts.index == 0 else source(hosts.address[0])
+    name = addresses().get(way or "")
+    free = [variable for variable in INTERFACES if variable not in os.environ]
+    return {variable: INTERFACES[variable] + name for variable in free} if name else {}
+
+
+@contextlib.contextmanager
+def _streams(first: int, ranks: int, tell: Tell) -> Iterator[str]:
+    """How the names of pipes begin to which ranks write what they print; what comes is told."""
+    with (
+        tempfile.TemporaryDirectory(prefix="polyreme-streams-") as folder,
+        selectors.DefaultSelector() as pipes,
+    ):
+        for rank in range(ranks):
+            for kind, name in (frames.OUTPUT, "out"), (frames.ERRORS, "err"):
+                path = Path(folder, f"rank{rank}.{name}")
+                os.mkfifo(path, 0o600)
+                # to write, too: a pipe that nobody writes to would be at its end
+                pipes.register(os.open(path, os.O_RDWR | os.O_NONBLOCK), selectors.EVENT_READ, (kind, rank))
+        over = threading.Event()
+
+        def hand_on() -> None:
+            while (ready := pipes.select(0.1)) or not over.is_set():
+                for key, _ in ready:
+                    kind, rank = key.data
+                    tell(Frame(kind, first + rank, os.read(key.fd, 65536)))
+
+        relay = threading.Thread(target=hand_on, daemon=True)
+        relay.start()
+        try:
+            yield str(Path(folder, "rank"))
+        finally:
+            over.set()
+            relay.join(GIVING_UP / 2)  # what a process that ranks left behind goes on to print has no end
+            for key in pipes.get_map().values():
+                os.close(key.fd)
+
+
+if __name__ == "__main__":
+    main()

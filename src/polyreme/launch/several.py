@@ -1,0 +1,465 @@
+"""Starts the ranks of several hosts from one of them, or from elsewhere, and is their terminal: by a process
+on each (`polyreme.launch.on_host`), which this one reaches over ssh, or as its child on its own host.
+
+Invariants: nothing starts before every host was looked at, and all problems are told at once. Where ranks of
+one host fail, or a connection is lost, all hosts are ended; when `run` returns or raises, none of its
+processes is left here, and those on other hosts have ended or end within LEAVING seconds of the loss of their
+connection.
+Communication: one pipe to and one from each host, within ssh. Ranks meet at one address of the first host."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import platform
+import queue
+import shlex
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from polyreme.distributed.environment import LAUNCHED, PODS, RANKS_PER_POD, SERVICE
+from polyreme.errors import LaunchError
+from polyreme.launch import frames
+from polyreme.launch.frames import OUTPUT, TOLD, Frame
+from polyreme.launch.hostfile import Active, is_this_machine
+from polyreme.launch.on_host import ALIVE
+from polyreme.launch.signals import ENDINGS, WISHES, hearing
+from polyreme.launch.torchrun import ONE_SIGNAL, PLAIN, SAVING, Manner, RanksFailedError
+from polyreme.version import VERSION
+
+ANSWER = 90.0  # seconds for a host to be reached, and for a Python there to begin
+LEAVING = 12.0  # seconds for ranks that are to end at once
+FIRST = 1.0  # seconds after the first failure in which others are no consequence of its end
+PREFIXES = ("POLYREME_", "NCCL_", "GLOO_", "OMP_", "TORCH_")
+"""Variables that all hosts get."""
+_OWN = {LAUNCHED, PODS, SERVICE, RANKS_PER_POD}
+SSH = (
+    "-o", "BatchMode=yes", "-o", "ConnectTimeout=15", "-o", "ServerAliveInterval=5",
+    "-o", "ServerAliveCountMax=3",
+)  # fmt: skip
+LAST_WORDS = 5
+
+
+class HostsError(LaunchError):
+    """Hosts on which the ranks cannot be started; lists the problems of all."""
+
+    def __init__(self, problems: Mapping[str, Sequence[str]]) -> None:
+        self.problems = problems
+        lines = [f"  - {host}: {each}" for host, found in problems.items() for each in found]
+        super().__init__("\n".join(["no rank was started:", *lines]))
+
+
+@dataclass(frozen=True)
+class Run:
+    """What to run on each host: as for `polyreme.launch.torchrun.launch`.
+
+    `files` are to be there on each host, in `folder`. `variables` are of the ranks on all hosts, beside those
+    whose names begin with PREFIXES. `port` (0: any that is free) is where ranks meet."""
+
+    command: Sequence[str]
+    threads: int | None = None
+    saves: bool = False
+    manner: Manner = PLAIN
+    files: Sequence[str] = ()
+    folder: str = field(default_factory=os.getcwd)
+    variables: Mapping[str, str] = field(default_factory=dict)
+    port: int = 0
+
+
+def run(active: Active, what: Run, *, ssh: Sequence[str] = ("ssh",)) -> None:
+    """Run ranks on the slots of `active`, in its order, and wait for their end.
+
+    `ssh` is the command that logs in, without terminal and questions; on this machine itself there is none.
+    What rank 0 prints is printed as it comes, what others do by lines after `[host rank] `. Ctrl-C, SIGTERM,
+    SIGHUP and SIGQUIT end all hosts, a second one at once; of a run that saves, SIGTERM and SIGUSR1 are
+    passed on as `launch` takes them.
+
+    Raises HostsError where it cannot start, and RanksFailedError when ranks fail, or a signal ends them."""
+    with _connected(active, what, ssh) as started:
+        started.look()
+        address = started.meeting_point()
+        started.begin(address)
+        started.wait()
+
+
+def forwarded(names: Iterable[str] = (), variables: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """The variables that ranks on all hosts get: those that begin with PREFIXES, and NAME or NAME=VALUE of
+    `names`. Raises LaunchError for a name that is not set."""
+    found = {
+        name: value for name, value in variables.items() if name.startswith(PREFIXES) and name not in _OWN
+    }
+    for each in names:
+        name, told, value = each.partition("=")
+        if not told and name not in variables:
+            raise LaunchError(f"--env {each}: the variable is not set; set it, or write --env {each}=VALUE")
+        found[name] = value if told else variables[name]
+    return found
+
+
+def login(host: str, ssh: Sequence[str] = ("ssh",)) -> list[str]:
+    """The command that starts the process on `host`. In the words for the login's shell nothing is the
+    user's but paths."""
+    module = ["-m", "polyreme.launch.on_host"]
+    if is_this_machine(host):
+        return [sys.executable, *module]
+    there = ["env", f"PYTHONPATH={path}"] if (path := _python_path()) else []
+    # -P: nothing of the home folder is imported
+    return [*ssh, *SSH, "-T", "--", host, shlex.join(["exec", *there, sys.executable, "-P", *module])]
+
+
+def _python_path() -> str:
+    """This process's, with whole paths."""
+    parts = [each for each in os.environ.get("PYTHONPATH", "").split(os.pathsep) if each]
+    return os.pathsep.join(str(Path(each).absolute()) for each in parts)
+
+
+# ---- hosts
+
+
+class _Host:
+    """One host: the process there, and how it ended."""
+
+    def __init__(
+        self, index: int, name: str, slots: Sequence[int], ssh: Sequence[str], events: _Events
+    ) -> None:
+        self.index, self.name, self.slots, self.events = index, name, slots, events
+        self.facts: Mapping[str, Any] = {}
+        self.failing: tuple[bool, float] | None = None  # not by itself, and when it was heard
+        self.outcome: Mapping[str, Any] | None = None
+        self.gone = False
+        self.said: list[str] = []
+        # of a session of its own, so that a terminal's Ctrl-C is passed on, and in order
+        self.words = login(name, ssh)
+        self.process = subprocess.Popen(
+            self.words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+            start_new_session=True,
+        )  # fmt: skip
+        self._readers = [threading.Thread(target=each, daemon=True) for each in (self._errors, self._frames)]
+        for reader in self._readers:
+            reader.start()
+
+    def ask(self, **what: Any) -> None:
+        """Send a wish; to one that is gone, nothing."""
+        assert self.process.stdin is not None
+        with contextlib.suppress(OSError, ValueError):
+            self.process.stdin.write(frames.line(what))
+            self.process.stdin.flush()
+
+    def leave(self) -> None:
+        """Close the pipe to it, by which it ends."""
+        assert self.process.stdin is not None
+        with contextlib.suppress(OSError):
+            self.process.stdin.close()
+
+    def why(self) -> str:
+        """How the process ended without a word of its own."""
+        said = "; ".join(self.said[-LAST_WORDS:])
+        status = self.process.wait()
+        if status == 127 or "No module named" in said:
+            return (
+                f"{said or 'no Python'}: the same Python, with Polyreme, is needed there as here, "
+                f"{sys.executable}"
+            )
+        return f"{self.words[0]} ended with status {status}" + (f": {said}" if said else "")
+
+    def _frames(self) -> None:
+        assert self.process.stdout is not None
+        with contextlib.suppress(EOFError):
+            frames.find_mark(self.process.stdout)  # type: ignore[arg-type]
+            while True:
+                self.events.put((self, frames.unpack(self.process.stdout)))  # type: ignore[arg-type]
+        self.process.wait()
+        self._readers[0].join(1.0)
+        self.events.put((self, None))
+
+    def _errors(self) -> None:
+        assert self.process.stderr is not None
+        for each in self.process.stderr:
+            text = each.decode(errors="replace").rstrip()
+            self.said = [*self.said[-LAST_WORDS:], text]
+            if self.facts:  # before, it is part of what cannot be started
+                print(f"[{self.name}] {text}", file=sys.stderr, flush=True)
+
+
+_Events = queue.Queue[tuple[_Host, Frame | None]]
+
+
+@contextlib.contextmanager
+def _connected(active: Active, what: Run, ssh: Sequence[str]) -> Iterator[_Started]:
+    """Processes on all hosts, which have ended when the block is left."""
+    with hearing({*ENDINGS, *(WISHES if what.saves else ())}) as signals:
+        started = _Started(what, signals)
+        try:
+            for index, (name, slots) in enumerate(active.items()):
+                try:
+                    started.hosts.append(_Host(index, name, slots, ssh, started.events))
+                except OSError as error:
+                    problem = (
+                        f"{login(name, ssh)[0]} cannot be run ({error.strerror}): install it, or give --ssh"
+                    )
+                    raise HostsError({name: [problem]}) from None
+            yield started
+        finally:
+            started.close()
+
+
+class _Started:
+    """All hosts of a run."""
+
+    def __init__(self, what: Run, signals: list[int]) -> None:
+        self.what, self._signals = what, signals
+        self.hosts: list[_Host] = []
+        self.events = _Events(1000)
+        self._said = time.monotonic()
+        self._printer = _Printer()
+        self._stop: int | None = None  # the signal that ended it
+        self._wish_at = self._deadline = float("inf")
+
+    # ---- before the ranks
+
+    def look(self) -> None:
+        """Have every host say what there is of what the run needs. Raises HostsError with all problems."""
+        answers = self._answers(self.hosts, "look", folder=self.what.folder, files=list(self.what.files))
+        mine = {"python": platform.python_version(), "polyreme": VERSION, "torch": metadata.version("torch")}
+        problems = {}
+        for host, answer in answers.items():
+            if isinstance(answer, str):
+                problems[host.name] = [answer]
+                continue
+            host.facts = answer
+            differing = [
+                f"{name} {there} is there, and {mine[name]} here: install the same one"
+                for name, there in answer["versions"].items()
+                if there != mine[name]
+            ]
+            if found := [*differing, *answer["problems"]]:
+                problems[host.name] = found
+        if problems:
+            raise HostsError(problems)
+
+    def meeting_point(self) -> tuple[str, int] | None:
+        """An address and a port of the first host that all others reach; None of a single one.
+
+        Raises HostsError where there is none."""
+        first, *others = self.hosts
+        if not others:
+            return None
+        reached = [address for host in others for address in host.facts["reached"]]
+        answer = self._answers(
+            [first], "ways", addresses=first.facts["reached"], name=first.name, port=self.what.port,
+            others=[*reached, *(host.name for host in others)],
+        )[first]  # fmt: skip
+        listening = answer["listening"] if isinstance(answer, Mapping) else {}
+        answers = self._answers(others, "reach", listening=listening) if listening else {}
+        common = [
+            address
+            for address in listening
+            if all(isinstance(each, Mapping) and address in each["reached"] for each in answers.values())
+        ]
+        if common:
+            return common[0], listening[common[0]]
+        lacking = [
+            host.name for host, each in answers.items() if isinstance(each, str) or not each["reached"]
+        ]
+        tried = ", ".join(f"{address} port {port}" for address, port in listening.items()) or "no address"
+        who = ", ".join(lacking or [host.name for host in others])
+        problem = (
+            f"ranks would meet here, but {who} cannot connect to it ({tried}): is a firewall between them, "
+            "or has another process the port?"
+        )
+        raise HostsError({first.name: [problem]})
+
+    def _answers(self, hosts: Sequence[_Host], do: str, **what: Any) -> dict[_Host, Mapping[str, Any] | str]:
+        """What each host tells, or why it does not."""
+        for host in hosts:
+            host.ask(do=do, **what)
+        answers: dict[_Host, Mapping[str, Any] | str] = {}
+        deadline = time.monotonic() + ANSWER
+        while len(answers) < len(hosts) and time.monotonic() < deadline:
+            if self._signals:
+                raise _stopped(self._signals[0])
+            for host, frame in self._next():
+                if frame is None and host not in hosts:
+                    raise HostsError({host.name: [host.why()]})
+                answers[host] = host.why() if frame is None else json.loads(frame.data)
+        for host in hosts:
+            answers.setdefault(host, f"no answer within {ANSWER:g} s")
+        return {host: answers[host] for host in hosts}
+
+    def _next(self) -> Iterator[tuple[_Host, Frame | None]]:
+        """What has come, if anything did in a moment."""
+        if time.monotonic() > self._said + ALIVE:
+            self._said = time.monotonic()
+            for host in self.hosts:
+                host.ask(do="nothing")
+        with contextlib.suppress(queue.Empty):
+            yield self.events.get(timeout=0.1)
+
+    # ---- the ranks
+
+    def begin(self, address: tuple[str, int] | None) -> None:
+        """Start the ranks of every host, which meet at `address`; says what is started."""
+        first = 0
+        manner = dataclasses.asdict(self.what.manner)
+        manner.pop("streams")
+        common = {
+            "command": list(self.what.command),
+            "threads": self.what.threads,
+            "saves": self.what.saves,
+            "variables": dict(self.what.variables),
+            "manner": manner,
+            "count": len(self.hosts),
+            "address": address,
+        }
+        for host in self.hosts:
+            last = first + len(host.slots) - 1
+            how = "ssh" if "--" in host.words else "this machine"
+            ranks = f"rank {first}" if last == first else f"ranks {first} to {last}"
+            print(f"{host.name}: {ranks} ({how})", file=sys.stderr, flush=True)
+            self._printer.names.update(dict.fromkeys(range(first, last + 1), host.name))
+            host.ask(do="begin", index=host.index, slots=list(host.slots), first=first, **common)
+            first += len(host.slots)
+        if address is not None:
+            print(f"{first} ranks meet at {address[0]} port {address[1]}", file=sys.stderr, flush=True)
+
+    def wait(self) -> None:
+        """Until all hosts have ended. Raises RanksFailedError."""
+        while not all(host.gone for host in self.hosts):
+            self._heed_signals()
+            for host, frame in self._next():
+                self._take(host, frame)
+            now = time.monotonic()
+            first = min((host.failing[1] for host in self.hosts if host.failing), default=float("inf"))
+            if now > first + FIRST and self._deadline == float("inf"):
+                self._end()
+            if now > self._deadline or (now > self._wish_at + SAVING + LEAVING):
+                break
+        self._printer.flush()
+        if self._stop is not None:
+            raise _stopped(self._stop)
+        if failed := sorted(
+            (h for h in self.hosts if h.failing), key=lambda host: host.failing or (True, 0.0)
+        ):
+            raise self._report(failed)
+
+    def _take(self, host: _Host, frame: Frame | None) -> None:
+        if frame is None:
+            host.gone = True
+            if host.outcome is None:
+                host.outcome = {
+                    "message": f"the connection was lost ({host.why()})", "exit_status": 1, "rank": None
+                }  # fmt: skip
+                self._note(host, by_itself=True)
+        elif frame.kind != TOLD:
+            self._printer.take(frame)
+        elif "failing" in (told := json.loads(frame.data)):
+            self._note(host, by_itself=told["failing"])
+        else:
+            host.outcome = told
+            host.leave()
+            if told["end"] != "well":
+                self._note(host, by_itself=False)
+
+    def _note(self, host: _Host, by_itself: bool) -> None:
+        """A failure that is no consequence of the end that was asked for."""
+        if host.failing is None and self._deadline == float("inf"):
+            host.failing = (not by_itself, time.monotonic())
+
+    def _heed_signals(self) -> None:
+        while self._signals:
+            number = self._signals.pop(0)
+            now = time.monotonic()
+            if self.what.saves and number in WISHES and self._stop is None:
+                if now > self._wish_at + ONE_SIGNAL or self._wish_at == float("inf"):
+                    self._wish_at = min(self._wish_at, now)
+                    for host in self.hosts:
+                        host.ask(do="signal", number=number)
+            elif self._stop is None:
+                self._stop = number
+                self._end()
+            else:
+                self._deadline = now
+
+    def _end(self) -> None:
+        """Have all hosts end at once, but those that are about to after a failure of their own."""
+        self._deadline = time.monotonic() + LEAVING
+        number = signal.SIGTERM if self._stop == signal.SIGTERM and not self.what.saves else signal.SIGINT
+        for host in self.hosts:
+            if host.failing is None or self._stop is not None:
+                host.ask(do="end", number=int(number))
+
+    def _report(self, failed: Sequence[_Host]) -> RanksFailedError:
+        first, *others = failed
+        told = first.outcome or {"message": "it did not end", "exit_status": 1, "rank": None}
+        text = f"on {first.name}: {told['message'] or 'it was ended'}"
+        for host in others:
+            message = (host.outcome or {}).get("message")
+            if message and message != told["message"]:
+                text += f"\nthen on {host.name}: {message.splitlines()[0]}"
+        return RanksFailedError(text, told["exit_status"], told["rank"], told.get("traceback"))
+
+    def close(self) -> None:
+        """End what is left of the processes."""
+        for host in self.hosts:
+            host.leave()
+        now = time.monotonic()
+        deadline = now + (LEAVING if now < self._deadline else 1.0)
+        for host in self.hosts:
+            while host.process.poll() is None:
+                with contextlib.suppress(queue.Empty):
+                    self.events.get(timeout=0.05)  # a full queue would hold it up
+                if time.monotonic() > deadline or len(self._signals) > 1:
+                    host.process.kill()
+                    host.process.wait()
+
+
+def _stopped(number: int) -> RanksFailedError:
+    name = signal.Signals(number).name
+    return RanksFailedError(f"stopped by {name}; every host was told to end", exit_status=128 + number)
+
+
+class _Printer:
+    """Prints what ranks print: rank 0's bytes as they are, others' lines after their host and rank."""
+
+    def __init__(self) -> None:
+        self.names: dict[int, str] = {}
+        self._begun: dict[tuple[int, int], bytes] = {}
+
+    def take(self, frame: Frame) -> None:
+        if frame.rank == 0:
+            self._write(frame.kind, frame.data)
+            return
+        key = (frame.kind, frame.rank)
+        text = self._begun.get(key, b"") + frame.data.replace(b"\r\n", b"\n").replace(b"\r", b"\n")
+        whole, newline, self._begun[key] = text.rpartition(b"\n")
+        if newline:
+            self._write(frame.kind, b"".join(self._line(frame.rank, line) for line in whole.split(b"\n")))
+
+    def flush(self) -> None:
+        """Print the lines that were begun."""
+        for (kind, rank), begun in self._begun.items():
+            if begun:
+                self._write(kind, self._line(rank, begun))
+        self._begun.clear()
+
+    def _line(self, rank: int, line: bytes) -> bytes:
+        return f"[{self.names[rank]} {rank}] ".encode() + line + b"\n"
+
+    def _write(self, kind: int, data: bytes) -> None:
+        stream = sys.stdout if kind == OUTPUT else sys.stderr
+        if buffer := getattr(stream, "buffer", None):
+            buffer.write(data)
+            buffer.flush()
+        else:  # a notebook's
+            stream.write(data.decode(errors="replace"))
+            stream.flush()
