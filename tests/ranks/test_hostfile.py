@@ -162,6 +162,20 @@ def test_an_ssh_that_dies_ends_all(two: tuple[list[Host], str], tmp_path: Path) 
 
 
 @whole
+def test_doctor_looks_at_both_hosts(two: tuple[list[Host], str], tmp_path: Path) -> None:
+    status, printed = Running(two, tmp_path, "doctor").end()
+    assert status == 0, printed
+    for said in (
+        "ok    hosts          2, with 2 ranks: n1, n2",
+        "ok    interfaces     n1: eth0 10.77.0.1; n2: eth0 10.77.0.2",
+        "is seen on each",
+        "ok    n1 - n2        ",
+    ):
+        assert said in printed
+    assert not list(tmp_path.glob(".polyreme-doctor-*"))
+
+
+@whole
 def test_training_saves_on_both_hosts_when_it_is_asked_to(
     two: tuple[list[Host], str], tmp_path: Path
 ) -> None:

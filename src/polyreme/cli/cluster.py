@@ -118,9 +118,7 @@ class Options:
     ] = None
     env: Annotated[
         list[str] | None,
-        _option(
-            KUBERNETES, "--env", metavar="NAME=VALUE", help="A variable of the ranks; may be repeated."
-        ),
+        _option(KUBERNETES, "--env", metavar="NAME=VALUE", help="A variable of the ranks; may be repeated."),
     ] = None
     elastic: Annotated[
         str | None,

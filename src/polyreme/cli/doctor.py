@@ -9,6 +9,7 @@ import os
 import platform
 import shutil
 import sys
+import textwrap
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib import metadata
@@ -26,6 +27,21 @@ class Check:
     name: str
     ok: bool
     found: str
+
+
+def show(check: Check, wide: int = 14) -> None:
+    """Print a line of the table, with `wide` columns for names; it goes on below where it is longer than the
+    terminal."""
+    import typer
+
+    typer.secho("ok    " if check.ok else "fail  ", fg="green" if check.ok else "red", nl=False)
+    indent = " " * (6 + wide)
+    width = max(40, shutil.get_terminal_size().columns)
+    text = textwrap.fill(
+        check.found, width, initial_indent=indent, subsequent_indent=indent, break_on_hyphens=False
+    )
+    typer.echo(f"{check.name:<{wide}}{text.lstrip()}")
+    sys.stdout.flush()
 
 
 def examine() -> Iterator[Check]:

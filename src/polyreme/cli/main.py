@@ -15,7 +15,7 @@ import re
 import shutil
 import sys
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -299,7 +299,11 @@ def launch(
     ranks: Annotated[
         int | None,
         typer.Option(
-            "-n", "--ranks", min=1, help="Ranks to start on this host, or on each of several.", show_default="1"
+            "-n",
+            "--ranks",
+            min=1,
+            help="Ranks to start on this host, or on each of several.",
+            show_default="1",
         ),
     ] = None,
     threads: Annotated[
@@ -519,20 +523,58 @@ def _inspect_checkpoint(path: Path, as_json: bool) -> None:
 
 
 @app.command()
-def doctor(as_json: AsJson = False) -> None:
-    """Check that this machine can train: versions, memory, disk, and an all-reduce over two ranks."""
-    from polyreme.cli.doctor import examine
+def doctor(
+    as_json: AsJson = False,
+    hostfile: Annotated[
+        Path | None, typer.Option("--hostfile", "-H", metavar="FILE", help="Check these hosts, over ssh.")
+    ] = None,
+    include: Annotated[str | None, typer.Option(metavar="HOST@...", help="Only these of them.")] = None,
+    exclude: Annotated[str | None, typer.Option(metavar="HOST@...", help="All but these.")] = None,
+    ssh: Annotated[str | None, typer.Option(metavar="COMMAND", help="The ssh to use.")] = None,
+) -> None:
+    """Check that this machine can train: versions, memory, disk, and an all-reduce over two ranks.
 
+    With --hostfile, or started by mpirun or srun, check several hosts: versions, clocks, interfaces, the
+    folder, shared memory, file limits, GPUs, and latency and bandwidth between each two."""
+    from polyreme.cli import doctor as local
+
+    if hostfile is not None:
+        with importing():
+            from polyreme.cli import hosts
+
+            options = clusters.Options(hostfile=hostfile, include=include, exclude=exclude, ssh=ssh)
+            one_each = {host: its[:1] for host, its in hosts.slots(options, None).items()}
+        hosts.start(options, one_each, ["-m", "polyreme", "doctor", *(["--json"] if as_json else [])])
+        return
+    if include or exclude or ssh:
+        raise typer.BadParameter(
+            "it applies with --hostfile only", param_hint="--include, --exclude or --ssh"
+        )
+    more: dict[str, Any] = {}
+    looking: Iterable[local.Check]
+    if detect().world_size > 1:
+        from polyreme.cli import between_hosts
+        from polyreme.launch.survey import survey
+
+        found = survey()
+        if found is None:
+            return
+        looking = between_hosts.examine(found)
+        more = {"hosts": found.facts, "pairs": [dataclasses.asdict(pair) for pair in found.pairs]}
+    else:
+        looking = local.examine()
+    wide = max([14, *(len("".join(pair["hosts"])) + 5 for pair in more.get("pairs", []))])
     checks = []
-    for check in examine():
+    for check in looking:
         checks.append(check)
         if not as_json:  # at once: the last one takes seconds
-            typer.secho("ok    " if check.ok else "fail  ", fg="green" if check.ok else "red", nl=False)
-            typer.echo(f"{check.name:<14}{check.found}")
-            sys.stdout.flush()
+            local.show(check, wide)
     if as_json:
-        typer.echo(json.dumps([dataclasses.asdict(check) for check in checks], indent=2))
-    if not all(check.ok for check in checks):
+        told = [dataclasses.asdict(check) for check in checks]
+        typer.echo(json.dumps({"checks": told, **more} if more else told, indent=2))
+    if failed := sum(not check.ok for check in checks):
+        if more:  # whoever started the ranks reports it
+            raise LaunchError(f"{failed} of {len(checks)} checks failed: see above")
         raise typer.Exit(1)
 
 

@@ -1,0 +1,134 @@
+"""What `polyreme doctor` says of several hosts: checks of what ranks on them found
+(`polyreme.launch.survey`).
+
+Each that failed says what is to be done."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from statistics import median
+from typing import Any
+
+from polyreme.cli.doctor import Check
+from polyreme.launch.survey import Pair, Survey
+
+MIB, GB = 2**20, 1e9
+SHARED_MEMORY = 256 * MIB
+APART = 0.5  # seconds between clocks
+FILES, FILES_A_RANK = 1024, 16
+
+Facts = Mapping[str, Any]
+
+
+def examine(found: Survey) -> list[Check]:
+    """Every check, in the order they are shown."""
+    facts, first = found.facts, found.facts[0]["host"]
+    names = ", ".join(each["host"] for each in facts)
+    return [
+        Check("hosts", True, f"{len(facts)}, with {found.ranks} ranks: {names}"),
+        _versions(facts),
+        _clocks(first, found.pairs),
+        _every(
+            "interfaces",
+            facts,
+            _interface,
+            lambda each: each["interface"] != "lo" or len(facts) == 1,
+            "this one leads to no other host; unset GLOO_SOCKET_IFNAME, or name the one that does",
+        ),
+        _every(
+            "shared folder",
+            facts,
+            lambda each: f"{each['folder']} is {'seen' if each['sees folder'] else 'not seen'}",
+            lambda each: each["sees folder"],
+            f"a file that {first} wrote in its folder is not there, and checkpoints need a folder that all "
+            "hosts have: run in one that is mounted on all, at one path",
+        ),
+        _every(
+            "shared memory",
+            facts,
+            lambda each: _size(each["shared memory"]),
+            lambda each: each["shared memory"] is None or each["shared memory"] >= SHARED_MEMORY,
+            "/dev/shm has too little room for ranks of one host: mount -o remount,size=50% /dev/shm, or give "
+            "the container --shm-size=8g or --ipc=host",
+        ),
+        _every(
+            "file limit",
+            facts,
+            lambda each: f"{each['files']} open files",
+            lambda each: each["files"] < 0 or each["files"] >= max(FILES, FILES_A_RANK * found.ranks),
+            "too few for connections to so many ranks: ulimit -n 65536 before the run, or LimitNOFILE of "
+            "sshd or slurmd",
+        ),
+        _every(
+            "GPUs",
+            facts,
+            _gpus,
+            lambda each: each["gpus"] == facts[0]["gpus"],
+            f"{first} has {facts[0]['gpus']}: look at nvidia-smi there, or give the hosts fitting slots",
+        ),
+        *_ways(found.pairs),
+    ]
+
+
+def _every(
+    name: str, facts: Sequence[Facts], shown: Callable[[Facts], str], good: Callable[[Facts], Any], fix: str
+) -> Check:
+    """What hosts have, said once where all have the same; of bad ones what is to be done."""
+    bad = [each["host"] for each in facts if not good(each)]
+    said = {each["host"]: shown(each) for each in facts}
+    if len(set(said.values())) == 1:
+        text = f"{next(iter(said.values()))} on {'each' if len(said) > 1 else next(iter(said))}"
+    else:
+        text = "; ".join(f"{host}: {each}" for host, each in said.items())
+    return Check(name, not bad, f"{text}; on {', '.join(bad)}: {fix}" if bad else text)
+
+
+def _versions(facts: Sequence[Facts]) -> Check:
+    mine = facts[0]["versions"]
+    differing = [
+        f"{each['host']} has {name} {version}"
+        for each in facts
+        for name, version in each["versions"].items()
+        if version != mine[name]
+    ]
+    text = f"{', '.join(f'{name} {version}' for name, version in mine.items())} on {facts[0]['host']}"
+    if not differing:
+        return Check("versions", True, text.rpartition(" on ")[0] + " on each")
+    return Check("versions", False, f"{text}, but {'; '.join(differing)}: install the same there")
+
+
+def _clocks(first: str, pairs: Sequence[Pair]) -> Check:
+    ahead = {pair.hosts[1]: pair.ahead for pair in pairs if pair.hosts[0] == first}
+    worst = max(map(abs, ahead.values()), default=0.0)
+    bad = [f"{host} is {seconds:+.1f} s" for host, seconds in ahead.items() if abs(seconds) > APART]
+    if bad:
+        return Check(
+            "clocks", False, f"{', '.join(bad)} from {first}'s: start chrony or another NTP client there"
+        )
+    return Check("clocks", True, f"within {worst * 1e3:.1f} ms of {first}'s")
+
+
+def _interface(facts: Facts) -> str:
+    return f"{facts['interface'] or 'none told'} {', '.join(facts['addresses'])}".strip()
+
+
+def _size(free: int | None) -> str:
+    return "none here" if free is None else f"{free / MIB:,.0f} MiB free"
+
+
+def _gpus(facts: Facts) -> str:
+    links = ", ".join(f"{link} between {count} pairs" for link, count in facts["links"].items())
+    return f"{facts['gpus']}{f' ({links})' if links else ''}" if facts["gpus"] else "none"
+
+
+def _ways(pairs: Sequence[Pair]) -> Iterator[Check]:
+    """A pair by itself is as it is; one much slower than most is not."""
+    usual = median(pair.bandwidth for pair in pairs) if pairs else 0.0
+    for pair in pairs:
+        text = f"{pair.latency * 1e6:,.0f} us, {pair.bandwidth / GB:.2f} GB/s"
+        slow = pair.bandwidth < usual / 2
+        why = (
+            f", where most have {usual / GB:.2f}: look at the cable, the port of the switch and its speed "
+            "(ethtool)"
+        )
+        yield Check(" - ".join(pair.hosts), not slow, text + (why if slow else ""))

@@ -1,0 +1,108 @@
+"""Several hosts: what they say to each other, how a login is written, whose output is printed how."""
+
+from __future__ import annotations
+
+import io
+import shlex
+import sys
+from pathlib import Path
+
+import pytest
+
+from polyreme.errors import LaunchError
+from polyreme.launch import frames, hostfile, mpirun, several
+from polyreme.launch.frames import ERRORS, OUTPUT, Frame
+
+HOSTS = {"a": 2, "b": 1}
+
+
+def test_frames_come_whole_or_not_at_all() -> None:
+    sent = [Frame(OUTPUT, 7, b"\0x\n"), frames.told(end="well"), Frame(ERRORS, 2**20, b"")]
+    data = b"".join(map(frames.pack, sent))
+    stream = io.BytesIO(b"Welcome to a\n" + frames.MARK + data[:-1])
+    assert frames.find_mark(stream) == b"Welcome to a\n"
+    assert [frames.unpack(stream), frames.unpack(stream)] == sent[:2]
+    with pytest.raises(EOFError):
+        frames.unpack(stream)
+    with pytest.raises(EOFError):
+        frames.find_mark(io.BytesIO(b"no such command"))
+    with pytest.raises(EOFError):
+        frames.unpack(io.BytesIO(b"\xff" * 100))
+
+
+def test_a_login_is_one_word_for_its_shell(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", "/a b:/$c")
+    words = several.login("-oProxyCommand=x", ["ssh", "-p", "22"])
+    assert words[:3] == ["ssh", "-p", "22"] and words[-3:-1] == ["--", "-oProxyCommand=x"]
+    assert "BatchMode=yes" in words
+    assert shlex.split(words[-1])[:3] == ["exec", "env", "PYTHONPATH=/a b:/$c"]
+    assert several.login("localhost") == [sys.executable, "-m", "polyreme.launch.on_host"]
+
+
+def test_the_variables_that_go_along() -> None:
+    there = {
+        "NCCL_DEBUG": "INFO",
+        "HOME": "/root",
+        "WORD": "x",
+        "POLYREME_LAUNCHED": "1",
+        "POLYREME_PIN": "0",
+    }
+    assert several.forwarded(["WORD", "B=c=d"], there) == {
+        "NCCL_DEBUG": "INFO", "POLYREME_PIN": "0", "WORD": "x", "B": "c=d",
+    }  # fmt: skip
+    with pytest.raises(LaunchError, match="--env NONE: the variable is not set"):
+        several.forwarded(["NONE"], there)
+
+
+def test_whose_output_is_printed_how(capsysbinary: pytest.CaptureFixture[bytes]) -> None:
+    printer = several._Printer()
+    printer.names.update({0: "a", 1: "b"})
+    for kind, rank, data in [
+        (OUTPUT, 0, b"\r 10%"), (OUTPUT, 1, b"one\r\ntw"), (ERRORS, 1, b"bad"), (OUTPUT, 1, b"o\n\nlast"),
+    ]:  # fmt: skip
+        printer.take(Frame(kind, rank, data))
+    printer.flush()
+    out, errors = capsysbinary.readouterr()
+    assert out == b"\r 10%[b 1] one\n[b 1] two\n[b 1] \n[b 1] last\n" and errors == b"[b 1] bad\n"
+
+
+def test_a_hostfile_that_cannot_be_read(tmp_path: Path) -> None:
+    (tmp_path / "hosts").write_bytes(b"\xff\xfe")
+    for path in tmp_path / "hosts", tmp_path:
+        with pytest.raises(hostfile.ResourceError, match="cannot be read"):
+            hostfile.read(path)
+
+
+def test_the_words_of_mpirun() -> None:
+    request = mpirun.Request(
+        ["-m", "x", "a b"], HOSTS, {"WORD": "x y"}, ["/bin/ssh", "-p", "22"], "eth0", ["--verbose"]
+    )
+    words, variables = mpirun.command(mpirun.Library("/opt/mpirun", mpirun.OPEN_MPI), request)
+    rank = ["--verbose", sys.executable, "-m", "polyreme.launch.mpi_rank", "-m", "x", "a b"]
+    assert words == [
+        "/opt/mpirun", "-n", "3", "--host", "a:2,b:1", "--bind-to", "none", "--mca", "plm_rsh_agent",
+        "/bin/ssh -p 22", "--mca", "btl_tcp_if_include", "eth0", "--mca", "oob_tcp_if_include", "eth0",
+        "-x", "WORD", *rank,
+    ]  # fmt: skip
+    assert variables == {"WORD": "x y"}
+    words, variables = mpirun.command(mpirun.Library("/opt/mpirun", mpirun.HYDRA), request)
+    assert words == [
+        "/opt/mpirun", "-n", "3", "-hosts", "a:2,b:1", "-launcher", "ssh", "-launcher-exec", "/bin/ssh",
+        "-iface", "eth0", "-genvlist", "PATH,WORD", *rank,
+    ]  # fmt: skip
+    assert variables == {"WORD": "x y", "HYDRA_LAUNCHER_EXTRA_ARGS": "-p 22"}
+
+
+def test_an_mpirun_that_is_neither(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    program = tmp_path / "mpirun"
+    program.write_text("#!/bin/sh\necho SomeMPI 3\n")
+    program.chmod(0o755)
+    monkeypatch.setattr(mpirun.sys, "executable", str(tmp_path / "python"))  # type: ignore[attr-defined]
+    with pytest.raises(LaunchError, match="'SomeMPI 3'"):
+        mpirun.find()
+    program.write_text("#!/bin/sh\necho 'mpirun (Open MPI) 4.1.4'\n")
+    assert mpirun.find() == mpirun.Library(str(program), mpirun.OPEN_MPI)
+    program.unlink()
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(LaunchError, match="not on PATH"):
+        mpirun.find()
