@@ -240,7 +240,7 @@ class Engine:
         """Say whether the coming backward is the last of its step, and so those after it until this is called
         again: from now on the caller decides how many micro-batches a step has, and not batch.size. Every
         rank says the same. Raises BatchError on stages of a pipeline, which know it before, and for several
-        micro-batches where batch.size makes one."""
+        micro-batches where batch.size makes one and gradients are in files."""
         self._step.set_boundary(is_last)
 
     def zero_grad(self, set_to_none: bool = True) -> None:

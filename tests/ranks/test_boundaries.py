@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from polyreme.errors import BatchError
 from pool import Ranks
 
 WIDTH, MICRO = 12, 3
-WINDOWS = (2, 3, 1, 5)
+WINDOWS = (1, 2, 3, 1, 5)
 """Micro-batches of each step."""
 
 
@@ -61,9 +62,10 @@ def config(world: int, **more: Any) -> dict[str, Any]:
 
 
 def steps(rank: int, world: int, stage: int, memory: dict[str, Any], how: str) -> list[list[float]]:
-    engine = polyreme.initialize(
-        network(), config(world, zero={"stage": stage, "min_bucket": 0}, memory=memory)
-    )
+    settings = config(world, zero={"stage": stage, "min_bucket": 0}, memory=memory)
+    if how == "room for one":
+        settings["batch"]["size"] = MICRO * world
+    engine = polyreme.initialize(network(), settings)
     found = []
     for step, window in enumerate(WINDOWS):
         total = 0.0
@@ -96,13 +98,41 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("how", ["engine.backward", "own backward", "late"])
+@pytest.mark.parametrize("how", ["engine.backward", "own backward", "late", "room for one"])
 @pytest.mark.parametrize("world", [1, 2])
 def test_windows_of_any_length_are_those_of_plain_torch(ranks: Ranks, world: int, how: str) -> None:
     wanted = torch.tensor(plain(world), dtype=torch.float64)
     for stage, memory in CASES:
         for found in ranks(world, steps, stage, memory, how):
             assert torch.allclose(torch.tensor(found, dtype=torch.float64), wanted, rtol=0, atol=1e-12), stage
+
+
+def rounded(rank: int, world: int, stage: int, memory: dict[str, Any], count: int) -> list[Any]:
+    """Weights, gradients so far and memory of bf16 windows, of an engine made for `count` micro-batches."""
+    more = {"precision": {"compute": "bf16"}, "zero": {"stage": stage, "min_bucket": 0}, "memory": memory}
+    settings = config(world, **more)
+    settings["batch"]["size"] = count * MICRO * world
+    engine = polyreme.initialize(network(), settings)
+    sums = []
+    for step, window in enumerate(WINDOWS):
+        for i in range(window):
+            engine.set_boundary(i == window - 1)
+            engine.backward(loss_of(engine(*batch(rank, step, i)[:1]), batch(rank, step, i)[1]))
+            each = [engine.numbers(p).so_far() for p in engine.module.parameters()]
+            sums.append([None if found is None else found.tolist() for found in each])
+        engine.step()
+    weights = {name: tensor.tolist() for name, tensor in engine.state_dict().items()}
+    return [weights, sums[1:], engine.memory()]
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_an_engine_of_one_becomes_one_of_several(ranks: Ranks, world: int) -> None:
+    for stage, memory in CASES[1:]:
+        one, several = (ranks(world, rounded, stage, memory, count) for count in (1, 2))
+        assert one == several, stage
+        told = [found is not None for found in one[0][1][0]]
+        kept = stage < 2 or (world == 1 and "params" not in memory)
+        assert all(told) if kept else not any(told)
 
 
 def train_steps(rank: int, world: int) -> list[float]:
@@ -141,7 +171,7 @@ def test_scaled_losses(ranks: Ranks) -> None:
         assert losses == pytest.approx(wanted, rel=1e-3) and weights == same
 
 
-def test_what_cannot_be_is_refused() -> None:
+def test_what_cannot_be_is_refused(tmp_path: Path) -> None:
     engine = polyreme.initialize(copy.deepcopy(network()), config(1))
     x, y = batch(0, 0, 0)
     engine.set_boundary(True)
@@ -154,9 +184,12 @@ def test_what_cannot_be_is_refused() -> None:
     engine.set_boundary(False)
     with pytest.raises(BatchError, match=r"step\(\) after 0 backward\(\) calls"):
         engine.step()
-    one = polyreme.initialize(network(), config(1) | {"batch": {"size": MICRO, "mean": "ranks"}})
-    with pytest.raises(BatchError, match="one micro-batch a step"):
+    settings = config(1, memory={"states": str(tmp_path), "params": str(tmp_path)}, zero={"stage": 3})
+    one = polyreme.initialize(network(), settings | {"batch": {"size": MICRO, "mean": "ranks"}})
+    with pytest.raises(BatchError, match="laid out for one micro-batch"):
         one.set_boundary(False)
+    one.backward(loss_of(one(x), y))
+    one.step()
 
 
 def test_a_loss_is_scaled_once() -> None:

@@ -18,6 +18,7 @@ from polyreme.compat.deepspeed.runtime.pipe import p2p
 from polyreme.compat.deepspeed.runtime.pipe.topology import PipeDataParallelTopology, PipelineParallelGrid
 from polyreme.compat.deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from polyreme.compat.deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+from polyreme.compat.deepspeed.utils import safe_get_full_grad
 from pool import Ranks
 
 ADAM: dict[str, Any] = {"optimizer": {"type": "Adam", "params": {"lr": 0.1}}}
@@ -97,14 +98,35 @@ def sizes(rank: int, world: int) -> list[float]:
     return found
 
 
-def no_room(rank: int, world: int) -> None:
-    engine, *_ = started(**ADAM)
-    with pytest.raises(UnsupportedError, match="gradient_accumulation_steps = 2"), engine.no_sync():
-        pass
-    with pytest.raises(UnsupportedError, match="no room"):
-        engine.set_gradient_accumulation_boundary(False)
-    with pytest.raises(UnsupportedError, match="set_train_batch_size"):
-        engine.set_train_batch_size(2 * world)
+def unreduced(rank: int, world: int, stage: int, fp16: bool) -> list[list[float]]:
+    """The gradient in `no_sync` with windows of one, then the weight after the window."""
+    model = nn.Linear(1, 1, bias=False)
+    nn.init.zeros_(model.weight)
+    half = {"fp16": {"enabled": True, "initial_scale_power": 4}} if fp16 else {}
+    more = {"gradient_clipping": 0.0, "zero_optimization": {"stage": stage}, **half}
+    more["zero_allow_untested_optimizer"] = True
+    engine, *_ = started(torch.optim.SGD(model.parameters(), lr=1.0), model, **more)
+    found = []
+
+    def backward(value: float) -> None:
+        engine.backward(engine(torch.full((1, 1), value)).sum())
+        gradient = safe_get_full_grad(engine.module.weight)
+        found.append(None if gradient is None else gradient.item())
+
+    backward(1.0)
+    engine.step()
+    with engine.no_sync():
+        backward(2.0 + rank)
+        backward(3.0)
+    engine.zero_grad()
+    with engine.no_sync():
+        backward(1.0 + rank)
+    backward(4.0)
+    engine.step()
+    engine.set_train_batch_size(2 * world)
+    backward(1.0)
+    engine.step()
+    return [*found, engine.module.weight.item(), engine.global_steps]
 
 
 def messages(rank: int, world: int) -> Any:
@@ -128,7 +150,13 @@ def test_an_optimizer_is_taken_for_deepspeeds(ranks: Ranks) -> None:
     ranks(1, kinds)
     assert ranks(1, muon)[0] > 0
     ranks(1, refusals)
-    ranks(1, no_room)
+
+
+@pytest.mark.parametrize("fp16", [False, True])
+@pytest.mark.parametrize("stage", [0, 1])
+def test_no_sync_with_windows_of_one(ranks: Ranks, stage: int, fp16: bool) -> None:
+    for rank, found in enumerate(ranks(2, unreduced, stage, fp16)):
+        assert found == [1.0, 2.0 + rank, 5.0 + rank, 1.0 + rank, 5.5, 0.5, -6.5, 2], rank
 
 
 def test_the_batch_size_may_change_between_windows(ranks: Ranks) -> None:

@@ -44,6 +44,7 @@ from polyreme.pipeline.partition import PipelinePartition, keep_stages, layers, 
 from polyreme.pipeline.profile import block_seconds, copy_to
 from polyreme.pipeline.rank import PipelineRank
 from polyreme.pipeline.stage import Stage, refuse_calls
+from polyreme.step.accumulation import added, reduced_format
 from polyreme.step.loss import LossFn, Objective
 from polyreme.step.precision import DTYPES, cast_floating, master_dtype
 from polyreme.tensor import plan as rules
@@ -374,27 +375,14 @@ def share_out(
 ) -> Placement:
     """Move what is left of the model into buckets, shared out over the data-parallel ranks as the ZeRO stage
     says. carried: ids of parameters whose numbers come from where they are now."""
-    zero, dtype, several = config.zero, DTYPES[config.precision.compute], config.accumulation > 1
+    zero, dtype = config.zero, DTYPES[config.precision.compute]
     assert zero.stage != "auto"
     folders, share = tiers_of(config.memory.states)
     near, _ = tiers_of(config.memory.params)
     reduced, _ = tiers_of(config.memory.gradients)
     transfer = HostTransfer.over(mesh.device) if folders != ["device"] else None
-    microbatches: Microbatches = "one"
-    if several:
-        each = mesh.dp.size == 1 or zero.reduce_every == "microbatch"
-        # then nothing that grows with the model stays on the device
-        offloaded = transfer is not None and near != ["device"]
-        microbatches = (
-            "left"
-            if each and (offloaded or is_files(reduced))
-            else "reduced"
-            if each and mesh.dp.size > 1
-            else "added"
-        )
-    reduce = DTYPES[config.precision.reduce]
-    if mesh.world_size == 1 and not several:  # nothing is summed
-        reduce = dtype
+    microbatches: Microbatches = added(config, mesh.dp.size) if config.accumulation > 1 else "one"
+    reduce = reduced_format(config, mesh.world_size, microbatches)
     local = reduce if microbatches == "added" else dtype
     formats = Formats(dtype, master_dtype(dtype), reduce, local, zero.quantized_weights)
     residency = Residency.of_stage(zero.stage)

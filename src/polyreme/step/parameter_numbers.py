@@ -191,6 +191,15 @@ class ParameterNumbers:
             bucket.tie.broadcast(flat)
         self._put(at, kind, flat)
 
+    @torch.no_grad()
+    def so_far(self) -> Tensor | None:
+        """A copy of what this rank's backwards have added up in a step whose last one is to come: the
+        gradient of the sum of their losses (each times its labels where batch.mean says so), whole, in the
+        masters' dtype. None before the first, and where each micro-batch is reduced by itself."""
+        at = self._locate()
+        found = at.training.step.so_far(self._parameter) if at.bucket.trainable else None
+        return None if found is None else found.to(at.bucket.formats.master)
+
     # ---- parts
 
     def _locate(self) -> ParameterLocation:

@@ -20,6 +20,7 @@ from polyreme.errors import BatchError, ModelError, NumericsError
 from polyreme.models.buffers import Buffers
 from polyreme.optim.sparse_rows import gradients_by_rows
 from polyreme.pipeline.weight_gradients import WeightGradients
+from polyreme.step.accumulation import make_room
 from polyreme.step.precision import DTYPES, clip_factor, master_dtype
 from polyreme.step.progress import State, TrainingProgress
 from polyreme.step.totals import Flags, StepSums, power_of_two
@@ -97,7 +98,7 @@ class Step:
         self.written = Written(placement.buckets, sums.mesh.dp)
         """What the user did to parameters between steps."""
         self._config, self._sums = config, sums
-        self._buckets = placement.trainable
+        self._placement, self._buckets = placement, placement.trainable
         self._reducer, self._blocks, self._updates = reducer, blocks, updates
         self._shared = buffers
         for bucket in self._buckets:
@@ -140,14 +141,12 @@ class Step:
             raise BatchError(
                 "set_boundary on stages of a pipeline, whose schedule has batch.size: leave it out"
             )
-        if not is_last and self._config.accumulation == 1:
-            raise BatchError(
-                f"set_boundary(False), but batch.size = {self._config.batch.size} makes one micro-batch a "
-                "step on each rank, with no room for sums of several: write a larger batch.size, or a "
-                "smaller batch.micro"
-            )
-        if self._ended and not is_last:
+        one = self._placement.microbatches == "one"
+        if not is_last and (self._ended or (one and self.begun)):
             raise BatchError(_ENDED)
+        if not is_last and one:
+            mesh = self._sums.mesh
+            make_room(self._placement, self._reducer, self._config, mesh.dp.size, mesh.world_size)
         self.boundary = is_last
         if not self._ended:
             self._reducer.expect(is_last)
@@ -342,6 +341,12 @@ class Step:
             return self._ended or self.reduced
         return self.microbatches == self._config.accumulation or self.reduced
 
+    def so_far(self, parameter: Tensor) -> Tensor | None:
+        """What this rank's backwards of the step have added up for a parameter, of the sum of their weighted
+        losses; None where none has, or it is reduced already. Between backwards."""
+        found = None if self.reduced or self._reducer.under_way else self._reducer.so_far(parameter)
+        return None if found is None else found.double() * (self._sums.hint / self._scale)
+
     def put_gradient(self, bucket: Bucket, index: int, mean: Tensor) -> None:
         """Set this rank's part of the reduced gradient of a bucket's parameter so that `mean`, flat and
         whole, is that of the mean over the global batch. The norm is taken anew when it is asked for."""
@@ -468,6 +473,6 @@ def _graphs_once() -> Iterator[None]:
 
 
 _ENDED = (
-    "engine.set_boundary(True) said that the backward before this one is the last of its step: call step() "
-    "before the next backward, or zero_grad() to drop these gradients"
+    "engine.set_boundary(True), or a batch.size of one micro-batch, said that the backward before this one "
+    "is the last of its step: call step() before the next backward, or zero_grad() to drop these gradients"
 )

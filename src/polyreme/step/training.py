@@ -18,6 +18,7 @@ from polyreme.models.buffers import Buffers
 from polyreme.optim.groups import Options, Recipe
 from polyreme.optim.lr_schedule import LRSchedule
 from polyreme.pipeline.rank import PipelineRank
+from polyreme.step.accumulation import each_time
 from polyreme.step.engine_state import EngineContents
 from polyreme.step.loss import Objective
 from polyreme.step.optimizer_view import OptimizerView
@@ -56,10 +57,8 @@ class Training:
         None."""
         made, given, scheduler = optimizer
         self.placement, self.buffers = placement, buffers
-        each_time = placement.microbatches == "left" or (
-            config.zero.reduce_every == "microbatch" and mesh.dp.size > 1
-        )
-        self._reducer = Reducer(placement.trainable, config.accumulation, each_time, pipeline.mine)
+        every_time = each_time(config, mesh.dp.size, placement.microbatches)
+        self._reducer = Reducer(placement.trainable, config.accumulation, every_time, pipeline.mine)
         zero, complete = config.zero, self._reducer.complete
         self.blocks = Blocks(module, placement.root, placement.units, zero.prefetch, zero.release, complete)
         states = config.optimizer.states

@@ -147,6 +147,20 @@ class BucketGradients:
             return None
         return self._local[slot.start : slot.stop].view(slot.shape)
 
+    def so_far(self, index: int) -> Tensor | None:
+        """What parameter `index`'s gradients since the last reduction add up to; None before the first."""
+        if self._local is None or index not in self._arrived:
+            return None
+        slot = self._layout.slots[index]
+        return self._local[slot.start : slot.stop].view(slot.shape)
+
+    def make_room(self, microbatches: Microbatches, formats: Formats, store: GradientStore | None) -> None:
+        """Add several micro-batches up from the coming step on, in these formats, with this store."""
+        self.clear()
+        self._microbatches, self._formats, self.store = microbatches, formats, store
+        self._transient = self._transient or microbatches in ("reduced", "left")
+        self._local = self.grad = None
+
     def reduce(self) -> None:
         """Begin to sum the gradients over the axis into this rank's part of `grad`. Parameters without a
         gradient count as zero."""

@@ -51,15 +51,15 @@ class Reducer:
         every_time: bool = False,
         stages: Collection[int] = (0,),
     ) -> None:
-        """`every_time`: reduce after each of the `microbatches`, not after the last. `stages`: those of this
-        rank."""
+        """`every_time`: reduce after each of the `microbatches`, not after the last; it may change between
+        steps. `stages`: those of this rank."""
         self._order = list(reversed(buckets))
         self._index: dict[Tensor, tuple[Bucket, int]] = {
             parameter: (bucket, index)
             for bucket in buckets
             for index, parameter in enumerate(bucket.parameters)
         }
-        self._every_time = every_time
+        self.every_time = every_time
         # backwards of a step
         self._uses = {bucket: microbatches * len({*bucket.stages} & {*stages}) for bucket in buckets}
         self._left: dict[Bucket, int] = {}
@@ -155,7 +155,7 @@ class Reducer:
         self._backward, self._factor = "own", None
         for bucket in used if last else ():
             self._left[bucket] -= 1
-        complete = [bucket for bucket in used if last and (self._every_time or not self._left[bucket])]
+        complete = [bucket for bucket in used if last and (self.every_time or not self._left[bucket])]
         self._listen(complete)
         self._waiting = {bucket: set(range(len(bucket.parameters))) for bucket in complete}
         self._adding = {*used} - {*complete}
@@ -184,6 +184,13 @@ class Reducer:
         open = bucket in self._waiting or bucket in self._adding
         alone = parameter in self._hooks and len(parameter._post_accumulate_grad_hooks or ()) == 1
         return bucket.gradients.sum_of(index) if open and alone else None
+
+    def so_far(self, parameter: Tensor) -> Tensor | None:
+        """What this rank's backwards have added up of a parameter's gradient, where some have and none of
+        them was reduced. Between backwards."""
+        bucket, index = self._index[parameter]
+        self._take_back([bucket])
+        return bucket.gradients.so_far(index)
 
     def added(self, parameter: Tensor) -> None:
         """A whole gradient was added to what `gradient_buffer` gave."""

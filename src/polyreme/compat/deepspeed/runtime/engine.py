@@ -169,10 +169,7 @@ class DeepSpeedEngine(nn.Module):
         return (self.micro_steps + 1) % self.gradient_accumulation_steps() == 0
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
-        """Say whether the coming backward ends a window, instead of the count of `step` calls. Raises
-        UnsupportedError for one that does not, where the config has windows of one micro-batch."""
-        if not is_boundary:
-            self._refuse_without_room("set_gradient_accumulation_boundary(False)")
+        """Say whether the coming backward ends a window, instead of the count of `step` calls."""
         self._boundary = bool(is_boundary)
 
     def _is_last(self) -> bool:
@@ -180,8 +177,7 @@ class DeepSpeedEngine(nn.Module):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Backwards inside add gradients up on this rank, and do not end a window. Raises UnsupportedError
-        where the config has windows of one micro-batch."""
+        """Backwards inside add gradients up on this rank, and do not end a window."""
         if self.zero_optimization_stage() >= 2:
             raise OrderError(
                 "no_sync context manager is incompatible with gradient partitioning logic of ZeRO stage "
@@ -189,21 +185,11 @@ class DeepSpeedEngine(nn.Module):
             )
         if not self._syncs:
             raise OrderError("no_sync context manager reentry is unsupported: leave the inner one out")
-        self._refuse_without_room("no_sync")
         self._syncs = False
         try:
             yield
         finally:
             self._syncs = True
-
-    def _refuse_without_room(self, call: str) -> None:
-        if self.optimizer is not None and self.translation.batch.accumulation == 1:
-            raise refused(
-                f"{call} with gradient_accumulation_steps = 1",
-                "an engine of one micro-batch a step has no room for sums of several",
-                "write gradient_accumulation_steps = 2 or more in the config, by which backward divides "
-                "losses unless it is given scale_wrt_gas=False",
-            )
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients of the window."""
@@ -262,16 +248,13 @@ class DeepSpeedEngine(nn.Module):
 
     def set_train_batch_size(self, train_batch_size: int) -> None:
         """Have the next windows be of as many micro-batches as make these samples over all ranks. Raises
-        ArgumentError where that is no whole number, or in the middle of a window, and UnsupportedError where
-        the config has windows of one micro-batch, and the next ones are to have more."""
+        ArgumentError where that is no whole number, or in the middle of a window."""
         once = self.train_micro_batch_size_per_gpu() * self.dp_world_size
         if train_batch_size < once or train_batch_size % once:
             raise ArgumentError(
                 f"Train batch size must be divisible by micro-batch data parallelism: {train_batch_size} "
                 f"is no multiple of {once}"
             )
-        if train_batch_size > once:
-            self._refuse_without_room("set_train_batch_size")
         self._set_sizes(replace(self.batch, size=train_batch_size, accumulation=train_batch_size // once))
 
     def set_train_micro_batch_size(self, micro_batch_size: int) -> None:

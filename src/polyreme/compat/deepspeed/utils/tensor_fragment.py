@@ -2,9 +2,9 @@
 over `Engine.numbers`.
 
 As in DeepSpeed, a frozen parameter, or one of no engine, has none, and nothing is done where they are set.
-Other than there, stage 0 has them, too; gradients are those of the mean loss (in fp16 without its scale), and
-None until the last backward of a step; and a rank's part is what Polyreme's layout gives it: perhaps nothing,
-never padding. All ranks must call."""
+Other than there, stage 0 has them, too; gradients are those of the mean loss (in fp16 without its scale);
+before the last backward of a step they are this rank's sums so far at stages 0 and 1, else None; and a rank's
+part is what Polyreme's layout gives it: perhaps nothing, never padding. All ranks must call."""
 
 from __future__ import annotations
 
@@ -39,8 +39,13 @@ def safe_set_full_optimizer_state(param: nn.Parameter, value: Tensor, optim_stat
 
 
 def safe_get_full_grad(param: nn.Parameter) -> Tensor | None:
-    """The whole gradient of a parameter; of one of no engine its `grad`."""
-    return param.grad if engine_of(param) is None else _get_full(param, GRADIENT)
+    """The whole gradient of a parameter; in the middle of a step, as inside of `no_sync`, what this rank has
+    added up. Of one of no engine its `grad`."""
+    numbers = _numbers(param)
+    if numbers is None:
+        return param.grad if engine_of(param) is None else None
+    whole = numbers.whole(GRADIENT)
+    return numbers.so_far() if whole is None else whole
 
 
 def safe_set_full_grad(param: nn.Parameter, value: Tensor) -> None:
