@@ -511,7 +511,8 @@ class Engine:
     def _refuse_within_step(self, call: str) -> None:
         if self._step.microbatches:
             raise BatchError(
-                f"{call} in the middle of a step: call step() after the backward() calls before it"
+                f"{call} in the middle of a step: call step() after the backward() calls before it, or "
+                "zero_grad() to drop their gradients"
             )
 
     def _refuse_frozen(self) -> None:

@@ -153,6 +153,43 @@ def test_a_resumed_run_goes_on_with_another_stage(ranks: Ranks, tmp_path: Path) 
         assert told == state and torch.equal(found, wanted)
 
 
+def in_a_window(rank: int, world: int, folder: Path, stage: int) -> tuple[Tensor, Tensor, tuple[int, int]]:
+    """Weights after a step that follows a checkpoint of the middle of a window, and one that is loaded there;
+    and of plain windows."""
+    section = {"optimizer": {"type": "Adam", "params": {"lr": 0.1}}}
+
+    def windows(engine: Any, *steps: int) -> None:
+        for step in steps:
+            for i in range(2):
+                engine.backward(engine(*batch(rank, step, i)))
+                engine.step()
+
+    plain, *_ = deepspeed.initialize(model=Network(), config=config(2, stage, **section))
+    windows(plain, 0, 1, 2)
+    made, *_ = deepspeed.initialize(model=Network(), config=config(2, stage, **section))
+    windows(made, 0)
+    made.backward(made(*batch(rank, 7, 0)))
+    made.step()
+    made.save_checkpoint(folder)
+    found, *_ = deepspeed.initialize(model=Network(), config=config(2, stage, **section))
+    found.load_checkpoint(folder)
+    counts = (found.micro_steps, found.global_steps)
+    windows(found, 1)
+    found.save_checkpoint(folder)
+    found.backward(found(*batch(rank, 8, 0)))
+    found.step()
+    found.load_checkpoint(folder)  # a script that found a NaN, say
+    windows(found, 2)
+    return weights(plain), weights(found), counts
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_checkpoint_begins_a_window(ranks: Ranks, tmp_path: Path, stage: int) -> None:
+    for wanted, found, counts in ranks(2, in_a_window, tmp_path, stage):
+        assert counts == (2, 1)
+        assert torch.equal(found, wanted)
+
+
 def consolidated(rank: int, world: int, folder: Path) -> tuple[bool, bool]:
     from polyreme.compat.deepspeed.utils import zero_to_fp32
 

@@ -94,6 +94,7 @@ def load(
                 f"{folder / str(tag)} is no folder on every rank: there is no such checkpoint"
             )
         return None, None
+    engine.zero_grad()  # of a window that has begun
     found = engine.polyreme.load(folder / name, strict=parts.strict, weights_only=not parts.optimizer)
     extra = dict(found.extra.get(DOOR, {}))
     ours = "rates" not in extra
@@ -108,6 +109,7 @@ def load(
                 group["lr"] = rate
     for count in COUNTS:
         setattr(engine, count, int(extra.get(count, 0)))
+    engine.micro_steps -= engine.micro_steps % engine.gradient_accumulation_steps()  # a window begins
     if parts.scheduler and engine.lr_scheduler is not None and schedule is not None:
         engine.lr_scheduler.load_state_dict({**engine.lr_scheduler.state_dict(), **schedule})
     engine.loaded_checkpoint_tag = name
