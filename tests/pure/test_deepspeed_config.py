@@ -421,6 +421,22 @@ def test_sources(tmp_path: Path) -> None:
     assert "twice" in refused(path)["config"].reason
     for nothing in ("no/such/file.json", "[]", 3, base64.b64encode(b"[1]").decode()):
         assert set(refused(nothing)) == {"config"}
+    assert refused("no/such/file.json")["config"].reason == "there is no such file"
+    path.write_text('{"train_batch_size": 4, ')
+    assert "cannot be read" in refused(path)["config"].reason
+
+
+def test_arguments_of_a_schedule() -> None:
+    def schedule(name: str, **params: Any) -> dict[str, Any]:
+        return {"train_batch_size": 4, "scheduler": {"type": name, "params": params}}
+
+    found = refused(schedule("WarmupLR", warmup_steps=3))
+    assert "warmup_num_steps" in found["scheduler.params.warmup_steps"].fix
+    assert set(refused(schedule("WarmupDecayLR"))) == {"scheduler.params.total_num_steps"}
+    assert set(refused(schedule("StepLR", stepsize=2))) == {
+        "scheduler.params.stepsize", "scheduler.params.step_size"
+    }  # fmt: skip
+    translate(schedule("StepLR", step_size=2))
 
 
 # The batch.

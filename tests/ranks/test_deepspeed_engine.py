@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from polyreme.compat.deepspeed.checkpoint import ds_to_universal
 from polyreme.compat.deepspeed.refusal import ArgumentError, OrderError, UnsupportedError
 from polyreme.compat.deepspeed.runtime.zero import unwrap_model_for_generation
 from polyreme.compat.deepspeed.utils import zero_to_fp32
+from polyreme.errors import CheckpointError
 from polyreme.layout.region import MASTER
 from polyreme.zero.released import Released
 from pool import Ranks
@@ -132,7 +134,8 @@ def resumed(rank: int, world: int, folder: Path, save: bool) -> tuple[Tensor, An
         "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 0.01, "warmup_num_steps": 3}},
     }
     engine, *_ = deepspeed.initialize(model=model, config=config(1, 2 if save else 3, **section))
-    state: Any = {"epoch": 3, "best": (0.5, [1, 2]), 4: None}
+    arguments = Namespace(epochs=3, betas=(0.9, 0.95))
+    state: Any = {"epoch": 3, "best": (0.5, [1, 2]), 4: None, "args": arguments}
     first, last = (0, 2) if save else (2, STEPS)
     if not save:
         path, state = engine.load_checkpoint(str(folder))
@@ -188,6 +191,41 @@ def test_a_checkpoint_begins_a_window(ranks: Ranks, tmp_path: Path, stage: int) 
     for wanted, found, counts in ranks(2, in_a_window, tmp_path, stage):
         assert counts == (2, 1)
         assert torch.equal(found, wanted)
+
+
+def told_back(rank: int, world: int, folder: Path) -> Any:
+    section = {"optimizer": {"type": "Adam", "params": {"lr": 0.1}}}
+    engine, *_ = deepspeed.initialize(model=Network(), config=config(1, 2, **section))
+    engine.save_checkpoint(folder)
+    with pytest.raises(ArgumentError, match=r"client_state\['all'\] is a Tensor.* of up to 1048576 bytes"):
+        engine.save_checkpoint(folder, client_state={"all": torch.empty(2**18 + 1)})
+    engine.save_checkpoint(folder, tag="second", client_state=TENSORS)
+    _, state = engine.load_checkpoint(folder)
+    engine.polyreme.mesh.dp.barrier()
+    if rank == 0:
+        (folder / "latest").write_text("third")
+    engine.polyreme.mesh.dp.barrier()
+    with pytest.raises(
+        CheckpointError, match="third, which .*latest names, .*: there are global_step0, second"
+    ):
+        engine.load_checkpoint(folder)
+    return state
+
+
+TENSORS = {
+    "rng": torch.arange(5000, dtype=torch.uint8),
+    "best": torch.tensor(0.1, dtype=torch.float64),
+    "half": [torch.ones(2, 3, dtype=torch.bfloat16).t()],
+    "none": torch.empty(0, 3),
+    "mask": torch.tensor([True, False]),
+}
+
+
+def test_client_state_may_have_tensors(ranks: Ranks, tmp_path: Path) -> None:
+    for found in ranks(2, told_back, tmp_path):
+        assert found.keys() == TENSORS.keys()
+        for key, value in TENSORS.items():
+            torch.testing.assert_close(found[key], value, rtol=0, atol=0)
 
 
 def consolidated(rank: int, world: int, folder: Path) -> tuple[bool, bool]:

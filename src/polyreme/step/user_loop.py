@@ -274,7 +274,7 @@ def _will_come_to(nodes: Iterable[Any]) -> bool:
 
 
 _NO_FORWARD = (
-    "backward() without a forward: call engine(...) first "
+    "backward() without a forward: call engine(...) first, not under torch.no_grad() "
     "(engine.module(...) is no micro-batch). Of several micro-batches, do the "
     "backward of each before the forward of the next; of "
     "several losses of one, engine.backward(loss, last=False)"

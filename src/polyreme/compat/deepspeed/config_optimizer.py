@@ -86,16 +86,31 @@ def named(values: Any, section: str, problems: list[Problem]) -> Named | None:
 
 
 def check_scheduler(scheduler: Named, problems: list[Problem]) -> None:
-    """A schedule that neither DeepSpeed nor torch has is a problem."""
+    """A schedule that neither DeepSpeed nor torch has is a problem, and so are arguments that it does not
+    take, or lacks."""
     from torch.optim import lr_scheduler  # only here: most configs are shown without it
 
-    if scheduler.name in SCHEDULERS:
-        return
+    from polyreme.compat.deepspeed.runtime import lr_schedules
+
     known = [name for name in lr_scheduler.__all__ if inspect.isclass(getattr(lr_scheduler, name))]
-    if scheduler.name not in known:
+    if scheduler.name not in {*SCHEDULERS, *known}:
         reason = "neither a schedule of DeepSpeed nor a class of torch.optim.lr_scheduler"
         near = difflib.get_close_matches(scheduler.name, [*SCHEDULERS, *known], n=1, cutoff=0)[0]
         problems.append(Problem("scheduler.type", scheduler.name, reason, f"did you mean {near}?"))
+        return
+    owner = lr_schedules if scheduler.name in SCHEDULERS else lr_scheduler
+    _, *takes = inspect.signature(getattr(owner, scheduler.name)).parameters.values()
+    names = {each.name for each in takes if each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)}
+    for key in () if len(names) < len(takes) else scheduler.params.keys() - names:
+        near = difflib.get_close_matches(key, names, n=1, cutoff=0)[0]
+        reason = f"{scheduler.name} takes no such argument"
+        problems.append(
+            Problem(f"scheduler.params.{key}", scheduler.params[key], reason, f"did you mean {near}?")
+        )
+    for each in takes:
+        if each.name in names and each.default is each.empty and each.name not in scheduler.params:
+            reason = f"{scheduler.name} cannot do without it"
+            problems.append(Problem(f"scheduler.params.{each.name}", None, reason, "write a value"))
 
 
 def optimizer_keys(optimizer: Named, problems: list[Problem], remarks: Remarks) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from typing import Any
 
 from polyreme.compat.deepspeed import hjson
 from polyreme.compat.deepspeed.config_keys import KEYS, NAMES, OLD_SECTIONS, TABLES, Key, find, in_words
-from polyreme.config.loading import check_bounds, distinct, members, text_of
+from polyreme.config.loading import check_bounds, distinct, members, text_of, working_folder
 from polyreme.errors import ConfigError, Problem
 
 Source = str | os.PathLike[str] | Mapping[str, Any]
@@ -59,6 +59,8 @@ def read(source: Source) -> dict[str, Any]:
     def failed(reason: str, fix: str) -> DeepSpeedConfigError:
         return DeepSpeedConfigError([Problem("config", source, reason, fix)])
 
+    wrong = "neither a mapping, nor the path of a JSON file, nor base64 of one"
+    fix = "give a dict, or the path of a DeepSpeed JSON"
     try:
         if isinstance(source, Mapping):
             check_bounds(source, members)
@@ -66,14 +68,16 @@ def read(source: Source) -> dict[str, Any]:
         name = os.fspath(source)
         path = Path(name).expanduser() if len(name) < 4096 else None
         if path is not None and path.exists():
+            wrong, fix = "the file cannot be read", "correct it"
             tree = parse(text_of(path))
+        elif "." in name or "/" in name:  # which base64 does not have
+            raise failed("there is no such file", f"check the path; it is taken from {working_folder()}")
         else:
             tree = parse(base64.b64decode(name, altchars=b"-_", validate=True).decode("utf-8"))
+    except DeepSpeedConfigError:
+        raise
     except (ValueError, RecursionError, RuntimeError, OSError, TypeError) as error:
-        raise failed(
-            f"neither a mapping, nor the path of a JSON file, nor base64 of one: {error}",
-            "give a dict, or the path of a DeepSpeed JSON",
-        ) from None
+        raise failed(f"{wrong}: {error}", fix) from None
     if not isinstance(tree, dict):
         raise failed("it holds no table of keys", "write keys and values at the top level")
     return tree

@@ -4,7 +4,9 @@ Invariant: no name of a checkpoint leads out of its folder; `latest` is replaced
 
 from __future__ import annotations
 
+import base64
 import os
+from argparse import Namespace
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib.resources import files
@@ -30,6 +32,8 @@ DOOR = "deepspeed"
 """Where a checkpoint's `extra` has what this door adds."""
 TIED = "tied"
 """In it, for each further name of a tied parameter, the first."""
+LARGEST = 2**20
+"""Bytes of a tensor beyond which client state does not hold it."""
 COUNTS = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
 
 
@@ -88,12 +92,11 @@ def load(
     told = engine.polyreme.mesh.gather_objects((name, name is not None and (folder / name).is_dir()))
     if len({each for each, _ in told}) > 1:
         raise CheckpointError(f"{folder}: ranks see different tags, {', '.join(str(t) for t, _ in told)}")
-    if name is None or not all(there for _, there in told):
-        if tag is not None:
-            raise CheckpointError(
-                f"{folder / str(tag)} is no folder on every rank: there is no such checkpoint"
-            )
+    if name is None:
         return None, None
+    if not all(there for _, there in told):
+        named = "" if tag is not None else f", which {folder / newest} names"
+        raise CheckpointError(f"{folder / name}{named}, is no folder on every rank: {_others(folder)}")
     engine.zero_grad()  # of a window that has begun
     found = engine.polyreme.load(folder / name, strict=parts.strict, weights_only=not parts.optimizer)
     extra = dict(found.extra.get(DOOR, {}))
@@ -114,6 +117,12 @@ def load(
         engine.lr_scheduler.load_state_dict({**engine.lr_scheduler.state_dict(), **schedule})
     engine.loaded_checkpoint_tag = name
     return str(folder / name), client_state
+
+
+def _others(folder: Path) -> str:
+    """What a user may give as `tag`."""
+    found = sorted(path.name for path in folder.glob("*") if path.is_dir())
+    return f"there are {', '.join(found[-3:])}" if found else "there is no other"
 
 
 def whole(
@@ -189,12 +198,19 @@ def _without_released(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
 
 
 def to_json(value: Any, where: str) -> Any:
-    """A value of Python's own kinds as JSON that `from_json` gives back. Raises ArgumentError for others,
-    naming where they are."""
+    """A value of Python's own kinds, a tensor of up to LARGEST bytes, or argparse's arguments, as JSON that
+    `from_json` gives back; NumPy's as numbers and lists. Raises ArgumentError for others, naming where they
+    are."""
     if value is None or isinstance(value, bool | int | float | str):
         return value
-    if (isinstance(value, Tensor) and value.numel() == 1) or type(value).__module__ == "numpy":
+    if type(value).__module__ == "numpy":
         return to_json(value.tolist(), where)
+    if isinstance(value, Tensor) and value.layout == torch.strided and value.nbytes <= LARGEST:
+        numbers = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+        kind = str(value.dtype).removeprefix("torch.")
+        return {"tensor": [kind, list(value.shape), base64.b64encode(numbers).decode()]}
+    if isinstance(value, Namespace):
+        return {"arguments": to_json(vars(value), where)}
     if isinstance(value, list | tuple):
         items = [to_json(each, f"{where}[{i}]") for i, each in enumerate(value)]
         return items if isinstance(value, list) else {"()": items}
@@ -202,7 +218,7 @@ def to_json(value: Any, where: str) -> Any:
         return {"{}": [[to_json(k, where), to_json(v, f"{where}[{k!r}]")] for k, v in value.items()]}
     raise ArgumentError(
         f"{where} is a {type(value).__name__}, which a checkpoint does not hold: give numbers, texts, lists, "
-        "tuples and dictionaries (tensors as lists), or write a file of your own beside it"
+        f"tuples, dictionaries and tensors of up to {LARGEST} bytes, or write a file of your own beside it"
     )
 
 
@@ -213,6 +229,12 @@ def from_json(value: Any) -> Any:
     if isinstance(value, Mapping):
         if "()" in value:
             return tuple(from_json(each) for each in value["()"])
+        if "arguments" in value:
+            return Namespace(**from_json(value["arguments"]))
+        if "tensor" in value:
+            kind, shape, text = value["tensor"]
+            numbers = torch.tensor(list(base64.b64decode(text)), dtype=torch.uint8)
+            return numbers.view(getattr(torch, kind)).reshape(shape)
         return {from_json(k): from_json(v) for k, v in value.get("{}", [])}
     return value
 
