@@ -206,7 +206,7 @@ def told_back(rank: int, world: int, folder: Path) -> Any:
         (folder / "latest").write_text("third")
     engine.polyreme.mesh.dp.barrier()
     with pytest.raises(
-        CheckpointError, match="third, which .*latest names, .*: there are global_step0, second"
+        CheckpointError, match=r"third, which .*latest names, .*: there are global_step0, second"
     ):
         engine.load_checkpoint(folder)
     return state
