@@ -39,6 +39,8 @@ SHOWN = 8
 MOST_FORWARDS = 8192
 """The most micro-batches of a step whose timeline is drawn: the time that takes grows faster than they do."""
 SHORT = {"float64": "fp64", "float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
+OF_LOSS_SCALE = ("loss_scale", "good_steps", "overflows", "hint")
+"""What of a checkpoint's state only JSON has where losses are not scaled."""
 NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")  # between dots
 
 
@@ -318,9 +320,11 @@ def _summary(found: Contents) -> list[tuple[str, str]]:
                 ranks + (f", ZeRO stage {found.zero_stage}" if found.zero_stage is not None else ""),
             )
         )
+    scaled = found.state.get("loss_scale", 1) != 1  # else what counts for it says nothing
+    state = {name: value for name, value in found.state.items() if scaled or name not in OF_LOSS_SCALE}
     lines += [
         (label, _values(values))
-        for label, values in (("state", found.state), ("versions", found.versions))
+        for label, values in (("state", state), ("versions", found.versions))
         if _values(values)
     ]
     if found.others:
