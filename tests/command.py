@@ -72,12 +72,17 @@ def write_text(folder: Path, sentences: int = 400) -> Path:
 class Command:
     """One run of `polyreme WORDS` in `folder`, its temporary files in `folder/tmp`.
 
-    `warm`: as forks (warm.py), but where all cases are run."""
+    `warm`: as forks (warm.py), but where all cases are run; `door`: which begin with DeepSpeed's door open."""
 
     process: subprocess.Popen[str] | WarmPython
 
     def __init__(
-        self, folder: Path, *words: str, variables: Mapping[str, str] | None = None, warm: bool = True
+        self,
+        folder: Path,
+        *words: str,
+        variables: Mapping[str, str] | None = None,
+        warm: bool = True,
+        door: bool = False,
     ) -> None:
         self.temporary = folder / "tmp"
         self.temporary.mkdir(exist_ok=True)
@@ -93,7 +98,7 @@ class Command:
             **(variables or {}),
         }
         if warm and ALL not in os.environ:
-            self.process = WarmPython(["-m", "polyreme", *words], folder, environment, ranks=True)
+            self.process = WarmPython(["-m", "polyreme", *words], folder, environment, ranks=True, door=door)
             return
         self.process = subprocess.Popen(
             [sys.executable, "-m", "polyreme", *words], cwd=folder, env=environment, stdin=subprocess.DEVNULL,
@@ -129,20 +134,28 @@ class Command:
 
 
 def polyreme(
-    folder: Path, *words: str, variables: Mapping[str, str] | None = None, warm: bool = True
+    folder: Path,
+    *words: str,
+    variables: Mapping[str, str] | None = None,
+    warm: bool = True,
+    door: bool = False,
 ) -> tuple[int, str, str]:
     """Exit status, stdout, stderr of a run from its start to its end."""
-    with running(folder, *words, variables=variables, warm=warm) as command:
+    with running(folder, *words, variables=variables, warm=warm, door=door) as command:
         return command.end()
 
 
 @contextmanager
 def running(
-    folder: Path, *words: str, variables: Mapping[str, str] | None = None, warm: bool = True
+    folder: Path,
+    *words: str,
+    variables: Mapping[str, str] | None = None,
+    warm: bool = True,
+    door: bool = False,
 ) -> Iterator[Command]:
     """A run that is over, with all its processes, when the block is left; one that left any is a failed
     test."""
-    command = Command(folder, *words, variables=variables, warm=warm)
+    command = Command(folder, *words, variables=variables, warm=warm, door=door)
     try:
         yield command
         left = command.descendants()

@@ -33,8 +33,7 @@ def run(folder: Path, script: str, cases: Iterable[str], *, door: bool) -> dict[
         str(folder),
         *cases,
     ]
-    # a door opens as an interpreter starts
-    status, output, errors = polyreme(folder, *words, variables=OFFLINE, warm=not door)
+    status, output, errors = polyreme(folder, *words, variables=OFFLINE, door=door)
     assert status == 0, f"{output[-2000:]}\n{errors[-4000:]}"
     return {case: json.loads((folder / f"{case}.json").read_text()) for case in cases}
 

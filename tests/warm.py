@@ -19,14 +19,18 @@ import threading
 import time
 import traceback
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from multiprocessing import forkserver as servers
 from pathlib import Path
 from typing import Any, NoReturn
+from unittest.mock import patch
 
 from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
 
-from pool import forkserver
+from polyreme.compat import finder
+from pool import PRELOAD, forkserver
 
+DOOR_PRELOAD = ["polyreme.compat.deepspeed", "transformers.trainer_seq2seq", "peft", *PRELOAD]
 _PR_SET_NAME = 15
 NAME = "rank-"  # of a rank's process, before its number
 
@@ -35,18 +39,24 @@ class WarmPython:
     """`python WORDS` (-m MODULE ARGUMENTS or -c CODE) in `folder` with these variables and no others; of
     subprocess.Popen what tests use.
 
-    `ranks`: torchrun's agent starts ranks as forks of it, too. What all of them print goes to `output` and
-    `errors`, files beside `folder`."""
+    `ranks`: torchrun's agent starts ranks as forks of it, too. `door`: all of them begin with DeepSpeed's door
+    open. What all of them print goes to `output` and `errors`, files beside `folder`."""
 
     def __init__(
-        self, words: Sequence[str], folder: Path, variables: Mapping[str, str], ranks: bool = False
+        self,
+        words: Sequence[str],
+        folder: Path,
+        variables: Mapping[str, str],
+        ranks: bool = False,
+        door: bool = False,
     ) -> None:
         printed = Path(tempfile.mkdtemp(prefix="printed-", dir=folder.parent))
         self.output, self.errors = printed / "output", printed / "errors"
         self._process = forkserver().Process(
             target=_python, args=(list(words), folder, dict(variables), self.output, self.errors, ranks)
         )
-        self._process.start()
+        with _behind_the_door(variables) if door else contextlib.nullcontext():
+            self._process.start()
         assert self._process.pid is not None
         self.pid = self._process.pid
 
@@ -77,6 +87,23 @@ class WarmPython:
         """What was printed, at its end. Raises subprocess.TimeoutExpired."""
         self.wait(timeout)
         return self.output.read_text(), self.errors.read_text()
+
+
+_DOOR = servers.ForkServer()
+"""Opens the door as it starts, before it imports anything that looks for DeepSpeed."""
+_DOOR.set_forkserver_preload(DOOR_PRELOAD)
+
+
+@contextlib.contextmanager
+def _behind_the_door(variables: Mapping[str, str]) -> Iterator[None]:
+    """Have processes that are started meanwhile begin as forks of `_DOOR`; the first time it starts with
+    `variables`."""
+    opened = {**variables, **finder.variables("deepspeed", variables)}
+    with (
+        patch.object(servers, "connect_to_new_process", _DOOR.connect_to_new_process),
+        patch.dict(os.environ, opened),
+    ):
+        yield
 
 
 class WarmRank:

@@ -27,8 +27,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     found = folder / "alone", folder / "door"
     for each, words in zip(found, ((), ("--deepspeed",)), strict=True):
         command = ["launch", "-n", "2", *words, str(SCRIPT), str(each), *EXACT, "bf16", "ds-scheduler"]
-        # a door opens as an interpreter starts
-        status, output, errors = polyreme(folder, *command, variables=OFFLINE, warm=not words)
+        status, output, errors = polyreme(folder, *command, variables=OFFLINE, door=bool(words))
         assert status == 0, f"{output[-2000:]}\n{errors[-4000:]}"
     return found
 
