@@ -55,7 +55,7 @@ class WarmPython:
         self._process = forkserver().Process(
             target=_python, args=(list(words), folder, dict(variables), self.output, self.errors, ranks)
         )
-        with _behind_the_door(variables) if door else contextlib.nullcontext():
+        with _behind_the_door() if door else contextlib.nullcontext():
             self._process.start()
         assert self._process.pid is not None
         self.pid = self._process.pid
@@ -95,13 +95,11 @@ _DOOR.set_forkserver_preload(DOOR_PRELOAD)
 
 
 @contextlib.contextmanager
-def _behind_the_door(variables: Mapping[str, str]) -> Iterator[None]:
-    """Have processes that are started meanwhile begin as forks of `_DOOR`; the first time it starts with
-    `variables`."""
-    opened = {**variables, **finder.variables("deepspeed", variables)}
+def _behind_the_door() -> Iterator[None]:
+    """Have processes that are started meanwhile begin as forks of `_DOOR`."""
     with (
         patch.object(servers, "connect_to_new_process", _DOOR.connect_to_new_process),
-        patch.dict(os.environ, opened),
+        patch.dict(os.environ, {**finder.variables("deepspeed"), "HF_HUB_OFFLINE": "1"}),
     ):
         yield
 

@@ -1,9 +1,11 @@
 """Every home of states, gradients and parameters, with every ZeRO stage, under every schedule: the same bits
-of losses, gradient norms and weights. The whole product, on ranks that are threads."""
+of losses, gradient norms and weights. On ranks that are threads: every two of these together, the whole product
+with --all-cases."""
 
 from __future__ import annotations
 
 import functools
+import os
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,8 @@ from torch import Tensor, nn
 import polyreme
 import threads
 import training
+from cover import cover, together
+from examples import ALL
 from polyreme.pipeline.schedule import NAMES
 from pool import Ranks
 
@@ -99,10 +103,25 @@ def expected(schedule: str | None) -> training.Run:
     return found
 
 
+Case = tuple[str | None, int, dict[str, Any]]
+ALL_CASES: list[Case] = [
+    (schedule, stage, memory) for schedule in (None, *NAMES) for stage in range(4) for memory in homes(stage)
+]
+
+
+def pairs(case: Case) -> frozenset[Any]:
+    schedule, stage, memory = case
+    return together({"schedule": str(schedule), "stage": stage, **memory}, 2)
+
+
+CASES = ALL_CASES if ALL in os.environ else cover(ALL_CASES, pairs)
+
+
 @pytest.mark.parametrize("stage", range(4))
 @pytest.mark.parametrize("schedule", [None, *NAMES])
 def test_every_home_makes_the_same_bits(tmp_path: Path, schedule: str | None, stage: int) -> None:
-    each = [settings(stage, schedule, memory, tmp_path) for memory in homes(stage)]
+    each = [settings(stage, schedule, case[2], tmp_path) for case in CASES if case[:2] == (schedule, stage)]
+    assert each
     runs = threads.run(world_of(schedule), train, each)[0]
     found = {
         i: different
