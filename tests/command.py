@@ -72,7 +72,8 @@ def write_text(folder: Path, sentences: int = 400) -> Path:
 class Command:
     """One run of `polyreme WORDS` in `folder`, its temporary files in `folder/tmp`.
 
-    `warm`: as forks (warm.py), but where all cases are run; `door`: which begin with DeepSpeed's door open."""
+    `warm`: as forks (warm.py), but where all cases are run; `door`: which begin with DeepSpeed's door
+    open."""
 
     process: subprocess.Popen[str] | WarmPython
 

@@ -39,8 +39,8 @@ class WarmPython:
     """`python WORDS` (-m MODULE ARGUMENTS or -c CODE) in `folder` with these variables and no others; of
     subprocess.Popen what tests use.
 
-    `ranks`: torchrun's agent starts ranks as forks of it, too. `door`: all of them begin with DeepSpeed's door
-    open. What all of them print goes to `output` and `errors`, files beside `folder`."""
+    `ranks`: torchrun's agent starts ranks as forks of it, too. `door`: all of them begin with DeepSpeed's
+    door open. What all of them print goes to `output` and `errors`, files beside `folder`."""
 
     def __init__(
         self,

@@ -1,6 +1,6 @@
 """Every home of states, gradients and parameters, with every ZeRO stage, under every schedule: the same bits
-of losses, gradient norms and weights. On ranks that are threads: every two of these together, the whole product
-with --all-cases."""
+of losses, gradient norms and weights. On ranks that are threads: every two of these together, the whole
+product with --all-cases."""
 
 from __future__ import annotations
 
