@@ -17,18 +17,25 @@ import torch
 import torch.distributed as dist
 from test_backends import conforms
 from test_parity import CASES, compare, train
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import mpirun
 from cover import cover
+from examples import ALL
 from mpirun import Failed, Job
 from polyreme.distributed import gloo_direct
 from polyreme.distributed.across_hosts import AcrossHosts
-from polyreme.distributed.mesh import Mesh
+from polyreme.distributed.mesh import Axis, Mesh
+from polyreme.distributed.mpi_group import MpiGroup
 
 KINDS = ("mpi direct", "shared memory", "process group")
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.uint8, torch.bool)
+SUMS = (
+    (torch.float32, torch.float32, False), (torch.bfloat16, torch.float32, True),
+    (torch.bfloat16, torch.bfloat16, False), (torch.float64, torch.float64, True),
+)  # fmt: skip
+"""What is summed: its dtype, the sum's, and whether it is added to what there is."""
 WORLDS = {"mpich": 4, "openmpi": 2}
 MODELS = {"mpich": "llama", "openmpi": "convnet"}
 CASES = {
@@ -167,17 +174,32 @@ def goes_on(rank: int, world: int) -> None:
         torch.testing.assert_close(own.grad, other.grad)
 
 
-def two_hosts(rank: int, world: int) -> None:
-    """Ranks of which each two read each other's memory, as on hosts of two: parts for a host cross the
-    network once, and come whole, whoever waits for what first."""
-    pids: list[Any] = [None] * world
+def on_hosts(rank: int, world: int, hosts: int) -> None:
+    """Ranks that read the memory of no others than some neighbours', as on several hosts: what crosses the
+    network is as little as can be, and sums are those of one host."""
+    one, pids, each = Mesh.open({"dp": world}).dp, [None] * world, world // hosts
     dist.all_gather_object(pids, os.getpid())
-    near, found = pids[rank // 2 * 2 : rank // 2 * 2 + 2], gloo_direct.peer
+    host, found = rank // each, gloo_direct.peer
+    near = pids[host * each : (host + 1) * each]
     with patch.object(gloo_direct, "peer", lambda pid, *way: found(pid, *way) if pid in near else None):
         conforms(rank, world, "shared memory")
         axis = Mesh.open({"dp": world}).dp
-    assert isinstance(axis.backend, AcrossHosts) and axis.backend._hosts == [[0, 1], [2, 3]]
-    begun = []
+    assert isinstance(axis.backend, AcrossHosts)
+    assert axis.backend._hosts == [[*range(start, start + each)] for start in range(0, world, each)]
+    gathers_in_any_order(axis)
+    sent, real = [0], MpiGroup.sending
+
+    def counting(group: MpiGroup, flat: Tensor, to: int, tag: int) -> Any:
+        sent[0] += flat.nbytes * (to // each != host)
+        return real(group, flat, to, tag)
+
+    with patch.object(MpiGroup, "sending", counting):
+        sums_as_on_one_host(axis, one, hosts, sent)
+
+
+def gathers_in_any_order(axis: Axis) -> None:
+    """Parts come whole, whoever waits for what first."""
+    begun, rank, world = [], axis.rank, axis.size
     for number in range(6):
         shard = torch.full((5000 + number,), 10.0 * number + rank)
         shard = axis.empty(shard.numel(), shard.dtype, shard.device).copy_(shard) if number % 2 else shard
@@ -189,6 +211,35 @@ def two_hosts(rank: int, world: int) -> None:
         assert torch.equal(whole, expected)
     for work, _, _ in begun:
         work.settle()
+
+
+def sums_as_on_one_host(axis: Axis, one: Axis, hosts: int, sent: list[int]) -> None:
+    """With the bits of axis `one`, and as many bytes `sent` to other hosts as it takes."""
+    world, each, part = axis.size, axis.size // hosts, 400_003 // axis.size
+    begun, expected = [], []
+    for number, (dtype, wide, add) in enumerate(SUMS):
+        numbers = torch.randn(world * part, generator=torch.manual_seed(10 * number + axis.rank)).to(dtype)
+        full = axis.empty(numbers.numel(), dtype, numbers.device) if number % 2 else torch.empty_like(numbers)
+        outs = torch.ones(2, part, dtype=wide)
+        one.reduce_scatter(outs[0], numbers, add).settle()
+        one.all_reduce(whole := numbers.clone()).settle()
+        expected += [outs[0], whole]
+        begun.append((axis.reduce_scatter(outs[1], full.copy_(numbers), add), outs[1]))
+        again = axis.empty(numbers.numel(), dtype, numbers.device) if number % 2 else numbers.clone()
+        begun.append((axis.all_reduce(again.copy_(numbers)), again))
+    for work, _ in begun if axis.rank % 2 else begun[::-1]:
+        work.wait()
+    for (work, total), right in zip(begun, expected, strict=True):
+        work.settle()
+        assert torch.equal(total, right)
+    parts = 0
+    for dtype, wide, _ in SUMS:
+        chain, direct = (hosts + 1) * wide.itemsize, world * dtype.itemsize
+        parts += (hosts - 1) * min(chain, direct) * each  # of a reduce-scatter
+        parts += 2 * (hosts - 1) * world * dtype.itemsize  # of an all-reduce
+    counted = torch.tensor(sent)
+    dist.all_reduce(counted)
+    assert counted == parts * part
 
 
 TORCH = (sums, gathers, scatters, messages, goes_on)
@@ -205,7 +256,7 @@ def answers(
     jobs: dict[str, Job] = {function.__name__: (function, ()) for function in TORCH}
     jobs |= {kind: (conforms, (kind,)) for kind in KINDS}
     if WORLDS[library] == 4:
-        jobs["two hosts"] = (two_hosts, ())
+        jobs["hosts"] = (on_hosts, (2,))
     if WORLDS[library] == 2:
         settings = [case.config() for case in CASES[library]]
         jobs["training"] = (train, (MODELS[library], settings))
@@ -230,9 +281,17 @@ def test_a_backend_over_mpi_keeps_to_its_contract(answers: Mapping[str, Any], ki
     passed(answers, kind)
 
 
-def test_what_a_host_wants_crosses_the_network_once(answers: Mapping[str, Any]) -> None:
-    if "two hosts" in answers:
-        passed(answers, "two hosts")
+def test_hosts_send_each_other_little_and_sum_as_one(answers: Mapping[str, Any]) -> None:
+    if "hosts" in answers:
+        passed(answers, "hosts")
+
+
+@pytest.mark.skipif(ALL not in os.environ, reason="eight ranks: --all-cases")
+@pytest.mark.parametrize("hosts", [2, 4])
+def test_more_ranks_or_hosts_do_so_too(hosts: int, tmp_path: Path) -> None:
+    if why := mpirun.missing("mpich"):
+        pytest.skip(why)
+    passed(mpirun.run("mpich", 8, {"hosts": (on_hosts, (hosts,))}, tmp_path), "hosts")
 
 
 def test_training_over_mpi_equals_plain_pytorch(answers: Mapping[str, Any]) -> None:

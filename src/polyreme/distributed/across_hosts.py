@@ -1,27 +1,53 @@
 """Direct exchanges over MPI between hosts that have several ranks each: what all ranks of a host want crosses
-the network once.
+the network once, and what they add to a sum goes on as one number where that is less.
 
 Invariants: those of `gloo_direct`; numbers are the same to the last bit as if every rank had sent to every
-other one. What a rank passes on goes on whoever waits, and for what: operations of MPI run by themselves.
+other one, so that a host only ever adds to the sum of all hosts before it. What a rank passes on goes on
+whoever waits, and for what: operations of MPI run by themselves.
 
 Communication: of an all-gather each rank sends its part to one rank of every other host, which has its own
-host read it there: (hosts - 1) parts in place of (ranks of other hosts). A reduce-scatter and an all-reduce
-are sent directly: sums inside a host first would have other last bits than sums in rank order."""
+host read it there: (hosts - 1) parts in place of (ranks of other hosts). Of a sum, ranks in the same place of
+each host are a chain: the first host's sum its ranks' numbers, the next one's add theirs, and the last one's
+send what is wanted elsewhere back. Over gloo nothing would pass a sum on while its rank waits for something
+else: there all is sent directly."""
 
 from __future__ import annotations
 
-import zlib
-from collections.abc import Callable, Iterator, Sequence
+import itertools
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
-import torch.distributed as dist
+import torch
 from torch import Tensor
 
-from polyreme.distributed.gloo_direct import NUMBERS, SIGNS, SMALL, GlooDirect
+from polyreme.distributed.gloo_direct import SMALL, Exchange, GlooDirect
 from polyreme.distributed.mpi import Operation, Step
-from polyreme.distributed.sums import put
+from polyreme.distributed.mpi_group import MpiGroup
+from polyreme.distributed.sums import put, sum_into
 from polyreme.distributed.work import UNSETTLED, Work, reporting
+
+LITTLE = 1 << 15
+"""Bytes up to which each rank sums for itself: that is one trip, and a chain at least two."""
+PIECE, PIECES = 1 << 20, 16
+"""Bytes of a sum that are passed on by themselves, so that hosts work at the same time; and their most."""
+
+
+@dataclass(frozen=True)
+class Lane:
+    """One sum of a chain: where among each rank's numbers it is taken, which hosts want it, and where this
+    rank has it on its way and, if its host wants it, in the end."""
+
+    at: slice
+    wanted: Sequence[int]
+    passing: Tensor
+    total: Tensor
+
+    def pieces(self, numbers: Tensor) -> Sequence[Tensor]:
+        """Those of as many numbers as the sum has."""
+        return numbers.tensor_split(min(self.passing.nbytes // PIECE + 1, PIECES))
 
 
 class AcrossHosts(GlooDirect):
@@ -30,6 +56,8 @@ class AcrossHosts(GlooDirect):
     _hosts: Sequence[Sequence[int]] = ()
     """The ranks of each host, where there are several hosts with as many ranks each; in one order on all
     ranks."""
+    _in_order = False
+    """Whether each host's ranks follow on those of the one before."""
 
     def meet(self, gather: Callable[[object], list[Any]], timeout: timedelta) -> None:
         super().meet(gather, timeout)
@@ -40,24 +68,31 @@ class AcrossHosts(GlooDirect):
         alike = len({len(each) for each in hosts}) == 1 and sum(map(len, hosts)) == self._size
         if alike and 1 < len(hosts) < self._size:
             self._hosts, self._near = hosts, near
+            self._in_order = [*itertools.chain(*hosts)] == [*range(self._size)]
+            self._host = hosts.index(near)
+            self._column = [host[near.index(self._rank)] for host in hosts]  # the ranks of a chain
+            assert isinstance(self._group, MpiGroup)
+            self._mpi = self._group
+
+    def bytes_of_all_reduce(self, nbytes: int) -> int:
+        """That of a chain differs from rank to rank: of them all, their mean."""
+        chained = self._in_order and nbytes > LITTLE
+        return 2 * (self._size - 1) * nbytes // self._size if chained else super().bytes_of_all_reduce(nbytes)
 
     def all_gather(self, full: Tensor, shard: Tensor, of: str) -> Work:
         board = self._board
         if not self._hosts or board is None or shard.nbytes < SMALL:
             return super().all_gather(full, shard, of)
-        what = f"all-gather{of} over {self._axis} ({shard.numel()} {shard.dtype})"
-        number, first, second, sign = self._begun, self._posted, self._posted + 1, zlib.crc32(what.encode())
-        self.meeting.begun.append((number, what))
-        self._begun, self._posted = self._begun + 1, self._posted + 2
+        exchange = self._next(f"all-gather{of} over {self._axis} ({shard.numel()} {shard.dtype})", 2)
+        what, _, first, sign, tag = exchange
         others = [host for host in self._hosts if host != self._near]
-        near = [rank for rank in self._near if rank != self._rank]
         ready = shard if board.heap.offset(shard) >= 0 else self._stage(shard)
         passed = self._place(len(others) * shard.numel(), shard.dtype)  # what other hosts send to this rank
         with reporting(what, self.meeting):
-            for to in near:
+            for to in board.ranks:
                 board.post(to, first, ready, sign)
-            moving = self._to_other_hosts(shard, passed, others, number % NUMBERS * SIGNS + sign % SIGNS)
-        relay = Operation(what, self._passing(moving, near, passed, (second, sign)), self._timeout)
+            moving = self._to_other_hosts(shard, passed, others, tag)
+        relay = Operation(what, self._passing(moving, passed, exchange), self._timeout)
         places = full.chunk(self._size)
 
         def fill(source: int, parts: Tensor) -> None:
@@ -69,25 +104,90 @@ class AcrossHosts(GlooDirect):
         def complete() -> None:
             put(places[self._rank], shard)
             fill(self._rank, passed)
-            for source in near:
+            for source in board.ranks:
                 put(places[source], board.await_post(source, first, shard.numel(), shard.dtype, sign))
                 board.acknowledge(source, first)
-                fill(source, board.await_post(source, second, passed.numel(), shard.dtype, sign))
+                fill(source, board.await_post(source, first + 1, passed.numel(), shard.dtype, sign))
+                board.acknowledge(source, first + 1)
+
+        staged = [passed] if ready is shard else [passed, ready]
+        return self._read_by_others(exchange, relay, complete, {first: ready, first + 1: passed}, staged)
+
+    def reduce_scatter(self, out: Tensor, full: Tensor, accumulate: bool, of: str) -> Work:
+        board, hosts = self._board, len(self._hosts)
+        # of a part, a chain sends hosts - 1 sums on and, but for the last host's, one back; else each rank of
+        # another host sends its numbers
+        less = out.itemsize * (hosts + 1) < full.itemsize * self._size
+        if not self._in_order or board is None or full.nbytes <= LITTLE or not less:
+            return super().reduce_scatter(out, full, accumulate, of)
+        exchange = self._next(f"reduce-scatter{of} over {self._axis} ({full.numel()} {full.dtype})", 1)
+        size = out.numel()
+        passing = torch.empty(hosts * size, dtype=out.dtype).chunk(hosts)
+        total = passing[-1] if self._host == hosts - 1 else torch.empty_like(out)
+        lanes = [
+            Lane(slice(rank * size, (rank + 1) * size), (host,), passing[host], total)
+            for host, rank in enumerate(self._column)
+        ]
+        ready = full if board.heap.offset(full) >= 0 else self._stage(full)
+        chain = self._begin_chain(exchange, ready, lanes, None)
+        staged = [] if ready is full else [ready]
+        finish = lambda: sum_into(out, [total], accumulate)  # noqa: E731
+        return self._read_by_others(exchange, chain, finish, {exchange.notice: ready}, staged)
+
+    def all_reduce(self, tensor: Tensor) -> Work:
+        board, hosts = self._board, len(self._hosts)
+        if not self._in_order or board is None or tensor.nbytes <= LITTLE:
+            return super().all_reduce(tensor)
+        exchange = self._next(f"all-reduce over {self._axis} ({tensor.numel()} {tensor.dtype})", 2)
+        second, sign = exchange.notice + 1, exchange.sign
+        places = dict(zip(self._near, tensor.tensor_split(len(self._near)), strict=True))
+        own = places[self._rank]
+        start = own.storage_offset() - tensor.storage_offset()
+        total = self._place(own.numel(), own.dtype)
+        passing = total if self._host == hosts - 1 else torch.empty_like(own)
+        lane = Lane(slice(start, start + own.numel()), range(hosts), passing, total)
+        ready = tensor if board.heap.offset(tensor) >= 0 else self._stage(tensor)
+        chain = self._begin_chain(exchange, ready, [lane], total)
+
+        def complete() -> None:
+            sums = {
+                source: board.await_post(source, second, places[source].numel(), tensor.dtype, sign)
+                for source in board.ranks
+            }
+            # who has its sum has read this rank's numbers: they may be written over
+            for source, part in {**sums, self._rank: total}.items():
+                put(places[source], part)
+            for source in sums:
                 board.acknowledge(source, second)
 
+        staged = [total] if ready is tensor else [total, ready]
+        return self._read_by_others(exchange, chain, complete, {second - 1: ready, second: total}, staged)
+
+    def _read_by_others(
+        self,
+        exchange: Exchange,
+        operation: Operation,
+        complete: Callable[[], None],
+        posted: Mapping[int, Tensor],
+        staged: Sequence[Tensor],
+    ) -> Work:
+        """The work of an exchange whose tensors are `posted` for the ranks of this host, by the numbers of
+        their notices; those `staged` go back."""
+        board = self._board
+        assert board is not None
+
         def settled(block: bool) -> bool:
-            for to in near if block else ():
-                board.await_read(to, first)
-                board.await_read(to, second)
+            for to in board.ranks if block else ():
+                for notice in posted:
+                    board.await_read(to, notice)
             return was_read()
 
-        reads = board.reading(first), board.reading(second)
+        reads = [board.reading(notice) for notice in posted]
         was_read = lambda: all(each() for each in reads)  # noqa: E731
-        work = Work([relay], complete, what, settled, self.meeting, number)
-        UNSETTLED.keep_alive(was_read, [board.memory, ready, passed])
-        self._unstage(passed, work)
-        if ready is not shard:
-            self._unstage(ready, work)
+        work = Work([operation], complete, exchange.what, settled, self.meeting, exchange.number)
+        UNSETTLED.keep_alive(was_read, [board.memory, *posted.values()])
+        for each in staged:
+            self._unstage(each, work)
         return work
 
     def _to_other_hosts(
@@ -98,17 +198,64 @@ class AcrossHosts(GlooDirect):
         moving: list[Any] = []
         for host, part in zip(others, passed.chunk(len(others)), strict=True):
             there = host[self._near.index(self._rank)]
-            moving.append(dist.irecv(part, group=self._group, group_src=there, tag=tag))
-            moving.append(dist.isend(shard, group=self._group, group_dst=there, tag=tag))
+            moving.append(self._mpi.receiving(part, there, tag))
+            moving.append(self._mpi.sending(shard, there, tag))
         return moving
 
-    def _passing(
-        self, moving: Sequence[Any], near: Sequence[int], passed: Tensor, notice: tuple[int, int]
-    ) -> Iterator[Step]:
+    def _passing(self, moving: Sequence[Any], passed: Tensor, exchange: Exchange) -> Iterator[Step]:
         """Tell this host's ranks of what came from others, when it has come."""
-        yield lambda: all(each.is_ended for each in moving)
-        for each in moving:
-            each.wait()  # which raises where it failed
+        yield moving
+        self._tell(exchange, passed)
+
+    def _tell(self, exchange: Exchange, found: Tensor) -> None:
+        """Post a second notice."""
         assert self._board is not None
-        for to in near:
-            self._board.post(to, notice[0], passed, notice[1])
+        for to in self._board.ranks:
+            self._board.post(to, exchange.notice + 1, found, exchange.sign)
+
+    def _begin_chain(
+        self, exchange: Exchange, ready: Tensor, lanes: Sequence[Lane], found: Tensor | None
+    ) -> Operation:
+        """Begin to sum numbers of which this rank's are `ready`, for this host's ranks, too; what is `found`
+        they are told of."""
+        assert self._board is not None
+        with reporting(exchange.what, self.meeting):
+            for to in self._board.ranks:
+                self._board.post(to, exchange.notice, ready, exchange.sign)
+            return Operation(exchange.what, self._chain(exchange, ready, lanes, found), self._timeout)
+
+    def _chain(
+        self, exchange: Exchange, ready: Tensor, lanes: Sequence[Lane], found: Tensor | None
+    ) -> Iterator[Step]:
+        board, group, column, host = self._board, self._mpi, self._column, self._host
+        _, _, notice, sign, tag = exchange
+        assert board is not None
+        last = len(column) - 1
+        before = lambda piece: group.receiving(piece, column[host - 1], tag)  # noqa: E731
+        coming = deque(before(piece) for lane in lanes for piece in lane.pieces(lane.passing) if host)
+        back = [
+            group.receiving(piece, column[last], tag)
+            for lane in lanes
+            for piece in lane.pieces(lane.total)
+            if host != last and host in lane.wanted
+        ]
+        yield lambda: all(board.is_posted(source, notice, sign) for source in board.ranks)
+        numbers = [
+            ready if source == self._rank
+            else board.await_post(source, notice, ready.numel(), ready.dtype, sign)
+            for source in self._near
+        ]  # fmt: skip
+        sent = []
+        for lane in lanes:
+            to = [host + 1] if host != last else [each for each in lane.wanted if each != last]
+            parts = zip(*(lane.pieces(each[lane.at]) for each in numbers), strict=True)
+            for total, added in zip(lane.pieces(lane.passing), parts, strict=True):
+                if host:
+                    yield [coming.popleft()]
+                sum_into(total, [total, *added] if host else added, False)
+                sent += [group.sending(total, column[each], tag) for each in to]
+        for source in board.ranks:
+            board.acknowledge(source, notice)
+        yield [*sent, *back]
+        if found is not None:
+            self._tell(exchange, found)

@@ -18,7 +18,7 @@ import zlib
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -41,6 +41,17 @@ their number and by what each is about: where ranks do not begin the same ones, 
 another's."""
 TAGS = NUMBERS * SIGNS
 """Tags beyond those of exchanges."""
+
+
+class Exchange(NamedTuple):
+    """What it is about, its number among those of an axis, that of its first notice on the board, and what
+    tells its notices and its messages from others'."""
+
+    what: str
+    number: int
+    notice: int
+    sign: int
+    tag: int
 
 
 class GlooDirect:
@@ -168,11 +179,7 @@ class GlooDirect:
         what = f"{what} over {self._axis} ({out[0].numel()} {out[0].dtype})"
         board = None if out[0].nbytes < least else self._board
         near = board.ranks if board is not None else ()
-        number, notice, sign = self._begun, self._posted, zlib.crc32(what.encode())
-        tag = number % NUMBERS * SIGNS + sign % SIGNS
-        self.meeting.begun.append((number, what))
-        self._begun += 1
-        self._posted += board is not None
+        _, number, notice, sign, tag = self._next(what, int(board is not None))
         parts, ready = list(out), {id(out[rank]): out[rank] for rank in near}
         for key, each in ready.items():
             if board is not None and board.heap.offset(each) < 0:
@@ -211,6 +218,12 @@ class GlooDirect:
             if key != id(each):
                 self._unstage(each, work)
         return work
+
+    def _next(self, what: str, notices: int) -> Exchange:
+        number, notice, sign = self._begun, self._posted, zlib.crc32(what.encode())
+        self.meeting.begun.append((number, what))
+        self._begun, self._posted = self._begun + 1, self._posted + notices
+        return Exchange(what, number, notice, sign, number % NUMBERS * SIGNS + sign % SIGNS)
 
     def _stage(self, tensor: Tensor) -> Tensor:
         """A copy of `tensor` that ranks of this host can read."""

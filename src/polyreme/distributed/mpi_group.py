@@ -153,8 +153,7 @@ class MpiGroup(_ProcessGroup):
 
     def send(self, tensors: list[Tensor], to: int, tag: int) -> Operation:
         def steps() -> Iterator[Step]:
-            tensor = _flat(tensors[0])
-            yield [self._comm.Isend(message(tensor), to, tag % self._tags)]
+            yield [self.sending(_flat(tensors[0]), to, tag)]
 
         return self._begin("send", [steps()], tensors)
 
@@ -163,7 +162,7 @@ class MpiGroup(_ProcessGroup):
 
         def steps() -> Iterator[Step]:
             tensor = _flat(tensors[0])
-            request = self._comm.Irecv(message(tensor), source, tag % self._tags)
+            request = self.receiving(tensor, source, tag)
             yield lambda: request.Test(status)
             _back(tensor, tensors[0])
 
@@ -195,6 +194,14 @@ class MpiGroup(_ProcessGroup):
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
 
     # ---- how
+
+    def sending(self, flat: Tensor, to: int, tag: int) -> Any:
+        """Begin to send a flat tensor: an MPI request, for the steps of an `Operation`."""
+        return self._comm.Isend(message(flat), to, tag % self._tags)
+
+    def receiving(self, flat: Tensor, source: int, tag: int) -> Any:
+        """Begin to fill a flat tensor: an MPI request."""
+        return self._comm.Irecv(message(flat), source, tag % self._tags)
 
     def _begin(
         self, what: str, steps: Sequence[Iterator[Step]], tensors: Sequence[Tensor], opts: Any = None

@@ -47,6 +47,7 @@ of the exchange, modulo NUMBERS."""
 NUMBERS = 1 << 19
 PATIENCE = 200e-6
 """Seconds of waiting before the processor is left to others."""
+NO_ENGINE = "has no engine any more"
 LIMITS = {
     errno.EFBIG: ("f", resource.RLIMIT_FSIZE),
     errno.ENOMEM: ("v", resource.RLIMIT_AS),
@@ -213,6 +214,16 @@ class Board:
             warnings.filterwarnings("ignore", message=".*not writable")
             return torch.frombuffer(self._others[source][0].read(offset, size * dtype.itemsize), dtype=dtype)
 
+    def is_posted(self, source: int, exchange: int, sign: int) -> bool:
+        """Whether the buffer of rank `source` is ready. Raises TransportError where it never will be."""
+        other, words, there = self._others[source]
+        here, alive = there[0], other.alive()  # looked at before the word, which may be its last act
+        if _is_about(int(words[0, self._rank, exchange % RING]), exchange):
+            return bool(words[2, self._rank, exchange % RING] == sign)
+        if not here or not alive:
+            raise TransportError(f"rank {source} of axis {self._axis} {'ended' if here else NO_ENGINE}")
+        return False
+
     def acknowledge(self, source: int, exchange: int) -> None:
         """Say that the buffer of rank `source` has been read."""
         self._mine[1, source, exchange % RING] = _word(exchange, 0)
@@ -243,7 +254,7 @@ class Board:
             if not here:
                 if kind == 1:
                     return 0
-                raise TransportError(f"rank {rank} of axis {self._axis} has no engine any more")
+                raise TransportError(f"rank {rank} of axis {self._axis} {NO_ENGINE}")
             check()
             if not alive:
                 raise TransportError(f"rank {rank} of axis {self._axis} ended")
