@@ -1,17 +1,20 @@
 """Times collectives of torch tensors over gloo, MPI and shared memory, beside mpi4py's own, on one host or on
-two.
+two, and a step of training over each.
 
     python bench/transport.py --library mpich --sizes 64K,1M,16M --rounds 10 --out bench/results/NAME.json
     python bench/transport.py --library mpich --hosts 2        # two namespaces, as root
+    python bench/transport.py --sizes "" --step 60m            # a step alone, of a model of `cases`
 
 All ways are timed in the same processes, in turns; a ratio is only ever taken between turns of one round:
-mpi4py's time over a way's, above 1 where the way is faster. mpi4py's reduce-scatter is the faster of the
-library's own and an all-to-all with a sum. Exit status: 0, 1 where a rank failed, 2 for bad usage."""
+mpi4py's time over a way's, above 1 where the way is faster; of a step, which has the weights' gathers and the
+gradients' sums of stage 3, gloo's. mpi4py's reduce-scatter is the faster of the library's own and an
+all-to-all with a sum. Exit status: 0, 1 where a rank failed, 2 for bad usage."""
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -32,6 +35,11 @@ WAYS = {
     "torch over gloo": "torch.distributed over gloo; its reduce-scatter is an all-reduce",
 }
 RAW = "mpi4py"
+STEP, AXES = "step", ("polyreme", "polyreme, MPI alone", "polyreme, gloo")
+"""A whole step as an operation, and the ways that there are of it, the last of which it is compared to."""
+MESHES: dict[str, dict[str, Any]] = dict(
+    zip(AXES, ({}, {"shared_memory": False}, {"shared_memory": False, "backend": "gloo"}), strict=True)
+)
 UNITS = {"K": 2**10, "M": 2**20}
 
 
@@ -39,10 +47,14 @@ def size_of(text: str) -> int:
     return int(text[:-1]) * UNITS[text[-1]]
 
 
+def sizes_of(options: argparse.Namespace) -> list[str]:
+    return options.sizes.split(",") if options.sizes else []
+
+
 # ---- on a rank
 
 
-def serve(sizes: list[str], rounds: int, out: Path) -> None:
+def serve(options: argparse.Namespace) -> None:
     """Time everything, as one of the ranks; rank 0 writes the seconds of every turn."""
     import torch
     import torch.distributed as dist
@@ -53,30 +65,60 @@ def serve(sizes: list[str], rounds: int, out: Path) -> None:
 
     torch.set_num_threads(1)
     comm, world = MPI.COMM_WORLD, {"dp": MPI.COMM_WORLD.size}
-    axes = {
-        "polyreme": Mesh.open(world).dp,
-        "polyreme, MPI alone": Mesh.open(world, shared_memory=False).dp,
-        "polyreme, gloo": Mesh.open(world, shared_memory=False, backend="gloo").dp,
-    }
+    axes = {name: Mesh.open(world, **mesh).dp for name, mesh in MESHES.items()}
     groups = {"torch over MPI": dist.group.WORLD, "torch over gloo": dist.new_group(backend="gloo")}
     found = []
     for operation in OPERATIONS:
-        for size in sizes:
+        for size in sizes_of(options):
             turns = _turns(operation, size_of(size) // 4, comm, axes, groups)
-            for number in range(rounds + 2):  # the first two warm up
-                names = list(turns)
-                for name in names[number % len(names) :] + names[: number % len(names)]:
-                    comm.Barrier()
-                    began = time.perf_counter()
-                    turns[name]()
-                    seconds = comm.allreduce(time.perf_counter() - began, MPI.MAX)
-                    if number >= 2:
-                        found.append(
-                            {"operation": operation, "size": size, "way": name, "round": number, "s": seconds}
-                        )
+            found += _timed(operation, size, turns, options.rounds, comm)
+    if options.step:
+        turns, losses = _steps(options, comm)
+        found += _timed(STEP, options.step, turns, options.rounds, comm)
+        assert len({tuple(each) for each in losses.values()}) == 1, losses  # the same work over each
     if comm.rank == 0:
-        out.write_text(json.dumps({"kinds": {n: a.backend.kind for n, a in axes.items()}, "turns": found}))
+        options.serve.write_text(json.dumps({"turns": found}))
     close()
+
+
+def _timed(
+    operation: str, size: str, turns: dict[str, Callable[[], object]], rounds: int, comm: Any
+) -> list[dict[str, Any]]:
+    """The seconds of every turn."""
+    from mpi4py import MPI
+
+    found = []
+    for number in range(rounds + 2):  # the first two warm up
+        names = list(turns)
+        for name in names[number % len(names) :] + names[: number % len(names)]:
+            comm.Barrier()
+            began = time.perf_counter()
+            turns[name]()
+            seconds = comm.allreduce(time.perf_counter() - began, MPI.MAX)
+            if number >= 2:
+                turn = {"operation": operation, "size": size, "way": name, "round": number, "s": seconds}
+                found.append(turn)
+    return found
+
+
+def _steps(
+    options: argparse.Namespace, comm: Any
+) -> tuple[dict[str, Callable[[], object]], dict[str, list[float]]]:
+    """By way, what trains one step at stage 3, and the losses that come of it."""
+    from cases import Job, build_batch, build_model
+    from systems.polyreme_zero import initialize
+
+    job = Job(STEP, options.step, "fp32", options.batch, options.sequence, comm.rank, comm.size, 1)
+    turns: dict[str, Callable[[], object]] = {}
+    losses: dict[str, list[float]] = {name: [] for name in AXES}
+    for name in AXES:
+        engine = initialize(build_model(options.step), job, stage=3, mesh=MESHES[name])
+
+        def step(engine: Any = engine, losses: list[float] = losses[name]) -> None:
+            losses.append(engine.train_step(build_batch(job, len(losses), [comm.rank])).loss)
+
+        turns[name] = step
+    return turns, losses
 
 
 def _turns(
@@ -130,7 +172,8 @@ def _turns(
 
 
 def rows(turns: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """For each operation, size and way: the median milliseconds, and the median of its ratios to mpi4py."""
+    """For each operation, size and way: the median milliseconds, and the median of its ratios to mpi4py, or
+    to gloo."""
     seconds: dict[tuple[str, str], dict[str, dict[int, float]]] = {}
     for turn in turns:
         ways = seconds.setdefault((turn["operation"], turn["size"]), {})
@@ -140,27 +183,34 @@ def rows(turns: list[dict[str, Any]]) -> list[dict[str, Any]]:
         other = ways.pop(f"{RAW}, all-to-all", None)
         if other and statistics.median(other.values()) < statistics.median(ways[RAW].values()):
             ways[RAW] = other
+        base = ways[AXES[-1] if operation == STEP else RAW]
         for way, each in ways.items():
-            ratio = statistics.median(ways[RAW][number] / s for number, s in each.items())
+            ratio = statistics.median(base[number] / s for number, s in each.items())
             ms = 1e3 * statistics.median(each.values())
             found.append({"operation": operation, "size": size, "way": way, "ms": ms, "ratio": ratio})
     return found
 
 
 def table(found: list[dict[str, Any]]) -> str:
-    """As Markdown: mpi4py's milliseconds, and each way's ratio."""
+    """As Markdown: the milliseconds of what each row is compared to, and each way's ratio."""
     lines = [
-        f"| operation | size | {RAW} (ms) | {' | '.join(WAYS)} |",
-        "|---|---" + "|--:" * (1 + len(WAYS)) + "|",
+        f"| operation | size | compared to (ms) | {' | '.join(WAYS)} |",
+        "|---|---|---" + "|--:" * len(WAYS) + "|",
     ]
     for operation, size in dict.fromkeys((row["operation"], row["size"]) for row in found):
         by = {row["way"]: row for row in found if (row["operation"], row["size"]) == (operation, size)}
-        ratios = " | ".join(f"{by[way]['ratio']:.2f}" for way in WAYS)
-        lines.append(f"| {operation} | {size} | {by[RAW]['ms']:.2f} | {ratios} |")
+        ratios = " | ".join(f"{by[way]['ratio']:.2f}" if way in by else "" for way in WAYS)
+        base = AXES[-1] if operation == STEP else RAW
+        lines.append(f"| {operation} | {size} | {base} ({by[base]['ms']:.2f}) | {ratios} |")
     return "\n".join(lines)
 
 
 # ---- the conductor
+
+
+def load() -> str:
+    """How busy the machine has been."""
+    return f"Load {os.getloadavg()[1]:.0f} on {os.cpu_count()} cores, in the last five minutes."
 
 
 def start(
@@ -202,15 +252,19 @@ def main() -> int:
     parser.add_argument("--ranks", type=int, default=2, help="in all")
     parser.add_argument("--sizes", default="64K,256K,1M,4M,16M,64M", help="bytes of the whole buffer")
     parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--step", default="", metavar="SIZE", help="also a step of this model, such as 60m")
+    parser.add_argument("--batch", type=int, default=4, help="samples per rank and step")
+    parser.add_argument("--sequence", type=int, default=256, help="tokens per sample")
     parser.add_argument("--out", type=Path, help="the result as JSON, and beside it as Markdown")
     parser.add_argument("--serve", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.serve:
-        serve(options.sizes.split(","), options.rounds, options.serve)
+        serve(options)
         return 0
     with tempfile.TemporaryDirectory() as temporary:
         out = Path(temporary) / "turns"
-        arguments = ["--serve", str(out), "--sizes", options.sizes, "--rounds", str(options.rounds)]
+        given = ("sizes", "rounds", "step", "batch", "sequence")
+        arguments = [f"--serve={out}", *(f"--{name}={getattr(options, name)}" for name in given)]
         ran = start(options.library, options.ranks, options.hosts, arguments, Path(temporary))
         if ran.returncode or not out.exists():
             print(ran.stdout, ran.stderr, file=sys.stderr)
@@ -219,7 +273,10 @@ def main() -> int:
     found = rows(result["turns"])
     where = f"{options.ranks} ranks on {options.hosts} host{'s' * (options.hosts > 1)}, {options.library}"
     ways = "\n".join(f"- {name}: {what}" for name, what in WAYS.items())
-    what = f"{RAW}'s time over each way's, median of {options.rounds} rounds; above 1 is faster."
+    what = (
+        f"The time of what a row is compared to over each way's, median of {options.rounds} rounds; "
+        f"above 1 is faster. {load()}"
+    )
     text = f"# Transport: {where}\n\n{what}\n\n{table(found)}\n\n{ways}\n"
     print(text)
     if options.out:
