@@ -3,29 +3,18 @@ under it."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
 from typing import Any
-from unittest.mock import patch
 
 import torch
 
 import models
 import polyreme
-from polyreme.distributed import mesh
 
 Run = tuple[list[tuple[float, float]], dict[str, torch.Tensor]]
 """(loss, gradient norm) of each step, and the final weights (on rank 0)."""
 
 SAMPLES = 8
-
-
-@contextmanager
-def own_collectives() -> Iterator[None]:
-    """Have meshes that are opened meanwhile use the process group's own collectives: on CPUs the path that
-    GPUs take."""
-    with patch.object(mesh, "exchanges_directly", lambda group: False):
-        yield
 
 
 def config(world: int, accumulation: int = 1, **sections: Any) -> dict[str, Any]:

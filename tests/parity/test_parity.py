@@ -13,9 +13,9 @@ import torch
 
 import models
 import polyreme
+from conformance import own_collectives
 from cover import cover, together
 from pool import Ranks
-from training import own_collectives
 
 STEPS, SAMPLES = 3, 12
 

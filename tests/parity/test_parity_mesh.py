@@ -20,11 +20,11 @@ from torch import Tensor, nn
 import models
 import polyreme
 import threads
+from conformance import own_collectives
 from cover import cover
 from examples import ALL
 from polyreme.pipeline.schedule import NAMES, Name, stage_ranks
 from pool import Ranks
-from training import own_collectives
 
 STEPS = 3 if ALL in os.environ else 2
 SAMPLES, CLIP, BLOCKS = 12, 0.05, 5

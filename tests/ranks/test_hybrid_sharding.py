@@ -14,6 +14,7 @@ import torch
 import models
 import polyreme
 import training
+from conformance import own_collectives
 from polyreme.errors import ConfigError
 from pool import Ranks
 
@@ -75,7 +76,7 @@ def wide_run(
 
 def own(rank: int, world: int, case: str, settings: Sequence[Mapping[str, Any]]) -> Any:
     """`wide_run`, over the process group's own collectives."""
-    with training.own_collectives():
+    with own_collectives():
         return wide_run(rank, world, case, settings)
 
 

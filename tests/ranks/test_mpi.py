@@ -6,242 +6,26 @@ from __future__ import annotations
 import os
 import subprocess
 from collections.abc import Mapping
-from functools import reduce
-from operator import or_, xor
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import pytest
-import torch
-import torch.distributed as dist
-from test_backends import conforms
 from test_parity import CASES, compare, train
-from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
 import mpirun
+from conformance import conforms
 from cover import cover
 from examples import ALL
+from mpi_jobs import gathers, goes_on, messages, on_hosts, scatters, sums
 from mpirun import Failed, Job
-from polyreme.distributed import gloo_direct
-from polyreme.distributed.across_hosts import AcrossHosts
-from polyreme.distributed.mesh import Axis, Mesh
-from polyreme.distributed.mpi_group import MpiGroup
 
 KINDS = ("mpi direct", "shared memory", "process group")
-DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.uint8, torch.bool)
-SUMS = (
-    (torch.float32, torch.float32, False), (torch.bfloat16, torch.float32, True),
-    (torch.bfloat16, torch.bfloat16, False), (torch.float64, torch.float64, True),
-)  # fmt: skip
-"""What is summed: its dtype, the sum's, and whether it is added to what there is."""
 WORLDS = {"mpich": 4, "openmpi": 2}
-MODELS = {"mpich": "llama", "openmpi": "convnet"}
-CASES = {
-    library: cover(
-        [case for case in CASES if (case.model, case.world) == (model, 2)],
-        lambda case: {(case.stage, case.recompute), case.optimizer, case.clip},
-    )
-    for library, model in MODELS.items()
-}
-
-
-def sums(rank: int, world: int) -> None:
-    for dtype in DTYPES:
-        for size in (1, 7, 50_001):
-            whole = torch.full((size,), rank + 1).to(dtype)
-            dist.all_reduce(whole)
-            assert torch.equal(whole, torch.full((size,), world * (world + 1) // 2).to(dtype)), (dtype, size)
-    # eight bits are not enough for the sum on the way
-    parts = torch.full((world,), 257.0 if rank else -256.0).to(torch.bfloat16)
-    dist.all_reduce(parts)
-    assert parts[0] == torch.tensor(256.0 * (world - 1) - 256).to(torch.bfloat16)
-    turned = torch.full((5, 3), float(rank)).t()  # not contiguous
-    dist.all_reduce(turned, op=dist.ReduceOp.AVG)
-    assert turned.eq((world - 1) / 2).all()
-    expected = {
-        "MAX": world, "MIN": 1, "PRODUCT": torch.arange(1, world + 1).prod(), "AVG": (world + 1) // 2,
-        "BAND": 0, "BOR": reduce(or_, range(1, world + 1)), "BXOR": reduce(xor, range(1, world + 1)),
-    }  # fmt: skip
-    for name, value in expected.items():
-        number = torch.full((3,), rank + 1)
-        dist.all_reduce(number, op=getattr(dist.ReduceOp, name))
-        assert number.eq(value).all(), name
-    to_one = torch.full((3,), float(rank))
-    dist.reduce(to_one, dst=1)
-    assert to_one.eq(world * (world - 1) / 2 if rank == 1 else rank).all()
-    several = [torch.ones(3), torch.ones(50_000)]
-    dist.group.WORLD.allreduce_coalesced(several, dist.AllreduceCoalescedOptions()).wait()
-    assert all(each.eq(world).all() for each in several)
-
-
-def gathers(rank: int, world: int) -> None:
-    mine, everyone = torch.full((2, 3), float(rank)), [torch.empty(2, 3) for _ in range(world)]
-    dist.all_gather(everyone, mine)
-    assert all(each.eq(source).all() for source, each in enumerate(everyone))
-    whole = torch.empty(world * 4, dtype=torch.bfloat16)
-    dist.all_gather_single(whole, torch.full((4,), rank, dtype=torch.bfloat16))
-    assert whole.view(world, 4).T.eq(torch.arange(world)).all()
-    dist.all_gather_single(whole, whole[4 * rank : 4 * rank + 4])  # in place
-    assert whole.view(world, 4).T.eq(torch.arange(world)).all()
-    at_one = [torch.empty(3) for _ in range(world)] if rank == 1 else None
-    dist.gather(torch.full((3,), float(rank)), at_one, dst=1)
-    assert all(each.eq(source).all() for source, each in enumerate(at_one or []))
-    part = torch.empty(3)
-    dist.scatter(part, [torch.full((3,), float(to)) for to in range(world)] if rank == 0 else None)
-    assert part.eq(rank).all()
-    dist.broadcast(part, src=1)
-    assert part.eq(1).all()
-    objects: list[Any] = [None] * world
-    dist.all_gather_object(objects, {"rank": rank})
-    assert objects == [{"rank": source} for source in range(world)]
-    told = ["x", {"y": 2}] if rank == 0 else [None, None]
-    dist.broadcast_object_list(told)
-    assert told == ["x", {"y": 2}]
-    dist.barrier()
-
-
-def scatters(rank: int, world: int) -> None:
-    shard = torch.empty(4, dtype=torch.bfloat16)
-    dist.reduce_scatter_single(shard, torch.ones(4 * world, dtype=torch.bfloat16))
-    assert shard.eq(world).all()
-    part = torch.empty(4)
-    dist.reduce_scatter(part, [torch.full((4,), float(to)) for to in range(world)])
-    assert part.eq(world * rank).all()
-    row = torch.empty(world)
-    dist.all_to_all_single(row, torch.arange(world) + 10.0 * rank)
-    assert row.tolist() == [10.0 * source + rank for source in range(world)]
-    places = [torch.empty(source + rank) for source in range(world)]  # of many sizes, and none
-    dist.all_to_all(places, [torch.full((to + rank,), float(rank)) for to in range(world)])
-    assert all(each.eq(source).all() for source, each in enumerate(places))
-    uneven = torch.empty(sum(source + rank for source in range(world)))
-    sizes = [rank + other for other in range(world)]
-    dist.all_to_all_single(uneven, torch.full((sum(sizes),), float(rank)), sizes, sizes)
-    assert torch.equal(uneven, torch.cat(places))
-
-
-def messages(rank: int, world: int) -> None:
-    after, before = (rank + 1) % world, (rank - 1) % world
-    sending = [dist.isend(torch.full((9,), tag + rank), after, tag=tag) for tag in (3, 4)]
-    for tag in (4, 3):  # in another order than they were sent
-        got = torch.empty(9, dtype=torch.int64)
-        dist.irecv(got, before, tag=tag).wait()
-        assert got.eq(tag + before).all()
-    for each in sending:
-        each.wait()
-    if rank == 0:
-        got = torch.empty(2)
-        assert sorted(dist.recv(got, tag=7) for _ in range(world - 1)) == list(range(1, world))
-    else:
-        dist.send(torch.ones(2), 0, tag=7)
-    got = torch.empty(3)
-    both = [dist.P2POp(dist.isend, torch.ones(3), after), dist.P2POp(dist.irecv, got, before)]
-    for each in dist.batch_isend_irecv(both):
-        each.wait()
-    assert got.eq(1).all()
-    pair = dist.new_group([0, 1])
-    if rank < 2:
-        number = torch.full((50_000,), rank + 1)
-        dist.all_reduce(number, group=pair)
-        assert number.eq(3).all() and dist.get_rank(pair) == rank
-    alone = [dist.new_group([each]) for each in range(world)][rank]
-    dist.all_reduce(number := torch.full((50_000,), 2.5), group=alone)
-    assert number.eq(2.5).all()
-
-
-def goes_on(rank: int, world: int) -> None:
-    """Operations end while nobody asks MPI, as their futures tell; and in whichever order they are waited
-    for."""
-    numbers = [torch.full((size,), float(rank)) for size in (10, 200_000, 50_000, 3)]
-    works = [dist.all_reduce(each, async_op=True) for each in numbers]
-    told = works[1].get_future().then(lambda future: future.value()[0][0] + 1)
-    assert told.wait() == world * (world - 1) / 2 + 1  # in C++, which looks for nothing
-    for work in reversed(works):
-        work.wait()
-    assert all(work.is_completed() and work.is_success() for work in works)
-    assert all(each.eq(world * (world - 1) / 2).all() for each in numbers)
-    torch.manual_seed(0)
-    model = DistributedDataParallel(
-        nn.Sequential(nn.Linear(100, 100), nn.Linear(100, 10)), bucket_cap_mb=0.01
-    )
-    inputs = torch.randn(world, 4, 100)
-    model(inputs[rank]).sum().backward()
-    plain = nn.Sequential(nn.Linear(100, 100), nn.Linear(100, 10))
-    plain.load_state_dict(model.module.state_dict())
-    plain(inputs).sum().div(world).backward()
-    for own, other in zip(model.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(own.grad, other.grad)
-
-
-def on_hosts(rank: int, world: int, hosts: int) -> None:
-    """Ranks that read the memory of no others than some neighbours', as on several hosts: what crosses the
-    network is as little as can be, and sums are those of one host."""
-    one, pids, each = Mesh.open({"dp": world}).dp, [None] * world, world // hosts
-    dist.all_gather_object(pids, os.getpid())
-    host, found = rank // each, gloo_direct.peer
-    near = pids[host * each : (host + 1) * each]
-    with patch.object(gloo_direct, "peer", lambda pid, *way: found(pid, *way) if pid in near else None):
-        conforms(rank, world, "shared memory")
-        axis = Mesh.open({"dp": world}).dp
-    assert isinstance(axis.backend, AcrossHosts)
-    assert axis.backend._hosts == [[*range(start, start + each)] for start in range(0, world, each)]
-    gathers_in_any_order(axis)
-    sent, real = [0], MpiGroup.sending
-
-    def counting(group: MpiGroup, flat: Tensor, to: int, tag: int) -> Any:
-        sent[0] += flat.nbytes * (to // each != host)
-        return real(group, flat, to, tag)
-
-    with patch.object(MpiGroup, "sending", counting):
-        sums_as_on_one_host(axis, one, hosts, sent)
-
-
-def gathers_in_any_order(axis: Axis) -> None:
-    """Parts come whole, whoever waits for what first."""
-    begun, rank, world = [], axis.rank, axis.size
-    for number in range(6):
-        shard = torch.full((5000 + number,), 10.0 * number + rank)
-        shard = axis.empty(shard.numel(), shard.dtype, shard.device).copy_(shard) if number % 2 else shard
-        whole = torch.empty(world * shard.numel())
-        begun.append((axis.all_gather(whole, shard, f" {number}"), whole, number))
-    for work, whole, number in begun if rank % 2 else begun[::-1]:
-        work.wait()
-        expected = (10.0 * number + torch.arange(world)).repeat_interleave(5000 + number)
-        assert torch.equal(whole, expected)
-    for work, _, _ in begun:
-        work.settle()
-
-
-def sums_as_on_one_host(axis: Axis, one: Axis, hosts: int, sent: list[int]) -> None:
-    """With the bits of axis `one`, and as many bytes `sent` to other hosts as it takes."""
-    world, each, part = axis.size, axis.size // hosts, 400_003 // axis.size
-    begun, expected = [], []
-    for number, (dtype, wide, add) in enumerate(SUMS):
-        numbers = torch.randn(world * part, generator=torch.manual_seed(10 * number + axis.rank)).to(dtype)
-        full = axis.empty(numbers.numel(), dtype, numbers.device) if number % 2 else torch.empty_like(numbers)
-        outs = torch.ones(2, part, dtype=wide)
-        one.reduce_scatter(outs[0], numbers, add).settle()
-        one.all_reduce(whole := numbers.clone()).settle()
-        expected += [outs[0], whole]
-        begun.append((axis.reduce_scatter(outs[1], full.copy_(numbers), add), outs[1]))
-        again = axis.empty(numbers.numel(), dtype, numbers.device) if number % 2 else numbers.clone()
-        begun.append((axis.all_reduce(again.copy_(numbers)), again))
-    for work, _ in begun if axis.rank % 2 else begun[::-1]:
-        work.wait()
-    for (work, total), right in zip(begun, expected, strict=True):
-        work.settle()
-        assert torch.equal(total, right)
-    parts = 0
-    for dtype, wide, _ in SUMS:
-        chain, direct = (hosts + 1) * wide.itemsize, world * dtype.itemsize
-        parts += (hosts - 1) * min(chain, direct) * each  # of a reduce-scatter
-        parts += 2 * (hosts - 1) * world * dtype.itemsize  # of an all-reduce
-    counted = torch.tensor(sent)
-    dist.all_reduce(counted)
-    assert counted == parts * part
-
-
+ALL_CASES = ALL in os.environ
+CASES = cover(
+    [case for case in CASES if (case.model, case.world) == ("convnet", 2)],
+    lambda case: {(case.stage, case.recompute) if ALL_CASES else case.stage, case.optimizer, case.clip},
+)
 TORCH = (sums, gathers, scatters, messages, goes_on)
 
 
@@ -258,10 +42,8 @@ def answers(
     if WORLDS[library] == 4:
         jobs["hosts"] = (on_hosts, (2,))
     if WORLDS[library] == 2:
-        settings = [case.config() for case in CASES[library]]
-        jobs["training"] = (train, (MODELS[library], settings))
-    found = mpirun.run(library, WORLDS[library], jobs, tmp_path_factory.mktemp(library))
-    return {"library": library, **found}
+        jobs["training"] = (train, ("convnet", [case.config() for case in CASES]))
+    return mpirun.run(library, WORLDS[library], jobs, tmp_path_factory.mktemp(library))
 
 
 def passed(answers: Mapping[str, Any], name: str) -> list[Any]:
@@ -286,7 +68,7 @@ def test_hosts_send_each_other_little_and_sum_as_one(answers: Mapping[str, Any])
         passed(answers, "hosts")
 
 
-@pytest.mark.skipif(ALL not in os.environ, reason="eight ranks: --all-cases")
+@pytest.mark.skipif(not ALL_CASES, reason="eight ranks: --all-cases")
 @pytest.mark.parametrize("hosts", [2, 4])
 def test_more_ranks_or_hosts_do_so_too(hosts: int, tmp_path: Path) -> None:
     if why := mpirun.missing("mpich"):
@@ -296,7 +78,7 @@ def test_more_ranks_or_hosts_do_so_too(hosts: int, tmp_path: Path) -> None:
 
 def test_training_over_mpi_equals_plain_pytorch(answers: Mapping[str, Any]) -> None:
     if "training" in answers:
-        compare(passed(answers, "training"), CASES[answers["library"]])
+        compare(passed(answers, "training"), CASES)
 
 
 def test_ranks_that_are_through_end_well(answers: Mapping[str, Any]) -> None:
@@ -325,7 +107,7 @@ Path(sys.argv[1]).write_text(repr(told))
 """
 
 
-@pytest.mark.parametrize("library", list(WORLDS))
+@pytest.mark.parametrize("library", list(WORLDS) if ALL_CASES else ["mpich"])
 def test_who_waits_for_a_rank_that_was_killed_hears_of_it(library: str, tmp_path: Path) -> None:
     if why := mpirun.missing(library):
         pytest.skip(why)
