@@ -11,7 +11,6 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
 from conformance import conforms
 from polyreme.distributed import gloo_direct
@@ -141,6 +140,11 @@ def goes_on(rank: int, world: int) -> None:
         work.wait()
     assert all(work.is_completed() and work.is_success() for work in works)
     assert all(each.eq(world * (world - 1) / 2).all() for each in numbers)
+
+
+def data_parallel(rank: int, world: int) -> None:
+    from torch.nn.parallel import DistributedDataParallel  # whose first one takes a second of imports
+
     torch.manual_seed(0)
     model = DistributedDataParallel(
         nn.Sequential(nn.Linear(100, 100), nn.Linear(100, 10)), bucket_cap_mb=0.01

@@ -16,7 +16,7 @@ import mpirun
 from conformance import conforms
 from cover import cover
 from examples import ALL
-from mpi_jobs import gathers, goes_on, messages, on_hosts, scatters, sums
+from mpi_jobs import data_parallel, gathers, goes_on, messages, on_hosts, scatters, sums
 from mpirun import Failed, Job
 
 KINDS = ("mpi direct", "shared memory", "process group")
@@ -26,7 +26,7 @@ CASES = cover(
     [case for case in CASES if (case.model, case.world) == ("convnet", 2)],
     lambda case: {(case.stage, case.recompute) if ALL_CASES else case.stage, case.optimizer, case.clip},
 )
-TORCH = (sums, gathers, scatters, messages, goes_on)
+TORCH = (sums, gathers, scatters, messages, goes_on, *([data_parallel] if ALL_CASES else []))
 
 
 @pytest.fixture(scope="module", params=list(WORLDS))
