@@ -390,7 +390,7 @@ def test_bad_use_is_explained(ranks: Ranks) -> None:
             "ragged": (BatchError, "Give train_step a list of micro-batches"),
             "no tensor": (BatchError, "no tensor"),
             "early": (BatchError, "after 0 backward() calls"),
-            "no forward": (BatchError, "without a forward"),
+            "no forward": (BatchError, "without a forward of the engine"),
             "vector": (BatchError, "must be a scalar"),
             "half": (
                 BatchError,

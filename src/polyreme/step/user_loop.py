@@ -274,8 +274,8 @@ def _will_come_to(nodes: Iterable[Any]) -> bool:
 
 
 _NO_FORWARD = (
-    "backward() without a forward: call engine(...) first, not under torch.no_grad() "
-    "(engine.module(...) is no micro-batch). Of several micro-batches, do the "
+    "backward() without a forward of the engine: call engine(...) in the place of the model itself "
+    "(engine.module(...) is no micro-batch), and not under torch.no_grad(). Of several micro-batches, do the "
     "backward of each before the forward of the next; of "
     "several losses of one, engine.backward(loss, last=False)"
 )
