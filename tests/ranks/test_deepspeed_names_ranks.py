@@ -16,6 +16,7 @@ from polyreme.compat.deepspeed.runtime.base_optimizer import DeepSpeedOptimizer
 from polyreme.compat.deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 from polyreme.compat.deepspeed.runtime.pipe import p2p
 from polyreme.compat.deepspeed.runtime.pipe.topology import PipeDataParallelTopology, PipelineParallelGrid
+from polyreme.compat.deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from polyreme.compat.deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from polyreme.compat.deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from polyreme.compat.deepspeed.utils import safe_get_full_grad
@@ -129,6 +130,42 @@ def unreduced(rank: int, world: int, stage: int, fp16: bool) -> list[list[float]
     return [*found, engine.module.weight.item(), engine.global_steps]
 
 
+class Watched(nn.Linear):
+    """A layer that notes, in its forward, whether its weights are whole."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen = [parameter.ds_status for parameter in self.parameters()]
+        return super().forward(x)
+
+
+def statuses(rank: int, world: int) -> None:
+    model = nn.Sequential(Watched(4, 4), Watched(4, 2))
+    more = {"zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0}}
+    engine, *_ = started(None, model, **ADAM, **more)
+    weight = model[0].weight
+    assert weight.ds_status is ZeroParamStatus.NOT_AVAILABLE and not hasattr(
+        nn.Linear(1, 1).weight, "ds_status"
+    )
+    engine.backward(engine(torch.ones(1, 4)).sum())
+    engine.allreduce_gradients()
+    engine.step()
+    assert {*model[0].seen, *model[1].seen} == {ZeroParamStatus.AVAILABLE}
+    assert weight.ds_status is ZeroParamStatus.NOT_AVAILABLE
+    with deepspeed.zero.GatheredParameters(weight):
+        assert weight.ds_status is ZeroParamStatus.AVAILABLE
+    whole, *_ = started(None, nn.Linear(4, 2), **ADAM, zero_optimization={"stage": 2})
+    assert not hasattr(whole.module.weight, "ds_status")
+
+
+def unused(rank: int, world: int, **zero: Any) -> None:
+    model = nn.ModuleDict({"used": nn.Linear(2, 2), "unused": nn.Linear(2, 2)})
+    more = {"zero_optimization": {"stage": 2, "ignore_unused_parameters": False, **zero}}
+    engine, *_ = started(None, model, **ADAM, **more)
+    engine.module.forward = lambda x: model["used"](x)
+    engine.backward(engine(torch.ones(1, 2)).sum())
+    engine.step()
+
+
 def messages(rank: int, world: int) -> Any:
     grid = PipelineParallelGrid(PipeDataParallelTopology(2, 1))
     assert grid._is_grid_valid()
@@ -157,6 +194,16 @@ def test_an_optimizer_is_taken_for_deepspeeds(ranks: Ranks) -> None:
 def test_no_sync_with_windows_of_one(ranks: Ranks, stage: int, fp16: bool) -> None:
     for rank, found in enumerate(ranks(2, unreduced, stage, fp16)):
         assert found == [1.0, 2.0 + rank, 5.0 + rank, 1.0 + rank, 5.5, 0.5, -6.5, 2], rank
+
+
+def test_parameters_tell_whether_they_are_whole(ranks: Ranks) -> None:
+    ranks(2, statuses)
+
+
+def test_unused_parameters_may_be_an_error(ranks: Ranks) -> None:
+    ranks(1, unused)
+    with pytest.raises(AssertionError, match=r"unused.weight got no gradient.*ignore_unused_parameters"):
+        unused(0, 1, cpu_offload=True)
 
 
 def test_the_batch_size_may_change_between_windows(ranks: Ranks) -> None:

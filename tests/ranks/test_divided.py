@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn.utils import skip_init
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -153,6 +154,35 @@ def fails(rank: int, world: int) -> None:
     with pytest.raises(KeyError), building(nothing):
         Broken()
     assert not hasattr(nn.Linear.__init__, "__wrapped__") and type(nn.Linear(2, 2).weight) is nn.Parameter
+
+
+class Skipping(nn.Module):
+    """Leaves numbers of its children as they come, for a checkpoint to set them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.early = skip_init(nn.Linear, WIDTH, WIDTH)
+        self.nested = skip_init(nn.TransformerEncoderLayer, WIDTH, 4)
+        self.meta = nn.Linear(WIDTH, WIDTH, device="meta")
+
+
+def skipping(rank: int, world: int) -> list[int]:
+    """Elements of each parameter's part, and of the one behind that had no memory."""
+    noted: list[nn.Parameter] = []
+    with building(noted.append):
+        model, late = Skipping(), skip_init(nn.Linear, WIDTH, 1)
+    assert model.meta.weight.is_meta and share_of(model.meta.weight) is None
+    parameters = [p for p in (*model.parameters(), *late.parameters()) if not p.is_meta]
+    assert {*map(id, parameters)} == {*map(id, noted)} and all(p.numel() == 0 for p in parameters)
+    shares = [share_of(parameter) for parameter in parameters]
+    assert all(
+        share is not None and share.part.numel() == -(-share.shape.numel() // world) for share in shares
+    )
+    return [len(shares)]
+
+
+def test_what_gets_memory_later_is_divided(ranks: Ranks) -> None:
+    assert ranks(2, skipping) == [[16]] * 2
 
 
 def test_a_build_that_fails_leaves_classes_as_they_were(ranks: Ranks) -> None:

@@ -191,6 +191,12 @@ class ParameterNumbers:
             bucket.tie.broadcast(flat)
         self._put(at, kind, flat)
 
+    @property
+    def arrived(self) -> bool:
+        """Whether a backward of the step gave the parameter a gradient on this rank."""
+        at = self._locate()
+        return at.index in at.bucket.gradients.ever_arrived
+
     @torch.no_grad()
     def so_far(self) -> Tensor | None:
         """A copy of what this rank's backwards have added up in a step whose last one is to come: the

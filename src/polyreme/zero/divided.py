@@ -200,6 +200,7 @@ class _Building:
         self._under: set[int] = set()  # modules whose `__init__` runs
         self._opened: list[nn.Parameter] = []
         self._made: list[nn.Parameter] = []
+        self._on_meta: list[nn.Module] = []  # whose parameters are to get memory, as `skip_init` does
         self._undo: list[Callable[[], object]] = []
 
     def begin(self) -> None:
@@ -219,6 +220,7 @@ class _Building:
             self._undo.pop()()
         if not failed:
             self._divide(self._opened)
+            self._divide_late()
         empty(self._made)
 
     def open(self, parameters: Collection[nn.Parameter]) -> None:
@@ -234,6 +236,13 @@ class _Building:
         idle = [parameter for parameter in self._opened if not _is_shared(parameter)]
         self._opened = [parameter for parameter in self._opened if _is_shared(parameter)]
         self._divide(idle)
+        self._divide_late()
+
+    def _divide_late(self) -> None:
+        """Divide what has got memory since its module was made."""
+        for module in [m for m in self._on_meta if not _has_meta(m)]:
+            self._on_meta.remove(module)
+            self._divide(vars(module)["_parameters"].values())
 
     def _divide(self, parameters: Iterable[nn.Parameter]) -> None:
         for parameter in parameters:
@@ -264,6 +273,8 @@ class _Building:
                 self._under.discard(id(module))
             self.close_idle()
             self._divide(vars(module).get("_parameters", {}).values())
+            if _has_meta(module):
+                self._on_meta.append(module)
 
         cls.__init__ = build  # type: ignore[method-assign, assignment]
         self._undo.append(functools.partial(setattr, cls, "__init__", own))
@@ -284,6 +295,10 @@ def building(noted: Noted) -> Iterator[None]:
         failed = False
     finally:
         made.end(failed)
+
+
+def _has_meta(module: nn.Module) -> bool:
+    return any(p is not None and p.is_meta for p in vars(module).get("_parameters", {}).values())
 
 
 def _can_be_divided(parameter: nn.Parameter | None) -> bool:

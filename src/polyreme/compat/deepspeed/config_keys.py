@@ -236,7 +236,8 @@ ZERO: dict[str, Key] = {
                                                   "use_all_reduce_for_fetch_params"),
     "stage3_allgather_sequential": aka(idle("bool", False, "gathers land where parameters are used"),
                                        "allgather_sequential"),
-    "ignore_unused_parameters": warned("bool", True, "parameters without a gradient are no error"),
+    "ignore_unused_parameters": kept("bool", True, "false: with states off the device, a parameter without "
+                                     "a gradient in a window is an error at stages 1 and 2"),
     "legacy_stage1": refused("bool", False, "DeepSpeed 0.19 has removed it", "remove it"),
     "round_robin_gradients": idle("bool", False, "every rank has a part of every bucket"),
     "parameter_alignment": idle("bool", False, "parameters are always aligned (to 64 elements)"),
@@ -341,7 +342,8 @@ SECTIONS: dict[str, dict[str, Key]] = {
     },
     "checkpoint": {
         "tag_validation": kept(
-            ("ignore", "warn", "fail"), "warn", "ranks that save under different tags are always an error"
+            ("ignore", "warn", "fail"), "warn",
+            "whether different tags of ranks are an error; else rank 0's counts for all"
         ),
         "load_universal": idle("bool", False, ELASTIC),
         "use_node_local_storage": warned("bool", False, "ranks write one folder, which all hosts must see"),

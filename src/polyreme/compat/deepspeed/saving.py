@@ -5,6 +5,7 @@ Invariant: no name of a checkpoint leads out of its folder; `latest` is replaced
 from __future__ import annotations
 
 import base64
+import logging
 import os
 from argparse import Namespace
 from collections.abc import Callable, Mapping
@@ -18,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from polyreme.compat.deepspeed.refusal import ArgumentError, TagError, refused
+from polyreme.compat.deepspeed.utils.logging import log_dist
 from polyreme.errors import CheckpointError
 from polyreme.zero.released import Gathered, Released
 
@@ -56,11 +58,16 @@ def save(
 ) -> bool:
     """Write `save_dir`/`tag`, then `latest`. All ranks must call. Raises ArgumentError for a tag that is no
     plain name, and for client state that JSON cannot hold; CheckpointError on every rank where a write
-    failed, or tags differ."""
+    failed, or tags differ and checkpoint.tag_validation is "fail"; else rank 0's tag counts."""
     folder = Path(save_dir)
     name = _plain(f"global_step{engine.global_steps}" if tag is None else str(tag))
-    if len(tags := {*engine.polyreme.mesh.gather_objects(name)}) > 1:
-        raise TagError(f"ranks save under different tags, {', '.join(sorted(tags))}: give all the same")
+    told = engine.polyreme.mesh.gather_objects(name)
+    if len(tags := {*told}) > 1:
+        differ = f"ranks save under different tags, {', '.join(sorted(tags))}"
+        if engine.checkpoint_tag_validation_fail():
+            raise TagError(f"{differ}: give all the same")
+        name = told[0]
+        log_dist(f"{differ}: all of it goes to {name}, rank 0's tag", ranks=[0], level=logging.WARNING)
     extra = {
         TIED: tied(engine.module),
         "client_state": to_json(client_state, "client_state"),

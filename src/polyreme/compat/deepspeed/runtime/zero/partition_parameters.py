@@ -20,7 +20,7 @@ from polyreme.compat.deepspeed.comm.initialize import init_distributed
 from polyreme.compat.deepspeed.refusal import GatherError
 from polyreme.errors import ModelError
 from polyreme.zero.divided import building, divide, gathered, share_of
-from polyreme.zero.parameter import engine_of
+from polyreme.zero.parameter import TrainedParameter, engine_of
 from polyreme.zero.released import Released
 
 _orig_torch_arange = torch.arange
@@ -68,7 +68,7 @@ def tag(module: nn.Module) -> None:
     ds_persist."""
     for parameter in module.parameters():
         vars(parameter).pop("ds_tensor", None)
-        _tag(parameter, ZeroParamStatus.NOT_AVAILABLE)
+        _tag(parameter, ZeroParamStatus.AVAILABLE)  # but for as long as `_status` says otherwise
 
 
 def _divided(parameter: Any) -> None:
@@ -86,7 +86,18 @@ def _tag(parameter: Any, status: ZeroParamStatus) -> None:
         parameter.ds_shape = parameter.shape if share is None else share.shape
         parameter.ds_numel = parameter.ds_shape.numel()
         parameter.ds_persist = False
-    parameter.ds_status = status
+    vars(parameter)["ds_status"] = status
+
+
+def _status(parameter: TrainedParameter) -> ZeroParamStatus:
+    """Whether an engine has the numbers of a parameter that is tagged whole now."""
+    if "ds_id" not in vars(parameter):
+        raise AttributeError("ds_status of a parameter that is not divided")
+    return ZeroParamStatus.NOT_AVAILABLE if isinstance(parameter, Released) else ZeroParamStatus.AVAILABLE
+
+
+# an engine tells by the class of a parameter
+TrainedParameter.ds_status = property(_status)  # type: ignore[attr-defined]
 
 
 def is_zero_param(parameter: object) -> bool:
