@@ -21,6 +21,7 @@ from datetime import timedelta
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from polyreme.distributed.gloo_direct import SMALL, Exchange, GlooDirect
@@ -59,9 +60,13 @@ class AcrossHosts(GlooDirect):
     _in_order = False
     """Whether each host's ranks follow on those of the one before."""
 
+    def __init__(self, axis: str, size: int, rank: int, group: dist.ProcessGroup) -> None:
+        super().__init__(axis, size, rank, group)
+        assert isinstance(group, MpiGroup)
+        self._mpi: MpiGroup = group
+
     def meet(self, gather: Callable[[object], list[Any]], timeout: timedelta) -> None:
         super().meet(gather, timeout)
-        self._timeout = timeout
         near = sorted({self._rank, *(self._board.ranks if self._board is not None else ())})
         found = gather(near)
         hosts = [list(each) for each in sorted({tuple(each) for each in found})]
@@ -71,8 +76,6 @@ class AcrossHosts(GlooDirect):
             self._in_order = [*itertools.chain(*hosts)] == [*range(self._size)]
             self._host = hosts.index(near)
             self._column = [host[near.index(self._rank)] for host in hosts]  # the ranks of a chain
-            assert isinstance(self._group, MpiGroup)
-            self._mpi = self._group
 
     def bytes_of_all_reduce(self, nbytes: int) -> int:
         """That of a chain differs from rank to rank: of them all, their mean."""
@@ -92,7 +95,7 @@ class AcrossHosts(GlooDirect):
             for to in board.ranks:
                 board.post(to, first, ready, sign)
             moving = self._to_other_hosts(shard, passed, others, tag)
-        relay = Operation(what, self._passing(moving, passed, exchange), self._timeout)
+        relay = Operation(what, self._passing(moving, passed, exchange), self._mpi.timeout, [shard])
         places = full.chunk(self._size)
 
         def fill(source: int, parts: Tensor) -> None:
@@ -190,6 +193,16 @@ class AcrossHosts(GlooDirect):
             self._unstage(each, work)
         return work
 
+    def _sending(self, tensor: Tensor, to: int, tag: int) -> Any:
+        return self._mpi.sending(tensor, to, tag)
+
+    def _receiving(self, tensor: Tensor, source: int, tag: int) -> Any:
+        return self._mpi.receiving(tensor, source, tag)
+
+    def _together(self, what: str, begun: list[Any], tensors: Sequence[Tensor]) -> list[Any]:
+        """One operation: its time is Python's, by far, where messages are small."""
+        return [Operation(what, iter([begun]), self._mpi.timeout, tensors)] if begun else []
+
     def _to_other_hosts(
         self, shard: Tensor, passed: Tensor, others: Sequence[Sequence[int]], tag: int
     ) -> list[Any]:
@@ -222,7 +235,7 @@ class AcrossHosts(GlooDirect):
         with reporting(exchange.what, self.meeting):
             for to in self._board.ranks:
                 self._board.post(to, exchange.notice, ready, exchange.sign)
-            return Operation(exchange.what, self._chain(exchange, ready, lanes, found), self._timeout)
+            return Operation(exchange.what, self._chain(exchange, ready, lanes, found), self._mpi.timeout)
 
     def _chain(
         self, exchange: Exchange, ready: Tensor, lanes: Sequence[Lane], found: Tensor | None

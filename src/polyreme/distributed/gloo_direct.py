@@ -184,18 +184,19 @@ class GlooDirect:
         for key, each in ready.items():
             if board is not None and board.heap.offset(each) < 0:
                 ready[key] = self._stage(each)
-        pending = []
+        pending: list[Any] = []
         with reporting(what, self.meeting):
             # each rank starts with another peer, so that none is everybody's first
             for step in range(1, self._size):
                 to, source = (self._rank + step) % self._size, (self._rank - step) % self._size
                 if source not in near:
                     parts[source] = into(source)
-                    pending.append(dist.irecv(parts[source], group=self._group, group_src=source, tag=tag))
+                    pending.append(self._receiving(parts[source], source, tag))
                 if board is not None and to in near:
                     board.post(to, notice, ready[id(out[to])], sign)
                 else:
-                    pending.append(dist.isend(out[to], group=self._group, group_dst=to, tag=tag))
+                    pending.append(self._sending(out[to], to, tag))
+            pending = self._together(what, pending, [*out, *parts])
         if board is None:
             return Work(pending, lambda: finish(parts), what, meeting=self.meeting, number=number)
 
@@ -218,6 +219,16 @@ class GlooDirect:
             if key != id(each):
                 self._unstage(each, work)
         return work
+
+    def _sending(self, tensor: Tensor, to: int, tag: int) -> Any:
+        return dist.isend(tensor, group=self._group, group_dst=to, tag=tag)
+
+    def _receiving(self, tensor: Tensor, source: int, tag: int) -> Any:
+        return dist.irecv(tensor, group=self._group, group_src=source, tag=tag)
+
+    def _together(self, what: str, begun: list[Any], tensors: Sequence[Tensor]) -> list[Any]:
+        """What to wait for, of messages of these tensors that were begun."""
+        return begun
 
     def _next(self, what: str, notices: int) -> Exchange:
         number, notice, sign = self._begun, self._posted, zlib.crc32(what.encode())

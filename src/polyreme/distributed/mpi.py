@@ -95,7 +95,7 @@ _types: dict[int, Any] = {}
 
 class Operation(dist.Work):
     """An operation under way, which goes on whoever waits for it. `steps` does it, and yields where it has to
-    wait.
+    wait. Tensors that MPI reads or writes are kept by its frame, or as the `results`.
 
     `wait` raises TransportError after `timeout`, or what the operation raised; either stays so, and so does
     its future's."""

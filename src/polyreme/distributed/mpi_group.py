@@ -196,7 +196,8 @@ class MpiGroup(_ProcessGroup):
     # ---- how
 
     def sending(self, flat: Tensor, to: int, tag: int) -> Any:
-        """Begin to send a flat tensor: an MPI request, for the steps of an `Operation`."""
+        """Begin to send a flat tensor: an MPI request, for the steps of an `Operation`, which keeps the
+        tensor."""
         return self._comm.Isend(message(flat), to, tag % self._tags)
 
     def receiving(self, flat: Tensor, source: int, tag: int) -> Any:
