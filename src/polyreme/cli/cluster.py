@@ -19,9 +19,12 @@ from polyreme.errors import PolyremeError
 BOTH, SLURM, KUBERNETES = "On a cluster", "With --slurm", "With --kubernetes"
 HOSTS, MPI = "With --hostfile", "With --mpi"
 ALSO = {
-    "nodes": ("--hostfile", "--mpi"),
+    "nodes": ("--hostfile", "--mpi", "--ray"),
+    "cpus": ("--ray",),
+    "gpus": ("--ray",),
+    "port": ("--ray",),
     "dry_run": ("--hostfile", "--mpi"),
-    "env": ("--hostfile", "--mpi"),
+    "env": ("--hostfile", "--mpi", "--ray"),
     "include": ("--mpi",),
     "exclude": ("--mpi",),
 }
@@ -53,6 +56,7 @@ class Options:
     mpi: Annotated[
         bool, _option(BOTH, "--mpi", help="Have mpirun start the ranks, here or on a hostfile's hosts.")
     ] = False
+    ray: Annotated[bool, _option(BOTH, "--ray", help="Run it on a Ray cluster that runs already.")] = False
     nodes: Annotated[
         int | None,
         _option(
@@ -169,17 +173,13 @@ class Options:
             "--kubernetes": self.kubernetes,
             "--hostfile": self.hostfile,
             "--mpi": self.mpi,
+            "--ray": self.ray,
         }
         chosen = [way for way, asked in ways.items() if asked]
         if len(chosen) > 1 and set(chosen) != {"--hostfile", "--mpi"}:
             raise typer.BadParameter(f"it runs by one of them: leave {' or '.join(chosen)} out")
         for each in dataclasses.fields(self):
-            if getattr(self, each.name) == each.default or each.name in (
-                "slurm",
-                "kubernetes",
-                "hostfile",
-                "mpi",
-            ):
+            if getattr(self, each.name) == each.default or f"--{each.name}" in ways:
                 continue
             [option] = get_type_hints(Options, include_extras=True)[each.name].__metadata__
             panel = option.rich_help_panel
@@ -193,6 +193,11 @@ class Options:
                     param_hint=f"--{each.name.replace('_', '-')}",
                 )
         return bool(chosen)
+
+    @property
+    def submits(self) -> bool:
+        """Whether a cluster is handed a job, of which this command does not wait for the end."""
+        return self.slurm or self.kubernetes
 
     @property
     def bounds(self) -> tuple[int, int] | None:

@@ -1,4 +1,4 @@
-"""What becomes of --hostfile and --mpi of `polyreme launch` and `polyreme train`."""
+"""What becomes of --hostfile, --mpi and --ray of `polyreme launch` and `polyreme train`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ from polyreme.launch.hostfile import Active
 
 
 def slots(options: Options, ranks: int | None) -> Active:
-    """The hosts and their slots: those of the hostfile that options leave, or `ranks` of this host."""
+    """The hosts and their slots: those of the hostfile that options leave, `ranks` of this
+    host, or of nodes that Ray is to choose."""
+    if options.ray:
+        return {f"node {number}": list(range(ranks or 1)) for number in range(options.nodes or 1)}
     if options.hostfile is None:
         for name in ("include", "exclude", "nodes"):
             if getattr(options, name):
@@ -56,6 +59,12 @@ def start(
         _by_mpi(options, active, command, given, ssh, saves)
         return
     what = several.Run(command, threads, saves, files=files, variables=given, port=options.port or 0)
+    if options.ray:
+        from polyreme.launch import ray_cluster
+
+        ranks = len(next(iter(active.values())))
+        ray_cluster.run(ray_cluster.Request(ranks, len(active), options.cpus, options.gpus), what)
+        return
     if options.dry_run:
         for host, its in active.items():
             typer.echo(
@@ -73,8 +82,10 @@ def _by_mpi(
     ssh: Sequence[str],
     saves: bool,
 ) -> None:
-    from polyreme.launch import mpirun
+    from polyreme.launch import mpirun, several
 
+    if path := several.python_path():
+        variables = {"PYTHONPATH": path, **variables}
     uneven = [host for host, its in active.items() if its != list(range(len(its)))]
     if uneven:
         raise hostfile.ResourceError(

@@ -260,7 +260,7 @@ class _Again:
             raise typer.BadParameter(
                 "it is for launchers on this host: leave it out", param_hint="--stopped-status"
             )
-        if cluster.hostfile or cluster.mpi:
+        if not cluster.submits:
             self.elsewhere(cluster, config, asked)
             return
         if config.checkpoint.resume == "never":
@@ -325,7 +325,7 @@ def launch(
     and all are one run. With --hostfile other hosts run it, with --slurm or --kubernetes a cluster."""
     command = [*(["-m"] if module else []), script, *(arguments or [])]
     door = variables("deepspeed") if with_deepspeed else {}
-    if cluster.asked and (cluster.hostfile or cluster.mpi):
+    if cluster.asked and not cluster.submits:
         with importing():
             from polyreme.cli import hosts
         files = [] if module else [script]
@@ -563,7 +563,7 @@ def doctor(
         more = {"hosts": found.facts, "pairs": [dataclasses.asdict(pair) for pair in found.pairs]}
     else:
         looking = local.examine()
-    wide = max([14, *(len("".join(pair["hosts"])) + 5 for pair in more.get("pairs", []))])
+    wide = max([15 if more else 14, *(len("".join(pair["hosts"])) + 5 for pair in more.get("pairs", []))])
     checks = []
     for check in looking:
         checks.append(check)

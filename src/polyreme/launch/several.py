@@ -25,7 +25,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from polyreme.distributed.environment import LAUNCHED, PODS, RANKS_PER_POD, SERVICE
 from polyreme.errors import LaunchError
@@ -76,16 +76,35 @@ class Run:
     port: int = 0
 
 
-def run(active: Active, what: Run, *, ssh: Sequence[str] = ("ssh",)) -> None:
+class Process(Protocol):
+    """Of subprocess.Popen what is used of the process on a host."""
+
+    stdin: Any
+    stdout: Any
+    stderr: Any
+
+    def poll(self) -> int | None: ...
+    def wait(self) -> int: ...
+    def kill(self) -> None: ...
+
+
+def run(
+    active: Active,
+    what: Run,
+    *,
+    ssh: Sequence[str] = ("ssh",),
+    processes: Mapping[str, Process] | None = None,
+) -> None:
     """Run ranks on the slots of `active`, in its order, and wait for their end.
 
     `ssh` is the command that logs in, without terminal and questions; on this machine itself there is none.
+    `processes` were started on the hosts already, by something else.
     What rank 0 prints is printed as it comes, what others do by lines after `[host rank] `. Ctrl-C, SIGTERM,
     SIGHUP and SIGQUIT end all hosts, a second one at once; of a run that saves, SIGTERM and SIGUSR1 are
     passed on as `launch` takes them.
 
     Raises HostsError where it cannot start, and RanksFailedError when ranks fail, or a signal ends them."""
-    with _connected(active, what, ssh) as started:
+    with _connected(active, what, ssh, processes or {}) as started:
         started.look()
         address = started.meeting_point()
         started.begin(address)
@@ -112,12 +131,12 @@ def login(host: str, ssh: Sequence[str] = ("ssh",)) -> list[str]:
     module = ["-m", "polyreme.launch.on_host"]
     if is_this_machine(host):
         return [sys.executable, *module]
-    there = ["env", f"PYTHONPATH={path}"] if (path := _python_path()) else []
+    there = ["env", f"PYTHONPATH={path}"] if (path := python_path()) else []
     # -P: nothing of the home folder is imported
     return [*ssh, *SSH, "-T", "--", host, shlex.join(["exec", *there, sys.executable, "-P", *module])]
 
 
-def _python_path() -> str:
+def python_path() -> str:
     """This process's, with whole paths."""
     parts = [each for each in os.environ.get("PYTHONPATH", "").split(os.pathsep) if each]
     return os.pathsep.join(str(Path(each).absolute()) for each in parts)
@@ -126,11 +145,26 @@ def _python_path() -> str:
 # ---- hosts
 
 
+def _start(name: str, ssh: Sequence[str]) -> tuple[Process, str]:
+    """The process on a host, and the way to it."""
+    words = login(name, ssh)
+    try:
+        # of a session of its own, so that a terminal's Ctrl-C is passed on, and in order
+        process = subprocess.Popen(
+            words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+            start_new_session=True,
+        )  # fmt: skip
+    except OSError as error:
+        problem = f"{words[0]} cannot be run ({error.strerror}): install it, or give --ssh"
+        raise HostsError({name: [problem]}) from None
+    return process, "ssh" if "--" in words else "this machine"
+
+
 class _Host:
     """One host: the process there, and how it ended."""
 
     def __init__(
-        self, index: int, name: str, slots: Sequence[int], ssh: Sequence[str], events: _Events
+        self, index: int, name: str, slots: Sequence[int], process: Process, way: str, events: _Events
     ) -> None:
         self.index, self.name, self.slots, self.events = index, name, slots, events
         self.facts: Mapping[str, Any] = {}
@@ -138,26 +172,19 @@ class _Host:
         self.outcome: Mapping[str, Any] | None = None
         self.gone = False
         self.said: list[str] = []
-        # of a session of its own, so that a terminal's Ctrl-C is passed on, and in order
-        self.words = login(name, ssh)
-        self.process = subprocess.Popen(
-            self.words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-            start_new_session=True,
-        )  # fmt: skip
+        self.process, self.way = process, way
         self._readers = [threading.Thread(target=each, daemon=True) for each in (self._errors, self._frames)]
         for reader in self._readers:
             reader.start()
 
     def ask(self, **what: Any) -> None:
         """Send a wish; to one that is gone, nothing."""
-        assert self.process.stdin is not None
         with contextlib.suppress(OSError, ValueError):
             self.process.stdin.write(frames.line(what))
             self.process.stdin.flush()
 
     def leave(self) -> None:
         """Close the pipe to it, by which it ends."""
-        assert self.process.stdin is not None
         with contextlib.suppress(OSError):
             self.process.stdin.close()
 
@@ -170,20 +197,18 @@ class _Host:
                 f"{said or 'no Python'}: the same Python, with Polyreme, is needed there as here, "
                 f"{sys.executable}"
             )
-        return f"{self.words[0]} ended with status {status}" + (f": {said}" if said else "")
+        return f"{self.way} ended with status {status}" + (f": {said}" if said else "")
 
     def _frames(self) -> None:
-        assert self.process.stdout is not None
         with contextlib.suppress(EOFError):
-            frames.find_mark(self.process.stdout)  # type: ignore[arg-type]
+            frames.find_mark(self.process.stdout)
             while True:
-                self.events.put((self, frames.unpack(self.process.stdout)))  # type: ignore[arg-type]
+                self.events.put((self, frames.unpack(self.process.stdout)))
         self.process.wait()
         self._readers[0].join(1.0)
         self.events.put((self, None))
 
     def _errors(self) -> None:
-        assert self.process.stderr is not None
         for each in self.process.stderr:
             text = each.decode(errors="replace").rstrip()
             self.said = [*self.said[-LAST_WORDS:], text]
@@ -195,19 +220,19 @@ _Events = queue.Queue[tuple[_Host, Frame | None]]
 
 
 @contextlib.contextmanager
-def _connected(active: Active, what: Run, ssh: Sequence[str]) -> Iterator[_Started]:
+def _connected(
+    active: Active, what: Run, ssh: Sequence[str], processes: Mapping[str, Process]
+) -> Iterator[_Started]:
     """Processes on all hosts, which have ended when the block is left."""
     with hearing({*ENDINGS, *(WISHES if what.saves else ())}) as signals:
         started = _Started(what, signals)
         try:
             for index, (name, slots) in enumerate(active.items()):
-                try:
-                    started.hosts.append(_Host(index, name, slots, ssh, started.events))
-                except OSError as error:
-                    problem = (
-                        f"{login(name, ssh)[0]} cannot be run ({error.strerror}): install it, or give --ssh"
-                    )
-                    raise HostsError({name: [problem]}) from None
+                if name in processes:
+                    process, way = processes[name], "Ray"
+                else:
+                    process, way = _start(name, ssh)
+                started.hosts.append(_Host(index, name, slots, process, way, started.events))
             yield started
         finally:
             started.close()
@@ -323,9 +348,8 @@ class _Started:
         }
         for host in self.hosts:
             last = first + len(host.slots) - 1
-            how = "ssh" if "--" in host.words else "this machine"
             ranks = f"rank {first}" if last == first else f"ranks {first} to {last}"
-            print(f"{host.name}: {ranks} ({how})", file=sys.stderr, flush=True)
+            print(f"{host.name}: {ranks} ({host.way})", file=sys.stderr, flush=True)
             self._printer.names.update(dict.fromkeys(range(first, last + 1), host.name))
             host.ask(do="begin", index=host.index, slots=list(host.slots), first=first, **common)
             first += len(host.slots)
