@@ -19,7 +19,12 @@ from examples import ALL
 
 with_ray = pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="ray is not installed")
 whole = pytest.mark.skipif(ALL not in os.environ, reason="half a minute: with --all-cases")
-FAIL = "import os, sys\nif os.environ['RANK'] == '1': raise ValueError(sys.argv[1])\nimport time\ntime.sleep(1000)"
+FAIL = """
+import os, sys, time
+if os.environ["RANK"] == "1":
+    raise ValueError(sys.argv[1])
+time.sleep(1000)
+"""
 
 
 @pytest.fixture(scope="module")

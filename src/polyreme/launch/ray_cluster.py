@@ -186,18 +186,21 @@ class Remote:
             self._ray.kill(self._relay)
 
     def _bring(self, into: list[int]) -> None:
+        """Write what the process says to the pipes, until it has closed both."""
         open_ones = dict(enumerate(into))
         try:
             while open_ones:
                 for number, data in self._ray.get(self._relay.read.remote()):
-                    if data:
-                        with open(open_ones[number], "wb", closefd=False) as pipe:
-                            pipe.write(data)
-                    else:
-                        os.close(open_ones.pop(number))
+                    _write(open_ones[number] if data else open_ones.pop(number), data)
         except Exception as error:  # the actor has died, or the cluster
             with contextlib.suppress(OSError):
                 os.write(into[1], f"Ray: {str(error).splitlines()[0]}\n".encode())
         for each in open_ones.values():
             os.close(each)
         self._status = self._status or 0
+
+
+def _write(pipe: int, data: bytes) -> None:
+    """All of it; nothing closes the pipe."""
+    with open(pipe, "wb", closefd=not data) as stream:
+        stream.write(data)
