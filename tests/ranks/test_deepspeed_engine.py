@@ -212,6 +212,28 @@ def told_back(rank: int, world: int, folder: Path) -> Any:
     return state
 
 
+def told(rank: int, world: int) -> None:
+    """What scripts ask an engine for besides training."""
+    section = {"optimizer": {"type": "Adam", "params": {"lr": 0.1}}}
+    arguments = Namespace(local_rank=-1, deepspeed_config=None)
+    engine, *_ = deepspeed.initialize(arguments, model=Network(), config=config(1, 2, **section))
+    assert engine.local_rank == arguments.local_rank == deepspeed.comm.get_local_rank()
+    assert torch.distributed.get_world_size(engine.data_parallel_group) == engine.dp_world_size == world
+    assert engine.get_data_parallel_rank() == engine.global_rank == rank
+    assert engine.loss_scale() == 0 and engine.client_optimizer is None and not engine.has_moe_layers
+    engine.allreduce_gradients()
+    with pytest.raises(UnsupportedError, match="offload_states"):
+        engine.offload_states()
+    assert not hasattr(engine, "another")
+    engine.destroy()
+    with pytest.raises(OrderError, match="make a new Trainer"):
+        engine(*batch(rank, 0, 0))
+
+
+def test_what_an_engine_tells(ranks: Ranks) -> None:
+    ranks(2, told)
+
+
 TENSORS = {
     "rng": torch.arange(5000, dtype=torch.uint8),
     "best": torch.tensor(0.1, dtype=torch.float64),

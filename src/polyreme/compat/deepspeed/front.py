@@ -24,6 +24,7 @@ from polyreme.compat.deepspeed.runtime.pipe.module import PipelineModule
 from polyreme.compat.deepspeed.runtime.zero.partition_parameters import tag
 from polyreme.compat.deepspeed.runtime.zero.utils import is_zero_supported_optimizer
 from polyreme.compat.deepspeed.saving import keep_in_place, leave_to_rank0
+from polyreme.compat.deepspeed.utils import groups
 from polyreme.compat.deepspeed.utils.logging import log_dist
 from polyreme.compat.deepspeed.utils.z3_leaf_module import z3_leaf_module
 from polyreme.config import Config
@@ -82,7 +83,12 @@ def initialize(
             given = _translated(source, everyone().size, tp)
             front = _plain(model, given, optimizer, model_parameters, mpu)
     translation = front.translation
-    front.collate_fn = collate_fn
+    front.collate_fn, front.training_data = collate_fn, training_data
+    front.client_optimizer, front.client_lr_scheduler = optimizer, lr_scheduler
+    if front.dp_world_size == front.world_size:
+        front.data_parallel_group = groups._get_data_parallel_group()
+    if hasattr(args, "local_rank"):
+        args.local_rank = comm.get_local_rank()
     if translation.stage == 3:
         tag(front.module)
         keep_in_place(front.module)

@@ -23,7 +23,7 @@ from polyreme.compat.deepspeed.profiling.flops_profiler.profiler import FlopsPro
 from polyreme.compat.deepspeed.refusal import ArgumentError, OrderError, refused
 from polyreme.compat.deepspeed.runtime.base_optimizer import DeepSpeedOptimizer
 from polyreme.compat.deepspeed.runtime.dataloader import DeepSpeedDataLoader
-from polyreme.compat.deepspeed.runtime.getters import getter
+from polyreme.compat.deepspeed.runtime.getters import FACTS, getter
 from polyreme.compat.deepspeed.runtime.telemetry import BACKWARD, FORWARD, STEP, Telemetry
 from polyreme.step.step import StepResult
 
@@ -48,6 +48,9 @@ class DeepSpeedEngine(nn.Module):
         self.basic_optimizer = self.optimizer
         self.lr_scheduler: Any = None
         self.training_dataloader: Any = None
+        self.training_data: Any = None
+        self.client_optimizer: Any = None
+        self.client_lr_scheduler: Any = None
         self.collate_fn: Callable[..., Any] | None = None
         self.micro_steps = self.global_steps = self.global_samples = self.skipped_steps = 0
         self.loaded_checkpoint_tag: str | None = None
@@ -62,6 +65,8 @@ class DeepSpeedEngine(nn.Module):
         try:
             return super().__getattr__(name)
         except AttributeError:
+            if name in FACTS:
+                return FACTS[name](self)
             translation = self.__dict__.get("translation")
             if translation is not None and (found := getter(translation, name)) is not None:
                 return found
@@ -88,7 +93,13 @@ class DeepSpeedEngine(nn.Module):
     # ---- training
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's output for one micro-batch."""
+        """The model's output for one micro-batch. Raises OrderError where the engine has ended."""
+        if self.polyreme.is_closed:
+            raise OrderError(
+                "this engine has ended, by destroy() (which Accelerate calls as a Trainer that has trained or "
+                "evaluated begins to train) or by deepspeed.initialize of its model: call the engine that "
+                "initialize returned last, or make a new Trainer"
+            )
         if self.optimizer is not None and torch.is_grad_enabled():
             self.polyreme.set_boundary(self._is_last())
             self.telemetry.begin_forward()

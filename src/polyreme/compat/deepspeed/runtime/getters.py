@@ -1,11 +1,14 @@
-"""What the engine's getters of the config (`engine.zero_reduce_bucket_size()`) return."""
+"""What the engine's getters of the config (`engine.zero_reduce_bucket_size()`) return, and what else scripts
+ask an engine for."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NoReturn
 
+from polyreme.compat.deepspeed import comm
 from polyreme.compat.deepspeed.json_config import Translation
+from polyreme.compat.deepspeed.refusal import refused
 
 ALIASES = {
     "autotp_size": "tensor_parallel.autotp_size",
@@ -15,6 +18,7 @@ ALIASES = {
     "fp16_auto_cast": "fp16.auto_cast",
     "fp16_enabled": "fp16.enabled",
     "fp16_master_weights_and_gradients": "fp16.fp16_master_weights_and_grads",
+    "loss_scale": "fp16.loss_scale",
     "is_sanity_checks_enabled": "zero_optimization.enable_sanity_checks",
     "torch_autocast_dtype": "torch_autocast.dtype",
     "torch_autocast_enabled": "torch_autocast.enabled",
@@ -52,6 +56,7 @@ COMPUTED: Mapping[str, Callable[[Translation], Any]] = {
     "load_universal_checkpoint": lambda given: given.values["checkpoint.load_universal"],
     "optimizer_name": lambda given: given.optimizer and given.optimizer.name.lower(),
     "optimizer_params": lambda given: given.optimizer and given.optimizer.params,
+    "postscale_gradients": lambda given: not given.values["prescale_gradients"],
     "random_ltd_enabled": lambda given: False,
     "scheduler_name": lambda given: given.scheduler and given.scheduler.name,
     "scheduler_params": lambda given: given.scheduler and given.scheduler.params,
@@ -63,6 +68,31 @@ COMPUTED: Mapping[str, Callable[[Translation], Any]] = {
     "zero_optimization_partition_gradients": lambda given: given.stage >= 2,
     "zero_optimization_partition_weights": lambda given: given.stage == 3,
 }
+
+
+def _moved(*_: Any, **__: Any) -> NoReturn:
+    raise refused(
+        "offload_states and reload_states",
+        "states do not move between steps",
+        "write zero_optimization.offload_optimizer, and they are off the device all the time",
+    )
+
+
+def _reduced(bucket_size: int = 0) -> None:
+    """Do nothing: `backward` and `step` sum the gradients over the ranks."""
+
+
+FACTS: Mapping[str, Callable[[Any], Any]] = {
+    "local_rank": lambda engine: comm.get_local_rank(),
+    "get_data_parallel_rank": lambda engine: lambda: engine.polyreme.mesh.dp.rank,
+    "get_tensor_parallel_rank": lambda engine: lambda: engine.polyreme.mesh.tp.rank,
+    "has_moe_layers": lambda engine: False,
+    "enable_backward_allreduce": lambda engine: True,
+    "allreduce_gradients": lambda engine: _reduced,
+    "offload_states": lambda engine: _moved,
+    "reload_states": lambda engine: _moved,
+}
+"""Attributes of an engine that its config does not decide."""
 
 
 def getter(given: Translation, name: str) -> Callable[[], Any] | None:
