@@ -502,11 +502,6 @@ class Engine:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    @property
-    def is_closed(self) -> bool:
-        """Whether the engine was closed."""
-        return self._final is not None
-
     def traffic(self) -> dict[str, dict[str, tuple[int, int]]]:
         """(calls, bytes sent by this rank) since the start, by mesh axis and operation."""
         return self.mesh.traffic()

@@ -183,6 +183,9 @@ def in_a_window(rank: int, world: int, folder: Path, stage: int) -> tuple[Tensor
     found.step()
     found.load_checkpoint(folder)  # a script that found a NaN, say
     windows(found, 2)
+    fresh, *_ = deepspeed.initialize(model=Network(), config=config(2, stage, **section))
+    fresh.load_checkpoint(folder, load_module_only=True)
+    assert (fresh.micro_steps, fresh.global_steps) == (0, 0)
     return weights(plain), weights(found), counts
 
 

@@ -46,6 +46,7 @@ class Parts:
     strict: bool = True
     optimizer: bool = True
     scheduler: bool = True
+    counts: bool = True
 
 
 def save(
@@ -117,7 +118,7 @@ def load(
         if len(groups) == len(extra["rates"]):
             for group, rate in zip(groups, extra["rates"], strict=True):
                 group["lr"] = rate
-    for count in COUNTS:
+    for count in COUNTS if parts.counts else ():
         setattr(engine, count, int(extra.get(count, 0)))
     engine.micro_steps -= engine.micro_steps % engine.gradient_accumulation_steps()  # a window begins
     if parts.scheduler and engine.lr_scheduler is not None and schedule is not None:

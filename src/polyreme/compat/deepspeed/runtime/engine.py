@@ -58,7 +58,7 @@ class DeepSpeedEngine(nn.Module):
         """What the last step did."""
         self._boundary: bool | None = None
         self._syncs = True
-        self._compiled = False
+        self._compiled = self._destroyed = False
         self.telemetry = Telemetry(self)
 
     def __getattr__(self, name: str) -> Any:
@@ -94,11 +94,10 @@ class DeepSpeedEngine(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's output for one micro-batch. Raises OrderError where the engine has ended."""
-        if self.polyreme.is_closed:
+        if self._destroyed:
             raise OrderError(
-                "this engine has ended, by destroy() (which Accelerate calls as a Trainer that has trained or "
-                "evaluated begins to train) or by deepspeed.initialize of its model: call the engine that "
-                "initialize returned last, or make a new Trainer"
+                "this engine has ended, by destroy(), which Accelerate calls as a Trainer that has trained or "
+                "evaluated begins to train: make a new Trainer, or call deepspeed.initialize again"
             )
         if self.optimizer is not None and torch.is_grad_enabled():
             self.polyreme.set_boundary(self._is_last())
@@ -349,6 +348,7 @@ class DeepSpeedEngine(nn.Module):
             strict=load_module_strict,
             optimizer=load_optimizer_states and not load_module_only,
             scheduler=load_lr_scheduler_states and not load_module_only,
+            counts=not load_module_only,
         )
         return saving.load(self, load_dir, tag, parts)
 
@@ -403,6 +403,7 @@ class DeepSpeedEngine(nn.Module):
 
     def destroy(self) -> None:
         """Give back what the engine holds: `polyreme.Engine.close`."""
+        self._destroyed = True
         self.polyreme.close()
 
     def deepspeed_io(
