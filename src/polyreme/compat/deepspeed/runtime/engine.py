@@ -96,7 +96,7 @@ class DeepSpeedEngine(nn.Module):
         """The model's output for one micro-batch. Raises OrderError where the engine has ended."""
         if self._destroyed:
             raise OrderError(
-                "this engine has ended, by destroy(), which Accelerate calls as a Trainer that has trained or "
+                "this engine has ended, by destroy(), which Accelerate calls as a Trainer that trained or "
                 "evaluated begins to train: make a new Trainer, or call deepspeed.initialize again"
             )
         if self.optimizer is not None and torch.is_grad_enabled():
