@@ -21,7 +21,8 @@ from polyreme.distributed.mpi_group import MpiGroup
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.uint8, torch.bool)
 SUMS = (
     (torch.float32, torch.float32, False), (torch.bfloat16, torch.float32, True),
-    (torch.bfloat16, torch.bfloat16, False), (torch.float64, torch.float64, True),
+    (torch.bfloat16, torch.bfloat16, False), (torch.float64, torch.float32, False),
+    (torch.float64, torch.float32, True),
 )  # fmt: skip
 """What is summed: its dtype, the sum's, and whether it is added to what there is."""
 
@@ -218,8 +219,9 @@ def sums_as_on_one_host(axis: Axis, one: Axis, hosts: int, sent: list[int]) -> N
         assert torch.equal(total, right)
     parts = 0
     for dtype, wide, _ in SUMS:
-        chain, direct = (hosts + 1) * wide.itemsize, world * dtype.itemsize
-        parts += (hosts - 1) * min(chain, direct) * each  # of a reduce-scatter
+        chained = hosts * wide.itemsize < (hosts - 1) * each * dtype.itemsize
+        sends = (hosts + 1) * wide.itemsize if chained else world * dtype.itemsize
+        parts += (hosts - 1) * sends * each  # of a reduce-scatter
         parts += 2 * (hosts - 1) * world * dtype.itemsize  # of an all-reduce
     counted = torch.tensor(sent)
     dist.all_reduce(counted)

@@ -118,9 +118,8 @@ class AcrossHosts(GlooDirect):
 
     def reduce_scatter(self, out: Tensor, full: Tensor, accumulate: bool, of: str) -> Work:
         board, hosts = self._board, len(self._hosts)
-        # of a part, a chain sends hosts - 1 sums on and, but for the last host's, one back; else each rank of
-        # another host sends its numbers
-        less = out.itemsize * (hosts + 1) < full.itemsize * self._size
+        # a host sends on a sum for every rank; else, for every rank of another one, its own ranks' numbers
+        less = hosts * out.itemsize < (hosts - 1) * len(self._near) * full.itemsize if hosts else False
         if not self._in_order or board is None or full.nbytes <= LITTLE or not less:
             return super().reduce_scatter(out, full, accumulate, of)
         exchange = self._next(f"reduce-scatter{of} over {self._axis} ({full.numel()} {full.dtype})", 1)
