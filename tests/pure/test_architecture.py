@@ -74,7 +74,7 @@ BUDGETS = {
     "files": 240,
     "integrations": 480,
     "job": 600,
-    "launch": 2020,
+    "launch": 2030,
     "layout": 350,
     "models": 650,
     "monitor": 520,

@@ -32,6 +32,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]
     """The variables of commands on a cluster of two cores."""
     folder = tmp_path_factory.mktemp("ray")
     own = {"RAY_AUTH_MODE": "disabled", "RAY_TMPDIR": str(folder), "RAY_USAGE_STATS_ENABLED": "0"}
+    own["RAY_memory_monitor_refresh_ms"] = "0"  # which would kill workers where other tests take the memory
     words = ["start", "--head", "--block", "--num-cpus", "2", "--include-dashboard=false", "--port", "26379"]
     words += ["--object-store-memory", "80000000", "--node-ip-address", "127.0.0.1"]
     head = subprocess.Popen(

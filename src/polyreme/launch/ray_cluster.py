@@ -87,7 +87,15 @@ def _places(ray: Any, request: Request) -> Iterator[Mapping[str, Remote]]:
             place = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index)
             its = {"num_cpus": request.bundle["CPU"], "num_gpus": request.gpus or 0}
             relay = actor.options(scheduling_strategy=place, **its).remote()
-            found[ray.get(relay.address.remote(), timeout=several.ANSWER)] = Remote(ray, relay)
+            try:
+                address = ray.get(relay.address.remote(), timeout=several.ANSWER)
+            except ray.exceptions.RayError as error:
+                first = str(error).strip().splitlines()[0]
+                raise LaunchError(
+                    f"Ray starts no worker on node {index} of {request.nodes}: {first}; see `ray logs` and "
+                    "`ray status`"
+                ) from None
+            found[address] = Remote(ray, relay)
         yield found
     finally:
         remove_placement_group(group)

@@ -64,7 +64,9 @@ def several_hosts(world: dict[str, list[int]], port: int) -> str:
     hosts = ", ".join(world)
     return (
         f"the hosts {hosts}: ranks are started on this machine only. "
-        "Name slots of this machine with --include, or start torchrun on each host: torchrun "
+        "Have `polyreme launch --deepspeed --hostfile FILE SCRIPT` start them over ssh (with --include and "
+        "--exclude as here; the script gets no --local_rank). Or name slots of this machine with --include, "
+        "or start torchrun on each host: torchrun "
         f"--nnodes={len(world)} --nproc-per-node={max(map(len, world.values()))} --rdzv-backend=c10d "
         f"--rdzv-endpoint={next(iter(world))}:{port} SCRIPT, with "
         "`import polyreme.compat.deepspeed; polyreme.compat.deepspeed.install()` at the top of SCRIPT"
