@@ -209,3 +209,10 @@ def refused(rank: int, world: int, name: str, who: str | int) -> str:
 def test_what_cannot_be_shared_out_is_refused(ranks: Ranks, hosts: str, who: str | int) -> None:
     for error in ranks(WORLD, refused, hosts, who):
         assert f"zero.shard_over = {who!r}" in error and "fix: " in error
+
+
+@pytest.mark.parametrize("who", ["all", WORLD])
+def test_sums_between_copies_need_copies(who: str | int) -> None:
+    zero = {"shard_over": who, "quantized_gradients": True}
+    with pytest.raises(ConfigError, match=r"zero.quantized_gradients = True: .* makes one copy"):
+        polyreme.Config.load(training.config(WORLD, zero=zero)).resolve(WORLD)

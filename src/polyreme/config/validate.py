@@ -321,8 +321,8 @@ def _sharing(zero: ZeroSection, dp: int) -> Iterator[Conflict]:
         near = " or ".join(str(n) for n in sorted(_divisors(dp))[1:]) or '"all"'
         reason = f"it does not divide the {dp} data-parallel ranks"
         yield "zero.shard_over", reason, f"write zero.shard_over = {near}"
-    if zero.quantized_gradients and over == "all":
-        reason = 'it is for sums between copies, and zero.shard_over = "all" makes one copy'
+    if zero.quantized_gradients and over in ("all", dp):
+        reason = f"it is for sums between copies, and zero.shard_over = {toml(over)} makes one copy"
         yield "zero.quantized_gradients", reason, 'write zero.shard_over = "host", or remove it'
     if zero.quantized_weights and zero.stage in (0, 1, 2, "auto"):
         reason = "parameters are gathered for forwards and backwards at stage 3 alone"
