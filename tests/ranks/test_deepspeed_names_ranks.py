@@ -67,7 +67,9 @@ def refusals(rank: int, world: int) -> None:
     with pytest.raises(OrderError, match="zero_allow_untested_optimizer"):
         started(**sgd, zero_optimization={"stage": 1})
     started(**sgd, zero_optimization={"stage": 1}, zero_allow_untested_optimizer=True)
-    started(**sgd)  # which is not sharded
+    engine, *_ = started(**sgd)  # which is not sharded
+    with pytest.raises(UnsupportedError, match="offload_optimizer"):
+        engine.offload_states()
 
 
 def sizes(rank: int, world: int) -> list[float]:
