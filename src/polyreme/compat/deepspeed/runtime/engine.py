@@ -441,8 +441,8 @@ class DeepSpeedEngine(nn.Module):
         raise refused(
             "engine.offload_states",
             "what is on the device stays there while an engine has it",
-            'write zero_optimization.offload_optimizer = {"device": "cpu"}, which keeps masters and states in '
-            "host memory (offload_param the parameters), or destroy() the engine and load a checkpoint",
+            'write zero_optimization.offload_optimizer = {"device": "cpu"}, which keeps masters and states '
+            "on the host (offload_param the parameters), or destroy() the engine and load a checkpoint",
         )
 
     reload_states = offload_states
