@@ -123,18 +123,8 @@ class DeepSpeedEngine(nn.Module):
         with self.telemetry.timed(BACKWARD):
             self.polyreme.backward(loss)
         if self._is_last() and not self.zero_ignore_unused_parameters():
-            self._refuse_unused()
+            _refuse_unused(self)
         return loss
-
-    def _refuse_unused(self) -> None:
-        """Raise OrderError where DeepSpeed does, for a parameter that no backward of the window came to."""
-        off = self.translation.config.get("memory", {}).get("states", "device") != "device"
-        for name, parameter in self.module.named_parameters() if off else ():
-            if parameter.requires_grad and not self.polyreme.numbers(parameter).arrived:
-                raise OrderError(
-                    f"{name} got no gradient in this window, and zero_optimization.ignore_unused_parameters "
-                    "is false: use it in the loss, freeze it, or write true"
-                )
 
     def allreduce_gradients(self, bucket_size: int | None = None) -> None:
         """Do nothing: the last backward of a window reduces gradients."""
@@ -449,3 +439,14 @@ class DeepSpeedEngine(nn.Module):
 
     def get_sequence_parallel_group(self) -> None:
         """None: there is no sequence parallelism over ranks."""
+
+
+def _refuse_unused(engine: DeepSpeedEngine) -> None:
+    """Raise OrderError where DeepSpeed does, for a parameter that no backward of the window came to."""
+    off = engine.translation.config.get("memory", {}).get("states", "device") != "device"
+    for name, parameter in engine.module.named_parameters() if off else ():
+        if parameter.requires_grad and not engine.polyreme.numbers(parameter).arrived:
+            raise OrderError(
+                f"{name} got no gradient in this window, and zero_optimization.ignore_unused_parameters "
+                "is false: use it in the loss, freeze it, or write true"
+            )
