@@ -111,3 +111,12 @@ def ranks() -> Iterator[Ranks]:
     pools = Ranks()
     yield pools
     pools.close()
+
+
+@pytest.fixture(autouse=True)
+def _no_group_stays_open() -> Iterator[None]:
+    """Fail the test that leaves a process group open, which the next ones would take for theirs."""
+    yield
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+        pytest.fail("a process group was left open")

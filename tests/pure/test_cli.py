@@ -487,7 +487,7 @@ def test_launch_hands_a_script_to_a_cluster(tmp_path: Path, launched: list[objec
         (["--slurm", "--include", "a"], "it applies with --hostfile or --mpi only"),
         (["--mpi", "--include", "a"], "it applies with --hostfile only"),
         (["--hostfile", "/none/hosts"], "/none/hosts cannot be read: No such file"),
-        (["--mpi", "--port", "7"], "applies with --hostfile only"),
+        (["--mpi", "--port", "7"], "applies with --hostfile or --ray only"),
         (["--kubernetes"], "--kubernetes needs one"),
         (["--kubernetes", "--image", "a", "--elastic", "2"], "no pair of bounds"),
         (["--kubernetes", "--image", "a", "--elastic", "1:2", "--pods", "2"], "leave --nodes out"),

@@ -237,7 +237,7 @@ def test_what_cannot_work_says_what_does(ranks: Ranks) -> None:
                 "zero": "engine.zero_grad()",
                 "write": "blocks.0.0.weight.grad is set",
                 "second": "zero_grad()",
-                "no forward": "call engine(...) first",
+                "no forward": "call engine(...) in the place of the model itself",
                 "fp16": "call engine.backward(loss)",
             }.items():
                 assert words in found[case], (case, found[case])

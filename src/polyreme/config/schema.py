@@ -362,7 +362,7 @@ class PrecisionSection(Section):
         default=0.5, description="Factor on the loss scale after an overflow."
     )
     growth_interval: Count = Field(default=2000, description="Good steps before the loss scale grows.")
-    growth_delay: Annotated[int, Strict(), Field(ge=0)] = Field(
+    growth_delay: Annotated[int, Strict(), Field(ge=0, le=LARGEST)] = Field(
         default=0, description="Good steps more before the first growth, and the first after an overflow."
     )
     min_scale: Positive = Field(default=1.0, description="The loss scale never falls below it.")
