@@ -159,9 +159,9 @@ def statuses(rank: int, world: int) -> None:
     assert not hasattr(whole.module.weight, "ds_status")
 
 
-def unused(rank: int, world: int, **zero: Any) -> None:
+def unused(rank: int, world: int, offload: bool = False) -> None:
     model = nn.ModuleDict({"used": nn.Linear(2, 2), "unused": nn.Linear(2, 2)})
-    more = {"zero_optimization": {"stage": 2, "ignore_unused_parameters": False, **zero}}
+    more = {"zero_optimization": {"stage": 2, "ignore_unused_parameters": False, "cpu_offload": offload}}
     engine, *_ = started(None, model, **ADAM, **more)
     engine.module.forward = lambda x: model["used"](x)
     engine.backward(engine(torch.ones(1, 2)).sum())
