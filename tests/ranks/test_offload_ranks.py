@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import gc
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +66,9 @@ def run(sections: dict[str, Any], activations: str) -> tuple[training.Run, dict[
         records.append((result.loss, result.grad_norm))
     moved = 0
     if engine._activations.offload is not None:
+        deadline = time.monotonic() + 30  # the thread that copied the last one may not have let go of it yet
+        while engine._activations.offload._known and time.monotonic() < deadline:
+            gc.collect()
         assert not engine._activations.offload._known
         moved = engine._activations.offload.traffic.written
     return (records, engine.state_dict(rank0_only=True, master=True)), engine.memory(), max(alive), moved
