@@ -25,10 +25,10 @@ from pool import Ranks, RanksFailed
 ADAM: dict[str, Any] = {"optimizer": {"type": "Adam", "params": {"lr": 0.1}}}
 
 
-def started(given: Any = None, model: nn.Module | None = None, **more: Any) -> Any:
+def started(given: Any = None, model: nn.Module | None = None, parameters: Any = None, **more: Any) -> Any:
     model = nn.Linear(2, 2) if model is None else model
     settings = {"train_micro_batch_size_per_gpu": 1, **more}
-    return deepspeed.initialize(model=model, optimizer=given, config=settings)
+    return deepspeed.initialize(model=model, optimizer=given, model_parameters=parameters, config=settings)
 
 
 def kinds(rank: int, world: int) -> None:
@@ -159,12 +159,13 @@ def statuses(rank: int, world: int) -> None:
     assert not hasattr(whole.module.weight, "ds_status")
 
 
-def unused(rank: int, world: int, offload: bool = False) -> None:
-    model = nn.ModuleDict({"used": nn.Linear(2, 2), "unused": nn.Linear(2, 2)})
-    more = {"zero_optimization": {"stage": 2, "ignore_unused_parameters": False, "cpu_offload": offload}}
-    engine, *_ = started(None, model, **ADAM, **more)
+def unused(rank: int, world: int, offload: bool = False, stage: int = 2) -> None:
+    model = nn.ModuleDict({"used": nn.Linear(2, 2), "unused": nn.Linear(2, 2), "others": nn.Linear(2, 2)})
+    more = {"zero_optimization": {"stage": stage, "ignore_unused_parameters": False, "cpu_offload": offload}}
+    given = [p for name, p in model.named_parameters() if "others" not in name]
+    engine, *_ = started(None, model, given, **ADAM, **more)
     engine.module.forward = lambda x: model["used"](x)
-    engine.backward(engine(torch.ones(1, 2)).sum())
+    engine(torch.ones(1, 2)).sum().backward()
     engine.step()
 
 
@@ -204,6 +205,7 @@ def test_parameters_tell_whether_they_are_whole(ranks: Ranks) -> None:
 
 def test_unused_parameters_may_be_an_error(ranks: Ranks) -> None:
     ranks(1, unused)
+    ranks(1, unused, True, 3)
     with pytest.raises(RanksFailed, match=r"unused.weight got no gradient.*ignore_unused_parameters"):
         ranks(1, unused, True)
 

@@ -141,11 +141,94 @@ def test_the_state_is_this_ranks_part(ranks: Ranks) -> None:
     assert sum(ranks(2, parts)) == sum(p.numel() for p in network().parameters())
 
 
+def some(model: nn.Module) -> list[nn.Parameter]:
+    """Those of a network that its optimizer has: others are between them, and before."""
+    return [p for name, p in model.named_parameters() if name.startswith("1.") or name == "2.0.weight"]
+
+
+def plain_some(world: int) -> tuple[Tensor, Tensor]:
+    """All weights after training some of them; and rank 0's gradients of the others."""
+    model = network()
+    optimizer = torch.optim.AdamW(some(model), lr=0.01)
+    others = [p for p in model.parameters() if not any(p is each for each in some(model))]
+    first = [torch.zeros_like(p) for p in others]
+    for step in range(STEPS):
+        for rank in reversed(range(world)):
+            x, y = batch(rank, step)
+            (nn.functional.mse_loss(model(x), y) / world).backward()
+            for total, p in zip(first, others, strict=True):
+                assert p.grad is not None
+                total += p.grad * world * (rank == 0)
+                p.grad = None
+        nn.utils.clip_grad_norm_(some(model), 0.01)
+        optimizer.step()
+        optimizer.zero_grad()
+    return flat(model.parameters()), flat(first)
+
+
+def flat(tensors: Any) -> Tensor:
+    return torch.cat([tensor.detach().flatten() for tensor in tensors])
+
+
+def train_some(
+    rank: int, world: int, stage: int, memory: dict[str, Any], folder: Any
+) -> tuple[Tensor, Tensor]:
+    """What `plain_some` returns, of a run that was saved and goes on from there as another one."""
+
+    def begin() -> tuple[Any, nn.Module]:
+        model = network()
+        config = {
+            "batch": {"size": 4 * world},
+            "precision": {"compute": "fp64"},
+            "zero": {"stage": stage, "min_bucket": 0},
+            "optimizer": {"clip": 0.01},
+            "memory": memory,
+        }
+        with pytest.warns(UserWarning, match=r"leaves out 0.0.weight, .* \(7 in all\)"):
+            return polyreme.initialize(
+                model, config, optimizer=torch.optim.AdamW(some(model), lr=0.01)
+            ), model
+
+    engine, model = begin()
+    gradients = torch.zeros(())
+    for step in range(STEPS):
+        if step == 3:
+            gradients = flat(p.grad for p in model.parameters() if p.grad is not None)
+            engine.save(folder)
+            engine.close()
+            engine, model = begin()
+            engine.load(folder)
+        x, y = batch(rank, step)
+        engine.backward(nn.functional.mse_loss(engine(x), y), weight=1.0)
+        engine.step()
+    left = [p for p in model.parameters() if p.grad is not None]
+    assert len(left) == 7 and engine.numbers(left[0]).whole("gradient") is None
+    with pytest.raises(ModelError, match=r"gradient of 0.0.weight .* parameter.grad"):
+        engine.numbers(left[0]).set_whole("gradient", torch.zeros_like(left[0]))
+    whole = engine.state_dict()
+    found = flat(whole[name] for name, _ in engine.module.named_parameters())
+    return found, gradients + flat(p.grad for p in left)
+
+
+@pytest.mark.parametrize(
+    ("world", "stage", "memory"),
+    [(1, 2, {}), (2, 0, {}), (2, 2, {}), (2, 3, {}), (2, 3, {"states": "host", "params": "host"})],
+)
+def test_parameters_in_no_group_stay_as_they_are(
+    ranks: Ranks, world: int, stage: int, memory: dict[str, Any], tmp_path: Any
+) -> None:
+    weights, gradients = plain_some(world)
+    found = ranks(world, train_some, stage, memory, tmp_path / "saved")
+    for each, _ in found:
+        assert torch.allclose(each, weights, rtol=0, atol=1e-12)
+    assert torch.allclose(found[0][1], gradients, rtol=0, atol=1e-12)
+
+
 def test_what_cannot_be_is_refused() -> None:
     model = network()
     config = {"batch": {"size": 4}}
-    with pytest.raises(ConfigError, match="leaves out"):
-        polyreme.initialize(model, config, optimizer=torch.optim.SGD([next(model.parameters())], lr=0.1))
+    with pytest.raises(ConfigError, match="none of the model's parameters"):
+        polyreme.initialize(model, config, optimizer=torch.optim.SGD(network().parameters(), lr=0.1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with pytest.raises(ConfigError, match="learning rate of each step"):
         polyreme.initialize(model, config | {"lr_schedule": {"name": "cosine"}}, optimizer=optimizer)

@@ -76,14 +76,20 @@ def trial_state(
 class Recipe:
     """How the parameters of a model are updated: groups, and the group of each parameter by name. own_dtypes:
     the dtypes of the frozen ones of another dtype than any that is trained, such as the bf16 base of fp32
-    adapters, which stay as they are."""
+    adapters, which stay as they are. left_out: names of those that are in no group of the optimizer given,
+    and get gradients as in plain torch, but no update."""
 
     groups: tuple[Group, ...]
     group_of: Mapping[str, int]
     own_dtypes: Mapping[str, torch.dtype] = field(default_factory=dict)
+    left_out: frozenset[str] = frozenset()
 
     def boundary(self, group: int) -> Boundary:
         return self.groups[group].boundary
+
+    def trains(self, name: str, parameter: nn.Parameter) -> bool:
+        """Whether an optimizer updates the parameter, whose first name this is."""
+        return parameter.requires_grad and name not in self.left_out
 
 
 class Lion(Optimizer):
@@ -123,6 +129,7 @@ def recipe(
     """The recipe of the config section, or of `given`: a torch optimizer class in place of the section's
     `name`; or a factory, which is called with the model's trainable parameters and decides everything itself
     (groups, learning rates, options); or an optimizer of the model's parameters, which has decided it.
+    Parameters that are in none of these groups are left out, as by torch.
 
     A class that is not one of the section's names keeps its own defaults for those of betas, eps, momentum
     and nesterov that the section does not set. Of a frozen model nothing is updated. Raises ConfigError for
@@ -296,13 +303,20 @@ def _called(model: nn.Module, factory: Make) -> Optimizer:
 
 def _from_optimizer(model: nn.Module, made: Optimizer) -> Recipe:
     """The groups of an optimizer of the model's own parameters, to be made again of shards."""
-    trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    named = dict(model.named_parameters())
     at = {id(p): index for index, group in enumerate(made.param_groups) for p in group["params"]}
-    if left_out := [name for name, p in trainable.items() if id(p) not in at]:
-        raise ConfigError([Problem("optimizer", type(made).__name__, "it leaves out "
-                                                                     f"{', '.join(left_out[:3])} "
-                                   f"({len(left_out)} in all)", "call requires_grad_(False) "
-                                                                "on what is not to be trained")])  # fmt: skip
+    left_out = frozenset(name for name, p in named.items() if p.requires_grad and id(p) not in at)
+    if not any(p.requires_grad and id(p) in at for p in named.values()):
+        reason = "none of the model's parameters that require gradients is in a group of it"
+        fix = "make it of model.parameters(), of the model as it is given to initialize"
+        raise ConfigError([Problem("optimizer", type(made).__name__, reason, fix)])
+    if left_out:
+        names = [name for name in named if name in left_out]
+        warnings.warn(
+            f"the optimizer leaves out {', '.join(names[:3])} ({len(names)} in all), which stay as they are: "
+            "requires_grad_(False) on them saves their gradients",
+            stacklevel=2,
+        )
     cls = type(made)
     taken = inspect.signature(cls).parameters
     make = partial(cls, **_fused(cls, {key: value for key, value in made.defaults.items() if key in taken}))
@@ -319,7 +333,7 @@ def _from_optimizer(model: nn.Module, made: Optimizer) -> Recipe:
         if "initial_lr" in group:  # a scheduler has changed lr already
             options["lr"] = group["initial_lr"]
         groups.append(Group(make, _boundary(make, {p.dim() for p in group["params"]}, options), options))
-    return Recipe(tuple(groups), {name: at.get(id(p), 0) for name, p in model.named_parameters()})
+    return Recipe(tuple(groups), {name: at.get(id(p), 0) for name, p in named.items()}, left_out=left_out)
 
 
 def _fused(cls: type[Optimizer], options: dict[str, Any]) -> dict[str, Any]:

@@ -190,6 +190,11 @@ def build(
     blocks: those of the whole model. weights: whether parameters get their numbers here; otherwise they are
     still to be read from files."""
     partition = _cut(module, recording, len(pipeline.rank_of), config, mesh)
+    if partition is not None and recipe.left_out:
+        raise ModelError(
+            f"the optimizer leaves out {min(recipe.left_out)}, whose gradient nobody takes on a stage of a "
+            "pipeline: call requires_grad_(False) on what is not to be trained"
+        )
     in_parts = (
         recording is None and partition is not None and any(mesh.gather_objects(bool(_missing(module))))
     )

@@ -192,6 +192,11 @@ class ParameterNumbers:
         self._put(at, kind, flat)
 
     @property
+    def trains(self) -> bool:
+        """Whether an optimizer updates the parameter: it is neither frozen nor in no group."""
+        return self._locate().bucket.trainable
+
+    @property
     def arrived(self) -> bool:
         """Whether a backward of the step gave the parameter a gradient on this rank."""
         at = self._locate()
@@ -307,7 +312,12 @@ class ParameterNumbers:
         else:
             return
         if not at.bucket.trainable:
-            reason = "it is frozen: set requires_grad, and call engine.refresh()"
+            left_out = self._parameter.requires_grad
+            reason = (
+                "the optimizer leaves it out, so that torch keeps it in parameter.grad"
+                if left_out
+                else "it is frozen: set requires_grad, and call engine.refresh()"
+            )
         raise ModelError(f"{kind} of {name} cannot be set: {reason}")
 
     def _gathered(self, at: ParameterLocation, part: Tensor | None, dtype: torch.dtype) -> Tensor:

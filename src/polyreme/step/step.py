@@ -101,6 +101,9 @@ class Step:
         self._placement, self._buckets = placement, placement.trainable
         self._reducer, self._blocks, self._updates = reducer, blocks, updates
         self._shared = buffers
+        self._left_out = any(
+            p.requires_grad for b in placement.buckets if not b.trainable for p in b.parameters
+        )
         for bucket in self._buckets:
             own(bucket.parameters, self)
         self.begin()
@@ -255,13 +258,13 @@ class Step:
         """What the backward of a micro-batch begins with, from its sum of losses, which is counted (its
         weight by the `last` one alone).
 
-        Where parameters or modules have hooks, these see gradients of the mean loss, as without an engine,
-        which are scaled when they are taken. In a pipeline only the last stage knows by what."""
+        Where parameters or modules have hooks, or no optimizer takes gradients, these are of the mean loss as
+        without an engine, and scaled when they are taken. In a pipeline only the last stage knows by what."""
         self._count(weight * last, tokens * last, samples * last)
         self._sums.add_loss(loss_sum)
         if self._watched is None:
             one_stage = self._sums.mesh.pp.size == 1
-            self._watched = one_stage and (self._reducer.watched or self._blocks.watched)
+            self._watched = one_stage and (self._left_out or self._reducer.watched or self._blocks.watched)
         self._factor = weight / self._sums.hint if self._watched and weight else None
         return loss_sum * (self._scale / (self._sums.hint if self._factor is None else weight))
 

@@ -478,7 +478,8 @@ def _sorted(
                              "use an elementwise optimizer such as adamw, or write mesh.tp = 1")  # fmt: skip
         owned = tuple(_owned(sharding.cut, rank) for rank in range(division.tp.size))
         first = entry.at < first_block
-        kind = _Kind(settings.axis, parameter.requires_grad, dtype, boundary, first, sharding.stages, owned)
+        trainable = recipe.trains(entry.names[0], parameter)
+        kind = _Kind(settings.axis, trainable, dtype, boundary, first, sharding.stages, owned)
         kinds[kind].append(entry)
     return kinds.items()
 

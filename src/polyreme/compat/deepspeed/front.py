@@ -214,6 +214,11 @@ def _optimizer(
         return torch.optim.Muon
     make = maker(section)
     if not groups:
+        if parameters is not None and any(p.requires_grad for p in model.parameters()):
+            raise ArgumentError(
+                "model_parameters is empty, and the model has parameters that require gradients: give those "
+                "that train, or leave it out"
+            )
         return torch.optim.SGD
     return make(groups)
 

@@ -122,8 +122,6 @@ class DeepSpeedEngine(nn.Module):
         self.polyreme.set_boundary(self._is_last())
         with self.telemetry.timed(BACKWARD):
             self.polyreme.backward(loss)
-        if self._is_last() and not self.zero_ignore_unused_parameters():
-            _refuse_unused(self)
         return loss
 
     def allreduce_gradients(self, bucket_size: int | None = None) -> None:
@@ -147,6 +145,8 @@ class DeepSpeedEngine(nn.Module):
         self.micro_steps += 1
         if not ends:
             return
+        if not self.zero_ignore_unused_parameters():
+            _refuse_unused(self)
         with self.telemetry.timed(STEP):
             result = self.polyreme.step()
         self._took(result, lr_kwargs)
@@ -444,8 +444,9 @@ class DeepSpeedEngine(nn.Module):
 def _refuse_unused(engine: DeepSpeedEngine) -> None:
     """Raise OrderError where DeepSpeed does, for a parameter that no backward of the window came to."""
     off = engine.translation.config.get("memory", {}).get("states", "device") != "device"
-    for name, parameter in engine.module.named_parameters() if off else ():
-        if parameter.requires_grad and not engine.polyreme.numbers(parameter).arrived:
+    for name, parameter in engine.module.named_parameters() if off and engine.translation.stage < 3 else ():
+        numbers = engine.polyreme.numbers(parameter)
+        if parameter.requires_grad and numbers.trains and not numbers.arrived:
             raise OrderError(
                 f"{name} got no gradient in this window, and zero_optimization.ignore_unused_parameters "
                 "is false: use it in the loss, freeze it, or write true"

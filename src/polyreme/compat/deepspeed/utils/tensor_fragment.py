@@ -1,7 +1,8 @@
 """DeepSpeed's functions that read and write the masters, gradients and optimizer states of single parameters,
 over `Engine.numbers`.
 
-As in DeepSpeed, a frozen parameter, or one of no engine, has none, and nothing is done where they are set.
+As in DeepSpeed, a frozen parameter, or one of no engine, has none, and nothing is done where they are set;
+one that is in no group of the optimizer has the gradient that torch keeps.
 Other than there, stage 0 has them, too; gradients are those of the mean loss (in fp16 without its scale);
 before the last backward of a step they are this rank's sums so far at stages 0 and 1, else None; and a rank's
 part is what Polyreme's layout gives it: perhaps nothing, never padding. All ranks must call."""
@@ -42,8 +43,8 @@ def safe_get_full_grad(param: nn.Parameter) -> Tensor | None:
     """The whole gradient of a parameter; in the middle of a step, as inside of `no_sync`, what this rank has
     added up. Of one of no engine its `grad`."""
     numbers = _numbers(param)
-    if numbers is None:
-        return param.grad if engine_of(param) is None else None
+    if numbers is None or not numbers.trains:
+        return param.grad if engine_of(param) is None or param.requires_grad else None
     whole = numbers.whole(GRADIENT)
     return numbers.so_far() if whole is None else whole
 
