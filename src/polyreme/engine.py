@@ -120,8 +120,7 @@ class Engine:
         made = recipe(self.module, config.optimizer, optimizer)
         told = {"built here": recording is not None, "weights": weights is not None, "blocks": list(blocks)}
         told |= {"lr_scheduler": known_as(lr_scheduler), "loss_fn": known_as(loss_fn)}
-        told |= {f"optimizer's group of {name}": group for name, group in made.group_of.items()}
-        told |= {f"optimizer's group of {name}": None for name in made.left_out}
+        told |= {f"optimizer's group of {name}": group for name, group in made.told.items()}
         same_model(mesh.aside(), self.module, {**told, "optimizer": made.groups})
         self.parameters = sum(p.numel() for p in self.module.parameters())
         """Distinct parameters of the whole model."""

@@ -87,6 +87,11 @@ class Recipe:
     def boundary(self, group: int) -> Boundary:
         return self.groups[group].boundary
 
+    @property
+    def told(self) -> Mapping[str, int | None]:
+        """The group of each parameter by name; None: it is left out."""
+        return {**self.group_of, **dict.fromkeys(self.left_out)}
+
     def trains(self, name: str, parameter: nn.Parameter) -> bool:
         """Whether an optimizer updates the parameter, whose first name this is."""
         return parameter.requires_grad and name not in self.left_out
