@@ -201,6 +201,7 @@ def test_overrides_of_a_resolved_config_start_from_what_the_user_wrote() -> None
         ({"train": {"lr": 1.0}}, "train.lr", "optimizer.lr"),
         ({"data": {"sequence_length": 8}}, "data.sequence_length", "data.sequence"),
         ({"Seed": 1}, "Seed", "seed"),
+        ({"optimizer": {"type": "adamw"}}, "optimizer.type", "optimizer.name"),
         ({"optimizer": {"weight_decy": 0}}, "optimizer.weight_decy", "optimizer.weight_decay"),
     ],
 )

@@ -12,12 +12,8 @@ file. Polynomials over GF(2) are integers whose highest bit is x^0, as in zlib; 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from functools import cache, lru_cache
-
-try:
-    from isal.isal_zlib import crc32  # the same as zlib's, by carry-less products: 4 to 20 times as fast
-except ImportError:  # it has no wheels for this platform
-    from zlib import crc32
+from functools import cache
+from zlib import crc32
 
 POLYNOMIAL = 0xEDB88320  # x^32 + x^26 + ... + 1, without the x^32
 ALL = 0xFFFFFFFF  # zlib begins with this state, and inverts the last one
@@ -54,20 +50,6 @@ def contribution(data: Data, behind: int) -> int:
     return shift(linear(data), behind)
 
 
-def strided(data: Data, size: int, gap: int, behind: int) -> int:
-    """What many runs of `size` bytes each add to the checksum of a file in which `gap` bytes lie between each
-    and the next, and `behind` bytes after the last. `data` holds the runs, without the gaps. A fraction of a
-    microsecond for each, besides its own bytes."""
-    if not gap or len(data) <= size:
-        return contribution(data, behind)
-    runs, state = memoryview(data).cast("B"), 0
-    a, b, c, d = _shift(gap)
-    for at in range(0, len(runs), size):
-        moved = a[state & 255] ^ b[state >> 8 & 255] ^ c[state >> 16 & 255] ^ d[state >> 24]
-        state = linear(runs[at : at + size], moved)
-    return shift(state, behind)
-
-
 def total(size: int, contributions: Iterable[int]) -> int:
     """`zlib.crc32` of a file of `size` bytes, of parts that partition it (what no part covers counts as
     zeros)."""
@@ -95,23 +77,13 @@ def _power(bit: int) -> int:
 
 @cache
 def _doubling(bit: int) -> list[list[int]]:
-    """`shift` by 2^bit bytes."""
-    return _tables(_power(bit))
-
-
-@lru_cache(maxsize=64)
-def _shift(nbytes: int) -> list[list[int]]:
-    """`shift` by `nbytes`."""
-    return _tables(shift(1 << 31, nbytes))
-
-
-def _tables(power: int) -> list[list[int]]:
-    """The product of a state with `power`: the XOR of four look-ups, one for each byte of the state."""
-    tables = []
+    """`shift` by 2^bit bytes: the product of a state with x^(8 * 2^bit), which is the XOR of four look-ups,
+    one for each byte of the state."""
+    power, tables = _power(bit), []
     for byte in range(4):
         table = [0]
-        for bit in range(8):
-            moved = _multiply(1 << 8 * byte + bit, power)
+        for low in range(8):
+            moved = _multiply(1 << 8 * byte + low, power)
             table += [moved ^ other for other in table]
         tables.append(table)
     return tables

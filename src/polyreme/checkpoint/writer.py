@@ -268,16 +268,14 @@ class Writer:
         return packed
 
     def _count_strided(self, position: FilePosition, strided: StridedRange, packed: Tensor) -> None:
-        """Add them, whose bytes are `packed`, to the checksum."""
+        """Add the runs, of which `packed` are the bytes, to the checksum."""
         size, step = strided.size * position.itemsize, strided.whole_step * position.itemsize
-        end = position.begin + strided.whole * position.itemsize + (strided.count - 1) * step + size
-        gap = step - size if strided.count > 1 else 0
-        self._count(
-            position.file,
-            checksum.strided(
-                packed.reshape(-1).numpy().data, size, gap, self._layout.sizes[position.file] - end
-            ),
-        )
+        memory = packed.reshape(-1).numpy().data
+        behind = self._layout.sizes[position.file] - position.begin - strided.whole * position.itemsize - size
+        found = 0
+        for i in range(strided.count):
+            found ^= checksum.contribution(memory[i * size : (i + 1) * size], behind - i * step)
+        self._count(position.file, found)
 
     def _count(self, file: int, contribution: int) -> None:
         with self._lock:

@@ -312,9 +312,11 @@ ELSEWHERE = {
         ("micro_batch_size", "per_device_train_batch_size", "train_micro_batch_size_per_gpu"), "batch.micro"
     ),
     **dict.fromkeys(("warmup_steps", "warmup_ratio", "num_warmup_steps"), "lr_schedule.warmup"),
+    "optimizer.type": "optimizer.name",
+    "lr_schedule.type": "lr_schedule.name",
     **dict.fromkeys(("bf16", "fp16", "mixed_precision", "dtype", "torch_dtype"), "precision.compute"),
 }
-"""What other systems call our keys."""
+"""What other systems call our keys, in any section or, with a dot, in that one."""
 
 
 def _unknown(key: str, value: object) -> Problem:
@@ -329,7 +331,7 @@ def _unknown(key: str, value: object) -> Problem:
             alike, difflib.SequenceMatcher(None, key.replace(".", "_"), candidate.replace(".", "_")).ratio()
         )
 
-    if (meant := ELSEWHERE.get(name)) is not None:
+    if (meant := ELSEWHERE.get(key, ELSEWHERE.get(name))) is not None:
         return Problem(key, value, "there is no such key", f'did you mean "{meant}"?')
     best = max((candidate for candidate in [*LEAVES, *SECTIONS] if candidate != section), key=likeness)
     if likeness(best) >= 0.6:

@@ -80,7 +80,7 @@ class Range:
 
 
 @dataclass(frozen=True)
-class Run:
+class GroupInterval:
     """A contiguous part [start, stop) of the flat buffer whose elements are all of one optimizer group.
 
     `slot` is given where the run is exactly one whole tensor (boundary="tensor")."""
@@ -152,20 +152,20 @@ class BucketLayout:
         """The padding: parts of the buffer that belong to no tensor."""
         return gaps(((slot.start, slot.stop) for slot in self.slots), Interval(0, self.size))
 
-    def runs(self, start: int, stop: int) -> list[Run]:
+    def runs(self, start: int, stop: int) -> list[GroupInterval]:
         """The runs of [start, stop), which covers whole shards. Padding is part of the run before it (its
         values stay zero)."""
         part = Interval(start, stop)
         ordered = [s for s in sorted(self.slots, key=lambda s: s.start) if overlap(s, part)]
         if self.boundary == "tensor":
-            return [Run(s.group, s.start, s.stop, s) for s in ordered]
-        runs: list[Run] = []
+            return [GroupInterval(s.group, s.start, s.stop, s) for s in ordered]
+        runs: list[GroupInterval] = []
         for slot in ordered:
             low, high = overlap(Interval(slot.start, align(slot.stop)), part)
             if runs and runs[-1].group == slot.group and runs[-1].stop == low:
-                runs[-1] = Run(slot.group, runs[-1].start, high)
+                runs[-1] = GroupInterval(slot.group, runs[-1].start, high)
             else:
-                runs.append(Run(slot.group, low, high))
+                runs.append(GroupInterval(slot.group, low, high))
         return runs
 
 

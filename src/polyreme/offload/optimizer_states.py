@@ -14,7 +14,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from polyreme.layout.bucket_layout import BucketLayout, Run, align
+from polyreme.layout.bucket_layout import BucketLayout, GroupInterval, align
 from polyreme.layout.intervals import Interval, ceil_div, chunks, overlap, round_up
 from polyreme.layout.region import MASTER, Stored
 from polyreme.offload.host import HostStore
@@ -57,7 +57,7 @@ class StateExtent:
     """The elements of `run`, extent `number` of the tier, with `fields` by kind: MASTER, and the names of
     states."""
 
-    run: Run
+    run: GroupInterval
     number: int
     fields: Mapping[str, Field]
 
@@ -115,7 +115,7 @@ class OffloadedStates:
                 numbers = self._fetch(extent, field, inside.start - first, inside.stop - first)
                 flat[inside.since(start)].copy_(numbers)
 
-    def numbers(self, extent: StateExtent, kind: str, part: Run | None) -> Tensor | Stored:
+    def numbers(self, extent: StateExtent, kind: str, part: GroupInterval | None) -> Tensor | Stored:
         """The extent's numbers of one kind, or those of a part of its run: in host memory, or to be read when
         they are needed."""
         field = extent.fields[kind]
@@ -126,7 +126,7 @@ class OffloadedStates:
         whole = Stored(field.dtype, field.shape, partial(self._fetch, extent, field))
         return whole if bounds is None else whole.part(*bounds)
 
-    def keep(self, extent: StateExtent, kind: str, part: Run, numbers: Tensor) -> None:
+    def keep(self, extent: StateExtent, kind: str, part: GroupInterval, numbers: Tensor) -> None:
         """Set the extent's numbers of one kind that belong to a part of its run."""
         field = extent.fields[kind]
         start, _ = within(extent.run, part, field.size)
@@ -139,21 +139,21 @@ class OffloadedStates:
         )
 
 
-def within(whole: Run, part: Run, size: int) -> tuple[int, int]:
+def within(whole: GroupInterval, part: GroupInterval, size: int) -> tuple[int, int]:
     """Where the part of a run is in the `size` numbers that there are of the run: one for each element, or
     one for some of them."""
     elements = whole.stop - whole.start
     return (part.start - whole.start) * size // elements, (part.stop - whole.start) * size // elements
 
 
-def cut(run: Run, chunk: int) -> list[Run]:
+def cut(run: GroupInterval, chunk: int) -> list[GroupInterval]:
     """`run` in parts of at most `chunk` elements each, or as it is where it is one whole tensor."""
     if run.slot is not None:
         return [run]
-    return [Run(run.group, *part) for part in chunks(run, chunk)]
+    return [GroupInterval(run.group, *part) for part in chunks(run, chunk)]
 
 
-def _fields(run: Run, group: Group, dtype: torch.dtype, compact: States | None) -> dict[str, Field]:
+def _fields(run: GroupInterval, group: Group, dtype: torch.dtype, compact: States | None) -> dict[str, Field]:
     """The master first, then every state that is more than one number."""
     shape = (run.stop - run.start,) if run.slot is None else run.slot.shape
     states: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from polyreme.layout.bucket_layout import Run, Slot, align
+from polyreme.layout.bucket_layout import GroupInterval, Slot, align
 from polyreme.layout.intervals import Interval, overlap
 from polyreme.layout.region import MASTER, Stored
 from polyreme.optim.quantized_states import SCALE, Key, QuantizedKernel
@@ -31,12 +31,12 @@ class OptimizerState:
         # states that are kept in fewer bits, while they are loaded
         self._wide: dict[Piece, dict[str, Tensor]] = {}
 
-    def masters(self) -> Iterable[tuple[Run, Tensor | Stored]]:
+    def masters(self) -> Iterable[tuple[GroupInterval, Tensor | Stored]]:
         """Every run with its masters, in their own memory or stored."""
         for run, numbers in self._numbers():
             yield run, numbers[MASTER]
 
-    def by_run(self) -> Iterable[tuple[Run, dict[str, Any]]]:
+    def by_run(self) -> Iterable[tuple[GroupInterval, dict[str, Any]]]:
         """Every run with the torch state of its parameter."""
         for run, numbers in self._numbers():
             yield run, {kind: value for kind, value in numbers.items() if kind != MASTER}
@@ -104,7 +104,7 @@ class OptimizerState:
             for name, compressed in state.items():
                 offloaded.keep(extent, name, piece.run, compressed)
 
-    def _numbers(self) -> Iterator[tuple[Run, dict[str, Any]]]:
+    def _numbers(self) -> Iterator[tuple[GroupInterval, dict[str, Any]]]:
         for piece in self._pieces:
             if (extent := piece.extent) is None or self._pieces.offloaded is None:
                 yield piece.run, self._widened(piece, {MASTER: piece.tensor, **piece.state})

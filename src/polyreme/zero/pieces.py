@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from polyreme.errors import ConfigError, Problem
-from polyreme.layout.bucket_layout import Run, Slot, align
+from polyreme.layout.bucket_layout import GroupInterval, Slot, align
 from polyreme.layout.intervals import ceil_div
 from polyreme.offload.optimizer_states import StateExtent, cut, within
 from polyreme.optim.cpu_kernels import ChunkedKernel, Kernel, kernel
@@ -37,7 +37,7 @@ class Piece:
     """A run, the master's memory under it and all of its states; or the extent that has them, and `state`:
     what of the states is not in the extent. `fresh`: it was never updated."""
 
-    run: Run
+    run: GroupInterval
     tensor: Tensor | None = None
     extent: StateExtent | None = None
     state: dict[str, Any] = field(default_factory=dict)
@@ -109,7 +109,7 @@ class Pieces:
             piece.fresh = not piece.state
         return optimizer
 
-    def _chunk(self, run: Run) -> int:
+    def _chunk(self, run: GroupInterval) -> int:
         """Most elements of a piece of the run's group."""
         if not self.one_by_one or run.slot is not None:
             return self.bucket.layout.size
@@ -127,7 +127,7 @@ class Pieces:
             self._trials[group] = trial_state(self._groups[group], None, self.bucket.formats.master, device)
         return self._trials[group]
 
-    def view(self, numbers: Tensor, run: Run, start: int | None = None) -> Tensor:
+    def view(self, numbers: Tensor, run: GroupInterval, start: int | None = None) -> Tensor:
         """The run's part of numbers of the bucket's region, or from its element `start` on."""
         start = self.bucket.region.start if start is None else start
         flat = numbers[run.start - start : run.stop - start]
@@ -147,7 +147,7 @@ class Pieces:
                 pieces.append(piece)
                 continue
             for start, stop in pairwise(cuts):
-                run = Run(piece.run.group, start, stop)
+                run = GroupInterval(piece.run.group, start, stop)
                 inside = slice(start - piece.run.start, stop - piece.run.start)
                 whole = piece.run.stop - piece.run.start
                 state = {key: _part(value, inside, whole) for key, value in piece.state.items()}
