@@ -84,7 +84,7 @@ BUDGETS = {
     "planner": 250,
     "step": 2500,
     "tensor": 1020,
-    "zero": 2580,
+    "zero": 2600,
     "": 400,
 }
 """Statements' lines of each package (`""`: the modules at the top), without comments and docstrings. A

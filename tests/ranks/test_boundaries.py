@@ -63,7 +63,7 @@ def config(world: int, **more: Any) -> dict[str, Any]:
 
 def steps(rank: int, world: int, stage: int, memory: dict[str, Any], how: str) -> list[list[float]]:
     settings = config(world, zero={"stage": stage, "min_bucket": 0}, memory=memory)
-    if how == "room for one":
+    if "room for one" in how:
         settings["batch"]["size"] = MICRO * world
     engine = polyreme.initialize(network(), settings)
     found = []
@@ -71,7 +71,11 @@ def steps(rank: int, world: int, stage: int, memory: dict[str, Any], how: str) -
         total = 0.0
         for i in range(window):
             x, y = batch(rank, step, i)
-            if how != "late":
+            if "extended" in how:  # each may be the last one
+                engine.set_boundary(step < 4 or i != 1, extend=True)
+                if i and step % 2:
+                    assert engine.gradients().norms()
+            elif how != "late":
                 engine.set_boundary(i == window - 1)
             else:
                 engine.set_boundary(False)  # nobody tells which is the last one before it came
@@ -98,7 +102,9 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("how", ["engine.backward", "own backward", "late", "room for one"])
+@pytest.mark.parametrize(
+    "how", ["engine.backward", "own backward", "late", "room for one", "extended", "extended, room for one"]
+)
 @pytest.mark.parametrize("world", [1, 2])
 def test_windows_of_any_length_are_those_of_plain_torch(ranks: Ranks, world: int, how: str) -> None:
     wanted = torch.tensor(plain(world), dtype=torch.float64)

@@ -100,3 +100,30 @@ def test_those_that_are_not_given_stay_as_they_are(ranks: Ranks, stage: int, tmp
     wanted = plain_some(2)
     for found in ranks(2, train_some, stage, tmp_path):
         assert torch.allclose(found, wanted, rtol=1e-5, atol=1e-6)
+
+
+def train_twice(rank: int, world: int, stage: int, accumulation: int) -> Tensor:
+    section = settings(stage, accumulation, optimizer={"type": "SGD", "params": {"lr": 1.0}})
+    section |= {"zero_allow_untested_optimizer": True, "gradient_clipping": 0.0}
+    engine, *_ = deepspeed.initialize(model=Network(), config=section)
+    for k in range(accumulation + 2):
+        engine.backward(engine(batch(rank, k)))
+        if k < accumulation - 1:
+            engine.step()
+        elif k == accumulation:
+            assert safe_get_full_grad(engine.module.layers[0].weight) is not None
+    engine.step()
+    assert engine.global_steps == 1 and engine.micro_steps == accumulation
+    return weights(engine)
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_backwards_after_the_end_of_a_window_add_up(ranks: Ranks, accumulation: int) -> None:
+    model = Network()
+    for k in range(accumulation + 2):
+        for rank in range(2):
+            (model(batch(rank, k)) / 2 / accumulation).backward()
+    wanted = flat(model.parameters()) - flat(p.grad for p in model.parameters() if p.grad is not None)
+    for stage in (0, 1, 3):
+        for found in ranks(2, train_twice, stage, accumulation):
+            assert torch.allclose(found, wanted, rtol=1e-5, atol=1e-6), stage

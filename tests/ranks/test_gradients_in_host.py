@@ -313,3 +313,40 @@ def looked_at(rank: int, world: int, folder: Path) -> None:
 
 def test_a_tier_may_be_used_between_backward_and_update(ranks: Ranks, tmp_path: Path) -> None:
     ranks(2, looked_at, tmp_path)
+
+
+def extended(rank: int, world: int, settings: list[dict[str, Any]]) -> list[Tensor]:
+    """Weights after windows whose every backward may be the last, of each config; all but the first with a
+    transfer."""
+    found = []
+    for i, each in enumerate(settings):
+        with patch.object(HostTransfer, "over", LateTransfer if i else HostTransfer.over):
+            torch.manual_seed(0)
+            engine = polyreme.initialize(
+                torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Linear(8, 2)), each
+            )
+        for step in range(3):
+            for k in range(3):
+                engine.set_boundary(True, extend=True)
+                draw = torch.Generator().manual_seed(rank + 10 * k + 100 * step)
+                engine.backward(engine(torch.randn(2, 4, generator=draw)).square().sum())
+                if step == 1:
+                    assert engine.gradients().norms()
+            engine.step()
+        found.append(torch.cat([tensor.flatten() for tensor in engine.state_dict().values()]))
+    return found
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_a_step_may_have_a_backward_after_the_last(ranks: Ranks, accumulation: int) -> None:
+    def config(stage: int, **memory: Any) -> dict[str, Any]:
+        batch = {"size": 4 * accumulation, "micro": 2, "mean": "ranks"}
+        return {"batch": batch, "zero": {"stage": stage}, "memory": memory}
+
+    settings = [
+        config(2),
+        *(config(stage, states="host") for stage in (0, 2)),
+        config(3, states="host", params="host"),
+    ]
+    for first, *others in ranks(2, extended, settings):
+        assert all(torch.equal(first, other) for other in others)

@@ -12,7 +12,9 @@ import torch
 from polyreme.config import Config
 from polyreme.config.schema import is_files, tiers_of
 from polyreme.errors import BatchError
+from polyreme.offload.gradients import GradientStore
 from polyreme.step.precision import DTYPES
+from polyreme.zero.bucket import Bucket
 from polyreme.zero.bucket_gradients import Microbatches
 from polyreme.zero.partition import Placement
 from polyreme.zero.reduce import Reducer
@@ -44,21 +46,45 @@ def reduced_format(config: Config, ranks: int, microbatches: Microbatches) -> to
 def make_room(placement: Placement, reducer: Reducer, config: Config, dp: int, ranks: int) -> None:
     """Let an engine of one micro-batch a step add several up from the coming step on. Raises BatchError where
     gradients are in files, which have space for one."""
-    offload = placement.offload
-    if offload.gradient_files is not None:
+    if placement.offload.gradient_files is not None:
         raise BatchError(
             "set_boundary(False) with gradients in files (memory.gradients), which were laid out for one "
             f"micro-batch a step by batch.size = {config.batch.size}: write a larger batch.size, a smaller "
             'batch.micro, or memory.gradients = "host"'
         )
     microbatches = added(config, dp)
-    reduce = reduced_format(config, ranks, microbatches)
     for bucket in placement.trainable:
-        local = reduce if microbatches == "added" else bucket.formats.local
-        bucket.formats = replace(bucket.formats, reduce=reduce, local=local)
-        store = bucket.gradients.store
-        if store is not None and bucket.offloaded_states is not None:
-            store = offload.gradient_store(bucket.offloaded_states, bucket.region, reduce, microbatches)
+        store = _fit(bucket, placement, reduced_format(config, ranks, microbatches), microbatches)
         bucket.gradients.make_room(microbatches, bucket.formats, store)
     placement.microbatches = microbatches
     reducer.every_time = each_time(config, dp, microbatches)
+
+
+def keep_adding(placement: Placement, config: Config) -> None:
+    """Let more gradients be added to those of a step that are reduced already. Raises BatchError where they
+    are in files."""
+    if placement.offload.gradient_files is not None:
+        raise BatchError(
+            "a backward after the last one of a step, whose gradients are in files (memory.gradients): call "
+            'step() or zero_grad() before it, or write memory.gradients = "host"'
+        )
+    again = placement.microbatches in ("reduced", "left")
+    for bucket in placement.trainable:
+        store = bucket.gradients.store
+        if not again:
+            store = _fit(bucket, placement, DTYPES[config.precision.reduce], "added")
+        bucket.gradients.keep_adding(bucket.formats, store)
+    if not again:
+        placement.microbatches = "reduced"
+
+
+def _fit(
+    bucket: Bucket, placement: Placement, reduce: torch.dtype, microbatches: Microbatches
+) -> GradientStore | None:
+    """Set the formats of a bucket's gradients, and return the store for them, where it has one."""
+    local = reduce if microbatches == "added" else bucket.formats.local
+    bucket.formats = replace(bucket.formats, reduce=reduce, local=local)
+    store, states = bucket.gradients.store, bucket.offloaded_states
+    if store is None or states is None:
+        return store
+    return placement.offload.gradient_store(states, bucket.region, reduce, microbatches)

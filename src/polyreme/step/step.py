@@ -20,7 +20,7 @@ from polyreme.errors import BatchError, ModelError, NumericsError
 from polyreme.models.buffers import Buffers
 from polyreme.optim.sparse_rows import gradients_by_rows
 from polyreme.pipeline.weight_gradients import WeightGradients
-from polyreme.step.accumulation import make_room
+from polyreme.step.accumulation import keep_adding, make_room
 from polyreme.step.precision import DTYPES, clip_factor, master_dtype
 from polyreme.step.progress import State, TrainingProgress
 from polyreme.step.totals import Flags, StepSums, power_of_two
@@ -91,6 +91,7 @@ class Step:
         self.boundary: bool | None = None
         """Whether the coming backward is the last of its step, where the caller says so; None: the config's
         count of micro-batches does."""
+        self._extends = False  # a backward after that one is added
         self.rewritten = 0
         """How often a script set weights (`ParameterNumbers`)."""
         self.heard_unsaved = False
@@ -136,23 +137,31 @@ class Step:
             bucket.gradients.clear()
         self._reducer.restart()
         if self.boundary is not None:
-            self.set_boundary(self.boundary)
+            self.set_boundary(self.boundary, self._extends)
 
-    def set_boundary(self, is_last: bool) -> None:
+    def set_boundary(self, is_last: bool, extend: bool = False) -> None:
         """See `Engine.set_boundary`."""
         if self._sums.mesh.pp.size > 1:
             raise BatchError(
                 "set_boundary on stages of a pipeline, whose schedule has batch.size: leave it out"
             )
-        one = self._placement.microbatches == "one"
-        if not is_last and (self._ended or (one and self.begun)):
-            raise BatchError(_ENDED)
-        if not is_last and one:
+        self._extends = extend
+        if not is_last and (self._ended or (self._placement.microbatches == "one" and self.begun)):
+            self._extend()
+        if not is_last and self._placement.microbatches == "one":
             mesh = self._sums.mesh
             make_room(self._placement, self._reducer, self._config, mesh.dp.size, mesh.world_size)
         self.boundary = is_last
         if not self._ended:
             self._reducer.expect(is_last)
+
+    def _extend(self) -> None:
+        """Let a step that has had its last backward have another one, if the caller wants that."""
+        if not self._extends:
+            raise BatchError(_ENDED)
+        keep_adding(self._placement, self._config)
+        self._ended = self.reduced = False
+        self._reducer.expect(bool(self.boundary))
 
     def count_microbatches(self) -> None:
         """Let the config's count of micro-batches say again where a step ends. Between steps."""
@@ -235,7 +244,7 @@ class Step:
                 "call engine.zero_grad(), and begin the step again"
             )
         if self._ended:
-            raise BatchError(_ENDED)
+            self._extend()
         self._ended = last and bool(self.boundary)
         if self.boundary is None and self.microbatches == self._config.accumulation:
             raise BatchError(

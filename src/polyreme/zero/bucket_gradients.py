@@ -161,6 +161,20 @@ class BucketGradients:
         self._transient = self._transient or microbatches in ("reduced", "left")
         self._local = self.grad = None
 
+    def keep_adding(self, formats: Formats, store: GradientStore | None) -> None:
+        """Have the reduced gradients here, in memory of their own, and further ones of the step added to
+        them, in these formats, with this store; where they are added up in the store, leave them there."""
+        if self.adds_there:
+            return
+        if self._gone or self._reduces_in_place or self._formats.reduce != formats.reduce:
+            kept = self._axis.empty(self._size, formats.reduce, self._device)
+            self.grad = kept.copy_(self.numbers())
+        if self._gone and self.store is not None:
+            self.store.clear()
+        self._gone, self._squares, self._local = False, None, None
+        self._microbatches, self._formats, self.store = "reduced", formats, store
+        self._transient = self._reduced = True
+
     def reduce(self) -> None:
         """Begin to sum the gradients over the axis into this rank's part of `grad`. Parameters without a
         gradient count as zero."""

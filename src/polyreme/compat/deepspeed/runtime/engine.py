@@ -100,7 +100,7 @@ class DeepSpeedEngine(nn.Module):
                 "evaluated begins to train: make a new Trainer, or call deepspeed.initialize again"
             )
         if self.optimizer is not None and torch.is_grad_enabled():
-            self.polyreme.set_boundary(self._is_last())
+            self.polyreme.set_boundary(self._is_last(), extend=True)
             self.telemetry.begin_forward()
         with self.telemetry.timed(FORWARD):
             return self.polyreme(*args, **kwargs)
@@ -119,7 +119,7 @@ class DeepSpeedEngine(nn.Module):
             )
         if scale_wrt_gas:
             loss = loss / self.gradient_accumulation_steps()
-        self.polyreme.set_boundary(self._is_last())
+        self.polyreme.set_boundary(self._is_last(), extend=True)
         with self.telemetry.timed(BACKWARD):
             self.polyreme.backward(loss)
         return loss
