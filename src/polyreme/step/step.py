@@ -392,7 +392,7 @@ class Step:
         if totals.written:
             self.written.take_in()
         if not skipped:
-            unused = self._unused() if totals.missing and self._buckets else {}
+            unused = _unused(self._buckets, self._sums) if totals.missing and self._buckets else {}
             factor = self.to_mean * clip_factor(norm, self.clip)
             self._updates.step(factor, self.progress.options.groups, unused, self.state.step)
         if totals.weight:
@@ -451,21 +451,14 @@ class Step:
         if self._reducer.is_last:
             self._updates.read_states()
 
-    def _unused(self) -> dict[Bucket, set[int]]:
-        """The parameters that got a gradient on no rank in this step, by bucket."""
-        arrived = iter(
-            self._sums.over_dp(
-                [
-                    float(i in b.gradients.ever_arrived)
-                    for b in self._buckets
-                    for i in range(len(b.parameters))
-                ]
-            )
-        )
-        return {
-            b: {i for i, count in enumerate([next(arrived) for _ in b.parameters]) if not count}
-            for b in self._buckets
-        }
+
+def _unused(buckets: Sequence[Bucket], sums: StepSums) -> dict[Bucket, set[int]]:
+    """The parameters that got a gradient on no rank in this step, by bucket."""
+    here = [float(i in b.gradients.ever_arrived) for b in buckets for i in range(len(b.parameters))]
+    arrived = iter(sums.over_dp(here))
+    return {
+        b: {i for i, count in enumerate([next(arrived) for _ in b.parameters]) if not count} for b in buckets
+    }
 
 
 @contextmanager
