@@ -12,6 +12,7 @@ import pytest
 from polyreme.errors import LaunchError
 from polyreme.launch import frames, hostfile, mpirun, several
 from polyreme.launch.frames import ERRORS, OUTPUT, Frame
+from polyreme.launch.streams import Printer
 
 HOSTS = {"a": 2, "b": 1}
 
@@ -55,15 +56,18 @@ def test_the_variables_that_go_along() -> None:
 
 
 def test_whose_output_is_printed_how(capsysbinary: pytest.CaptureFixture[bytes]) -> None:
-    printer = several._Printer()
-    printer.names.update({0: "a", 1: "b"})
+    printer = Printer()
+    printer.begin("a", "ssh", 0, 1)
+    printer.begin("b", "ssh", 1, 2)
     for kind, rank, data in [
         (OUTPUT, 0, b"\r 10%"), (OUTPUT, 1, b"one\r\ntw"), (ERRORS, 1, b"bad"), (OUTPUT, 1, b"o\n\nlast"),
+        (OUTPUT, 1, b""), (OUTPUT, 2, b"lost"),
     ]:  # fmt: skip
         printer.take(Frame(kind, rank, data))
     printer.flush()
     out, errors = capsysbinary.readouterr()
-    assert out == b"\r 10%[b 1] one\n[b 1] two\n[b 1] \n[b 1] last\n" and errors == b"[b 1] bad\n"
+    assert out == b"\r 10%[b 1] one\n[b 1] two\n[b 1] \n[b 1] last\n[b 2] lost\n"
+    assert errors == b"a: rank 0 (ssh)\nb: ranks 1 to 2 (ssh)\n[b 1] bad\n"
 
 
 def test_a_hostfile_that_cannot_be_read(tmp_path: Path) -> None:

@@ -30,6 +30,7 @@ for _ in range(3):
     x, y = torch.randn(8, 8, generator=numbers), torch.randint(4, (8,), generator=numbers)
     engine.train_step((x.chunk(dp.size)[dp.rank], y.chunk(dp.size)[dp.rank]))
 weights = b"".join(each.numpy().tobytes() for each in engine.state_dict().values())
+print("trained rank", dp.rank)
 if dp.rank == 0:
     open(sys.argv[1], "wb").write(weights + " ".join([str(dp.size), *sys.argv[2:]]).encode())
 """
@@ -77,6 +78,9 @@ def test_a_script_in_two_pods_has_the_weights_of_one_host(nodes: list[Host], fol
     )
     assert outcome.complete, outcome.said
     assert sorted((pod.index, pod.status) for pod in outcome.pods) == [(0, 0), (1, 0)], outcome.said
+    first, second = (each.output.read_text() for each in sorted(outcome.pods, key=lambda pod: pod.index))
+    assert first == "polyreme-script-0: rank 0 (Indexed Job)\ntrained rank 0\n"
+    assert second == "polyreme-script-1: rank 1 (Indexed Job)\n[polyreme-script-1 1] trained rank 1\n"
     status, _, errors = polyreme(folder, "launch", "-n", "2", "script.py", "alone", "$(HOME) '$$")
     assert status == 0, errors
     weights = (folder / "volume" / "weights").read_bytes()

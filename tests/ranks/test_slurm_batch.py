@@ -52,6 +52,9 @@ def test_a_script_on_two_nodes_has_the_weights_of_one_host(slurm: Cluster, tmp_p
     job = submitted(slurm, tmp_path, "launch", "script.py", "weights", "$(HOME) '$$")
     printed = tmp_path / f"polyreme-script-{job}.out"
     assert ended(slurm, job)["JobState"] == "COMPLETED", printed.read_text()
+    assert sorted(printed.read_text().splitlines()) == [
+        "[n2 1] trained rank 1", "n1: rank 0 (srun)", "n2: rank 1 (srun)", "trained rank 0",
+    ]  # fmt: skip
     status, _, errors = polyreme(tmp_path, "launch", "-n", "2", "script.py", "alone", "$(HOME) '$$")
     assert status == 0, errors
     assert (tmp_path / "weights").read_bytes() == (tmp_path / "alone").read_bytes()

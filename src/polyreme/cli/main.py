@@ -239,11 +239,12 @@ class _Again:
         with importing():
             from polyreme.job import resume
             from polyreme.launch.signals import WISHES
-            from polyreme.launch.torchrun import RanksFailedError
+            from polyreme.launch.torchrun import RanksFailedError, manner_here
             from polyreme.launch.torchrun import launch as start
 
+        command = ["-m", "polyreme", *self.arguments(self.config)]
         try:
-            start(["-m", "polyreme", *self.arguments(self.config)], ranks, saves=True, hosts=others)
+            start(command, ranks, saves=True, manner=manner_here(), hosts=others)
         except RanksFailedError as error:
             if self.stopped_status and error.exit_status in {128 + number for number in WISHES}:
                 _report(str(error))
@@ -341,11 +342,11 @@ def launch(
         clusters.start(cluster, ["launch", "-n", str(ranks), *more, *command], ranks, script)
         return
     with importing():
-        from polyreme.launch.torchrun import Manner
         from polyreme.launch.torchrun import launch as start
+        from polyreme.launch.torchrun import manner_here
 
     others = _hosts()
-    start(command, ranks, threads=threads, manner=Manner(door), hosts=others)
+    start(command, ranks, threads=threads, manner=manner_here(door), hosts=others)
 
 
 @app.command(

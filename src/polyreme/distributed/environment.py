@@ -28,6 +28,8 @@ the ranks in each (1 where it is not set)."""
 PORT = 29500
 """Where ranks meet if nothing tells: torchrun's."""
 LOOPBACK = "127.0.0.1"
+NONE = "single process"
+"""The name of the environment of a process that no launcher started."""
 _APART = "for trainings that are meant to be apart, set RANK=0 and WORLD_SIZE=1 in each"
 
 
@@ -77,7 +79,7 @@ def detect(variables: Mapping[str, str] = os.environ) -> Environment:
             _refuse_others(found, variables)
             return found
         first = first or found
-    return first or Environment("single process", 0, 1, 0, 1)
+    return first or Environment(NONE, 0, 1, 0, 1)
 
 
 def refuse_several(command: str, variables: Mapping[str, str] = os.environ) -> None:

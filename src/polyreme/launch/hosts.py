@@ -19,7 +19,15 @@ from torch.distributed import TCPStore
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo
 from torch.distributed.elastic.rendezvous.api import RendezvousStoreInfo
 
-from polyreme.distributed.environment import LOOPBACK, PODS, RANKS_PER_POD, TORCHRUN, Environment, detect
+from polyreme.distributed.environment import (
+    LOOPBACK,
+    NONE,
+    PODS,
+    RANKS_PER_POD,
+    TORCHRUN,
+    Environment,
+    detect,
+)
 from polyreme.distributed.meeting import EVERYWHERE, listen
 from polyreme.errors import LaunchError, TransportError
 
@@ -49,7 +57,7 @@ def hosts(variables: Mapping[str, str] = os.environ) -> Hosts | None:
 
     Raises LaunchError where it is one of several on this host, or of a launcher that does not say where they
     meet, and what `detect` raises."""
-    environment = detect({name: value for name, value in variables.items() if name != RANKS_PER_POD})
+    environment = _of_launcher(variables)
     if environment.world_size == 1 or environment.name == TORCHRUN:
         return None
     if environment.local_world_size > 1 or environment.address is None:
@@ -65,6 +73,18 @@ def hosts(variables: Mapping[str, str] = os.environ) -> Hosts | None:
             f"{LEAST_PODS} is {least!r}, but must be a number from 1 to {environment.world_size} ({PODS})"
         )
     return Hosts(environment.rank, int(least), environment.world_size, environment.address)
+
+
+def started_by(variables: Mapping[str, str] = os.environ) -> str | None:
+    """What started this launcher on this host alone or on several (srun, Indexed Job, mpirun); None of a
+    shell. Raises what `detect` raises."""
+    name = _of_launcher(variables).name
+    return None if name in (NONE, TORCHRUN) else name.partition(" (")[0]
+
+
+def _of_launcher(variables: Mapping[str, str]) -> Environment:
+    """The environment of a process that starts the ranks of its pod itself."""
+    return detect({name: value for name, value in variables.items() if name != RANKS_PER_POD})
 
 
 class _Handler(RendezvousHandler):

@@ -11,13 +11,11 @@ import contextlib
 import json
 import os
 import platform
-import selectors
 import signal
 import socket
-import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -197,16 +195,15 @@ def _run(wish: Mapping[str, Any], tell: Tell) -> None:
         else None
     )
     variables = {**_devices(wish["slots"]), **_interfaces(hosts), **given.pop("variables")}
-    with _streams(wish["first"], ranks, tell) as streams:
-        launch(
-            wish["command"],
-            ranks,
-            threads=wish["threads"],
-            saves=wish["saves"],
-            manner=Manner(variables=variables, streams=streams, **given),
-            hosts=hosts,
-            failing=lambda by_itself: tell(frames.told(failing=by_itself)),
-        )
+    launch(
+        wish["command"],
+        ranks,
+        threads=wish["threads"],
+        saves=wish["saves"],
+        manner=Manner(variables=variables, take=tell, **given),
+        hosts=hosts,
+        failing=lambda by_itself: tell(frames.told(failing=by_itself)),
+    )
 
 
 def _devices(slots: list[int]) -> dict[str, str]:
@@ -235,38 +232,6 @@ def _interfaces(hosts: Any) -> dict[str, str]:
     name = addresses().get(way or "")
     free = [variable for variable in INTERFACES if variable not in os.environ]
     return {variable: INTERFACES[variable] + name for variable in free} if name else {}
-
-
-@contextlib.contextmanager
-def _streams(first: int, ranks: int, tell: Tell) -> Iterator[str]:
-    """How the names of pipes begin to which ranks write what they print; what comes is told."""
-    with (
-        tempfile.TemporaryDirectory(prefix="polyreme-streams-") as folder,
-        selectors.DefaultSelector() as pipes,
-    ):
-        for rank in range(ranks):
-            for kind, name in (frames.OUTPUT, "out"), (frames.ERRORS, "err"):
-                path = Path(folder, f"rank{rank}.{name}")
-                os.mkfifo(path, 0o600)
-                # to write, too: a pipe that nobody writes to would be at its end
-                pipes.register(os.open(path, os.O_RDWR | os.O_NONBLOCK), selectors.EVENT_READ, (kind, rank))
-        over = threading.Event()
-
-        def hand_on() -> None:
-            while (ready := pipes.select(0.1)) or not over.is_set():
-                for key, _ in ready:
-                    kind, rank = key.data
-                    tell(Frame(kind, first + rank, os.read(key.fd, 65536)))
-
-        relay = threading.Thread(target=hand_on, daemon=True)
-        relay.start()
-        try:
-            yield str(Path(folder, "rank"))
-        finally:
-            over.set()
-            relay.join(GIVING_UP / 2)  # what a process that ranks left behind goes on to print has no end
-            for key in pipes.get_map().values():
-                os.close(key.fd)
 
 
 if __name__ == "__main__":

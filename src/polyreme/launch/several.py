@@ -30,10 +30,11 @@ from typing import Any, Protocol
 from polyreme.distributed.environment import LAUNCHED, PODS, RANKS_PER_POD, SERVICE
 from polyreme.errors import LaunchError
 from polyreme.launch import frames
-from polyreme.launch.frames import OUTPUT, TOLD, Frame
+from polyreme.launch.frames import TOLD, Frame
 from polyreme.launch.hostfile import Active, is_this_machine
 from polyreme.launch.on_host import ALIVE
 from polyreme.launch.signals import ENDINGS, WISHES, hearing
+from polyreme.launch.streams import Printer
 from polyreme.launch.torchrun import ONE_SIGNAL, PLAIN, SAVING, Manner, RanksFailedError
 from polyreme.version import VERSION
 
@@ -246,7 +247,7 @@ class _Started:
         self.hosts: list[_Host] = []
         self.events = _Events(1000)
         self._said = time.monotonic()
-        self._printer = _Printer()
+        self._printer = Printer()
         self._stop: int | None = None  # the signal that ended it
         self._wish_at = self._deadline = float("inf")
 
@@ -336,7 +337,7 @@ class _Started:
         """Start the ranks of every host, which meet at `address`; says what is started."""
         first = 0
         manner = dataclasses.asdict(self.what.manner)
-        manner.pop("streams")
+        manner.pop("take"), manner.pop("begun")
         common = {
             "command": list(self.what.command),
             "threads": self.what.threads,
@@ -347,11 +348,8 @@ class _Started:
             "address": address,
         }
         for host in self.hosts:
-            last = first + len(host.slots) - 1
-            ranks = f"rank {first}" if last == first else f"ranks {first} to {last}"
-            print(f"{host.name}: {ranks} ({host.way})", file=sys.stderr, flush=True)
-            self._printer.names.update(dict.fromkeys(range(first, last + 1), host.name))
-            host.ask(do="begin", index=host.index, slots=list(host.slots), first=first, **common)
+            self._printer.begin(host.name, host.way, first, len(host.slots))
+            host.ask(do="begin", index=host.index, slots=list(host.slots), **common)
             first += len(host.slots)
         if address is not None:
             print(f"{first} ranks meet at {address[0]} port {address[1]}", file=sys.stderr, flush=True)
@@ -450,40 +448,3 @@ class _Started:
 def _stopped(number: int) -> RanksFailedError:
     name = signal.Signals(number).name
     return RanksFailedError(f"stopped by {name}; every host was told to end", exit_status=128 + number)
-
-
-class _Printer:
-    """Prints what ranks print: rank 0's bytes as they are, others' lines after their host and rank."""
-
-    def __init__(self) -> None:
-        self.names: dict[int, str] = {}
-        self._begun: dict[tuple[int, int], bytes] = {}
-
-    def take(self, frame: Frame) -> None:
-        if frame.rank == 0:
-            self._write(frame.kind, frame.data)
-            return
-        key = (frame.kind, frame.rank)
-        text = self._begun.get(key, b"") + frame.data.replace(b"\r\n", b"\n").replace(b"\r", b"\n")
-        whole, newline, self._begun[key] = text.rpartition(b"\n")
-        if newline:
-            self._write(frame.kind, b"".join(self._line(frame.rank, line) for line in whole.split(b"\n")))
-
-    def flush(self) -> None:
-        """Print the lines that were begun."""
-        for (kind, rank), begun in self._begun.items():
-            if begun:
-                self._write(kind, self._line(rank, begun))
-        self._begun.clear()
-
-    def _line(self, rank: int, line: bytes) -> bytes:
-        return f"[{self.names[rank]} {rank}] ".encode() + line + b"\n"
-
-    def _write(self, kind: int, data: bytes) -> None:
-        stream = sys.stdout if kind == OUTPUT else sys.stderr
-        if buffer := getattr(stream, "buffer", None):
-            buffer.write(data)
-            buffer.flush()
-        else:  # a notebook's
-            stream.write(data.decode(errors="replace"))
-            stream.flush()

@@ -14,6 +14,7 @@ import math
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -21,6 +22,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -33,9 +35,11 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from polyreme.distributed.environment import LAUNCHED
 from polyreme.errors import ConfigError, LaunchError
 from polyreme.launch.cores import PIN
-from polyreme.launch.hosts import LOOPBACK, Hosts, Loopback, Meeting
+from polyreme.launch.frames import Frame
+from polyreme.launch.hosts import LOOPBACK, Hosts, Loopback, Meeting, started_by
 from polyreme.launch.processes import signal_group
 from polyreme.launch.signals import ENDINGS, WISHES
+from polyreme.launch.streams import Printer, Take, relayed
 
 PATIENCE = 8  # seconds that ranks get to end by themselves before SIGKILL
 SAVING = 15 * 60  # and those that were asked to save before
@@ -54,18 +58,33 @@ class Manner:
 
     `variables` take the place of the user's. `ports`: where ranks meet is the first of them that is free; 0
     is any. `local_rank`: the script's first argument is --local_rank=N. `program`: the command is a program,
-    and no Python script. `log`: rank N writes what it would print to the file LOG + N + ".log"; `streams`: to
-    STREAMS + N + ".out", and its errors to ".err"."""
+    and no Python script. `log`: rank N writes what it would print to the file LOG + N + ".log". `take` gets
+    what ranks print, in another thread. `begun` is told of the ranks that start here: the first one's number
+    among all, and how many."""
 
     variables: Mapping[str, str] = field(default_factory=dict)
     ports: Sequence[int] = (0,)
     local_rank: bool = False
     program: bool = False
     log: str | None = None
-    streams: str | None = None
+    take: Take | None = None
+    begun: Callable[[int, int], None] | None = None
 
 
 PLAIN = Manner()
+
+
+def manner_here(variables: Mapping[str, str] | None = None) -> Manner:
+    """The manner of a launcher that people start, or else Slurm, Kubernetes or MPI, on this host alone or on
+    several: what its ranks print is then printed as `several` does.
+
+    Raises LaunchError for variables of such a launcher that are incomplete or contradict each other."""
+    way = started_by()
+    if way is None:
+        return Manner(variables or {})
+    printer = Printer()
+    begun = partial(printer.begin, socket.gethostname(), way)
+    return Manner(variables or {}, take=printer.take, begun=begun)
 
 
 class RanksFailedError(LaunchError):
@@ -113,19 +132,23 @@ def launch(
     _check(command, ranks, manner)
     variables = {**_for_ranks(ranks, threads, hosts), **manner.variables}
     meeting = Loopback(manner.ports) if hosts is None else Meeting(hosts)
-    with _folder() as folder, _variables(variables), _restored_signals(), _quiet_agent():
+    with contextlib.ExitStack() as held:
+        streams = held.enter_context(relayed(ranks, lambda frame: agent.take(frame))) if manner.take else None
+        folder = held.enter_context(_folder())
+        for each in _variables(variables), _restored_signals(), _quiet_agent():
+            held.enter_context(each)
         spec = WorkerSpec(
             role="rank",
             local_world_size=ranks,
             rdzv_handler=meeting,
             entrypoint=sys.executable,
-            args=("-m", "polyreme.launch.rank", str(os.getpid()), *_rank_arguments(command, manner)),
+            args=("-m", "polyreme.launch.rank", str(os.getpid()), *_rank_arguments(command, manner, streams)),
             max_restarts=0,
             monitor_interval=POLL,
             local_addr=LOOPBACK,
         )
         agent = _Agent(meeting, spec, DefaultLogsSpecs(log_dir=folder), shutdown_timeout=PATIENCE)
-        agent.saves, agent.failing = saves, failing
+        agent.saves, agent.failing, agent.manner = saves, failing, manner
         try:
             _end_by_signals(saves)
             result = agent.run()
@@ -140,7 +163,7 @@ def launch(
             raise _report(result.failures, agent.ended_first, agent.world_size)
 
 
-def _rank_arguments(command: Sequence[str], manner: Manner) -> list[str]:
+def _rank_arguments(command: Sequence[str], manner: Manner, streams: str | None = None) -> list[str]:
     """What `polyreme.launch.rank` gets, in which the agent turns "$$" into "$", and fills in the rank."""
     target, *own = (argument.replace("$", "$$") for argument in command)
     arguments = [target]
@@ -150,8 +173,8 @@ def _rank_arguments(command: Sequence[str], manner: Manner) -> list[str]:
         arguments.insert(0, "--program")
     if manner.log is not None:
         arguments[:0] = ["--log", manner.log.replace("$", "$$") + "${local_rank}.log"]
-    elif manner.streams is not None:
-        arguments[:0] = ["--streams", manner.streams.replace("$", "$$") + "${local_rank}"]
+    elif streams is not None:
+        arguments[:0] = ["--streams", streams.replace("$", "$$") + "${local_rank}"]
     return [*arguments, *(["--local_rank=${local_rank}"] if manner.local_rank else []), *own]
 
 
@@ -279,6 +302,7 @@ class _Agent(LocalElasticAgent):
 
     ended_first: tuple[int, ...] = ()  # ranks that had ended badly when the first failure was seen
     failing: Callable[[bool], None] | None = None  # who is told of the first failure
+    manner = PLAIN
     saves = False  # whether ranks save and end by themselves when they are asked to
     wish: signal.Signals | None = None  # how they were
     late = False  # whether they were killed because they did not
@@ -290,6 +314,9 @@ class _Agent(LocalElasticAgent):
         self._meeting = meeting
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        self._first = worker_group.workers[0].global_rank
+        if self.manner.begun is not None:
+            self.manner.begun(self._first, len(worker_group.workers))
         # ranks would show tracebacks of what they import at first
         held = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
@@ -300,6 +327,11 @@ class _Agent(LocalElasticAgent):
             for number in WISHES:
                 signal.signal(number, self._ask)
         return started
+
+    def take(self, frame: Frame) -> None:
+        """Hand on what a rank of this host printed, as that of its number among all."""
+        assert self.manner.take is not None
+        self.manner.take(frame._replace(rank=self._first + frame.rank))
 
     def _ask(self, number: int, frame: FrameType | None) -> None:
         """Forward a wish; end at once where it comes again."""
