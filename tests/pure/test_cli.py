@@ -488,6 +488,7 @@ def test_launch_hands_a_script_to_a_cluster(tmp_path: Path, launched: list[objec
         (["--mpi", "--include", "a"], "it applies with --hostfile only"),
         (["--hostfile", "/none/hosts"], "/none/hosts cannot be read: No such file"),
         (["--mpi", "--port", "7"], "applies with --hostfile or --ray only"),
+        (["--hostfile", "h", "--elastic", "1:2"], "start it again with other --nodes"),
         (["--kubernetes"], "--kubernetes needs one"),
         (["--kubernetes", "--image", "a", "--elastic", "2"], "no pair of bounds"),
         (["--kubernetes", "--image", "a", "--elastic", "1:2", "--pods", "2"], "leave --nodes out"),

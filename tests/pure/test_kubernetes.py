@@ -50,6 +50,7 @@ FORMS = {
     "job-elastic": dataclasses.replace(TRAIN, elastic=(2, 6)),
     "jobset": dataclasses.replace(TRAIN, kind="jobset"),
     "trainjob": dataclasses.replace(TRAIN, kind="trainjob", restarts=None),
+    "trainjob-restarts": dataclasses.replace(TRAIN, kind="trainjob"),
 }
 
 
@@ -74,22 +75,34 @@ def test_kubernetes_takes_them(name: str) -> None:
         check_job(job["spec"])
 
 
-@pytest.mark.parametrize("name", ["jobset", "trainjob"])
+@pytest.mark.parametrize("name", ["jobset", "trainjob", "trainjob-restarts"])
 def test_kubeflow_takes_them(name: str) -> None:
     models = pytest.importorskip("kubeflow_trainer_api.models")
-    model = {"jobset": models.JobsetV1alpha2JobSet, "trainjob": models.TrainerV1alpha1TrainJob}[name]
-    document = manifests(FORMS[name])[-1]
-    assert model.from_dict(document).to_dict() == document
+    known = {
+        "JobSet": models.JobsetV1alpha2JobSet,
+        "TrainJob": models.TrainerV1alpha1TrainJob,
+        "TrainingRuntime": models.TrainerV1alpha1TrainingRuntime,
+    }
+    documents = [each for each in manifests(FORMS[name]) if each["kind"] != "ConfigMap"]
+    for each in documents:
+        assert known[each["kind"]].from_dict(each).to_dict() == each
+    if name == "trainjob-restarts":
+        runtime, job = documents
+        named = {"apiGroup": "trainer.kubeflow.org", "kind": runtime["kind"], "name": "llama"}
+        assert job["spec"]["runtimeRef"] == named and "runtimePatches" not in job["spec"]
+        assert runtime["spec"]["template"]["spec"]["failurePolicy"]["maxRestarts"] == TRAIN.restarts
 
 
 def jobs(documents: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Of each Job, also those in a JobSet: metadata and spec."""
-    last = documents[-1]
-    if last["kind"] == "Job":
-        return [{"metadata": last["metadata"], "spec": last["spec"]}]
-    if last["kind"] == "JobSet":
-        return [{"metadata": {"name": "x"}, **each["template"]} for each in last["spec"]["replicatedJobs"]]
-    return []
+    found = []
+    for each in documents:
+        if each["kind"] == "Job":
+            found.append({"metadata": each["metadata"], "spec": each["spec"]})
+        if each["kind"] in ("JobSet", "TrainingRuntime"):
+            spec = each["spec"] if each["kind"] == "JobSet" else each["spec"]["template"]["spec"]
+            found += [{"metadata": {"name": "x"}, **job["template"]} for job in spec["replicatedJobs"]]
+    return found
 
 
 def check_job(spec: dict[str, Any]) -> None:
@@ -123,7 +136,7 @@ def expanded(word: str, variables: dict[str, str]) -> str:
 @given(
     st.lists(
         st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"))
-        | st.sampled_from(["$(A)", "$$(A)", "$", "$$"])
+        | st.sampled_from(["$(A)", "$$(A)", "$", "$$", "\x85", "é\u2028"])
     )
 )
 def test_arguments_reach_the_program_as_they_are(words: list[str]) -> None:
@@ -193,9 +206,8 @@ def test_what_is_refused(field: str) -> None:
         ({"env": ["RANK=1"]}, "told by the Job"),
         ({"env": ["PET_NNODES=1"]}, "told by the Job"),
         ({"memory": "1Gi", "shm": "2Gi"}, "counts as memory"),
-        ({"kind": "trainjob"}, "restarts as its runtime says"),
         ({"kind": "jobset", "elastic": (1, 2)}, "stays as it is"),
-        ({"saves": False, "elastic": (1, 2)}, "does not go on by itself"),
+        ({"saves": False, "elastic": (1, 2)}, "the run saves and begins again"),
     ],
 )
 def test_what_does_not_go_together(changes: dict[str, Any], said: str) -> None:

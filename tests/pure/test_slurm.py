@@ -44,7 +44,13 @@ TRAIN = Request(
     options=["--exclusive", "--mail-type=END,FAIL"],
     saves=True,
 )
-FORMS = {"slurm-script": SCRIPT, "slurm-train": TRAIN}
+FORMS = {
+    "slurm-script": SCRIPT,
+    "slurm-train": TRAIN,
+    "slurm-elastic": Request(
+        ["polyreme", "launch", "--saves", "train.py"], "second", nodes=8, least=2, saves=True
+    ),
+}
 
 
 @pytest.mark.parametrize("name", FORMS)
@@ -129,12 +135,13 @@ def test_a_run_that_was_warned_and_saved_goes_on(
         ({"options": ["exclusive"]}, "--sbatch = 'exclusive'"),
         ({"options": ["--comment=a b"]}, "--sbatch = '--comment=a b'"),
         ({"nodes": 0}, "--nodes = 0"),
+        ({"least": 5}, "--elastic = '5:4'"),
         ({"memory": "many"}, "--memory = 'many'"),
         ({"time": "soon"}, "--time = 'soon'"),
         ({"time": "0"}, "--time = '0'"),
         ({"time": "5"}, "of 300 s (--time)"),
         ({"warning": 70000}, "up to 65535"),
-        ({"warning": 60, "saves": False}, "does not save by itself"),
+        ({"warning": 60, "saves": False}, "would be ended so much earlier"),
         ({"restarts": 3, "saves": False}, "each time that a node failed"),
     ],
 )

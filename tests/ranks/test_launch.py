@@ -404,6 +404,36 @@ def test_a_signal_reaches_the_ranks_and_ends_the_run(
     assert script.facts() == {0: number, 1: number}
 
 
+STOPS = """
+def note(number, frame):
+    time.sleep(0.3 * rank)  # which is no reason to end the slower one
+    tell(number)
+    sys.exit(75)
+if "handled" in sys.argv:
+    signal.signal(signal.SIGUSR1, note)
+tell(0, "ready")
+wait()
+"""
+
+
+@pytest.mark.parametrize(
+    ("words", "status", "said"),
+    [
+        (["--saves", "handled"], 75, "ranks have stopped by SIGUSR1, and are to go on (status 75)"),
+        (["--saves", "not"], 138, "they have not saved: let SCRIPT call engine.ask_to_stop"),
+        (["--threads=1", "not"], 138, "stopped by SIGUSR1; every rank has ended; with --saves a script is"),
+    ],
+)
+def test_a_script_is_asked_to_save(script: Script, words: list[str], status: int, said: str) -> None:
+    path = script.write(STOPS)
+    process = command(script.folder, "launch", "-n", "2", words[0], path, words[1])
+    until(lambda: len(script.facts("ready")) == 2, "both ranks run")
+    process.send_signal(signal.SIGUSR1)
+    _, errors = process.communicate(timeout=END_WITHIN)
+    assert process.returncode == status and errors.startswith("error: ") and said in errors
+    assert script.facts() == (dict.fromkeys((0, 1), signal.SIGUSR1) if status == 75 else {})
+
+
 SAVES = """
 from polyreme.errors import PolyremeError
 from polyreme.launch import torchrun

@@ -27,8 +27,13 @@ ALSO = {
     "env": ("--hostfile", "--mpi", "--ray"),
     "include": ("--mpi",),
     "exclude": ("--mpi",),
+    "elastic": ("--slurm",),
 }
 """What options apply with beside that which their panel names."""
+WHY = {
+    "elastic": ": over ssh, MPI and Ray a run begins on all hosts that it was given; start it again with "
+    "other --nodes, and it goes on there"
+}
 
 
 def _option(panel: str, *names: str, **more: Any) -> Any:
@@ -91,7 +96,7 @@ class Options:
             SLURM,
             "--warning",
             metavar="SECONDS",
-            help="train only: save so long before the time is up; 300 by default.",
+            help="Have the run save so long before the time is up; 300 by default.",
         ),
     ] = None
     sbatch: Annotated[
@@ -127,7 +132,7 @@ class Options:
     elastic: Annotated[
         str | None,
         _option(
-            KUBERNETES, "--elastic", metavar="MIN:MAX", help="train only: run on as many pods as there are."
+            KUBERNETES, "--elastic", metavar="MIN:MAX", help="Run on as many pods, or nodes, as there are."
         ),
     ] = None
     output: Annotated[
@@ -189,7 +194,7 @@ class Options:
             needed = (*needed, *ALSO.get(each.name, ()))
             if not any(ways[way] for way in needed):
                 raise typer.BadParameter(
-                    f"it applies with {' or '.join(needed)} only",
+                    f"it applies with {' or '.join(needed)} only{WHY.get(each.name, '')}",
                     param_hint=f"--{each.name.replace('_', '-')}",
                 )
         return bool(chosen)
@@ -210,7 +215,7 @@ class Options:
                 f"{self.elastic!r} is no pair of bounds: write MIN:MAX, as in 2:8", param_hint="--elastic"
             )
         if self.nodes is not None:
-            raise typer.BadParameter("it gives the number of pods: leave --nodes out", param_hint="--elastic")
+            raise typer.BadParameter("it says how many there are: leave --nodes out", param_hint="--elastic")
         return int(found[1]), int(found[2])
 
     @property
@@ -241,17 +246,23 @@ def with_options(function: Callable[..., None]) -> Callable[..., None]:
 
 
 def start(
-    options: Options, words: Sequence[str], ranks: int, source: str, *, config: Path | None = None
+    options: Options,
+    words: Sequence[str],
+    ranks: int,
+    source: str,
+    *,
+    saves: bool = False,
+    config: Path | None = None,
 ) -> None:
     """Hand `polyreme WORDS`, which runs `ranks` ranks, to the cluster, and say what was handed over.
 
-    `source` gives the job its name. `config`: the one that `words` name, of a run that saves when it is asked
-    to; pods get its text."""
+    `source` gives the job its name. `saves`: the run saves when it is asked to. `config`: the one that
+    `words` name; pods get its text."""
     name = options.name or re.sub(r"[^a-z0-9]+", "-", f"polyreme-{Path(source).stem}".lower()).strip("-")
     if options.slurm:
-        _submit(options, [sys.executable, "-m", "polyreme", *words], ranks, name, config is not None)
+        _submit(options, [sys.executable, "-m", "polyreme", *words], ranks, name, saves)
     else:
-        _write(options, ["polyreme", *words], ranks, name, config)
+        _write(options, ["polyreme", *words], ranks, name, saves, config)
 
 
 def _submit(options: Options, command: Sequence[str], ranks: int, name: str, saves: bool) -> None:
@@ -274,6 +285,7 @@ def _submit(options: Options, command: Sequence[str], ranks: int, name: str, sav
         name,
         ranks,
         options.hosts,
+        least=options.bounds and options.bounds[0],
         options=options.sbatch or (),
         saves=saves,
         **{each: getattr(options, each) for each in names},
@@ -287,7 +299,9 @@ def _submit(options: Options, command: Sequence[str], ranks: int, name: str, sav
     typer.echo(f"it prints to {name}-{number}.out")
 
 
-def _write(options: Options, command: Sequence[str], ranks: int, name: str, config: Path | None) -> None:
+def _write(
+    options: Options, command: Sequence[str], ranks: int, name: str, saves: bool, config: Path | None
+) -> None:
     from polyreme.launch import kubernetes
     from polyreme.launch.torchrun import PATIENCE, SAVING
 
@@ -307,8 +321,8 @@ def _write(options: Options, command: Sequence[str], ranks: int, name: str, conf
         volumes=options.volume or (),
         env=options.env or (),
         elastic=options.bounds,
-        saves=config is not None,
-        grace=kubernetes.ENDING if config is None else SAVING + 2 * PATIENCE,
+        saves=saves,
+        grace=SAVING + 2 * PATIENCE if saves else kubernetes.ENDING,
         files={} if config is None else {pod_file(config).name: config.read_text("utf-8")},
         **{each: getattr(options, each) for each in names},
     )

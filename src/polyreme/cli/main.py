@@ -13,9 +13,10 @@ import json
 import os
 import re
 import shutil
+import signal
 import sys
 import traceback
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -274,7 +275,7 @@ class _Again:
         config.resolve(ranks * cluster.hosts)
         there = clusters.pod_file(self.config) if cluster.kubernetes else self.config
         arguments = self.arguments(there, "-n", str(ranks), "--stopped-status", str(STOPPED))
-        clusters.start(cluster, arguments, ranks, str(self.config), config=self.config)
+        clusters.start(cluster, arguments, ranks, str(self.config), saves=True, config=self.config)
 
     def elsewhere(self, cluster: clusters.Options, config: Config, asked: int | None) -> None:
         """Run it on the hosts of a hostfile, or by mpirun."""
@@ -314,6 +315,12 @@ def launch(
     with_deepspeed: Annotated[
         bool, typer.Option("--deepspeed", help="`import deepspeed` gives Polyreme, under DeepSpeed's names.")
     ] = False,
+    saves: Annotated[
+        bool,
+        typer.Option(
+            "--saves", help="SCRIPT saves at SIGTERM and SIGUSR1, and ends with status 75 to be run again."
+        ),
+    ] = False,
     *,
     cluster: clusters.Options,
 ) -> None:
@@ -331,22 +338,46 @@ def launch(
             from polyreme.cli import hosts
         files = [] if module else [script]
         active = hosts.slots(cluster, ranks)
-        hosts.start(cluster, active, command, threads=threads, variables=door, files=files)
+        with _told_to_save(saves):
+            hosts.start(cluster, active, command, threads=threads, saves=saves, variables=door, files=files)
         return
     ranks = ranks or 1
     if cluster.asked:
         more = [
             *(["--threads", str(threads)] if threads else []),
             *(["--deepspeed"] if with_deepspeed else []),
+            *(["--saves"] if saves else []),
         ]
-        clusters.start(cluster, ["launch", "-n", str(ranks), *more, *command], ranks, script)
+        clusters.start(cluster, ["launch", "-n", str(ranks), *more, *command], ranks, script, saves=saves)
         return
     with importing():
         from polyreme.launch.torchrun import launch as start
         from polyreme.launch.torchrun import manner_here
 
     others = _hosts()
-    start(command, ranks, threads=threads, manner=manner_here(door), hosts=others)
+    with _told_to_save(saves):
+        start(command, ranks, threads=threads, saves=saves, manner=manner_here(door), hosts=others)
+
+
+@contextlib.contextmanager
+def _told_to_save(saves: bool) -> Iterator[None]:
+    """Say of a script that a wish to save ended what it lacks."""
+    from polyreme.launch.signals import WISHES
+    from polyreme.launch.torchrun import RanksFailedError
+
+    try:
+        yield
+    except RanksFailedError as error:
+        if saves and error.exit_status in {128 + number for number in WISHES}:
+            more = (
+                "they have not saved: let SCRIPT call engine.ask_to_stop in a handler of SIGTERM and "
+                "SIGUSR1, and save and exit with status 75 where a step's result has `stop`"
+            )
+        elif not saves and error.exit_status == 128 + signal.SIGUSR1:
+            more = "with --saves a script is asked to save"
+        else:
+            raise
+        raise RanksFailedError(f"{error}; {more}", error.exit_status) from None
 
 
 @app.command(

@@ -45,6 +45,7 @@ OURS = (
     *(MASTER_ADDR, MASTER_PORT, PODS, LEAST_PODS, RANKS_PER_POD, "JOB_COMPLETION_INDEX"),
     *(RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE),
 )
+TRAINER = "trainer.kubeflow.org/v1alpha1"
 QUEUE = "kueue.x-k8s.io/queue-name"
 LABEL = r"[a-z0-9]([-a-z0-9]*[a-z0-9])?"
 
@@ -109,7 +110,15 @@ def manifests(request: Request) -> list[Manifest]:
 
 def text(documents: Iterable[Manifest]) -> str:
     """The manifests as YAML."""
-    return yaml.safe_dump_all(documents, sort_keys=False, explicit_start=True, width=110, allow_unicode=True)
+    listed = list(documents)
+
+    def written(as_it_is: bool) -> str:
+        return yaml.safe_dump_all(
+            listed, sort_keys=False, explicit_start=True, width=110, allow_unicode=as_it_is
+        )
+
+    # those would be read as ends of lines
+    return found if not re.search("[\x85\u2028\u2029]", found := written(True)) else written(False)
 
 
 def apply(documents: Iterable[Manifest]) -> str:
@@ -197,9 +206,6 @@ def _count_problems(request: Request) -> Iterator[Problem]:
     if request.gpus is not None and request.ranks > request.gpus:
         reason = f"each pod has {request.gpus} (--gpus), and a GPU takes one rank"
         yield Problem("-n", request.ranks, reason, f"give -n {request.gpus}, or more GPUs")
-    if request.restarts is not None and request.kind == "trainjob":
-        reason = "a TrainJob restarts as its runtime says"
-        yield Problem("--restarts", request.restarts, reason, "set it in the runtime, or take --kind jobset")
 
 
 def _elastic_problems(request: Request) -> Iterator[Problem]:
@@ -214,8 +220,9 @@ def _elastic_problems(request: Request) -> Iterator[Problem]:
         reason = f"the number of pods of a {request.kind} stays as it is"
         yield Problem("--elastic", shown, reason, "take --kind job, or give --nodes alone")
     if not request.saves:
-        reason = "a script does not go on by itself on another number of pods"
-        yield Problem("--elastic", shown, reason, "have `polyreme train` run a config, or give --nodes alone")
+        reason = "when the number of pods changes, the run saves and begins again"
+        fix = "give --saves with a script that does, or --nodes alone"
+        yield Problem("--elastic", shown, reason, fix)
 
 
 def _volume_problems(volumes: Sequence[str]) -> Iterator[Problem]:
@@ -342,6 +349,22 @@ def _job_spec(request: Request, network: Manifest) -> Manifest:
 
 def _jobset(request: Request) -> list[Manifest]:
     """A JobSet of one Job: when a pod fails, all are started again."""
+    job = {"name": "ranks", "replicas": 1, "template": {"spec": _job_of_jobset(request)}}
+    jobset = {
+        "apiVersion": "jobset.x-k8s.io/v1alpha2",
+        "kind": "JobSet",
+        "metadata": _metadata(request),
+        "spec": {
+            **_suspended(request),
+            "network": {"enableDNSHostnames": True, "publishNotReadyAddresses": True},
+            "failurePolicy": _restarts(request),
+            "replicatedJobs": [job],
+        },
+    }
+    return [jobset]
+
+
+def _job_of_jobset(request: Request) -> Manifest:
     spec = _job_spec(request, {})
     spec["backoffLimit"] = 0
     # Where it was stopped, or a node given up, the Job fails for a reason of its own, which is not counted.
@@ -351,30 +374,64 @@ def _jobset(request: Request) -> list[Manifest]:
             *_on_status(request, "FailJob", STOPPED),
         ]
     }
+    return spec
+
+
+def _restarts(request: Request) -> Manifest:
+    """What a JobSet does when its Job fails."""
     rule = {
         "name": "stopped",
         "action": "RestartJobSetAndIgnoreMaxRestarts",
         "onJobFailureReasons": ["PodFailurePolicy"],
     }
-    jobset = {
-        "apiVersion": "jobset.x-k8s.io/v1alpha2",
-        "kind": "JobSet",
-        "metadata": _metadata(request),
-        "spec": {
-            **_suspended(request),
-            "network": {"enableDNSHostnames": True, "publishNotReadyAddresses": True},
-            "failurePolicy": {
-                "maxRestarts": 3 if request.restarts is None else request.restarts,
-                "rules": [rule],
-            },
-            "replicatedJobs": [{"name": "ranks", "replicas": 1, "template": {"spec": spec}}],
-        },
-    }
-    return [jobset]
+    return {"maxRestarts": 3 if request.restarts is None else request.restarts, "rules": [rule]}
 
 
 def _trainjob(request: Request) -> list[Manifest]:
-    """A TrainJob of Kubeflow Trainer v2, over its runtime for PyTorch."""
+    """A TrainJob of Kubeflow Trainer v2, over the cluster's runtime for PyTorch, or, where restarts are asked
+    for, over a runtime of its own: a TrainJob can change no other than its runtime's pods."""
+    job = {"apiVersion": TRAINER, "kind": "TrainJob", "metadata": _metadata(request)}
+    trainer = {
+        "image": request.image,
+        "command": [_literal(word) for word in request.command],
+        "numNodes": request.pods,
+        "numProcPerNode": request.ranks,
+        "env": _env(request),
+        **_resources(request, "resourcesPerNode"),
+    }
+    if request.restarts is None:
+        spec = {"runtimeRef": {"name": "torch-distributed"}, "trainer": trainer, **_patches(request)}
+        return [{**job, "spec": {**_suspended(request), **spec}}]
+    named = {"apiGroup": TRAINER.partition("/")[0], "kind": "TrainingRuntime", "name": request.name}
+    spec = {**_suspended(request), "runtimeRef": named, "trainer": trainer}
+    return [_runtime(request), {**job, "spec": spec}]
+
+
+def _runtime(request: Request) -> Manifest:
+    """The runtime of one TrainJob, whose JobSet is as `_jobset`'s."""
+    template = {
+        "metadata": {"labels": {"trainer.kubeflow.org/trainjob-ancestor-step": "trainer"}},
+        "spec": _job_of_jobset(request),
+    }
+    return {
+        "apiVersion": TRAINER,
+        "kind": "TrainingRuntime",
+        "metadata": _metadata(request, queued=False),
+        "spec": {
+            "mlPolicy": {"numNodes": request.pods, "torch": {}},
+            "template": {
+                "spec": {
+                    "network": {"enableDNSHostnames": True, "publishNotReadyAddresses": True},
+                    "failurePolicy": _restarts(request),
+                    "replicatedJobs": [{"name": "node", "replicas": 1, "template": template}],
+                }
+            },
+        },
+    }
+
+
+def _patches(request: Request) -> Manifest:
+    """What a TrainJob adds to the pods of the cluster's runtime."""
     volumes, mounts = _volumes(request)
     pod = {
         "terminationGracePeriodSeconds": request.grace,
@@ -382,30 +439,14 @@ def _trainjob(request: Request) -> list[Manifest]:
         "containers": [{"name": CONTAINER[request.kind], "volumeMounts": mounts}],
     }
     replicated = {"name": "node", "template": {"spec": {"template": {"spec": pod}}}}
-    job = {
-        "apiVersion": "trainer.kubeflow.org/v1alpha1",
-        "kind": "TrainJob",
-        "metadata": _metadata(request),
-        "spec": {
-            **_suspended(request),
-            "runtimeRef": {"name": "torch-distributed"},
-            "trainer": {
-                "image": request.image,
-                "command": [_literal(word) for word in request.command],
-                "numNodes": request.pods,
-                "numProcPerNode": request.ranks,
-                "env": _env(request),
-                **_resources(request, "resourcesPerNode"),
-            },
-            "runtimePatches": [
-                {
-                    "manager": "polyreme/launch",
-                    "trainingRuntimeSpec": {"template": {"spec": {"replicatedJobs": [replicated]}}},
-                }
-            ],
-        },
+    return {
+        "runtimePatches": [
+            {
+                "manager": "polyreme/launch",
+                "trainingRuntimeSpec": {"template": {"spec": {"replicatedJobs": [replicated]}}},
+            }
+        ]
     }
-    return [job]
 
 
 def _literal(word: str) -> str:

@@ -19,6 +19,7 @@ from pathlib import Path
 
 from polyreme.errors import LaunchError
 from polyreme.launch.hostfile import is_this_machine
+from polyreme.launch.requests import STOPPED
 from polyreme.launch.signals import ENDINGS, WISHES, hearing
 from polyreme.launch.torchrun import ONE_SIGNAL, RanksFailedError
 
@@ -107,7 +108,8 @@ def run(library: Library, request: Request, *, saves: bool = False) -> None:
     """Start the ranks and wait for their end.
 
     Signals that end a command end them; of a run that `saves`, SIGTERM and SIGUSR1 become SIGUSR1, which
-    mpirun passes on. Raises RanksFailedError where mpirun ends with a status other than 0."""
+    mpirun passes on; ranks that then end with STOPPED are to go on. Raises RanksFailedError where mpirun ends
+    with a status other than 0."""
     words, variables = command(library, request)
     with hearing({*ENDINGS, *(WISHES if saves else ())}) as came:
         process = subprocess.Popen(
@@ -121,6 +123,8 @@ def run(library: Library, request: Request, *, saves: bool = False) -> None:
                 process.wait()
     if stopped is not None:
         raise RanksFailedError(f"stopped by {signal.Signals(stopped).name}; mpirun has ended", 128 + stopped)
+    if saves and process.returncode == STOPPED:
+        raise RanksFailedError(f"ranks have stopped, and are to go on (status {STOPPED})", STOPPED)
     if process.returncode:
         status = process.returncode if 0 < process.returncode < 128 else 1
         raise RanksFailedError(

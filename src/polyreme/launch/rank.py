@@ -1,10 +1,11 @@
 """Runs a script or module as one rank under `polyreme.launch.torchrun`.
 
-`python -m polyreme.launch.rank LAUNCHER_PID [--log FILE | --streams FILE] [-m MODULE | --program PROGRAM |
-SCRIPT] ARGUMENTS...`
+`python -m polyreme.launch.rank LAUNCHER_PID [--saves] [--log FILE | --streams FILE] [-m MODULE | --program
+PROGRAM | SCRIPT] ARGUMENTS...`
 
-With --log, what it prints goes to the file; with --streams to FILE.out, and its errors to FILE.err. A program
-takes the place of this one.
+With --saves, the status STOPPED is no failure: it leaves a word of it, and ends well. With --log, what it
+prints goes to the file; with --streams to FILE.out, and its errors to FILE.err. A program takes the place of
+this one.
 
 Invariants: the rank does not outlive its launcher. A rank that fails writes why to the file that torchrun's
 agent names, and then waits for the agent to end it: its connections stay open meanwhile, so its failure
@@ -28,7 +29,9 @@ from typing import NoReturn
 from polyreme.errors import LaunchError, PolyremeError
 from polyreme.launch.cores import pin
 from polyreme.launch.processes import die_with_parent
+from polyreme.launch.requests import STOPPED
 
+WORD_OF_STOP = ".stopped"  # how the file is called beside the one for errors
 AGENT_TIMEOUT = 20.0  # seconds to wait for the agent, which takes a tenth of one unless it is gone
 
 
@@ -37,6 +40,8 @@ def main(arguments: list[str]) -> None:
     parent, *arguments = arguments
     die_with_parent(int(parent))
     pin()
+    if saves := arguments[0] == "--saves":
+        del arguments[0]
     if arguments[0] in ("--log", "--streams"):
         option, file = arguments[:2]
         _redirect(*((file, file) if option == "--log" else (f"{file}.out", f"{file}.err")))
@@ -54,7 +59,9 @@ def main(arguments: list[str]) -> None:
     except SystemExit as end:
         if end.code == 128 + signal.SIGINT:  # whoever interrupted it waits for its end, and for no word of it
             raise
-        if end.code not in (None, 0):
+        if saves and end.code == STOPPED:
+            Path(os.environ["TORCHELASTIC_ERROR_FILE"] + WORD_OF_STOP).touch()
+        elif end.code not in (None, 0):
             _fail(end, end.code if isinstance(end.code, int) else 1)
     except Exception as error:
         # nothing of the module has run

@@ -15,8 +15,8 @@ from types import FrameType
 
 WISHES = (signal.SIGTERM, signal.SIGUSR1)
 """What `docker stop`, systemd, Kubernetes and Slurm send, and what Slurm can be told to send."""
-ENDINGS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
-"""What a launcher takes as the wish to end."""
+ENDINGS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1)
+"""What a launcher takes as the wish to end, unless its ranks save at it."""
 
 
 @contextmanager

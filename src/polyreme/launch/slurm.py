@@ -26,13 +26,15 @@ FOREVER = 1000  # times that a job goes on, if the user doesn't say: one that ne
 class Request:
     """What to run on nodes, as the options of the command say it.
 
-    `command` is the program of each node. `saves`: a run that was stopped ends with STOPPED, and goes on from
-    its checkpoint. `options` are more of sbatch's own."""
+    `command` is the program of each node. `least` is the fewest nodes, where not all of `nodes` need to be
+    free. `saves`: a run that was stopped ends with STOPPED, and goes on from its checkpoint. `options` are
+    more of sbatch's own."""
 
     command: Sequence[str]
     name: str
     ranks: int = 1
     nodes: int = 1
+    least: int | None = None
     time: str | None = None
     account: str | None = None
     partition: str | None = None
@@ -63,10 +65,12 @@ def script(request: Request) -> str:
     return f"""#!/bin/bash
 {header}
 
+step= warned= again=
+# srun hands it to each node's launcher, and the ranks save
+trap 'warned=1 again=1; [ -z "$step" ] || kill -USR1 "$step"' USR1
 {srun} &
 step=$!
-warned= again=
-trap 'warned=1 again=1; kill -USR1 "$step"' USR1  # srun hands it to each node's launcher, and the ranks save
+[ -z "$warned" ] || kill -USR1 "$step"
 while again=; wait "$step"; status=$?; [ -n "$again" ]; do :; done  # the signal ends a wait, too
 if [ -n "$warned" ] && [ "$status" -eq {STOPPED} ] && \\
    [ "${{SLURM_RESTART_COUNT:-0}}" -lt {FOREVER if request.restarts is None else request.restarts} ]; then
@@ -116,8 +120,11 @@ def _cpus(request: Request) -> int:
 
 def _options(request: Request) -> Iterator[str]:
     yield f"job-name={request.name}"
-    yield f"nodes={request.nodes}"
-    yield "ntasks-per-node=1"
+    if request.least is None:
+        yield f"nodes={request.nodes}"
+        yield "ntasks-per-node=1"
+    else:  # a number of tasks would be one for each of the fewest nodes, and Slurm would give no more
+        yield f"nodes={request.least}-{request.nodes}"
     yield f"cpus-per-task={_cpus(request)}"
     named = {
         "gpus-per-node": request.gpus,
@@ -156,6 +163,7 @@ def _problems(request: Request) -> Iterator[Problem]:
             )
     for option, number, least in (
         ("--nodes", request.nodes, 1),
+        ("--elastic", request.least, 1),
         ("-n", request.ranks, 1),
         ("--gpus", request.gpus, 1),
         ("--cpus", request.cpus, 1),
@@ -166,7 +174,12 @@ def _problems(request: Request) -> Iterator[Problem]:
             yield Problem(option, number, f"it is below {least}", f"give {least} or more")
     if request.restarts and not request.saves:
         reason = "Slurm itself starts a script again, each time that a node failed"
-        yield Problem("--restarts", request.restarts, reason, "give 0 for never, or leave it out")
+        fix = "give 0 for never, or --saves with a script that goes on from its checkpoint"
+        yield Problem("--restarts", request.restarts, reason, fix)
+    if request.least is not None and request.least > request.nodes:
+        reason = "the bounds are not MIN <= MAX"
+        fix = "give the fewest and the most nodes, as in 2:8"
+        yield Problem("--elastic", f"{request.least}:{request.nodes}", reason, fix)
     yield from size_problems(memory=request.memory)
     yield from _time_problems(request)
 
@@ -177,9 +190,9 @@ def _time_problems(request: Request) -> Iterator[Problem]:
         reason = "it is no time limit of Slurm's"
         yield Problem("--time", request.time, reason, "write HH:MM:SS, or D-HH:MM:SS, above 0")
     if request.warning and not request.saves:
-        reason = "a script does not save by itself when it gets SIGUSR1"
+        reason = "a script that does not save would be ended so much earlier"
         yield Problem(
-            "--warning", request.warning, reason, "have `polyreme train` run a config, or leave it out"
+            "--warning", request.warning, reason, "give --saves with a script that does, or leave it out"
         )
     elif request.warned > 65535:
         yield Problem("--warning", request.warned, "Slurm takes up to 65535", "give fewer seconds")

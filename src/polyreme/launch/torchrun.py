@@ -38,6 +38,8 @@ from polyreme.launch.cores import PIN
 from polyreme.launch.frames import Frame
 from polyreme.launch.hosts import LOOPBACK, Hosts, Loopback, Meeting, started_by
 from polyreme.launch.processes import signal_group
+from polyreme.launch.rank import WORD_OF_STOP
+from polyreme.launch.requests import STOPPED
 from polyreme.launch.signals import ENDINGS, WISHES
 from polyreme.launch.streams import Printer, Take, relayed
 
@@ -119,15 +121,16 @@ def launch(
     decides instead. Otherwise ranks stay on their part of the cores, unless the variable POLYREME_PIN is 0.
     The ranks' output passes through line by line.
 
-    `saves`: the ranks take SIGTERM and SIGUSR1 as the wish to save and to end with status 0. Each is
-    forwarded, and they get SAVING seconds; a second SIGTERM kills them. `manner`: what else is asked for.
+    `saves`: the ranks take SIGTERM and SIGUSR1 as the wish to save and to end with status 0, or STOPPED where
+    the command is to be run again. Each is forwarded, and they get SAVING seconds; a second SIGTERM kills
+    them. `manner`: what else is asked for.
     `hosts`: other hosts run as many ranks each; it returns when theirs have ended, too. Those that save are
     asked to when a host comes that could take part. `failing` is called when a rank is first seen to fail,
     with whether one had ended by itself, before the others are ended.
 
     Raises LaunchError for a command that cannot be started, and RanksFailedError (naming the rank that failed
-    first, with the exit status that fits) when a rank ends with a status other than 0 or a signal (SIGINT,
-    SIGTERM, SIGHUP, SIGQUIT, forwarded to the ranks) ends the run. From a thread other than the main one,
+    first, with the exit status that fits) when a rank ends with a status other than 0 or a signal (ENDINGS,
+    forwarded to the ranks) ends the run. From a thread other than the main one,
     signals are not forwarded."""
     _check(command, ranks, manner)
     variables = {**_for_ranks(ranks, threads, hosts), **manner.variables}
@@ -142,7 +145,12 @@ def launch(
             local_world_size=ranks,
             rdzv_handler=meeting,
             entrypoint=sys.executable,
-            args=("-m", "polyreme.launch.rank", str(os.getpid()), *_rank_arguments(command, manner, streams)),
+            args=(
+                "-m",
+                "polyreme.launch.rank",
+                str(os.getpid()),
+                *_rank_arguments(command, manner, saves, streams),
+            ),
             max_restarts=0,
             monitor_interval=POLL,
             local_addr=LOOPBACK,
@@ -161,9 +169,12 @@ def launch(
             if agent.wish is not None and (agent.late or ends == {agent.wish}):
                 raise _stopped_by(agent.wish, agent.late)
             raise _report(result.failures, agent.ended_first, agent.world_size)
+        if any(Path(folder).rglob(f"*{WORD_OF_STOP}")):
+            why = "by themselves" if agent.wish is None else f"by {agent.wish.name}"
+            raise RanksFailedError(f"ranks have stopped {why}, and are to go on (status {STOPPED})", STOPPED)
 
 
-def _rank_arguments(command: Sequence[str], manner: Manner, streams: str | None = None) -> list[str]:
+def _rank_arguments(command: Sequence[str], manner: Manner, saves: bool, streams: str | None) -> list[str]:
     """What `polyreme.launch.rank` gets, in which the agent turns "$$" into "$", and fills in the rank."""
     target, *own = (argument.replace("$", "$$") for argument in command)
     arguments = [target]
@@ -175,6 +186,8 @@ def _rank_arguments(command: Sequence[str], manner: Manner, streams: str | None 
         arguments[:0] = ["--log", manner.log.replace("$", "$$") + "${local_rank}.log"]
     elif streams is not None:
         arguments[:0] = ["--streams", streams.replace("$", "$$") + "${local_rank}"]
+    if saves:
+        arguments.insert(0, "--saves")
     return [*arguments, *(["--local_rank=${local_rank}"] if manner.local_rank else []), *own]
 
 
@@ -207,8 +220,7 @@ def _for_ranks(ranks: int, threads: int | None, hosts: Hosts | None) -> dict[str
         )
     # Those that whoever started this process had it ignore (nohup, jobs in the background) stay ignored: the
     # agent would listen to all.
-    heard = [number.name for number in ENDINGS if signal.getsignal(number) != signal.SIG_IGN]
-    if len(heard) < len(ENDINGS) and heard:
+    if heard := [number.name for number in ENDINGS if signal.getsignal(number) != signal.SIG_IGN]:
         variables["TORCHELASTIC_SIGNALS_TO_HANDLE"] = ",".join(heard)
     return {name: value for name, value in variables.items() if name not in os.environ}
 
@@ -260,7 +272,7 @@ def _variables(variables: Mapping[str, str]) -> Iterator[None]:
 @contextlib.contextmanager
 def _restored_signals() -> Iterator[None]:
     """Put back the signal handlers that the agent replaces."""
-    numbers = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, *WISHES}
+    numbers = {*ENDINGS, *WISHES}
     before = {number: action for number in numbers if (action := signal.getsignal(number)) is not None}
     try:
         yield

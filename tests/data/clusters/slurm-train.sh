@@ -17,10 +17,12 @@
 #SBATCH --exclusive
 #SBATCH --mail-type=END,FAIL
 
+step= warned= again=
+# srun hands it to each node's launcher, and the ranks save
+trap 'warned=1 again=1; [ -z "$step" ] || kill -USR1 "$step"' USR1
 srun --ntasks-per-node=1 --cpus-per-task=64 /venv/bin/python -m polyreme train run.toml -n 8 --stopped-status 75 &
 step=$!
-warned= again=
-trap 'warned=1 again=1; kill -USR1 "$step"' USR1  # srun hands it to each node's launcher, and the ranks save
+[ -z "$warned" ] || kill -USR1 "$step"
 while again=; wait "$step"; status=$?; [ -n "$again" ]; do :; done  # the signal ends a wait, too
 if [ -n "$warned" ] && [ "$status" -eq 75 ] && \
    [ "${SLURM_RESTART_COUNT:-0}" -lt 20 ]; then
