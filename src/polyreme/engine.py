@@ -32,7 +32,7 @@ from polyreme.offload.host_allocator import give_freed_memory_back, keep_freed_m
 from polyreme.optim.groups import Make, Recipe, recipe
 from polyreme.pipeline.rank import PipelineRank
 from polyreme.planner.memory_model import working_set
-from polyreme.step import report
+from polyreme.step import given_gradients, report
 from polyreme.step.activations import Activations
 from polyreme.step.batches import BatchComparison, micro_batches
 from polyreme.step.build import Model, build, divide_again, objective, open_model, share_out
@@ -274,7 +274,7 @@ class Engine:
     def _complete(self, call: str, last: bool = False) -> None:
         """End the backward calls of a step. Raises BatchError where that is too early for `call`."""
         self._refuse_frozen()
-        done, count = self._step.microbatches, self.config.accumulation
+        done, count = given_gradients.backwards(self._step), self.config.accumulation
         last = last or self._step.boundary is not None
         if done != count and not (last and done):
             raise BatchError(

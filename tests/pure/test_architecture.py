@@ -66,7 +66,7 @@ Function = ast.FunctionDef | ast.AsyncFunctionDef
 BUDGETS = {
     "checkpoint": 2500,
     "cli": 1110,
-    "compat": 7400,
+    "compat": 7500,
     "config": 900,
     "data": 600,
     "deferred_init": 430,

@@ -28,8 +28,7 @@ from polyreme.errors import PolyremeError
 
 
 class LeNet(nn.Module):
-    """LeNet-5 of 10 classes for images of 32 x 32, on whose counts peers agree but for what is neither
-    product nor convolution."""
+    """LeNet-5 of 10 classes for images of 32 x 32."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -47,10 +46,12 @@ def test_a_model_has_operations_and_parameters(capsys: pytest.CaptureFixture[str
     flops, macs, params = get_model_profile(LeNet(), (1024, 1, 32, 32), as_string=False, print_profile=False)
     # each output of a convolution: 25 products per input channel
     macs_of_one = (28 * 28 * 6 * 25) + (10 * 10 * 16 * 25 * 6) + (120 * 25 * 16) + 120 * 84 + 84 * 10
-    assert macs == 1024 * macs_of_one and flops == 2 * macs and params == 61706
+    biases, pooled = 28 * 28 * 6 + 10 * 10 * 16 + 120, 28 * 28 * 6 + 10 * 10 * 16
+    assert macs == 1024 * macs_of_one and params == 61706
+    assert flops == 2 * macs + 1024 * (biases + pooled)
     assert capsys.readouterr().out == ""
     words = get_model_profile(LeNet(), (1, 1, 32, 32), print_profile=False)
-    assert words == ("833.04 K", "416.52 KMACs", "61.71 K")
+    assert words == ("845.77 K", "416.52 KMACs", "61.71 K")
 
 
 def test_modules_have_profiles_of_their_own(capsys: pytest.CaptureFixture[str]) -> None:
@@ -61,7 +62,7 @@ def test_modules_have_profiles_of_their_own(capsys: pytest.CaptureFixture[str]) 
     model[0](torch.ones(1, 3))  # also what is called outside the model's forward
     profiler.stop_profile()
     model(torch.ones(5, 3))
-    assert profiler.get_total_flops() == 2 * 5 * (3 * 4 + 4 * 2)
+    assert profiler.get_total_flops() == 2 * 5 * (3 * 4 + 4 * 2) + 5 * 4  # and ReLU
     assert profiler.get_total_macs(as_string=True) == "100 MACs"
     assert profiler.get_total_params() == 4 * 4 + 5 * 2 and profiler.get_total_duration() > 0
     profiler.print_model_profile(profile_step=7, top_modules=2)
@@ -178,6 +179,43 @@ def test_wandb_and_comet_are_called(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_section_with_an_unknown_key_is_refused() -> None:
     with pytest.raises(ValueError, match="folder"):
         get_monitor_config({"csv_monitor": {"folder": "x"}})
+
+
+F = nn.functional
+
+
+@pytest.mark.parametrize(
+    ("function", "shapes", "flops"),
+    [
+        (F.gelu, [(3, 4)], 12),
+        (F.leaky_relu, [(3, 4)], 12),
+        (lambda x: F.softmax(x, -1), [(3, 4)], 12),
+        (lambda x: F.layer_norm(x, (4,)), [(3, 4)], 4 * 12),
+        (lambda x, w: F.layer_norm(x, (4,), w), [(3, 4), (4,)], 5 * 12),
+        (lambda x, w: F.group_norm(x, 2, w), [(3, 4), (4,)], 5 * 12),
+        (lambda x: F.instance_norm(x), [(1, 3, 4)], 4 * 12),
+        (lambda x, m, v: F.batch_norm(x, m, v.abs()), [(3, 4), (4,), (4,)], 12),
+        (lambda x, w: F.batch_norm(x, None, None, weight=w, training=True), [(3, 4), (4,)], 5 * 12),
+        (lambda x: F.max_pool2d(x, 2), [(1, 4, 4)], 16),
+        (lambda x: F.adaptive_avg_pool2d(x, 1), [(1, 4, 4)], 16),
+        (lambda x: F.interpolate(x, scale_factor=2), [(1, 1, 4)], 8),
+        (torch.mul, [(4, 1, 7), (1, 5, 7)], 140),
+        (torch.add, [(8,), (2, 8)], 16),
+        (lambda x: x + x * x, [(8,)], 0),  # as with DeepSpeed
+        (F.linear, [(4, 8), (16, 8), (16,)], 2 * 4 * 8 * 16),
+        (torch.addmm, [(5,), (4, 8), (8, 5)], 320 + 20),
+        (torch.baddbmm, [(1, 1, 5), (2, 4, 8), (2, 8, 5)], 640 + 40),
+        (F.conv1d, [(1, 2, 5), (3, 2, 3), (3,)], 2 * 9 * 2 * 3 + 9),
+        (F.conv_transpose1d, [(1, 2, 5), (2, 3, 3), (3,)], 2 * 10 * 9 + 21),
+    ],
+)
+def test_elementwise_functions_count(function: Any, shapes: list[tuple[int, ...]], flops: int) -> None:
+    class Called(nn.Module):
+        def forward(self, *inputs: torch.Tensor) -> torch.Tensor:
+            return function(*inputs)
+
+    inputs = [torch.randn(shape) for shape in shapes]
+    assert get_model_profile(Called(), args=inputs, as_string=False, print_profile=False)[0] == flops
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from polyreme.compat.deepspeed import comm as dist
+from polyreme.compat.deepspeed.runtime.comm.coalesced_collectives import reduce_scatter_coalesced
 from polyreme.compat.deepspeed.utils import groups
 from polyreme.compat.deepspeed.utils import logging as ds_logging
 from pool import Ranks
@@ -42,6 +43,8 @@ def collectives(rank: int, world: int) -> dict[str, Any]:
     dist.reduce_scatter_tensor(same := out(1), mine.clone())
     dist.reduce_scatter_fn(third := out(1), mine.clone())
     found["reduced"] = (one.tolist() if rank == 1 else None, [x.item() for x in (part, same, third)])
+    odd = torch.arange(3, dtype=torch.float16) * rank
+    found["coalesced"] = [each.tolist() for each in reduce_scatter_coalesced([mine.view(2, 1), odd, odd[:1]])]
     received = [out(1) for _ in range(world)]
     dist.all_to_all(received, [mine[i : i + 1].clone() for i in range(world)])
     dist.all_to_all_single(single := out(2), mine.clone())
@@ -54,6 +57,7 @@ def collectives(rank: int, world: int) -> dict[str, Any]:
 
 def test_collectives_are_torchs(ranks: Ranks) -> None:
     first, second = ranks(2, collectives)
+    assert first["coalesced"] == [[1.5], [0, 0.5], [0]] and second["coalesced"] == [[5], [1], []]
     for found in (first, second):
         assert found["sums"] == [[3, 10], [2, 10], [3, 10], [3, 10], [3], [3, 10]]
         assert found["broadcast"] == ([2, 10], [{"rank": 1}])

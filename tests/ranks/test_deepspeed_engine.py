@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 from argparse import Namespace
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ import polyreme.compat.deepspeed as deepspeed
 from polyreme.compat.deepspeed.checkpoint import ds_to_universal
 from polyreme.compat.deepspeed.refusal import ArgumentError, OrderError, UnsupportedError
 from polyreme.compat.deepspeed.runtime.zero import unwrap_model_for_generation
-from polyreme.compat.deepspeed.utils import zero_to_fp32
+from polyreme.compat.deepspeed.utils import zero_to_fp32, zero_to_torch
 from polyreme.errors import CheckpointError
 from polyreme.layout.region import MASTER
 from polyreme.zero.released import Released
@@ -151,7 +152,9 @@ def resumed(rank: int, world: int, folder: Path, save: bool) -> tuple[Tensor, An
 
 def test_a_resumed_run_goes_on_with_another_stage(ranks: Ranks, tmp_path: Path) -> None:
     (wanted, state), *_ = ranks(2, resumed, tmp_path, True)
-    assert {path.name for path in tmp_path.iterdir()} == {"global_step2", "latest", "zero_to_fp32.py"}
+    scripts = {"zero_to_fp32.py", "zero_to_torch.py"}
+    assert {path.name for path in tmp_path.iterdir()} == {"global_step2", "latest", *scripts}
+    assert all(os.access(tmp_path / script, os.X_OK) for script in scripts)
     for found, told in ranks(2, resumed, tmp_path, False):
         assert told == state and torch.equal(found, wanted)
 
@@ -269,6 +272,9 @@ def consolidated(rank: int, world: int, folder: Path) -> tuple[bool, bool]:
     masters = engine.polyreme.state_dict(rank0_only=True, master=True) if world == 1 else {}
     fp32 = zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint(folder)
     assert all(torch.equal(fp32[name], masters[name]) for name in masters)
+    if world == 1:
+        flat = torch.cat(engine.optimizer.fp32_partitioned_groups_flat).sort().values
+        assert torch.equal(flat[flat != 0], torch.cat([m.flatten() for m in masters.values()]).sort().values)
     assert all(torch.equal(fp32[name].bfloat16(), whole[name]) for name in whole)
     loaded = torch.load(folder / "weights.bin")
     fresh = zero_to_fp32.load_state_dict_from_zero_checkpoint(Network(), folder)
@@ -543,8 +549,18 @@ def around_saving(rank: int, world: int, folder: str) -> None:
     found = zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint(folder)
     assert found["second.weight"] is found["first.weight"]
     Tied().load_state_dict(found)
-    half = zero_to_fp32.to_torch_tensor(found, dtype=torch.bfloat16)
+    half = zero_to_fp32.to_torch_tensor(found, dtype="bf16")
     assert half["second.weight"] is half["first.weight"] and half["first.weight"].dtype == torch.bfloat16
+    if rank == 0:
+        for name, folder_of in (("fp16", "half"), ("float32", "whole")):
+            zero_to_torch.main([folder, f"{folder}/{folder_of}", "--dtype", name])
+            saved = torch.load(f"{folder}/{folder_of}/pytorch_model.bin")
+            assert saved["second.weight"] is saved["first.weight"]
+            assert torch.equal(saved["first.weight"], found["first.weight"].to(saved["first.weight"].dtype))
+        zero_to_fp32.convert_zero_checkpoint_to_fp32_state_dict(folder, f"{folder}/one", max_shard_size=None)
+        assert (Path(folder) / "one" / "pytorch_model.bin").exists()
+        with pytest.raises(ValueError, match="Unsupported output dtype 'int8'"):
+            zero_to_fp32.to_torch_tensor(found, dtype="int8")
     weight = engine.module.first.weight
     with unwrap_model_for_generation(engine) as whole:
         assert whole is engine and torch.equal(weight, found["first.weight"])

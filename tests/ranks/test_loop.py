@@ -956,3 +956,40 @@ def refuse_scale(engine: polyreme.Engine, x: Tensor) -> None:
 def test_gradients_are_those_of_plain_torch(ranks: Ranks) -> None:
     for world in (1, 2):
         ranks(world, gradients)
+
+
+def set_by_hand(rank: int, size: int, stage: int, scale: float) -> None:
+    """Gradients that a script sets are those of the step, a mean over the ranks, and are gone after it."""
+    torch.manual_seed(0)
+    model = nn.Linear(4, 3)
+    reference = copy.deepcopy(model)
+    precision = {"compute": "fp16", "loss_scale": scale} if scale else {"compute": "fp32"}
+    engine = polyreme.initialize(
+        model, training.config(size, zero={"stage": stage}, precision=precision, optimizer=SGD)
+    )
+    for value in (1.0, 3.0):
+        for parameter in engine.module.parameters():
+            parameter.grad = torch.empty_like(parameter).fill_(value * (scale or 1.0))
+            parameter.grad *= 2 * rank + 1
+        assert engine.step().grad_norm == pytest.approx(size * value * 15**0.5)
+        assert all(parameter.grad is None for parameter in engine.module.parameters())
+        for parameter in reference.parameters():
+            parameter.data -= RATE * value * size
+    for name, tensor in engine.state_dict().items():
+        torch.testing.assert_close(
+            tensor.float(), reference.state_dict()[name], rtol=1e-2 if scale else 1e-6, atol=1e-3
+        )
+    model.weight.grad = torch.zeros_like(model.weight)
+    x = torch.ones(training.SAMPLES // size, 4)
+    with pytest.raises(ModelError, match=r"weight\.grad was set, and a backward would add"):
+        engine.backward(engine(x).mean())
+    engine.zero_grad()
+    assert model.weight.grad is None
+    engine.backward(engine(x).mean())
+    with pytest.raises(ModelError, match="is set between backward and step"):
+        model.weight.grad = torch.zeros_like(model.weight)
+
+
+@pytest.mark.parametrize(("stage", "scale"), [(0, 0.0), (2, 8.0)])
+def test_gradients_that_a_script_sets_are_those_of_a_step(ranks: Ranks, stage: int, scale: float) -> None:
+    ranks(2, set_by_hand, stage, scale)

@@ -20,6 +20,7 @@ from polyreme.errors import BatchError, ModelError, NumericsError
 from polyreme.models.buffers import Buffers
 from polyreme.optim.sparse_rows import gradients_by_rows
 from polyreme.pipeline.weight_gradients import WeightGradients
+from polyreme.step import given_gradients
 from polyreme.step.accumulation import keep_adding, make_room
 from polyreme.step.precision import DTYPES, clip_factor, master_dtype
 from polyreme.step.progress import State, TrainingProgress
@@ -86,6 +87,8 @@ class Step:
         """Backwards done in this step."""
         self.begun = False
         """Whether there are gradients that are not applied yet."""
+        self.given: set[Tensor] = set()
+        """Parameters whose `.grad` a script set, in the place of a backward."""
         self.flags = Flags()
         """What this rank tells all ranks in the next totals."""
         self.boundary: bool | None = None
@@ -124,6 +127,7 @@ class Step:
         if self._reducer.under_way:  # a backward failed
             self._blocks.restart()
         self.microbatches, self.begun, self.reduced = 0, False, False
+        given_gradients.take(self.given)
         self._scaled = False  # the coming backward of the user's is of what `scale` returned
         self._rescaled = False  # gradients were set, and their norm is not taken yet
         self._ended = False  # the backward that the caller said is the last has begun
@@ -215,12 +219,13 @@ class Step:
                 "call engine.backward(loss), or engine.scale(loss).backward()"
             )
         self._admit()
-        self._count(weight, tokens, samples)
+        self._sums.count(weight, tokens, samples, self._config.accumulation)
         if loss is None:
             self._sums.add_loss(None)
         elif weight:
-            value = loss.detach().reshape(()).double()
-            self._sums.add_loss(value * (weight / self._scale if scaled else weight))
+            self._sums.add_loss(
+                loss.detach().reshape(()).double() * (weight / self._scale if scaled else weight)
+            )
         self.begun = True
         self._reducer.begin(factor=weight / self._sums.hint)
         self._read_ahead()
@@ -237,7 +242,8 @@ class Step:
         self._blocks.end_backward(own)
 
     def _admit(self, last: bool = True) -> None:
-        """Refuse a backward that is one too many."""
+        """Refuse a backward that is one too many, or would add to what a script set."""
+        given_gradients.refuse(self.given)
         if self._reducer.under_way:
             raise BatchError(
                 "the backward before this one ended in an error: "
@@ -260,16 +266,13 @@ class Step:
         """What losses are multiplied by."""
         return self.progress.scale.value
 
-    def _count(self, weight: float, tokens: int, samples: int) -> None:
-        self._sums.count(weight, tokens, samples, self._config.accumulation)
-
     def root(self, loss_sum: Tensor, weight: float, tokens: int, samples: int, last: bool = True) -> Tensor:
         """What the backward of a micro-batch begins with, from its sum of losses, which is counted (its
         weight by the `last` one alone).
 
         Where parameters or modules have hooks, or no optimizer takes gradients, these are of the mean loss as
         without an engine, and scaled when they are taken. In a pipeline only the last stage knows by what."""
-        self._count(weight * last, tokens * last, samples * last)
+        self._sums.count(weight * last, tokens * last, samples * last, self._config.accumulation)
         self._sums.add_loss(loss_sum)
         if self._watched is None:
             one_stage = self._sums.mesh.pp.size == 1

@@ -1,7 +1,8 @@
 """Parameters that an engine trains. Their gradients go to its buckets; whoever reads `.grad` meanwhile is
 told where they are, instead of finding None.
 
-Invariant: in a backward `.grad` is torch's own (hooks read it), and so it is where no gradient is pending.
+Invariant: in a backward `.grad` is torch's own (hooks read it), and so it is where no gradient is pending:
+one that a script sets there stands for a backward.
 Hooks of the user's come before the one that takes the gradient away. Operators know no difference from
 `nn.Parameter`. No communication."""
 
@@ -29,6 +30,8 @@ class Owner(Protocol):
 
     begun: bool
     """Whether it has some that are not applied yet."""
+    given: set[Tensor]
+    """Parameters whose gradients a script set, and no step has taken."""
 
 
 NAMES: WeakIdKeyDictionary = WeakTensorKeyDictionary()
@@ -64,17 +67,19 @@ class TrainedParameter(nn.Parameter):
 
     @grad.setter
     def grad(self, gradient: Tensor | None) -> None:
-        if (
-            gradient is not None
-            and _OWNERS.get(self, _nobody)() is not None
-            and torch._C._current_graph_task_id() == -1
-        ):
-            raise ModelError(
-                f"{NAMES.get(self, '?')}.grad is set, but the engine takes "
-                "gradients from backward alone: put what you want in the "
-                "loss, change gradients in a hook (parameter.register_hook), "
-                "or scale them by engine.gradients().scale_(factors)"
-            )
+        owner: Owner | None = _OWNERS.get(self, _nobody)()
+        if owner is not None and torch._C._current_graph_task_id() == -1:
+            if gradient is None:
+                owner.given.discard(self)
+            elif owner.begun:
+                raise ModelError(
+                    f"{NAMES.get(self, '?')}.grad is set between backward and step, but the engine keeps "
+                    "gradients in its buckets: put what you want in the loss, change gradients in a hook "
+                    "(parameter.register_hook), scale them by engine.gradients().scale_(factors), or set "
+                    'them by engine.numbers(parameter).set_whole("gradient", value)'
+                )
+            else:
+                owner.given.add(self)
         OWN_GRAD.__set__(self, gradient)
 
     @grad.deleter

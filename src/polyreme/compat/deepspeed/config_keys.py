@@ -165,6 +165,7 @@ NAMED: dict[str, Key] = {
                            "optimizer.momentum", "optimizer.weight_decay", "optimizer.options",
                            says="those that are left out have DeepSpeed's defaults; weight decay is of all "
                                 "parameters (`optimizer.no_decay = \"none\"`)"),
+    "optimizer.torch_adam": idle("bool", False, "DeepSpeed reads it in optimizer.params alone"),
     "optimizer.legacy_fusion": idle("bool", False, "it chooses among loops with the same result"),
     "scheduler.type": kept("text", None, "WarmupLR, WarmupDecayLR, WarmupCosineLR, OneCycle, LRRangeTest, or "
                                          "a "
@@ -387,6 +388,7 @@ SECTIONS: dict[str, dict[str, Key]] = {
         "enabled": kept("bool", False, "operations of one step, by module"),
         "recompute_fwd_factor": kept("number", 0.0, "of forwards in backward"),
         "profile_step": kept("count", 1, "the step"),
+        "step": idle("count", None, "DeepSpeed reads profile_step"),
         "module_depth": kept("integer", -1, "how deep modules are shown"),
         "top_modules": kept("count", 1, "how many of each depth"),
         "detailed": kept("bool", True, "every module"),

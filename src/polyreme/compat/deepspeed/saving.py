@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
+from stat import S_IEXEC
 from types import MethodType
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from polyreme.compat.deepspeed.refusal import ArgumentError, TagError, refused
-from polyreme.compat.deepspeed.utils.logging import log_dist
+from polyreme.compat.deepspeed.utils.logging import log_dist, logger
 from polyreme.errors import CheckpointError
 from polyreme.zero.released import Gathered, Released
 
@@ -29,7 +30,8 @@ if TYPE_CHECKING:
 LATEST = "latest"
 LATEST_UNIVERSAL = "latest_universal"
 """What `checkpoint.load_universal` looks for in place of `latest`."""
-SCRIPT = "zero_to_fp32.py"
+SCRIPTS = ("zero_to_fp32.py", "zero_to_torch.py")
+"""What is put beside checkpoints, to turn them into weights."""
 DOOR = "deepspeed"
 """Where a checkpoint's `extra` has what this door adds."""
 TIED = "tied"
@@ -83,9 +85,10 @@ def save(
     if engine.global_rank == 0:
         if save_latest:
             replace_text(folder / LATEST, name)
-        replace_text(
-            folder / SCRIPT, files("polyreme.compat.deepspeed.utils").joinpath(SCRIPT).read_text("utf-8")
-        )
+        for script in SCRIPTS:
+            text = files("polyreme.compat.deepspeed.utils").joinpath(script).read_text("utf-8")
+            replace_text(folder / script, text)
+            make_executable(folder / script)
     engine.polyreme.mesh.gather_objects(None)  # nobody looks for `latest` before it is there
     return True
 
@@ -265,6 +268,14 @@ def replace_text(path: Path, text: str) -> None:
     draft = path.with_name(f".{path.name}.{os.getpid()}")
     draft.write_text(text, "utf-8")
     draft.replace(path)
+
+
+def make_executable(path: str | Path) -> None:
+    """Let its owner execute a file, where the file system has permissions; else say so in the log."""
+    try:
+        Path(path).chmod(Path(path).stat().st_mode | S_IEXEC)
+    except OSError as error:
+        logger.info(f"{path} is not executable, as its permissions cannot be changed: {error}")
 
 
 def _trains_adapters_alone(engine: DeepSpeedEngine) -> bool:

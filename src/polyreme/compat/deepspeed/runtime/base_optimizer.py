@@ -15,6 +15,7 @@ from polyreme.compat.deepspeed.ops.lion import DeepSpeedCPULion, FusedLion
 from polyreme.compat.deepspeed.refusal import refused
 from polyreme.compat.deepspeed.runtime.fp16 import of_engine
 from polyreme.compat.deepspeed.runtime.fp16.loss_scaler import LossScaleConfig, LossScalerBase
+from polyreme.layout.region import Stored
 from polyreme.optim.groups import Lion
 from polyreme.step.optimizer_view import OptimizerView
 
@@ -83,6 +84,25 @@ class DeepSpeedOptimizer(OptimizerView):
     def state_dict(self) -> dict[str, Any]:
         """The groups, and what this rank has of the states; `load_checkpoint` brings them back."""
         return Optimizer.state_dict(self)
+
+    @property
+    def fp32_partitioned_groups_flat(self) -> list[Tensor]:
+        """This rank's fp32 masters, flat, bucket by bucket: those that the next step updates, or copies of
+        what is off the device."""
+        masters = [master for update in self._updates for _, master in update.state.masters()]
+        return [each.fetch(0, each.numel()) if isinstance(each, Stored) else each for each in masters]
+
+    fp32_groups_flat = single_partition_of_fp32_groups = fp32_partitioned_groups_flat
+
+    @property
+    def fp32_groups(self) -> list[list[Tensor]]:
+        """The same, as of one group."""
+        return [self.fp32_partitioned_groups_flat]
+
+    def _set_fp32_optimizer_param_groups(self) -> None:
+        """Do nothing: groups have their parameters at all times."""
+
+    _clear_fp32_optimizer_param_groups = _set_fp32_optimizer_param_groups
 
     @property
     def overflow(self) -> bool:

@@ -4,11 +4,13 @@ ask an engine for."""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any, NoReturn
 
 from polyreme.compat.deepspeed import comm
 from polyreme.compat.deepspeed.json_config import Translation
 from polyreme.compat.deepspeed.refusal import refused
+from polyreme.compat.deepspeed.saving import make_executable
 
 ALIASES = {
     "autotp_size": "tensor_parallel.autotp_size",
@@ -82,7 +84,14 @@ def _reduced(bucket_size: int = 0) -> None:
     """Do nothing: `backward` and `step` sum the gradients over the ranks."""
 
 
+def _states_file(folder: str, tag: Any, expp_rank: int) -> str:
+    """Where DeepSpeed keeps optimizer states of experts; nothing is written there."""
+    return str(Path(folder) / str(tag) / f"expp_rank_{expp_rank}_mp_rank_00_optim_states.pt")
+
+
 FACTS: Mapping[str, Callable[[Any], Any]] = {
+    "_change_recovery_script_permissions": lambda engine: make_executable,
+    "_get_optimizer_ckpt_name": lambda engine: _states_file,
     "local_rank": lambda engine: comm.get_local_rank(),
     "get_data_parallel_rank": lambda engine: lambda: engine.polyreme.mesh.dp.rank,
     "get_tensor_parallel_rank": lambda engine: lambda: engine.polyreme.mesh.tp.rank,

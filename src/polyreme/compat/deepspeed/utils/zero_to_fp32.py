@@ -7,6 +7,7 @@ python zero_to_fp32.py . output_dir/ --safe_serialization
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Mapping
 from math import prod
 from pathlib import Path
@@ -16,12 +17,22 @@ import torch
 from torch import Tensor, nn
 
 from polyreme.checkpoint.open import open_source
+from polyreme.compat.deepspeed.refusal import ArgumentError
 from polyreme.compat.deepspeed.saving import DOOR, TIED
 from polyreme.errors import CheckpointError
 from polyreme.layout.region import MASTER, MODEL
 
-OUTPUT_DTYPES = {name: getattr(torch, name) for name in ("bfloat16", "float16", "float32")}
+OUTPUT_DTYPE_NAMES = {
+    "float32": torch.float32,
+    "fp32": torch.float32,
+    "float16": torch.float16,
+    "fp16": torch.float16,
+    "bfloat16": torch.bfloat16,
+    "bf16": torch.bfloat16,
+}
 """What weights may be written as."""
+debug = False
+"""Nothing: for scripts that set it."""
 
 
 def get_fp32_state_dict_from_zero_checkpoint(
@@ -51,15 +62,28 @@ def get_fp32_state_dict_from_zero_checkpoint(
     return {**{name: found[first] for name, first in names.items() if first in found}, **found}
 
 
+def _output_dtype(dtype: str | torch.dtype) -> torch.dtype:
+    name = str(dtype).removeprefix("torch.").lower()
+    if name not in OUTPUT_DTYPE_NAMES:
+        raise ArgumentError(
+            f"Unsupported output dtype {dtype!r}: give one of {', '.join(sorted(OUTPUT_DTYPE_NAMES))}"
+        )
+    return OUTPUT_DTYPE_NAMES[name]
+
+
 def to_torch_tensor(
-    state_dict: Mapping[str, Tensor], return_empty_tensor: bool = False, dtype: torch.dtype | None = None
+    state_dict: Mapping[str, Tensor],
+    return_empty_tensor: bool = False,
+    dtype: str | torch.dtype | None = None,
 ) -> dict[str, Tensor]:
     """The tensors of a state dict, contiguous, those of floating point in `dtype`, or empty ones like them;
-    one that has several names stays one."""
+    one that has several names stays one. Raises ArgumentError for another dtype than weights are written
+    as."""
+    to = None if dtype is None else _output_dtype(dtype)
     made: dict[int, Tensor] = {}
     for tensor in state_dict.values():
         if id(tensor) not in made:
-            wanted = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
+            wanted = to if to is not None and tensor.is_floating_point() else tensor.dtype
             like = torch.empty(tensor.shape, dtype=wanted)
             made[id(tensor)] = like if return_empty_tensor else tensor.contiguous().to(wanted)
     return {name: made[id(tensor)] for name, tensor in state_dict.items()}
@@ -68,7 +92,7 @@ def to_torch_tensor(
 def convert_zero_checkpoint_to_fp32_state_dict(
     checkpoint_dir: str | Path,
     output_dir: str | Path,
-    max_shard_size: str = "5GB",
+    max_shard_size: str | None = "5GB",
     safe_serialization: bool = False,
     tag: str | None = None,
     exclude_frozen_parameters: bool = False,
@@ -89,23 +113,23 @@ def convert_zero_checkpoint_to_fp32_state_dict(
 def convert_zero_checkpoint_to_state_dict(
     checkpoint_dir: str | Path,
     output_dir: str | Path,
-    dtype: str = "float32",
-    max_shard_size: str = "5GB",
+    dtype: str | torch.dtype = torch.float32,
+    max_shard_size: str | None = "5GB",
     safe_serialization: bool = False,
     tag: str | None = None,
     exclude_frozen_parameters: bool = False,
 ) -> None:
-    """The same, rounded to float16 or bfloat16 where `dtype` says so."""
+    """The same, rounded to float16 or bfloat16 where `dtype` says so. max_shard_size: None: one file."""
     from huggingface_hub import save_torch_state_dict
 
+    _output_dtype(dtype)
     weights = get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag, exclude_frozen_parameters)
-    if dtype != "float32":
-        to = OUTPUT_DTYPES[dtype]
-        weights = {name: w.to(to) if w.is_floating_point() else w for name, w in weights.items()}
+    weights = to_torch_tensor(weights, dtype=dtype)
     Path(output_dir).mkdir(parents=True, exist_ok=True)
     options: dict[str, Any] = {} if safe_serialization else {"filename_pattern": "pytorch_model{suffix}.bin"}
+    most = sys.maxsize if max_shard_size is None else max_shard_size
     save_torch_state_dict(
-        weights, output_dir, max_shard_size=max_shard_size, safe_serialization=safe_serialization, **options
+        weights, output_dir, max_shard_size=most, safe_serialization=safe_serialization, **options
     )
 
 

@@ -1,8 +1,7 @@
 """Floating-point operations, parameters and seconds of each module's forward.
 
-Invariant: what is counted are matrix products, convolutions and attention, by torch's own formulas (a
-multiply and an add are two operations, and one MAC); the numbers of a module include those of the modules in
-it, and a module that is called twice counts twice. The model is as before once `end_profile` was called."""
+Invariant: what is counted `counting` says; the numbers of a module include those of the modules in it, and a
+module that is called twice counts twice. The model is as before once `end_profile` was called."""
 
 from __future__ import annotations
 
@@ -10,15 +9,15 @@ import contextlib
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import flop_registry, sdpa_flop
+from torch import nn
 
 from polyreme.compat.deepspeed.accelerator import get_accelerator
+from polyreme.compat.deepspeed.profiling.flops_profiler.counting import Count, Counter
 from polyreme.compat.deepspeed.refusal import ArgumentError, OrderError
 
 __all__ = [
@@ -70,47 +69,13 @@ def duration_to_string(duration: float, units: str | None = None, precision: int
     return f"{number_to_string(duration, units, precision)}s"
 
 
-def _vector_product(a: Tensor, b: Tensor, *_: Any, **__: Any) -> int:
-    """Operations of a vector's product with a vector, or a matrix's."""
-    return 2 * a.numel()
-
-
-_FORMULAS: dict[Any, Callable[..., int]] = {
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: sdpa_flop,
-    torch.ops.aten.dot: _vector_product,
-    torch.ops.aten.mv: _vector_product,
-}
-"""Those that torch has no formula for."""
-
-
-class _Counter(TorchDispatchMode):
-    """Adds up the operations of all that runs in it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.flops = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        formula = flop_registry.get(func._overloadpacket) or _FORMULAS.get(func._overloadpacket)
-        if formula is None:
-            with self:
-                parts = func.decompose(*args, **kwargs)
-            if parts is not NotImplemented:
-                return parts
-        out = func(*args, **kwargs)
-        if formula is not None:
-            self.flops += formula(*args, **kwargs, out_val=out)
-        return out
-
-
 @dataclass
 class _Profile:
     """What one module did since the profile began, and where its calls began that run now."""
 
-    flops: int = 0
+    count: Count = field(default_factory=Count)
     seconds: float = 0.0
-    calls: list[tuple[int, float]] = field(default_factory=list)
+    calls: list[tuple[Count, float]] = field(default_factory=list)
 
 
 class FlopsProfiler:
@@ -128,23 +93,24 @@ class FlopsProfiler:
         """Begin. Modules of the classes in `ignore_list` have no numbers of their own."""
         self.stop_profile()
         self.reset_profile()
-        counter = self._running.enter_context(_Counter())
+        counter = Counter()
+        self._running.enter_context(counter.counting())
         for module in self.model.modules():
             if type(module) not in (ignore_list or ()):
                 self._watch(module, counter)
         self.started = True
 
-    def _watch(self, module: nn.Module, counter: _Counter) -> None:
+    def _watch(self, module: nn.Module, counter: Counter) -> None:
         profile = self._found[module]
 
         def begin(module: nn.Module, inputs: Any) -> None:
             get_accelerator().synchronize()
-            profile.calls.append((counter.flops, time.perf_counter()))
+            profile.calls.append((counter.count, time.perf_counter()))
 
         def end(module: nn.Module, inputs: Any, output: Any) -> None:
             get_accelerator().synchronize()
-            flops, began = profile.calls.pop()
-            profile.flops += counter.flops - flops
+            before, began = profile.calls.pop()
+            profile.count = profile.count.plus(counter.count).plus(before, -1)
             profile.seconds += time.perf_counter() - began
 
         self._running.callback(module.register_forward_pre_hook(begin).remove)
@@ -172,17 +138,21 @@ class FlopsProfiler:
         """A module's, or those of the modules in one that is never called itself, such as a ModuleList."""
         return self._of(module).seconds or sum(map(self._seconds, module.children()))
 
-    def _flops(self, module: nn.Module) -> int:
-        return self._of(module).flops or sum(map(self._flops, module.children()))
+    def _count(self, module: nn.Module) -> Count:
+        count = self._of(module).count
+        return count if count.flops else reduce(Count.plus, map(self._count, module.children()), Count())
+
+    def _macs(self, module: nn.Module) -> int:
+        return self._count(module).macs
 
     def get_total_flops(self, as_string: bool = False) -> Any:
         """Operations of the forwards."""
-        flops = self._flops(self.model)
+        flops = self._count(self.model).flops
         return number_to_string(flops) if as_string else flops
 
     def get_total_macs(self, as_string: bool = False) -> Any:
         """Multiply-accumulate operations of the forwards."""
-        macs = self._flops(self.model) // 2
+        macs = self._macs(self.model)
         return macs_to_string(macs) if as_string else macs
 
     def get_total_duration(self, as_string: bool = False) -> Any:
@@ -226,7 +196,7 @@ class FlopsProfiler:
         timed = engine is not None and engine.wall_clock_breakdown()
         if engine is not None:
             yield "world size", engine.world_size
-            yield "data parallel size", engine.dp_world_size
+            yield "data parallel size", engine.dp_world_size or engine.seq_dp_world_size
             yield "model parallel size", engine.mp_world_size
             yield "batch size per GPU", engine.train_micro_batch_size_per_gpu()
         if timed:
@@ -249,7 +219,7 @@ class FlopsProfiler:
 
     def _tree(self, module: nn.Module, name: str, depth: int) -> Iterator[str]:
         """A line for the module and each below it."""
-        params, macs, seconds = _params(module), self._flops(module) // 2, self._seconds(module)
+        params, macs, seconds = _params(module), self._macs(module), self._seconds(module)
         shares = ", ".join(
             f"{text} = {100 * _per(part, whole):.2f}% {of}"
             for text, part, whole, of in (
@@ -258,7 +228,7 @@ class FlopsProfiler:
                 (duration_to_string(seconds), seconds, self.get_total_duration(), "latency"),
             )
         )
-        speed = flops_to_string(_per(2 * macs, seconds))
+        speed = flops_to_string(_per(self._count(module).flops, seconds))
         own = f", {module.extra_repr()}" if module.extra_repr() else ""
         label = f"({name}): " if name else ""
         yield f"{'  ' * depth}{label}{type(module).__name__}({shares}, {speed}{own})"
@@ -275,7 +245,7 @@ class FlopsProfiler:
             print(f"depth {depth}:")
             for title, write, measure in (
                 ("params", params_to_string, _params),
-                ("MACs", macs_to_string, lambda module: self._flops(module) // 2),
+                ("MACs", macs_to_string, self._macs),
                 ("fwd latency", duration_to_string, self._seconds),
             ):
                 print(f"    {title:<11} - {_top(modules, measure, top_modules, write)}")

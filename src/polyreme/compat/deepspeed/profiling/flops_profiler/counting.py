@@ -1,0 +1,156 @@
+"""What is counted of the functions that a model calls.
+
+Products (matrix products, convolutions, attention) are counted where torch carries them out, by its own
+formulas, whoever called them; a multiply and an add are two operations, and one MAC. Elementwise functions
+are counted where a model calls them by the names that DeepSpeed knows, one operation or a few for each
+element. As there, `+` and `*` count nothing, nor does the bias of a linear layer."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry, sdpa_flop
+
+
+class Count(NamedTuple):
+    """Operations of products, and of elementwise functions."""
+
+    products: int = 0
+    elementwise: int = 0
+
+    @property
+    def flops(self) -> int:
+        """All of them."""
+        return self.products + self.elementwise
+
+    @property
+    def macs(self) -> int:
+        """Multiply-accumulate operations."""
+        return self.products // 2
+
+    def plus(self, other: Count, times: int = 1) -> Count:
+        """The sum with `times` times the other."""
+        return Count(self.products + times * other.products, self.elementwise + times * other.elementwise)
+
+
+class Counter:
+    """Adds up what runs in `counting`."""
+
+    def __init__(self) -> None:
+        self.products = self.elementwise = 0
+
+    @property
+    def count(self) -> Count:
+        """What was counted so far."""
+        return Count(self.products, self.elementwise)
+
+    @contextlib.contextmanager
+    def counting(self) -> Iterator[None]:
+        """Count, on this thread."""
+        with _Products(self), _Elementwise(self):
+            yield
+
+
+def _vector_product(a: Tensor, b: Tensor, *_: Any, **__: Any) -> int:
+    """Operations of a vector's product with a vector, or a matrix's."""
+    return 2 * a.numel()
+
+
+_PRODUCTS: dict[Any, Callable[..., int]] = {
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: sdpa_flop,
+    torch.ops.aten.dot: _vector_product,
+    torch.ops.aten.mv: _vector_product,
+}
+"""Those that torch has no formula for."""
+
+
+class _Products(TorchDispatchMode):
+    def __init__(self, counter: Counter) -> None:
+        super().__init__()
+        self.counter = counter
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        formula = flop_registry.get(func._overloadpacket) or _PRODUCTS.get(func._overloadpacket)
+        if formula is None:
+            with self:
+                parts = func.decompose(*args, **kwargs)
+            if parts is not NotImplemented:
+                return parts
+        out = func(*args, **kwargs)
+        if formula is not None:
+            self.counter.products += formula(*args, **kwargs, out_val=out)
+        return out
+
+
+class _Elementwise(TorchFunctionMode):
+    def __init__(self, counter: Counter) -> None:
+        super().__init__()
+        self.counter = counter
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        if (operations := _ELEMENTWISE.get(func)) is not None:
+            self.counter.elementwise += operations(out, *args, **kwargs)
+        return out
+
+
+Operations = Callable[..., int]
+
+
+def _each_input(out: Any, input: Tensor, *_: Any, **__: Any) -> int:
+    return input.numel()
+
+
+def _each_output(out: Tensor, *_: Any, **__: Any) -> int:
+    return out.numel()
+
+
+def _bias(out: Tensor, input: Tensor, weight: Tensor, bias: Tensor | None = None, *_: Any, **__: Any) -> int:
+    return 0 if bias is None else out.numel()
+
+
+def _norm(out: Tensor, input: Tensor, groups: Any, weight: Tensor | None = None, *_: Any, **__: Any) -> int:
+    return input.numel() * (4 if weight is None else 5)
+
+
+def _batch_norm(
+    out: Tensor, input: Tensor, mean: Any, var: Any, weight: Tensor | None = None, bias: Any = None,
+    training: bool = False, *_: Any, **__: Any,
+) -> int:  # fmt: skip
+    return input.numel() * ((4 if training else 1) + (weight is not None))
+
+
+def _instance_norm(
+    out: Tensor, input: Tensor, mean: Any = None, var: Any = None, weight: Tensor | None = None,
+    *_: Any, **__: Any,
+) -> int:  # fmt: skip
+    return _norm(out, input, None, weight)
+
+
+_POOLS = [
+    getattr(F, f"{kind}_pool{dimensions}d")
+    for kind in ("avg", "max", "adaptive_avg", "adaptive_max")
+    for dimensions in (1, 2, 3)
+]
+_CONVOLUTIONS = [
+    getattr(F, f"{kind}{dimensions}d") for kind in ("conv", "conv_transpose") for dimensions in (1, 2, 3)
+]
+_ACTIVATIONS = [F.relu, F.prelu, F.elu, F.leaky_relu, F.relu6, F.silu, F.gelu, F.softmax]
+_ADDED = [torch.add, torch.mul, torch.addmm, torch.Tensor.addmm, torch.baddbmm, F.interpolate, F.upsample]
+_ELEMENTWISE: dict[Any, Operations] = {
+    **dict.fromkeys([*_ACTIVATIONS, *_POOLS], _each_input),
+    **dict.fromkeys(_ADDED, _each_output),
+    **dict.fromkeys(_CONVOLUTIONS, _bias),
+    **dict.fromkeys([F.layer_norm, F.group_norm], _norm),
+    F.batch_norm: _batch_norm,
+    F.instance_norm: _instance_norm,
+}

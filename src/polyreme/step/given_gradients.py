@@ -1,0 +1,47 @@
+"""Gradients that a script sets by hand (`parameter.grad = tensor`), in the place of a backward.
+
+Invariant: a parameter that was set is in the step's `given` until the step, or whoever begins it anew, takes
+its gradient away. No communication."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from polyreme.errors import ModelError
+from polyreme.zero.parameter import NAMES, OWN_GRAD
+
+if TYPE_CHECKING:
+    from polyreme.step.step import Step
+
+
+def take(given: set[Tensor]) -> list[tuple[Tensor, Tensor]]:
+    """Parameters and the gradients that were set, which they have no longer."""
+    taken = [(parameter, OWN_GRAD.__get__(parameter)) for parameter in given]
+    given.clear()
+    for parameter, _ in taken:
+        OWN_GRAD.__set__(parameter, None)
+    return taken
+
+
+def backwards(step: Step) -> int:
+    """How many backwards a step has had. Gradients that were set are one: this rank's of a mean loss, times
+    the loss scale."""
+    if step.given:
+        products = [(p.double() * gradient.double()).sum() for p, gradient in take(step.given)]
+        step.scale(products[0])
+        step.enter(1.0, 0, 0)
+        torch.autograd.backward(products)
+        step.leave()
+    return step.microbatches
+
+
+def refuse(given: set[Tensor]) -> None:
+    """Raise ModelError where a backward begins that would add to a gradient that was set."""
+    for parameter in given:
+        raise ModelError(
+            f"{NAMES.get(parameter, '?')}.grad was set, and a backward would add to it: "
+            "call step() before, or set it to None"
+        )
