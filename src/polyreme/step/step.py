@@ -103,8 +103,7 @@ class Step:
         """What the user did to parameters between steps."""
         self._config, self._sums = config, sums
         self._placement, self._buckets = placement, placement.trainable
-        self._reducer, self._blocks, self._updates = reducer, blocks, updates
-        self._shared = buffers
+        self._reducer, self._blocks, self._updates, self._shared = reducer, blocks, updates, buffers
         self._left_out = any(
             p.requires_grad for b in placement.buckets if not b.trainable for p in b.parameters
         )
@@ -223,9 +222,8 @@ class Step:
         if loss is None:
             self._sums.add_loss(None)
         elif weight:
-            self._sums.add_loss(
-                loss.detach().reshape(()).double() * (weight / self._scale if scaled else weight)
-            )
+            value = loss.detach().reshape(()).double()
+            self._sums.add_loss(value * (weight / self._scale if scaled else weight))
         self.begun = True
         self._reducer.begin(factor=weight / self._sums.hint)
         self._read_ahead()
