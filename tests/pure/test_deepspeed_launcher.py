@@ -15,6 +15,7 @@ import pytest
 
 from polyreme.cli import main as cli
 from polyreme.compat import finder
+from polyreme.compat.deepspeed.launcher import elsewhere as deepspeed_elsewhere
 from polyreme.compat.deepspeed.launcher import launch, launcher_helper, multinode_runner, resources, runner
 from polyreme.compat.deepspeed.launcher.runner import (
     apply_num_nodes_and_gpus,
@@ -27,6 +28,8 @@ from polyreme.compat.deepspeed.launcher.runner import (
 )
 from polyreme.compat.deepspeed.utils import numa
 from polyreme.errors import LaunchError, PolyremeError
+from polyreme.launch import mpirun, several
+from polyreme.launch.hosts import Hosts
 from polyreme.launch.torchrun import Manner
 
 POOL = {"worker-0": 4, "worker-1": 4}
@@ -49,7 +52,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[tuple[list[str], int, Manne
     """Every call of `polyreme.launch`, in place of starting ranks."""
     calls: list[tuple[list[str], int, Manner]] = []
     monkeypatch.setattr(
-        launch, "launch", lambda command, ranks, manner: calls.append((command, ranks, manner))
+        launch, "launch", lambda command, ranks, manner, hosts: calls.append((command, ranks, manner))
     )
     return calls
 
@@ -231,7 +234,7 @@ def test_options_of_ranks(
     assert (
         manner.log and manner.log.startswith(str(tmp_path / "logs" / "new")) and manner.log.endswith("_rank")
     )
-    assert "--ssh_port: of use on several hosts only" in caplog.text
+    assert "--ssh_port: of use on other hosts only" in caplog.text
     runner.main(["--no_python", "-q", "tool"])
     assert started[-1][:2] == (["tool"], 1) and started[-1][2].program
     assert logging.getLogger("polyreme.deepspeed").level == logging.ERROR
@@ -274,7 +277,6 @@ def test_the_file_with_the_process_id(
         (["-e", "localhost"], "leaves no slot"),
         (["--autotuning", "run"], "no autotuner"),
         (["--launcher", "rsh"], "rsh is not known"),
-        (["--force_multi"], "leave it out"),
         (["--no_ssh"], "give 0 to 0"),
         (["--module", "--no_python"], "both given"),
         (["--master_addr", "192.0.2.1"], "another machine's"),
@@ -285,18 +287,85 @@ def test_what_is_refused(words: list[str], named: str, started: list[object]) ->
     assert named in refused(*words) and not started
 
 
-def test_several_hosts_are_refused_with_what_starts_them(hostfile: str, started: list[object]) -> None:
-    text = refused("--hostfile", hostfile, "--num_gpus", "3")
-    assert "the hosts worker-0, worker-1" in text
-    assert "--nnodes=2 --nproc-per-node=3" in text and "--rdzv-endpoint=worker-0:29500" in text
-    assert "the hosts worker-1" in refused("--hostfile", hostfile, "-i", "worker-1:0")
-    for words in ([], ["--force_multi"]):  # as srun cannot do it, either
-        text = refused("--hostfile", hostfile, "--launcher", "slurm", "--include", "worker-1:0,2", *words)
+@pytest.fixture
+def elsewhere(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Every call of what starts ranks on other hosts, in its place."""
+    calls: list[Any] = []
+    monkeypatch.setattr(several, "run", lambda active, what, ssh: calls.append((active, what, ssh)))
+    monkeypatch.setattr(mpirun, "run", lambda library, request: calls.append(request))
+    monkeypatch.setattr(mpirun, "find", lambda: mpirun.Library("mpirun", mpirun.HYDRA))
+    monkeypatch.setattr(deepspeed_elsewhere, "supervise", lambda *words, **how: calls.append(words))
+    monkeypatch.setattr(deepspeed_elsewhere.shutil, "which", lambda name: name)
+    return calls
+
+
+def test_other_hosts(
+    hostfile: str, elsewhere: list[Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("DS_OTHER", "no")
+    monkeypatch.setenv("UCX_TLS", "tcp")
+    Path(".deepspeed_env").write_text("NAME=a b=c\n")
+    runner.main(
+        ["--hostfile", hostfile, "--num_gpus", "3", "--ssh_port", "7", "--no_local_rank", "t.py", "-x"]
+    )
+    runner.main(["--hostfile", hostfile, "-i", "worker-1:2", "--master_addr", "m", "--module", "t"])
+    runner.main(["--num_gpus", "2", "--force_multi", "--no_python", "--bind_cores_to_rank", "t"])
+    (active, what, ssh), (one, of_one, _), (here, program, _) = elsewhere
+    assert dict(active) == {"worker-0": [0, 1, 2], "worker-1": [0, 1, 2]} and ssh == ["ssh", "-p", "7"]
+    assert what.command == ["t.py", "-x"] and what.files == ["t.py"] and not what.manner.local_rank
+    assert what.port == 29500 and what.address is None and what.source is None
+    assert what.variables["NAME"] == "a b=c" and what.variables["UCX_TLS"] == "tcp"
+    assert "DS_OTHER" not in what.variables
+    assert str(tmp_path) in what.variables["PYTHONPATH"].split(os.pathsep)
+    assert what.of_hosts["worker-1"] == {"CROSS_RANK": "1", "CROSS_SIZE": "2", "LOCAL_SIZE": "3"}
+    assert dict(one) == {"worker-1": [2]} and of_one.address == "m" and of_one.command == ["-m", "t"]
+    assert dict(here) == {"localhost": [0, 1]} and program.manner.program and not program.files
+    assert program.manner.variables == {"POLYREME_PIN": "1"} and not of_one.manner.variables
+    Path(".deepspeed_env").write_text("NAME\n")
+    assert "NAME=VALUE" in refused("--hostfile", hostfile)
+
+
+def test_other_launchers(hostfile: str, elsewhere: list[Any]) -> None:
+    hosts = ["--hostfile", hostfile, "--num_gpus", "2"]
+    runner.main([*hosts, "--launcher", "impi", "--launcher_args=-x 1", "--master_addr", "m", "t.py", "-y"])
+    runner.main([*hosts, "--launcher", "slurm", "--launcher_args=--mem 3", "--module", "t", "-y"])
+    request, (name, words, given) = elsewhere
+    assert request.command == ["t.py", "-y"] and request.hosts == {"worker-0": 2, "worker-1": 2}
+    assert request.options == ["-x", "1"] and request.variables["MASTER_ADDR"] == "m"
+    assert (
+        name == "srun" and words[:5] == ["srun", "-n", "4", "--mem", "3"] and words[-3:] == ["-m", "t", "-y"]
+    )
+    assert "MASTER_ADDR" not in given and finder.variables("deepspeed").keys() <= given.keys()
+    assert "--launcher of this one" in refused(*hosts, "--launcher", "openmpi")
+    assert "are Python's" in refused(*hosts, "--launcher", "mpich", "--no_python")
+    assert "--venv_script with" in refused(*hosts, "--launcher", "slurm", "--venv_script", "v")
+    assert "does not choose slots" in refused(*hosts[:2], "--launcher", "mpich", "-i", "worker-1:0,2")
+    assert "options of ssh" in refused(*hosts, "--launcher_args", "x")
+    assert "cores of one host" in refused(*hosts, "--bind_cores_to_rank", "--bind_core_list", "0")
+    for more in ([], ["--force_multi"]):  # as srun cannot do it
+        text = refused(*hosts[:2], "--launcher", "slurm", "--include", "worker-1:0,2", *more)
         assert "specific device ids" in text
-    world = encode_world_info({"a": [0], "b": [0]})
-    with pytest.raises(ValueError, match="the hosts a, b"):
+    assert len(elsewhere) == 2
+
+
+def test_the_command_on_each_host(hostfile: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    places: list[Any] = []
+    monkeypatch.setattr(
+        launch,
+        "launch",
+        lambda command, ranks, manner, hosts: places.append((ranks, manner.variables, hosts)),
+    )
+    monkeypatch.setenv("SLURM_PROCID", "1")
+    runner.main(["--hostfile", hostfile, "--no_ssh", "--node_rank", "1", "train.py"])
+    world = encode_world_info({"a": [0], "b": [0, 1]})
+    launch.main([f"--world_info={world}", "--node_rank=1", "--master_addr=a", "train.py"])
+    assert [ranks for ranks, _, _ in places] == [4, 2] and places[0][1]["CROSS_RANK"] == "1"
+    assert [hosts for _, _, hosts in places] == [
+        Hosts(1, 2, 2, ("worker-0", 29500)), Hosts(1, 2, 2, ("a", 29500))
+    ]  # fmt: skip
+    with pytest.raises(ValueError, match="give each --master_addr"):
         launch.main([f"--world_info={world}", "train.py"])
-    assert not started
 
 
 def test_one_host_of_a_world(started: list[tuple[list[str], int, Manner]]) -> None:
@@ -514,8 +583,8 @@ def test_the_command(started: list[tuple[list[str], int, Manner]], capfd: pytest
 
     assert run("--num_gpus=2", "-i", "", "train.py", "--num_gpus", "3", "--", "--help", "-n") == (0, "")
     assert started[0][:2] == (["train.py", "--num_gpus", "3", "--", "--help", "-n"], 2)
-    status, text = run("--force_multi", "train.py")
-    assert status == 2 and text.startswith("error: --force_multi")
+    status, text = run("--force_multi", "--launcher_args=x", "train.py")
+    assert status == 2 and text.startswith("error: --launcher_args")
     status, text = run("--none", "train.py")
     assert status == 2 and "unrecognized arguments: --none" in text
     status, text = run("--help")

@@ -86,16 +86,10 @@ def _by_mpi(
 
     if path := several.python_path():
         variables = {"PYTHONPATH": path, **variables}
-    uneven = [host for host, its in active.items() if its != list(range(len(its)))]
-    if uneven:
-        raise hostfile.ResourceError(
-            f"mpirun does not choose slots, and of {uneven[0]} others than the first are asked for; "
-            "leave --mpi out"
-        )
+    hosts = mpirun.ranks_of(active)
     if options.port:
         raise typer.BadParameter("over MPI ranks meet where rank 0 says: leave it out", param_hint="--port")
     library = mpirun.find()
-    hosts = {host: len(its) for host, its in active.items()}
     request = mpirun.Request(command, hosts, variables, ssh, options.interface, options.mpirun or ())
     typer.echo(shlex.join(mpirun.command(library, request)[0]), err=not options.dry_run)
     if not options.dry_run:

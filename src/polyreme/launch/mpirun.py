@@ -1,6 +1,6 @@
 """Starts ranks by `mpirun` of the MPI library that is found: Open MPI, or MPICH and others with its Hydra.
 
-`command` is a function of what was asked for; `run` starts it, and passes signals on. Each process becomes
+`command` is a function of what was asked for, and `run` starts it. Each process becomes
 `python COMMAND` through `polyreme.launch.mpi_rank`, whose engine finds the other ranks.
 Communication: none of ours."""
 
@@ -9,22 +9,17 @@ from __future__ import annotations
 import os
 import shlex
 import shutil
-import signal
 import subprocess
 import sys
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from polyreme.errors import LaunchError
-from polyreme.launch.hostfile import is_this_machine
-from polyreme.launch.requests import STOPPED
-from polyreme.launch.signals import ENDINGS, WISHES, hearing
-from polyreme.launch.torchrun import ONE_SIGNAL, RanksFailedError
+from polyreme.launch.hostfile import Active, ResourceError, is_this_machine
+from polyreme.launch.supervise import supervise
 
 OPEN_MPI, HYDRA = "Open MPI", "MPICH"
-LEAVING = 12.0  # seconds for mpirun to end its ranks
 
 
 @dataclass(frozen=True)
@@ -76,6 +71,17 @@ def find() -> Library:
     )
 
 
+def ranks_of(active: Active) -> dict[str, int]:
+    """How many ranks each host has. Raises ResourceError for slots that mpirun cannot choose."""
+    uneven = [host for host, slots in active.items() if list(slots) != list(range(len(slots)))]
+    if uneven:
+        raise ResourceError(
+            f"mpirun does not choose slots, and of {uneven[0]} others than the first are asked for; "
+            "have ranks started over ssh, without MPI"
+        )
+    return {host: len(slots) for host, slots in active.items()}
+
+
 def command(library: Library, request: Request) -> tuple[list[str], dict[str, str]]:
     """The words that start the ranks, and the variables that they need in its environment."""
     hosts = ",".join(f"{host}:{ranks}" for host, ranks in request.hosts.items())
@@ -107,45 +113,6 @@ def command(library: Library, request: Request) -> tuple[list[str], dict[str, st
 def run(library: Library, request: Request, *, saves: bool = False) -> None:
     """Start the ranks and wait for their end.
 
-    Signals that end a command end them; of a run that `saves`, SIGTERM and SIGUSR1 become SIGUSR1, which
-    mpirun passes on; ranks that then end with STOPPED are to go on. Raises RanksFailedError where mpirun ends
-    with a status other than 0."""
+    Signals are passed on, and errors raised, as `polyreme.launch.supervise` says."""
     words, variables = command(library, request)
-    with hearing({*ENDINGS, *(WISHES if saves else ())}) as came:
-        process = subprocess.Popen(
-            words, env={**os.environ, **variables}, stdin=subprocess.DEVNULL, start_new_session=True
-        )
-        try:
-            stopped = _wait(process, came, saves)
-        finally:
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
-    if stopped is not None:
-        raise RanksFailedError(f"stopped by {signal.Signals(stopped).name}; mpirun has ended", 128 + stopped)
-    if saves and process.returncode == STOPPED:
-        raise RanksFailedError(f"ranks have stopped, and are to go on (status {STOPPED})", STOPPED)
-    if process.returncode:
-        status = process.returncode if 0 < process.returncode < 128 else 1
-        raise RanksFailedError(
-            f"mpirun ended with status {process.returncode}: see what ranks print above", status
-        )
-
-
-def _wait(process: subprocess.Popen[bytes], came: list[int], saves: bool) -> int | None:
-    """Until it has ended; returns the signal that ended it before its time."""
-    stopped, asked_at, deadline = None, 0.0, float("inf")
-    while process.poll() is None and time.monotonic() < deadline:
-        time.sleep(0.05)
-        while came:
-            number, now = came.pop(0), time.monotonic()
-            if saves and number in WISHES and not asked_at:
-                asked_at = now
-                process.send_signal(signal.SIGUSR1)
-            elif not (
-                saves and number in WISHES and (number == signal.SIGUSR1 or now < asked_at + ONE_SIGNAL)
-            ):
-                deadline = now + LEAVING if stopped is None else now
-                stopped = stopped or number
-                process.send_signal(signal.SIGTERM if number != signal.SIGINT else signal.SIGINT)
-    return stopped
+    supervise("mpirun", words, variables, saves=saves)

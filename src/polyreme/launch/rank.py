@@ -3,9 +3,9 @@
 `python -m polyreme.launch.rank LAUNCHER_PID [--saves] [--log FILE | --streams FILE] [-m MODULE | --program
 PROGRAM | SCRIPT] ARGUMENTS...`
 
-With --saves, the status STOPPED is no failure: it leaves a word of it, and ends well. With --log, what it
-prints goes to the file; with --streams to FILE.out, and its errors to FILE.err. A program takes the place of
-this one.
+With --saves, the status STOPPED is no failure: it leaves a word of it, and ends well. With --log, what rank N
+prints goes to the file FILE + N + ".log", in a folder that is made; with --streams to FILE.out, and its
+errors to FILE.err. A program takes the place of this one.
 
 Invariants: the rank does not outlive its launcher. A rank that fails writes why to the file that torchrun's
 agent names, and then waits for the agent to end it: its connections stay open meanwhile, so its failure
@@ -26,6 +26,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import NoReturn
 
+from polyreme.distributed.environment import RANK
 from polyreme.errors import LaunchError, PolyremeError
 from polyreme.launch.cores import pin
 from polyreme.launch.processes import die_with_parent
@@ -44,6 +45,9 @@ def main(arguments: list[str]) -> None:
         del arguments[0]
     if arguments[0] in ("--log", "--streams"):
         option, file = arguments[:2]
+        if option == "--log":
+            file += f"{os.environ[RANK]}.log"
+            Path(file).parent.mkdir(parents=True, exist_ok=True)
         _redirect(*((file, file) if option == "--log" else (f"{file}.out", f"{file}.err")))
         del arguments[:2]
     if arguments[0] == "--program":

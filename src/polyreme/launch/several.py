@@ -65,7 +65,9 @@ class Run:
     """What to run on each host: as for `polyreme.launch.torchrun.launch`.
 
     `files` are to be there on each host, in `folder`. `variables` are of the ranks on all hosts, beside those
-    whose names begin with PREFIXES. `port` (0: any that is free) is where ranks meet."""
+    whose names begin with PREFIXES, and `of_hosts` of those on one. Ranks meet at `address` of the first host
+    (None: one that all others reach), at `port` (0: any that is free). `source` is a file that the shell of
+    each host reads before anything is started there."""
 
     command: Sequence[str]
     threads: int | None = None
@@ -74,7 +76,10 @@ class Run:
     files: Sequence[str] = ()
     folder: str = field(default_factory=os.getcwd)
     variables: Mapping[str, str] = field(default_factory=dict)
+    of_hosts: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    address: str | None = None
     port: int = 0
+    source: str | None = None
 
 
 class Process(Protocol):
@@ -126,15 +131,19 @@ def forwarded(names: Iterable[str] = (), variables: Mapping[str, str] = os.envir
     return found
 
 
-def login(host: str, ssh: Sequence[str] = ("ssh",)) -> list[str]:
-    """The command that starts the process on `host`. In the words for the login's shell nothing is the
-    user's but paths."""
+def login(host: str, ssh: Sequence[str] = ("ssh",), source: str | None = None) -> list[str]:
+    """The command that starts the process on `host`, whose shell reads `source` before. In the words for the
+    shell nothing is the user's but paths."""
     module = ["-m", "polyreme.launch.on_host"]
+    # without a slash it would be looked for on PATH
+    first = f". {shlex.quote(source if '/' in source else f'./{source}')} && " if source else ""
     if is_this_machine(host):
-        return [sys.executable, *module]
+        words = [sys.executable, *module]
+        return ["sh", "-c", f"{first}exec {shlex.join(words)}"] if source else words
     there = ["env", f"PYTHONPATH={path}"] if (path := python_path()) else []
     # -P: nothing of the home folder is imported
-    return [*ssh, *SSH, "-T", "--", host, shlex.join(["exec", *there, sys.executable, "-P", *module])]
+    shell = first + shlex.join(["exec", *there, sys.executable, "-P", *module])
+    return [*ssh, *SSH, "-T", "--", host, shell]
 
 
 def python_path() -> str:
@@ -146,9 +155,9 @@ def python_path() -> str:
 # ---- hosts
 
 
-def _start(name: str, ssh: Sequence[str]) -> tuple[Process, str]:
+def _start(name: str, ssh: Sequence[str], source: str | None) -> tuple[Process, str]:
     """The process on a host, and the way to it."""
-    words = login(name, ssh)
+    words = login(name, ssh, source)
     try:
         # of a session of its own, so that a terminal's Ctrl-C is passed on, and in order
         process = subprocess.Popen(
@@ -232,7 +241,7 @@ def _connected(
                 if name in processes:
                     process, way = processes[name], "Ray"
                 else:
-                    process, way = _start(name, ssh)
+                    process, way = _start(name, ssh, what.source)
                 started.hosts.append(_Host(index, name, slots, process, way, started.events))
             yield started
         finally:
@@ -280,10 +289,11 @@ class _Started:
         first, *others = self.hosts
         if not others:
             return None
+        asked = self.what.address
         reached = [address for host in others for address in host.facts["reached"]]
         answer = self._answers(
-            [first], "ways", addresses=first.facts["reached"], name=first.name, port=self.what.port,
-            others=[*reached, *(host.name for host in others)],
+            [first], "ways", addresses=[] if asked else first.facts["reached"], name=asked or first.name,
+            port=self.what.port, others=[] if asked else [*reached, *(host.name for host in others)],
         )[first]  # fmt: skip
         listening = answer["listening"] if isinstance(answer, Mapping) else {}
         answers = self._answers(others, "reach", listening=listening) if listening else {}
@@ -299,6 +309,8 @@ class _Started:
         ]
         tried = ", ".join(f"{address} port {port}" for address, port in listening.items()) or "no address"
         who = ", ".join(lacking or [host.name for host in others])
+        if asked and not listening:
+            tried = f"{asked} port {self.what.port}, which is no address of this host, or is taken"
         problem = (
             f"ranks would meet here, but {who} cannot connect to it ({tried}): is a firewall between them, "
             "or has another process the port?"
@@ -342,14 +354,16 @@ class _Started:
             "command": list(self.what.command),
             "threads": self.what.threads,
             "saves": self.what.saves,
-            "variables": dict(self.what.variables),
             "manner": manner,
             "count": len(self.hosts),
             "address": address,
         }
         for host in self.hosts:
             self._printer.begin(host.name, host.way, first, len(host.slots))
-            host.ask(do="begin", index=host.index, slots=list(host.slots), **common)
+            variables = {**self.what.variables, **self.what.of_hosts.get(host.name, {})}
+            host.ask(
+                do="begin", index=host.index, slots=list(host.slots), variables=variables, **common
+            )
             first += len(host.slots)
         if address is not None:
             print(f"{first} ranks meet at {address[0]} port {address[1]}", file=sys.stderr, flush=True)

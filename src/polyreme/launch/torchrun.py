@@ -60,8 +60,8 @@ class Manner:
 
     `variables` take the place of the user's. `ports`: where ranks meet is the first of them that is free; 0
     is any. `local_rank`: the script's first argument is --local_rank=N. `program`: the command is a program,
-    and no Python script. `log`: rank N writes what it would print to the file LOG + N + ".log". `take` gets
-    what ranks print, in another thread. `begun` is told of the ranks that start here: the first one's number
+    and no Python script. `log`: rank N writes what it would print to the file LOG + N + ".log", whose
+    folder is made. `take` gets what ranks print, in another thread. `begun` is told of the ranks that start here: the first one's number
     among all, and how many."""
 
     variables: Mapping[str, str] = field(default_factory=dict)
@@ -175,7 +175,8 @@ def launch(
 
 
 def _rank_arguments(command: Sequence[str], manner: Manner, saves: bool, streams: str | None) -> list[str]:
-    """What `polyreme.launch.rank` gets, in which the agent turns "$$" into "$", and fills in the rank."""
+    """What `polyreme.launch.rank` gets, in which the agent turns "$$" into "$", and fills in the host's
+    rank."""
     target, *own = (argument.replace("$", "$$") for argument in command)
     arguments = [target]
     if target == "-m":
@@ -183,7 +184,7 @@ def _rank_arguments(command: Sequence[str], manner: Manner, saves: bool, streams
     elif manner.program:
         arguments.insert(0, "--program")
     if manner.log is not None:
-        arguments[:0] = ["--log", manner.log.replace("$", "$$") + "${local_rank}.log"]
+        arguments[:0] = ["--log", manner.log.replace("$", "$$")]
     elif streams is not None:
         arguments[:0] = ["--streams", streams.replace("$", "$$") + "${local_rank}"]
     if saves:

@@ -69,7 +69,7 @@ def parse_args(args: Sequence[str] | None = None) -> argparse.Namespace:
     follows SCRIPT is `user_args`. Ends the process with status 2 for options that are not."""
     parser = _Parser(
         prog="polyreme deepspeed",
-        description="Run a DeepSpeed script as ranks on this machine, on Polyreme.",
+        description="Run a DeepSpeed script as ranks on this machine or on a hostfile's, on Polyreme.",
         formatter_class=_Help,
     )
     _options_of_hosts(parser)
@@ -108,7 +108,7 @@ def _options_of_hosts(parser: argparse.ArgumentParser) -> None:
         default=-1,
         help="ranks on each host; by default one a GPU, and 1 without GPUs",
     )
-    add("--force_multi", action="store_true", help="reach a single host over the network, too (refused)")
+    add("--force_multi", action="store_true", help="start a single host's ranks as those of several")
 
 
 def _options_of_the_way_there(parser: argparse.ArgumentParser) -> None:
@@ -122,15 +122,21 @@ def _options_of_the_way_there(parser: argparse.ArgumentParser) -> None:
     )
     add("--master_addr", default="", type=str, help="the address of the first host")
     add("--node_rank", default=-1, type=int, help="with --no_ssh: which of the hosts this is")
-    add("--launcher", default=PDSH_LAUNCHER, type=str, help="(for several hosts) what starts ranks there")
+    add(
+        "--launcher",
+        default=PDSH_LAUNCHER,
+        type=str,
+        help="(for several hosts) what starts ranks there: pdsh, which is ssh itself here, openmpi, mpich, "
+        "impi, mvapich or slurm",
+    )
     add(
         "--launcher_args",
         default="",
         type=str,
-        help="(for several hosts) arguments of the launcher, in one word",
+        help="(for several hosts) arguments of mpirun or srun, in one word",
     )
-    add("--no_ssh", action="store_true", help="the command is given on each host")
-    add("--no_ssh_check", action="store_true", help="(for several hosts) do not try ssh first")
+    add("--no_ssh", action="store_true", help="the command is given on each host, with its --node_rank")
+    add("--no_ssh_check", action="store_true", help="(nothing to do) hosts are always looked at first")
     add("--ssh_port", type=int, default=None, help="(for several hosts) the port of ssh")
     add(
         "--venv_script",

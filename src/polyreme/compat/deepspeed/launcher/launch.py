@@ -3,8 +3,8 @@
 `python -m polyreme.compat.deepspeed.launcher.launch --world_info=... SCRIPT ARGUMENTS...`
 
 What a script finds: `--local_rank=N` before its own arguments (unless --no_local_rank), torchrun's variables,
-CROSS_RANK, CROSS_SIZE and LOCAL_SIZE, with GPUs CUDA_VISIBLE_DEVICES, and this door (`import deepspeed`). One
-host; nothing listens beyond loopback."""
+CROSS_RANK, CROSS_SIZE and LOCAL_SIZE, with GPUs CUDA_VISIBLE_DEVICES, and this door (`import deepspeed`). Of
+several hosts each starts its own, and they meet at --master_addr; of one nothing listens beyond loopback."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ from polyreme.compat.deepspeed.launcher.constants import (
     TORCH_DISTRIBUTED_DEFAULT_PORT,
 )
 from polyreme.compat.deepspeed.launcher.resources import (
+    Active,
     ResourceError,
     decode_world_info,
     get_accelerator,
@@ -32,20 +33,22 @@ from polyreme.compat.deepspeed.launcher.resources import (
     logger,
 )
 from polyreme.compat.deepspeed.utils.numa import parse_range_list
-from polyreme.distributed.environment import refuse_several
+from polyreme.distributed.environment import LOOPBACK, refuse_several
 from polyreme.errors import PolyremeError
 from polyreme.files.direct_io import no_links
 from polyreme.launch.cores import PIN
+from polyreme.launch.hosts import Hosts
 from polyreme.launch.torchrun import Manner, launch
 
 PID_FILE_BASEPATH = "/tmp"
+MODULE_OR_PROGRAM = "--module and --no_python are both given: SCRIPT is a module or a program"
 parse_args = parse_launch_args
 
 
 def main(args: Sequence[str] | None = None) -> None:
     """Start the ranks of the node that the arguments name, and wait for their end.
 
-    Raises ResourceError for a world of several hosts, RanksFailedError when a rank fails."""
+    Raises ResourceError for options that cannot be, RanksFailedError when a rank fails."""
     options = parse_args(args)
     logger.setLevel("ERROR" if options.quiet else options.log_level.upper())
     if options.world_info == "None":
@@ -53,56 +56,69 @@ def main(args: Sequence[str] | None = None) -> None:
     world = decode_world_info(options.world_info)
     if not 0 <= options.node_rank < len(world):
         raise ResourceError(f"--node_rank={options.node_rank}, but the hosts are {', '.join(world)}")
-    if len(world) > 1:
-        raise ResourceError(several_hosts(world, options.master_port))
-    command = [options.training_script, *options.training_script_args]
-    run(options, command, next(iter(world.values())), pid=options.save_pid)
-
-
-def several_hosts(world: dict[str, list[int]], port: int) -> str:
-    """Why they are refused, and what starts them."""
-    hosts = ", ".join(world)
-    return (
-        f"the hosts {hosts}: ranks are started on this machine only. "
-        "Have `polyreme launch --deepspeed --hostfile FILE SCRIPT` start them over ssh (with --include and "
-        "--exclude as here; the script gets no --local_rank). Or name slots of this machine with --include, "
-        "or start torchrun on each host: torchrun "
-        f"--nnodes={len(world)} --nproc-per-node={max(map(len, world.values()))} --rdzv-backend=c10d "
-        f"--rdzv-endpoint={next(iter(world))}:{port} SCRIPT, with "
-        "`import polyreme.compat.deepspeed; polyreme.compat.deepspeed.install()` at the top of SCRIPT"
+    run(
+        options,
+        words(options.module, options.training_script, options.training_script_args),
+        world,
+        options.node_rank,
+        pid=options.save_pid,
     )
 
 
-def run(options: argparse.Namespace, command: Sequence[str], slots: Sequence[int], pid: int = 0) -> None:
-    """Run `command` as a rank for each of this machine's `slots`, as `options` say (those that both parsers
-    of `arguments` have), and wait for their end. `pid`: the name of the file for --save_pid, or 0.
+def words(module: bool, script: str, arguments: Sequence[str]) -> list[str]:
+    """What Python is to run."""
+    return [*(["-m"] if module else []), script, *arguments]
+
+
+def ports(port: int) -> tuple[int, ...]:
+    """Where ranks of one host may meet: instead of the default port at any other."""
+    return (port, 0) if port == TORCH_DISTRIBUTED_DEFAULT_PORT else (port,)
+
+
+def run(options: argparse.Namespace, command: Sequence[str], world: Active, index: int, pid: int = 0) -> None:
+    """Run `command` as a rank for each slot of this machine, which is number `index` of the hosts of `world`,
+    as `options` say (those that both parsers of `arguments` have), and wait for their end. `pid`: the name
+    of the file for --save_pid, or 0.
 
     Raises LaunchError or ResourceError for what cannot be started, RanksFailedError when a rank fails."""
-    refuse_several("DeepSpeed's launcher")
     if options.module and options.no_python:
-        raise ResourceError("--module and --no_python are both given: SCRIPT is a module or a program")
-    if options.master_addr and not is_this_machine(options.master_addr):
-        raise ResourceError(
-            f"--master_addr {options.master_addr} is another machine's, and ranks are started on this one "
-            "only; leave it out"
-        )
-    port = options.master_port
-    with _cores(options, len(slots)) as binding, _pid_file(pid):
+        raise ResourceError(MODULE_OR_PROGRAM)
+    hosts = _hosts(options, len(world), index)
+    slots = list(world.values())[index]
+    with _cores(options, len(slots)) as binding, pid_file(pid):
         manner = Manner(
             variables={
                 **finder.variables("deepspeed"),
-                CROSS_RANK: "0",
-                CROSS_SIZE: "1",
+                CROSS_RANK: str(index),
+                CROSS_SIZE: str(len(world)),
                 LOCAL_SIZE: str(len(slots)),
                 **_visible_devices(slots),
                 **binding,
             },
-            ports=(port, 0) if port == TORCH_DISTRIBUTED_DEFAULT_PORT else (port,),
+            ports=ports(options.master_port),
             local_rank=not options.no_local_rank,
             program=options.no_python,
-            log=_log(options.enable_each_rank_log),
+            log=log(options.enable_each_rank_log),
         )
-        launch([*(["-m"] if options.module else []), *command], len(slots), manner=manner)
+        launch(command, len(slots), manner=manner, hosts=hosts)
+
+
+def _hosts(options: argparse.Namespace, count: int, index: int) -> Hosts | None:
+    """Where the command, which was given on each of several hosts, meets the others."""
+    if count == 1:
+        refuse_several("DeepSpeed's launcher")
+        if options.master_addr and not is_this_machine(options.master_addr):
+            raise ResourceError(
+                f"--master_addr {options.master_addr} is another machine's, and ranks are started on this "
+                "one only; leave it out"
+            )
+        return None
+    if options.master_addr in ("", "localhost", LOOPBACK):
+        raise ResourceError(
+            f"{count} hosts, each of which starts its own ranks, and where they meet is not said; give each "
+            "--master_addr with the address of the first one"
+        )
+    return Hosts(index, count, count, (options.master_addr, options.master_port))
 
 
 def _visible_devices(slots: Sequence[int]) -> dict[str, str]:
@@ -115,7 +131,7 @@ def _visible_devices(slots: Sequence[int]) -> dict[str, str]:
     return found
 
 
-def _log(folder: str) -> str | None:
+def log(folder: str) -> str | None:
     """How the ranks' files begin, in a folder that is made if it is not there."""
     if folder == "None":
         return None
@@ -154,7 +170,7 @@ def _cores(options: argparse.Namespace, ranks: int) -> Iterator[dict[str, str]]:
 
 
 @contextlib.contextmanager
-def _pid_file(pid: int) -> Iterator[None]:
+def pid_file(pid: int) -> Iterator[None]:
     """This process's id in /tmp/PID.deepspeed, as long as ranks run."""
     if not pid:
         yield

@@ -1,5 +1,5 @@
-"""Command lines that start the ranks of several hosts, as DeepSpeed builds them for each launcher. Nothing is
-run here: `runner` refuses several hosts."""
+"""Command lines that start the ranks of several hosts, as DeepSpeed builds them for each launcher. Of these,
+`elsewhere` runs srun's."""
 
 from __future__ import annotations
 

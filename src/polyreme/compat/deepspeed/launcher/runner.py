@@ -1,7 +1,8 @@
-"""DeepSpeed's command: options, hosts and slots in, ranks of this machine started.
+"""DeepSpeed's command: options, hosts and slots in, ranks started: of this machine by `launch`, of others by
+`elsewhere`.
 
-Several hosts are parsed and filtered as DeepSpeed does, and then refused. Each option is done, or refused
-with what to do in its place; those that only speak of the way to other hosts are named in a warning."""
+Each option is done, or refused with what to do in its place; those that speak of the way to other hosts are
+named in a warning where there is none."""
 
 from __future__ import annotations
 
@@ -10,10 +11,11 @@ import os
 import subprocess  # a name of DeepSpeed's module, too
 from collections.abc import Sequence
 
-from polyreme.compat.deepspeed.launcher import launch
+from polyreme.compat.deepspeed.launcher import elsewhere, launch
 from polyreme.compat.deepspeed.launcher.arguments import parse_args
 from polyreme.compat.deepspeed.launcher.constants import (
     DLTS_HOSTFILE,
+    ENVIRONMENT_FILE,
     IMPI_LAUNCHER,
     MPICH_LAUNCHER,
     MVAPICH_LAUNCHER,
@@ -62,7 +64,7 @@ __all__ = [
     "subprocess",
 ]
 
-DEEPSPEED_ENVIRONMENT_NAME = os.getenv("DS_ENV_FILE", ".deepspeed_env")
+DEEPSPEED_ENVIRONMENT_NAME = ENVIRONMENT_FILE
 LAUNCHER_CLASSES: dict[str, type[MultiNodeRunner]] = {
     PDSH_LAUNCHER: PDSHRunner,
     OPENMPI_LAUNCHER: OpenMPIRunner,
@@ -75,7 +77,7 @@ _parse_hostfile = parse_hostfile
 
 
 def main(args: Sequence[str] | None = None) -> None:
-    """Do what `deepspeed ARGS` does, on this machine; returns when all ranks have ended well.
+    """Do what `deepspeed ARGS` does; returns when all ranks have ended well.
 
     Raises ResourceError (a ValueError) for options, hosts and slots that cannot be, RanksFailedError when a
     rank fails."""
@@ -84,10 +86,18 @@ def main(args: Sequence[str] | None = None) -> None:
     pool = fetch_hostfile(options.hostfile)
     active = _resources(options, pool)
     _refuse(options, active)
-    command = [options.user_script, *options.user_args]
-    slots = next(iter(active.values()))
-    logger.debug("slots %s run %s", slots, command)
-    launch.run(options, command, slots, pid=os.getpid() if options.save_pid else 0)
+    if not options.no_ssh and (
+        options.force_multi or len(active) > 1 or not is_this_machine(next(iter(active)))
+    ):
+        elsewhere.start(options, active)
+        return
+    _warn(options)
+    command = launch.words(options.module, options.user_script, options.user_args)
+    index = options.node_rank if options.no_ssh else 0
+    if options.no_ssh and len(active) > 1:
+        options.master_addr = options.master_addr or next(iter(active))
+    logger.debug("slots %s run %s", list(active.values())[index], command)
+    launch.run(options, command, active, index, pid=os.getpid() if options.save_pid else 0)
 
 
 def _resources(options: argparse.Namespace, pool: Pool | None) -> Active:
@@ -132,7 +142,7 @@ def _take_visible_devices(options: argparse.Namespace) -> None:
 
 
 def _refuse(options: argparse.Namespace, active: Active) -> None:
-    """Raise ResourceError for what is not done; warn of options that say nothing on one machine."""
+    """Raise ResourceError for what is not done."""
     if options.autotuning:
         raise ResourceError(
             f"--autotuning {options.autotuning}: there is no autotuner that runs trainings; "
@@ -151,16 +161,14 @@ def _refuse(options: argparse.Namespace, active: Active) -> None:
             f"--no_ssh with --node_rank {options.node_rank}: it says which of the hosts {', '.join(active)} "
             f"this is; give 0 to {len(active) - 1}"
         )
-    if len(active) > 1 or not is_this_machine(next(iter(active))):
-        raise ResourceError(launch.several_hosts(dict(active), options.master_port))
-    if options.force_multi:
-        raise ResourceError(
-            "--force_multi goes to a host over ssh; ranks of this machine need none: leave it out"
-        )
+
+
+def _warn(options: argparse.Namespace) -> None:
+    """Name the options that say nothing where no other host is to be reached."""
     idle = ("launcher", "launcher_args", "ssh_port", "no_ssh_check", "venv_script")
     defaults = parse_args([options.user_script])
     if said := [f"--{name}" for name in idle if getattr(options, name) != getattr(defaults, name)]:
-        logger.warning("%s: of use on several hosts only, and ranks run on this one", ", ".join(said))
+        logger.warning("%s: of use on other hosts only, and ranks are started on this one", ", ".join(said))
 
 
 if __name__ == "__main__":
