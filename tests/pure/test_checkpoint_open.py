@@ -173,3 +173,12 @@ def test_inspect_others(tmp_path: Path) -> None:
     assert found["integrity"] == {"checksums": 0, "problem": None}
     assert "there are no checksums" in inspect(tmp_path / "plain")[1]
     assert inspect(tmp_path / "plain", "-n", "2")[0] == 2
+
+
+def test_long_names_are_folded_after_dots(tmp_path: Path) -> None:
+    long = "model.encoder.layers.0.cross_attention.output_projection.adapter.weight"
+    save_file({long: torch.zeros(2)}, tmp_path / "model.safetensors")
+    status, output = inspect(tmp_path)
+    rows = [line.split("│")[2].strip() for line in output.splitlines() if line.startswith("│")]
+    assert status == 0
+    assert rows[-2:] == ["model.encoder.layers.0.cross_attention.", "output_projection.adapter.weight"]

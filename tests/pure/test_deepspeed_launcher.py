@@ -587,5 +587,8 @@ def test_the_command(started: list[tuple[list[str], int, Manner]], capfd: pytest
     assert status == 2 and text.startswith("error: --launcher_args")
     status, text = run("--none", "train.py")
     assert status == 2 and "unrecognized arguments: --none" in text
+    status, text = run()
+    assert status == 2 and "no script to run: polyreme deepspeed --num_gpus 2 train.py" in text
+    assert len(text.splitlines()) == 3
     status, text = run("--help")
     assert status == 0 and "--bind_core_list" in text and "polyreme deepspeed" in text

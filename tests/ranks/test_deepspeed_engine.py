@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import os
 from argparse import Namespace
@@ -264,7 +265,7 @@ def consolidated(rank: int, world: int, folder: Path) -> tuple[bool, bool]:
     engine, *_ = deepspeed.initialize(model=model, config=config(1, 3, **section))
     engine.backward(engine(*batch(rank, 0, 0)))
     engine.step()
-    engine.save_checkpoint(folder, tag="one")
+    engine.save_checkpoint(folder, tag="one", client_state={"epoch": 3, "pair": (1, 2)})
     whole = engine._zero3_consolidated_16bit_state_dict()
     engine.save_16bit_model(folder, "weights.bin")
     if rank:
@@ -277,6 +278,10 @@ def consolidated(rank: int, world: int, folder: Path) -> tuple[bool, bool]:
         assert torch.equal(flat[flat != 0], torch.cat([m.flatten() for m in masters.values()]).sort().values)
     assert all(torch.equal(fp32[name].bfloat16(), whole[name]) for name in whole)
     loaded = torch.load(folder / "weights.bin")
+    [states] = map(torch.load, zero_to_fp32.get_optim_files(folder / "one"))  # as Lightning does
+    assert states["optimizer_state_dict"] == {"zero_stage": 3}
+    beside = torch.load(zero_to_fp32.get_model_state_file(folder / "one", 3))
+    assert beside["epoch"] == 3 and beside["pair"] == (1, 2) and beside["global_steps"] == 1
     fresh = zero_to_fp32.load_state_dict_from_zero_checkpoint(Network(), folder)
     assert torch.equal(next(fresh.parameters()), fp32["blocks.0.0.weight"])
     return {t.dtype for t in whole.values()} == {torch.bfloat16}, loaded.keys() == whole.keys()
@@ -303,6 +308,7 @@ def gathered(rank: int, world: int) -> list[float]:
     status = deepspeed.zero.ZeroParamStatus
     assert layer.weight.ds_status is (status.NOT_AVAILABLE if world > 1 else status.AVAILABLE)
     assert layer.weight.ds_numel == WIDTH * WIDTH
+    assert layer.weight.partition_numel() == WIDTH * WIDTH // world  # type: ignore[operator]
     with deepspeed.zero.GatheredParameters([layer.weight, layer.bias], modifier_rank=world - 1):
         if rank == world - 1:
             nn.init.constant_(layer.weight, 0.5)
@@ -487,6 +493,34 @@ def universal(rank: int, world: int, folder: str) -> list[Any]:
 
 def test_a_universal_checkpoint_is_a_copy(ranks: Ranks, tmp_path: Path) -> None:
     assert ranks(2, universal, str(tmp_path)) == [["global_step1_universal", 1, True]] * 2
+
+
+def forgotten(rank: int, world: int) -> list[Any]:
+    """A model whose engine nobody has any more, as Lightning's between validate, fit and test, goes on with
+    another one; of the states of an engine that has ended none is seen."""
+    cpu = {"device": "cpu"}
+    offloaded = {"zero_optimization": {"stage": 3, "offload_param": cpu, "offload_optimizer": cpu}}
+    section = {"optimizer": {"type": "AdamW", "params": {"lr": 0.01}}, **offloaded}
+    found: list[Any] = []
+    with deepspeed.zero.Init():
+        model = Network()
+    for stage in (offloaded, section, section):
+        front, optimizer, _, _ = deepspeed.initialize(model=model, config=config(1, 3) | stage)
+        with torch.no_grad():
+            found.append(front(*batch(0, 0, 0)).item())
+        if optimizer is not None:
+            front.backward(front(*batch(rank, 0, 0)))
+            front.step()
+            assert optimizer.state
+        front = None
+        gc.collect()
+    deepspeed.initialize(model=model, config=config(1, 3) | section)
+    return [found[0] == found[1], found[1] > found[2], dict(optimizer.state)]
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_model_keeps_its_engine(ranks: Ranks, world: int) -> None:
+    assert ranks(world, forgotten) == [[True, True, {}]] * world
 
 
 DATA = Path(__file__).parent.parent / "data" / "deepspeed"

@@ -21,6 +21,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from polyreme.cli.folding import Folded
 from polyreme.config import MOST_RANKS, Config
 from polyreme.config.describe import default, expects, toml
 from polyreme.config.schema import LEAVES, SECTIONS
@@ -149,13 +150,13 @@ def _stage_table(parts: list[StageSummary], measured: bool) -> Table:
     table = Table(title=title, title_justify="left")
     for column in ("rank", "stage"):
         table.add_column(column, justify="right")
-    table.add_column("blocks", overflow="fold")
+    table.add_column("blocks")
     for column in ("parameters", "share"):
         table.add_column(column, justify="right")
     for part in sorted(parts, key=lambda part: (part.rank, part.stage)):
         blocks = part.blocks[0] if len(part.blocks) == 1 else f"{part.blocks[0]} to {part.blocks[-1]}"
         table.add_row(
-            str(part.rank), str(part.stage), Text(blocks), f"{part.parameters:,}", f"{part.share:.1%}"
+            str(part.rank), str(part.stage), Folded(blocks), f"{part.parameters:,}", f"{part.share:.1%}"
         )
     return table
 
@@ -285,7 +286,7 @@ def render_checkpoint(found: Contents) -> Group:
         )
     tensors = Table(title="tensors", title_justify="left")
     tensors.add_column("count", justify="right")
-    tensors.add_column("name", overflow="fold")
+    tensors.add_column("name")
     tensors.add_column("shape", overflow="fold")
     tensors.add_column("dtype", overflow="fold")
     tensors.add_column("states", overflow="fold")
@@ -299,7 +300,7 @@ def render_checkpoint(found: Contents) -> Group:
         shape = "x".join(map(str, first.shape)) or "()"
         tensors.add_row(
             str(len(rows)),
-            Text(printable(name)),
+            Folded(printable(name)),
             shape,
             SHORT.get(dtype, dtype),
             *([Text(printable(told))] if every else []),

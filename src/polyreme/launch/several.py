@@ -361,9 +361,7 @@ class _Started:
         for host in self.hosts:
             self._printer.begin(host.name, host.way, first, len(host.slots))
             variables = {**self.what.variables, **self.what.of_hosts.get(host.name, {})}
-            host.ask(
-                do="begin", index=host.index, slots=list(host.slots), variables=variables, **common
-            )
+            host.ask(do="begin", index=host.index, slots=list(host.slots), variables=variables, **common)
             first += len(host.slots)
         if address is not None:
             print(f"{first} ranks meet at {address[0]} port {address[1]}", file=sys.stderr, flush=True)

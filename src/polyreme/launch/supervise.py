@@ -29,7 +29,8 @@ def supervise(
 
     Signals that end a command end it, Ctrl-C as SIGTERM unless it `interrupts` its ranks itself; of a run
     that `saves`, SIGTERM and SIGUSR1 become SIGUSR1, which is passed on to ranks; those that then end with
-    STOPPED are to go on. Raises RanksFailedError where it ends with a status other than 0, or by a signal; messages call it `name`."""
+    STOPPED are to go on. Raises RanksFailedError where it ends with a status other than 0, or by a signal;
+    messages call it `name`."""
     with hearing({*ENDINGS, *(WISHES if saves else ())}) as came:
         process = subprocess.Popen(
             words, env={**os.environ, **variables}, stdin=subprocess.DEVNULL, start_new_session=True

@@ -61,8 +61,8 @@ class Manner:
     `variables` take the place of the user's. `ports`: where ranks meet is the first of them that is free; 0
     is any. `local_rank`: the script's first argument is --local_rank=N. `program`: the command is a program,
     and no Python script. `log`: rank N writes what it would print to the file LOG + N + ".log", whose
-    folder is made. `take` gets what ranks print, in another thread. `begun` is told of the ranks that start here: the first one's number
-    among all, and how many."""
+    folder is made. `take` gets what ranks print, in another thread. `begun` is told of the ranks that start
+    here: the first one's number among all, and how many."""
 
     variables: Mapping[str, str] = field(default_factory=dict)
     ports: Sequence[int] = (0,)

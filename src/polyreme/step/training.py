@@ -108,6 +108,7 @@ class Training:
         for bucket in self.placement.buckets:
             bucket.settle()
             disown(bucket.parameters, whole=not divided and (gather or not bucket.sharded))
+        self.updates.forget()
         self.placement.offload.close()
 
     def carry_from(self, old: Training, unchanged: set[int]) -> None:

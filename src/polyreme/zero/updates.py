@@ -33,6 +33,10 @@ class Updates:
         """Bytes of the optimizers' own states in the device's memory."""
         return sum(update.nbytes() for update in self)
 
+    def forget(self) -> None:
+        """Let go of all optimizers, of whose states none is to be seen then."""
+        self._updates = []
+
     def read_states(self) -> None:
         """Begin to read the states that the update begins with, where they are in a store."""
         store = self._offload.store

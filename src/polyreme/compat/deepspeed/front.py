@@ -23,7 +23,7 @@ from polyreme.compat.deepspeed.runtime.pipe.engine import PipelineEngine, comple
 from polyreme.compat.deepspeed.runtime.pipe.module import PipelineModule
 from polyreme.compat.deepspeed.runtime.zero.partition_parameters import tag
 from polyreme.compat.deepspeed.runtime.zero.utils import is_zero_supported_optimizer
-from polyreme.compat.deepspeed.saving import keep_in_place, leave_to_rank0
+from polyreme.compat.deepspeed.saving import keep_engine, keep_in_place, leave_to_rank0
 from polyreme.compat.deepspeed.utils import groups
 from polyreme.compat.deepspeed.utils.logging import log_dist
 from polyreme.compat.deepspeed.utils.z3_leaf_module import z3_leaf_module
@@ -92,6 +92,7 @@ def initialize(
     if translation.stage == 3:
         tag(front.module)
         keep_in_place(front.module)
+        keep_engine(front.module, front.polyreme)
         if front.global_rank:
             leave_to_rank0(front.module)
     for note in translation.warnings:

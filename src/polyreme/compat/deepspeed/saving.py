@@ -25,6 +25,7 @@ from polyreme.errors import CheckpointError
 from polyreme.zero.released import Gathered, Released
 
 if TYPE_CHECKING:
+    import polyreme
     from polyreme.compat.deepspeed.runtime.engine import DeepSpeedEngine
 
 LATEST = "latest"
@@ -174,6 +175,22 @@ def leave_to_rank0(module: nn.Module) -> None:
     is released, as DeepSpeed does at stage 3: save functions ask for it on every rank and write on rank 0,
     where such a parameter still raises ModelError."""
     module.state_dict = MethodType(_without_released, module)  # type: ignore[method-assign]
+
+
+class _Kept:
+    """An engine that lives as long as its model. Copies of the model have none."""
+
+    def __init__(self, engine: polyreme.Engine | None = None) -> None:
+        self.engine = engine
+
+    def __reduce__(self) -> tuple[type[_Kept], tuple[()]]:
+        return _Kept, ()
+
+
+def keep_engine(module: nn.Module, engine: polyreme.Engine) -> None:
+    """Have the module keep the engine, which has its numbers at stage 3: where a script forgets that one, as
+    Lightning does between `validate` and `fit`, a second `initialize` takes them over."""
+    module._polyreme_engine = _Kept(engine)  # type: ignore[assignment]
 
 
 def keep_in_place(module: nn.Module) -> None:

@@ -32,13 +32,15 @@ class _Help(argparse.ArgumentDefaultsHelpFormatter):
 
 
 class _Parser(argparse.ArgumentParser):
-    """Says of an option that DeepSpeed had once what to do in its place."""
+    """Says what to do: in place of an option that DeepSpeed had once, and where nothing is given."""
 
     def error(self, message: str) -> NoReturn:
+        if "arguments are required" in message:
+            message = f"there is no script to run: {self.prog} --num_gpus 2 train.py --deepspeed ds.json"
         for name, instead in _REMOVED.items():
             if name in message:
                 message += f"\n  DeepSpeed 0.19.8 has no {name}: {instead}"
-        super().error(message)
+        super().error(f"{message}\n{self.prog} --help shows the options")
 
 
 def _options_of_ranks(parser: argparse.ArgumentParser) -> None:
@@ -69,6 +71,7 @@ def parse_args(args: Sequence[str] | None = None) -> argparse.Namespace:
     follows SCRIPT is `user_args`. Ends the process with status 2 for options that are not."""
     parser = _Parser(
         prog="polyreme deepspeed",
+        usage="%(prog)s [OPTIONS] SCRIPT [ARGUMENTS]...",
         description="Run a DeepSpeed script as ranks on this machine or on a hostfile's, on Polyreme.",
         formatter_class=_Help,
     )

@@ -19,9 +19,28 @@ from torch import Tensor, nn
 from polyreme.checkpoint.open import open_source
 from polyreme.compat.deepspeed.refusal import ArgumentError
 from polyreme.compat.deepspeed.saving import DOOR, TIED
+from polyreme.compat.deepspeed.utils.rank_files import (
+    get_checkpoint_files,
+    get_model_state_file,
+    get_model_state_files,
+    get_optim_files,
+)
 from polyreme.errors import CheckpointError
 from polyreme.layout.region import MASTER, MODEL
 
+__all__ = [
+    "OUTPUT_DTYPE_NAMES",
+    "convert_zero_checkpoint_to_fp32_state_dict",
+    "convert_zero_checkpoint_to_state_dict",
+    "debug",
+    "get_checkpoint_files",
+    "get_fp32_state_dict_from_zero_checkpoint",
+    "get_model_state_file",
+    "get_model_state_files",
+    "get_optim_files",
+    "load_state_dict_from_zero_checkpoint",
+    "to_torch_tensor",
+]
 OUTPUT_DTYPE_NAMES = {
     "float32": torch.float32,
     "fp32": torch.float32,

@@ -67,7 +67,8 @@ def tag(module: nn.Module) -> None:
     """Give each parameter that an engine has DeepSpeed's attributes: ds_id, ds_shape, ds_numel, ds_status,
     ds_persist."""
     for parameter in module.parameters():
-        vars(parameter).pop("ds_tensor", None)
+        for own in "ds_tensor", "partition_numel":
+            vars(parameter).pop(own, None)
         _tag(parameter, ZeroParamStatus.AVAILABLE)  # but for as long as `_status` says otherwise
 
 
@@ -76,6 +77,7 @@ def _divided(parameter: Any) -> None:
     _tag(parameter, ZeroParamStatus.NOT_AVAILABLE)
     if (share := share_of(parameter)) is not None:
         parameter.ds_tensor = share.part
+        parameter.partition_numel = share.part.numel
         parameter.ds_tensor.ds_numel = share.part.numel()
 
 
@@ -96,8 +98,14 @@ def _status(parameter: TrainedParameter) -> ZeroParamStatus:
     return ZeroParamStatus.NOT_AVAILABLE if isinstance(parameter, Released) else ZeroParamStatus.AVAILABLE
 
 
+def _partition_numel(parameter: TrainedParameter) -> int:
+    """How many numbers of a parameter that an engine has are on each rank in the mean, rounded up."""
+    return -(-parameter.ds_numel // engine_of(parameter).mesh.dp.size)  # type: ignore[attr-defined]
+
+
 # an engine tells by the class of a parameter
 TrainedParameter.ds_status = property(_status)  # type: ignore[attr-defined]
+TrainedParameter.partition_numel = _partition_numel  # type: ignore[attr-defined]
 
 
 def is_zero_param(parameter: object) -> bool:

@@ -1,0 +1,33 @@
+"""Names of tensors and blocks in tables that are narrower than they are."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from rich.cells import cell_len
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.measure import Measurement
+from rich.text import Text
+
+
+@dataclass(frozen=True)
+class Folded:
+    """A name that goes on in the next line after a dot or a space, never within a word that has room in
+    one."""
+
+    name: str
+
+    def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
+        return Measurement(max(map(cell_len, self._parts()), default=0), cell_len(self.name))
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        lines = [""]
+        for part in self._parts():
+            if lines[-1] and cell_len(lines[-1] + part.rstrip()) > options.max_width:
+                lines.append("")
+            lines[-1] += part
+        yield Text("\n".join(line.rstrip() for line in lines), overflow="fold")
+
+    def _parts(self) -> list[str]:
+        return re.split(r"(?<=[. ])", self.name)
