@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -241,3 +242,31 @@ def test_what_cannot_be_is_refused() -> None:
         engine.optimizer.state_dict()
     engine.close()
     optimizer.step()
+
+
+class Counted(torch.optim.SGD):
+    """Keeps counts of its own: a number, and a tensor of one element."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step(closure)
+        for p in [p for group in self.param_groups for p in group["params"] if p.grad is not None]:
+            state = self.state[p]
+            state["number"] = state.get("number", 0) + 1
+            state["tensor"] = state.get("tensor", torch.zeros(1)) + 1
+
+
+def test_states_of_one_element_are_saved_and_loaded(tmp_path: Path) -> None:
+    config = {"batch": {"size": 4}, "zero": {"stage": 2}, "precision": {"compute": "fp64"}}
+    engines = []
+    for _ in range(2):
+        model = network()
+        engines.append(polyreme.initialize(model, config, optimizer=Counted(model.parameters(), lr=0.1)))
+    saved, loaded = engines
+    for _ in range(2):
+        saved.backward(saved(torch.ones(4, WIDTH, dtype=torch.float64)).mean())
+        saved.step()
+    saved.save(tmp_path / "one")
+    loaded.load(tmp_path / "one")
+    for engine in engines:
+        for state in engine.optimizer.state.values():
+            assert state["number"] == 2 and torch.equal(state["tensor"], torch.full((1,), 2.0))

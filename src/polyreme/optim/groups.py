@@ -375,7 +375,9 @@ def _boundary(make: Make, dims: AbstractSet[int], options: Mapping[str, Any] | N
         cut = _trial(group, [half for tensor in tensors for half in tensor.flatten().chunk(2)])
     except Exception:  # such as Muon's, which takes matrices only
         return "tensor"
-    return "element" if _same(batched, cut) else "tensor"
+    states = trial_state(group, None, torch.float64).values()
+    spread = all(state.shape == (ALIGN,) for state in states if isinstance(state, Tensor) and state.dim())
+    return "element" if spread and _same(batched, cut) else "tensor"
 
 
 def _trial(group: Group, tensors: Sequence[Tensor]) -> Tensor:
