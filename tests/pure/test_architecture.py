@@ -82,7 +82,7 @@ BUDGETS = {
     "optim": 980,
     "pipeline": 1150,
     "planner": 250,
-    "step": 2620,
+    "step": 2680,
     "tensor": 1020,
     "zero": 2600,
     "": 400,

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 import polyreme.compat.deepspeed as deepspeed
 from polyreme.compat.deepspeed.refusal import ArgumentError
-from polyreme.compat.deepspeed.utils import safe_get_full_grad
+from polyreme.compat.deepspeed.utils import safe_get_full_fp32_param, safe_get_full_grad
+from polyreme.errors import ModelError
 from pool import Ranks
 
 WIDTH = 5
@@ -127,3 +128,88 @@ def test_backwards_after_the_end_of_a_window_add_up(ranks: Ranks, accumulation: 
     for stage in (0, 1, 3):
         for found in ranks(2, train_twice, stage, accumulation):
             assert torch.allclose(found, wanted, rtol=1e-5, atol=1e-6), stage
+
+
+def parts(rank: int, world: int, stage_3: dict[str, Any], precision: dict[str, Any]) -> None:
+    """Tries of `ds_tensor` of an engine at stage 3: 5 numbers, and 25, on two ranks."""
+    model = Network()
+    zero = {"stage": 3, **stage_3}
+    engine, *_ = deepspeed.initialize(model=model, config=settings(3, zero_optimization=zero, **precision))
+    bias, weight = model.layers[0].bias, model.layers[0].weight
+    before = engine.polyreme.state_dict(master=True)
+    part = bias.ds_tensor
+    assert (part.numel(), part.shape, part.ds_numel, weight.ds_tensor.numel()) == (3, (3,), 3, 13)
+    assert part.dtype == bias.dtype and "layers.0.bias" in repr(part) and not part.requires_grad
+    assert (bias.ds_shape, bias.ds_numel) == ((WIDTH,), WIDTH) and weight.ds_id != bias.ds_id
+    wanted = torch.cat([before["layers.0.bias"], torch.zeros(1)])[3 * rank : 3 * rank + 3].to(bias.dtype)
+    assert torch.equal(part, wanted) and torch.equal(part.clone().double(), wanted.double())
+    part[0] = 7.0  # the first element, and the fourth, of which masters alone change
+    after = engine.polyreme.state_dict(master=True)
+    assert after["layers.0.bias"].tolist() == [
+        7.0 if k in (0, 3) else value for k, value in enumerate(before["layers.0.bias"].tolist())
+    ]
+    with pytest.raises(ModelError, match="which is a copy"):
+        part[:2].fill_(1.0)
+    with pytest.raises(ModelError, match="4 elements, and has 3"):
+        bias.ds_tensor.data = torch.zeros(4)
+    bias.ds_tensor.data = torch.full_like(bias.ds_tensor.data, 1.0 + rank)
+    weight.ds_tensor.data.copy_(torch.zeros(13))
+    weight.ds_tensor += 0.5
+    torch.add(bias.ds_tensor, 1.0, out=bias.ds_tensor)
+    with deepspeed.zero.GatheredParameters([bias, weight]):
+        assert bias.tolist() == [2.0, 2.0, 2.0, 3.0, 3.0] and weight.unique().tolist() == [0.5]
+    engine.backward(engine(batch(rank, 0)))
+    assert torch.equal(bias.ds_tensor, torch.tensor([2.0, 2.0, 2.0] if rank == 0 else [3.0, 3.0, 0.0]))
+    engine.step()
+    assert 0 < (bias.ds_tensor.float()[:2] - 2.0 - rank).abs().min() < 0.11  # Adam's first step
+    plain, *_ = deepspeed.initialize(model=Network(), config=settings(2))
+    assert not hasattr(next(plain.module.parameters()), "ds_tensor")
+
+
+@pytest.mark.parametrize(
+    ("stage_3", "precision"),
+    [
+        ({}, {}),
+        (
+            {"offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}},
+            {"bf16": {"enabled": True}},
+        ),
+    ],
+)
+def test_a_rank_reads_and_writes_its_part(ranks: Ranks, stage_3: Any, precision: Any) -> None:
+    ranks(2, parts, stage_3, precision)
+
+
+def buffers(rank: int, world: int) -> None:
+    model = Network()
+    engine, optimizer, *_ = deepspeed.initialize(
+        model=model, model_parameters=some(model), config=settings(3, gradient_clipping=0.0)
+    )
+    assert [len(group) for group in optimizer.fp16_groups] == [1, 2] and optimizer._global_grad_norm is None
+    with pytest.raises(ModelError, match="from the last backward of a step"):
+        optimizer.averaged_gradients[0][0].sum()
+    sums = []
+    for _ in range(2):
+        engine.backward(engine(batch(0, 0)))
+        found = optimizer.averaged_gradients
+        whole = safe_get_full_grad(model.layers[2].bias)
+        padded = torch.cat([whole, torch.zeros(1)])[3 * rank : 3 * rank + 3]
+        assert {*found} == {0, 1} and torch.equal(found[1][1], padded) and found[0][0].numel() == 13
+        assert torch.equal(optimizer.get_fp32_grad_partitions()[1][1], padded) and whole.abs().max() > 0
+        sums.append(whole)
+    assert torch.allclose(sums[1], 2 * sums[0])
+    found[1][1].mul_(0.0)
+    engine.step()
+    assert torch.equal(safe_get_full_fp32_param(model.layers[2].bias), Network().layers[2].bias)
+    assert optimizer._global_grad_norm > 0
+    with pytest.raises(AttributeError, match="safe_get_full_fp32_param"):
+        optimizer.parallel_partitioned_bit16_groups  # noqa: B018
+    with pytest.raises(AttributeError, match="no attribute 'gone'"):
+        optimizer.gone  # noqa: B018
+    _, other, *_ = deepspeed.initialize(model=Network(), config=settings(2))
+    with pytest.raises(AttributeError, match=r"no optimizer.averaged_gradients .*safe_get_full_grad"):
+        other.averaged_gradients  # noqa: B018
+
+
+def test_the_optimizer_has_parts_of_gradients(ranks: Ranks) -> None:
+    ranks(2, buffers)

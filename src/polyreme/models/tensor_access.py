@@ -3,11 +3,13 @@ hooks; and how to look at names where those that need numbers are refused."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 _HARMLESS = {
     *(
@@ -78,6 +80,16 @@ def touching(func: Callable[..., Any]) -> str | None:
     if name in ("__get__", "__set__", "__delete__"):
         name = getattr(getattr(func, "__self__", None), "__name__", name)
     return None if name in _HARMLESS or (name.startswith("is_") and name != "is_nonzero") else name
+
+
+_IN_PLACE = re.compile("__i(add|sub|mul|div|truediv|floordiv|mod|pow|matmul|and|or|xor|lshift|rshift)__")
+
+
+def writes(name: str, args: Sequence[Any], kwargs: Mapping[str, Any], kind: type[Tensor]) -> bool:
+    """Whether a function of this name writes to a tensor of this kind."""
+    if name == "__setitem__" or (name.endswith("_") and not name.endswith("__")) or _IN_PLACE.fullmatch(name):
+        return any(isinstance(leaf, kind) for leaf in pytree.tree_leaves(args[:1]))
+    return any(isinstance(leaf, kind) for leaf in pytree.tree_leaves(kwargs.get("out")))
 
 
 def entries(module: nn.Module) -> dict[str, Tensor]:

@@ -21,6 +21,7 @@ from polyreme.layout.bucket_layout import Cut, Slot
 from polyreme.layout.intervals import overlap
 from polyreme.layout.region import MASTER
 from polyreme.step.checkpoints import Checkpoints
+from polyreme.step.equal_part import EqualPart
 from polyreme.step.training import Training
 from polyreme.zero.bucket import Bucket
 from polyreme.zero.parameter import NAMES
@@ -190,6 +191,17 @@ class ParameterNumbers:
         if bucket.tie is not None:
             bucket.tie.broadcast(flat)
         self._put(at, kind, flat)
+
+    def equal_part(self, kind: str) -> EqualPart:
+        """This rank's of as many equal parts of the flattened tensor as there are data-parallel ranks, to be
+        read and written as a tensor by all of them alike: of the masters in the parameter's dtype, or of
+        gradients in the masters'. Raises ModelError where tensor parallelism divides it."""
+        at = self._locate()
+        if not at.cut.is_whole:
+            raise ModelError(f"an equal part of {at.slot.name}, which mesh.tp divides: use whole({kind!r})")
+        dtype = at.bucket.formats.master if kind == GRADIENT else at.bucket.formats.compute
+        like = torch.empty(0, dtype=dtype, device=at.bucket.device)
+        return EqualPart.of(self, kind, at.training.contents.mesh.dp, at.slot.name, at.slot.size, like)
 
     @property
     def trains(self) -> bool:

@@ -7,7 +7,6 @@ what methods of a `Gathered` give of its memory is followed. No communication.""
 
 from __future__ import annotations
 
-import re
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import FrameType
@@ -19,7 +18,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.hooks import RemovableHandle
 
 from polyreme.errors import ModelError
-from polyreme.models.tensor_access import touching
+from polyreme.models.tensor_access import touching, writes
 from polyreme.zero.parameter import NAMES, TrainedParameter, is_shard
 
 
@@ -146,7 +145,7 @@ class View(Tensor):
                     "parameter inside `with engine.full_parameters():`"
                 )
             sets = getattr(func, "__name__", "") == "__set__"
-            if _writes(name, *inputs) or (sets and isinstance(args[0], View)):
+            if writes(name, *inputs, View) or (sets and isinstance(args[0], View)):
                 _refuse_writing(name, parameters[0])
             copies = sets or name in _LEAVES_TORCH
         with torch._C.DisableTorchFunctionSubclass():
@@ -182,16 +181,6 @@ def _followed(parameter: nn.Parameter, taken: Any, caller: FrameType | None = No
         return view
 
     return pytree.tree_map_only(Tensor, follow, taken)
-
-
-_IN_PLACE = re.compile("__i(add|sub|mul|div|truediv|floordiv|mod|pow|matmul|and|or|xor|lshift|rshift)__")
-
-
-def _writes(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Whether a function of this name writes to a `View`."""
-    if name == "__setitem__" or (name.endswith("_") and not name.endswith("__")) or _IN_PLACE.fullmatch(name):
-        return any(isinstance(leaf, View) for leaf in pytree.tree_leaves(args[:1]))
-    return any(isinstance(leaf, View) for leaf in pytree.tree_leaves(kwargs.get("out")))
 
 
 def _refuse_writing(name: str, parameter: nn.Parameter) -> NoReturn:

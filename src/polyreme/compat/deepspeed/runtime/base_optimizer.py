@@ -18,6 +18,7 @@ from polyreme.compat.deepspeed.runtime.fp16.loss_scaler import LossScaleConfig, 
 from polyreme.layout.region import Stored
 from polyreme.optim.groups import Lion
 from polyreme.step.optimizer_view import OptimizerView
+from polyreme.step.parameter_numbers import GRADIENT
 
 if TYPE_CHECKING:
     from polyreme.compat.deepspeed.runtime.engine import DeepSpeedEngine
@@ -66,6 +67,42 @@ class DeepSpeedOptimizer(OptimizerView):
             if given["bf16.enabled"]
             else torch.float32
         )
+
+    @property
+    def averaged_gradients(self) -> dict[int, list[Tensor]]:
+        """This rank's part of the gradient of each parameter that trains, as `parameter.ds_tensor` is one, by
+        group, at stage 3. They are there from the last backward of a window to its step. Raises
+        AttributeError at other stages."""
+        front = self._front[0]
+        if front.translation.stage != 3 or front.polyreme.mesh.tp.size > 1:
+            raise AttributeError  # for `__getattr__` to say
+        return {
+            index: [front.polyreme.numbers(p).equal_part(GRADIENT) for p in group if p.requires_grad]
+            for index, group in enumerate(self.fp16_groups)
+        }
+
+    def get_fp32_grad_partitions(self) -> dict[int, dict[int, Tensor]]:
+        """The same, by group and the number of the parameter in it."""
+        return {index: dict(enumerate(parts)) for index, parts in self.averaged_gradients.items()}
+
+    @property
+    def fp16_groups(self) -> list[list[Any]]:
+        """The parameters of each group. Raises AttributeError for the config's Muon, whose groups are the
+        engine's."""
+        if isinstance(self._basic, type):
+            raise AttributeError  # for `__getattr__` to say
+        return [list(group["params"]) for group in self.param_groups]
+
+    bit16_groups = fp16_groups
+
+    @property
+    def _global_grad_norm(self) -> float | None:
+        return self._front[0].get_global_grad_norm()
+
+    def __getattr__(self, name: str) -> Any:
+        if name in _BUFFERS:
+            raise AttributeError(f"there is no optimizer.{name} here: {_BUFFERS[name]}")
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """The engine's `step`."""
@@ -136,6 +173,23 @@ class DeepSpeedOptimizer(OptimizerView):
 
 
 ZeROOptimizer = DeepSpeedOptimizer
+
+_MASTERS = "read masters by deepspeed.utils.safe_get_full_fp32_param(parameter), and set them by safe_set_..."
+_GRADIENTS = "read gradients by deepspeed.utils.safe_get_full_grad(parameter), and set them by safe_set_..."
+_BUFFERS = {
+    **dict.fromkeys(
+        (
+            "fp16_partitioned_groups_flat",
+            "parallel_partitioned_bit16_groups",
+            "bit16_groups_flat",
+        ),
+        _MASTERS,
+    ),
+    **dict.fromkeys(("all_grad_tensors", "ipg_buckets", "grads_in_partition"), _GRADIENTS),
+    "averaged_gradients": f"equal parts of gradients are there at stage 3, without autotp; {_GRADIENTS}",
+    **dict.fromkeys(("fp16_groups", "bit16_groups"), "the config's Muon makes its groups by the model"),
+}
+"""Attributes of DeepSpeed's optimizers that are not here, and what takes their place."""
 
 
 def basic_class(basic: Optimizer | type[Optimizer], translation: Translation) -> type:

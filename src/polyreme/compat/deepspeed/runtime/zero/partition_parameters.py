@@ -19,6 +19,8 @@ from torch import Tensor, nn
 from polyreme.compat.deepspeed.comm.initialize import init_distributed
 from polyreme.compat.deepspeed.refusal import GatherError
 from polyreme.errors import ModelError
+from polyreme.layout.region import MASTER
+from polyreme.step.equal_part import EqualPart
 from polyreme.zero.divided import building, divide, gathered, share_of
 from polyreme.zero.parameter import TrainedParameter, engine_of
 from polyreme.zero.released import Released
@@ -65,7 +67,7 @@ class ZeroParamStatus(Enum):
 
 def tag(module: nn.Module) -> None:
     """Give each parameter that an engine has DeepSpeed's attributes: ds_id, ds_shape, ds_numel, ds_status,
-    ds_persist."""
+    ds_persist, ds_tensor."""
     for parameter in module.parameters():
         for own in "ds_tensor", "partition_numel":
             vars(parameter).pop(own, None)
@@ -76,9 +78,9 @@ def _divided(parameter: Any) -> None:
     """The same for one that is divided, and ds_tensor: this rank's part, flat."""
     _tag(parameter, ZeroParamStatus.NOT_AVAILABLE)
     if (share := share_of(parameter)) is not None:
-        parameter.ds_tensor = share.part
+        share.part.ds_numel = share.part.numel()  # type: ignore[attr-defined]
+        vars(parameter)["ds_tensor"] = share.part
         parameter.partition_numel = share.part.numel
-        parameter.ds_tensor.ds_numel = share.part.numel()
 
 
 def _tag(parameter: Any, status: ZeroParamStatus) -> None:
@@ -103,9 +105,31 @@ def _partition_numel(parameter: TrainedParameter) -> int:
     return -(-parameter.ds_numel // engine_of(parameter).mesh.dp.size)  # type: ignore[attr-defined]
 
 
+def _part(parameter: TrainedParameter) -> Tensor:
+    """This rank's part of a parameter: the memory of one that is divided before `initialize`; afterwards what
+    reads and writes the engine's numbers, on all ranks alike."""
+    engine, own = engine_of(parameter), vars(parameter)
+    if "ds_tensor" in own:
+        part: Tensor = own["ds_tensor"]
+    elif "ds_id" in own and engine is not None:
+        if engine.mesh.tp.size > 1:
+            raise AttributeError("ds_tensor beside tensor parallelism: use safe_get_full_fp32_param")
+        part = engine.numbers(parameter).equal_part(MASTER)
+    else:
+        raise AttributeError("ds_tensor of a parameter that no engine divides")
+    return part
+
+
+def _set_part(parameter: TrainedParameter, value: Tensor) -> None:
+    """Set this rank's part; `parameter.ds_tensor += x` comes here when it has."""
+    if not isinstance(value, EqualPart):
+        _part(parameter).copy_(value)
+
+
 # an engine tells by the class of a parameter
 TrainedParameter.ds_status = property(_status)  # type: ignore[attr-defined]
 TrainedParameter.partition_numel = _partition_numel  # type: ignore[attr-defined]
+TrainedParameter.ds_tensor = property(_part, _set_part)  # type: ignore[attr-defined]
 
 
 def is_zero_param(parameter: object) -> bool:

@@ -1,0 +1,157 @@
+"""Tensors that stand for this rank's of equal parts of a parameter's numbers, wherever the engine has them.
+
+Invariant: what asks for the numbers gets those of now, and what changes them in place changes the engine's.
+Communication: where numbers are read or written, on all data-parallel ranks alike, that of
+`ParameterNumbers`, and where they are written an all-gather; none for shapes and dtypes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from polyreme.distributed.mesh import Axis
+from polyreme.errors import ModelError
+from polyreme.models.tensor_access import touching, writes
+
+
+class Numbers(Protocol):
+    """The numbers of a parameter: `ParameterNumbers`."""
+
+    def whole(self, kind: str) -> Tensor | None: ...
+    def set_whole(self, kind: str, value: Tensor | None) -> None: ...
+
+
+class EqualPart(Tensor):
+    """Flat, of as many elements as each of a parameter's equal parts has, with zeros behind its end. To write
+    to it is to set the numbers; of a 16-bit one, masters keep their digits where it does not change. What
+    was taken of it is a copy, and cannot be written to."""
+
+    _numbers: Numbers
+    _kind: str
+    _axis: Axis
+    _name: str
+
+    @classmethod
+    def of(cls, numbers: Numbers, kind: str, axis: Axis, name: str, elements: int, like: Tensor) -> EqualPart:
+        """Of `elements` numbers of this kind, in the dtype and on the device of `like`."""
+        hollow = torch.empty(-(-elements // axis.size), dtype=like.dtype, device=like.device)
+        hollow.untyped_storage().resize_(0)
+        made = hollow.as_subclass(cls)
+        made._numbers, made._kind, made._axis, made._name = numbers, kind, axis, name
+        return made
+
+    @property
+    def ds_numel(self) -> int:
+        """The number of its elements."""
+        return self.numel()
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"EqualPart({self._kind} of {self._name}, shape={tuple(self.shape)}, dtype={self.dtype})"
+
+    def __format__(self, spec: str) -> str:
+        return format(repr(self), spec)
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Iterable[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        name = touching(func)
+        if name is None:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        if name == "data":
+            if getattr(func, "__name__", "") == "__set__" and args[0] is not args[1]:
+                args[0]._set(args[1])
+            return args[0]
+        copies: dict[int, Tensor] = {}
+
+        def copy(part: EqualPart) -> Tensor:
+            if id(part) not in copies:
+                copies[id(part)] = part._get()
+            return copies[id(part)]
+
+        plain_args, plain_kwargs = pytree.tree_map_only(EqualPart, copy, (args, kwargs))
+        result = func(*plain_args, **plain_kwargs)
+        if writes(name, args, kwargs, EqualPart):
+            target = kwargs.get("out", args[0] if args else None)
+            target._set(copies[id(target)])
+            return target
+        return _read_only(result, copies.values())
+
+    def _get(self) -> Tensor:
+        """A copy of the numbers."""
+        flat = self._whole().reshape(-1).to(self.dtype)
+        found = torch.zeros(self.shape, dtype=self.dtype, device=self.device)
+        start = self._axis.rank * found.numel()
+        mine = flat[start : start + found.numel()]
+        found[: mine.numel()] = mine
+        return found
+
+    def _set(self, value: Tensor) -> None:
+        """Have the numbers be what each rank gives of its part."""
+        if value.numel() != self.numel():
+            raise ModelError(
+                f"this rank's part of {self._kind} of {self._name} is set to {value.numel()} elements, and "
+                f"has {self.numel()}"
+            )
+        before = self._whole()
+        mine = value.detach().to(self.device, self.dtype).reshape(-1).contiguous()
+        given = torch.empty(mine.numel() * self._axis.size, dtype=self.dtype, device=self.device)
+        self._axis.all_gather(given, mine).settle()
+        now = given[: before.numel()].view(before.shape)
+        self._numbers.set_whole(
+            self._kind, torch.where(now == before.to(now.dtype), before, now.to(before.dtype))
+        )
+
+    def _whole(self) -> Tensor:
+        whole = self._numbers.whole(self._kind)
+        if whole is None:
+            raise ModelError(
+                f"{self._kind} of {self._name} is asked for, and there is none: a gradient is there from the "
+                "last backward of a step to step()"
+            )
+        return whole
+
+
+class _Copy(Tensor):
+    """What was read of an `EqualPart`: it may not be written to."""
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Iterable[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        name = touching(func)
+        sets = name is not None and getattr(func, "__name__", "") == "__set__"
+        if name is not None and (sets or writes(name, args, kwargs, _Copy)):
+            raise ModelError(
+                f"{name} writes to what was taken of a parameter's part, which is a copy: write to the part "
+                "itself, part.copy_(numbers) or part[:3] = numbers"
+            )
+        taken = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, _Copy)]
+        with torch._C.DisableTorchFunctionSubclass():
+            plain = pytree.tree_map_only(_Copy, lambda copy: copy.as_subclass(Tensor), (args, kwargs))
+            return _read_only(func(*plain[0], **plain[1]), taken)
+
+
+def _read_only(result: Any, copies: Iterable[Tensor]) -> Any:
+    """`result`, in which what shares memory with one of the copies cannot be written to."""
+
+    def follow(tensor: Tensor) -> Tensor:
+        shares = any(torch._C._is_alias_of(tensor, copy) for copy in copies)  # type: ignore[attr-defined]
+        return tensor.as_subclass(_Copy) if shares else tensor
+
+    return pytree.tree_map_only(Tensor, follow, result)
