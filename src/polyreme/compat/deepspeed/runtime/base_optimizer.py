@@ -178,12 +178,7 @@ _MASTERS = "read masters by deepspeed.utils.safe_get_full_fp32_param(parameter),
 _GRADIENTS = "read gradients by deepspeed.utils.safe_get_full_grad(parameter), and set them by safe_set_..."
 _BUFFERS = {
     **dict.fromkeys(
-        (
-            "fp16_partitioned_groups_flat",
-            "parallel_partitioned_bit16_groups",
-            "bit16_groups_flat",
-        ),
-        _MASTERS,
+        ("fp16_partitioned_groups_flat", "parallel_partitioned_bit16_groups", "bit16_groups_flat"), _MASTERS
     ),
     **dict.fromkeys(("all_grad_tensors", "ipg_buckets", "grads_in_partition"), _GRADIENTS),
     "averaged_gradients": f"equal parts of gradients are there at stage 3, without autotp; {_GRADIENTS}",
