@@ -1,24 +1,42 @@
 """Ranks that mpirun started, of each MPI library that is installed: one launch runs many jobs.
 
+Those of the system (Debian's openmpi-bin and mpich) get an environment as those of pip have one: a Python,
+beside which mpi4py finds the library, and the mpirun.
 Ranks that wait keep the processors busy: one launch at a time."""
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import os
 import pickle
+import shutil
 import subprocess
 import sys
+import sysconfig
+import tempfile
 import traceback
+import venv
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).parent
 VENV = Path(sys.prefix)
-LIBRARIES = {"mpich": VENV, "openmpi": VENV / "openmpi"}
-"""Where each is installed, and a Python whose mpi4py finds it (`make setup`)."""
-OPTIONS: Mapping[str, Sequence[str]] = {"mpich": (), "openmpi": ("--allow-run-as-root", "--oversubscribe")}
+SYSTEM = VENV / "system-mpi"
+LIBRARIES = {
+    "mpich": VENV,
+    "openmpi": VENV / "openmpi",
+    "system-mpich": SYSTEM / "mpich",
+    "system-openmpi": SYSTEM / "openmpi",
+}
+"""Where each is, and a Python whose mpi4py finds it (`make setup`, `system`)."""
+SHARED = {"system-mpich": ("libmpich.so.12", "libmpi.so.12"), "system-openmpi": ("libmpi.so.40",) * 2}
+"""What Debian calls the library, and what mpi4py calls it."""
+AS_ROOT = ("--allow-run-as-root", "--oversubscribe")
+OPTIONS: Mapping[str, Sequence[str]] = {
+    "mpich": (), "openmpi": AS_ROOT, "system-mpich": (), "system-openmpi": AS_ROOT,
+}  # fmt: skip
 Job = tuple[Callable[..., Any], tuple[Any, ...]]
 
 
@@ -33,8 +51,33 @@ def missing(library: str) -> str:
     """Why ranks of a library cannot be started; "" if they can."""
     if not importlib.util.find_spec("mpi4py"):
         return "mpi4py is not installed"
-    found = (LIBRARIES[library] / "bin" / "mpirun").exists()
-    return "" if found else f"{library} is not installed beside this Python: make setup"
+    found = system(library) if library in SHARED else (LIBRARIES[library] / "bin" / "mpirun").exists()
+    how = "apt-get install openmpi-bin mpich" if library in SHARED else "make setup"
+    return "" if found else f"{library} is not installed: {how}"
+
+
+def system(library: str) -> bool:
+    """Make the environment of a library of the system, unless it is there; whether there is that library."""
+    mpirun = shutil.which(f"mpirun.{library.removeprefix('system-')}", path="/usr/bin")
+    name, called = SHARED[library]
+    file = Path("/usr/lib") / str(sysconfig.get_config_var("MULTIARCH")) / name
+    if mpirun is None or not file.exists():
+        return False
+    if not (folder := LIBRARIES[library]).exists():
+        SYSTEM.mkdir(exist_ok=True)
+        made = Path(tempfile.mkdtemp(dir=SYSTEM))
+        venv.create(made, symlinks=True)
+        packages = next((made / "lib").glob("python*")) / "site-packages"
+        (packages / "tests.pth").write_text(sysconfig.get_path("purelib"))
+        (made / "lib" / called).symlink_to(file)
+        # by its own path: Open MPI looks for the rest of itself beside it
+        (made / "bin" / "mpirun").write_text(
+            f'#!/bin/sh\nLD_LIBRARY_PATH="{folder}/lib" exec {mpirun} "$@"\n'
+        )
+        (made / "bin" / "mpirun").chmod(0o755)
+        with contextlib.suppress(OSError):  # another process was faster
+            made.rename(folder)
+    return True
 
 
 def command(library: str, world: int, *words: str, under: Sequence[str] = ()) -> list[str]:

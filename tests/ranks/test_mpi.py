@@ -20,7 +20,7 @@ from mpi_jobs import data_parallel, gathers, goes_on, messages, on_hosts, scatte
 from mpirun import Failed, Job
 
 KINDS = ("mpi direct", "shared memory", "process group")
-WORLDS = {"mpich": 4, "openmpi": 2}
+WORLDS = {"mpich": 4, "openmpi": 2, "system-mpich": 2, "system-openmpi": 2}
 ALL_CASES = ALL in os.environ
 CASES = cover(
     [case for case in CASES if (case.model, case.world) == ("convnet", 2)],
@@ -41,7 +41,7 @@ def answers(
     jobs |= {kind: (conforms, (kind,)) for kind in KINDS}
     if WORLDS[library] == 4:
         jobs["hosts"] = (on_hosts, (2,))
-    if WORLDS[library] == 2:
+    if library == "openmpi" or (ALL_CASES and WORLDS[library] == 2):
         jobs["training"] = (train, ("convnet", [case.config() for case in CASES]))
     return mpirun.run(library, WORLDS[library], jobs, tmp_path_factory.mktemp(library))
 

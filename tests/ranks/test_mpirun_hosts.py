@@ -35,20 +35,22 @@ def login(two: list[Host], tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def options(library: str, login: Path) -> list[str]:
     """Those of mpirun to start ranks on both hosts."""
-    if library == "mpich":
+    if library.endswith("mpich"):
         return ["-launcher", "ssh", "-launcher-exec", str(login), "-iface", "eth0", "-hosts", "n1,n2"]
-    at_start = ["--prtemca", "plm_ssh_agent", str(login), "--prtemca", "prte_if_include", "eth0"]
+    at_start = (
+        ["--prtemca", "plm_ssh_agent", str(login), "--prtemca", "prte_if_include", "eth0"]
+        if library == "openmpi"
+        else ["--mca", "plm_rsh_agent", str(login), "--mca", "oob_tcp_if_include", "eth0"]
+    )
     return [*at_start, "--mca", "btl_tcp_if_include", "eth0", "--map-by", "node", "--host", "n1,n2"]
+
+
+MORE = pytest.mark.skipif(ALL not in os.environ, reason="run with --all-cases")
 
 
 @pytest.mark.parametrize(
     "library",
-    [
-        "mpich",
-        pytest.param(
-            "openmpi", marks=pytest.mark.skipif(ALL not in os.environ, reason="run with --all-cases")
-        ),
-    ],
+    ["mpich", *(pytest.param(each, marks=MORE) for each in mpirun.LIBRARIES if each != "mpich")],
 )
 def test_a_script_trains_on_two_hosts_to_the_bits_of_one(
     two: list[Host], login: Path, tmp_path: Path, library: str

@@ -58,7 +58,7 @@ def find() -> Library:
     asked = subprocess.run([program, "--version"], capture_output=True, text=True, check=False)
     for mark, kind in (
         ("Open MPI", OPEN_MPI),
-        ("Open RTE", OPEN_MPI),
+        ("OpenRTE", OPEN_MPI),
         ("HYDRA", HYDRA),
         ("Intel(R) MPI", HYDRA),
     ):
