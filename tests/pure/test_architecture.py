@@ -70,7 +70,7 @@ BUDGETS = {
     "config": 900,
     "data": 600,
     "deferred_init": 430,
-    "distributed": 2420,
+    "distributed": 2500,
     "files": 240,
     "integrations": 480,
     "job": 600,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import types
 from dataclasses import replace
 
 import pytest
@@ -10,7 +11,8 @@ import torch.distributed as dist
 from typer.testing import CliRunner
 
 from polyreme.cli.main import app
-from polyreme.distributed.environment import Environment, announce, detect
+from polyreme.distributed import mpi
+from polyreme.distributed.environment import BY_MPI, Environment, announce, detect
 from polyreme.errors import LaunchError
 
 TORCHRUN = {
@@ -216,6 +218,25 @@ def test_what_a_launcher_left_out_is_named(variables: dict[str, str], missing: s
 def test_what_contradicts_itself_is_refused(variables: dict[str, str], named: str) -> None:
     with pytest.raises(LaunchError, match=named):
         detect(variables)
+
+
+def test_mpi_tells_what_a_launcher_that_speaks_pmix_alone_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in TORCHRUN:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("PMIX_RANK", "1")
+    monkeypatch.setattr(mpi, "place", lambda: (1, 4, 1, 2))
+    place = detect()
+    assert (place.rank, place.world_size, place.local_rank, place.local_world_size) == (1, 4, 1, 2)
+    assert place.address is None and place.name in BY_MPI
+    monkeypatch.undo()
+    monkeypatch.setenv("PMIX_RANK", "1")
+    lone = types.SimpleNamespace(
+        COMM_WORLD=types.SimpleNamespace(size=1, rank=0),
+        Get_library_version=lambda: "Some MPI:\t1.2\nof today",
+    )
+    monkeypatch.setattr(mpi, "library", lambda: lone)
+    with pytest.raises(LaunchError, match=r"MPI does not, either \(Some MPI: 1.2 hears nothing"):
+        detect()
 
 
 def test_what_starts_ranks_itself_is_not_started_several_times(monkeypatch: pytest.MonkeyPatch) -> None:

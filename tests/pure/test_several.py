@@ -92,7 +92,7 @@ def test_the_words_of_mpirun() -> None:
     words, variables = mpirun.command(mpirun.Library("/opt/mpirun", mpirun.HYDRA), request)
     assert words == [
         "/opt/mpirun", "-n", "3", "-hosts", "a:2,b:1", "-launcher", "ssh", "-launcher-exec", "/bin/ssh",
-        "-iface", "eth0", "-genvlist", "PATH,WORD", *rank,
+        "-iface", "eth0", "-genvlist", "PATH,LD_LIBRARY_PATH,WORD", *rank,
     ]  # fmt: skip
     assert variables == {"WORD": "x y", "HYDRA_LAUNCHER_EXTRA_ARGS": "-p 22"}
 
@@ -104,7 +104,10 @@ def test_an_mpirun_that_is_neither(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(mpirun.sys, "executable", str(tmp_path / "python"))  # type: ignore[attr-defined]
     with pytest.raises(LaunchError, match="'SomeMPI 3'"):
         mpirun.find()
-    for said in "mpirun (Open MPI) 4.1.4", "mpirun.openmpi (OpenRTE) 4.1.4":  # by whichever name Debian has it
+    for said in (
+        "mpirun (Open MPI) 4.1.4",
+        "mpirun.openmpi (OpenRTE) 4.1.4",
+    ):  # by whichever name Debian has it
         program.write_text(f"#!/bin/sh\necho '{said}'\n")
         assert mpirun.find() == mpirun.Library(str(program), mpirun.OPEN_MPI)
     program.unlink()

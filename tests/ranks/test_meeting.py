@@ -128,8 +128,8 @@ class World:
 def test_over_mpi_rank_0_tells_where_it_listens(monkeypatch: pytest.MonkeyPatch) -> None:
     place = Environment("mpirun (Open MPI)", 0, 2, 0, 1)
     own = [each for each in meeting.addresses() if not meeting.is_loopback(each) and ":" not in each]
-    monkeypatch.setattr(meeting, "_mpi_world", lambda _: World(str(own).replace("'", '"').encode()))
-    (host, port), listener = meeting._over_mpi(place)
+    monkeypatch.setattr(meeting, "_mpi_world", lambda *_: World(str(own).replace("'", '"').encode()))
+    (host, port), listener = meeting._over_mpi(place, timedelta(seconds=1))
     assert listener is not None and (host, port) == ("127.0.0.1", listener.getsockname()[1])
     listener.close()
 
@@ -139,7 +139,7 @@ def test_mpi4py_of_another_library_is_no_way_to_meet(monkeypatch: pytest.MonkeyP
         COMM_WORLD=types.SimpleNamespace(Get_rank=lambda: 0, Get_size=lambda: 1),
         Get_library_version=lambda: "Some MPI 1.2\nof today",
     )
-    monkeypatch.setattr(meeting, "library", lambda: other)
+    monkeypatch.setattr(meeting, "library", lambda within: other)
     place = Environment("mpirun (Open MPI)", 1, 2, 0, 1)
     with pytest.raises(PolyremeError, match=r"another MPI library \(Some MPI 1.2\)"):
         meeting.meet(place, timedelta(seconds=1))

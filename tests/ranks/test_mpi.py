@@ -5,11 +5,13 @@ from __future__ import annotations
 
 import os
 import subprocess
+import types
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 from test_parity import CASES, compare, train
 
 import mpirun
@@ -18,6 +20,8 @@ from cover import cover
 from examples import ALL
 from mpi_jobs import data_parallel, gathers, goes_on, messages, on_hosts, scatters, sums
 from mpirun import Failed, Job
+from polyreme.distributed import mpi, mpi_group
+from polyreme.errors import TransportError
 
 KINDS = ("mpi direct", "shared memory", "process group")
 WORLDS = {"mpich": 4, "openmpi": 2, "system-mpich": 2, "system-openmpi": 2}
@@ -39,6 +43,8 @@ def answers(
         pytest.skip(why)
     jobs: dict[str, Job] = {function.__name__: (function, ()) for function in TORCH}
     jobs |= {kind: (conforms, (kind,)) for kind in KINDS}
+    if library in mpirun.SHARED and not ALL_CASES:  # of the system: what calls most of the library
+        jobs = {name: job for name, job in jobs.items() if name in ("gathers", "messages", KINDS[0])}
     if WORLDS[library] == 4:
         jobs["hosts"] = (on_hosts, (2,))
     if library == "openmpi" or (ALL_CASES and WORLDS[library] == 2):
@@ -48,6 +54,8 @@ def answers(
 
 def passed(answers: Mapping[str, Any], name: str) -> list[Any]:
     """The results of a job."""
+    if name not in answers:
+        pytest.skip("with another library, or with --all-cases")
     for rank, answer in enumerate(found := answers[name]):
         assert not isinstance(answer, Failed), f"rank {rank}:\n{answer}\n{answers['printed'][0]}"
     return found
@@ -64,8 +72,7 @@ def test_a_backend_over_mpi_keeps_to_its_contract(answers: Mapping[str, Any], ki
 
 
 def test_hosts_send_each_other_little_and_sum_as_one(answers: Mapping[str, Any]) -> None:
-    if "hosts" in answers:
-        passed(answers, "hosts")
+    passed(answers, "hosts")
 
 
 @pytest.mark.skipif(not ALL_CASES, reason="eight ranks: --all-cases")
@@ -77,12 +84,61 @@ def test_more_ranks_or_hosts_do_so_too(hosts: int, tmp_path: Path) -> None:
 
 
 def test_training_over_mpi_equals_plain_pytorch(answers: Mapping[str, Any]) -> None:
-    if "training" in answers:
-        compare(passed(answers, "training"), CASES)
+    compare(passed(answers, "training"), CASES)
 
 
 def test_ranks_that_are_through_end_well(answers: Mapping[str, Any]) -> None:
     assert answers["status"] == [0], answers["printed"][0]
+
+
+def test_ranks_that_mpi_has_not_are_no_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torchrun's, say, each of which is alone for MPI, and would train by itself."""
+    world = types.SimpleNamespace(size=1, rank=0)
+    lone = types.SimpleNamespace(COMM_WORLD=world, Get_library_version=lambda: "Some MPI 1.2")
+    for module in mpi, mpi_group:
+        monkeypatch.setattr(module, "library", lambda *within: lone)
+    with pytest.raises(TransportError, match=r"rank 1 of 2, but MPI that it is rank 0 of 1 \(Some MPI 1.2\)"):
+        dist.init_process_group("cpu:mpi", store=dist.HashStore(), rank=1, world_size=2)
+
+
+BY_PMIX = """
+import torch, polyreme
+loss_fn = torch.nn.functional.mse_loss
+engine = polyreme.initialize(torch.nn.Linear(8, 4), {"batch": {"size": 8}}, loss_fn=loss_fn)
+assert torch.distributed.get_backend() == "cpu:mpi" and engine.mesh.dp.backend.kind == "shared memory"
+print("rank", engine.mesh.dp.rank, "of", engine.mesh.dp.size)
+"""
+
+
+@pytest.mark.skipif(not ALL_CASES, reason="two interpreters: --all-cases")
+def test_ranks_of_a_launcher_that_speaks_pmix_alone_find_each_other() -> None:
+    if why := mpirun.missing("openmpi"):
+        pytest.skip(why)
+    program, *words = mpirun.command("openmpi", 2, "-c", BY_PMIX)
+    start = [program.replace("mpirun", "prterun"), *words]
+    ran = subprocess.run(start, capture_output=True, text=True, timeout=100, env=mpirun.variables())
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    assert {"rank 0 of 2", "rank 1 of 2"} <= {*ran.stdout.splitlines()}
+
+
+FAILED_BEFORE = """
+import os, sys
+if os.environ["PMI_RANK"] == "1":
+    sys.exit("as a rank that lacks a package")
+from datetime import timedelta
+from polyreme.distributed.mpi import library
+library(timedelta(seconds=3))
+"""
+
+
+@pytest.mark.parametrize("library", ["mpich", "system-mpich"] if ALL_CASES else ["mpich"])
+def test_a_rank_that_fails_before_mpi_begins_is_not_waited_for_without_end(library: str) -> None:
+    """Open MPI's mpirun ends the others."""
+    if why := mpirun.missing(library):
+        pytest.skip(why)
+    words = mpirun.command(library, 2, "-c", FAILED_BEFORE)
+    ran = subprocess.run(words, capture_output=True, text=True, timeout=100, env=mpirun.variables())
+    assert ran.returncode and "MPI did not begin on all ranks within 3 s" in ran.stdout + ran.stderr
 
 
 KILLED = """

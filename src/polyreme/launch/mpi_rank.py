@@ -2,7 +2,8 @@
 what `python [-m] SCRIPT ARGUMENTS...` does.
 
 What other ranks than the first print gets `[host rank] ` before each line, from a process beside the rank
-that ends with it. Torch is not loaded. Communication: none."""
+that ends with it. An error of ours is told without a traceback, and gives its exit status. Torch is not
+loaded. Communication: none."""
 
 from __future__ import annotations
 
@@ -12,7 +13,8 @@ import socket
 import sys
 
 from polyreme.distributed.environment import detect
-from polyreme.launch.rank import run
+from polyreme.errors import PolyremeError
+from polyreme.launch.rank import explained, run
 from polyreme.launch.signals import ENDINGS, WISHES
 
 
@@ -25,7 +27,11 @@ def main() -> None:
         prefix = f"[{socket.gethostname()} {place.rank}] ".encode()
         for standard in 1, 2:
             _prefix(standard, prefix)
-    run(sys.argv[1:])
+    try:
+        run(sys.argv[1:])
+    except PolyremeError as error:
+        print(f"error: {explained(error)}", file=sys.stderr)
+        sys.exit(error.exit_status)
 
 
 def _prefix(standard: int, prefix: bytes) -> None:

@@ -20,6 +20,8 @@ from polyreme.launch.hostfile import Active, ResourceError, is_this_machine
 from polyreme.launch.supervise import supervise
 
 OPEN_MPI, HYDRA = "Open MPI", "MPICH"
+SEARCHED = ("PATH", "LD_LIBRARY_PATH")
+"""What finds an MPI library that a module has loaded."""
 
 
 @dataclass(frozen=True)
@@ -104,7 +106,9 @@ def command(library: Library, request: Request) -> tuple[list[str], dict[str, st
             variables |= {"HYDRA_LAUNCHER_EXTRA_ARGS": shlex.join(own)} if own else {}
         words += ["-iface", request.interface] if request.interface else []
         words += (
-            ["-genvlist", ",".join(["PATH", *request.variables])] if request.variables and elsewhere else []
+            ["-genvlist", ",".join([*SEARCHED, *request.variables])]
+            if request.variables and elsewhere
+            else []
         )
     words += [*request.options, sys.executable, "-m", "polyreme.launch.mpi_rank", *request.command]
     return words, variables
@@ -115,4 +119,6 @@ def run(library: Library, request: Request, *, saves: bool = False) -> None:
 
     Signals are passed on, and errors raised, as `polyreme.launch.supervise` says."""
     words, variables = command(library, request)
+    if not sys.stdout.isatty():  # Open MPI gives ranks a terminal of its own making
+        variables["TERM"] = "dumb"
     supervise("mpirun", words, variables, saves=saves)

@@ -149,12 +149,17 @@ def _write(error: Exception | SystemExit, at: float) -> None:
     }
     message = f"{type(error).__name__}: {error}"
     if isinstance(error, PolyremeError):
-        message = "\n".join([str(error), *getattr(error, "__notes__", ()), *_script_line(error)])
+        message = explained(error)
     elif isinstance(error, SystemExit):
         message = f"the script called sys.exit({error.code!r})"
     draft = Path(f"{path}.draft")
     draft.write_text(json.dumps({"message": {"message": message, "extraInfo": facts}}))
     draft.replace(path)  # whoever sees the file sees all of it
+
+
+def explained(error: PolyremeError) -> str:
+    """What an error that explains itself says, and where the script was."""
+    return "\n".join([str(error), *getattr(error, "__notes__", ()), *_script_line(error)])
 
 
 def _traceback(error: BaseException) -> str:
