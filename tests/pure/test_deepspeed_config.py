@@ -591,7 +591,7 @@ def test_what_is_refused(path: str, value: Any) -> None:
         ({"optimizer": {"type": "AdamW", "params": {"amsgrad": True}}}, "optimizer.params.amsgrad"),
         ({"optimizer": {"type": "AdamW", "params": {"beta": 0.9}}}, "optimizer.params.beta"),
         ({"optimizer": {"type": "SGD", "params": {"lr": 0.1, "moment": 0.9}}}, "optimizer.params.moment"),
-        ({"optimizer": {"type": "Lamb"}}, "optimizer.type"),
+        ({"optimizer": {"type": "Lamb", "params": {"amsgrad": True}}}, "optimizer.params.amsgrad"),
         ({"optimizer": {"type": "OneBitAdam"}}, "optimizer.type"),
         ({"optimizer": {"type": "MuAdam"}}, "optimizer.type"),
         ({"optimizer": {"type": "FusedAdam"}}, "optimizer.type"),
@@ -609,7 +609,7 @@ def test_what_does_not_go_together_is_refused(config: dict[str, Any], key: str) 
 
 
 def test_all_problems_are_listed_and_caught_as_deepspeeds() -> None:
-    config = {"train_batch_size": 3, "fp16": {"enabld": True}, "optimizer": {"type": "Lamb"}}
+    config = {"train_batch_size": 3, "fp16": {"enabld": True}, "optimizer": {"type": "MuSGD"}}
     assert set(refused(config, 2)) == {"train_batch_size", "fp16.enabld", "optimizer.type"}
     with pytest.raises(AssertionError) as caught:
         translate(config, 2)
@@ -723,6 +723,7 @@ def test_optimizers() -> None:
         "betas": [0.9, 0.999],
         "weight_decay": 0.0,
     }
+    assert optimizer("Lamb", max_coeff=2.0) == {"name": "lamb", **adam, "options": {"max_coeff": 2.0}}
     assert optimizer("Adagrad", lr_decay=0.1) == {
         "name": "adagrad",
         "lr": 1e-2,

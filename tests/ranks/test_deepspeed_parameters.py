@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import polyreme.compat.deepspeed as deepspeed
+from polyreme.compat.deepspeed.ops.lamb import FusedLamb
 from polyreme.compat.deepspeed.refusal import ArgumentError
 from polyreme.compat.deepspeed.utils import safe_get_full_fp32_param, safe_get_full_grad
 from polyreme.errors import ModelError
@@ -213,3 +214,67 @@ def buffers(rank: int, world: int) -> None:
 
 def test_the_optimizer_has_parts_of_gradients(ranks: Ranks) -> None:
     ranks(2, buffers)
+
+
+def lamb(rank: int, world: int, stage: int, folder: Path) -> Tensor:
+    """Weights after four steps with the config's LAMB, of which two are done after a checkpoint; or of torch
+    with the same class."""
+    options = {"lr": 0.05, "weight_decay": 0.1, "max_coeff": 5.0}
+    section = settings(max(stage, 0), optimizer={"type": "Lamb", "params": options})
+    section |= {"zero_allow_untested_optimizer": True, "gradient_clipping": 0.0}
+    model = Network()
+    if stage < 0:
+        optimizer = FusedLamb(model.parameters(), **options)
+        for step in range(4):
+            for each in range(world):
+                (model(batch(each, step)) / world).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return flat(model.parameters())
+    engine, optimizer, *_ = deepspeed.initialize(model=model, config=section)
+    assert isinstance(optimizer, FusedLamb)
+    for step in range(4):
+        if step == 2:
+            engine.save_checkpoint(folder)
+            engine, *_ = deepspeed.initialize(model=Network(), config=section)
+            engine.load_checkpoint(folder)
+        engine.backward(engine(batch(rank, step)))
+        engine.step()
+    return weights(engine)
+
+
+def test_lamb_goes_by_whole_tensors(ranks: Ranks, tmp_path: Path) -> None:
+    wanted, *_ = ranks(2, lamb, -1, tmp_path)
+    for stage in (0, 2, 3):
+        for found in ranks(2, lamb, stage, tmp_path / str(stage)):
+            assert torch.allclose(found, wanted, rtol=1e-5, atol=1e-6), stage
+
+
+class Empty(Network):
+    """A network with parameters of no elements."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.none = nn.Parameter(torch.empty(0)), nn.Linear(WIDTH, 0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + self.first.sum() + self.none(x).sum()
+
+
+def empty(rank: int, world: int, stage: int, init: bool, folder: Path) -> None:
+    with deepspeed.zero.Init(enabled=init):
+        model = Empty()
+    engine, *_ = deepspeed.initialize(model=model, config=settings(stage))
+    for step in range(2):
+        engine.backward(engine(batch(rank, step)))
+        assert safe_get_full_grad(model.none.weight).shape == (0, WIDTH)
+        engine.step()
+    engine.save_checkpoint(folder)
+    engine.load_checkpoint(folder)
+    shapes = {name: tensor.shape for name, tensor in engine.module_state_dict().items()}
+    assert shapes == {name: tensor.shape for name, tensor in Empty().state_dict().items()}
+
+
+@pytest.mark.parametrize(("stage", "init"), [(1, False), (3, True)])
+def test_parameters_may_have_no_elements(ranks: Ranks, stage: int, init: bool, tmp_path: Path) -> None:
+    ranks(2, empty, stage, init, tmp_path)

@@ -13,6 +13,7 @@ from torch.optim.lr_scheduler import LambdaLR
 import polyreme
 from polyreme.errors import ConfigError, ModelError
 from polyreme.optim.groups import Lion
+from polyreme.optim.lamb import Lamb
 from pool import Ranks
 
 WIDTH, STEPS = 12, 5
@@ -41,6 +42,7 @@ MAKERS = {
     "adamw": lambda model: torch.optim.AdamW(groups(model), lr=0.01, betas=(0.8, 0.9)),
     "sgd": lambda model: torch.optim.SGD(groups(model), lr=0.05, momentum=0.9, nesterov=True),
     "lion": lambda model: Lion(groups(model), lr=0.003),
+    "lamb": lambda model: Lamb(groups(model), lr=0.01),
     "adafactor": lambda model: torch.optim.Adafactor(groups(model), lr=0.01),
 }
 

@@ -68,9 +68,14 @@ OPTIMIZERS: dict[str, tuple[str | None, frozenset[str]]] = {
     "adam": ("Adam", frozenset({"betas", "eps"})),
     "sgd": ("SGD", frozenset({"momentum", "nesterov"})),
     "lion": (None, frozenset({"betas"})),
+    "lamb": (None, frozenset({"betas", "eps"})),
     "adagrad": ("Adagrad", frozenset({"eps"})),
     "muon": ("Muon", frozenset({"betas", "eps", "matrix_lr", "matrix_momentum"})),
 }
+
+
+OPTIONS = {"lamb": {"bias_correction", "eps_inside_sqrt", "max_coeff", "min_coeff"}}
+"""Options of those of our optimizers that are no class of torch.optim."""
 
 
 def _optimizer_name(value: str) -> str:
@@ -429,7 +434,7 @@ class OptimizerSection(Section):
 
     name: Annotated[str, AfterValidator(_optimizer_name)] = Field(
         default="adamw",
-        description="adamw, adam, sgd, lion, adagrad, muon, or a class of "
+        description="adamw, adam, sgd, lion, adagrad, lamb, muon, or a class of "
         "torch.optim: any elementwise one such as NAdam, or one that "
         "treats tensors one by one, such as Adafactor, which gets them whole.",
     )

@@ -15,6 +15,7 @@ from polyreme.config.duration import Duration
 from polyreme.config.schema import (
     LEAVES,
     OPTIMIZERS,
+    OPTIONS,
     BatchSection,
     Keys,
     OptimizerSection,
@@ -359,7 +360,7 @@ def _optimizer(optimizer: OptimizerSection) -> Iterator[Conflict]:
         return
     if name in OPTIMIZERS:
         class_name, reads = OPTIMIZERS[name]
-        arguments = _arguments(class_name) if class_name and optimizer.options else set()
+        arguments = _arguments(class_name) if class_name and optimizer.options else OPTIONS.get(name, set())
     else:
         arguments = _arguments(name)
         reads = frozenset(arguments - {"eps"} if name == "Adafactor" else arguments)  # whose eps is a pair

@@ -29,6 +29,7 @@ from polyreme.config.schema import OptimizerSection
 from polyreme.errors import ConfigError, ModelError, Problem
 from polyreme.layout.bucket_layout import ALIGN, Boundary
 from polyreme.models.huggingface import matrices, no_decay
+from polyreme.optim.lamb import Lamb
 from polyreme.optim.lr_schedule import LRSchedule
 
 Make = Callable[[Any], Optimizer]
@@ -184,6 +185,7 @@ def _maker(section: OptimizerSection, given: type[Optimizer] | None) -> Make:
         "sgd": (torch.optim.SGD, {"momentum": section.momentum, "nesterov": section.nesterov}),
         "adagrad": (torch.optim.Adagrad, {"eps": section.eps}),
         "lion": (Lion, {"betas": section.betas}),
+        "lamb": (Lamb, adam),
     }
     if given is None and section.name in ours:
         return _configured(ours[section.name][0], section, ours[section.name][1])

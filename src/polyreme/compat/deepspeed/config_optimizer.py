@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from polyreme.compat.deepspeed.config_keys import Outcome
-from polyreme.config.schema import OptimizerSection
+from polyreme.config.schema import OPTIONS, OptimizerSection
 from polyreme.errors import Problem
 
 Remarks = dict[str, tuple[Outcome, str]]
@@ -25,7 +25,6 @@ GONE = ("onebitadam", "onebitlamb", "zerooneadam")
 WITHOUT = {
     **dict.fromkeys(("muadam", "muadamw", "musgd"), "muP scales rates by the widths of layers, which a shard "
                                                     "does not know"),
-    "lamb": "its trust ratio is of whole tensors, and there is no LAMB in torch.optim",
     **dict.fromkeys(GONE, "DeepSpeed 0.19 has removed it"),
 }  # fmt: skip
 """Why an optimizer is refused."""
@@ -34,6 +33,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "adam": ADAM,
     "adamw": ADAM,
     "lion": {"lr": 1e-3, "betas": [0.9, 0.999], "weight_decay": 0.0},
+    "lamb": ADAM,
     "adagrad": {"lr": 1e-2, "eps": 1e-10, "weight_decay": 0.0},
     "muon": {"momentum": 0.95, "betas": [0.9, 0.95], "eps": 1e-10, "weight_decay": 0.0},
 }
@@ -49,6 +49,7 @@ HARMLESS: dict[str, tuple[Any, ...]] = {
 ARGUMENTS: dict[str, frozenset[str]] = {
     "adam": frozenset({"bias_correction", "amsgrad", "set_grad_none", "fp32_optimizer_states", "torch_adam"}),
     "lion": frozenset({"set_grad_none", "fp32_optimizer_states"}),
+    "lamb": frozenset({"amsgrad"}),
     "adagrad": frozenset({"amsgrad", "fp32_optimizer_states"}),
     "muon": frozenset({"per_head_muon", "torch_adam", "fp32_optimizer_states"}),
 }
@@ -140,7 +141,9 @@ def optimizer_keys(optimizer: Named, problems: list[Problem], remarks: Remarks) 
     if name == "muon":
         return _muon(params, problems, remarks)
     if name in DEFAULTS:
-        extra = _of_torch_class("Adagrad") - {"lr", "eps", "weight_decay"} if name == "adagrad" else set()
+        extra = OPTIONS.get(name, set())
+        if name == "adagrad":
+            extra = _of_torch_class("Adagrad") - {"lr", "eps", "weight_decay"}
         options = {key: params.pop(key) for key in list(params) if key in extra}
         _drop_harmless(name, params, problems, remarks)
         return {"name": name, **DEFAULTS[name], **params, **({"options": options} if options else {})}

@@ -11,12 +11,14 @@ from torch.optim import Optimizer
 from polyreme.compat.deepspeed.json_config import Translation
 from polyreme.compat.deepspeed.ops.adagrad import DeepSpeedCPUAdagrad
 from polyreme.compat.deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
+from polyreme.compat.deepspeed.ops.lamb import FusedLamb
 from polyreme.compat.deepspeed.ops.lion import DeepSpeedCPULion, FusedLion
 from polyreme.compat.deepspeed.refusal import refused
 from polyreme.compat.deepspeed.runtime.fp16 import of_engine
 from polyreme.compat.deepspeed.runtime.fp16.loss_scaler import LossScaleConfig, LossScalerBase
 from polyreme.layout.region import Stored
 from polyreme.optim.groups import Lion
+from polyreme.optim.lamb import Lamb
 from polyreme.step.optimizer_view import OptimizerView
 from polyreme.step.parameter_numbers import GRADIENT
 
@@ -202,6 +204,7 @@ _OF_TORCH: dict[type, tuple[type, type]] = {
     torch.optim.AdamW: (FusedAdam, DeepSpeedCPUAdam),
     torch.optim.Adagrad: (torch.optim.Adagrad, DeepSpeedCPUAdagrad),
     Lion: (FusedLion, DeepSpeedCPULion),
+    Lamb: (FusedLamb, FusedLamb),
 }
 
 

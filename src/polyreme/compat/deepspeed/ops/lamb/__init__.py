@@ -1,4 +1,4 @@
-"""LAMB, which is not there."""
+"""LAMB by DeepSpeed's names."""
 
 from polyreme.compat.deepspeed.ops.lamb.fused_lamb import FusedLamb
 
