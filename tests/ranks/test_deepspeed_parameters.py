@@ -92,6 +92,8 @@ def train_some(rank: int, world: int, stage: int, folder: Path) -> Tensor:
     left = model.layers[1].weight
     assert left.requires_grad and torch.equal(safe_get_full_grad(left), left.grad)
     assert safe_get_full_grad(model.layers[2].weight) is None
+    engine.zero_grad()
+    assert left.grad is None
     with pytest.raises(ArgumentError, match="model_parameters is empty"):
         deepspeed.initialize(model=Network(), model_parameters=[], config=settings(stage))
     return weights(engine)

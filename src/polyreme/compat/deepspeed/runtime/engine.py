@@ -207,9 +207,10 @@ class DeepSpeedEngine(nn.Module):
             self._syncs = True
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop the gradients of the window."""
+        """Drop the gradients of the window, and those of parameters that the optimizer leaves out."""
         if self.optimizer is not None:
             self.polyreme.zero_grad(set_to_none)
+            self.module.zero_grad(set_to_none)
 
     def was_step_applied(self) -> bool:
         """Whether the last `step` changed the weights."""
