@@ -51,6 +51,11 @@ def test_hosts_that_are_alike_are_well() -> None:
         ({"versions": {**FACTS["versions"], "torch": "2.12.0"}}, "versions", "b has torch 2.12.0: install"),  # type: ignore[dict-item]
         ({"interface": "lo"}, "interfaces", "on b: this one leads to no other host; unset GLOO"),
         ({"sees folder": False}, "shared folder", "on b: a file that a wrote in its folder is not there"),
+        (
+            {"versions": {"python": "3.11.7", "torch": "2.13.0"}},
+            "versions",
+            "b has polyreme not at all: inst",
+        ),
         ({"shared memory": 2**26}, "shared memory", "b: 64 MiB free; on b: /dev/shm has too little"),
         ({"files": 256}, "file limit", "on b: too few for connections"),
         ({"gpus": 7}, "GPUs", "on b: a has 8: look at nvidia-smi"),
@@ -60,6 +65,12 @@ def test_a_problem_names_its_host_and_its_fix(second: dict[str, Any], name: str,
     found = checks(**second)
     assert [each for each, check in found.items() if not check.ok] == [name]
     assert said in found[name].found
+
+
+def test_a_folder_in_which_nobody_writes() -> None:
+    facts = [{"host": each, **FACTS, "sees folder": None} for each in "ab"]
+    [bad] = [check for check in examine(Survey(2, facts, [])) if not check.ok]
+    assert bad.found.startswith("a cannot write in /run/here: checkpoints need one")
 
 
 def test_slow_ways_and_clocks_that_differ() -> None:

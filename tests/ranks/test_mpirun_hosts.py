@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import os
 import re
+import signal
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from test_hostfile import processes
 
 import mpirun
+from command import until
 from examples import ALL
 from host_training import on_one_host, write
 from hosts import Host, hosts, lacking
@@ -46,6 +50,12 @@ def options(library: str, login: Path) -> list[str]:
     return [*at_start, "--mca", "btl_tcp_if_include", "eth0", "--map-by", "node", "--host", "n1,n2"]
 
 
+HOLD = """
+import os, time
+from pathlib import Path
+Path("begun" + os.environ.get("OMPI_COMM_WORLD_RANK", os.environ.get("PMI_RANK"))).touch()
+time.sleep(1000)
+"""
 MORE = pytest.mark.skipif(ALL not in os.environ, reason="run with --all-cases")
 
 
@@ -107,3 +117,43 @@ def test_hosts_may_have_different_numbers_of_ranks(
         printed
     )
     assert "Traceback" not in printed
+
+
+@MORE
+@pytest.mark.parametrize(("library", "named"), [("mpich", "MPI MPICH "), ("openmpi", "MPI Open MPI v")])
+def test_doctor_looks_at_both_hosts(two: list[Host], login: Path, library: str, named: str) -> None:
+    if why := mpirun.missing(library):
+        pytest.skip(why)
+    program, *words = mpirun.command(library, 2, "-m", "polyreme", "doctor")
+    printed = two[0].run(program, *options(library, login), *words, variables={"COLUMNS": "200"})
+    said = re.sub(r"\x1b\[[0-9;]*m", "", printed)  # Open MPI gives ranks a terminal
+    for line in (
+        "ok    hosts          2, with 2 ranks: n1, n2",
+        "ok    interfaces     n1: eth0 10.77.0.1; n2: eth0 10.77.0.2",
+        "ok    n1 - n2        ",
+    ):
+        assert line in said, said
+    assert ", mpi4py " in said and named in said, said
+
+
+@MORE
+@pytest.mark.parametrize("library", ["mpich", "openmpi"])
+def test_ctrl_c_ends_both_hosts(two: list[Host], login: Path, tmp_path: Path, library: str) -> None:
+    if why := mpirun.missing(library):
+        pytest.skip(why)
+    (tmp_path / "hold.py").write_text(HOLD)
+    (tmp_path / "hostfile").write_text("n1 slots=1\nn2 slots=1\n")
+    own = [f"--mpirun={each}" for each in mpirun.OPTIONS[library]]
+    words = ["--mpi", "--hostfile", "hostfile", "--interface", "eth0", "--ssh", str(login), *own, "hold.py"]
+    python = str(mpirun.LIBRARIES[library] / "bin" / "python")
+    run = two[0].popen(python, "-m", "polyreme", "launch", *words, folder=tmp_path)
+    until(lambda: len(list(tmp_path.glob("begun*"))) == 2 or run.poll() is not None, "both ranks run")
+    assert run.poll() is None, run.communicate()[0]
+    [command] = Path(f"/proc/{run.pid}/task/{run.pid}/children").read_text().split()
+    began = time.monotonic()
+    os.kill(int(command), signal.SIGINT)
+    said, _ = run.communicate(timeout=60)
+    assert run.returncode == 130 and "error: stopped by SIGINT; mpirun has ended" in said, said
+    for host in two:
+        until(lambda host=host: not any("hold.py" in each for each in processes(host)), "no rank is left", 15)
+    assert time.monotonic() < began + 15

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,10 +11,11 @@ import pytest
 
 from examples import ALL
 from host_training import StandIn, ended, on_one_host, write
-from hosts import lacking
+from hosts import TEMPORARY, lacking
 from slurm import PROGRAMS, Cluster, cluster
 
 pytestmark = pytest.mark.skipif(bool(lacking(*PROGRAMS)), reason=lacking(*PROGRAMS))
+whole = pytest.mark.skipif(ALL not in os.environ, reason="starts Python several times; run with --all-cases")
 
 
 @pytest.fixture(scope="module")
@@ -33,12 +35,27 @@ def test_the_tasks_of_a_step_train_together(slurm: Cluster, tmp_path: Path) -> N
     assert {words[4] for words in apart} == {on_one_host(script, slurm.hosts[0])}
 
 
-@pytest.mark.skipif(ALL not in os.environ, reason="starts Python six times; run with --all-cases")
+@whole
+def test_doctor_says_what_the_nodes_lack(slurm: Cluster) -> None:
+    doctor = f"ulimit -n 900; exec {sys.executable} -m polyreme doctor"
+    step = slurm.popen("srun", "--nodes=2", f"--chdir={TEMPORARY}", "bash", "-c", doctor)  # each has its own
+    said = step.communicate(timeout=200)[0]
+    assert step.returncode == 1, said
+    for line in (
+        "ok    hosts          2, with 2 ranks: n1, n2",
+        "ok    interfaces     n1: eth0 10.77.0.1; n2: eth0 10.77.0.2",
+        f"fail  shared folder  n1: {TEMPORARY} is seen; n2: {TEMPORARY} is not seen; on",
+        "fail  file limit     900 open files on each; on n1, n2: too few for connections",
+        "ok    n1 - n2        ",
+        "rank 0: error: 2 of 9 checks failed: see above",
+    ):
+        assert f"\n{line}" in f"\n{said}", said
+
+
+@whole
 def test_a_batch_script_trains_by_steps_one_after_the_other_and_at_once(
     slurm: Cluster, tmp_path: Path
 ) -> None:
-    import sys
-
     script, batch = write(tmp_path), tmp_path / "job.sh"
     train = f"{sys.executable} {script} 2 60"
     batch.write_text(

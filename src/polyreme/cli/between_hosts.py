@@ -35,14 +35,7 @@ def examine(found: Survey) -> list[Check]:
             lambda each: each["interface"] != "lo" or len(facts) == 1,
             "this one leads to no other host; unset GLOO_SOCKET_IFNAME, or name the one that does",
         ),
-        _every(
-            "shared folder",
-            facts,
-            lambda each: f"{each['folder']} is {'seen' if each['sees folder'] else 'not seen'}",
-            lambda each: each["sees folder"],
-            f"a file that {first} wrote in its folder is not there, and checkpoints need a folder that all "
-            "hosts have: run in one that is mounted on all, at one path",
-        ),
+        _folder(facts),
         _every(
             "shared memory",
             facts,
@@ -86,15 +79,30 @@ def _every(
 def _versions(facts: Sequence[Facts]) -> Check:
     mine = facts[0]["versions"]
     differing = [
-        f"{each['host']} has {name} {version}"
+        f"{each['host']} has {name} {each['versions'].get(name, 'not at all')}"
         for each in facts
-        for name, version in each["versions"].items()
-        if version != mine[name]
+        for name, version in mine.items()
+        if each["versions"].get(name) != version
     ]
     text = f"{', '.join(f'{name} {version}' for name, version in mine.items())} on {facts[0]['host']}"
     if not differing:
         return Check("versions", True, text.rpartition(" on ")[0] + " on each")
     return Check("versions", False, f"{text}, but {'; '.join(differing)}: install the same there")
+
+
+def _folder(facts: Sequence[Facts]) -> Check:
+    first = facts[0]
+    if first["sees folder"] is None:
+        fix = "checkpoints need one in which they can be written: run in another one, or mend its rights"
+        return Check("shared folder", False, f"{first['host']} cannot write in {first['folder']}: {fix}")
+    return _every(
+        "shared folder",
+        facts,
+        lambda each: f"{each['folder']} is {'seen' if each['sees folder'] else 'not seen'}",
+        lambda each: each["sees folder"],
+        f"a file that {first['host']} wrote in its folder is not there, and checkpoints need a folder that "
+        "all hosts have: run in one that is mounted on all, at one path",
+    )
 
 
 def _clocks(first: str, pairs: Sequence[Pair]) -> Check:

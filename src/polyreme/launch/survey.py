@@ -15,6 +15,7 @@ import resource
 import shutil
 import socket
 import subprocess
+import sys
 import time
 import uuid
 from collections import Counter
@@ -85,11 +86,7 @@ def _facts() -> dict[str, Any]:
     interface = os.environ.get("GLOO_SOCKET_IFNAME", "")
     return {
         "host": socket.gethostname(),
-        "versions": {
-            "python": platform.python_version(),
-            "polyreme": VERSION,
-            "torch": metadata.version("torch"),
-        },
+        "versions": _versions(),
         "interface": interface,
         "addresses": [
             address
@@ -102,6 +99,18 @@ def _facts() -> dict[str, Any]:
         "gpus": torch.cuda.device_count(),
         "links": links(_topology()),
     }
+
+
+def _versions() -> dict[str, str]:
+    """Of what has to be the same on all hosts; over MPI its library, too."""
+    found = {"python": platform.python_version(), "polyreme": VERSION, "torch": metadata.version("torch")}
+    if mpi := sys.modules.get("mpi4py.MPI"):  # over which ranks met
+        name = mpi.Get_library_version().splitlines()[0].partition(",")[0]
+        found |= {
+            "mpi4py": metadata.version("mpi4py"),
+            "MPI": " ".join(name.replace(" Version:", "").split()),
+        }
+    return found
 
 
 def _topology() -> str:
