@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -14,11 +15,21 @@ from pathlib import Path
 import pytest
 from test_kubernetes_pods import SCRIPT
 
-from command import polyreme
+from command import polyreme, running, until
 from examples import ALL
 
-with_ray = pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="ray is not installed")
+with_ray = pytest.mark.skipif(
+    importlib.util.find_spec("ray") is None, reason="not installed: pip install 'polyreme[ray]'"
+)
 whole = pytest.mark.skipif(ALL not in os.environ, reason="half a minute: with --all-cases")
+HOLD = """
+import os, time
+from pathlib import Path
+print("rank", os.environ["RANK"])
+Path("draft" + os.environ["RANK"]).write_text(str(os.getpid()))
+Path("draft" + os.environ["RANK"]).rename("begun" + os.environ["RANK"])
+time.sleep(1000)
+"""
 FAIL = """
 import os, sys, time
 if os.environ["RANK"] == "1":
@@ -73,6 +84,23 @@ def test_a_rank_that_fails_is_named(cluster: dict[str, str], tmp_path: Path) -> 
     (tmp_path / "fail.py").write_text(FAIL)
     status, _, errors = launched(cluster, tmp_path, "fail.py", "as it was told")
     assert status == 1 and ": rank 1 of 2 failed first:" in errors and "ValueError: as it was told" in errors
+
+
+@whole
+@with_ray
+def test_ctrl_c_ends_the_ranks(cluster: dict[str, str], tmp_path: Path) -> None:
+    (tmp_path / "hold.py").write_text(HOLD)
+    with running(tmp_path, "launch", "--ray", "-n", "2", "hold.py", variables=cluster, warm=False) as run:
+        until(lambda: len(list(tmp_path.glob("begun*"))) == 2 or run.process.poll() is not None, "ranks run")
+        assert run.process.poll() is None, run.end()
+        began = time.monotonic()
+        run.process.send_signal(signal.SIGINT)
+        status, printed, errors = run.end()
+    assert status == 130 and "error: stopped by SIGINT; every host was told to end" in errors, errors
+    assert "rank 0\n" in printed and " 1] rank 1\n" in printed
+    ranks = [Path("/proc", each.read_text()) for each in tmp_path.glob("begun*")]
+    until(lambda: not any(each.exists() for each in ranks), "no rank is left", 15)
+    assert time.monotonic() < began + 15
 
 
 @pytest.mark.skipif(importlib.util.find_spec("ray") is not None, reason="ray is installed")

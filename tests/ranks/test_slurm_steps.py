@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from test_hostfile import HOLD, processes
 
+from command import until
 from examples import ALL
 from host_training import StandIn, ended, on_one_host, write
 from hosts import TEMPORARY, lacking
@@ -66,3 +70,22 @@ def test_a_batch_script_trains_by_steps_one_after_the_other_and_at_once(
     slurm.run("sbatch", "--wait", str(batch))
     lines = [line.split() for line in (tmp_path / "printed").read_text().splitlines() if line[:4] == "rank"]
     assert len(lines) == 6 and {words[4] for words in lines} == {on_one_host(script, slurm.hosts[0], 2)}
+
+
+@whole
+def test_ctrl_c_twice_ends_the_launchers_of_a_step(slurm: Cluster, tmp_path: Path) -> None:
+    (tmp_path / "hold.py").write_text(HOLD)
+    launch = ["-m", "polyreme", "launch", "-n", "1", "hold.py", "none"]
+    step = slurm.popen("srun", "--nodes=2", f"--chdir={tmp_path}", sys.executable, *launch)
+    until(lambda: len(list(tmp_path.glob("begun*"))) == 2 or step.poll() is not None, "both ranks run")
+    assert step.poll() is None, step.communicate()[0]
+    [srun] = Path(f"/proc/{step.pid}/task/{step.pid}/children").read_text().split()
+    began = time.monotonic()
+    for _ in range(2):  # srun itself wants it twice within a second
+        os.kill(int(srun), signal.SIGINT)
+        time.sleep(0.2)
+    said, _ = step.communicate(timeout=60)
+    assert step.returncode and "\n[n2 1] rank 1 of 2 ['none'] None\n" in said, said
+    for host in slurm.hosts:
+        until(lambda host=host: not any("hold.py" in each for each in processes(host)), "no rank is left", 15)
+    assert time.monotonic() < began + 15
