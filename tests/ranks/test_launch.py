@@ -404,6 +404,30 @@ def test_a_signal_reaches_the_ranks_and_ends_the_run(
     assert script.facts() == {0: number, 1: number}
 
 
+BLOCKS = """
+import signal, sys
+from polyreme.__main__ import main
+signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+main()
+"""
+
+
+def test_a_signal_reaches_the_ranks_though_it_was_blocked(script: Script) -> None:
+    path = script.write("""
+        tell(0, "ready")
+        try:
+            wait()
+        except KeyboardInterrupt:
+            tell("interrupted")
+    """)
+    (script.folder / "hosts").write_text("localhost slots=1\n")
+    process = python(script.folder, "-c", BLOCKS, "launch", "--hostfile", str(script.folder / "hosts"), path)
+    until(lambda: len(script.facts("ready")) == 1, "the rank runs")
+    process.send_signal(signal.SIGHUP)
+    _, errors = process.communicate(timeout=END_WITHIN)
+    assert "stopped by SIGHUP" in errors and script.facts() == {0: "interrupted"}
+
+
 STOPS = """
 def note(number, frame):
     time.sleep(0.3 * rank)  # which is no reason to end the slower one

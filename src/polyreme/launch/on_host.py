@@ -24,6 +24,7 @@ from polyreme.distributed.interfaces import addresses, is_loopback, source
 from polyreme.errors import LaunchError, PolyremeError
 from polyreme.launch import frames
 from polyreme.launch.frames import Frame
+from polyreme.launch.signals import ENDINGS, WISHES
 from polyreme.version import VERSION
 
 SILENCE = 60.0  # seconds; the other end says something every ALIVE
@@ -43,6 +44,7 @@ def main() -> None:
     for number in (signal.SIGHUP, signal.SIGPIPE):  # stdin says when the other end is gone
         signal.signal(number, signal.SIG_IGN)
     signal.signal(signal.SIGINT, signal.default_int_handler)  # though the launcher were in the background
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {*ENDINGS, *WISHES})  # which Ray's workers block
     lock = threading.Lock()
 
     def tell(frame: Frame) -> None:
