@@ -74,7 +74,7 @@ BUDGETS = {
     "files": 240,
     "integrations": 480,
     "job": 600,
-    "launch": 2120,
+    "launch": 2150,
     "layout": 350,
     "models": 650,
     "monitor": 520,
