@@ -19,7 +19,9 @@ from polyreme.compat.deepspeed.moe.layer import MoE
 from polyreme.compat.deepspeed.moe.utils import (
     has_moe_layers,
     is_moe_param,
+    split_params_grads_into_shared_and_expert_params,
     split_params_into_different_moe_groups_for_optimizer,
+    split_params_into_shared_and_expert_params,
 )
 from polyreme.compat.deepspeed.runtime import constants, utils
 from polyreme.compat.deepspeed.runtime.activation_checkpointing import checkpointing
@@ -289,5 +291,11 @@ def test_what_is_not_there_is_refused_when_it_is_used() -> None:
     group = {"params": [weight]}
     assert split_params_into_different_moe_groups_for_optimizer(group) == [group]
     weight.allreduce = False  # type: ignore[attr-defined]
+    other, without = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(3))
+    weight.grad, other.grad = torch.zeros(1), torch.zeros(2)
+    shared, experts = split_params_into_shared_and_expert_params([weight, other, without])
+    assert [len(p) for p in shared] == [2, 3] and experts == [weight]
+    shared, experts = split_params_grads_into_shared_and_expert_params([weight, other, without])
+    assert [len(g) for g in shared] == [2] and [len(g) for g in experts] == [1]
     with pytest.raises(PolyremeError, match="experts"):
         split_params_into_different_moe_groups_for_optimizer([group])

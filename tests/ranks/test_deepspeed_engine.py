@@ -17,6 +17,7 @@ import polyreme
 import polyreme.compat.deepspeed as deepspeed
 from polyreme.compat.deepspeed.checkpoint import ds_to_universal
 from polyreme.compat.deepspeed.refusal import ArgumentError, OrderError, UnsupportedError
+from polyreme.compat.deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaleConfig
 from polyreme.compat.deepspeed.runtime.zero import unwrap_model_for_generation
 from polyreme.compat.deepspeed.utils import zero_to_fp32, zero_to_torch
 from polyreme.errors import CheckpointError
@@ -446,14 +447,14 @@ def scales(rank: int, world: int) -> list[Any]:
     source = {"train_batch_size": MICRO, "optimizer": {"type": "AdamW", "params": {"lr": 0.01}}}
     fp16 = {"enabled": True, "initial_scale_power": 8, "loss_scale_window": 2, "hysteresis": 1}
     engine, optimizer, _, _ = deepspeed.initialize(model=Network(), config=source | {"fp16": fp16})
-    first = optimizer.loss_scale_config
-    assert (first.dynamic_loss_scale, first.scale_window, first.cur_iter) == (True, 2, 0)
+    held, scaler = optimizer.loss_scale_config, optimizer.loss_scaler  # these follow
+    assert (held.dynamic_loss_scale, held.scale_window, held.cur_iter) == (True, 2, 0)
     for step in range(5):
         x, y = batch(0, step, 0)
         engine.backward(engine(x, y) * (float("inf") if step == 1 else 1.0))
         engine.step()
-        now = optimizer.loss_scale_config
-        found.append((now.cur_scale, now.cur_iter, optimizer.loss_scaler.loss_scale))
+        found.append((held.cur_scale, held.cur_iter, scaler.loss_scale))
+    assert isinstance(scaler, DynamicLossScaler) and isinstance(held, LossScaleConfig)
     _, optimizer, _, _ = deepspeed.initialize(
         model=Network(), config=source | {"fp16": {"enabled": True, "loss_scale": 128}}
     )

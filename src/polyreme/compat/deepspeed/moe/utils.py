@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import Tensor, nn
 
 from polyreme.compat.deepspeed.moe.layer import MoE
 from polyreme.compat.deepspeed.refusal import refused
+
+T = TypeVar("T", bound=Tensor)
 
 
 def has_moe_layers(m: nn.Module) -> tuple[bool, int]:
@@ -24,6 +26,23 @@ def is_moe_param(param: Tensor) -> bool:
 def is_moe_param_group(param_group: dict[str, Any]) -> bool:
     """Whether a group of an optimizer is marked as experts'."""
     return bool(param_group.get("moe", False))
+
+
+def split_params_into_shared_and_expert_params(params: Iterable[T]) -> tuple[list[T], list[T]]:
+    """Those that are not marked as experts', and those that are."""
+    every = list(params)
+    return [p for p in every if not is_moe_param(p)], [p for p in every if is_moe_param(p)]
+
+
+def split_params_grads_into_shared_and_expert_params(
+    group: Iterable[Tensor],
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Their gradients, where they have some."""
+    shared, experts = split_params_into_shared_and_expert_params(p for p in group if p.grad is not None)
+    return (
+        [p.grad.to(p.dtype) for p in shared if p.grad is not None],
+        [p.grad.to(p.dtype) for p in experts if p.grad is not None],
+    )
 
 
 def split_params_into_different_moe_groups_for_optimizer(

@@ -163,15 +163,13 @@ class DeepSpeedOptimizer(OptimizerView):
 
     @property
     def loss_scaler(self) -> LossScalerBase:
-        """The loss scale as it is now, as an object of DeepSpeed's."""
-        front = self._front[0]
-        return of_engine.scaler(front.translation, self.loss_scale, front.global_steps)
+        """The loss scale, as an object of DeepSpeed's that follows it."""
+        return of_engine.scaler(self._front[0])
 
     @property
     def loss_scale_config(self) -> LossScaleConfig:
-        """The loss scale as it is now, and how it moves."""
-        front = self._front[0]
-        return of_engine.scale_config(front.translation, self.loss_scale, front.global_steps)
+        """The loss scale, followed, and how it moves."""
+        return of_engine.scale_config(self._front[0])
 
 
 ZeROOptimizer = DeepSpeedOptimizer

@@ -1,7 +1,8 @@
-"""The loss scale of an engine as DeepSpeed's objects tell of it. They are made anew each time, and changing
-one changes nothing."""
+"""The loss scale of an engine as DeepSpeed's objects tell of it: always as it is now, and not to be set."""
 
 from __future__ import annotations
+
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
@@ -13,22 +14,35 @@ from polyreme.compat.deepspeed.runtime.fp16.loss_scaler import (
 )
 from polyreme.compat.deepspeed.runtime.precision_config import DeepSpeedFP16Config
 
+if TYPE_CHECKING:
+    from polyreme.compat.deepspeed.runtime.engine import DeepSpeedEngine
 
-def scaler(translation: Translation, scale: float, steps: int) -> LossScalerBase:
-    """`optimizer.loss_scaler` after `steps` steps, with `scale`."""
-    config, dtype = _config(translation)
-    made = CreateLossScaler(dtype, scale, is_dynamic(translation), config.dynamic_loss_scale_args())
-    made.cur_scale = scale
-    if made.dynamic:
-        vars(made)["cur_iter"] = steps
-    return made
+T = TypeVar("T")
 
 
-def scale_config(translation: Translation, scale: float, steps: int) -> LossScaleConfig:
-    """`optimizer.loss_scale_config` after `steps` steps, with `scale`."""
-    config, dtype = _config(translation)
-    made = LossScaleConfig(dtype, is_dynamic(translation), scale, config.dynamic_loss_scale_args())
-    made.cur_scale, made.cur_iter = scale, steps
+def scaler(engine: DeepSpeedEngine) -> LossScalerBase:
+    """`optimizer.loss_scaler`."""
+    config, dtype = _config(engine.translation)
+    dynamic = is_dynamic(engine.translation)
+    return _live(
+        CreateLossScaler(dtype, config.loss_scale, dynamic, config.dynamic_loss_scale_args()), engine
+    )
+
+
+def scale_config(engine: DeepSpeedEngine) -> LossScaleConfig:
+    """`optimizer.loss_scale_config`."""
+    config, dtype = _config(engine.translation)
+    dynamic = is_dynamic(engine.translation)
+    return _live(LossScaleConfig(dtype, dynamic, 1.0, config.dynamic_loss_scale_args()), engine)
+
+
+def _live(made: T, engine: DeepSpeedEngine) -> T:
+    """`made`, whose scale and count of steps are the engine's."""
+    facts = {
+        "cur_scale": property(lambda _: engine.polyreme.state.loss_scale),
+        "cur_iter": property(lambda _: engine.global_steps),
+    }
+    made.__class__ = type(type(made).__name__, (type(made),), facts)
     return made
 
 
