@@ -89,7 +89,8 @@ def test_attention_is_counted() -> None:
     attention = nn.MultiheadAttention(8, 2, batch_first=True, bias=False)
     x = torch.ones(1, 4, 8)
     flops, *_ = get_model_profile(attention, args=[x, x, x], as_string=False, print_profile=False)
-    assert flops >= 2 * 4 * 8 * 8 * 4 + 2 * 2 * 4 * 4 * 8 * 0.5
+    softmax = 2 * 4 * 4  # of two heads
+    assert flops == 2 * 4 * 8 * 8 * 4 + 2 * 2 * 4 * 4 * 8 + softmax
 
 
 def test_an_engine_adds_its_times(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -216,6 +217,23 @@ def test_elementwise_functions_count(function: Any, shapes: list[tuple[int, ...]
 
     inputs = [torch.randn(shape) for shape in shapes]
     assert get_model_profile(Called(), args=inputs, as_string=False, print_profile=False)[0] == flops
+
+
+@pytest.mark.parametrize(
+    ("layer", "shape", "flops"),
+    [
+        (nn.LSTM(4, 6, batch_first=True), (2, 5, 4), 5400),
+        (
+            nn.GRU(4, 6, 2, batch_first=True, bidirectional=True),
+            (2, 5, 4),
+            10 * 2 * ((360 + 42) + (648 + 42)),
+        ),
+        (nn.LSTMCell(4, 6, bias=False), (3, 4), 3 * (480 + 60 - 48)),
+        (nn.RNN(4, 6), (5, 2, 4), 10 * (2 * 60 + 6)),
+    ],
+)
+def test_recurrent_layers_count_by_their_weights(layer: nn.Module, shape: Any, flops: int) -> None:
+    assert get_model_profile(layer, shape, as_string=False, print_profile=False)[0] == flops
 
 
 @pytest.mark.parametrize(

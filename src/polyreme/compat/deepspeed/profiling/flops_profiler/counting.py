@@ -3,7 +3,8 @@
 Products (matrix products, convolutions, attention) are counted where torch carries them out, by its own
 formulas, whoever called them; a multiply and an add are two operations, and one MAC. Elementwise functions
 are counted where a model calls them by the names that DeepSpeed knows, one operation or a few for each
-element. As there, `+` and `*` count nothing, nor does the bias of a linear layer."""
+element. As there, `+` and `*` count nothing, nor does the bias of a linear layer, and recurrent layers count
+by their weights."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -44,12 +45,8 @@ class Counter:
     """Adds up what runs in `counting`."""
 
     def __init__(self) -> None:
-        self.products = self.elementwise = 0
-
-    @property
-    def count(self) -> Count:
+        self.count = Count()
         """What was counted so far."""
-        return Count(self.products, self.elementwise)
 
     @contextlib.contextmanager
     def counting(self) -> Iterator[None]:
@@ -86,7 +83,7 @@ class _Products(TorchDispatchMode):
                 return parts
         out = func(*args, **kwargs)
         if formula is not None:
-            self.counter.products += formula(*args, **kwargs, out_val=out)
+            self.counter.count = self.counter.count.plus(Count(formula(*args, **kwargs, out_val=out)))
         return out
 
 
@@ -99,7 +96,7 @@ class _Elementwise(TorchFunctionMode):
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
         if (operations := _ELEMENTWISE.get(func)) is not None:
-            self.counter.elementwise += operations(out, *args, **kwargs)
+            self.counter.count = self.counter.count.plus(Count(0, operations(out, *args, **kwargs)))
         return out
 
 
@@ -136,6 +133,14 @@ def _instance_norm(
     return _norm(out, input, None, weight)
 
 
+def _weights(out: Any, q: Any, k: Any, v: Any, width: Any, heads: int, *_: Any, **options: Any) -> int:
+    """The softmax of attention whose weights are returned."""
+    if out[1] is None:
+        return 0
+    averaged: bool = options.get("average_attn_weights", True)
+    return int(out[1].numel()) * (heads if averaged else 1)
+
+
 _POOLS = [
     getattr(F, f"{kind}_pool{dimensions}d")
     for kind in ("avg", "max", "adaptive_avg", "adaptive_max")
@@ -153,4 +158,21 @@ _ELEMENTWISE: dict[Any, Operations] = {
     **dict.fromkeys([F.layer_norm, F.group_norm], _norm),
     F.batch_norm: _batch_norm,
     F.instance_norm: _instance_norm,
+    F.multi_head_attention_forward: _weights,
 }
+RECURRENT = (nn.RNNBase, nn.RNNCellBase)
+
+
+def recurrent(layer: nn.RNNBase | nn.RNNCellBase, input: Tensor) -> Count:
+    """Of a recurrent layer, or cell, on an input of any number of steps and samples."""
+    steps = input.numel() // layer.input_size
+    weights = {name: weight.shape for name, weight in layer.named_parameters() if weight.dim() == 2}
+    inner = {name: shape for name, shape in weights.items() if "weight_hr" not in name}
+    gates = sum(shape[0] for shape in inner.values())
+    own = layer.hidden_size * _OWN.get(gates // max(1, len(inner)) // layer.hidden_size, 1) * len(inner) // 2
+    products = 2 * sum(shape.numel() for shape in weights.values())
+    return Count(steps * products, steps * (own + (0 if layer.bias else -gates)))
+
+
+_OWN = {3: 7, 4: 10}
+"""Elementwise operations of a hidden number, by gates: of a GRU and an LSTM."""

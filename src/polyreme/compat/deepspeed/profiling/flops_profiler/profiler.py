@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from polyreme.compat.deepspeed.accelerator import get_accelerator
-from polyreme.compat.deepspeed.profiling.flops_profiler.counting import Count, Counter
+from polyreme.compat.deepspeed.profiling.flops_profiler.counting import RECURRENT, Count, Counter, recurrent
 from polyreme.compat.deepspeed.refusal import ArgumentError, OrderError
 
 __all__ = [
@@ -110,6 +110,8 @@ class FlopsProfiler:
         def end(module: nn.Module, inputs: Any, output: Any) -> None:
             get_accelerator().synchronize()
             before, began = profile.calls.pop()
+            if isinstance(module, RECURRENT):
+                counter.count = before.plus(recurrent(module, inputs[0]))
             profile.count = profile.count.plus(counter.count).plus(before, -1)
             profile.seconds += time.perf_counter() - began
 
