@@ -78,7 +78,7 @@ BUDGETS = {
     "layout": 350,
     "models": 650,
     "monitor": 520,
-    "offload": 1190,
+    "offload": 1170,
     "optim": 1020,
     "pipeline": 1150,
     "planner": 250,

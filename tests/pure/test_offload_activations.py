@@ -19,9 +19,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from polyreme.errors import ModelError, TierError
 from polyreme.files.direct_io import ALIGNMENT
 from polyreme.models.patches import Patches
-from polyreme.offload import activations as module
+from polyreme.offload import host
 from polyreme.offload.activations import ActivationOffload
-from polyreme.offload.arena import Arena
+from polyreme.offload.space import Place, Space
 from polyreme.step.recomputation import measure, wrap_blocks
 
 CPU = torch.device("cpu")
@@ -165,7 +165,9 @@ def test_interleaved_microbatches_reuse_their_space(offload: ActivationOffload) 
                         assert [call() is end for call in moved._on_device] == {0: [True], 3: [False]}.get(
                             i, [True, False]
                         )
-                        assert all(stored.bytes is not None or stored.slots.memory for stored in end.storages)
+                        assert all(
+                            stored.bytes is not None or stored.opened is not None for stored in end.storages
+                        )
                         del end
                 else:
                     losses.pop(i).backward()
@@ -287,7 +289,7 @@ def test_a_backward_twice_and_none_at_all(offload: ActivationOffload) -> None:
     assert not offload._known
 
 
-def test_arena_is_bounded_when_shapes_change(offload: ActivationOffload) -> None:
+def test_space_is_bounded_when_shapes_change(offload: ActivationOffload) -> None:
     model = net()
     wrapped(model, offload)
     sizes = [*range(40, 240, 20), *range(220, 40, -60)]
@@ -299,23 +301,28 @@ def test_arena_is_bounded_when_shapes_change(offload: ActivationOffload) -> None
 
 def test_places_never_overlap() -> None:
     draw = random.Random(0)
-    arena = Arena(lambda nbytes: torch.empty(nbytes, dtype=torch.uint8))
-    places: list[tuple[Any, int]] = []
+    space = Space(lambda nbytes: torch.empty(nbytes, dtype=torch.uint8), lambda memory: None)
+    places: list[tuple[Place, int]] = []
+
+    def memory(place: Place) -> Tensor:
+        backing: Tensor = place.segment.backing
+        return backing[place.start : place.stop]
+
     for i in range(600):
         if places and draw.random() < (0.35 if i % 200 < 100 else 0.65):
             place, mark = places.pop(draw.randrange(len(places)))
-            assert (place.memory == mark).all()
-            arena.free(place)
+            assert (memory(place) == mark).all()
+            space.free(place)
         else:
-            place = arena.take(draw.randrange(1, 5 * ALIGNMENT))
-            place.memory.fill_(i % 251)
+            place = space.take(draw.randrange(1, 5 * ALIGNMENT))
+            memory(place).fill_(i % 251)
             places.append((place, i % 251))
-    assert all((place.memory == mark).all() for place, mark in places)
+    assert all((memory(place) == mark).all() for place, mark in places)
     for place, _ in places:
-        arena.free(place)
-    total = arena.nbytes
-    arena.take(total + 1)
-    assert arena.nbytes < 2 * total + 2 * ALIGNMENT and len(arena._segments) == 1
+        space.free(place)
+    total = space.nbytes
+    space.take(total + 1)
+    assert space.nbytes < 2 * total + 2 * ALIGNMENT and len(space.segments) == 1
 
 
 # ---- faults
@@ -381,10 +388,8 @@ def test_a_folder_that_cannot_be_used(tmp_path: Path) -> None:
 
 
 def test_too_little_host_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "available", lambda: 100)
+    monkeypatch.setattr(host, "available", lambda: 100)
     model = net()
     wrapped(model, ActivationOffload(CPU))
-    with pytest.raises(
-        TierError, match=rf"host memory: {HIDDEN:,} bytes more needed for activations, 100 free"
-    ):
+    with pytest.raises(TierError, match=rf"host memory: {HIDDEN:,} bytes needed for activations, 100 free"):
         model(inputs(0))

@@ -54,7 +54,7 @@ def change(memory: Tensor, seed: int) -> None:
 
 
 def contents(store: Store) -> list[Tensor]:
-    return [store.read(record, 0, size) for record, size in enumerate(store.sizes)]
+    return [store.get(record, 0, size) for record, size in store.sizes.items()]
 
 
 def assert_same(found: list[Tensor], records: list[Tensor]) -> None:
@@ -82,7 +82,7 @@ def test_streams_one_after_the_other_are_as_plain_memory(
             stream = store.stream(order, write=write)
             if order and data.draw(st.booleans()):  # before anything is taken from it
                 last = order[0]
-                store.write(last, 0, torch.full_like(records[last], 7))
+                store.put(last, torch.full_like(records[last], 7))
                 records[last].fill_(7)
             given = 0
             for seed, record in enumerate(order[: stop + 1]):
@@ -120,7 +120,7 @@ def test_a_change_that_is_slow_to_be_written_comes_before_the_next_use_of_the_re
             seen.append(int(memory[0]))
             memory.fill_(number + 1)
         assert not read or seen == [0] * distance + [1]
-        assert store.read(0, 0, 1) == distance + 1
+        assert store.get(0, 0, 1) == distance + 1
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -141,23 +141,96 @@ def test_any_range_is_read_and_written(
         for number, (record, one, other) in enumerate(ranges):
             start, stop = sorted((min(one, SIZES[record]), min(other, SIZES[record])))
             data = torch.full((stop - start,), number + 1, dtype=torch.uint8)
-            store.write(record, start, data)
+            store.put(record, data, start)
             records[record][start:stop] = data
-            assert torch.equal(store.read(record, start, stop), data)
+            assert torch.equal(store.get(record, start, stop), data)
         assert_same(contents(store), records)
         for start, stop in ((-1, 1), (2, 1), (0, SIZES[0] + 1)):
             with pytest.raises(ValueError, match="extent 0, which has"):
-                store.read(0, start, stop)
+                store.get(0, start, stop)
         with pytest.raises(ValueError, match="extent 0, which has"):
-            store.write(0, SIZES[0], torch.ones(1))
+            store.put(0, torch.ones(1), SIZES[0])
+
+
+@pytest.mark.parametrize("kind", [*KINDS, "as much as is open"])
+@examples(20)
+@given(st.data())
+def test_extents_come_and_go_are_opened_and_added_to(
+    tmp_path_factory: pytest.TempPathFactory, kind: str, data: st.DataObject
+) -> None:
+    """As plain memory, in whatever order; what is released makes room, and no other extent notices."""
+    options = {"as much as is open": {"buffers": 0}, "host": {}}.get(kind, {"buffers": 3})
+    # the largest is there from the beginning, as buffers have its size
+    with tier_of(kind, tmp_path_factory.getbasetemp(), [4 * ALIGNMENT], **options) as store:
+        plain: dict[int, Tensor] = {}
+        for seed in range(data.draw(st.integers(0, 25))):
+            what = data.draw(st.sampled_from(["reserve", "release", "change", "set", "put", "add", "look"]))
+            if what == "reserve" or not plain:
+                extent = store.reserve(4 * data.draw(st.integers(4, ALIGNMENT)))
+                plain[extent] = torch.full((store.sizes[extent] // 4,), float(seed))
+                assert store.put(extent, plain[extent])
+                continue
+            extent = data.draw(st.sampled_from(sorted(plain)))
+            if what == "release":
+                store.release(extent)
+                del plain[extent]
+            elif what == "add":
+                first, given_to = data.draw(st.booleans()), []
+                summand = torch.full_like(plain[extent], 0.5 + seed, dtype=torch.bfloat16)
+                store.add(extent, summand, torch.float32, first, lambda total: given_to.append(total.clone()))
+                plain[extent] = summand.float() + (0 if first else plain[extent])
+                store.settle()
+                assert torch.equal(given_to[0], plain[extent])
+            elif what == "put":
+                store.put(extent, torch.ones(3), 4)
+                plain[extent][1:4] = 1
+            else:
+                opened = store.open(extent, read=what != "set", write=what != "look")
+                found = opened.wait().view(torch.float32)
+                assert what == "set" or torch.equal(found, plain[extent])
+                if what != "look":
+                    found.copy_(found.mul(2) if what == "change" else torch.full_like(found, seed))
+                    plain[extent] = found.clone()
+                opened.close(None)
+        for extent, numbers in plain.items():
+            assert torch.equal(store.get(extent, 0, store.sizes[extent]).view(torch.float32), numbers)
+
+
+def test_room_that_is_given_back_is_used_again(tmp_path: Path) -> None:
+    for kind, options in (("host", {}), ("file", {"buffers": 0})):
+        with tier_of(kind, tmp_path, [], **options) as store:
+            for _ in range(20):
+                extents = [store.reserve(ALIGNMENT) for _ in range(3)]
+                for extent in extents:
+                    store.put(extent, torch.full((ALIGNMENT,), extent % 251, dtype=torch.uint8))
+                for extent in extents:
+                    assert (store.get(extent, 0, ALIGNMENT) == extent % 251).all()
+                    store.release(extent)
+            assert store.taken == 3 * ALIGNMENT and store.buffers <= 4 * ALIGNMENT
+
+
+def test_a_failure_ends_with_its_extent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with tier_of("file", tmp_path, [], buffers=0) as store:
+        lost = store.reserve(ALIGNMENT)
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "pwritev", failing(os.pwritev, 0))
+            store.put(lost, torch.ones(ALIGNMENT // 4))
+            with pytest.raises(TierError, match=r"not whole any more: .*Input/output error"):
+                store.settle()
+        with pytest.raises(TierError, match="not whole any more"):
+            store.open(lost)
+        store.release(lost)
+        extent = store.reserve(ALIGNMENT)
+        store.put(extent, torch.ones(ALIGNMENT // 4))
+        assert (store.get(extent, 0, ALIGNMENT).view(torch.float32) == 1).all()
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_numbers_of_any_dtype_are_written(tmp_path: Path, kind: str) -> None:
     with tier_of(kind, tmp_path) as store:
         numbers = torch.randn(100)
-        store.write(0, 12, numbers)
-        assert torch.equal(store.read(0, 12, 412).view(torch.float32), numbers)
+        store.put(0, numbers, 12)
+        assert torch.equal(store.get(0, 12, 412).view(torch.float32), numbers)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -223,7 +296,7 @@ def test_asking_for_something_else_ends_a_stream(tmp_path: Path) -> None:
         with pytest.raises(TierError, match="ended early"):
             next(first)
         first.close()
-        assert (store.read(0, 0, 9) == 7).all()
+        assert (store.get(0, 0, 9) == 7).all()
         with pytest.raises(TierError, match="ended early"):
             next(second)
 
@@ -234,8 +307,8 @@ def test_a_loop_that_is_left_keeps_its_changes(tmp_path: Path) -> None:
             for memory in store.stream(range(len(SIZES))):
                 memory.fill_(9)
                 raise RuntimeError("left")
-        assert (store.read(0, 0, SIZES[0]) == 9).all()
-        assert not store.read(3, 0, ALIGNMENT).any()
+        assert (store.get(0, 0, SIZES[0]) == 9).all()
+        assert not store.get(3, 0, ALIGNMENT).any()
 
 
 def test_a_tier_that_has_no_space_yet_or_any_more(tmp_path: Path) -> None:
@@ -243,8 +316,8 @@ def test_a_tier_that_has_no_space_yet_or_any_more(tmp_path: Path) -> None:
     record = store.reserve(10)
     for use in (
         lambda: store.stream([record]),
-        lambda: store.read(record, 0, 1),
-        lambda: store.write(record, 0, torch.ones(1)),
+        lambda: store.get(record, 0, 1),
+        lambda: store.put(record, torch.ones(1)),
     ):
         with pytest.raises(TierError, match="closed, or its space"):
             use()
@@ -285,7 +358,7 @@ def test_an_error_of_the_disk_ends_the_stream(
                 memory.fill_(1)
         assert next(stream, None) is None
         monkeypatch.undo()
-        for again in (lambda: store.stream([0]), lambda: store.read(0, 0, 1)):
+        for again in (lambda: store.stream([0]), lambda: store.get(0, 0, 1)):
             with pytest.raises(TierError, match=r"not whole any more: .*Input/output error"):
                 again()
     assert not list((tmp_path / "a").iterdir())
@@ -293,8 +366,8 @@ def test_an_error_of_the_disk_ends_the_stream(
 
 def test_an_error_of_ranges_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for call, use in (
-        ("preadv", lambda store: store.read(0, 3, 5)),
-        ("pwritev", lambda store: store.write(0, 0, torch.ones(1))),
+        ("preadv", lambda store: store.get(0, 3, 5)),
+        ("pwritev", lambda store: store.put(0, torch.ones(1))),
     ):
         with tier_of("file", tmp_path) as store, monkeypatch.context() as patch:
             patch.setattr(os, call, failing(getattr(os, call), 0))
@@ -304,7 +377,7 @@ def test_an_error_of_ranges_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 def test_a_file_that_became_short_ends_the_stream(tmp_path: Path) -> None:
     with tier_of("file", tmp_path, [ALIGNMENT] * 20) as store:
-        os.ftruncate(store._files[0]._descriptor, 10 * ALIGNMENT)  # type: ignore[attr-defined]
+        os.ftruncate(store._spaces[0].segments[0].backing._descriptor, 10 * ALIGNMENT)  # type: ignore[attr-defined]
         given = 0
         with pytest.raises(TierError, match="it ended early"):
             for _ in store.stream(range(20), write=False):

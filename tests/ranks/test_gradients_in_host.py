@@ -23,7 +23,7 @@ from cover import cover, together
 from polyreme.layout.bucket_layout import ALIGN
 from polyreme.offload import optimizer_states
 from polyreme.offload.copy_stream import CopyStream
-from polyreme.offload.gradients_in_host import HostTransfer
+from polyreme.offload.host_transfer import HostTransfer
 from pool import Ranks
 
 

@@ -862,10 +862,11 @@ def test_derivatives_of_derivatives(ranks: Ranks) -> None:
 # ---- engine.gradients()
 
 
-def gradients(rank: int, world: int) -> None:
+def gradients(rank: int, world: int, folder: Path) -> None:
     x, y = data(0), data(1)
     for stage in (0, 2, 3):
-        for accumulation, memory in ((1, {}), (2, {}), (2, {"states": "host"})):
+        files = [(1 + stage // 3, {"states": "host", "gradients": str(folder)})] if stage else []
+        for accumulation, memory in ((1, {}), (2, {}), (2, {"states": "host"}), *files):
             for own in (True, False):  # the loop, or train_step
                 changes = {"memory": memory, "optimizer": {**SGD, "clip": 0.3}}
                 plain = Net()
@@ -953,9 +954,9 @@ def refuse_scale(engine: polyreme.Engine, x: Tensor) -> None:
     engine.gradients().scale_({"nothing": 1.0})
 
 
-def test_gradients_are_those_of_plain_torch(ranks: Ranks) -> None:
+def test_gradients_are_those_of_plain_torch(ranks: Ranks, tmp_path: Path) -> None:
     for world in (1, 2):
-        ranks(world, gradients)
+        ranks(world, gradients, tmp_path)
 
 
 def set_by_hand(rank: int, size: int, stage: int, scale: float) -> None:

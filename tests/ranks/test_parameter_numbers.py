@@ -17,7 +17,7 @@ import polyreme
 import training
 from polyreme.errors import BatchError, ModelError
 from polyreme.offload import optimizer_states
-from polyreme.offload.gradients_in_host import HostTransfer
+from polyreme.offload.host_transfer import HostTransfer
 from pool import Ranks
 
 WIDTH = 12

@@ -207,12 +207,10 @@ def lent(rank: int, world: int, folder: str, sections: dict[str, Any]) -> dict[s
         engine.train_step(models.share(batch, rank, world))
     buckets, said = engine._training.placement.buckets, engine.working_set()
     single = max(slot.size * b.formats.compute.itemsize for b in buckets for slot in b.layout.slots)
-    away = engine._training.placement.offload.parameters
-    ring = away.store.buffers if away is not None and away.is_far else 0
     return {
         "pool": sum(count * size * dtype.itemsize for (size, dtype), count in most.items()),
         "pool said": said["gradients"] - single - sum(staying(b)[1] - b.gradients.unreduced for b in buckets),
-        "tiers": int(sum(tier["memory"] for tier in engine.tiers().values())) + ring,
+        "tiers": int(sum(tier["memory"] for tier in engine.tiers().values())),
         "tiers said": said["tiers"],
     }
 

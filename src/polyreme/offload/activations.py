@@ -5,17 +5,13 @@ Invariants: a storage goes out once, whichever calls have a part of it, comes ba
 offsets that it had, and is really freed on the device in between. What the last call of a forward was given
 stays on the device until another forward begins: its backward may come first. Calls of one forward are read
 ahead in reverse order. All space is taken in steps, used again, and given back with the graph that it belongs
-to. One thread of the rank at a time uses an ActivationOffload; others only copy. No communication."""
+to. One thread of the rank at a time uses an ActivationOffload. No communication."""
 
 from __future__ import annotations
 
-import logging
-import time
 import weakref
-from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -24,19 +20,14 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 
-from polyreme.errors import ModelError, TierError
-from polyreme.files.direct_io import File, aligned, padded
-from polyreme.offload.arena import Allocation, Arena
+from polyreme.errors import ModelError
 from polyreme.offload.copy_stream import copy_stream_to
-from polyreme.offload.host import available
-from polyreme.offload.store import Traffic
-
-log = logging.getLogger(__name__)
+from polyreme.offload.file import FileStore
+from polyreme.offload.host import HostStore
+from polyreme.offload.store import Opened, Store, Traffic
 
 AHEAD = 2
 """Calls read ahead of the one in backward."""
-BEHIND = 2
-"""Storages, of the size of the largest, that may wait in host memory to be written."""
 THREADS = 4
 
 
@@ -48,26 +39,20 @@ class ActivationOffload:
 
     def __init__(self, device: torch.device, folder: Path | None = None) -> None:
         self.tier: Literal["host", "files"] = "host" if folder is None else "files"
-        self.traffic = Traffic()
-        """Bytes to and from host memory, or the files, and how long this rank stood still for it (not its
-        device for the host)."""
         self.marker = torch.empty(0, device=device)
         """Tells the device, in place of what is kept."""
         self._device = device
         self._stays: set[int] = set()  # storages
         self._copy_stream = copy_stream_to(device)
-        self._memory = Arena(self._open_memory, self._copy_stream.finish)
-        self._files: Arena | None = None
+        self._store: Store = HostStore(device, self._copy_stream, "activations")
         if folder is not None:
-            _try(folder)
-            self._files = Arena(lambda nbytes: File(folder, nbytes))
-            self._pool = ThreadPoolExecutor(THREADS, "offload")
+            pin = device.type == "cuda"
+            self._store = FileStore(
+                [folder], 0, None, buffers=0, threads=THREADS, copy_stream=self._copy_stream, pin=pin
+            )
+        self._store.commit()
         # keys: storages
         self._known: weakref.WeakValueDictionary[int, _StoredStorage] = weakref.WeakValueDictionary()
-        # slots of storages that are gone, in whichever thread that was
-        self._dropped: deque[_Slots] = deque()
-        self._writing: deque[_StoredStorage] = deque()
-        self._largest = 0  # bytes of a storage that went out
         self._on_device: list[weakref.ref[Call]] = []  # calls whose storages are still on the device
         self._ends: dict[tuple[int, int], weakref.ref[Call]] = {}  # the last call of each forward
         self._forward: tuple[int, int] = (0, 0)
@@ -77,19 +62,24 @@ class ActivationOffload:
     def close(self) -> None:
         """End the threads, when they have done what they were asked to, and give back the files. No backward
         of a forward before may come."""
-        if self._files is not None:
-            self._pool.shutdown()
-            self._files.close()
+        self._store.close()
+
+    @property
+    def traffic(self) -> Traffic:
+        """Bytes to and from host memory, or the files, when all is there, and how long this rank stood still
+        for it (not its device for the host)."""
+        self._store.settle()
+        return self._store.traffic
 
     @property
     def memory(self) -> int:
         """Bytes of host memory that it takes, of what it keeps there or of buffers for the files."""
-        return self._memory.nbytes
+        return self._store.buffers
 
     @property
     def disk(self) -> int:
         """Bytes that its files take."""
-        return self._files.nbytes if self._files is not None else 0
+        return 0 if self._store.in_memory else self._store.taken
 
     def leave(self, tensors: Iterable[Tensor]) -> None:
         """Leave these where they are, from now on and no others, such as parameters and buffers."""
@@ -98,7 +88,7 @@ class ActivationOffload:
     def at(self, stage: int, microbatch: int, coming: tuple[int, int] | None = None) -> None:
         """Tell which forward or backward comes, and whose backward (stage, micro-batch) is the next one."""
         self._forward, self._coming, self._before = (stage, microbatch), coming, None
-        self._settle()
+        self._copy_stream.settle()
         for key in (self._forward, coming):
             if (end := self._end(key)) is not None:
                 self._read_ahead(end)
@@ -107,7 +97,7 @@ class ActivationOffload:
     def keep(self, value: Any) -> Call:
         """Keep the tensors in nested tuples, lists and dictionaries, and let go of those that were kept
         before."""
-        self._settle()
+        self._copy_stream.settle()
         leaves, form = pytree.tree_flatten(value)
         views: dict[int, _View] = {}
         for leaf in leaves:
@@ -140,7 +130,7 @@ class ActivationOffload:
         storage = tensor.untyped_storage()
         stored = self._known.get(storage._cdata)
         if stored is None or stored.version != tensor._version:
-            stored = _StoredStorage(storage.nbytes(), tensor._version, StorageWeakRef(storage), self._dropped)
+            stored = _StoredStorage(storage.nbytes(), tensor._version, StorageWeakRef(storage), self._store)
             self._known[storage._cdata] = stored
         stored.source, stored.bytes = tensor.detach(), _bytes_of(storage)
         return stored
@@ -156,38 +146,17 @@ class ActivationOffload:
 
     def _move_out(self, stored: _StoredStorage) -> None:
         stored.check()
-        if not stored.is_out and stored.bytes is not None:
-            slots, began = stored.slots, time.perf_counter()
-            self._largest = max(self._largest, stored.nbytes)
-            while sum(each.nbytes for each in self._writing) > BEHIND * self._largest - stored.nbytes:
-                self._written(self._writing.popleft())
-            slots.memory = self._memory.take(stored.nbytes)
-            stored.left = self._copy_stream.out(stored.bytes, slots.memory.memory)
-            if self._files is not None:
-                slots.file = self._files.take(stored.nbytes)
-                slots.busy = self._pool.submit(_write, stored.left, slots.memory.memory, slots.file)
-                self._writing.append(stored)
-            self.traffic.written += stored.nbytes if self._files is None else padded(stored.nbytes)
-            self.traffic.waited += time.perf_counter() - began
+        if stored.extent is None and stored.bytes is not None:
+            stored.extent = self._store.reserve(stored.nbytes)
+            with self._store.traffic.waiting():
+                self._store.put(stored.extent, stored.bytes)
         stored.source = stored.bytes = None
-
-    def _written(self, stored: _StoredStorage) -> None:
-        """Wait until the storage is in its file, and free its buffer. Raises what failed."""
-        assert stored.slots.busy is not None
-        try:
-            stored.slots.busy.result()
-        except Exception:
-            wait([busy for each in self._writing if (busy := each.slots.busy) is not None])
-            self._writing.clear()  # those that failed, too, are told where they are needed
-            raise
-        stored.slots.busy = None
-        self._free_memory(stored.slots)
 
     # ---- back
 
     def _come_back(self, call: Call) -> list[Any]:
         """What `call` was given."""
-        self._settle()
+        self._copy_stream.settle()
         self._read_ahead(call)
         for stored in call.storages:
             stored.check()
@@ -207,69 +176,28 @@ class ActivationOffload:
         """Begin to read from files what `call` and those before it have there."""
         for each, _ in zip(call.backwards(), range(1 + AHEAD), strict=False):
             for stored in each.storages:
-                slots = stored.slots
-                if stored.bytes is None and slots.memory is None:
-                    assert slots.file is not None
-                    slots.memory = self._memory.take(stored.nbytes)
-                    slots.busy = self._pool.submit(
-                        _read, self._copy_stream.returned(), slots.memory.memory, slots.file
-                    )
-                    self.traffic.read += padded(stored.nbytes)
+                if stored.bytes is None and stored.opened is None:
+                    assert stored.extent is not None
+                    stored.opened = self._store.open(stored.extent)
 
     def _return_ahead(self, call: Call | None) -> None:
         """Begin to copy to a GPU what `call` has in host memory; on a CPU copying early would be of no
         use."""
         for stored in call.storages if call is not None and self._device.type == "cuda" else ():
-            if stored.slots.busy is None or stored.slots.file is None or stored.slots.busy.done():
+            if stored.opened is not None and stored.opened.is_near():
                 self._return(stored)
 
     def _return(self, stored: _StoredStorage) -> None:
         """Begin to copy the storage to the device, once it is in host memory."""
         if stored.bytes is not None:
             return
-        slots, began = stored.slots, time.perf_counter()
-        written_behind = slots.busy is not None and stored in self._writing
-        if slots.busy is not None and not written_behind:
-            slots.busy.result()
-            slots.busy = None
-        assert slots.memory is not None
-        stored.bytes, stored.arrived = self._copy_stream.back(
-            slots.memory.memory[: stored.nbytes], stored.left
-        )
-        if self._files is None:
-            self.traffic.read += stored.nbytes
-        elif not written_behind:
-            self._free_memory(slots)
-        self.traffic.waited += time.perf_counter() - began
-
-    # ---- space
-
-    def _settle(self) -> None:
-        """Free what is not needed any more. Raises what failed to be written."""
-        self._copy_stream.settle()
-        while self._writing and (busy := self._writing[0].slots.busy) is not None and busy.done():
-            self._written(self._writing.popleft())
-        for _ in range(len(self._dropped)):
-            slots = self._dropped.popleft()
-            if slots.busy is not None and not slots.busy.done():  # it is being read
-                self._dropped.append(slots)
-                continue
-            self._free_memory(slots)
-            if slots.file is not None and self._files is not None:
-                self._files.free(slots.file)
-
-    def _free_memory(self, slots: _Slots) -> None:
-        if slots.memory is not None:
-            self._memory.free(slots.memory)
-        slots.memory = None
-
-    def _open_memory(self, nbytes: int) -> Tensor:
-        if (free := available()) is not None and nbytes > free:
-            raise TierError(
-                f"host memory: {nbytes:,} bytes more needed for "
-                f"activations, {free:,} free. Keep them in a folder"
-            )
-        return aligned(nbytes, pin=self._device.type == "cuda")
+        assert stored.opened is not None
+        left = stored.opened.arriving()
+        with self._store.traffic.waiting():
+            memory = stored.opened.memory[: stored.nbytes]
+            stored.bytes, stored.arrived = self._copy_stream.back(memory, left)
+        stored.opened.close(stored.arrived)
+        stored.opened = None
 
     def _end(self, key: tuple[int, int] | None) -> Call | None:
         ref = self._ends.get(key) if key is not None else None
@@ -302,16 +230,6 @@ class Call:
             call = call.before()
 
 
-@dataclass
-class _Slots:
-    """Where a storage is besides the device: in memory (for good, or on its way) and in a file; and the
-    transfer between the two."""
-
-    memory: Allocation | None = None
-    file: Allocation | None = None
-    busy: Future[None] | None = None
-
-
 @dataclass(eq=False)
 class _StoredStorage:
     """The bytes of one storage."""
@@ -319,19 +237,19 @@ class _StoredStorage:
     nbytes: int
     version: int
     storage: StorageWeakRef  # no other storage gets its address meanwhile
-    dropped: deque[_Slots]
+    store: Store
     source: Tensor | None = (
         None  # shares the storage that is kept, and its version, while that has not left the device
     )
     bytes: Tensor | None = None  # all of them, on the device: the source's or a copy
     due: int = 0  # calls that are still to come back for it
-    left: Any = None  # when the copy to memory is complete
-    arrived: Any = None  # when that to the device is
-    slots: _Slots = field(default_factory=_Slots)
+    arrived: Any = None  # when the copy to the device is complete
+    extent: int | None = None  # of the store, once it went out
+    opened: Opened | None = None  # and on its way back
 
     @property
     def is_out(self) -> bool:
-        return self.slots.memory is not None or self.slots.file is not None
+        return self.extent is not None
 
     def check(self) -> None:
         """Raise ModelError if what is on the device is not what was kept."""
@@ -344,7 +262,8 @@ class _StoredStorage:
             )
 
     def __del__(self) -> None:
-        self.dropped.append(self.slots)
+        if self.extent is not None:
+            self.store.release(self.extent)
 
 
 class _View:
@@ -363,27 +282,3 @@ class _View:
 
 def _bytes_of(storage: torch.UntypedStorage) -> Tensor:
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
-
-
-def _try(folder: Path) -> None:
-    """Raises TierError where no file can be made in the folder."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise TierError(f"{folder} cannot be used for activations: {error.strerror}") from error
-    probe = File(folder, 1)
-    probe.close()
-    if not probe.direct:
-        log.warning("%s: no direct transfers there, so activations go through the page cache", folder)
-
-
-def _write(ready: Any, memory: Tensor, allocation: Allocation) -> None:
-    if ready is not None:
-        ready.synchronize()
-    allocation.file.write(memory, allocation.start)
-
-
-def _read(ready: Any, memory: Tensor, allocation: Allocation) -> None:
-    if ready is not None:
-        ready.synchronize()
-    allocation.file.read(memory, allocation.start)

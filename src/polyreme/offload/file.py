@@ -1,19 +1,20 @@
-"""Extents in files: read ahead and written behind by threads, through a few buffers that are used in turn.
+"""Extents in files: read ahead and written behind by threads, through memory that is used again.
 
-Invariants: position p of a stream's order has buffer p % len(buffers), and what that held before is written
-first. No extent is read while an earlier change of it may be on the way. Only the thread that uses a tier
-starts transfers. No communication."""
+Invariants: transfers of one extent take place in the order in which they were begun, and none reads what is
+still in memory. Only threads that use a tier begin transfers. No communication."""
 
 from __future__ import annotations
 
 import contextlib
 import logging
 import threading
-import time
-from collections.abc import Callable, Sequence
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
 import torch
 from torch import Tensor
@@ -22,7 +23,10 @@ from polyreme.errors import TierError
 from polyreme.files.direct_io import ALIGNMENT, File, aligned, check_space, padded
 from polyreme.files.folder_lock import Claim
 from polyreme.layout.intervals import round_down
-from polyreme.offload.store import Store
+from polyreme.layout.region import Stored
+from polyreme.offload.copy_stream import CopyStream
+from polyreme.offload.space import Space
+from polyreme.offload.store import Opened, Store, Then, add_when
 
 log = logging.getLogger(__name__)
 
@@ -30,63 +34,70 @@ BUFFERS = 5
 """One in use, and where as much is written as read, two that are read ahead and two that are written
 behind."""
 THREADS = 2
+WRITING = 1
+"""Extents that may wait in memory to be written while another is changed, where memory is not of fixed
+size."""
 
 
 class FileStore(Store):
-    """Extents in nameless files of `folders`, which are made if need be and are claimed for `run` until
-    `close` (see Claim).
+    """Extents in nameless files of `folders`, which are made if need be and are claimed for `run`, if it is
+    given, until `close` (see Claim).
 
     Extent i is in folder (i + rank) % len(folders), so that ranks which go through their extents together use
-    all disks. All the memory that it takes are `buffers` times the largest extent, pinned with `pin`. Raises
+    all disks. All the memory that it takes are `buffers` (2 at least to add) times the largest extent; with 0
+    buffers, which none is streamed through, as much as is open at once. `pin` locks it for a device. Raises
     TierError where a folder cannot be used or is another run's."""
+
+    in_memory = False
 
     def __init__(
         self,
         folders: Sequence[Path | str],
         rank: int,
-        run: str,
+        run: str | None,
         *,
         buffers: int = BUFFERS,
         threads: int = THREADS,
+        copy_stream: CopyStream | None = None,
         pin: bool = False,
     ) -> None:
-        super().__init__()
         self.folders = [Path(folder) for folder in folders]
-        self._rank = rank
-        self._count = buffers
-        self._pin = pin
-        self._claims = [Claim(folder, run) for folder in self.folders]
-        self._files: list[File] = []
-        self._positions: list[tuple[File, int]] = []
-        self.ring: list[Tensor] = []
-        """The buffers, from `commit` on."""
+        spaces = [Space(partial(File, folder), lambda file: file.close()) for folder in self.folders]
+        super().__init__(spaces, rank, copy_stream)
+        self._claims = [Claim(folder, run) for folder in self.folders if run is not None]
+        for folder in self.folders:
+            try:
+                folder.mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                raise TierError(f"{folder} cannot be used: {error.strerror}") from error
+        self.count, self._pin = buffers, pin
+        self._buffers = _Buffers(pin)
         self._pool = ThreadPoolExecutor(threads, "tier")
-        self._lock = threading.Lock()  # guards the counts of traffic
-        self._alone = threading.Lock()  # held by `read` and `write`, which any thread may call
+        self._lock = threading.Lock()  # guards what threads of the pool change
+        self._alone = threading.RLock()  # held by whatever thread calls
         self._stream: FileStream | None = None
-        self._failure: Exception | None = None
+        self._staged: dict[int, _Staged] = {}  # extents that are in memory
+        self._jobs: dict[int, Future[None]] = {}  # the last one of each extent
+        self._writing: deque[Future[None]] = deque()
+        self._failures: dict[int, Exception] = {}  # keys: extents, which are not whole
 
     @property
     def buffers(self) -> int:
-        return self._count * padded(max(self.sizes, default=0))
+        return self.count * padded(max(self.sizes.values(), default=0)) or self._buffers.nbytes
 
     def commit(self) -> None:
-        ends, positions = [0] * len(self.folders), []
-        for extent, size in enumerate(self.sizes):
-            which = (extent + self._rank) % len(ends)
-            positions.append((which, ends[which]))
-            ends[which] += padded(size)
         needed = dict.fromkeys(self.folders, 0)
-        for folder, nbytes in zip(self.folders, ends, strict=True):
+        for folder, nbytes in zip(self.folders, self._needed(), strict=True):
             needed[folder] += nbytes
         check_space(needed)
-        self._files = [File(folder, nbytes) for folder, nbytes in zip(self.folders, ends, strict=True)]
-        for file in self._files:
-            if not file.direct:
-                log.warning("%s: no direct transfers there, so they go through the page cache", file.folder)
-        self._positions = [(self._files[which], at) for which, at in positions]
-        memory, largest = aligned(self.buffers, self._pin), self.buffers // self._count
-        self.ring = [memory[i * largest : (i + 1) * largest] for i in range(self._count)]
+        super().commit()
+        for folder, space in zip(self.folders, self._spaces, strict=True):
+            if not space.segments[0].backing.direct:
+                log.warning("%s: no direct transfers there, so they go through the page cache", folder)
+        if self.count:
+            size = self.buffers // self.count
+            memory = aligned(self.buffers, self._pin)
+            self._buffers.lend([memory[i * size : (i + 1) * size] for i in range(self.count)])
 
     def stream(self, order: Sequence[int], write: bool = True, read: bool = True) -> FileStream:
         stream = FileStream(self, order, write, read)
@@ -95,58 +106,132 @@ class FileStore(Store):
 
     def begin(self, stream: FileStream) -> None:
         """Have it be the open one, and read ahead."""
-        self._settle()
+        self._end_stream()
+        self.settle()
         self._stream = stream
         stream.begin()
 
-    def read(self, extent: int, start: int, stop: int) -> Tensor:
-        self.check_range(extent, start, stop)
-        with self._alone:
-            self._settle()
-            first = round_down(start, ALIGNMENT)
-            window = self.ring[0][: padded(stop) - first]
-            self.move("read", extent, window, first)
-            self.check()
-            return window[start - first : stop - first].clone()
+    def open(self, extent: int, read: bool = True, write: bool = False) -> Opened:
+        staged = self._open(extent, read, write)
+        memory, arriving = staged.memory[: self.sizes[extent]], partial(self.arrive, staged)
+        close = partial(self.write_behind if write else self.let_go, extent, staged)
+        return Opened(memory, staged.is_near, arriving, close)
 
-    def write(self, extent: int, start: int, data: Tensor) -> None:
-        stop = start + data.nbytes
-        self.check_range(extent, start, stop)
+    def _open(self, extent: int, read: bool, write: bool) -> _Staged:
         with self._alone:
-            self._settle()
-            first = round_down(start, ALIGNMENT)
-            window = self.ring[0][: padded(stop) - first]
+            self._end_stream()
+            most = self.count or WRITING
+            while write and self._writing and (self._writing[0].done() or len(self._writing) > most):
+                with self.traffic.waiting():
+                    self._writing.popleft().result()
+            staged = self.stage(extent, read)
+            if write and staged.uses > 1:  # it is being written
+                self._wait(extent)
+            return staged
+
+    def stage(self, extent: int, read: bool, ahead: bool = False) -> _Staged:
+        """Begin to bring an extent to memory, unless it is there still, to be written. `ahead`: to a buffer,
+        as soon as one is free."""
+        with self._lock:
+            if (staged := self._staged.get(extent)) is not None:
+                staged.uses += 1
+                return staged
+        staged = self._staged[extent] = _Staged()
+        if ahead:
+            done: Future[None] = Future()
+            staged.reading = self._jobs[extent] = done
+
+            def fill(memory: Tensor) -> None:
+                staged.memory = memory
+                self._pool.submit(self._read, extent, staged).add_done_callback(
+                    lambda _: done.set_result(None)
+                )
+
+            self._buffers.when_free(fill)
+            return staged
+        staged.memory, staged.free = self._take(self.sizes[extent])
+        if read:
+            staged.reading = self._begin(extent, lambda: self._read(extent, staged))
+        return staged
+
+    def put(self, extent: int, data: Tensor, start: int = 0) -> bool:
+        stop = start + data.nbytes
+        self._check_range(extent, start, stop)
+        if data.nbytes == self.sizes[extent]:
+            with self._alone:
+                opened = self.open(extent, read=False, write=True)
+                if data.device.type == "cpu":  # what comes from a device is in the order of its copies
+                    opened.wait()
+                arrived = self.copy_stream.out(data.view(torch.uint8), opened.memory[: data.nbytes])
+                opened.close(arrived)
+                return arrived is None
+        with self._window(extent, start, stop) as (window, first):
             if start > first or (stop % ALIGNMENT and stop < self.sizes[extent]):  # what is beside it stays
                 self.move("read", extent, window, first)
             window[start - first : stop - first] = data.view(torch.uint8)
             self.move("write", extent, window, first)
             self.check()
+        return True
+
+    def get(self, extent: int, start: int, stop: int) -> Tensor:
+        self._check_range(extent, start, stop)
+        with self._window(extent, start, stop) as (window, first):
+            self.move("read", extent, window, first)
+            self.check()
+            return window[start - first : stop - first].clone()
+
+    def add(
+        self, extent: int, data: Tensor, dtype: torch.dtype, first: bool = False, then: Then | None = None
+    ) -> bool:
+        if self.count == 1:
+            raise ValueError("a sum takes two buffers, and this tier has one")
+        with self._alone:
+            self._end_stream()
+            memory, _ = self._take(data.nbytes)
+            numbers = memory[: data.nbytes].view(data.dtype)
+            arrived = self.copy_stream.out(data.view(torch.uint8), numbers.view(torch.uint8))
+            staged = self._open(extent, read=not first, write=True)
+
+            def change() -> None:
+                try:
+                    add_when(arrived, numbers, staged.memory, dtype, first, then)
+                finally:
+                    self._buffers.give(memory)
+
+            self.write_behind(extent, staged, change=change)
+            return arrived is None
+
+    def numbers(self, extent: int, start: int, dtype: torch.dtype, shape: Sequence[int]) -> Stored:
+        size = dtype.itemsize
+
+        def fetch(begin: int, end: int) -> Tensor:
+            return self.get(extent, start + begin * size, start + end * size).view(dtype)
+
+        return Stored(dtype, tuple(shape), fetch)
+
+    def settle(self) -> None:
+        wait([*self._jobs.values()])
+        self.check()
 
     def close(self) -> None:
         if self._stream is not None:
             with contextlib.suppress(TierError):  # its extents are given up
                 self._stream.close()
         self._pool.shutdown()
-        for file in self._files:
-            file.close()
+        super().close()
         for claim in self._claims:
             claim.close()
-        self._files, self._positions, self.ring = [], [], []
-
-    def submit(self, work: Callable[[], None]) -> Future[None]:
-        """Have a thread do `work`."""
-        return self._pool.submit(work)
+        self._buffers = _Buffers(self._pin)
+        self._staged.clear()
 
     def move(self, what: Literal["read", "write"], extent: int, memory: Tensor, at: int = 0) -> None:
         """Read all of `memory` from the extent's bytes from `at` on, or write it there. In any thread;
         `check` raises its errors."""
-        file, begin = self._positions[extent]
-        if self._failure is not None:
-            return
+        place = self._place(extent)
         try:
-            getattr(file, what)(memory, begin + at)
+            getattr(place.segment.backing, what)(memory, place.start + at)
         except Exception as error:
-            self._failure = error
+            self._failures.setdefault(extent, error)
             return
         with self._lock:
             self.traffic.read += memory.nbytes if what == "read" else 0
@@ -154,22 +239,185 @@ class FileStore(Store):
 
     @property
     def failed(self) -> bool:
-        return self._failure is not None
+        return bool(self._failures)
 
     def check(self) -> None:
-        if self._failure is not None:
+        """Raise a TierError if an extent is not whole."""
+        for failure in [*self._failures.values()][:1]:
             raise TierError(
-                f"a transfer failed, and what the tier holds is not whole any more: {self._failure}"
-            ) from self._failure
+                f"a transfer failed, and what the tier holds is not whole any more: {failure}"
+            ) from failure
 
-    def _settle(self) -> None:
+    def arrive(self, staged: _Staged) -> Any:
+        """Return when it is read; and the event at which its memory may be changed, if that is to come."""
+        if staged.reading is not None:
+            with self.traffic.waiting():
+                staged.reading.result()
+            self.check()
+        return staged.free
+
+    def write_behind(
+        self, extent: int, staged: _Staged, after: Any = None, change: Callable[[], None] | None = None
+    ) -> None:
+        """Have a thread wait for the event, make the change, write what the extent has in memory and let go
+        of it."""
+
+        def job() -> None:
+            try:
+                if after is not None:
+                    after.synchronize()
+                if change is not None:
+                    change()
+                self.move("write", extent, staged.memory[: padded(self.sizes[extent])])
+            finally:
+                self.let_go(extent, staged)
+
+        self._writing.append(self._begin(extent, job))
+
+    def let_go(self, extent: int, staged: _Staged, free: Any = None) -> None:
+        """One user fewer of what an extent has in memory, which may be changed at that event."""
+        if staged.reading is not None:
+            wait([staged.reading])
+        with self._lock:
+            staged.uses -= 1
+            staged.free = free or staged.free
+            if staged.uses:
+                return
+            del self._staged[extent]
+        self._buffers.give(staged.memory, staged.free)
+
+    def _wait(self, extent: int) -> None:
+        wait([job] if (job := self._jobs.get(extent)) is not None else [])
+
+    def _begin(self, extent: int, work: Callable[[], None]) -> Future[None]:
+        """Have a thread do `work` after what was begun of the extent before."""
+        before = self._jobs.get(extent)
+
+        def job() -> None:
+            try:
+                wait([before] if before is not None else [])
+                work()
+            except Exception as error:
+                self._failures.setdefault(extent, error)
+
+        self._jobs[extent] = self._pool.submit(job)
+        return self._jobs[extent]
+
+    def _read(self, extent: int, staged: _Staged) -> None:
+        if staged.free is not None:
+            staged.free.synchronize()
+            staged.free = None
+        self.move("read", extent, staged.memory[: padded(self.sizes[extent])])
+
+    @contextlib.contextmanager
+    def _window(self, extent: int, start: int, stop: int) -> Iterator[tuple[Tensor, int]]:
+        """Memory for the pages of an extent that have these bytes, and which byte it begins with."""
+        with self._alone:
+            self._end_stream()
+            self._wait(extent)
+            memory, free = self._take(self.sizes[extent])
+            try:
+                if free is not None:
+                    free.synchronize()
+                first = round_down(start, ALIGNMENT)
+                yield memory[: padded(stop) - first], first
+            finally:
+                self._buffers.give(memory)
+
+    def _take(self, nbytes: int) -> tuple[Tensor, Any]:
+        """Memory for so many bytes, and the event at which it is free."""
+        with self.traffic.waiting():
+            return self._buffers.take(padded(nbytes), lambda: {*map(padded, self.sizes.values())})
+
+    def _end_stream(self) -> None:
         """End the stream that may be open."""
-        if not self._files:
+        if self._places is None:
             raise TierError("this tier is closed, or its space was never taken")
         if self._stream is not None:
             self._stream.give_way()
             self._stream = None
         self.check()
+
+    def _is_busy(self, extent: int) -> bool:
+        return (job := self._jobs.get(extent)) is not None and not job.done()
+
+    def _forget(self, extent: int) -> None:
+        self._jobs.pop(extent, None)
+        if (staged := self._staged.pop(extent, None)) is not None:  # read ahead of a use that does not come
+            self._buffers.give(staged.memory, staged.free)
+        super()._forget(extent)
+        self._failures.pop(extent, None)
+
+
+@dataclass
+class _Staged:
+    """An extent in memory. free: the event at which that may be changed. uses: by whoever opened it, and by
+    the thread that writes it."""
+
+    memory: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.uint8))
+    free: Any = None
+    reading: Future[None] | None = None
+    uses: int = 1
+
+    def is_near(self) -> bool:
+        """Whether it is read."""
+        return self.reading is None or self.reading.done()
+
+
+class _Buffers:
+    """Memory, page by page, of which each piece is lent to one user at a time: those that were given to
+    `lend`, all of one size, or else new ones, pinned with `pin`."""
+
+    def __init__(self, pin: bool) -> None:
+        self.nbytes = 0
+        self._pin, self._fixed = pin, 0
+        self._changed = threading.Condition()
+        # keys: bytes; values: memory, and the event at which it is free
+        self._free: dict[int, deque[tuple[Tensor, Any]]] = defaultdict(deque)
+        self._waiting: deque[Callable[[Tensor], None]] = deque()
+
+    def lend(self, memory: Sequence[Tensor]) -> None:
+        """Lend these, and no others."""
+        self._fixed = memory[0].nbytes
+        self._free[self._fixed].extend((each, None) for each in memory)
+
+    def take(self, nbytes: int, sizes: Callable[[], set[int]]) -> tuple[Tensor, Any]:
+        """So many bytes, waiting for them if need be; memory of other sizes than `sizes` is not needed any
+        more."""
+        with self._changed:
+            if self._fixed:
+                if nbytes > self._fixed:
+                    raise ValueError(f"{nbytes} bytes of an extent that came later than `commit`")
+                self._changed.wait_for(lambda: self._free[self._fixed])
+                return self._free[self._fixed].popleft()
+            if self._free[nbytes]:
+                return self._free[nbytes].popleft()
+            for size in self._free.keys() - sizes():
+                for _, event in self._free.pop(size):
+                    self.nbytes -= size
+                    if event is not None:
+                        event.synchronize()
+            self.nbytes += nbytes
+        return aligned(nbytes, self._pin), None
+
+    def when_free(self, use: Callable[[Tensor], None]) -> None:
+        """Give `use` one of those of one size, now or in the thread that gives one back."""
+        with self._changed:
+            if not self._free[self._fixed]:
+                self._waiting.append(use)
+                return
+            memory, _ = self._free[self._fixed].popleft()
+        use(memory)
+
+    def give(self, memory: Tensor, free: Any = None) -> None:
+        """Take it back."""
+        with self._changed:
+            if not self._waiting:
+                self._free[memory.nbytes].append((memory, free))
+                self._changed.notify()
+                return
+            use = self._waiting.popleft()
+        use(memory)
 
 
 class FileStream:
@@ -178,16 +426,16 @@ class FileStream:
 
     def __init__(self, store: FileStore, order: Sequence[int], write: bool, read: bool) -> None:
         self._store, self._order, self._write, self._read = store, list(order), write, read
-        self._position, self._using = 0, False  # position of the extent in use, or else of the next one
-        self._jobs: dict[int, Future[None]] = {}  # keys: the position that the buffer goes on to
+        self._ahead: deque[tuple[int, _Staged]] = deque()
+        self._using: tuple[int, _Staged] | None = None
+        self._position = 0  # of the extent that is read ahead next
         self._taken = self._superseded = self._waits = False
         self.closed = False
 
     def begin(self) -> None:
         """Read ahead."""
-        self._waits = False
-        for position in range(-len(self._store.ring), 0):
-            self._pass_on(position)
+        self._waits, self._position = False, 0
+        self._fetch(self._store.count)
 
     def give_way(self) -> None:
         """Let the tier be used for something else. If nothing was taken yet, this begins anew when
@@ -199,8 +447,7 @@ class FileStream:
             self._superseded = True
             return
         self._waits = True
-        wait(self._jobs.values())
-        self._jobs.clear()
+        self._drop()
 
     def __iter__(self) -> Self:
         return self
@@ -209,76 +456,50 @@ class FileStream:
         if self._waits and not self.closed:
             self._store.begin(self)
         self._taken = True
-        if not self.closed:
-            self._advance()
         if self._superseded:
             raise TierError(
                 "this stream ended early, because the tier was asked for something else meanwhile"
             )
+        self._pass_on()
+        self._fetch(self._store.count if self._read else 1)
+        if not self._ahead or self._store.failed:
+            self.close()
         if self.closed:
             raise StopIteration
-        return self._buffer(self._position)[: self._store.sizes[self._order[self._position]]]
+        self._using = extent, staged = self._ahead.popleft()
+        try:
+            self._store.arrive(staged)
+        except TierError:
+            self._write = False
+            self.close()
+            raise
+        return staged.memory[: self._store.sizes[extent]]
 
     def close(self) -> None:
         """Return when everything is written, what is in use, too. Raises what failed."""
         if self.closed:
             return
         self.closed = True
-        began = time.perf_counter()
-        if self._using and self._write:
-            self._store.move("write", self._order[self._position], self._buffer(self._position))
-        self._using = False
-        wait(self._jobs.values())
-        self._store.traffic.waited += time.perf_counter() - began
-        self._store.check()
+        with self._store.traffic.waiting():
+            self._pass_on()
+            self._drop()
+            self._store.settle()
 
-    def _advance(self) -> None:
-        """Go on to the next extent; behind the last one, and after a failure, close."""
-        if self._using:
-            self._using = (
-                False  # first: whatever interrupts this, a buffer that another has is not written again
-            )
-            self._pass_on(self._position)
+    def _fetch(self, most: int) -> None:
+        """Have so many extents read ahead, if there are as many."""
+        while not self.closed and len(self._ahead) < most and self._position < len(self._order):
+            extent = self._order[self._position]
+            self._ahead.append((extent, self._store.stage(extent, self._read, ahead=self._read)))
             self._position += 1
-        if self._position == len(self._order):
-            self.close()
-            return
-        began = time.perf_counter()
-        late, job = self._is_late(self._position), self._jobs.pop(self._position, None)
-        wait([*([job] if job is not None else []), *(self._jobs.values() if late else [])])
-        if late and self._read:
-            self._store.move("read", self._order[self._position], self._buffer(self._position))
-        self._store.traffic.waited += time.perf_counter() - began
-        if self._store.failed:
-            self.close()
-        self._using = not self.closed
 
-    def _pass_on(self, position: int) -> None:
-        """Have a thread write what is in the buffer of `position`, and read what it holds next; the first
-        positions take theirs from negative ones, of which nothing is written."""
-        coming = position + len(self._store.ring)
-        old = position if self._write and position >= 0 else None
-        new = coming if self._read and coming < len(self._order) and not self._is_late(coming) else None
-        if old is not None or new is not None:
-            self._jobs[coming] = self._store.submit(lambda: self._turn(old, new))
+    def _pass_on(self) -> None:
+        """Write what is in use, or let go of it."""
+        if (used := self._using) is not None:
+            # first: whatever interrupts this, what another has is not written again
+            self._using = None
+            (self._store.write_behind if self._write else self._store.let_go)(*used)
 
-    def _turn(self, old: int | None, new: int | None) -> None:
-        if old is not None:
-            self._store.move("write", self._order[old], self._buffer(old))
-        if new is not None and not self.closed and not self._waits:
-            self._store.move("read", self._order[new], self._buffer(new))
-
-    def _is_late(self, position: int) -> bool:
-        """Whether its extent has an earlier position whose change may not be written yet when this one could
-        be read ahead, or might be written after this one's: one of those that the buffers are still for, or
-        of as many before, which may be on their way."""
-        return (
-            self._write
-            and self._order[position]
-            in self._order[max(0, position - 2 * len(self._store.ring) + 1) : position]
-        )
-
-    def _buffer(self, position: int) -> Tensor:
-        return self._store.ring[position % len(self._store.ring)][
-            : padded(self._store.sizes[self._order[position]])
-        ]
+    def _drop(self) -> None:
+        """Let go of what was read ahead."""
+        while self._ahead:
+            self._store.let_go(*self._ahead.popleft())

@@ -1,43 +1,87 @@
-"""The store of a bucket's reduced gradients that do not stay on the device, in host memory
-(`gradients_in_host`) or in files (`gradients_in_files`). No communication between ranks."""
+"""The reduced gradients of a bucket that do not stay on the device: from their last reduction in a step to
+the update; or from the first one on, with those of all micro-batches added up.
+
+Invariant: what is added is added in the order in which it was put. No communication between ranks."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Protocol
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
+import torch
 from torch import Tensor
 
-Final = Callable[[Tensor, int], None]
+from polyreme.layout.intervals import Interval, overlap
+from polyreme.offload.store import Store
+
+Final = Callable[[Tensor, int], object]
 """A function of a part of the step's gradients, on the CPU, and the number of its first element."""
 
 
-class GradientStore(Protocol):
-    """A store that has the gradients from their last reduction in a step to the update; or, if it `adds`,
-    from the first one on, with those of the others added in the order in which they are put."""
+class OffloadedGradients:
+    """Gradients of `dtype` in extents of `store`, of which each has the elements of one of `parts`.
 
-    adds: bool
-    order: Sequence[int] | None
-    """Extents of a file store that have them, one for each of the bucket's extents; None where `get` has
-    all."""
+    `adds`: whether gradients of several micro-batches are added up there. In files the parts are those of the
+    optimizer's extents, so that the update streams both in one order."""
+
+    def __init__(self, store: Store, parts: Sequence[Interval], dtype: torch.dtype, adds: bool) -> None:
+        self.store, self.adds, self._parts, self._dtype = store, adds, parts, dtype
+        self.extents = [store.reserve(part.size * dtype.itemsize) for part in parts]
+        self._accumulates = False  # whether the next gradient is added to them
 
     def put(self, gradient: Tensor, final: Final | None = None) -> bool:
         """Begin to move `gradient`, of the bucket's region, there; of the reduce dtype, where none are added.
-        `final` comes with the last of a step, and has been given all parts when `complete` returns. Returns
-        whether it has left its memory already."""
+        `final` comes with the last of a step that are added, and has been given all parts when the store is
+        settled. Returns whether the gradient has left its memory already."""
+        store, gone = self.store, True
+        store.copy_stream.settle()
+        for extent, (start, stop) in zip(self.extents, self._parts, strict=True):
+            then = None if final is None else partial(_give, final, start)
+            if self.adds:
+                gone &= store.add(extent, gradient[start:stop], self._dtype, not self._accumulates, then)
+            else:
+                gone &= store.put(extent, gradient[start:stop])
+        self._accumulates = self.adds
+        return gone
 
-    def complete(self) -> None:
-        """Return when all that was put is there."""
-
-    def get(self) -> Tensor:
-        """What was put last, or the sum since `clear`, on the CPU."""
+    def whole(self) -> Tensor:
+        """What was put last, or the sum since `clear`: itself, in host memory."""
+        (extent,), (part,) = self.extents, self._parts
+        found = self.store.numbers(extent, 0, self._dtype, (part.size,))
+        assert isinstance(found, Tensor), "these gradients are in files, and come by a stream"
+        return found
 
     def read(self, start: int, stop: int) -> Tensor:
-        """The numbers [start, stop) of what `get` gives, on the CPU: there or copied."""
+        """A copy of the numbers [start, stop), on the CPU."""
+        found = torch.zeros(stop - start, dtype=self._dtype)  # padding is in no extent
+        for extent, inside, at in self._within(start, stop):
+            numbers = self.store.get(extent, at, at + inside.size * self._dtype.itemsize)
+            found[inside.since(start)] = numbers.view(self._dtype)
+        return found
 
     def write(self, start: int, flat: Tensor) -> None:
         """Set the numbers from `start` on."""
+        for extent, inside, at in self._within(start, start + flat.numel()):
+            self.store.put(extent, flat[inside.since(start)].to("cpu", self._dtype), at)
 
     def clear(self) -> None:
         """Forget the step before; called before the first gradient of a step, and before memory of the device
         that gradients were in is written again."""
+        self.store.settle()
+        self.store.copy_stream.settle()
+        self._accumulates = False
+
+    def release(self) -> None:
+        """Give the space back."""
+        for extent in self.extents:
+            self.store.release(extent)
+
+    def _within(self, start: int, stop: int) -> Iterator[tuple[int, Interval, int]]:
+        """Extents that have any of the numbers [start, stop): which ones, and from which byte on."""
+        for extent, part in zip(self.extents, self._parts, strict=True):
+            if inside := overlap(Interval(start, stop), part):
+                yield extent, inside, (inside.start - part.start) * self._dtype.itemsize
+
+
+def _give(final: Final, start: int, numbers: Tensor) -> None:
+    final(numbers, start)

@@ -5,8 +5,9 @@ from __future__ import annotations
 
 import contextlib
 import socket
-from collections.abc import Generator, Iterator, Mapping, Sequence
-from itertools import accumulate
+from collections import deque
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,60 +15,151 @@ import torch
 from torch import Tensor
 
 from polyreme.errors import TierError
-from polyreme.files.direct_io import aligned, padded
-from polyreme.offload.store import Store
+from polyreme.files.direct_io import aligned
+from polyreme.offload.copy_stream import CopyStream
+from polyreme.offload.space import Place, Space
+from polyreme.offload.store import Opened, Store, Then, add_when
+
+ADDING = 2
+"""Tensors that may be on their way to be added to extents."""
 
 
 class HostStore(Store):
     """Extents of `device` in host memory, pinned where that is a GPU. `traffic` counts what is used of
-    extents where they lie; whoever has to take it to the device, or from there, does that itself."""
+    extents where they lie; whoever has to take it to the device, or from there, does that itself. `of`: what
+    they are, for errors."""
 
-    def __init__(self, device: torch.device | str = "cpu") -> None:
-        super().__init__()
-        self._pin = torch.device(device).type == "cuda"
-        self._extents: list[Tensor] = []
+    in_memory = True
+
+    def __init__(
+        self, device: torch.device | str = "cpu", copy_stream: CopyStream | None = None, of: str = ""
+    ) -> None:
+        # before memory goes, nothing may be copied to it or from it
+        extents, self._summands = (Space(self._take, lambda _: self.copy_stream.finish()) for _ in range(2))
+        super().__init__([extents], 0, copy_stream)
+        self._pin, self._of = torch.device(device).type == "cuda", f" for {of}" if of else ""
+        # of each extent that something is on its way to be added to: what does that
+        self._adding: deque[tuple[int, Callable[[], None]]] = deque()
+        # the last copy to each extent, and from there, that may not be complete
+        self._coming: dict[int, Any] = {}
+        self._leaving: dict[int, Any] = {}
 
     @property
     def buffers(self) -> int:
-        return sum(padded(size) for size in self.sizes)
+        return self.taken + self._summands.nbytes
 
-    def commit(self) -> None:
-        if (free := available()) is not None and self.buffers > free:
-            raise TierError(
-                f"host memory: {self.buffers:,} bytes needed, {free:,} "
-                "free. Use more hosts, or keep them in a folder"
-            )
-        # touched: taken here, and not when training is under way
-        memory = aligned(self.buffers, self._pin).zero_()
-        stops = accumulate(padded(size) for size in self.sizes)
-        self._extents = [
-            memory[stop - padded(size) :][:size] for size, stop in zip(self.sizes, stops, strict=True)
-        ]
+    def put(self, extent: int, data: Tensor, start: int = 0) -> bool:
+        self._check_range(extent, start, start + data.nbytes)
+        if data.device.type == "cpu":  # what comes from a device is in the order of its copies
+            self._wait(extent, to_change=True)
+        memory = self.memory(extent)[start : start + data.nbytes]
+        arrived = self.copy_stream.out(data.view(torch.uint8), memory)
+        if arrived is not None:
+            self._coming[extent] = arrived
+        self.traffic.written += data.nbytes
+        return arrived is None
+
+    def get(self, extent: int, start: int, stop: int) -> Tensor:
+        self._check_range(extent, start, stop)
+        self._wait(extent)
+        return self.memory(extent)[start:stop].clone()
+
+    def add(
+        self, extent: int, data: Tensor, dtype: torch.dtype, first: bool = False, then: Then | None = None
+    ) -> bool:
+        while len(self._adding) >= ADDING:
+            self._adding.popleft()[1]()
+        place = self._summands.take(data.nbytes)
+        numbers = _memory(place)[: data.nbytes].view(data.dtype)
+        arrived = self.copy_stream.out(data.view(torch.uint8), numbers.view(torch.uint8))
+
+        def add() -> None:
+            add_when(arrived, numbers, self.memory(extent), dtype, first, then)
+            self._summands.free(place)
+
+        self._adding.append((extent, add))
+        self.traffic.written += data.nbytes
+        return arrived is None
+
+    def open(self, extent: int, read: bool = True, write: bool = False) -> Opened:
+        if write:
+            self._wait(extent, to_change=True)
+        self.traffic.read += self.sizes[extent] if read else 0
+        close = partial(self._let_go, extent, write)
+        return Opened(self.memory(extent), lambda: True, partial(self._arriving, extent), close)
 
     def stream(
         self, order: Sequence[int], write: bool = True, read: bool = True
     ) -> Generator[Tensor, None, None]:
         for extent in order:
+            self._wait(extent, to_change=write)
             self.traffic.read += self.sizes[extent] if read else 0
             try:
-                yield self._extents[extent]
+                yield self.memory(extent)
             finally:
                 self.traffic.written += self.sizes[extent] if write else 0
 
-    def read(self, extent: int, start: int, stop: int) -> Tensor:
-        self.check_range(extent, start, stop)
-        return self._extents[extent][start:stop].clone()
+    def numbers(self, extent: int, start: int, dtype: torch.dtype, shape: Sequence[int]) -> Tensor:
+        self._wait(extent)
+        size = torch.Size(shape).numel() * dtype.itemsize
+        return self.memory(extent)[start : start + size].view(dtype).view(*shape)
 
-    def write(self, extent: int, start: int, data: Tensor) -> None:
-        self.check_range(extent, start, start + data.nbytes)
-        self._extents[extent][start : start + data.nbytes] = data.view(torch.uint8)
+    def settle(self) -> None:
+        while self._adding:
+            self._adding.popleft()[1]()
+        for extent in [*self._coming]:
+            self._wait(extent)
+
+    def close(self) -> None:
+        super().close()
+        self._summands.close()
 
     def memory(self, extent: int) -> Tensor:
         """The extent itself, which does not count as traffic."""
-        return self._extents[extent]
+        return _memory(self._place(extent))[: self.sizes[extent]]
 
-    def close(self) -> None:
-        self._extents = []
+    def _arriving(self, extent: int) -> Any:
+        """Return when all that was to be added to the extent is; and the event at which what was put last is
+        there, if it is on the way."""
+        while self._is_busy(extent):
+            self._adding.popleft()[1]()
+        return self._coming.get(extent)
+
+    def _let_go(self, extent: int, write: bool, after: Any) -> None:
+        """Note the event at which a copy from the extent is complete, or with `write` one to it."""
+        self.traffic.written += self.sizes[extent] if write else 0
+        if after is not None:
+            (self._coming if write else self._leaving)[extent] = after
+
+    def _wait(self, extent: int, to_change: bool = False) -> None:
+        """Return when the extent can be read, or changed, by the CPU."""
+        events = self._arriving(extent), self._leaving.pop(extent, None) if to_change else None
+        self._coming.pop(extent, None)
+        for event in events:
+            if event is not None:
+                event.synchronize()
+
+    def _take(self, nbytes: int) -> Tensor:
+        if (free := available()) is not None and nbytes > free:
+            raise TierError(
+                f"host memory: {nbytes:,} bytes needed{self._of}, {free:,} "
+                "free. Use more hosts, or keep them in a folder"
+            )
+        # touched: taken here, and not when training is under way
+        return aligned(nbytes, self._pin).zero_()
+
+    def _is_busy(self, extent: int) -> bool:
+        return any(each == extent for each, _ in self._adding)
+
+    def _forget(self, extent: int) -> None:
+        self._coming.pop(extent, None)
+        self._leaving.pop(extent, None)
+        super()._forget(extent)
+
+
+def _memory(place: Place) -> Tensor:
+    memory: Tensor = place.segment.backing
+    return memory[place.start : place.stop]
 
 
 def report_memory() -> dict[str, Any]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -17,7 +16,6 @@ from torch import Tensor
 from polyreme.layout.bucket_layout import BucketLayout, GroupInterval, align
 from polyreme.layout.intervals import Interval, ceil_div, chunks, overlap, round_up
 from polyreme.layout.region import MASTER, Stored
-from polyreme.offload.host import HostStore
 from polyreme.offload.store import Store
 from polyreme.optim.groups import Group, trial_state
 from polyreme.optim.quantized_states import QuantizedKernel, States
@@ -83,9 +81,7 @@ class OffloadedStates:
         self._all: list[StateExtent] = []
         for run in layout.runs(region.start, region.stop):
             share = align(ceil_div(run.stop - run.start, torch.get_num_threads()))
-            for part in cut(
-                run, min(HOST_EXTENT, max(EXTENT, share)) if isinstance(store, HostStore) else EXTENT
-            ):
+            for part in cut(run, min(HOST_EXTENT, max(EXTENT, share)) if store.in_memory else EXTENT):
                 fields = _fields(part, groups[part.group], dtype, compact)
                 self._all.append(
                     StateExtent(part, store.reserve(max(field.end for field in fields.values())), fields)
@@ -104,7 +100,7 @@ class OffloadedStates:
             if inside := overlap(Interval(start, start + flat.numel()), Interval(first, first + field.size)):
                 numbers = flat[inside.since(start)].to("cpu", field.dtype)
                 begin = field.begin + (inside.start - first) * field.dtype.itemsize
-                self.store.write(extent.number, begin, numbers)
+                self.store.put(extent.number, numbers, begin)
 
     def read_master(self, flat: Tensor, start: int) -> None:
         """Copy masters to `flat`, which begins at element `start` of the bucket's flat buffer; what is
@@ -112,31 +108,25 @@ class OffloadedStates:
         for extent in self._all:
             field, first = extent.fields[MASTER], extent.run.start
             if inside := overlap(Interval(start, start + flat.numel()), Interval(first, first + field.size)):
-                numbers = self._fetch(extent, field, inside.start - first, inside.stop - first)
-                flat[inside.since(start)].copy_(numbers)
+                begin, size = field.begin + (inside.start - first) * field.dtype.itemsize, inside.size
+                numbers = self.store.get(extent.number, begin, begin + size * field.dtype.itemsize)
+                flat[inside.since(start)].copy_(numbers.view(field.dtype))
 
     def numbers(self, extent: StateExtent, kind: str, part: GroupInterval | None) -> Tensor | Stored:
         """The extent's numbers of one kind, or those of a part of its run: in host memory, or to be read when
         they are needed."""
         field = extent.fields[kind]
-        bounds = None if part is None else within(extent.run, part, field.size)
-        if isinstance(self.store, HostStore):
-            numbers = field.of(self.store.memory(extent.number))
-            return numbers if bounds is None else numbers[slice(*bounds)]
-        whole = Stored(field.dtype, field.shape, partial(self._fetch, extent, field))
-        return whole if bounds is None else whole.part(*bounds)
+        found = self.store.numbers(extent.number, field.begin, field.dtype, field.shape)
+        if part is None:
+            return found
+        start, stop = within(extent.run, part, field.size)
+        return found[start:stop] if isinstance(found, Tensor) else found.part(start, stop)
 
     def keep(self, extent: StateExtent, kind: str, part: GroupInterval, numbers: Tensor) -> None:
         """Set the extent's numbers of one kind that belong to a part of its run."""
         field = extent.fields[kind]
         start, _ = within(extent.run, part, field.size)
-        self.store.write(extent.number, field.begin + start * field.dtype.itemsize, numbers)
-
-    def _fetch(self, extent: StateExtent, field: Field, start: int, stop: int) -> Tensor:
-        size = field.dtype.itemsize
-        return self.store.read(extent.number, field.begin + start * size, field.begin + stop * size).view(
-            field.dtype
-        )
+        self.store.put(extent.number, numbers, field.begin + start * field.dtype.itemsize)
 
 
 def within(whole: GroupInterval, part: GroupInterval, size: int) -> tuple[int, int]:

@@ -14,7 +14,7 @@ from operator import or_
 import torch
 
 from polyreme.files.direct_io import padded
-from polyreme.offload.parameters import WRITING
+from polyreme.offload.file import WRITING
 from polyreme.zero.bucket import Bucket
 from polyreme.zero.bucket_memory import borrows, coming, staying
 from polyreme.zero.buffer_pool import Buffers
@@ -30,7 +30,7 @@ def working_set(placement: Placement, prefetch: int) -> dict[str, int]:
     stay = [bucket for unit in units if unit is placement.root or unit.pinned for bucket in unit.buckets]
     blocks = [unit.buckets for unit in placement.units if not unit.pinned]
     ahead = [list(chain(*blocks[max(i - prefetch, 0) : i + 1])) for i in range(len(blocks))]
-    far = offload.parameters is not None and offload.parameters.is_far
+    far = offload.parameters is not None and not offload.parameters.in_memory
     pooled = _pooled(placement, stay, blocks, None if far else ahead)
     parameters, gradients, masters = (sum(staying(bucket)[i] for bucket in buckets) for i in range(3))
     full = max((sum(coming(bucket) for bucket in each) for each in (blocks if far else ahead)), default=0)

@@ -12,7 +12,7 @@ import torch
 from polyreme.config import Config
 from polyreme.config.schema import is_files, tiers_of
 from polyreme.errors import BatchError
-from polyreme.offload.gradients import GradientStore
+from polyreme.offload.gradients import OffloadedGradients
 from polyreme.step.precision import DTYPES
 from polyreme.zero.bucket import Bucket
 from polyreme.zero.bucket_gradients import Microbatches
@@ -46,7 +46,8 @@ def reduced_format(config: Config, ranks: int, microbatches: Microbatches) -> to
 def make_room(placement: Placement, reducer: Reducer, config: Config, dp: int, ranks: int) -> None:
     """Let an engine of one micro-batch a step add several up from the coming step on. Raises BatchError where
     gradients are in files, which have space for one."""
-    if placement.offload.gradient_files is not None:
+    gradients = placement.offload.gradients
+    if gradients is not None and not gradients.in_memory:
         raise BatchError(
             "set_boundary(False) with gradients in files (memory.gradients), which were laid out for one "
             f"micro-batch a step by batch.size = {config.batch.size}: write a larger batch.size, a smaller "
@@ -63,7 +64,8 @@ def make_room(placement: Placement, reducer: Reducer, config: Config, dp: int, r
 def keep_adding(placement: Placement, config: Config) -> None:
     """Let more gradients be added to those of a step that are reduced already. Raises BatchError where they
     are in files."""
-    if placement.offload.gradient_files is not None:
+    gradients = placement.offload.gradients
+    if gradients is not None and not gradients.in_memory:
         raise BatchError(
             "a backward after the last one of a step, whose gradients are in files (memory.gradients): call "
             'step() or zero_grad() before it, or write memory.gradients = "host"'
@@ -80,11 +82,11 @@ def keep_adding(placement: Placement, config: Config) -> None:
 
 def _fit(
     bucket: Bucket, placement: Placement, reduce: torch.dtype, microbatches: Microbatches
-) -> GradientStore | None:
+) -> OffloadedGradients | None:
     """Set the formats of a bucket's gradients, and return the store for them, where it has one."""
     local = reduce if microbatches == "added" else bucket.formats.local
     bucket.formats = replace(bucket.formats, reduce=reduce, local=local)
     store, states = bucket.gradients.store, bucket.offloaded_states
     if store is None or states is None:
         return store
-    return placement.offload.gradient_store(states, bucket.region, reduce, microbatches)
+    return placement.offload.gradients_of(states, bucket.region, reduce, microbatches)

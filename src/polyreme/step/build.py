@@ -32,12 +32,11 @@ from polyreme.errors import CheckpointError, ConfigError, ModelError, Problem
 from polyreme.layout.bucket_layout import Cut
 from polyreme.models import huggingface
 from polyreme.models.wrappers import unwrap
-from polyreme.offload.copy_stream import CopyStream
+from polyreme.offload.copy_stream import CopyStream, copy_stream_to
 from polyreme.offload.file import BUFFERS, FileStore
-from polyreme.offload.gradients_in_files import GradientFiles
-from polyreme.offload.gradients_in_host import HostTransfer
 from polyreme.offload.host import HostStore
-from polyreme.offload.parameters import OffloadedParameters
+from polyreme.offload.host_transfer import HostTransfer
+from polyreme.offload.store import Store
 from polyreme.optim.groups import Recipe
 from polyreme.pipeline.executor import RunStage, whole
 from polyreme.pipeline.partition import PipelinePartition, keep_stages, layers, partition_model
@@ -392,24 +391,15 @@ def share_out(
     formats = Formats(dtype, master_dtype(dtype), reduce, local, zero.quantized_weights)
     residency = Residency.of_stage(zero.stage)
     run = mesh.gather_objects(f"{RUN}-{os.getpid()}")[0]
-    params = _store(near, mesh, run, buffers=1)  # it is not streamed
     compact = None if config.optimizer.states == "fp32" else config.optimizer.states
     states = _store(folders, mesh, run)
-    gradients = _store(reduced, mesh, run) if is_files(reduced) else None
-    gradient_files = None
-    if isinstance(gradients, FileStore):
-        gradient_files = GradientFiles(
-            gradients, CopyStream() if transfer is None else transfer.copy_stream, microbatches == "left"
-        )
+    params = _store(near, mesh, run, copy_stream_to(mesh.device), buffers=0)  # it is not streamed
+    gradients = None
+    if transfer is not None or is_files(reduced):
+        copy_stream = None if transfer is None else transfer.copy_stream
+        gradients = _store(reduced if is_files(reduced) else ["host"], mesh, run, copy_stream)
     blocks = _released(module, blocks, zero.keep)
-    offload = OffloadTiers(
-        states,
-        share,
-        None if params is None else OffloadedParameters(params, mesh.device),
-        compact,
-        transfer,
-        gradient_files,
-    )
+    offload = OffloadTiers(states, share, params, compact, transfer, gradients)
     axis = sharing(mesh, zero.shard_over, zero.quantized_gradients)
     settings = BucketSettings(axis, mesh.device, residency, formats, microbatches, zero)
     return build_placement(module, blocks, recipe, settings, division, offload, carried)
@@ -438,12 +428,13 @@ def _released(
 
 
 def _store(
-    where: Sequence[str], mesh: Mesh, run: str, buffers: int = BUFFERS
-) -> HostStore | FileStore | None:
+    where: Sequence[str], mesh: Mesh, run: str, copy_stream: CopyStream | None = None, buffers: int = BUFFERS
+) -> Store | None:
     """This rank's tier in the host's memory, or in folders, claimed for `run`; None for the device."""
     if not is_files(where):
-        return HostStore(mesh.device) if where == ["host"] else None
-    return FileStore(where, mesh.rank, run, buffers=buffers, pin=mesh.device.type == "cuda")
+        return HostStore(mesh.device, copy_stream) if where == ["host"] else None
+    pin = mesh.device.type == "cuda"
+    return FileStore(where, mesh.rank, run, buffers=buffers, copy_stream=copy_stream, pin=pin)
 
 
 def _make_numbers(

@@ -38,7 +38,7 @@ class Gradients:
 
     def norms(self) -> dict[str, float]:
         """The norm of each parameter's gradient, by the first of its names; gathers no gradient."""
-        self._check(memory=True)
+        self._check()
         buckets = self._placement.trainable
         squares = torch.cat(
             [bucket.gradients.squares_by_slot() for bucket in buckets]
@@ -58,7 +58,7 @@ class Gradients:
     def whole(self) -> dict[str, Tensor]:
         """Every gradient whole, under each of its parameter's names: copies, which every rank gets; of the
         size of the model."""
-        self._check(memory=True)
+        self._check()
         return {
             name: tensor * self._step.to_mean
             for names, tensor in self._placement.gradients()
@@ -75,7 +75,7 @@ class Gradients:
     def scale_(self, factors: Mapping[str, float]) -> None:
         """Multiply the gradients of the parameters of these names, the same on all ranks; what is clipped is
         the result."""
-        self._check(memory=True)
+        self._check()
         where, known = self._placement.where, self._placement.division.shardings
         if unknown := [
             name for name in factors if name not in known or (name in where and not where[name][0].trainable)
@@ -88,14 +88,9 @@ class Gradients:
                 where[name][0].gradients.scale(where[name][1], factor)
         self._step.measure()
 
-    def _check(self, memory: bool = False) -> None:
+    def _check(self) -> None:
         if not self._step.reduced or self._step.state.step != self._of:
             raise ModelError(
                 "these gradients are gone: engine.gradients() "
                 "holds from the last backward of a step to its step()"
-            )
-        if memory and self._placement.offload.gradient_files is not None:
-            raise ModelError(
-                "gradients are in files (memory.gradients), where only "
-                "norm and clip_ reach them: keep them in host memory"
             )

@@ -22,8 +22,8 @@ from polyreme.errors import ModelError
 from polyreme.layout.bucket_layout import BucketLayout, Slot
 from polyreme.layout.intervals import Interval, overlap
 from polyreme.layout.region import MASTER, Stored
-from polyreme.offload.gradients import GradientStore
-from polyreme.offload.gradients_in_host import HostTransfer
+from polyreme.offload.gradients import OffloadedGradients
+from polyreme.offload.host_transfer import HostTransfer
 from polyreme.offload.optimizer_states import OffloadedStates
 from polyreme.offload.parameters import OffloadedShard
 from polyreme.zero.bucket_gradients import BucketGradients, Microbatches
@@ -51,7 +51,7 @@ class BucketStores:
 
     states: OffloadedStates | None = None
     shard: OffloadedShard | None = None
-    gradients: GradientStore | None = None
+    gradients: OffloadedGradients | None = None
     transfer: HostTransfer | None = None
 
 

@@ -20,14 +20,14 @@ from polyreme.distributed.mesh import Axis
 from polyreme.distributed.work import DONE, Work
 from polyreme.layout.bucket_layout import ALIGN, BucketLayout, Slot
 from polyreme.layout.intervals import Interval, ceil_div, overlap
-from polyreme.offload.gradients import GradientStore
+from polyreme.offload.gradients import OffloadedGradients
 from polyreme.zero.buffer_pool import Pool
 from polyreme.zero.formats import Formats
 from polyreme.zero.parameter import OWN_GRAD
 
 Microbatches = Literal["one", "added", "reduced", "left"]
 """How a step's micro-batches are added up. one: there is one; added: on the rank, before one reduction;
-reduced: each is reduced, then added; left: likewise, in the gradient store of the bucket."""
+reduced: each is reduced, then added; left: likewise, where they are off the device."""
 
 
 def squares_by_row(flat: Tensor) -> Tensor:
@@ -84,7 +84,7 @@ class BucketGradients:
         self._trainable, self._microbatches = microbatches is not None, microbatches
         self._transient = sharded or microbatches in ("reduced", "left")
         self.grad: Tensor | None = None
-        self.store: GradientStore | None = None
+        self.store: OffloadedGradients | None = None
         """Where reduced gradients go, if they do not stay."""
         self._gone = False  # gradients have left the device
         # of those: their sum, or those by row, which are counted where they went
@@ -154,14 +154,17 @@ class BucketGradients:
         slot = self._layout.slots[index]
         return self._local[slot.start : slot.stop].view(slot.shape)
 
-    def make_room(self, microbatches: Microbatches, formats: Formats, store: GradientStore | None) -> None:
+    def make_room(
+        self, microbatches: Microbatches, formats: Formats, store: OffloadedGradients | None
+    ) -> None:
         """Add several micro-batches up from the coming step on, in these formats, with this store."""
         self.clear()
-        self._microbatches, self._formats, self.store = microbatches, formats, store
+        self._go_to(store)
+        self._microbatches, self._formats = microbatches, formats
         self._transient = self._transient or microbatches in ("reduced", "left")
         self._local = self.grad = None
 
-    def keep_adding(self, formats: Formats, store: GradientStore | None) -> None:
+    def keep_adding(self, formats: Formats, store: OffloadedGradients | None) -> None:
         """Have the reduced gradients here, in memory of their own, and further ones of the step added to
         them, in these formats, with this store; where they are added up in the store, leave them there."""
         if self.adds_there:
@@ -172,8 +175,14 @@ class BucketGradients:
         if self._gone and self.store is not None:
             self.store.clear()
         self._gone, self._squares, self._local = False, None, None
-        self._microbatches, self._formats, self.store = "reduced", formats, store
+        self._go_to(store)
+        self._microbatches, self._formats = "reduced", formats
         self._transient = self._reduced = True
+
+    def _go_to(self, store: OffloadedGradients | None) -> None:
+        if self.store is not None and self.store is not store:
+            self.store.release()
+        self.store = store
 
     def reduce(self) -> None:
         """Begin to sum the gradients over the axis into this rank's part of `grad`. Parameters without a
@@ -221,7 +230,7 @@ class BucketGradients:
                 self._pool.give(self._local, self._reducing)
             self._local = None
 
-    def _leave(self, store: GradientStore, last: bool) -> bool:
+    def _leave(self, store: OffloadedGradients, last: bool) -> bool:
         """Begin to move the reduced gradients to where they are added up or updated from. Returns whether
         they have left already."""
         assert self.grad is not None
@@ -262,9 +271,10 @@ class BucketGradients:
         return self.grad[self._own] if self._region != self._own else self.grad
 
     def numbers(self) -> Tensor:
-        """The reduced gradients of `region`, on the device or, where they went there, on the CPU."""
+        """The reduced gradients of `region`, on the device or, where they went there, on the CPU; a copy of
+        those in files."""
         if self._gone and self.store is not None:
-            return self.store.get()
+            return self.store.whole() if self.extents is None else self.store.read(0, self._size)
         if self.grad is None:
             raise RuntimeError("the bucket has no reduced gradients")
         return self.grad
@@ -273,7 +283,7 @@ class BucketGradients:
     def extents(self) -> Sequence[int] | None:
         """The extents of files that the reduced gradients are in, one for each of `offloaded_states`; None
         where they are not in files."""
-        return None if self.store is None else self.store.order
+        return None if self.store is None or self.store.store.in_memory else self.store.extents
 
     def squares(self) -> Tensor:
         """The sum of squares of what counts in this rank's shard of the reduced gradients: a float64
@@ -281,7 +291,7 @@ class BucketGradients:
         if self._squares is not None:
             if self._squares.dim():
                 assert self.store is not None
-                self.store.complete()
+                self.store.store.settle()
             return self._squares.sum().to(self._device)
         if self.counted is False:
             return torch.zeros((), dtype=torch.float64, device=self._device)
@@ -319,12 +329,12 @@ class BucketGradients:
     def scale(self, slot: Slot, factor: float) -> None:
         """Multiply one parameter's reduced gradient."""
         if inside := overlap(slot, self._region):
-            self.part(*inside).mul_(factor)
+            self._set(inside, self.part(*inside) * factor)
         self._squares = None
 
     def part(self, start: int, stop: int) -> Tensor:
         """The reduced gradients of elements [start, stop) of the flat buffer, which are of `region`: those
-        themselves, or a copy of what is in files."""
+        themselves, or a copy of what is off the device."""
         low, high = start - self._region.start, stop - self._region.start
         if self._gone and self.store is not None:
             return self.store.read(low, high)
@@ -334,13 +344,15 @@ class BucketGradients:
         """Set the reduced gradient of parameter `index` to what of `flat`, all of it, is in `region`."""
         slot = self._layout.slots[index]
         if inside := overlap(slot, self._region):
-            numbers = flat[inside.since(slot.start)]
-            if self._gone and self.store is not None:
-                self.store.write(inside.start - self._region.start, numbers)
-            else:
-                self.part(*inside).copy_(numbers)
+            self._set(inside, flat[inside.since(slot.start)])
         self._squares = None
         self.ever_arrived.add(index)
+
+    def _set(self, inside: Interval, numbers: Tensor) -> None:
+        if self._gone and self.store is not None:
+            self.store.write(inside.start - self._region.start, numbers)
+        else:
+            self.part(*inside).copy_(numbers)
 
     def gather(self) -> Work:
         """Where states are full (stage 0): begin to give every rank the whole reduced gradient."""

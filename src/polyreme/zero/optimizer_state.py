@@ -191,7 +191,7 @@ class OptimizerState:
         store = None if self._pieces.offloaded is None else self._pieces.offloaded.store
         for extent in self._pieces.offloaded or ():
             assert store is not None
-            memory = self._staged[extent.number] = store.read(extent.number, 0, extent.nbytes)
+            memory = self._staged[extent.number] = store.get(extent.number, 0, extent.nbytes)
             for kind, field in extent.fields.items():
                 if kind != MASTER:
                     field.of(memory).zero_()
@@ -208,7 +208,7 @@ class OptimizerState:
                 return
             target = self._pieces.bucket.rounded(keep=False)
             for extent in self._pieces.offloaded:
-                self._pieces.offloaded.store.write(extent.number, 0, self._staged[extent.number])
+                self._pieces.offloaded.store.put(extent.number, self._staged[extent.number])
                 self._pieces.view(target, extent.run).copy_(
                     extent.fields[MASTER].of(self._staged[extent.number])
                 )

@@ -18,12 +18,12 @@ from polyreme.config.schema import ZeroSection
 from polyreme.distributed.mesh import Axis
 from polyreme.errors import ModelError
 from polyreme.layout.bucket_layout import Boundary, BucketLayout, Cut, Slot, TensorSpec
+from polyreme.layout.intervals import Interval
 from polyreme.models.tensor_access import entries
-from polyreme.offload.gradients import GradientStore
-from polyreme.offload.gradients_in_files import GradientFiles
-from polyreme.offload.gradients_in_host import HostTransfer
+from polyreme.offload.gradients import OffloadedGradients
+from polyreme.offload.host_transfer import HostTransfer
 from polyreme.offload.optimizer_states import OffloadedStates
-from polyreme.offload.parameters import OffloadedParameters
+from polyreme.offload.parameters import OffloadedShard
 from polyreme.offload.store import Store
 from polyreme.optim.groups import Recipe
 from polyreme.optim.quantized_states import States
@@ -337,9 +337,9 @@ def _bucket_spec(
         # else several add theirs up at the end of a step
         if division.ranks_of(kind.stages) not in division.ties:
             reduce = settings.formats.reduce
-            gradients = offload.gradient_store(states, region, reduce, settings.microbatches)
+            gradients = offload.gradients_of(states, region, reduce, settings.microbatches)
     if offload.parameters is not None:
-        shard = offload.parameters.shard(layout.shard_size, kind.dtype)
+        shard = OffloadedShard(offload.parameters, layout.shard_size, kind.dtype)
     stores = BucketStores(states, shard, gradients, offload.transfer)
     ordered = [by_name[slot.name] for slot in layout.slots]
     return _BucketSpec(unit, kind, entries[0].at, ordered, layout, stores)
@@ -348,20 +348,20 @@ def _bucket_spec(
 class OffloadTiers:
     """What is not in the device's memory: masters and states of `share` of all elements, as near as whole
     buckets come to it, which are in `store` (`compact`: see OffloadedStates), from which the CPU updates
-    them, and reaches the device by `transfer`; their gradients, where there is `gradient_files`; and the
-    shards of all parameters, where there are `parameters`."""
+    them, and reaches the device by `transfer`; their `gradients`, where those do not stay; and the shards of
+    all `parameters`, where they do not."""
 
     def __init__(
         self,
         store: Store | None = None,
         share: float = 1.0,
-        parameters: OffloadedParameters | None = None,
+        parameters: Store | None = None,
         compact: States | None = None,
         transfer: HostTransfer | None = None,
-        gradient_files: GradientFiles | None = None,
+        gradients: Store | None = None,
     ) -> None:
         self.store, self.parameters, self.compact = store, parameters, compact
-        self.transfer, self.gradient_files, self._share = transfer, gradient_files, share
+        self.transfer, self.gradients, self._share = transfer, gradients, share
         self._seen = self._taken = 0
 
     def next(self, elements: int) -> Store | None:
@@ -372,18 +372,18 @@ class OffloadTiers:
         self._taken += elements
         return self.store
 
-    def gradient_store(
+    def gradients_of(
         self, states: OffloadedStates, region: slice, dtype: torch.dtype, microbatches: Microbatches
-    ) -> GradientStore | None:
-        """Where the reduced gradients of a bucket's `region` go, whose offloaded states are `states`;
-        None: they stay."""
-        if self.gradient_files is not None:
-            return self.gradient_files.gradients_of(states, region, dtype)
-        return (
-            None
-            if self.transfer is None
-            else self.transfer.gradient_store(region.stop - region.start, dtype, adds=microbatches == "left")
-        )
+    ) -> OffloadedGradients | None:
+        """The reduced gradients of a bucket's `region`, whose offloaded states are `states`, where they do
+        not stay."""
+        if self.gradients is None:
+            return None
+        parts = [Interval(0, region.stop - region.start)]
+        if not self.gradients.in_memory:
+            runs = [extent.run for extent in states]
+            parts = [Interval(run.start - region.start, run.stop - region.start) for run in runs]
+        return OffloadedGradients(self.gradients, parts, dtype, adds=microbatches == "left")
 
     def commit(self) -> None:
         """Take the space of all that was reserved."""
@@ -398,38 +398,24 @@ class OffloadTiers:
     def memory(self, shards: int) -> int:
         """Bytes of host memory that tiers take, or what it takes to move theirs; of parameters in files as
         many as `shards`."""
-        total = sum(store.buffers for store in self._tiers().values()) + (
-            self.transfer.memory if self.transfer is not None else 0
-        )
-        return total + (shards if self.parameters is not None and self.parameters.is_far else 0)
+        tiers = [store for store in self._tiers().values() if store is not self.parameters or store.in_memory]
+        total = sum(store.buffers for store in tiers) + (0 if self.transfer is None else self.transfer.memory)
+        return total + (0 if self.parameters is None or self.parameters.in_memory else shards)
 
     def report(self) -> dict[str, dict[str, float]]:
         """What `Engine.tiers` returns."""
-        if self.parameters is not None:
-            self.parameters.settle()
         found = {}
         for name, store in self._tiers().items():
-            memory = (
-                store.buffers
-                if self.parameters is None or store is not self.parameters.store
-                else self.parameters.memory
-            )
-            found[name] = {"bytes": store.nbytes, "memory": memory, **asdict(store.traffic)}
-        if self.transfer is not None and self.gradient_files is not None:
+            store.settle()
+            found[name] = {"bytes": store.nbytes, "memory": store.buffers, **asdict(store.traffic)}
+        if self.transfer is not None:
             found["gradients"]["memory"] += self.transfer.memory
-        elif self.transfer is not None:
-            found["gradients"] = {
-                "bytes": self.transfer.memory,
-                "memory": self.transfer.memory,
-                **asdict(self.transfer.traffic),
-            }
+            found["gradients"]["read"] += self.transfer.sent
         return found
 
     def _tiers(self) -> dict[str, Store]:
-        offload = {"states": self, "params": self.parameters, "gradients": self.gradient_files}
-        return {
-            name: tier.store for name, tier in offload.items() if tier is not None and tier.store is not None
-        }
+        tiers = {"states": self.store, "params": self.parameters, "gradients": self.gradients}
+        return {name: store for name, store in tiers.items() if store is not None}
 
 
 @dataclass

@@ -23,7 +23,6 @@ from torch import Tensor
 
 from polyreme.layout.intervals import overlap
 from polyreme.layout.region import MASTER
-from polyreme.offload.host import HostStore
 from polyreme.optim.cpu_kernels import Workers
 from polyreme.optim.groups import Group
 from polyreme.optim.quantized_states import QuantizedKernel, States
@@ -43,7 +42,7 @@ class Update:
         self.offloaded, self.one_by_one = self._pieces.offloaded, self._pieces.one_by_one
         # all that an update needs is in its place, so that several are updated at a time
         self._stays = (
-            self.offloaded is None or isinstance(self.offloaded.store, HostStore)
+            self.offloaded is None or self.offloaded.store.in_memory
         ) and bucket.gradients.extents is None
         self._workers = Workers()
 

@@ -45,10 +45,9 @@ class Updates:
 
     def read_gradients(self) -> None:
         """Begin to read the gradients, once all are there, where they are in files."""
-        files = self._offload.gradient_files
-        if files is not None:
-            extents = [extent for update in self for extent in update.bucket.gradients.extents or ()]
-            self._gradients = files.stream(extents)
+        extents = [extent for update in self for extent in update.bucket.gradients.extents or ()]
+        if self._offload.gradients is not None and extents:
+            self._gradients = self._offload.gradients.stream(extents, write=False)
 
     def step(
         self,
