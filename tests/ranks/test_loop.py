@@ -956,7 +956,7 @@ def refuse_scale(engine: polyreme.Engine, x: Tensor) -> None:
 
 def test_gradients_are_those_of_plain_torch(ranks: Ranks, tmp_path: Path) -> None:
     for world in (1, 2):
-        ranks(world, gradients, tmp_path)
+        ranks(world, gradients, tmp_path / str(world))
 
 
 def set_by_hand(rank: int, size: int, stage: int, scale: float) -> None:

@@ -9,7 +9,7 @@ import contextlib
 import logging
 import threading
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from functools import partial
@@ -126,7 +126,7 @@ class FileStore(Store):
                     self._writing.popleft().result()
             staged = self.stage(extent, read)
             if write and staged.uses > 1:  # it is being written
-                self._wait(extent)
+                self.settle([extent])
             return staged
 
     def stage(self, extent: int, read: bool, ahead: bool = False) -> _Staged:
@@ -209,8 +209,9 @@ class FileStore(Store):
 
         return Stored(dtype, tuple(shape), fetch)
 
-    def settle(self) -> None:
-        wait([*self._jobs.values()])
+    def settle(self, extents: Iterable[int] | None = None) -> None:
+        jobs = [*self._jobs.values()] if extents is None else map(self._jobs.get, extents)
+        wait([job for job in jobs if job is not None])
         self.check()
 
     def close(self) -> None:
@@ -286,9 +287,6 @@ class FileStore(Store):
             del self._staged[extent]
         self._buffers.give(staged.memory, staged.free)
 
-    def _wait(self, extent: int) -> None:
-        wait([job] if (job := self._jobs.get(extent)) is not None else [])
-
     def _begin(self, extent: int, work: Callable[[], None]) -> Future[None]:
         """Have a thread do `work` after what was begun of the extent before."""
         before = self._jobs.get(extent)
@@ -314,7 +312,7 @@ class FileStore(Store):
         """Memory for the pages of an extent that have these bytes, and which byte it begins with."""
         with self._alone:
             self._end_stream()
-            self._wait(extent)
+            self.settle([extent])
             memory, free = self._take(self.sizes[extent])
             try:
                 if free is not None:

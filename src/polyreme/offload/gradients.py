@@ -31,8 +31,8 @@ class OffloadedGradients:
 
     def put(self, gradient: Tensor, final: Final | None = None) -> bool:
         """Begin to move `gradient`, of the bucket's region, there; of the reduce dtype, where none are added.
-        `final` comes with the last of a step that are added, and has been given all parts when the store is
-        settled. Returns whether the gradient has left its memory already."""
+        `final` comes with the last of a step that are added. Returns whether the gradient has left its memory
+        already."""
         store, gone = self.store, True
         store.copy_stream.settle()
         for extent, (start, stop) in zip(self.extents, self._parts, strict=True):
@@ -43,6 +43,10 @@ class OffloadedGradients:
                 gone &= store.put(extent, gradient[start:stop])
         self._accumulates = self.adds
         return gone
+
+    def settle(self) -> None:
+        """Return when all that was put is there, and `final` has all parts."""
+        self.store.settle(self.extents)
 
     def whole(self) -> Tensor:
         """What was put last, or the sum since `clear`: itself, in host memory."""
@@ -67,7 +71,7 @@ class OffloadedGradients:
     def clear(self) -> None:
         """Forget the step before; called before the first gradient of a step, and before memory of the device
         that gradients were in is written again."""
-        self.store.settle()
+        self.settle()
         self.store.copy_stream.settle()
         self._accumulates = False
 

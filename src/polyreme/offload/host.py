@@ -6,7 +6,7 @@ from __future__ import annotations
 import contextlib
 import socket
 from collections import deque
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -104,10 +104,8 @@ class HostStore(Store):
         size = torch.Size(shape).numel() * dtype.itemsize
         return self.memory(extent)[start : start + size].view(dtype).view(*shape)
 
-    def settle(self) -> None:
-        while self._adding:
-            self._adding.popleft()[1]()
-        for extent in [*self._coming]:
+    def settle(self, extents: Iterable[int] | None = None) -> None:
+        for extent in extents or [*self._coming, *(extent for extent, _ in self._adding)]:
             self._wait(extent)
 
     def close(self) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import count
@@ -198,8 +198,8 @@ class Store(ABC):
         needed."""
 
     @abstractmethod
-    def settle(self) -> None:
-        """Return when all that was begun has ended."""
+    def settle(self, extents: Iterable[int] | None = None) -> None:
+        """Return when all that was begun of these extents has ended, or of all."""
 
     def close(self) -> None:
         """Give everything back. Further calls do nothing."""

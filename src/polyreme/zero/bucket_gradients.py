@@ -291,7 +291,7 @@ class BucketGradients:
         if self._squares is not None:
             if self._squares.dim():
                 assert self.store is not None
-                self.store.store.settle()
+                self.store.settle()
             return self._squares.sum().to(self._device)
         if self.counted is False:
             return torch.zeros((), dtype=torch.float64, device=self._device)
