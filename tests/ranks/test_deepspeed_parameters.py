@@ -161,7 +161,16 @@ def parts(rank: int, world: int, stage_3: dict[str, Any], precision: dict[str, A
     torch.add(bias.ds_tensor, 1.0, out=bias.ds_tensor)
     with deepspeed.zero.GatheredParameters([bias, weight]):
         assert bias.tolist() == [2.0, 2.0, 2.0, 3.0, 3.0] and weight.unique().tolist() == [0.5]
-    engine.backward(engine(batch(rank, 0)))
+
+    def look(*_: Any) -> None:
+        assert bias.ds_tensor.numel() == 3 and bias.ds_tensor.data.dtype == bias.dtype
+        with pytest.raises(ModelError, match="inside of a forward"):
+            bias.ds_tensor.sum()
+
+    hook = model.layers[0].register_forward_pre_hook(look)
+    loss = engine(batch(rank, 0))
+    hook.remove()
+    engine.backward(loss)
     assert torch.equal(bias.ds_tensor, torch.tensor([2.0, 2.0, 2.0] if rank == 0 else [3.0, 3.0, 0.0]))
     engine.step()
     assert 0 < (bias.ds_tensor.float()[:2] - 2.0 - rank).abs().min() < 0.11  # Adam's first step

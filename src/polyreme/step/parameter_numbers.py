@@ -93,7 +93,7 @@ class ParameterNumbers:
         """`training` gives what trains the model now; `complete` ends the backward calls of a step."""
         self._parameter, self._training = parameter, training
         self._checkpoints, self._complete = checkpoints, complete
-        self._locate()
+        self._locate(moving=True)
 
     @collective
     @torch.no_grad()
@@ -196,7 +196,7 @@ class ParameterNumbers:
         """This rank's of as many equal parts of the flattened tensor as there are data-parallel ranks, to be
         read and written as a tensor by all of them alike: of the masters in the parameter's dtype, or of
         gradients in the masters'. Raises ModelError where tensor parallelism divides it."""
-        at = self._locate()
+        at = self._locate(moving=True)
         if not at.cut.is_whole:
             raise ModelError(f"an equal part of {at.slot.name}, which mesh.tp divides: use whole({kind!r})")
         dtype = at.bucket.formats.master if kind == GRADIENT else at.bucket.formats.compute
@@ -206,7 +206,7 @@ class ParameterNumbers:
     @property
     def trains(self) -> bool:
         """Whether an optimizer updates the parameter: it is neither frozen nor in no group."""
-        return self._locate().bucket.trainable
+        return self._locate(moving=True).bucket.trainable
 
     @property
     def arrived(self) -> bool:
@@ -225,8 +225,9 @@ class ParameterNumbers:
 
     # ---- parts
 
-    def _locate(self) -> ParameterLocation:
-        """Raises ModelError where the parameter is not the engine's, or numbers are on their way."""
+    def _locate(self, moving: bool = False) -> ParameterLocation:
+        """Raises ModelError where the parameter is not the engine's, or, unless `moving`, where numbers are
+        on their way."""
         training, name = self._training(), NAMES.get(self._parameter, "")
         bucket, slot = training.placement.where.get(name, (None, None))
         indices = [i for i, p in enumerate(bucket.parameters) if p is self._parameter] if bucket else []
@@ -236,7 +237,7 @@ class ParameterNumbers:
                 "rank's stage of a pipeline: give one of engine.module.parameters(), after "
                 "engine.refresh() where the model has changed"
             )
-        if training.blocks.in_forward or torch._C._current_graph_task_id() != -1:
+        if not moving and (training.blocks.in_forward or torch._C._current_graph_task_id() != -1):
             raise ModelError(
                 f"engine.numbers(...) of {name} inside of a forward or a backward, where parameters and "
                 "gradients come and go: ask before or after it"
