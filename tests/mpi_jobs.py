@@ -172,6 +172,10 @@ def on_hosts(rank: int, world: int, hosts: int) -> None:
     assert isinstance(axis.backend, AcrossHosts)
     assert axis.backend._hosts == [[*range(start, start + each)] for start in range(0, world, each)]
     gathers_in_any_order(axis)
+    sums_in_parts(one, Mesh.open({"dp": world}, shared_memory=False).dp)
+    uneven = pids[:-1] if rank < world - 1 else pids[-1:]
+    with patch.object(gloo_direct, "peer", lambda pid, *way: found(pid, *way) if pid in uneven else None):
+        sums_in_parts(one, Mesh.open({"dp": world}).dp)
     sent, real = [0], MpiGroup.sending
 
     def counting(group: MpiGroup, flat: Tensor, to: int, tag: int) -> Any:
@@ -180,6 +184,18 @@ def on_hosts(rank: int, world: int, hosts: int) -> None:
 
     with patch.object(MpiGroup, "sending", counting):
         sums_as_on_one_host(axis, one, hosts, sent)
+
+
+def sums_in_parts(one: Axis, axis: Axis) -> None:
+    """With the bits of axis `one`, in whichever order sums are waited for."""
+    begun = []
+    for number, dtype in enumerate((torch.float32, torch.bfloat16, torch.float64)):
+        numbers = torch.randn(50_003, generator=torch.manual_seed(10 * number + one.rank)).to(dtype)
+        one.all_reduce(expected := numbers.clone()).settle()
+        begun.append((axis.all_reduce(numbers), numbers, expected))
+    for work, found, expected in begun if one.rank % 2 else begun[::-1]:
+        work.settle()
+        assert torch.equal(found, expected)
 
 
 def gathers_in_any_order(axis: Axis) -> None:

@@ -113,9 +113,9 @@ def test_hosts_may_have_different_numbers_of_ranks(
     assert found[0] == found[1] and len(found[0]) == 1, printed
     refused = two[0].popen(*hosted, "host", folder=tmp_path)
     printed, _ = refused.communicate(timeout=120)
-    assert refused.returncode == 2 and "in order, 2 on n1, 1 on n2, and each host must have" in printed, (
-        printed
-    )
+    assert "in order, 2 on n1, 1 on n2, and each host must have" in printed, printed
+    # Hydra may say 255 of ranks that end without the others
+    assert refused.returncode == 2 or (refused.returncode == 1 and library.endswith("mpich"))
     assert "Traceback" not in printed
 
 

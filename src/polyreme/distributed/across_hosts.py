@@ -8,8 +8,9 @@ whoever waits, and for what: operations of MPI run by themselves.
 Communication: of an all-gather each rank sends its part to one rank of every other host, which has its own
 host read it there: (hosts - 1) parts in place of (ranks of other hosts). Of a sum, ranks in the same place of
 each host are a chain: the first host's sum its ranks' numbers, the next one's add theirs, and the last one's
-send what is wanted elsewhere back. Over gloo nothing would pass a sum on while its rank waits for something
-else: there all is sent directly."""
+send what is wanted elsewhere back. Where there is no chain, each rank sums a part of an all-reduce, and sends
+it to all. Over gloo nothing would pass a sum on while its rank waits for something else: there all is sent
+directly."""
 
 from __future__ import annotations
 
@@ -57,6 +58,8 @@ class AcrossHosts(GlooDirect):
     _hosts: Sequence[Sequence[int]] = ()
     """The ranks of each host, where there are several hosts with as many ranks each; in one order on all
     ranks."""
+    _in_parts = True
+    """Whether an all-reduce is one of parts, each of which one rank sums: between hosts without a chain."""
     _in_order = False
     """Whether each host's ranks follow on those of the one before."""
 
@@ -76,11 +79,12 @@ class AcrossHosts(GlooDirect):
             self._in_order = [*itertools.chain(*hosts)] == [*range(self._size)]
             self._host = hosts.index(near)
             self._column = [host[near.index(self._rank)] for host in hosts]  # the ranks of a chain
+        self._in_parts = len(hosts) > 1 and not self._in_order
 
     def bytes_of_all_reduce(self, nbytes: int) -> int:
         """That of a chain differs from rank to rank: of them all, their mean."""
-        chained = self._in_order and nbytes > LITTLE
-        return 2 * (self._size - 1) * nbytes // self._size if chained else super().bytes_of_all_reduce(nbytes)
+        parted = (self._in_order or self._in_parts) and nbytes > LITTLE
+        return 2 * (self._size - 1) * nbytes // self._size if parted else super().bytes_of_all_reduce(nbytes)
 
     def all_gather(self, full: Tensor, shard: Tensor, of: str) -> Work:
         board = self._board
@@ -138,6 +142,11 @@ class AcrossHosts(GlooDirect):
 
     def all_reduce(self, tensor: Tensor) -> Work:
         board, hosts = self._board, len(self._hosts)
+        if self._in_parts and tensor.nbytes > LITTLE:
+            exchange = self._next(f"all-reduce over {self._axis} ({tensor.numel()} {tensor.dtype})", 0)
+            what, number = exchange.what, exchange.number
+            work = Operation(what, self._parted(tensor, exchange.tag), self._mpi.timeout)
+            return Work([work], what=what, meeting=self.meeting, number=number)
         if not self._in_order or board is None or tensor.nbytes <= LITTLE:
             return super().all_reduce(tensor)
         exchange = self._next(f"all-reduce over {self._axis} ({tensor.numel()} {tensor.dtype})", 2)
@@ -164,6 +173,23 @@ class AcrossHosts(GlooDirect):
 
         staged = [total] if ready is tensor else [total, ready]
         return self._read_by_others(exchange, chain, complete, {second - 1: ready, second: total}, staged)
+
+    def _parted(self, tensor: Tensor, tag: int) -> Iterator[Step]:
+        """Sum in place: each rank its part of what all send it, which it then sends to all."""
+        parts, own = tensor.tensor_split(self._size), self._rank
+        received = [part if rank == own else torch.empty_like(parts[own]) for rank, part in enumerate(parts)]
+        yield self._swapped(parts, received, tag)
+        sum_into(parts[own], received, False)
+        yield self._swapped([parts[own]] * self._size, parts, tag)
+
+    def _swapped(self, parts: Sequence[Tensor], places: Sequence[Tensor], tag: int) -> list[Any]:
+        """Begin to give every other rank its part, and to get theirs into places."""
+        moving: list[Any] = []
+        for step in range(1, self._size):
+            to, source = (self._rank + step) % self._size, (self._rank - step) % self._size
+            moving.append(self._receiving(places[source], source, tag))
+            moving.append(self._sending(parts[to], to, tag))
+        return moving
 
     def _read_by_others(
         self,

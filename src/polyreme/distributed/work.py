@@ -43,13 +43,13 @@ class Work:
         pending: Sequence[dist.Work | None] = (),
         finish: Callable[[], None] | None = None,
         what: str = "",
-        settled: Callable[[bool], bool] = lambda block: True,
+        settled: Callable[[bool], bool] | None = None,
         meeting: Meeting | None = None,
         number: int | None = None,
     ) -> None:
         """`finish` is called when `pending` is complete. `settled` tells whether the input is free; given
-        True, it waits till then. `meeting` are the ranks that take part, and `number` tells which of their
-        operations it is."""
+        True, it waits till then; without it that is when the output is complete. `meeting` are the ranks that
+        take part, and `number` tells which of their operations it is."""
         self._meeting, self._number = meeting, number
         self._failed: BaseException | None = None
         self._pending, self._finish, self._what, self._settled = deque(pending), finish, what, settled
@@ -67,8 +67,9 @@ class Work:
 
     def settle(self) -> None:
         self.wait()
-        with self._waiting():
-            self._settled(True)
+        if self._settled is not None:
+            with self._waiting():
+                self._settled(True)
 
     @contextmanager
     def _waiting(self) -> Iterator[None]:
@@ -86,7 +87,8 @@ class Work:
 
     def is_settled(self) -> bool:
         """Whether `settle` would return at once; that of an operation nobody has waited for would not."""
-        return not self._pending and self._finish is None and self._settled(False)
+        ended = not self._pending and self._finish is None
+        return ended and (self._settled is None or self._settled(False))
 
 
 DONE = Work()

@@ -30,6 +30,7 @@ def main() -> None:
     try:
         run(sys.argv[1:])
     except PolyremeError as error:
+        sys.last_value = error  # as Python does of one that nobody caught: such a rank waits for no others
         print(f"error: {explained(error)}", file=sys.stderr)
         sys.exit(error.exit_status)
 
