@@ -24,6 +24,7 @@ from polyreme.compat.deepspeed.runtime.checkpoint_engine import CheckpointCommit
 from polyreme.compat.deepspeed.runtime.config import DeepSpeedConfig
 from polyreme.compat.deepspeed.runtime.pipe import p2p, schedule
 from polyreme.compat.deepspeed.runtime.sparse_tensor import SparseTensor
+from polyreme.compat.deepspeed.runtime.swap_tensor import MIN_SWAPPABLE_BYTES
 from polyreme.compat.deepspeed.runtime.zero.tiling import TiledLinear, TiledLinearReturnBias
 from polyreme.pipeline.schedule import build
 
@@ -46,6 +47,10 @@ HJSON = """
       two
     '''
 """
+
+
+def test_the_least_size_of_what_goes_to_files_is_a_mebibyte() -> None:
+    assert MIN_SWAPPABLE_BYTES == 1024**2
 
 
 def test_a_config_may_be_hjson(tmp_path: Path) -> None:
