@@ -14,6 +14,7 @@ import lightning as L
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import DeepSpeedStrategy, StrategyRegistry
+from lightning.pytorch.utilities.deepspeed import convert_zero_checkpoint_to_fp32_state_dict
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -77,8 +78,9 @@ def fit(folder: Path, strategy: Any, epochs: int, start: str | None = None) -> t
         strategy=strategy, accelerator="auto" if torch.cuda.is_available() else "cpu",
         devices=int(os.environ["WORLD_SIZE"]), max_epochs=epochs, accumulate_grad_batches=2,
         gradient_clip_val=0.5, callbacks=[best], logger=False, enable_progress_bar=False,
-        enable_model_summary=False,         num_sanity_val_steps=0,
+        num_sanity_val_steps=0,
     )  # fmt: skip
+    trainer.validate(module, loader(16, 1), verbose=False)
     trainer.fit(module, loader(48, 0), loader(16, 1), ckpt_path=start)
     return module, trainer
 
@@ -105,6 +107,10 @@ def run(folder: Path, case: str) -> None:
     assert resumed.facts["losses"] == facts["losses"][6:]
     facts["test"] = [trainer.test(module, loader(16, 1), verbose=False)[0]["validation"]]
     facts["best"] = [trainer.checkpoint_callback.best_model_score.item()]
+    if case.startswith("stage") and trainer.is_global_zero:
+        single = folder / case / "single.pt"
+        convert_zero_checkpoint_to_fp32_state_dict(kept, single)
+        Regression.load_from_checkpoint(single, map_location="cpu", weights_only=False)
     if trainer.is_global_zero:
         (folder / f"{case}.json").write_text(json.dumps(facts))
 

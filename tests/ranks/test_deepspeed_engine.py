@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import importlib.util
 import os
@@ -11,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 import polyreme
@@ -20,7 +22,7 @@ from polyreme.compat.deepspeed.refusal import ArgumentError, OrderError, Unsuppo
 from polyreme.compat.deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaleConfig
 from polyreme.compat.deepspeed.runtime.zero import unwrap_model_for_generation
 from polyreme.compat.deepspeed.utils import zero_to_fp32, zero_to_torch
-from polyreme.errors import CheckpointError
+from polyreme.errors import CheckpointError, ModelError
 from polyreme.layout.region import MASTER
 from polyreme.zero.released import Released
 from pool import Ranks
@@ -382,7 +384,7 @@ def test_figures_are_shown(ranks: Ranks, tmp_path: Path) -> None:
     assert "Linear" in (tmp_path / "flops.txt").read_text()
 
 
-def around(rank: int, world: int) -> None:
+def around(rank: int, world: int, folder: Path) -> None:
     """What scripts and libraries do to a module at stage 3 around training."""
     torch.manual_seed(7)
     drawn = torch.get_rng_state()
@@ -399,7 +401,17 @@ def around(rank: int, world: int) -> None:
         model.half()
     if rank:
         assert {name: t.numel() for name, t in model.state_dict().items()} == dict.fromkeys(whole, 0)
-    with deepspeed.zero.GatheredParameters(list(model.parameters())):
+    else:  # whose names Lightning and PEFT ask for, and whose numbers nobody gets unseen
+        listed = model.state_dict()
+        assert listed.keys() == whole.keys() and model.blocks.state_dict().keys()
+        for use in (
+            torch.clone,
+            lambda t: torch.save(t, folder / "t"),
+            lambda t: save_file({"t": t}, folder / "s"),
+        ):
+            with pytest.raises(ModelError, match=r"of parameter blocks\.0\.0\.weight"):
+                use(listed["blocks.0.0.weight"])
+    with deepspeed.zero.GatheredParameters([*model.parameters(), None]):
         assert all(torch.equal(t, whole[name]) for name, t in model.state_dict().items())
     other, *_ = deepspeed.initialize(model=model, config=config(1, 3))
     other(*batch(rank, 1, 0))
@@ -407,8 +419,8 @@ def around(rank: int, world: int) -> None:
         assert torch.equal(tensor, whole[name])
 
 
-def test_around_training(ranks: Ranks) -> None:
-    ranks(2, around)
+def test_around_training(ranks: Ranks, tmp_path: Path) -> None:
+    ranks(2, around, tmp_path)
 
 
 def refusals(rank: int, world: int, folder: Path) -> None:
@@ -494,6 +506,38 @@ def universal(rank: int, world: int, folder: str) -> list[Any]:
 
 def test_a_universal_checkpoint_is_a_copy(ranks: Ranks, tmp_path: Path) -> None:
     assert ranks(2, universal, str(tmp_path)) == [["global_step1_universal", 1, True]] * 2
+
+
+def grown(rank: int, world: int, stage: int, divided: bool) -> list[float]:
+    """Losses of a model to which a script adds a layer and for which it replaces one, both made under
+    `zero.Init` or plainly."""
+    init = deepspeed.zero.Init if divided else contextlib.nullcontext
+    with init():
+        model = Network()
+    section = {"optimizer": {"type": "AdamW", "params": {"lr": 0.05}}}
+    engine, *_ = deepspeed.initialize(model=model, config=config(1, stage, **section))
+    losses = []
+    for step in range(4):
+        loss = engine(*batch(rank, step, 0))
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+        if step == 1:
+            torch.manual_seed(3)
+            with init():
+                model.blocks[1].append(nn.Linear(WIDTH, WIDTH))
+                model.blocks[3] = nn.Linear(WIDTH, 4)
+            engine.polyreme.refresh()
+    numbers = sum(p.numel() for p in engine.module_state_dict().values())
+    assert numbers == (4 * WIDTH + 4) * (WIDTH + 1)
+    return losses
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_layers_made_under_zero_init_are_taken_in(ranks: Ranks, world: int) -> None:
+    plain = ranks(world, grown, 0, False)
+    for stage, divided in (3, False), (3, True), (2, True):
+        assert ranks(world, grown, stage, divided) == plain
 
 
 def forgotten(rank: int, world: int) -> list[Any]:

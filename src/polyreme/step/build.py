@@ -139,8 +139,7 @@ def _given(given: Layer | Sequence[Layer], config: Config, mesh: Mesh) -> tuple[
                 [*built.parameters(), *built.buffers()], mesh.device, mesh.product("dp", "tp", "pp")
             )
     if isinstance(model, nn.Module):
-        # what is divided over all ranks is shared out anew where they have different parts of the model
-        (shaped if mesh.dp.size == mesh.world_size else make_whole)(model.parameters())
+        give_shapes(model, mesh)
         if mesh.pp.size == 1:  # other stages of a pipeline may have them: `build` looks
             _refuse_meta(model)
         return unwrap(model), None
@@ -150,6 +149,12 @@ def _given(given: Layer | Sequence[Layer], config: Config, mesh: Mesh) -> tuple[
                          "list of layers, or the path of a Hugging Face directory")  # fmt: skip
     recording = record(lambda: _plain(model()), config.seed)
     return recording.module, recording
+
+
+def give_shapes(model: nn.Module, mesh: Mesh) -> None:
+    """Have parameters that were divided as they were made, over all ranks, be of their whole shapes; and
+    whole, to be shared out anew, where ranks have different parts of the model. All ranks must call."""
+    (shaped if mesh.dp.size == mesh.world_size else make_whole)(model.parameters())
 
 
 def _refuse_meta(model: nn.Module) -> None:

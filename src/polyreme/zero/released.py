@@ -16,10 +16,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from torch.utils.hooks import RemovableHandle
+from torch.utils.weak import WeakIdKeyDictionary, WeakTensorKeyDictionary
 
 from polyreme.errors import ModelError
 from polyreme.models.tensor_access import touching, writes
 from polyreme.zero.parameter import NAMES, TrainedParameter, is_shard
+
+_LISTED: WeakIdKeyDictionary = WeakTensorKeyDictionary()
+"""Parameters that `state_dict()` holds while they are released."""
 
 
 class Released(TrainedParameter):
@@ -39,6 +43,11 @@ class Released(TrainedParameter):
             )
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))
+
+    def detach(self) -> Tensor:
+        if self in _LISTED and sys._getframe(1).f_code is nn.Module._save_to_state_dict.__code__:
+            return self
+        return super().detach()
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return (
@@ -218,6 +227,13 @@ def unguard(parameters: Iterable[nn.Parameter], gathered: bool = False) -> None:
     """Allow it again: their numbers are there, or if `gathered` for a time."""
     for parameter in parameters:
         parameter.__class__ = Gathered if gathered else TrainedParameter
+
+
+def list_in_state_dicts(parameters: Iterable[nn.Parameter]) -> None:
+    """Have `state_dict()` of a module, and of each part of one, hold released parameters themselves, which
+    raise ModelError where their numbers are used: scripts ask for one to know its names, too."""
+    for parameter in parameters:
+        _LISTED[parameter] = True
 
 
 def refuse_loading(model: nn.Module) -> list[RemovableHandle]:

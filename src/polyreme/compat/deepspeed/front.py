@@ -34,6 +34,7 @@ from polyreme.errors import LaunchError, Problem
 from polyreme.optim.groups import maker
 from polyreme.zero.divided import make_whole, shaped
 from polyreme.zero.parameter import engine_of
+from polyreme.zero.released import list_in_state_dicts
 
 
 def initialize(
@@ -91,6 +92,7 @@ def initialize(
         args.local_rank = comm.get_local_rank()
     if translation.stage == 3:
         tag(front.module)
+        list_in_state_dicts(front.module.parameters())
         keep_in_place(front.module)
         keep_engine(front.module, front.polyreme)
         if front.global_rank:

@@ -192,8 +192,9 @@ class GatheredParameters(AbstractContextManager[None]):
         fwd_module: nn.Module | None = None,
         enabled: bool = True,
     ) -> None:
-        given = [params] if isinstance(params, Tensor) else list(_parameters(params))
-        self._params = given if enabled else []
+        given = [params] if isinstance(params, Tensor) else _parameters(params or ())
+        # a layer without a bias has None in its place
+        self._params = [each for each in given if isinstance(each, Tensor)] if enabled else []
         self._modifier = modifier_rank
         self._stack = ExitStack()
 
