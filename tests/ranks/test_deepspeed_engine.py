@@ -411,6 +411,10 @@ def around(rank: int, world: int, folder: Path) -> None:
         ):
             with pytest.raises(ModelError, match=r"of parameter blocks\.0\.0\.weight"):
                 use(listed["blocks.0.0.weight"])
+    offload = optimizer.parameter_offload  # as TRL does around what it generates
+    assert not [*offload.module.ds_external_parameters(), *offload.forward_hooks, *offload.backward_hooks]
+    offload._register_deepspeed_module(offload.module)
+    assert not any(parameter.ds_active_sub_modules for parameter in model.parameters())
     with deepspeed.zero.GatheredParameters([*model.parameters(), None]):
         assert all(torch.equal(t, whole[name]) for name, t in model.state_dict().items())
     other, *_ = deepspeed.initialize(model=model, config=config(1, 3))

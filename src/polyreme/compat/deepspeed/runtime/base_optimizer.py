@@ -16,6 +16,7 @@ from polyreme.compat.deepspeed.ops.lion import DeepSpeedCPULion, FusedLion
 from polyreme.compat.deepspeed.refusal import refused
 from polyreme.compat.deepspeed.runtime.fp16 import of_engine
 from polyreme.compat.deepspeed.runtime.fp16.loss_scaler import LossScaleConfig, LossScalerBase
+from polyreme.compat.deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
 from polyreme.layout.region import Stored
 from polyreme.optim.groups import Lion
 from polyreme.optim.lamb import Lamb
@@ -52,6 +53,13 @@ class DeepSpeedOptimizer(OptimizerView):
     def optimizer(self) -> DeepSpeedOptimizer:
         """The optimizer that is wrapped: itself."""
         return self
+
+    @property
+    def parameter_offload(self) -> DeepSpeedZeRoOffload:
+        """Of stage 3, what libraries ask for hooks. Raises AttributeError at others."""
+        if self._front[0].translation.stage != 3:
+            raise AttributeError("parameter_offload of an optimizer below ZeRO stage 3")
+        return DeepSpeedZeRoOffload(self._front[0].module)
 
     @property
     def adam_w_mode(self) -> bool:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from polyreme.compat.deepspeed.comm.initialize import init_distributed
 from polyreme.compat.deepspeed.refusal import GatherError
+from polyreme.compat.deepspeed.runtime.zero.parameter_offload import external_parameters
 from polyreme.errors import ModelError
 from polyreme.layout.region import MASTER
 from polyreme.step.equal_part import EqualPart
@@ -68,6 +69,7 @@ class ZeroParamStatus(Enum):
 def tag(module: nn.Module) -> None:
     """Give each parameter that an engine has DeepSpeed's attributes: ds_id, ds_shape, ds_numel, ds_status,
     ds_persist, ds_tensor."""
+    module.ds_external_parameters = external_parameters  # type: ignore[assignment]
     for parameter in module.parameters():
         for own in "ds_tensor", "partition_numel":
             vars(parameter).pop(own, None)
@@ -90,6 +92,7 @@ def _tag(parameter: Any, status: ZeroParamStatus) -> None:
         parameter.ds_shape = parameter.shape if share is None else share.shape
         parameter.ds_numel = parameter.ds_shape.numel()
         parameter.ds_persist = False
+        parameter.ds_active_sub_modules = set()
     vars(parameter)["ds_status"] = status
 
 
