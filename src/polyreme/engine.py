@@ -35,7 +35,7 @@ from polyreme.planner.memory_model import working_set
 from polyreme.step import given_gradients, report
 from polyreme.step.activations import Activations
 from polyreme.step.batches import BatchComparison, micro_batches
-from polyreme.step.build import Model, build, divide_again, give_shapes, objective, open_model, share_out
+from polyreme.step.build import Model, build, divide_again, objective, open_model, share_out
 from polyreme.step.checkpoints import Checkpoints
 from polyreme.step.engine_state import Loaded
 from polyreme.step.gradients import Gradients
@@ -392,7 +392,6 @@ class Engine:
         self._refuse_within_step("refresh")
         self.wait()
         self._take_in_writes()
-        give_shapes(self.module, self.mesh)
         for axis in (self.mesh.dp, self.mesh.tp):
             same_model(axis, self.module, {})
         old, unchanged = self._training, self._training.placement.unchanged

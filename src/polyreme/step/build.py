@@ -336,6 +336,7 @@ def divide_again(
     """How `module`, which was changed since `placement`, is divided now; its new buffers become rank 0's.
 
     Raises ModelError where buckets cannot be made again. The ranks have changed it in the same way."""
+    give_shapes(module, mesh)
     parameters, told = dict(module.named_parameters(remove_duplicate=False)), roster.changes(module)
     reason = ""
     memory = config.memory
