@@ -71,7 +71,7 @@ BUDGETS = {
     "data": 600,
     "deferred_init": 430,
     "distributed": 2500,
-    "files": 240,
+    "files": 250,
     "integrations": 480,
     "job": 600,
     "launch": 2150,

@@ -250,7 +250,7 @@ def test_a_dead_claim_of_another_host(
     )
     monkeypatch.setattr(folder_lock, "MOUNTS", tmp_path / "mounts")
     dead = {"run": "other", "pid": 1, "host": "there", "boot": "b", "since": "noon"}
-    for alike in ({"host": folder_lock.socket.gethostname()}, {"boot": folder_lock._boot()}, {}):
+    for alike in ({"host": folder_lock.socket.gethostname()}, {"boot": folder_lock.boot()}, {}):
         (tmp_path / folder_lock.NAME).write_text(json.dumps(dead | alike))
         if alike or taken:
             folder_lock.Claim(tmp_path, "mine").close()

@@ -49,6 +49,10 @@ def test_ranks_started_by_hand_on_one_host() -> None:
         ({"RANK": "one"}, "RANK is 'one'"),
         ({"LOCAL_RANK": "4"}, "local_rank = 4 with local_world_size = 4"),
         ({"MASTER_PORT": ""}, "MASTER_PORT is ''"),
+        ({"MASTER_PORT": "0"}, "port 0 of .*MASTER_PORT"),
+        ({"MASTER_PORT": "65536"}, "port 65536"),
+        ({"MASTER_ADDR": ""}, "MASTER_ADDR is ''"),
+        ({"LOCAL_WORLD_SIZE": "16"}, "local_world_size = 16 .* world_size = 8"),
         ({"WORLD_SIZE": "0"}, "world_size = 0"),
     ],
 )

@@ -70,6 +70,11 @@ def test_whose_output_is_printed_how(capsysbinary: pytest.CaptureFixture[bytes])
     assert errors == b"a: rank 0 (ssh)\nb: ranks 1 to 2 (ssh)\n[b 1] bad\n"
 
 
+def test_a_hostfile_of_another_system(tmp_path: Path) -> None:
+    (tmp_path / "hosts").write_bytes(b"\xef\xbb\xbf# all\r\na slots=2 # fast\r\nb  slots=1\r\n")
+    assert hostfile.read(tmp_path / "hosts") == {"a": 2, "b": 1}
+
+
 def test_a_hostfile_that_cannot_be_read(tmp_path: Path) -> None:
     (tmp_path / "hosts").write_bytes(b"\xff\xfe")
     for path in tmp_path / "hosts", tmp_path:

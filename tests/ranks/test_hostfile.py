@@ -105,12 +105,13 @@ def test_a_script_on_two_hosts_has_the_weights_of_one(two: tuple[list[Host], str
 
 def test_hosts_that_cannot_run_it_are_named_together(two: tuple[list[Host], str], tmp_path: Path) -> None:
     hosts_of = tmp_path / "many"
-    hosts_of.write_text("n1 slots=1\nn2 slots=1\nnone slots=1\n10.77.0.9 slots=1\n")
+    hosts_of.write_text("n1 slots=1\nn2 slots=1\nnone slots=1\n10.77.0.9 slots=1\nroot@10.77.0.2 slots=1\n")
     status, printed = Running(two, tmp_path, "launch", "--hostfile", str(hosts_of), "none.py").end()
     assert status == 1 and "no rank was started:" in printed
     assert "- n1: none.py is not a file" in printed and "- n2: none.py is not a file" in printed
     assert "- none: ssh ended with status 255: ssh: Could not resolve hostname none" in printed
     assert "- 10.77.0.9: ssh ended with status 255: ssh: connect to host 10.77.0.9" in printed
+    assert "- root@10.77.0.2: it is the machine of n2, too: give all its slots in one line" in printed
 
 
 def test_ctrl_c_ends_both_hosts(two: tuple[list[Host], str], tmp_path: Path) -> None:

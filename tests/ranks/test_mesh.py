@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from polyreme.distributed.mesh import AXES, SHORT, Axis, Mesh, lines
+from polyreme.distributed.mesh import AXES, SHORT, Axis, Mesh, lines, names_apart
 from polyreme.distributed.shared_memory import heap
 from polyreme.distributed.sums import CHUNK
 from polyreme.errors import TransportError
@@ -249,6 +249,11 @@ def test_two_axes(ranks: Ranks, order: tuple[str, ...]) -> None:
             outer: (rank // 2, strided[rank]),
             "pp": (0, [rank]),
         }
+
+
+def test_machines_with_the_same_name_are_told_apart() -> None:
+    assert names_apart([("a", "1"), ("a", "1"), ("b", "2")]) == ["a", "a", "b"]
+    assert names_apart([("a", "123456789"), ("a", "2"), ("b", "2")]) == ["a (12345678)", "a (2)", "b"]
 
 
 def test_lines_partition_the_ranks() -> None:

@@ -34,6 +34,20 @@ NONE = "single process"
 _APART = "for trainings that are meant to be apart, set RANK=0 and WORLD_SIZE=1 in each"
 
 
+def _refuse_address(host: str, port: int) -> None:
+    """Raise LaunchError for what no rank can listen at or reach."""
+    if not host:
+        raise LaunchError(
+            f"the variable {MASTER_ADDR} is '', but must be the host of rank 0, where ranks meet; set it to "
+            "that (127.0.0.1 on one host)"
+        )
+    if not 0 < port < 2**16:
+        raise LaunchError(
+            f"ranks would meet at port {port} of {host}, but ports are 1 to 65535; set {MASTER_PORT} to a "
+            "free one of the host of rank 0, the same for all ranks"
+        )
+
+
 @dataclass(frozen=True)
 class Environment:
     """Which rank of the run this process is.
@@ -56,6 +70,14 @@ class Environment:
                     f"but ranks count from 0 to {size} - 1; start "
                     f"every rank with the same {size} and its own {index}"
                 )
+        if self.local_world_size > self.world_size:
+            raise LaunchError(
+                f"{self.name} gave local_world_size = {self.local_world_size} (the ranks of this host) with "
+                f"world_size = {self.world_size} (those of all); unset {LOCAL_WORLD_SIZE}, or give "
+                "both of one run"
+            )
+        if self.address is not None:
+            _refuse_address(*self.address)
 
     @property
     def alone(self) -> bool:

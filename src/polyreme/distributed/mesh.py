@@ -39,6 +39,7 @@ from polyreme.distributed.simulated import Simulated
 from polyreme.distributed.sums import put, sum_into
 from polyreme.distributed.work import DONE, Work
 from polyreme.errors import ModelError, TransportError
+from polyreme.files.machine import boot
 from polyreme.layout.mesh_axes import AXES, lines
 
 SIZE, SHORT = 8, 2040
@@ -268,7 +269,7 @@ class Mesh:
                             name, len(ranks), ranks.index(rank), group, timeout, shared_memory, device
                         )
         mesh = cls(rank, world_size, device, axes, all_lines, timeout, shared_memory, other)
-        mesh.host_of = mesh.gather_objects(socket.gethostname())
+        mesh.host_of = names_apart(mesh.gather_objects([socket.gethostname(), boot()]))
         return mesh
 
     def part(self, name: str, ranks: Sequence[int]) -> Axis:
@@ -364,6 +365,14 @@ def _axis(
 def exchanges_directly(group: dist.ProcessGroup) -> bool:
     """Whether ranks of the group exchange numbers themselves, or leave it to the group's own collectives."""
     return bool(of_cpus(group))
+
+
+def names_apart(found: Sequence[Sequence[str]]) -> list[str]:
+    """The host names of (name, machine), with the machine where several have the same name."""
+    machines = defaultdict[str, set[str]](set)
+    for name, machine in found:
+        machines[name].add(machine)
+    return [name if len(machines[name]) == 1 else f"{name} ({machine[:8]})" for name, machine in found]
 
 
 def _bytes(tensor: Tensor) -> int:

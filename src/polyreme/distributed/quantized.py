@@ -1,7 +1,8 @@
 """Numbers sent in a byte each: int8 in blocks of BLOCK with a float32 scale (ZeRO++, arXiv:2306.10209).
 
-Invariants: a number comes back with an error of at most 1/254 of the largest of its block; every rank, the
-sender too, gets the same bits; what is not finite comes back not finite. 1 + 4 / BLOCK bytes a number.
+Invariants: a number comes back with an error of at most 1/254 of the largest of its block, or of 2**-127;
+every rank, the sender too, gets the same bits; what is not finite comes back not finite. 1 + 4 / BLOCK bytes
+a number.
 
 Communication: one all-gather of the axis for each operation."""
 
@@ -22,6 +23,8 @@ BLOCK = 256
 LEVELS = 127
 """Steps from zero to the largest of a block."""
 SCALE = torch.float32
+LEAST = torch.finfo(SCALE).tiny
+"""Of scales: smaller ones have too few bits, and numbers would be more than LEVELS of them."""
 
 
 def packed_size(numbers: int) -> int:
@@ -37,8 +40,8 @@ def pack(numbers: Tensor, into: Tensor) -> Tensor:
     for start in range(0, size, CHUNK):
         part = numbers[start : start + CHUNK].to(SCALE)
         rows = F.pad(part, (0, -part.numel() % BLOCK)).view(-1, BLOCK)
-        scale = rows.abs().amax(1) / LEVELS
-        steps = (rows / torch.where(scale == 0, 1, scale)[:, None]).round_().to(torch.int8)
+        scale = (rows.abs().amax(1) / LEVELS).clamp_min_(LEAST)
+        steps = (rows / scale[:, None]).round_().to(torch.int8)
         levels[start : start + CHUNK] = steps.view(-1)[: part.numel()]
         scales[start // BLOCK :][: len(scale)] = scale
     return into

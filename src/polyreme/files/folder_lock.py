@@ -20,6 +20,7 @@ from pathlib import Path
 
 from polyreme.errors import PolyremeError, TierError
 from polyreme.files.direct_io import no_links
+from polyreme.files.machine import boot
 
 log = logging.getLogger(__name__)
 
@@ -110,7 +111,7 @@ def _rewrite(path: Path, descriptor: int, run: str, error: type[PolyremeError]) 
     if dead and dead.get("run") != run:
         if (
             dead.get("host") != socket.gethostname()
-            and dead.get("boot") != _boot()
+            and dead.get("boot") != boot()
             and not _locks_reach_other_hosts(descriptor)
         ):
             raise error(
@@ -124,7 +125,7 @@ def _rewrite(path: Path, descriptor: int, run: str, error: type[PolyremeError]) 
         "run": run,
         "pid": os.getpid(),
         "host": socket.gethostname(),
-        "boot": _boot(),
+        "boot": boot(),
         "since": time.strftime("%Y-%m-%d %H:%M:%S"),
     }
     os.ftruncate(descriptor, 0)
@@ -133,15 +134,6 @@ def _rewrite(path: Path, descriptor: int, run: str, error: type[PolyremeError]) 
 
 def _named(claim: dict[str, object]) -> str:
     return f"process {claim.get('pid')} on host {claim.get('host')}"
-
-
-def _boot() -> str | None:
-    """Which start of which machine this is: the same in all its containers, whatever their hosts are
-    called."""
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    except OSError:
-        return None
 
 
 def _locks_reach_other_hosts(descriptor: int) -> bool:

@@ -16,6 +16,8 @@ from polyreme.errors import LaunchError
 
 Pool = Mapping[str, int]
 Active = Mapping[str, list[int]]
+MOST = 4096
+"""Slots of a host: more are a mistake."""
 
 
 class ResourceError(LaunchError, ValueError):
@@ -29,7 +31,7 @@ def read(path: Path) -> Pool:
 
     Raises ResourceError where it cannot be read, and as `parse_hostfile`."""
     try:
-        return parse_hostfile(path.read_text("utf-8").splitlines())
+        return parse_hostfile(path.read_text("utf-8-sig").splitlines())
     except (OSError, UnicodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is no text"
         raise ResourceError(
@@ -40,15 +42,21 @@ def read(path: Path) -> Pool:
 def parse_hostfile(hostfile_lines: Iterable[str]) -> Pool:
     """The pool of such lines; empty ones, and those that begin with #, say nothing.
 
-    Raises ResourceError for a line of another form, a host that is there twice, or no host at all."""
+    Raises ResourceError for a line of another form, a host that is there twice or has no slots, or no host at
+    all."""
     pool: OrderedDict[str, int] = OrderedDict()
     for each in hostfile_lines:
         line = each.strip()
         if not line or line.startswith("#"):
             continue
-        entry = re.match(r"(\S+)\s+slots=(\d+)", line)
+        entry = re.fullmatch(r"(\S+)\s+slots=(\d{1,9})(\s*#.*)?", line, re.ASCII)
         if entry is None:
             raise ResourceError(f"the hostfile has the line {line!r}; write HOST slots=N, a host in a line")
+        if not 1 <= int(entry[2]) <= MOST:
+            raise ResourceError(
+                f"the hostfile has the line {line!r}, but a host has 1 to {MOST} slots; begin the line with "
+                "# to leave the host out"
+            )
         if entry[1] in pool:
             raise ResourceError(f"the hostfile has {entry[1]} twice; give all its slots in one line")
         pool[entry[1]] = int(entry[2])
@@ -89,7 +97,10 @@ def parse_resource_filter(host_info: Active, include_str: str = "", exclude_str:
     named = parse_node_config_list(include_str or exclude_str)
     for host, slots in named.items():
         if host not in host_info:
-            raise ResourceError(f"Hostname '{host}' not found in hostfile, which has {', '.join(host_info)}")
+            users = "; a USER@ of it cannot be named here: move it to ~/.ssh/config" * ("@" in str(host_info))
+            raise ResourceError(
+                f"Hostname '{host}' not found in hostfile, which has {', '.join(host_info)}{users}"
+            )
         for slot in slots:
             if slot not in host_info[host]:
                 raise ResourceError(

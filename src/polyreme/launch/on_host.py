@@ -22,6 +22,7 @@ from typing import Any
 
 from polyreme.distributed.interfaces import addresses, is_loopback, source
 from polyreme.errors import LaunchError, PolyremeError
+from polyreme.files.machine import identity
 from polyreme.launch import frames
 from polyreme.launch.frames import Frame
 from polyreme.launch.signals import ENDINGS, WISHES
@@ -81,6 +82,7 @@ def _look(wish: Mapping[str, Any]) -> dict[str, Any]:
     reached = os.environ.get("SSH_CONNECTION", "").split()[2:3]
     return {
         "name": socket.gethostname(),
+        "machine": identity(),
         "versions": {"python": platform.python_version(), **{each: _version(each) for each in DISTRIBUTIONS}},
         "reached": [address for address in reached if not is_loopback(address)],
         "problems": problems,

@@ -266,7 +266,7 @@ class _Started:
         """Have every host say what there is of what the run needs. Raises HostsError with all problems."""
         answers = self._answers(self.hosts, "look", folder=self.what.folder, files=list(self.what.files))
         mine = {"python": platform.python_version(), "polyreme": VERSION, "torch": metadata.version("torch")}
-        problems = {}
+        problems, names = {}, dict[str, str]()
         for host, answer in answers.items():
             if isinstance(answer, str):
                 problems[host.name] = [answer]
@@ -277,7 +277,13 @@ class _Started:
                 for name, there in answer["versions"].items()
                 if there != mine[name]
             ]
-            if found := [*differing, *answer["problems"]]:
+            found = [*differing, *answer["problems"]]
+            machine = None if host.way == "Ray" else answer["machine"]  # which may have several nodes on one
+            if machine in names:
+                found.append(f"it is the machine of {names[machine]}, too: give all its slots in one line")
+            elif machine is not None:
+                names[machine] = host.name
+            if found:
                 problems[host.name] = found
         if problems:
             raise HostsError(problems)

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from polyreme.errors import TierError
 from polyreme.files.direct_io import aligned
+from polyreme.files.machine import boot
 from polyreme.offload.copy_stream import CopyStream
 from polyreme.offload.space import Place, Space
 from polyreme.offload.store import Opened, Store, Then, add_when
@@ -162,13 +163,14 @@ def _memory(place: Place) -> Tensor:
 
 def report_memory() -> dict[str, Any]:
     """What `share` asks of every rank, as JSON can hold it."""
-    return {"host": socket.gethostname(), "free": available() or 0}
+    return {"host": [socket.gethostname(), boot()], "free": available() or 0}
 
 
 def share(reports: Sequence[Mapping[str, Any]]) -> int:
     """Bytes that this rank may take for a while of what is free: half of it, divided among the ranks of this
     host. reports: all ranks' `report_memory`."""
-    free = [each["free"] for each in reports if each["host"] == socket.gethostname()]
+    mine = [socket.gethostname(), boot()]
+    free = [each["free"] for each in reports if [*each["host"]] == mine]
     return int(min(free)) // 2 // len(free)
 
 

@@ -60,7 +60,7 @@ def fetch_hostfile(hostfile_path: str) -> Pool | None:
         level = logging.DEBUG if hostfile_path == DLTS_HOSTFILE else logging.WARNING
         logger.log(level, "no hostfile %s: only this machine is used", hostfile_path)
         return None
-    return parse_hostfile(Path(hostfile_path).read_text("utf-8").splitlines())
+    return parse_hostfile(Path(hostfile_path).read_text("utf-8-sig").splitlines())
 
 
 def encode_world_info(world_info: Mapping[str, Any]) -> str:
