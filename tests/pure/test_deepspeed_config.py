@@ -385,6 +385,7 @@ def test_the_facade_gets_every_value() -> None:
         "enabled": True,
         "recompute_fwd_factor": 0.0,
         "profile_step": 1,
+        "step": None,
         "module_depth": -1,
         "top_modules": 1,
         "detailed": True,
