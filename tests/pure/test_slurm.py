@@ -129,6 +129,7 @@ def test_a_run_that_was_warned_and_saved_goes_on(
     ("changes", "said"),
     [
         ({"name": "a b"}, "--name = 'a b'"),
+        ({"name": "runs/a"}, "--name = 'runs/a'"),
         ({"account": "a\nb"}, "--account = 'a\\nb'"),
         ({"partition": ""}, "--partition = ''"),
         ({"constraint": "a'"}, "--constraint"),

@@ -211,6 +211,11 @@ def test_what_cannot_be_shared_out_is_refused(ranks: Ranks, hosts: str, who: str
         assert f"zero.shard_over = {who!r}" in error and "fix: " in error
 
 
+def test_sizes_that_divide_the_ranks_are_named_once() -> None:
+    with pytest.raises(ConfigError, match=r"write zero.shard_over = 2 or 4$"):
+        polyreme.Config.load(training.config(WORLD, zero={"shard_over": 3})).resolve(WORLD)
+
+
 @pytest.mark.parametrize("who", ["all", WORLD])
 def test_sums_between_copies_need_copies(who: str | int) -> None:
     zero = {"shard_over": who, "quantized_gradients": True}

@@ -319,7 +319,7 @@ def _batch(batch: BatchSection, dp: int) -> Iterator[Conflict]:
 def _sharing(zero: ZeroSection, dp: int) -> Iterator[Conflict]:
     over = zero.shard_over
     if isinstance(over, int) and dp % over:
-        near = " or ".join(str(n) for n in sorted(_divisors(dp))[1:]) or '"all"'
+        near = " or ".join(str(n) for n in sorted({*_divisors(dp)})[1:]) or '"all"'
         reason = f"it does not divide the {dp} data-parallel ranks"
         yield "zero.shard_over", reason, f"write zero.shard_over = {near}"
     if zero.quantized_gradients and over in ("all", dp):

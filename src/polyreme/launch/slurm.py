@@ -155,6 +155,9 @@ def _problems(request: Request) -> Iterator[Problem]:
         if value is not None and not re.fullmatch(r"[^\s'\"\\#\x00-\x1f]+", value):
             reason = "in a line of sbatch's options it would not be read as one word"
             yield Problem(f"--{option}", value, reason, "leave spaces, quotes, \\ and # out of it")
+    if re.search("[/%]", request.name):
+        reason = "the file of what the job prints is called after it"
+        yield Problem("--name", request.name, reason, "leave / and % out of it")
     for option in request.options:
         if not re.fullmatch(r"--[a-z][a-z-]*(=[^\s'\"\\#\x00-\x1f]+)?", option):
             reason = "it is none of sbatch's long options in one word"
