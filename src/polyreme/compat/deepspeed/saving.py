@@ -215,13 +215,14 @@ def _applied(module: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = 
 
 def _without_released(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     keeps = bool(kwargs.pop("keep_vars", False))
-    with torch._C.DisableTorchFunctionSubclass():
+    # nor by an engine's mode, which would gather here what rank 0 does not
+    with torch._C.DisableTorchFunction():
         found = type(module).state_dict(module, *args, keep_vars=True, **kwargs)
-    for name, value in found.items():
-        if isinstance(value, Released):
-            found[name] = torch.empty(0, dtype=value.dtype, device=value.device)
-        elif isinstance(value, Tensor) and not keeps:
-            found[name] = value.detach()
+        for name, value in found.items():
+            if isinstance(value, Released):
+                found[name] = torch.empty(0, dtype=value.dtype, device=value.device)
+            elif isinstance(value, Tensor) and not keeps:
+                found[name] = value.detach()
     return found
 
 
