@@ -72,7 +72,7 @@ def test_runs_cover_their_shards(case: tuple[list[TensorSpec], BucketLayout]) ->
     alone."""
     _, layout = case
     for start, stop in [(0, layout.size), *(layout.shard(rank) for rank in range(layout.world))]:
-        runs = layout.runs(start, stop)
+        runs = layout.group_intervals(start, stop)
         assert all(start <= run.start < run.stop <= stop for run in runs)
         assert all(a.stop <= b.start for a, b in pairwise(runs))
         covered = 0

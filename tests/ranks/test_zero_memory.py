@@ -66,7 +66,7 @@ def formula(engine: polyreme.Engine, stage: int, compute: str) -> dict[str, int]
         found["states"] += 4 * region * half
         updated = sum(
             run.stop - run.start
-            for run in layout.runs(*((0, whole) if stage == 0 else layout.shard(bucket.axis.rank)))
+            for run in layout.group_intervals(*((0, whole) if stage == 0 else layout.shard(bucket.axis.rank)))
         )
         found["states"] += 8 * updated
     return found

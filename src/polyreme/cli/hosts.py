@@ -58,7 +58,7 @@ def start(
     if options.mpi:
         _by_mpi(options, active, command, given, ssh, saves)
         return
-    what = several.Run(command, threads, saves, files=files, variables=given, port=options.port or 0)
+    what = several.RankCommand(command, threads, saves, files=files, variables=given, port=options.port or 0)
     if options.ray:
         from polyreme.launch import ray_cluster
 

@@ -19,7 +19,7 @@ from typing import Any, BinaryIO
 
 from polyreme.errors import LaunchError
 from polyreme.launch import several
-from polyreme.launch.several import Run
+from polyreme.launch.several import RankCommand
 
 PATIENCE = 10 * 60.0  # seconds for the cluster to have room
 WAIT = 0.5  # seconds that an actor waits for something to tell
@@ -41,7 +41,7 @@ class Request:
         return {"CPU": float(self.ranks if self.cpus is None else self.cpus), **gpus}
 
 
-def run(request: Request, what: Run) -> None:
+def run(request: Request, what: RankCommand) -> None:
     """Run ranks on the cluster of RAY_ADDRESS, or the one that this machine belongs to; as `several.run`.
 
     Raises LaunchError where there is no Ray, no cluster, or no room in it for PATIENCE seconds."""

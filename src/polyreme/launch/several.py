@@ -61,8 +61,8 @@ class HostsError(LaunchError):
 
 
 @dataclass(frozen=True)
-class Run:
-    """What to run on each host: as for `polyreme.launch.torchrun.launch`.
+class RankCommand:
+    """What ranks run on each host: as for `polyreme.launch.torchrun.launch`.
 
     `files` are to be there on each host, in `folder`. `variables` are of the ranks on all hosts, beside those
     whose names begin with PREFIXES, and `of_hosts` of those on one. Ranks meet at `address` of the first host
@@ -96,7 +96,7 @@ class Process(Protocol):
 
 def run(
     active: Active,
-    what: Run,
+    what: RankCommand,
     *,
     ssh: Sequence[str] = ("ssh",),
     processes: Mapping[str, Process] | None = None,
@@ -231,7 +231,7 @@ _Events = queue.Queue[tuple[_Host, Frame | None]]
 
 @contextlib.contextmanager
 def _connected(
-    active: Active, what: Run, ssh: Sequence[str], processes: Mapping[str, Process]
+    active: Active, what: RankCommand, ssh: Sequence[str], processes: Mapping[str, Process]
 ) -> Iterator[_Started]:
     """Processes on all hosts, which have ended when the block is left."""
     with hearing({*ENDINGS, *(WISHES if what.saves else ())}) as signals:
@@ -251,7 +251,7 @@ def _connected(
 class _Started:
     """All hosts of a run."""
 
-    def __init__(self, what: Run, signals: list[int]) -> None:
+    def __init__(self, what: RankCommand, signals: list[int]) -> None:
         self.what, self._signals = what, signals
         self.hosts: list[_Host] = []
         self.events = _Events(1000)

@@ -152,21 +152,21 @@ class BucketLayout:
         """The padding: parts of the buffer that belong to no tensor."""
         return gaps(((slot.start, slot.stop) for slot in self.slots), Interval(0, self.size))
 
-    def runs(self, start: int, stop: int) -> list[GroupInterval]:
-        """The runs of [start, stop), which covers whole shards. Padding is part of the run before it (its
-        values stay zero)."""
+    def group_intervals(self, start: int, stop: int) -> list[GroupInterval]:
+        """The parts of [start, stop) of one group each; it covers whole shards. Padding belongs to the part
+        before it (its values stay zero)."""
         part = Interval(start, stop)
         ordered = [s for s in sorted(self.slots, key=lambda s: s.start) if overlap(s, part)]
         if self.boundary == "tensor":
             return [GroupInterval(s.group, s.start, s.stop, s) for s in ordered]
-        runs: list[GroupInterval] = []
+        found: list[GroupInterval] = []
         for slot in ordered:
             low, high = overlap(Interval(slot.start, align(slot.stop)), part)
-            if runs and runs[-1].group == slot.group and runs[-1].stop == low:
-                runs[-1] = GroupInterval(slot.group, runs[-1].start, high)
+            if found and found[-1].group == slot.group and found[-1].stop == low:
+                found[-1] = GroupInterval(slot.group, found[-1].start, high)
             else:
-                runs.append(GroupInterval(slot.group, low, high))
-        return runs
+                found.append(GroupInterval(slot.group, low, high))
+        return found
 
 
 def _pack(specs: Sequence[TensorSpec], start: int) -> tuple[list[Slot], int]:

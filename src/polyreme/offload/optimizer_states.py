@@ -79,7 +79,7 @@ class OffloadedStates:
     ) -> None:
         self.store = store
         self._all: list[StateExtent] = []
-        for run in layout.runs(region.start, region.stop):
+        for run in layout.group_intervals(region.start, region.stop):
             share = align(ceil_div(run.stop - run.start, torch.get_num_threads()))
             for part in cut(run, min(HOST_EXTENT, max(EXTENT, share)) if store.in_memory else EXTENT):
                 fields = _fields(part, groups[part.group], dtype, compact)

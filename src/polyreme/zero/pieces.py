@@ -68,7 +68,7 @@ class Pieces:
         if self.offloaded is not None:
             self._pieces = [Piece(extent.run, extent=extent) for extent in self.offloaded]
         else:
-            whole = bucket.layout.runs(bucket.region.start, bucket.region.stop)
+            whole = bucket.layout.group_intervals(bucket.region.start, bucket.region.stop)
             chunks = {run.group: self._chunk(run) for run in whole}
             runs = [part for run in whole for part in cut(run, chunks[run.group])]
             self._pieces = [Piece(run, self.view(bucket.resident, run)) for run in runs]

@@ -97,7 +97,7 @@ def _over_ssh(options: argparse.Namespace, active: Active) -> None:
         host: {CROSS_RANK: str(index), CROSS_SIZE: str(len(active)), LOCAL_SIZE: str(len(slots))}
         for index, (host, slots) in enumerate(active.items())
     }
-    what = several.Run(
+    what = several.RankCommand(
         launch.words(options.module, options.user_script, options.user_args),
         manner=Manner(
             variables={PIN: "1"} if options.bind_cores_to_rank else {},
