@@ -234,8 +234,9 @@ def start(
         across = {
             "mpich": ["-launcher", "ssh", "-launcher-exec", str(enter), "-hosts", names, "-iface", "eth0"],
             "openmpi": [
-                "--host", names, "--mca", "plm_ssh_agent", str(enter), "--mca", "btl_tcp_if_include", "eth0",
-                "--prtemca", "oob_tcp_if_include", "eth0", "-x", "PYTHONPATH", "-x", "OMP_NUM_THREADS",
+                "--host", names, "--map-by", "node", "--mca", "plm_ssh_agent", str(enter),
+                "--mca", "btl_tcp_if_include", "eth0", "--prtemca", "oob_tcp_if_include", "eth0",
+                "-x", "PYTHONPATH", "-x", "OMP_NUM_THREADS",
             ],
         }[library]  # fmt: skip
         process = made[0].popen(words[0], *across, *words[1:], variables=mpirun.variables())

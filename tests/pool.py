@@ -39,6 +39,7 @@ WARM_RANKS = 8  # idle ranks kept over all world sizes; beyond it the pool used 
 _NOTHING = pickle.dumps(None)
 GRACE = 2.0  # seconds that the other ranks get to answer once one has failed
 PRELOAD = [  # imported once by the forkserver; ranks begin with them
+    "bound",
     "torch.distributed",
     "transformers.models.llama.modeling_llama",
     "transformers.models.gpt2.modeling_gpt2",

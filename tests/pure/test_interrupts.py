@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -56,7 +57,9 @@ def test_ranks_begin_with_it_held_back(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(LocalElasticAgent, "_start_workers", start)
     agent = torchrun._Agent.__new__(torchrun._Agent)
-    agent._start_workers(None)  # type: ignore[arg-type]
+    agent.manner, agent.saves = torchrun.Manner(), False
+    group = SimpleNamespace(workers=[SimpleNamespace(global_rank=0)])
+    agent._start_workers(group)  # type: ignore[arg-type]
     assert signal.SIGINT in found[0] and signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, set())
 
 

@@ -134,6 +134,8 @@ def test_a_run_that_was_warned_and_saved_goes_on(
         ({"partition": ""}, "--partition = ''"),
         ({"constraint": "a'"}, "--constraint"),
         ({"options": ["exclusive"]}, "--sbatch = 'exclusive'"),
+        ({"options": ["--nodes=7"]}, "--sbatch = '--nodes=7'"),
+        ({"options": ["--array=0-3"]}, "--sbatch = '--array=0-3'"),
         ({"options": ["--comment=a b"]}, "--sbatch = '--comment=a b'"),
         ({"nodes": 0}, "--nodes = 0"),
         ({"least": 5}, "--elastic = '5:4'"),

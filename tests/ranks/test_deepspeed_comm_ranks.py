@@ -101,7 +101,9 @@ def between_two(rank: int, world: int) -> dict[str, Any]:
         "says": (ds_logging.get_dist_msg("x", [0]), ds_logging.get_dist_msg("x", [-1]),
                  ds_logging.get_dist_msg("x")),
     }  # fmt: skip
+    torch.distributed.destroy_process_group(groups._get_data_parallel_group())  # which tells nobody
     world_group = groups._get_data_parallel_group()
+    found["again"] = dist.get_world_size(world_group)
     dist.destroy_process_group(world_group)
     found["forgotten"] = groups._world is None
     return found
@@ -113,7 +115,7 @@ def test_messages_groups_and_ranks(ranks: Ranks) -> None:
         assert found["world"] == (rank, 2, "gloo")
         assert found["ranks"] == ([0, 1], [0, 1]) and found["first"] == 0  # torch sorts them
         assert found["mesh"] == (rank, 2) and found["data parallel"] == (rank, 2)
-        assert found["source"] == 0 and found["forgotten"]
+        assert found["source"] == 0 and found["forgotten"] and found["again"] == 2
         said = f"[Rank {rank}] x"
         assert found["says"] == (said if rank == 0 else None, said, None)
 

@@ -101,7 +101,9 @@ def test_a_port_that_is_taken_is_named() -> None:
 
 
 def test_a_meeting_point_of_one_host_listens_on_it_alone() -> None:
-    one = Environment("a test", 0, 2, 0, 2, ("localhost", 0))
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    one = Environment("a test", 0, 2, 0, 2, ("localhost", port))
     with meeting.listen(one) as listener:
         assert listener.getsockname()[0] == "127.0.0.1"
 

@@ -13,7 +13,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from functools import cache
-from zlib import crc32
+
+try:
+    from isal.isal_zlib import crc32  # the same as zlib's, by carry-less products: 3 to 5 times as fast
+except ImportError:  # it has no wheels for this platform
+    from zlib import crc32
 
 POLYNOMIAL = 0xEDB88320  # x^32 + x^26 + ... + 1, without the x^32
 ALL = 0xFFFFFFFF  # zlib begins with this state, and inverts the last one

@@ -19,6 +19,28 @@ from polyreme.launch.requests import STOPPED, RequestError, size_problems
 
 WARNING = 300
 """Seconds before the end of its time at which a run that saves is warned, if the user doesn't say."""
+OURS = {
+    "job-name": "give --name",
+    "nodes": "give --nodes or --elastic",
+    "ntasks": "give -n, the ranks of each node",
+    "ntasks-per-node": "give -n, the ranks of each node",
+    "cpus-per-task": "give --cpus, the cores of each node",
+    "gpus-per-node": "give --gpus",
+    "mem": "give --memory",
+    "time": "give --time",
+    "account": "give --account",
+    "partition": "give --partition",
+    "qos": "give --qos",
+    "constraint": "give --constraint",
+    "output": "give --name, after which its file is called",
+    "open-mode": "leave it out: what it prints is appended",
+    "requeue": "give --restarts",
+    "no-requeue": "give --restarts 0",
+    "signal": "give --warning",
+    "array": "submit each run by itself: its tasks would write the same files",
+    "wrap": "leave it out: the script is the one that is written here",
+}
+"""Sbatch's options that a script has, or cannot have, and what to do instead."""
 FOREVER = 1000  # times that a job goes on, if the user doesn't say: one that never gets on ends at some time
 
 
@@ -164,6 +186,8 @@ def _problems(request: Request) -> Iterator[Problem]:
             yield Problem(
                 "--sbatch", option, reason, "write --sbatch=--OPTION=VALUE, without spaces and quotes"
             )
+        elif (fix := OURS.get(option[2:].partition("=")[0])) is not None:
+            yield Problem("--sbatch", option, "it would change what the script says of that", fix)
     for option, number, least in (
         ("--nodes", request.nodes, 1),
         ("--elastic", request.least, 1),

@@ -34,6 +34,7 @@ class EqualPart(Tensor):
     _kind: str
     _axis: Axis
     _name: str
+    _elements: int
 
     @classmethod
     def of(cls, numbers: Numbers, kind: str, axis: Axis, name: str, elements: int, like: Tensor) -> EqualPart:
@@ -42,6 +43,7 @@ class EqualPart(Tensor):
         hollow.untyped_storage().resize_(0)
         made = hollow.as_subclass(cls)
         made._numbers, made._kind, made._axis, made._name = numbers, kind, axis, name
+        made._elements = elements
         return made
 
     @property
@@ -70,40 +72,50 @@ class EqualPart(Tensor):
                 return func(*args, **kwargs)
         if name == "data":
             if getattr(func, "__name__", "") == "__set__" and args[0] is not args[1]:
-                args[0]._set(args[1])
+                args[0].write(args[1])
             return args[0]
         copies: dict[int, Tensor] = {}
 
         def copy(part: EqualPart) -> Tensor:
             if id(part) not in copies:
-                copies[id(part)] = part._get()
+                if (numbers := part.read()) is None:
+                    raise part._missing()
+                copies[id(part)] = numbers
             return copies[id(part)]
 
         plain_args, plain_kwargs = pytree.tree_map_only(EqualPart, copy, (args, kwargs))
         result = func(*plain_args, **plain_kwargs)
         if writes(name, args, kwargs, EqualPart):
             target = kwargs.get("out", args[0] if args else None)
-            target._set(copies[id(target)])
+            target.write(copies[id(target)])
             return target
         return _read_only(result, copies.values())
 
-    def _get(self) -> Tensor:
-        """A copy of the numbers."""
-        flat = self._whole().reshape(-1).to(self.dtype)
+    def read(self) -> Tensor | None:
+        """A copy of the numbers; None where there are none. Of a state with a shape of its own, all of it."""
+        whole = self._numbers.whole(self._kind)
+        if whole is None or whole.numel() != self._elements:
+            return whole
         found = torch.zeros(self.shape, dtype=self.dtype, device=self.device)
         start = self._axis.rank * found.numel()
-        mine = flat[start : start + found.numel()]
-        found[: mine.numel()] = mine
+        mine = whole.reshape(-1)[start : start + found.numel()]
+        found[: mine.numel()] = mine.to(self.dtype)
         return found
 
-    def _set(self, value: Tensor) -> None:
-        """Have the numbers be what each rank gives of its part."""
+    def write(self, value: Tensor) -> None:
+        """Have the numbers be what each rank gives of its part, of as many elements as `read` returns.
+        ModelError for other numbers of them, and where there are none."""
+        before = self._numbers.whole(self._kind)
+        if before is None:
+            raise self._missing()
+        if before.numel() != self._elements:
+            self._numbers.set_whole(self._kind, value.reshape(before.shape))
+            return
         if value.numel() != self.numel():
             raise ModelError(
                 f"this rank's part of {self._kind} of {self._name} is set to {value.numel()} elements, and "
                 f"has {self.numel()}"
             )
-        before = self._whole()
         mine = value.detach().to(self.device, self.dtype).reshape(-1).contiguous()
         given = torch.empty(mine.numel() * self._axis.size, dtype=self.dtype, device=self.device)
         self._axis.all_gather(given, mine).settle()
@@ -112,14 +124,11 @@ class EqualPart(Tensor):
             self._kind, torch.where(now == before.to(now.dtype), before, now.to(before.dtype))
         )
 
-    def _whole(self) -> Tensor:
-        whole = self._numbers.whole(self._kind)
-        if whole is None:
-            raise ModelError(
-                f"{self._kind} of {self._name} is asked for, and there is none: a gradient is there from the "
-                "last backward of a step to step()"
-            )
-        return whole
+    def _missing(self) -> ModelError:
+        return ModelError(
+            f"{self._kind} of {self._name} is asked for, and there is none: a gradient is there from the "
+            "last backward of a step to step(), a state from the first step on"
+        )
 
 
 class _Copy(Tensor):

@@ -192,14 +192,14 @@ class ParameterNumbers:
             bucket.tie.broadcast(flat)
         self._put(at, kind, flat)
 
-    def equal_part(self, kind: str) -> EqualPart:
+    def equal_part(self, kind: str, rounded: bool = False) -> EqualPart:
         """This rank's of as many equal parts of the flattened tensor as there are data-parallel ranks, to be
-        read and written as a tensor by all of them alike: of the masters in the parameter's dtype, or of
-        gradients in the masters'. Raises ModelError where tensor parallelism divides it."""
+        read and written as a tensor by all of them alike, in the masters' dtype, or `rounded` to the
+        parameter's. Raises ModelError where tensor parallelism divides it."""
         at = self._locate(moving=True)
         if not at.cut.is_whole:
             raise ModelError(f"an equal part of {at.slot.name}, which mesh.tp divides: use whole({kind!r})")
-        dtype = at.bucket.formats.master if kind == GRADIENT else at.bucket.formats.compute
+        dtype = at.bucket.formats.compute if rounded else at.bucket.formats.master
         like = torch.empty(0, dtype=dtype, device=at.bucket.device)
         return EqualPart.of(self, kind, at.training.contents.mesh.dp, at.slot.name, at.slot.size, like)
 

@@ -57,9 +57,18 @@ def _clone_world_group() -> Any:
     """A group of all ranks that is not the default one. Collective at its first call."""
     global _world
     _open()
-    if _world is None:
+    if _world is None or not _is_open(_world):
         _world = dist.new_group(range(dist.get_world_size()))
     return _world
+
+
+def _is_open(group: Any) -> bool:
+    """Whether torch still knows the group, which a script may have destroyed by torch's own function."""
+    try:
+        dist.get_rank(group)
+    except ValueError:
+        return False
+    return True
 
 
 def _get_data_parallel_group() -> Any:

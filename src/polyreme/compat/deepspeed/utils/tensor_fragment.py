@@ -4,8 +4,8 @@ over `Engine.numbers`.
 As in DeepSpeed, a frozen parameter, or one of no engine, has none, and nothing is done where they are set;
 one that is in no group of the optimizer has the gradient that torch keeps.
 Other than there, stage 0 has them, too; gradients are those of the mean loss (in fp16 without its scale);
-before the last backward of a step they are this rank's sums so far at stages 0 and 1, else None; and a rank's
-part is what Polyreme's layout gives it: perhaps nothing, never padding. All ranks must call."""
+before the last backward of a step they are this rank's sums so far at stages 0 and 1, else None. A rank's
+part is as long as its `ds_tensor`: equal on all ranks, with zeros behind the end. All ranks must call."""
 
 from __future__ import annotations
 
@@ -118,13 +118,13 @@ def _set_full(param: nn.Parameter, kind: str, value: Tensor) -> None:
 def _get_local(name: str, param: nn.Parameter, kind: str) -> Tensor | None:
     _check_stage(name, param)
     numbers = _numbers(param)
-    return None if numbers is None else numbers.local(kind)
+    return None if numbers is None else numbers.equal_part(kind).read()
 
 
 def _set_local(name: str, param: nn.Parameter, kind: str, value: Tensor) -> None:
     _check_stage(name, param)
     if (numbers := _numbers(param)) is not None:
-        numbers.set_local(kind, value)
+        numbers.equal_part(kind).write(value)
 
 
 def _check_stage(name: str, param: nn.Parameter) -> None:

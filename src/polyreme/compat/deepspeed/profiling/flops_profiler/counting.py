@@ -96,7 +96,8 @@ class _Elementwise(TorchFunctionMode):
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
         if (operations := _ELEMENTWISE.get(func)) is not None:
-            self.counter.count = self.counter.count.plus(Count(0, operations(out, *args, **kwargs)))
+            inputs = {name: value for name, value in kwargs.items() if name != "out"}
+            self.counter.count = self.counter.count.plus(Count(0, operations(out, *args, **inputs)))
         return out
 
 

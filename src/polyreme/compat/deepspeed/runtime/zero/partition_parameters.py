@@ -117,7 +117,7 @@ def _part(parameter: TrainedParameter) -> Tensor:
     elif "ds_id" in own and engine is not None:
         if engine.mesh.tp.size > 1:
             raise AttributeError("ds_tensor beside tensor parallelism: use safe_get_full_fp32_param")
-        part = engine.numbers(parameter).equal_part(MASTER)
+        part = engine.numbers(parameter).equal_part(MASTER, rounded=True)
     else:
         raise AttributeError("ds_tensor of a parameter that no engine divides")
     return part
