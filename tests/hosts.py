@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import itertools
 import os
 import runpy
 import shutil
@@ -33,6 +34,7 @@ SETTLED = 30.0
 """Seconds that a host gets to begin; it takes a tenth of one."""
 TOOLS = ("ip", "unshare", "nsenter", "hostname")
 PATH = os.pathsep.join([os.environ.get("PATH", os.defpath), "/usr/sbin", "/sbin"])
+_NUMBERS = itertools.count()
 _NEW = {"net": 0x40000000, "ipc": 0x08000000, "uts": 0x04000000, "pid": 0x20000000, "mnt": 0x00020000}
 
 
@@ -164,7 +166,7 @@ def _in_host(pid: int, path: Path, arguments: list[str], variables: dict[str, st
 def hosts(count: int) -> Iterator[list[Host]]:
     """`count` hosts n1, n2, ..., each of which knows the others' names."""
     _end_left_ones()
-    prefix = f"{MARK}-{os.getpid()}"
+    prefix = f"{MARK}-{os.getpid()}-{next(_NUMBERS)}"
     made: list[Host] = []
     with tempfile.TemporaryDirectory(prefix=f"{prefix}-") as folder:
         try:

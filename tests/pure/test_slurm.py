@@ -63,8 +63,9 @@ def test_scripts_are_those_that_were_read_through(name: str) -> None:
 
 
 def slurm_of_the_test(folder: Path, srun: str) -> dict[str, str]:
-    """Variables with which bash finds srun and scontrol in `folder`, which note what they are told."""
-    for name, body in {"srun": srun, "scontrol": f'echo "$*" >> {folder}/scontrol.txt'}.items():
+    """Variables with which bash finds srun and scontrol in `folder`. scontrol notes what it is told, and ends
+    the script."""
+    for name, body in {"srun": srun, "scontrol": f'echo "$*" >> {folder}/scontrol.txt; kill $PPID'}.items():
         (folder / name).write_text(f"#!/bin/bash\n{body}\n")
         (folder / name).chmod(0o755)
     return {"PATH": f"{folder}:{os.environ['PATH']}", "SLURM_JOB_ID": "7"}
@@ -120,7 +121,7 @@ def test_a_run_that_was_warned_and_saved_goes_on(
         time.sleep(0.02)
     if warned:
         process.send_signal(signal.SIGUSR1)
-    assert process.wait(30) == status
+    assert process.wait(30) == (-signal.SIGTERM if queued else status)
     told = tmp_path / "scontrol.txt"
     assert (told.read_text() if told.exists() else "") == ("requeue 7\n" if queued else "")
 

@@ -96,7 +96,8 @@ step=$!
 while again=; wait "$step"; status=$?; [ -n "$again" ]; do :; done  # the signal ends a wait, too
 if [ -n "$warned" ] && [ "$status" -eq {STOPPED} ] && \\
    [ "${{SLURM_RESTART_COUNT:-0}}" -lt {FOREVER if request.restarts is None else request.restarts} ]; then
-  scontrol requeue "$SLURM_JOB_ID"
+  # Slurm ends this script then; one that has ended before may fail the job
+  scontrol requeue "$SLURM_JOB_ID" && sleep 60
 fi
 exit "$status"
 """

@@ -26,6 +26,7 @@ step=$!
 while again=; wait "$step"; status=$?; [ -n "$again" ]; do :; done  # the signal ends a wait, too
 if [ -n "$warned" ] && [ "$status" -eq 75 ] && \
    [ "${SLURM_RESTART_COUNT:-0}" -lt 20 ]; then
-  scontrol requeue "$SLURM_JOB_ID"
+  # Slurm ends this script then; one that has ended before may fail the job
+  scontrol requeue "$SLURM_JOB_ID" && sleep 60
 fi
 exit "$status"
