@@ -43,7 +43,7 @@ from polyreme.step.loss import LossFn
 from polyreme.step.optimizer_view import OptimizerView
 from polyreme.step.parameter_numbers import ParameterNumbers
 from polyreme.step.passes import EvalResult, Passes
-from polyreme.step.precision import DTYPES, cast_floating, master_dtype
+from polyreme.step.precision import AUTOCAST, DTYPES, cast_floating, master_dtype
 from polyreme.step.progress import State
 from polyreme.step.step import Step, StepResult
 from polyreme.step.training import Training
@@ -164,8 +164,8 @@ class Engine:
         batch: mapping, tuple or tensor whose tensors have the leading dimension batch.size / dp (micro-batch
         x accumulation), or after the first step less, even 0; or a list of micro-batches, passed on as they
         are. Raises BatchError for a batch of another size, or where ranks of a tp or pp line have different
-        ones in the first step; and NumericsError for NaN or Inf outside fp16 (unless precision.on_nonfinite =
-        "skip")."""
+        ones in the first step; and NumericsError for NaN or Inf without dynamic loss scale (unless
+        precision.on_nonfinite says what to do)."""
         self._refuse_frozen()
         self._checkpoints.tell_failed(self._training)
         self._training.roster.check(self.module)
@@ -217,7 +217,7 @@ class Engine:
         with self._passes.autocast():
             output = self._objective.call(args, kwargs)
         # the loss is the caller's, who may compute it outside
-        if self.config.precision.compute == "autocast-bf16":
+        if self.config.precision.compute in AUTOCAST:
             output = self._objective.cast(output)
         self._training.loop.forward(batch, output)
         return output

@@ -360,6 +360,12 @@ def test_what_real_configs_become() -> None:
     )
     autocast = ours(REAL["autocast"], 2)
     assert (autocast.precision.compute, autocast.optimizer.clip) == ("autocast-bf16", None)
+    half = {**FILLED, "torch_autocast": {"enabled": True, "dtype": "torch.float16"}}
+    scaled = ours(half, 2).precision
+    assert (scaled.compute, scaled.loss_scale, scaled.initial_scale) == ("autocast-fp16", "dynamic", 2.0**16)
+    assert scaled.growth_interval == 2000, "as torch's GradScaler"
+    half["torch_autocast"]["dtype"] = "float32"
+    assert "torch_autocast.dtype" in refused(half)
     divided = translate(REAL["tensor parallel"], 2)
     assert divided.config["mesh"] == {"tp": 2}
     assert divided.batch.size == 8 and divided.config["batch"]["size"] == 4, "DeepSpeed counts all ranks"
@@ -528,7 +534,6 @@ REFUSED: list[tuple[str, Any]] = [
     ("data_efficiency.enabled", True),
     ("data_efficiency.data_sampling.enabled", True),
     ("zero_optimization.zenflow.topk_ratio", 0.1),
-    ("torch_autocast.dtype", "fp16"),
     ("msamp", {"enabled": True}),
     ("tensor_parallel.partition_config", {"layer_specs": []}),
     ("datastates_ckpt", {}),
@@ -640,7 +645,7 @@ def test_auto_stands_for_the_default_where_deepspeed_takes_it_so() -> None:
         "bf16": {"enabled": "auto", "check_grad_overflow": "auto"},
     }
     made = translate({"train_batch_size": 4, **config})
-    assert made.stage == 0 and made.config["precision"] == {"compute": "fp32"}
+    assert made.stage == 0 and made.config["precision"] == {"compute": "fp32", "on_nonfinite": "apply"}
     assert set(refused({"train_batch_size": "auto"})) == {"train_batch_size"}
 
 

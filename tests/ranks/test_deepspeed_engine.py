@@ -6,6 +6,7 @@ import contextlib
 import gc
 import importlib.util
 import os
+import warnings
 from argparse import Namespace
 from pathlib import Path
 from typing import Any
@@ -474,12 +475,50 @@ def scales(rank: int, world: int) -> list[Any]:
     _, optimizer, _, _ = deepspeed.initialize(
         model=Network(), config=source | {"fp16": {"enabled": True, "loss_scale": 128}}
     )
-    return [*found, optimizer.dynamic_loss_scale, optimizer.loss_scaler.loss_scale]
+    found += [optimizer.dynamic_loss_scale, optimizer.loss_scaler.loss_scale]
+    half = {"torch_autocast": {"enabled": True, "dtype": "float16"}}
+    engine, optimizer, _, _ = deepspeed.initialize(model=Network(), config=source | half)
+    x, y = batch(0, 0, 0)
+    engine.backward(engine(x, y) * float("inf"))
+    engine.step()
+    assert (engine.skipped_steps, engine.torch_autocast_dtype()) == (1, torch.float16)
+    with pytest.raises(ModelError, match=r"engine\.scale\(loss\)"):
+        engine(x, y).backward()
+    return [*found, optimizer.dynamic_loss_scale, optimizer.cur_scale, optimizer.loss_scaler.scale_window]
+
+
+def nonfinite(rank: int, world: int) -> list[tuple[int, bool]]:
+    """Steps that an infinite gradient had skipped, and whether the weights are finite, under each config."""
+    found = []
+    source = {"train_batch_size": MICRO, "optimizer": {"type": "AdamW", "params": {"lr": 0.01}}}
+    bf16 = {"bf16": {"enabled": True}}
+    ignoring = {"bf16": {"enabled": True, "check_grad_overflow": False}}
+    for stage, more in ((0, {}), (1, {}), (3, {}), (0, bf16), (2, bf16), (2, ignoring), (3, ignoring)):
+        settings = source | more | {"zero_optimization": {"stage": stage}}
+        engine = deepspeed.initialize(model=Network(), config=settings)[0]
+        x, y = batch(0, 0, 0)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for _ in range(2):
+                with torch.autocast("cpu", torch.bfloat16):  # the config decides
+                    loss = engine(x, y)
+                assert loss.dtype == (torch.bfloat16 if more else torch.float32)
+                engine.backward(loss * float("inf"))
+                engine.step()
+        assert sum("NaN or Inf" in str(each.message) for each in caught) == 1
+        found.append((engine.skipped_steps, bool(weights(engine).isfinite().all())))
+    return found
+
+
+def test_gradients_that_are_not_finite(ranks: Ranks) -> None:
+    """They are applied or skipped as DeepSpeed does, with one warning."""
+    applied, skipped = (0, False), (2, True)
+    assert ranks(1, nonfinite) == [[applied, skipped, skipped, skipped, skipped, applied, skipped]]
 
 
 def test_the_optimizer_tells_of_the_loss_scale(ranks: Ranks) -> None:
     after = [256, 128, 128, 128, 256]  # after an overflow it takes a good step more
-    expected = [*((scale, i + 1, scale) for i, scale in enumerate(after)), False, 128]
+    expected = [*((scale, i + 1, scale) for i, scale in enumerate(after)), False, 128, True, 2.0**15, 2000]
     assert ranks(1, scales) == [expected]
 
 

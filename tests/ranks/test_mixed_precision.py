@@ -14,6 +14,7 @@ import models
 import polyreme
 import training
 from polyreme.errors import ConfigError
+from polyreme.step.precision import AUTOCAST
 from pool import Ranks
 
 
@@ -45,6 +46,10 @@ class Blocks(nn.Module):
         return x
 
 
+FIRST = 2.0**17
+"""A loss scale at which the first step of `Blocks` overflows in fp16, and the second does not."""
+
+
 def batch(step: int, width: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     torch.manual_seed(10 + step)
     x = torch.randn(training.SAMPLES, width, dtype=dtype)
@@ -52,19 +57,20 @@ def batch(step: int, width: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 
 def plain(
-    model: nn.Module, width: int, dtype: torch.dtype, cast: bool
+    model: nn.Module, width: int, dtype: torch.dtype, cast: torch.dtype | None = None
 ) -> tuple[list[float], dict[str, Tensor]]:
     optimizer = torch.optim.AdamW(
         [p for p in model.parameters() if p.requires_grad], lr=1e-2, betas=(0.9, 0.95), weight_decay=0.0
     )
-    losses = []
+    losses, scaler = [], torch.amp.GradScaler("cpu", init_scale=FIRST, enabled=cast is torch.float16)
     for step in range(3):
         x, y = batch(step, width, dtype)
-        with torch.autocast("cpu", torch.bfloat16, enabled=cast):
+        with torch.autocast("cpu", cast, enabled=cast is not None):
             loss = F.mse_loss(model(x), y)
         optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
         losses.append(loss.item())
     return losses, model.state_dict()
 
@@ -100,7 +106,7 @@ def test_frozen_parameters_of_another_dtype_stay_what_they_are(
 ) -> None:
     model = Adapted()
     model.adapter.double()
-    losses, weights = plain(model, 6, torch.float64, False)
+    losses, weights = plain(model, 6, torch.float64)
     for runs in ranks(world, adapted, tmp_path):
         for got, state in runs:
             assert got == pytest.approx(losses, rel=1e-10)
@@ -111,7 +117,7 @@ def test_frozen_parameters_of_another_dtype_stay_what_they_are(
                 )
 
 
-def autocast(rank: int, world: int) -> list[tuple[list[float], dict[str, Tensor]]]:
+def autocast(rank: int, world: int, compute: str) -> list[tuple[list[float], dict[str, Tensor]]]:
     """In both loops; evaluation has the loss of the next step."""
     found = []
     for stage, activations, loop in (
@@ -120,9 +126,9 @@ def autocast(rank: int, world: int) -> list[tuple[list[float], dict[str, Tensor]
         (3, "keep", False),
         (3, "recompute", True),
     ):
-        engine = polyreme.initialize(
-            Blocks(), config(world, stage, "autocast-bf16", activations), loss_fn=F.mse_loss
-        )
+        settings = config(world, stage, compute, activations)
+        settings["precision"]["initial_scale"] = FIRST * world  # a rank's gradient is a part of the mean
+        engine = polyreme.initialize(Blocks(), settings, loss_fn=F.mse_loss)
         losses = []
         for step in range(3):
             x, y = models.share(batch(step, 16, torch.float32), rank, world)
@@ -138,12 +144,14 @@ def autocast(rank: int, world: int) -> list[tuple[list[float], dict[str, Tensor]
     return found
 
 
-@pytest.mark.parametrize("world", [1, 2])
-def test_autocast_is_torchs(ranks: Ranks, world: int) -> None:
-    losses, weights = plain(Blocks(), 16, torch.float32, True)
-    exact, _ = plain(Blocks(), 16, torch.float32, False)
+@pytest.mark.parametrize(("world", "compute"), [(1, "bf16"), (2, "bf16"), (1, "fp16"), (2, "fp16")])
+def test_autocast_is_torchs(ranks: Ranks, world: int, compute: str) -> None:
+    """With torch's GradScaler for fp16."""
+    compute = f"autocast-{compute}"
+    losses, weights = plain(Blocks(), 16, torch.float32, AUTOCAST[compute])
+    exact, _ = plain(Blocks(), 16, torch.float32)
     assert losses != pytest.approx(exact, rel=1e-5)
-    for runs in ranks(world, autocast):
+    for runs in ranks(world, autocast, compute):
         for got, state in runs:
             assert got == pytest.approx(losses, rel=1e-6 if world == 1 else 1e-3)
             for name, tensor in weights.items():

@@ -28,6 +28,9 @@ from polyreme.errors import ConfigError, Problem
 from polyreme.layout.mesh_axes import AXES
 
 DType = Literal["fp32", "bf16", "fp16", "fp64"]
+Autocast = Literal["autocast-bf16", "autocast-fp16"]
+SCALED = ("fp16", "autocast-fp16")
+"""Values of precision.compute that a loss scale is for."""
 
 
 def _positive(duration: Duration) -> Duration:
@@ -347,9 +350,9 @@ def is_files(where: Sequence[str]) -> bool:
 class PrecisionSection(Section):
     """Number formats. Weights and optimizer states stay fp32 (fp64 when computing in fp64)."""
 
-    compute: DType | Literal["autocast-bf16"] = Field(
+    compute: DType | Autocast = Field(
         default="fp32",
-        description="Forward and backward. autocast-bf16: torch.autocast around "
+        description="Forward and backward. autocast-bf16, autocast-fp16: torch.autocast around "
         "forward and loss, with weights and gradients in fp32.",
     )
     reduce: DType | Literal["auto"] = Field(
@@ -357,7 +360,8 @@ class PrecisionSection(Section):
         description="Sums of gradients over ranks; auto: fp32 for bf16 and fp16, else as compute.",
     )
     loss_scale: Literal["dynamic"] | Positive | None = Field(
-        default="dynamic", description="Factor on the loss, fp16 only: dynamic, or a fixed number."
+        default="dynamic",
+        description="Factor on the loss, fp16 and autocast-fp16 only: dynamic, or a fixed number.",
     )
     initial_scale: Positive = Field(default=65536.0, description="First dynamic loss scale.")
     growth: Annotated[float, BeforeValidator(real), Field(ge=1)] = Field(
@@ -379,8 +383,10 @@ class PrecisionSection(Section):
         default=False,
         description="Whether a good step makes the count of overflows begin anew, or only a growth.",
     )
-    on_nonfinite: Literal["error", "skip"] = Field(
-        default="error", description="NaN or Inf in gradients without loss scaling: stop, or skip the step."
+    on_nonfinite: Literal["error", "skip", "apply"] = Field(
+        default="error",
+        description="NaN or Inf in gradients without dynamic loss scaling: stop, skip the step, or make it "
+        "all the same, unclipped.",
     )
 
 

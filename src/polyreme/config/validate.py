@@ -9,6 +9,7 @@ import difflib
 import inspect
 import math
 from collections.abc import Iterator
+from typing import get_args
 
 from polyreme.config.describe import default, toml
 from polyreme.config.duration import Duration
@@ -16,6 +17,8 @@ from polyreme.config.schema import (
     LEAVES,
     OPTIMIZERS,
     OPTIONS,
+    SCALED,
+    Autocast,
     BatchSection,
     Keys,
     OptimizerSection,
@@ -33,7 +36,7 @@ MOST_RANKS = 1 << 20
 """The largest world: what is told of each rank is still found and shown in seconds."""
 
 ACTIVATIONS = ("keep", "recompute", "host")
-DTYPE_BYTES = {"autocast-bf16": 4, "fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
+DTYPE_BYTES = {**dict.fromkeys(get_args(Autocast), 4), "fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
 
 
 def samples(keys: Keys, length: Duration) -> float:
@@ -270,11 +273,12 @@ def _memory(keys: Keys) -> Iterator[Conflict]:
 def _precision(keys: Keys) -> Iterator[Conflict]:
     precision = keys.precision
     compute, reduce = precision.compute, precision.reduce
-    made = "fp32" if compute == "autocast-bf16" else compute
+    autocast = compute in get_args(Autocast)
+    made = "fp32" if autocast else compute
     if reduce not in ("auto", made) and DTYPE_BYTES[reduce] <= DTYPE_BYTES[made]:
         reason = f"sums would lose digits or range that {made} gradients have"
         yield "precision.reduce", reason, f'write precision.reduce = "auto" or "{made}"'
-    if compute == "autocast-bf16" and keys.mesh.tp * keys.mesh.pp > 1:
+    if autocast and keys.mesh.tp * keys.mesh.pp > 1:
         reason = "torch.autocast does not reach into layers that mesh.tp divides, or messages of mesh.pp"
         yield (
             "precision.compute",
@@ -282,7 +286,7 @@ def _precision(keys: Keys) -> Iterator[Conflict]:
             'write precision.compute = "bf16" (whose optimizer '
             "has fp32 weights, too), or mesh.tp = mesh.pp = 1",
         )
-    if compute == "fp16" and precision.loss_scale is None:
+    if compute in SCALED and precision.loss_scale is None:
         fix = 'write precision.loss_scale = "dynamic" (or 1.0 to do without it all the same)'
         yield "precision.loss_scale", "small fp16 gradients become zero without a loss scale", fix
     if compute == "fp64" and keys.optimizer.states != "fp32":

@@ -89,7 +89,7 @@ class PolyremeStrategy(DDPStrategy):
                 )
             told["optimizer.clip"] = (trainer.gradient_clip_val, "gradient_clip_val")
         if trainer.precision != "32-true":
-            fix = 'leave precision out, and set precision.compute = "bf16" or "autocast-bf16" in the config'
+            fix = 'leave precision out, and set precision.compute in the config: "bf16", "autocast-fp16", ...'
             raise ConfigError([Problem("Trainer's precision", trainer.precision, "the config says it", fix)])
         return told
 

@@ -89,7 +89,12 @@ class PolyremeTrainer(Trainer):
         for name, wrong, reason, fix in (
             ("deepspeed", args.deepspeed, "is another engine", "leave it out: polyreme= is the config"),
             ("fsdp", args.fsdp, "is another way to shard", "leave it out: zero.stage shards"),
-            ("fp16", args.fp16, "is said by the config", 'set precision.compute = "fp16" there'),
+            (
+                "fp16",
+                args.fp16,
+                "is said by the config",
+                'set precision.compute = "fp16" or "autocast-fp16" there',
+            ),
             (
                 "auto_find_batch_size",
                 args.auto_find_batch_size,

@@ -28,6 +28,7 @@ import torch
 
 from polyreme.checkpoint.run_directory import LATEST, RUN_CLAIM
 from polyreme.config import Config, Duration
+from polyreme.config.schema import SCALED
 from polyreme.data import Loader, PackedDataset, TextData, documents, open_text, tokenizer_folder
 from polyreme.distributed.process_group import close, world
 from polyreme.engine import Engine, StepResult, initialize
@@ -288,7 +289,7 @@ class _Loop:
                 tokens_per_second=speed,
                 seconds=time.perf_counter() - self._began,
                 skipped=result.skipped,
-                loss_scale=result.loss_scale if self._config.precision.compute == "fp16" else None,
+                loss_scale=result.loss_scale if self._config.precision.compute in SCALED else None,
                 validation_loss=validation,
                 bits_per_byte=_bits(validation, self._account),
                 flops_per_second=self._rate.flops_per_token * own if self._rate else None,

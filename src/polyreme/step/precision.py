@@ -20,13 +20,15 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from polyreme.config.schema import PrecisionSection
+from polyreme.config.schema import SCALED, PrecisionSection
 from polyreme.models.huggingface import tensors_in
 
 GRADIENT, MODEL = "the gradient of the parameter", "the forward of the model ("
 """How `watch_nonfinite` names a gradient, and the whole model's forward."""
+AUTOCAST = {"autocast-bf16": torch.bfloat16, "autocast-fp16": torch.float16}
+"""What torch.autocast computes in, by precision.compute."""
 DTYPES = {
-    "autocast-bf16": torch.float32,
+    **dict.fromkeys(AUTOCAST, torch.float32),
     "fp64": torch.float64,
     "fp32": torch.float32,
     "bf16": torch.bfloat16,
@@ -36,7 +38,7 @@ DTYPES = {
 
 def autocast(compute: str, device: torch.device) -> AbstractContextManager[Any]:
     """What a forward and its loss run in: torch.autocast where the config asks for it."""
-    return torch.autocast(device.type, torch.bfloat16) if compute == "autocast-bf16" else nullcontext()
+    return torch.autocast(device.type, AUTOCAST[compute]) if compute in AUTOCAST else nullcontext()
 
 
 def master_dtype(compute: torch.dtype) -> torch.dtype:
@@ -90,8 +92,8 @@ class LossScale:
 
 
 def loss_scale(section: PrecisionSection) -> LossScale:
-    """The loss scale that the config's section asks for: 1 but for fp16."""
-    if section.compute != "fp16" or section.loss_scale is None:
+    """The loss scale that the config's section asks for: 1 unless it computes in fp16."""
+    if section.compute not in SCALED or section.loss_scale is None:
         return LossScale()
     dynamic = section.loss_scale == "dynamic"
     first = section.initial_scale if section.loss_scale == "dynamic" else section.loss_scale

@@ -7,6 +7,7 @@ Communication: the buckets' own, and that of `step.totals`; what several ranks h
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -95,6 +96,7 @@ class Step:
         """Whether the coming backward is the last of its step, where the caller says so; None: the config's
         count of micro-batches does."""
         self._extends = False  # a backward after that one is added
+        self._warned = False  # of a step with NaN or Inf
         self.rewritten = 0
         """How often a script set weights (`ParameterNumbers`)."""
         self.heard_unsaved = False
@@ -378,15 +380,16 @@ class Step:
     def update(self) -> StepResult:
         """Clip, update the shards and publish the parameters; or leave them alone after an overflow.
 
-        Raises NumericsError for NaN or Inf without a dynamic loss scale (unless precision.on_nonfinite =
-        "skip"): nothing is updated."""
+        Raises NumericsError for NaN or Inf without a dynamic loss scale, if precision.on_nonfinite = "error":
+        nothing is updated."""
         self._remeasure()
         totals, scale, began = self._sums.totals, self._scale, self._began
         lr = self.progress.options.lr
         self.progress.check_tokens(totals.tokens)
         self._check_finite()
         norm = self.norm
-        skipped = not (totals.is_finite and totals.weight)  # a batch without a single label is skipped too
+        # a batch without a single label is skipped too
+        skipped = not totals.weight or not (totals.is_finite or self._applies_nonfinite)
         self._blocks.release_all()
         for bucket in self._buckets:
             bucket.settle()
@@ -394,7 +397,7 @@ class Step:
             self.written.take_in()
         if not skipped:
             unused = _unused(self._buckets, self._sums) if totals.missing and self._buckets else {}
-            factor = self.to_mean * clip_factor(norm, self.clip)
+            factor = self.to_mean * clip_factor(norm, self.clip if totals.is_finite else None)
             self._updates.step(factor, self.progress.options.groups, unused, self.state.step)
         if totals.weight:
             self.progress.scale.update(overflow=skipped)
@@ -426,11 +429,24 @@ class Step:
                 f"step {self.state.step + 1}: an overflow, and the loss scale is at its minimum, "
                 f"{precision.min_scale:g}: check the data and the learning rate, or compute in bf16"
             )
-        if precision.on_nonfinite == "error" and not self.progress.scale.dynamic:
-            raise NumericsError(
-                f"step {self.state.step + 1}: the loss or a gradient is NaN or Inf "
-                f"(the loss is {totals.mean_loss:g})"
+        if self.progress.scale.dynamic:
+            return
+        what = (
+            f"step {self.state.step + 1}: the loss or a gradient is NaN or Inf "
+            f"(the loss is {totals.mean_loss:g})"
+        )
+        if precision.on_nonfinite == "error":
+            raise NumericsError(what)
+        if not self._warned and self._sums.mesh.rank == 0:
+            warnings.warn(
+                f"{what}, and precision.on_nonfinite is {precision.on_nonfinite!r}; said once", stacklevel=2
             )
+        self._warned = True
+
+    @property
+    def _applies_nonfinite(self) -> bool:
+        """Whether a step with NaN or Inf in its gradients is made all the same."""
+        return self._config.precision.on_nonfinite == "apply" and not self.progress.scale.dynamic
 
     @property
     def to_mean(self) -> float:

@@ -178,8 +178,7 @@ NAMED: dict[str, Key] = {
 PRECISION: dict[str, Key] = {
     "bf16.enabled": to("bool", False, "precision.compute"),
     "bf16.check_grad_overflow": to("bool", True, "precision.on_nonfinite",
-                                   says="false: NaN and Inf end training, where DeepSpeed would train on "
-                                        "them"),
+                                   says="false: gradients with NaN and Inf are applied at stages 1 and 2"),
     "bf16.immediate_grad_update": idle("bool", False, "gradients are taken as they are made"),
     "bf16.bf16_master_weights_and_grads": warned("bool", False, FP32_MASTER),
     "bf16.bf16_optimizer_states": to("bool", False, "optimizer.states", says="rounded at random"),
@@ -192,10 +191,10 @@ PRECISION: dict[str, Key] = {
     "fp16.consecutive_hysteresis": to("bool", False, "precision.consecutive_hysteresis"),
     "fp16.min_loss_scale": to("number >= 0", 1, "precision.min_scale"),
     "fp16.fp16_master_weights_and_grads": warned("bool", False, FP32_MASTER),
-    "torch_autocast.enabled": to("bool", False, "precision.compute", says="autocast-bf16"),
-    "torch_autocast.dtype": refused(DTYPES, None, "autocast computes in bf16 here",
-                                    'write "bfloat16", or use fp16.enabled', None, "bfloat16", "bf16",
-                                    "torch.bfloat16"),
+    "torch_autocast.enabled": to("bool", False, "precision.compute", says="autocast-bf16 or autocast-fp16"),
+    "torch_autocast.dtype": to(DTYPES, None, "precision.compute",
+                               says="bfloat16 where it is left out; float16 with a dynamic loss scale; "
+                                    "fp32 is refused"),
     "torch_autocast.lower_precision_safe_modules": idle(
         "list", None, "it chooses whose gradients travel in fewer bits: all travel in fp32, and torch "
                       "chooses what computes in bf16"),

@@ -271,20 +271,31 @@ def _precision(work: _Work) -> None:
         work.refuse("data_types.param_dtype", f"the model's format is {compute}", fix)
     ours["precision.compute"] = compute
     if given["torch_autocast.enabled"]:
-        if compute == "fp32":
-            ours["precision.compute"] = "autocast-bf16"
+        dtype = _short(given["torch_autocast.dtype"] or "bf16")
+        if dtype == "fp32":
+            fix = 'write "bfloat16" or "float16", or enabled: false'
+            work.refuse("torch_autocast.dtype", "torch.autocast has nothing to cast to", fix)
+        elif compute == "fp32":
+            ours["precision.compute"] = f"autocast-{dtype}"
         else:
             text = f"parameters are {compute} already: there is nothing left to cast"
             work.remarks["torch_autocast.enabled"] = ("nothing to do", text)
-    if bf16 or fp16:
-        checked = fp16 or given["bf16.check_grad_overflow"]
-        ours["precision.on_nonfinite"] = "skip" if checked else "error"
+    ours["precision.on_nonfinite"] = "apply" if _trains_on(given) else "skip"
     _sums(work, compute)
     if fp16:
         _loss_scale(work)
     if given["bf16.bf16_optimizer_states"] and not given["bf16.bf16_master_weights_and_grads"]:
         fix = "write bf16_master_weights_and_grads: true, too"
         work.refuse("bf16.bf16_optimizer_states", "DeepSpeed takes it only with bf16 masters", fix)
+
+
+def _trains_on(given: Values) -> bool:
+    """Whether DeepSpeed updates by gradients with NaN or Inf in them, if no loss scale says otherwise: where
+    its optimizer takes no norm, or does not look at it."""
+    stage = given["zero_optimization.stage"]
+    if given["bf16.enabled"]:
+        return stage in (1, 2) and not given["bf16.check_grad_overflow"]
+    return stage == 0 and not given["fp16.enabled"]
 
 
 def _short(dtype: str) -> str:

@@ -25,6 +25,7 @@ from polyreme.compat.deepspeed.runtime.base_optimizer import DeepSpeedOptimizer
 from polyreme.compat.deepspeed.runtime.dataloader import DeepSpeedDataLoader
 from polyreme.compat.deepspeed.runtime.getters import FACTS, getter
 from polyreme.compat.deepspeed.runtime.telemetry import BACKWARD, FORWARD, STEP, Telemetry
+from polyreme.compat.deepspeed.runtime.torch_autocast import autocast_if_enabled
 from polyreme.step.step import StepResult
 
 
@@ -102,7 +103,7 @@ class DeepSpeedEngine(nn.Module):
         if self.optimizer is not None and torch.is_grad_enabled():
             self.polyreme.set_boundary(self._is_last(), extend=True)
             self.telemetry.begin_forward()
-        with self.telemetry.timed(FORWARD):
+        with self.telemetry.timed(FORWARD), autocast_if_enabled(self):
             return self.polyreme(*args, **kwargs)
 
     def backward(

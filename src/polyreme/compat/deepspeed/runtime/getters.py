@@ -10,7 +10,9 @@ from typing import Any, NoReturn
 from polyreme.compat.deepspeed import comm
 from polyreme.compat.deepspeed.json_config import Translation
 from polyreme.compat.deepspeed.refusal import refused
+from polyreme.compat.deepspeed.runtime.torch_autocast import get_default_autocast_lower_precision_modules
 from polyreme.compat.deepspeed.saving import make_executable
+from polyreme.step.precision import AUTOCAST
 
 ALIASES = {
     "autotp_size": "tensor_parallel.autotp_size",
@@ -22,7 +24,6 @@ ALIASES = {
     "fp16_master_weights_and_gradients": "fp16.fp16_master_weights_and_grads",
     "loss_scale": "fp16.loss_scale",
     "is_sanity_checks_enabled": "zero_optimization.enable_sanity_checks",
-    "torch_autocast_dtype": "torch_autocast.dtype",
     "torch_autocast_enabled": "torch_autocast.enabled",
     "zero_multi_rank_bucket_allreduce": "zero_optimization.use_multi_rank_bucket_allreduce",
     "zero_optimization_stage": "zero_optimization.stage",
@@ -62,6 +63,11 @@ COMPUTED: Mapping[str, Callable[[Translation], Any]] = {
     "random_ltd_enabled": lambda given: False,
     "scheduler_name": lambda given: given.scheduler and given.scheduler.name,
     "scheduler_params": lambda given: given.scheduler and given.scheduler.params,
+    "torch_autocast_dtype": lambda given: AUTOCAST.get(given.config["precision"]["compute"]),
+    "torch_autocast_lower_precision_safe_modules": lambda given: (
+        given.values["torch_autocast.lower_precision_safe_modules"]
+        or get_default_autocast_lower_precision_modules()
+    ),
     "tensor_parallel_config": lambda given: given.section("tensor_parallel"),
     "zero_cpu_offload": lambda given: _offload("optimizer")(given) is not None,
     "zero_offload_optimizer": _offload("optimizer"),

@@ -48,9 +48,18 @@ def _live(made: T, engine: DeepSpeedEngine) -> T:
 
 def is_dynamic(translation: Translation) -> bool:
     """Whether the loss scale moves."""
-    return bool(translation.values["fp16.enabled"]) and translation.values["fp16.loss_scale"] == 0
+    fp16 = translation.values["fp16.enabled"] and translation.values["fp16.loss_scale"] == 0
+    return bool(fp16) or _is_autocast(translation)
+
+
+def _is_autocast(translation: Translation) -> bool:
+    """Whether the scale is that of torch's GradScaler, for autocast."""
+    return translation.config["precision"]["compute"] == "autocast-fp16"
 
 
 def _config(translation: Translation) -> tuple[DeepSpeedFP16Config, torch.dtype]:
+    if _is_autocast(translation):
+        of_scaler = DeepSpeedFP16Config(enabled=True, hysteresis=1, loss_scale_window=2000)
+        return of_scaler, torch.float16
     dtype = torch.float16 if translation.values["fp16.enabled"] else torch.float32
     return DeepSpeedFP16Config(**translation.section("fp16")), dtype
