@@ -7,7 +7,6 @@ Communication: the buckets' own, and that of `step.totals`; what several ranks h
 from __future__ import annotations
 
 import time
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,12 +16,13 @@ import torch
 from torch import Tensor
 
 from polyreme.config import Config
-from polyreme.errors import BatchError, ModelError, NumericsError
+from polyreme.errors import BatchError, ModelError
 from polyreme.models.buffers import Buffers
 from polyreme.optim.sparse_rows import gradients_by_rows
 from polyreme.pipeline.weight_gradients import WeightGradients
 from polyreme.step import given_gradients
 from polyreme.step.accumulation import keep_adding, make_room
+from polyreme.step.nonfinite import NonFinite
 from polyreme.step.precision import DTYPES, clip_factor, master_dtype
 from polyreme.step.progress import State, TrainingProgress
 from polyreme.step.totals import Flags, StepSums, power_of_two
@@ -96,13 +96,13 @@ class Step:
         """Whether the coming backward is the last of its step, where the caller says so; None: the config's
         count of micro-batches does."""
         self._extends = False  # a backward after that one is added
-        self._warned = False  # of a step with NaN or Inf
         self.rewritten = 0
         """How often a script set weights (`ParameterNumbers`)."""
         self.heard_unsaved = False
         """Whether a rank told of a checkpoint that failed in the last totals."""
         self.written = Written(placement.buckets, sums.mesh.dp)
         """What the user did to parameters between steps."""
+        self._nonfinite = NonFinite(config.precision, progress, sums.mesh.rank == 0)
         self._config, self._sums = config, sums
         self._placement, self._buckets = placement, placement.trainable
         self._reducer, self._blocks, self._updates, self._shared = reducer, blocks, updates, buffers
@@ -386,10 +386,9 @@ class Step:
         totals, scale, began = self._sums.totals, self._scale, self._began
         lr = self.progress.options.lr
         self.progress.check_tokens(totals.tokens)
-        self._check_finite()
-        norm = self.norm
         # a batch without a single label is skipped too
-        skipped = not totals.weight or not (totals.is_finite or self._applies_nonfinite)
+        skipped = not totals.weight or self._nonfinite.skips(totals)
+        norm = self.norm
         self._blocks.release_all()
         for bucket in self._buckets:
             bucket.settle()
@@ -419,34 +418,6 @@ class Step:
             seconds=time.perf_counter() - began,
             stop=totals.stop > 0,
         )
-
-    def _check_finite(self) -> None:
-        totals, precision = self._sums.totals, self._config.precision
-        if totals.is_finite or not totals.weight:
-            return
-        if precision.on_min_scale == "error" and self.progress.scale.is_least:
-            raise NumericsError(
-                f"step {self.state.step + 1}: an overflow, and the loss scale is at its minimum, "
-                f"{precision.min_scale:g}: check the data and the learning rate, or compute in bf16"
-            )
-        if self.progress.scale.dynamic:
-            return
-        what = (
-            f"step {self.state.step + 1}: the loss or a gradient is NaN or Inf "
-            f"(the loss is {totals.mean_loss:g})"
-        )
-        if precision.on_nonfinite == "error":
-            raise NumericsError(what)
-        if not self._warned and self._sums.mesh.rank == 0:
-            warnings.warn(
-                f"{what}, and precision.on_nonfinite is {precision.on_nonfinite!r}; said once", stacklevel=2
-            )
-        self._warned = True
-
-    @property
-    def _applies_nonfinite(self) -> bool:
-        """Whether a step with NaN or Inf in its gradients is made all the same."""
-        return self._config.precision.on_nonfinite == "apply" and not self.progress.scale.dynamic
 
     @property
     def to_mean(self) -> float:
