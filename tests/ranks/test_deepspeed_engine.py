@@ -111,7 +111,7 @@ def train(rank: int, world: int, stage: int, how: str, clip: float) -> Tensor:
         for i in range(accumulation):
             loss = engine(*batch(rank, step, i))
             if how == "callable":
-                (loss / accumulation).backward()
+                engine.scale(loss).backward() if i else loss.backward()
             else:
                 assert torch.equal(engine.backward(loss), loss / accumulation)
             assert engine.is_gradient_accumulation_boundary() == (i == accumulation - 1)

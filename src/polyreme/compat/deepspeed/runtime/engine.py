@@ -101,7 +101,7 @@ class DeepSpeedEngine(nn.Module):
                 "evaluated begins to train: make a new Trainer, or call deepspeed.initialize again"
             )
         if self.optimizer is not None and torch.is_grad_enabled():
-            self.polyreme.set_boundary(self._is_last(), extend=True)
+            self._set_boundary()
             self.telemetry.begin_forward()
         with self.telemetry.timed(FORWARD), autocast_if_enabled(self):
             return self.polyreme(*args, **kwargs)
@@ -120,7 +120,7 @@ class DeepSpeedEngine(nn.Module):
             )
         if scale_wrt_gas:
             loss = loss / self.gradient_accumulation_steps()
-        self.polyreme.set_boundary(self._is_last(), extend=True)
+        self._set_boundary()
         with self.telemetry.timed(BACKWARD):
             self.polyreme.backward(loss)
         return loss
@@ -188,8 +188,10 @@ class DeepSpeedEngine(nn.Module):
         """Say whether the coming backward ends a window, instead of the count of `step` calls."""
         self._boundary = bool(is_boundary)
 
-    def _is_last(self) -> bool:
-        return self._syncs and self.is_gradient_accumulation_boundary()
+    def _set_boundary(self) -> None:
+        """Say what the coming backward is; one of the script's own is divided as `backward` divides."""
+        is_last = self._syncs and self.is_gradient_accumulation_boundary()
+        self.polyreme.set_boundary(is_last, extend=True, own=1 / self.gradient_accumulation_steps())
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
