@@ -238,13 +238,12 @@ class Engine:
 
     def set_boundary(self, is_last: bool, extend: bool = False, own: float = 1.0) -> None:
         """Say whether the coming backward is the last of its step, and so those after it until this is called
-        again: from now on the caller decides how many micro-batches a step has, and not batch.size. Every
-        rank says the same. extend: whether one that comes before `step` all the same is added, by another
-        reduction, and not an error. own: what a loss is multiplied by whose `backward()` the caller begins,
-        and not this engine, with batch.mean = "ranks". Raises BatchError on stages of a pipeline, which know
-        it before, and for several micro-batches where batch.size makes one and gradients are in files."""
-        self._step.set_boundary(is_last, extend)
-        self._training.loop.own = own
+        again: from now on the caller decides how many micro-batches a step has, and not batch.size. All
+        ranks say the same. extend: whether one before `step` all the same is added, by another reduction, and
+        not an error. own: the factor on losses whose `backward()` the caller begins, with batch.mean =
+        "ranks". Raises BatchError on stages of a pipeline, which know it before, and for several
+        micro-batches where batch.size makes one and gradients are in files."""
+        self._step.set_boundary(is_last, extend, own)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients since the last step. Not needed after `step`, which does so."""

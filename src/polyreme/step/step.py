@@ -96,6 +96,8 @@ class Step:
         """Whether the coming backward is the last of its step, where the caller says so; None: the config's
         count of micro-batches does."""
         self._extends = False  # a backward after that one is added
+        self.own = 1.0
+        """What a mean over ranks multiplies losses by whose backward the user begins."""
         self.rewritten = 0
         """How often a script set weights (`ParameterNumbers`)."""
         self.heard_unsaved = False
@@ -142,10 +144,11 @@ class Step:
             bucket.gradients.clear()
         self._reducer.restart()
         if self.boundary is not None:
-            self.set_boundary(self.boundary, self._extends)
+            self.set_boundary(self.boundary, self._extends, self.own)
 
-    def set_boundary(self, is_last: bool, extend: bool = False) -> None:
+    def set_boundary(self, is_last: bool, extend: bool = False, own: float = 1.0) -> None:
         """See `Engine.set_boundary`."""
+        self.own = own
         if self._sums.mesh.pp.size > 1:
             raise BatchError(
                 "set_boundary on stages of a pipeline, whose schedule has batch.size: leave it out"

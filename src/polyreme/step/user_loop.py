@@ -65,8 +65,6 @@ class Loop:
         """`parameters`: those to be trained."""
         self._objective, self._config, self._step, self._reducer = objective, config, step, reducer
         self._alike = config.batch.mean == "ranks"
-        self.own = 1.0
-        """What a mean over ranks multiplies the loss of an unannounced backward by."""
         self._last: tuple[Forward, Any] | None = None  # and its output, if its backward is still to come
         self._reached: Forward | None = None  # to whose output the backward under way came first
         self._aside = False  # the user has called the module since the last forward
@@ -95,7 +93,7 @@ class Loop:
             return
         forward, output = self._last
         if self._alike:
-            self._announced = lambda: self.own
+            self._announced = lambda: self._step.own
             return
         try:
             weight = self._weight_of_loss(loss, forward.batch, output)
@@ -139,7 +137,7 @@ class Loop:
 
     def _weight_alone(self, batch: Any) -> float:
         """The weight of a backward of which no loss is known."""
-        return self.own if self._alike else self._objective.weight(batch)
+        return self._step.own if self._alike else self._objective.weight(batch)
 
     def _check_weight(self, batch: Any, weight: float) -> None:
         """Raise BatchError where a loss of the micro-batch `batch` was weighted by another one's, of another
