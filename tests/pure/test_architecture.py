@@ -82,7 +82,7 @@ BUDGETS = {
     "optim": 1020,
     "pipeline": 1150,
     "planner": 250,
-    "step": 2680,
+    "step": 2720,
     "tensor": 1020,
     "zero": 2600,
     "": 400,
