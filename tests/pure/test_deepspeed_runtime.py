@@ -147,6 +147,8 @@ def test_numbers_that_are_not_finite_are_found() -> None:
     assert utils.get_global_norm([3.0, 4.0]) == 5.0
     assert utils.is_invalid_grad_norm(torch.tensor([1.0, -1.0])) and not utils.is_invalid_grad_norm(2.0)
     assert utils.get_global_norm([3.0, -1.0]) == math.inf == utils.get_global_norm([math.nan])
+    assert utils.combine_grad_norm_groups([torch.tensor(3.0), 4.0]) == 5.0
+    assert utils.combine_grad_norm_groups([torch.tensor(3.0), -1.0]) == math.inf
     for bad in (math.inf, -math.inf, math.nan):
         assert utils.has_inf_or_nan(torch.tensor([1.0, bad]))
     assert not utils.has_inf_or_nan(torch.ones(3)) and not utils.has_inf_or_nan(torch.ones(0))

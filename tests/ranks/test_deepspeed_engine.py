@@ -482,9 +482,16 @@ def scales(rank: int, world: int) -> list[Any]:
     engine.backward(engine(x, y) * float("inf"))
     engine.step()
     assert (engine.skipped_steps, engine.torch_autocast_dtype()) == (1, torch.float16)
+    assert optimizer.needs_scaler() and engine._config.gradient_clipping == 1.0
     with pytest.raises(ModelError, match=r"engine\.scale\(loss\)"):
         engine(x, y).backward()
-    return [*found, optimizer.dynamic_loss_scale, optimizer.cur_scale, optimizer.loss_scaler.scale_window]
+    found += [optimizer.dynamic_loss_scale, optimizer.cur_scale, optimizer.loss_scaler.scale_window]
+    both = {"torch_autocast": {"enabled": True}, "bf16": {"enabled": True}}
+    engine = deepspeed.initialize(model=Network(), config=source | both)[0]
+    with torch.autocast("cpu", torch.bfloat16):
+        wanted = Network().bfloat16()(x, y)
+    assert torch.equal(engine(x, y), wanted) and wanted.dtype == torch.float32
+    return found
 
 
 def nonfinite(rank: int, world: int) -> list[tuple[int, bool]]:

@@ -191,7 +191,9 @@ PRECISION: dict[str, Key] = {
     "fp16.consecutive_hysteresis": to("bool", False, "precision.consecutive_hysteresis"),
     "fp16.min_loss_scale": to("number >= 0", 1, "precision.min_scale"),
     "fp16.fp16_master_weights_and_grads": warned("bool", False, FP32_MASTER),
-    "torch_autocast.enabled": to("bool", False, "precision.compute", says="autocast-bf16 or autocast-fp16"),
+    "torch_autocast.enabled": to("bool", False, "precision.compute",
+                                 says="autocast-bf16 or autocast-fp16; beside bf16 or fp16 it is kept, for "
+                                      "forwards"),
     "torch_autocast.dtype": to(DTYPES, None, "precision.compute",
                                says="bfloat16 where it is left out; float16 with a dynamic loss scale; "
                                     "fp32 is refused"),

@@ -73,6 +73,12 @@ class Translation:
         dynamic = {name: self.values[f"fp16.{name}"] for name in (*names, "min_loss_scale")}
         return self.values["fp16.loss_scale"] or dynamic
 
+    @property
+    def autocast(self) -> str | None:
+        """What torch.autocast computes in around forwards, "bf16" or "fp16"; None without it."""
+        enabled = self.values["torch_autocast.enabled"]
+        return _short(self.values["torch_autocast.dtype"] or "bf16") if enabled else None
+
     def section(self, name: str) -> dict[str, Any]:
         """All keys of a section such as "flops_profiler" or "zero_optimization.offload_optimizer"."""
         return {path[len(name) + 1 :]: v for path, v in self.values.items() if path.startswith(f"{name}.")}
@@ -278,8 +284,8 @@ def _precision(work: _Work) -> None:
         elif compute == "fp32":
             ours["precision.compute"] = f"autocast-{dtype}"
         else:
-            text = f"parameters are {compute} already: there is nothing left to cast"
-            work.remarks["torch_autocast.enabled"] = ("nothing to do", text)
+            text = f"parameters stay {compute}; around forwards, torch computes in fp32 what needs it"
+            work.remarks["torch_autocast.enabled"] = work.remarks["torch_autocast.dtype"] = ("kept", text)
     ours["precision.on_nonfinite"] = "apply" if _trains_on(given) else "skip"
     _sums(work, compute)
     if fp16:

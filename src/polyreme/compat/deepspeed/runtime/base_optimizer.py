@@ -169,6 +169,10 @@ class DeepSpeedOptimizer(OptimizerView):
         """Whether the loss scale moves."""
         return of_engine.is_dynamic(self._front[0].translation)
 
+    def needs_scaler(self) -> bool:
+        """Whether `loss.backward()` needs the engine's `scale`."""
+        return self.dynamic_loss_scale
+
     @property
     def loss_scaler(self) -> LossScalerBase:
         """The loss scale, as an object of DeepSpeed's that follows it."""

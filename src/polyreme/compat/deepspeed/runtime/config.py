@@ -13,6 +13,7 @@ from polyreme.compat.deepspeed.config_values import DeepSpeedConfigError, read
 from polyreme.compat.deepspeed.json_config import Translation, translate
 from polyreme.compat.deepspeed.monitor.config import get_monitor_config
 from polyreme.compat.deepspeed.runtime.config_utils import DeepSpeedConfigModel
+from polyreme.compat.deepspeed.runtime.constants import GRADIENT_CLIPPING_DEFAULT
 from polyreme.compat.deepspeed.runtime.getters import getter
 from polyreme.compat.deepspeed.runtime.precision_config import get_bfloat16_config, get_float16_config
 from polyreme.compat.deepspeed.runtime.zero.config import ZeroStageEnum, get_zero_config
@@ -75,6 +76,11 @@ class Section(dict[str, Any]):
             return self[name]
         except KeyError:
             raise AttributeError(name) from None
+
+
+def get_gradient_clipping(param_dict: Mapping[str, Any]) -> float:
+    """The largest norm of gradients that a config says; 1 where it does not, 0 for none."""
+    return float(param_dict.get("gradient_clipping", GRADIENT_CLIPPING_DEFAULT))
 
 
 class DeepSpeedConfig:

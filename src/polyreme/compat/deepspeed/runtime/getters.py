@@ -63,7 +63,7 @@ COMPUTED: Mapping[str, Callable[[Translation], Any]] = {
     "random_ltd_enabled": lambda given: False,
     "scheduler_name": lambda given: given.scheduler and given.scheduler.name,
     "scheduler_params": lambda given: given.scheduler and given.scheduler.params,
-    "torch_autocast_dtype": lambda given: AUTOCAST.get(given.config["precision"]["compute"]),
+    "torch_autocast_dtype": lambda given: AUTOCAST.get(f"autocast-{given.autocast}"),
     "torch_autocast_lower_precision_safe_modules": lambda given: (
         given.values["torch_autocast.lower_precision_safe_modules"]
         or get_default_autocast_lower_precision_modules()
@@ -95,7 +95,15 @@ def _states_file(folder: str, tag: Any, expp_rank: int) -> str:
     return str(Path(folder) / str(tag) / f"expp_rank_{expp_rank}_mp_rank_00_optim_states.pt")
 
 
+def _config(engine: Any) -> Any:
+    """The engine's config as an object."""
+    from polyreme.compat.deepspeed.runtime.config import DeepSpeedConfig  # which imports this module
+
+    return DeepSpeedConfig(engine.config, engine.mpu)
+
+
 FACTS: Mapping[str, Callable[[Any], Any]] = {
+    "_config": _config,
     "_change_recovery_script_permissions": lambda engine: make_executable,
     "_get_optimizer_ckpt_name": lambda engine: _states_file,
     "local_rank": lambda engine: comm.get_local_rank(),

@@ -20,18 +20,18 @@ def get_default_autocast_lower_precision_modules() -> list[str]:
 
 @contextmanager
 def autocast_if_enabled(engine: Any) -> Iterator[None]:
-    """Have nothing of an autocast of the script's around a forward of the engine, whose config says by itself
-    what is cast."""
-    kind = engine.device.type
-    if not torch.is_autocast_enabled(kind):
-        yield
-        return
-    if not engine.torch_autocast_enabled():
+    """Have that autocast around a forward of the engine which its config names, and none of the script's."""
+    kind, dtype = engine.device.type, engine.torch_autocast_dtype()
+    enabled = engine.torch_autocast_enabled()
+    if torch.is_autocast_enabled(kind) and not enabled:
         warning_once(
             "torch.autocast is on around the engine's forward, and off in it: the config decides, whose key "
             "for it is torch_autocast"
         )
-    with torch.autocast(kind, enabled=False):
+    elif not enabled:
+        yield
+        return
+    with torch.autocast(kind, dtype, enabled=enabled):
         yield
 
 

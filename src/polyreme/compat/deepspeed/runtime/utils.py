@@ -163,6 +163,14 @@ def get_global_norm(norm_list: Iterable[float]) -> float:
     return math.sqrt(sum(norm**2 for norm in norms))
 
 
+def combine_grad_norm_groups(norm_groups: Iterable[Any], norm_type: float = 2) -> Tensor:
+    """The norm of all, from norms of groups; infinity if one of them is not finite or is negative."""
+    norms = torch.stack([torch.as_tensor(norm, dtype=torch.float32) for norm in norm_groups])
+    if is_invalid_grad_norm(norms):
+        return torch.full_like(norms[0], math.inf)
+    return torch.linalg.vector_norm(norms, ord=norm_type)
+
+
 def _norm(tensors: Sequence[Tensor], norm_type: float, mpu: Any, own: Callable[[Tensor], bool]) -> Tensor:
     """The fp32 norm of all numbers of `tensors`, over the ranks of an mpu's model-parallel group, too. Of a
     finite norm a rank counts only what it has as its `own`. Collective with an mpu."""
