@@ -223,13 +223,16 @@ class Engine:
         return output
 
     @collective
-    def backward(self, loss: Tensor, weight: float | None = None, *, last: bool = True) -> None:
+    def backward(
+        self, loss: Tensor, weight: float | None = None, *, last: bool = True, retain_graph: bool = False
+    ) -> None:
         """Backward of one micro-batch's mean loss; call it batch.size / (dp x micro) times a step.
 
         weight: what the loss is the mean of; by default the labels of the last micro-batch, or its samples.
-        last: whether no other loss of the same micro-batch follows, to be added to this one."""
+        last: whether no other loss of the same micro-batch follows, to be added to this one. retain_graph:
+        keep the graph for it."""
         self._refuse_frozen()
-        self._training.loop.backward(loss, weight, last)
+        self._training.loop.backward(loss, weight, last, retain_graph)
 
     def scale(self, loss: Tensor) -> Tensor:
         """The loss of a micro-batch times the loss scale of fp16 (1 otherwise), for a `backward()` of the
@@ -460,10 +463,8 @@ class Engine:
         """The most bytes of memory that a step takes on this rank, by category, once one was trained: what
         `memory` counts, and what comes and goes within a step. Without what the model's operators take for a
         moment, the buffers, and freed memory that the C library keeps."""
-        found = working_set(self._training.placement, self.config.zero.prefetch)
-        found["states"] += self._training.updates.nbytes
-        found["activations"] = self._activations.saved.bytes
-        return found
+        placed = working_set(self._training.placement, self.config.zero.prefetch)
+        return report.working_set(placed, self._training, self._activations)
 
     def tiers(self) -> dict[str, dict[str, float]]:
         """What is not in the device's memory, for `states`, `params` and activations: `bytes` held there,

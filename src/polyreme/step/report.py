@@ -23,6 +23,12 @@ def memory(training: Training, activations: Activations) -> dict[str, int]:
     return found
 
 
+def working_set(placed: dict[str, int], training: Training, activations: Activations) -> dict[str, int]:
+    """See `Engine.working_set`. placed: that of what was placed."""
+    states = placed["states"] + training.updates.nbytes
+    return placed | {"states": states, "activations": activations.saved.bytes}
+
+
 def tiers(training: Training, activations: Activations) -> dict[str, dict[str, float]]:
     """See `Engine.tiers`."""
     found = training.placement.offload.report()

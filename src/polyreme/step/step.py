@@ -95,7 +95,8 @@ class Step:
         self.boundary: bool | None = None
         """Whether the coming backward is the last of its step, where the caller says so; None: the config's
         count of micro-batches does."""
-        self._extends = False  # a backward after that one is added
+        self.extends = False
+        """Whether a backward after that one is added."""
         self.own = 1.0
         """What a mean over ranks multiplies losses by whose backward the user begins."""
         self.rewritten = 0
@@ -144,7 +145,7 @@ class Step:
             bucket.gradients.clear()
         self._reducer.restart()
         if self.boundary is not None:
-            self.set_boundary(self.boundary, self._extends, self.own)
+            self.set_boundary(self.boundary, self.extends, self.own)
 
     def set_boundary(self, is_last: bool, extend: bool = False, own: float = 1.0) -> None:
         """See `Engine.set_boundary`."""
@@ -153,7 +154,7 @@ class Step:
             raise BatchError(
                 "set_boundary on stages of a pipeline, whose schedule has batch.size: leave it out"
             )
-        self._extends = extend
+        self.extends = extend
         if not is_last and (self._ended or (self._placement.microbatches == "one" and self.begun)):
             self._extend()
         if not is_last and self._placement.microbatches == "one":
@@ -165,7 +166,7 @@ class Step:
 
     def _extend(self) -> None:
         """Let a step that has had its last backward have another one, if the caller wants that."""
-        if not self._extends:
+        if not self.extends:
             raise BatchError(_ENDED)
         keep_adding(self._placement, self._config)
         self._ended = self.reduced = False
@@ -188,8 +189,17 @@ class Step:
         self.progress.load_state_dict(state)
         self._sums.hint = float(state["hint"])
 
-    def backward(self, loss_sum: Tensor, weight: float, tokens: int, samples: int, last: bool = True) -> None:
-        """Backward of one micro-batch's sum of losses; not `last`: of one of several such sums."""
+    def backward(
+        self,
+        loss_sum: Tensor,
+        weight: float,
+        tokens: int,
+        samples: int,
+        last: bool = True,
+        keep: bool = False,
+    ) -> None:
+        """Backward of one micro-batch's sum of losses; not `last`: of one of several such sums. keep: the
+        graph, for another backward."""
         scaled, self._scaled = self._scaled, False
         if scaled and self._scale != 1.0:
             raise BatchError(
@@ -197,7 +207,7 @@ class Step:
                 "own backward(), or engine.backward of the loss as it was"
             )
         self._admit(last)
-        self.differentiate(0, [self.root(loss_sum, weight, tokens, samples, last)], [None], last)
+        self.differentiate(0, [self.root(loss_sum, weight, tokens, samples, last)], [None], last, keep)
 
     def skip_the_rest(self) -> None:
         """Go through the backwards of the micro-batches that this step does not have, with nothing to
@@ -284,7 +294,12 @@ class Step:
         return loss_sum * (self._scale / (self._sums.hint if self._factor is None else weight))
 
     def differentiate(
-        self, stage: int, roots: Sequence[Tensor], gradients: Sequence[Tensor | None], last: bool = True
+        self,
+        stage: int,
+        roots: Sequence[Tensor],
+        gradients: Sequence[Tensor | None],
+        last: bool = True,
+        keep: bool = False,
     ) -> None:
         """A backward of a pipeline stage: add to what the step has, and reduce over the ranks what is
         complete, if this is the `last` backward of a micro-batch."""
@@ -293,7 +308,7 @@ class Step:
         self._read_ahead()
         if any(root.requires_grad for root in roots):
             with gradients_by_rows(), self._running(), _graphs_once():
-                torch.autograd.backward(roots, gradients)
+                torch.autograd.backward(roots, gradients, retain_graph=keep)
         else:  # nothing up to here is trained; or a loss of no labels depends on nothing
             self._blocks.pass_by()
         self._reducer.end()

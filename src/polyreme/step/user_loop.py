@@ -114,8 +114,8 @@ class Loop:
             if tensor.grad_fn is not None:
                 tensor.register_hook(arrived)
 
-    def backward(self, loss: Tensor, weight: float | None, last: bool) -> None:
-        """Backward of a micro-batch's mean loss, or of one of several that are its sum."""
+    def backward(self, loss: Tensor, weight: float | None, last: bool, keep: bool = False) -> None:
+        """Backward of a micro-batch's mean loss, or of one of several that are its sum. keep: the graph."""
         forward, output = self._forward()
         weight = 1.0 if self._alike else weight
         said, own, self._reached = weight is not None, None, None
@@ -124,16 +124,25 @@ class Loop:
             own = self._weight_of_loss(loss, forward.batch, output)
             weight = self._weight_of_batch(loss, forward.batch, output) if own is None else own
         loss_sum, weight = self._objective.sum_of(loss, weight, output)
-        self._step.backward(
-            loss_sum, weight, count_tokens(forward.batch), samples_of(forward.batch, self._config), last
-        )
+        self._step.backward(loss_sum, weight, *self._size(forward), last, keep)
         if not said and weight and self._reached is None and self._aside:
             raise BatchError(_OF_MODULE)
         if not said and own is None and self._reached not in (None, forward):
             self._check_weight(self._reached.batch, weight)
         if last:
-            self._count(self._reached or forward)
+            self._count(self._reached or forward, keep and self._repeats)
         self._reached = None
+
+    @property
+    def _repeats(self) -> bool:
+        """Whether one forward may have several backwards, each of which is one of the step's."""
+        return self._alike and self._step.extends
+
+    def _size(self, forward: Forward) -> tuple[int, int]:
+        """Tokens and samples of a micro-batch, if they are not counted yet."""
+        if forward.counted:
+            return 0, 0
+        return count_tokens(forward.batch), samples_of(forward.batch, self._config)
 
     def _weight_alone(self, batch: Any) -> float:
         """The weight of a backward of which no loss is known."""
@@ -199,9 +208,9 @@ class Loop:
     def _updates(self) -> tuple[int, int]:
         return self._step.state.step, self._step.rewritten
 
-    def _count(self, forward: Forward) -> None:
+    def _count(self, forward: Forward, keep: bool = False) -> None:
         forward.counted = True
-        if self._last is not None and self._last[0] is forward:
+        if not keep and self._last is not None and self._last[0] is forward:
             self._last = None
 
     def called(self) -> None:
@@ -231,14 +240,14 @@ class Loop:
             ):
                 raise BatchError(_OF_MODULE)
             forward = forward or self._forward()[0]
-            if forward.counted:
+            if forward.counted and not self._repeats:
                 raise BatchError(_NO_FORWARD)
             if not self._alike:
                 self._refuse_more(forward.batch)
             told = self._announced if last is not None and forward is last[0] else None
             weight = told() if told is not None else self._weight_alone(forward.batch)
+            tokens, samples = self._size(forward)
             self._count(forward)
-            tokens, samples = count_tokens(forward.batch), samples_of(forward.batch, self._config)
             self._step.enter(weight, tokens, samples, self._loss)
         else:
             self._reducer.begin_foreign()

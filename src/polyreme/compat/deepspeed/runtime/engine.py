@@ -110,19 +110,14 @@ class DeepSpeedEngine(nn.Module):
         self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True, **_: Any
     ) -> Tensor:
         """Backward of a micro-batch's loss, which is first divided by the accumulation steps unless
-        `scale_wrt_gas` is false. Returns the loss that was differentiated."""
+        `scale_wrt_gas` is false. Returns the loss that was differentiated. retain_graph: another backward
+        of the same forward may come, and is added."""
         self._refuse_inference("backward")
-        if retain_graph:
-            raise refused(
-                "backward(retain_graph=True)",
-                "an engine's backward frees the graph, whose parameters move",
-                "add the losses of one forward up, and call backward once",
-            )
         if scale_wrt_gas:
             loss = loss / self.gradient_accumulation_steps()
         self._set_boundary()
         with self.telemetry.timed(BACKWARD):
-            self.polyreme.backward(loss)
+            self.polyreme.backward(loss, retain_graph=retain_graph)
         return loss
 
     def allreduce_gradients(self, bucket_size: int | None = None) -> None:
