@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import importlib.util
+import logging
 import os
 import warnings
 from argparse import Namespace
@@ -235,10 +236,16 @@ def told(rank: int, world: int) -> None:
     """What scripts ask an engine for besides training."""
     section = {"optimizer": {"type": "Adam", "params": {"lr": 0.1}}}
     arguments = Namespace(local_rank=-1, deepspeed_config=None)
-    engine, *_ = deepspeed.initialize(arguments, model=Network(), config=config(1, 2, **section))
+    level = deepspeed.utils.logger.level
+    engine, *_ = deepspeed.initialize(
+        arguments, model=Network(), config=config(1, 2, **section, log_level="ERROR")
+    )
+    assert deepspeed.utils.logger.level == logging.ERROR and engine.log_level() == "ERROR"
+    deepspeed.utils.logger.setLevel(level)
     assert engine.local_rank == arguments.local_rank == deepspeed.comm.get_local_rank()
     assert torch.distributed.get_world_size(engine.data_parallel_group) == engine.dp_world_size == world
     assert engine.get_data_parallel_rank() == engine.global_rank == rank
+    assert (engine.get_data_parallel_world_size(), engine.get_pipeline_parallel_rank()) == (world, 0)
     assert engine.loss_scale() == 0 and engine.client_optimizer is None and not engine.has_moe_layers
     engine.allreduce_gradients()
     with pytest.raises(UnsupportedError, match="offload_states"):
@@ -352,11 +359,28 @@ def loop(rank: int, world: int) -> float:
             engine.train()
             engine.step()
     assert engine.global_steps == 3
+    first, norm = weights(engine), engine.get_global_grad_norm()
     with engine.no_sync():
         engine.backward(engine(*batch(rank, 0, 0)))
         with pytest.raises(OrderError, match="no_sync"):
             engine.step()
-    return engine.get_global_grad_norm()
+    sgd = {"optimizer": {"type": "SGD", "params": {"lr": 0.1}}, "zero_allow_untested_optimizer": True}
+    for managed in (True, False):
+        engine, *_ = deepspeed.initialize(
+            model=Network(),
+            config=config(1 if managed else 2, 2, **sgd, managed_gradient_accumulation=managed),
+        )
+        for window in (3, 1, 2):
+            with engine.coalesce_grad_reduction() if managed else contextlib.nullcontext():
+                for i in range(window):
+                    engine.backward(engine(*batch(rank, 0, i)), scale_wrt_gas=False)
+            assert engine.is_gradient_accumulation_boundary() == managed
+            engine.step()
+        assert torch.allclose(weights(engine), first, rtol=1e-5, atol=1e-6), managed
+        assert engine.global_samples == world * MICRO * (3 if managed else 6)
+    with pytest.raises(OrderError, match="managed_gradient_accumulation"):
+        engine.set_gradient_accumulation_boundary(True)
+    return norm
 
 
 def test_the_caller_decides_where_windows_end(ranks: Ranks) -> None:

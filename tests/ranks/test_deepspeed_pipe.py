@@ -20,7 +20,7 @@ from polyreme.compat.deepspeed.runtime.pipe import module as pipe_module
 from polyreme.compat.deepspeed.runtime.pipe.engine import PipelineEngine
 from polyreme.compat.deepspeed.runtime.pipe.module import PipelineError
 from polyreme.compat.deepspeed.runtime.pipe.topology import PipeDataParallelTopology, ProcessTopology
-from polyreme.errors import ModelError
+from polyreme.errors import ConfigError, ModelError
 from pool import Ranks
 
 VOCABULARY, WIDTH, MICRO, ACCUMULATION, STEPS = 11, 6, 2, 3, 3
@@ -294,6 +294,8 @@ def refusals(rank: int, world: int) -> None:
     assert deepspeed.initialize(model=turned, config=config())[0].stage_id == rank
     with pytest.raises(OrderError, match="incompatible with pipeline"):
         deepspeed.initialize(model=linears(num_stages=2), config=config(zero_optimization={"stage": 2}))
+    with pytest.raises(ConfigError, match="takes whole windows"):
+        deepspeed.initialize(model=linears(num_stages=2), config=config(managed_gradient_accumulation=False))
     with pytest.raises(RuntimeError, match="must divide"):
         linears(num_stages=3)
     with pytest.raises(RuntimeError, match="must provide"):

@@ -154,6 +154,9 @@ def _plain(
 def _pipeline(model: PipelineModule, source: Any, optimizer: Any, parameters: Any) -> PipelineEngine:
     """The engine of a pipeline, of whose parameters each rank's optimizer is given its stage's."""
     translation = placed(model, translate(source, everyone().size, pp=model.num_stages))
+    if not translation.values["managed_gradient_accumulation"]:
+        reason, fix = "train_batch of a PipelineModule takes whole windows", "leave it out"
+        raise DeepSpeedConfigError([Problem("managed_gradient_accumulation", False, reason, fix)])
     if optimizer is not None or translation.optimizer is not None:
         refuse_empty(model)
     made = _optimizer(model, optimizer, parameters, translation)

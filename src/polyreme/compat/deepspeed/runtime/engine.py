@@ -6,8 +6,7 @@ ranks."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -23,13 +22,15 @@ from polyreme.compat.deepspeed.profiling.flops_profiler.profiler import FlopsPro
 from polyreme.compat.deepspeed.refusal import ArgumentError, OrderError, refused
 from polyreme.compat.deepspeed.runtime.base_optimizer import DeepSpeedOptimizer
 from polyreme.compat.deepspeed.runtime.dataloader import DeepSpeedDataLoader
-from polyreme.compat.deepspeed.runtime.getters import FACTS, getter
+from polyreme.compat.deepspeed.runtime.getters import FACTS, getter, place
 from polyreme.compat.deepspeed.runtime.telemetry import BACKWARD, FORWARD, STEP, Telemetry
 from polyreme.compat.deepspeed.runtime.torch_autocast import autocast_if_enabled
+from polyreme.compat.deepspeed.runtime.windows import Windows
+from polyreme.compat.deepspeed.utils.logging import set_log_level_from_string
 from polyreme.step.step import StepResult
 
 
-class DeepSpeedEngine(nn.Module):
+class DeepSpeedEngine(Windows):
     """What `deepspeed.initialize` returns first. `module` is the user's model, `config` the DeepSpeed config
     as a dictionary, `polyreme` the engine that trains."""
 
@@ -41,10 +42,9 @@ class DeepSpeedEngine(nn.Module):
         mpu: Any = None,
     ) -> None:
         """basic: the optimizer that the engine has taken over; None: the engine is for forwards alone."""
-        super().__init__()
-        self.polyreme, self.translation, self.mpu = engine, translation, mpu
+        super().__init__(engine, translation)
+        self.translation, self.mpu = translation, mpu
         self.module: nn.Module = engine.module
-        self.batch: Batch = translation.batch
         self.optimizer = None if basic is None else DeepSpeedOptimizer(self, basic)
         self.basic_optimizer = self.optimizer
         self.lr_scheduler: Any = None
@@ -53,13 +53,13 @@ class DeepSpeedEngine(nn.Module):
         self.client_optimizer: Any = None
         self.client_lr_scheduler: Any = None
         self.collate_fn: Callable[..., Any] | None = None
-        self.micro_steps = self.global_steps = self.global_samples = self.skipped_steps = 0
+        self.global_steps = self.global_samples = self.skipped_steps = 0
         self.loaded_checkpoint_tag: str | None = None
         self.last: StepResult | None = None
         """What the last step did."""
-        self._boundary: bool | None = None
-        self._syncs = True
         self._compiled = self._destroyed = False
+        if level := translation.values["log_level"]:
+            set_log_level_from_string(level)
         self.telemetry = Telemetry(self)
 
     def __getattr__(self, name: str) -> Any:
@@ -68,6 +68,8 @@ class DeepSpeedEngine(nn.Module):
         except AttributeError:
             if name in FACTS:
                 return FACTS[name](self)
+            if "polyreme" in self.__dict__ and (found := place(self, name)) is not None:
+                return found
             translation = self.__dict__.get("translation")
             if translation is not None and (found := getter(translation, name)) is not None:
                 return found
@@ -118,6 +120,7 @@ class DeepSpeedEngine(nn.Module):
         self._set_boundary()
         with self.telemetry.timed(BACKWARD):
             self.polyreme.backward(loss, retain_graph=retain_graph)
+        self._backwards += 1
         return loss
 
     def allreduce_gradients(self, bucket_size: int | None = None) -> None:
@@ -130,28 +133,33 @@ class DeepSpeedEngine(nn.Module):
 
     def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
         """The optimizer's step at the end of a window, and nothing else before; then that of the learning
-        rate scheduler, unless an overflow skipped the step."""
+        rate scheduler, unless an overflow skipped the step. With `managed_gradient_accumulation` false, each
+        call ends a window."""
         self._refuse_inference("step")
         if not self._syncs:
             raise OrderError(
                 "It is illegal to call Engine.step() inside no_sync context manager, whose gradients are not "
                 "reduced: call it behind"
             )
-        ends = self.is_gradient_accumulation_boundary()
+        ends = not self._managed or self.is_gradient_accumulation_boundary()
         self.micro_steps += 1
         if not ends:
             return
         if not self.zero_ignore_unused_parameters():
             _refuse_unused(self)
-        with self.telemetry.timed(STEP):
-            result = self.polyreme.step()
-        self._took(result, lr_kwargs)
+        self._stepping = True
+        try:
+            with self.telemetry.timed(STEP):
+                result = self.polyreme.step()
+            self._took(result, lr_kwargs)
+        finally:
+            self._stepping = False
 
     def _took(self, result: StepResult, lr_kwargs: dict[str, Any] | None = None) -> None:
         """Take note of a step, and go on in the learning rate schedule."""
         self.last = result
         self.global_steps += 1
-        self.global_samples += self.train_batch_size()
+        self.global_samples += self.train_batch_size() // self.gradient_accumulation_steps() * self._taken()
         if result.skipped:
             self.skipped_steps += 1
         elif self.lr_scheduler is not None:
@@ -172,37 +180,6 @@ class DeepSpeedEngine(nn.Module):
     def flops_profiler(self) -> FlopsProfiler | None:
         """The flops profiler, where the config enables it."""
         return self.telemetry.profiler
-
-    def is_gradient_accumulation_boundary(self) -> bool:
-        """Whether the coming backward, or the last one before `step`, ends a window."""
-        if self._boundary is not None:
-            return self._boundary
-        return (self.micro_steps + 1) % self.gradient_accumulation_steps() == 0
-
-    def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
-        """Say whether the coming backward ends a window, instead of the count of `step` calls."""
-        self._boundary = bool(is_boundary)
-
-    def _set_boundary(self) -> None:
-        """Say what the coming backward is; one of the script's own is divided as `backward` divides."""
-        is_last = self._syncs and self.is_gradient_accumulation_boundary()
-        self.polyreme.set_boundary(is_last, extend=True, own=1 / self.gradient_accumulation_steps())
-
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Backwards inside add gradients up on this rank, and do not end a window."""
-        if self.zero_optimization_stage() >= 2:
-            raise OrderError(
-                "no_sync context manager is incompatible with gradient partitioning logic of ZeRO stage "
-                f"{self.zero_optimization_stage()}: set zero_optimization.stage to 0 or 1"
-            )
-        if not self._syncs:
-            raise OrderError("no_sync context manager reentry is unsupported: leave the inner one out")
-        self._syncs = False
-        try:
-            yield
-        finally:
-            self._syncs = True
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients of the window, and those of parameters that the optimizer leaves out."""
@@ -249,10 +226,6 @@ class DeepSpeedEngine(nn.Module):
     def train_micro_batch_size_per_gpu(self) -> int:
         """Samples of one micro-batch on one rank."""
         return self.batch.micro
-
-    def gradient_accumulation_steps(self) -> int:
-        """Micro-batches of one window."""
-        return self.batch.accumulation
 
     def get_batch_info(self) -> tuple[int, int, int]:
         """train_batch_size, train_micro_batch_size_per_gpu, gradient_accumulation_steps."""

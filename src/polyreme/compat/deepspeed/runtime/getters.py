@@ -107,8 +107,6 @@ FACTS: Mapping[str, Callable[[Any], Any]] = {
     "_change_recovery_script_permissions": lambda engine: make_executable,
     "_get_optimizer_ckpt_name": lambda engine: _states_file,
     "local_rank": lambda engine: comm.get_local_rank(),
-    "get_data_parallel_rank": lambda engine: lambda: engine.polyreme.mesh.dp.rank,
-    "get_tensor_parallel_rank": lambda engine: lambda: engine.polyreme.mesh.tp.rank,
     "has_moe_layers": lambda engine: False,
     "enable_backward_allreduce": lambda engine: True,
     "allreduce_gradients": lambda engine: _reduced,
@@ -116,6 +114,19 @@ FACTS: Mapping[str, Callable[[Any], Any]] = {
     "reload_states": lambda engine: _moved,
 }
 """Attributes of an engine that its config does not decide."""
+
+AXES = {"data": "dp", "tensor": "tp", "model": "tp", "pipeline": "pp"}
+"""The axes of our mesh by the names that DeepSpeed's engine has for their ranks and sizes."""
+
+
+def place(engine: Any, name: str) -> Callable[[], int] | None:
+    """The getter of this rank's place on an axis (`get_data_parallel_rank`), or of the axis' size
+    (`..._world_size`); None where `name` is no such one."""
+    kind, _, what = name.removeprefix("get_").partition("_parallel_")
+    if not name.startswith("get_") or kind not in AXES or what not in ("rank", "world_size"):
+        return None
+    axis = getattr(engine.polyreme.mesh, AXES[kind])
+    return lambda: axis.rank if what == "rank" else axis.size
 
 
 def getter(given: Translation, name: str) -> Callable[[], Any] | None:

@@ -204,10 +204,6 @@ class PipelineEngine(DeepSpeedEngine):
         """Whether this rank has the last layers."""
         return self.stage_id == self.num_stages - 1
 
-    def get_pipeline_parallel_rank(self) -> int:
-        """This rank's stage."""
-        return self.stage_id
-
     def log_for_device(self, *msg: Any) -> None:
         """Print on every rank, with its place."""
         at = f"RANK={self.global_rank} PIPE-ID={self.stage_id} DATA-ID={self.grid.data_parallel_id}"
