@@ -66,7 +66,7 @@ Function = ast.FunctionDef | ast.AsyncFunctionDef
 BUDGETS = {
     "checkpoint": 2500,
     "cli": 1120,
-    "compat": 7800,
+    "compat": 7900,
     "config": 900,
     "data": 600,
     "deferred_init": 430,

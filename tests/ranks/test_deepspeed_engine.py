@@ -245,6 +245,9 @@ def told(rank: int, world: int) -> None:
     assert engine.local_rank == arguments.local_rank == deepspeed.comm.get_local_rank()
     assert torch.distributed.get_world_size(engine.data_parallel_group) == engine.dp_world_size == world
     assert engine.get_data_parallel_rank() == engine.global_rank == rank
+    assert engine.get_data_types() == (torch.float32, torch.float32) and not engine.zero_use_cpu_optimizer()
+    engine.optimizer.set_lr(0.2)
+    assert engine.get_lr() == [0.2] and engine.optimizer.get_lr() == 0.2
     assert (engine.get_data_parallel_world_size(), engine.get_pipeline_parallel_rank()) == (world, 0)
     assert engine.loss_scale() == 0 and engine.client_optimizer is None and not engine.has_moe_layers
     engine.allreduce_gradients()

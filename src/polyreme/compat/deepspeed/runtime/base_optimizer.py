@@ -169,6 +169,15 @@ class DeepSpeedOptimizer(OptimizerView):
         """Whether the loss scale moves."""
         return of_engine.is_dynamic(self._front[0].translation)
 
+    def set_lr(self, lr: float) -> None:
+        """Give each group this learning rate."""
+        for group in self.param_groups:
+            group["lr"] = lr
+
+    def get_lr(self) -> float:
+        """The learning rate of the first group."""
+        return float(self.param_groups[0]["lr"])
+
     def needs_scaler(self) -> bool:
         """Whether `loss.backward()` needs the engine's `scale`."""
         return self.dynamic_loss_scale

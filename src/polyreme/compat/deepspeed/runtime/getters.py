@@ -7,22 +7,29 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
+import torch
+
 from polyreme.compat.deepspeed import comm
 from polyreme.compat.deepspeed.json_config import Translation
 from polyreme.compat.deepspeed.refusal import refused
 from polyreme.compat.deepspeed.runtime.torch_autocast import get_default_autocast_lower_precision_modules
 from polyreme.compat.deepspeed.saving import make_executable
-from polyreme.step.precision import AUTOCAST
+from polyreme.step.precision import AUTOCAST, DTYPES
 
 ALIASES = {
     "autotp_size": "tensor_parallel.autotp_size",
     "bf16_master_weights_and_gradients": "bf16.bf16_master_weights_and_grads",
     "bf16_optimizer_states": "bf16.bf16_optimizer_states",
     "bfloat16_enabled": "bf16.enabled",
+    "cpuadam_cores_perc": "zero_optimization.offload_optimizer.cpuadam_cores_perc",
     "fp16_auto_cast": "fp16.auto_cast",
     "fp16_enabled": "fp16.enabled",
     "fp16_master_weights_and_gradients": "fp16.fp16_master_weights_and_grads",
     "loss_scale": "fp16.loss_scale",
+    "optimizer_legacy_fusion": "optimizer.legacy_fusion",
+    "super_offload": "zero_optimization.offload_optimizer.super_offload",
+    "use_node_local_storage": "checkpoint.use_node_local_storage",
+    "zero_partial_offload": "zero_optimization.offload_optimizer.ratio",
     "is_sanity_checks_enabled": "zero_optimization.enable_sanity_checks",
     "torch_autocast_enabled": "torch_autocast.enabled",
     "zero_multi_rank_bucket_allreduce": "zero_optimization.use_multi_rank_bucket_allreduce",
@@ -70,6 +77,7 @@ COMPUTED: Mapping[str, Callable[[Translation], Any]] = {
     ),
     "tensor_parallel_config": lambda given: given.section("tensor_parallel"),
     "zero_cpu_offload": lambda given: _offload("optimizer")(given) is not None,
+    "zero_use_cpu_optimizer": lambda given: _offload("optimizer")(given) is not None,
     "zero_offload_optimizer": _offload("optimizer"),
     "zero_offload_param": _offload("param"),
     "zero_optimization": lambda given: given.stage > 0,
@@ -102,11 +110,18 @@ def _config(engine: Any) -> Any:
     return DeepSpeedConfig(engine.config, engine.mpu)
 
 
+def _data_types(engine: Any) -> tuple[torch.dtype, torch.dtype]:
+    """In what the model computes, and in what its gradients are added up."""
+    precision = engine.polyreme.config.precision
+    return DTYPES[precision.compute], DTYPES[precision.reduce]
+
+
 FACTS: Mapping[str, Callable[[Any], Any]] = {
     "_config": _config,
     "_change_recovery_script_permissions": lambda engine: make_executable,
     "_get_optimizer_ckpt_name": lambda engine: _states_file,
     "local_rank": lambda engine: comm.get_local_rank(),
+    "get_data_types": lambda engine: lambda: _data_types(engine),
     "has_moe_layers": lambda engine: False,
     "enable_backward_allreduce": lambda engine: True,
     "allreduce_gradients": lambda engine: _reduced,
