@@ -57,6 +57,7 @@ def test_reads_what_deepspeed_had(case: str) -> None:
     )
     assert (source.zero_stage, source.mesh) == (int(case[5]), {"dp": 2})
     assert source.state["step"] == 3 and source.state["samples"] == 12 and source.state["lr"] == 0.0025
+    assert source.scale == {}, "a run in fp16 would go on without its loss scale"
 
 
 @pytest.mark.parametrize("case", CASES)

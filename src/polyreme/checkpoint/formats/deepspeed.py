@@ -348,6 +348,8 @@ class _Zero:
             good = known["cur_iter"] - known["last_overflow_iter"] - 1
             found["good_steps"] = (good - 1) % known["scale_window"] if good else -1
             found["overflows"] = known["delayed_shift"] - known["cur_hysteresis"]
+        elif known["cur_scale"] == 1:  # what it has without fp16, and beside torch's GradScaler
+            return {}
         return found
 
     def rates(self) -> list[float]:
