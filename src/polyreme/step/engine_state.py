@@ -33,6 +33,7 @@ from polyreme.checkpoint.run_directory import RunDirectory
 from polyreme.checkpoint.save import Content, small_files
 from polyreme.checkpoint.sources import MASTER, MODEL, Source
 from polyreme.config import Config
+from polyreme.config.schema import SCALED
 from polyreme.data import Loader
 from polyreme.distributed.mesh import Axis, Mesh
 from polyreme.errors import CheckpointError, DataError, ModelError
@@ -440,8 +441,11 @@ def _go_on(contents: EngineContents, resume: Resume) -> list[str]:
     """Take over how far training has come, the random numbers and the place in the data. Returns what there
     is to say of that."""
     config, mesh = contents.config, contents.mesh
-    notes = []
-    contents.step.load_state_dict(resume.state)
+    notes, state = [], resume.state
+    if resume.config.get("precision", {}).get("compute") not in SCALED:  # then 1 was no loss scale
+        mine = contents.step.state_dict()
+        state = {**state, **{key: mine[key] for key in ("loss_scale", "good_steps", "overflows")}}
+    contents.step.load_state_dict(state)
     own = resume.rng.get(str(mesh.rank))
     if contents.layout() == resume.mesh and own is not None:
         try:
