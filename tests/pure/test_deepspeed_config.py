@@ -198,7 +198,7 @@ def optimizer(name: str, **params: Any) -> dict[str, Any]:
         "optimizer"
     ]
     assert Config.load({"optimizer": made}).problems(1) == []
-    return {key: value for key, value in made.items() if key not in ("no_decay", "clip")}
+    return {key: value for key, value in made.items() if key not in ("no_decay", "clip", "unused")}
 
 
 def within(path: str, value: Any) -> dict[str, Any]:

@@ -52,26 +52,29 @@ def batch_of(step: int) -> tuple[Tensor, Tensor]:
     return x, y
 
 
-def plain() -> training.Run:
+def plain(unused: str) -> training.Run:
     model = Mixture()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, betas=(0.9, 0.95), weight_decay=0.0)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, betas=(0.9, 0.95), weight_decay=0.1)
     records = []
     for step in range(STEPS):
         x, y = batch_of(step)
         loss = nn.functional.mse_loss(model(x), y)
         optimizer.zero_grad()
         loss.backward()
+        for p in model.parameters() if unused == "zero" else ():
+            p.grad = torch.zeros_like(p) if p.grad is None else p.grad
         records.append((loss.item(), nn.utils.clip_grad_norm_(model.parameters(), 1.0).item()))
         optimizer.step()
     return records, model.state_dict()
 
 
-def mixtures(rank: int, world: int) -> list[training.Run]:
+def mixtures(rank: int, world: int, unused: str) -> list[training.Run]:
     runs = []
     for stage in (0, 2, 3):
         for accumulation in (1, 2):
             zero = {"stage": stage, "keep": ["experts.*"]}
-            optimizer = {"weight_decay": 0.0, "betas": (0.9, 0.95), "clip": 1.0}
+            optimizer = {"weight_decay": 0.1, "betas": (0.9, 0.95), "clip": 1.0}
+            optimizer |= {"no_decay": "none", "unused": unused}
             config = training.config(
                 world, accumulation, zero=zero, precision={"compute": "fp64"}, optimizer=optimizer
             )
@@ -85,10 +88,10 @@ def mixtures(rank: int, world: int) -> list[training.Run]:
     return runs
 
 
-@pytest.mark.parametrize("world", [1, 2])
-def test_modules_that_not_every_rank_runs(ranks: Ranks, world: int) -> None:
-    expected = plain()
-    for rank, runs in enumerate(ranks(world, mixtures)):
+@pytest.mark.parametrize(("world", "unused"), [(1, "skip"), (2, "skip"), (1, "zero"), (2, "zero")])
+def test_modules_that_not_every_rank_runs(ranks: Ranks, world: int, unused: str) -> None:
+    expected = plain(unused)
+    for rank, runs in enumerate(ranks(world, mixtures, unused)):
         for i, (records, weights) in enumerate(runs):
             torch.testing.assert_close(
                 records, expected[0], rtol=1e-10, atol=1e-12, msg=lambda m, at=(rank, i): f"{at}: {m}"

@@ -465,6 +465,11 @@ class OptimizerSection(Section):
         description="Parameters without weight decay: vectors (norms, biases, "
         "all of one dimension), none, or a list of name patterns.",
     )
+    unused: Literal["skip", "zero"] = Field(
+        default="skip",
+        description="A parameter that no rank has a gradient for in a step: left alone, as by torch; or "
+        "updated as with a gradient of zero, by its weight decay and momentum.",
+    )
     clip: Positive | None = Field(
         default=1.0, description="Largest global gradient norm; none clips nothing."
     )

@@ -413,7 +413,8 @@ class Step:
         if totals.written:
             self.written.take_in()
         if not skipped:
-            unused = _unused(self._buckets, self._sums) if totals.missing and self._buckets else {}
+            skips = self._config.optimizer.unused == "skip" and self._buckets
+            unused = _unused(self._buckets, self._sums) if totals.missing and skips else {}
             factor = self.to_mean * clip_factor(norm, self.clip if totals.is_finite else None)
             self._updates.step(factor, self.progress.options.groups, unused, self.state.step)
         if totals.weight:

@@ -66,6 +66,7 @@ class Loop:
         self._objective, self._config, self._step, self._reducer = objective, config, step, reducer
         self._alike = config.batch.mean == "ranks"
         self._last: tuple[Forward, Any] | None = None  # and its output, if its backward is still to come
+        self._waiting: weakref.WeakSet[Forward] = weakref.WeakSet()  # those that it may still come to
         self._reached: Forward | None = None  # to whose output the backward under way came first
         self._aside = False  # the user has called the module since the last forward
         self._task = -1  # autograd's number of the last backward that came by
@@ -109,6 +110,7 @@ class Loop:
             return
         forward = Forward(batch, self._updates)
         self._last, self._aside = (forward, output), False
+        self._waiting.add(forward)
         arrived = partial(_arrived, weakref.ref(self), forward)
         for tensor in returned(output):
             if tensor.grad_fn is not None:
@@ -176,9 +178,13 @@ class Loop:
         return weight
 
     def _forward(self) -> tuple[Forward, Any]:
-        """The last forward and its output."""
+        """The last forward and its output; or where all count alike, one before it, once that had its
+        backward."""
         if self._last is None:
-            raise BatchError(_NO_FORWARD)
+            known = [each for each in self._waiting if each.updates == self._updates and self._alike]
+            if not known:
+                raise BatchError(_NO_FORWARD)
+            return known[0], None
         self._check_weights(self._last[0])
         return self._last
 
@@ -210,6 +216,7 @@ class Loop:
 
     def _count(self, forward: Forward, keep: bool = False) -> None:
         forward.counted = True
+        self._waiting.discard(forward)
         if not keep and self._last is not None and self._last[0] is forward:
             self._last = None
 

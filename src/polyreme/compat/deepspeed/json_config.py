@@ -362,6 +362,7 @@ def _optimizer(work: _Work, optimizer: Named | None) -> None:
     clip = work.values["gradient_clipping"]
     work.ours |= {f"optimizer.{key}": value for key, value in made.items()}
     work.ours |= {"optimizer.no_decay": "none", "optimizer.clip": float(clip) if clip else None}
+    work.ours["optimizer.unused"] = "zero"
     if work.values["bf16.bf16_optimizer_states"]:
         if made.get("name") in COMPACT and (made["name"] != "sgd" or made.get("momentum")):
             work.ours["optimizer.states"] = "bf16"

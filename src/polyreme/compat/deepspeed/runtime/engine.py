@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 import polyreme
 from polyreme.compat.deepspeed import saving
-from polyreme.compat.deepspeed.json_config import Batch, Translation
+from polyreme.compat.deepspeed.json_config import Translation
 from polyreme.compat.deepspeed.monitor.monitor import MonitorMaster
 from polyreme.compat.deepspeed.profiling.flops_profiler.profiler import FlopsProfiler
 from polyreme.compat.deepspeed.refusal import ArgumentError, OrderError, refused
@@ -234,26 +234,21 @@ class DeepSpeedEngine(Windows):
         )  # fmt: skip
 
     def set_train_batch_size(self, train_batch_size: int) -> None:
-        """Have the next windows be of as many micro-batches as make these samples over all ranks. Raises
-        ArgumentError where that is no whole number, or in the middle of a window."""
+        """Have windows be of as many micro-batches as make these samples over all ranks; the count of
+        micro-batches goes on, so that the first one may be shorter. Raises ArgumentError where that is no
+        whole number."""
         once = self.train_micro_batch_size_per_gpu() * self.dp_world_size
         if train_batch_size < once or train_batch_size % once:
             raise ArgumentError(
                 f"Train batch size must be divisible by micro-batch data parallelism: {train_batch_size} "
                 f"is no multiple of {once}"
             )
-        self._set_sizes(replace(self.batch, size=train_batch_size, accumulation=train_batch_size // once))
+        self.batch = replace(self.batch, size=train_batch_size, accumulation=train_batch_size // once)
 
     def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
-        """Have `train_batch_size` count micro-batches of so many samples, which the loop then gives. Raises
-        ArgumentError in the middle of a window."""
+        """Have `train_batch_size` count micro-batches of so many samples, which the loop then gives."""
         size = micro_batch_size * self.gradient_accumulation_steps() * self.dp_world_size
-        self._set_sizes(replace(self.batch, size=size, micro=micro_batch_size))
-
-    def _set_sizes(self, batch: Batch) -> None:
-        if self.micro_steps % self.gradient_accumulation_steps():
-            raise ArgumentError("the batch size changed in the middle of a window: change it behind its step")
-        self.batch, self.micro_steps = batch, 0
+        self.batch = replace(self.batch, size=size, micro=micro_batch_size)
 
     @property
     def world_size(self) -> int:
