@@ -219,6 +219,7 @@ def test_an_optimizer_that_looks_at_whole_tensors_gets_them_whole() -> None:
         ({"name": "RMSprop", "options": {"alpha": -1}}, None, "Invalid alpha"),
         ({"options": {"foreach": True, "fused": True}}, None, "fused"),
         ({"name": "muon", "options": {"adjust_lr_fn": "up"}}, None, "Muon"),
+        ({"name": "muon", "matrices": ["*.bias"]}, None, "optimizer.matrices.*no matrix of the model"),
     ],
 )
 def test_what_cannot_run_is_refused(keys: dict[str, Any], given: Any, says: str) -> None:

@@ -47,6 +47,10 @@ def _patterns(value: object) -> object:
     return value if value in ("vectors", "none") else _list_of_names(value)
 
 
+def _blocks(value: object) -> object:
+    return value if value == "blocks" else _list_of_names(value)
+
+
 def _expanded(value: str) -> str:
     """A path with a leading ~ replaced by the home of the user."""
     try:
@@ -454,6 +458,11 @@ class OptimizerSection(Section):
     eps: Positive = Field(default=1e-8, description="Added to the denominator; see betas.")
     momentum: Beta = Field(default=0.0, description="Momentum of sgd; see betas.")
     nesterov: Bool = Field(default=False, description="Nesterov momentum of sgd; see betas.")
+    matrices: Annotated[Literal["blocks"] | tuple[str, ...], BeforeValidator(_blocks)] = Field(
+        default="blocks",
+        description="muon: the matrices that are its own: those of the blocks, but for embeddings; or a list "
+        "of name patterns. AdamW is for the rest.",
+    )
     matrix_lr: Positive = Field(
         default=0.02,
         description="muon: learning rate of the blocks' matrices; `lr` is for the rest, by AdamW.",

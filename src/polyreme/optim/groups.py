@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -200,7 +200,7 @@ def _from_section(model: nn.Module, section: OptimizerSection, given: type[Optim
     """The recipe of the section, or of the class `given`, but for the section's `groups`."""
     spared, spare = _spared(model, section), {"weight_decay": 0.0}
     if given is None and section.name == "muon":
-        whole = matrices(model)
+        whole = _matrices(model, section.matrices)
         muon = _configured(
             torch.optim.Muon, section, {"lr": section.matrix_lr, "momentum": section.matrix_momentum}
         )
@@ -406,6 +406,17 @@ def _json(values: Mapping[str, Any]) -> dict[str, Any]:
         with suppress(TypeError, ValueError):
             found[key] = json.loads(json.dumps(value))
     return found
+
+
+def _matrices(model: nn.Module, wanted: Literal["blocks"] | Sequence[str]) -> set[str]:
+    """Names of the parameters that are Muon's. Raises ConfigError for patterns without a matrix."""
+    if wanted == "blocks":
+        return matrices(model)
+    names = [name for name, p in model.named_parameters() if p.dim() == 2]
+    if idle := [pattern for pattern in wanted if not any(fnmatchcase(name, pattern) for name in names)]:
+        reason, fix = "no matrix of the model has such a name", "correct the pattern, or remove it"
+        raise ConfigError([Problem("optimizer.matrices", pattern, reason, fix) for pattern in idle])
+    return {name for name in names if any(fnmatchcase(name, pattern) for pattern in wanted)}
 
 
 def _spared(model: nn.Module, section: OptimizerSection) -> set[str]:

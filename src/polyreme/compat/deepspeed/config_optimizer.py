@@ -173,7 +173,7 @@ def _drop_harmless(name: str, params: dict[str, Any], problems: list[Problem], r
 
 
 def _muon(params: dict[str, Any], problems: list[Problem], remarks: Remarks) -> dict[str, Any]:
-    """Muon for the blocks' matrices, AdamW for the rest."""
+    """Muon for matrices, AdamW for the rest."""
     if not params.pop("adam_w_mode", True):
         reason = "what is no matrix is updated by AdamW"
         problems.append(Problem("optimizer.params.adam_w_mode", False, reason, "remove it"))
@@ -188,7 +188,11 @@ def _muon(params: dict[str, Any], problems: list[Problem], remarks: Remarks) -> 
     made["matrix_momentum"] = made.pop("momentum")
     remarks.setdefault(
         "optimizer.type",
-        ("warned", "Muon updates the matrices in blocks, by torch's Newton-Schulz iteration; AdamW the rest"),
+        (
+            "warned",
+            "Muon updates matrices, but for those named embed or lm_head, by torch's Newton-Schulz "
+            "iteration in bf16; AdamW the rest, kernels of convolutions too",
+        ),
     )
     return made
 

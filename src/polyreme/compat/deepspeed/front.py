@@ -147,6 +147,8 @@ def _plain(
     settings = dict(translation.config)
     if leaves := [name for name, module in model.named_modules() if name and z3_leaf_module(module)]:
         settings["zero"] = {**settings["zero"], "keep": leaves}
+    if made is torch.optim.Muon:
+        settings["optimizer"] = {**settings["optimizer"], "matrices": _matrices(model)}
     engine = polyreme.initialize(model, settings, optimizer=_of_engine(made))
     return DeepSpeedEngine(engine, translation, made, mpu=mpu)
 
@@ -227,6 +229,13 @@ def _optimizer(
             )
         return torch.optim.SGD
     return make(groups)
+
+
+def _matrices(model: nn.Module) -> list[str]:
+    """Names of what DeepSpeed's Muon is for, of two dimensions."""
+    shapes = {name: getattr(p, "ds_shape", p.shape) for name, p in model.named_parameters()}
+    others = ("embed", "lm_head")
+    return [n for n, s in shapes.items() if len(s) == 2 and not any(part in n.lower() for part in others)]
 
 
 def _of_engine(made: Optimizer | type[Optimizer] | None) -> Optimizer | type[Optimizer] | None:
