@@ -46,15 +46,15 @@ class Cluster:
 
     def __init__(self, made: list[Host], folder: Path) -> None:
         self.hosts, self._folder = made, folder
-        self._variables = {"SLURM_CONF": str(folder / "slurm.conf")}
+        self.variables = {"SLURM_CONF": str(folder / "slurm.conf")}
 
     def run(self, *words: str, folder: Path | None = None, variables: Mapping[str, str] | None = None) -> str:
         """What a command (srun, sbatch, ...) prints that ends well."""
-        return self.hosts[0].run(*words, folder=folder, variables={**self._variables, **(variables or {})})
+        return self.hosts[0].run(*words, folder=folder, variables={**self.variables, **(variables or {})})
 
     def popen(self, *words: str) -> subprocess.Popen[str]:
         """Start a command."""
-        return self.hosts[0].popen(*words, variables=self._variables)
+        return self.hosts[0].popen(*words, variables=self.variables)
 
     def start(self) -> None:
         """Start the daemons, and wait until every node is idle."""
@@ -71,9 +71,9 @@ class Cluster:
             (run / "munge" / "key").chmod(0o600)
             files = [f"--{name}-file=/run/munge/{name}" for name in ("key", "log", "pid", "seed")]
             host.run("munged", "--force", "--socket=/run/munge/munge.socket.2", *files)
-        self.hosts[0].popen("slurmctld", "-D", variables=self._variables)
+        self.hosts[0].popen("slurmctld", "-D", variables=self.variables)
         for host in self.hosts:
-            host.popen("slurmd", "-D", "-N", host.name, variables=self._variables)
+            host.popen("slurmd", "-D", "-N", host.name, variables=self.variables)
         self._await_nodes()
 
     def _await_nodes(self) -> None:

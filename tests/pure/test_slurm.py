@@ -177,7 +177,8 @@ def test_submitting_says_what_sbatch_says(tmp_path: Path, monkeypatch: pytest.Mo
         f'#!/bin/sh\n[ "$*" = --parsable ] && /bin/cat > {tmp_path}/job.sh && echo "12;cluster"\n'
     )
     sbatch.chmod(0o755)
-    assert slurm.submit(script(SCRIPT)) == "12"
+    job = slurm.submit(script(SCRIPT))
+    assert job.words("scancel", job.number) == ["scancel", "--clusters=cluster", "12"]
     assert (tmp_path / "job.sh").read_text() == script(SCRIPT)
     sbatch.write_text("#!/bin/sh\necho no such account >&2; exit 1\n")
     with pytest.raises(LaunchError, match="status 1: no such account"):

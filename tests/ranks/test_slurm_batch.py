@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from test_kubernetes_pods import SCRIPT, STEPS
 
-from command import TINY, polyreme, write_text
+from command import TINY, polyreme, until, write_text
 from examples import ALL
 from hosts import lacking
 from slurm import PROGRAMS, Cluster, cluster
@@ -29,10 +29,49 @@ def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 def submitted(slurm: Cluster, folder: Path, *words: str) -> str:
     """The number of a job of two nodes with one rank each, as the command says it."""
     command, *rest = words
-    options = ["--slurm", *([] if "--elastic" in rest else ["--nodes", "2"]), "-n", "1"]
-    said = slurm.run(sys.executable, "-m", "polyreme", command, *options, *rest, folder=folder)
+    said = slurm.run(*asking(command, "--detach", *rest), folder=folder)
     assert said.startswith("submitted batch job ") and "2 nodes with 1 rank each" in said  # or "1 to 2"
     return said.split()[3].removesuffix(":")
+
+
+def asking(command: str, *rest: str) -> list[str]:
+    """The words that have a job run on two nodes with one rank each."""
+    nodes = [] if "--elastic" in rest else ["--nodes", "2"]
+    return [sys.executable, "-m", "polyreme", command, "--slurm", *nodes, "-n", "1", *rest]
+
+
+class Following:
+    """The command, as it follows its job."""
+
+    def __init__(self, slurm: Cluster, folder: Path, *words: str) -> None:
+        self._slurm, self._pid, self._printed = slurm, folder / "pid", folder / "printed"
+        self._printed.unlink(missing_ok=True)
+        shell = f'echo $$ > {self._pid}; exec "$@" > {self._printed} 2>&1'
+        self._process = slurm.hosts[0].popen(
+            "sh", "-c", shell, "sh", *asking(*words), folder=folder, variables=slurm.variables
+        )
+
+    @property
+    def printed(self) -> str:
+        return self._printed.read_text() if self._printed.exists() else ""
+
+    @property
+    def job(self) -> str:
+        return self.printed.split()[3].removesuffix(":")
+
+    def until(self, text: str) -> None:
+        until(lambda: text in self.printed or self._process.poll() is not None, text)
+        assert text in self.printed
+
+    def signal(self, name: str) -> None:
+        self._slurm.run("kill", f"-{name}", self._pid.read_text().strip())
+
+    def end(self) -> int:
+        return self._process.wait(240)
+
+
+def lines(text: str) -> list[str]:
+    return sorted(line for line in text.splitlines() if not line.startswith("job "))
 
 
 def ended(slurm: Cluster, job: str) -> dict[str, str]:
@@ -49,15 +88,65 @@ def ended(slurm: Cluster, job: str) -> dict[str, str]:
 
 def test_a_script_on_two_nodes_has_the_weights_of_one_host(slurm: Cluster, tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(SCRIPT)
-    job = submitted(slurm, tmp_path, "launch", "script.py", "weights", "$(HOME) '$$")
-    printed = tmp_path / f"polyreme-script-{job}.out"
-    assert ended(slurm, job)["JobState"] == "COMPLETED", printed.read_text()
-    assert sorted(printed.read_text().splitlines()) == [
+    said = slurm.run(*asking("launch", "script.py", "weights", "$(HOME) '$$"), folder=tmp_path)
+    assert said.startswith("submitted batch job ") and "RUNNING on n[1-2]\n" in said
+    job = said.split()[3].removesuffix(":")
+    first, _, told = said.partition("Ctrl-C cancels it; --detach only submits\n")
+    assert first.endswith(f"it prints to polyreme-script-{job}.out\n")
+    assert lines(told) == lines((tmp_path / f"polyreme-script-{job}.out").read_text()) == [
         "[n2 1] trained rank 1", "n1: rank 0 (srun)", "n2: rank 1 (srun)", "trained rank 0",
     ]  # fmt: skip
     status, _, errors = polyreme(tmp_path, "launch", "-n", "2", "script.py", "alone", "$(HOME) '$$")
     assert status == 0, errors
     assert (tmp_path / "weights").read_bytes() == (tmp_path / "alone").read_bytes()
+
+
+WAITS = """
+import signal, sys, time
+if "saves" in sys.argv:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+print("waits", flush=True)
+time.sleep(600)
+"""
+
+
+@whole
+@pytest.mark.parametrize("words", [["waits.py"], ["--saves", "waits.py", "saves"]], ids=["plain", "saves"])
+def test_ctrl_c_ends_all_nodes(slurm: Cluster, tmp_path: Path, words: list[str]) -> None:
+    (tmp_path / "waits.py").write_text(WAITS)
+    following = Following(slurm, tmp_path, "launch", *words)
+    following.until("[n2 1] waits")
+    began = time.monotonic()
+    following.signal("INT")
+    assert following.end() == 130
+    assert time.monotonic() - began < 15
+    assert following.printed.endswith(f"error: stopped by SIGINT; job {following.job} has ended\n")
+    told = slurm.run("scontrol", "show", "job", following.job)
+    assert "JobState=CANCELLED" in told
+    for host in slurm.hosts:
+        host.run("sh", "-c", "! grep -l [w]aits.py /proc/[0-9]*/cmdline")
+
+
+@whole
+def test_how_a_job_ends_that_is_followed(slurm: Cluster, tmp_path: Path) -> None:
+    (tmp_path / "waits.py").write_text(WAITS)
+    (tmp_path / "fails.py").write_text("import sys; sys.exit(7)")
+    following = Following(slurm, tmp_path, "launch", "fails.py")
+    assert following.end() == 1
+    assert "ended as FAILED with status 1: see what it printed to " in following.printed
+    following = Following(slurm, tmp_path, "launch", "waits.py")
+    following.until("[n2 1] waits")
+    following.signal("HUP")
+    assert following.end() == 129
+    job = following.job
+    assert f"the terminal hung up; job {job} goes on: " in following.printed
+    assert "JobState=RUNNING" in slurm.run("scontrol", "show", "job", job)
+    waiting = Following(slurm, tmp_path, "launch", "--sbatch=--begin=now+1hour", "waits.py")
+    waiting.until("PENDING (BeginTime)")
+    slurm.run("scancel", waiting.job)
+    assert waiting.end() == 1
+    assert f"job {waiting.job} ended as CANCELLED" in waiting.printed
+    slurm.run("scancel", job)
 
 
 def go_on(slurm: Cluster, job: str, printed: Path) -> None:
@@ -77,15 +166,21 @@ def test_the_script_of_the_page_saves_and_goes_on(slurm: Cluster, tmp_path: Path
     text = "# saves.py\n" + page.read_text("utf-8").partition("# saves.py\n")[2].partition("```")[0]
     told = text.replace("    done = ", "    print(result.step)\n    done = ")
     (tmp_path / "saves.py").write_text(told)
-    job = submitted(slurm, tmp_path, "launch", "--saves", "--elastic", "1:2", "saves.py", "3000", "out")
-    printed = tmp_path / f"polyreme-saves-{job}.out"
-    while not printed.exists() or "\n10\n" not in printed.read_text():
-        assert "error" not in (printed.read_text() if printed.exists() else "")
-        time.sleep(0.05)
-    go_on(slurm, job, printed)
-    said = printed.read_text()
+    words = ("launch", "--saves", "--elastic", "1:2", "saves.py", "3000", "out")
+    following = Following(slurm, tmp_path, *words)
+    following.until("\n10\n")
+    following.signal("USR1")
+    assert following.end() == os.EX_TEMPFAIL
+    assert following.printed.endswith("error: ranks have stopped, and are to go on (status 75)\n")
+    following = Following(slurm, tmp_path, *words)
+    following.until("\n[n2 1] ")
+    go_on(slurm, following.job, tmp_path / f"polyreme-saves-{following.job}.out")
+    assert following.end() == 0
+    assert f"job {following.job}: PENDING (BeginTime), restart 1\n" in following.printed
+    said = (tmp_path / f"polyreme-saves-{following.job}.out").read_text()
+    assert lines(said) == lines(following.printed.partition("only submits\n")[2])
     assert said.count("ranks have stopped by SIGUSR1, and are to go on (status 75)") == 2, said
-    assert said.count("\n[n2 1] 10\n") == 1 and "\n[n2 1] 3000\n" in said
+    assert "\n[n2 1] 3000\n" in said
     status, _, errors = polyreme(tmp_path, "launch", "-n", "2", "saves.py", "3000", "alone")
     assert status == 0, errors
     weights = [tmp_path / each / "model.safetensors" for each in ("out", "alone")]

@@ -105,6 +105,9 @@ class Options:
             SLURM, "--sbatch", metavar="OPTION", help="Another option of sbatch's: --sbatch=--exclusive."
         ),
     ] = None
+    detach: Annotated[
+        bool, _option(SLURM, "--detach", help="Only submit it: do not follow what it prints to its end.")
+    ] = False
     image: Annotated[
         str | None, _option(KUBERNETES, "--image", help="The image, with Polyreme and the script in it.")
     ] = None
@@ -201,7 +204,7 @@ class Options:
 
     @property
     def submits(self) -> bool:
-        """Whether a cluster is handed a job, of which this command does not wait for the end."""
+        """Whether a cluster is handed a job, and starts the ranks."""
         return self.slurm or self.kubernetes
 
     @property
@@ -254,7 +257,8 @@ def start(
     saves: bool = False,
     config: Path | None = None,
 ) -> None:
-    """Hand `polyreme WORDS`, which runs `ranks` ranks, to the cluster, and say what was handed over.
+    """Hand `polyreme WORDS`, which runs `ranks` ranks, to the cluster, and say what was handed over. A batch
+    job is followed to its end.
 
     `source` gives the job its name. `saves`: the run saves when it is asked to. `config`: the one that
     `words` name; pods get its text."""
@@ -294,9 +298,17 @@ def _submit(options: Options, command: Sequence[str], ranks: int, name: str, sav
     if options.dry_run:
         typer.echo(text.encode("utf-8", "surrogateescape"), nl=False)
         return
-    number = slurm.submit(text)
-    typer.echo(f"submitted batch job {number}: {name}, {_size(options, ranks, 'node')}")
-    typer.echo(f"it prints to {name}-{number}.out")
+    job = slurm.submit(text)
+    typer.echo(
+        f"submitted batch job {job.number}: {name}, {_size(options, ranks, 'node')}\n"
+        f"it prints to {name}-{job.number}.out",
+        err=not options.detach,
+    )
+    if not options.detach:
+        typer.echo("Ctrl-C cancels it; --detach only submits", err=True)
+        from polyreme.launch import batch_job
+
+        batch_job.follow(job, saves=saves)
 
 
 def _write(

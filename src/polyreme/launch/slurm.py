@@ -38,6 +38,7 @@ OURS = {
     "no-requeue": "give --restarts 0",
     "signal": "give --warning",
     "array": "submit each run by itself: its tasks would write the same files",
+    "wait": "leave it out: the command itself waits, unless --detach is given",
     "wrap": "leave it out: the script is the one that is written here",
 }
 """Sbatch's options that a script has, or cannot have, and what to do instead."""
@@ -103,8 +104,20 @@ exit "$status"
 """
 
 
-def submit(text: str) -> str:
-    """Hand a batch script to sbatch, and return the job's number.
+@dataclass(frozen=True)
+class Job:
+    """A job that sbatch took, of another `cluster` than this machine's where that is named."""
+
+    number: str
+    cluster: str = ""
+
+    def words(self, program: str, *more: str) -> list[str]:
+        """A command of Slurm's, for the job's cluster."""
+        return [program, *([f"--clusters={self.cluster}"] if self.cluster else []), *more]
+
+
+def submit(text: str) -> Job:
+    """Hand a batch script to sbatch.
 
     Raises LaunchError where there is no sbatch, or where it refuses the job."""
     try:
@@ -121,7 +134,8 @@ def submit(text: str) -> str:
             f"sbatch ended with status {done.returncode}: {os.fsdecode(done.stderr).strip()}; "
             "see the script with --dry-run"
         )
-    return os.fsdecode(done.stdout).strip().partition(";")[0]
+    number, _, cluster = os.fsdecode(done.stdout).strip().partition(";")
+    return Job(number, cluster)
 
 
 def seconds(time: str) -> int | None:

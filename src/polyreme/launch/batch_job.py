@@ -1,0 +1,245 @@
+"""Follows a batch job of Slurm's to its end, as if its ranks ran here.
+
+Invariants: what the job prints is printed once, as it is, also where the job begins again; where this
+process ends without a wish of the user's to end the job (a hang-up, a closed pipe), the job goes on.
+Communication: none. Slurm is asked of the job ever more seldom, as long as nothing changes."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from polyreme.errors import LaunchError
+from polyreme.launch.frames import OUTPUT, Frame
+from polyreme.launch.requests import STOPPED
+from polyreme.launch.signals import ENDINGS, WISHES, hearing
+from polyreme.launch.slurm import Job
+from polyreme.launch.streams import Printer
+from polyreme.launch.torchrun import ONE_SIGNAL, RanksFailedError
+
+LOOK = 0.2  # seconds between two looks at what was printed
+SOON, SELDOM = 1.0, 10.0  # seconds between two questions to Slurm, after a change and later
+ANSWER = 10.0  # seconds for a command of Slurm's that ends a job, or tells of one that ended
+LATE = 15.0  # seconds until a file that another host wrote is seen here
+ENDING = 14.0  # seconds for a job to end that was cancelled
+ENDED = {
+    "BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "LAUNCH_FAILED", "NODE_FAIL",
+    "OUT_OF_MEMORY", "PREEMPTED", "REVOKED", "TIMEOUT",
+}  # fmt: skip
+"""States of Slurm's in which a job stays."""
+_APART: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stderr": subprocess.STDOUT, "start_new_session": True}
+"""How its commands run: Ctrl-C is not for them."""
+
+
+@dataclass(frozen=True)
+class State:
+    """What Slurm says of a job. `status` is its script's, and `number` the signal that ended that, or 0."""
+
+    name: str
+    reason: str = "None"
+    nodes: str = ""
+    restarts: int = 0
+    status: int = 0
+    number: int = 0
+    output: Path | None = None
+
+    @property
+    def ended(self) -> bool:
+        return self.name in ENDED
+
+
+def read(told: str) -> State:
+    """What `scontrol show job` tells."""
+    # the first of a name is Slurm's: the user's words come later
+    words = dict(reversed([word.split("=", 1) for word in told.split() if "=" in word]))
+    output = re.search(r"^\s*StdOut=(/.*)$", told, re.MULTILINE)
+    status, _, number = words.get("ExitCode", "0:0").partition(":")
+    nodes = words.get("NodeList", "(null)")
+    return State(
+        words["JobState"],
+        words.get("Reason", "None"),
+        "" if nodes == "(null)" else nodes,
+        int(words.get("Restarts", 0)),
+        int(status),
+        int(number or 0),
+        output and Path(output[1].replace("%j", words.get("JobId", "%j"))),
+    )
+
+
+def follow(job: Job, *, saves: bool = False) -> None:
+    """Print what becomes of a job, and what it prints, until it has ended.
+
+    Signals that end a command cancel the job, but for SIGHUP, after which it goes on; of a run that `saves`,
+    SIGTERM and SIGUSR1 are passed on to ranks. Raises RanksFailedError where the job ends otherwise than
+    well, or after a signal; LaunchError where Slurm does not know how it ended."""
+    with hearing({*ENDINGS, *(WISHES if saves else ())}) as came:
+        following = _Following(job, saves, came)
+        try:
+            following.run()
+        finally:
+            following.close()
+
+
+class _Following:
+    def __init__(self, job: Job, saves: bool, came: list[int]) -> None:
+        self._job, self._saves, self._came = job, saves, came
+        self._state = State("PENDING")
+        self._said: set[str] = set()
+        self._printer, self._printed = Printer(), 0
+        self._question: subprocess.Popen[bytes] | None = None
+        self._next, self._interval = 0.0, SOON
+        self._began = math.inf
+        """When it was first seen to run."""
+        self._wished, self._stopped, self._deadline = -math.inf, 0, math.inf
+
+    def run(self) -> None:
+        """Until the job has ended. Raises RanksFailedError."""
+        while not self._state.ended and time.monotonic() < self._deadline:
+            self._heed()
+            self._print()
+            self._ask()
+            time.sleep(LOOK)
+        late = min(time.monotonic() + LATE, self._deadline)
+        while not self._print() and self._state.nodes and time.monotonic() < late:
+            self._heed()
+            time.sleep(LOOK)
+        self._report()
+
+    def close(self) -> None:
+        """End the question that is asked."""
+        if self._question:
+            self._question.kill()
+            self._question.communicate()
+
+    def _say(self, text: str) -> None:
+        """Print a line that is none of the job's; once, as long as its state stays."""
+        if text not in self._said:
+            print(f"job {self._job.number}: {text}", file=sys.stderr, flush=True)
+        self._said.add(text)
+
+    def _print(self) -> bool:
+        """Print what the job has printed since; whether its file is there."""
+        if self._state.output is None:
+            return False
+        try:
+            with self._state.output.open("rb") as file:  # each time: over NFS, that looks at the server's
+                if file.seek(0, os.SEEK_END) < self._printed:  # somebody has emptied it
+                    self._printed = 0
+                file.seek(self._printed)
+                data = file.read()
+        except OSError:
+            if time.monotonic() > self._began + LATE:
+                self._say(f"{self._state.output} is not seen here: is its folder one that all nodes have?")
+            return False
+        self._printed += len(data)
+        if data:
+            self._printer.take(Frame(OUTPUT, 0, data))
+        return True
+
+    def _ask(self) -> None:
+        """Ask Slurm for the job's state when it is time, and heed its answer when it is there."""
+        if self._question is None:
+            if time.monotonic() >= self._next:
+                words = self._job.words("scontrol", "show", "job", self._job.number)
+                self._question = subprocess.Popen(words, stdout=subprocess.PIPE, **_APART)
+        elif self._question.poll() is not None:  # the pipe has room for all of it
+            told, self._question = os.fsdecode(self._question.communicate()[0]), None
+            self._hear(told)
+            self._next = time.monotonic() + self._interval
+            self._interval = SOON if self._stopped else min(1.1 * self._interval, SELDOM)
+
+    def _hear(self, told: str) -> None:
+        if "JobState=" not in told and "Invalid job id" not in told:
+            self._say(f"Slurm does not answer, and is asked again: {told.strip()}")
+            return
+        before, self._state = self._state, read(told) if "JobState=" in told else self._accounted()
+        state = self._state
+        if (state.name, state.restarts) != (before.name, before.restarts):
+            self._interval = SOON
+            self._said = self._said if state.ended else set()
+        if state.name == "RUNNING":
+            self._began = min(self._began, time.monotonic())
+            self._say(f"RUNNING on {state.nodes}")
+        elif not state.ended and state.name != "COMPLETING":
+            again = f", restart {state.restarts}" if state.restarts else ""
+            self._say(f"{state.name} ({state.reason}){again}")
+
+    def _accounted(self) -> State:
+        """The end of a job that the controller has forgotten, as the accounts have it."""
+        form = ["--allocations", "--noheader", "--parsable2", "--format=State,ExitCode,NodeList"]
+        told = _run(self._job.words("sacct", f"--jobs={self._job.number}", *form))
+        found = re.match(r"(\w+)[^|]*\|(\d+):(\d+)\|(.*)", told)
+        if found is None or found[1] not in ENDED:
+            self._print()
+            raise LaunchError(
+                f"Slurm does not know job {self._job.number} any more, nor do its accounts say how it ended "
+                f"({told.strip()}); see {self._state.output or 'what it printed'}"
+            )
+        nodes = "" if found[4] == "None assigned" else found[4]
+        return dataclasses.replace(
+            self._state, name=found[1], status=int(found[2]), number=int(found[3]), nodes=nodes
+        )
+
+    def _heed(self) -> None:
+        while self._came:
+            number, now = self._came.pop(0), time.monotonic()
+            if number == signal.SIGHUP:
+                raise RanksFailedError(
+                    f"the terminal hung up; job {self._job.number} goes on: {self._state.output}",
+                    128 + number,
+                )
+            if self._stopped:
+                self._deadline = now
+            elif not (self._saves and number in WISHES and self._state.name == "RUNNING"):
+                self._stopped, self._deadline = number, now + ENDING
+                if self._saves:  # it takes SIGTERM, which Slurm sends, as the wish to save; not so after this
+                    self._cancel("--signal=INT")
+                self._cancel()
+                self._next = 0.0
+            elif now > self._wished + ONE_SIGNAL:
+                self._wished = now
+                # not to the batch script, which would have the job go on
+                self._cancel("--signal=USR1")
+
+    def _cancel(self, *options: str) -> None:
+        if said := _run(self._job.words("scancel", *options, self._job.number)).strip():
+            self._say(said)
+
+    def _report(self) -> None:
+        """Raise RanksFailedError unless the job ended well."""
+        job, state = f"job {self._job.number}", self._state
+        if self._stopped:
+            more = "has ended" if state.ended else "is cancelled, but has not ended yet, as Slurm says"
+            raise RanksFailedError(
+                f"stopped by {signal.Signals(self._stopped).name}; {job} {more}", 128 + self._stopped
+            )
+        if self._saves and state.status == STOPPED:
+            raise RanksFailedError(f"ranks have stopped, and are to go on (status {STOPPED})", STOPPED)
+        if state.name != "COMPLETED":
+            how = f"status {state.status}" if state.status else f"signal {state.number}"
+            how = f" with {how}" if state.status or state.number else ""
+            raise RanksFailedError(
+                f"{job} ended as {state.name}{how}: see what it printed{_where(state)}", state.status or 1
+            )
+
+
+def _where(state: State) -> str:
+    return f" to {state.output}" if state.output else ""
+
+
+def _run(words: list[str]) -> str:
+    """What a command prints, or why it does not run."""
+    try:
+        done = subprocess.run(words, stdout=subprocess.PIPE, timeout=ANSWER, check=False, **_APART)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return f"{words[0]}: {error}"
+    return os.fsdecode(done.stdout)
