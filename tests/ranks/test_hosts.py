@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from command import until
+from examples import ALL
 from host_training import by_hand, trained, write
 from hosts import Host, hosts, lacking
 
@@ -38,6 +43,53 @@ def test_two_hosts_train_to_the_bits_of_one(two: list[Host], script: Path) -> No
             host.set_own_address(host.address)
     assert [words[-1] for words in apart] == ["eth0", "eth0"]
     assert {words[-2] for words in apart} == {words[-2] for words in alike}
+
+
+LOOP = """
+import pathlib, sys
+import torch
+import polyreme
+torch.set_num_threads(1)
+config = {"batch": {"size": 4}, "zero": {"stage": 3}, "mesh": {"timeout": 6}}
+engine = polyreme.initialize(torch.nn.Linear(8, 64), config, loss_fn=torch.nn.functional.cross_entropy)
+dp = engine.mesh.dp
+while True:
+    engine.train_step((torch.randn(4 // dp.size, 8), torch.randint(4, (4 // dp.size,))))
+    pathlib.Path(__file__).with_name(f"begun{dp.rank}").touch()
+"""
+
+
+@pytest.mark.skipif(ALL not in os.environ, reason="mesh.timeout runs out, twice: with --all-cases")
+@pytest.mark.parametrize("how", ["stopped", "cut off"])
+def test_no_rank_waits_for_ever_for_a_host_that_stops(two: list[Host], tmp_path: Path, how: str) -> None:
+    first, second = two
+    (tmp_path / "loop.py").write_text(LOOP)
+    runs = [
+        host.popen(
+            sys.executable,
+            "loop.py",
+            folder=tmp_path,
+            variables=by_hand(rank, 4, first.address, (rank % 2, 2)),
+        )
+        for rank, host in enumerate([first, first, second, second])
+    ]
+    until(lambda: len(list(tmp_path.glob("begun*"))) == 4, "all ranks train")
+    try:
+        if how == "cut off":
+            second.link("down")
+        else:
+            for run in runs[2:]:
+                os.kill(run.pid, signal.SIGSTOP)  # nsenter
+                [rank] = Path(f"/proc/{run.pid}/task/{run.pid}/children").read_text().split()
+                os.kill(int(rank), signal.SIGSTOP)
+        for run in runs[: 4 if how == "cut off" else 2]:
+            said, _ = run.communicate(timeout=40)
+            missing = "ranks 2, 3 on n2 did not come" if run in runs[:2] else "the host of rank 0"
+            assert run.returncode == 1 and f"failed, because {missing}" in said, said
+    finally:
+        second.link("up")
+        for run in runs:
+            run.kill()
 
 
 def test_a_host_that_is_cut_off_is_named(two: list[Host], script: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -115,8 +116,7 @@ def test_hosts_may_have_different_numbers_of_ranks(
     refused = two[0].popen(*hosted, "host", folder=tmp_path)
     printed, _ = refused.communicate(timeout=120)
     assert "in order, 2 on n1, 1 on n2, and each host must have" in printed, printed
-    # Hydra may say 255 of ranks that end without the others
-    assert refused.returncode == 2 or (refused.returncode == 1 and library.endswith("mpich"))
+    assert refused.returncode == 2
     assert "Traceback" not in printed
 
 
@@ -135,6 +135,38 @@ def test_doctor_looks_at_both_hosts(two: list[Host], login: Path, library: str, 
     ):
         assert line in said, said
     assert ", mpi4py " in said and named in said, said
+
+
+STEPS = """
+import pathlib, torch, polyreme
+config = {"batch": {"size": 4}, "zero": {"stage": 3}, "mesh": {"timeout": 6}}
+engine = polyreme.initialize(torch.nn.Linear(8, 64), config, loss_fn=torch.nn.functional.cross_entropy)
+while True:
+    engine.train_step((torch.randn(2, 8), torch.randint(4, (2,))))
+    pathlib.Path(f"begun{engine.mesh.dp.rank}").touch()
+"""
+
+
+@MORE
+@pytest.mark.parametrize("library", ["mpich", "openmpi"])
+def test_a_host_that_stops_holds_nobody_up(
+    two: list[Host], login: Path, tmp_path: Path, library: str
+) -> None:
+    if why := mpirun.missing(library):
+        pytest.skip(why)
+    (tmp_path / "train.py").write_text(STEPS)
+    (tmp_path / "hostfile").write_text("n1 slots=1\nn2 slots=1\n")
+    own = [f"--mpirun={each}" for each in mpirun.OPTIONS[library]]
+    words = ["--mpi", "--hostfile", "hostfile", "--interface", "eth0", "--ssh", str(login), *own, "train.py"]
+    python = str(mpirun.LIBRARIES[library] / "bin" / "python")
+    run = two[0].popen(python, "-m", "polyreme", "launch", *words, folder=tmp_path)
+    until(lambda: len(list(tmp_path.glob("begun*"))) == 2 or run.poll() is not None, "both ranks run")
+    inside = ["nsenter", f"--target={two[1].pid}", "--pid", "--mount", "pkill", "-STOP", "-f", "mpi_rank"]
+    subprocess.run(inside, check=True)
+    said, _ = run.communicate(timeout=60)
+    assert run.returncode == 1 and "because rank 1 on n2 did not come to it" in said, said
+    for host in two:
+        until(lambda host=host: not any("train.py" in each for each in processes(host)), "none is left", 15)
 
 
 @MORE

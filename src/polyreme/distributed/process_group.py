@@ -232,7 +232,7 @@ class _Groups:
         if self._world is not dist.group.WORLD:
             self.forget()
         if (of_cpus() or backend in ("gloo", "mpi")) and has_store():
-            WATCH.begin()
+            WATCH.begin(timeout)
         if (ranks, backend) not in self._made:
             self._made[ranks, backend] = dist.new_group(list(ranks), timeout=timeout, backend=backend)
         return self._made[ranks, backend]

@@ -11,6 +11,7 @@ from __future__ import annotations
 import atexit
 import functools
 import json
+import socket
 import sys
 import threading
 import time
@@ -32,6 +33,9 @@ REMEMBERED = 64
 """Operations of a meeting that others are told of."""
 BREAK = (1 << 30) + 1
 """The tag of a message that nobody sends."""
+ANSWER = 3.0
+"""Seconds that the store may take to answer: on a host that was cut off it never does, and has no
+deadline."""
 ASIDE = "polyreme-save"
 """How the names of threads begin that exchange beside training: while one waits, its rank goes on."""
 
@@ -99,6 +103,8 @@ class Watch:
 
     def __init__(self) -> None:
         self.patience, self.every, self.period = 5.0, 60.0, 1.0
+        self.deadline = float("inf")
+        """Seconds after which operations fail: others are asked well before."""
         self.call = ""
         """The engine's method that is running."""
         self.failure = ""
@@ -110,11 +116,14 @@ class Watch:
         self._thread: threading.Thread | None = None
         self._error = ""
         self._told = self._times = 0
+        self._lasted = 0.0  # seconds of the last wait
+        self._asking = 0.0  # since when this thread waits for the store's answer
         self._reports: dict[int, Any] = {}  # what one look saw, by rank
         self._wake = threading.Event()
 
-    def begin(self) -> None:
-        """Watch the ranks of the process group, from now on."""
+    def begin(self, timeout: timedelta) -> None:
+        """Watch the ranks of the process group, whose operations have so long, from now on."""
+        self.deadline = min(self.deadline, timeout.total_seconds())
         if self._world is dist.group.WORLD:
             return
         self._world = dist.group.WORLD
@@ -123,6 +132,7 @@ class Watch:
             f"polyreme/{self._times}",
             dist.distributed_c10d._get_default_store().clone(),  # type: ignore[attr-defined]
         )
+        self._store.set(f"host/{dist.get_rank()}", socket.gethostname())
         if self._thread is None:
             sys.excepthook = self._noting(sys.excepthook)
             atexit.register(self._end)
@@ -131,7 +141,7 @@ class Watch:
 
     def forget(self) -> None:
         """The groups are others from now on."""
-        self._world, self.failure = None, ""
+        self._world, self.failure, self.deadline = None, "", float("inf")
         Meeting.made.clear()
         self.meetings.clear()  # one that is not collected yet would be taken for another of the same key
 
@@ -143,27 +153,66 @@ class Watch:
         try:
             yield
         finally:
-            self._waits.pop(thread, None)
+            self._lasted = time.monotonic() - self._waits.pop(thread).since
 
-    def why(self, meeting: Meeting | None) -> str:
-        """What is known of a failure of an operation with these ranks."""
-        if not self.failure and meeting is not None and self._store is not None:
-            try:
+    def why(self, meeting: Meeting | None, number: int | None, error: object) -> str:
+        """What is known of a failure, which raised `error`, of the `number`th operation with these ranks."""
+        if self.failure or meeting is None or self._store is None:
+            return self.failure or str(error)
+        found = []
+
+        def ask() -> None:
+            with suppress(RuntimeError):  # the rank that had the store ended
+                self._reports.clear()
                 self.failure = self._heard(meeting)
-            except RuntimeError:  # the rank that had the store ended
-                return ""
-        return self.failure
+                found.append(self.failure or f"{self._absent(meeting, number)} ({error})")
+
+        asking = threading.Thread(target=ask, daemon=True)
+        asking.start()
+        asking.join(ANSWER)
+        if asking.is_alive():
+            return f"the host of rank 0, which has the ranks' store, does not answer ({error})"
+        return found[0] if found else f"another rank ended or cannot be reached: {error}"
+
+    def _soon(self) -> float:
+        """Seconds before others are asked."""
+        return min(self.patience, self.deadline / 3)
+
+    def _absent(self, meeting: Meeting, number: int | None) -> str:
+        """The ranks of which is not known that they began the operation, or wait in another one, with their
+        hosts."""
+        late = [
+            rank
+            for rank in meeting.others()
+            if (there := self._at(rank)) is None or number not in dict(there["begun"].get(meeting.key, []))
+        ]
+        silent = [rank for rank in late if (there := self._at(rank)) is None or not there["waits"]] or late
+        hosts: dict[str, list[int]] = {}
+        for rank in silent:
+            known = self._store.check([f"host/{rank}"])
+            host = self._store.get(f"host/{rank}").decode() if known else "an unknown host"
+            hosts.setdefault(host, []).append(rank)
+        if not hosts or (len(silent) == len(meeting.others()) > 1 and self._lasted < 2 * self._soon()):
+            # those that are there have not told yet
+            return "another rank ended or cannot be reached"
+        named = [
+            f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))} on {host}"
+            for host, ranks in hosts.items()
+        ]
+        return f"{' and '.join(named)} did not come to it, ended or cannot be reached"
 
     # ---- in the thread
 
     def _look_again(self) -> None:
         while True:
-            self._wake.wait(self.period)
+            self._wake.wait(min(self.period, self.deadline / 8))
             for wait in list(self._waits.values()):
                 # the wait ended meanwhile, and with it its group: look on for others
                 with suppress(Exception):
-                    if time.monotonic() - wait.since > self.patience:
+                    if time.monotonic() - wait.since > self._soon():
+                        self._asking = time.monotonic()
                         self._visit(wait)
+                self._asking = 0.0
 
     def _visit(self, wait: Wait) -> None:
         """Break off a long wait, or say that it goes on."""
@@ -298,6 +347,8 @@ class Watch:
 
     def _end(self) -> None:
         if self._world is None or self._world is not dist.group.WORLD:
+            return
+        if self._asking and time.monotonic() - self._asking > ANSWER:  # it would wait as that thread does
             return
         try:
             self._store.set(f"ended/{dist.get_rank()}", f"raised {self._error}" if self._error else _ENDED)

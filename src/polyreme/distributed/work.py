@@ -19,17 +19,15 @@ ENOUGH = 64
 
 
 @contextmanager
-def reporting(what: str, meeting: Meeting | None = None) -> Iterator[None]:
+def reporting(what: str, meeting: Meeting | None = None, number: int | None = None) -> Iterator[None]:
     """Turns a backend's errors into TransportError, and names the operation in those of `transport`; and says
-    what is known of the cause, where the ranks of `meeting` took part."""
+    what is known of the cause, where the ranks of `meeting` took part, in their `number`th operation."""
     try:
         yield
-    except TransportError as error:
-        raise TransportError(
-            f"{what}{within(WATCH.call)} failed, because {WATCH.why(meeting) or error}"
-        ) from error
-    except RuntimeError as error:
-        why = WATCH.why(meeting) or f"another rank ended or cannot be reached: {error}"
+    except (RuntimeError, TransportError) as error:
+        ours = isinstance(error, TransportError) or meeting is not None
+        known = error if ours else f"another rank ended or cannot be reached: {error}"
+        why = WATCH.why(meeting, number, known)
         raise TransportError(f"{what}{within(WATCH.call)} failed, because {why}") from error
 
 
@@ -79,7 +77,7 @@ class Work:
         if self._meeting is not None:
             watched = WATCH.waiting(self._meeting, self._what, self._number)
         try:
-            with reporting(self._what, self._meeting), watched:
+            with reporting(self._what, self._meeting, self._number), watched:
                 yield
         except BaseException as error:
             self._failed = error

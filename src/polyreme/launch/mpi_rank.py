@@ -2,8 +2,8 @@
 what `python [-m] SCRIPT ARGUMENTS...` does.
 
 What other ranks than the first print gets `[host rank] ` before each line, from a process beside the rank
-that ends with it. An error of ours is told without a traceback, and gives its exit status. Torch is not
-loaded. Communication: none."""
+that ends with it. An error of ours is told without a traceback, and gives its exit status. The rank ends with
+the process of mpirun's that started it. Torch is not loaded. Communication: none."""
 
 from __future__ import annotations
 
@@ -11,16 +11,20 @@ import os
 import signal
 import socket
 import sys
+from contextlib import suppress
 
 from polyreme.distributed.environment import detect
 from polyreme.errors import PolyremeError
+from polyreme.launch.processes import die_with_parent
 from polyreme.launch.rank import explained, run
+from polyreme.launch.requests import FAILED, STOPPED
 from polyreme.launch.signals import ENDINGS, WISHES
 
 
 def main() -> None:
     """Become the rank."""
-    place = detect()
+    die_with_parent()
+    errors, place = os.dup(2), detect()
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // place.local_world_size)))
     if place.rank:
@@ -29,10 +33,25 @@ def main() -> None:
             _prefix(standard, prefix)
     try:
         run(sys.argv[1:])
+    except SystemExit as end:
+        if end.code not in (None, 0, STOPPED):
+            _tell(errors, end.code if isinstance(end.code, int) else 1)
+        raise
     except PolyremeError as error:
+        _tell(errors, error.exit_status)
         sys.last_value = error  # as Python does of one that nobody caught: such a rank waits for no others
         print(f"error: {explained(error)}", file=sys.stderr)
         sys.exit(error.exit_status)
+    except Exception:
+        _tell(errors, 1)
+        raise
+
+
+def _tell(errors: int, status: int) -> None:
+    """Tell `polyreme launch` that this rank fails: mpirun may wait for ranks of a host that does not
+    answer."""
+    with suppress(OSError):
+        os.write(errors, FAILED.format(status & 0xFF).encode())
 
 
 def _prefix(standard: int, prefix: bytes) -> None:

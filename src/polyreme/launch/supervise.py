@@ -1,20 +1,30 @@
 """Runs another launcher's command (mpirun, srun), passes signals on to it, and waits for its end.
 
-Invariant: when `supervise` returns or raises, the command has ended. Communication: none of ours."""
+Invariants: when `supervise` returns or raises, the command has ended, which does not outlive this process
+either. Where a rank has told that it failed, the command has GRACE seconds to end the others: mpirun has no
+deadline where a host does not answer.
+Communication: none of ours, but words of failed ranks among what they write to stderr."""
 
 from __future__ import annotations
 
+import contextlib
 import os
+import re
 import signal
 import subprocess
+import threading
 import time
 from collections.abc import Mapping, Sequence
+from functools import partial
 
-from polyreme.launch.requests import STOPPED
+from polyreme.launch.processes import die_with_parent
+from polyreme.launch.requests import FAILED, STOPPED
 from polyreme.launch.signals import ENDINGS, WISHES, hearing
 from polyreme.launch.torchrun import ONE_SIGNAL, RanksFailedError
 
 LEAVING = 12.0  # seconds for the command to end its ranks
+GRACE = 5.0  # seconds after the first rank failed in which it ends by itself
+_WORD = re.compile(FAILED.format(r"(\d+)").encode())
 
 
 def supervise(
@@ -33,30 +43,63 @@ def supervise(
     messages call it `name`."""
     with hearing({*ENDINGS, *(WISHES if saves else ())}) as came:
         process = subprocess.Popen(
-            words, env={**os.environ, **variables}, stdin=subprocess.DEVNULL, start_new_session=True
-        )
+            words, env={**os.environ, **variables}, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE,
+            start_new_session=True, preexec_fn=partial(die_with_parent, os.getpid()),
+        )  # fmt: skip
+        failed: list[int] = []
+        relay = threading.Thread(target=_relay, args=(process, failed), daemon=True)
+        relay.start()
         try:
-            stopped = _wait(process, came, saves, interrupts)
+            stopped = _wait(process, came, failed, saves, interrupts)
         finally:
-            if process.poll() is None:
+            if hung := process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
+            relay.join(1.0)  # what the command left behind may hold the pipe
     if stopped is not None:
         raise RanksFailedError(f"stopped by {signal.Signals(stopped).name}; {name} has ended", 128 + stopped)
     if saves and process.returncode == STOPPED:
         raise RanksFailedError(f"ranks have stopped, and are to go on (status {STOPPED})", STOPPED)
     if process.returncode:
         status = process.returncode if 0 < process.returncode < 128 else 1
-        raise RanksFailedError(
-            f"{name} ended with status {process.returncode}: see what ranks print above", status
-        )
+        how = f"ended with status {process.returncode}"
+        if hung:
+            how = f"did not end the others within {GRACE + LEAVING:g} s after one had failed, and was killed"
+        raise RanksFailedError(f"{name} {how}: see what ranks print above", failed[0] if failed else status)
 
 
-def _wait(process: subprocess.Popen[bytes], came: list[int], saves: bool, interrupts: bool) -> int | None:
+def _relay(process: subprocess.Popen[bytes], failed: list[int]) -> None:
+    """Show what comes on the command's stderr, and take the words of failed ranks out of it."""
+    assert process.stderr is not None
+    held = b""
+    while data := os.read(process.stderr.fileno(), 65536):
+        held += data
+        failed += map(int, _WORD.findall(held))
+        held = _WORD.sub(b"", held)
+        begun = held.rfind(b"\0", -len(FAILED) - 9)  # a word that has not come whole
+        shown, held = (held, b"") if begun < 0 else (held[:begun], held[begun:])
+        _show(shown)
+    _show(held)
+
+
+def _show(data: bytes) -> None:
+    with contextlib.suppress(OSError):  # nobody reads on
+        while data:
+            data = data[os.write(2, data) :]
+
+
+def _wait(
+    process: subprocess.Popen[bytes], came: list[int], failed: list[int], saves: bool, interrupts: bool
+) -> int | None:
     """Until it has ended; returns the signal that ended it before its time."""
-    stopped, asked_at, deadline = None, 0.0, float("inf")
+    stopped, asked_at, deadline, grace = None, 0.0, float("inf"), float("inf")
     while process.poll() is None and time.monotonic() < deadline:
         time.sleep(0.05)
+        if failed and grace == float("inf"):
+            grace = time.monotonic() + GRACE
+        if time.monotonic() > grace and deadline == float("inf"):
+            deadline = time.monotonic() + LEAVING
+            process.send_signal(signal.SIGTERM)
         while came:
             number, now = came.pop(0), time.monotonic()
             if saves and number in WISHES and not asked_at:

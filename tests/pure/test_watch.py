@@ -1,0 +1,62 @@
+"""What ranks say of a wait that failed, of what others told in the store."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from polyreme.distributed import watch
+from polyreme.distributed.watch import Watch
+
+
+class Ranks:
+    """The others of a meeting of four, in the place of a Meeting; this rank is 0."""
+
+    key, ranks = "key", (0, 1, 2, 3)
+
+    def others(self) -> list[int]:
+        return [1, 2, 3]
+
+
+@pytest.fixture
+def told() -> Watch:
+    """That rank 2 waits in operation 7, and nothing of others."""
+    found = Watch()
+    found._store = dist.HashStore()
+    for rank in range(4):
+        found._store.set(f"host/{rank}", f"n{rank // 2}")
+    found._store.set("at/2", '{"call": "", "waits": [], "begun": {"key": [[7, "all-gather"]]}, "told": 1}')
+    return found
+
+
+def test_ranks_that_did_not_come_are_named_with_their_hosts(told: Watch) -> None:
+    meeting: Any = Ranks()
+    said = told.why(meeting, 7, "timed out")
+    assert said == "rank 1 on n0 and rank 3 on n1 did not come to it, ended or cannot be reached (timed out)"
+    assert "ranks 2, 3 on n1" not in said
+
+
+def test_nobody_is_named_before_others_can_have_told(told: Watch) -> None:
+    meeting: Any = Ranks()
+    told._lasted = 0.1
+    assert told.why(meeting, 8, "closed") == "another rank ended or cannot be reached (closed)"
+    told._lasted = 2 * told.patience
+    assert told.why(meeting, 8, "closed").startswith("rank 1 on n0 and ranks 2, 3 on n1 did not come")
+
+
+def test_a_store_that_does_not_answer_holds_nobody_up(told: Watch, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watch, "ANSWER", 0.05)
+    answers = threading.Event()
+
+    class Silent:
+        def check(self, keys: list[str]) -> bool:
+            return answers.wait(60) and False
+
+    told._store = Silent()
+    meeting: Any = Ranks()
+    said = told.why(meeting, 7, "timed out")
+    answers.set()
+    assert said == "the host of rank 0, which has the ranks' store, does not answer (timed out)"
