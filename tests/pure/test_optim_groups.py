@@ -187,6 +187,16 @@ class Together(torch.optim.SGD):
             p.data.sub_(p.grad / norm)
 
 
+class Counting(torch.optim.SGD):
+    """Counts its steps in its group, as optimizers without a schedule do."""
+
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            group["k"] = group.get("k", 0) + 1
+            for p in group["params"]:
+                p.data.sub_(p.grad, alpha=0.1 / group["k"])
+
+
 class ByTensor(torch.optim.SGD):
     """Takes the norm of each tensor into its update, as LARS and LAMB do."""
 
@@ -205,6 +215,8 @@ def test_an_optimizer_that_looks_at_whole_tensors_gets_them_whole() -> None:
     ("keys", "given", "says"),
     [
         ({}, Together, "depends on the others"),
+        ({}, Counting, "changes its groups' k"),
+        ({}, lambda params: Counting(params), "changes its groups' k"),
         ({}, torch.optim.LBFGS, "closure"),
         ({}, torch.optim.SparseAdam, "dense"),
         ({}, torch.optim.Muon, "2D"),

@@ -5,8 +5,10 @@ from __future__ import annotations
 
 import copy
 import io
+import time
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -16,7 +18,9 @@ from torch import Tensor, nn
 
 import polyreme
 import training
+from polyreme.distributed.work import Work
 from polyreme.errors import ConfigError, ModelError
+from polyreme.zero.bucket import Bucket
 from pool import Ranks
 
 SGD = {"name": "sgd", "lr": 0.1, "momentum": 0.0, "weight_decay": 0.0, "clip": None}
@@ -163,6 +167,28 @@ def writes(rank: int, world: int, folder: Path) -> None:
                 assert (load_file(folder / case / "model.safetensors")["0.weight"] == 7).all(), case
 
 
+def at_once(rank: int, world: int) -> None:
+    """What is written right after a step counts alike on all ranks, also where another one has not yet read
+    what the step gave it."""
+    x, y = (share(t, rank, world) for t in data())
+    publish = Bucket.publish
+
+    def late(bucket: Bucket) -> Work:
+        work = publish(bucket)
+        time.sleep(0.05 * rank)
+        return work
+
+    with patch.object(Bucket, "publish", late):
+        for stage in (1, 2):
+            wide = nn.Sequential(nn.Linear(6, 4096), nn.Tanh(), nn.Linear(4096, 1)).double()
+            engine = engine_of(wide, world, stage)
+            for _ in range(2):  # of which the second one would tell that ranks differ
+                engine.train_step((x, y))
+                with torch.no_grad():
+                    for parameter in engine.module.parameters():
+                        parameter.mul_(0.5)
+
+
 def swapped(rank: int, world: int) -> None:
     """Units that change places through `.data` are a write, too."""
     x, y = (share(t, rank, world) * 0 for t in data())  # whose gradient is zero
@@ -217,6 +243,7 @@ def all_of_it(rank: int, world: int, folder: Path) -> None:
     objects(rank, world)
     copies(rank, world)
     writes(rank, world, folder)
+    at_once(rank, world)
     swapped(rank, world)
     if world > 1:
         apart(rank, world)

@@ -359,6 +359,7 @@ def _boundary(make: Make, dims: AbstractSet[int], options: Mapping[str, Any] | N
     name = make.func.__name__ if isinstance(make, partial) else str(make)
     try:
         batched = _trial(group, tensors)
+        changed = _changed_options(group)
         alone = torch.cat([_trial(group, [tensor]) for tensor in tensors])
     except Exception as error:  # whatever a class of the caller's raises
         reason = (
@@ -368,6 +369,10 @@ def _boundary(make: Make, dims: AbstractSet[int], options: Mapping[str, Any] | N
         raise ConfigError(
             [Problem("optimizer", name, reason, 'change the options, or use another one such as "adamw"')]
         ) from error
+    if changed:
+        reason = f"its step changes its groups' {', '.join(changed)}, and shards are updated one by one"
+        fix = 'use an optimizer that keeps what it counts in the states of parameters, such as "adamw"'
+        raise ConfigError([Problem("optimizer", name, reason, fix)])
     if not _same(batched, alone):
         raise ConfigError([Problem("optimizer", name, "its update of one tensor depends on "
                                                       "the others, which are in other buckets",
@@ -393,6 +398,17 @@ def _trial(group: Group, tensors: Sequence[Tensor]) -> Tensor:
             copy.grad = torch.sin(7 * copy + step)
         made.step()
     return torch.cat([copy.flatten() for copy in copies])
+
+
+def _changed_options(group: Group) -> list[str]:
+    """The options that a step of the group's optimizer changes, as those without a schedule do."""
+    tensor = torch.ones(4, 4, dtype=torch.float64)
+    tensor.grad = tensor.clone()
+    made = group.optimizer([tensor])
+    options = made.param_groups[0]
+    before = {key: repr(value) for key, value in options.items() if key != "params"}
+    made.step()
+    return [key for key, value in options.items() if key != "params" and repr(value) != before.get(key)]
 
 
 def _same(a: Tensor, b: Tensor) -> bool:

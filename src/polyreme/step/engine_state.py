@@ -391,7 +391,7 @@ def _fill(source: Source, found: load.Match, regions: Iterable[Region]) -> None:
 def _publish(buckets: Iterable[Bucket]) -> None:
     """Give all ranks what changed."""
     for work in [bucket.publish() for bucket in buckets]:
-        work.wait()
+        work.settle()
 
 
 def _take(

@@ -343,6 +343,7 @@ class Hook:
     def __init__(self, run: Callable[..., Any]) -> None:
         self._run = run
 
+    @torch.compiler.disable  # of a model that a script compiled whole, it breaks the graph
     def __call__(self, *args: Any, **kwargs: Any) -> None:
         self._run(*args, **kwargs)
 

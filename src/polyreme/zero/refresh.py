@@ -75,7 +75,7 @@ def carry(
     for bucket in new.buckets:
         bucket.store()
     for work in [bucket.publish() for bucket in new.buckets]:
-        work.wait()
+        work.settle()
 
 
 def _fill(regions: Iterable[Region], parameter: Tensor) -> None:

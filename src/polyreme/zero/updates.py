@@ -67,7 +67,7 @@ class Updates:
         if self._states is not None:
             self._states.close()  # which waits until all is written
         for work in works:
-            work.wait()
+            work.settle()  # a script may write to parameters from here on
 
     def clear(self) -> None:
         """Drop what was read ahead."""
