@@ -60,6 +60,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "ds-scheduler": ({"zero_optimization": {"stage": 2}, "optimizer": ADAMW, "scheduler": LINEAR}, {}),
     "best": ({"zero_optimization": {"stage": 2}}, {"load_best_model_at_end": True}),
     "weights-alone": ({"zero_optimization": {"stage": 1}}, {"save_only_model": True}),
+    "compiled": ({"zero_optimization": ZERO3}, {"torch_compile": True, "torch_compile_backend": "eager"}),
     "lora": ({"zero_optimization": ZERO3}, {"lora": True}),
     "generate": ({"zero_optimization": ZERO3}, {"predict_with_generate": True, "generation_max_length": 8}),
 }

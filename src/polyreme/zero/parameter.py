@@ -16,6 +16,7 @@ from weakref import ref
 
 import torch
 from torch import Tensor, nn
+from torch._guards import TracingContext
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary, WeakTensorKeyDictionary
 
@@ -53,7 +54,8 @@ class TrainedParameter(nn.Parameter):
     def grad(self) -> Tensor | None:
         if torch._C._current_graph_task_id() == -1:
             owner: Owner | None = _OWNERS.get(self, _nobody)()
-            if owner is not None and owner.begun:
+            # torch.compile asks whether there is one of each tensor that it meets
+            if owner is not None and owner.begun and TracingContext.try_get() is None:
                 raise ModelError(
                     f"{NAMES.get(self, '?')}.grad is read between backward and "
                     "step, but the engine keeps gradients in its buckets, summed "
