@@ -79,7 +79,7 @@ BUDGETS = {
     "models": 650,
     "monitor": 520,
     "offload": 1180,
-    "optim": 1020,
+    "optim": 1040,
     "pipeline": 1150,
     "planner": 250,
     "step": 2720,
