@@ -29,6 +29,18 @@ def test_torchrun() -> None:
     assert detect(TORCHRUN) == Environment("torchrun", 5, 8, 1, 4, ("10.0.0.1", 29400))
 
 
+def test_an_ipv6_address_may_be_in_brackets() -> None:
+    assert detect({**TORCHRUN, "MASTER_ADDR": "[fd00::1]"}).address == ("fd00::1", 29400)
+    assert detect({**STEP, "MASTER_ADDR": "[fd00::1]", "MASTER_PORT": "7"}).address == ("fd00::1", 7)
+
+
+@pytest.mark.parametrize("step", [None, "", "x", "0+1"])
+def test_a_step_without_a_number_is_no_training_by_itself(step: str | None) -> None:
+    left = {name: value for name, value in STEP.items() if name != "SLURM_STEP_ID"}
+    with pytest.raises(LaunchError, match="SLURM_STEP_NUM_TASKS '3': a step of so many tasks has a number"):
+        detect(left if step is None else {**left, "SLURM_STEP_ID": step})
+
+
 def test_no_variables_are_a_single_process() -> None:
     assert detect({}) == Environment("single process", 0, 1, 0, 1, None)
     assert detect({"WORLD_SIZE": "1"}).address is None

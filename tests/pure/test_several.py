@@ -75,6 +75,23 @@ def test_a_hostfile_of_another_system(tmp_path: Path) -> None:
     assert hostfile.read(tmp_path / "hosts") == {"a": 2, "b": 1}
 
 
+def test_ipv6_addresses() -> None:
+    pool = hostfile.parse_hostfile(["fd00::1 slots=2", "[fd00::2] slots=1", "me@[fd00::3] slots=1"])
+    assert pool == {"fd00::1": 2, "fd00::2": 1, "me@fd00::3": 1}
+    some = hostfile.parse_inclusion_exclusion(pool, "[fd00::1]:1@[fd00::2]", "")
+    assert some == {"fd00::1": [1], "fd00::2": [0]}
+    with pytest.raises(hostfile.ResourceError, match="IPv6 address in brackets"):
+        hostfile.parse_inclusion_exclusion(pool, "fd00::1:1", "")
+    with pytest.raises(hostfile.ResourceError, match="mpirun takes fd00::1 for a host and its ranks"):
+        mpirun.ranks_of(some | {"fd00::1": [0]})
+
+
+@pytest.mark.parametrize("host", ["[fd00::1]:22", "gpu1:22"])
+def test_a_port_belongs_to_ssh(host: str) -> None:
+    with pytest.raises(hostfile.ResourceError, match="with a port; write the host alone"):
+        hostfile.parse_hostfile([f"{host} slots=1"])
+
+
 def test_a_hostfile_that_cannot_be_read(tmp_path: Path) -> None:
     (tmp_path / "hosts").write_bytes(b"\xff\xfe")
     for path in tmp_path / "hosts", tmp_path:

@@ -168,7 +168,7 @@ def _torchrun(variables: Mapping[str, str]) -> Environment | None:
         world_size=world_size,
         local_rank=number(LOCAL_RANK, rank % max(local_world_size, 1)),
         local_world_size=local_world_size,
-        address=(variables.get(MASTER_ADDR, LOOPBACK), number(MASTER_PORT)) if meets else None,
+        address=(_host(variables, LOOPBACK), number(MASTER_PORT)) if meets else None,
     )
 
 
@@ -278,6 +278,12 @@ def _step(variables: Mapping[str, str]) -> int | None:
     """The number of the job step that this process is in; None in a batch script, which has SLURM_PROCID and
     SLURM_NTASKS, too, and is one process."""
     text = variables.get("SLURM_STEP_ID", "")
+    if not text.isdecimal() and variables.get("SLURM_STEP_NUM_TASKS", "1") != "1":
+        raise LaunchError(
+            f"SLURM_STEP_ID is {text!r}, but SLURM_STEP_NUM_TASKS {variables['SLURM_STEP_NUM_TASKS']!r}: a "
+            "step of so many tasks has a number; start ranks by srun itself, or unset the variables that "
+            "begin with SLURM_STEP_, which another step left behind"
+        )
     # beyond are the batch script's and the interactive step's
     return int(text) if text.isdigit() and int(text) < 2**32 - 16 else None
 
@@ -401,9 +407,15 @@ def _address(variables: Mapping[str, str], host: str | None, port: int) -> tuple
     """The place that MASTER_ADDR and MASTER_PORT name, or else this one."""
     fix = "set it to a free port of the host of rank 0, the same for all, or unset it"
     return (
-        variables.get(MASTER_ADDR, host or LOOPBACK),
+        _host(variables, host or LOOPBACK),
         _number(variables, MASTER_PORT, "where ranks meet", fix, port),
     )
+
+
+def _host(variables: Mapping[str, str], default: str) -> str:
+    """MASTER_ADDR, of an IPv6 address without the brackets that it has in a URL."""
+    host = variables.get(MASTER_ADDR, default)
+    return host[1:-1] if host.startswith("[") and host.endswith("]") else host
 
 
 def _number(variables: Mapping[str, str], name: str, why: str, fix: str, default: int | None = None) -> int:

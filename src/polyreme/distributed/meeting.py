@@ -33,7 +33,7 @@ SHOWN = 8
 HEARD = 2.0
 """Seconds for which rank 0 holds the store that others may read from it why they do not meet."""
 MET = "met"
-EVERYWHERE = "0.0.0.0"
+EVERYWHERE = ("0.0.0.0", "::")
 _RECORD = 4096
 """Bytes of what each rank tells the others over MPI."""
 
@@ -112,7 +112,7 @@ def _open(
         listener = listener or listen(environment)
         host = listener.getsockname()[0]
         store = dist.TCPStore(
-            LOOPBACK if host == EVERYWHERE else host, port, is_master=True, wait_for_workers=False,
+            LOOPBACK if host in EVERYWHERE else host, port, is_master=True, wait_for_workers=False,
             timeout=within, master_listen_fd=listener.detach(),
         )  # fmt: skip
     else:
@@ -131,16 +131,24 @@ def listen(environment: Environment) -> socket.socket:
         known = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
         family, _, _, _, own = min(known, key=lambda each: each[0] != socket.AF_INET)
         if is_loopback(str(own[0])) and not environment.one_host:  # 127.0.1.1 of a hosts file
-            return socket.create_server((EVERYWHERE, port))
+            return _listen_everywhere(port)
         return socket.create_server((str(own[0]), port), family=family)
     except OSError as error:
         if error.errno == errno.EADDRNOTAVAIL:  # it leads here in another way, as that of a Service
-            return socket.create_server((EVERYWHERE, port))
+            return _listen_everywhere(port)
         raise TransportError(
             f"rank 0 cannot hold the meeting at {_at(environment)} ({socket.gethostname()}): "
             f"{error.strerror}; set MASTER_PORT to a free port, and MASTER_ADDR to an address of this "
             "host, the same for all ranks"
         ) from error
+
+
+def _listen_everywhere(port: int) -> socket.socket:
+    """At all of this host's addresses, which others may know by IPv6 alone."""
+    v4, v6 = EVERYWHERE
+    if any(":" in address and not is_loopback(address) for address in addresses()):
+        return socket.create_server((v6, port), family=socket.AF_INET6, dualstack_ipv6=True)
+    return socket.create_server((v4, port))
 
 
 def _reach(environment: Environment, within: timedelta, deadline: float) -> None:
@@ -272,14 +280,17 @@ def _refuse_other_way(environment: Environment, known: Mapping[str, str], addres
 def _over_mpi(environment: Environment, within: timedelta) -> tuple[tuple[str, int], socket.socket | None]:
     """Where rank 0 listens, as it tells all over MPI; and on rank 0, by what."""
     world = _mpi_world(environment, within)
-    own = [address for address in addresses() if not is_loopback(address) and ":" not in address]
+    known = [each for each in addresses() if not is_loopback(each) and not each.startswith("fe80:")]
+    own = sorted(known, key=lambda address: ":" in address)
     everyone = bytearray(_RECORD * environment.world_size)
     world.Allgather(json.dumps(own[:64]).encode().ljust(_RECORD), everyone)
     told, listener = bytearray(_RECORD), None
     if environment.rank == 0:
         records = [everyone[at : at + _RECORD] for at in range(0, len(everyone), _RECORD)]
-        listener = socket.create_server((_reachable(own, [json.loads(each) for each in records]), 0))
-        told[:] = json.dumps(listener.getsockname()).encode().ljust(_RECORD)
+        address = _reachable(own, [json.loads(each) for each in records])
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        listener = socket.create_server((address, 0), family=family)
+        told[:] = json.dumps(listener.getsockname()[:2]).encode().ljust(_RECORD)
     world.Bcast(told, root=0)
     host, port = json.loads(told)
     return (host, port), listener

@@ -57,17 +57,30 @@ def parse_hostfile(hostfile_lines: Iterable[str]) -> Pool:
                 f"the hostfile has the line {line!r}, but a host has 1 to {MOST} slots; begin the line with "
                 "# to leave the host out"
             )
-        if entry[1] in pool:
-            raise ResourceError(f"the hostfile has {entry[1]} twice; give all its slots in one line")
-        pool[entry[1]] = int(entry[2])
+        host = _unbracketed(entry[1])
+        if (re.search(r":\d+$", host) and host.count(":") == 1) or "]" in host:
+            raise ResourceError(
+                f"the hostfile has the host {host!r}, with a port; write the host alone, and the port in "
+                "~/.ssh/config or as --ssh 'ssh -p PORT'"
+            )
+        if host in pool:
+            raise ResourceError(f"the hostfile has {host} twice; give all its slots in one line")
+        pool[host] = int(entry[2])
     if not pool:
         raise ResourceError("the hostfile names no host; write HOST slots=N, a host in a line")
     return pool
 
 
+def _unbracketed(host: str) -> str:
+    """An IPv6 address, perhaps after USER@, as ssh and sockets take it."""
+    return re.sub(r"^(.*@)?\[([^\[\]]*)\]$", r"\1\2", host)
+
+
 def parse_node_config(node_config: str) -> tuple[str, list[int]]:
-    """Host and slots of `HOST[:SLOT,...]`; no slots where it names none."""
-    host, *slots = node_config.split(":")
+    """Host and slots of `HOST[:SLOT,...]`; no slots where it names none. An IPv6 address is in brackets."""
+    address, bracket, rest = node_config.rpartition("]")
+    host, *slots = rest.split(":")
+    host = _unbracketed(address + bracket + host)
     try:
         return host, [int(slot) for slot in slots[0].split(",")] if slots else []
     except ValueError:
@@ -78,8 +91,11 @@ def parse_node_config_list(node_configs: str) -> dict[str, list[int]]:
     """Slots of each host of `HOST[:SLOT,...]@HOST...`, sorted."""
     found: dict[str, set[int]] = {}
     for each in node_configs.split("@"):
-        if each.count(":") > 1:
-            raise ResourceError(f"{each!r} has several colons; write HOST or HOST:0,1, with @ between hosts")
+        if each.rpartition("]")[2].count(":") > 1:
+            raise ResourceError(
+                f"{each!r} has several colons; write HOST or HOST:0,1, with @ between hosts, and an IPv6 "
+                "address in brackets"
+            )
         host, slots = parse_node_config(each)
         found.setdefault(host, set()).update(slots)
     return {host: sorted(slots) for host, slots in found.items()}

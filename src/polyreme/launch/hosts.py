@@ -207,7 +207,7 @@ class Meeting(_Handler):
                 problem.append(error)
             else:
                 address = listener.getsockname()[0]
-                return _serve(LOOPBACK if address == EVERYWHERE else address, listener)
+                return _serve(LOOPBACK if address in EVERYWHERE else address, listener)
         raise LaunchError(f"this is the first of {self._hosts.most} hosts: {problem[-1]}")
 
     def _join(self) -> list[tuple[int, str]]:

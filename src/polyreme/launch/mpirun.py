@@ -74,12 +74,17 @@ def find() -> Library:
 
 
 def ranks_of(active: Active) -> dict[str, int]:
-    """How many ranks each host has. Raises ResourceError for slots that mpirun cannot choose."""
+    """How many ranks each host has. Raises ResourceError for slots that mpirun cannot choose, and
+    for IPv6 addresses."""
     uneven = [host for host, slots in active.items() if list(slots) != list(range(len(slots)))]
     if uneven:
         raise ResourceError(
             f"mpirun does not choose slots, and of {uneven[0]} others than the first are asked for; "
             "have ranks started over ssh, without MPI"
+        )
+    if numbers := [host for host in active if ":" in host]:
+        raise ResourceError(
+            f"mpirun takes {numbers[0]} for a host and its ranks; give it a name, in DNS or /etc/hosts"
         )
     return {host: len(slots) for host, slots in active.items()}
 
