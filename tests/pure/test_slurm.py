@@ -78,7 +78,7 @@ WORDS = st.lists(st.text(st.characters(exclude_categories=["Cs"], exclude_charac
 @given(WORDS)
 def test_arguments_are_words_of_a_shell(words: list[str]) -> None:
     command = script(Request(["polyreme", *words], "name")).partition("\n\nexec ")[2]
-    assert shlex.split(command)[3:] == ["polyreme", *words]
+    assert shlex.split(command)[4:] == ["polyreme", *words]
 
 
 @examples(30 if ALL in os.environ else 5)
@@ -92,7 +92,8 @@ def test_arguments_reach_the_program_as_they_are(
     done = subprocess.run(["bash"], input=text.encode(), env=variables, check=False)
     assert done.returncode == 0
     told = (folder / "words").read_bytes().decode().split("\0")[:-1]
-    assert told == ["--ntasks-per-node=1", "--cpus-per-task=1", "polyreme", *words]
+    kill = [] if saves else ["--kill-on-bad-exit=1"]
+    assert told == ["--ntasks-per-node=1", "--cpus-per-task=1", *kill, "polyreme", *words]
 
 
 # The step ends by itself, or after the signal; bash's own wait ends with the signal, before the step has.

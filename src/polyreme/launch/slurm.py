@@ -82,7 +82,11 @@ def script(request: Request) -> str:
     if problems := list(_problems(request)):
         raise RequestError("Slurm", problems)
     header = "\n".join(f"#SBATCH --{option}" for option in _options(request))
-    srun = shlex.join(["srun", "--ntasks-per-node=1", f"--cpus-per-task={_cpus(request)}", *request.command])
+    # A node whose ranks hang would hold the job. Of a run that saves nodes end one after the other, with
+    # STOPPED, which is no bad end.
+    kill = [] if request.saves else ["--kill-on-bad-exit=1"]
+    options = ["--ntasks-per-node=1", f"--cpus-per-task={_cpus(request)}", *kill]
+    srun = shlex.join(["srun", *options, *request.command])
     if not request.warned:
         return f"#!/bin/bash\n{header}\n\nexec {srun}\n"
     return f"""#!/bin/bash
