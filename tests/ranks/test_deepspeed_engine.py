@@ -184,6 +184,8 @@ def in_a_window(rank: int, world: int, folder: Path, stage: int) -> tuple[Tensor
         for step in steps:
             for i in range(2):
                 engine.backward(engine(*batch(rank, step, i)))
+                if engine is not plain:  # as Lightning does before it validates
+                    engine.module.zero_grad()
                 engine.step()
 
     plain, *_ = deepspeed.initialize(model=Network(), config=config(2, stage, **section))

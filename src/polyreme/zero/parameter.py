@@ -47,15 +47,20 @@ _SHARDS: WeakIdKeyDictionary = WeakTensorKeyDictionary()
 """Parameters of closed engines that are not whole."""
 
 
+def is_pending(parameter: Tensor) -> bool:
+    """Whether an engine has gradients of the parameter that are not applied yet."""
+    owner: Owner | None = _OWNERS.get(parameter, _nobody)()
+    return owner is not None and owner.begun
+
+
 class TrainedParameter(nn.Parameter):
     """The class of a parameter whose gradients an engine takes."""
 
     @property
     def grad(self) -> Tensor | None:
         if torch._C._current_graph_task_id() == -1:
-            owner: Owner | None = _OWNERS.get(self, _nobody)()
             # torch.compile asks whether there is one of each tensor that it meets
-            if owner is not None and owner.begun and TracingContext.try_get() is None:
+            if is_pending(self) and TracingContext.try_get() is None:
                 raise ModelError(
                     f"{NAMES.get(self, '?')}.grad is read between backward and "
                     "step, but the engine keeps gradients in its buckets, summed "

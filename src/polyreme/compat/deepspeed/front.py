@@ -23,7 +23,7 @@ from polyreme.compat.deepspeed.runtime.pipe.engine import PipelineEngine, comple
 from polyreme.compat.deepspeed.runtime.pipe.module import PipelineModule
 from polyreme.compat.deepspeed.runtime.zero.partition_parameters import tag
 from polyreme.compat.deepspeed.runtime.zero.utils import is_zero_supported_optimizer
-from polyreme.compat.deepspeed.saving import keep_engine, keep_in_place, leave_to_rank0
+from polyreme.compat.deepspeed.saving import keep_engine, keep_in_place, leave_gradients, leave_to_rank0
 from polyreme.compat.deepspeed.utils import groups
 from polyreme.compat.deepspeed.utils.logging import log_dist
 from polyreme.compat.deepspeed.utils.z3_leaf_module import z3_leaf_module
@@ -90,6 +90,8 @@ def initialize(
         front.data_parallel_group = groups._get_data_parallel_group()
     if hasattr(args, "local_rank"):
         args.local_rank = comm.get_local_rank()
+    if translation.stage:
+        leave_gradients(front.module)
     if translation.stage == 3:
         tag(front.module)
         list_in_state_dicts(front.module.parameters())

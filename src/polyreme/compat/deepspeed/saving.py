@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from polyreme.compat.deepspeed.refusal import ArgumentError, TagError, refused
 from polyreme.compat.deepspeed.utils.logging import log_dist, logger
 from polyreme.errors import CheckpointError
+from polyreme.zero.parameter import is_pending
 from polyreme.zero.released import Gathered, Released
 
 if TYPE_CHECKING:
@@ -197,6 +198,22 @@ def keep_in_place(module: nn.Module) -> None:
     """Have `module.cpu()`, `.to(device)` and their like leave parameters where they are, which at stage 3 are
     in shards on the engine's device. One to another dtype raises UnsupportedError."""
     module._apply = MethodType(_applied, module)  # type: ignore[method-assign]
+
+
+def leave_gradients(module: nn.Module) -> None:
+    """Have `module.zero_grad()` leave what the engine has of a window's gradients, as DeepSpeed's ZeRO does:
+    Lightning calls it before it validates."""
+    module.zero_grad = MethodType(_without_gradients, module)  # type: ignore[method-assign]
+
+
+def _without_gradients(module: nn.Module, set_to_none: bool = True) -> None:
+    for parameter in module.parameters():
+        if is_pending(parameter) or parameter.grad is None:
+            continue
+        if set_to_none:
+            parameter.grad = None
+        else:
+            parameter.grad.detach_().zero_()
 
 
 def _applied(module: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:

@@ -97,16 +97,19 @@ class DeepSpeedEngine(Windows):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's output for one micro-batch. Raises OrderError where the engine has ended."""
-        if self._destroyed:
-            raise OrderError(
-                "this engine has ended, by destroy(), which Accelerate calls as a Trainer that trained or "
-                "evaluated begins to train: make a new Trainer, or call deepspeed.initialize again"
-            )
+        self._refuse_ended()
         if self.optimizer is not None and torch.is_grad_enabled():
             self._set_boundary()
             self.telemetry.begin_forward()
         with self.telemetry.timed(FORWARD), autocast_if_enabled(self):
             return self.polyreme(*args, **kwargs)
+
+    def _refuse_ended(self) -> None:
+        if self._destroyed:
+            raise OrderError(
+                "this engine has ended, by destroy(), which Accelerate calls as a Trainer that trained or "
+                "evaluated begins to train: make a new Trainer, or call deepspeed.initialize again"
+            )
 
     def backward(
         self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True, **_: Any
@@ -182,7 +185,9 @@ class DeepSpeedEngine(Windows):
         return self.telemetry.profiler
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop the gradients of the window, and those of parameters that the optimizer leaves out."""
+        """Drop the gradients of the window, and those of parameters that the optimizer leaves out.
+        Raises OrderError where the engine has ended."""
+        self._refuse_ended()
         if self.optimizer is not None:
             self.polyreme.zero_grad(set_to_none)
             self.module.zero_grad(set_to_none)
