@@ -58,17 +58,17 @@ class TrainedParameter(nn.Parameter):
 
     @property
     def grad(self) -> Tensor | None:
-        if torch._C._current_graph_task_id() == -1:
-            # torch.compile asks whether there is one of each tensor that it meets
-            if is_pending(self) and TracingContext.try_get() is None:
-                raise ModelError(
-                    f"{NAMES.get(self, '?')}.grad is read between backward and "
-                    "step, but the engine keeps gradients in its buckets, summed "
-                    "over the ranks only at the end of the step: to clip, set "
-                    "optimizer.clip, or call engine.gradients().clip_(max_norm); "
-                    "to read them, use engine.gradients() or a hook "
-                    "(parameter.register_hook); to drop them, engine.zero_grad()"
-                )
+        # torch.compile asks whether there is one of each tensor that it meets
+        in_backward, traced = torch._C._current_graph_task_id() != -1, TracingContext.try_get() is not None
+        if not in_backward and not traced and is_pending(self):
+            raise ModelError(
+                f"{NAMES.get(self, '?')}.grad is read between backward and "
+                "step, but the engine keeps gradients in its buckets, summed "
+                "over the ranks only at the end of the step: to clip, set "
+                "optimizer.clip, or call engine.gradients().clip_(max_norm); "
+                "to read them, use engine.gradients() or a hook "
+                "(parameter.register_hook); to drop them, engine.zero_grad()"
+            )
         gradient: Tensor | None = OWN_GRAD.__get__(self)
         return gradient
 
