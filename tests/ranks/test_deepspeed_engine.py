@@ -387,7 +387,24 @@ def loop(rank: int, world: int) -> float:
         assert engine.global_samples == world * MICRO * (3 if managed else 6)
     with pytest.raises(OrderError, match="managed_gradient_accumulation"):
         engine.set_gradient_accumulation_boundary(True)
+    cleared(rank)
     return norm
+
+
+def cleared(rank: int) -> None:
+    """Gradients that are cleared within a window: stage 2 keeps them, as with DeepSpeed, others say so."""
+    samples = {}
+    for stage in (1, 2):
+        section = {"optimizer": {"type": "Adam", "params": {"lr": 0.1}}}
+        engine, optimizer, *_ = deepspeed.initialize(model=Network(), config=config(2, stage, **section))
+        for i in range(2):
+            warned = i == 1 and stage == 1
+            with pytest.warns(UserWarning, match="has not ended") if warned else contextlib.nullcontext():
+                optimizer.zero_grad()
+            engine.backward(engine(*batch(rank, 0, i)))
+            engine.step()
+        samples[stage] = engine.last.samples
+    assert samples[2] == 2 * samples[1]
 
 
 def test_the_caller_decides_where_windows_end(ranks: Ranks) -> None:

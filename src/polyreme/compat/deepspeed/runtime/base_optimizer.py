@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -123,6 +124,21 @@ class DeepSpeedOptimizer(OptimizerView):
                 "call engine.backward(loss), then engine.step()",
             )
         self._front[0].step()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop the gradients since the last step; within a window at stage 2 leave them, as DeepSpeed does.
+        Lightning calls it there where the batches of an epoch are no whole number of windows."""
+        front = self._front[0]
+        if not front.in_window():
+            super().zero_grad(set_to_none)
+        elif front.translation.stage != 2:
+            warnings.warn(
+                "optimizer.zero_grad() drops the gradients of a window that has not ended, as DeepSpeed "
+                "does, so its step is of those after it alone: have epochs of whole windows, use stage 2, or "
+                "call it after a step that ends one",
+                stacklevel=2,
+            )
+            super().zero_grad(set_to_none)
 
     def backward(self, loss: Tensor, retain_graph: bool = False) -> None:
         """The engine's `backward`, without dividing by the accumulation steps."""

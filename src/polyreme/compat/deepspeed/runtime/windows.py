@@ -50,6 +50,11 @@ class Windows(nn.Module):
             )
         self._boundary = bool(is_boundary)
 
+    def in_window(self) -> bool:
+        """Whether a window that the count of `step` calls ends has begun, and has not ended."""
+        counted = self._managed and self._boundary is None
+        return counted and self.micro_steps % self.gradient_accumulation_steps() > 0
+
     def _set_boundary(self) -> None:
         """Say what the coming backward is; one of the script's own is divided as `backward` divides."""
         is_last = self._syncs and self.is_gradient_accumulation_boundary()
