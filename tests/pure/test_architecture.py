@@ -70,7 +70,7 @@ BUDGETS = {
     "config": 900,
     "data": 600,
     "deferred_init": 430,
-    "distributed": 2600,
+    "distributed": 2640,
     "files": 250,
     "integrations": 480,
     "job": 600,

@@ -95,7 +95,7 @@ def test_a_job_is_followed_to_its_end(slurm: Slurm, capfd: pytest.CaptureFixture
         "job 7: Slurm does not answer, and is asked again: slurm_load_jobs error: Unable to contact slurm "
         "controller (connect failure)",
         "job 7: PENDING (BeginTime), restart 1",
-        "job 7: RUNNING on n3",
+        "job 7: RUNNING on n3, restart 1",
     ]
 
 

@@ -141,6 +141,36 @@ def test_a_rank_that_fails_before_mpi_begins_is_not_waited_for_without_end(libra
     assert ran.returncode and "MPI did not begin on all ranks within 3 s" in ran.stdout + ran.stderr
 
 
+NEVER_FINALIZED = """
+import sys, threading
+import torch, torch.distributed as dist
+from polyreme.distributed import mpi
+import polyreme
+mpi.ENDING = 2.0
+dist.init_process_group("mpi")
+dist.all_reduce(torch.ones(9))
+if dist.get_rank() == 0:  # the other waits for it in the real one
+    mpi.finalize = threading.Event().wait
+sys.exit(int(sys.argv[1]))
+"""
+
+
+@pytest.mark.skipif(not ALL_CASES, reason="an interpreter for each rank: --all-cases")
+@pytest.mark.parametrize("status", [0, 3])
+@pytest.mark.parametrize("library", WORLDS)
+def test_ranks_that_are_through_end_though_mpi_does_not(library: str, status: int) -> None:
+    if why := mpirun.missing(library):
+        pytest.skip(why)
+    words = mpirun.command(library, 2, "-c", NEVER_FINALIZED, str(status))
+    ran = subprocess.run(words, capture_output=True, text=True, timeout=100, env=mpirun.variables())
+    printed = ran.stdout + ran.stderr
+    assert "but MPI_Finalize has not ended within 2 s" in printed
+    if library.endswith("mpich"):
+        assert ran.returncode == status, printed
+    else:  # Open MPI's mpirun takes a rank that ends so for one that failed, and says so
+        assert ran.returncode and (status or 'without calling "finalize"' in printed)
+
+
 KILLED = """
 import os, signal, sys
 from pathlib import Path

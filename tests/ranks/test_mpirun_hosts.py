@@ -94,8 +94,7 @@ print("weights", hashlib.sha256(weights).hexdigest())
 
 
 @MORE
-# Debian's MPICH 4.0.2 now and then waits for ever in MPI_Finalize, in UCX's end of its connections
-@pytest.mark.parametrize("library", ["ssh", *(each for each in mpirun.LIBRARIES if each != "system-mpich")])
+@pytest.mark.parametrize("library", ["ssh", *mpirun.LIBRARIES])
 def test_hosts_may_have_different_numbers_of_ranks(
     two: list[Host], login: Path, tmp_path: Path, library: str
 ) -> None:

@@ -176,7 +176,7 @@ def test_the_script_of_the_page_saves_and_goes_on(slurm: Cluster, tmp_path: Path
     following.until("\n[n2 1] ")
     go_on(slurm, following.job, tmp_path / f"polyreme-saves-{following.job}.out")
     assert following.end() == 0
-    assert f"job {following.job}: PENDING (BeginTime), restart 1\n" in following.printed
+    assert "RUNNING on n[1-2], restart 1\n" in following.printed
     said = (tmp_path / f"polyreme-saves-{following.job}.out").read_text()
     assert lines(said) == lines(following.printed.partition("only submits\n")[2])
     assert said.count("ranks have stopped by SIGUSR1, and are to go on (status 75)") == 2, said

@@ -16,6 +16,8 @@ import functools
 import importlib.util
 import math
 import os
+import platform
+import socket
 import sys
 import threading
 import time
@@ -42,6 +44,10 @@ INTERVAL, LINGER = 5e-4, 2e-2
 on when there are none: to wake it takes longer than to look."""
 WITHIN = timedelta(minutes=2)
 """How long ranks wait for others as MPI begins, where launch.meet_timeout does not say."""
+ENDING = 30.0
+"""Seconds that MPI_Finalize gets after all ranks came to it."""
+LEAVING = 2.0
+"""Seconds until a rank ends that MPI_Finalize held up, in which others see that it holds them up, too."""
 UNIT = 1 << 30
 """Bytes of a message, from which on they are counted in larger units: a count has 31 bits."""
 
@@ -71,6 +77,7 @@ def library(within: timedelta = WITHIN) -> Any:
         raise TransportError(f"mpi4py found no MPI library that it can use: {error}") from error
     if not MPI.Is_initialized():
         _begin(MPI, within)
+    _ends()
     if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
         raise TransportError(
             "MPI was begun without MPI_THREAD_MULTIPLE, which the mpi backend needs: leave mpi4py.rc.threads "
@@ -266,6 +273,66 @@ def pause(waited: float) -> None:
         time.sleep(min(waited / 64, LONGEST))
 
 
+class _End(threading.Thread):
+    """The thread that ends MPI: some libraries wait in MPI_Finalize for ever, where mpi4py would let nothing
+    else of Python run. It starts with MPI: no thread may start as the interpreter ends."""
+
+    def __init__(self) -> None:
+        super().__init__(name="polyreme mpi ends", daemon=True)
+        self._asked, self._done = threading.Event(), threading.Event()
+        self._rank = sys.modules["mpi4py.MPI"].COMM_WORLD.rank
+        self.start()
+
+    def run(self) -> None:
+        self._asked.wait()
+        finalize()
+        self._done.set()
+
+    def within(self, seconds: float) -> None:
+        """End MPI. After so many seconds this process will end without, with the exit status that it has."""
+        self._asked.set()
+        if self._done.wait(seconds):
+            return
+        print(
+            f"warning: rank {self._rank} on {platform.node()} ends without MPI, as all ranks are through, "
+            f"but MPI_Finalize has not ended within {seconds:g} s",
+            file=sys.stderr,
+            flush=True,
+        )
+        _leave()
+
+
+def _leave() -> None:
+    """Have this process, as it exits, skip what the library does then, which may wait, too. It keeps its exit
+    status; MPICH's mpirun is told, or it would kill the others."""
+    libc = ctypes.CDLL(None)
+    if not hasattr(libc, "on_exit"):
+        return
+    libc.on_exit(libc._exit, None)
+    if (launcher := os.environ.get("PMI_FD", "")).isdecimal():
+        told = os.dup(int(launcher))
+        deaf, other = socket.socketpair()
+        # nothing of MPI_Finalize's reaches the launcher any more, as where it goes on because a rank has left
+        os.dup2(deaf.detach(), int(launcher))
+        other.detach()
+        time.sleep(LEAVING)
+        libc.fdopen.restype = ctypes.c_void_p
+        if file := libc.fdopen(told, b"w"):
+            libc.fputs(b"cmd=finalize\n", ctypes.c_void_p(file))
+            # not before: who waits for the launcher in MPI_Finalize takes its answer for an error
+            libc.__cxa_atexit(libc.fflush, ctypes.c_void_p(file), None)
+
+
+@functools.cache
+def _ends() -> _End:
+    return _End()
+
+
+def finalize() -> None:
+    """Call MPI_Finalize, and let Python go on meanwhile."""
+    ctypes.CDLL(sys.modules["mpi4py.MPI"].__file__).MPI_Finalize()
+
+
 class _Progress:
     """The operations under way in this process."""
 
@@ -325,7 +392,7 @@ class _Progress:
                 return
             pause(waited)
         with self._lock:
-            MPI.Finalize()
+            _ends().within(ENDING)
 
 
 PROGRESS = _Progress()

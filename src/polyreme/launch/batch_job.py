@@ -166,11 +166,11 @@ class _Following:
         if (state.name, state.restarts) != (before.name, before.restarts):
             self._interval = SOON
             self._said = self._said if state.ended else set()
+        again = f", restart {state.restarts}" if state.restarts else ""
         if state.name == "RUNNING":
             self._began = min(self._began, time.monotonic())
-            self._say(f"RUNNING on {state.nodes}")
+            self._say(f"RUNNING on {state.nodes}{again}")
         elif not state.ended and state.name != "COMPLETING":
-            again = f", restart {state.restarts}" if state.restarts else ""
             self._say(f"{state.name} ({state.reason}){again}")
 
     def _accounted(self) -> State:
