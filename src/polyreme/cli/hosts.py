@@ -90,7 +90,8 @@ def _by_mpi(
     if options.port:
         raise typer.BadParameter("over MPI ranks meet where rank 0 says: leave it out", param_hint="--port")
     library = mpirun.find()
-    request = mpirun.Request(command, hosts, variables, ssh, options.interface, options.mpirun or ())
+    logins = [*ssh, *several.SSH]  # which ask nothing, and end where a host does not answer
+    request = mpirun.Request(command, hosts, variables, logins, options.interface, options.mpirun or ())
     typer.echo(shlex.join(mpirun.command(library, request)[0]), err=not options.dry_run)
     if not options.dry_run:
         mpirun.run(library, request, saves=saves)
