@@ -765,6 +765,12 @@ def test_muon() -> None:
     assert set(refused(config)) == {"optimizer.params.per_head_muon"}
 
 
+@pytest.mark.parametrize("name", ["AdamW", "SGD"])
+def test_an_optimizers_learning_rate_is_lr(name: str) -> None:
+    found = refused({"optimizer": {"type": name, "params": {"learning_rate": 0.1}}})
+    assert found["optimizer.params.learning_rate"].fix == "did you mean lr?"
+
+
 def test_moments_in_bf16() -> None:
     bf16 = {"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}
     assert ours({"bf16": bf16, "optimizer": ADAMW}).optimizer.states == "bf16"

@@ -7,6 +7,7 @@ from __future__ import annotations
 import difflib
 import inspect
 from collections.abc import Mapping
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -150,6 +151,11 @@ def optimizer_keys(optimizer: Named, problems: list[Problem], remarks: Remarks) 
     return _of_torch(name, name.lower() if name == "SGD" else name, params, problems)
 
 
+def _nearest(key: str, known: AbstractSet[str]) -> str:
+    """The argument of an optimizer that one of another name is likely to stand for."""
+    return "lr" if key == "learning_rate" else difflib.get_close_matches(key, known, n=1, cutoff=0)[0]
+
+
 def _drop_harmless(name: str, params: dict[str, Any], problems: list[Problem], remarks: Remarks) -> None:
     """Take arguments that change nothing out of `params`, and all that is refused."""
     known = DEFAULTS[name].keys() | ARGUMENTS[name] | (MUON if name == "muon" else set())
@@ -158,7 +164,7 @@ def _drop_harmless(name: str, params: dict[str, Any], problems: list[Problem], r
             continue
         value, path = params.pop(key), f"optimizer.params.{key}"
         if key not in known:
-            near = difflib.get_close_matches(key, known, n=1, cutoff=0)[0]
+            near = _nearest(key, known)
             reason = f"DeepSpeed's {name} takes no such argument"
             problems.append(Problem(path, value, reason, f"did you mean {near}?"))
         elif key == "fp32_optimizer_states" and not value:
@@ -226,7 +232,7 @@ def _of_torch(
     options: dict[str, Any] = {}
     for key, value in params.items():
         if key not in signature or key == "params":
-            near = difflib.get_close_matches(key, set(signature) - {"params"}, n=1, cutoff=0)[0]
+            near = _nearest(key, signature.keys() - {"params"})
             reason = f"torch.optim.{class_name} takes no such argument"
             problems.append(Problem(f"optimizer.params.{key}", value, reason, f"did you mean {near}?"))
         elif value is None:
