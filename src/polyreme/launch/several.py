@@ -313,7 +313,8 @@ class _Started:
         lacking = [
             host.name for host, each in answers.items() if isinstance(each, str) or not each["reached"]
         ]
-        tried = ", ".join(f"{address} port {port}" for address, port in listening.items()) or "no address"
+        tried = ", ".join(f"{address} port {port}" for address, port in listening.items())
+        tried = tried or f"no address of it has port {self.what.port or 'any'} free"
         who = ", ".join(lacking or [host.name for host in others])
         if asked and not listening:
             tried = f"{asked} port {self.what.port}, which is no address of this host, or is taken"
