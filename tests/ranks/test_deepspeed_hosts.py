@@ -62,17 +62,21 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[list[Host], 
         yield made, " ".join(logins(made, tmp_path_factory.mktemp("ssh"))[1:])
 
 
-def words(*of_deepspeed: str) -> list[str]:
-    return [sys.executable, "-m", "polyreme", "deepspeed", *of_deepspeed]
+def words(*of_deepspeed: str, python: str | Path = sys.executable) -> list[str]:
+    return [str(python), "-m", "polyreme", "deepspeed", *of_deepspeed]
 
 
-def run(two: tuple[list[Host], str], folder: Path, *of_deepspeed: str, **variables: str) -> str:
-    """What the command prints on the first host."""
+def run(
+    two: tuple[list[Host], str], folder: Path, *of_deepspeed: str, python: str = "mpich", **variables: str
+) -> str:
+    """What the command prints on the first host, by the Python of an MPI library."""
     made, options = two
     if not (folder / "hosts").exists():
         (folder / "hosts").write_text("n1 slots=1\nn2 slots=2\n")
     given: Mapping[str, str] = {"PDSH_SSH_ARGS_APPEND": options, "DS_ACCELERATOR": "cpu", **variables}
-    return made[0].run(*words("--hostfile", "hosts", *of_deepspeed), folder=folder, variables=given)
+    program = mpirun.LIBRARIES[python] / "bin" / "python"
+    started = words("--hostfile", "hosts", *of_deepspeed, python=program)
+    return made[0].run(*started, folder=folder, variables=given)
 
 
 def shown(printed: str) -> set[tuple[str, ...]]:
@@ -142,13 +146,17 @@ def norms(printed: str) -> set[str]:
 
 
 @whole
-def test_mpich(two: tuple[list[Host], str], tmp_path: Path) -> None:
-    if why := mpirun.missing("mpich"):
+@pytest.mark.parametrize(
+    ("launcher", "library", "more"),
+    [("MPICH", "mpich", "-iface eth0"), ("openmpi", "system-openmpi", " ".join(mpirun.AS_ROOT))],
+)
+def test_mpirun(two: tuple[list[Host], str], tmp_path: Path, launcher: str, library: str, more: str) -> None:
+    if why := mpirun.missing(library):
         pytest.skip(why)
     (tmp_path / "train.py").write_text(TRAIN)
     (tmp_path / "hosts").write_text("n1 slots=1\nn2 slots=1\n")
-    options = ["--launcher", "MPICH", "--launcher_args=-iface eth0"]
-    printed = run(two, tmp_path, *options, "train.py")
+    options = ["--launcher", launcher, f"--launcher_args={more}"]
+    printed = run(two, tmp_path, *options, "train.py", python=library)
     alone = run(two, tmp_path, "--num_nodes", "1", "--num_gpus", "2", "train.py")
     assert norms(printed) == norms(alone) and len(norms(printed)) == 2
 

@@ -343,8 +343,8 @@ class _Progress:
         self._thread: threading.Thread | None = None
         self.failed = False
         """Whether an operation failed: MPI is not ended then, which would wait for the others."""
-        self.longest = timedelta(0)
-        """The longest deadline of a group: how long others may be late for the end."""
+        self.longest = WITHIN
+        """How long others may be late for the end: at least the longest deadline of a group."""
 
     def begin(self, operation: Operation) -> None:
         """Begin an operation, and see to its end."""
