@@ -132,8 +132,9 @@ def test_how_a_job_ends_that_is_followed(slurm: Cluster, tmp_path: Path) -> None
     (tmp_path / "waits.py").write_text(WAITS)
     (tmp_path / "fails.py").write_text("import sys; sys.exit(7)")
     following = Following(slurm, tmp_path, "launch", "fails.py")
-    assert following.end() == 1
-    assert "ended as FAILED with status 1: see what it printed to " in following.printed
+    status = following.end()
+    assert status in (1, 128 + 15)  # srun may end one node's launcher as the other's has failed
+    assert f"ended as FAILED with status {status}: see what it printed to " in following.printed
     following = Following(slurm, tmp_path, "launch", "waits.py")
     following.until("[n2 1] waits")
     following.signal("HUP")
