@@ -109,7 +109,7 @@ rank = int(os.environ["RANK"])
 real = os.pwritev
 
 def write(*args):
-    if rank == 1 and steps == 2:
+    if rank == 1 and steps >= 2:  # a write is dropped where backward comes before it
         raise OSError(errno.EIO, "made up")
     return real(*args)
 
