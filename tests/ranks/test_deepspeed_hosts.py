@@ -101,6 +101,7 @@ def test_ranks_of_both_hosts(two: tuple[list[Host], str], tmp_path: Path) -> Non
     }
 
 
+@whole
 def test_one_host_that_a_filter_leaves(two: tuple[list[Host], str], tmp_path: Path) -> None:
     (tmp_path / "show.py").write_text(SHOW)
     logs = tmp_path / "logs"
@@ -113,6 +114,7 @@ def test_one_host_that_a_filter_leaves(two: tuple[list[Host], str], tmp_path: Pa
     assert line == ("n2", "0", "0", "0", "1", "1", line[6], "-", "-", "['x']")
 
 
+@whole
 def test_a_rank_that_fails_there(two: tuple[list[Host], str], tmp_path: Path) -> None:
     (tmp_path / "fail.py").write_text("raise ValueError('as it was told')\n")
     with pytest.raises(AssertionError, match=r"(?s)on n1: 1\n.*on n2: rank [01] of 2 failed.*as it was told"):

@@ -103,6 +103,7 @@ def test_a_script_on_two_hosts_has_the_weights_of_one(two: tuple[list[Host], str
     assert (tmp_path / "weights").read_bytes() == (tmp_path / "alone").read_bytes()
 
 
+@whole
 def test_hosts_that_cannot_run_it_are_named_together(two: tuple[list[Host], str], tmp_path: Path) -> None:
     hosts_of = tmp_path / "many"
     hosts_of.write_text("n1 slots=1\nn2 slots=1\nnone slots=1\n10.77.0.9 slots=1\nroot@10.77.0.2 slots=1\n")

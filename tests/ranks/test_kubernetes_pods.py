@@ -87,6 +87,7 @@ def test_a_script_in_two_pods_has_the_weights_of_one_host(nodes: list[Host], fol
     assert weights.endswith(b"2 $(HOME) '$$") and weights == (folder / "alone").read_bytes()
 
 
+@whole
 def test_a_job_ends_where_its_command_is_wrong(nodes: list[Host], folder: Path) -> None:
     outcome = kubelet(nodes, folder).run(job(folder, "launch", "--restarts", "0", "none.py"))
     assert not outcome.complete and "the script 'none.py' is not a file" in outcome.said

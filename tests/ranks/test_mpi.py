@@ -33,7 +33,10 @@ CASES = cover(
 TORCH = (sums, gathers, scatters, messages, goes_on, *([data_parallel] if ALL_CASES else []))
 
 
-@pytest.fixture(scope="module", params=list(WORLDS))
+LIBRARIES = list(WORLDS) if ALL_CASES else ["mpich", "openmpi"]
+
+
+@pytest.fixture(scope="module", params=LIBRARIES)
 def answers(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Mapping[str, list[Any]]:
@@ -43,8 +46,6 @@ def answers(
         pytest.skip(why)
     jobs: dict[str, Job] = {function.__name__: (function, ()) for function in TORCH}
     jobs |= {kind: (conforms, (kind,)) for kind in KINDS}
-    if library in mpirun.SHARED and not ALL_CASES:  # of the system: what calls most of the library
-        jobs = {name: job for name, job in jobs.items() if name in ("gathers", "messages", KINDS[0])}
     if WORLDS[library] == 4:
         jobs["hosts"] = (on_hosts, (2,))
     if library == "openmpi" or (ALL_CASES and WORLDS[library] == 2):
@@ -131,7 +132,8 @@ library(timedelta(seconds=3))
 """
 
 
-@pytest.mark.parametrize("library", ["mpich", "system-mpich"] if ALL_CASES else ["mpich"])
+@pytest.mark.skipif(not ALL_CASES, reason="two interpreters: --all-cases")
+@pytest.mark.parametrize("library", ["mpich", "system-mpich"])
 def test_a_rank_that_fails_before_mpi_begins_is_not_waited_for_without_end(library: str) -> None:
     """Open MPI's mpirun ends the others."""
     if why := mpirun.missing(library):

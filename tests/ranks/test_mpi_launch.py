@@ -32,8 +32,7 @@ MORE = pytest.mark.skipif(ALL not in os.environ, reason="run with --all-cases")
 
 
 @pytest.mark.parametrize(
-    "library",
-    [each if each in ("mpich", "system-openmpi") else pytest.param(each, marks=MORE) for each in LIBRARIES],
+    "library", [each if each == "mpich" else pytest.param(each, marks=MORE) for each in LIBRARIES]
 )
 def test_mpirun_starts_the_ranks_of_a_script(library: str, tmp_path: Path) -> None:
     if reason := missing(library):

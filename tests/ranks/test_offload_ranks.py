@@ -4,6 +4,7 @@ failure on one rank ends all."""
 from __future__ import annotations
 
 import gc
+import os
 import tempfile
 import time
 from pathlib import Path
@@ -18,6 +19,7 @@ import models
 import polyreme
 import training
 from command import polyreme as command
+from examples import ALL
 from pool import Ranks
 
 LAYERS = 6
@@ -79,7 +81,7 @@ def runs(rank: int, world: int, sections: dict[str, Any]) -> list[Any]:
         return [run(sections, kind) for kind in ("keep", "recompute", "host", folder)]
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", CASES if ALL in os.environ else ("zero-3", "zb-v-bf16", "sequence-parallel"))
 def test_bits_and_bytes(ranks: Ranks, case: str) -> None:
     found = ranks(2, runs, CASES[case])
     for results in found:
