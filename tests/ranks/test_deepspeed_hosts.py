@@ -85,6 +85,7 @@ def shown(printed: str) -> set[tuple[str, ...]]:
     return {tuple(line) for line in found}
 
 
+@whole
 def test_ranks_of_both_hosts(two: tuple[list[Host], str], tmp_path: Path) -> None:
     (tmp_path / "show.py").write_text(SHOW)
     (tmp_path / ".deepspeed_env").write_text("FROM_FILE=f\n\n")
