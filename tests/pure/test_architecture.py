@@ -4,6 +4,7 @@ how large functions, classes and packages may be."""
 from __future__ import annotations
 
 import ast
+import functools
 import io
 import tokenize
 from collections.abc import Sequence
@@ -14,11 +15,21 @@ import polyreme
 SOURCE = Path(polyreme.__file__).parent
 
 
+@functools.cache
+def sources() -> list[tuple[str, str, ast.Module]]:
+    """Name, text and tree of every module."""
+    found = []
+    for file in sorted(SOURCE.rglob("*.py")):
+        text = file.read_text("utf-8")
+        found.append((file.relative_to(SOURCE).as_posix(), text, ast.parse(text)))
+    return found
+
+
 def importers(package: str) -> set[str]:
     """Modules of polyreme that import `package` or anything in it, at the top or inside a function."""
     found = set()
-    for file in SOURCE.rglob("*.py"):
-        for node in ast.walk(ast.parse(file.read_text("utf-8"))):
+    for file, _, tree in sources():
+        for node in ast.walk(tree):
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             names += (
                 [f"{node.module}.{alias.name}" for alias in node.names]
@@ -26,7 +37,7 @@ def importers(package: str) -> set[str]:
                 else []
             )
             if any(name == package or name.startswith(package + ".") for name in names):
-                found.add(file.relative_to(SOURCE).as_posix())
+                found.add(file)
     return found
 
 
@@ -54,9 +65,9 @@ def test_no_pickle_is_loaded() -> None:
 def test_who_reads_which_rank_a_process_is() -> None:
     names = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
     found = {
-        file.relative_to(SOURCE).parts[0]
-        for file in SOURCE.rglob("*.py")
-        for node in ast.walk(ast.parse(file.read_text("utf-8")))
+        file.partition("/")[0]
+        for file, _, tree in sources()
+        for node in ast.walk(tree)
         if isinstance(node, ast.Constant) and node.value in names
     }
     assert found <= {"distributed", "launch"}
@@ -89,15 +100,6 @@ BUDGETS = {
 }
 """Statements' lines of each package (`""`: the modules at the top), without comments and docstrings. A
 package that grows beyond is to lose something, or its budget is raised on purpose."""
-
-
-def sources() -> list[tuple[str, str, ast.Module]]:
-    """Name, text and tree of every module."""
-    found = []
-    for file in sorted(SOURCE.rglob("*.py")):
-        text = file.read_text("utf-8")
-        found.append((file.relative_to(SOURCE).as_posix(), text, ast.parse(text)))
-    return found
 
 
 def docstrings(tree: ast.AST) -> set[int]:

@@ -14,8 +14,8 @@ from door_scripts import OFFLINE
 from examples import ALL
 
 SCRIPT = Path(__file__).parents[1] / "doors" / "hf_trainer.py"
-FEW = ("zero3", "zero3-resumed", "offload", "ds-optimizer", "lora", "generate")
-EVERY = (*FEW, "zero1", "zero2", "best", "weights-alone", "compiled")
+FEW = ("zero3", "zero3-resumed", "offload", "lora")
+EVERY = (*FEW, "ds-optimizer", "generate", "zero1", "zero2", "best", "weights-alone", "compiled")
 EXACT = EVERY if ALL in os.environ else FEW
 """Cases in which Trainer alone does the same."""
 
