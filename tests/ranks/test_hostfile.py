@@ -196,3 +196,20 @@ def test_training_saves_on_both_hosts_when_it_is_asked_to(
     assert status == 0 and "stopped by SIGUSR1 after step" in printed, printed
     status, printed = Running(two, tmp_path, "train", "run.toml", "--set", "train.length=30").end()
     assert status == 0, printed
+
+
+@whole
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_a_script_saves_on_both_hosts(
+    two: tuple[list[Host], str], tmp_path: Path, number: signal.Signals
+) -> None:
+    page = Path(__file__).parents[2] / "docs" / "cluster.md"
+    text = page.read_text("utf-8").partition("# saves.py\n")[2].partition("```")[0]
+    begun = "    Path(f'begun{engine.mesh.dp.rank}').touch()\n    done = "
+    (tmp_path / "saves.py").write_text(text.replace("    done = ", begun))
+    running = Running(two, tmp_path, "launch", "--saves", "saves.py", "1000000", "out")
+    running.until_begun()
+    running.signal(number)
+    status, printed = running.end()
+    assert status == os.EX_TEMPFAIL and f"ranks have stopped by {number.name}, and are to go on" in printed
+    assert (tmp_path / "out" / "resume.json").exists()
