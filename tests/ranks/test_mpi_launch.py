@@ -108,3 +108,38 @@ def test_training_by_mpirun_saves_when_it_is_asked_to_and_ends_by_ctrl_c(
     assert process.returncode == 0, printed
     assert f"stopped by SIGUSR1 after step {saved[0].removeprefix('step-')}; the same command" in printed
     assert "\x1b" not in printed  # as into a file, though mpirun may give ranks a terminal of its own
+
+
+@MORE
+@pytest.mark.parametrize("library", LIBRARIES)
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_a_script_under_mpirun_saves_when_it_is_asked_to(
+    library: str, number: signal.Signals, tmp_path: Path
+) -> None:
+    if reason := missing(library):
+        pytest.skip(reason)
+    page = Path(__file__).parents[2] / "docs" / "cluster.md"
+    text = page.read_text("utf-8").partition("# saves.py\n")[2].partition("```")[0]
+    begun = "    Path(f'begun{engine.mesh.dp.rank}').touch()\n    done = "
+    (tmp_path / "saves.py").write_text(text.replace("    done = ", begun))
+    python = str(LIBRARIES[library] / "bin" / "python")
+    options = [f"--mpirun={each}" for each in OPTIONS[library]]
+    script = ("saves.py", "1000000", "out")
+    with subprocess.Popen(
+        [python, "-m", "polyreme", "launch", "--mpi", "-n", "2", *options, "--saves", *script],
+        cwd=tmp_path, env=variables(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        start_new_session=True,
+    ) as process:  # fmt: skip
+        try:
+            while not all((tmp_path / f"begun{rank}").exists() for rank in range(2)):
+                assert process.poll() is None, process.communicate()[0]
+                time.sleep(0.05)
+            process.send_signal(number)
+            asked = time.monotonic()
+            printed, _ = process.communicate(timeout=100)
+        finally:
+            process.kill()
+    print(f"{library}, {number.name}: {time.monotonic() - asked:.1f} s to the end")
+    assert process.returncode == os.EX_TEMPFAIL, printed
+    assert "ranks have stopped, and are to go on" in printed
+    assert (tmp_path / "out" / "resume.json").exists()
