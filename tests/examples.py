@@ -5,11 +5,14 @@ from __future__ import annotations
 import os
 from typing import Any
 
+import pytest
 from hypothesis import settings
 
 ALL = "POLYREME_ALL_CASES"
 """The variable that is set where whole products and all examples are to be run."""
 SOME = 30
+whole = pytest.mark.skipif(ALL not in os.environ, reason="seconds of processor time: with --all-cases")
+"""Of a test that takes long, where others that are always run have much of what it has."""
 
 
 def examples(all_of_them: int, **others: Any) -> settings:

@@ -22,7 +22,7 @@ import polyreme
 import threads
 from conformance import own_collectives
 from cover import cover
-from examples import ALL
+from examples import ALL, whole
 from polyreme.pipeline.schedule import NAMES, Name, stage_ranks
 from pool import Ranks
 
@@ -226,6 +226,7 @@ def test_tensor_parallelism_equals_plain_pytorch(ranks: Ranks, world: int) -> No
     compare(ranks(world, train, "llama", TENSORS[world]), "llama", TENSORS[world])
 
 
+@whole
 def test_two_of_each_on_eight_ranks(ranks: Ranks) -> None:
     sizes = {"tp": 2, "pp": 2, "sequence_parallel": True}
     each = [

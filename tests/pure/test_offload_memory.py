@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from examples import whole
+
 PROGRAM = """
 import gc, json, os, re, resource, sys
 from pathlib import Path
@@ -92,6 +94,7 @@ def train(*cases: tuple[str, int]) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, env=env, capture_output=True, text=True, timeout=240, check=False)
 
 
+@whole
 @pytest.mark.skipif(sys.platform != "linux", reason="limits of memory and /proc are Linux's")
 def test_what_does_not_fit_trains_from_files(tmp_path: Path) -> None:
     needed = 16 * PARAMETERS  # with gradients and two moments, in float32

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 import models
 import polyreme
 import training
+from examples import whole
 from polyreme.errors import ModelError
 from pool import Ranks
 
@@ -140,7 +141,7 @@ def trained(rank: int, world: int, folder: Path) -> list[tuple[list[float], dict
     return found
 
 
-@pytest.mark.parametrize("world", [1, 2, 4])
+@pytest.mark.parametrize("world", [1, pytest.param(2, marks=whole), 4])
 def test_batch_norm_is_plain_torchs_on_every_mesh(ranks: Ranks, world: int, tmp_path: Path) -> None:
     for found in ranks(world, trained, tmp_path, deprecations="default"):  # torch.compile's own
         for (_, mesh, stage, accumulation, way, _), (losses, state) in zip(

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from command import SOURCE, polyreme, running, until
+from examples import whole
 from polyreme.compat import finder
 from polyreme.compat.deepspeed.launcher import runner
 from polyreme.errors import LaunchError
@@ -134,6 +135,7 @@ def test_a_signal_ends_a_program(folder: Path) -> None:
         assert command.end()[0] == 130
 
 
+@whole
 def test_by_its_modules_name(folder: Path) -> None:
     """In a process that has the door, as where a script starts others through DeepSpeed's launcher."""
     words = ["--num_accelerators", "2", "script.py"]

@@ -115,6 +115,7 @@ def test_hosts_that_cannot_run_it_are_named_together(two: tuple[list[Host], str]
     assert "- root@10.77.0.2: it is the machine of n2, too: give all its slots in one line" in printed
 
 
+@whole
 def test_ctrl_c_ends_both_hosts(two: tuple[list[Host], str], tmp_path: Path) -> None:
     (tmp_path / "hold.py").write_text(HOLD)
     running = Running(two, tmp_path, "launch", "--env", "WORD", "hold.py", "none", *ODD)

@@ -12,6 +12,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from door_scripts import run, same
+from examples import whole
 from polyreme import Config
 from polyreme.errors import ConfigError
 from polyreme.integrations.shared import completed, data_rank
@@ -25,11 +26,13 @@ def facts(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return run(folder / "facts", "integrations.py", CASES, door=False)
 
 
+@whole
 @pytest.mark.parametrize("case", ["zero2", "zero3", "tp", "pp"])
 def test_trainer(facts: Any, case: str) -> None:
     same(facts[case], facts["trainer"], 2e-6)
 
 
+@whole
 def test_loop(facts: Any) -> None:
     same(facts["loop3"], facts["loop"])
 

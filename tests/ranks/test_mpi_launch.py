@@ -7,6 +7,7 @@ import re
 import signal
 import subprocess
 import time
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -66,17 +67,9 @@ def test_mpirun_starts_the_ranks_of_a_script(library: str, tmp_path: Path) -> No
         assert done.stderr.count("] an error\n") == 1 and "mpirun" in done.stderr.splitlines()[0]
 
 
+@MORE
 @pytest.mark.parametrize(
-    ("library", "number"),
-    [
-        ("mpich", signal.SIGUSR1),
-        *(
-            pytest.param(library, number, marks=MORE)
-            for library in LIBRARIES
-            for number in (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT)
-            if (library, number) != ("mpich", signal.SIGUSR1)
-        ),
-    ],
+    ("library", "number"), product(LIBRARIES, (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT))
 )
 def test_training_by_mpirun_saves_when_it_is_asked_to_and_ends_by_ctrl_c(
     library: str, number: signal.Signals, tmp_path: Path

@@ -14,6 +14,7 @@ from torch.optim import lr_scheduler as schedulers
 
 import models
 import polyreme
+from examples import whole
 from pool import Ranks
 
 STEPS, SAMPLES, STAGES = 3, 12, (0, 2, 3)
@@ -155,7 +156,7 @@ def assert_same(
         )
 
 
-@pytest.mark.parametrize("world", [1, 2, 4])
+@pytest.mark.parametrize("world", [1, pytest.param(2, marks=whole), 4])
 def test_every_elementwise_optimizer_equals_torch(ranks: Ranks, world: int) -> None:
     """At every stage, at two of the three on two ranks and at the other on four; one rank holds everything
     whole at every stage."""
