@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from examples import whole
 from polyreme import Config, __version__
 from pool import Ranks
 
@@ -204,6 +205,7 @@ def test_big_model(ranks: Ranks, tmp_path: Path) -> None:
     assert sent["all_gather"] == pytest.approx(2 * sent["reduce_scatter"], rel=0.02)
 
 
+@whole
 def test_layouts(ranks: Ranks, tmp_path: Path) -> None:
     printed, *silent = ranks(4, run_example, ROOT / "examples" / "layouts.py", tmp_path)
     curves = json.loads((tmp_path / "run/layouts/losses.json").read_text())

@@ -19,6 +19,7 @@ import pytest
 from test_resume import CONFIG, assert_same, names, numbers, said
 
 from command import running, until, write_text
+from examples import whole
 from polyreme.checkpoint import manifest
 from polyreme.checkpoint.run_directory import RunDirectory, is_whole, step_of
 from polyreme.checkpoint.writer import Writer
@@ -166,7 +167,7 @@ def bytes_of(checkpoint: Path) -> int:
     return sum(-(-path.stat().st_size // 4096) * 4096 for path in checkpoint.rglob("*") if path.is_file())
 
 
-@pytest.mark.parametrize("mode", ["plain", "background"])
+@pytest.mark.parametrize("mode", [pytest.param("plain", marks=whole), "background"])
 def test_the_disk_is_full(folder: Path, ranks: Ranks, mode: str) -> None:
     """There is room for one checkpoint and a half, so every save after the first fails, the last one, too,
     and with it the run."""

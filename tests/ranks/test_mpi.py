@@ -195,7 +195,8 @@ Path(sys.argv[1]).write_text(repr(told))
 """
 
 
-@pytest.mark.parametrize("library", list(WORLDS) if ALL_CASES else ["mpich"])
+@pytest.mark.skipif(not ALL_CASES, reason="interpreters for each rank: --all-cases")
+@pytest.mark.parametrize("library", WORLDS)
 def test_who_waits_for_a_rank_that_was_killed_hears_of_it(library: str, tmp_path: Path) -> None:
     if why := mpirun.missing(library):
         pytest.skip(why)

@@ -18,7 +18,7 @@ import polyreme
 import threads
 import training
 from cover import cover, together
-from examples import ALL
+from examples import ALL, whole
 from polyreme.errors import TierError
 from polyreme.files.folder_lock import Claim
 from pool import Ranks, RanksFailed
@@ -139,7 +139,7 @@ def runs_of(cases: list[Case], every: bool) -> dict[Case, list[dict[str, Any]]]:
     }
 
 
-@pytest.mark.parametrize("world", [1, 2, 4])
+@pytest.mark.parametrize("world", [1, pytest.param(2, marks=whole), 4])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_every_home_makes_the_same_bits(
     request: pytest.FixtureRequest, tmp_path: Path, world: int, stage: int

@@ -13,6 +13,7 @@ import torch
 import models
 import polyreme
 import training
+from examples import whole
 from polyreme.pipeline.schedule import build, halves
 from polyreme.pipeline.weight_gradients import current
 from polyreme.step.step import Step
@@ -182,6 +183,7 @@ def precisions(rank: int, world: int, schedule: str) -> list[list[float]]:
     return found
 
 
+@whole
 def test_low_precision(ranks: Ranks) -> None:
     """Losses as of 1F1B, but for the order in which gradients are added up."""
     for schedule in ("zb-h1", "zb-v"):
