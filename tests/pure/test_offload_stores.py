@@ -287,6 +287,29 @@ def test_what_a_stream_gives_stays_until_the_next(tmp_path: Path) -> None:
             assert (memory == number).all()
 
 
+def test_nothing_is_read_ahead_into_memory_that_is_still_copied(tmp_path: Path) -> None:
+    class Copy:
+        def __init__(self) -> None:
+            self.under_way, self.may_end = threading.Event(), threading.Event()
+
+        def synchronize(self) -> None:
+            self.under_way.set()
+            assert self.may_end.wait(20)
+
+    copy = Copy()
+    with tier_of("file", tmp_path, [ALIGNMENT] * 3, buffers=1) as store:
+        for number, memory in enumerate(store.stream(range(3))):
+            memory.fill_(number)
+        opened = store.open(1)
+        opened.wait()
+        opened.close(copy)
+        stream = store.stream([2])
+        assert copy.under_way.wait(20)
+        assert (opened.memory == 1).all()
+        copy.may_end.set()
+        assert (next(stream) == 2).all()
+
+
 def test_asking_for_something_else_ends_a_stream(tmp_path: Path) -> None:
     with tier_of("file", tmp_path) as store:
         first = store.stream(range(len(SIZES)))
@@ -631,3 +654,11 @@ def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(TierError, match=rf"{tmp_path}/file/folder cannot be used: Not a directory"):
         FileStore([tmp_path / "file" / "folder"], 0, "run")
+
+
+def test_extents_that_come_after_a_commit_of_none_are_streamed(tmp_path: Path) -> None:
+    with tier_of("file", tmp_path, []) as store:
+        extents = [store.reserve(size) for size in (ALIGNMENT, 5)]
+        for extent in extents:
+            store.put(extent, torch.full((store.sizes[extent],), extent + 1, dtype=torch.uint8))
+        assert [memory.unique().tolist() for memory in store.stream(extents)] == [[1], [2]]

@@ -93,7 +93,7 @@ def between_steps(rank: int, world: int, stage: int, compute: str) -> list[str]:
         for t in s.values()
         if isinstance(t, Tensor) and not t.dim()
     )
-    transient = engine._training.placement.pool.nbytes()
+    transient = engine._training.placement.pool.waiting
     counted = {key: told[key] - {"gradients": transient, "states": steps}.get(key, 0) for key in STATE}
     if counted != (wanted := formula(engine, stage, compute)):
         wrong.append(f"{counted} is not {wanted}")

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from polyreme.files.direct_io import HUGE_PAGE, aligned
+from polyreme.files.memory_pool import MemoryPool
 
 BLOCK = HUGE_PAGE
 """Bytes of memory for one job. Larger ones would not be faster, and pages of less are slower for the disk
@@ -69,10 +70,8 @@ class JobQueue:
         room: int,
     ) -> None:
         self._waiting, self._access, self._stream = deque(jobs), access, stream
-        self._free: SimpleQueue[Tensor | None] = SimpleQueue()
-        """Blocks; None: take a new one, or end where nothing is waiting."""
-        for memory in aligned(buffers * BLOCK).split(BLOCK):
-            self._free.put(memory)
+        self._blocks = MemoryPool()
+        self._blocks.add(aligned(buffers * BLOCK), BLOCK)
         self._packed: SimpleQueue[tuple[Job, Tensor, Tensor] | None] = SimpleQueue()
         """None: there will be no more."""
         self._left, self._counting, self._room = len(self._waiting), threading.Lock(), room
@@ -114,24 +113,22 @@ class JobQueue:
     def _end(self) -> None:
         """All is packed, or nothing more will be: let nobody wait for anything."""
         self._access.give_back()
-        self._free.put(None)
+        self._blocks.give(torch.empty(1, dtype=torch.uint8).expand(BLOCK))  # nobody writes to it any more
         self._packed.put(None)
 
     def _watch(self) -> None:
         self._access.wait()
-        for _ in range(min(self._room // BLOCK, len(self._waiting))):
-            self._free.put(None)
+        blocks = min(self._room // BLOCK, len(self._waiting))
+        self._blocks.add(aligned(blocks * BLOCK), BLOCK)
 
     def _pack(self) -> None:
         while True:
-            memory = self._free.get()
+            memory, _ = self._blocks.lend(BLOCK)
             try:
                 job = self._waiting.popleft()
             except IndexError:
-                self._free.put(None)  # for the next one
+                self._blocks.give(memory)  # for the next one
                 return
-            if memory is None:
-                memory = aligned(BLOCK)
             self._packed.put((job, job.pack(memory), memory))
             with self._counting:
                 self._left -= 1
@@ -142,5 +139,5 @@ class JobQueue:
         while (packed := self._packed.get()) is not None:
             job, data, memory = packed
             job.put(data)
-            self._free.put(memory)
+            self._blocks.give(memory)
         self._packed.put(None)  # for the next one

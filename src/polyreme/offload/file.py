@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
@@ -22,6 +22,7 @@ from torch import Tensor
 from polyreme.errors import TierError
 from polyreme.files.direct_io import ALIGNMENT, File, aligned, check_space, padded
 from polyreme.files.folder_lock import Claim
+from polyreme.files.memory_pool import MemoryPool
 from polyreme.layout.intervals import round_down
 from polyreme.layout.region import Stored
 from polyreme.offload.copy_stream import CopyStream
@@ -71,7 +72,7 @@ class FileStore(Store):
             except OSError as error:
                 raise TierError(f"{folder} cannot be used: {error.strerror}") from error
         self.count, self._pin = buffers, pin
-        self._buffers = _Buffers(pin)
+        self._memory, self._fixed, self._made = MemoryPool(self._new), 0, 0
         self._pool = ThreadPoolExecutor(threads, "tier")
         self._lock = threading.Lock()  # guards what threads of the pool change
         self._alone = threading.RLock()  # held by whatever thread calls
@@ -83,7 +84,7 @@ class FileStore(Store):
 
     @property
     def buffers(self) -> int:
-        return self.count * padded(max(self.sizes.values(), default=0)) or self._buffers.nbytes
+        return self.count * padded(max(self.sizes.values(), default=0)) or self._made
 
     def commit(self) -> None:
         needed = dict.fromkeys(self.folders, 0)
@@ -94,10 +95,9 @@ class FileStore(Store):
         for folder, space in zip(self.folders, self._spaces, strict=True):
             if not space.segments[0].backing.direct:
                 log.warning("%s: no direct transfers there, so they go through the page cache", folder)
-        if self.count:
-            size = self.buffers // self.count
-            memory = aligned(self.buffers, self._pin)
-            self._buffers.lend([memory[i * size : (i + 1) * size] for i in range(self.count)])
+        if self.count and self.buffers:
+            self._memory, self._fixed = MemoryPool(), self.buffers // self.count
+            self._memory.add(aligned(self.buffers, self._pin), self._fixed)
 
     def stream(self, order: Sequence[int], write: bool = True, read: bool = True) -> FileStream:
         stream = FileStream(self, order, write, read)
@@ -137,17 +137,17 @@ class FileStore(Store):
                 staged.uses += 1
                 return staged
         staged = self._staged[extent] = _Staged()
-        if ahead:
+        if ahead and self._fixed:
             done: Future[None] = Future()
             staged.reading = self._jobs[extent] = done
 
-            def fill(memory: Tensor) -> None:
-                staged.memory = memory
+            def fill(memory: Tensor, free: Any) -> None:
+                staged.memory, staged.free = memory, free
                 self._pool.submit(self._read, extent, staged).add_done_callback(
                     lambda _: done.set_result(None)
                 )
 
-            self._buffers.when_free(fill)
+            self._memory.when_free(fill, self._fixed)
             return staged
         staged.memory, staged.free = self._take(self.sizes[extent])
         if read:
@@ -196,7 +196,7 @@ class FileStore(Store):
                 try:
                     add_when(arrived, numbers, staged.memory, dtype, first, then)
                 finally:
-                    self._buffers.give(memory)
+                    self._memory.give(memory)
 
             self.write_behind(extent, staged, change=change)
             return arrived is None
@@ -222,7 +222,7 @@ class FileStore(Store):
         super().close()
         for claim in self._claims:
             claim.close()
-        self._buffers = _Buffers(self._pin)
+        self._memory, self._made = MemoryPool(self._new), 0
         self._staged.clear()
 
     def move(self, what: Literal["read", "write"], extent: int, memory: Tensor, at: int = 0) -> None:
@@ -285,7 +285,7 @@ class FileStore(Store):
             if staged.uses:
                 return
             del self._staged[extent]
-        self._buffers.give(staged.memory, staged.free)
+        self._memory.give(staged.memory, staged.free)
 
     def _begin(self, extent: int, work: Callable[[], None]) -> Future[None]:
         """Have a thread do `work` after what was begun of the extent before."""
@@ -320,12 +320,23 @@ class FileStore(Store):
                 first = round_down(start, ALIGNMENT)
                 yield memory[: padded(stop) - first], first
             finally:
-                self._buffers.give(memory)
+                self._memory.give(memory)
 
     def _take(self, nbytes: int) -> tuple[Tensor, Any]:
         """Memory for so many bytes, and the event at which it is free."""
+        if (nbytes := padded(nbytes)) > self._fixed > 0:
+            raise ValueError(f"{nbytes} bytes of an extent that came later than `commit`")
         with self.traffic.waiting():
-            return self._buffers.take(padded(nbytes), lambda: {*map(padded, self.sizes.values())})
+            return self._memory.lend(self._fixed or nbytes)
+
+    def _new(self, nbytes: int, _: torch.dtype) -> Tensor:
+        """Memory in place of that whose size no extent has any more."""
+        for memory, event in self._memory.drop(but={*map(padded, self.sizes.values())}):
+            self._made -= memory.nbytes
+            if event is not None:
+                event.synchronize()
+        self._made += nbytes
+        return aligned(nbytes, self._pin)
 
     def _end_stream(self) -> None:
         """End the stream that may be open."""
@@ -342,7 +353,7 @@ class FileStore(Store):
     def _forget(self, extent: int) -> None:
         self._jobs.pop(extent, None)
         if (staged := self._staged.pop(extent, None)) is not None:  # read ahead of a use that does not come
-            self._buffers.give(staged.memory, staged.free)
+            self._memory.give(staged.memory, staged.free)
         super()._forget(extent)
         self._failures.pop(extent, None)
 
@@ -360,62 +371,6 @@ class _Staged:
     def is_near(self) -> bool:
         """Whether it is read."""
         return self.reading is None or self.reading.done()
-
-
-class _Buffers:
-    """Memory, page by page, of which each piece is lent to one user at a time: those that were given to
-    `lend`, all of one size, or else new ones, pinned with `pin`."""
-
-    def __init__(self, pin: bool) -> None:
-        self.nbytes = 0
-        self._pin, self._fixed = pin, 0
-        self._changed = threading.Condition()
-        # keys: bytes; values: memory, and the event at which it is free
-        self._free: dict[int, deque[tuple[Tensor, Any]]] = defaultdict(deque)
-        self._waiting: deque[Callable[[Tensor], None]] = deque()
-
-    def lend(self, memory: Sequence[Tensor]) -> None:
-        """Lend these, and no others."""
-        self._fixed = memory[0].nbytes
-        self._free[self._fixed].extend((each, None) for each in memory)
-
-    def take(self, nbytes: int, sizes: Callable[[], set[int]]) -> tuple[Tensor, Any]:
-        """So many bytes, waiting for them if need be; memory of other sizes than `sizes` is not needed any
-        more."""
-        with self._changed:
-            if self._fixed:
-                if nbytes > self._fixed:
-                    raise ValueError(f"{nbytes} bytes of an extent that came later than `commit`")
-                self._changed.wait_for(lambda: self._free[self._fixed])
-                return self._free[self._fixed].popleft()
-            if self._free[nbytes]:
-                return self._free[nbytes].popleft()
-            for size in self._free.keys() - sizes():
-                for _, event in self._free.pop(size):
-                    self.nbytes -= size
-                    if event is not None:
-                        event.synchronize()
-            self.nbytes += nbytes
-        return aligned(nbytes, self._pin), None
-
-    def when_free(self, use: Callable[[Tensor], None]) -> None:
-        """Give `use` one of those of one size, now or in the thread that gives one back."""
-        with self._changed:
-            if not self._free[self._fixed]:
-                self._waiting.append(use)
-                return
-            memory, _ = self._free[self._fixed].popleft()
-        use(memory)
-
-    def give(self, memory: Tensor, free: Any = None) -> None:
-        """Take it back."""
-        with self._changed:
-            if not self._waiting:
-                self._free[memory.nbytes].append((memory, free))
-                self._changed.notify()
-                return
-            use = self._waiting.popleft()
-        use(memory)
 
 
 class FileStream:

@@ -11,7 +11,7 @@ from polyreme.zero.bucket_memory import live
 
 def memory(training: Training, activations: Activations) -> dict[str, int]:
     """See `Engine.memory`."""
-    found = {"parameters": 0, "gradients": training.placement.pool.nbytes(), "states": 0}
+    found = {"parameters": 0, "gradients": training.placement.pool.waiting, "states": 0}
     for bucket in training.placement.buckets:
         for category, size in live(bucket).items():
             found[category] += size
