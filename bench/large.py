@@ -118,7 +118,7 @@ def rank_main(args: argparse.Namespace) -> None:
         traffic["states"] = (states, states)
     if engine.config.memory.gradients not in ("device", "host"):
         reduced = placement.trainable[0].formats.reduce.itemsize
-        gradients = sum(padded((extent.run.stop - extent.run.start) * reduced) for extent in extents)
+        gradients = sum(padded(extent.interval.size * reduced) for extent in extents)
         traffic["gradients"] = (gradients, gradients)
     if args.params == "files":
         traffic["params"] = (2 * sum(shard.values()) - stay, sum(shard.values()))

@@ -455,7 +455,11 @@ def test_a_parameter_without_gradient_is_left_alone(name: str) -> None:
     for boundary in ("tensor",) if name == "Adafactor" else ("element", "tensor"):
         found, update = run_bucket(made, steps, boundary)
         torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
-        counts = {run.start: float(state["step"]) for run, state in update.state.by_run() if "step" in state}
+        counts = {
+            interval.start: float(state["step"])
+            for interval, state in update.state.by_interval()
+            if "step" in state
+        }
         slots = {slot.name: slot for slot in update.bucket.layout.slots}
         if counts:
             assert [counts[slots[n].start] for n in "abd"] == [4, 3, 5]
@@ -475,14 +479,14 @@ def test_pieces_of_any_size_give_the_same_bits(name: str, monkeypatch: pytest.Mo
     steps = gradients_of(4, torch.float32, missing=["", "", "a", ""])
     made = recipe(Small(), section(name=name, lr=0.1, weight_decay=0.1))
     whole, update = run_bucket(made, steps, "element")
-    pieces = len(list(update.state.by_run()))
+    pieces = len(list(update.state.by_interval()))
     for chunk in (ALIGN, 3 * ALIGN):
         monkeypatch.setattr(update_module, "CHUNK", chunk)
         monkeypatch.setattr(update_module, "IN_CACHE", chunk)
         cut, update = run_bucket(made, steps, "element")
-        assert len(list(update.state.by_run())) > pieces
+        assert len(list(update.state.by_interval())) > pieces
         assert all(torch.equal(cut[n], whole[n]) for n in SHAPES)
-        sizes = [(run.stop - run.start) * 4 for run, _ in update.state.by_run()]
+        sizes = [interval.size * 4 for interval, _ in update.state.by_interval()]
         # two states and a step count
         assert name != "adamw" or update.nbytes() == sum(2 * size + 4 for size in sizes)
 

@@ -336,7 +336,7 @@ def snapshot_of(engine: Engine) -> tuple[Any, ...]:
     states = [
         value.clone()
         for update in engine._training.updates
-        for _, state in update.state.by_run()
+        for _, state in update.state.by_interval()
         for value in state.values()
     ]
     return asdict(engine.state), torch.get_rng_state(), used, weights, states
@@ -465,7 +465,7 @@ def unread(rank: int, world: int, folder: Path) -> None:
     finally:
         torch.use_deterministic_algorithms(False)
     for update in again._training.updates:
-        for _, state in update.state.by_run():
+        for _, state in update.state.by_interval():
             assert all(value.isfinite().all() for value in state.values() if isinstance(value, torch.Tensor))
     assert step(again, "llama") == step(engine, "llama")
 

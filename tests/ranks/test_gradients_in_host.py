@@ -223,7 +223,7 @@ def account(rank: int, world: int, stage: int) -> dict[str, Any]:
         engine.train_step(models.share(models.tokens(training.SAMPLES), rank, world))
     shards = sum(bucket.layout.shard_size for bucket in engine._training.placement.trainable)
     updated = sum(
-        extent.run.stop - extent.run.start
+        extent.interval.size
         for bucket in engine._training.placement.trainable
         for extent in bucket.offloaded_states or ()
     )

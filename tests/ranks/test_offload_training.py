@@ -307,9 +307,7 @@ def moved(rank: int, world: int, folder: str, compute: str, accumulation: int) -
     shards = [bucket.layout.shard_size for bucket in engine._training.placement.buckets]
     sizes = [extent.nbytes for update in engine._training.updates for extent in update.offloaded or ()]
     elements = [
-        extent.run.stop - extent.run.start
-        for update in engine._training.updates
-        for extent in update.offloaded or ()
+        extent.interval.size for update in engine._training.updates for extent in update.offloaded or ()
     ]
     after = engine.tiers()
     found = {

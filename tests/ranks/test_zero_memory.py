@@ -89,7 +89,7 @@ def between_steps(rank: int, world: int, stage: int, compute: str) -> list[str]:
     steps = sum(
         t.nbytes
         for u in engine._training.updates
-        for _, s in u.state.by_run()
+        for _, s in u.state.by_interval()
         for t in s.values()
         if isinstance(t, Tensor) and not t.dim()
     )

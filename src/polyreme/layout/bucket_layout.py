@@ -83,12 +83,16 @@ class Range:
 class GroupInterval:
     """A contiguous part [start, stop) of the flat buffer whose elements are all of one optimizer group.
 
-    `slot` is given where the run is exactly one whole tensor (boundary="tensor")."""
+    `slot` is given where it is exactly one whole tensor (boundary="tensor")."""
 
     group: int
     start: int
     stop: int
     slot: Slot | None = None
+
+    @property
+    def size(self) -> int:
+        return self.stop - self.start
 
 
 @dataclass(frozen=True)

@@ -52,10 +52,10 @@ class Field:
 
 @dataclass(frozen=True)
 class StateExtent:
-    """The elements of `run`, extent `number` of the tier, with `fields` by kind: MASTER, and the names of
-    states."""
+    """The elements of `interval`, extent `number` of the tier, with `fields` by kind: MASTER, and the names
+    of states."""
 
-    run: GroupInterval
+    interval: GroupInterval
     number: int
     fields: Mapping[str, Field]
 
@@ -79,9 +79,9 @@ class OffloadedStates:
     ) -> None:
         self.store = store
         self._all: list[StateExtent] = []
-        for run in layout.group_intervals(region.start, region.stop):
-            share = align(ceil_div(run.stop - run.start, torch.get_num_threads()))
-            for part in cut(run, min(HOST_EXTENT, max(EXTENT, share)) if store.in_memory else EXTENT):
+        for interval in layout.group_intervals(region.start, region.stop):
+            share = align(ceil_div(interval.size, torch.get_num_threads()))
+            for part in cut(interval, min(HOST_EXTENT, max(EXTENT, share)) if store.in_memory else EXTENT):
                 fields = _fields(part, groups[part.group], dtype, compact)
                 self._all.append(
                     StateExtent(part, store.reserve(max(field.end for field in fields.values())), fields)
@@ -94,8 +94,10 @@ class OffloadedStates:
         """Set the numbers of one kind, one for each of the elements from `start` of the bucket's flat buffer
         on, as far as they are here; of a state with a shape of its own all, where `start` is its tensor's."""
         for extent in self._all:
-            first = extent.run.start
-            if (field := extent.fields.get(kind)) is None or (extent.run.slot is not None and first != start):
+            first = extent.interval.start
+            if (field := extent.fields.get(kind)) is None or (
+                extent.interval.slot is not None and first != start
+            ):
                 continue
             if inside := overlap(Interval(start, start + flat.numel()), Interval(first, first + field.size)):
                 numbers = flat[inside.since(start)].to("cpu", field.dtype)
@@ -106,56 +108,57 @@ class OffloadedStates:
         """Copy masters to `flat`, which begins at element `start` of the bucket's flat buffer; what is
         padding there stays."""
         for extent in self._all:
-            field, first = extent.fields[MASTER], extent.run.start
+            field, first = extent.fields[MASTER], extent.interval.start
             if inside := overlap(Interval(start, start + flat.numel()), Interval(first, first + field.size)):
                 begin, size = field.begin + (inside.start - first) * field.dtype.itemsize, inside.size
                 numbers = self.store.get(extent.number, begin, begin + size * field.dtype.itemsize)
                 flat[inside.since(start)].copy_(numbers.view(field.dtype))
 
     def numbers(self, extent: StateExtent, kind: str, part: GroupInterval | None) -> Tensor | Stored:
-        """The extent's numbers of one kind, or those of a part of its run: in host memory, or to be read when
-        they are needed."""
+        """The extent's numbers of one kind, or those of a part of its interval: in host memory, or to be read
+        when they are needed."""
         field = extent.fields[kind]
         found = self.store.numbers(extent.number, field.begin, field.dtype, field.shape)
         if part is None:
             return found
-        start, stop = within(extent.run, part, field.size)
+        start, stop = within(extent.interval, part, field.size)
         return found[start:stop] if isinstance(found, Tensor) else found.part(start, stop)
 
     def keep(self, extent: StateExtent, kind: str, part: GroupInterval, numbers: Tensor) -> None:
-        """Set the extent's numbers of one kind that belong to a part of its run."""
+        """Set the extent's numbers of one kind that belong to a part of its interval."""
         field = extent.fields[kind]
-        start, _ = within(extent.run, part, field.size)
+        start, _ = within(extent.interval, part, field.size)
         self.store.put(extent.number, numbers, field.begin + start * field.dtype.itemsize)
 
 
 def within(whole: GroupInterval, part: GroupInterval, size: int) -> tuple[int, int]:
-    """Where the part of a run is in the `size` numbers that there are of the run: one for each element, or
-    one for some of them."""
-    elements = whole.stop - whole.start
-    return (part.start - whole.start) * size // elements, (part.stop - whole.start) * size // elements
+    """Where the part of an interval is in the `size` numbers that there are of the whole: one for each
+    element, or one for some of them."""
+    return (part.start - whole.start) * size // whole.size, (part.stop - whole.start) * size // whole.size
 
 
-def cut(run: GroupInterval, chunk: int) -> list[GroupInterval]:
-    """`run` in parts of at most `chunk` elements each, or as it is where it is one whole tensor."""
-    if run.slot is not None:
-        return [run]
-    return [GroupInterval(run.group, *part) for part in chunks(run, chunk)]
+def cut(interval: GroupInterval, chunk: int) -> list[GroupInterval]:
+    """`interval` in parts of at most `chunk` elements each, or as it is where it is one whole tensor."""
+    if interval.slot is not None:
+        return [interval]
+    return [GroupInterval(interval.group, *part) for part in chunks(interval, chunk)]
 
 
-def _fields(run: GroupInterval, group: Group, dtype: torch.dtype, compact: States | None) -> dict[str, Field]:
+def _fields(
+    interval: GroupInterval, group: Group, dtype: torch.dtype, compact: States | None
+) -> dict[str, Field]:
     """The master first, then every state that is more than one number."""
-    shape = (run.stop - run.start,) if run.slot is None else run.slot.shape
+    shape = (interval.size,) if interval.slot is None else interval.slot.shape
     states: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
     if compact is not None:
         formats = QuantizedKernel(group.optimizer([torch.zeros(1, dtype=dtype)]), compact).fields(
-            run.stop - run.start
+            interval.size
         )
         states = {kind: (form, (size,)) for kind, (form, size) in formats.items()}
     else:
-        for kind, value in trial_state(group, None if run.slot is None else shape, dtype).items():
+        for kind, value in trial_state(group, None if interval.slot is None else shape, dtype).items():
             if isinstance(value, Tensor) and value.dim():
-                states[kind] = value.dtype, shape if run.slot is None else tuple(value.shape)
+                states[kind] = value.dtype, shape if interval.slot is None else tuple(value.shape)
     fields = {MASTER: Field(0, dtype, shape)}
     for kind, (form, sizes) in states.items():
         begin = round_up(max(field.end for field in fields.values()), _ALIGNED)

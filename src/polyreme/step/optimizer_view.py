@@ -60,12 +60,12 @@ class OptimizerView(Optimizer):
         found: defaultdict[Tensor, Any] = defaultdict(dict)
         for update in self._updates:
             bucket = update.bucket
-            for run, states in update.state.by_run():
+            for interval, states in update.state.by_interval():
                 for parameter, slot in zip(bucket.parameters, bucket.layout.slots, strict=True):
-                    if inside := overlap(run, slot):
+                    if inside := overlap(interval, slot):
                         found[parameter].update(
                             {
-                                kind: _part(value, inside.since(run.start), run.stop - run.start)
+                                kind: _part(value, inside.since(interval.start), interval.size)
                                 for kind, value in states.items()
                             }
                         )

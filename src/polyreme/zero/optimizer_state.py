@@ -32,32 +32,32 @@ class OptimizerState:
         self._wide: dict[Piece, dict[str, Tensor]] = {}
 
     def masters(self) -> Iterable[tuple[GroupInterval, Tensor | Stored]]:
-        """Every run with its masters, in their own memory or stored."""
-        for run, numbers in self._numbers():
-            yield run, numbers[MASTER]
+        """Every interval with its masters, in their own memory or stored."""
+        for interval, numbers in self._numbers():
+            yield interval, numbers[MASTER]
 
-    def by_run(self) -> Iterable[tuple[GroupInterval, dict[str, Any]]]:
-        """Every run with the torch state of its parameter."""
-        for run, numbers in self._numbers():
-            yield run, {kind: value for kind, value in numbers.items() if kind != MASTER}
+    def by_interval(self) -> Iterable[tuple[GroupInterval, dict[str, Any]]]:
+        """Every interval with the torch state of its parameter."""
+        for interval, numbers in self._numbers():
+            yield interval, {kind: value for kind, value in numbers.items() if kind != MASTER}
 
     def read(self, slot: Slot, kind: str) -> Tensor | None:
         """What this rank has of a state of a parameter: the numbers of the elements that it updates, flat; or
         a state with a shape of its own; or one number. None where there is none, or none yet. Not to be
         written to."""
         found = []
-        for run, state in self.by_run():
-            inside = overlap(run, slot)
+        for interval, state in self.by_interval():
+            inside = overlap(interval, slot)
             if not inside or (value := state.get(kind)) is None:
                 continue
             if not isinstance(value, Tensor | Stored):
                 return torch.tensor(value)
-            if run.slot is not None:
+            if interval.slot is not None:
                 flat = value if isinstance(value, Tensor) else value.fetch(0, value.numel())
                 return flat.view(value.shape)
             if isinstance(value, Tensor) and not value.dim():
                 return value
-            part = inside.since(run.start)
+            part = inside.since(interval.start)
             found.append(value[part] if isinstance(value, Tensor) else value.fetch(part.start, part.stop))
         return torch.cat(found) if found else None
 
@@ -70,9 +70,9 @@ class OptimizerState:
         if (offloaded := self._pieces.offloaded) is not None and self._pieces.compact is None:
             offloaded.write(kind, slot.start, values.reshape(-1))
         for piece in self._pieces:
-            if not (both := overlap(piece.run, slot)):
+            if not (both := overlap(piece.interval, slot)):
                 continue
-            inside = both.since(piece.run.start)
+            inside = both.since(piece.interval.start)
             numbers = values[both.since(slot.start)] if values.dim() else values
             old = piece.state.get(kind)
             if isinstance(kernel := self._pieces.kernel(piece), QuantizedKernel) and values.dim():
@@ -81,7 +81,7 @@ class OptimizerState:
                 piece.state[kind] = type(old)(values.item())
             elif old is None:  # it is in an extent
                 continue
-            elif piece.run.slot is not None or not old.dim():
+            elif piece.interval.slot is not None or not old.dim():
                 old.copy_(values.view(old.shape))
             else:
                 old[inside] = numbers.to(old.device)
@@ -95,19 +95,19 @@ class OptimizerState:
         if extent is None or offloaded is None:
             state = {name: piece.state[name] for name in kinds}
         else:
-            stored = {name: offloaded.numbers(extent, name, piece.run) for name in kinds}
+            stored = {name: offloaded.numbers(extent, name, piece.interval) for name in kinds}
             state = {n: v if isinstance(v, Tensor) else v.fetch(0, v.numel()) for n, v in stored.items()}
-        wide = kernel.widened(state, kind, piece.run.stop - piece.run.start)
+        wide = kernel.widened(state, kind, piece.interval.size)
         wide[inside] = numbers.to("cpu")
-        kernel.keep(state, kind, wide, Key(kind, 0, self._pieces.random_offset + piece.run.start))
+        kernel.keep(state, kind, wide, Key(kind, 0, self._pieces.random_offset + piece.interval.start))
         if extent is not None and offloaded is not None:
             for name, compressed in state.items():
-                offloaded.keep(extent, name, piece.run, compressed)
+                offloaded.keep(extent, name, piece.interval, compressed)
 
     def _numbers(self) -> Iterator[tuple[GroupInterval, dict[str, Any]]]:
         for piece in self._pieces:
             if (extent := piece.extent) is None or self._pieces.offloaded is None:
-                yield piece.run, self._widened(piece, {MASTER: piece.tensor, **piece.state})
+                yield piece.interval, self._widened(piece, {MASTER: piece.tensor, **piece.state})
                 continue
             numbers: dict[str, Any] = {}
             for kind, field in extent.fields.items():
@@ -117,14 +117,14 @@ class OptimizerState:
                     numbers[kind] = piece.within(extent, field.of(staged))
                 else:
                     numbers[kind] = self._pieces.offloaded.numbers(
-                        extent, kind, None if piece.run.slot is not None else piece.run
+                        extent, kind, None if piece.interval.slot is not None else piece.interval
                     )
-            yield piece.run, self._widened(piece, {**numbers, **piece.state})
+            yield piece.interval, self._widened(piece, {**numbers, **piece.state})
 
     def _widened(self, piece: Piece, numbers: dict[str, Any]) -> dict[str, Any]:
         """`numbers`, with the states that are kept in fewer bits as float32: to be read when they are needed,
         or loaded."""
-        kernel, size = self._pieces.kernel(piece), piece.run.stop - piece.run.start
+        kernel, size = self._pieces.kernel(piece), piece.interval.size
         if not isinstance(kernel, QuantizedKernel) or piece.fresh:
             return numbers
         compressed = {
@@ -197,7 +197,7 @@ class OptimizerState:
                     field.of(memory).zero_()
         for piece in self._pieces:
             if isinstance(kernel := self._pieces.kernel(piece), QuantizedKernel) and not piece.fresh:
-                size = piece.run.stop - piece.run.start
+                size = piece.interval.size
                 self._wide[piece] = {name: torch.zeros(size, dtype=torch.float32) for name in kernel.names}
         try:
             yield
@@ -209,7 +209,7 @@ class OptimizerState:
             target = self._pieces.bucket.rounded(keep=False)
             for extent in self._pieces.offloaded:
                 self._pieces.offloaded.store.put(extent.number, self._staged[extent.number])
-                self._pieces.view(target, extent.run).copy_(
+                self._pieces.view(target, extent.interval).copy_(
                     extent.fields[MASTER].of(self._staged[extent.number])
                 )
         finally:
@@ -224,7 +224,7 @@ class OptimizerState:
             memory = self._staged[extent.number]
             state = {kind: piece.within(extent, field.of(memory)) for kind, field in extent.fields.items()}
         for name, values in wide.items():
-            kernel.keep(state, name, values, Key(name, 0, self._pieces.random_offset + piece.run.start))
+            kernel.keep(state, name, values, Key(name, 0, self._pieces.random_offset + piece.interval.start))
 
     def _allocate(self, scalars: Mapping[str, Numbers | None], new_states: Mapping[str, Tensor]) -> None:
         slots = self.slots()
@@ -239,7 +239,7 @@ class OptimizerState:
             if told[slot.name] != common:
                 self._pieces.isolate(slot)
         for piece in self._pieces:
-            name = next(s.name for s in slots if overlap(Interval(s.start, align(s.stop)), piece.run))
+            name = next(s.name for s in slots if overlap(Interval(s.start, align(s.stop)), piece.interval))
             if (numbers := scalars[name]) is not None:
                 piece.state, piece.fresh = self._fresh(piece, numbers, new_states), False
 
@@ -267,18 +267,18 @@ class OptimizerState:
     def _fresh(self, piece: Piece, numbers: Numbers, new_states: Mapping[str, Tensor]) -> dict[str, Any]:
         """The states of a piece after a step on zeros, or what is in `new_states`, with `numbers`; without
         those that are in its extent."""
-        flat = piece.run.slot is None
+        flat = piece.interval.slot is None
         found: dict[str, Any] = {}
         kernel = self._pieces.kernel(piece)
         if isinstance(kernel, QuantizedKernel):
-            fields = kernel.fields(piece.run.stop - piece.run.start) if piece.extent is None else {}
+            fields = kernel.fields(piece.interval.size) if piece.extent is None else {}
             found = {kind: torch.zeros(size, dtype=form) for kind, (form, size) in fields.items()}
             return found | ({"step": torch.tensor(float(numbers["step"]))} if kernel.counts else {})
         for key, value in self._pieces.trial(
-            piece.run.group, None if piece.run.slot is None else piece.run.slot.shape
+            piece.interval.group, None if piece.interval.slot is None else piece.interval.slot.shape
         ).items():
             if key in new_states:
-                found[key] = self._pieces.view(new_states[key], piece.run)
+                found[key] = self._pieces.view(new_states[key], piece.interval)
             elif isinstance(value, Tensor) and value.dim():
                 if piece.tensor is not None:
                     found[key] = torch.zeros(

@@ -381,8 +381,8 @@ class OffloadTiers:
             return None
         parts = [Interval(0, region.stop - region.start)]
         if not self.gradients.in_memory:
-            runs = [extent.run for extent in states]
-            parts = [Interval(run.start - region.start, run.stop - region.start) for run in runs]
+            intervals = [extent.interval for extent in states]
+            parts = [Interval(each.start - region.start, each.stop - region.start) for each in intervals]
         return OffloadedGradients(self.gradients, parts, dtype, adds=microbatches == "left")
 
     def commit(self) -> None:

@@ -34,10 +34,10 @@ fewest where each thread takes a piece, if there is more."""
 
 @dataclass(eq=False)
 class Piece:
-    """A run, the master's memory under it and all of its states; or the extent that has them, and `state`:
-    what of the states is not in the extent. `fresh`: it was never updated."""
+    """An interval, the master's memory under it and all of its states; or the extent that has them, and
+    `state`: what of the states is not in the extent. `fresh`: it was never updated."""
 
-    run: GroupInterval
+    interval: GroupInterval
     tensor: Tensor | None = None
     extent: StateExtent | None = None
     state: dict[str, Any] = field(default_factory=dict)
@@ -47,8 +47,8 @@ class Piece:
         """This piece's part of an extent's numbers of one kind."""
         return (
             numbers
-            if self.run.slot is not None
-            else numbers[slice(*within(extent.run, self.run, numbers.numel()))]
+            if self.interval.slot is not None
+            else numbers[slice(*within(extent.interval, self.interval, numbers.numel()))]
         )
 
 
@@ -66,14 +66,15 @@ class Pieces:
         once."""
         self._trials: dict[int, dict[str, Any]] = {}
         if self.offloaded is not None:
-            self._pieces = [Piece(extent.run, extent=extent) for extent in self.offloaded]
+            self._pieces = [Piece(extent.interval, extent=extent) for extent in self.offloaded]
         else:
             whole = bucket.layout.group_intervals(bucket.region.start, bucket.region.stop)
-            chunks = {run.group: self._chunk(run) for run in whole}
-            runs = [part for run in whole for part in cut(run, chunks[run.group])]
-            self._pieces = [Piece(run, self.view(bucket.resident, run)) for run in runs]
+            chunks = {interval.group: self._chunk(interval) for interval in whole}
+            intervals = [part for interval in whole for part in cut(interval, chunks[interval.group])]
+            self._pieces = [Piece(interval, self.view(bucket.resident, interval)) for interval in intervals]
         self.optimizers = {
-            group: self._optimizer(group) for group in sorted({piece.run.group for piece in self._pieces})
+            group: self._optimizer(group)
+            for group in sorted({piece.interval.group for piece in self._pieces})
         }
         self._kernels = {group: _kernel(optimizer, compact) for group, optimizer in self.optimizers.items()}
         name = bucket.layout.slots[0].name if bucket.layout.slots else ""
@@ -90,17 +91,17 @@ class Pieces:
 
     def kernel(self, piece: Piece) -> Kernel:
         """The kernel of a piece."""
-        return self._kernels[piece.run.group]
+        return self._kernels[piece.interval.group]
 
     def begin_states(self, piece: Piece, tensor: Tensor) -> dict[str, Any] | None:
         """The states that the optimizer itself makes for a piece's masters when it is made, if it does."""
-        return self._groups[piece.run.group].optimizer([tensor]).state.get(tensor)
+        return self._groups[piece.interval.group].optimizer([tensor]).state.get(tensor)
 
     def _optimizer(self, group: int) -> Optimizer:
         """The optimizer of a group, whose pieces get the states that it makes at once."""
-        pieces = [piece for piece in self._pieces if piece.run.group == group]
+        pieces = [piece for piece in self._pieces if piece.interval.group == group]
         tensors = [piece.tensor for piece in pieces if piece.tensor is not None]
-        slot = pieces[0].run.slot
+        slot = pieces[0].interval.slot
         sizes = 1 if slot is None else [1] * len(slot.shape)
         stand_in = torch.zeros(sizes, dtype=self.bucket.formats.master)
         optimizer = self._groups[group].optimizer(tensors or [stand_in])
@@ -109,13 +110,13 @@ class Pieces:
             piece.fresh = not piece.state
         return optimizer
 
-    def _chunk(self, run: GroupInterval) -> int:
-        """Most elements of a piece of the run's group."""
-        if not self.one_by_one or run.slot is not None:
+    def _chunk(self, interval: GroupInterval) -> int:
+        """Most elements of a piece of the interval's group."""
+        if not self.one_by_one or interval.slot is not None:
             return self.bucket.layout.size
-        found = _kernel(self._groups[run.group].optimizer([torch.zeros(1)]), self.compact)
+        found = _kernel(self._groups[interval.group].optimizer([torch.zeros(1)]), self.compact)
         if isinstance(found, ChunkedKernel):
-            return min(CHUNK, max(IN_CACHE, align(ceil_div(run.stop - run.start, torch.get_num_threads()))))
+            return min(CHUNK, max(IN_CACHE, align(ceil_div(interval.size, torch.get_num_threads()))))
         return CHUNK if isinstance(found, QuantizedKernel) else IN_CACHE
 
     def trial(self, group: int, shape: tuple[int, ...] | None) -> dict[str, Any]:
@@ -127,11 +128,11 @@ class Pieces:
             self._trials[group] = trial_state(self._groups[group], None, self.bucket.formats.master, device)
         return self._trials[group]
 
-    def view(self, numbers: Tensor, run: GroupInterval, start: int | None = None) -> Tensor:
-        """The run's part of numbers of the bucket's region, or from its element `start` on."""
+    def view(self, numbers: Tensor, interval: GroupInterval, start: int | None = None) -> Tensor:
+        """The interval's part of numbers of the bucket's region, or from its element `start` on."""
         start = self.bucket.region.start if start is None else start
-        flat = numbers[run.start - start : run.stop - start]
-        return flat.view(run.slot.shape) if run.slot is not None else flat
+        flat = numbers[interval.start - start : interval.stop - start]
+        return flat.view(interval.slot.shape) if interval.slot is not None else flat
 
     def isolate(self, slot: Slot) -> None:
         """Give the parameter pieces of its own, with its part of the states and its own step count."""
@@ -139,20 +140,20 @@ class Pieces:
         pieces: list[Piece] = []
         for piece in self._pieces:
             cuts = [
-                piece.run.start,
-                *(c for c in (low, high) if piece.run.start < c < piece.run.stop),
-                piece.run.stop,
+                piece.interval.start,
+                *(c for c in (low, high) if piece.interval.start < c < piece.interval.stop),
+                piece.interval.stop,
             ]
-            if len(cuts) == 2 or piece.run.slot is not None:
+            if len(cuts) == 2 or piece.interval.slot is not None:
                 pieces.append(piece)
                 continue
             for start, stop in pairwise(cuts):
-                run = GroupInterval(piece.run.group, start, stop)
-                inside = slice(start - piece.run.start, stop - piece.run.start)
-                whole = piece.run.stop - piece.run.start
+                interval = GroupInterval(piece.interval.group, start, stop)
+                inside = slice(start - piece.interval.start, stop - piece.interval.start)
+                whole = piece.interval.size
                 state = {key: _part(value, inside, whole) for key, value in piece.state.items()}
-                tensor = None if piece.tensor is None else self.view(self.bucket.resident, run)
-                pieces.append(Piece(run, tensor, piece.extent, state, piece.fresh))
+                tensor = None if piece.tensor is None else self.view(self.bucket.resident, interval)
+                pieces.append(Piece(interval, tensor, piece.extent, state, piece.fresh))
         self._pieces = pieces
 
 

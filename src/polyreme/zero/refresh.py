@@ -113,12 +113,12 @@ def _whole(bucket: Bucket, update: Update | None) -> Iterator[tuple[str, Tensor]
         part = torch.zeros(
             bucket.region.stop - bucket.region.start, dtype=bucket.formats.master, device=bucket.device
         )
-        for run, state in update.state.by_run():
+        for interval, state in update.state.by_interval():
             if (value := state.get(kind)) is not None:
                 flat = (
                     value.detach().reshape(-1) if isinstance(value, Tensor) else value.fetch(0, value.numel())
                 )
-                part[run.start - bucket.region.start : run.stop - bucket.region.start] = flat
+                part[interval.start - bucket.region.start : interval.stop - bucket.region.start] = flat
         if part.numel() == bucket.layout.size:
             yield kind, part
             continue

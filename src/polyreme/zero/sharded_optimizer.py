@@ -80,12 +80,12 @@ class Update:
                         if key not in ("params", "fused") and key in options[at]
                     }
                 )
-        left_out = {p for p in self._pieces if any(overlap(p.run, slot) for slot in absent)}
+        left_out = {p for p in self._pieces if any(overlap(p.interval, slot) for slot in absent)}
         if not self.one_by_one:
             assert grad is not None
             for at in self._pieces.optimizers:
                 if pieces := [
-                    piece for piece in self._pieces if piece.run.group == at and piece not in left_out
+                    piece for piece in self._pieces if piece.interval.group == at and piece not in left_out
                 ]:
                     self._at_once(at, pieces, grad, factor)
             self.bucket.round()
@@ -97,16 +97,16 @@ class Update:
             memory = None if extent is None else next(coming)
             gradient, start = grad, None
             if gradient is None and extent is not None:
-                gradient, start = next(gradients).view(self.bucket.formats.reduce), extent.run.start
+                gradient, start = next(gradients).view(self.bucket.formats.reduce), extent.interval.start
             assert gradient is not None
             for piece in turn:
                 if piece not in left_out:
                     self._one(
                         piece,
                         memory,
-                        self._pieces.view(gradient, piece.run, start),
+                        self._pieces.view(gradient, piece.interval, start),
                         factor,
-                        self._pieces.view(target, piece.run),
+                        self._pieces.view(target, piece.interval),
                         count,
                     )
         self._workers.finish()
@@ -145,7 +145,7 @@ class Update:
             state,
             factor,
             first=piece.fresh,
-            at=self._pieces.random_offset + piece.run.start,
+            at=self._pieces.random_offset + piece.interval.start,
             later=self._stays,
         )
         if self.bucket.transfer is None or self.bucket.is_offloaded:
@@ -164,7 +164,7 @@ class Update:
         optimizer = self._pieces.optimizers[group]
         tensors = [piece.tensor for piece in pieces if piece.tensor is not None]
         gradients = [
-            self._pieces.view(grad, piece.run).to(tensor.dtype)
+            self._pieces.view(grad, piece.interval).to(tensor.dtype)
             for piece, tensor in zip(pieces, tensors, strict=True)
         ]
         if factor != 1.0:

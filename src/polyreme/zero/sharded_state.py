@@ -59,9 +59,9 @@ def numbers(placement: Placement, update: Update) -> dict[str, dict[str, float]]
     """The states that are one number of each parameter whose first element this rank updates, by its first
     name; none of one never updated."""
     found: dict[str, dict[str, float]] = {}
-    for run, state in update.state.by_run():
+    for interval, state in update.state.by_interval():
         own = {kind: float(number) for kind, value in state.items() if (number := _number(value)) is not None}
-        for inside in update.bucket.layout.within(run.start, run.stop) if state else ():
+        for inside in update.bucket.layout.within(interval.start, interval.stop) if state else ():
             if inside.start == 0:
                 found[inside.name] = own
     return found
@@ -87,10 +87,10 @@ def _masters(placement: Placement, update: Update, part: slice) -> Iterator[Regi
     elements."""
     bucket = update.bucket
     named = _named(placement, bucket)
-    for run, data in update.state.masters():
-        start, stop = overlap(run, part)
+    for interval, data in update.state.masters():
+        start, stop = overlap(interval, part)
         for inside in bucket.layout.within(start, stop):
-            at = start - run.start + inside.offset
+            at = start - interval.start + inside.offset
             yield _region(placement, named, MASTER, inside, _part(data, at, at + inside.size))
     for inside in _empty(bucket):
         yield _region(placement, named, MASTER, inside, torch.empty(0, dtype=bucket.formats.master))
@@ -110,8 +110,8 @@ def _states(placement: Placement, update: Update, part: slice, numbers: bool = T
     number, too."""
     bucket, tp = update.bucket, placement.division.tp
     named = _named(placement, bucket)
-    for run, state in update.state.by_run():
-        start, stop = overlap(run, part)
+    for interval, state in update.state.by_interval():
+        start, stop = overlap(interval, part)
         both = ((inside, each) for inside in bucket.layout.within(start, stop) for each in state.items())
         for inside, (kind, value) in both:
             names, slot = named[inside.name]
@@ -119,8 +119,8 @@ def _states(placement: Placement, update: Update, part: slice, numbers: bool = T
                 if numbers and inside.start == 0:
                     yield Region(kind, names, Cut.whole((), tp.size), tp.rank, 0, number.reshape(1))
             elif isinstance(value, Tensor | Stored):
-                if value.numel() == run.stop - run.start and (run.slot is None or value.shape == slot.shape):
-                    at = start - run.start + inside.offset
+                if value.numel() == interval.size and (interval.slot is None or value.shape == slot.shape):
+                    at = start - interval.start + inside.offset
                     yield _region(placement, named, kind, inside, _part(value, at, at + inside.size))
                 else:  # an optimizer of whole tensors has states with shapes of their own
                     whole = Cut.whole(tuple(value.shape), tp.size)
