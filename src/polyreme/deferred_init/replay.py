@@ -89,13 +89,7 @@ class _Recorder(TorchDispatchMode):
         self._storages: dict[int, UntypedStorage] = {}  # kept, so that no address is used twice
         self._marks: dict[bytes, int] = {}
 
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Collection[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func.namespace == "prim":
             return func(*args, **kwargs)
@@ -304,13 +298,7 @@ class _Reads(TorchFunctionMode):
         super().__init__()
         self._recorder = recorder
 
-    def __torch_function__(
-        self,
-        func: Any,
-        types: Collection[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func not in (Tensor.numpy, Tensor.__array__) or not isinstance(args[0], FakeTensor):
             return func(*args, **(kwargs or {}))
         with _disable_current_modes():

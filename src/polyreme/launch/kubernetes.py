@@ -30,7 +30,7 @@ from polyreme.distributed.environment import (
 )
 from polyreme.errors import LaunchError, Problem
 from polyreme.launch.hosts import LEAST_PODS
-from polyreme.launch.requests import STOPPED, RequestError, size, size_problems
+from polyreme.launch.requests import STOPPED, RequestError, count_problems, size, size_problems
 
 Manifest = dict[str, Any]
 
@@ -194,15 +194,15 @@ def _name_problems(request: Request) -> Iterator[Problem]:
 
 
 def _count_problems(request: Request) -> Iterator[Problem]:
-    for option, value, least in (
-        ("--nodes", request.pods, 1),
-        ("-n", request.ranks, 1),
-        ("--gpus", request.gpus, 1),
-        ("--cpus", request.cpus, 1),
-        ("--restarts", request.restarts, 0),
-    ):
-        if value is not None and value < least:
-            yield Problem(option, value, f"it is below {least}", f"give {least} or more")
+    yield from count_problems(
+        {
+            "--nodes": (request.pods, 1),
+            "-n": (request.ranks, 1),
+            "--gpus": (request.gpus, 1),
+            "--cpus": (request.cpus, 1),
+            "--restarts": (request.restarts, 0),
+        }
+    )
     if request.gpus is not None and request.ranks > request.gpus:
         reason = f"each pod has {request.gpus} (--gpus), and a GPU takes one rank"
         yield Problem("-n", request.ranks, reason, f"give -n {request.gpus}, or more GPUs")

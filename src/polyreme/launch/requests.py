@@ -5,7 +5,7 @@ Communication: none."""
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
 
 from polyreme.errors import LaunchError, Problem
 
@@ -52,3 +52,10 @@ def size_problems(**given: str | None) -> Iterable[Problem]:
         if text is not None and not size(text):
             reason = "it is no size above 0"
             yield Problem(f"--{option}", text, reason, "write a number and M, G, T, Mi, Gi or Ti, as in 16Gi")
+
+
+def count_problems(counts: Mapping[str, tuple[int | None, int]]) -> Iterator[Problem]:
+    """Counts, by the names of their options, that are below the least of them."""
+    for option, (count, least) in counts.items():
+        if count is not None and count < least:
+            yield Problem(option, count, f"it is below {least}", f"give {least} or more")

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from polyreme.errors import LaunchError, Problem
-from polyreme.launch.requests import STOPPED, RequestError, size_problems
+from polyreme.launch.requests import STOPPED, RequestError, count_problems, size_problems
 
 WARNING = 300
 """Seconds before the end of its time at which a run that saves is warned, if the user doesn't say."""
@@ -207,17 +207,17 @@ def _problems(request: Request) -> Iterator[Problem]:
             )
         elif (fix := OURS.get(option[2:].partition("=")[0])) is not None:
             yield Problem("--sbatch", option, "it would change what the script says of that", fix)
-    for option, number, least in (
-        ("--nodes", request.nodes, 1),
-        ("--elastic", request.least, 1),
-        ("-n", request.ranks, 1),
-        ("--gpus", request.gpus, 1),
-        ("--cpus", request.cpus, 1),
-        ("--warning", request.warning, 0),
-        ("--restarts", request.restarts, 0),
-    ):
-        if number is not None and number < least:
-            yield Problem(option, number, f"it is below {least}", f"give {least} or more")
+    yield from count_problems(
+        {
+            "--nodes": (request.nodes, 1),
+            "--elastic": (request.least, 1),
+            "-n": (request.ranks, 1),
+            "--gpus": (request.gpus, 1),
+            "--cpus": (request.cpus, 1),
+            "--warning": (request.warning, 0),
+            "--restarts": (request.restarts, 0),
+        }
+    )
     if request.restarts and not request.saves:
         reason = "Slurm itself starts a script again, each time that a node failed"
         fix = "give 0 for never, or --saves with a script that goes on from its checkpoint"

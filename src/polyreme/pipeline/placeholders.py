@@ -6,7 +6,7 @@ graph. What a user asks of its numbers raises ModelError. No communication."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable
 from typing import Any, ClassVar, NoReturn
 
 import torch
@@ -30,13 +30,7 @@ class StandIn(Tensor):
     """Stages that run now, which may compute with stand-ins."""
 
     @classmethod
-    def __torch_function__(
-        cls,
-        func: Callable[..., Any],
-        types: Iterable[type],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if not cls.running and (what := touching(func)) is not None:
             next(leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, StandIn)).refuse(
                 what

@@ -6,7 +6,7 @@ Communication: where numbers are read or written, on all data-parallel ranks ali
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable
 from typing import Any, Protocol
 
 import torch
@@ -58,13 +58,7 @@ class EqualPart(Tensor):
         return format(repr(self), spec)
 
     @classmethod
-    def __torch_function__(
-        cls,
-        func: Callable[..., Any],
-        types: Iterable[type],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         name = touching(func)
         if name is None:
@@ -135,13 +129,7 @@ class _Copy(Tensor):
     """What was read of an `EqualPart`: it may not be written to."""
 
     @classmethod
-    def __torch_function__(
-        cls,
-        func: Callable[..., Any],
-        types: Iterable[type],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         name = touching(func)
         sets = name is not None and getattr(func, "__name__", "") == "__set__"

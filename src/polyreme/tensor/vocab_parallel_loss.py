@@ -12,7 +12,7 @@ Communication: two numbers per token all-gathered in forward, none in backward.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -135,13 +135,7 @@ class VocabParallelLogits(Tensor):
         return torch.Size((*self.part.shape[:-1], self.vocabulary))
 
     @classmethod
-    def __torch_function__(
-        cls,
-        func: Callable[..., Any],
-        types: Any,
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         logits = args[0] if args and isinstance(args[0], VocabParallelLogits) else None
         others = [

@@ -70,13 +70,7 @@ class Divided(Released):
     them; afterwards that is a ModelError."""
 
     @classmethod
-    def __torch_function__(
-        cls,
-        func: Callable[..., Any],
-        types: Iterable[type],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if (name := touching(func)) is not None:
             asked = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Divided)]

@@ -8,7 +8,7 @@ what methods of a `Gathered` give of its memory is followed. No communication.""
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable
 from types import FrameType
 from typing import Any, NoReturn
 
@@ -30,13 +30,7 @@ class Released(TrainedParameter):
     """The class of a parameter while its memory is released."""
 
     @classmethod
-    def __torch_function__(
-        cls,
-        func: Callable[..., Any],
-        types: Iterable[type],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if (name := touching(func)) is not None:
             refuse(
                 name, next(leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Released))
@@ -134,13 +128,7 @@ class View(Tensor):
     parameter: nn.Parameter
 
     @classmethod
-    def __torch_function__(
-        cls,
-        func: Callable[..., Any],
-        types: Iterable[type],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         inputs = (args, kwargs or {})
         parameters = [leaf.parameter for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, View)]
         copies = False
