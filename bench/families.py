@@ -34,6 +34,7 @@ from polyreme.distributed.mesh import Mesh
 from polyreme.errors import PolyremeError
 from polyreme.models.huggingface import ForwardSignature, training_arguments
 from polyreme.tensor import plan
+from polyreme.tensor.families import FAMILIES
 from polyreme.tensor.parallelize import parallelize
 
 BENCH = Path(__file__).resolve().parent
@@ -127,9 +128,7 @@ def declared() -> list[str]:
     found = []
     for kind in transformers.CONFIG_MAPPING:
         config = transformers.CONFIG_MAPPING[kind]
-        if kind in plan.FAMILIES or any(
-            each.base_model_tp_plan for each in (config, *_parts(config).values())
-        ):
+        if kind in FAMILIES or any(each.base_model_tp_plan for each in (config, *_parts(config).values())):
             found.append(kind)
     return sorted(found)
 

@@ -18,8 +18,9 @@ from polyreme.config.schema import OptimizerSection
 from polyreme.distributed.mesh import Axis
 from polyreme.errors import ConfigError
 from polyreme.layout.bucket_layout import ALIGN, Boundary, BucketLayout, TensorSpec
-from polyreme.optim.groups import Options, Recipe, recipe
+from polyreme.optim.groups import Recipe, recipe
 from polyreme.optim.lr_schedule import LRSchedule
+from polyreme.optim.options import Options
 from polyreme.zero import pieces as update_module
 from polyreme.zero.bucket import Bucket
 from polyreme.zero.buffer_pool import Pool

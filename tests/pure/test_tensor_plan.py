@@ -13,9 +13,10 @@ from torch import nn
 from polyreme.distributed.mesh import Axis
 from polyreme.errors import ModelError
 from polyreme.layout.bucket_layout import Cut
+from polyreme.tensor.families import FAMILIES
 from polyreme.tensor.layers import Column, EmbeddingColumns, Replicate, Row, Vocabulary
 from polyreme.tensor.parallelize import parallelize
-from polyreme.tensor.plan import FAMILIES, STYLES, TensorPlan, plan
+from polyreme.tensor.plan import STYLES, TensorPlan, plan
 
 SMALL = {
     "vocab_size": 97,

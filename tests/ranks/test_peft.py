@@ -21,6 +21,7 @@ import polyreme
 import training
 from polyreme.errors import CheckpointError, ModelError
 from polyreme.models import huggingface
+from polyreme.models.peft import adapters
 from pool import Ranks
 
 Change = Callable[[nn.Module], nn.Module]
@@ -161,7 +162,7 @@ def alone(rank: int, world: int, folder: Path) -> None:
             f"{kind}.safetensors" for kind in kinds
         }
         assert not list(path.glob("model*"))
-        whole, has = engine.state_dict(), huggingface.adapters(engine.module)
+        whole, has = engine.state_dict(), adapters(engine.module)
         if name != "norm":
             opened = peft.PeftModel.from_pretrained(models.build("llama"), path).to(
                 torch.bfloat16 if name == "bf16" else torch.float64
@@ -403,10 +404,7 @@ def put_in_later(rank: int, world: int, folder: Path) -> None:
         whole = engine.state_dict()
         if stage != 2:
             opened.load_adapter(path / "other", "other")
-        names = {
-            key: f"base_model.model.{key}" if stage == 2 else key
-            for key in huggingface.adapters(engine.module)
-        }
+        names = {key: f"base_model.model.{key}" if stage == 2 else key for key in adapters(engine.module)}
         assert len(names) == (12 if stage == 2 else 24)
         assert all(
             torch.equal(opened.state_dict()[there].double(), whole[key]) for key, there in names.items()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 import inspect
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from fnmatch import fnmatch
 from pathlib import Path
@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from polyreme.errors import ConfigError, ModelError, Problem
-from polyreme.models.tensor_access import entries
+from polyreme.models.peft import is_peft_model, learns_prompts, plain_model
 
 NUM_ITEMS = "num_items_in_batch"
 """The argument by which a Hugging Face model divides its sum of losses in place of its number of labels."""
@@ -266,136 +266,6 @@ def count_tokens(batch: object) -> int:
     return int(mask.count_nonzero()) if isinstance(mask, Tensor) and mask.shape == ids.shape else ids.numel()
 
 
-def plain_model(model: nn.Module) -> nn.Module:
-    """The model that PEFT's adapters were put into; any other model itself."""
-    return model.get_base_model() if _is_peft_model(model) else model  # type: ignore[operator]
-
-
-def _is_peft_model(model: nn.Module) -> bool:
-    return hasattr(model, "peft_config") and hasattr(model, "get_base_model")
-
-
-def has_adapters(model: nn.Module) -> bool:
-    """Whether it is a PeftModel, or one of transformers after `add_adapter`: both save their adapters by
-    themselves."""
-    return _is_peft_model(model) or getattr(model, "_hf_peft_config_loaded", False)
-
-
-def refuse_bare_base(model: nn.Module) -> None:
-    """Raise ModelError for a Hugging Face model whose layers PEFT wrapped, where it is not the one that can
-    save that."""
-    if (
-        hasattr(model, "save_pretrained")
-        and not has_adapters(model)
-        and (wrapped := list(adapted_layers(model)))
-    ):
-        raise ModelError(f"PEFT has wrapped {wrapped[0]} of this {type(model).__name__}, "
-                         "whose checkpoints nothing could open: train the "
-                         "model that get_peft_model returns (give it to initialize(), "
-                         "or assign it to engine.module), not the one that it "
-                         "was made from")  # fmt: skip
-
-
-def adapters(model: nn.Module, absent: Iterable[str] = ()) -> set[str]:
-    """Names of the parameters and buffers that PEFT's adapter files hold, of all adapters; none for any other
-    model. absent: names of those that other pipeline stages have."""
-    if not has_adapters(model):
-        return set()
-    if learns_prompts(model):
-        return {name for name in (*entries(model), *absent) if name.startswith("prompt_encoder.")}
-    from peft import get_peft_model_state_dict
-
-    empty = {name: torch.empty(0, device="meta") for name in (*entries(model), *absent)}
-    # it looks at names of parameters whose numbers may be released
-    with torch._C.DisableTorchFunctionSubclass():
-        saved = [
-            get_peft_model_state_dict(model, empty, name, save_embedding_layers=False)
-            for name in model.peft_config  # type: ignore[union-attr]
-        ]
-    selected = {id(tensor) for each in saved for tensor in each.values()}
-    return {name for name, tensor in empty.items() if id(tensor) in selected}
-
-
-@dataclass(frozen=True)
-class Adapted:
-    """Names of the modules in a layer that PEFT wrapped. base: the layer itself. kind: "LoRA", or what else.
-    Of LoRA: down, up: the linear layers to each adapter's low rank and back; dropouts: what they drop before
-    it."""
-
-    base: str
-    kind: str
-    down: Sequence[str] = ()
-    up: Sequence[str] = ()
-    dropouts: Sequence[str] = ()
-
-
-def adapted_layers(model: nn.Module) -> dict[str, Adapted]:
-    """The layers that PEFT wrapped, by name."""
-    found = {}
-    for name, module in model.named_modules():
-        base = next((each for each in ("base_layer", "original_module") if each in module._modules), None)
-        if base is None or not type(module).__module__.startswith("peft."):
-            continue
-        kind = type(module).__module__.removeprefix("peft.").removeprefix("tuners.").partition(".")[0]
-        if kind == "lora" and type(module).__name__ == "Linear":
-            variants = {type(variant).__name__ for variant in module.lora_variant.values()}
-            parts = [
-                [
-                    f"{name}.{part}.{each}"
-                    for each, inner in module.get_submodule(part).named_children()
-                    if not isinstance(inner, nn.Identity)
-                ]
-                for part in ("lora_A", "lora_B", "lora_dropout")
-            ]
-            found[name] = Adapted(f"{name}.{base}", ", ".join(sorted(variants)) or "LoRA", *parts)
-        else:
-            found[name] = Adapted(
-                f"{name}.{base}",
-                type(module).__name__ if kind == "utils" else f"{kind} {type(module).__name__}",
-            )
-    return found
-
-
-def plain_names(model: nn.Module) -> dict[str, str]:
-    """What modules are called without PEFT's wrappers and adapters, by their names with them; without the
-    wrappers and adapters themselves."""
-    modules, plain = dict(model.named_modules()), plain_model(model)
-    adapted = adapted_layers(model)
-    prefix = next(f"{name}." if name else "" for name, module in modules.items() if module is plain)
-    found = {}
-    for name in modules:
-        if name in adapted or not (f"{name}.".startswith(prefix) or name == ""):
-            continue
-        parts = name.split(".")
-        outer = next(
-            (each for end in range(1, len(parts)) if (each := ".".join(parts[:end])) in adapted), None
-        )
-        if outer is None:
-            found[name] = name.removeprefix(prefix)
-        elif name == adapted[outer].base or name.startswith(adapted[outer].base + "."):
-            found[name] = outer.removeprefix(prefix) + name.removeprefix(adapted[outer].base)
-    return found
-
-
-def learns_prompts(model: nn.Module) -> bool:
-    """Whether PEFT puts learned prompts before its inputs, in place of adapters into its layers."""
-    configs: Any = model.peft_config if _is_peft_model(model) else {}
-    return any(config.is_prompt_learning for config in configs.values())
-
-
-def learns_keys(model: nn.Module) -> bool:
-    """Whether PEFT gives every attention learned keys and values (prefix tuning)."""
-    configs: Any = model.peft_config if _is_peft_model(model) else {}
-    return any(config.peft_type in ("PREFIX_TUNING", "CARTRIDGE") for config in configs.values())
-
-
-def prompts(model: nn.Module) -> dict[str, Tensor]:
-    """The prompt that PEFT's file of each adapter holds. It is computed, so the parameters with names of
-    `adapters` have to be in memory."""
-    with torch.random.fork_rng():  # an encoder may have dropout
-        return {name: model.get_prompt_embedding_to_save(name).clone() for name in model.peft_config}  # type: ignore[union-attr, operator]
-
-
 def save_config(model: nn.Module, folder: Path, weights: Mapping[str, Tensor]) -> None:
     """Write what transformers saves of a model (config, generation settings, code of its own) without its
     weights, and what PEFT does: its adapters, whose whole tensors are in `weights` (or its `prompts`)."""
@@ -404,10 +274,10 @@ def save_config(model: nn.Module, folder: Path, weights: Mapping[str, Tensor]) -
     shown = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
     try:
-        options = {"save_embedding_layers": False} if _is_peft_model(model) else {}
+        options = {"save_embedding_layers": False} if is_peft_model(model) else {}
         if learns_prompts(model):
             model.get_prompt_embedding_to_save = weights.__getitem__  # type: ignore[assignment]
-        with torch._C.DisableTorchFunctionSubclass():  # see `adapters`
+        with torch._C.DisableTorchFunctionSubclass():  # see `peft.adapters`
             model.save_pretrained(folder, state_dict=dict(weights), **options)  # type: ignore[operator]
     finally:
         vars(model).pop("get_prompt_embedding_to_save", None)

@@ -30,7 +30,7 @@ from polyreme.distributed.hybrid import sharing
 from polyreme.distributed.mesh import Mesh, Product
 from polyreme.errors import CheckpointError, ConfigError, ModelError, Problem
 from polyreme.layout.bucket_layout import Cut
-from polyreme.models import huggingface
+from polyreme.models import huggingface, peft
 from polyreme.models.wrappers import unwrap
 from polyreme.offload.copy_stream import CopyStream, copy_stream_to
 from polyreme.offload.file import BUFFERS, FileStore
@@ -53,14 +53,8 @@ from polyreme.zero.bucket_gradients import Microbatches
 from polyreme.zero.changes import Roster
 from polyreme.zero.divided import make_whole, shaped
 from polyreme.zero.formats import Formats
-from polyreme.zero.partition import (
-    BucketSettings,
-    Division,
-    OffloadTiers,
-    Placement,
-    Sharding,
-    build_placement,
-)
+from polyreme.zero.offload_tiers import OffloadTiers
+from polyreme.zero.partition import BucketSettings, Division, Placement, Sharding, build_placement
 from polyreme.zero.residency import Residency
 
 RUN = uuid.uuid4().hex
@@ -79,7 +73,7 @@ def open_model(given: Model, config: Config, mesh: Mesh) -> tuple[nn.Module, Rec
         return _from_directory(Path(given), config)
     module, recording = _given(given, config, mesh)
     _refuse_max_norm(module)
-    huggingface.refuse_bare_base(module)
+    peft.refuse_bare_base(module)
     if not module.training:  # `from_pretrained` returns it so
         module.train()
     return module, recording, None
@@ -232,7 +226,7 @@ def _cut(
     """Which pipeline stage has what, the same on every rank; None for one stage."""
     if stages == 1:
         return None
-    if huggingface.learns_prompts(module):
+    if peft.learns_prompts(module):
         raise ModelError(
             "PEFT puts learned prompts before this model's inputs, "
             "which a pipeline does not know: set mesh.pp = 1, or use LoRA"
@@ -360,7 +354,7 @@ def divide_again(
         )
     elif meta := [name for name, p in parameters.items() if p.is_meta and name in told.new]:
         reason = f"{meta[0]} is on the meta device, without numbers: build it on the CPU"
-    huggingface.refuse_bare_base(module)
+    peft.refuse_bare_base(module)
     if reason:
         raise ModelError(f"the engine cannot take in what was changed of the model ({told}): {reason}")
     if mesh.tp.size > 1:

@@ -38,7 +38,7 @@ from polyreme.data import Loader
 from polyreme.distributed.mesh import Axis, Mesh
 from polyreme.errors import CheckpointError, DataError, ModelError
 from polyreme.layout.region import Region
-from polyreme.models import huggingface
+from polyreme.models import huggingface, peft
 from polyreme.models.tensor_access import entries
 from polyreme.step.step import Step
 from polyreme.version import VERSION
@@ -137,9 +137,9 @@ def adapters(contents: EngineContents) -> dict[str, Tensor] | None:
                       "with what the base has there. engine.load takes all of "
                       "it. Name its module in modules_to_save of PEFT's config",
                       stacklevel=4)  # fmt: skip
-    if huggingface.learns_prompts(contents.module):
+    if peft.learns_prompts(contents.module):
         with readable(contents.placement, wanted):
-            return huggingface.prompts(contents.module)
+            return peft.prompts(contents.module)
     found = {}
     if wanted:
         for names, tensor in chain(contents.placement.tensors(among=wanted), contents.buffers()):
@@ -152,7 +152,7 @@ def _adapter_names(contents: EngineContents) -> tuple[set[str], list[str]]:
     """Names of what PEFT's files hold, over all pipeline stages; and those of them that rank 0 does not see.
     All ranks must call."""
     told: list[Any] = contents.mesh.pp.gather_objects(
-        sorted(huggingface.adapters(contents.module, contents.placement.division.shardings))
+        sorted(peft.adapters(contents.module, contents.placement.division.shardings))
     )
     wanted = {name for each in told for name in each}
     return wanted, sorted(wanted.difference(told[0]))

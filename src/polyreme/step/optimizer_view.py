@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from polyreme.errors import ModelError
 from polyreme.layout.intervals import overlap
 from polyreme.layout.region import Stored
-from polyreme.optim.groups import Options
+from polyreme.optim.options import Options
 from polyreme.zero.updates import Updates
 
 

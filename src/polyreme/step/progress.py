@@ -10,7 +10,7 @@ from typing import Any
 
 from polyreme.config import Progress
 from polyreme.errors import BatchError, ModelError
-from polyreme.optim.groups import Options
+from polyreme.optim.options import Options
 from polyreme.step.precision import LossScale
 
 

@@ -15,8 +15,9 @@ from polyreme.config import Config
 from polyreme.distributed.mesh import Mesh
 from polyreme.errors import ModelError
 from polyreme.models.buffers import Buffers
-from polyreme.optim.groups import Options, Recipe
+from polyreme.optim.groups import Recipe
 from polyreme.optim.lr_schedule import LRSchedule
+from polyreme.optim.options import Options
 from polyreme.pipeline.rank import PipelineRank
 from polyreme.step.accumulation import each_time
 from polyreme.step.engine_state import EngineContents

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any, Literal, NamedTuple
 
@@ -18,21 +18,17 @@ from polyreme.config.schema import ZeroSection
 from polyreme.distributed.mesh import Axis
 from polyreme.errors import ModelError
 from polyreme.layout.bucket_layout import Boundary, BucketLayout, Cut, Slot, TensorSpec
-from polyreme.layout.intervals import Interval
 from polyreme.models.tensor_access import entries
-from polyreme.offload.gradients import OffloadedGradients
-from polyreme.offload.host_transfer import HostTransfer
 from polyreme.offload.optimizer_states import OffloadedStates
 from polyreme.offload.parameters import OffloadedShard
-from polyreme.offload.store import Store
 from polyreme.optim.groups import Recipe
-from polyreme.optim.quantized_states import States
 from polyreme.zero.bucket import Bucket, BucketStores, region_of
 from polyreme.zero.bucket_gradients import Microbatches
 from polyreme.zero.buffer_pool import Pool
 from polyreme.zero.divided import share_of, taken
 from polyreme.zero.formats import Formats
 from polyreme.zero.gather import Unit
+from polyreme.zero.offload_tiers import OffloadTiers
 from polyreme.zero.released import Released, unguard
 from polyreme.zero.residency import Residency
 
@@ -343,79 +339,6 @@ def _bucket_spec(
     stores = BucketStores(states, shard, gradients, offload.transfer)
     ordered = [by_name[slot.name] for slot in layout.slots]
     return _BucketSpec(unit, kind, entries[0].at, ordered, layout, stores)
-
-
-class OffloadTiers:
-    """What is not in the device's memory: masters and states of `share` of all elements, as near as whole
-    buckets come to it, which are in `store` (`compact`: see OffloadedStates), from which the CPU updates
-    them, and reaches the device by `transfer`; their `gradients`, where those do not stay; and the shards of
-    all `parameters`, where they do not."""
-
-    def __init__(
-        self,
-        store: Store | None = None,
-        share: float = 1.0,
-        parameters: Store | None = None,
-        compact: States | None = None,
-        transfer: HostTransfer | None = None,
-        gradients: Store | None = None,
-    ) -> None:
-        self.store, self.parameters, self.compact = store, parameters, compact
-        self.transfer, self.gradients, self._share = transfer, gradients, share
-        self._seen = self._taken = 0
-
-    def next(self, elements: int) -> Store | None:
-        """The home of the states of the next bucket, of so many elements; None: the device."""
-        self._seen += elements
-        if self.store is None or self._taken + elements / 2 > self._share * self._seen:
-            return None
-        self._taken += elements
-        return self.store
-
-    def gradients_of(
-        self, states: OffloadedStates, region: slice, dtype: torch.dtype, microbatches: Microbatches
-    ) -> OffloadedGradients | None:
-        """The reduced gradients of a bucket's `region`, whose offloaded states are `states`, where they do
-        not stay."""
-        if self.gradients is None:
-            return None
-        parts = [Interval(0, region.stop - region.start)]
-        if not self.gradients.in_memory:
-            intervals = [extent.interval for extent in states]
-            parts = [Interval(each.start - region.start, each.stop - region.start) for each in intervals]
-        return OffloadedGradients(self.gradients, parts, dtype, adds=microbatches == "left")
-
-    def commit(self) -> None:
-        """Take the space of all that was reserved."""
-        for store in self._tiers().values():
-            store.commit()
-
-    def close(self) -> None:
-        """Give the space back."""
-        for store in self._tiers().values():
-            store.close()
-
-    def memory(self, shards: int) -> int:
-        """Bytes of host memory that tiers take, or what it takes to move theirs; of parameters in files as
-        many as `shards`."""
-        tiers = [store for store in self._tiers().values() if store is not self.parameters or store.in_memory]
-        total = sum(store.buffers for store in tiers) + (0 if self.transfer is None else self.transfer.memory)
-        return total + (0 if self.parameters is None or self.parameters.in_memory else shards)
-
-    def report(self) -> dict[str, dict[str, float]]:
-        """What `Engine.tiers` returns."""
-        found = {}
-        for name, store in self._tiers().items():
-            store.settle()
-            found[name] = {"bytes": store.nbytes, "memory": store.buffers, **asdict(store.traffic)}
-        if self.transfer is not None:
-            found["gradients"]["memory"] += self.transfer.memory
-            found["gradients"]["read"] += self.transfer.sent
-        return found
-
-    def _tiers(self) -> dict[str, Store]:
-        tiers = {"states": self.store, "params": self.parameters, "gradients": self.gradients}
-        return {name: store for name, store in tiers.items() if store is not None}
 
 
 @dataclass
