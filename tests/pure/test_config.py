@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from examples import examples
-from polyreme.cli.inspect import as_json, render, with_reference
+from polyreme.cli.inspect import config_as_json, render, with_reference
 from polyreme.config import Config, Duration, Progress
 from polyreme.config.describe import default, expects, toml
 from polyreme.config.schema import LEAVES, SECTIONS
@@ -772,7 +772,7 @@ def test_render_shows_what_differs_from_the_defaults_or_every_key() -> None:
 
 def test_as_json_loads_as_the_resolved_config() -> None:
     config = Config.load({"batch": {"size": 12, "micro": 2}})
-    told = json.loads(as_json(config, 2))
+    told = json.loads(config_as_json(config, 2))
     assert Config.load(told["config"]).model_dump() == config.resolve(2).model_dump()
     assert (told["world_size"], told["accumulation"]) == (2, 3)
     assert told["origins"] == config.resolve(2).origins

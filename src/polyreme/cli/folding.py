@@ -1,4 +1,4 @@
-"""Names of tensors and blocks in tables that are narrower than they are."""
+"""Names, lists and counts in tables that are narrower than they are."""
 
 from __future__ import annotations
 
@@ -9,6 +9,9 @@ from rich.cells import cell_len
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.measure import Measurement
 from rich.text import Text
+
+SHOWN = 8
+"""Words of a list, such as the ranks of a line, that the terminal gets to see; JSON has all."""
 
 
 @dataclass(frozen=True)
@@ -31,3 +34,13 @@ class Folded:
 
     def _parts(self) -> list[str]:
         return re.split(r"(?<=[. ])", self.name)
+
+
+def some(names: list[str], between: str) -> str:
+    """The words joined; of many, the first and the last."""
+    return between.join(names if len(names) <= SHOWN else [*names[: SHOWN - 1], "...", names[-1]])
+
+
+def count(number: int, what: str) -> str:
+    """So many of what, in the plural if need be."""
+    return f"{number} {what}{'' if number == 1 else 'es' if what.endswith('ch') else 's'}"

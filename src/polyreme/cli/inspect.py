@@ -1,5 +1,5 @@
-"""A config, or a checkpoint, as people and programs read it. Rendering only: facts come from
-`polyreme.config`, `polyreme.pipeline`, `polyreme.planner.meta_model` and `polyreme.checkpoint`.
+"""A config as people and programs read it. Rendering only: facts come from `polyreme.config`,
+`polyreme.pipeline` and `polyreme.planner.meta_model`.
 
 `python -m polyreme.cli.inspect docs/config.md` writes the key reference into that page again.
 """
@@ -7,42 +7,38 @@
 from __future__ import annotations
 
 import json
-import re
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import typer
 from rich.box import SIMPLE_HEAD
-from rich.console import Group, RenderableType
+from rich.console import Console, Group, RenderableType
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from polyreme.cli.folding import Folded
+from polyreme.cli import translated
+from polyreme.cli.folding import Folded, count, some
 from polyreme.config import MOST_RANKS, Config
 from polyreme.config.describe import default, expects, toml
 from polyreme.config.schema import LEAVES, SECTIONS
-from polyreme.errors import ConfigError, Problem, printable
+from polyreme.errors import ConfigError, PolyremeError, Problem
+from polyreme.files.direct_io import no_links
 from polyreme.layout.mesh_axes import lines
+from polyreme.pipeline import timeline
 from polyreme.pipeline.schedule import Schedule, build, check, stage_ranks
 from polyreme.pipeline.simulate import Costs, Simulation, simulate
 
-if TYPE_CHECKING:  # it needs torch, and most of what is shown does not
-    from polyreme.checkpoint.contents import Contents, Row
+if TYPE_CHECKING:
+    from polyreme.compat.deepspeed.json_config import Note
 
 BEGIN, END = "<!-- keys: begin, written by python -m polyreme.cli.inspect -->", "<!-- keys: end -->"
 STYLES = {"user": "bold green", "derived": "cyan", "default": "dim"}
-SHOWN = 8
-"""Lines of an axis, and ranks of a line, that the terminal gets to see; JSON has all."""
 MOST_FORWARDS = 8192
 """The most micro-batches of a step whose timeline is drawn: the time that takes grows faster than they do."""
-SHORT = {"float64": "fp64", "float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
-OF_LOSS_SCALE = ("loss_scale", "good_steps", "overflows", "hint")
-"""What of a checkpoint's state only JSON has where losses are not scaled."""
-NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")  # between dots
 
 
 def render(config: Config, world_size: int, every: bool = False, describe: bool = False) -> Group:
@@ -53,10 +49,7 @@ def render(config: Config, world_size: int, every: bool = False, describe: bool 
     origins: dict[str, str] = dict(resolved.origins)
     shown = [key for key in LEAVES if every or origins[key] != "default"]
     table = Table(
-        title=f"config for {_count(world_size, 'rank')}",
-        title_justify="left",
-        box=SIMPLE_HEAD,
-        pad_edge=False,
+        title=f"config for {count(world_size, 'rank')}", title_justify="left", box=SIMPLE_HEAD, pad_edge=False
     )
     table.add_column("key", no_wrap=True)
     table.add_column("value", overflow="fold")
@@ -174,23 +167,18 @@ def render_axes(config: Config, world_size: int) -> Group:
     table.add_column("size", justify="right")
     table.add_column("ranks", overflow="fold")
     for name, members in found.items():
-        shown = [_some([str(rank) for rank in line], " ") for line in members]
-        table.add_row(name, str(len(members[0])), _some(shown, "  |  "))
+        shown = [some([str(rank) for rank in line], " ") for line in members]
+        table.add_row(name, str(len(members[0])), some(shown, "  |  "))
     parts = stage_summaries(config)
     if parts:
         return Group(table, _stage_table(parts, config.pipeline.blocks == "time"))
     if config.mesh.pp == 1:
         return Group(table)
-    each = [_some([str(stage) for stage in own], " ") for own in rank_stages(config)]
-    return Group(table, f"pipeline stages on the ranks of a pp line: {_some(each, '  |  ')}")
+    each = [some([str(stage) for stage in own], " ") for own in rank_stages(config)]
+    return Group(table, f"pipeline stages on the ranks of a pp line: {some(each, '  |  ')}")
 
 
-def _some(names: list[str], between: str) -> str:
-    """The words joined; of many, the first and the last."""
-    return between.join(names if len(names) <= SHOWN else [*names[: SHOWN - 1], "...", names[-1]])
-
-
-def as_json(config: Config, world_size: int, more: Mapping[str, Any] | None = None) -> str:
+def config_as_json(config: Config, world_size: int, more: Mapping[str, Any] | None = None) -> str:
     """The same as a JSON object: world_size, accumulation, axes (each axis of several ranks: the lists of
     ranks that form it), stages (of each rank of axis pp), pipeline (what `stage_summaries` tells of each
     stage), config, origins by dotted key, and `more`."""
@@ -244,14 +232,9 @@ def step_table(config: Config, world_size: int | None = None) -> tuple[str, Sche
     check(schedule, microbatches)
     stages = len(stage_ranks(name, mesh.pp, virtual))
     title = (
-        f"{name}: {_count(stages, 'stage')} on "
-        f"{_count(mesh.pp, 'rank')}, {_count(microbatches, 'micro-batch')}"
+        f"{name}: {count(stages, 'stage')} on {count(mesh.pp, 'rank')}, {count(microbatches, 'micro-batch')}"
     )
     return title, schedule, simulate(schedule, Costs.even(schedule))
-
-
-def _count(number: int, what: str) -> str:
-    return f"{number} {what}{'' if number == 1 else 'es' if what.endswith('ch') else 's'}"
 
 
 def schedule_as_json(schedule: Schedule, simulation: Simulation) -> str:
@@ -267,126 +250,35 @@ def schedule_as_json(schedule: Schedule, simulation: Simulation) -> str:
     return json.dumps(told, indent=2)
 
 
-def render_checkpoint(found: Contents) -> Group:
-    """What is in a checkpoint: how it came about, sizes by kind, and tensors; those of blocks that differ by
-    numbers alone in one line."""
-    top = Table.grid(padding=(0, 2))
-    for label, text in _summary(found):
-        style = "bold red" if label == "damaged" else ""
-        top.add_row(Text(label, style=style or "dim"), Text(printable(text), style=style, overflow="fold"))
-    kinds = Table(title="by kind", title_justify="left")
-    kinds.add_column("kind")
-    for column in ("tensors", "elements", "size"):
-        kinds.add_column(column, justify="right")
-    kinds.add_column("dtype")
-    for kind in found.kinds:
-        dtypes = ", ".join(SHORT.get(dtype, dtype) for dtype in kind.dtypes)
-        kinds.add_row(
-            Text(printable(kind.name)), f"{kind.tensors:,}", f"{kind.elements:,}", _binary(kind.bytes), dtypes
-        )
-    tensors = Table(title="tensors", title_justify="left")
-    tensors.add_column("count", justify="right")
-    tensors.add_column("name")
-    tensors.add_column("shape", overflow="fold")
-    tensors.add_column("dtype", overflow="fold")
-    tensors.add_column("states", overflow="fold")
-    every = [kind.name for kind in found.kinds if kind.name != "model"]
-    for rows in _alike(found.tensors):
-        first = rows[0].kinds.get("model") or next(iter(rows[0].kinds.values()))
-        states = [kind for kind in rows[0].kinds if kind != "model"]
-        told = "all" if states == every else ", ".join(states) or "none"
-        dtype = str(first.dtype).removeprefix("torch.")
-        name = _common_name([row.name for row in rows]) + (f" = {rows[0].same_as}" if rows[0].same_as else "")
-        shape = "x".join(map(str, first.shape)) or "()"
-        tensors.add_row(
-            str(len(rows)),
-            Folded(printable(name)),
-            shape,
-            SHORT.get(dtype, dtype),
-            *([Text(printable(told))] if every else []),
-        )
-    if not every:
-        tensors.columns.pop()
-    return Group(top, kinds, tensors)
-
-
-def _summary(found: Contents) -> list[tuple[str, str]]:
-    lines = [("checkpoint", str(found.path)), ("format", found.format)]
-    if found.mesh:
-        axes = [f"{name} {size}" for name, size in found.mesh.items() if size > 1 and name != "ranks"]
-        ranks = f"{_count(prod(found.mesh.values()), 'rank')}{': ' if axes else ''}{' x '.join(axes)}"
-        lines.append(
-            (
-                "written by",
-                ranks + (f", ZeRO stage {found.zero_stage}" if found.zero_stage is not None else ""),
-            )
-        )
-    scaled = found.state.get("loss_scale", 1) != 1  # else what counts for it says nothing
-    state = {name: value for name, value in found.state.items() if scaled or name not in OF_LOSS_SCALE}
-    lines += [
-        (label, _values(values))
-        for label, values in (("state", state), ("versions", found.versions))
-        if _values(values)
-    ]
-    if found.others:
-        lines.append(("not read", _some(list(found.others), ", ")))
-    if found.problem:
-        lines.append(("damaged", found.problem))
-    elif found.checksums:
-        lines.append(("integrity", f"whole: all {found.checksums:,} checksums are as written"))
+def show(
+    config: Config, ranks: int, notes: Sequence[Note], as_json: bool, every: bool, describe: bool
+) -> None:
+    """Print a config, for so many ranks, and what became of the keys of a DeepSpeed JSON."""
+    if as_json:
+        more = {"deepspeed": [asdict(note) for note in notes]} if notes else {}
+        typer.echo(config_as_json(config, ranks, more))
     else:
-        lines.append(("integrity", "the files have their sizes; there are no checksums"))
-    return lines
+        parts = (render(config, ranks, every, describe), render_axes(config, ranks))
+        Console().print(translated.render(notes), *parts, sep="")
 
 
-def _values(values: Mapping[str, Any]) -> str:
-    """What of them is one number or word."""
-    told = []
-    for name, value in values.items():
-        if isinstance(value, int) and not isinstance(value, bool):
-            told.append(f"{name} {value:,}")
-        elif isinstance(value, float | str):
-            told.append(f"{name} {value:g}" if isinstance(value, float) else f"{name} {value}")
-    return ", ".join(told)
-
-
-def _alike(rows: Sequence[Row]) -> list[list[Row]]:
-    """Tensors that differ in the numbers of their names alone, together, in the order of the first of
-    each."""
-    groups: dict[Any, list[Row]] = {}
-    for row in rows:
-        kinds = tuple((kind, info.shape, info.dtype) for kind, info in row.kinds.items())
-        groups.setdefault((NUMBER.sub("#", row.name), kinds, row.same_as), []).append(row)
-    return list(groups.values())
-
-
-def _common_name(names: Sequence[str]) -> str:
-    """One name for names that differ in numbers alone: "layers.{0-31}.weight"."""
-    columns = iter(
-        sorted({int(number) for number in numbers})
-        for numbers in zip(*map(NUMBER.findall, names), strict=True)
-    )
-
-    def told(_: re.Match[str]) -> str:
-        numbers = next(columns)
-        if len(numbers) == 1:
-            return str(numbers[0])
-        dense = numbers[-1] - numbers[0] == len(numbers) - 1
-        return (
-            "{"
-            + (f"{numbers[0]}-{numbers[-1]}" if dense else _some([str(number) for number in numbers], ","))
-            + "}"
-        )
-
-    return NUMBER.sub(told, names[0])
-
-
-def _binary(size: float) -> str:
-    units = iter(("B", "KiB", "MiB", "GiB", "TiB"))
-    unit = next(units)
-    while size >= 1000 and unit != "TiB":
-        size, unit = size / 1024, next(units)
-    return f"{size:.3g} {unit}"
+def draw(config: Config, ranks: int | None, svg: Path | None, as_json: bool) -> None:
+    """Print the timeline of a pipeline's step, and write it to `svg`."""
+    title, table, simulation = step_table(config, ranks)
+    if svg:
+        try:
+            with open(svg, "w", encoding="utf-8", opener=no_links) as file:
+                file.write(timeline.svg(simulation, title))
+        except OSError as error:
+            raise PolyremeError(
+                f"cannot write --svg {svg}: {error.strerror}; name a file, "
+                "not a link or a pipe, in a folder that can be written"
+            ) from None
+    if as_json:
+        typer.echo(schedule_as_json(table, simulation))
+    else:
+        console = Console()
+        console.print(timeline.text(simulation, title, console.width), soft_wrap=True)
 
 
 def reference() -> str:

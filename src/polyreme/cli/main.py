@@ -30,7 +30,6 @@ from polyreme.errors import LaunchError, PolyremeError, shortened
 from polyreme.launch.signals import importing
 
 if TYPE_CHECKING:
-    from polyreme.compat.deepspeed.json_config import Note
     from polyreme.config import Config
     from polyreme.launch.hosts import Hosts
 
@@ -474,12 +473,15 @@ def inspect(
             raise typer.BadParameter(
                 f"{path} is a folder, so that a checkpoint is shown: of the options only --json applies"
             )
-        _inspect_checkpoint(path, as_json)
+        from polyreme.cli import checkpoint
+
+        checkpoint.show(path, as_json)
         return
     if svg and not schedule:
         raise typer.BadParameter("it is a picture of the timeline: give --schedule, too", param_hint="--svg")
     if schedule and (every or describe):
         raise typer.BadParameter("--schedule draws no keys: leave --all and --describe out")
+    from polyreme.cli import inspect as inspection
     from polyreme.cli import translated
 
     loaded, notes = translated.load(path, overrides or [], ranks or 1, fill_auto=not write)
@@ -487,71 +489,9 @@ def inspect(
         translated.write(loaded, write, path)
         typer.echo(f"wrote {shortened(str, write)}", err=True)
     if schedule:
-        _draw_schedule(loaded, ranks, svg, as_json)
+        inspection.draw(loaded, ranks, svg, as_json)
     else:
-        _show_config(loaded, ranks or 1, notes, as_json, every, describe)
-
-
-def _show_config(
-    config: Config, ranks: int, notes: Sequence[Note], as_json: bool, every: bool, describe: bool
-) -> None:
-    from rich.console import Console
-
-    from polyreme.cli import inspect as inspection
-    from polyreme.cli import translated
-
-    if as_json:
-        more = {"deepspeed": [dataclasses.asdict(note) for note in notes]} if notes else {}
-        typer.echo(inspection.as_json(config, ranks, more))
-    else:
-        parts = (inspection.render(config, ranks, every, describe), inspection.render_axes(config, ranks))
-        Console().print(translated.render(notes), *parts, sep="")
-
-
-def _draw_schedule(config: Config, ranks: int | None, svg: Path | None, as_json: bool) -> None:
-    from rich.console import Console
-
-    from polyreme.cli import inspect as inspection
-    from polyreme.files.direct_io import no_links
-    from polyreme.pipeline import timeline
-
-    title, table, simulation = inspection.step_table(config, ranks)
-    if svg:
-        try:
-            with open(svg, "w", encoding="utf-8", opener=no_links) as file:
-                file.write(timeline.svg(simulation, title))
-        except OSError as error:
-            raise PolyremeError(
-                f"cannot write --svg {svg}: {error.strerror}; name a file, "
-                "not a link or a pipe, in a folder that can be written"
-            ) from None
-    if as_json:
-        typer.echo(inspection.schedule_as_json(table, simulation))
-    else:
-        console = Console()
-        console.print(timeline.text(simulation, title, console.width), soft_wrap=True)
-
-
-def _inspect_checkpoint(path: Path, as_json: bool) -> None:
-    from rich.console import Console
-    from rich.progress import track
-
-    from polyreme.checkpoint.contents import contents
-    from polyreme.cli import inspect as inspection
-
-    errors = Console(stderr=True)
-    found = contents(
-        path,
-        lambda shares: track(
-            range(shares), "comparing checksums", console=errors, transient=True, disable=shares == 1
-        ),
-    )
-    if as_json:
-        typer.echo(json.dumps(found.as_json(), indent=2))
-    else:
-        Console().print(inspection.render_checkpoint(found))
-    if found.problem:
-        raise typer.Exit(1)
+        inspection.show(loaded, ranks or 1, notes, as_json, every, describe)
 
 
 @app.command()
