@@ -27,30 +27,30 @@ class Made:
 
 
 def test_a_piece_is_used_again_with_its_event_by_size_and_dtype() -> None:
-    pool, event = MemoryPool(Made()), object()
-    first, at = pool.lend(8, torch.float32)
+    pool, made, event = MemoryPool(), Made(), object()
+    first, at = pool.lend(8, torch.float32, made)
     assert first.shape == (8,) and first.dtype == torch.float32 and at is None and pool.waiting == 0
     pool.give(first, event)
     assert pool.waiting == 32
-    others = [pool.lend(8, torch.int32), pool.lend(4, torch.float32), pool.lend(32)]
+    others = [pool.lend(8, torch.int32, made), pool.lend(4, torch.float32, made), pool.lend(32, new=made)]
     assert [(each is first, at) for each, at in others] == [(False, None)] * 3
-    again, at = pool.lend(8, torch.float32)
+    again, at = pool.lend(8, torch.float32, made)
     assert again is first and at is event and pool.waiting == 0
 
 
 def test_the_oldest_comes_first_and_no_more_are_kept_than_asked_for() -> None:
-    pool = MemoryPool(Made(), keep=2)
+    pool = MemoryPool(keep=2)
     for event in range(3):
         pool.give(torch.zeros(4), event)
     assert pool.waiting == 2 * 16
-    assert [pool.lend(4, torch.float32)[1] for _ in range(3)] == [0, 1, None]
-    nothing = MemoryPool(Made(), keep=0)
+    assert [pool.lend(4, torch.float32, Made())[1] for _ in range(3)] == [0, 1, None]
+    nothing = MemoryPool(keep=0)
     nothing.give(torch.zeros(4))
     assert nothing.waiting == 0
 
 
 def test_other_sizes_are_dropped_with_their_events() -> None:
-    pool = MemoryPool(Made())
+    pool = MemoryPool()
     for size in (4, 8, 8, 16):
         pool.give(torch.zeros(size), size)
     assert [(piece.numel(), event) for piece, event in pool.drop(but={4, 16})] == [(8, 8), (8, 8)]
@@ -73,7 +73,7 @@ def test_where_none_is_made_one_waits_for_its_size() -> None:
 
 
 def test_a_user_is_called_as_soon_as_one_is_free_and_in_order() -> None:
-    pool = MemoryPool(Made())
+    pool = MemoryPool()
     found: list[tuple[str, Tensor, Any]] = []
     for name in ("first", "second"):
         pool.when_free(lambda *piece, name=name: found.append((name, *piece)), 4)
@@ -88,7 +88,7 @@ def test_a_user_is_called_as_soon_as_one_is_free_and_in_order() -> None:
 
 
 def test_a_user_that_is_called_may_use_the_pool() -> None:
-    pool, found = MemoryPool(Made()), []
+    pool, found = MemoryPool(), []
     pool.when_free(lambda memory, event: pool.give(memory, "again"), 4)
     pool.when_free(lambda memory, event: found.append(event), 4)
     pool.give(torch.zeros(4, dtype=torch.uint8))

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 Key = tuple[int, torch.dtype]
+New = Callable[[int, torch.dtype], Tensor]
 Use = Callable[[Tensor, Any], None]
 
 
@@ -19,11 +20,10 @@ class MemoryPool:
     """Flat pieces of memory by elements and dtype, each lent to one user at a time, in any thread.
 
     A piece comes with the event with which it was given back: whoever takes it waits for that before writing
-    to it; None: it is free. Where none of a size is there, `new(elements, dtype)` makes one, or else `lend`
-    waits. At most `keep` pieces of a size are kept for their next use."""
+    to it; None: it is free. At most `keep` pieces of a size are kept for their next use."""
 
-    def __init__(self, new: Callable[[int, torch.dtype], Tensor] | None = None, keep: float = inf) -> None:
-        self._new, self._keep = new, keep
+    def __init__(self, keep: float = inf) -> None:
+        self._keep = keep
         self._changed = threading.Condition()
         self._free: dict[Key, deque[tuple[Tensor, Any]]] = defaultdict(deque)
         self._users: dict[Key, deque[Use]] = defaultdict(deque)
@@ -34,13 +34,14 @@ class MemoryPool:
         with self._changed:
             return sum(memory.nbytes for free in self._free.values() for memory, _ in free)
 
-    def lend(self, size: int, dtype: torch.dtype = torch.uint8) -> tuple[Tensor, Any]:
-        """A piece, uninitialised, and the event at which it is free."""
+    def lend(self, size: int, dtype: torch.dtype = torch.uint8, new: New | None = None) -> tuple[Tensor, Any]:
+        """A piece, uninitialised, and the event at which it is free. Where none is there, `new(size, dtype)`
+        makes one; without `new`, wait for one. The pool keeps no `new`, which may keep the pool's owner."""
         with self._changed:
-            self._changed.wait_for(lambda: self._free[size, dtype] or self._new)
-            if self._free[size, dtype] or not self._new:
+            self._changed.wait_for(lambda: self._free[size, dtype] or new)
+            if self._free[size, dtype] or not new:
                 return self._free[size, dtype].popleft()
-        return self._new(size, dtype), None
+        return new(size, dtype), None
 
     def when_free(self, use: Use, size: int, dtype: torch.dtype = torch.uint8) -> None:
         """Give `use` what `lend` returns, but no new one: now, or in the thread that gives one back."""

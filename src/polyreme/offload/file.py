@@ -72,7 +72,7 @@ class FileStore(Store):
             except OSError as error:
                 raise TierError(f"{folder} cannot be used: {error.strerror}") from error
         self.count, self._pin = buffers, pin
-        self._memory, self._fixed, self._made = MemoryPool(self._new), 0, 0
+        self._memory, self._fixed, self._made = MemoryPool(), 0, 0
         self._pool = ThreadPoolExecutor(threads, "tier")
         self._lock = threading.Lock()  # guards what threads of the pool change
         self._alone = threading.RLock()  # held by whatever thread calls
@@ -96,7 +96,7 @@ class FileStore(Store):
             if not space.segments[0].backing.direct:
                 log.warning("%s: no direct transfers there, so they go through the page cache", folder)
         if self.count and self.buffers:
-            self._memory, self._fixed = MemoryPool(), self.buffers // self.count
+            self._fixed = self.buffers // self.count
             self._memory.add(aligned(self.buffers, self._pin), self._fixed)
 
     def stream(self, order: Sequence[int], write: bool = True, read: bool = True) -> FileStream:
@@ -222,7 +222,7 @@ class FileStore(Store):
         super().close()
         for claim in self._claims:
             claim.close()
-        self._memory, self._made = MemoryPool(self._new), 0
+        self._memory, self._made = MemoryPool(), 0
         self._staged.clear()
 
     def move(self, what: Literal["read", "write"], extent: int, memory: Tensor, at: int = 0) -> None:
@@ -327,7 +327,7 @@ class FileStore(Store):
         if (nbytes := padded(nbytes)) > self._fixed > 0:
             raise ValueError(f"{nbytes} bytes of an extent that came later than `commit`")
         with self.traffic.waiting():
-            return self._memory.lend(self._fixed or nbytes)
+            return self._memory.lend(self._fixed or nbytes, new=None if self._fixed else self._new)
 
     def _new(self, nbytes: int, _: torch.dtype) -> Tensor:
         """Memory in place of that whose size no extent has any more."""

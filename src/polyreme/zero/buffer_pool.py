@@ -20,12 +20,12 @@ class Pool(MemoryPool):
     Work has settled. On a GPU the allocator does the same, for all sizes at once."""
 
     def __init__(self, axis: Axis, device: torch.device) -> None:
-        self.device = device
-        super().__init__(partial(axis.empty, device=device), keep=2 if device.type == "cpu" else 0)
+        super().__init__(keep=2 if device.type == "cpu" else 0)
+        self.device, self._empty = device, partial(axis.empty, device=device)
 
     def take(self, size: int, dtype: torch.dtype) -> Tensor:
         """An uninitialised flat tensor."""
-        buffer, last = self.lend(size, dtype)
+        buffer, last = self.lend(size, dtype, self._empty)
         if last is not None:
             last.settle()
         return buffer
