@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from polyreme.distributed import watch
 from polyreme.distributed.watch import Watch
+from polyreme.errors import TransportError
 
 
 class Ranks:
@@ -34,17 +35,28 @@ def told() -> Watch:
 
 def test_ranks_that_did_not_come_are_named_with_their_hosts(told: Watch) -> None:
     meeting: Any = Ranks()
-    said = told.why(meeting, 7, "timed out")
+    said = told.why(meeting, 7, RuntimeError("timed out"))
     assert said == "rank 1 on n0 and rank 3 on n1 did not come to it, ended or cannot be reached (timed out)"
     assert "ranks 2, 3 on n1" not in said
+
+
+def test_without_a_store_a_backends_error_is_that_of_another_rank(told: Watch) -> None:
+    meeting: Any = Ranks()
+    told._store = None
+    for each in (meeting, None):
+        said = told.why(each, 7, RuntimeError("closed"))
+        assert said == "another rank ended or cannot be reached: closed"
+        assert told.why(each, 7, TransportError("rank 1 of axis dp ended")) == "rank 1 of axis dp ended"
 
 
 def test_nobody_is_named_before_others_can_have_told(told: Watch) -> None:
     meeting: Any = Ranks()
     told._lasted = 0.1
-    assert told.why(meeting, 8, "closed") == "another rank ended or cannot be reached (closed)"
+    assert told.why(meeting, 8, RuntimeError("closed")) == "another rank ended or cannot be reached (closed)"
     told._lasted = 2 * told.patience
-    assert told.why(meeting, 8, "closed").startswith("rank 1 on n0 and ranks 2, 3 on n1 did not come")
+    assert told.why(meeting, 8, RuntimeError("closed")).startswith(
+        "rank 1 on n0 and ranks 2, 3 on n1 did not come"
+    )
 
 
 def test_a_store_that_does_not_answer_holds_nobody_up(told: Watch, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -57,6 +69,6 @@ def test_a_store_that_does_not_answer_holds_nobody_up(told: Watch, monkeypatch: 
 
     told._store = Silent()
     meeting: Any = Ranks()
-    said = told.why(meeting, 7, "timed out")
+    said = told.why(meeting, 7, RuntimeError("timed out"))
     answers.set()
     assert said == "the host of rank 0, which has the ranks' store, does not answer (timed out)"

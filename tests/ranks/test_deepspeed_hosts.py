@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -11,14 +10,11 @@ import pytest
 
 import mpirun
 import slurm
-from examples import ALL
+from examples import whole
 from hosts import Host, hosts, lacking
 from ssh import PROGRAMS, logins
 
 pytestmark = pytest.mark.skipif(bool(lacking(*PROGRAMS)), reason=lacking(*PROGRAMS))
-whole = pytest.mark.skipif(
-    ALL not in os.environ, reason="several seconds of processor time: with --all-cases"
-)
 # no torch in it: a second less
 SHOW = """
 import os, socket, sys

@@ -14,14 +14,11 @@ import pytest
 from test_kubernetes_pods import SCRIPT
 
 from command import TINY, polyreme, write_text
-from examples import ALL
+from examples import whole
 from hosts import Host, hosts, lacking
 from ssh import PROGRAMS, logins
 
 pytestmark = pytest.mark.skipif(bool(lacking(*PROGRAMS)), reason=lacking(*PROGRAMS))
-whole = pytest.mark.skipif(
-    ALL not in os.environ, reason="several seconds of processor time: with --all-cases"
-)
 ODD = ["a b", "$(HOME) '$$", '"; exit 3', "", "--env", "é\n"]
 # no torch in it: a second less
 HOLD = """

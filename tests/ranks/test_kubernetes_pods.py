@@ -12,12 +12,11 @@ import pytest
 import yaml
 
 from command import SOURCE, TINY, polyreme, write_text
-from examples import ALL
+from examples import whole
 from hosts import Host, hosts, lacking
 from kubelet import Kubelet, Pod
 
 pytestmark = pytest.mark.skipif(bool(lacking()), reason=lacking())
-whole = pytest.mark.skipif(ALL not in os.environ, reason="a minute of processor time: with --all-cases")
 STEPS = 200
 SCRIPT = """
 import sys, torch, polyreme

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from command import TINY, write_text
-from examples import ALL
+from examples import whole
 from mpirun import LIBRARIES, OPTIONS, missing, variables
 
 SCRIPT = """
@@ -29,11 +29,8 @@ if rank and Told.exit_status:
 """
 
 
-MORE = pytest.mark.skipif(ALL not in os.environ, reason="run with --all-cases")
-
-
 @pytest.mark.parametrize(
-    "library", [each if each == "mpich" else pytest.param(each, marks=MORE) for each in LIBRARIES]
+    "library", [each if each == "mpich" else pytest.param(each, marks=whole) for each in LIBRARIES]
 )
 def test_mpirun_starts_the_ranks_of_a_script(library: str, tmp_path: Path) -> None:
     if reason := missing(library):
@@ -67,7 +64,7 @@ def test_mpirun_starts_the_ranks_of_a_script(library: str, tmp_path: Path) -> No
         assert done.stderr.count("] an error\n") == 1 and "mpirun" in done.stderr.splitlines()[0]
 
 
-@MORE
+@whole
 @pytest.mark.parametrize(
     ("library", "number"), product(LIBRARIES, (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT))
 )
@@ -103,7 +100,7 @@ def test_training_by_mpirun_saves_when_it_is_asked_to_and_ends_by_ctrl_c(
     assert "\x1b" not in printed  # as into a file, though mpirun may give ranks a terminal of its own
 
 
-@MORE
+@whole
 @pytest.mark.parametrize("library", LIBRARIES)
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
 def test_a_script_under_mpirun_saves_when_it_is_asked_to(

@@ -15,7 +15,7 @@ from test_hostfile import processes
 
 import mpirun
 from command import until
-from examples import ALL
+from examples import whole
 from host_training import on_one_host, write
 from hosts import Host, hosts, lacking
 from ssh import PROGRAMS, logins
@@ -57,11 +57,10 @@ from pathlib import Path
 Path("begun" + os.environ.get("OMPI_COMM_WORLD_RANK", os.environ.get("PMI_RANK"))).touch()
 time.sleep(1000)
 """
-MORE = pytest.mark.skipif(ALL not in os.environ, reason="run with --all-cases")
 
 
 @pytest.mark.parametrize(
-    "library", ["mpich", *(pytest.param(each, marks=MORE) for each in mpirun.LIBRARIES if each != "mpich")]
+    "library", ["mpich", *(pytest.param(each, marks=whole) for each in mpirun.LIBRARIES if each != "mpich")]
 )
 def test_a_script_trains_on_two_hosts_to_the_bits_of_one(
     two: list[Host], login: Path, tmp_path: Path, library: str
@@ -93,7 +92,7 @@ print("weights", hashlib.sha256(weights).hexdigest())
 """
 
 
-@MORE
+@whole
 @pytest.mark.parametrize("library", ["ssh", *mpirun.LIBRARIES])
 def test_hosts_may_have_different_numbers_of_ranks(
     two: list[Host], login: Path, tmp_path: Path, library: str
@@ -119,7 +118,7 @@ def test_hosts_may_have_different_numbers_of_ranks(
     assert "Traceback" not in printed
 
 
-@MORE
+@whole
 @pytest.mark.parametrize(("library", "named"), [("mpich", "MPI MPICH "), ("openmpi", "MPI Open MPI v")])
 def test_doctor_looks_at_both_hosts(two: list[Host], login: Path, library: str, named: str) -> None:
     if why := mpirun.missing(library):
@@ -146,7 +145,7 @@ while True:
 """
 
 
-@MORE
+@whole
 @pytest.mark.parametrize("library", ["mpich", "openmpi"])
 def test_a_host_that_stops_holds_nobody_up(
     two: list[Host], login: Path, tmp_path: Path, library: str
@@ -168,7 +167,7 @@ def test_a_host_that_stops_holds_nobody_up(
         until(lambda host=host: not any("train.py" in each for each in processes(host)), "none is left", 15)
 
 
-@MORE
+@whole
 @pytest.mark.parametrize("library", ["mpich", "openmpi"])
 def test_ctrl_c_ends_both_hosts(two: list[Host], login: Path, tmp_path: Path, library: str) -> None:
     if why := mpirun.missing(library):

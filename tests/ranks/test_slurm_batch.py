@@ -12,12 +12,11 @@ import pytest
 from test_kubernetes_pods import SCRIPT, STEPS
 
 from command import TINY, polyreme, until, write_text
-from examples import ALL
+from examples import whole
 from hosts import lacking
 from slurm import PROGRAMS, Cluster, cluster
 
 pytestmark = pytest.mark.skipif(bool(lacking(*PROGRAMS)), reason=lacking(*PROGRAMS))
-whole = pytest.mark.skipif(ALL not in os.environ, reason="a minute of processor time: with --all-cases")
 
 
 @pytest.fixture(scope="module")

@@ -13,13 +13,12 @@ import pytest
 from test_hostfile import HOLD, processes
 
 from command import until
-from examples import ALL
+from examples import whole
 from host_training import StandIn, ended, on_one_host, write
 from hosts import TEMPORARY, lacking
 from slurm import PROGRAMS, Cluster, cluster
 
 pytestmark = pytest.mark.skipif(bool(lacking(*PROGRAMS)), reason=lacking(*PROGRAMS))
-whole = pytest.mark.skipif(ALL not in os.environ, reason="starts Python several times; run with --all-cases")
 
 
 @pytest.fixture(scope="module")

@@ -464,8 +464,7 @@ class OptimizerSection(Section):
         "of name patterns. AdamW is for the rest.",
     )
     matrix_lr: Positive = Field(
-        default=0.02,
-        description="muon: learning rate of the blocks' matrices; `lr` is for the rest, by AdamW.",
+        default=0.02, description="muon: learning rate of its matrices; `lr` is for the rest, by AdamW."
     )
     matrix_momentum: Beta = Field(default=0.95, description="muon: momentum of the blocks' matrices.")
     weight_decay: NotNegative = Field(default=0.01, description="Weight decay.")

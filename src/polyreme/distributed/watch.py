@@ -155,11 +155,13 @@ class Watch:
         finally:
             self._lasted = time.monotonic() - self._waits.pop(thread).since
 
-    def why(self, meeting: Meeting | None, number: int | None, error: object) -> str:
+    def why(self, meeting: Meeting | None, number: int | None, error: Exception) -> str:
         """What is known of a failure, which raised `error`, of the `number`th operation with these ranks."""
+        ours = isinstance(error, TransportError)  # which says itself what became of the others
+        alone = str(error) if ours else f"another rank ended or cannot be reached: {error}"
         if self.failure or meeting is None or self._store is None:
-            return self.failure or str(error)
-        found = []
+            return self.failure or alone
+        found: list[str] = []
 
         def ask() -> None:
             with suppress(RuntimeError):  # the rank that had the store ended
@@ -172,7 +174,7 @@ class Watch:
         asking.join(ANSWER)
         if asking.is_alive():
             return f"the host of rank 0, which has the ranks' store, does not answer ({error})"
-        return found[0] if found else f"another rank ended or cannot be reached: {error}"
+        return found[0] if found else alone
 
     def _soon(self) -> float:
         """Seconds before others are asked."""

@@ -25,9 +25,7 @@ def reporting(what: str, meeting: Meeting | None = None, number: int | None = No
     try:
         yield
     except (RuntimeError, TransportError) as error:
-        ours = isinstance(error, TransportError) or meeting is not None
-        known = error if ours else f"another rank ended or cannot be reached: {error}"
-        why = WATCH.why(meeting, number, known)
+        why = WATCH.why(meeting, number, error)
         raise TransportError(f"{what}{within(WATCH.call)} failed, because {why}") from error
 
 

@@ -66,7 +66,8 @@ class Loop:
         self._objective, self._config, self._step, self._reducer = objective, config, step, reducer
         self._alike = config.batch.mean == "ranks"
         self._last: tuple[Forward, Any] | None = None  # and its output, if its backward is still to come
-        self._waiting: weakref.WeakSet[Forward] = weakref.WeakSet()  # those that it may still come to
+        self._waiting: weakref.WeakKeyDictionary[Forward, None] = weakref.WeakKeyDictionary()
+        """Forwards that a backward may still come to, in their order."""
         self._reached: Forward | None = None  # to whose output the backward under way came first
         self._aside = False  # the user has called the module since the last forward
         self._task = -1  # autograd's number of the last backward that came by
@@ -110,7 +111,7 @@ class Loop:
             return
         forward = Forward(batch, self._updates)
         self._last, self._aside = (forward, output), False
-        self._waiting.add(forward)
+        self._waiting[forward] = None
         arrived = partial(_arrived, weakref.ref(self), forward)
         for tensor in returned(output):
             if tensor.grad_fn is not None:
@@ -216,7 +217,7 @@ class Loop:
 
     def _count(self, forward: Forward, keep: bool = False) -> None:
         forward.counted = True
-        self._waiting.discard(forward)
+        self._waiting.pop(forward, None)
         if not keep and self._last is not None and self._last[0] is forward:
             self._last = None
 

@@ -199,7 +199,7 @@ PRECISION: dict[str, Key] = {
                                     "fp32 is refused"),
     "torch_autocast.lower_precision_safe_modules": idle(
         "list", None, "it chooses whose gradients travel in fewer bits: all travel in fp32, and torch "
-                      "chooses what computes in bf16"),
+                      "chooses what computes in them"),
     "data_types.grad_accum_dtype": to(DTYPES, None, "precision.reduce", says="as communication_data_type"),
     "data_types.param_dtype": idle(DTYPES, None, "it must be what bf16 or fp16 says, as with DeepSpeed"),
     "data_types.buffer_dtype": warned(DTYPES, None, "buffers stay in the format that the model gave them"),
