@@ -11,8 +11,9 @@ from hypothesis import settings
 ALL = "POLYREME_ALL_CASES"
 """The variable that is set where whole products and all examples are to be run."""
 SOME = 30
-whole = pytest.mark.skipif(ALL not in os.environ, reason="seconds of processor time: with --all-cases")
-"""Of a test that takes long, where others that are always run have much of what it has."""
+whole = pytest.mark.skipif(f"{ALL!r} not in os.environ", reason="seconds of processor time: with --all-cases")
+"""Of a test that takes long, where others that are always run have much of what it has. A text, which is
+looked at when the test is to run: conftest imports this before it knows the options."""
 
 
 def examples(all_of_them: int, **others: Any) -> settings:
