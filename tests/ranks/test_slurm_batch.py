@@ -152,9 +152,11 @@ def test_how_a_job_ends_that_is_followed(slurm: Cluster, tmp_path: Path) -> None
 def go_on(slurm: Cluster, job: str, printed: Path) -> None:
     """Warn a job, as Slurm itself does before the end, and see it go on to its end."""
     slurm.run("scancel", "--batch", "--signal=USR1", job)
-    slurm.run("bash", "-c", f"until scontrol show job {job} | grep Restarts=1; do sleep 0.2; done")
-    # a job that was put into the queue again waits for two minutes, if nobody says otherwise
-    slurm.run("scontrol", "update", f"JobId={job}", "StartTime=now")
+    waits = "until [[ $(scontrol show job $0) = *JobState=PENDING*Restarts=1* ]]; do sleep 0.2; done"
+    slurm.run("bash", "-c", waits, job)
+    # A job that was put into the queue again waits for two minutes, if nobody says otherwise. Within the
+    # second in which a node revoked its credential it would fail.
+    slurm.run("scontrol", "update", f"JobId={job}", "StartTime=now+2")
     found = ended(slurm, job)
     assert (found["JobState"], found["Restarts"]) == ("COMPLETED", "1"), printed.read_text()
 
