@@ -97,7 +97,7 @@ class Engine:
     """A model under training. Made by `initialize`.
 
     `module` is the user's model (its parameters live in buckets now), `config` the resolved config, `mesh`
-    the axes."""
+    the axes, `patches` what `close` undoes of the model: a door adds its own."""
 
     def __init__(
         self,
@@ -108,7 +108,7 @@ class Engine:
         lr_scheduler: Any = None,
         loss_fn: LossFn | None = None,
     ) -> None:
-        self.config, self.mesh, self._patches = config, mesh, Patches()
+        self.config, self.mesh, self.patches = config, mesh, Patches()
         self._given = (optimizer, lr_scheduler)
         self._final: State | None = None
         if mesh.device.type == "cpu":
@@ -132,7 +132,7 @@ class Engine:
             self.module, recording, made, blocks, self._pipeline, config, mesh, weights=weights is None
         )
         synced = self._normalised()
-        self._activations = Activations(config, mesh.device, self._patches)
+        self._activations = Activations(config, mesh.device, self.patches)
         self._activations.wrap(self.module, built.blocks)
         self._objective = objective(self.module, loss_fn, made, config, mesh)
         self._passes = Passes(config, mesh, self._pipeline, built.stages, self._objective, self._activations)
@@ -494,7 +494,7 @@ class Engine:
         finally:
             training.close(divided=self.mesh.tp.size * self.mesh.pp.size > 1, gather=gather)
             self._activations.close()
-            self._patches.undo()
+            self.patches.undo()
             if self.mesh.tp.size > 1:
                 self.module.register_forward_pre_hook(_refuse_closed, prepend=True)
             del self._made, self._passes, self._objective, self._activations
@@ -539,7 +539,7 @@ class Engine:
     def _normalised(self) -> set[Tensor]:
         """Have batch norms go by the config; the buffers that are alike on all ranks then."""
         dtype = master_dtype(DTYPES[self.config.precision.compute])
-        return normalise(self.module, self.mesh.dp, self.config.batch_norm == "sync", dtype, self._patches)
+        return normalise(self.module, self.mesh.dp, self.config.batch_norm == "sync", dtype, self.patches)
 
     def _train(self, placement: Placement, made: Recipe, synced: set[Tensor]) -> None:
         """Train what was placed, by the optimizers of `made`; `synced`: see `_normalised`."""

@@ -241,8 +241,10 @@ def told(rank: int, world: int) -> None:
     section = {"optimizer": {"type": "Adam", "params": {"lr": 0.1}}}
     arguments = Namespace(local_rank=-1, deepspeed_config=None)
     level = deepspeed.utils.logger.level
+    model = Network()
+    own = {*vars(model)}
     engine, *_ = deepspeed.initialize(
-        arguments, model=Network(), config=config(1, 2, **section, log_level="ERROR")
+        arguments, model=model, config=config(1, 2, **section, log_level="ERROR")
     )
     assert deepspeed.utils.logger.level == logging.ERROR and engine.log_level() == "ERROR"
     deepspeed.utils.logger.setLevel(level)
@@ -259,6 +261,7 @@ def told(rank: int, world: int) -> None:
         engine.offload_states()
     assert not hasattr(engine, "another")
     engine.destroy()
+    assert {*vars(model)} == own
     with pytest.raises(OrderError, match="make a new Trainer"):
         engine(*batch(rank, 0, 0))
 
@@ -646,13 +649,15 @@ def test_layers_made_under_zero_init_are_taken_in(ranks: Ranks, world: int) -> N
 
 def forgotten(rank: int, world: int) -> list[Any]:
     """A model whose engine nobody has any more, as Lightning's between validate, fit and test, goes on with
-    another one; of the states of an engine that has ended none is seen."""
+    another one; of the states of an engine that has ended none is seen. One that gathers at its end leaves an
+    ordinary model."""
     cpu = {"device": "cpu"}
     offloaded = {"zero_optimization": {"stage": 3, "offload_param": cpu, "offload_optimizer": cpu}}
     section = {"optimizer": {"type": "AdamW", "params": {"lr": 0.01}}, **offloaded}
     found: list[Any] = []
     with deepspeed.zero.Init():
         model = Network()
+    own = {*vars(model)}
     for stage in (offloaded, section, section):
         front, optimizer, _, _ = deepspeed.initialize(model=model, config=config(1, 3) | stage)
         with torch.no_grad():
@@ -663,7 +668,10 @@ def forgotten(rank: int, world: int) -> list[Any]:
             assert optimizer.state
         front = None
         gc.collect()
-    deepspeed.initialize(model=model, config=config(1, 3) | section)
+    front, *_ = deepspeed.initialize(model=model, config=config(1, 3) | section)
+    assert {*vars(model)} > own and all(map(vars, model.parameters()))
+    front.polyreme.close(gather=True)
+    assert {*vars(model)} == own and not any(map(vars, model.parameters()))
     return [found[0] == found[1], found[1] > found[2], dict(optimizer.state)]
 
 

@@ -90,15 +90,16 @@ def initialize(
         front.data_parallel_group = groups._get_data_parallel_group()
     if hasattr(args, "local_rank"):
         args.local_rank = comm.get_local_rank()
+    here = front.polyreme, front.module
     if translation.stage:
-        leave_gradients(front.module)
+        leave_gradients(*here)
     if translation.stage == 3:
-        tag(front.module)
+        tag(*here)
         list_in_state_dicts(front.module.parameters())
-        keep_in_place(front.module)
-        keep_engine(front.module, front.polyreme)
+        keep_in_place(*here)
+        keep_engine(*here)
         if front.global_rank:
-            leave_to_rank0(front.module)
+            leave_to_rank0(*here)
     for note in translation.warnings:
         log_dist(f"{note.key} = {note.value!r}: {note.text}", ranks=[0])
     front.lr_scheduler = _scheduler(front, lr_scheduler, translation)

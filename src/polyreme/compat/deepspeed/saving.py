@@ -171,11 +171,11 @@ def save_weights(engine: DeepSpeedEngine, save_dir: str | Path, name: str, exclu
     return True
 
 
-def leave_to_rank0(module: nn.Module) -> None:
+def leave_to_rank0(engine: polyreme.Engine, module: nn.Module) -> None:
     """Have `module.state_dict()` of a rank other than 0 give an empty tensor in place of each parameter that
     is released, as DeepSpeed does at stage 3: save functions ask for it on every rank and write on rank 0,
     where such a parameter still raises ModelError."""
-    module.state_dict = MethodType(_without_released, module)  # type: ignore[method-assign]
+    engine.patches.attribute(module, "state_dict", MethodType(_without_released, module))
 
 
 class _Kept:
@@ -188,22 +188,22 @@ class _Kept:
         return _Kept, ()
 
 
-def keep_engine(module: nn.Module, engine: polyreme.Engine) -> None:
+def keep_engine(engine: polyreme.Engine, module: nn.Module) -> None:
     """Have the module keep the engine, which has its numbers at stage 3: where a script forgets that one, as
     Lightning does between `validate` and `fit`, a second `initialize` takes them over."""
-    module._polyreme_engine = _Kept(engine)  # type: ignore[assignment]
+    engine.patches.attribute(module, "_polyreme_engine", _Kept(engine))
 
 
-def keep_in_place(module: nn.Module) -> None:
+def keep_in_place(engine: polyreme.Engine, module: nn.Module) -> None:
     """Have `module.cpu()`, `.to(device)` and their like leave parameters where they are, which at stage 3 are
     in shards on the engine's device. One to another dtype raises UnsupportedError."""
-    module._apply = MethodType(_applied, module)  # type: ignore[method-assign]
+    engine.patches.attribute(module, "_apply", MethodType(_applied, module))
 
 
-def leave_gradients(module: nn.Module) -> None:
+def leave_gradients(engine: polyreme.Engine, module: nn.Module) -> None:
     """Have `module.zero_grad()` leave what the engine has of a window's gradients, as DeepSpeed's ZeRO does:
     Lightning calls it before it validates."""
-    module.zero_grad = MethodType(_without_gradients, module)  # type: ignore[method-assign]
+    engine.patches.attribute(module, "zero_grad", MethodType(_without_gradients, module))
 
 
 def _without_gradients(module: nn.Module, set_to_none: bool = True) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, ExitStack
 from enum import Enum
+from functools import partial
 from itertools import count
 from types import TracebackType
 from typing import Any, Self
@@ -16,6 +17,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
+import polyreme
 from polyreme.compat.deepspeed.comm.initialize import init_distributed
 from polyreme.compat.deepspeed.refusal import GatherError
 from polyreme.compat.deepspeed.runtime.zero.parameter_offload import external_parameters
@@ -66,14 +68,29 @@ class ZeroParamStatus(Enum):
     INFLIGHT = 3
 
 
-def tag(module: nn.Module) -> None:
-    """Give each parameter that an engine has DeepSpeed's attributes: ds_id, ds_shape, ds_numel, ds_status,
-    ds_persist, ds_tensor."""
-    module.ds_external_parameters = external_parameters  # type: ignore[assignment]
+TAGS = (
+    *("ds_id", "ds_shape", "ds_numel", "ds_persist", "ds_active_sub_modules", "ds_status"),
+    *("ds_tensor", "partition_numel"),
+)
+"""What is added to a parameter."""
+
+
+def tag(engine: polyreme.Engine, module: nn.Module) -> None:
+    """Give each parameter that an engine has DeepSpeed's attributes, as long as it has it: ds_id, ds_shape,
+    ds_numel, ds_status, ds_persist, ds_tensor."""
+    engine.patches.attribute(module, "ds_external_parameters", external_parameters)
+    engine.patches.call(partial(_untag, module))
     for parameter in module.parameters():
         for own in "ds_tensor", "partition_numel":
             vars(parameter).pop(own, None)
         _tag(parameter, ZeroParamStatus.AVAILABLE)  # but for as long as `_status` says otherwise
+
+
+def _untag(module: nn.Module) -> None:
+    """Take the attributes off the parameters that are ordinary ones again."""
+    for parameter in module.parameters():
+        for name in TAGS if type(parameter) is nn.Parameter else ():
+            vars(parameter).pop(name, None)
 
 
 def _divided(parameter: Any) -> None:
