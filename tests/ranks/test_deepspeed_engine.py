@@ -515,6 +515,37 @@ def test_what_cannot_be_is_refused(ranks: Ranks, tmp_path: Path) -> None:
     ranks(1, refusals, tmp_path)
 
 
+def read(rank: int, world: int) -> None:
+    """`.grad` between backward and step: None where DeepSpeed has it elsewhere, but for who would change
+    it."""
+    section = {"optimizer": {"type": "Adam", "params": {"lr": 0.1}}}
+    for stage in range(4):
+        model = Network()
+        engine, *_ = deepspeed.initialize(model=model, config=config(1, stage, **section))
+        parameters = list(model.parameters())
+        engine.backward(engine(*batch(rank, 0, 0)))
+        if stage < 2:
+            with pytest.raises(ModelError, match="safe_get_full_grad"):
+                _ = parameters[0].grad
+        else:
+            with pytest.warns(UserWarning, match=r"safe_get_full_grad.*it is None") as told:
+                assert [p.grad for p in parameters] == [None] * len(parameters)
+            assert len(told) == 1
+            parameters[0].grad = None
+        with pytest.raises(ModelError, match="gradient_clipping"):
+            torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+        with pytest.raises(ModelError, match="is set"):
+            parameters[0].grad = torch.ones(parameters[0].shape)
+        assert deepspeed.utils.safe_get_full_grad(parameters[0]).any()
+        engine.step()
+        assert engine.get_global_grad_norm() > 0 and parameters[0].grad is None
+        engine.destroy()
+
+
+def test_gradients_between_backward_and_step(ranks: Ranks) -> None:
+    ranks(2, read)
+
+
 def scales(rank: int, world: int) -> list[Any]:
     """The loss scale after each of four steps, the second of which overflows."""
     found: list[Any] = []

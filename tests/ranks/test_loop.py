@@ -211,6 +211,7 @@ def refused(rank: int, world: int, stage: int) -> dict[str, str]:
         "read": error_of(lambda: parameters[0].grad),
         "zero": error_of(lambda: engine.module.zero_grad()),
         "write": error_of(lambda: setattr(parameters[0], "grad", torch.zeros(parameters[0].shape))),
+        "none": error_of(lambda: setattr(parameters[0], "grad", None)),
         "second": error_of(lambda: engine(x).square().mean().backward()),
     }
     engine.zero_grad()
@@ -236,6 +237,7 @@ def test_what_cannot_work_says_what_does(ranks: Ranks) -> None:
                 "read": "blocks.0.0.weight.grad is read between backward and step",
                 "zero": "engine.zero_grad()",
                 "write": "blocks.0.0.weight.grad is set",
+                "none": "blocks.0.0.weight.grad is set to None",
                 "second": "zero_grad()",
                 "no forward": "call engine(...) in the place of the model itself",
                 "fp16": "call engine.backward(loss)",

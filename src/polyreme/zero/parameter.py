@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import gc
 import sys
+import warnings
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any, Protocol
 from weakref import ref
 
@@ -45,6 +47,38 @@ _ENGINES: WeakIdKeyDictionary = WeakTensorKeyDictionary()
 """Weak references to the engines that parameters were given to."""
 _SHARDS: WeakIdKeyDictionary = WeakTensorKeyDictionary()
 """Parameters of closed engines that are not whole."""
+_READINGS: WeakIdKeyDictionary = WeakTensorKeyDictionary()
+"""By parameter, the `Reading` of its pending gradient, where that is another than `OURS`."""
+
+
+@dataclass
+class Reading:
+    """What becomes of reading `.grad` between backward and step. instead: what has it. hidden: it is None,
+    with one warning, and not an error, but for torch's own functions that clip, unscale or apply gradients.
+    told: the warning was given."""
+
+    instead: str
+    hidden: bool = False
+    told: bool = False
+
+    def answer(self, parameter: Tensor, caller: str) -> None:
+        """Raise ModelError or warn, where the module `caller` reads."""
+        text = (
+            f"{NAMES.get(parameter, '?')}.grad is read between backward and step, but the engine keeps "
+            f"gradients in its buckets, summed over the ranks only at the end of the step: {self.instead}"
+        )
+        # torch.optim.optimizer is zero_grad, which finds nothing to drop
+        if not self.hidden or (caller.startswith("torch.") and caller != "torch.optim.optimizer"):
+            raise ModelError(text)
+        if not self.told:
+            self.told = True
+            warnings.warn(f"{text}. Here it is None, that of every parameter", stacklevel=3)
+
+
+OURS = Reading(
+    "to clip, set optimizer.clip, or call engine.gradients().clip_(max_norm); to read them, use "
+    "engine.gradients() or a hook (parameter.register_hook); to drop them, engine.zero_grad()"
+)
 
 
 def is_pending(parameter: Tensor) -> bool:
@@ -61,14 +95,7 @@ class TrainedParameter(nn.Parameter):
         # torch.compile asks whether there is one of each tensor that it meets
         in_backward, traced = torch._C._current_graph_task_id() != -1, TracingContext.try_get() is not None
         if not in_backward and not traced and is_pending(self):
-            raise ModelError(
-                f"{NAMES.get(self, '?')}.grad is read between backward and "
-                "step, but the engine keeps gradients in its buckets, summed "
-                "over the ranks only at the end of the step: to clip, set "
-                "optimizer.clip, or call engine.gradients().clip_(max_norm); "
-                "to read them, use engine.gradients() or a hook "
-                "(parameter.register_hook); to drop them, engine.zero_grad()"
-            )
+            _READINGS.get(self, OURS).answer(self, sys._getframe(1).f_globals.get("__name__", ""))
         gradient: Tensor | None = OWN_GRAD.__get__(self)
         return gradient
 
@@ -76,8 +103,14 @@ class TrainedParameter(nn.Parameter):
     def grad(self, gradient: Tensor | None) -> None:
         owner: Owner | None = _OWNERS.get(self, _nobody)()
         if owner is not None and torch._C._current_graph_task_id() == -1:
-            if gradient is None:
+            if gradient is None and (not owner.begun or _READINGS.get(self, OURS).hidden):
                 owner.given.discard(self)
+            elif gradient is None:
+                raise ModelError(
+                    f"{NAMES.get(self, '?')}.grad is set to None between backward and step, but the engine "
+                    "keeps gradients in its buckets: to drop all, call engine.zero_grad(); to drop one, "
+                    'engine.gradients().scale_({"name": 0.0}), or detach it in the forward'
+                )
             elif owner.begun:
                 raise ModelError(
                     f"{NAMES.get(self, '?')}.grad is set between backward and step, but the engine keeps "
@@ -126,6 +159,12 @@ def own(parameters: Iterable[nn.Parameter], owner: Owner) -> None:
         _OWNERS[parameter] = ref(owner)
 
 
+def read_as(parameters: Iterable[nn.Parameter], reading: Reading) -> None:
+    """Say what becomes of reading their `.grad` between backward and step."""
+    for parameter in parameters:
+        _READINGS[parameter] = reading
+
+
 def give_to(engine: object, module: nn.Module) -> None:
     """Note which engine has the module's parameters."""
     for parameter in module.parameters():
@@ -140,8 +179,8 @@ def engine_of(parameter: Tensor) -> Any:
 def disown(parameters: Iterable[nn.Parameter], whole: bool) -> None:
     """Make them plain parameters again, if they are `whole`: their engine is closed."""
     for parameter in parameters:
-        _OWNERS.pop(parameter, None)
-        _ENGINES.pop(parameter, None)
+        for of in _OWNERS, _ENGINES, _READINGS:
+            of.pop(parameter, None)
         if not whole:
             _SHARDS[parameter] = True
         elif type(parameter) is TrainedParameter:

@@ -33,8 +33,14 @@ from polyreme.distributed.mesh import everyone
 from polyreme.errors import LaunchError, Problem
 from polyreme.optim.groups import maker
 from polyreme.zero.divided import make_whole, shaped
-from polyreme.zero.parameter import engine_of
+from polyreme.zero.parameter import Reading, engine_of, read_as
 from polyreme.zero.released import list_in_state_dicts
+
+GRADIENTS = (
+    "to clip, write gradient_clipping in the config; to read one, call deepspeed.utils.safe_get_full_grad("
+    "parameter) on all ranks; for the norm of all, engine.get_global_grad_norm() after step(); to change one, "
+    "deepspeed.utils.safe_set_full_grad"
+)
 
 
 def initialize(
@@ -90,16 +96,7 @@ def initialize(
         front.data_parallel_group = groups._get_data_parallel_group()
     if hasattr(args, "local_rank"):
         args.local_rank = comm.get_local_rank()
-    here = front.polyreme, front.module
-    if translation.stage:
-        leave_gradients(*here)
-    if translation.stage == 3:
-        tag(*here)
-        list_in_state_dicts(front.module.parameters())
-        keep_in_place(*here)
-        keep_engine(*here)
-        if front.global_rank:
-            leave_to_rank0(*here)
+    _as_deepspeed(front)
     for note in translation.warnings:
         log_dist(f"{note.key} = {note.value!r}: {note.text}", ranks=[0])
     front.lr_scheduler = _scheduler(front, lr_scheduler, translation)
@@ -108,6 +105,21 @@ def initialize(
     elif training_data is not None:
         front.training_dataloader = front.deepspeed_io(training_data)
     return front, front.optimizer, front.training_dataloader, front.lr_scheduler
+
+
+def _as_deepspeed(front: DeepSpeedEngine) -> None:
+    """Have the module, and its parameters, answer as those of DeepSpeed's ZeRO do."""
+    stage, here = front.translation.stage, (front.polyreme, front.module)
+    read_as(front.module.parameters(), Reading(GRADIENTS, hidden=stage > 1))
+    if stage:
+        leave_gradients(*here)
+    if stage == 3:
+        tag(*here)
+        list_in_state_dicts(front.module.parameters())
+        keep_in_place(*here)
+        keep_engine(*here)
+        if front.global_rank:
+            leave_to_rank0(*here)
 
 
 def _refuse_early(source: Any, model: nn.Module, tp: int | None) -> None:
