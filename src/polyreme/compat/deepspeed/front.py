@@ -37,9 +37,9 @@ from polyreme.zero.parameter import Reading, engine_of, read_as
 from polyreme.zero.released import list_in_state_dicts
 
 GRADIENTS = (
-    "to clip, write gradient_clipping in the config; to read one, call deepspeed.utils.safe_get_full_grad("
-    "parameter) on all ranks; for the norm of all, engine.get_global_grad_norm() after step(); to change one, "
-    "deepspeed.utils.safe_set_full_grad"
+    "to clip, write gradient_clipping in the config; to read or change one, call safe_get_full_grad or "
+    "safe_set_full_grad of deepspeed.utils on all ranks; for the norm of all, "
+    "engine.get_global_grad_norm() after step()"
 )
 
 

@@ -130,7 +130,7 @@ FACTS: Mapping[str, Callable[[Any], Any]] = {
 }
 """Attributes of an engine that its config does not decide."""
 
-AXES = {"data": "dp", "tensor": "tp", "model": "tp", "pipeline": "pp"}
+AXES = {"data": "dp", "tensor": "tp", "model": "tp", "pipeline": "pp", "sequence": "cp"}
 """The axes of our mesh by the names that DeepSpeed's engine has for their ranks and sizes."""
 
 
