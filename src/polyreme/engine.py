@@ -47,6 +47,7 @@ from polyreme.step.precision import AUTOCAST, DTYPES, cast_floating, master_dtyp
 from polyreme.step.progress import State
 from polyreme.step.step import Step, StepResult
 from polyreme.step.training import Training
+from polyreme.zero.bucket import KINDS, Kind
 from polyreme.zero.full_parameters import readable, writable
 from polyreme.zero.parameter import NAMES, give_to, refuse_owned
 from polyreme.zero.partition import Placement
@@ -204,10 +205,7 @@ class Engine:
         """The model's output for one micro-batch (its floating-point inputs cast to the compute dtype,
         `labels` not)."""
         if self.mesh.pp.size > 1:
-            raise BatchError(
-                "engine(...) calls the whole model, which is cut "
-                "into pipeline stages: use train_step and eval_step"
-            )
+            raise BatchError(_CUT)
         self._training.roster.check(self.module)
         self._passes.enter(0, 0)
         # the batch is on the host still
@@ -394,6 +392,7 @@ class Engine:
 
         Raises ModelError where that cannot be (see docs/engine.md); nothing has changed then."""
         self._refuse_within_step("refresh")
+        self._training.away.refuse()
         self.wait()
         self._take_in_writes()
         for axis in (self.mesh.dp, self.mesh.tp):
@@ -428,12 +427,7 @@ class Engine:
         ModelError where parameters were changed without `write`, and BatchError for writing in the middle of
         a step."""
         if self._training.blocks.in_forward:
-            raise ModelError(
-                "full_parameters() inside a forward of the module, from a "
-                "hook or its own code: parameters come and go there. Call it "
-                "before or after the forward; a forward hook of a "
-                "block may read the parameters of that block as they are"
-            )
+            raise ModelError(_IN_FORWARD)
         self._take_in_writes()
         placement = self._training.placement
         names = None if among is None else {NAMES[parameter] for parameter in among if parameter in NAMES}
@@ -451,6 +445,26 @@ class Engine:
         """Have what the user wrote to parameters between steps count. All ranks must call."""
         if not self._step.microbatches:
             self._step.written.settle(self._checkpoints.taken)
+
+    def sleep(self, *kinds: Kind, pin: bool = True) -> None:
+        """Free the device of this engine between two steps, until `wake`: "params", "masters" (of parameters
+        in 16 bits), "states" and "gradients" (whose buffers are let go of), or all where none is named, go to
+        host memory, pinned unless `pin` is false. What is on the host or in files already stays there. All
+        ranks must call.
+
+        What needs what is away raises ModelError: without states and masters, forwards, backwards and
+        `full_parameters()` to read work still. Raises BatchError in the middle of a step."""
+        self._refuse_within_step("sleep")
+        self.wait()
+        self._take_in_writes()
+        self._training.away.leave(kinds or KINDS, pin)
+
+    def wake(self) -> tuple[Kind, ...]:
+        """Have all that `sleep` took away where it was. Returns what that is, which may be none."""
+        kinds = self._training.away.come_back()
+        if "params" in kinds:  # which are in other memory
+            self._step.written.note()
+        return kinds
 
     def memory(self) -> dict[str, int]:
         """Bytes of this rank by category: parameters, gradients, states and buffers that are alive now, and
@@ -526,10 +540,7 @@ class Engine:
     def _training(self) -> Training:
         """What trains the model now."""
         if self._final is not None:
-            raise ModelError(
-                "this engine is closed, by engine.close() or at the end of its `with` block: "
-                "initialize another one"
-            )
+            raise ModelError(_CLOSED)
         return self._made
 
     @property
@@ -567,6 +578,13 @@ class Engine:
         yield from self._training.placement.buffers(self.module)
 
 
+_CUT = "engine(...) calls the whole model, which is cut into pipeline stages: use train_step and eval_step"
+_CLOSED = "this engine is closed, by engine.close() or at the end of its `with` block: initialize another one"
+_IN_FORWARD = (
+    "full_parameters() inside a forward of the module, from a hook or its own code: parameters come and go "
+    "there. Call it before or after the forward; a forward hook of a block may read the parameters of that "
+    "block as they are"
+)
 _SPREAD = (
     "an engine is spread over its ranks, and cannot be pickled or copied: engine.save(path) keeps all of it, "
     "engine.state_dict() has its weights, and copy.deepcopy(engine.module) inside of "

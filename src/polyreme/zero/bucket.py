@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -56,6 +56,13 @@ class BucketStores:
 
 
 IN_MEMORY = BucketStores()
+Kind = Literal["params", "masters", "states", "gradients"]
+KINDS: tuple[Kind, ...] = get_args(Kind)
+"""What of a bucket may be away from the device between steps (`zero.away`)."""
+AWAY = (
+    "{}: away from the device since engine.sleep(), or offload_states() on the DeepSpeed door: call "
+    "engine.wake(), or reload_states()"
+)
 
 
 class Bucket:
@@ -100,6 +107,8 @@ class Bucket:
         self._gathering: Work = DONE  # the last all-gather of parameters, which others may still read
         self._quantized = False  # what the full buffer has is what was sent in a byte each
         self._summoned: Tensor | None = None  # the parameters' memory while they are in the user's hands
+        self.away: set[Kind] = set()
+        """What is away from the device."""
         self._allocate()
         name(self.parameters, (slot.name for slot in layout.slots))
         sharded = residency.grads == "shard"
@@ -132,11 +141,17 @@ class Bucket:
         self._views = self._cut(self.full.data)
         self._point(self._views)
 
+    def require(self, *kinds: Kind) -> None:
+        """Raise ModelError where any of these is away."""
+        if gone := self.away.intersection(kinds):
+            raise ModelError(AWAY.format(f"{', '.join(sorted(gone))}{self._of}"))
+
     # ---- parameters
 
     @property
     def resident(self) -> Tensor:
         """The master, which is in the device's memory."""
+        self.require("masters")
         assert self.master is not None, "the master is in a tier"
         return self.master
 
@@ -160,6 +175,7 @@ class Bucket:
     def write(self, slot: Slot, tensor: Tensor) -> None:
         """Set one parameter to `tensor` (its full shape, any dtype): in the master, the shard, and the full
         buffer if it is there."""
+        self.require("params", "masters")
         self.settle()
         flat = tensor.detach().reshape(-1)
         targets = []
@@ -181,6 +197,7 @@ class Bucket:
     def part(self, start: int, stop: int) -> Tensor:
         """A copy of the masters of elements [start, stop) of the flat buffer, which are of `region`; of
         frozen parameters their own numbers. In the masters' dtype, on the device."""
+        self.require("params", "masters")
         found = torch.zeros(stop - start, dtype=self.formats.master, device=self.device)
         low, high = start - self.region.start, stop - self.region.start
         if self.master is not None:
@@ -203,6 +220,7 @@ class Bucket:
 
     def set(self, numbers: Tensor) -> None:
         """Take `numbers` (flat, in the compute dtype, the same on every rank) for the parameters."""
+        self.require("params")
         if self._offloaded is not None:
             self._offloaded.open(keep=False).copy_(numbers[self.own])
             self._offloaded.store()
@@ -272,6 +290,7 @@ class Bucket:
     def gather(self, exactly: bool = False) -> None:
         """Begin to fill the full buffer from the ranks' shards, unless it is filled already, or the
         parameters are whole elsewhere. `exactly`: though they are sent in a byte each for forwards."""
+        self.require("params")
         if exactly and self._quantized:
             self.release()
         if self._state == "released" and self._summoned is None:
@@ -363,6 +382,7 @@ class Bucket:
     def whole(self, master: bool = False) -> Tensor:
         """A full buffer of current values, in the compute dtype or the master's; valid until the bucket's
         next gather or update."""
+        self.require("params", *(("masters",) if master else ()))
         if not master and self._state == "full" and not self._quantized:
             return self.full
         if master and (self.master is not None or self.offloaded_states is not None):

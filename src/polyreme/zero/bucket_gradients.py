@@ -162,6 +162,10 @@ class BucketGradients:
         self._go_to(store)
         self._microbatches, self._formats = microbatches, formats
         self._transient = self._transient or microbatches in ("reduced", "left")
+        self.drop()
+
+    def drop(self) -> None:
+        """Let go of the memory, between steps: the next backward takes what it needs."""
         self._local = self.grad = None
 
     def keep_adding(self, formats: Formats, store: OffloadedGradients | None) -> None:

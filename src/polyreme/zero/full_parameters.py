@@ -83,6 +83,7 @@ def _summoned(buckets: Sequence[Bucket]) -> Iterator[list[Tensor]]:
 def _adopt(bucket: Bucket, numbers: Tensor) -> None:
     """Take `numbers` (flat, in the compute dtype, the same on every rank) for a bucket's parameters; the
     master keeps its digits where they are what it was rounded to."""
+    bucket.require("masters")
     bucket.settle()
     if bucket.has_copy:
         part, begin = numbers[bucket.region], bucket.region.start
@@ -211,11 +212,15 @@ class Written:
         return {
             each: [(p._version, p.data_ptr()) for p in each.parameters]
             for each in self._buckets
-            if bucket in (None, each)
+            if bucket in (None, each) and "params" not in each.away
         }
 
     def _summed(self, bucket: Bucket | None) -> dict[Bucket, Tensor]:
-        return {each: _sum(each.full[each.own]) for each in self._copies if bucket in (None, each)}
+        return {
+            each: _sum(each.full[each.own])
+            for each in self._copies
+            if bucket in (None, each) and "params" not in each.away
+        }
 
 
 def _sum(numbers: Tensor) -> Tensor:

@@ -65,6 +65,7 @@ class OptimizerState:
         """Set a state of a parameter: to a flat tensor with a number for each of its elements, of which this
         rank takes its own; or to one number, or all of a state with a shape of its own, where this rank has
         it."""
+        self._pieces.bucket.require("masters", "states")
         if not values.dim():
             self._pieces.isolate(slot)
         if (offloaded := self._pieces.offloaded) is not None and self._pieces.compact is None:
@@ -105,6 +106,7 @@ class OptimizerState:
                 offloaded.keep(extent, name, piece.interval, compressed)
 
     def _numbers(self) -> Iterator[tuple[GroupInterval, dict[str, Any]]]:
+        self._pieces.bucket.require("masters", "states")
         for piece in self._pieces:
             if (extent := piece.extent) is None or self._pieces.offloaded is None:
                 yield piece.interval, self._widened(piece, {MASTER: piece.tensor, **piece.state})

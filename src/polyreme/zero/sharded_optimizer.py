@@ -67,6 +67,7 @@ class Update:
         `unused` are the indices of parameters that no rank has a gradient for. `stream`: an iterator over
         extents, from this bucket's on. `count`: steps before this one. `gradient_extents`: an iterator
         likewise over extents of gradients, if they are in files."""
+        self.bucket.require("params", "masters", "states")
         grad = self.bucket.gradients.numbers() if self.bucket.gradients.extents is None else None
         absent = [slot for index in unused if (slot := self.bucket.layout.slots[index]).size]
         for slot in absent:
@@ -179,4 +180,8 @@ class Update:
 
     def nbytes(self) -> int:
         """Bytes of the optimizer's own states in the device's memory."""
-        return sum(t.nbytes for piece in self._pieces for t in piece.state.values() if isinstance(t, Tensor))
+        return 0 if "states" in self.bucket.away else sum(tensor.nbytes for tensor in self.on_device())
+
+    def on_device(self) -> list[Tensor]:
+        """The optimizer's own states that are in the device's memory."""
+        return [t for piece in self._pieces for t in piece.state.values() if isinstance(t, Tensor)]

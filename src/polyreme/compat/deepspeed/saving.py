@@ -81,9 +81,13 @@ def save(
     if engine.lr_scheduler is not None:
         state = {key: value for key, value in engine.lr_scheduler.state_dict().items() if not callable(value)}
         extra["lr_scheduler"] = to_json(state, "lr_scheduler")
-    engine.polyreme.save(
-        folder / name, extra={DOOR: extra}, adapters_only=exclude_frozen and _trains_adapters_alone(engine)
-    )
+    alone = exclude_frozen and _trains_adapters_alone(engine)
+    away = engine.polyreme.wake()  # a script may save between offload_states and reload_states
+    try:
+        engine.polyreme.save(folder / name, extra={DOOR: extra}, adapters_only=alone)
+    finally:
+        if away:
+            engine.polyreme.sleep(*away)
     if engine.global_rank == 0:
         if save_latest:
             replace_text(folder / LATEST, name)
@@ -111,6 +115,7 @@ def load(
         named = "" if tag is not None else f", which {folder / newest} names"
         raise CheckpointError(f"{folder / name}{named}, is no folder on every rank: {_others(folder)}")
     engine.zero_grad()  # of a window that has begun
+    engine.polyreme.wake()
     found = engine.polyreme.load(folder / name, strict=parts.strict, weights_only=not parts.optimizer)
     extra = dict(found.extra.get(DOOR, {}))
     ours = "rates" not in extra

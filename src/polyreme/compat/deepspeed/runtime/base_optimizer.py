@@ -194,6 +194,14 @@ class DeepSpeedOptimizer(OptimizerView):
         """The learning rate of the first group."""
         return float(self.param_groups[0]["lr"])
 
+    def offload_states(self, *args: Any, **kwargs: Any) -> None:
+        """The engine's `offload_states`."""
+        self._front[0].offload_states(*args, **kwargs)
+
+    def reload_states(self, non_blocking: bool = False) -> None:
+        """The engine's `reload_states`."""
+        self._front[0].reload_states(non_blocking)
+
     def needs_scaler(self) -> bool:
         """Whether `loss.backward()` needs the engine's `scale`."""
         return self.dynamic_loss_scale

@@ -398,17 +398,6 @@ class DeepSpeedEngine(Windows):
     def empty_partition_cache(self) -> None:
         """Free what is gathered. Polyreme keeps nothing gathered between steps."""
 
-    def offload_states(self, *args: Any, **kwargs: Any) -> None:
-        """Raises UnsupportedError."""
-        raise refused(
-            "engine.offload_states",
-            "what is on the device stays there while an engine has it",
-            'write zero_optimization.offload_optimizer = {"device": "cpu"}, which keeps masters and states '
-            "on the host (offload_param the parameters), or destroy() the engine and load a checkpoint",
-        )
-
-    reload_states = offload_states
-
     def get_sequence_parallel_group(self) -> None:
         """None: there is no sequence parallelism over ranks."""
 

@@ -4,15 +4,16 @@ ask an engine for."""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 
 from polyreme.compat.deepspeed import comm
 from polyreme.compat.deepspeed.json_config import Translation
-from polyreme.compat.deepspeed.refusal import refused
 from polyreme.compat.deepspeed.runtime.torch_autocast import get_default_autocast_lower_precision_modules
+from polyreme.compat.deepspeed.runtime.zero import offload_states
 from polyreme.compat.deepspeed.saving import make_executable
 from polyreme.step.precision import AUTOCAST, DTYPES
 
@@ -86,14 +87,6 @@ COMPUTED: Mapping[str, Callable[[Translation], Any]] = {
 }
 
 
-def _moved(*_: Any, **__: Any) -> NoReturn:
-    raise refused(
-        "offload_states and reload_states",
-        "states do not move between steps",
-        "write zero_optimization.offload_optimizer, and they are off the device all the time",
-    )
-
-
 def _reduced(bucket_size: int = 0) -> None:
     """Do nothing: `backward` and `step` sum the gradients over the ranks."""
 
@@ -125,8 +118,8 @@ FACTS: Mapping[str, Callable[[Any], Any]] = {
     "has_moe_layers": lambda engine: False,
     "enable_backward_allreduce": lambda engine: True,
     "allreduce_gradients": lambda engine: _reduced,
-    "offload_states": lambda engine: _moved,
-    "reload_states": lambda engine: _moved,
+    "offload_states": lambda engine: partial(offload_states.offload, engine),
+    "reload_states": lambda engine: partial(offload_states.reload, engine),
 }
 """Attributes of an engine that its config does not decide."""
 

@@ -1,0 +1,98 @@
+"""Memory of an engine's buckets that leaves the device between two steps, and comes back: for a script that
+needs the device for something else meanwhile.
+
+Invariant: what is away is refused (`Bucket.require`); tensors and the views of them stay the same ones, of
+memory that is empty meanwhile. No communication."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+
+import torch
+from torch import Tensor, UntypedStorage
+
+from polyreme.errors import ModelError
+from polyreme.zero.bucket import AWAY, KINDS, Bucket, Kind
+from polyreme.zero.released import guard, unguard
+from polyreme.zero.sharded_optimizer import Update
+
+
+class Away:
+    """What of `buckets` and of `updates`, their optimizers, is away."""
+
+    def __init__(self, buckets: Sequence[Bucket], updates: Iterable[Update]) -> None:
+        self._buckets, self._updates = buckets, updates
+        self._kept: list[tuple[UntypedStorage, Tensor]] = []  # empty ones, and what was in them
+        self.kinds: set[Kind] = set()
+
+    def refuse(self) -> None:
+        """Raise ModelError if anything is away."""
+        if self.kinds:
+            raise ModelError(AWAY.format(", ".join(sorted(self.kinds))))
+
+    def leave(self, kinds: Collection[Kind], pin: bool) -> None:
+        """Have these be in host memory, which is pinned if so said; gradients are let go of, as there are
+        none between steps."""
+        if any(bucket.is_summoned for bucket in self._buckets):
+            raise ModelError(
+                "engine.sleep() inside of engine.full_parameters(): call it behind the with block"
+            )
+        for kind in KINDS:
+            if kind in kinds and kind not in self.kinds:
+                self._leave(kind, pin)
+                self.kinds.add(kind)
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+
+    def come_back(self) -> tuple[Kind, ...]:
+        """Have all be where it was. Returns what was away."""
+        with torch.no_grad(), torch.inference_mode(False):
+            while self._kept:
+                storage, kept = self._kept.pop()
+                storage.resize_(kept.numel())
+                _bytes(storage).copy_(kept)
+        for bucket in self._buckets:
+            if "params" in bucket.away and not bucket.sharded:
+                unguard(bucket.parameters)
+            bucket.away.clear()
+        found = tuple(self.kinds)
+        self.kinds.clear()
+        return found
+
+    def _leave(self, kind: Kind, pin: bool) -> None:
+        for bucket in self._buckets:
+            bucket.release()
+            bucket.settle()
+            if kind == "gradients":
+                bucket.gradients.drop()
+                continue
+            bucket.away.add(kind)
+            if kind == "params" and not bucket.sharded:
+                guard(bucket.parameters)
+        for tensor in self._memory(kind):
+            storage = tensor.untyped_storage()
+            # that of ranks which share memory, or of a file, stays
+            if storage.resizable() and storage.nbytes():
+                kept = torch.empty(
+                    storage.nbytes(), dtype=torch.uint8, pin_memory=pin and tensor.device.type == "cuda"
+                )
+                kept.copy_(_bytes(storage))
+                storage.resize_(0)
+                self._kept.append((storage, kept))
+
+    def _memory(self, kind: Kind) -> Iterable[Tensor]:
+        """Tensors that have all the device's memory of a kind."""
+        if kind == "states":
+            for update in self._updates:
+                yield from update.on_device() if update.offloaded is None else ()
+        for bucket in self._buckets:
+            if kind == "masters" and bucket.has_copy and bucket.master is not None:
+                yield bucket.master
+            if kind == "params":
+                yield bucket.full
+                if bucket.device_shard is not None:
+                    yield bucket.device_shard
+
+
+def _bytes(storage: UntypedStorage) -> Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
