@@ -319,6 +319,27 @@ def test_whole_weights(ranks: Ranks, tmp_path: Path, world: int) -> None:
     assert ranks(world, consolidated, tmp_path) == [(True, True)] * world
 
 
+def held(layer: Any) -> None:
+    """Parameters are whole from `all_gather` to `partition`."""
+    was, kind = layer.weight.ds_status, type(layer.weight)
+    layer.weight.all_gather_coalesced([layer.weight, layer.bias]).wait()
+    layer.bias.all_gather()
+    assert layer.weight.ds_status is deepspeed.zero.ZeroParamStatus.AVAILABLE
+    assert layer.weight.sum().item() and layer.bias.shape == (WIDTH,)
+    with pytest.raises(UnsupportedError, match="modifier_rank=0"):
+        layer.weight.partition(has_been_updated=True)
+    layer.weight.partition()
+    assert layer.bias.sum().item()  # as they were gathered together
+    layer.bias.partition()
+    assert (layer.weight.ds_status, type(layer.weight)) == (was, kind)
+    if was is deepspeed.zero.ZeroParamStatus.NOT_AVAILABLE:
+        layer.bias.all_gather([layer.bias])
+        with torch.no_grad():
+            layer.bias.add_(1)
+        with pytest.raises(RuntimeError, match="in-place modification"):
+            layer.bias.partition()
+
+
 def gathered(rank: int, world: int) -> list[float]:
     """What rank 0 writes in GatheredParameters reaches all, before initialize and after it."""
     with deepspeed.zero.Init():
@@ -329,6 +350,7 @@ def gathered(rank: int, world: int) -> list[float]:
             nn.init.constant_(layer.weight, 0.25)
     with deepspeed.zero.GatheredParameters(layer.weight):
         before = layer.weight.sum().item()
+    held(layer)
     section = {"optimizer": {"type": "Adam", "params": {"lr": 0.01}}}
     kept = deepspeed.initialize(model=model, config=config(1, 3, **section))
     assert kept[0].zero_gather_16bit_weights_on_model_save() is False
@@ -339,6 +361,7 @@ def gathered(rank: int, world: int) -> list[float]:
     with deepspeed.zero.GatheredParameters([layer.weight, layer.bias], modifier_rank=world - 1):
         if rank == world - 1:
             nn.init.constant_(layer.weight, 0.5)
+    held(layer)
     with deepspeed.zero.GatheredParameters(layer.weight):
         assert layer.weight.ds_status is deepspeed.zero.ZeroParamStatus.AVAILABLE
         return [before, layer.weight.sum().item()]

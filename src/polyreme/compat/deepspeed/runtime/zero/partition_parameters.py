@@ -13,13 +13,15 @@ from functools import partial
 from itertools import count
 from types import TracebackType
 from typing import Any, Self
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary, WeakTensorKeyDictionary
 
 import polyreme
 from polyreme.compat.deepspeed.comm.initialize import init_distributed
-from polyreme.compat.deepspeed.refusal import GatherError
+from polyreme.compat.deepspeed.refusal import GatherError, refused
 from polyreme.compat.deepspeed.runtime.zero.parameter_offload import external_parameters
 from polyreme.errors import ModelError
 from polyreme.layout.region import MASTER
@@ -302,3 +304,75 @@ class MultipleAllGatherHandles:
         """Wait for each."""
         for handle in self.handles:
             handle.wait(handle_dependency=handle_dependency)
+
+
+class _Held:
+    """Parameters that `all_gather` has made whole, until `partition` was called of `left` more of them."""
+
+    def __init__(self, parameters: list[Any]) -> None:
+        self.left, self.context = len(parameters), GatheredParameters(parameters)
+        self.context.__enter__()
+
+
+_HELD: WeakIdKeyDictionary = WeakTensorKeyDictionary()
+_HOLDS = ("all_gather", "all_gather_coalesced", "partition")
+
+
+def _all_gather(
+    parameter: Any, param_list: Any = None, async_op: bool = False, hierarchy: int = 0, **_: Any
+) -> MultipleAllGatherHandles:
+    """Have the parameters of the list, or this one, whole on every rank until `partition`; they are there
+    when it returns. All ranks must call."""
+    given = [each for each in _parameters(param_list or [parameter]) if each not in _HELD]
+    held = _Held(given)
+    for each in given:
+        _HELD[each] = held
+        if type(each) is nn.Parameter:  # as those are that are whole before `initialize`
+            vars(each).update({name: _bound(name, each) for name in _HOLDS})
+    return MultipleAllGatherHandles([])
+
+
+def _partition(
+    parameter: Any,
+    param_list: Any = None,
+    hierarchy: int = 0,
+    has_been_updated: bool = False,
+    free_data: bool = True,
+) -> None:
+    """Have the parameters of the list, or this one, divided again, once this was called of all that were
+    gathered together. All ranks must call. Raises GatherError where one was changed, UnsupportedError where
+    that is to count, or numbers are to stay."""
+    if has_been_updated or not free_data:
+        raise refused(
+            f"parameter.partition(has_been_updated={has_been_updated}, free_data={free_data})",
+            "numbers that were gathered to be read go again",
+            "use zero.GatheredParameters(parameter, modifier_rank=0) for changes, and clone what is to stay",
+        )
+    for each in _parameters(param_list or [parameter]):
+        held: _Held | None = _HELD.pop(each, None)
+        for name in _HOLDS:
+            vars(each).pop(name, None)
+        if held is not None:
+            held.left -= 1
+            if not held.left:
+                held.context.__exit__(None, None, None)
+
+
+def _bound(name: str, parameter: Any) -> Callable[..., Any]:
+    """The method of a parameter that is divided. It keeps no parameter, which may have it."""
+    known = ref(parameter)
+    method = _partition if name == "partition" else _all_gather
+    return lambda *args, **kwargs: method(known(), *args, **kwargs)
+
+
+def _method(name: str) -> property:
+    def get(parameter: TrainedParameter) -> Callable[..., Any]:
+        if "ds_id" not in vars(parameter):
+            raise AttributeError(f"{name} of a parameter that is not divided")
+        return _bound(name, parameter)
+
+    return property(get)
+
+
+for _name in _HOLDS:
+    setattr(TrainedParameter, _name, _method(_name))
