@@ -77,7 +77,7 @@ Function = ast.FunctionDef | ast.AsyncFunctionDef
 BUDGETS = {
     "checkpoint": 2500,
     "cli": 1130,
-    "compat": 7900,
+    "compat": 8000,
     "config": 900,
     "data": 600,
     "deferred_init": 430,
