@@ -85,7 +85,7 @@ BUDGETS = {
     "files": 300,
     "integrations": 480,
     "job": 600,
-    "launch": 2450,
+    "launch": 2580,
     "layout": 350,
     "models": 650,
     "monitor": 520,

@@ -92,8 +92,7 @@ def test_arguments_reach_the_program_as_they_are(
     done = subprocess.run(["bash"], input=text.encode(), env=variables, check=False)
     assert done.returncode == 0
     told = (folder / "words").read_bytes().decode().split("\0")[:-1]
-    kill = [] if saves else ["--kill-on-bad-exit=1"]
-    assert told == ["--ntasks-per-node=1", "--cpus-per-task=1", *kill, "polyreme", *words]
+    assert told == ["--ntasks-per-node=1", "--cpus-per-task=1", "--wait=30", "polyreme", *words]
 
 
 # The step ends by itself, or after the signal; bash's own wait ends with the signal, before the step has.

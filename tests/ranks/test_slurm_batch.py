@@ -131,9 +131,8 @@ def test_how_a_job_ends_that_is_followed(slurm: Cluster, tmp_path: Path) -> None
     (tmp_path / "waits.py").write_text(WAITS)
     (tmp_path / "fails.py").write_text("import sys; sys.exit(7)")
     following = Following(slurm, tmp_path, "launch", "fails.py")
-    status = following.end()
-    assert status in (1, 128 + 15)  # srun may end one node's launcher as the other's has failed
-    assert f"ended as FAILED with status {status}: see what it printed to " in following.printed
+    assert following.end() == 1
+    assert "ended as FAILED with status 1: see what it printed to " in following.printed
     following = Following(slurm, tmp_path, "launch", "waits.py")
     following.until("[n2 1] waits")
     following.signal("HUP")
@@ -147,6 +146,36 @@ def test_how_a_job_ends_that_is_followed(slurm: Cluster, tmp_path: Path) -> None
     assert waiting.end() == 1
     assert f"job {waiting.job} ended as CANCELLED" in waiting.printed
     slurm.run("scancel", job)
+
+
+HANGS = """
+import os, signal, sys, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+print("began", os.getppid(), flush=True)
+while sys.argv[1] == "hangs" or os.environ["RANK"] == "0":
+    time.sleep(1)
+raise ValueError("of its own")
+"""
+
+
+@whole
+@pytest.mark.timeout(900)
+def test_a_saving_job_ends_where_a_rank_or_a_launcher_of_one_node_does_not_go_on(
+    slurm: Cluster, tmp_path: Path
+) -> None:
+    (tmp_path / "hangs.py").write_text(HANGS)
+    following = Following(slurm, tmp_path, "launch", "--saves", "hangs.py", "raises")
+    assert following.end() == 1
+    why = "every rank here was ended, too: n2: rank 1 of 2 failed first: ValueError: of its own\n"
+    assert why in following.printed
+    following = Following(slurm, tmp_path, "launch", "--saves", "hangs.py", "hangs")
+    following.until("[n2 1] began")
+    launcher = following.printed.partition("[n2 1] began ")[2].split()[0]
+    slurm.hosts[1].run("kill", "-STOP", launcher)
+    assert following.end() == 137  # srun kills the one that hangs
+    assert "every rank here was ended, too: host 1 of 2, n2, has said nothing for 60 s" in following.printed
+    for host in slurm.hosts:
+        host.run("sh", "-c", "! grep -l [h]angs.py /proc/[0-9]*/cmdline")
 
 
 def go_on(slurm: Cluster, job: str, printed: Path) -> None:

@@ -30,6 +30,7 @@ from polyreme.distributed.environment import (
 )
 from polyreme.distributed.meeting import EVERYWHERE, listen
 from polyreme.errors import LaunchError, TransportError
+from polyreme.launch.peers import Peers
 
 PATIENCE = 10 * 60.0  # seconds for all hosts to come: some still fetch an image
 LAST_CALL = 10.0  # seconds after the last that came in which more may come, where fewer are enough
@@ -90,6 +91,9 @@ def _of_launcher(variables: Mapping[str, str]) -> Environment:
 class _Handler(RendezvousHandler):
     """What torchrun's agent asks for and we need nothing of."""
 
+    peers: Peers | None = None
+    """The other hosts' launchers, while they are watched."""
+
     def __init__(self) -> None:
         self._run_id = uuid.uuid4().hex
 
@@ -149,11 +153,12 @@ class Meeting(_Handler):
     """The meeting of the launchers of several hosts, in the order of their indices.
 
     Raises LaunchError, with who has not come, where fewer than `hosts.least` are there in `patience` seconds.
-    Where fewer than `hosts.most` are enough, those begin that are there LAST_CALL after the last came."""
+    Where fewer than `hosts.most` are enough, those begin that are there LAST_CALL after the last came.
+    From then on they watch each other, if `watched`."""
 
-    def __init__(self, hosts: Hosts, patience: float = PATIENCE) -> None:
+    def __init__(self, hosts: Hosts, patience: float = PATIENCE, watched: bool = False) -> None:
         super().__init__()
-        self._hosts, self._patience = hosts, patience
+        self._hosts, self._patience, self._watched = hosts, patience, watched
         self._store: TCPStore | None = None
 
     def next_rendezvous(self) -> RendezvousInfo:
@@ -161,6 +166,8 @@ class Meeting(_Handler):
         members = self._receive() if self._hosts.index == 0 else self._join()
         assert self._store is not None
         place = [index for index, _ in members].index(self._hosts.index)
+        if self._watched and len(members) > 1:
+            self.peers = Peers(self._store, place, len(members), socket.gethostname())
         return RendezvousInfo(self._store, place, len(members), RendezvousStoreInfo(address, port))
 
     def somebody_waits(self) -> bool:

@@ -42,6 +42,7 @@ OURS = {
     "wrap": "leave it out: the script is the one that is written here",
 }
 """Sbatch's options that a script has, or cannot have, and what to do instead."""
+LEFT = 30  # seconds after which srun kills a launcher that has not ended when another has
 FOREVER = 1000  # times that a job goes on, if the user doesn't say: one that never gets on ends at some time
 
 
@@ -82,10 +83,9 @@ def script(request: Request) -> str:
     if problems := list(_problems(request)):
         raise RequestError("Slurm", problems)
     header = "\n".join(f"#SBATCH --{option}" for option in _options(request))
-    # A node whose ranks hang would hold the job. Of a run that saves nodes end one after the other, with
-    # STOPPED, which is no bad end.
-    kill = [] if request.saves else ["--kill-on-bad-exit=1"]
-    options = ["--ntasks-per-node=1", f"--cpus-per-task={_cpus(request)}", *kill]
+    # Launchers end together (launch.peers), with the status of the first failure, which --kill-on-bad-exit
+    # would make that of a signal. One that cannot would hold the job.
+    options = ["--ntasks-per-node=1", f"--cpus-per-task={_cpus(request)}", f"--wait={LEFT}"]
     srun = shlex.join(["srun", *options, *request.command])
     if not request.warned:
         return f"#!/bin/bash\n{header}\n\nexec {srun}\n"

@@ -37,6 +37,7 @@ from polyreme.errors import ConfigError, LaunchError
 from polyreme.launch.cores import PIN
 from polyreme.launch.frames import Frame
 from polyreme.launch.hosts import LOOPBACK, Hosts, Loopback, Meeting, started_by
+from polyreme.launch.peers import LINGER, Peers
 from polyreme.launch.processes import signal_group
 from polyreme.launch.rank import WORD_OF_STOP
 from polyreme.launch.requests import STOPPED
@@ -126,7 +127,8 @@ def launch(
     them. `manner`: what else is asked for.
     `hosts`: other hosts run as many ranks each; it returns when theirs have ended, too. Those that save are
     asked to when a host comes that could take part. `failing` is called when a rank is first seen to fail,
-    with whether one had ended by itself, before the others are ended.
+    with whether one had ended by itself, before the others are ended; without it the launchers of several
+    hosts watch each other, and all end where one fails, hangs or is lost.
 
     Raises LaunchError for a command that cannot be started, and RanksFailedError (naming the rank that failed
     first, with the exit status that fits) when a rank ends with a status other than 0 or a signal (ENDINGS,
@@ -134,7 +136,7 @@ def launch(
     signals are not forwarded."""
     _check(command, ranks, manner)
     variables = {**_for_ranks(ranks, threads, hosts), **manner.variables}
-    meeting = Loopback(manner.ports) if hosts is None else Meeting(hosts)
+    meeting = Loopback(manner.ports) if hosts is None else Meeting(hosts, watched=failing is None)
     with contextlib.ExitStack() as held:
         streams = held.enter_context(relayed(ranks, lambda frame: agent.take(frame))) if manner.take else None
         folder = held.enter_context(_folder())
@@ -157,21 +159,50 @@ def launch(
         )
         agent = _Agent(meeting, spec, DefaultLogsSpecs(log_dir=folder), shutdown_timeout=PATIENCE)
         agent.saves, agent.failing, agent.manner = saves, failing, manner
+        error: RanksFailedError | None = None
         try:
-            _end_by_signals(saves)
-            result = agent.run()
-        except SignalException as caught:
-            raise _stopped_by(caught.sigval) from None
-        except KeyboardInterrupt:  # the agent had not taken over the signals
-            raise _stopped_by(signal.SIGINT) from None
-        if result.is_failed():
-            ends = {-result.failures[rank].exitcode for rank in agent.ended_first}
-            if agent.wish is not None and (agent.late or ends == {agent.wish}):
-                raise _stopped_by(agent.wish, agent.late)
-            raise _report(result.failures, agent.ended_first, agent.world_size)
-        if any(Path(folder).rglob(f"*{WORD_OF_STOP}")):
-            why = "by themselves" if agent.wish is None else f"by {agent.wish.name}"
-            raise RanksFailedError(f"ranks have stopped {why}, and are to go on (status {STOPPED})", STOPPED)
+            _run(agent, Path(folder))
+        except RanksFailedError as raised:
+            error = raised
+        finally:
+            if meeting.peers is not None:
+                error = _of_all_hosts(error, meeting.peers)
+        if error is not None:
+            raise error
+
+
+def _run(agent: _Agent, folder: Path) -> None:
+    """Until the ranks of this host have ended, and those of others. Raises RanksFailedError."""
+    try:
+        _end_by_signals(agent.saves)
+        result = agent.run()
+    except SignalException as caught:
+        raise _stopped_by(caught.sigval) from None
+    except KeyboardInterrupt:  # the agent had not taken over the signals
+        raise _stopped_by(signal.SIGINT) from None
+    if result.is_failed():
+        ends = {-result.failures[rank].exitcode for rank in agent.ended_first}
+        if agent.wish is not None and (agent.late or ends == {agent.wish}):
+            raise _stopped_by(agent.wish, agent.late)
+        raise _report(result.failures, agent.ended_first, agent.world_size)
+    if any(folder.rglob(f"*{WORD_OF_STOP}")):
+        why = "by themselves" if agent.wish is None else f"by {agent.wish.name}"
+        raise RanksFailedError(f"ranks have stopped {why}, and are to go on (status {STOPPED})", STOPPED)
+
+
+def _of_all_hosts(error: RanksFailedError | None, peers: Peers) -> RanksFailedError | None:
+    """What ended the ranks of all hosts, once they have ended: `error`, or what another host told before."""
+    with contextlib.suppress(SignalException, KeyboardInterrupt):  # who waits for the others no longer
+        if error is not None and error.exit_status != STOPPED:
+            lines = str(error).splitlines()
+            peers.fail(" ".join([lines[0], *lines[1:][-1:]]), error.exit_status)
+        if peers.failure() is not None:
+            peers.leave(LINGER)
+    word = peers.elsewhere()
+    peers.close()
+    if word is None:
+        return error
+    return RanksFailedError(f"every rank here was ended, too: {word.text}", word.status)
 
 
 def _rank_arguments(command: Sequence[str], manner: Manner, saves: bool, streams: str | None) -> list[str]:
@@ -365,6 +396,13 @@ class _Agent(LocalElasticAgent):
         """Ranks of all hosts."""
         return int(self._worker_group.workers[0].world_size)
 
+    def _exit_barrier(self) -> None:
+        """Wait for the ranks of other hosts, however long they go on."""
+        if self._meeting.peers is None:
+            super()._exit_barrier()
+        else:
+            self._meeting.peers.leave()
+
     def _processes(self) -> dict[int, subprocess.Popen[bytes]]:
         """The processes by local rank."""
         assert isinstance(self._pcontext, SubprocessContext)
@@ -388,9 +426,14 @@ class _Agent(LocalElasticAgent):
         self.ended_first = tuple(
             rank_of[local] for local, process in processes.items() if process.poll() not in (None, 0)
         )
-        if raised or self.ended_first:
+        peers = self._meeting.peers
+        if raised or self.ended_first or (peers is not None and peers.failure() is not None):
             if self.failing is not None:
                 self.failing(bool(self.ended_first))
+            if peers is not None:
+                if not self.ended_first:  # one that raised may have lost another host's, whose word comes
+                    peers.failure(5 * POLL)
+                peers.fail("a rank has failed")
             if self.saves:  # SIGTERM would have them go on to the end of their step, which will not come
                 _kill(process for local, process in processes.items() if local not in raised)
             _end(list(processes.values()))

@@ -10,7 +10,7 @@
 step= warned= again=
 # srun hands it to each node's launcher, and the ranks save
 trap 'warned=1 again=1; [ -z "$step" ] || kill -USR1 "$step"' USR1
-srun --ntasks-per-node=1 --cpus-per-task=1 polyreme launch --saves train.py &
+srun --ntasks-per-node=1 --cpus-per-task=1 --wait=30 polyreme launch --saves train.py &
 step=$!
 [ -z "$warned" ] || kill -USR1 "$step"
 while again=; wait "$step"; status=$?; [ -n "$again" ]; do :; done  # the signal ends a wait, too

@@ -7,4 +7,4 @@
 #SBATCH --open-mode=append
 #SBATCH --requeue
 
-exec srun --ntasks-per-node=1 --cpus-per-task=2 --kill-on-bad-exit=1 python -m polyreme launch -n 2 train.py 'it'"'"'s $HOME'
+exec srun --ntasks-per-node=1 --cpus-per-task=2 --wait=30 python -m polyreme launch -n 2 train.py 'it'"'"'s $HOME'

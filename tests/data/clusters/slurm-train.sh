@@ -20,7 +20,7 @@
 step= warned= again=
 # srun hands it to each node's launcher, and the ranks save
 trap 'warned=1 again=1; [ -z "$step" ] || kill -USR1 "$step"' USR1
-srun --ntasks-per-node=1 --cpus-per-task=64 /venv/bin/python -m polyreme train run.toml -n 8 --stopped-status 75 &
+srun --ntasks-per-node=1 --cpus-per-task=64 --wait=30 /venv/bin/python -m polyreme train run.toml -n 8 --stopped-status 75 &
 step=$!
 [ -z "$warned" ] || kill -USR1 "$step"
 while again=; wait "$step"; status=$?; [ -n "$again" ]; do :; done  # the signal ends a wait, too
