@@ -788,7 +788,13 @@ def around_saving(rank: int, world: int, folder: str) -> None:
     engine, *_ = deepspeed.initialize(model=Tied(), config=source)
     engine.save_checkpoint(folder, tag=f"tag-{rank}")  # as a tag of each rank's clock
     assert engine.load_checkpoint(folder, tag="tag-0")[0] == str(Path(folder) / "tag-0")
+    told: list[str] = []
+    listen = logging.Handler()
+    listen.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
+    deepspeed.utils.logger.addHandler(listen)
     engine.save_checkpoint(folder)
+    deepspeed.utils.logger.removeHandler(listen)
+    assert any("not in mp_rank_*_model_states.pt; zero_to_fp32.py" in text for text in told) is (rank == 0)
     found = zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint(folder)
     assert found["second.weight"] is found["first.weight"]
     Tied().load_state_dict(found)

@@ -95,6 +95,11 @@ def save(
             text = files("polyreme.compat.deepspeed.utils").joinpath(script).read_text("utf-8")
             replace_text(folder / script, text)
             make_executable(folder / script)
+        log_dist(
+            f"saved {folder / name}, a Hugging Face directory: weights are in *.safetensors, not in "
+            f"mp_rank_*_model_states.pt; {SCRIPTS[0]} beside it writes them to files of torch's",
+            ranks=[0],
+        )
     engine.polyreme.mesh.gather_objects(None)  # nobody looks for `latest` before it is there
     return True
 
