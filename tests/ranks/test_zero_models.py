@@ -190,6 +190,19 @@ class Outside(Stack):
         return self.last(x) @ self.blocks[1].up.weight[:WIDTH]
 
 
+class OutsideLater(Stack):
+    """Weights of blocks that are used behind their forward, in the second step alone."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        uses = bool(x[0, 2] > 0)
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x)
+            if uses:
+                x = torch.tanh(F.linear(x, block.up.weight)) @ block.up.weight
+        return self.last(x)
+
+
 @dataclass
 class Out:
     hidden: Tensor
@@ -302,6 +315,7 @@ CASES: dict[str, Callable[[], nn.Module]] = {
     "odd": Odd,
     "only-empty-outside": OnlyEmptyOutside,
     "outside": Outside,
+    "outside-later": OutsideLater,
     "structured": Structured,
     "in-out": InOut,
     "passed": Passed,

@@ -93,6 +93,15 @@ class Axis:
         self._count("all_gather", (self.size - 1) * _bytes(shard))
         return self.backend.all_gather(full, shard, of)
 
+    def gathered(self, part: Tensor, size: int | None = None) -> Tensor:
+        """Every rank's `part` in rank order, in a new tensor; `part` itself if it has `size` elements
+        already."""
+        if part.numel() == size:
+            return part
+        full = part.new_empty(self.size * part.numel())
+        self.all_gather(full, part).settle()
+        return full
+
     def reduce_scatter(self, out: Tensor, full: Tensor, accumulate: bool = False, of: str = "") -> Work:
         """Sum `full` (n * s elements) over the ranks; this rank's part of the sum goes to `out` (s elements),
         in `out`'s dtype.
@@ -275,16 +284,11 @@ class Mesh:
     def part(self, name: str, ranks: Sequence[int]) -> Axis:
         """An axis of its own over some `ranks` of axis `name`; of size 1 on the others. All ranks of the mesh
         must call."""
-        mine = self.axes[name]
-        if len(ranks) == 1 or mine.size == 1:
+        if len(ranks) == 1 or self.axes[name].size == 1:
             return Axis(name)
-        found = Axis(name)
-        for line in self.lines[name]:
-            group = GROUPS.of(tuple(line[rank] for rank in ranks), self._timeout, self._backend)
-            if self.rank in line and mine.rank in ranks:
-                at = list(ranks).index(mine.rank)
-                found = _axis(name, len(ranks), at, group, self._timeout, self._shared_memory, self.device)
-                found.counts = mine.counts
+        found = self.piece(name, name, [ranks])
+        if found.size > 1:
+            found.counts = self.axes[name].counts
         return found
 
     def piece(self, axis: str, name: str, pieces: Sequence[Sequence[int]]) -> Axis:

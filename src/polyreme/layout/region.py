@@ -88,6 +88,20 @@ class Stored:
         return Stored(self.dtype, (stop - start,), lambda low, high: self.fetch(start + low, start + high))
 
 
+def part_of(numbers: Tensor | Stored, start: int, stop: int) -> Tensor | Stored:
+    """The elements [start, stop) of what is flattened: themselves, or stored."""
+    if isinstance(numbers, Stored):
+        return numbers.part(start, stop)
+    return numbers.detach().view(-1)[start:stop]
+
+
+def fetched(numbers: Tensor | Stored, start: int = 0, stop: int | None = None) -> Tensor:
+    """The elements [start, stop) of what is flattened, or all: themselves where they are in memory."""
+    if isinstance(numbers, Stored):
+        return numbers.fetch(start, numbers.numel() if stop is None else stop)
+    return numbers.detach().reshape(-1)[start:stop]
+
+
 @dataclass(frozen=True)
 class Region:
     """A range of one of the model's tensors, and where this rank has it.

@@ -21,7 +21,7 @@ from polyreme.distributed.work import DONE, Work
 from polyreme.errors import ModelError
 from polyreme.layout.bucket_layout import BucketLayout, Slot
 from polyreme.layout.intervals import Interval, overlap
-from polyreme.layout.region import MASTER, Stored
+from polyreme.layout.region import MASTER, Stored, fetched
 from polyreme.offload.gradients import OffloadedGradients
 from polyreme.offload.host_transfer import HostTransfer
 from polyreme.offload.optimizer_states import OffloadedStates
@@ -30,7 +30,7 @@ from polyreme.zero.bucket_gradients import BucketGradients, Microbatches
 from polyreme.zero.buffer_pool import Pool
 from polyreme.zero.formats import Formats
 from polyreme.zero.parameter import name
-from polyreme.zero.released import guard, refuse_transforms, unguard
+from polyreme.zero.released import guard, leave_block, refuse_transforms, unguard
 from polyreme.zero.residency import Residency
 
 
@@ -205,8 +205,7 @@ class Bucket:
         elif self.offloaded_states is not None:
             self.offloaded_states.read_master(found, start)
         else:
-            shard = self.shard
-            found.copy_(shard[low:high] if isinstance(shard, Tensor) else shard.fetch(low, high))
+            found.copy_(fetched(self.shard, low, high))
         return found
 
     @property
@@ -337,6 +336,16 @@ class Bucket:
             self._state = "full"
             unguard(self.parameters, gathered=True)
 
+    def enter(self) -> None:
+        """Note that the forward of the bucket's block begins."""
+        if self.sharded and self._state == "full" and self._summoned is None:
+            unguard(self.parameters, gathered=True)
+
+    def leave(self) -> None:
+        """Note that it has ended: uses from here on are told of."""
+        if self.sharded and self._state == "full" and self._summoned is None:
+            leave_block(self.parameters)
+
     def _gathered(self) -> None:
         self._gathering.wait()
         if self._here is not None:
@@ -394,11 +403,7 @@ class Bucket:
         else:
             assert self.device_shard is not None
             source = self.device_shard
-        if source.numel() == self.layout.size:
-            return source
-        full = torch.empty(self.layout.size, dtype=source.dtype, device=source.device)
-        self.axis.all_gather(full, source).settle()
-        return full
+        return self.axis.gathered(source, self.layout.size)
 
     def offloaded_master(self) -> Tensor:
         """The master, from its extents."""

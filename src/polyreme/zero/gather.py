@@ -24,7 +24,7 @@ from torch.utils.hooks import RemovableHandle
 from polyreme.errors import ModelError
 from polyreme.models.huggingface import returned, tensors_in
 from polyreme.zero.bucket import Bucket
-from polyreme.zero.released import refuse_loading
+from polyreme.zero.released import refuse_loading, tell_of_uses
 
 
 @dataclass(eq=False)
@@ -52,6 +52,22 @@ class Unit:
     def release(self) -> None:
         for bucket in self.buckets:
             bucket.release()
+
+    def enter(self) -> None:
+        """Gather for a forward of its modules."""
+        self.ensure()
+        for bucket in self.buckets:
+            bucket.enter()
+
+    def leave(self) -> None:
+        """Note that a forward of its modules has ended."""
+        for bucket in self.buckets if not self.pinned else ():
+            bucket.leave()
+
+    def pin(self) -> None:
+        """Stay gathered like the root."""
+        self.pinned = True
+        self.enter()
 
 
 class Blocks:
@@ -96,6 +112,8 @@ class Blocks:
             ]
         }
         for unit in self.units:
+            for bucket in unit.buckets:
+                tell_of_uses(bucket.parameters, unit)
             self._storing_modules[unit] = [
                 inner for module in unit.modules for inner in module.modules() if _may_store_tensors(inner)
             ]
@@ -219,7 +237,7 @@ class Blocks:
     def _before(self, unit: Unit) -> Callable[[nn.Module, object], None]:
         def enter(module: nn.Module, args: object) -> None:
             if _in_backward():  # recomputation by a checkpoint of the model's own
-                unit.ensure()
+                unit.enter()
                 return
             if unit is not self._current:
                 self._leave()
@@ -230,7 +248,7 @@ class Blocks:
                 if self._expected[:at] == self._order:
                     for ahead in self._expected[at : at + self._prefetch]:
                         ahead.gather()
-            unit.ensure()
+            unit.enter()
             self._inside = unit
 
         return enter
@@ -239,6 +257,7 @@ class Blocks:
         def leave(module: nn.Module, args: object, kwargs: object, output: object) -> None:
             if not _in_backward():
                 self._inside = None
+                unit.leave()
             # whose gradient does not lead into this unit
             handed_on = {id(t) for t in tensors_in((args, kwargs))}
             self._watch(
@@ -333,8 +352,7 @@ class Blocks:
     def _pin_outside(self, unit: Unit) -> None:
         """Note a use of `unit`'s parameters."""
         if unit is not self._inside:
-            unit.pinned = True
-            unit.ensure()
+            unit.pin()
 
 
 class Hook:
@@ -357,8 +375,8 @@ def _nothing(*_: Any, **__: Any) -> None:
 
 class _Guard(TorchFunctionMode):
     """Finds, during the first forward, parameters that are used outside their block's forward, whose unit
-    then stays gathered like the root. Reading them, there or in the backward of that use, would otherwise
-    read freed memory."""
+    then stays gathered like the root. Later ones are found behind that forward (`AfterForward`), and refused
+    before it and once they are released."""
 
     def __init__(self, owners: dict[int, Unit], used: Callable[[Unit], None]) -> None:
         super().__init__()

@@ -1,16 +1,18 @@
 """Parameters whose memory is released: what would read or write their numbers raises ModelError, and says
 where these can be had.
 
-Invariant: a parameter is a `Released` exactly while its bucket is not whole, a `Gathered` while it is until
-its block has computed, and a `TrainedParameter` otherwise. Operators on parameters cost nothing more: only
-what methods of a `Gathered` give of its memory is followed. No communication."""
+Invariant: a parameter is a `Released` exactly while its bucket is not whole, a `Gathered` while it is for its
+block, an `AfterForward` from there until it is released, and a `TrainedParameter` otherwise. Operators in a
+block's forward cost nothing more: only what methods of a `Gathered` give of its memory is followed. No
+communication."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable
 from types import FrameType
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Protocol
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -72,6 +74,44 @@ class Gathered(TrainedParameter):
     @data.setter
     def data(self, value: Tensor) -> None:
         _refuse_writing("data =", self)
+
+
+class AfterForward(Gathered):
+    """The class of a parameter that is whole still, behind the forward of its block. A use with a backward,
+    which will read its memory, is told of, so that it stays."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            result = func(*args, **(kwargs or {}))
+        used = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, AfterForward)]
+        _tell_of_uses(used, result)
+        return result
+
+
+_UNITS: WeakIdKeyDictionary = WeakTensorKeyDictionary()
+"""Weak references to what is told of uses, by parameter."""
+
+
+class Pinnable(Protocol):
+    """What gathers parameters."""
+
+    def pin(self) -> None:
+        """Have them stay."""
+
+
+def _tell_of_uses(parameters: Iterable[Tensor], result: Any) -> None:
+    """Tell of a use of parameters, some of which are `AfterForward`, if its result has a backward."""
+    leaves = pytree.tree_leaves(result)
+    if not any(isinstance(leaf, Tensor) and leaf.grad_fn is not None for leaf in leaves) or _in_backward():
+        return
+    for parameter in parameters:
+        if isinstance(parameter, AfterForward) and (unit := _UNITS[parameter]()) is not None:
+            unit.pin()  # of the same unit others are `Gathered` then
+
+
+def _in_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1
 
 
 def _follows(name: str) -> Callable[..., Any]:
@@ -150,6 +190,7 @@ class View(Tensor):
                 View, lambda view: (view.clone() if copies else view).as_subclass(Tensor), inputs
             )
             result = func(*args, **kwargs)
+            _tell_of_uses(parameters, result)
             for each in parameters:
                 result = _followed(each, result)
             return result
@@ -209,6 +250,18 @@ def guard(parameters: Iterable[nn.Parameter]) -> None:
     """Refuse what needs their numbers from now on."""
     for parameter in parameters:
         parameter.__class__ = Released
+
+
+def tell_of_uses(parameters: Iterable[nn.Parameter], unit: Pinnable) -> None:
+    """Have `unit` be told of uses behind the forward of their block."""
+    for parameter in parameters:
+        _UNITS[parameter] = ref(unit)
+
+
+def leave_block(parameters: Iterable[nn.Parameter]) -> None:
+    """Note that the forward of their block has ended."""
+    for parameter in parameters:
+        parameter.__class__ = AfterForward
 
 
 def unguard(parameters: Iterable[nn.Parameter], gathered: bool = False) -> None:
