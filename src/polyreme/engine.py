@@ -1,9 +1,9 @@
 """initialize() and Engine: puts the mechanisms together. Reads like a table of contents; the work is done in
 the modules it names.
 
-A step is a table (`pipeline.schedule`) executed by `pipeline.run`: forward and backward of every micro-batch,
-reduce, update. A model is divided in this order: over pipeline stages, over tensor parallelism, and what is
-left of it over data parallelism, by ZeRO."""
+A step is a table (`pipeline.schedule`) executed by `pipeline.executor`: forward and backward of every
+micro-batch, reduce, update. A model is divided in this order: over pipeline stages, over tensor parallelism,
+and what is left of it over data parallelism, by ZeRO."""
 
 from __future__ import annotations
 

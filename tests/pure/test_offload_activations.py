@@ -21,7 +21,7 @@ from polyreme.files.direct_io import ALIGNMENT
 from polyreme.models.patches import Patches
 from polyreme.offload import host
 from polyreme.offload.activations import ActivationOffload
-from polyreme.offload.space import Place, Space
+from polyreme.offload.space import Allocation, Space
 from polyreme.step.recomputation import measure, wrap_blocks
 
 CPU = torch.device("cpu")
@@ -302,9 +302,9 @@ def test_space_is_bounded_when_shapes_change(offload: ActivationOffload) -> None
 def test_places_never_overlap() -> None:
     draw = random.Random(0)
     space = Space(lambda nbytes: torch.empty(nbytes, dtype=torch.uint8), lambda memory: None)
-    places: list[tuple[Place, int]] = []
+    places: list[tuple[Allocation, int]] = []
 
-    def memory(place: Place) -> Tensor:
+    def memory(place: Allocation) -> Tensor:
         backing: Tensor = place.segment.backing
         return backing[place.start : place.stop]
 

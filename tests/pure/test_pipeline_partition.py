@@ -154,8 +154,6 @@ def two_lists() -> nn.Module:
         (Plain, {"stages": 2, "counts": [4, 0]}, "at least 1"),
         (Plain, {"stages": 2, "counts": [1, 1, 2]}, "2 numbers"),
         (Plain, {"stages": 2, "costs": [1.0]}, "1 costs for 4 blocks"),
-        (Plain, {"stages": 2, "blocks": "heads"}, "no nn.ModuleList or nn.Sequential named 'heads'"),
-        (Plain, {"stages": 2, "sample": torch.zeros(1, 2)}, "the sample does not lead to the model's blocks"),
         (lambda: nn.Linear(2, 2), {"stages": 2}, "no repeated blocks"),
         (models.ConvNet, {"stages": 2}, "no repeated blocks"),
         (two_lists, {"stages": 2}, "several lists of blocks, blocks, others"),

@@ -19,7 +19,6 @@ from polyreme.pipeline.schedule import (
     Action,
     Name,
     Schedule,
-    activation_limits,
     build,
     check,
     halves,
@@ -113,6 +112,21 @@ def execute(schedule: Schedule, microbatches: int, seed: int) -> bool:
     )
 
 
+def activation_limits(name: Name, pp: int, microbatches: int, virtual: int = 2) -> tuple[int, ...]:
+    """The number, for each rank, of micro-batches whose activations (of one stage each) it keeps at once, at
+    most."""
+    chunks = len(stage_ranks(name, pp, virtual)) // pp
+    limits = {
+        "gpipe": lambda rank: microbatches,
+        "1f1b": lambda rank: pp - rank,
+        "1f1b-w": lambda rank: pp - rank + (rank < pp - 1),
+        "interleaved": lambda rank: 2 * (pp - 1 - rank) + (chunks - 1) * pp + 1,
+        "zb-h1": lambda rank: pp,
+        "zb-v": lambda rank: 2 * pp,
+    }
+    return tuple(min(chunks * microbatches, limits[name](rank)) for rank in range(pp))
+
+
 @given(**SHAPES)
 @examples(150)
 def test_every_schedule_is_valid_and_within_its_memory(
@@ -120,9 +134,11 @@ def test_every_schedule_is_valid_and_within_its_memory(
 ) -> None:
     schedule = build(name, pp, microbatches, virtual)
     limits = activation_limits(name, pp, microbatches, virtual)
-    check(schedule, microbatches, limits)
+    check(schedule, microbatches)
+    kept = tuple(map(peak_activations, schedule))
+    assert all(peak <= limit for peak, limit in zip(kept, limits, strict=True))
     if microbatches % pp == 0 and microbatches >= 2 * pp:  # the limit is no wider than it must be
-        assert tuple(map(peak_activations, schedule)) == limits
+        assert kept == limits
 
 
 @given(**SHAPES, seed=st.integers(0, 9))
@@ -313,11 +329,6 @@ def test_the_error_names_row_action_and_reason() -> None:
     )
     with pytest.raises(PolyremeError, match="no row of the schedule computes stage 0"):
         check((table[1],), 2)
-    with pytest.raises(
-        PolyremeError,
-        match="row 0 of the schedule keeps the activations of 2 micro-batches at once, above its limit, 1",
-    ):
-        check(table, 2, limits=(1, 1))
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 import models
 from cuttable import FAMILIES, Plain, V, batch_for, family
 from polyreme.errors import ModelError
+from polyreme.pipeline import partition
 from polyreme.pipeline.activation_spec import buffers, flatten, unflatten
 from polyreme.pipeline.partition import PipelinePartition, keep_stages, partition_model
 from polyreme.pipeline.stage import Stage
@@ -273,16 +274,17 @@ class Own(nn.Module):
 
 
 @pytest.mark.parametrize("counts", [[2, 2], [1, 3], [3, 1], [1, 1, 1, 1]])
-def test_a_model_of_ones_own(counts: list[int]) -> None:
+def test_a_model_that_can_be_called(counts: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     model, ids = Own(), torch.randint(0, 9, (3, 4))
-    split = partition_model(model, len(counts), counts=counts, sample=ids[:1])
+    monkeypatch.setattr(partition, "sample_inputs", lambda _: {"ids": ids[:1]})
+    split = partition_model(model, len(counts), counts=counts)
     ends, everywhere = tuple({0: 0, len(counts) - 1: 0}), tuple(range(len(counts)))
     assert split.tied == {"scales": everywhere, "embed.weight": ends}
     assert (split.stages_of["start"], split.stages_of["norm.weight"]) == ((0,), (len(counts) - 1,))
     assert_same(staged(model, split, lambda m: m(ids)), whole(copy.deepcopy(model), lambda m: m(ids)))
 
 
-def test_without_a_sample_the_order_of_registration_tells() -> None:
+def test_in_others_the_order_of_registration_tells() -> None:
     model, ids = Plain(), torch.randint(0, 9, (3, 4))
     split = partition_model(model, 3)
     assert (split.stages_of["embed.weight"], split.stages_of["head.weight"], split.tied) == ((0,), (2,), {})

@@ -15,7 +15,7 @@ from polyreme.checkpoint import manifest
 from polyreme.errors import CheckpointError
 
 UNFINISHED = "polyreme.unfinished"
-"""The file in a checkpoint that is being written; a claim (see `claim`), which tells whether its writer
+"""The file in a checkpoint that is being written; a `Claim`, which tells whether its writer
 lives."""
 STEP = re.compile(r"step-[0-9]+")
 """The name of a checkpoint in a run's folder."""

@@ -2,7 +2,7 @@
 
 Invariants: a directory named `step-N` is complete, because it got that name when all of it was written; the
 newest one, and the newest whose files are all there, are never deleted, and nothing that is not ours (see
-`ours`); whatever instant a process is killed at, `tidy` leaves only complete ones.
+`ownership`); whatever instant a process is killed at, `tidy` leaves only complete ones.
 Pure: one process (rank 0) changes the folder, any may read it. No communication.
 """
 
@@ -28,7 +28,7 @@ EARLIER = ".earlier"
 """Ends the names of checkpoints that a new run in the same folder will replace: kept until it has one of its
 own."""
 RUN_CLAIM = "polyreme.run"
-"""The file by which a live run has the folder to itself (see `claim`)."""
+"""The file by which a live run has the folder to itself (see `Claim`)."""
 DAMAGED = ".damaged"
 """Ends the names of checkpoints that could not be read, and were passed over."""
 

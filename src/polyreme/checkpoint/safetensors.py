@@ -1,7 +1,7 @@
 """The safetensors format: eight bytes of length, that many of JSON, and the tensors, which fill the rest of
 the file without a gap.
 
-Invariant: a header that `parse` returns file_of every byte of the file behind it in exactly one tensor. No
+Invariant: a header that `parse` returns puts every byte of the file behind it in exactly one tensor. No
 communication. https://huggingface.co/docs/safetensors"""
 
 from __future__ import annotations

@@ -191,9 +191,7 @@ def apart(content: Content) -> Content:
     """The content with a copy, in host memory, of what changes without notice."""
     buffers = [(names, buffer.detach().to("cpu", copy=True)) for names, buffer in content.buffers]
     regions = [
-        replace(each, data=each.data.detach().to("cpu", copy=True))
-        if isinstance(each.data, Tensor) and _is_shown(each.data, content)
-        else each
+        _copy(each) if isinstance(each.data, Tensor) and _is_shown(each.data, content) else each
         for each in content.regions
     ]
     return replace(content, buffers=buffers, regions=regions)
@@ -201,12 +199,12 @@ def apart(content: Content) -> Content:
 
 def with_regions(content: Content) -> Content:
     """The content with a copy, in host memory, of weights and states, which an update changes."""
-    copies = [
-        replace(each, data=each.data.detach().to("cpu", copy=True))
-        for each in content.regions
-        if isinstance(each.data, Tensor)
-    ]
-    return replace(content, regions=copies)
+    return replace(content, regions=[_copy(each) for each in content.regions])
+
+
+def _copy(region: Region) -> Region:
+    assert isinstance(region.data, Tensor), "what is not in memory is not written in the background"
+    return replace(region, data=region.data.detach().to("cpu", copy=True))
 
 
 def side_stream() -> torch.cuda.Stream | None:

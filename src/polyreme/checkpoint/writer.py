@@ -2,7 +2,7 @@
 memory.
 
 All headers are known before: so is every number's place in a file. The checksum of a file is made of what
-each rank wrote, without reading it again (`crc`).
+each rank wrote, without reading it again (`checksum`).
 Invariant: a rank holds at most BUFFERS blocks of BLOCK bytes beside what it is given, if that is not wanted
 back meanwhile.
 Communication: none; or, where one rank writes a whole file, blocks that are sent to it.

@@ -250,7 +250,7 @@ def with_options(function: Callable[..., None]) -> Callable[..., None]:
 
 def start(
     options: Options,
-    words: Sequence[str],
+    arguments: Sequence[str],
     ranks: int,
     source: str,
     *,
@@ -261,12 +261,12 @@ def start(
     job is followed to its end.
 
     `source` gives the job its name. `saves`: the run saves when it is asked to. `config`: the one that
-    `words` name; pods get its text."""
+    `arguments` name; pods get its text."""
     name = options.name or re.sub(r"[^a-z0-9]+", "-", f"polyreme-{Path(source).stem}".lower()).strip("-")
     if options.slurm:
-        _submit(options, [sys.executable, "-m", "polyreme", *words], ranks, name, saves)
+        _submit(options, [sys.executable, "-m", "polyreme", *arguments], ranks, name, saves)
     else:
-        _write(options, ["polyreme", *words], ranks, name, saves, config)
+        _write(options, ["polyreme", *arguments], ranks, name, saves, config)
 
 
 def _submit(options: Options, command: Sequence[str], ranks: int, name: str, saves: bool) -> None:

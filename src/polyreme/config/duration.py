@@ -47,14 +47,15 @@ class Duration(BaseModel):
         return Duration(amount=self.amount * factor, unit=self.unit)
 
     def count(self, progress: Progress) -> int:
-        """The counter of `progress` that this span is measured by."""
+        """The counter of `progress` that this duration is measured by."""
         return int(getattr(progress, self.unit))
 
     def reached(self, progress: Progress) -> bool:
         return self.count(progress) >= self.amount
 
     def due(self, before: Progress, after: Progress) -> bool:
-        """Whether a multiple of this span was reached between two moments: for things done every so often."""
+        """Whether a multiple of this duration was reached between two moments: for things done every so
+        often."""
         return math.floor(self.count(after) / self.amount) > math.floor(self.count(before) / self.amount)
 
 

@@ -35,7 +35,7 @@ SCALED = ("fp16", "autocast-fp16")
 
 def _positive(duration: Duration) -> Duration:
     if duration.amount <= 0:
-        raise ValueError("a span of nothing")
+        raise ValueError("a duration of nothing")
     return duration
 
 
@@ -545,7 +545,7 @@ class CheckpointSection(Section):
     keep_every: PositiveDuration | None = Field(
         default=None,
         examples=["5000 steps"],
-        description="Of older ones, the first of each such span of training is kept, too.",
+        description="Of older ones, the first of each such stretch of training is kept, too.",
     )
     file_size: Annotated[Size, Field(gt=0)] = Field(
         default=ByteSize(5 * 2**30),

@@ -26,6 +26,7 @@ from polyreme.config.schema import (
     is_files,
     tiers_of,
 )
+from polyreme.layout.intervals import round_down
 
 Conflict = tuple[str, str, str]
 
@@ -61,8 +62,8 @@ def derive(keys: Keys, world_size: int) -> dict[str, object]:
         derived["zero.stage"] = stage
     reduce_every, states = keys.zero.reduce_every, tiers_of(keys.memory.states)[0]
     if reduce_every == "auto":
-        spilled = is_files(tiers_of(keys.memory.gradients)[0])
-        reduce_every = derived["zero.reduce_every"] = "step" if stage < 2 and not spilled else "microbatch"
+        in_files = is_files(tiers_of(keys.memory.gradients)[0])
+        reduce_every = derived["zero.reduce_every"] = "step" if stage < 2 and not in_files else "microbatch"
     if keys.memory.gradients == "auto":
         files = (
             is_files(states)
@@ -143,7 +144,7 @@ def _mesh(keys: Keys, world_size: int) -> Iterator[Conflict]:
         )
     length, tp = keys.data.sequence, mesh.tp
     if mesh.sequence_parallel and keys.data.path is not None and length % tp:  # else the samples are not ours
-        near = " or ".join(str(n) for n in (length // tp * tp, (length // tp + 1) * tp) if n > 1)
+        near = " or ".join(str(n) for n in (round_down(length, tp), round_down(length, tp) + tp) if n > 1)
         reason = f"mesh.tp = {tp} ranks cannot share it evenly, as mesh.sequence_parallel asks"
         yield "data.sequence", reason, f"write data.sequence = {near}, or mesh.sequence_parallel = false"
     others = mesh.tp * mesh.pp * mesh.cp * mesh.ep
@@ -304,7 +305,7 @@ def _batch(batch: BatchSection, dp: int) -> Iterator[Conflict]:
     unit = dp if batch.micro == "auto" else dp * batch.micro
     if batch.size % unit == 0:
         return
-    below = batch.size // unit * unit
+    below = round_down(batch.size, unit)
     sizes = " or ".join(str(size) for size in (below, below + unit) if size)
     if batch.micro == "auto" or batch.size % dp:
         among = (

@@ -38,7 +38,7 @@ PIECE, PIECES = 1 << 20, 16
 
 
 @dataclass(frozen=True)
-class Lane:
+class ChainSum:
     """One sum of a chain: where among each rank's numbers it is taken, which hosts want it, and where this
     rank has it on its way and, if its host wants it, in the end."""
 
@@ -130,12 +130,12 @@ class AcrossHosts(GlooDirect):
         size = out.numel()
         passing = torch.empty(hosts * size, dtype=out.dtype).chunk(hosts)
         total = passing[-1] if self._host == hosts - 1 else torch.empty_like(out)
-        lanes = [
-            Lane(slice(rank * size, (rank + 1) * size), (host,), passing[host], total)
+        sums = [
+            ChainSum(slice(rank * size, (rank + 1) * size), (host,), passing[host], total)
             for host, rank in enumerate(self._column)
         ]
         ready = full if board.heap.offset(full) >= 0 else self._stage(full)
-        chain = self._begin_chain(exchange, ready, lanes, None)
+        chain = self._begin_chain(exchange, ready, sums, None)
         staged = [] if ready is full else [ready]
         finish = lambda: sum_into(out, [total], accumulate)  # noqa: E731
         return self._read_by_others(exchange, chain, finish, {exchange.notice: ready}, staged)
@@ -156,9 +156,9 @@ class AcrossHosts(GlooDirect):
         start = own.storage_offset() - tensor.storage_offset()
         total = self._place(own.numel(), own.dtype)
         passing = total if self._host == hosts - 1 else torch.empty_like(own)
-        lane = Lane(slice(start, start + own.numel()), range(hosts), passing, total)
+        chain_sum = ChainSum(slice(start, start + own.numel()), range(hosts), passing, total)
         ready = tensor if board.heap.offset(tensor) >= 0 else self._stage(tensor)
-        chain = self._begin_chain(exchange, ready, [lane], total)
+        chain = self._begin_chain(exchange, ready, [chain_sum], total)
 
         def complete() -> None:
             sums = {
@@ -224,7 +224,7 @@ class AcrossHosts(GlooDirect):
     def _receiving(self, tensor: Tensor, source: int, tag: int) -> Any:
         return self._mpi.receiving(tensor, source, tag)
 
-    def _together(self, what: str, begun: list[Any], tensors: Sequence[Tensor]) -> list[Any]:
+    def _pending_of(self, what: str, begun: list[Any], tensors: Sequence[Tensor]) -> list[Any]:
         """One operation: its time is Python's, by far, where messages are small."""
         return [Operation(what, iter([begun]), self._mpi.timeout, tensors)] if begun else []
 
@@ -252,7 +252,7 @@ class AcrossHosts(GlooDirect):
             self._board.post(to, exchange.notice + 1, found, exchange.sign)
 
     def _begin_chain(
-        self, exchange: Exchange, ready: Tensor, lanes: Sequence[Lane], found: Tensor | None
+        self, exchange: Exchange, ready: Tensor, sums: Sequence[ChainSum], found: Tensor | None
     ) -> Operation:
         """Begin to sum numbers of which this rank's are `ready`, for this host's ranks, too; what is `found`
         they are told of."""
@@ -260,22 +260,24 @@ class AcrossHosts(GlooDirect):
         with reporting(exchange.what, self.meeting):
             for to in self._board.ranks:
                 self._board.post(to, exchange.notice, ready, exchange.sign)
-            return Operation(exchange.what, self._chain(exchange, ready, lanes, found), self._mpi.timeout)
+            return Operation(exchange.what, self._chain(exchange, ready, sums, found), self._mpi.timeout)
 
     def _chain(
-        self, exchange: Exchange, ready: Tensor, lanes: Sequence[Lane], found: Tensor | None
+        self, exchange: Exchange, ready: Tensor, sums: Sequence[ChainSum], found: Tensor | None
     ) -> Iterator[Step]:
         board, group, column, host = self._board, self._mpi, self._column, self._host
         _, _, notice, sign, tag = exchange
         assert board is not None
         last = len(column) - 1
         before = lambda piece: group.receiving(piece, column[host - 1], tag)  # noqa: E731
-        coming = deque(before(piece) for lane in lanes for piece in lane.pieces(lane.passing) if host)
+        coming = deque(
+            before(piece) for chain_sum in sums for piece in chain_sum.pieces(chain_sum.passing) if host
+        )
         back = [
             group.receiving(piece, column[last], tag)
-            for lane in lanes
-            for piece in lane.pieces(lane.total)
-            if host != last and host in lane.wanted
+            for chain_sum in sums
+            for piece in chain_sum.pieces(chain_sum.total)
+            if host != last and host in chain_sum.wanted
         ]
         yield lambda: all(board.is_posted(source, notice, sign) for source in board.ranks)
         numbers = [
@@ -284,10 +286,10 @@ class AcrossHosts(GlooDirect):
             for source in self._near
         ]  # fmt: skip
         sent = []
-        for lane in lanes:
-            to = [host + 1] if host != last else [each for each in lane.wanted if each != last]
-            parts = zip(*(lane.pieces(each[lane.at]) for each in numbers), strict=True)
-            for total, added in zip(lane.pieces(lane.passing), parts, strict=True):
+        for chain_sum in sums:
+            to = [host + 1] if host != last else [each for each in chain_sum.wanted if each != last]
+            parts = zip(*(chain_sum.pieces(each[chain_sum.at]) for each in numbers), strict=True)
+            for total, added in zip(chain_sum.pieces(chain_sum.passing), parts, strict=True):
                 if host:
                     yield [coming.popleft()]
                 sum_into(total, [total, *added] if host else added, False)

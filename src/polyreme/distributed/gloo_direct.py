@@ -196,7 +196,7 @@ class GlooDirect:
                     board.post(to, notice, ready[id(out[to])], sign)
                 else:
                     pending.append(self._sending(out[to], to, tag))
-            pending = self._together(what, pending, [*out, *parts])
+            pending = self._pending_of(what, pending, [*out, *parts])
         if board is None:
             return Work(pending, lambda: finish(parts), what, meeting=self.meeting, number=number)
 
@@ -226,7 +226,7 @@ class GlooDirect:
     def _receiving(self, tensor: Tensor, source: int, tag: int) -> Any:
         return dist.irecv(tensor, group=self._group, group_src=source, tag=tag)
 
-    def _together(self, what: str, begun: list[Any], tensors: Sequence[Tensor]) -> list[Any]:
+    def _pending_of(self, what: str, begun: list[Any], tensors: Sequence[Tensor]) -> list[Any]:
         """What to wait for, of messages of these tensors that were begun."""
         return begun
 

@@ -216,7 +216,7 @@ class MpiGroup(_ProcessGroup):
                 )
         asked: timedelta | None = getattr(opts, "timeout", None)
         timeout = asked if asked is not None and asked > timedelta(0) else self.timeout
-        return Operation(f"{what} over MPI", _together(steps), timeout, tensors)
+        return Operation(f"{what} over MPI", _concurrently(steps), timeout, tensors)
 
     def _exchange(self, parts: Sequence[Tensor], places: Sequence[Tensor]) -> Iterator[Step]:
         """Give every rank its part, and get theirs into places, all flat."""
@@ -295,7 +295,7 @@ _REDUCTIONS: Sequence[tuple[Any, Callable[[Tensor, Tensor], Tensor]]] = (
 )
 
 
-def _together(each: Sequence[Iterator[Step]]) -> Iterator[Step]:
+def _concurrently(each: Sequence[Iterator[Step]]) -> Iterator[Step]:
     """Several operations at the same time."""
     if len(each) == 1:
         yield from each[0]

@@ -17,6 +17,7 @@ from torch import Tensor
 from polyreme.distributed.mesh import Axis
 from polyreme.distributed.sums import CHUNK
 from polyreme.distributed.work import Work
+from polyreme.layout.intervals import ceil_div
 
 BLOCK = 256
 """Numbers that share a scale."""
@@ -29,7 +30,7 @@ LEAST = torch.finfo(SCALE).tiny
 
 def packed_size(numbers: int) -> int:
     """Bytes that so many numbers, a multiple of 4, are sent in."""
-    return numbers + -(-numbers // BLOCK) * SCALE.itemsize
+    return numbers + ceil_div(numbers, BLOCK) * SCALE.itemsize
 
 
 def pack(numbers: Tensor, into: Tensor) -> Tensor:

@@ -2,7 +2,7 @@
 that they wrote.
 
 Invariant: two ranks that agree on a name are both alive; no rank of an earlier start has used it.
-Communication: each rank writes a word of its own; rank 0 writes a list of these words with a new name, and
+Communication: each rank writes a token of its own; rank 0 writes a list of these tokens with a new name, and
 again as they change; a rank that finds its own in the list says so under that name; once all have, rank 0
 says that it counts."""
 
@@ -25,19 +25,19 @@ def agree(store: Any, rank: int, world_size: int, record: str, deadline: float) 
 
 def _call(store: Any, world_size: int, record: str, deadline: float) -> str:
     """Rank 0's part."""
-    words: dict[str, str] = {}
+    tokens: dict[str, str] = {}
     name, seen, pause = uuid4().hex, -1, 0.005
     while time.monotonic() < deadline:
-        count = store.add(f"words/{world_size}", 0)
+        count = store.add(f"tokens/{world_size}", 0)
         if count != seen:
             seen = count
-            keys = [str(rank) for rank in range(1, world_size) if store.check([f"word/{rank}"])]
-            found = {rank: store.get(f"word/{rank}").decode() for rank in keys}
-            if any(found[rank] != word for rank, word in words.items()):
+            keys = [str(rank) for rank in range(1, world_size) if store.check([f"token/{rank}"])]
+            found = {rank: store.get(f"token/{rank}").decode() for rank in keys}
+            if any(found[rank] != token for rank, token in tokens.items()):
                 name = uuid4().hex  # one came in the place of an earlier one, who may have said yes
-            words = found
+            tokens = found
             store.set(f"{name}/here/0", record)
-            store.set("called", json.dumps([name, words]))
+            store.set("called", json.dumps([name, tokens]))
         if store.add(f"{name}/agreed", 0) == world_size - 1:
             store.set(f"{name}/counts", "")
             break
@@ -47,13 +47,13 @@ def _call(store: Any, world_size: int, record: str, deadline: float) -> str:
 
 
 def _answer(store: Any, rank: int, world_size: int, record: str, deadline: float) -> str:
-    word, name, said, pause = uuid4().hex, "", "", 0.005
-    store.set(f"word/{rank}", word)
-    store.add(f"words/{world_size}", 1)
+    token, name, said, pause = uuid4().hex, "", "", 0.005
+    store.set(f"token/{rank}", token)
+    store.add(f"tokens/{world_size}", 1)
     while time.monotonic() < deadline:
         if store.check(["called"]):
-            name, words = json.loads(store.get("called"))
-            if words.get(str(rank)) == word:
+            name, tokens = json.loads(store.get("called"))
+            if tokens.get(str(rank)) == token:
                 if said != name:
                     store.set(f"{name}/here/{rank}", record)
                     store.add(f"{name}/agreed", 1)

@@ -31,7 +31,7 @@ from torch import Tensor
 
 from polyreme.distributed.watch import check
 from polyreme.errors import TransportError
-from polyreme.layout.intervals import round_up
+from polyreme.layout.intervals import round_down, round_up
 
 TOKEN = 16
 """Bytes at the beginning of a heap that tell it from any other, on this host or elsewhere."""
@@ -158,7 +158,7 @@ class Peer:
 
     def read(self, offset: int, nbytes: int) -> memoryview:
         """The `nbytes` at `offset`, where they lie: what their owner writes there shows."""
-        begin, end = offset // SEGMENT * SEGMENT, round_up(offset + nbytes, SEGMENT)
+        begin, end = round_down(offset, SEGMENT), round_up(offset + nbytes, SEGMENT)
         if (begin, end) not in self._segments:
             with _limits(f"{end - begin:,} bytes of process {self._pid}"):
                 self._segments[begin, end] = mmap.mmap(

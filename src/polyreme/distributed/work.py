@@ -20,7 +20,7 @@ ENOUGH = 64
 
 @contextmanager
 def reporting(what: str, meeting: Meeting | None = None, number: int | None = None) -> Iterator[None]:
-    """Turns a backend's errors into TransportError, and names the operation in those of `transport`; and says
+    """Turns a backend's errors into TransportError, and names the operation in its TransportError; and says
     what is known of the cause, where the ranks of `meeting` took part, in their `number`th operation."""
     try:
         yield

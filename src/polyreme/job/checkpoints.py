@@ -35,7 +35,7 @@ class Account:
     """What a run that goes on has to know of its past beyond the engine's state, kept in its checkpoints."""
 
     origin: str | None = None
-    """What the config named to begin from; see `resumption.origin`."""
+    """What the config named to begin from; see `resume.origin`."""
     seconds: float = 0.0
     """Seconds spent in training steps."""
     loss: float = math.nan

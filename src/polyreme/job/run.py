@@ -37,6 +37,7 @@ from polyreme.files.folder_lock import holder
 from polyreme.job.checkpoints import Account, Checkpoints
 from polyreme.job.resume import Beginning, find_beginning
 from polyreme.launch.signals import listening
+from polyreme.layout.intervals import round_down
 from polyreme.models import huggingface
 from polyreme.monitor import LOG_NAME, FanOut, Monitor, Record, Run, open_monitors
 from polyreme.planner.flops import count_flops, mfu, peak_flops
@@ -341,7 +342,7 @@ def _bits(loss: float | None, account: Account) -> float | None:
 def validate(engine: Engine, data: PackedDataset, config: Config) -> float:
     """Mean loss, in nats per token, over the first `train.validate_batches` global batches of `data`."""
     ranks = engine.mesh.dp.size
-    size = min(config.batch.size, len(data) // ranks * ranks)
+    size = min(config.batch.size, round_down(len(data), ranks))
     loader = engine.loader(data, batch_size=size, shuffle=False, epochs=1, workers=0)
     total = weight = 0.0
     for at, batch in enumerate(loader):

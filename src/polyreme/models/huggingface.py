@@ -106,17 +106,10 @@ def _block_lists(model: nn.Module) -> list[str]:
     return [largest] if alike.get(largest) else []
 
 
-def pipeline_list(model: nn.Module, name: str | None = None) -> str:
-    """The name of the one list of blocks that a pipeline cuts: `name`, or "" for a model that is an
-    nn.Sequential itself, or else the model's only list of repeated blocks. Raises ModelError where that is
-    none, or where there are several."""
-    if name is not None:
-        if not isinstance(dict(model.named_modules()).get(name), nn.ModuleList | nn.Sequential):
-            raise ModelError(
-                "the model has no nn.ModuleList or nn.Sequential "
-                f"named {name!r}: give the name of the list of its blocks"
-            )
-        return name
+def pipeline_list(model: nn.Module) -> str:
+    """The name of the one list of blocks that a pipeline cuts: "" for a model that is an nn.Sequential
+    itself, or else the model's only list of repeated blocks. Raises ModelError where that is none, or where
+    there are several."""
     if isinstance(model, nn.Sequential) and type(model).forward is nn.Sequential.forward:
         return ""
     lists = _block_lists(model)

@@ -99,8 +99,8 @@ class FileStore(Store):
             self._fixed = self.buffers // self.count
             self._memory.add(aligned(self.buffers, self._pin), self._fixed)
 
-    def stream(self, order: Sequence[int], write: bool = True, read: bool = True) -> FileStream:
-        stream = FileStream(self, order, write, read)
+    def stream(self, order: Sequence[int], write: bool = True) -> FileStream:
+        stream = FileStream(self, order, write)
         self.begin(stream)
         return stream
 
@@ -228,9 +228,9 @@ class FileStore(Store):
     def move(self, what: Literal["read", "write"], extent: int, memory: Tensor, at: int = 0) -> None:
         """Read all of `memory` from the extent's bytes from `at` on, or write it there. In any thread;
         `check` raises its errors."""
-        place = self._place(extent)
+        allocation = self._allocation(extent)
         try:
-            getattr(place.segment.backing, what)(memory, place.start + at)
+            getattr(allocation.segment.backing, what)(memory, allocation.start + at)
         except Exception as error:
             self._failures.setdefault(extent, error)
             return
@@ -340,7 +340,7 @@ class FileStore(Store):
 
     def _end_stream(self) -> None:
         """End the stream that may be open."""
-        if self._places is None:
+        if self._allocations is None:
             raise TierError("this tier is closed, or its space was never taken")
         if self._stream is not None:
             self._stream.give_way()
@@ -377,8 +377,8 @@ class FileStream:
     """A Stream of a FileStore, of one thread. It stays open when it is dropped, until the tier is used
     again."""
 
-    def __init__(self, store: FileStore, order: Sequence[int], write: bool, read: bool) -> None:
-        self._store, self._order, self._write, self._read = store, list(order), write, read
+    def __init__(self, store: FileStore, order: Sequence[int], write: bool) -> None:
+        self._store, self._order, self._write = store, list(order), write
         self._ahead: deque[tuple[int, _Staged]] = deque()
         self._using: tuple[int, _Staged] | None = None
         self._position = 0  # of the extent that is read ahead next
@@ -414,7 +414,7 @@ class FileStream:
                 "this stream ended early, because the tier was asked for something else meanwhile"
             )
         self._pass_on()
-        self._fetch(self._store.count if self._read else 1)
+        self._fetch(self._store.count)
         if not self._ahead or self._store.failed:
             self.close()
         if self.closed:
@@ -442,7 +442,7 @@ class FileStream:
         """Have so many extents read ahead, if there are as many."""
         while not self.closed and len(self._ahead) < most and self._position < len(self._order):
             extent = self._order[self._position]
-            self._ahead.append((extent, self._store.stage(extent, self._read, ahead=self._read)))
+            self._ahead.append((extent, self._store.stage(extent, read=True, ahead=True)))
             self._position += 1
 
     def _pass_on(self) -> None:

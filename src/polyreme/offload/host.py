@@ -18,7 +18,7 @@ from polyreme.errors import TierError
 from polyreme.files.direct_io import aligned
 from polyreme.files.machine import boot
 from polyreme.offload.copy_stream import CopyStream
-from polyreme.offload.space import Place, Space
+from polyreme.offload.space import Allocation, Space
 from polyreme.offload.store import Opened, Store, Then, add_when
 
 ADDING = 2
@@ -70,13 +70,13 @@ class HostStore(Store):
     ) -> bool:
         while len(self._adding) >= ADDING:
             self._adding.popleft()[1]()
-        place = self._summands.take(data.nbytes)
-        numbers = _memory(place)[: data.nbytes].view(data.dtype)
+        allocation = self._summands.take(data.nbytes)
+        numbers = _memory(allocation)[: data.nbytes].view(data.dtype)
         arrived = self.copy_stream.out(data.view(torch.uint8), numbers.view(torch.uint8))
 
         def add() -> None:
             add_when(arrived, numbers, self.memory(extent), dtype, first, then)
-            self._summands.free(place)
+            self._summands.free(allocation)
 
         self._adding.append((extent, add))
         self.traffic.written += data.nbytes
@@ -89,12 +89,10 @@ class HostStore(Store):
         close = partial(self._let_go, extent, write)
         return Opened(self.memory(extent), lambda: True, partial(self._arriving, extent), close)
 
-    def stream(
-        self, order: Sequence[int], write: bool = True, read: bool = True
-    ) -> Generator[Tensor, None, None]:
+    def stream(self, order: Sequence[int], write: bool = True) -> Generator[Tensor, None, None]:
         for extent in order:
             self._wait(extent, to_change=write)
-            self.traffic.read += self.sizes[extent] if read else 0
+            self.traffic.read += self.sizes[extent]
             try:
                 yield self.memory(extent)
             finally:
@@ -115,7 +113,7 @@ class HostStore(Store):
 
     def memory(self, extent: int) -> Tensor:
         """The extent itself, which does not count as traffic."""
-        return _memory(self._place(extent))[: self.sizes[extent]]
+        return _memory(self._allocation(extent))[: self.sizes[extent]]
 
     def _arriving(self, extent: int) -> Any:
         """Return when all that was to be added to the extent is; and the event at which what was put last is
@@ -156,9 +154,9 @@ class HostStore(Store):
         super()._forget(extent)
 
 
-def _memory(place: Place) -> Tensor:
-    memory: Tensor = place.segment.backing
-    return memory[place.start : place.stop]
+def _memory(allocation: Allocation) -> Tensor:
+    memory: Tensor = allocation.segment.backing
+    return memory[allocation.start : allocation.stop]
 
 
 def report_memory() -> dict[str, Any]:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from polyreme.layout.bucket_layout import BucketLayout, GroupInterval, align
 from polyreme.layout.intervals import Interval, ceil_div, chunks, overlap, round_up
-from polyreme.layout.region import MASTER, Stored
+from polyreme.layout.region import MASTER, Stored, part_of
 from polyreme.offload.store import Store
 from polyreme.optim.groups import Group, trial_state
 from polyreme.optim.quantized_states import QuantizedKernel, States
@@ -121,8 +121,7 @@ class OffloadedStates:
         found = self.store.numbers(extent.number, field.begin, field.dtype, field.shape)
         if part is None:
             return found
-        start, stop = within(extent.interval, part, field.size)
-        return found[start:stop] if isinstance(found, Tensor) else found.part(start, stop)
+        return part_of(found, *within(extent.interval, part, field.size))
 
     def keep(self, extent: StateExtent, kind: str, part: GroupInterval, numbers: Tensor) -> None:
         """Set the extent's numbers of one kind that belong to a part of its interval."""

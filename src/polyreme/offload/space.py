@@ -1,6 +1,6 @@
-"""Space in host memory or in files, in which places of any size are taken and freed in any order.
+"""Space in host memory or in files, in which allocations of any size are taken and freed in any order.
 
-Invariant: places that are taken do not overlap, and begin at a page. No communication."""
+Invariant: allocations do not overlap, and begin at a page. No communication."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from polyreme.layout.intervals import Interval, union
 
 
 @dataclass(frozen=True)
-class Place:
+class Allocation:
     """Bytes [start, stop) of a segment."""
 
     segment: Segment
@@ -29,13 +29,13 @@ class Segment:
     nbytes: int
     gaps: list[Interval]
 
-    def take(self, nbytes: int) -> Place | None:
+    def take(self, nbytes: int) -> Allocation | None:
         """The first gap's beginning that is large enough."""
         for i, gap in enumerate(self.gaps):
             if gap.size >= nbytes:
                 end = gap.start + nbytes
                 self.gaps[i : i + 1] = [rest] if (rest := Interval(end, gap.stop)) else []
-                return Place(self, gap.start, end)
+                return Allocation(self, gap.start, end)
         return None
 
 
@@ -56,25 +56,27 @@ class Space:
         """Take a segment of so many bytes."""
         self.segments.append(Segment(self._open(nbytes), nbytes, [Interval(0, nbytes)]))
 
-    def take(self, nbytes: int) -> Place:
+    def take(self, nbytes: int) -> Allocation:
         """Room for so many bytes, at a page; for none anywhere."""
         nbytes = padded(nbytes)
         if not nbytes:
-            return Place(self.segments[0], 0, 0)
+            return Allocation(self.segments[0], 0, 0)
         for segment in self.segments:
-            if (place := segment.take(nbytes)) is not None:
-                return place
+            if (allocation := segment.take(nbytes)) is not None:
+                return allocation
         for segment in [each for each in self.segments if each.gaps == [(0, each.nbytes)]]:
             self._close(segment.backing)  # it is unused, and too small for what comes now
             self.segments.remove(segment)
         self.grow(nbytes * max(1, self.nbytes // 8 // nbytes))
-        place = self.segments[-1].take(nbytes)
-        assert place is not None
-        return place
+        allocation = self.segments[-1].take(nbytes)
+        assert allocation is not None
+        return allocation
 
-    def free(self, place: Place) -> None:
+    def free(self, allocation: Allocation) -> None:
         """Give the room back, to be taken again."""
-        place.segment.gaps = union([*place.segment.gaps, Interval(place.start, place.stop)])
+        allocation.segment.gaps = union(
+            [*allocation.segment.gaps, Interval(allocation.start, allocation.stop)]
+        )
 
     def close(self) -> None:
         """Give all segments back."""

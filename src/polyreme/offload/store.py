@@ -23,7 +23,7 @@ from polyreme.errors import TierError
 from polyreme.files.direct_io import padded
 from polyreme.layout.region import Stored
 from polyreme.offload.copy_stream import CopyStream
-from polyreme.offload.space import Place, Space
+from polyreme.offload.space import Allocation, Space
 
 Then = Callable[[Tensor], object]
 """A function of numbers of an extent, on the CPU."""
@@ -34,7 +34,7 @@ class Traffic:
     """What went through a tier since it was made."""
 
     read: int = 0
-    """Bytes out of the tier, as they moved: of files whole multiples of disk.ALIGNMENT."""
+    """Bytes out of the tier, as they moved: of files whole multiples of ALIGNMENT."""
     written: int = 0
     """Bytes into it."""
     waited: float = 0.0
@@ -115,7 +115,7 @@ class Store(ABC):
         self.traffic = Traffic()
         self.copy_stream = CopyStream() if copy_stream is None else copy_stream
         self._spaces, self._turn, self._numbers = spaces, turn, count()
-        self._places: dict[int, Place] | None = None
+        self._allocations: dict[int, Allocation] | None = None
         self._released: deque[int] = deque()
 
     @property
@@ -137,14 +137,14 @@ class Store(ABC):
         """The number of a new extent of `nbytes` bytes, which may be 0. TierError where there is too little
         room for one after `commit`."""
         extent = next(self._numbers)
-        if self._places is not None:
+        if self._allocations is not None:
             for _ in range(len(self._released)):
                 released = self._released.popleft()
                 if self._is_busy(released):
                     self._released.append(released)
                 else:
                     self._forget(released)
-            self._places[extent] = self._space(extent).take(nbytes)
+            self._allocations[extent] = self._space(extent).take(nbytes)
         self.sizes[extent] = nbytes
         return extent
 
@@ -157,7 +157,7 @@ class Store(ABC):
         little."""
         for space, nbytes in zip(self._spaces, self._needed(), strict=True):
             space.grow(nbytes)
-        self._places = {extent: self._space(extent).take(size) for extent, size in self.sizes.items()}
+        self._allocations = {extent: self._space(extent).take(size) for extent, size in self.sizes.items()}
 
     @abstractmethod
     def put(self, extent: int, data: Tensor, start: int = 0) -> bool:
@@ -183,14 +183,13 @@ class Store(ABC):
         its bytes may be any, and each is set. One is open at a time."""
 
     @abstractmethod
-    def stream(self, order: Sequence[int], write: bool = True, read: bool = True) -> Stream:
+    def stream(self, order: Sequence[int], write: bool = True) -> Stream:
         """The bytes of each extent of `order`, one after the other (any may come again): a uint8 tensor of
         the CPU that begins at a page.
 
         It is good until the next one is asked for or the stream is closed, and what was changed in it until
-        then is kept; `write=False` promises that nothing is, `read=False` that every byte is set, whatever it
-        was. Reading ahead begins at once, not when the first is asked for. A stream that is dropped ends when
-        the tier is used again."""
+        then is kept; `write=False` promises that nothing is. Reading ahead begins at once, not when the first
+        is asked for. A stream that is dropped ends when the tier is used again."""
 
     @abstractmethod
     def numbers(self, extent: int, start: int, dtype: torch.dtype, shape: Sequence[int]) -> Tensor | Stored:
@@ -205,12 +204,12 @@ class Store(ABC):
         """Give everything back. Further calls do nothing."""
         for space in self._spaces:
             space.close()
-        self._places = None
+        self._allocations = None
 
-    def _place(self, extent: int) -> Place:
-        if self._places is None:
+    def _allocation(self, extent: int) -> Allocation:
+        if self._allocations is None:
             raise TierError("this tier is closed, or its space was never taken")
-        return self._places[extent]
+        return self._allocations[extent]
 
     def _space(self, extent: int) -> Space:
         return self._spaces[(extent + self._turn) % len(self._spaces)]
@@ -233,6 +232,6 @@ class Store(ABC):
 
     def _forget(self, extent: int) -> None:
         """Free the extent, of which nothing is under way."""
-        if self._places is not None:
-            self._space(extent).free(self._places.pop(extent))
+        if self._allocations is not None:
+            self._space(extent).free(self._allocations.pop(extent))
         del self.sizes[extent]

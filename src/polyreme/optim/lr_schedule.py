@@ -22,7 +22,7 @@ class LRSchedule:
 
     def __init__(self, section: LRScheduleSection) -> None:
         if isinstance(section.total, str):
-            fix = "use the section of a config after resolve(world_size), or write a span"
+            fix = "use the section of a config after resolve(world_size), or write a duration"
             raise ConfigError(
                 [Problem("lr_schedule.total", section.total, "the length is not known yet", fix)]
             )

@@ -83,8 +83,6 @@ def partition_model(
     counts: Sequence[int] | None = None,
     costs: Sequence[float] | None = None,
     memory: bool = False,
-    blocks: str | None = None,
-    sample: Any = None,
 ) -> PipelinePartition:
     """Cut `model` (real, or on the meta device; it is not changed) into `stages`, each a range of at least
     one block.
@@ -93,11 +91,9 @@ def partition_model(
     costs: of each block, such as `stage.measure` finds; by default the number of parameters that it
     multiplies by.
     memory: take as a block's cost the number of all its parameters instead.
-    blocks: the name of the list of blocks, for a model that has several.
-    sample: what to call the model with (a mapping: by keywords; a tuple: by position) to see, on a few
-        numbers and without memory for the parameters, which of them come before the blocks and which after.
-        Hugging Face models need none; for others without one, those registered before the blocks come before
-        them.
+    A Hugging Face model is called, on a few numbers and without memory for its parameters, to see which of
+    them come before the blocks and which after; in others those registered before the blocks come before
+    them.
 
     Raises ModelError for a model without blocks or with fewer than stages, that skips blocks, or whose loss
     or output takes something from all of them, and for `counts` that do not fit it."""
@@ -114,18 +110,18 @@ def partition_model(
         raise ModelError(f"with {setting} the model skips blocks at random, which "
                          "a pipeline cannot: set it to 0 in the model's config, or "
                          "set mesh.pp = 1")  # fmt: skip
-    owner, found = pipeline_list(model, blocks), blocks_in(model, blocks)
-    seen = _Seen() if owner == "" else _observe(model, owner, found, sample)
+    owner, found = pipeline_list(model), blocks_in(model)
+    seen = _Seen() if owner == "" else _observe(model, owner, found)
     use = _Use(model, found, seen)
     bounds = _bounds(len(found), stages, counts, costs or use.numels(tables=memory))
     stages_of, tied = use.stages_of(bounds)
     return PipelinePartition(owner, tuple(found), bounds, stages_of, tied, seen.answer)
 
 
-def blocks_in(model: nn.Module, blocks: str | None = None) -> dict[str, nn.Module]:
+def blocks_in(model: nn.Module) -> dict[str, nn.Module]:
     """What can be divided over stages: the elements of the model's list of blocks by name, those without
     parameters, too."""
-    owner = pipeline_list(model, blocks)
+    owner = pipeline_list(model)
     prefix = owner + "." if owner else ""
     found = {
         prefix + name: block
@@ -307,24 +303,14 @@ def _stand_ins(model: nn.Module, owner: str, first: str) -> tuple[dict[str, Tens
     return stand_ins, watched
 
 
-def _observe(model: nn.Module, owner: str, blocks: Mapping[str, nn.Module], sample: Any) -> _Seen:
+def _observe(model: nn.Module, owner: str, blocks: Mapping[str, nn.Module]) -> _Seen:
     """Run `model` on placeholder parameters, and from the first block on without computing anything at all,
     as far as it goes; of the blocks only the first. A model that does not go through to the end shows less,
-    and a block that does not (it looks at numbers) is taken to return its hidden states alone. Raises
-    ModelError where a `sample` does not reach the blocks."""
-    seen, given = _Seen(), sample is not None
-    inputs = sample if given else sample_inputs(model)
-    if inputs is None:
+    and a block that does not (it looks at numbers) is taken to return its hidden states alone."""
+    seen = _Seen()
+    if (inputs := sample_inputs(model)) is None:
         return seen
-    inputs = pytree.tree_map_only(Tensor, lambda t: t.detach().cpu(), inputs)
-    args = (
-        ()
-        if isinstance(inputs, Mapping)
-        else tuple(inputs)
-        if isinstance(inputs, tuple | list)
-        else (inputs,)
-    )
-    kwargs = {**training_arguments(model), **(inputs if isinstance(inputs, Mapping) else {})}
+    kwargs = {**training_arguments(model), **inputs}
     stand_ins, watched = _stand_ins(model, owner, next(iter(blocks)))
     last = len(blocks) - 1
     watch, log = _Watch(watched, seen.uses), logging.getLogger("torch._subclasses.fake_tensor")
@@ -350,12 +336,10 @@ def _observe(model: nn.Module, owner: str, blocks: Mapping[str, nn.Module], samp
         modes.enter_context(watch)
         modes.callback(setattr, log, "disabled", log.disabled)  # it reports what fails here as an error
         log.disabled = True
-        try:
-            functional_call(model, stand_ins, args, kwargs, tie_weights=False)
+        # whatever a forward raises that meets placeholder or fake tensors
+        with suppress(Exception):
+            functional_call(model, stand_ins, (), kwargs, tie_weights=False)
             seen.complete = watch.phase == "after"
-        except Exception as error:  # whatever a forward raises that meets placeholder or fake tensors
-            if given and not seen.reached:
-                raise ModelError(f"the sample does not lead to the model's blocks: {error}") from error
     return seen
 
 

@@ -19,22 +19,13 @@ from polyreme.pipeline.partition import blocks_in, partition_model
 from polyreme.pipeline.stage import Stage
 
 
-def measure(
-    model: nn.Module,
-    forward: Callable[[], Any],
-    *,
-    blocks: str | None = None,
-    sample: Any = None,
-    repeats: int = 3,
-) -> list[float]:
+def measure(model: nn.Module, forward: Callable[[], Any], *, repeats: int = 3) -> list[float]:
     """Seconds that each block of a whole model takes for forward and backward, the first with what comes
     before the blocks, the last with what comes after. No gradient is left behind.
 
-    forward: calls the model on a batch and returns its output, as in `lambda: model(**batch)`.
-    blocks, sample: as for `partition_model`.
-    """
-    count = len(blocks_in(model, blocks))
-    partition = partition_model(model, count, counts=[1] * count, blocks=blocks, sample=sample)
+    forward: calls the model on a batch and returns its output, as in `lambda: model(**batch)`."""
+    count = len(blocks_in(model))
+    partition = partition_model(model, count, counts=[1] * count)
     parameters = [p for p in model.parameters() if p.requires_grad]
     timed: list[tuple[Stage, list[float]]] = [(Stage(model, partition, index), []) for index in range(count)]
     devices = {p.device for p in parameters if p.is_cuda}

@@ -7,7 +7,7 @@ One function (`_lower`) adds what does not depend on the schedule: messages, red
 Invariant: every row of a built table is a part of one order of the whole step. Messages between two ranks
 therefore stand in the same order in both rows, in both directions together, and no row waits in a circle,
 even if every send and receive waited for its other end. `check` refuses a table that does not have this
-property, that is incomplete, or that keeps more activations than it may."""
+property, or that is incomplete."""
 
 from __future__ import annotations
 
@@ -97,21 +97,6 @@ def build(name: Name, pp: int, microbatches: int, virtual: int = 2) -> Schedule:
             order.append(Action("W", rank, microbatches - 1))
         orders.append(_join(order, ranks))
     return _lower(orders, ranks)
-
-
-def activation_limits(name: Name, pp: int, microbatches: int, virtual: int = 2) -> tuple[int, ...]:
-    """The number, for each rank, of micro-batches whose activations (of one stage each) it keeps at once, at
-    most."""
-    chunks = len(stage_ranks(name, pp, virtual)) // pp
-    limits = {
-        "gpipe": lambda rank: microbatches,
-        "1f1b": lambda rank: pp - rank,
-        "1f1b-w": lambda rank: pp - rank + (rank < pp - 1),
-        "interleaved": lambda rank: 2 * (pp - 1 - rank) + (chunks - 1) * pp + 1,
-        "zb-h1": lambda rank: pp,
-        "zb-v": lambda rank: 2 * pp,
-    }
-    return tuple(min(chunks * microbatches, limits[name](rank)) for rank in range(pp))
 
 
 # ---- the order in which a rank computes
@@ -230,24 +215,17 @@ def _message(action: Action, ranks: Sequence[int]) -> tuple[Action, ...]:
 # ---- the validator
 
 
-def check(schedule: Schedule, microbatches: int, limits: Sequence[int] | None = None) -> None:
+def check(schedule: Schedule, microbatches: int) -> None:
     """Raise PolyremeError, naming row, action and reason, unless the table is a whole step that cannot stop
     half-way.
 
     Complete: every micro-batch forward, then backward (then its W, if any) once at every stage, each output
     sent to where it is needed and received before it is used, every stage reduced after its last backward,
     every row ended by its update. No deadlock: it runs to the end even if every send waited for its receive
-    and every receive for its send, so all the more with sends and receives that do not.
-    `limits`: micro-batches' activations that each rank may keep at once (see `activation_limits`); None
-    leaves them unlimited."""
+    and every receive for its send, so all the more with sends and receives that do not."""
     ranks = _stage_rows(schedule)
     for rank, row in enumerate(schedule):
         _check_row(rank, row, ranks, microbatches)
-        if limits is not None and (peak := peak_activations(row)) > limits[rank]:
-            raise PolyremeError(
-                f"row {rank} of the schedule keeps the activations of {peak} "
-                f"micro-batches at once, above its limit, {limits[rank]}"
-            )
     _check_messages(schedule, ranks)
 
 

@@ -29,8 +29,8 @@ def meta_model(config: Config, vocabulary: int | None = None) -> nn.Module:
 
 
 def expected(config: Config) -> nn.Module | None:
-    """The twin before there is a tokenizer, with as many tokens as it may have; None where the config names
-    no model, or a directory that is not on this machine."""
+    """The model on the meta device before there is a tokenizer, with as many tokens as it may have; None
+    where the config names no model, or a directory that is not on this machine."""
     model, data = config.model, config.data
     if model.path is None and model.config is None:
         return None

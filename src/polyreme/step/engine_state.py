@@ -274,7 +274,7 @@ def _open(path: Path, axis: Axis) -> Source:
 Scalars = dict[str, dict[str, float] | None]
 """The states of a parameter that are one number, by its first name; None for one without states."""
 NewStates = Mapping[Bucket, Mapping[str, Tensor]]
-"""The memory for new states; see `Update.new_states`."""
+"""The memory for new states; see `OptimizerState.empty`."""
 
 
 def _match(contents: EngineContents, source: Source, axis: Axis) -> load.Match:

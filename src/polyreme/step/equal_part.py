@@ -15,7 +15,9 @@ from torch.utils import _pytree as pytree
 
 from polyreme.distributed.mesh import Axis
 from polyreme.errors import ModelError
+from polyreme.layout.intervals import ceil_div
 from polyreme.models.tensor_access import touching, writes
+from polyreme.zero.divided import without_memory
 
 
 class Numbers(Protocol):
@@ -39,9 +41,7 @@ class EqualPart(Tensor):
     @classmethod
     def of(cls, numbers: Numbers, kind: str, axis: Axis, name: str, elements: int, like: Tensor) -> EqualPart:
         """Of `elements` numbers of this kind, in the dtype and on the device of `like`."""
-        hollow = torch.empty(-(-elements // axis.size), dtype=like.dtype, device=like.device)
-        hollow.untyped_storage().resize_(0)
-        made = hollow.as_subclass(cls)
+        made = without_memory([ceil_div(elements, axis.size)], like).as_subclass(cls)
         made._numbers, made._kind, made._axis, made._name = numbers, kind, axis, name
         made._elements = elements
         return made
@@ -111,8 +111,7 @@ class EqualPart(Tensor):
                 f"has {self.numel()}"
             )
         mine = value.detach().to(self.device, self.dtype).reshape(-1).contiguous()
-        given = torch.empty(mine.numel() * self._axis.size, dtype=self.dtype, device=self.device)
-        self._axis.all_gather(given, mine).settle()
+        given = self._axis.gathered(mine)
         now = given[: before.numel()].view(before.shape)
         self._numbers.set_whole(
             self._kind, torch.where(now == before.to(now.dtype), before, now.to(before.dtype))

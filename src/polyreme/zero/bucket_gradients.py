@@ -137,15 +137,8 @@ class BucketGradients:
     def sum_of(self, index: int) -> Tensor | None:
         """What parameter `index`'s gradients since the last reduction add up to, in the flat buffer; None
         before the first, and where that has another dtype than the parameter, or autograd adds to it."""
-        parameter, slot = self._parameters[index], self._layout.slots[index]
-        if (
-            self._local is None
-            or index not in self._arrived
-            or index in self._in_place
-            or self._local.dtype != parameter.dtype
-        ):
-            return None
-        return self._local[slot.start : slot.stop].view(slot.shape)
+        found = None if index in self._in_place else self.so_far(index)
+        return found if found is not None and found.dtype == self._parameters[index].dtype else None
 
     def so_far(self, index: int) -> Tensor | None:
         """What parameter `index`'s gradients since the last reduction add up to; None before the first."""
@@ -174,8 +167,8 @@ class BucketGradients:
         if self.adds_there:
             return
         if self._gone or self._reduces_in_place or self._formats.reduce != formats.reduce:
-            kept = self._axis.empty(self._size, formats.reduce, self._device)
-            self.grad = kept.copy_(self.numbers())
+            copy = self._axis.empty(self._size, formats.reduce, self._device)
+            self.grad = copy.copy_(self.numbers())
         if self._gone and self.store is not None:
             self.store.clear()
         self._gone, self._squares, self._local = False, None, None
@@ -323,12 +316,7 @@ class BucketGradients:
 
     def whole(self) -> Tensor:
         """The reduced gradients of all ranks, in the reduce dtype."""
-        gradients = self.numbers().to(self._device)
-        if gradients.numel() == self._layout.size:
-            return gradients
-        full = torch.empty(self._layout.size, dtype=gradients.dtype, device=self._device)
-        self._axis.all_gather(full, gradients).settle()
-        return full
+        return self._axis.gathered(self.numbers().to(self._device), self._layout.size)
 
     def scale(self, slot: Slot, factor: float) -> None:
         """Multiply one parameter's reduced gradient."""

@@ -21,6 +21,7 @@ from torch.utils.weak import WeakIdKeyDictionary, WeakTensorKeyDictionary
 
 from polyreme.distributed.mesh import Axis, everyone
 from polyreme.errors import ModelError
+from polyreme.layout.intervals import ceil_div
 from polyreme.models.tensor_access import touching
 from polyreme.zero.released import Released, View
 
@@ -38,7 +39,7 @@ class Share:
     def __init__(self, numbers: Tensor, axis: Axis, source: int) -> None:
         """Takes rank `source`'s numbers."""
         self.axis, self.shape, self.device = axis, numbers.shape, numbers.device
-        size = -(-numbers.numel() // axis.size)
+        size = ceil_div(numbers.numel(), axis.size)
         self.part = torch.zeros(size, dtype=numbers.dtype)
         self.take(numbers, source)
 
@@ -51,8 +52,7 @@ class Share:
 
     def whole(self) -> Tensor:
         """The numbers, in memory of their own."""
-        found = torch.empty(self.part.numel() * self.axis.size, dtype=self.part.dtype)
-        self.axis.all_gather(found, self.part).settle()
+        found = self.axis.gathered(self.part)
         return found[: self.shape.numel()].view(self.shape).to(self.device)
 
     def differs(self, numbers: Tensor) -> bool:
@@ -130,7 +130,7 @@ def shaped(parameters: Iterable[nn.Parameter]) -> None:
     """Have those that are divided be of the shape that they have when whole."""
     for parameter in parameters:
         if (share := share_of(parameter)) is not None:
-            _point(parameter, _hollow(share.shape, parameter))
+            _close(parameter, share)
 
 
 def make_whole(parameters: Iterable[nn.Parameter]) -> None:
@@ -319,8 +319,7 @@ def _open(parameter: nn.Parameter, numbers: Tensor) -> None:
 
 
 def _close(parameter: nn.Parameter, share: Share) -> None:
-    parameter.data = _hollow(share.shape, parameter)
-    parameter.__class__ = Divided
+    _point(parameter, without_memory(share.shape, parameter))
 
 
 def _point(parameter: nn.Parameter, memory: Tensor) -> None:
@@ -329,8 +328,8 @@ def _point(parameter: nn.Parameter, memory: Tensor) -> None:
     parameter.__class__ = Divided
 
 
-def _hollow(shape: torch.Size, like: Tensor) -> Tensor:
-    """A tensor of this shape without memory."""
+def without_memory(shape: Sequence[int], like: Tensor) -> Tensor:
+    """A tensor of this shape that has none, of the dtype and on the device of `like`."""
     found = torch.empty(shape, dtype=like.dtype, device=like.device)
     found.untyped_storage().resize_(0)
     return found

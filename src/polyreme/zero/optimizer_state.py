@@ -14,7 +14,7 @@ from torch import Tensor
 
 from polyreme.layout.bucket_layout import GroupInterval, Slot, align
 from polyreme.layout.intervals import Interval, overlap
-from polyreme.layout.region import MASTER, Stored
+from polyreme.layout.region import MASTER, Stored, fetched
 from polyreme.optim.quantized_states import SCALE, Key, QuantizedKernel
 from polyreme.zero.pieces import Piece, Pieces
 
@@ -53,12 +53,11 @@ class OptimizerState:
             if not isinstance(value, Tensor | Stored):
                 return torch.tensor(value)
             if interval.slot is not None:
-                flat = value if isinstance(value, Tensor) else value.fetch(0, value.numel())
-                return flat.view(value.shape)
+                return fetched(value).view(value.shape)
             if isinstance(value, Tensor) and not value.dim():
                 return value
             part = inside.since(interval.start)
-            found.append(value[part] if isinstance(value, Tensor) else value.fetch(part.start, part.stop))
+            found.append(fetched(value, part.start, part.stop))
         return torch.cat(found) if found else None
 
     def write(self, slot: Slot, kind: str, values: Tensor) -> None:
@@ -96,8 +95,7 @@ class OptimizerState:
         if extent is None or offloaded is None:
             state = {name: piece.state[name] for name in kinds}
         else:
-            stored = {name: offloaded.numbers(extent, name, piece.interval) for name in kinds}
-            state = {n: v if isinstance(v, Tensor) else v.fetch(0, v.numel()) for n, v in stored.items()}
+            state = {name: fetched(offloaded.numbers(extent, name, piece.interval)) for name in kinds}
         wide = kernel.widened(state, kind, piece.interval.size)
         wide[inside] = numbers.to("cpu")
         kernel.keep(state, kind, wide, Key(kind, 0, self._pieces.random_offset + piece.interval.start))
@@ -136,10 +134,7 @@ class OptimizerState:
         for name in kernel.names:
 
             def fetch(start: int, stop: int, name: str = name) -> Tensor:
-                state = {
-                    kind: value if isinstance(value, Tensor) else value.fetch(0, value.numel())
-                    for kind, value in compressed.items()
-                }
+                state = {kind: fetched(value) for kind, value in compressed.items()}
                 return kernel.widened(state, name, size)[start:stop]
 
             wide = self._wide.get(piece, {}).get(name)
@@ -184,7 +179,7 @@ class OptimizerState:
     def loading(
         self, scalars: Mapping[str, Numbers | None], new_states: Mapping[str, Tensor] | None = None
     ) -> Iterator[None]:
-        """Make all states anew, of `new_states` or zeros; what `masters` and `state_of` give inside may be
+        """Make all states anew, of `new_states` or zeros; what `masters` and `by_interval` give inside may be
         written to, and counts from the end on.
 
         `scalars` has by name of a parameter the states that are one number, or None for one that has

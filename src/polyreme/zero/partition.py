@@ -216,9 +216,7 @@ class Placement:
         tp, cut = self.division.tp, self.division.shardings[slot.name].cut
         if cut.is_whole or tp.size == 1:
             return local.view(slot.shape)
-        everyone = torch.empty(tp.size * local.numel(), dtype=local.dtype, device=local.device)
-        tp.all_gather(everyone, local).settle()
-        return cut.join([shard.view(slot.shape) for shard in everyone.chunk(tp.size)])
+        return cut.join([shard.view(slot.shape) for shard in tp.gathered(local).chunk(tp.size)])
 
     def named(self, bucket: Bucket) -> list[tuple[list[str], Slot]]:
         """All names of each of the bucket's tensors, in the order of its layout."""

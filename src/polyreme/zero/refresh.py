@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from polyreme.errors import ModelError
-from polyreme.layout.region import MASTER, Region
+from polyreme.layout.region import MASTER, Region, fetched
 from polyreme.zero.bucket import Bucket
 from polyreme.zero.partition import Placement
 from polyreme.zero.sharded_optimizer import Update
@@ -115,13 +115,7 @@ def _whole(bucket: Bucket, update: Update | None) -> Iterator[tuple[str, Tensor]
         )
         for interval, state in update.state.by_interval():
             if (value := state.get(kind)) is not None:
-                flat = (
-                    value.detach().reshape(-1) if isinstance(value, Tensor) else value.fetch(0, value.numel())
+                part[interval.start - bucket.region.start : interval.stop - bucket.region.start] = fetched(
+                    value
                 )
-                part[interval.start - bucket.region.start : interval.stop - bucket.region.start] = flat
-        if part.numel() == bucket.layout.size:
-            yield kind, part
-            continue
-        whole = torch.empty(bucket.layout.size, dtype=part.dtype, device=part.device)
-        bucket.axis.all_gather(whole, part).settle()
-        yield kind, whole
+        yield kind, bucket.axis.gathered(part, bucket.layout.size)

@@ -15,7 +15,7 @@ from torch import Tensor
 from polyreme.errors import CheckpointError
 from polyreme.layout.bucket_layout import Cut, Range, Slot
 from polyreme.layout.intervals import overlap
-from polyreme.layout.region import MASTER, MODEL, Region, Stored
+from polyreme.layout.region import MASTER, MODEL, Region, Stored, part_of
 from polyreme.zero.bucket import Bucket
 from polyreme.zero.partition import Placement
 from polyreme.zero.sharded_optimizer import Update
@@ -45,7 +45,7 @@ def _saves(placement: Placement, bucket: Bucket, number: int) -> bool:
 
 def masters(placement: Placement, update: Update) -> Iterator[Region]:
     """The weights of a bucket that this rank updates, of kind MASTER. To be filled, and then rounded; where
-    they are not in memory, while `Update.loading`."""
+    they are not in memory, while `OptimizerState.loading`."""
     yield from _masters(placement, update, update.bucket.region)
 
 
@@ -79,7 +79,9 @@ def _flat(
     elements."""
     named = _named(placement, bucket)
     for inside in (*bucket.layout.within(part.start, part.stop), *_empty(bucket)):
-        yield _region(placement, named, kind, inside, _part(data, inside.offset, inside.offset + inside.size))
+        yield _region(
+            placement, named, kind, inside, part_of(data, inside.offset, inside.offset + inside.size)
+        )
 
 
 def _masters(placement: Placement, update: Update, part: slice) -> Iterator[Region]:
@@ -91,18 +93,13 @@ def _masters(placement: Placement, update: Update, part: slice) -> Iterator[Regi
         start, stop = overlap(interval, part)
         for inside in bucket.layout.within(start, stop):
             at = start - interval.start + inside.offset
-            yield _region(placement, named, MASTER, inside, _part(data, at, at + inside.size))
+            yield _region(placement, named, MASTER, inside, part_of(data, at, at + inside.size))
     for inside in _empty(bucket):
         yield _region(placement, named, MASTER, inside, torch.empty(0, dtype=bucket.formats.master))
 
 
 def _empty(bucket: Bucket) -> list[Range]:
     return [Range(slot.name, 0, 0, 0) for slot in bucket.layout.slots if not slot.size]
-
-
-def _part(data: Tensor | Stored, start: int, stop: int) -> Tensor | Stored:
-    """The elements [start, stop) of what is flattened."""
-    return data.detach().view(-1)[start:stop] if isinstance(data, Tensor) else data.part(start, stop)
 
 
 def _states(placement: Placement, update: Update, part: slice, numbers: bool = True) -> Iterator[Region]:
@@ -121,10 +118,10 @@ def _states(placement: Placement, update: Update, part: slice, numbers: bool = T
             elif isinstance(value, Tensor | Stored):
                 if value.numel() == interval.size and (interval.slot is None or value.shape == slot.shape):
                     at = start - interval.start + inside.offset
-                    yield _region(placement, named, kind, inside, _part(value, at, at + inside.size))
+                    yield _region(placement, named, kind, inside, part_of(value, at, at + inside.size))
                 else:  # an optimizer of whole tensors has states with shapes of their own
                     whole = Cut.whole(tuple(value.shape), tp.size)
-                    yield Region(kind, names, whole, tp.rank, 0, _part(value, 0, value.numel()))
+                    yield Region(kind, names, whole, tp.rank, 0, part_of(value, 0, value.numel()))
             elif value is not None:
                 raise CheckpointError(
                     f"the optimizer's state {kind!r} of {names[0]} is a "

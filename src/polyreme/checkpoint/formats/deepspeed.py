@@ -81,8 +81,8 @@ class DeepSpeedCheckpoint:
     Kinds: the weights; where they are in a lower precision, "master"; and of the optimizer's states those
     that are one number for each of a parameter or one for all of them. A parameter with several names has
     each; `aliases` has the first one of each other. `zero_stage` and `mesh` say how it was written, `state`
-    at which step. Opening raises CheckpointError for what is damaged, refused (see `archive`) or of another
-    kind of parallelism."""
+    at which step. Opening raises CheckpointError for what is damaged, refused (see `torch_archive`) or of
+    another kind of parallelism."""
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
@@ -338,7 +338,7 @@ class _Zero:
         return found | {key: value for key, value in self.scale().items() if key == "loss_scale"}
 
     def scale(self) -> dict[str, Any]:
-        """Where the loss scale is, as `Progress.state_dict` says it."""
+        """Where the loss scale is, as `TrainingProgress.state_dict` says it."""
         scaler = self.optimizers[0].get("loss_scaler") if self.optimizers else None
         known = vars(scaler) if isinstance(scaler, torch_archive.StandIn) else {}
         if not isinstance(known.get("cur_scale"), float | int):
