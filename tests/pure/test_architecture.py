@@ -96,7 +96,7 @@ BUDGETS = {
     "layout": 360,
     "models": 650,
     "monitor": 510,
-    "offload": 1140,
+    "offload": 1160,
     "optim": 1040,
     "pipeline": 1120,
     "planner": 240,
@@ -235,7 +235,7 @@ def test_docstrings_and_the_page_of_the_architecture_name_what_there_is() -> Non
         if not {*filter(None, name.removesuffix(".py").split("."))} <= names() | FOREIGN
     ]
     assert not unknown
-    files = {name for name in re.findall(r"`([\w/.]+/[\w/.]+)`", page) if not name.startswith("dist.")}
+    files = {name for name in re.findall(r"`([\w/.]+/[\w/.]+)`", page) if name != "src/polyreme"}
     assert [name for name in files if not (SOURCE / name).exists()] == []
 
 

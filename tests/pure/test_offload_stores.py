@@ -12,7 +12,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -463,13 +463,33 @@ def test_a_control_group_that_leaves_less_is_the_limit(
                 path = root / folder.strip("/") / group / name
                 path.parent.mkdir(parents=True, exist_ok=True)
                 path.write_text(str(value))
-        return list(host._left_by_groups(tmp_path / "membership", root))
+        return list(host._left_by_groups(tmp_path / "membership", root).values())
 
     assert left({"job/step": ("1000", 700, 50), "job": ("800", 790, 0)}) == [350, 10]
     assert left({".": ("500", 700, 0)}) == [0]
     if version == 2:
         assert left({"job/step": ("max", 700, 50)}) == []
-    assert left({}) == [] == list(host._left_by_groups(tmp_path / "nothing", tmp_path))
+    assert left({}) == [] and host._left_by_groups(tmp_path / "nothing", tmp_path) == {}
+
+
+@pytest.mark.parametrize(
+    ("pools", "refused"),
+    [
+        ([{"machine": 100}, {"machine": 100}], "120 bytes needed by 2 ranks that share 100 free"),
+        ([{"machine": 120}, {"machine": 130}], None),
+        ([{"machine": 500, "a": 70}, {"machine": 500, "b": 70}], None),
+        (
+            [{"machine": 500, "a": 119}, {"machine": 500, "a": 119}],
+            "120 bytes needed by 2 ranks that share 119",
+        ),
+        ([{"one": 70}, {"another": 70}], None),
+        ([{}, {}], None),
+    ],
+)
+def test_ranks_share_what_grants_memory(pools: list[dict[str, int]], refused: str | None) -> None:
+    reports = [{"needed": 60, "pools": each} for each in pools]
+    with pytest.raises(TierError, match=refused) if refused else nullcontext():
+        host.refuse_more(reports)
 
 
 def test_host_memory_is_taken_at_once(tmp_path: Path) -> None:

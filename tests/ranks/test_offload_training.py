@@ -9,6 +9,7 @@ from collections.abc import Callable, Hashable
 from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from cover import cover, together
 from examples import ALL, whole
 from polyreme.errors import TierError
 from polyreme.files.folder_lock import Claim
+from polyreme.zero import offload_tiers
 from pool import Ranks, RanksFailed
 
 OPTIMIZERS: dict[str, dict[str, Any]] = {
@@ -531,3 +533,25 @@ def test_a_full_disk_ends_all_ranks_before_training(ranks: Ranks, tmp_path: Path
     with pytest.raises(RanksFailed, match=rf"{tmp_path}.* needed, .* free") as failed:
         ranks(2, cramped, tmp_path)
     assert isinstance(failed.value.exceptions[1], TierError)
+
+
+def short_of_memory(rank: int, world: int) -> list[str]:
+    """What each rank says where there is room for the states of one, 3 x 4 x 128 bytes, and of both."""
+    said = []
+    for free in (2000, 4000):
+        with patch.object(offload_tiers, "pools", lambda free=free: {"this machine": free}):
+            try:
+                model = torch.nn.Linear(16, 16, bias=False)
+                polyreme.initialize(
+                    model, {"batch": {"size": 2}, "memory": {"states": "host", "gradients": "host"}}
+                )
+                said.append("")
+            except TierError as error:
+                said.append(str(error))
+    return said
+
+
+def test_ranks_of_one_host_together_need_no_more_than_it_has(ranks: Ranks) -> None:
+    first, second = ranks(2, short_of_memory)
+    assert first == second and first[1] == ""
+    assert "needed by 2 ranks that share 2,000 free" in first[0]

@@ -6,7 +6,7 @@ from __future__ import annotations
 import contextlib
 import socket
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -172,19 +172,44 @@ def share(reports: Sequence[Mapping[str, Any]]) -> int:
     return int(min(free)) // 2 // len(free)
 
 
+def refuse_more(reports: Sequence[Mapping[str, Any]]) -> None:
+    """Raise TierError where ranks that share memory need more than there is: `needed` bytes each, of their
+    `pools`."""
+    for pool in dict.fromkeys(pool for each in reports for pool in each["pools"]):
+        sharing = [each for each in reports if pool in each["pools"]]
+        needed, free = sum(each["needed"] for each in sharing), min(each["pools"][pool] for each in sharing)
+        if needed > free and len(sharing) > 1:
+            raise TierError(
+                f"host memory: {needed:,} bytes needed by {len(sharing)} ranks that share {free:,} free. "
+                "Use more hosts, or keep them in a folder"
+            )
+
+
 def available() -> int | None:
-    """Bytes of host memory that this process can have without swapping or being killed: what the system has,
-    and what its control groups leave it (a container's limit, a job's of Slurm). None where neither tells."""
-    told = Path("/proc/meminfo")
-    lines = told.read_text().splitlines() if told.exists() else []
-    free = [int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:")]
-    return min((*free, *_left_by_groups(Path("/proc/self/cgroup"), Path("/sys/fs/cgroup"))), default=None)
+    """Bytes of host memory that this process can have without swapping or being killed. None where nothing
+    tells."""
+    return min(pools().values(), default=None)
 
 
-def _left_by_groups(membership: Path, root: Path) -> Iterator[int]:
+def pools() -> dict[str, int]:
+    """The same by what grants it, which processes may share: what the system has, and what control groups
+    leave (a container's limit, a job's of Slurm)."""
+    told, machine = Path("/proc/meminfo"), boot() or socket.gethostname()
+    free: dict[str, int] = {}
+    for line in told.read_text().splitlines() if told.exists() else ():
+        if line.startswith("MemAvailable:"):
+            free[machine] = int(line.split()[1]) << 10
+    groups = _left_by_groups(Path("/proc/self/cgroup"), Path("/sys/fs/cgroup"))
+    # in each container the groups have names of their own
+    container = Path("/proc/self/ns/cgroup").readlink() if groups else ""
+    return free | {f"{machine} {container} {group}": left for group, left in groups.items()}
+
+
+def _left_by_groups(membership: Path, root: Path) -> dict[Path, int]:
     """Bytes that each control group around this process leaves it, of those that have a limit: versions 2 and
     1 (https://docs.kernel.org/admin-guide/cgroup-v2.html). Pages of files that were not used lately count as
     free."""
+    found: dict[Path, int] = {}
     for line in membership.read_text().splitlines() if membership.exists() else ():
         _, controllers, path = line.split(":", 2)
         if controllers and "memory" not in controllers.split(","):
@@ -196,7 +221,8 @@ def _left_by_groups(membership: Path, root: Path) -> Iterator[int]:
             with contextlib.suppress(OSError, ValueError):  # no such group here; "max": no limit
                 limit, used = (int((each / name).read_text()) for name in files[:2])
                 statistics = (each / "memory.stat").read_text().split()
-                yield max(limit - used + int(statistics[statistics.index(files[2]) + 1]), 0)
+                found[each] = max(limit - used + int(statistics[statistics.index(files[2]) + 1]), 0)
+    return found
 
 
 _VERSION_1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")

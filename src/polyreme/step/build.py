@@ -399,7 +399,7 @@ def share_out(
         copy_stream = None if transfer is None else transfer.copy_stream
         gradients = _store(reduced if is_files(reduced) else ["host"], mesh, run, copy_stream)
     blocks = _released(module, blocks, zero.keep)
-    offload = OffloadTiers(states, share, params, compact, transfer, gradients)
+    offload = OffloadTiers(states, share, params, compact, transfer, gradients, mesh.gather_objects)
     axis = sharing(mesh, zero.shard_over, zero.quantized_gradients)
     settings = BucketSettings(axis, mesh.device, residency, formats, microbatches, zero)
     return build_placement(module, blocks, recipe, settings, division, offload, carried)

@@ -1,13 +1,18 @@
-"""The tiers of one engine: which store has what of its buckets off the device. No communication."""
+"""The tiers of one engine: which store has what of its buckets off the device.
+
+Communication: where any of it is in host memory, one exchange of what ranks need there."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import asdict
+from typing import Any
 
 import torch
 
 from polyreme.layout.intervals import Interval
 from polyreme.offload.gradients import OffloadedGradients
+from polyreme.offload.host import pools, refuse_more
 from polyreme.offload.host_transfer import HostTransfer
 from polyreme.offload.optimizer_states import OffloadedStates
 from polyreme.offload.store import Store
@@ -29,10 +34,12 @@ class OffloadTiers:
         compact: States | None = None,
         transfer: HostTransfer | None = None,
         gradients: Store | None = None,
+        gather: Callable[[object], list[Any]] = lambda value: [value],
     ) -> None:
+        """`gather` returns what every rank gives; all ranks have tiers of the same kinds."""
         self.store, self.parameters, self.compact = store, parameters, compact
         self.transfer, self.gradients, self._share = transfer, gradients, share
-        self._seen = self._taken = 0
+        self._gather, self._seen, self._taken = gather, 0, 0
 
     def next(self, elements: int) -> Store | None:
         """The home of the states of the next bucket, of so many elements; None: the device."""
@@ -56,7 +63,11 @@ class OffloadTiers:
         return OffloadedGradients(self.gradients, parts, dtype, adds=microbatches == "left")
 
     def commit(self) -> None:
-        """Take the space of all that was reserved."""
+        """Take the space of all that was reserved. Raises TierError on every rank where ranks of one host
+        together need more of its memory than there is, and where there is too little for this one."""
+        if near := [store for store in self._tiers().values() if store.in_memory]:
+            needed = sum(store.nbytes for store in near)
+            refuse_more(self._gather({"needed": needed, "pools": pools()}))
         for store in self._tiers().values():
             store.commit()
 
