@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import logging
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -98,7 +99,7 @@ def initialize(
         args.local_rank = comm.get_local_rank()
     _as_deepspeed(front)
     for note in translation.warnings:
-        log_dist(f"{note.key} = {note.value!r}: {note.text}", ranks=[0])
+        log_dist(f"{note.key} = {note.value!r}: {note.text}", ranks=[0], level=logging.WARNING)
     front.lr_scheduler = _scheduler(front, lr_scheduler, translation)
     if isinstance(front, PipelineEngine) and training_data is not None:
         front.build_data_iter(training_data)

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from polyreme.compat.deepspeed.refusal import ArgumentError, TagError, refused
-from polyreme.compat.deepspeed.utils.logging import log_dist, logger
+from polyreme.compat.deepspeed.utils.logging import log_dist, log_dist_once, logger
 from polyreme.errors import CheckpointError
 from polyreme.zero.parameter import is_pending
 from polyreme.zero.released import Gathered, Released
@@ -95,10 +95,11 @@ def save(
             text = files("polyreme.compat.deepspeed.utils").joinpath(script).read_text("utf-8")
             replace_text(folder / script, text)
             make_executable(folder / script)
-        log_dist(
-            f"saved {folder / name}, a Hugging Face directory: weights are in *.safetensors, not in "
+        log_dist_once(
+            "a checkpoint is a Hugging Face directory: its weights are in *.safetensors, not in "
             f"mp_rank_*_model_states.pt; {SCRIPTS[0]} beside it writes them to files of torch's",
             ranks=[0],
+            level=logging.WARNING,
         )
     engine.polyreme.mesh.gather_objects(None)  # nobody looks for `latest` before it is there
     return True
