@@ -308,6 +308,11 @@ def bad_use(rank: int, world: int) -> dict[str, str]:
         "early, last": error_of(lambda: engine.step(last=True)),
         "no forward": error_of(lambda: engine.backward(x.sum())),
     }
+    other = polyreme.initialize(nn.Linear(9, 9), training.config(world, 2), loss_fn=F.mse_loss)
+    loss = F.mse_loss(other(x[:half]), y[:half])
+    found["of another"] = error_of(lambda: engine.backward(loss))
+    other.close()
+    found["of one that has closed"] = error_of(lambda: engine.backward(loss))
     out = engine(x[:half])
     found["vector"] = error_of(lambda: engine.backward((out - y[:half]).square().mean(0)))
     engine.backward(F.mse_loss(out, y[:half]))
@@ -391,6 +396,8 @@ def test_bad_use_is_explained(ranks: Ranks) -> None:
             "no tensor": (BatchError, "no tensor"),
             "early": (BatchError, "after 0 backward() calls"),
             "no forward": (BatchError, "without a forward of the engine"),
+            "of another": (BatchError, "accelerator.free_memory"),
+            "of one that has closed": (BatchError, "without a forward of the engine"),
             "vector": (BatchError, "must be a scalar"),
             "half": (
                 BatchError,

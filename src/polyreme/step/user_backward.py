@@ -44,16 +44,21 @@ def forget(listener: Listener) -> None:
         torch.autograd.backward = _TORCH
 
 
+def listeners() -> list[Any]:
+    """Those who are told."""
+    return list(_LISTENERS)
+
+
 def _telling(tensors: Any, grad_tensors: Any = None, *args: Any, **kwargs: Any) -> None:
     one = tensors[0] if isinstance(tensors, tuple | list) and len(tensors) == 1 else tensors
     if not isinstance(one, Tensor) or one.numel() != 1 or grad_tensors is not None:
         _TORCH(tensors, grad_tensors, *args, **kwargs)
         return
-    listeners = list(_LISTENERS)
+    told = listeners()
     try:
-        for listener in listeners:
+        for listener in told:
             listener.announce(one)
         _TORCH(tensors, grad_tensors, *args, **kwargs)
     finally:
-        for listener in listeners:
+        for listener in told:
             listener.announce(None)

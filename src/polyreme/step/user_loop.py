@@ -34,7 +34,7 @@ from polyreme.step.batches import samples_of
 from polyreme.step.loss import Objective
 from polyreme.step.loss_graph import mixes, refuse_scaled, weight_of
 from polyreme.step.step import Step, current
-from polyreme.step.user_backward import forget, listen
+from polyreme.step.user_backward import forget, listen, listeners
 from polyreme.zero.gather import Hook
 from polyreme.zero.reduce import Reducer
 
@@ -184,10 +184,14 @@ class Loop:
         if self._last is None:
             known = [each for each in self._waiting if each.updates == self._updates and self._alike]
             if not known:
-                raise BatchError(_NO_FORWARD)
+                raise BatchError(_OF_OTHER if self._other_waits() else _NO_FORWARD)
             return known[0], None
         self._check_weights(self._last[0])
         return self._last
+
+    def _other_waits(self) -> bool:
+        """Whether another engine of this process has a forward whose backward has not come."""
+        return any(isinstance(other, Loop) and other._last is not None for other in listeners())
 
     def _refuse_more(self, batch: Any) -> None:
         """Raise BatchError for more samples than a micro-batch has: a global batch, or one of another number
@@ -295,6 +299,12 @@ _NO_FORWARD = (
     "(engine.module(...) is no micro-batch), and not under torch.no_grad(). Of several micro-batches, do the "
     "backward of each before the forward of the next; of "
     "several losses of one, engine.backward(loss, last=False)"
+)
+_OF_OTHER = (
+    "backward() without a forward of this engine, while one of another engine waits for its backward: call "
+    "backward() of the engine whose forward made the loss. Accelerate calls the one of the model that an "
+    "Accelerator prepared first: call accelerator.free_memory(...) before it prepares another model, or take "
+    "an Accelerator for each"
 )
 _OF_MODULE = (
     "this backward is of engine.module(...), which is no micro-batch: "
