@@ -123,6 +123,7 @@ class Host:
         for process in self.started:
             process.kill()
             process.communicate()
+        self.started.clear()
 
 
 class Script:

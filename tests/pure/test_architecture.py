@@ -92,7 +92,7 @@ BUDGETS = {
     "files": 290,
     "integrations": 480,
     "job": 590,
-    "launch": 2580,
+    "launch": 2600,
     "layout": 360,
     "models": 650,
     "monitor": 510,

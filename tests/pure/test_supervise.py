@@ -12,12 +12,12 @@ from pathlib import Path
 import pytest
 
 from polyreme.launch import supervise
-from polyreme.launch.requests import FAILED
+from polyreme.launch.requests import ENDS
 from polyreme.launch.torchrun import RanksFailedError
 
 FAILS = f"""
 import os, sys, time
-word = {FAILED.format(3)!r}.encode()
+word = {ENDS.format(3)!r}.encode()
 os.write(2, b"an error \\xc3\\xa9\\n" + word[:9])
 time.sleep(0.2)
 os.write(2, word[9:] + b"more\\n")
@@ -45,6 +45,19 @@ def test_a_command_that_waits_for_a_host_that_does_not_answer_is_ended(
         run("import signal", f"signal.signal(signal.SIGTERM, signal.SIG_{'IGN' if deaf else 'DFL'})",
             "time.sleep(1000)")  # fmt: skip
     assert raised.value.exit_status == 3
+
+
+@pytest.mark.parametrize("ended", [2, 1])
+def test_a_command_that_ends_well_before_its_ranks_has_failed(
+    ended: int, capfd: pytest.CaptureFixture[str]
+) -> None:
+    words = [sys.executable, "-c", f"import os; os.write(2, {ENDS.format(0).encode() * ended!r})"]
+    with contextlib.ExitStack() as held:
+        if ended < 2:
+            why = "status 0 before 1 of 2 ranks had ended, whose hosts it has lost: see"
+            held.enter_context(pytest.raises(RanksFailedError, match=why))
+        supervise.supervise("mpirun", words, {}, ranks=2)
+    assert capfd.readouterr().err == ""
 
 
 def test_the_command_does_not_outlive_a_launcher_that_is_killed(tmp_path: Path) -> None:

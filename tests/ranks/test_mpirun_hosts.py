@@ -31,8 +31,11 @@ def two() -> Iterator[list[Host]]:
 
 @pytest.fixture(scope="module")
 def login(two: list[Host], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return login_among(two, tmp_path_factory.mktemp("ssh"))
+
+
+def login_among(two: list[Host], folder: Path) -> Path:
     """A program that takes a host and a command to run there."""
-    folder = tmp_path_factory.mktemp("ssh")
     program = folder / "login"
     program.write_text(f'#!/bin/sh\nexec {" ".join(logins(two, folder))} "$@"\n')
     program.chmod(0o755)
@@ -165,6 +168,30 @@ def test_a_host_that_stops_holds_nobody_up(
     assert run.returncode == 1 and "because rank 1 on n2 did not come to it" in said, said
     for host in two:
         until(lambda host=host: not any("train.py" in each for each in processes(host)), "none is left", 15)
+
+
+@whole
+@pytest.mark.parametrize("how", ["killed", "cut off"])
+@pytest.mark.parametrize("library", ["mpich", "openmpi"])
+def test_a_host_that_is_lost_holds_nobody_up(tmp_path: Path, library: str, how: str) -> None:
+    if why := mpirun.missing(library):
+        pytest.skip(why)
+    (tmp_path / "train.py").write_text(STEPS)
+    (tmp_path / "hostfile").write_text("n1 slots=1\nn2 slots=1\n")
+    with hosts(2) as made:
+        own = [f"--mpirun={each}" for each in mpirun.OPTIONS[library]]
+        own += ["--ssh", str(login_among(made, tmp_path)), "--interface", "eth0"]
+        words = ["--mpi", "--hostfile", "hostfile", *own, "train.py"]
+        python = str(mpirun.LIBRARIES[library] / "bin" / "python")
+        run = made[0].popen(python, "-m", "polyreme", "launch", *words, folder=tmp_path)
+        until(lambda: len(list(tmp_path.glob("begun*"))) == 2 or run.poll() is not None, "both ranks run")
+        if how == "killed":
+            made[1].end()
+        else:
+            made[1].link("down")
+        said, _ = run.communicate(timeout=60)
+        assert run.returncode == 1 and "n2" in said.partition("\n")[2], said
+        until(lambda: not any("train.py" in each for each in processes(made[0])), "none is left", 15)
 
 
 @whole

@@ -17,7 +17,7 @@ from polyreme.distributed.environment import detect
 from polyreme.errors import PolyremeError
 from polyreme.launch.processes import die_with_parent
 from polyreme.launch.rank import explained, run
-from polyreme.launch.requests import FAILED, STOPPED
+from polyreme.launch.requests import ENDS, STOPPED
 from polyreme.launch.signals import ENDINGS, WISHES
 
 
@@ -34,8 +34,8 @@ def main() -> None:
     try:
         run(sys.argv[1:])
     except SystemExit as end:
-        if end.code not in (None, 0, STOPPED):
-            _tell(errors, end.code if isinstance(end.code, int) else 1)
+        well = end.code in (None, 0, STOPPED)
+        _tell(errors, 0 if well else end.code if isinstance(end.code, int) else 1)
         raise
     except PolyremeError as error:
         _tell(errors, error.exit_status)
@@ -45,13 +45,14 @@ def main() -> None:
     except Exception:
         _tell(errors, 1)
         raise
+    _tell(errors, 0)
 
 
 def _tell(errors: int, status: int) -> None:
-    """Tell `polyreme launch` that this rank fails: mpirun may wait for ranks of a host that does not
-    answer."""
+    """Tell `polyreme launch` how this rank ends: mpirun may wait for ranks of a host that does not answer, or
+    end well where it lost one."""
     with suppress(OSError):
-        os.write(errors, FAILED.format(status & 0xFF).encode())
+        os.write(errors, ENDS.format(status & 0xFF).encode())
 
 
 def _prefix(standard: int, prefix: bytes) -> None:

@@ -126,4 +126,4 @@ def run(library: Library, request: Request, *, saves: bool = False) -> None:
     words, variables = command(library, request)
     if not sys.stdout.isatty():  # Open MPI gives ranks a terminal of its own making
         variables["TERM"] = "dumb"
-    supervise("mpirun", words, variables, saves=saves)
+    supervise("mpirun", words, variables, saves=saves, ranks=sum(request.hosts.values()))

@@ -23,6 +23,7 @@ from polyreme.launch.several import RankCommand
 
 PATIENCE = 10 * 60.0  # seconds for the cluster to have room
 WAIT = 0.5  # seconds that an actor waits for something to tell
+SILENCE = 15.0  # seconds after which one that tells nothing, not even that, is lost
 
 
 @dataclass(frozen=True)
@@ -198,14 +199,20 @@ class Remote:
         open_ones = dict(enumerate(into))
         try:
             while open_ones:
-                for number, data in self._ray.get(self._relay.read.remote()):
+                for number, data in self._ray.get(self._relay.read.remote(), timeout=SILENCE):
                     _write(open_ones[number] if data else open_ones.pop(number), data)
+        except self._ray.exceptions.GetTimeoutError:
+            self._say(into, f"the node has been silent for {SILENCE:g} s")
         except Exception as error:  # the actor has died, or the cluster
-            with contextlib.suppress(OSError):
-                os.write(into[1], f"Ray: {str(error).splitlines()[0]}\n".encode())
+            self._say(into, str(error).splitlines()[0])
         for each in open_ones.values():
             os.close(each)
         self._status = self._status or 0
+
+    def _say(self, into: list[int], text: str) -> None:
+        with contextlib.suppress(OSError):
+            os.write(into[1], f"Ray: {text}\n".encode())
+        self._status = self._status or 1
 
 
 def _write(pipe: int, data: bytes) -> None:

@@ -3,7 +3,7 @@
 Invariants: when `supervise` returns or raises, the command has ended, which does not outlive this process
 either. Where a rank has told that it failed, the command has GRACE seconds to end the others: mpirun has no
 deadline where a host does not answer.
-Communication: none of ours, but words of failed ranks among what they write to stderr."""
+Communication: none of ours, but words of ranks that end among what they write to stderr."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 
 from polyreme.launch.processes import die_with_parent
-from polyreme.launch.requests import FAILED, STOPPED
+from polyreme.launch.requests import ENDS, STOPPED
 from polyreme.launch.signals import ENDINGS, WISHES, hearing
 from polyreme.launch.torchrun import ONE_SIGNAL, RanksFailedError
 
 LEAVING = 12.0  # seconds for the command to end its ranks
 GRACE = 5.0  # seconds after the first rank failed in which it ends by itself
-_WORD = re.compile(FAILED.format(r"(\d+)").encode())
+_WORD = re.compile(ENDS.format(r"(\d+)").encode())
 
 
 def supervise(
@@ -34,23 +34,24 @@ def supervise(
     *,
     saves: bool = False,
     interrupts: bool = True,
+    ranks: int = 0,
 ) -> None:
     """Run the command `words` with these variables more, and wait for its end.
 
     Signals that end a command end it, Ctrl-C as SIGTERM unless it `interrupts` its ranks itself; of a run
     that `saves`, SIGTERM and SIGUSR1 become SIGUSR1, which is passed on to ranks; those that then end with
-    STOPPED are to go on. Raises RanksFailedError where it ends with a status other than 0, or by a signal;
-    messages call it `name`."""
+    STOPPED are to go on. Raises RanksFailedError where it ends with a status other than 0, or by a signal, or
+    before so many `ranks` have told that they ended; messages call it `name`."""
     with hearing({*ENDINGS, *(WISHES if saves else ())}) as came:
         process = subprocess.Popen(
             words, env={**os.environ, **variables}, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE,
             start_new_session=True, preexec_fn=partial(die_with_parent, os.getpid()),
         )  # fmt: skip
-        failed: list[int] = []
-        relay = threading.Thread(target=_relay, args=(process, failed), daemon=True)
+        told: list[int] = []
+        relay = threading.Thread(target=_relay, args=(process, told), daemon=True)
         relay.start()
         try:
-            stopped = _wait(process, came, failed, saves, interrupts)
+            stopped = _wait(process, came, told, saves, interrupts)
         finally:
             if hung := process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)
@@ -60,23 +61,26 @@ def supervise(
         raise RanksFailedError(f"stopped by {signal.Signals(stopped).name}; {name} has ended", 128 + stopped)
     if saves and process.returncode == STOPPED:
         raise RanksFailedError(f"ranks have stopped, and are to go on (status {STOPPED})", STOPPED)
-    if process.returncode:
+    failed = [status for status in told if status]
+    if process.returncode or failed or len(told) < ranks:
         status = process.returncode if 0 < process.returncode < 128 else 1
         how = f"ended with status {process.returncode}"
         if hung:
             how = f"did not end the others within {GRACE + LEAVING:g} s after one had failed, and was killed"
+        elif not process.returncode and not failed:  # Open MPI 5 where a host was killed
+            how += f" before {ranks - len(told)} of {ranks} ranks had ended, whose hosts it has lost"
         raise RanksFailedError(f"{name} {how}: see what ranks print above", failed[0] if failed else status)
 
 
-def _relay(process: subprocess.Popen[bytes], failed: list[int]) -> None:
-    """Show what comes on the command's stderr, and take the words of failed ranks out of it."""
+def _relay(process: subprocess.Popen[bytes], told: list[int]) -> None:
+    """Show what comes on the command's stderr, and take the words of ranks that end out of it."""
     assert process.stderr is not None
     held = b""
     while data := os.read(process.stderr.fileno(), 65536):
         held += data
-        failed += map(int, _WORD.findall(held))
+        told += map(int, _WORD.findall(held))
         held = _WORD.sub(b"", held)
-        begun = held.rfind(b"\0", -len(FAILED) - 9)  # a word that has not come whole
+        begun = held.rfind(b"\0", -len(ENDS) - 9)  # a word that has not come whole
         shown, held = (held, b"") if begun < 0 else (held[:begun], held[begun:])
         _show(shown)
     _show(held)
@@ -89,13 +93,13 @@ def _show(data: bytes) -> None:
 
 
 def _wait(
-    process: subprocess.Popen[bytes], came: list[int], failed: list[int], saves: bool, interrupts: bool
+    process: subprocess.Popen[bytes], came: list[int], told: list[int], saves: bool, interrupts: bool
 ) -> int | None:
     """Until it has ended; returns the signal that ended it before its time."""
     stopped, asked_at, deadline, grace = None, 0.0, float("inf"), float("inf")
     while process.poll() is None and time.monotonic() < deadline:
         time.sleep(0.05)
-        if failed and grace == float("inf"):
+        if any(told) and grace == float("inf"):
             grace = time.monotonic() + GRACE
         if time.monotonic() > grace and deadline == float("inf"):
             deadline = time.monotonic() + LEAVING
