@@ -92,7 +92,7 @@ def test_doctor_finds_a_clock_that_is_an_hour_ahead(two: tuple[list[Host], str],
     assert status == 1 and "fail  clocks" in printed and "ok    versions" in printed, printed
 
 
-@pytest.mark.parametrize("full", [[0, 1]], ids=["shared"])
+@pytest.mark.parametrize("full", [[0, 1], [1]], ids=["shared", "of one"])
 def test_a_full_disk_is_named(two: tuple[list[Host], str], tmp_path: Path, full: list[int]) -> None:
     (tmp_path / "out").mkdir()
     (tmp_path / "save.py").write_text(SAVES)
@@ -104,4 +104,6 @@ def test_a_full_disk_is_named(two: tuple[list[Host], str], tmp_path: Path, full:
         for host in (two[0][each] for each in full):
             host.run("umount", "--lazy", str(tmp_path / "out"))
     print(printed)
-    assert status == 1 and "No space left on device" in printed
+    own = "rank 1: it does not see out/saved.tmp, which rank 0 made: give a folder that all hosts share"
+    why = own if full == [1] else "rank 0: No space left on device"
+    assert status == 1 and f"the checkpoint out/saved was not written, {why}" in printed, printed

@@ -228,6 +228,7 @@ def write(
     save = _Save(path, content, axis)
     try:
         _collectively(path, axis, save.prepare, save.layout)
+        _collectively(path, axis, save.look, save.layout)  # before `fill`, in which ranks exchange
         contributions = _collectively(path, axis, lambda: save.fill(access, stream), save.layout)
         _collectively(path, axis, lambda: save.finish(contributions), save.layout)
     except CheckpointError:
@@ -289,12 +290,15 @@ class _Save:
             (self._unfinished / manifest.NAME).unlink(missing_ok=True)
             self.layout[0].create(self._unfinished)
 
-    def fill(self, access: BackgroundAccess, stream: torch.cuda.Stream | None) -> dict[int, int]:
-        """Write what this rank has. Returns its contributions to the files' checksums."""
+    def look(self) -> None:
+        """Whether the folder is here, too."""
         if not self._unfinished.is_dir():
             raise CheckpointError(
                 f"it does not see {self._unfinished}, which rank 0 made: give a folder that all hosts share"
             )
+
+    def fill(self, access: BackgroundAccess, stream: torch.cuda.Stream | None) -> dict[int, int]:
+        """Write what this rank has. Returns its contributions to the files' checksums."""
         writer = Writer(self.layout[0], self._unfinished)
         beside = partial(self._content.small, self._unfinished) if self._axis.rank == 0 else None
         if self._content.shared_files or self._axis.size == 1:
