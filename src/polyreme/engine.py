@@ -392,7 +392,7 @@ class Engine:
 
         Raises ModelError where that cannot be (see docs/engine.md); nothing has changed then."""
         self._refuse_within_step("refresh")
-        self._training.away.refuse()
+        self._training.sleep.refuse()
         self.wait()
         self._take_in_writes()
         for axis in (self.mesh.dp, self.mesh.tp):
@@ -457,11 +457,11 @@ class Engine:
         self._refuse_within_step("sleep")
         self.wait()
         self._take_in_writes()
-        self._training.away.leave(kinds or KINDS, pin)
+        self._training.sleep.sleep(kinds or KINDS, pin)
 
     def wake(self) -> tuple[Kind, ...]:
         """Have all that `sleep` took away where it was. Returns what that is, which may be none."""
-        kinds = self._training.away.come_back()
+        kinds = self._training.sleep.wake()
         if "params" in kinds:  # which are in other memory
             self._step.written.note()
         return kinds

@@ -26,7 +26,7 @@ class Checkpoints:
         self, training: Training, path: Path, tokenizer: Any, extra: Mapping[str, Any], **how: bool
     ) -> None:
         """See `Engine.save`; how: `wait` and `adapters_only`."""
-        training.away.refuse()
+        training.sleep.refuse()
         only = adapters_alone(training.contents) if how["adapters_only"] else None
         if self._saver is None:
             self._saver = Saver(self._aside())
@@ -39,7 +39,7 @@ class Checkpoints:
 
     def load(self, training: Training, path: Path, strict: bool, weights_only: bool) -> Loaded:
         """See `Engine.load`."""
-        training.away.refuse()
+        training.sleep.refuse()
         self.wait()
         found = restore(training.contents, path, strict, weights_only, self._aside())
         training.note()

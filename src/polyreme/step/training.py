@@ -28,13 +28,13 @@ from polyreme.step.progress import TrainingProgress
 from polyreme.step.step import Step
 from polyreme.step.totals import StepSums
 from polyreme.step.user_loop import Loop
-from polyreme.zero.away import Away
 from polyreme.zero.changes import Roster
 from polyreme.zero.gather import Blocks
 from polyreme.zero.parameter import disown
 from polyreme.zero.partition import Placement
 from polyreme.zero.reduce import Reducer
 from polyreme.zero.refresh import carry
+from polyreme.zero.sleep import Sleep
 from polyreme.zero.updates import Updates
 
 
@@ -74,7 +74,7 @@ class Training:
         self.contents = EngineContents(module, config, mesh, placement, list(self.updates), self.step)
         trained = [parameter for bucket in placement.trainable for parameter in bucket.parameters]
         self.loop = Loop(module, objective, config, self.step, self._reducer, trained)
-        self.away = Away(placement.buckets, self.updates)
+        self.sleep = Sleep(placement.buckets, self.updates)
         self._at_end = weakref.finalize(self, self.loop.close)
         self._at_end.atexit = False
         self.roster = Roster(module)
@@ -103,7 +103,7 @@ class Training:
     def close(self, divided: bool, gather: bool = False) -> None:
         """Let go of the model: its parameters are plain ones again, where they are whole. `divided`: over
         tensor parallelism or a pipeline. `gather`: have sharded ones whole first; all ranks must call."""
-        self.away.come_back()
+        self.sleep.wake()
         self.step.clear()
         for bucket in self.placement.buckets if gather else ():
             if bucket.sharded:

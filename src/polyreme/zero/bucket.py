@@ -58,8 +58,8 @@ class BucketStores:
 IN_MEMORY = BucketStores()
 Kind = Literal["params", "masters", "states", "gradients"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
-"""What of a bucket may be away from the device between steps (`zero.away`)."""
-AWAY = (
+"""What of a bucket may be away from the device between steps (`zero.sleep`)."""
+ASLEEP = (
     "{}: away from the device since engine.sleep(), or offload_states() on the DeepSpeed door: call "
     "engine.wake(), or reload_states()"
 )
@@ -107,7 +107,7 @@ class Bucket:
         self._gathering: Work = DONE  # the last all-gather of parameters, which others may still read
         self._quantized = False  # what the full buffer has is what was sent in a byte each
         self._summoned: Tensor | None = None  # the parameters' memory while they are in the user's hands
-        self.away: set[Kind] = set()
+        self.asleep: set[Kind] = set()
         """What is away from the device."""
         self._allocate()
         name(self.parameters, (slot.name for slot in layout.slots))
@@ -143,8 +143,8 @@ class Bucket:
 
     def require(self, *kinds: Kind) -> None:
         """Raise ModelError where any of these is away."""
-        if gone := self.away.intersection(kinds):
-            raise ModelError(AWAY.format(f"{', '.join(sorted(gone))}{self._of}"))
+        if gone := self.asleep.intersection(kinds):
+            raise ModelError(ASLEEP.format(f"{', '.join(sorted(gone))}{self._of}"))
 
     # ---- parameters
 

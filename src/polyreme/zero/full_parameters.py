@@ -212,14 +212,14 @@ class Written:
         return {
             each: [(p._version, p.data_ptr()) for p in each.parameters]
             for each in self._buckets
-            if bucket in (None, each) and "params" not in each.away
+            if bucket in (None, each) and "params" not in each.asleep
         }
 
     def _summed(self, bucket: Bucket | None) -> dict[Bucket, Tensor]:
         return {
             each: _sum(each.full[each.own])
             for each in self._copies
-            if bucket in (None, each) and "params" not in each.away
+            if bucket in (None, each) and "params" not in each.asleep
         }
 
 

@@ -180,7 +180,7 @@ class Update:
 
     def nbytes(self) -> int:
         """Bytes of the optimizer's own states in the device's memory."""
-        return 0 if "states" in self.bucket.away else sum(tensor.nbytes for tensor in self.on_device())
+        return 0 if "states" in self.bucket.asleep else sum(tensor.nbytes for tensor in self.on_device())
 
     def on_device(self) -> list[Tensor]:
         """The optimizer's own states that are in the device's memory."""

@@ -12,12 +12,12 @@ import torch
 from torch import Tensor, UntypedStorage
 
 from polyreme.errors import ModelError
-from polyreme.zero.bucket import AWAY, KINDS, Bucket, Kind
+from polyreme.zero.bucket import ASLEEP, KINDS, Bucket, Kind
 from polyreme.zero.released import guard, unguard
 from polyreme.zero.sharded_optimizer import Update
 
 
-class Away:
+class Sleep:
     """What of `buckets` and of `updates`, their optimizers, is away."""
 
     def __init__(self, buckets: Sequence[Bucket], updates: Iterable[Update]) -> None:
@@ -28,9 +28,9 @@ class Away:
     def refuse(self) -> None:
         """Raise ModelError if anything is away."""
         if self.kinds:
-            raise ModelError(AWAY.format(", ".join(sorted(self.kinds))))
+            raise ModelError(ASLEEP.format(", ".join(sorted(self.kinds))))
 
-    def leave(self, kinds: Collection[Kind], pin: bool) -> None:
+    def sleep(self, kinds: Collection[Kind], pin: bool) -> None:
         """Have these be in host memory, which is pinned if so said; gradients are let go of, as there are
         none between steps."""
         if any(bucket.is_summoned for bucket in self._buckets):
@@ -39,12 +39,12 @@ class Away:
             )
         for kind in KINDS:
             if kind in kinds and kind not in self.kinds:
-                self._leave(kind, pin)
+                self._take(kind, pin)
                 self.kinds.add(kind)
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
 
-    def come_back(self) -> tuple[Kind, ...]:
+    def wake(self) -> tuple[Kind, ...]:
         """Have all be where it was. Returns what was away."""
         with torch.no_grad(), torch.inference_mode(False):
             while self._kept:
@@ -52,21 +52,21 @@ class Away:
                 storage.resize_(kept.numel())
                 _bytes(storage).copy_(kept)
         for bucket in self._buckets:
-            if "params" in bucket.away and not bucket.sharded:
+            if "params" in bucket.asleep and not bucket.sharded:
                 unguard(bucket.parameters)
-            bucket.away.clear()
+            bucket.asleep.clear()
         found = tuple(self.kinds)
         self.kinds.clear()
         return found
 
-    def _leave(self, kind: Kind, pin: bool) -> None:
+    def _take(self, kind: Kind, pin: bool) -> None:
         for bucket in self._buckets:
             bucket.release()
             bucket.settle()
             if kind == "gradients":
                 bucket.gradients.drop()
                 continue
-            bucket.away.add(kind)
+            bucket.asleep.add(kind)
             if kind == "params" and not bucket.sharded:
                 guard(bucket.parameters)
         for tensor in self._memory(kind):
