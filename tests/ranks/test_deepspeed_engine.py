@@ -270,6 +270,42 @@ def test_what_an_engine_tells(ranks: Ranks) -> None:
     ranks(2, told)
 
 
+def formats(rank: int, world: int) -> None:
+    """A model computes in the format that it was made in, where the config names none."""
+    x, y = batch(rank, 0, 0)
+    plain = Network().double()
+    updated = torch.optim.SGD(plain.parameters(), 0.1)
+    for each in range(world):
+        values, labels = batch(each, 0, 0)
+        (plain(values.double(), labels) / world).backward()
+    updated.step()
+    for stage in (0, 2, 3):
+        sgd = {"type": "SGD", "params": {"lr": 0.1}}
+        engine, *_ = deepspeed.initialize(
+            model=Network().double(),
+            config=config(1, stage, optimizer=sgd, zero_allow_untested_optimizer=True),
+        )
+        engine.backward(engine(x.double(), y))
+        engine.step()
+        for name, found in engine.module_state_dict().items():
+            assert found.dtype == torch.float64
+            assert torch.allclose(found, plain.get_parameter(name), rtol=0, atol=1e-14), (stage, name)
+    caught: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: caught.append(record.getMessage())  # type: ignore[method-assign]
+    logs.logger.addHandler(handler)
+    for made_in, computes in ((torch.bfloat16, torch.bfloat16), (torch.float16, torch.float32)):
+        engine, *_ = deepspeed.initialize(model=Network().to(made_in), config=config(1, 2))
+        assert {parameter.dtype for parameter in engine.module.parameters()} == {computes}
+    logs.logger.removeHandler(handler)
+    said = [text for text in caught if "neither bf16 nor fp16 is enabled" in text]
+    assert len(said) == (rank == 0) and all("parameters are in float16" in text for text in said)
+
+
+def test_a_model_computes_in_the_format_it_was_made_in(ranks: Ranks) -> None:
+    ranks(2, formats)
+
+
 TENSORS = {
     "rng": torch.arange(5000, dtype=torch.uint8),
     "best": torch.tensor(0.1, dtype=torch.float64),

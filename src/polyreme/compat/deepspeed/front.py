@@ -37,6 +37,8 @@ from polyreme.zero.divided import make_whole, shaped
 from polyreme.zero.parameter import Reading, engine_of, read_as
 from polyreme.zero.released import list_in_state_dicts
 
+FORMATS = {torch.float64: "fp64", torch.bfloat16: "bf16"}
+"""In which a model computes that was made in them, where the config says nothing else."""
 GRADIENTS = (
     "to clip, write gradient_clipping in the config; to read or change one, call safe_get_full_grad or "
     "safe_set_full_grad of deepspeed.utils on all ranks; for the norm of all, "
@@ -88,7 +90,7 @@ def initialize(
                 raise OrderError("mpu must be None with pipeline parallelism: the PipelineModule has one")
             front: DeepSpeedEngine = _pipeline(model, source, optimizer, model_parameters)
         else:
-            given = _translated(source, everyone().size, tp)
+            given = _translated(model, source, everyone().size, tp)
             front = _plain(model, given, optimizer, model_parameters, mpu)
     translation = front.translation
     front.collate_fn, front.training_data = collate_fn, training_data
@@ -130,14 +132,15 @@ def _refuse_early(source: Any, model: nn.Module, tp: int | None) -> None:
         ranks = detect().world_size
     except LaunchError:  # MPI may know
         return
-    translate(source, ranks, pp=model.num_stages if isinstance(model, PipelineModule) else 1, tp=tp)
+    stages = model.num_stages if isinstance(model, PipelineModule) else 1
+    translate(source, ranks, pp=stages, tp=tp, made_in=_made_in(model))
 
 
-def _translated(source: Any, ranks: int, tp: int | None) -> Translation:
-    """`source` for `ranks` ranks. Accelerate, which writes the batch itself, takes CPU ranks for single
-    processes unless it is told the backend: that is said where the batch does not fit."""
+def _translated(model: nn.Module, source: Any, ranks: int, tp: int | None) -> Translation:
+    """`source` for `model` on `ranks` ranks. Accelerate, which writes the batch itself, takes CPU ranks for
+    single processes unless it is told the backend: that is said where the batch does not fit."""
     try:
-        return translate(source, ranks, tp=tp)
+        return translate(source, ranks, tp=tp, made_in=_made_in(model))
     except DeepSpeedConfigError as error:
         state = sys.modules.get("accelerate.state")
         if (
@@ -155,9 +158,34 @@ def _translated(source: Any, ranks: int, tp: int | None) -> Translation:
         raise DeepSpeedConfigError([told, *error.problems]) from None
 
 
+def _made_in(model: nn.Module) -> str:
+    """The format that a model was made in, if all its parameters have the same one and the engine trains in
+    it without being told more (fp16 needs a loss scale); else fp32."""
+    found = _dtypes(model)
+    return FORMATS.get(found.pop(), "fp32") if len(found) == 1 else "fp32"
+
+
+def _dtypes(model: nn.Module) -> set[torch.dtype]:
+    return {parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()}
+
+
+def _warn_of_format(model: nn.Module, translation: Translation) -> None:
+    """Say that a model is trained in another format than it was made in, where the config does not say so."""
+    found = _dtypes(model)
+    if found <= {torch.float32} or translation.config["precision"]["compute"] != "fp32":
+        return
+    names = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in found))
+    text = (
+        f"parameters are in {names}, and neither bf16 nor fp16 is enabled: they are trained in fp32, where "
+        "DeepSpeed leaves each as it is; enable one of the two, or make the model in one format"
+    )
+    log_dist(text, ranks=[0], level=logging.WARNING)
+
+
 def _plain(
     model: nn.Module, translation: Translation, optimizer: Any, parameters: Any, mpu: Any
 ) -> DeepSpeedEngine:
+    _warn_of_format(model, translation)
     made = _optimizer(model, optimizer, parameters, translation)
     _refuse_untested(made, translation)
     settings = dict(translation.config)
@@ -171,7 +199,9 @@ def _plain(
 
 def _pipeline(model: PipelineModule, source: Any, optimizer: Any, parameters: Any) -> PipelineEngine:
     """The engine of a pipeline, of whose parameters each rank's optimizer is given its stage's."""
-    translation = placed(model, translate(source, everyone().size, pp=model.num_stages))
+    given = translate(source, everyone().size, pp=model.num_stages, made_in=_made_in(model))
+    translation = placed(model, given)
+    _warn_of_format(model, translation)
     if not translation.values["managed_gradient_accumulation"]:
         reason, fix = "train_batch of a PipelineModule takes whole windows", "leave it out"
         raise DeepSpeedConfigError([Problem("managed_gradient_accumulation", False, reason, fix)])

@@ -114,13 +114,20 @@ class _Work:
 
 
 def translate(
-    source: Source, world_size: int = 1, *, pp: int = 1, tp: int | None = None, fill_auto: bool = False
+    source: Source,
+    world_size: int = 1,
+    *,
+    pp: int = 1,
+    tp: int | None = None,
+    fill_auto: bool = False,
+    made_in: str = "fp32",
 ) -> Translation:
     """A DeepSpeed config as ours, for `world_size` ranks.
 
     source: a mapping, the path of a JSON file, or base64 of one. pp: pipeline stages, of the PipelineModule.
     tp: tensor-parallel ranks where the caller's mpu has them; None: those of the config. fill_auto: take the
-    Trainer's defaults where "auto" stands, and say so in the notes.
+    Trainer's defaults where "auto" stands, and say so in the notes. made_in: the format that the model's
+    parameters have, "fp64", "fp32" or "bf16", in which it computes where neither bf16 nor fp16 is enabled.
 
     Raises DeepSpeedConfigError with every key that is unknown, wrong or refused."""
     tree = read(source)
@@ -129,7 +136,7 @@ def translate(
     work = _Work(values(read_as, problems), problems=problems)
     batch = _batch(work, world_size, pp, tp)
     _zero(work)
-    _precision(work)
+    _precision(work, made_in)
     optimizer, scheduler = (named(work.values, name, problems) for name in ("optimizer", "scheduler"))
     _optimizer(work, optimizer)
     if scheduler is not None:
@@ -261,19 +268,19 @@ def _home(work: _Work, section: str, old: str) -> Any:
     return folder if "/" in folder else f"./{folder}"
 
 
-BITS = {"fp16": 16, "bf16": 16, "fp32": 32}
+BITS = {"fp16": 16, "bf16": 16, "fp32": 32, "fp64": 64}
 
 
-def _precision(work: _Work) -> None:
+def _precision(work: _Work, made_in: str) -> None:
     """Number formats and the loss scale."""
     given, ours = work.values, work.ours
     bf16, fp16 = given["bf16.enabled"], given["fp16.enabled"]
     if bf16 and fp16:
         work.refuse("fp16.enabled", "bf16 is enabled, too", "enable one of the two")
-    compute = "bf16" if bf16 else "fp16" if fp16 else "fp32"
+    compute = "bf16" if bf16 else "fp16" if fp16 else made_in
     wanted = given["data_types.param_dtype"]
     if wanted is not None and _short(wanted) != compute:
-        fix = f"leave it out, or enable {_short(wanted)}"
+        fix = "leave it out" + (f", or enable {_short(wanted)}" if _short(wanted) != "fp32" else "")
         work.refuse("data_types.param_dtype", f"the model's format is {compute}", fix)
     ours["precision.compute"] = compute
     if given["torch_autocast.enabled"]:
