@@ -267,14 +267,14 @@ def test_a_batch_for_one_process_says_that_accelerate_sees_only_one(monkeypatch:
     state = SimpleNamespace(is_initialized=lambda: True, PartialState=lambda: seen)
     monkeypatch.setitem(sys.modules, "accelerate.state", state)  # type: ignore[arg-type]
     config = {"train_batch_size": 8, "train_micro_batch_size_per_gpu": 8, "gradient_accumulation_steps": 1}
-    assert front._translated(config, 1, None).batch.size == 8
+    assert front._translated(nn.Linear(4, 4), config, 1, None).batch.size == 8
     with pytest.raises(
         PolyremeError, match=r"Accelerate sees a single process.*\n.*gloo.*\n.*train_batch_size"
     ):
-        front._translated(config, 2, None)
+        front._translated(nn.Linear(4, 4), config, 2, None)
     seen.num_processes = 2
     with pytest.raises(PolyremeError) as caught:
-        front._translated(config, 2, None)
+        front._translated(nn.Linear(4, 4), config, 2, None)
     assert "Accelerate" not in str(caught.value)
 
 

@@ -1,9 +1,9 @@
 """What the launchers of one run, one on each host, tell each other while their ranks run, where no command
 above them watches them: that they live, whose ranks failed, and that theirs have ended.
 
-Invariants: the first word of a failure stands, on all hosts; launchers leave together, or LINGER seconds
+Invariants: the failure that was told first stands, on all hosts; launchers leave together, or LINGER seconds
 after a failure; nobody waits for the store in the main thread, as it may be on a host that hangs.
-Communication: a key of each every BEAT seconds in the store where they met, which the first host reads."""
+Communication: a key of each every HEARTBEAT seconds in the store where they met, which the first host reads."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from typing import NamedTuple
 
 from torch.distributed import TCPStore
 
-BEAT = 1.0
+HEARTBEAT = 1.0
 SOON = 0.05  # seconds between looks when something is about to come
-ANSWER = 3.0  # seconds for a word to reach the store
+ANSWER = 3.0  # seconds to reach the store
 SILENCE = 60.0
 LINGER = 15.0  # seconds for the others to end their ranks, too
 RUNS, ENDED, LEFT = "runs", "ended", "left"
 FAILED, ALL = "peers/failed", "peers/all"
 
 
-class Word(NamedTuple):
+class Ending(NamedTuple):
     """What ended the run: of which place, in words, and the exit status that fits."""
 
     place: int
@@ -42,8 +42,8 @@ class Peers:
         self.place, self._count, self._name, self._silence = place, count, name, silence
         self._state, self._beats = RUNS, 0
         self._seen: dict[int, tuple[str, float]] = {}  # what each said last, and since when
-        self._mine: Word | None = None
-        self._word: Word | None = None
+        self._mine: Ending | None = None
+        self._ending: Ending | None = None
         self._told, self._left, self._wake = threading.Event(), threading.Event(), threading.Event()
         self._asking = math.inf  # since when the store has not answered
         self._all_ended = math.inf
@@ -51,25 +51,25 @@ class Peers:
             self._store.compare_set(f"peers/{other}", "", RUNS)
         threading.Thread(target=self._keep, name="polyreme peers", daemon=True).start()
 
-    def failure(self, within: float = 0.0) -> Word | None:
-        """What ended the run, by this host's or another's word, if that comes within so many seconds."""
+    def failure(self, within: float = 0.0) -> Ending | None:
+        """What ended the run, as this host or another told, if one does within so many seconds."""
         deadline = time.monotonic() + within
-        while self._word is None and time.monotonic() < deadline:
+        while self._ending is None and time.monotonic() < deadline:
             self._wake.set()
             time.sleep(SOON)
-        if self._word is None and time.monotonic() > self._asking + self._silence:
+        if self._ending is None and time.monotonic() > self._asking + self._silence:
             self._lose(f"has not answered for {self._silence:g} s")
-        return self._word
+        return self._ending
 
     def fail(self, text: str, status: int = 1) -> None:
         """Tell why the run ends here, unless another host has told before. Told again it replaces what this
         one said."""
         self._told.clear()
-        self._mine = Word(self.place, f"{self._name}: {text}", status)
+        self._mine = Ending(self.place, f"{self._name}: {text}", status)
         self._wake.set()
         self._told.wait(ANSWER)
 
-    def leave(self, within: float = math.inf) -> Word | None:
+    def leave(self, within: float = math.inf) -> Ending | None:
         """Say that no rank runs here, and wait until none does elsewhere, for so many seconds; without end,
         until one has failed. Returns what ended the run if it was a failure."""
         self._state = ENDED
@@ -85,10 +85,10 @@ class Peers:
         self._left.set()
         self._wake.set()
 
-    def elsewhere(self) -> Word | None:
+    def elsewhere(self) -> Ending | None:
         """What ended the run, where that is not what this host told of itself."""
-        word = self.failure()
-        return None if word is not None and word == self._mine and word.place == self.place else word
+        ending = self.failure()
+        return None if ending is not None and ending == self._mine and ending.place == self.place else ending
 
     @property
     def left(self) -> bool:
@@ -106,7 +106,7 @@ class Peers:
                 self._lose(f"cannot be reached ({str(error).splitlines()[0]})")
                 break
             self._asking = math.inf
-            self._wake.wait(BEAT if self._state == RUNS and self._word is None else SOON)
+            self._wake.wait(HEARTBEAT if self._state == RUNS and self._ending is None else SOON)
             self._wake.clear()
         self._asking = math.inf
         self._told.set()
@@ -114,7 +114,7 @@ class Peers:
 
     def _lose(self, how: str) -> None:
         text = f"the first host's launcher {how}: it has ended, or it hangs, or its network is down"
-        self._word = self._word or Word(0, text)
+        self._ending = self._ending or Ending(0, text)
 
     def _exchange(self) -> None:
         self._beats += 1
@@ -122,10 +122,10 @@ class Peers:
         mine = self._mine
         if mine is not None:
             told = self._store.compare_set(FAILED, "", json.dumps(mine))
-            if Word(*json.loads(told)).place == self.place:
+            if Ending(*json.loads(told)).place == self.place:
                 self._store.set(FAILED, json.dumps(mine))
         if self._store.check([FAILED]):
-            self._word = Word(*json.loads(self._store.get(FAILED)))
+            self._ending = Ending(*json.loads(self._store.get(FAILED)))
         if mine is not None:
             self._told.set()
         if self.place == 0:
@@ -143,9 +143,9 @@ class Peers:
             before, at = self._seen.get(place, ("", 0.0))
             if before != text:
                 self._seen[place] = (text, now)
-            elif now > at + self._silence and self._all_ended == math.inf and self._word is None:
+            elif now > at + self._silence and self._all_ended == math.inf and self._ending is None:
                 name = text.split(" ", 2)[-1]
-                self._mine = Word(
+                self._mine = Ending(
                     place,
                     f"host {place} of {self._count}, {name}, has said nothing for {self._silence:g} s: its "
                     "launcher hangs or was killed, or its network is down",

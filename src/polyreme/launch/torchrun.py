@@ -198,11 +198,11 @@ def _of_all_hosts(error: RanksFailedError | None, peers: Peers) -> RanksFailedEr
             peers.fail(" ".join([lines[0], *lines[1:][-1:]]), error.exit_status)
         if peers.failure() is not None:
             peers.leave(LINGER)
-    word = peers.elsewhere()
+    ending = peers.elsewhere()
     peers.close()
-    if word is None:
+    if ending is None:
         return error
-    return RanksFailedError(f"every rank here was ended, too: {word.text}", word.status)
+    return RanksFailedError(f"every rank here was ended, too: {ending.text}", ending.status)
 
 
 def _rank_arguments(command: Sequence[str], manner: Manner, saves: bool, streams: str | None) -> list[str]:
