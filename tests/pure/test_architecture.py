@@ -258,3 +258,8 @@ def test_range_arithmetic_is_in_one_file() -> None:
     rounded_up = re.compile(r"-\(-|\+ \w+ - 1\) // ")
     found = {file for file, text, _ in sources() if rounded_up.search(text)}
     assert {file for file in found if not file.startswith("compat/")} == {"layout/intervals.py"}
+
+
+def test_files_of_tests_have_names_of_their_own() -> None:
+    names = [file.name for file in Path(__file__).parents[1].rglob("test_*.py")]
+    assert len(names) == len({*names})

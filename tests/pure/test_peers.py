@@ -22,7 +22,7 @@ def made() -> Iterator[Made]:
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(peers, "BEAT", 0.1)
+    monkeypatch.setattr(peers, "HEARTBEAT", 0.1)
 
 
 def test_a_launcher_that_is_silent_is_named(made: Made) -> None:

@@ -3,7 +3,7 @@ above them watches them: that they live, whose ranks failed, and that theirs hav
 
 Invariants: the failure that was told first stands, on all hosts; launchers leave together, or LINGER seconds
 after a failure; nobody waits for the store in the main thread, as it may be on a host that hangs.
-Communication: a key of each every HEARTBEAT seconds in the store where they met, which the first host reads."""
+Communication: a key of each in the store where they met, each HEARTBEAT seconds; the first host reads all."""
 
 from __future__ import annotations
 

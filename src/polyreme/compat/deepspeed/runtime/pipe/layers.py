@@ -127,9 +127,9 @@ class Modules:
         if self._recording is not None:
             _make(self._recording, {str(place) for place in own})
         tensors = [t for place in sorted(own & self._of.keys()) for t in _tensors(self._of[place])]
-        hollow: dict[int, Any] = {id(tensor): tensor for tensor in tensors}
+        memo: dict[int, Any] = {id(tensor): tensor for tensor in tensors}
         for place in sorted(self._of.keys() - own):
-            self._of[place] = _skeleton(self._of[place], hollow)
+            self._of[place] = _skeleton(self._of[place], memo)
         return nn.Sequential(*(self._layer(index) for index in range(len(self.layers))))
 
     def _layer(self, index: int) -> nn.Module:
@@ -194,16 +194,16 @@ def _make(recording: Recording, own: Collection[str]) -> None:
             setattr(recording.module.get_submodule(path), attribute, new)
 
 
-def _skeleton(module: nn.Module, hollow: dict[int, Any]) -> nn.Module:
-    """A copy of a module with tensors on the meta device, but for those that `hollow` has others for."""
+def _skeleton(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
+    """A copy of a module with tensors on the meta device, but for those that `memo` has others for."""
     for tensor in _tensors(module):
-        if id(tensor) not in hollow:
+        if id(tensor) not in memo:
             meta = torch.empty_like(tensor, device="meta")
             if isinstance(tensor, nn.Parameter):
                 meta = nn.Parameter(meta, tensor.requires_grad)
             meta.__dict__.update(vars(tensor))
-            hollow[id(tensor)] = meta
-    return copy.deepcopy(module, hollow)
+            memo[id(tensor)] = meta
+    return copy.deepcopy(module, memo)
 
 
 # ---- what is done around a layer's forward
