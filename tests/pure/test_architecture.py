@@ -100,7 +100,7 @@ BUDGETS = {
     "optim": 1040,
     "pipeline": 1120,
     "planner": 240,
-    "step": 2713,
+    "step": 2722,
     "tensor": 1010,
     "zero": 2730,
     "": 390,

@@ -4,6 +4,7 @@ NaN."""
 from __future__ import annotations
 
 import math
+import warnings
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+import polyreme
 from examples import examples
 from polyreme.layout.bucket_layout import ALIGN, BucketLayout, TensorSpec
 from polyreme.step.precision import (
@@ -124,6 +126,29 @@ def test_cast_and_master() -> None:
     assert [master_dtype(d) for d in (torch.float16, torch.bfloat16, torch.float32, torch.float64)] == [
         torch.float32
     ] * 3 + [torch.float64]
+
+
+@pytest.mark.parametrize(
+    ("made", "precision", "warned"),
+    [
+        (torch.bfloat16, {}, "made in bfloat16 and is trained in fp32"),
+        (torch.float64, {}, "made in float64 and is trained in fp32"),
+        (torch.bfloat16, {"compute": "fp32"}, ""),
+        (torch.bfloat16, {"compute": "bf16"}, ""),
+        (torch.float32, {}, ""),
+    ],
+)
+@pytest.mark.parametrize("built", [False, True])
+def test_another_format_than_the_models_is_told(
+    made: torch.dtype, precision: dict[str, str], warned: str, built: bool
+) -> None:
+    make = lambda: nn.Linear(2, 2, dtype=made)  # noqa: E731
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        with polyreme.initialize(make if built else make(), {"precision": precision, "batch": {"size": 1}}):
+            pass
+    told = [str(each.message) for each in found if "precision.compute" in str(each.message)]
+    assert len(told) == bool(warned) and warned in "".join(told)
 
 
 class Step(nn.Module):

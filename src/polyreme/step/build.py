@@ -45,7 +45,7 @@ from polyreme.pipeline.rank import PipelineRank
 from polyreme.pipeline.stage import Stage, refuse_calls
 from polyreme.step.accumulation import added, reduced_format
 from polyreme.step.loss import LossFn, Objective
-from polyreme.step.precision import DTYPES, cast_floating, master_dtype
+from polyreme.step.precision import DTYPES, cast_floating, master_dtype, warn_of_default
 from polyreme.tensor import plan as rules
 from polyreme.tensor.layers import put_off_weights
 from polyreme.tensor.parallelize import parallelize
@@ -69,14 +69,18 @@ Model = Layer | Sequence[Layer] | str | Path
 def open_model(given: Model, config: Config, mesh: Mesh) -> tuple[nn.Module, Recording | None, Path | None]:
     """The model in training mode; how to make its numbers, if it is on the meta device, as what builds it was
     given; and the directory from which its weights will be read, if they are not in it yet."""
+    weights: Path | None = None
     if isinstance(given, str | Path):
-        return _from_directory(Path(given), config)
-    module, recording = _given(given, config, mesh)
-    _refuse_max_norm(module)
-    peft.refuse_bare_base(module)
-    if not module.training:  # `from_pretrained` returns it so
-        module.train()
-    return module, recording, None
+        module, recording, weights = _from_directory(Path(given), config)
+    else:
+        module, recording = _given(given, config, mesh)
+        _refuse_max_norm(module)
+        peft.refuse_bare_base(module)
+        if not module.training:  # `from_pretrained` returns it so
+            module.train()
+    if mesh.rank == 0 and config.origins["precision.compute"] == "default":
+        warn_of_default(module, config.precision.compute)
+    return module, recording, weights
 
 
 def _refuse_max_norm(module: nn.Module) -> None:

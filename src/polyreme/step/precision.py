@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import copy
 import math
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, fields, is_dataclass
@@ -44,6 +45,17 @@ def autocast(compute: str, device: torch.device) -> AbstractContextManager[Any]:
 def master_dtype(compute: torch.dtype) -> torch.dtype:
     """What the optimizer updates: float32, or float64 where the model computes in it."""
     return torch.float64 if compute == torch.float64 else torch.float32
+
+
+def warn_of_default(module: nn.Module, compute: str) -> None:
+    """Warn where trained parameters were made in another format than `compute`, which nobody asked for."""
+    trained = {p.dtype for p in module.parameters() if p.requires_grad and p.is_floating_point()}
+    if others := sorted(str(dtype).removeprefix("torch.") for dtype in trained - {DTYPES[compute]}):
+        warnings.warn(
+            f"the model was made in {', '.join(others)} and is trained in {compute}, the default of "
+            "precision.compute: set that to the one that you mean",
+            stacklevel=2,
+        )
 
 
 @dataclass
