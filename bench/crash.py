@@ -34,7 +34,7 @@ BENCH = Path(__file__).resolve().parent
 sys.path += [str(BENCH.parent / each) for each in ("tests", "tests/ranks", "tests/pure")]
 
 from test_checkpoint_corruption import fuzz  # noqa: E402
-from test_resume import numbers, said  # noqa: E402
+from test_job_resume_ranks import numbers, said  # noqa: E402
 
 from command import Command, write_text  # noqa: E402
 from polyreme.checkpoint.run_directory import RunDirectory  # noqa: E402

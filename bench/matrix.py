@@ -32,7 +32,7 @@ from examples import ALL  # noqa: E402
 
 os.environ[ALL] = "1"  # whose steps are more
 
-from test_parity_mesh import EACH, MODELS, STEPS, Case, cases_of, compare, train  # noqa: E402
+from test_engine_parity_mesh import EACH, MODELS, STEPS, Case, cases_of, compare, train  # noqa: E402
 
 from pool import Ranks, RanksFailed  # noqa: E402
 

@@ -7,6 +7,7 @@ import ast
 import builtins
 import functools
 import io
+import itertools
 import keyword
 import re
 import tokenize
@@ -263,3 +264,18 @@ def test_range_arithmetic_is_in_one_file() -> None:
 def test_files_of_tests_have_names_of_their_own() -> None:
     names = [file.name for file in Path(__file__).parents[1].rglob("test_*.py")]
     assert len(names) == len({*names})
+
+
+OF_NO_PACKAGE = {"architecture", "docs", "gpu_bench", "pool", "recipes", "threads"}
+"""Files that test the tree, its pages, its examples and benchmarks, or the tests' own means."""
+
+
+def test_files_of_tests_are_named_by_what_they_test() -> None:
+    """By a package of src or a module, so that who changes it finds them."""
+    parts = [
+        file.removesuffix(".py").split("/") for file, _, _ in sources() if not file.startswith("compat/")
+    ]
+    tested = {"compat", "deepspeed", *itertools.chain(*parts)}
+    names = {file.stem.removeprefix("test_") for file in Path(__file__).parents[1].rglob("test_*.py")}
+    unlike = {name for name in names if not any(f"{name}_".startswith(f"{each}_") for each in tested)}
+    assert unlike == OF_NO_PACKAGE

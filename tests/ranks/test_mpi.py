@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from test_parity import CASES, compare, train
+from test_engine_parity import CASES, compare, train
 
 import mpirun
 from conformance import conforms

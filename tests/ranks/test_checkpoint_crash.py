@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_resume import CONFIG, assert_same, names, numbers, said
+from test_job_resume_ranks import CONFIG, assert_same, names, numbers, said
 
 from command import running, until, write_text
 from examples import whole
