@@ -146,6 +146,16 @@ def test_arguments_reach_the_program_as_they_are(words: list[str]) -> None:
     assert [expanded(word, {"A": "no"}) for word in command] == ["polyreme", *words]
 
 
+@pytest.mark.parametrize(
+    "word", ["1e-3", "-1E5", ".5e3", "1_0e3", "08", "0o17", "-0X1f", "0B1", "y", "n", "Y", "N"]
+)
+def test_words_that_kubectl_takes_for_numbers_and_truths_are_quoted(word: str) -> None:
+    request = dataclasses.replace(SCRIPT, command=["polyreme", word], env=[f"A={word}"], namespace="y")
+    lines = text(manifests(request)).splitlines()
+    assert f"        - '{word}'" in lines and f"          value: '{word}'" in lines
+    assert "  namespace: 'y'" in lines
+
+
 @examples(200)
 @given(
     st.text("ab1-_.A ", max_size=70) | st.from_regex(r"[a-z][-a-z0-9]{50,62}", fullmatch=True),

@@ -108,14 +108,25 @@ def manifests(request: Request) -> list[Manifest]:
     return [*written, *{"job": _job, "jobset": _jobset, "trainjob": _trainjob}[request.kind](request)]
 
 
+class _Dumper(yaml.SafeDumper):
+    """Quotes also what kubectl's reader, but not Python's, takes for a number or a truth: 1e-3, 08, y."""
+
+
+_NUMBER = r"[-+]?(0[xXbBoO][0-9a-fA-F_]+|(\.[0-9_]+|[0-9][0-9_]*(\.[0-9_]*)?)([eE][-+]?[0-9]+)?)"
+_Dumper.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(rf"(?:{_NUMBER}|[yYnN])$"), list("-+.0123456789yYnN")
+)
+
+
 def text(documents: Iterable[Manifest]) -> str:
     """The manifests as YAML."""
     listed = list(documents)
 
     def written(as_it_is: bool) -> str:
-        return yaml.safe_dump_all(
-            listed, sort_keys=False, explicit_start=True, width=110, allow_unicode=as_it_is
+        dumped: str = yaml.dump_all(
+            listed, Dumper=_Dumper, sort_keys=False, explicit_start=True, width=110, allow_unicode=as_it_is
         )
+        return dumped
 
     # those would be read as ends of lines
     return found if not re.search("[\x85\u2028\u2029]", found := written(True)) else written(False)
