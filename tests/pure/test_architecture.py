@@ -144,7 +144,7 @@ def depth(node: ast.AST) -> int:
 
 
 def test_functions_and_classes_are_small() -> None:
-    """Beside what ruff holds (arguments, statements, branches)."""
+    """Beside what ruff holds (statements, branches)."""
     large = []
     for file, text, tree in sources():
         lines = text.split("\n")
@@ -155,6 +155,24 @@ def test_functions_and_classes_are_small() -> None:
             elif isinstance(node, ast.ClassDef):
                 large += [f"{file}: {node.name} is long"] * (lines_of(node, lines) > 300)
     assert not large
+
+
+OPTIONS = {"cli/main.py: inspect", "data/loader.py: __init__", "optim/lamb.py: __init__"}
+"""Whose parameters are options with defaults, of a command or as torch's classes of this kind have them."""
+
+
+def test_calls_have_eight_parameters_at_most() -> None:
+    """Ruff counts `self`, too, and so allows functions one more."""
+    many = set()
+    for file, _, tree in sources():
+        for node in ast.walk(tree):
+            if isinstance(node, Function):
+                taken = node.args
+                names = [each.arg for each in (*taken.posonlyargs, *taken.args, *taken.kwonlyargs)]
+                if len({*names} - {"self", "cls"}) > 8:
+                    many.add(f"{file}: {node.name}")
+    of_others = ("compat/", "optim/compiled_kernels.py")  # as in pyproject.toml
+    assert {name for name in many if not name.startswith(of_others)} == OPTIONS
 
 
 def statements(text: str, tree: ast.Module) -> int:
@@ -179,11 +197,7 @@ def test_each_package_keeps_to_its_budget() -> None:
 
 
 def test_every_module_says_what_is_in_it() -> None:
-    assert [
-        file
-        for file, text, tree in sources()
-        if text.strip() and not ast.get_docstring(tree) and file not in ("version.py",)
-    ] == []
+    assert [file for file, _, tree in sources() if not ast.get_docstring(tree)] == []
 
 
 PAGE = SOURCE.parents[1] / "docs" / "architecture.md"

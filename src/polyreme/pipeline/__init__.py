@@ -1,0 +1,1 @@
+"""Pipelines: a model cut into stages, and the table that says which rank runs which of them when."""

@@ -22,9 +22,6 @@ from polyreme.zero.partition import Placement
 from polyreme.zero.sharded_optimizer import Update
 from polyreme.zero.sharded_state import frozen, masters, numbers, states
 
-RegionsByName = Mapping[tuple[str, str], Sequence[Region]]
-"""This rank's regions of the new placement, by the tensor's first name and the kind."""
-
 
 def refuse_own_shapes(updates: Sequence[Update]) -> None:
     """Raise ModelError for an optimizer whose states cannot be carried over: of other shapes than their
