@@ -9,7 +9,7 @@ import pytest
 import torch.distributed as dist
 
 from polyreme.distributed import watch
-from polyreme.distributed.watch import Watch
+from polyreme.distributed.watch import MessageError, Watch
 from polyreme.errors import TransportError
 
 
@@ -57,6 +57,27 @@ def test_nobody_is_named_before_others_can_have_told(told: Watch) -> None:
     assert told.why(meeting, 8, RuntimeError("closed")).startswith(
         "rank 1 on n0 and ranks 2, 3 on n1 did not come"
     )
+
+
+def test_whose_connection_broke_is_named_at_once(told: Watch) -> None:
+    meeting: Any = Ranks()
+    broke = MessageError(3, RuntimeError("closed by peer"))
+    told._lasted = 0.1
+    named = "rank 3 on n1 did not come to it, ended or cannot be reached (closed by peer)"
+    assert told.why(meeting, 8, broke) == named
+    told._lasted = 2 * told.patience  # the others are late, too, and nothing else
+    assert told.why(meeting, 8, broke) == named
+    told._lasted = told.deadline = 20  # at which connections are closed, whoever is late
+    assert told.why(meeting, 7, broke).startswith("rank 1 on n0 and rank 3 on n1 did not")
+
+
+def test_whose_connection_broke_is_named_without_a_store(told: Watch) -> None:
+    meeting: Any = Ranks()
+    told._store = None
+    broke = MessageError(0, RuntimeError("closed by peer"))
+    assert told.why(meeting, 8, broke) == "rank 0 ended or cannot be reached: closed by peer"
+    told.hosts = ["a", "b", "c", "d"]
+    assert told.why(meeting, 8, broke) == "rank 0 on a ended or cannot be reached: closed by peer"
 
 
 def test_a_store_that_does_not_answer_holds_nobody_up(told: Watch, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -315,6 +315,13 @@ def test_a_dead_peer_is_an_error_and_no_hang(ranks: Ranks, operation: str, tmp_p
     assert said in (tmp_path / f"{operation}-0").read_text()
 
 
+def test_of_many_ranks_the_dead_one_is_named_at_once(ranks: Ranks, tmp_path: Path) -> None:
+    with pytest.raises(RanksFailed, match="SIGKILL"):
+        ranks(3, with_a_dead_peer, "reduce_scatter", tmp_path)
+    said = [(tmp_path / f"reduce_scatter-{rank}").read_text() for rank in (0, 2)]
+    assert all(f"rank 1 on {socket.gethostname()} " in each for each in said), said
+
+
 @pytest.mark.skipif(heap() is None, reason="this system has no memory to share")
 def test_a_dead_peer_whose_memory_is_read_is_named(ranks: Ranks, tmp_path: Path) -> None:
     with pytest.raises(RanksFailed, match="SIGKILL"):

@@ -28,7 +28,7 @@ from polyreme.distributed.process_group import of_cpus
 from polyreme.distributed.shared_memory import Board, heap, peer
 from polyreme.distributed.sums import put, sum_into
 from polyreme.distributed.watch import Meeting
-from polyreme.distributed.work import UNSETTLED, Work, reporting
+from polyreme.distributed.work import UNSETTLED, Message, Work, reporting
 
 SMALL = 4096
 """Bytes below which numbers are sent even to a rank of the same host: telling it where they lie takes as many
@@ -148,20 +148,18 @@ class GlooDirect:
         others = [to for to in range(self._size) if to != source]
         with reporting(what := f"broadcast over {self._axis}"):
             if self._rank == source:
-                pending = [dist.isend(tensor, group=self._group, group_dst=to) for to in others]
+                pending = [self._to(tensor, to) for to in others]
             else:
-                pending = [dist.irecv(tensor, group=self._group, group_src=source)]
+                pending = [self._from(tensor, source)]
         return Work(pending, what=what, meeting=self.meeting)
 
     def send(self, tensor: Tensor, to: int) -> Work:
         with reporting(what := f"send over {self._axis}"):
-            pending = dist.isend(tensor, group=self._group, group_dst=to, tag=TAGS)
-            return Work([pending], what=what, meeting=self.meeting)
+            return Work([self._to(tensor, to, TAGS)], what=what, meeting=self.meeting)
 
     def receive(self, tensor: Tensor, source: int) -> Work:
         with reporting(what := f"receive over {self._axis}"):
-            pending = dist.irecv(tensor, group=self._group, group_src=source, tag=TAGS)
-            return Work([pending], what=what, meeting=self.meeting)
+            return Work([self._from(tensor, source, TAGS)], what=what, meeting=self.meeting)
 
     def _begin(
         self,
@@ -220,11 +218,17 @@ class GlooDirect:
                 self._unstage(each, work)
         return work
 
+    def _to(self, tensor: Tensor, to: int, tag: int = 0) -> Message:
+        return Message(to, lambda: dist.isend(tensor, group=self._group, group_dst=to, tag=tag))
+
+    def _from(self, tensor: Tensor, source: int, tag: int = 0) -> Message:
+        return Message(source, lambda: dist.irecv(tensor, group=self._group, group_src=source, tag=tag))
+
     def _sending(self, tensor: Tensor, to: int, tag: int) -> Any:
-        return dist.isend(tensor, group=self._group, group_dst=to, tag=tag)
+        return self._to(tensor, to, tag)
 
     def _receiving(self, tensor: Tensor, source: int, tag: int) -> Any:
-        return dist.irecv(tensor, group=self._group, group_src=source, tag=tag)
+        return self._from(tensor, source, tag)
 
     def _pending_of(self, what: str, begun: list[Any], tensors: Sequence[Tensor]) -> list[Any]:
         """What to wait for, of messages of these tensors that were begun."""

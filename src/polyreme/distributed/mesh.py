@@ -37,6 +37,7 @@ from polyreme.distributed.process_group import (
 )
 from polyreme.distributed.simulated import Simulated
 from polyreme.distributed.sums import put, sum_into
+from polyreme.distributed.watch import WATCH
 from polyreme.distributed.work import DONE, Work
 from polyreme.errors import ModelError, TransportError
 from polyreme.files.machine import boot
@@ -278,7 +279,7 @@ class Mesh:
                             name, len(ranks), ranks.index(rank), group, timeout, shared_memory, device
                         )
         mesh = cls(rank, world_size, device, axes, all_lines, timeout, shared_memory, other)
-        mesh.host_of = names_apart(mesh.gather_objects([socket.gethostname(), boot()]))
+        WATCH.hosts = mesh.host_of = names_apart(mesh.gather_objects([socket.gethostname(), boot()]))
         return mesh
 
     def part(self, name: str, ranks: Sequence[int]) -> Axis:

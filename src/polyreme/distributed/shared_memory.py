@@ -29,7 +29,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from polyreme.distributed.watch import check
+from polyreme.distributed.watch import MessageError, check
 from polyreme.errors import TransportError
 from polyreme.layout.intervals import round_down, round_up
 
@@ -257,7 +257,7 @@ class Board:
                 raise TransportError(f"rank {rank} of axis {self._axis} {NO_ENGINE}")
             check()
             if not alive:
-                raise TransportError(f"rank {rank} of axis {self._axis} ended")
+                raise MessageError(rank, f"rank {rank} of axis {self._axis} ended")
             if now - began > self._timeout:
                 raise TransportError(
                     f"rank {rank} of axis {self._axis} did not come within {self._timeout:g} s"

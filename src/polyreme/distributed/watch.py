@@ -17,7 +17,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -73,6 +73,14 @@ class Meeting:
             return
 
 
+class MessageError(TransportError):
+    """A message failed, to or from the rank `peer` of its group."""
+
+    def __init__(self, peer: int, error: object) -> None:
+        super().__init__(str(error))
+        self.peer = peer
+
+
 class Waiter(NamedTuple):
     """What another rank waits for, in which call, since when by its clock, and how often it has told of
     itself."""
@@ -110,6 +118,8 @@ class Watch:
         self.failure = ""
         """Why a wait was broken off."""
         self.meetings: weakref.WeakSet[Meeting] = weakref.WeakSet()
+        self.hosts: Sequence[str] = ()
+        """The name of each rank's host, where they have told each other."""
         self._waits: dict[int, Wait] = {}  # keys: threads
         self._world: object = None
         self._store: Any = None
@@ -141,7 +151,7 @@ class Watch:
 
     def forget(self) -> None:
         """The groups are others from now on."""
-        self._world, self.failure, self.deadline = None, "", float("inf")
+        self._world, self.failure, self.deadline, self.hosts = None, "", float("inf"), ()
         Meeting.made.clear()
         self.meetings.clear()  # one that is not collected yet would be taken for another of the same key
 
@@ -157,8 +167,12 @@ class Watch:
 
     def why(self, meeting: Meeting | None, number: int | None, error: Exception) -> str:
         """What is known of a failure, which raised `error`, of the `number`th operation with these ranks."""
-        ours = isinstance(error, TransportError)  # which says itself what became of the others
-        alone = str(error) if ours else f"another rank ended or cannot be reached: {error}"
+        peer = meeting.ranks[error.peer] if meeting and isinstance(error, MessageError) else None
+        who = "another rank" if peer is None else f"rank {peer}"
+        if peer is not None and self.hosts:
+            who += f" on {self.hosts[peer]}"
+        ours = isinstance(error, TransportError) and peer is None  # it says itself what became of the others
+        alone = str(error) if ours else f"{who} ended or cannot be reached: {error}"
         if self.failure or meeting is None or self._store is None:
             return self.failure or alone
         found: list[str] = []
@@ -167,7 +181,7 @@ class Watch:
             with suppress(RuntimeError):  # the rank that had the store ended
                 self._reports.clear()
                 self.failure = self._heard(meeting)
-                found.append(self.failure or f"{self._absent(meeting, number)} ({error})")
+                found.append(self.failure or f"{self._absent(meeting, number, peer)} ({error})")
 
         asking = threading.Thread(target=ask, daemon=True)
         asking.start()
@@ -180,28 +194,34 @@ class Watch:
         """Seconds before others are asked."""
         return min(self.patience, self.deadline / 3)
 
-    def _absent(self, meeting: Meeting, number: int | None) -> str:
+    def _absent(self, meeting: Meeting, number: int | None, peer: int | None) -> str:
         """The ranks of which is not known that they began the operation, or wait in another one, with their
-        hosts."""
+        hosts; of these only `peer`, where the connection to it broke, and was not closed at the deadline."""
         late = [
             rank
             for rank in meeting.others()
             if (there := self._at(rank)) is None or number not in dict(there["begun"].get(meeting.key, []))
         ]
         silent = [rank for rank in late if (there := self._at(rank)) is None or not there["waits"]] or late
-        hosts: dict[str, list[int]] = {}
-        for rank in silent:
-            known = self._store.check([f"host/{rank}"])
-            host = self._store.get(f"host/{rank}").decode() if known else "an unknown host"
-            hosts.setdefault(host, []).append(rank)
-        if not hosts or (len(silent) == len(meeting.others()) > 1 and self._lasted < 2 * self._soon()):
+        if peer in silent and self._lasted < self.deadline:
+            silent = [peer]
+        elif not silent or (len(silent) == len(meeting.others()) > 1 and self._lasted < 2 * self._soon()):
             # those that are there have not told yet
             return "another rank ended or cannot be reached"
+        hosts: dict[str, list[int]] = {}
+        for rank in silent:
+            hosts.setdefault(self._host(rank), []).append(rank)
         named = [
             f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))} on {host}"
             for host, ranks in hosts.items()
         ]
         return f"{' and '.join(named)} did not come to it, ended or cannot be reached"
+
+    def _host(self, rank: int) -> str:
+        if self.hosts:
+            return self.hosts[rank]
+        known = self._store.check([f"host/{rank}"])
+        return self._store.get(f"host/{rank}").decode() if known else "an unknown host"
 
     # ---- in the thread
 

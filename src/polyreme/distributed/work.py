@@ -8,12 +8,14 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import TypeVar
 
 import torch.distributed as dist
 
-from polyreme.distributed.watch import WATCH, Meeting, within
+from polyreme.distributed.watch import WATCH, Meeting, MessageError, within
 from polyreme.errors import TransportError
 
+T = TypeVar("T")
 ENOUGH = 64
 """Inputs held for others, from which on all of them are looked at."""
 
@@ -29,6 +31,24 @@ def reporting(what: str, meeting: Meeting | None = None, number: int | None = No
         raise TransportError(f"{what}{within(WATCH.call)} failed, because {why}") from error
 
 
+class Message:
+    """One that `begin` begins, to or from the rank `peer` of a group: its errors say so."""
+
+    def __init__(self, peer: int, begin: Callable[[], dist.Work | None]) -> None:
+        self._peer = peer
+        self._work = self._naming(begin)
+
+    def wait(self) -> None:
+        if self._work is not None:
+            self._naming(self._work.wait)
+
+    def _naming(self, function: Callable[[], T]) -> T:
+        try:
+            return function()
+        except RuntimeError as error:
+            raise MessageError(self._peer, error) from error
+
+
 class Work:
     """An operation under way. `wait` returns when its output is complete, and `settle` when its input may be
     overwritten, too: ranks of this host may still read it where it lies. A second call does nothing, or
@@ -36,7 +56,7 @@ class Work:
 
     def __init__(
         self,
-        pending: Sequence[dist.Work | None] = (),
+        pending: Sequence[dist.Work | Message | None] = (),
         finish: Callable[[], None] | None = None,
         what: str = "",
         settled: Callable[[bool], bool] | None = None,
