@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from polyreme.launch import supervise
-from polyreme.launch.requests import ENDS
+from polyreme.launch.requests import ENDS, STOPPED
 from polyreme.launch.torchrun import RanksFailedError
 
 FAILS = f"""
@@ -58,6 +58,18 @@ def test_a_command_that_ends_well_before_its_ranks_has_failed(
             held.enter_context(pytest.raises(RanksFailedError, match=why))
         supervise.supervise("mpirun", words, {}, ranks=2)
     assert capfd.readouterr().err == ""
+
+
+@pytest.mark.parametrize(("told", "status"), [((STOPPED, STOPPED), STOPPED), ((STOPPED, 3), 3)])
+def test_a_run_that_stopped_is_to_go_on_though_the_command_has_lost_the_status(
+    told: tuple[int, int], status: int
+) -> None:
+    """MPICH 4.0.2 has."""
+    said = b"".join(ENDS.format(each).encode() for each in told)
+    words = [sys.executable, "-c", f"import os; os.write(2, {said!r})"]
+    with pytest.raises(RanksFailedError, match="are to go on" if status == STOPPED else "mpirun") as raised:
+        supervise.supervise("mpirun", words, {}, saves=True, ranks=2)
+    assert raised.value.exit_status == status
 
 
 def test_the_command_does_not_outlive_a_launcher_that_is_killed(tmp_path: Path) -> None:

@@ -143,10 +143,12 @@ def _torchrun(variables: Mapping[str, str]) -> Environment | None:
     def number(name: str, default: int | None = None) -> int:
         return _number(variables, name, "with RANK and WORLD_SIZE set it", _BY_HAND, default)
 
-    if not variables.keys() & {RANK, WORLD_SIZE} or (RANK not in variables and number(WORLD_SIZE) == 1):
+    several = variables.get(LOCAL_WORLD_SIZE, "1") != "1"
+    named = {RANK, WORLD_SIZE, *([LOCAL_WORLD_SIZE] if several else ())}
+    if not variables.keys() & named or (RANK not in variables and variables.get(WORLD_SIZE) == "1"):
         return None
-    for missing, there in ((WORLD_SIZE, RANK), (RANK, WORLD_SIZE)):
-        if missing not in variables:
+    for missing, there in ((WORLD_SIZE, RANK), (RANK, WORLD_SIZE), (WORLD_SIZE, LOCAL_WORLD_SIZE)):
+        if missing not in variables and there in variables:
             raise LaunchError(
                 f"{there} = {variables[there]} is set and {missing} is "
                 "not, which does not tell one rank from the others; "
@@ -188,7 +190,7 @@ class _Launcher:
 
     def numbers(self, variables: Mapping[str, str]) -> tuple[int, int] | None:
         """(rank, world size), if this is one of its processes."""
-        if not variables.keys() & {self.rank, self.size}:
+        if not variables.keys() & {self.rank, self.size, *self.local_rank, *self.local_size}:
             return None
         if variables.get(self.size) == "1":
             return 0, 1
@@ -278,12 +280,13 @@ def _step(variables: Mapping[str, str]) -> int | None:
     """The number of the job step that this process is in; None in a batch script, which has SLURM_PROCID and
     SLURM_NTASKS, too, and is one process."""
     text = variables.get("SLURM_STEP_ID", "")
-    if not text.isdecimal() and variables.get("SLURM_STEP_NUM_TASKS", "1") != "1":
-        raise LaunchError(
-            f"SLURM_STEP_ID is {text!r}, but SLURM_STEP_NUM_TASKS {variables['SLURM_STEP_NUM_TASKS']!r}: a "
-            "step of so many tasks has a number; start ranks by srun itself, or unset the variables that "
-            "begin with SLURM_STEP_, which another step left behind"
-        )
+    for name in ("SLURM_STEP_NUM_TASKS", "SLURM_STEP_TASKS_PER_NODE") if not text.isdecimal() else ():
+        if variables.get(name, "1") != "1":
+            raise LaunchError(
+                f"SLURM_STEP_ID is {text!r}, but {name} {variables[name]!r}: a step of so many tasks has a "
+                "number; start ranks by srun itself, or unset the variables that begin with SLURM_STEP_, "
+                "which another step left behind"
+            )
     # beyond are the batch script's and the interactive step's
     return int(text) if text.isdigit() and int(text) < 2**32 - 16 else None
 
@@ -333,9 +336,15 @@ _POD = "polyreme launch -n $POLYREME_RANKS_PER_POD SCRIPT"
 def _pod(variables: Mapping[str, str]) -> Environment | None:
     """A pod of an Indexed Job, which is one rank: its template sets POLYREME_PODS, and POLYREME_SERVICE (or
     MASTER_ADDR)."""
-    if "JOB_COMPLETION_INDEX" not in variables:
-        return None
     name = "Indexed Job (Kubernetes)"
+    if "JOB_COMPLETION_INDEX" not in variables:
+        if variables.get(PODS, "1") != "1":
+            raise LaunchError(
+                f"this is one of {variables[PODS]} pods ({PODS}), but each would train by itself: "
+                "JOB_COMPLETION_INDEX, which tells one from the others, is not set; give the Job "
+                f"completionMode: Indexed, with which Kubernetes sets it; {_APART}"
+            )
+        return None
     why, fix = f"in a pod of an {name} it", f"set it in the pods' template; {_APART}"
     index = _number(variables, "JOB_COMPLETION_INDEX", why, fix)
     if PODS not in variables:

@@ -17,7 +17,7 @@ from polyreme.distributed.environment import detect
 from polyreme.errors import PolyremeError
 from polyreme.launch.processes import die_with_parent
 from polyreme.launch.rank import explained, run
-from polyreme.launch.requests import ENDS, STOPPED
+from polyreme.launch.requests import ENDS
 from polyreme.launch.signals import ENDINGS, WISHES
 
 
@@ -34,8 +34,7 @@ def main() -> None:
     try:
         run(sys.argv[1:])
     except SystemExit as end:
-        well = end.code in (None, 0, STOPPED)
-        _tell(errors, 0 if well else end.code if isinstance(end.code, int) else 1)
+        _tell(errors, end.code if isinstance(end.code, int) else int(end.code is not None))
         raise
     except PolyremeError as error:
         _tell(errors, error.exit_status)

@@ -59,9 +59,10 @@ def supervise(
             relay.join(1.0)  # what the command left behind may hold the pipe
     if stopped is not None:
         raise RanksFailedError(f"stopped by {signal.Signals(stopped).name}; {name} has ended", 128 + stopped)
-    if saves and process.returncode == STOPPED:
+    failed = [status for status in told if status not in (0, STOPPED)]
+    kept = process.returncode == 0 and STOPPED in told and len(told) == ranks  # MPICH 4.0.2 can lose it
+    if saves and not failed and (process.returncode == STOPPED or kept):
         raise RanksFailedError(f"ranks have stopped, and are to go on (status {STOPPED})", STOPPED)
-    failed = [status for status in told if status]
     if process.returncode or failed or len(told) < ranks:
         status = process.returncode if 0 < process.returncode < 128 else 1
         how = f"ended with status {process.returncode}"
@@ -99,7 +100,7 @@ def _wait(
     stopped, asked_at, deadline, grace = None, 0.0, float("inf"), float("inf")
     while process.poll() is None and time.monotonic() < deadline:
         time.sleep(0.05)
-        if any(told) and grace == float("inf"):
+        if any(status not in (0, STOPPED) for status in told) and grace == float("inf"):
             grace = time.monotonic() + GRACE
         if time.monotonic() > grace and deadline == float("inf"):
             deadline = time.monotonic() + LEAVING
