@@ -34,6 +34,17 @@ def printable(text: str) -> str:
     )
 
 
+def named(names: Sequence[object], most: int = 5) -> str:
+    """The first of several names, and how many more there are."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(map(str, names[:most])) + more
+
+
+def ranks_named(ranks: Sequence[int]) -> str:
+    """Ranks as text, such as "rank 3" or "ranks 0, 1"."""
+    return f"rank{'s' * (len(ranks) > 1)} {named(ranks, 8)}"
+
+
 class PolyremeError(Exception):
     """Base of all errors of this library; the command exits with `exit_status` when one ends it. What it says
     of names is `printable`."""

@@ -83,7 +83,7 @@ def test_who_reads_which_rank_a_process_is() -> None:
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 BUDGETS = {
-    "checkpoint": 2470,
+    "checkpoint": 2460,
     "cli": 980,
     "compat": 8000,
     "config": 880,
@@ -95,16 +95,16 @@ BUDGETS = {
     "job": 590,
     "launch": 2600,
     "layout": 360,
-    "models": 650,
+    "models": 643,
     "monitor": 510,
-    "offload": 1160,
+    "offload": 1150,
     "optim": 1040,
     "pipeline": 1120,
     "planner": 240,
-    "step": 2722,
+    "step": 2717,
     "tensor": 1010,
-    "zero": 2730,
-    "": 390,
+    "zero": 2710,
+    "": 394,
 }
 """Statements' lines of each package (`""`: the modules at the top), without comments and docstrings. A
 package that grows beyond is to lose something, or its budget is raised on purpose."""

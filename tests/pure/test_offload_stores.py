@@ -472,6 +472,13 @@ def test_a_control_group_that_leaves_less_is_the_limit(
     assert left({}) == [] and host._left_by_groups(tmp_path / "nothing", tmp_path) == {}
 
 
+def test_what_is_available_is_the_least_that_anything_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
+    groups = {Path("/job"): 1 << 20, Path("/job/step"): 1 << 10}
+    monkeypatch.setattr(host, "_left_by_groups", lambda membership, root: groups)
+    assert host.available() == 1 << 10
+    assert [each for each in host.pools().values() if each <= 1 << 20] == [1 << 20, 1 << 10]
+
+
 @pytest.mark.parametrize(
     ("pools", "refused"),
     [

@@ -21,6 +21,7 @@ from polyreme.checkpoint.reader import Need, Preloaded, preload
 from polyreme.checkpoint.sources import MASTER, MODEL, Source, TensorInfo
 from polyreme.checkpoint.writer import combine
 from polyreme.distributed.mesh import Axis
+from polyreme.errors import named
 from polyreme.layout.bucket_layout import Cut
 from polyreme.layout.region import Region, StridedRange, strided_ranges
 from polyreme.models.huggingface import base_prefix, file_names
@@ -56,13 +57,9 @@ class Match:
         return not (self.missing or self.unexpected or self.unlike)
 
     def __str__(self) -> str:
-        named = ("not in the checkpoint", "in the checkpoint, not in the model", "of another shape")
-        parts = zip((self.missing, self.unexpected, self.unlike), named, strict=True)
-        return "; ".join(
-            f"{len(names)} {what}: {', '.join(names[:4])}{', ...' if len(names) > 4 else ''}"
-            for names, what in parts
-            if names
-        )
+        kinds = ("not in the checkpoint", "in the checkpoint, not in the model", "of another shape")
+        parts = zip((self.missing, self.unexpected, self.unlike), kinds, strict=True)
+        return "; ".join(f"{len(names)} {what}: {named(names)}" for names, what in parts if names)
 
 
 def verify(source: Source, needed: Iterable[Need], axis: Axis) -> Source:

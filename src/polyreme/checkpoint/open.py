@@ -11,7 +11,7 @@ from polyreme.checkpoint.formats.deepspeed import DeepSpeedCheckpoint
 from polyreme.checkpoint.formats.huggingface import Directory
 from polyreme.checkpoint.manifest import NAME as RESUME
 from polyreme.checkpoint.sources import Source
-from polyreme.errors import CheckpointError
+from polyreme.errors import CheckpointError, named
 
 
 def open_source(path: str | Path) -> Source:
@@ -34,11 +34,10 @@ def open_source(path: str | Path) -> Source:
         return DCPCheckpoint(path)
     if any(name.startswith(("model.safetensors", "pytorch_model")) for name in names):
         return Directory(path)
-    there = ", ".join(sorted(names)[:10]) + (", ..." if len(names) > 10 else "")
     raise CheckpointError(
         f"{path} has no checkpoint that can be read. It would have a "
         f"{RESUME} (Polyreme), model.safetensors or its index (Hugging Face), "
         "*_model_states.pt or a file `latest` that names a folder of such "
         f"(DeepSpeed), or {dcp.METADATA} (torch.distributed.checkpoint); "
-        f"it has {there or 'no files'}"
+        f"it has {named(sorted(names), 10) or 'no files'}"
     )

@@ -12,7 +12,7 @@ import shutil
 from pathlib import Path, PurePosixPath
 
 from polyreme.checkpoint import manifest
-from polyreme.errors import CheckpointError
+from polyreme.errors import CheckpointError, named
 
 UNFINISHED = "polyreme.unfinished"
 """The file in a checkpoint that is being written; a `Claim`, which tells whether its writer
@@ -36,8 +36,8 @@ def why_not(path: Path) -> str | None:
     if not carries_manifest(path):
         steps = [name for name in names if STEP.fullmatch(name)]
         if steps:
-            return f"it is a folder of checkpoints ({_listed(steps)})"
-        return f"it has no {manifest.NAME} of a checkpoint, but {_listed(names)}"
+            return f"it is a folder of checkpoints ({named(steps)})"
+        return f"it has no {manifest.NAME} of a checkpoint, but {named(names)}"
     try:
         found = manifest.read(path)
     except CheckpointError as error:
@@ -50,9 +50,7 @@ def why_not(path: Path) -> str | None:
         if (name := entry.relative_to(path).as_posix())
         not in (folders if entry.is_dir() and not entry.is_symlink() else known)
     )
-    return (
-        f"it has {_listed(others)}, which the checkpoint in it does not name as its own" if others else None
-    )
+    return f"it has {named(others)}, which the checkpoint in it does not name as its own" if others else None
 
 
 def carries_manifest(path: Path) -> bool:
@@ -98,7 +96,3 @@ def clear(path: Path) -> None:
 
 def _is_file(path: Path) -> bool:
     return path.is_file() and not path.is_symlink()
-
-
-def _listed(names: list[str]) -> str:
-    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")

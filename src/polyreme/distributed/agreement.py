@@ -23,7 +23,7 @@ from torch import nn
 from polyreme.config import Config
 from polyreme.config.schema import LEAVES
 from polyreme.distributed.mesh import Axis
-from polyreme.errors import ConfigError, LaunchError, ModelError, PolyremeError, Problem
+from polyreme.errors import ConfigError, LaunchError, ModelError, PolyremeError, Problem, ranks_named
 
 OF_A_RANK = ("data.", "monitor.", "launch.", "model.path", "checkpoint.folder", "checkpoint.resume")
 """Beginnings of keys that may differ between ranks: where files are on a rank's host, and what it shows."""
@@ -146,11 +146,6 @@ def _differences(by_rank: list[Any]) -> Iterator[Difference]:
                 by_rank[0].get(key),
                 ", ".join(f"{value} on {ranks_named(ranks)}" for value, ranks in who.items()),
             )
-
-
-def ranks_named(ranks: list[int]) -> str:
-    """Ranks as text, such as "rank 3" or "ranks 0, 1, 2, ..."."""
-    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks[:8]))}{', ...' * (len(ranks) > 8)}"
 
 
 def _configs_differ(differences: list[Difference]) -> ConfigError:

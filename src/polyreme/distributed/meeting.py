@@ -24,12 +24,10 @@ from polyreme.distributed import restart
 from polyreme.distributed.environment import BY_MPI, LOOPBACK, Environment, announce
 from polyreme.distributed.interfaces import addresses, is_loopback, source
 from polyreme.distributed.mpi import library
-from polyreme.errors import LaunchError, TransportError
+from polyreme.errors import LaunchError, TransportError, ranks_named
 
 INTERFACES = {"GLOO_SOCKET_IFNAME": "", "NCCL_SOCKET_IFNAME": "="}
 """The variables of interfaces, and what stands before a name in each (of NCCL, for exactly this one)."""
-SHOWN = 8
-"""Ranks that an error lists."""
 HEARD = 2.0
 """Seconds for which rank 0 holds the store that others may read from it why they do not meet."""
 MET = "met"
@@ -214,18 +212,13 @@ def _missing(store: Any, environment: Environment, within: timedelta) -> str:
 def _absent(
     environment: Environment, within: timedelta, missing: Sequence[int], hosts: Mapping[str, Sequence[int]]
 ) -> str:
-    there = "; ".join(f"on {host} {_ranks(ranks)}" for host, ranks in hosts.items())
+    there = "; ".join(f"on {host} {ranks_named(ranks)}" for host, ranks in hosts.items())
     return (
-        f"{_ranks(missing)} of {environment.world_size} did not come to the meeting at {_at(environment)} "
-        f"within {within.total_seconds():g} s (launch.meet_timeout). Here were {there}. Look whether the "
-        "missing ones were started and what they print, and whether their host reaches that address and port "
-        "(name, route, firewall)"
+        f"{ranks_named(missing)} of {environment.world_size} did not come to the meeting at "
+        f"{_at(environment)} within {within.total_seconds():g} s (launch.meet_timeout). "
+        f"Here were {there}. Look whether the missing ones were started and what they print, and whether "
+        "their host reaches that address and port (name, route, firewall)"
     )
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    more = f" and {len(ranks) - SHOWN} more" * (len(ranks) > SHOWN)
-    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks[:SHOWN]))}{more}"
 
 
 def _leave(store: Any, environment: Environment) -> None:

@@ -27,7 +27,7 @@ from typing import Any, ClassVar, NamedTuple, ParamSpec, TypeVar
 import torch
 import torch.distributed as dist
 
-from polyreme.errors import TransportError
+from polyreme.errors import TransportError, ranks_named
 
 REMEMBERED = 64
 """Operations of a meeting that others are told of."""
@@ -211,11 +211,8 @@ class Watch:
         hosts: dict[str, list[int]] = {}
         for rank in silent:
             hosts.setdefault(self._host(rank), []).append(rank)
-        named = [
-            f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))} on {host}"
-            for host, ranks in hosts.items()
-        ]
-        return f"{' and '.join(named)} did not come to it, ended or cannot be reached"
+        absent = [f"{ranks_named(ranks)} on {host}" for host, ranks in hosts.items()]
+        return f"{' and '.join(absent)} did not come to it, ended or cannot be reached"
 
     def _host(self, rank: int) -> str:
         if self.hosts:
@@ -353,9 +350,8 @@ class Watch:
         seconds = time.monotonic() - wait.since
         if seconds >= self.every * (wait.told + 1):
             wait.told = int(seconds / self.every)
-            ranks = f"rank{'s' * (len(wait.meeting.ranks) > 2)} {', '.join(map(str, wait.meeting.others()))}"
             print(f"polyreme: rank {dist.get_rank()} has waited "
-                  f"{seconds:.0f} s for {ranks}{within(self.call)}: "
+                  f"{seconds:.0f} s for {ranks_named(wait.meeting.others())}{within(self.call)}: "
                   f"{wait.what} {more}", file=sys.stderr, flush=True)  # fmt: skip
 
     # ---- the end of this process

@@ -21,7 +21,7 @@ from polyreme.config.describe import toml
 from polyreme.config.schema import LEAVES
 from polyreme.data import load_tokenizer
 from polyreme.distributed.mesh import Axis
-from polyreme.errors import CheckpointError, ConfigError, DataError, Problem
+from polyreme.errors import CheckpointError, ConfigError, DataError, Problem, named
 from polyreme.models.huggingface import base_prefix, file_names
 from polyreme.planner.meta_model import meta_model
 
@@ -119,7 +119,7 @@ def _check_names(config: Config, folder: RunDirectory, after: int) -> None:
     """Raises ConfigError where a name that the run gives to a checkpoint, of a step beyond `after`, is that
     of something else."""
     if taken := folder.foreign(after):
-        names = ", ".join(path.name for path in taken[:5]) + (", ..." if len(taken) > 5 else "")
+        names = named([path.name for path in taken])
         reason = (
             f"{names} in it would be replaced by checkpoints of "
             f"this run, and is none: {ownership.why_not(taken[0])}"

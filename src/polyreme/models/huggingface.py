@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from polyreme.errors import ConfigError, ModelError, Problem
+from polyreme.errors import ConfigError, ModelError, Problem, named
 from polyreme.models.peft import is_peft_model, learns_prompts, plain_model
 
 NUM_ITEMS = "num_items_in_batch"
@@ -354,9 +354,9 @@ def build(
     loaded = read_config(path, None, trust_remote_code)
     auto = _architecture(loaded)
     fix = "give a directory that save_pretrained wrote, or model.config to start anew"
-    if named := getattr(loaded, "transformers_weights", None):
+    if other := getattr(loaded, "transformers_weights", None):
         raise ConfigError(
-            [Problem("model.path", path, f"its config.json names another file of weights, {named!r}", fix)]
+            [Problem("model.path", path, f"its config.json names another file of weights, {other!r}", fix)]
         )
     try:
         model, report = auto.from_pretrained(
@@ -375,10 +375,9 @@ def build(
         name for name in report["missing_keys"] if not any(fnmatch(name, pattern) for pattern in patterns)
     )
     if missing:
-        shown = ", ".join(missing[:5]) + (f" and {len(missing) - 5} more" if len(missing) > 5 else "")
         reason = (
             f"{path} lacks tensors of the model that its config.json "
-            f"describes, which would be new random numbers: {shown}"
+            f"describes, which would be new random numbers: {named(missing)}"
         )
         fix = (
             "correct config.json; or, if that is meant, write "

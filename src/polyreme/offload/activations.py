@@ -132,7 +132,7 @@ class ActivationOffload:
         if stored is None or stored.version != tensor._version:
             stored = _StoredStorage(storage.nbytes(), tensor._version, StorageWeakRef(storage), self._store)
             self._known[storage._cdata] = stored
-        stored.source, stored.bytes = tensor.detach(), _bytes_of(storage)
+        stored.source, stored.bytes = tensor.detach(), bytes_of(storage)
         return stored
 
     def _let_go(self, staying: Sequence[Call | None]) -> None:
@@ -280,5 +280,6 @@ class _View:
         return tensor.requires_grad_(self._requires_grad)
 
 
-def _bytes_of(storage: torch.UntypedStorage) -> Tensor:
+def bytes_of(storage: torch.UntypedStorage) -> Tensor:
+    """All of a storage, as a flat tensor of uint8."""
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)

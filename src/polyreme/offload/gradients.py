@@ -14,8 +14,8 @@ from torch import Tensor
 from polyreme.layout.intervals import Interval, overlap
 from polyreme.offload.store import Store
 
-Final = Callable[[Tensor, int], object]
-"""A function of a part of the step's gradients, on the CPU, and the number of its first element."""
+Final = Callable[[int, Tensor], object]
+"""A function of the number of a first element, and of the step's gradients from there on, on the CPU."""
 
 
 class OffloadedGradients:
@@ -36,7 +36,7 @@ class OffloadedGradients:
         store, gone = self.store, True
         store.copy_stream.settle()
         for extent, (start, stop) in zip(self.extents, self._parts, strict=True):
-            then = None if final is None else partial(_give, final, start)
+            then = None if final is None else partial(final, start)
             if self.adds:
                 gone &= store.add(extent, gradient[start:stop], self._dtype, not self._accumulates, then)
             else:
@@ -85,7 +85,3 @@ class OffloadedGradients:
         for extent, part in zip(self.extents, self._parts, strict=True):
             if inside := overlap(Interval(start, stop), part):
                 yield extent, inside, (inside.start - part.start) * self._dtype.itemsize
-
-
-def _give(final: Final, start: int, numbers: Tensor) -> None:
-    final(numbers, start)

@@ -28,7 +28,7 @@ from polyreme.config.schema import is_files, tiers_of
 from polyreme.deferred_init.replay import Recording, record
 from polyreme.distributed.hybrid import sharing
 from polyreme.distributed.mesh import Mesh, Product
-from polyreme.errors import CheckpointError, ConfigError, ModelError, Problem
+from polyreme.errors import CheckpointError, ConfigError, ModelError, Problem, named
 from polyreme.layout.bucket_layout import Cut
 from polyreme.models import huggingface, peft
 from polyreme.models.wrappers import unwrap
@@ -113,8 +113,7 @@ def _from_directory(path: Path, config: Config) -> tuple[nn.Module, Recording | 
     if recording is not None:
         if not (missing := lacks(source, recording.module)):
             return recording.module, recording, path
-        names = ", ".join(missing[:3]) + " ..." * (len(missing) > 3)
-        reason = f"its files do not have {names} as the model does"
+        reason = f"its files do not have {named(missing, 3)} as the model does"
     with torch.random.fork_rng([]):  # what may be missing is new
         torch.manual_seed(config.seed)
         model = huggingface.build(str(path), None, trust, allow_missing=config.model.allow_missing).train()

@@ -36,7 +36,7 @@ from polyreme.config import Config
 from polyreme.config.schema import SCALED
 from polyreme.data import Loader
 from polyreme.distributed.mesh import Axis, Mesh
-from polyreme.errors import CheckpointError, DataError, ModelError
+from polyreme.errors import CheckpointError, DataError, ModelError, named
 from polyreme.layout.region import Region
 from polyreme.models import huggingface, peft
 from polyreme.models.tensor_access import entries
@@ -132,7 +132,7 @@ def adapters(contents: EngineContents) -> dict[str, Tensor] | None:
                       "whole model, but no files of PEFT's", stacklevel=4)  # fmt: skip
         return None
     if wanted and (others := _trained_besides(contents, wanted)):
-        warnings.warn(f"{_several(others)} trains too, and PEFT's files have "
+        warnings.warn(f"{named(others)} trains too, and PEFT's files have "
                       "none of it: PeftModel.from_pretrained of this begins "
                       "with what the base has there. engine.load takes all of "
                       "it. Name its module in modules_to_save of PEFT's config",
@@ -173,7 +173,7 @@ def adapters_alone(contents: EngineContents) -> set[str]:
                          "module: take it out of modules_to_save, "
                          f"set mesh.pp = 1, or {instead}")  # fmt: skip
     if others := _trained_besides(contents, found):
-        raise ModelError(f"save(adapters_only=True), but {_several(others)} trains too, and PEFT "
+        raise ModelError(f"save(adapters_only=True), but {named(others)} trains too, and PEFT "
                          "saves none of it: name its module in modules_to_save "
                          f"of PEFT's config, freeze it, or {instead}")  # fmt: skip
     return found
@@ -186,10 +186,6 @@ def _trained_besides(contents: EngineContents, names: Collection[str]) -> list[s
         [each[0] for each in trained if set(names).isdisjoint(each)]
     )
     return [name for each in told for name in each]
-
-
-def _several(names: Sequence[str]) -> str:
-    return ", ".join(names[:4]) + (", ..." if len(names) > 4 else "")
 
 
 def content(
@@ -388,12 +384,6 @@ def _fill(source: Source, found: load.Match, regions: Iterable[Region]) -> None:
     load.fill(source, ((kind_of(region.kind, name), name, region) for region, name in there))
 
 
-def _publish(buckets: Iterable[Bucket]) -> None:
-    """Give all ranks what changed."""
-    for work in [bucket.publish() for bucket in buckets]:
-        work.settle()
-
-
 def _take(
     contents: EngineContents,
     source: Source,
@@ -426,7 +416,7 @@ def _take(
                 load.fill_buffer(source, found.name_of[names[0]], buffer)
 
     collectively(axis, read)
-    _publish(placement.buckets)
+    placement.publish()
     notes = [*problems, *([str(found)] if not found.is_exact else [])]
     if resume is None or weights_only:
         if any(scalars.values()):

@@ -24,7 +24,7 @@ from polyreme.step.checkpoints import Checkpoints
 from polyreme.step.equal_part import EqualPart
 from polyreme.step.training import Training
 from polyreme.zero.bucket import Bucket
-from polyreme.zero.parameter import NAMES
+from polyreme.zero.parameter import NAMES, in_backward
 from polyreme.zero.sharded_optimizer import Update
 
 GRADIENT = "gradient"
@@ -237,7 +237,7 @@ class ParameterNumbers:
                 "rank's stage of a pipeline: give one of engine.module.parameters(), after "
                 "engine.refresh() where the model has changed"
             )
-        if not moving and (training.blocks.in_forward or torch._C._current_graph_task_id() != -1):
+        if not moving and (training.blocks.in_forward or in_backward()):
             raise ModelError(
                 f"engine.numbers(...) of {name} inside of a forward or a backward, where parameters and "
                 "gradients come and go: ask before or after it"

@@ -395,7 +395,9 @@ class Bucket:
         if not master and self._state == "full" and not self._quantized:
             return self.full
         if master and (self.master is not None or self.offloaded_states is not None):
-            source = self.master if self.master is not None else self.offloaded_master()
+            source = (
+                self.master if self.master is not None else self.part(self.region.start, self.region.stop)
+            )
         elif self._offloaded is not None:
             self._offloaded.fetch()
             source = self._offloaded.arrive().to(self.device, copy=True)
@@ -404,12 +406,3 @@ class Bucket:
             assert self.device_shard is not None
             source = self.device_shard
         return self.axis.gathered(source, self.layout.size)
-
-    def offloaded_master(self) -> Tensor:
-        """The master, from its extents."""
-        assert self.offloaded_states is not None
-        master = torch.zeros(
-            self.region.stop - self.region.start, dtype=self.formats.master, device=self.device
-        )
-        self.offloaded_states.read_master(master, self.region.start)
-        return master

@@ -244,7 +244,7 @@ class BucketGradients:
         self.grad, self._gone = None, True
         return gone
 
-    def _count(self, gradient: Tensor, start: int) -> None:
+    def _count(self, start: int, gradient: Tensor) -> None:
         """Note the squares of what counts of the sums of gradients, from element `start` of the region on. In
         any thread."""
         begin = start + self._region.start

@@ -12,10 +12,7 @@ from operator import is_
 
 from torch import nn
 
-from polyreme.errors import ModelError
-
-SHOWN = 4
-"""Names in an error."""
+from polyreme.errors import ModelError, named
 
 
 @dataclass(frozen=True)
@@ -36,10 +33,7 @@ class Changes:
         return not (self.added or self.replaced or self.removed)
 
     def __str__(self) -> str:
-        parts = []
-        for what, names in vars(self).items():
-            more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
-            parts += [f"{what} {', '.join(names[:SHOWN])}{more}"] if names else []
+        parts = [f"{what} {named(names)}" for what, names in vars(self).items() if names]
         return "; ".join(parts) or "nothing"
 
 

@@ -137,9 +137,7 @@ def make_whole(parameters: Iterable[nn.Parameter]) -> None:
     """Have those that are divided be plain parameters again. All ranks must call."""
     for parameter in parameters:
         if share_of(parameter) is not None:
-            numbers = taken(parameter)
-            parameter.__class__ = nn.Parameter
-            parameter.data = numbers
+            _open(parameter, taken(parameter))
 
 
 def taken(parameter: nn.Parameter) -> Tensor:

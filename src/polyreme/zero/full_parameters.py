@@ -86,8 +86,8 @@ def _adopt(bucket: Bucket, numbers: Tensor) -> None:
     bucket.require("masters")
     bucket.settle()
     if bucket.has_copy:
-        part, begin = numbers[bucket.region], bucket.region.start
-        master = bucket.master if bucket.master is not None else bucket.offloaded_master()
+        part, begin, end = numbers[bucket.region], bucket.region.start, bucket.region.stop
+        master = bucket.master if bucket.master is not None else bucket.part(begin, end)
         adopted = torch.where(part == master.to(part.dtype), master, part.to(master.dtype))
         if bucket.master is not None:
             bucket.master.copy_(adopted)

@@ -24,6 +24,7 @@ from torch.utils.hooks import RemovableHandle
 from polyreme.errors import ModelError
 from polyreme.models.huggingface import returned, tensors_in
 from polyreme.zero.bucket import Bucket
+from polyreme.zero.parameter import in_backward
 from polyreme.zero.released import refuse_loading, tell_of_uses
 
 
@@ -191,7 +192,7 @@ class Blocks:
     # ---- forward
 
     def _begin_forward(self, model: nn.Module, args: object) -> None:
-        if _in_backward():
+        if in_backward():
             return
         self._order, self._current, self.in_forward = [], None, True
         self._expected = self._last.get(self._stage, [])
@@ -203,7 +204,7 @@ class Blocks:
             self._guard.__enter__()
 
     def _end_forward(self, model: nn.Module, args: object, output: object) -> None:
-        if _in_backward():
+        if in_backward():
             return
         self.in_forward = False
         if self._stage not in self._checked:
@@ -220,7 +221,7 @@ class Blocks:
     def _begin_outer(self, module: nn.Module, args: object) -> None:
         """Begin the forward of a module around blocks. Without gradients it may be called by itself, such as
         an encoder for generation, on every rank. With them it has no step, and its parameters refuse."""
-        if self.in_forward or torch.is_grad_enabled() or _in_backward():
+        if self.in_forward or torch.is_grad_enabled() or in_backward():
             return
         if not self._outer_forwards:
             self._order, self._current, self._expected = [], None, []
@@ -236,7 +237,7 @@ class Blocks:
 
     def _before(self, unit: Unit) -> Callable[[nn.Module, object], None]:
         def enter(module: nn.Module, args: object) -> None:
-            if _in_backward():  # recomputation by a checkpoint of the model's own
+            if in_backward():  # recomputation by a checkpoint of the model's own
                 unit.enter()
                 return
             if unit is not self._current:
@@ -255,7 +256,7 @@ class Blocks:
 
     def _after(self, unit: Unit) -> Callable[[nn.Module, object, object, object], None]:
         def leave(module: nn.Module, args: object, kwargs: object, output: object) -> None:
-            if not _in_backward():
+            if not in_backward():
                 self._inside = None
                 unit.leave()
             # whose gradient does not lead into this unit
@@ -397,7 +398,3 @@ _HOLDERS = (Tensor, list, tuple, dict)
 def _may_store_tensors(module: nn.Module) -> bool:
     """Whether its forward may leave tensors as attributes: torch's own do not."""
     return not type(module).__module__.startswith("torch.nn.")
-
-
-def _in_backward() -> bool:
-    return torch._C._current_graph_task_id() != -1

@@ -81,6 +81,11 @@ OURS = Reading(
 )
 
 
+def in_backward() -> bool:
+    """Whether autograd runs a backward in this thread."""
+    return torch._C._current_graph_task_id() != -1
+
+
 def is_pending(parameter: Tensor) -> bool:
     """Whether an engine has gradients of the parameter that are not applied yet."""
     owner: Owner | None = _OWNERS.get(parameter, _nobody)()
@@ -93,8 +98,8 @@ class TrainedParameter(nn.Parameter):
     @property
     def grad(self) -> Tensor | None:
         # torch.compile asks whether there is one of each tensor that it meets
-        in_backward, traced = torch._C._current_graph_task_id() != -1, TracingContext.try_get() is not None
-        if not in_backward and not traced and is_pending(self):
+        traced = TracingContext.try_get() is not None
+        if not in_backward() and not traced and is_pending(self):
             _READINGS.get(self, OURS).answer(self, sys._getframe(1).f_globals.get("__name__", ""))
         gradient: Tensor | None = OWN_GRAD.__get__(self)
         return gradient
@@ -102,7 +107,7 @@ class TrainedParameter(nn.Parameter):
     @grad.setter
     def grad(self, gradient: Tensor | None) -> None:
         owner: Owner | None = _OWNERS.get(self, _nobody)()
-        if owner is not None and torch._C._current_graph_task_id() == -1:
+        if owner is not None and not in_backward():
             if gradient is None and (not owner.begun or _READINGS.get(self, OURS).hidden):
                 owner.given.discard(self)
             elif gradient is None:

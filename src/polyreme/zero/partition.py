@@ -113,6 +113,11 @@ class Placement:
         )
         return {id(parameter) for parameter, slot in pairs if tuple(parameter.shape) == slot.shape}
 
+    def publish(self) -> None:
+        """Give all ranks what changed of the parameters of this one."""
+        for work in [bucket.publish() for bucket in self.buckets]:
+            work.settle()
+
     def write(self, name: str, whole: Tensor) -> None:
         """Set a parameter to `whole`, of which this rank keeps its part."""
         bucket, slot = self.where[name]

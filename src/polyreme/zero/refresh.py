@@ -69,10 +69,7 @@ def carry(
             for kind, whole in _whole(bucket, of_bucket.get(bucket)):
                 for parameter, slot in zip(bucket.parameters, bucket.layout.slots, strict=True):
                     _fill(by_name.get((name_of.get(id(parameter), ""), kind), ()), whole[slot.start :])
-    for bucket in new.buckets:
-        bucket.store()
-    for work in [bucket.publish() for bucket in new.buckets]:
-        work.settle()
+    new.publish()
 
 
 def _fill(regions: Iterable[Region], parameter: Tensor) -> None:

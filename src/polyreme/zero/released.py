@@ -22,7 +22,7 @@ from torch.utils.weak import WeakIdKeyDictionary, WeakTensorKeyDictionary
 
 from polyreme.errors import ModelError
 from polyreme.models.tensor_access import touching, writes
-from polyreme.zero.parameter import NAMES, TrainedParameter, is_shard
+from polyreme.zero.parameter import NAMES, TrainedParameter, in_backward, is_shard
 
 _LISTED: WeakIdKeyDictionary = WeakTensorKeyDictionary()
 """Parameters that `state_dict()` holds while they are released."""
@@ -103,15 +103,11 @@ class Pinnable(Protocol):
 def _tell_of_uses(parameters: Iterable[Tensor], result: Any) -> None:
     """Tell of a use of parameters, some of which are `AfterForward`, if its result has a backward."""
     leaves = pytree.tree_leaves(result)
-    if not any(isinstance(leaf, Tensor) and leaf.grad_fn is not None for leaf in leaves) or _in_backward():
+    if not any(isinstance(leaf, Tensor) and leaf.grad_fn is not None for leaf in leaves) or in_backward():
         return
     for parameter in parameters:
         if isinstance(parameter, AfterForward) and (unit := _UNITS[parameter]()) is not None:
             unit.pin()  # of the same unit others are `Gathered` then
-
-
-def _in_backward() -> bool:
-    return torch._C._current_graph_task_id() != -1
 
 
 def _follows(name: str) -> Callable[..., Any]:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, UntypedStorage
 
 from polyreme.errors import ModelError
+from polyreme.offload.activations import bytes_of
 from polyreme.zero.bucket import ASLEEP, KINDS, Bucket, Kind
 from polyreme.zero.released import guard, unguard
 from polyreme.zero.sharded_optimizer import Update
@@ -50,7 +51,7 @@ class Sleep:
             while self._kept:
                 storage, kept = self._kept.pop()
                 storage.resize_(kept.numel())
-                _bytes(storage).copy_(kept)
+                bytes_of(storage).copy_(kept)
         for bucket in self._buckets:
             if "params" in bucket.asleep and not bucket.sharded:
                 unguard(bucket.parameters)
@@ -76,7 +77,7 @@ class Sleep:
                 kept = torch.empty(
                     storage.nbytes(), dtype=torch.uint8, pin_memory=pin and tensor.device.type == "cuda"
                 )
-                kept.copy_(_bytes(storage))
+                kept.copy_(bytes_of(storage))
                 storage.resize_(0)
                 self._kept.append((storage, kept))
 
@@ -92,7 +93,3 @@ class Sleep:
                 yield bucket.full
                 if bucket.device_shard is not None:
                     yield bucket.device_shard
-
-
-def _bytes(storage: UntypedStorage) -> Tensor:
-    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)

@@ -24,7 +24,7 @@ from polyreme.checkpoint.manifest import NAME as RESUME
 from polyreme.checkpoint.manifest import File, read
 from polyreme.checkpoint.safetensors import Entry, Header, parse
 from polyreme.checkpoint.sources import MODEL, TensorInfo
-from polyreme.errors import CheckpointError
+from polyreme.errors import CheckpointError, named
 from polyreme.layout.intervals import Interval, overlap
 
 OPTIMIZER = "optimizer"
@@ -155,11 +155,7 @@ class Directory:
         """A file, and the tensors in it."""
         if name not in self.headers:
             return name
-        tensors = [repr(tensor) for tensor in self.headers[name].entries]
-        return (
-            f"{name} "
-            f"({', '.join(tensors[:3])}{f' and {len(tensors) - 3} more tensors' if len(tensors) > 3 else ''})"
-        )
+        return f"{name} ({named([repr(tensor) for tensor in self.headers[name].entries], 3)})"
 
     def _check_files(self) -> None:
         """Compare the folder with resume.json: each of its files is there, with its size, and no other that
@@ -235,9 +231,9 @@ class Directory:
                                    f"({pickles[0]}), which could run code and is not read: "
                                    "if you trust it, open it with transformers "
                                    "and `save_pretrained` it as safetensors")  # fmt: skip
-        there = ", ".join(self._names[:10]) + (", ..." if len(self._names) > 10 else "")
         return CheckpointError(
-            f"{self.path} has no {stem}.safetensors, nor the index of several: it has {there or 'no files'}"
+            f"{self.path} has no {stem}.safetensors, nor the index of several: "
+            f"it has {named(self._names, 10) or 'no files'}"
         )
 
 
