@@ -239,6 +239,8 @@ REMOVED = (
     "zero_optimization.mics_shard_size",
     "zero_optimization.zeropp_loco_param",
     "zero_optimization.mics_hierarchical_params_gather",
+    "compile.backend",
+    "compile.disable",
 )
 EXAMPLES = {
     "bool": True,
@@ -522,6 +524,16 @@ def test_what_deepspeed_removed_is_refused(path: str) -> None:
 )
 def test_an_unknown_key_is_refused_with_the_nearest(wrong: str, nearest: str) -> None:
     assert nearest in refused({"train_batch_size": 4, **within(wrong, 1)})[wrong].fix
+
+
+def test_what_published_configs_have_beside_deepspeeds_keys() -> None:
+    """LLaMA-Factory's, which DeepSpeed does not read."""
+    found = notes(
+        {"_comment": "for two ranks", "comms_config": {"verbose": False}, "monitor_config": {"enabled": True}}
+    )
+    assert found["_comment"].outcome == "nothing to do"
+    assert "comms_logger" in found["comms_config"].text and found["comms_config"].outcome == "warned"
+    assert "csv_monitor" in found["monitor_config"].text and found["monitor_config"].outcome == "warned"
 
 
 REFUSED: list[tuple[str, Any]] = [

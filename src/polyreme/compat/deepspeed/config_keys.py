@@ -157,6 +157,11 @@ TOP: dict[str, Key] = {
     "curriculum_learning": removed("the older of two curricula", "remove it, and order the data in the "
                                                                  "loader"),
     "progressive_layer_drop": removed("layers left out at random", "remove it"),
+    "comms_config": warned("anything", None, "DeepSpeed reads no such key, nor is it read here: comms_logger "
+                                             "counts calls"),
+    "monitor_config": warned("anything", None, "DeepSpeed reads no such key, nor is it read here: "
+                                               "csv_monitor, tensorboard and wandb stand at the top"),
+    "_*": idle("anything", None, "a comment"),
 }  # fmt: skip
 
 NAMED: dict[str, Key] = {
@@ -403,6 +408,9 @@ SECTIONS: dict[str, dict[str, Key]] = {
         **each(COMPILE, "anything", None, "it is a part of DeepCompile"),
         "deepcompile": warned("bool", False, "`engine.compile()` compiles each block with torch.compile, and "
                                              "gathers are no part of its graph"),
+        **dict.fromkeys(("disable", "enabled", "backend", "kwargs"), removed(
+            "`engine.compile()` compiles", "remove it, and set torch_compile of TrainingArguments, or call "
+                                           "engine.compile(backend)")),
     },
     "data_efficiency": {
         "enabled": refused("bool", False, "curricula and dropped tokens are not here",
@@ -462,6 +470,8 @@ def find(path: str) -> Key | None:
     """The key of this path, whichever of its names it has."""
     if path in KEYS or path in NAMES:
         return KEYS[NAMES.get(path, path)]
+    if path.startswith("_"):
+        return KEYS["_*"]
     parts = path.split(".")
     wild = (KEYS.get(".".join([*parts[:depth], "*"])) for depth in range(len(parts) - 1, 0, -1))
     return next((key for key in wild if key), None)
