@@ -125,6 +125,7 @@ def messages(rank: int, world: int) -> None:
         number = torch.full((50_000,), rank + 1)
         dist.all_reduce(number, group=pair)
         assert number.eq(3).all() and dist.get_rank(pair) == rank
+        dist.destroy_process_group(pair)
     alone = [dist.new_group([each]) for each in range(world)][rank]
     dist.all_reduce(number := torch.full((50_000,), 2.5), group=alone)
     assert number.eq(2.5).all()
@@ -157,6 +158,29 @@ def data_parallel(rank: int, world: int) -> None:
     plain(inputs).sum().div(world).backward()
     for own, other in zip(model.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(own.grad, other.grad)
+
+
+def fully_sharded(rank: int, world: int) -> None:
+    """What finds groups by their names: functional collectives, meshes of devices, FSDP2."""
+    from torch.distributed import _functional_collectives as functional
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import DTensor
+
+    summed = functional.all_reduce(torch.full((3,), float(rank)), "sum", dist.group.WORLD)
+    assert summed.eq(world * (world - 1) / 2).all()
+    plain, model = (
+        nn.Sequential(nn.Linear(7, 9), nn.Linear(9, 3)),
+        nn.Sequential(nn.Linear(7, 9), nn.Linear(9, 3)),
+    )
+    model.load_state_dict(plain.state_dict())
+    for each in (*model, model):
+        fully_shard(each)
+    inputs = torch.randn(world, 4, 7)
+    plain(inputs).sum().div(world).backward()
+    model(inputs[rank]).sum().backward()
+    for own, other in zip(model.parameters(), plain.parameters(), strict=True):
+        assert isinstance(own.grad, DTensor)
+        torch.testing.assert_close(own.grad.full_tensor(), other.grad)
 
 
 def on_hosts(rank: int, world: int, hosts: int) -> None:

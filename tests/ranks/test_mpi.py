@@ -18,7 +18,7 @@ import mpirun
 from conformance import conforms
 from cover import cover
 from examples import ALL
-from mpi_jobs import data_parallel, gathers, goes_on, messages, on_hosts, scatters, sums
+from mpi_jobs import data_parallel, fully_sharded, gathers, goes_on, messages, on_hosts, scatters, sums
 from mpirun import Failed, Job
 from polyreme.distributed import mpi, mpi_group
 from polyreme.errors import TransportError
@@ -30,7 +30,7 @@ CASES = cover(
     [case for case in CASES if (case.model, case.world) == ("convnet", 2)],
     lambda case: {(case.stage, case.recompute) if ALL_CASES else case.stage, case.optimizer, case.clip},
 )
-TORCH = (sums, gathers, scatters, messages, goes_on, *([data_parallel] if ALL_CASES else []))
+TORCH = (sums, gathers, scatters, messages, goes_on, *([data_parallel, fully_sharded] if ALL_CASES else []))
 
 
 LIBRARIES = list(WORLDS) if ALL_CASES else ["mpich", "openmpi"]

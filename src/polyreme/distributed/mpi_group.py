@@ -42,6 +42,7 @@ class MpiGroup(_ProcessGroup):
         self._comm, self._size, self._rank = comm, comm.size, comm.rank
         self._own = comm.Dup()  # for messages of exchanges, whose tags are their numbers
         self._begun, self._tags = 0, comm.Get_attr(library().TAG_UB) + 1
+        self._name = self._description = ""
 
     # ---- of one tensor
 
@@ -178,6 +179,19 @@ class MpiGroup(_ProcessGroup):
 
     def getBackendName(self) -> str:
         return "mpi"
+
+    def getGroupName(self) -> str:
+        """By which meshes of devices and functional collectives find the group."""
+        return self._name
+
+    def setGroupName(self, name: str) -> None:
+        self._name = name
+
+    def getGroupDesc(self) -> str:
+        return self._description
+
+    def setGroupDesc(self, description: str) -> None:
+        self._description = description
 
     def shutdown(self) -> None:
         """Let go of the communicators, which MPI has few of; not where an operation failed."""
