@@ -200,6 +200,18 @@ def test_every_module_says_what_is_in_it() -> None:
     assert [file for file, _, tree in sources() if not ast.get_docstring(tree)] == []
 
 
+def test_public_functions_and_classes_say_what_they_do() -> None:
+    """Those at the top of modules, but for other systems' names over ours."""
+    assert [
+        f"{file}: {node.name}"
+        for file, _, tree in sources()
+        if not file.startswith("compat/")
+        for node in tree.body
+        if isinstance(node, Function | ast.ClassDef) and not node.name.startswith("_")
+        if not ast.get_docstring(node)
+    ] == []
+
+
 PAGE = SOURCE.parents[1] / "docs" / "architecture.md"
 QUOTED = re.compile(r"`([A-Za-z_.][\w.]*)(?:\(\))?`")
 FOREIGN = {

@@ -21,6 +21,7 @@ HUGE = 2**31 - 1
 
 
 def default(field: FieldInfo) -> Any:
+    """The value that the key has where nobody writes it."""
     return field.get_default(call_default_factory=True)
 
 

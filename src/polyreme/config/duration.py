@@ -71,6 +71,7 @@ def real(value: object) -> object:
 
 
 def not_bool(value: object) -> object:
+    """The value; ValueError for true and false, which pydantic takes for 1 and 0."""
     if isinstance(value, bool):
         raise ValueError("true and false are not numbers")
     return value

@@ -162,6 +162,7 @@ def _parse(text: str, suffix: str) -> object:
 
 
 def distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A table of these pairs; ValueError where a key comes twice, of which JSON keeps the last."""
     found = dict(pairs)
     if len(found) < len(pairs):
         raise ValueError(f"the key {Counter(key for key, _ in pairs).most_common(1)[0][0]!r} comes twice")

@@ -108,6 +108,8 @@ Tier = FilePath | list[FilePath] | dict[FilePath, Fraction]
 
 
 class Section(BaseModel):
+    """A table of the config, which refuses keys that it does not have, and changes."""
+
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, validate_default=True)
 
     def __setattr__(self, name: str, value: object) -> None:

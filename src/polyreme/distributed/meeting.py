@@ -142,7 +142,7 @@ def listen(environment: Environment) -> socket.socket:
 
 
 def _listen_everywhere(port: int) -> socket.socket:
-    """At all of this host's addresses, which others may know by IPv6 alone."""
+    """Listen at all of this host's addresses, which others may know by IPv6 alone."""
     v4, v6 = EVERYWHERE
     if any(":" in address and not is_loopback(address) for address in addresses()):
         return socket.create_server((v6, port), family=socket.AF_INET6, dualstack_ipv6=True)

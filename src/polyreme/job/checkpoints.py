@@ -47,6 +47,7 @@ class Account:
 
     @classmethod
     def of(cls, extra: Mapping[str, Any]) -> Account:
+        """What a checkpoint's `extra` has of it."""
         return cls(**{each.name: extra[each.name] for each in fields(cls) if each.name in extra})
 
 

@@ -80,6 +80,7 @@ def each(function: Callable[[int], None], starts: Sequence[int]) -> None:
 
 @cache
 def pool(threads: int) -> ThreadPoolExecutor:
+    """The threads of all updates of this process, so many."""
     return ThreadPoolExecutor(threads, "polyreme-update")
 
 

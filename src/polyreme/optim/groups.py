@@ -77,6 +77,7 @@ class Recipe:
     left_out: frozenset[str] = frozenset()
 
     def boundary(self, group: int) -> Boundary:
+        """Where shards may cut the tensors of a group."""
         return self.groups[group].boundary
 
     @property

@@ -40,7 +40,7 @@ class EqualPart(Tensor):
 
     @classmethod
     def of(cls, numbers: Numbers, kind: str, axis: Axis, name: str, elements: int, like: Tensor) -> EqualPart:
-        """Of `elements` numbers of this kind, in the dtype and on the device of `like`."""
+        """A part of `elements` numbers of this kind, in the dtype and on the device of `like`."""
         made = without_memory([ceil_div(elements, axis.size)], like).as_subclass(cls)
         made._numbers, made._kind, made._axis, made._name = numbers, kind, axis, name
         made._elements = elements

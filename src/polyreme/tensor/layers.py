@@ -24,6 +24,7 @@ from polyreme.tensor.vocab_parallel_loss import VocabParallelLogits
 
 
 def is_linear(module: nn.Module) -> bool:
+    """Whether it multiplies by a matrix: torch's Linear, or GPT-2's layer."""
     return isinstance(module, nn.Linear) or is_transposed(module)
 
 
@@ -48,6 +49,8 @@ class Site:
 
 
 class Style(Protocol):
+    """How a module is divided over the axis."""
+
     def cuts(self, module: nn.Module, ways: int) -> dict[str, Cut]:
         """How each of the module's own parameters is divided, by its name in the module. Raises ValueError
         where it cannot be."""

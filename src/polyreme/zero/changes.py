@@ -87,6 +87,7 @@ class Roster:
         return next(f"{name} from {before} to {p.dtype}" for (name, p), before in pairs if p.dtype != before)
 
     def changes(self, model: nn.Module) -> Changes:
+        """What of `model` is other than it was."""
         now = dict(model.named_parameters(remove_duplicate=False))
         frozen = {id(p) for p in self._frozen}
         shapes = dict(zip(self._named, self._shapes, strict=True))
