@@ -82,7 +82,13 @@ def test_slow_ways_and_clocks_that_differ() -> None:
     found = checks(pairs)
     assert [each for each, check in found.items() if not check.ok] == ["clocks", "a - b"]
     assert "b is -3.0 s from a's: start chrony" in found["clocks"].found
-    assert "0.10 GB/s, where most have 1.00: look at the cable" in found["a - b"].found
+    assert "0.10 GB/s, where the fastest has 1.00: look at the cable" in found["a - b"].found
+
+
+def test_one_slow_host_of_three_is_found() -> None:
+    pairs = [Pair((a, b), 2e-5, 1e9 if b == "b" else 1e7, 0.0) for a, b in ("ab", "ac", "bc")]
+    found = checks(pairs)
+    assert [each for each, check in found.items() if not check.ok] == ["a - c", "b - c"]
 
 
 def test_links_of_gpus() -> None:

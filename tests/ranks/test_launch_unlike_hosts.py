@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -90,6 +91,18 @@ def test_doctor_finds_a_clock_that_is_an_hour_ahead(two: tuple[list[Host], str],
     with bound(two[0][1], tmp_path / "version.py", version):
         status, printed = Running(two, tmp_path, "doctor").end()
     assert status == 1 and "fail  clocks" in printed and "ok    versions" in printed, printed
+
+
+def test_doctor_measures_a_way_that_is_slow_in_one_direction(
+    two: tuple[list[Host], str], tmp_path: Path
+) -> None:
+    limit = ["root", "tbf", "rate", "100mbit", "burst", "64kb", "latency", "50ms"]
+    two[0][1].run("tc", "qdisc", "add", "dev", "eth0", *limit)
+    try:
+        status, printed = Running(two, tmp_path, "doctor").end()
+    finally:
+        two[0][1].run("tc", "qdisc", "del", "dev", "eth0", "root")
+    assert status == 0 and re.search(r"ok    n1 - n2 .* us, 0\.01 GB/s", printed), printed
 
 
 @pytest.mark.parametrize("full", [[0, 1], [1]], ids=["shared", "of one"])

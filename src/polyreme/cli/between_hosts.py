@@ -130,13 +130,15 @@ def _gpus(facts: Facts) -> str:
 
 
 def _ways(pairs: Sequence[Pair]) -> Iterator[Check]:
-    """A pair by itself is as it is; one much slower than most is not."""
-    usual = median(pair.bandwidth for pair in pairs) if pairs else 0.0
+    """A pair by itself is as it is; one much slower than most is not, or than the fastest of three, of which
+    one slow host makes two slow."""
+    found = [pair.bandwidth for pair in pairs] or [0.0]
+    usual, whose = (median(found), "most have") if len(found) > 3 else (max(found), "the fastest has")
     for pair in pairs:
         text = f"{pair.latency * 1e6:,.0f} us, {pair.bandwidth / GB:.2f} GB/s"
         slow = pair.bandwidth < usual / 2
         why = (
-            f", where most have {usual / GB:.2f}: look at the cable, the port of the switch and its speed "
+            f", where {whose} {usual / GB:.2f}: look at the cable, the port of the switch and its speed "
             "(ethtool)"
         )
         yield Check(" - ".join(pair.hosts), not slow, text + (why if slow else ""))

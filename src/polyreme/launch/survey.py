@@ -42,7 +42,7 @@ SHARED_MEMORY = Path("/dev/shm")
 @dataclass(frozen=True)
 class Pair:
     """Two hosts: how long a small message takes one way, in seconds, how many bytes a second large ones
-    bring, and by how many seconds the second's clock is ahead."""
+    bring in the slower direction, and by how many seconds the second's clock is ahead."""
 
     hosts: tuple[str, str]
     latency: float
@@ -70,8 +70,7 @@ def survey() -> Survey | None:
     facts = _gather({**_facts(), "sees folder": _sees_folder(device)}, device)
     pairs = [_measure(a, b, everyone[a][0], everyone[b][0], device) for a, b in combinations(first, 2)]
     close()
-    found = [pair for pair in pairs if pair is not None]
-    return Survey(place.world_size, [facts[rank] for rank in first], found) if place.rank == 0 else None
+    return Survey(place.world_size, [facts[rank] for rank in first], pairs) if place.rank == 0 else None
 
 
 def links(matrix: str) -> Mapping[str, int]:
@@ -144,17 +143,21 @@ def _sees_folder(device: torch.device) -> bool | None:
     return None if told is None else seen
 
 
-def _measure(a: int, b: int, host: str, other: str, device: torch.device) -> Pair | None:
-    """Between ranks a and b; on other ranks, and on all but rank 0 in the end, None."""
+def _measure(a: int, b: int, host: str, other: str, device: torch.device) -> Pair:
+    """Between ranks a and b, the first of their hosts; all ranks call it."""
     rank = dist.get_rank()
-    found = None
+    found: list[float] = []
     if rank == a:
         ahead, latency = min((_ping(b, device) for _ in range(PINGS)), key=lambda pair: pair[1])
-        found = [latency, max(_bandwidth(b, device) for _ in range(TIMES)), ahead]
+        found = [_bandwidth(b, device), latency, ahead]
+        _take(b, device)
     elif rank == b:
         _answer(a, device)
-    told = _gather(found, device)[a]
-    return Pair((host, other), *told)
+        _take(a, device)
+        found = [_bandwidth(a, device)]
+    told = _gather(found, device)
+    (there, latency, ahead), [back] = told[a], told[b]
+    return Pair((host, other), latency, min(there, back), ahead)
 
 
 def _ping(b: int, device: torch.device) -> tuple[float, float]:
@@ -168,27 +171,33 @@ def _ping(b: int, device: torch.device) -> tuple[float, float]:
     return there - (clock + way), way
 
 
-def _bandwidth(b: int, device: torch.device) -> float:
-    """Bytes a second to b."""
-    large = torch.zeros(LARGE, dtype=torch.uint8, device=device)
-    done = torch.zeros(1, device=device)
-    began = time.perf_counter()
-    dist.send(large, b)
-    dist.recv(done, b)
-    done.item()
-    return LARGE / (time.perf_counter() - began)
-
-
 def _answer(a: int, device: torch.device) -> None:
     said = torch.zeros(1, dtype=torch.float64, device=device)
-    large = torch.zeros(LARGE, dtype=torch.uint8, device=device)
     for _ in range(PINGS):
         dist.recv(said, a)
         said.item()
         dist.send(torch.full_like(said, time.time()), a)
+
+
+def _bandwidth(to: int, device: torch.device) -> float:
+    """Bytes a second to a rank, the most of some times."""
+    large = torch.zeros(LARGE, dtype=torch.uint8, device=device)
+    done = torch.zeros(1, device=device)
+    most = 0.0
     for _ in range(TIMES):
-        dist.recv(large, a)
-        dist.send(torch.zeros(1, device=device), a)
+        began = time.perf_counter()
+        dist.send(large, to)
+        dist.recv(done, to)
+        done.item()
+        most = max(most, LARGE / (time.perf_counter() - began))
+    return most
+
+
+def _take(sender: int, device: torch.device) -> None:
+    large = torch.zeros(LARGE, dtype=torch.uint8, device=device)
+    for _ in range(TIMES):
+        dist.recv(large, sender)
+        dist.send(torch.zeros(1, device=device), sender)
 
 
 def _gather(what: Any, device: torch.device) -> list[Any]:
