@@ -5,12 +5,12 @@ from __future__ import annotations
 
 import json
 import stat
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from polyreme.config.loading import distinct
 from polyreme.errors import CheckpointError
 
 JSON_LIMIT = 1 << 30
@@ -101,16 +101,9 @@ def parse_json(text: bytes | bytearray, file: Path) -> dict[str, Any]:
     """The object that `text`, from `file`, holds. CheckpointError where a key comes twice, too: parsers
     differ in which counts."""
     try:
-        value = json.loads(text.decode(), object_pairs_hook=_distinct)
+        value = json.loads(text.decode(), object_pairs_hook=distinct)
     except (ValueError, RecursionError) as error:
         raise damaged(file, f"it holds no valid JSON ({error})") from None
     if not isinstance(value, dict):
         raise damaged(file, f"its JSON is a {type(value).__name__}, not an object")
     return value
-
-
-def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        raise ValueError(f"the key {Counter(key for key, _ in pairs).most_common(1)[0][0]!r} comes twice")
-    return found

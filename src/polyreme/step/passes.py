@@ -72,11 +72,12 @@ class Passes:
             self._objective.visible_weight(each.batch) if each.samples else 0 for each in micro_batches
         ]
         micro_batches = [
-            replace(each, tokens=each.samples and huggingface.count_tokens(each.batch))
+            MicroBatch(
+                cast_floating(each.batch, None, device),
+                each.samples,
+                each.samples and huggingface.count_tokens(each.batch),
+            )
             for each in micro_batches
-        ]
-        micro_batches = [
-            replace(each, batch=cast_floating(each.batch, None, device)) for each in micro_batches
         ]
         results: list[StepResult] = []
 

@@ -179,7 +179,7 @@ def _recomputed(
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
         if offload is None:
-            inputs_again: Callable[[], Any] = functools.partial(_same, (args, kwargs))
+            inputs_again: Callable[[], Any] = lambda: (args, kwargs)  # noqa: E731
         else:
             inputs_again = offload.keep((args, kwargs)).back
         tensors = tensors_in((args, kwargs)) if offload is None else [offload.marker]
@@ -200,10 +200,6 @@ def _recomputed(
         return checkpoint(run, *tensors, use_reentrant=False, context_fn=contexts_of_runs)
 
     return wrapped
-
-
-def _same(value: Any) -> Any:
-    return value
 
 
 class _After(AbstractContextManager[Any]):
