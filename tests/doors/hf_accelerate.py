@@ -25,7 +25,11 @@ DEEPSPEED = importlib.util.find_spec("deepspeed") is not None
 LAUNCHED = "ACCELERATE_USE_DEEPSPEED" in os.environ
 """Whether `accelerate launch` has said what plugin there is."""
 
-ZERO3 = {"stage": 3, "stage3_gather_16bit_weights_on_model_save": True}
+ZERO3 = {
+    "stage": 3,
+    "stage3_param_persistence_threshold": 0,
+    "stage3_gather_16bit_weights_on_model_save": True,
+}
 ADAMW = {"type": "AdamW", "params": {"lr": "auto", "weight_decay": "auto"}}
 WARMUP = {
     "type": "WarmupLR",
@@ -151,7 +155,10 @@ def dummies(folder: Path, zero: dict[str, Any]) -> dict[str, Any]:
 
 def teacher(folder: Path, zero: dict[str, Any]) -> dict[str, Any]:
     """A student learns from a frozen teacher that has an engine and a plugin of its own."""
-    plugins = {"student": plugin(zero, clip=1.0), "teacher": plugin({"stage": 3})}
+    plugins = {
+        "student": plugin(zero, clip=1.0),
+        "teacher": plugin({"stage": 3, "stage3_param_persistence_threshold": 0}),
+    }
     given = {"deepspeed_plugins": plugins} if DEEPSPEED else {}
     accelerator = accelerator_of(**given)
     student, old = llama(0), llama(1)

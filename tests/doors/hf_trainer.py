@@ -26,7 +26,11 @@ from transformers import (
     set_seed,
 )
 
-ZERO3 = {"stage": 3, "stage3_gather_16bit_weights_on_model_save": True}
+ZERO3 = {
+    "stage": 3,
+    "stage3_param_persistence_threshold": 0,
+    "stage3_gather_16bit_weights_on_model_save": True,
+}
 AUTO = {
     "train_micro_batch_size_per_gpu": "auto",
     "train_batch_size": "auto",

@@ -25,7 +25,10 @@ from trl import DPOConfig, DPOTrainer, RewardConfig, RewardTrainer, SFTConfig, S
 DEEPSPEED = importlib.util.find_spec("deepspeed") is not None
 TEXT = "the a people state house law peace debt road made kept paid built found lost and of in to for"
 WORDS = TEXT.split()
-ZERO2, ZERO3 = {"stage": 2}, {"stage": 3, "stage3_gather_16bit_weights_on_model_save": True}
+ZERO2, ZERO3 = (
+    {"stage": 2},
+    {"stage": 3, "stage3_param_persistence_threshold": 0, "stage3_gather_16bit_weights_on_model_save": True},
+)
 
 
 def tokenizer() -> PreTrainedTokenizerFast:

@@ -103,7 +103,7 @@ BUDGETS = {
     "planner": 240,
     "step": 2714,
     "tensor": 1010,
-    "zero": 2710,
+    "zero": 2720,
     "": 394,
 }
 """Statements' lines of each package (`""`: the modules at the top), without comments and docstrings. A

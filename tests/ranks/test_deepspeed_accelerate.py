@@ -49,7 +49,11 @@ def test_accelerate_launch(plain: Any, tmp_path: Path, stage: int) -> None:
         "offload_optimizer_device": "none", "offload_param_device": "none",
     }  # fmt: skip
     if stage == 3:  # or a config of DeepSpeed's is named there
-        zero = {"stage": 3, "stage3_gather_16bit_weights_on_model_save": True}
+        zero = {
+            "stage": 3,
+            "stage3_param_persistence_threshold": 0,
+            "stage3_gather_16bit_weights_on_model_save": True,
+        }
         batch = {"train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": 2}
         file = tmp_path / "ds.json"
         file.write_text(json.dumps({**batch, "gradient_clipping": 0.5, "zero_optimization": zero}))

@@ -78,7 +78,7 @@ def config(accumulation: int, stage: int, **more: Any) -> dict[str, Any]:
     return {
         "train_micro_batch_size_per_gpu": MICRO,
         "gradient_accumulation_steps": accumulation,
-        "zero_optimization": {"stage": stage},
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
         **more,
     }
 
@@ -648,7 +648,9 @@ def nonfinite(rank: int, world: int) -> list[tuple[int, bool]]:
     bf16 = {"bf16": {"enabled": True}}
     ignoring = {"bf16": {"enabled": True, "check_grad_overflow": False}}
     for stage, more in ((0, {}), (1, {}), (3, {}), (0, bf16), (2, bf16), (2, ignoring), (3, ignoring)):
-        settings = source | more | {"zero_optimization": {"stage": stage}}
+        settings = (
+            source | more | {"zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0}}
+        )
         engine = deepspeed.initialize(model=Network(), config=settings)[0]
         x, y = batch(0, 0, 0)
         with warnings.catch_warnings(record=True) as caught:
@@ -694,7 +696,8 @@ def universal(rank: int, world: int, folder: str) -> list[Any]:
             ds_to_universal.main(ds_to_universal.parse_arguments(args))
     engine.polyreme.mesh.gather_objects(None)
     again, _, _, _ = deepspeed.initialize(
-        model=Network(), config=source | {"zero_optimization": {"stage": 3}}
+        model=Network(),
+        config=source | {"zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0}},
     )
     path, _ = again.load_checkpoint(folder)
     with again.polyreme.full_parameters() as module:
@@ -742,7 +745,14 @@ def forgotten(rank: int, world: int) -> list[Any]:
     another one; of the states of an engine that has ended none is seen. One that gathers at its end leaves an
     ordinary model."""
     cpu = {"device": "cpu"}
-    offloaded = {"zero_optimization": {"stage": 3, "offload_param": cpu, "offload_optimizer": cpu}}
+    offloaded = {
+        "zero_optimization": {
+            "stage": 3,
+            "stage3_param_persistence_threshold": 0,
+            "offload_param": cpu,
+            "offload_optimizer": cpu,
+        }
+    }
     section = {"optimizer": {"type": "AdamW", "params": {"lr": 0.01}}, **offloaded}
     found: list[Any] = []
     with deepspeed.zero.Init():

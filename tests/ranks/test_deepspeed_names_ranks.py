@@ -39,7 +39,7 @@ def kinds(rank: int, world: int) -> None:
     for offload in ({"offload_optimizer": {"device": "cpu"}}, {"cpu_offload": True}):
         _, found, *_ = started(**ADAM, zero_optimization={"stage": 2, **offload})
         assert isinstance(found.optimizer, DeepSpeedCPUAdam) and isinstance(found, DeepSpeedZeroOptimizer)
-    _, found, *_ = started(**ADAM, zero_optimization={"stage": 3})
+    _, found, *_ = started(**ADAM, zero_optimization={"stage": 3, "stage3_param_persistence_threshold": 0})
     assert isinstance(found, DeepSpeedZeroOptimizer_Stage3) and not isinstance(found, DeepSpeedZeroOptimizer)
     model = nn.Linear(2, 2)
     given = torch.optim.AdamW(model.parameters())
@@ -115,7 +115,11 @@ def unreduced(rank: int, world: int, stage: int, fp16: bool) -> list[list[float]
     model = nn.Linear(1, 1, bias=False)
     nn.init.zeros_(model.weight)
     half = {"fp16": {"enabled": True, "initial_scale_power": 4}} if fp16 else {}
-    more = {"gradient_clipping": 0.0, "zero_optimization": {"stage": stage}, **half}
+    more = {
+        "gradient_clipping": 0.0,
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
+        **half,
+    }
     more["zero_allow_untested_optimizer"] = True
     engine, *_ = started(torch.optim.SGD(model.parameters(), lr=1.0), model, **more)
     found = []

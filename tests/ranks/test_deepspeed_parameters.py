@@ -37,7 +37,7 @@ def settings(stage: int, accumulation: int = 1, **more: Any) -> dict[str, Any]:
         "train_micro_batch_size_per_gpu": 2,
         "gradient_accumulation_steps": accumulation,
         "gradient_clipping": 0.5,
-        "zero_optimization": {"stage": stage},
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
         "optimizer": {"type": "Adam", "params": {"lr": 0.1}},
         **more,
     }
@@ -136,7 +136,7 @@ def test_backwards_after_the_end_of_a_window_add_up(ranks: Ranks, accumulation: 
 def parts(rank: int, world: int, stage_3: dict[str, Any], precision: dict[str, Any]) -> None:
     """Tries of `ds_tensor` of an engine at stage 3: 5 numbers, and 25, on two ranks."""
     model = Network()
-    zero = {"stage": 3, **stage_3}
+    zero = {"stage": 3, "stage3_param_persistence_threshold": 0, **stage_3}
     engine, *_ = deepspeed.initialize(model=model, config=settings(3, zero_optimization=zero, **precision))
     bias, weight = model.layers[0].bias, model.layers[0].weight
     before = engine.polyreme.state_dict(master=True)
@@ -259,6 +259,58 @@ def test_lamb_goes_by_whole_tensors(ranks: Ranks, tmp_path: Path) -> None:
     for stage in (0, 2, 3):
         for found in ranks(2, lamb, stage, tmp_path / str(stage)):
             assert torch.allclose(found, wanted, rtol=1e-5, atol=1e-6), stage
+
+
+def plain_clamped(world: int) -> Tensor:
+    model = Network()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+    for step in range(4):
+        for rank in range(world):
+            (model(batch(rank, step)) / world).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        with torch.no_grad():
+            model.layers[1].bias.clamp_(-0.05, 0.05)
+            model.layers[1].weight[0].zero_()
+    return flat(model.parameters())
+
+
+def small(rank: int, world: int, memory: dict[str, Any], folder: Path) -> Tensor:
+    """Biases are at the threshold, weights above it."""
+    zero = {"stage": 3, "stage3_param_persistence_threshold": WIDTH, **memory}
+    model = Network()
+    section = settings(3, zero_optimization=zero, gradient_clipping=0.0)
+    engine, *_ = deepspeed.initialize(model=model, config=section)
+    for step in range(4):
+        if step == 2:
+            engine.save_checkpoint(folder)
+            model = Network()
+            other = settings(2, gradient_clipping=0.0) if memory else section
+            engine, *_ = deepspeed.initialize(model=model, config=other)
+            engine.load_checkpoint(folder)
+        engine.backward(engine(batch(rank, step)))
+        engine.step()
+        bias, weight = model.layers[1].bias, model.layers[1].weight
+        with torch.no_grad():
+            bias.clamp_(-0.05, 0.05)
+        if engine.zero_optimization_stage() == 3:
+            assert [p.ds_status.name for p in (bias, weight)] == ["AVAILABLE", "NOT_AVAILABLE"]
+            assert bias.ds_tensor.numel() == 3
+            with pytest.raises(ModelError, match=r"layers\.1\.weight"):
+                weight.sum()
+        with deepspeed.zero.GatheredParameters([bias, weight], modifier_rank=0):
+            assert bias.abs().max() <= 0.05
+            if rank == 0:
+                with torch.no_grad():
+                    weight[0].zero_()
+    return weights(engine)
+
+
+@pytest.mark.parametrize("memory", [{}, {"offload_param": {"device": "cpu"}}], ids=["device", "host"])
+def test_small_parameters_stay_whole(ranks: Ranks, memory: dict[str, Any], tmp_path: Path) -> None:
+    wanted = plain_clamped(2)
+    for found in ranks(2, small, memory, tmp_path):
+        assert torch.allclose(found, wanted, rtol=1e-5, atol=1e-6)
 
 
 class Empty(Network):

@@ -29,6 +29,8 @@ VARIATIONS: list[dict[str, Any]] = [
     {"zero": {"stage": 3, "prefetch": 0}, "memory": RECOMPUTE},
     {"zero": {"stage": 3, "prefetch": 4, "release": "always"}},
     {"zero": {"stage": 3, "prefetch": 2, "release": "always"}, "memory": {**RECOMPUTE, "recompute_every": 2}},
+    {"zero": {"stage": 3, "persistence_threshold": 64}, "memory": {"states": "host", "params": "host"}},
+    {"zero": {"stage": 3, "persistence_threshold": 1024}},
 ]
 LAYOUTS = STAGES + VARIATIONS
 PRECISIONS: dict[str, dict[str, Any]] = {

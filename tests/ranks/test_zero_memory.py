@@ -169,14 +169,14 @@ def within_step(rank: int, world: int, sections: dict[str, Any]) -> dict[str, in
 
 @pytest.mark.parametrize("prefetch", [0, 1, 2])
 def test_working_set_of_stage_3(ranks: Ranks, prefetch: int) -> None:
-    """Beside its shards a rank holds the root and 1 + prefetch gathered blocks (two by default), and two
-    blocks' gradients."""
-    for release, compute, activations in (("auto", "fp32", "keep"), ("always", "bf16", "recompute")):
-        sections = {
-            "zero": {"stage": 3, "prefetch": prefetch, "release": release},
-            "precision": {"compute": compute},
-            "memory": {"activations": activations},
-        }
+    """Beside its shards a rank holds the root, to which small parameters may belong, and 1 + prefetch
+    gathered blocks (two by default), and two blocks' gradients."""
+    for release, compute, activations, small in (
+        ("auto", "fp32", "keep", 64),
+        ("always", "bf16", "recompute", 0),
+    ):
+        zero = {"stage": 3, "prefetch": prefetch, "release": release, "persistence_threshold": small}
+        sections = {"zero": zero, "precision": {"compute": compute}, "memory": {"activations": activations}}
         for peak in ranks(2, within_step, sections):
             assert peak["samples"] > 100
             assert peak["parameters"] == peak["root"] + (1 + prefetch) * peak["block"]

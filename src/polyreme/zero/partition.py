@@ -5,9 +5,10 @@ on the model and the config alone, so that it is the same on every rank."""
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any, Literal, NamedTuple
 
@@ -247,6 +248,10 @@ class BucketSettings:
     microbatches: Microbatches
     section: ZeroSection
 
+    def residency_of(self, kind: _Kind) -> Residency:
+        """What each rank keeps of a bucket of this kind."""
+        return replace(self.residency, params="full") if kind.whole else self.residency
+
 
 def build_placement(
     model: nn.Module,
@@ -299,6 +304,9 @@ def _members(
     """The units, the root first, and the parameters of each, in the order of registration."""
     entries = _entries(model)
     unit_of = _units_of(entries, blocks)
+    unit_of |= {
+        entry.names[0]: "" for entry in entries if _is_whole(entry, settings, division)
+    }  # they are reduced together
     of_block: dict[str, list[_Entry]] = defaultdict(list)
     for entry in entries:
         of_block[unit_of[entry.names[0]]].append(entry)
@@ -331,13 +339,14 @@ def _bucket_spec(
     layout = BucketLayout.build(specs, kind.axis.size, kind.boundary)
     states = gradients = shard = None
     if kind.trainable and (store := offload.next(layout.size)) is not None:
-        region, master = region_of(layout, kind.axis, settings.residency), settings.formats.master
+        region = region_of(layout, kind.axis, settings.residency_of(kind))
+        master = settings.formats.master
         states = OffloadedStates(layout, region, recipe.groups, master, store, offload.compact)
         # else several add theirs up at the end of a step
         if division.ranks_of(kind.stages) not in division.ties:
             reduce = settings.formats.reduce
             gradients = offload.gradients_of(states, region, reduce, settings.microbatches)
-    if offload.parameters is not None:
+    if offload.parameters is not None and not kind.whole:
         shard = OffloadedShard(offload.parameters, layout.shard_size, kind.dtype)
     stores = BucketStores(states, shard, gradients, offload.transfer)
     ordered = [by_name[slot.name] for slot in layout.slots]
@@ -371,6 +380,7 @@ class _Kind(NamedTuple):
     before_blocks: bool  # those of the root are used either at the beginning of forward or at its end
     stages: tuple[int, ...]
     owned: tuple[Owned, ...]  # one of each tensor-parallel rank, so that buckets are the same on all of them
+    whole: bool  # at stage 3, between steps, too
 
 
 def _sorted(
@@ -391,9 +401,16 @@ def _sorted(
         owned = tuple(_owned(sharding.cut, rank) for rank in range(division.tp.size))
         first = entry.at < first_block
         trainable = recipe.trains(entry.names[0], parameter)
-        kind = _Kind(settings.axis, trainable, dtype, boundary, first, sharding.stages, owned)
+        whole = _is_whole(entry, settings, division)
+        kind = _Kind(settings.axis, trainable, dtype, boundary, first, sharding.stages, owned, whole)
         kinds[kind].append(entry)
     return kinds.items()
+
+
+def _is_whole(entry: _Entry, settings: BucketSettings, division: Division) -> bool:
+    """Whether a parameter stays whole at stage 3: by the size that it has over all tensor-parallel ranks."""
+    size = math.prod(division.shardings[entry.names[0]].cut.shape)
+    return settings.residency.params == "shard" and 0 < size <= settings.section.persistence_threshold
 
 
 def _owned(cut: Cut, rank: int) -> Owned:
@@ -513,7 +530,7 @@ def _fill(
                 owner, _, attribute = name.rpartition(".")
                 # recurrent modules follow assignments
                 setattr(model.get_submodule(owner), attribute, entry.parameter)
-    parameters, residency = [entry.parameter for entry in spec.entries], settings.residency
+    parameters, residency = [entry.parameter for entry in spec.entries], settings.residency_of(kind)
     trained = microbatches if kind.trainable else None
     bucket = Bucket(spec.layout, parameters, kind.axis, residency, formats, pool, trained, spec.stores)
     for slot, value in zip(spec.layout.slots, values, strict=True):

@@ -228,10 +228,11 @@ ZERO: dict[str, Key] = {
     "cpu_offload_param": to("bool", None, "memory.params", says="old name of offload_param"),
     "cpu_offload_use_pin_memory": idle("bool", None, "host memory is pinned where a device reads it"),
     "stage3_prefetch_bucket_size": aka(idle("count", 50_000_000, OWN_GATHERS), "prefetch_bucket_size"),
-    "stage3_param_persistence_threshold": aka(idle("count", 100_000, "what is outside blocks stays gathered "
-                                                   "during a step"), "param_persistence_threshold"),
-    "stage3_model_persistence_threshold": aka(idle("count", sys.maxsize, OWN_GATHERS),
-                                              "model_persistence_threshold"),
+    "stage3_param_persistence_threshold": aka(to("count", 100_000, "zero.persistence_threshold"),
+                                              "param_persistence_threshold"),
+    "stage3_model_persistence_threshold": aka(
+        warned("count", sys.maxsize, "parameters that stay whole are chosen by their own sizes alone"),
+        "model_persistence_threshold"),
     "stage3_max_live_parameters": aka(idle("count", 1_000_000_000, OWN_GATHERS), "max_live_parameters"),
     "stage3_max_reuse_distance": aka(idle("count", 1_000_000_000, OWN_GATHERS), "max_reuse_distance"),
     "stage3_gather_16bit_weights_on_model_save": aka(

@@ -230,6 +230,11 @@ def _zero(work: _Work) -> None:
     """The stage, and what is off the device."""
     given, prefix = work.values, "zero_optimization."
     stage = work.ours["zero.stage"] = given[f"{prefix}stage"]
+    threshold = f"{prefix}stage3_param_persistence_threshold"
+    if stage == 3:
+        work.ours["zero.persistence_threshold"] = given[threshold]
+    else:
+        work.remarks[threshold] = ("nothing to do", "below stage 3 parameters are whole")
     states = _home(work, "offload_optimizer", "cpu_offload")
     ratio = given[f"{prefix}offload_optimizer.ratio"]
     if states == "device" or ratio == 0:
