@@ -212,12 +212,12 @@ class Engine:
         batch = kwargs or (args[0] if len(args) == 1 and not isinstance(args[0], list) else args)
         self._comparison.compare(batch)
         args, kwargs = cast_floating((args, kwargs), None, self.mesh.device)  # type: ignore[misc]
-        with self._passes.autocast():
+        with self._passes.autocast(), self._training.loop.inside(batch) as forward:
             output = self._objective.call(args, kwargs)
         # the loss is the caller's, who may compute it outside
         if self.config.precision.compute in AUTOCAST:
             output = self._objective.cast(output)
-        self._training.loop.forward(batch, output)
+        self._training.loop.forward(forward, output)
         return output
 
     @collective

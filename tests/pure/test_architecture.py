@@ -101,7 +101,7 @@ BUDGETS = {
     "optim": 1040,
     "pipeline": 1120,
     "planner": 240,
-    "step": 2714,
+    "step": 2724,
     "tensor": 1010,
     "zero": 2720,
     "": 394,

@@ -145,6 +145,46 @@ def test_training_is_that_of_plain_torch(ranks: Ranks, world: int, how: str) -> 
                 assert torch.allclose(found, wanted, rtol=1e-5, atol=1e-6), (stage, clip)
 
 
+class OwnLoop(Network):
+    """Trains itself as it is called, as a LightningModule of manual optimization does."""
+
+    def forward(self, engine: Any, steps: range) -> list[float]:  # type: ignore[override]
+        losses = []
+        for step in steps:
+            for i in range(2):
+                loss = super().forward(*batch(engine.global_rank, step, i))
+                engine.backward(loss)
+                engine.step()
+                losses.append(loss.item())
+        return losses
+
+
+def trains_itself(rank: int, world: int) -> list[Tensor]:
+    found = []
+    for stage in (1, 3):
+        model = OwnLoop()
+        engine, *_ = deepspeed.initialize(
+            model=model,
+            optimizer=torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.1),
+            lr_scheduler=lambda optimizer: torch.optim.lr_scheduler.LambdaLR(
+                optimizer, lambda step: min(1.0, (1 + step) / 4)
+            ),
+            config=config(2, stage, gradient_clipping=0.0),
+        )
+        for step in range(0, STEPS, 2):
+            assert len(engine(engine, range(step, step + 2))) == 4
+        with pytest.raises(polyreme.BatchError, match="without a forward"):
+            engine.backward(torch.ones((), requires_grad=True))
+        found.append(weights(engine))
+    return found
+
+
+def test_a_model_may_train_itself_in_its_forward(ranks: Ranks) -> None:
+    for found in ranks(2, trains_itself):
+        for each in found:
+            assert torch.allclose(each, plain(2, 2), rtol=1e-5, atol=1e-6)
+
+
 def resumed(rank: int, world: int, folder: Path, save: bool) -> tuple[Tensor, Any]:
     """Weights after all steps, of which some were done before a checkpoint; and what it holds."""
     model = Network()

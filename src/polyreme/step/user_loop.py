@@ -17,7 +17,8 @@ Communication: none but what `step` does.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -68,6 +69,7 @@ class Loop:
         self._last: tuple[Forward, Any] | None = None  # and its output, if its backward is still to come
         self._waiting: weakref.WeakKeyDictionary[Forward, None] = weakref.WeakKeyDictionary()
         """Forwards that a backward may still come to, in their order."""
+        self._under_way: Forward | None = None  # a forward in which a backward may come already
         self._reached: Forward | None = None  # to whose output the backward under way came first
         self._aside = False  # the user has called the module since the last forward
         self._task = -1  # autograd's number of the last backward that came by
@@ -105,11 +107,21 @@ class Loop:
         except BatchError as error:  # it may be of others
             self._announced = partial(_raise, error)
 
-    def forward(self, batch: Any, output: Any) -> None:
-        """Take note of a micro-batch, and of its output, from which a backward may come."""
-        if not torch.is_grad_enabled():  # it is one between, as for a validation loss
-            return
+    @contextmanager
+    def inside(self, batch: Any) -> Iterator[Forward]:
+        """The forward of a micro-batch, in which, where all count alike, its backward may come already, and
+        the step: a model may train itself when it is called, as Lightning's manual optimization does."""
         forward = Forward(batch, self._updates)
+        self._under_way = forward if self._alike and torch.is_grad_enabled() else None
+        try:
+            yield forward
+        finally:
+            self._under_way = None
+
+    def forward(self, forward: Forward, output: Any) -> None:
+        """Take note of the output of a forward, from which a backward may come."""
+        if not torch.is_grad_enabled() or forward.counted:  # it is one between, as for a validation loss
+            return
         self._last, self._aside = (forward, output), False
         self._waiting[forward] = None
         arrived = partial(_arrived, weakref.ref(self), forward)
@@ -179,8 +191,10 @@ class Loop:
         return weight
 
     def _forward(self) -> tuple[Forward, Any]:
-        """The last forward and its output; or where all count alike, one before it, once that had its
-        backward."""
+        """The last forward and its output; or where all count alike, the one under way, or one before it,
+        once that had its backward."""
+        if (inside := self._under_way) is not None:
+            return Forward(inside.batch, self._updates) if inside.counted else inside, None
         if self._last is None:
             known = [each for each in self._waiting if each.updates == self._updates and self._alike]
             if not known:
