@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -29,7 +29,7 @@ from polyreme.distributed.gloo_direct import SMALL, Exchange, GlooDirect
 from polyreme.distributed.mpi import Operation, Step
 from polyreme.distributed.mpi_group import MpiGroup
 from polyreme.distributed.sums import put, sum_into
-from polyreme.distributed.work import UNSETTLED, Work, reporting
+from polyreme.distributed.work import Work, reporting
 
 LITTLE = 1 << 15
 """Bytes up to which each rank sums for itself: that is one trip, and a chain at least two."""
@@ -118,7 +118,9 @@ class AcrossHosts(GlooDirect):
                 board.acknowledge(source, first + 1)
 
         staged = [passed] if ready is shard else [passed, ready]
-        return self._read_by_others(exchange, relay, complete, {first: ready, first + 1: passed}, staged)
+        return self._read_by_others(
+            exchange, [relay], complete, {first: [ready], first + 1: [passed]}, staged
+        )
 
     def reduce_scatter(self, out: Tensor, full: Tensor, accumulate: bool, of: str) -> Work:
         board, hosts = self._board, len(self._hosts)
@@ -138,7 +140,7 @@ class AcrossHosts(GlooDirect):
         chain = self._begin_chain(exchange, ready, sums, None)
         staged = [] if ready is full else [ready]
         finish = lambda: sum_into(out, [total], accumulate)  # noqa: E731
-        return self._read_by_others(exchange, chain, finish, {exchange.notice: ready}, staged)
+        return self._read_by_others(exchange, [chain], finish, {exchange.notice: [ready]}, staged)
 
     def all_reduce(self, tensor: Tensor) -> Work:
         board, hosts = self._board, len(self._hosts)
@@ -172,7 +174,9 @@ class AcrossHosts(GlooDirect):
                 board.acknowledge(source, second)
 
         staged = [total] if ready is tensor else [total, ready]
-        return self._read_by_others(exchange, chain, complete, {second - 1: ready, second: total}, staged)
+        return self._read_by_others(
+            exchange, [chain], complete, {second - 1: [ready], second: [total]}, staged
+        )
 
     def _parted(self, tensor: Tensor, tag: int) -> Iterator[Step]:
         """Sum in place: each rank its part of what all send it, which it then sends to all."""
@@ -190,33 +194,6 @@ class AcrossHosts(GlooDirect):
             moving.append(self._receiving(places[source], source, tag))
             moving.append(self._sending(parts[to], to, tag))
         return moving
-
-    def _read_by_others(
-        self,
-        exchange: Exchange,
-        operation: Operation,
-        complete: Callable[[], None],
-        posted: Mapping[int, Tensor],
-        staged: Sequence[Tensor],
-    ) -> Work:
-        """The work of an exchange whose tensors are `posted` for the ranks of this host, by the numbers of
-        their notices; those `staged` go back."""
-        board = self._board
-        assert board is not None
-
-        def settled(block: bool) -> bool:
-            for to in board.ranks if block else ():
-                for notice in posted:
-                    board.await_read(to, notice)
-            return was_read()
-
-        reads = [board.reading(notice) for notice in posted]
-        was_read = lambda: all(each() for each in reads)  # noqa: E731
-        work = Work([operation], complete, exchange.what, settled, self.meeting, exchange.number)
-        UNSETTLED.keep_alive(was_read, [board.memory, *posted.values()])
-        for each in staged:
-            self._unstage(each, work)
-        return work
 
     def _sending(self, tensor: Tensor, to: int, tag: int) -> Any:
         return self._mpi.sending(tensor, to, tag)

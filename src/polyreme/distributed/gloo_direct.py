@@ -16,8 +16,9 @@ from __future__ import annotations
 
 import zlib
 from collections import defaultdict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -177,7 +178,8 @@ class GlooDirect:
         what = f"{what} over {self._axis} ({out[0].numel()} {out[0].dtype})"
         board = None if out[0].nbytes < least else self._board
         near = board.ranks if board is not None else ()
-        _, number, notice, sign, tag = self._next(what, int(board is not None))
+        exchange = self._next(what, int(board is not None))
+        _, number, notice, sign, tag = exchange
         parts, ready = list(out), {id(out[rank]): out[rank] for rank in near}
         for key, each in ready.items():
             if board is not None and board.heap.offset(each) < 0:
@@ -205,17 +207,34 @@ class GlooDirect:
             for source in near:
                 board.acknowledge(source, notice)
 
+        staged = [each for key, each in ready.items() if key != id(each)]
+        return self._read_by_others(exchange, pending, complete, {notice: [*ready.values()]}, staged)
+
+    def _read_by_others(
+        self,
+        exchange: Exchange,
+        pending: Sequence[Any],
+        complete: Callable[[], None],
+        posted: Mapping[int, Sequence[Tensor]],
+        staged: Sequence[Tensor],
+    ) -> Work:
+        """The work of an exchange whose tensors are `posted` for the ranks of this host, by the numbers of
+        their notices; those `staged` go back."""
+        board = self._board
+        assert board is not None
+
         def settled(block: bool) -> bool:
-            for to in near if block else ():
-                board.await_read(to, notice)
+            for to in board.ranks if block else ():
+                for notice in posted:
+                    board.await_read(to, notice)
             return was_read()
 
-        was_read = board.reading(notice)
-        work = Work(pending, complete, what, settled, self.meeting, number)
-        UNSETTLED.keep_alive(was_read, [board.memory, *ready.values()])
-        for key, each in ready.items():
-            if key != id(each):
-                self._unstage(each, work)
+        reads = [board.reading(notice) for notice in posted]
+        was_read = lambda: all(each() for each in reads)  # noqa: E731
+        work = Work(pending, complete, exchange.what, settled, self.meeting, exchange.number)
+        UNSETTLED.keep_alive(was_read, [board.memory, *chain(*posted.values())])
+        for each in staged:
+            self._unstage(each, work)
         return work
 
     def _to(self, tensor: Tensor, to: int, tag: int = 0) -> Message:

@@ -16,7 +16,7 @@ from torch import Tensor
 from polyreme.distributed import quantized
 from polyreme.distributed.mesh import Axis, Mesh
 from polyreme.distributed.sums import sum_into
-from polyreme.distributed.work import Work
+from polyreme.distributed.work import Work, following
 from polyreme.errors import ConfigError, Problem
 
 MOST_QUANTIZED = 7
@@ -38,20 +38,15 @@ class Hybrid(Axis):
 
     def reduce_scatter(self, out: Tensor, full: Tensor, accumulate: bool = False, of: str = "") -> Work:
         part = torch.empty_like(out) if accumulate else out
-        inside, between = super().reduce_scatter(part, full, of=of), list[Work]()
+        works = [super().reduce_scatter(part, full, of=of)]  # in the copy, and then between copies
 
         def finish() -> None:
-            inside.wait()
-            between.extend(_sum_over(self._replicas, part, self._quantizes))
+            works[0].wait()
+            works.extend(_sum_over(self._replicas, part, self._quantizes))
             if accumulate:
                 sum_into(out, [part], True)
 
-        def settled(block: bool) -> bool:
-            for work in (inside, *between) if block else ():
-                work.settle()
-            return inside.is_settled() and all(work.is_settled() for work in between)
-
-        return Work((), finish, f"reduce-scatter{of} over {self.name}", settled)
+        return following(works, finish, f"reduce-scatter{of} over {self.name}")
 
     def broadcast(self, tensor: Tensor, source: int = 0) -> None:
         copy, rank = divmod(source, self.size)

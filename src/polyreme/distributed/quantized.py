@@ -8,15 +8,13 @@ Communication: one all-gather of the axis for each operation."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from polyreme.distributed.mesh import Axis
 from polyreme.distributed.sums import CHUNK
-from polyreme.distributed.work import Work
+from polyreme.distributed.work import Work, following
 from polyreme.layout.intervals import ceil_div
 
 BLOCK = 256
@@ -70,7 +68,7 @@ def all_gather(axis: Axis, full: Tensor, shard: Tensor, of: str = "") -> Work:
         for packed, place in zip(everyone.chunk(axis.size), full.chunk(axis.size), strict=True):
             unpack(packed, place)
 
-    return _after(gathered, finish, f"all-gather{of} over {axis.name}")
+    return following([gathered], finish, f"all-gather{of} over {axis.name}")
 
 
 def all_reduce(axis: Axis, tensor: Tensor) -> Work:
@@ -82,7 +80,7 @@ def all_reduce(axis: Axis, tensor: Tensor) -> Work:
         for rank, packed in enumerate(everyone.chunk(axis.size)):
             unpack(packed, tensor, add=rank > 0)
 
-    return _after(gathered, finish, f"all-reduce over {axis.name}")
+    return following([gathered], finish, f"all-reduce over {axis.name}")
 
 
 def _gather(axis: Axis, numbers: Tensor, of: str) -> tuple[Tensor, Work]:
@@ -91,14 +89,3 @@ def _gather(axis: Axis, numbers: Tensor, of: str) -> tuple[Tensor, Work]:
     mine = pack(numbers, axis.empty(size, torch.uint8, numbers.device))
     everyone = torch.empty(axis.size * size, dtype=torch.uint8, device=numbers.device)
     return everyone, axis.all_gather(everyone, mine, of)
-
-
-def _after(work: Work, finish: Callable[[], None], what: str) -> Work:
-    """`finish`, which waits for `work`, as work of its own."""
-
-    def settled(block: bool) -> bool:
-        if block:
-            work.settle()
-        return work.is_settled()
-
-    return Work((), finish, what, settled)

@@ -110,6 +110,17 @@ class Work:
 DONE = Work()
 
 
+def following(works: Sequence[Work], finish: Callable[[], None], what: str) -> Work:
+    """`finish`, which waits for `works` and may add others to them, as work of its own."""
+
+    def settled(block: bool) -> bool:
+        for work in works if block else ():
+            work.settle()
+        return all(work.is_settled() for work in works)
+
+    return Work((), finish, what, settled)
+
+
 class _Unsettled:
     """Keeps the inputs of operations that others of this host may still have to read, whatever becomes of who
     began them."""
