@@ -97,7 +97,7 @@ def _places(ray: Any, request: Request) -> Iterator[Mapping[str, Remote]]:
                     "`ray status`"
                 ) from None
             found[address] = Remote(ray, relay)
-        yield found
+        yield dict(sorted(found.items()))  # Ray's order differs from run to run
     finally:
         remove_placement_group(group)
 
