@@ -53,6 +53,21 @@ FORMS = {
 }
 
 
+@pytest.mark.parametrize(
+    ("asked", "slurms"),
+    [
+        ("512Gi", "512G"),
+        ("1.5Gi", "1536M"),
+        ("100M", "100M"),
+        ("0.1k", "1M"),
+        ("2k", "2K"),
+        ("1Pi", "1073741824M"),
+    ],
+)
+def test_memory_is_in_slurms_units(asked: str, slurms: str) -> None:
+    assert f"#SBATCH --mem={slurms}\n" in script(dataclasses.replace(TRAIN, memory=asked))
+
+
 @pytest.mark.parametrize("name", FORMS)
 def test_scripts_are_those_that_were_read_through(name: str) -> None:
     file, written = GOLDEN / f"{name}.sh", script(FORMS[name])
@@ -141,6 +156,9 @@ def test_a_run_that_was_warned_and_saved_goes_on(
         ({"nodes": 0}, "--nodes = 0"),
         ({"least": 5}, "--elastic = '5:4'"),
         ({"memory": "many"}, "--memory = 'many'"),
+        ({"memory": "2000"}, "write 2000M"),
+        ({"folder": "/home/me/50%j"}, "folder = '/home/me/50%j'"),
+        ({"folder": "/home/me/a\\b"}, "of what the job prints"),
         ({"time": "soon"}, "--time = 'soon'"),
         ({"time": "0"}, "--time = '0'"),
         ({"time": "5"}, "of 300 s (--time)"),

@@ -292,6 +292,7 @@ def _submit(options: Options, command: Sequence[str], ranks: int, name: str, sav
         least=options.bounds and options.bounds[0],
         options=options.sbatch or (),
         saves=saves,
+        folder=str(Path.cwd()),
         **{each: getattr(options, each) for each in names},
     )
     text = slurm.script(request)

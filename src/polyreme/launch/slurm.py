@@ -7,6 +7,7 @@ Communication: none."""
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import shlex
@@ -52,7 +53,7 @@ class Request:
 
     `command` is the program of each node. `least` is the fewest nodes, where not all of `nodes` need to be
     free. `saves`: a run that was stopped ends with STOPPED, and goes on from its checkpoint. `options` are
-    more of sbatch's own."""
+    more of sbatch's own. `folder` is where the job is submitted, and prints to a file."""
 
     command: Sequence[str]
     name: str
@@ -71,6 +72,7 @@ class Request:
     restarts: int | None = None
     options: Sequence[str] = ()
     saves: bool = False
+    folder: str = ""
 
     @property
     def warned(self) -> int:
@@ -186,8 +188,13 @@ def _options(request: Request) -> Iterator[str]:
 
 
 def _memory(size: str | None) -> str | None:
-    """Slurm's units are those of 1024, without the i."""
-    return None if size is None else size.replace("i", "")
+    """Slurm's units are those of 1024, without the i; it takes whole numbers, and up to T."""
+    if size is None:
+        return None
+    number, unit = float(size.rstrip("kKMGTPi")), size.removesuffix("i")[-1].upper()
+    if number.is_integer() and unit in "KMGT":
+        return f"{number:.0f}{unit}"
+    return f"{math.ceil(number * 1024.0 ** ('KMGTP'.index(unit) - 1))}M"
 
 
 def _problems(request: Request) -> Iterator[Problem]:
@@ -227,6 +234,12 @@ def _problems(request: Request) -> Iterator[Problem]:
         fix = "give the fewest and the most nodes, as in 2:8"
         yield Problem("--elastic", f"{request.least}:{request.nodes}", reason, fix)
     yield from size_problems(memory=request.memory)
+    if re.fullmatch(r"[\d.]+", request.memory or ""):
+        reason = "it has no unit, and Slurm's would be MiB"
+        yield Problem("--memory", request.memory, reason, f"write {request.memory}M, or another unit")
+    if re.search(r"[%\\]", request.folder):
+        reason = "Slurm takes % and \\ in the path of what the job prints for patterns of its own"
+        yield Problem("folder", request.folder, reason, "run it in one without them")
     yield from _time_problems(request)
 
 
