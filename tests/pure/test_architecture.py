@@ -89,7 +89,7 @@ BUDGETS = {
     "config": 880,
     "data": 580,
     "deferred_init": 420,
-    "distributed": 2625,
+    "distributed": 2660,
     "files": 290,
     "integrations": 480,
     "job": 590,

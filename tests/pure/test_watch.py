@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import types
 from typing import Any
 
 import pytest
@@ -78,6 +79,17 @@ def test_whose_connection_broke_is_named_without_a_store(told: Watch) -> None:
     assert told.why(meeting, 8, broke) == "rank 0 ended or cannot be reached: closed by peer"
     told.hosts = ["a", "b", "c", "d"]
     assert told.why(meeting, 8, broke) == "rank 0 on a ended or cannot be reached: closed by peer"
+
+
+def test_who_ends_after_a_failure_tells_of_it(told: Watch, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the script has caught the error."""
+    meeting: Any = Ranks()
+    told._world = world = object()
+    group = types.SimpleNamespace(WORLD=world)
+    monkeypatch.setattr(watch, "dist", types.SimpleNamespace(group=group, get_rank=lambda: 1))
+    told.why(meeting, 7, MessageError(3, RuntimeError("closed by peer")))
+    told._end()
+    assert told._heard(meeting).startswith("rank 1 ended, because rank 3 on n1 did not come to it, ended or")
 
 
 def test_a_store_that_does_not_answer_holds_nobody_up(told: Watch, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -124,7 +124,7 @@ class Watch:
         self._world: object = None
         self._store: Any = None
         self._thread: threading.Thread | None = None
-        self._error = ""
+        self._error = self._why = ""  # what ends this process, and why an operation failed
         self._told = self._times = 0
         self._lasted = 0.0  # seconds of the last wait
         self._asking = 0.0  # since when this thread waits for the store's answer
@@ -151,7 +151,8 @@ class Watch:
 
     def forget(self) -> None:
         """The groups are others from now on."""
-        self._world, self.failure, self.deadline, self.hosts = None, "", float("inf"), ()
+        self._world, self.failure, self._why = None, "", ""
+        self.deadline, self.hosts = float("inf"), ()
         Meeting.made.clear()
         self.meetings.clear()  # one that is not collected yet would be taken for another of the same key
 
@@ -167,6 +168,10 @@ class Watch:
 
     def why(self, meeting: Meeting | None, number: int | None, error: Exception) -> str:
         """What is known of a failure, which raised `error`, of the `number`th operation with these ranks."""
+        self._why = self._found(meeting, number, error)
+        return self._why
+
+    def _found(self, meeting: Meeting | None, number: int | None, error: Exception) -> str:
         peer = meeting.ranks[error.peer] if meeting and isinstance(error, MessageError) else None
         who = "another rank" if peer is None else f"rank {peer}"
         if peer is not None and self.hosts:
@@ -369,9 +374,14 @@ class Watch:
         if self._asking and time.monotonic() - self._asking > ANSWER:  # it would wait as that thread does
             return
         try:
-            self._store.set(f"ended/{dist.get_rank()}", f"raised {self._error}" if self._error else _ENDED)
+            self._store.set(f"ended/{dist.get_rank()}", self._ended())
         except RuntimeError:
             return
+
+    def _ended(self) -> str:
+        if self._error:
+            return f"raised {self._error}"
+        return f"ended, because {self._why}" if self._why else _ENDED
 
 
 def within(call: str) -> str:

@@ -46,7 +46,7 @@ class Message:
         try:
             return function()
         except RuntimeError as error:
-            raise MessageError(self._peer, error) from error
+            raise MessageError(self._peer, error) from None
 
 
 class Work:
