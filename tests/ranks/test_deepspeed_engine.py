@@ -8,6 +8,8 @@ import importlib.util
 import io
 import logging
 import os
+import runpy
+import sys
 import warnings
 from argparse import Namespace
 from pathlib import Path
@@ -373,6 +375,9 @@ def consolidated(rank: int, world: int, folder: Path) -> tuple[bool, bool]:
     engine.save_checkpoint(folder, tag="one", client_state={"epoch": 3, "pair": (1, 2)})
     whole = engine._zero3_consolidated_16bit_state_dict()
     engine.save_16bit_model(folder, "weights.bin")
+    taken: list[Any] = []
+    engine.load_module_state_dict({"module": {}}, custom_load_fn=lambda src, dst: taken.extend([src, dst]))
+    assert taken == [{}, engine.module]
     if rank:
         return whole is None, True
     masters = engine.polyreme.state_dict(rank0_only=True, master=True) if world == 1 else {}
@@ -393,8 +398,26 @@ def consolidated(rank: int, world: int, folder: Path) -> tuple[bool, bool]:
 
 
 @pytest.mark.parametrize("world", [1, 2])
-def test_whole_weights(ranks: Ranks, tmp_path: Path, world: int) -> None:
+def test_whole_weights(ranks: Ranks, tmp_path: Path, world: int, monkeypatch: pytest.MonkeyPatch) -> None:
     assert ranks(world, consolidated, tmp_path) == [(True, True)] * world
+    wanted = zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint(tmp_path)
+    trained = zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint(tmp_path, "one", True)
+    for name in [name for name in sys.modules if name.partition(".")[0] == "polyreme"]:
+        monkeypatch.setitem(sys.modules, name, None)  # as where Polyreme is not installed
+    beside = runpy.run_path(str(tmp_path / "zero_to_fp32.py"))
+    read = beside["get_fp32_state_dict_from_zero_checkpoint"]
+    torch.testing.assert_close(read(tmp_path), wanted, rtol=0, atol=0)
+    torch.testing.assert_close(read(tmp_path, "one", True), trained, rtol=0, atol=0)
+    beside["convert_zero_checkpoint_to_fp32_state_dict"](tmp_path, tmp_path / "made")
+    torch.testing.assert_close(torch.load(tmp_path / "made" / "pytorch_model.bin"), wanted, rtol=0, atol=0)
+    with (tmp_path / "one" / "model.safetensors").open("r+b") as file:
+        file.seek(-1, os.SEEK_END)
+        file.write(b"\x7f")
+    with pytest.raises(ValueError, match=r"model\.safetensors is damaged"):
+        read(tmp_path)
+    (tmp_path / "one" / "resume.json").unlink()
+    with pytest.raises(ValueError, match="Polyreme to be installed"):
+        read(tmp_path)
 
 
 def held(layer: Any) -> None:

@@ -341,13 +341,20 @@ class DeepSpeedEngine(Windows):
     _zero3_consolidated_16bit_state_dict = _consolidated_16bit_state_dict
 
     def load_module_state_dict(
-        self, checkpoint: dict[str, Any], strict: bool = True, custom_load_fn: Any = None, **_: Any
+        self,
+        checkpoint: dict[str, Any],
+        strict: bool = True,
+        custom_load_fn: Callable[..., Any] | None = None,
+        **_: Any,
     ) -> None:
-        """Set the weights from whole tensors by name, or a checkpoint with them in "module". All ranks must
-        call."""
+        """Set the weights from whole tensors by name, or a checkpoint with them in "module"; custom_load_fn
+        does it in place of the module, given both as `src` and `dst`. All ranks must call."""
         weights = checkpoint.get("module", checkpoint)
         with self.polyreme.full_parameters(write=True) as module:
-            module.load_state_dict(weights, strict=strict)
+            if custom_load_fn is not None:
+                custom_load_fn(src=weights, dst=module)
+            else:
+                module.load_state_dict(weights, strict=strict)
 
     # ---- the rest
 

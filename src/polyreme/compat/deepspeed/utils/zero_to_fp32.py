@@ -2,13 +2,19 @@
 """Turns a checkpoint that `engine.save_checkpoint` or DeepSpeed left into one state dict of fp32 weights:
 
 python zero_to_fp32.py . output_dir/ --safe_serialization
+
+A copy is put beside checkpoints, and reads them with safetensors alone where Polyreme is not installed.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
+import re
 import sys
-from collections.abc import Mapping
+import zlib
+from collections.abc import Callable, Mapping
+from functools import partial
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -16,17 +22,21 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from polyreme.checkpoint.open import open_source
-from polyreme.compat.deepspeed.refusal import ArgumentError
-from polyreme.compat.deepspeed.saving import DOOR, TIED
-from polyreme.compat.deepspeed.utils.rank_files import (
-    get_checkpoint_files,
-    get_model_state_file,
-    get_model_state_files,
-    get_optim_files,
-)
-from polyreme.errors import CheckpointError
-from polyreme.layout.region import MASTER, MODEL
+try:
+    from polyreme.checkpoint.open import open_source
+    from polyreme.compat.deepspeed.refusal import ArgumentError
+    from polyreme.compat.deepspeed.utils.rank_files import (
+        get_checkpoint_files,
+        get_model_state_file,
+        get_model_state_files,
+        get_optim_files,
+    )
+    from polyreme.errors import CheckpointError
+except ModuleNotFoundError as error:
+    if (error.name or "").partition(".")[0] != "polyreme":
+        raise
+    open_source = None  # type: ignore[assignment]
+    ArgumentError = CheckpointError = ValueError  # type: ignore[assignment, misc]
 
 __all__ = [
     "OUTPUT_DTYPE_NAMES",
@@ -64,21 +74,70 @@ def get_fp32_state_dict_from_zero_checkpoint(
     there are some. tag: which of its checkpoints; None: the one that `latest` names.
     exclude_frozen_parameters: only those that have masters or states. Raises CheckpointError for what cannot
     be read."""
-    source = open_source(_folder(Path(checkpoint_dir), tag))
-    masters, weights = source.tensors.get(MASTER, {}), source.tensors.get(MODEL, {})
-    trained = {name for kind, infos in source.tensors.items() if kind != MODEL for name in infos}
+    folder = _folder(Path(checkpoint_dir), tag)
+    kinds, tied = _read_alone(folder) if open_source is None else _read(folder)
+    masters, weights = kinds.get("master", {}), kinds.get("model", {})
+    trained = {name for kind, named in kinds.items() if kind != "model" for name in named}
     found = {}
-    for name, info in weights.items():
+    for name, read in weights.items():
         if exclude_frozen_parameters and trained and name not in trained:
             continue
-        kind = MASTER if name in masters else MODEL
-        numbers = source.read(kind, name, 0, prod(info.shape))
-        found[name] = numbers.view(info.shape).to(
-            torch.float32 if numbers.is_floating_point() else numbers.dtype
-        )
+        numbers = masters.get(name, read)()
+        found[name] = numbers.to(torch.float32 if numbers.is_floating_point() else numbers.dtype)
+    return {**{name: found[first] for name, first in tied.items() if first in found}, **found}
+
+
+Kinds = dict[str, dict[str, Callable[[], Tensor]]]
+"""For "model", "master" and each state of the optimizer, what reads each tensor."""
+
+
+def _read(folder: Path) -> tuple[Kinds, dict[str, str]]:
+    """What a checkpoint holds, and for each further name of a tied parameter the first."""
+    source = open_source(folder)
+
+    def reader(kind: str, name: str, shape: tuple[int, ...]) -> Callable[[], Tensor]:
+        return lambda: source.read(kind, name, 0, prod(shape)).view(shape)
+
+    kinds = {
+        kind: {name: reader(kind, name, tuple(info.shape)) for name, info in infos.items()}
+        for kind, infos in source.tensors.items()
+    }
     resume = getattr(source, "resume", None)
-    names = resume.extra.get(DOOR, {}).get(TIED, {}) if resume else {}
-    return {**{name: found[first] for name, first in names.items() if first in found}, **found}
+    return kinds, _tied(resume.extra if resume else {})
+
+
+def _read_alone(folder: Path) -> tuple[Kinds, dict[str, str]]:
+    """The same without Polyreme, of a checkpoint that the script lies beside."""
+    from safetensors import safe_open
+
+    if not (folder / "resume.json").is_file():
+        raise CheckpointError(
+            f"{folder} has no resume.json, and other checkpoints need Polyreme to be installed"
+        )
+    resume = json.loads((folder / "resume.json").read_text("utf-8"))
+    kinds: Kinds = {}
+    for path, wanted in resume["files"].items():
+        match = re.fullmatch(r"(?:optimizer/)?([^/]+?)(?:-\d{5}-of-\d{5})?\.safetensors", path)
+        if match is None:
+            continue
+        if _checksum(folder / path) != wanted["crc32"]:
+            raise CheckpointError(f"{folder / path} is damaged: its checksum is not that in resume.json")
+        file = safe_open(folder / path, "pt")
+        named = {name: partial(file.get_tensor, name) for name in file.keys()}  # noqa: SIM118
+        kinds.setdefault(match[1], {}).update(named)
+    return kinds, _tied(resume["extra"])
+
+
+def _tied(extra: Mapping[str, Any]) -> dict[str, str]:
+    return dict(extra.get("deepspeed", {}).get("tied", {}))
+
+
+def _checksum(path: Path) -> str:
+    crc = 0
+    with path.open("rb") as file:
+        while block := file.read(1 << 24):
+            crc = zlib.crc32(block, crc)
+    return f"{crc:08x}"
 
 
 def _output_dtype(dtype: str | torch.dtype) -> torch.dtype:
