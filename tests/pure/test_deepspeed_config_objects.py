@@ -15,7 +15,7 @@ from pydantic import Field, ValidationError
 from polyreme.compat.deepspeed.config_values import DeepSpeedConfigError
 from polyreme.compat.deepspeed.refusal import OrderError, UnsupportedError
 from polyreme.compat.deepspeed.runtime import config_utils, lr_schedules
-from polyreme.compat.deepspeed.runtime.config import DeepSpeedConfig, DeepSpeedConfigWriter
+from polyreme.compat.deepspeed.runtime.config import PLACES, DeepSpeedConfig, DeepSpeedConfigWriter
 from polyreme.compat.deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
 from polyreme.compat.deepspeed.runtime.fp16.loss_scaler import (
     CreateLossScaler,
@@ -63,6 +63,12 @@ def test_a_config_has_deepspeeds_attributes() -> None:
     assert config.wall_clock_breakdown is False
     with pytest.raises(AttributeError, match="nothing_of_the_kind"):
         _ = config.nothing_of_the_kind
+
+
+def test_attributes_that_have_another_name_than_their_key_are_there() -> None:
+    made = DeepSpeedConfig({"train_batch_size": 8})
+    assert all(hasattr(made, name) for name in PLACES)
+    assert made.use_data_before_expert_parallel_ is False and made.gradient_predivide_factor == 1.0
 
 
 def test_a_config_works_out_batch_sizes_again() -> None:

@@ -296,6 +296,9 @@ def told(rank: int, world: int) -> None:
     assert torch.distributed.get_world_size(engine.data_parallel_group) == engine.dp_world_size == world
     assert engine.get_data_parallel_rank() == engine.global_rank == rank
     assert engine.get_data_types() == (torch.float32, torch.float32) and not engine.zero_use_cpu_optimizer()
+    assert engine.communication_data_type is torch.float32 and engine.gradient_predivide_factor() == 1.0
+    assert engine.zero_overlap_comm() is (engine.zero_optimization_stage() == 3)
+    assert (engine.sequence_parallel_size, engine.seq_dp_world_size) == (1, engine.dp_world_size)
     engine.optimizer.set_lr(0.2)
     assert engine.get_lr() == [0.2] and engine.optimizer.get_lr() == 0.2
     assert (engine.get_data_parallel_world_size(), engine.get_pipeline_parallel_rank()) == (world, 0)

@@ -61,7 +61,7 @@ PLACES = {
     "keep_in_fp32_modules": "data_types.keep_in_fp32_modules",
     "optimizer_legacy_fusion": "optimizer.legacy_fusion",
     "torch_autocast_lower_precision_safe_modules": "torch_autocast.lower_precision_safe_modules",
-    "use_data_before_expert_parallel_": "use_data_before_expert_parallel",
+    "use_data_before_expert_parallel_": "use_data_before_expert_parallelism",
     "use_node_local_storage": "checkpoint.use_node_local_storage",
     "checkpoint_parallel_write_pipeline": "checkpoint.parallel_write.pipeline_stage",
 }

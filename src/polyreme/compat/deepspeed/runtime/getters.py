@@ -62,6 +62,7 @@ COMPUTED: Mapping[str, Callable[[Translation], Any]] = {
     "data_efficiency_enabled": lambda given: False,
     "data_sampling_enabled": lambda given: False,
     "dynamic_loss_scale": lambda given: given.values["fp16.loss_scale"] == 0,
+    "gradient_predivide_factor": lambda given: given.values["gradient_predivide_factor"] or 1.0,
     "initial_dynamic_scale": lambda given: 2 ** given.values["fp16.initial_scale_power"],
     "is_deepcompile_enabled": lambda given: False,
     "load_universal_checkpoint": lambda given: given.values["checkpoint.load_universal"],
@@ -78,6 +79,11 @@ COMPUTED: Mapping[str, Callable[[Translation], Any]] = {
     ),
     "tensor_parallel_config": lambda given: given.section("tensor_parallel"),
     "zero_cpu_offload": lambda given: _offload("optimizer")(given) is not None,
+    "zero_overlap_comm": lambda given: (
+        given.stage == 3
+        if given.values["zero_optimization.overlap_comm"] is None
+        else given.values["zero_optimization.overlap_comm"]
+    ),
     "zero_use_cpu_optimizer": lambda given: _offload("optimizer")(given) is not None,
     "zero_offload_optimizer": _offload("optimizer"),
     "zero_offload_param": _offload("param"),
@@ -109,13 +115,23 @@ def _data_types(engine: Any) -> tuple[torch.dtype, torch.dtype]:
     return DTYPES[precision.compute], DTYPES[precision.reduce]
 
 
+def _communicated(engine: Any) -> torch.dtype:
+    """What the config says that gradients travel in; else in what the model computes."""
+    return DTYPES[
+        engine.translation.values["communication_data_type"] or engine.polyreme.config.precision.compute
+    ]
+
+
 FACTS: Mapping[str, Callable[[Any], Any]] = {
     "_config": _config,
     "_change_recovery_script_permissions": lambda engine: make_executable,
     "_get_optimizer_ckpt_name": lambda engine: _states_file,
     "local_rank": lambda engine: comm.get_local_rank(),
     "get_data_types": lambda engine: lambda: _data_types(engine),
+    "communication_data_type": _communicated,
     "has_moe_layers": lambda engine: False,
+    "sequence_parallel_size": lambda engine: 1,
+    "seq_dp_world_size": lambda engine: engine.dp_world_size,
     "enable_backward_allreduce": lambda engine: True,
     "allreduce_gradients": lambda engine: _reduced,
     "offload_states": lambda engine: partial(offload_states.offload, engine),
