@@ -117,6 +117,8 @@ def test_the_words_of_mpirun() -> None:
         "-iface", "eth0", "-genvlist", "PATH,LD_LIBRARY_PATH,WORD", *rank,
     ]  # fmt: skip
     assert variables == {"WORD": "x y", "HYDRA_LAUNCHER_EXTRA_ARGS": "-p 22"}
+    shown = mpirun.shown(mpirun.Library("/opt/mpirun", mpirun.HYDRA), request)
+    assert shown.startswith("HYDRA_LAUNCHER_EXTRA_ARGS='-p 22' /opt/mpirun -n 3 ") and "x y" not in shown
 
 
 def test_an_mpirun_that_is_neither(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

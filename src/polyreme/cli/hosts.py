@@ -92,6 +92,6 @@ def _by_mpi(
     library = mpirun.find()
     logins = [*ssh, *several.SSH]  # which ask nothing, and end where a host does not answer
     request = mpirun.Request(command, hosts, variables, logins, options.interface, options.mpirun or ())
-    typer.echo(shlex.join(mpirun.command(library, request)[0]), err=not options.dry_run)
+    typer.echo(mpirun.shown(library, request), err=not options.dry_run)
     if not options.dry_run:
         mpirun.run(library, request, saves=saves)

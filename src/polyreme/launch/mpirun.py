@@ -119,6 +119,16 @@ def command(library: Library, request: Request) -> tuple[list[str], dict[str, st
     return words, variables
 
 
+def shown(library: Library, request: Request) -> str:
+    """The command as a shell takes it, with the variables that mpirun itself reads; those of the ranks, which
+    may be secret, are the caller's."""
+    words, variables = command(library, request)
+    own = [
+        f"{name}={shlex.quote(value)}" for name, value in variables.items() if name not in request.variables
+    ]
+    return " ".join([*own, shlex.join(words)])
+
+
 def run(library: Library, request: Request, *, saves: bool = False) -> None:
     """Start the ranks and wait for their end.
 
