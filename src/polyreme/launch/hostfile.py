@@ -132,7 +132,7 @@ def parse_resource_filter(host_info: Active, include_str: str = "", exclude_str:
 
 
 def parse_inclusion_exclusion(resource_pool: Pool, inclusion: str, exclusion: str) -> Active:
-    """As `parse_resource_filter`, of a pool."""
+    """Do the same as `parse_resource_filter`, for a pool."""
     slots = OrderedDict((host, list(range(count))) for host, count in resource_pool.items())
     return parse_resource_filter(slots, include_str=inclusion, exclude_str=exclusion)
 

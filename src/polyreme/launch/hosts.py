@@ -178,7 +178,7 @@ class Meeting(_Handler):
         return f"{address}:{port}"
 
     def _receive(self) -> list[tuple[int, str]]:
-        """On the first host: wait for the others, and tell them who takes part."""
+        """Wait for the other hosts, on the first one, and tell them who takes part."""
         self._store = store = self._open()
         here: dict[int, str] = {0: self._run_id}
         began = came = time.monotonic()
@@ -218,7 +218,7 @@ class Meeting(_Handler):
         raise LaunchError(f"this is the first of {self._hosts.most} hosts: {problem[-1]}")
 
     def _join(self) -> list[tuple[int, str]]:
-        """On another host: wait until the first one says who takes part."""
+        """Wait, on another host, until the first one says who takes part."""
         address, port = self._hosts.address
         for problem in self._attempts():
             try:

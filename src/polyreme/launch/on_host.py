@@ -138,7 +138,7 @@ _ANSWERS: Mapping[str, Callable[[Mapping[str, Any]], dict[str, Any]]] = {
 
 
 def _listen(asked: Any, over: threading.Event) -> None:
-    """In threads: pass signals on, and end the run when the other end is gone, until it is over."""
+    """Pass signals on, in threads, and end the run when the other end is gone, until it is over."""
     heard = [time.monotonic()]
 
     def wishes() -> None:

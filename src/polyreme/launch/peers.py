@@ -135,7 +135,7 @@ class Peers:
             self._left.set()
 
     def _look_around(self) -> None:
-        """On the first host: who has ended, and who is silent."""
+        """Find, on the first host, who has ended and who is silent."""
         others = range(1, self._count)
         now = time.monotonic()
         said: list[bytes] = self._store.multi_get([f"peers/{place}" for place in others])

@@ -176,7 +176,7 @@ def _traceback(error: BaseException) -> str:
 
 
 def _script_line(error: BaseException) -> list[str]:
-    """Where the script was, in a line, if any of the frames is a script's and none of a library's."""
+    """Say in a line where the script was, if any of the frames is a script's and none of a library's."""
     libraries = (str(Path(__file__).parents[1]), sys.prefix, sys.base_prefix, "<")
     own = [
         frame

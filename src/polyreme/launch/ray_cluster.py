@@ -37,7 +37,7 @@ class Request:
 
     @property
     def bundle(self) -> dict[str, float]:
-        """As Ray counts it."""
+        """What a node gives, as Ray counts it."""
         gpus = {"GPU": float(self.gpus)} if self.gpus else {}
         return {"CPU": float(self.ranks if self.cpus is None else self.cpus), **gpus}
 
@@ -140,7 +140,7 @@ class Relay:
         return str(ray.util.get_node_ip_address())
 
     def write(self, data: bytes) -> None:
-        """To the process; empty data closes the pipe."""
+        """Write to the process; empty data closes the pipe."""
         assert self._process.stdin is not None
         with contextlib.suppress(OSError, ValueError):
             if not data:

@@ -83,7 +83,7 @@ class RankCommand:
 
 
 class Process(Protocol):
-    """Of subprocess.Popen what is used of the process on a host."""
+    """The part of subprocess.Popen that is used of the process on a host."""
 
     stdin: Any
     stdout: Any

@@ -145,7 +145,8 @@ def submit(text: str) -> Job:
 
 
 def seconds(time: str) -> int | None:
-    """Of a time limit as Slurm writes it: M, M:S, H:M:S, D-H, D-H:M or D-H:M:S; None of what is none."""
+    """Seconds of a time limit as Slurm writes it: M, M:S, H:M:S, D-H, D-H:M or D-H:M:S; None of what is
+    none."""
     if not re.fullmatch(r"\d+(:\d+){0,2}|\d+-\d+(:\d+){0,2}", time, re.ASCII):
         return None
     days, dash, rest = time.rpartition("-")

@@ -101,7 +101,7 @@ def _facts() -> dict[str, Any]:
 
 
 def _versions() -> dict[str, str]:
-    """Of what has to be the same on all hosts; over MPI its library, too."""
+    """Versions of what has to be the same on all hosts; over MPI its library, too."""
     found = {"python": platform.python_version(), "polyreme": VERSION, "torch": metadata.version("torch")}
     if mpi := sys.modules.get("mpi4py.MPI"):  # over which ranks met
         name = mpi.Get_library_version().splitlines()[0].partition(",")[0]
@@ -144,7 +144,7 @@ def _sees_folder(device: torch.device) -> bool | None:
 
 
 def _measure(a: int, b: int, host: str, other: str, device: torch.device) -> Pair:
-    """Between ranks a and b, the first of their hosts; all ranks call it."""
+    """Measure between ranks a and b, the first of their hosts; all ranks call it."""
     rank = dist.get_rank()
     found: list[float] = []
     if rank == a:
