@@ -938,6 +938,9 @@ def test_names_with_dots_are_no_sections() -> None:
     base = {"train_batch_size": 2}
     found = translate({**base, "zero_optimization.stage3_prefetch_bucket_size": 921.6}, 1)
     assert found.config == translate(base, 1).config
+    name = "stage3_param_persistence_threshold"
+    three = {**base, "zero_optimization": {"stage": 3, name: 100}}
+    assert translate({**three, f"zero_optimization.{name}": 320}, 1).config == translate(three, 1).config
     with pytest.raises(DeepSpeedConfigError):
         translate({**base, "zero_optimization.no_such_key": 1}, 1)
 

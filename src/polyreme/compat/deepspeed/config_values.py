@@ -31,6 +31,8 @@ RENAMED = {
     "zero": "zero_optimization",
 }
 """What keys have been called elsewhere."""
+OF_TRL = "zero_optimization.stage3_param_persistence_threshold"
+"""What TRL writes as one name at the top, for reference models."""
 SKIPPED = re.compile(r'("(?:\\.|[^"\\])*")|//[^\n]*|#[^\n]*|/\*.*?\*/', re.DOTALL)
 LAST_COMMA = re.compile(r'("(?:\\.|[^"\\])*")|,(?=\s*[}\]])')
 """What a JSON file of DeepSpeed may have besides JSON; strings, which may look like it, are in the group."""
@@ -135,7 +137,7 @@ def _new_form(tree: Mapping[str, Any], problems: list[Problem]) -> dict[str, Any
         made["zero_optimization"] = {"stage": int(made["zero_optimization"])}
     for dotted in [name for name in made if "." in str(name)]:
         key = find(dotted)  # DeepSpeed takes such a name for none of its keys; TRL writes some
-        if key is not None and key.outcome == "nothing to do":
+        if key is not None and (key.outcome == "nothing to do" or key.path == OF_TRL):
             del made[dotted]
     for old, new in OLD_SECTIONS.items():
         above, _, name = old.rpartition(".")
