@@ -285,7 +285,7 @@ class ZeroSection(Section):
         "bucket and the last block gathered for backward, "
         "always releases all (least memory, exactly 3(n-1)/n of the parameters sent).",
     )
-    persistence_threshold: Annotated[int, Strict(), Field(ge=0)] = Field(
+    persistence_threshold: Annotated[int, Strict(), Field(ge=0, le=2**63 - 1)] = Field(
         default=0,
         description="Stage 3: parameters of at most so many elements stay whole on each rank, as at stage 2, "
         "so that scripts may read and change them between steps.",

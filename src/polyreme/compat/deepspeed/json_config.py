@@ -5,6 +5,7 @@ Invariant: every key that was written has a note, or the config is refused with 
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -232,7 +233,7 @@ def _zero(work: _Work) -> None:
     stage = work.ours["zero.stage"] = given[f"{prefix}stage"]
     threshold = f"{prefix}stage3_param_persistence_threshold"
     if stage == 3:
-        work.ours["zero.persistence_threshold"] = given[threshold]
+        work.ours["zero.persistence_threshold"] = min(given[threshold], sys.maxsize)
     else:
         work.remarks[threshold] = ("nothing to do", "below stage 3 parameters are whole")
     states = _home(work, "offload_optimizer", "cpu_offload")
