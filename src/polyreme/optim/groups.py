@@ -163,8 +163,8 @@ def maker(section: OptimizerSection) -> Make:
     """What makes the optimizer that the config section names, of parameters or groups of them. Raises
     ConfigError for muon, which is one for matrices and another for the rest."""
     if section.name == "muon":
-        reason, fix = "it makes two optimizers, which go by the model", "leave the optimizer to the config"
-        raise ConfigError([Problem("optimizer.name", section.name, reason, fix)])
+        raise ConfigError([Problem("optimizer.name", section.name, "it makes two optimizers, which go by the "
+                                   "model", "leave the optimizer to the config")])  # fmt: skip
     return _maker(section, None)
 
 
@@ -341,13 +341,26 @@ def _fused(cls: type[Optimizer], options: dict[str, Any]) -> dict[str, Any]:
     return options if cls not in FUSED or chosen else {**options, "fused": True}
 
 
+_FOUND: dict[str, Boundary] = {}
+"""The boundaries of torch's optimizers that were tried, by class, options and numbers of dimensions."""
+
+
 def _boundary(make: Make, dims: AbstractSet[int], options: Mapping[str, Any] | None = None) -> Boundary:
-    """Where shards may cut tensors of these numbers of dimensions, found by trying. Raises ConfigError if the
-    optimizer does not work."""
+    """Where shards may cut tensors of these numbers of dimensions, found by trying: of torch's own classes
+    once. Raises ConfigError if the optimizer does not work."""
+    if not (isinstance(make, partial) and make.func.__module__.startswith("torch.optim.")):
+        return _tried(make, dims, options or {})
+    key = repr((make, options, sorted(dims)))
+    if key not in _FOUND:
+        _FOUND[key] = _tried(make, dims, options or {})
+    return _FOUND[key]
+
+
+def _tried(make: Make, dims: AbstractSet[int], options: Mapping[str, Any]) -> Boundary:
     generator = torch.Generator().manual_seed(0)
     shapes = [(4,) * dim for dim in sorted(dims or {2}) for _ in range(2)]
     tensors = [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
-    group = Group(make, "tensor", options or {})
+    group = Group(make, "tensor", options)
     name = make.func.__name__ if isinstance(make, partial) else str(make)
     try:
         batched = _trial(group, tensors)
@@ -413,8 +426,8 @@ def _matrices(model: nn.Module, wanted: Literal["blocks"] | Sequence[str]) -> se
         return matrices(model)
     names = [name for name, p in model.named_parameters() if p.dim() == 2]
     if idle := [pattern for pattern in wanted if not any(fnmatchcase(name, pattern) for name in names)]:
-        reason, fix = "no matrix of the model has such a name", "correct the pattern, or remove it"
-        raise ConfigError([Problem("optimizer.matrices", pattern, reason, fix) for pattern in idle])
+        raise ConfigError([Problem("optimizer.matrices", pattern, "no matrix of the model has such a name",
+                                   "correct the pattern, or remove it") for pattern in idle])  # fmt: skip
     return {name for name in names if any(fnmatchcase(name, pattern) for pattern in wanted)}
 
 
