@@ -41,6 +41,7 @@ GRACE = 2.0  # seconds that the other ranks get to answer once one has failed
 PRELOAD = [  # imported once by the forkserver; ranks begin with them
     "bound",
     "torch.distributed",
+    "torch._dynamo",  # torch.optim and torch.utils.checkpoint import it
     "transformers.models.llama.modeling_llama",
     "transformers.models.gpt2.modeling_gpt2",
     "pydantic",

@@ -84,7 +84,7 @@ def test_who_reads_which_rank_a_process_is() -> None:
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 BUDGETS = {
     "checkpoint": 2455,
-    "cli": 980,
+    "cli": 982,
     "compat": 8000,
     "config": 880,
     "data": 580,
@@ -95,7 +95,7 @@ BUDGETS = {
     "job": 590,
     "launch": 2600,
     "layout": 360,
-    "models": 643,
+    "models": 661,
     "monitor": 510,
     "offload": 1150,
     "optim": 1040,

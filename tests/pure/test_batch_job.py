@@ -11,9 +11,9 @@ import pytest
 from polyreme.errors import LaunchError
 from polyreme.launch import batch_job
 from polyreme.launch.batch_job import State, follow, read
+from polyreme.launch.manner import RanksFailedError
 from polyreme.launch.requests import STOPPED
 from polyreme.launch.slurm import Job
-from polyreme.launch.torchrun import RanksFailedError
 
 TOLD = """JobId=7 JobName=polyreme-train
    UserId=me(1000) GroupId=me(1000) MCS_label=N/A

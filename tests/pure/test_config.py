@@ -789,9 +789,11 @@ def test_the_page_is_an_example_that_runs(tmp_path: Path) -> None:
     assert Config.load(tmp_path / "run.toml").resolve(4).batch.size == 64
 
 
-def test_reading_a_config_does_not_import_torch() -> None:
+def test_neither_a_config_nor_a_launcher_of_other_hosts_imports_torch() -> None:
+    launchers = ("batch_job", "kubernetes", "mpirun", "on_host", "ray_cluster", "several")
+    imports = "; ".join(f"import polyreme.launch.{each}" for each in launchers)
     code = (
-        "import sys; from polyreme.config import Config; "
+        f"import sys; from polyreme.config import Config; {imports}; "
         "Config().resolve(2); sys.exit('torch' in sys.modules)"
     )
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}

@@ -30,7 +30,7 @@ from polyreme.compat.deepspeed.utils import numa
 from polyreme.errors import LaunchError, PolyremeError
 from polyreme.launch import mpirun, several
 from polyreme.launch.hosts import Hosts
-from polyreme.launch.torchrun import Manner
+from polyreme.launch.manner import Manner
 
 POOL = {"worker-0": 4, "worker-1": 4}
 

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from polyreme.launch import supervise
+from polyreme.launch.manner import RanksFailedError
 from polyreme.launch.requests import ENDS, STOPPED
-from polyreme.launch.torchrun import RanksFailedError
 
 FAILS = f"""
 import os, sys, time

@@ -316,7 +316,7 @@ def _write(
     options: Options, command: Sequence[str], ranks: int, name: str, saves: bool, config: Path | None
 ) -> None:
     from polyreme.launch import kubernetes
-    from polyreme.launch.torchrun import PATIENCE, SAVING
+    from polyreme.launch.manner import PATIENCE, SAVING
 
     if options.image is None:
         raise typer.BadParameter("--kubernetes needs one, with Polyreme and the script", param_hint="--image")

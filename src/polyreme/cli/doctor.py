@@ -143,7 +143,8 @@ def _bf16() -> Check:
 
 
 def _ranks() -> Check:
-    from polyreme.launch.torchrun import RanksFailedError, launch
+    from polyreme.launch.manner import RanksFailedError
+    from polyreme.launch.torchrun import launch
 
     try:
         launch(["-m", "polyreme.launch.probe"], ranks=2)

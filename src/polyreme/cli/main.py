@@ -238,9 +238,10 @@ class _Again:
         """Run it on ranks of this host."""
         with importing():
             from polyreme.job import resume
+            from polyreme.launch.manner import RanksFailedError
             from polyreme.launch.signals import WISHES
-            from polyreme.launch.torchrun import RanksFailedError, manner_here
             from polyreme.launch.torchrun import launch as start
+            from polyreme.launch.torchrun import manner_here
 
         command = ["-m", "polyreme", *self.arguments(self.config)]
         try:
@@ -361,8 +362,8 @@ def launch(
 @contextlib.contextmanager
 def _told_to_save(saves: bool) -> Iterator[None]:
     """Say of a script that a wish to save ended what it lacks."""
+    from polyreme.launch.manner import RanksFailedError
     from polyreme.launch.signals import WISHES
-    from polyreme.launch.torchrun import RanksFailedError
 
     try:
         yield

@@ -26,6 +26,9 @@ PODS, SERVICE, RANKS_PER_POD = "POLYREME_PODS", "POLYREME_SERVICE", "POLYREME_RA
 """What the pods of a Job are told beside JOB_COMPLETION_INDEX: how many they are, their headless Service, and
 the ranks in each (1 where it is not set)."""
 
+LEAST_PODS = "POLYREME_LEAST_PODS"
+"""What pods are told where fewer than all are enough."""
+
 PORT = 29500
 """Where ranks meet if nothing tells: torchrun's."""
 LOOPBACK = "127.0.0.1"

@@ -20,11 +20,11 @@ from typing import Any
 
 from polyreme.errors import LaunchError
 from polyreme.launch.frames import OUTPUT, Frame
+from polyreme.launch.manner import ONE_SIGNAL, RanksFailedError
 from polyreme.launch.requests import STOPPED
 from polyreme.launch.signals import ENDINGS, WISHES, hearing
 from polyreme.launch.slurm import Job
 from polyreme.launch.streams import Printer
-from polyreme.launch.torchrun import ONE_SIGNAL, RanksFailedError
 
 LOOK = 0.2  # seconds between two looks at what was printed
 SOON, SELDOM = 1.0, 10.0  # seconds between two questions to Slurm, after a change and later

@@ -20,6 +20,7 @@ from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousIn
 from torch.distributed.elastic.rendezvous.api import RendezvousStoreInfo
 
 from polyreme.distributed.environment import (
+    LEAST_PODS,
     LOOPBACK,
     NONE,
     PODS,
@@ -35,8 +36,6 @@ from polyreme.launch.peers import Peers
 PATIENCE = 10 * 60.0  # seconds for all hosts to come: some still fetch an image
 LAST_CALL = 10.0  # seconds after the last that came in which more may come, where fewer are enough
 POLL = 0.1
-LEAST_PODS = "POLYREME_LEAST_PODS"
-"""What pods are told where fewer than all are enough."""
 OVER, WAITING = "over", "waiting"
 
 

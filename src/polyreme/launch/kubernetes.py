@@ -18,6 +18,7 @@ from typing import Any
 import yaml
 
 from polyreme.distributed.environment import (
+    LEAST_PODS,
     LOCAL_RANK,
     LOCAL_WORLD_SIZE,
     MASTER_ADDR,
@@ -29,7 +30,6 @@ from polyreme.distributed.environment import (
     WORLD_SIZE,
 )
 from polyreme.errors import LaunchError, Problem
-from polyreme.launch.hosts import LEAST_PODS
 from polyreme.launch.requests import STOPPED, RequestError, count_problems, size, size_problems
 
 Manifest = dict[str, Any]

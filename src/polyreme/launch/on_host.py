@@ -190,7 +190,8 @@ def _begin(wish: Mapping[str, Any], tell: Tell, over: threading.Event) -> None:
 
 def _run(wish: Mapping[str, Any], tell: Tell) -> None:
     from polyreme.launch.hosts import Hosts
-    from polyreme.launch.torchrun import Manner, launch
+    from polyreme.launch.manner import Manner
+    from polyreme.launch.torchrun import launch
 
     given, ranks = wish["manner"], len(wish["slots"])
     hosts = (

@@ -32,10 +32,10 @@ from polyreme.errors import LaunchError
 from polyreme.launch import frames
 from polyreme.launch.frames import TOLD, Frame
 from polyreme.launch.hostfile import Active, is_this_machine
+from polyreme.launch.manner import ONE_SIGNAL, PLAIN, SAVING, Manner, RanksFailedError
 from polyreme.launch.on_host import ALIVE
 from polyreme.launch.signals import ENDINGS, WISHES, hearing
 from polyreme.launch.streams import Printer
-from polyreme.launch.torchrun import ONE_SIGNAL, PLAIN, SAVING, Manner, RanksFailedError
 from polyreme.version import VERSION
 
 ANSWER = 90.0  # seconds for a host to be reached, and for a Python there to begin

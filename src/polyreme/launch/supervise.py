@@ -17,10 +17,10 @@ import time
 from collections.abc import Mapping, Sequence
 from functools import partial
 
+from polyreme.launch.manner import ONE_SIGNAL, RanksFailedError
 from polyreme.launch.processes import die_with_parent
 from polyreme.launch.requests import ENDS, STOPPED
 from polyreme.launch.signals import ENDINGS, WISHES, hearing
-from polyreme.launch.torchrun import ONE_SIGNAL, RanksFailedError
 
 LEAVING = 12.0  # seconds for the command to end its ranks
 GRACE = 5.0  # seconds after the first rank failed in which it ends by itself

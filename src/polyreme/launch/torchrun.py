@@ -21,7 +21,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import FrameType
@@ -37,44 +37,19 @@ from polyreme.errors import ConfigError, LaunchError
 from polyreme.launch.cores import PIN
 from polyreme.launch.frames import Frame
 from polyreme.launch.hosts import LOOPBACK, Hosts, Loopback, Meeting, started_by
+from polyreme.launch.manner import ONE_SIGNAL, PATIENCE, PLAIN, SAVING, Manner
+from polyreme.launch.manner import RanksFailedError as RanksFailedError
 from polyreme.launch.peers import LINGER, Peers
 from polyreme.launch.processes import signal_group
 from polyreme.launch.rank import WORD_OF_STOP
 from polyreme.launch.requests import STOPPED
 from polyreme.launch.signals import ENDINGS, WISHES
-from polyreme.launch.streams import Printer, Take, relayed
+from polyreme.launch.streams import Printer, relayed
 
-PATIENCE = 8  # seconds that ranks get to end by themselves before SIGKILL
-SAVING = 15 * 60  # and those that were asked to save before
-# seconds in which the same signal again is no second one: schedulers send theirs to every process, and some
-# forward it
-ONE_SIGNAL = 2.0
 POLL = 0.1  # seconds between looks at the ranks
 # a file in it: what is called so and has none is somebody else's
 FOLDER, MARK = ("polyreme-launch-", "polyreme.launch")
 YOUNG = 60.0  # seconds in which a folder may not have been locked yet
-
-
-@dataclass(frozen=True)
-class Manner:
-    """How ranks are started otherwise than by `polyreme launch SCRIPT`.
-
-    `variables` take the place of the user's. `ports`: where ranks meet is the first of them that is free; 0
-    is any. `local_rank`: the script's first argument is --local_rank=N. `program`: the command is a program,
-    and no Python script. `log`: rank N writes what it would print to the file LOG + N + ".log", whose
-    folder is made. `take` gets what ranks print, in another thread. `begun` is told of the ranks that start
-    here: the first one's number among all, and how many."""
-
-    variables: Mapping[str, str] = field(default_factory=dict)
-    ports: Sequence[int] = (0,)
-    local_rank: bool = False
-    program: bool = False
-    log: str | None = None
-    take: Take | None = None
-    begun: Callable[[int, int], None] | None = None
-
-
-PLAIN = Manner()
 
 
 def manner_here(variables: Mapping[str, str] | None = None) -> Manner:
@@ -88,21 +63,6 @@ def manner_here(variables: Mapping[str, str] | None = None) -> Manner:
     printer = Printer()
     begun = partial(printer.begin, socket.gethostname(), way)
     return Manner(variables or {}, take=printer.take, begun=begun)
-
-
-class RanksFailedError(LaunchError):
-    """Ranks failed, or a signal ended them.
-
-    `rank` is the one that failed first (None after a signal), `traceback` its traceback if it left one.
-    """
-
-    def __init__(
-        self, message: str, exit_status: int, rank: int | None = None, traceback: str | None = None
-    ) -> None:
-        super().__init__(message)
-        self.exit_status = exit_status
-        self.rank = rank
-        self.traceback = traceback
 
 
 def launch(

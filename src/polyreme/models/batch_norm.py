@@ -22,6 +22,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from polyreme.distributed.mesh import Axis
 from polyreme.errors import BatchError, ModelError
+from polyreme.models.compiler import uncompiled
 from polyreme.models.patches import Patches
 
 
@@ -103,7 +104,7 @@ def _forward(module: _BatchNorm, over: _Ranks | None, dtype: torch.dtype, name: 
     return output
 
 
-@torch.compiler.disable
+@uncompiled
 def _synchronised(
     input: Tensor, weight: Tensor | None, bias: Tensor | None, axis: Axis, eps: float, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:

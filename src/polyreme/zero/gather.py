@@ -22,6 +22,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.hooks import RemovableHandle
 
 from polyreme.errors import ModelError
+from polyreme.models.compiler import uncompiled
 from polyreme.models.huggingface import returned, tensors_in
 from polyreme.zero.bucket import Bucket
 from polyreme.zero.parameter import in_backward
@@ -362,7 +363,7 @@ class Hook:
     def __init__(self, run: Callable[..., Any]) -> None:
         self._run = run
 
-    @torch.compiler.disable  # of a model that a script compiled whole, it breaks the graph
+    @uncompiled  # of a model that a script compiled whole, it breaks the graph
     def __call__(self, *args: Any, **kwargs: Any) -> None:
         self._run(*args, **kwargs)
 

@@ -28,8 +28,8 @@ from polyreme.compat.deepspeed.launcher.resources import Active, ResourceError, 
 from polyreme.distributed.environment import MASTER_ADDR, MASTER_PORT
 from polyreme.launch import mpirun, several
 from polyreme.launch.cores import PIN
+from polyreme.launch.manner import Manner
 from polyreme.launch.supervise import supervise
-from polyreme.launch.torchrun import Manner
 
 EXPORTED = ("MLFLOW", "PYTHON", "MV2", "UCX", "NCCL")
 """How variables begin that DeepSpeed gives all hosts."""

@@ -38,7 +38,8 @@ from polyreme.errors import PolyremeError
 from polyreme.files.direct_io import no_links
 from polyreme.launch.cores import PIN
 from polyreme.launch.hosts import Hosts
-from polyreme.launch.torchrun import Manner, launch
+from polyreme.launch.manner import Manner
+from polyreme.launch.torchrun import launch
 
 PID_FILE_BASEPATH = "/tmp"
 MODULE_OR_PROGRAM = "--module and --no_python are both given: SCRIPT is a module or a program"

@@ -1,0 +1,53 @@
+"""How ranks are started, and how they failed: what launchers of other hosts and clusters tell each other and
+the user. It imports no torch, which would take such a launcher a second."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from polyreme.errors import LaunchError
+from polyreme.launch.streams import Take
+
+PATIENCE = 8  # seconds that ranks get to end by themselves before SIGKILL
+SAVING = 15 * 60  # and those that were asked to save before
+# seconds in which the same signal again is no second one: schedulers send theirs to every process, and some
+# forward it
+ONE_SIGNAL = 2.0
+
+
+@dataclass(frozen=True)
+class Manner:
+    """How ranks are started otherwise than by `polyreme launch SCRIPT`.
+
+    `variables` take the place of the user's. `ports`: where ranks meet is the first of them that is free; 0
+    is any. `local_rank`: the script's first argument is --local_rank=N. `program`: the command is a program,
+    and no Python script. `log`: rank N writes what it would print to the file LOG + N + ".log", whose
+    folder is made. `take` gets what ranks print, in another thread. `begun` is told of the ranks that start
+    here: the first one's number among all, and how many."""
+
+    variables: Mapping[str, str] = field(default_factory=dict)
+    ports: Sequence[int] = (0,)
+    local_rank: bool = False
+    program: bool = False
+    log: str | None = None
+    take: Take | None = None
+    begun: Callable[[int, int], None] | None = None
+
+
+PLAIN = Manner()
+
+
+class RanksFailedError(LaunchError):
+    """Ranks failed, or a signal ended them.
+
+    `rank` is the one that failed first (None after a signal), `traceback` its traceback if it left one.
+    """
+
+    def __init__(
+        self, message: str, exit_status: int, rank: int | None = None, traceback: str | None = None
+    ) -> None:
+        super().__init__(message)
+        self.exit_status = exit_status
+        self.rank = rank
+        self.traceback = traceback
