@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from hypothesis import settings
 
-ALL = "POLYREME_ALL_CASES"
-"""The variable that is set where whole products and all examples are to be run."""
+from cover import ALL as ALL
+
 SOME = 30
 whole = pytest.mark.skipif(f"{ALL!r} not in os.environ", reason="seconds of processor time: with --all-cases")
 """Of a test that takes long, where others that are always run have much of what it has. A text, which is

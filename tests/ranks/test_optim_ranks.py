@@ -14,6 +14,7 @@ from torch.optim import lr_scheduler as schedulers
 
 import models
 import polyreme
+import threads
 from examples import whole
 from pool import Ranks
 
@@ -157,7 +158,7 @@ def assert_same(
 
 
 @pytest.mark.parametrize("world", [1, pytest.param(2, marks=whole), 4])
-def test_every_elementwise_optimizer_equals_torch(ranks: Ranks, world: int) -> None:
+def test_every_elementwise_optimizer_equals_torch(world: int) -> None:
     """At every stage, at two of the three on two ranks and at the other on four; one rank holds everything
     whole at every stage."""
     settings, references = [], []
@@ -174,7 +175,7 @@ def test_every_elementwise_optimizer_equals_torch(ranks: Ranks, world: int) -> N
         for stage in [each for each in STAGES if each != mine] if world == 2 else [mine]:
             settings.append(config(world, stage, clip, name=name, no_decay=no_decay, **keys))
             references.append(reference)
-    found = ranks(world, run_all, "dag", settings)[0]
+    found = threads.run(world, run_all, "dag", settings)[0]
     for setting, run, reference in zip(settings, found, references, strict=True):
         assert_same(run, reference, (setting["optimizer"], setting["zero"]))
 
@@ -264,6 +265,11 @@ def muon_batch(step: int) -> dict[str, Tensor]:
     return models.tokens(8, TOKENS, seed=step)
 
 
+def muon_runs(rank: int, world: int, clip: float | None) -> list[tuple[Any, ...]]:
+    """By stage, what `muon_run` finds."""
+    return [muon_run(rank, world, stage, clip) for stage in range(4)]
+
+
 def muon_run(
     rank: int, world: int, stage: int, clip: float | None
 ) -> tuple[dict[str, Tensor], list[float], int, list[dict[str, Any]]]:
@@ -350,7 +356,8 @@ def test_muon_equals_torch_to_the_last_bit(ranks: Ranks, world: int) -> None:
     reference = muon_reference(world, None)
     start = dict(muon_model().named_parameters())
     assert all((tensor - start[name]).abs().max() > 1e-3 for name, tensor in reference.items())
-    runs = [ranks(world, muon_run, stage, None) for stage in range(4)]
+    launch = threads.run if world == 4 else ranks
+    runs = list(zip(*launch(world, muon_runs, None), strict=True))
     for stage, run in enumerate(runs):
         different = {
             n: float((t - run[0][0][n]).abs().max())
@@ -374,7 +381,7 @@ def test_muon_equals_torch_to_the_last_bit(ranks: Ranks, world: int) -> None:
 
 
 def test_muon_with_clipping_is_the_same_at_every_stage(ranks: Ranks) -> None:
-    runs = [ranks(2, muon_run, stage, 0.5)[0] for stage in range(4)]
+    runs = ranks(2, muon_runs, 0.5)[0]
     assert min(runs[0][1]) > 0.5, "the clip has to cut for this test to test it"
     for run in runs[1:]:
         assert run[1] == runs[0][1]

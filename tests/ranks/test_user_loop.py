@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import copy
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -19,6 +19,7 @@ from torch import Tensor, nn
 import models
 import polyreme
 import training
+from cover import some
 from polyreme.errors import BatchError, ModelError
 from pool import Ranks
 
@@ -40,6 +41,11 @@ class Net(nn.Module):
         for block in self.blocks:
             x = x + block(x)
         return self.head(x)
+
+
+def cases(world: int, *values: Sequence[Any]) -> list[tuple[Any, ...]]:
+    """Of the product of `values`: on two ranks every two of them are in a case, on one rank each is."""
+    return some(world, *values)
 
 
 def engine_of(
@@ -94,27 +100,26 @@ def own_backward(rank: int, world: int) -> None:
     """Micro-batches whose backward the user calls, all of them or every other, and those in which a hook
     listens."""
     x, y = data(0), data(1)
-    for stage in (0, 2, 3):
-        for accumulation in (1, 4):
-            for kinds in ("user", "engine, user", "user, engine", "hook"):
-                engine, plain, seen = engine_of(Net(), world, stage, accumulation), Net(), []
-                if kinds == "hook":
-                    engine.module.head.bias.register_hook(lambda g, seen=seen: seen.append(g.clone()))
-                for _ in range(2):
-                    for micro in range(accumulation):
-                        mine = [part(t, rank, world, micro, accumulation) for t in (x, y)]
-                        loss = F.mse_loss(engine(mine[0]), mine[1])
-                        kind = kinds.split(", ")[micro % len(kinds.split(", "))]
-                        loss.backward() if kind == "user" else engine.backward(loss)
-                    result = engine.step()
-                    loss = F.mse_loss(plain(x), y)
-                    loss.backward()
-                    case = (stage, accumulation, kinds)
-                    assert result.grad_norm == pytest.approx(descend(plain), rel=1e-10), case
-                    assert result.loss == pytest.approx(loss.item(), rel=1e-10), case
-                same(engine, plain)
-                if kinds == "hook":
-                    assert len(seen) == 2 * accumulation
+    kinds_of = ("user", "engine, user", "user, engine", "hook")
+    for stage, accumulation, kinds in cases(world, (0, 2, 3), (1, 4), kinds_of):
+        engine, plain, seen = engine_of(Net(), world, stage, accumulation), Net(), []
+        if kinds == "hook":
+            engine.module.head.bias.register_hook(lambda g, seen=seen: seen.append(g.clone()))
+        for _ in range(2):
+            for micro in range(accumulation):
+                mine = [part(t, rank, world, micro, accumulation) for t in (x, y)]
+                loss = F.mse_loss(engine(mine[0]), mine[1])
+                kind = kinds.split(", ")[micro % len(kinds.split(", "))]
+                loss.backward() if kind == "user" else engine.backward(loss)
+            result = engine.step()
+            loss = F.mse_loss(plain(x), y)
+            loss.backward()
+            case = (stage, accumulation, kinds)
+            assert result.grad_norm == pytest.approx(descend(plain), rel=1e-10), case
+            assert result.loss == pytest.approx(loss.item(), rel=1e-10), case
+        same(engine, plain)
+        if kinds == "hook":
+            assert len(seen) == 2 * accumulation
 
 
 def test_a_backward_of_the_users_is_one_of_the_engine(ranks: Ranks) -> None:
@@ -158,35 +163,34 @@ def modules_hooked(rank: int, world: int) -> None:
     """Backward hooks of modules see the gradient of the micro-batch's mean loss, however its backward is
     called."""
     x, y = data(0), data(1)
-    for stage in (0, 2, 3):
-        for how in ("train_step", "engine.backward", "loss.backward"):
-            engine, plain = engine_of(Net(), world, stage, 2, loss_fn=F.mse_loss), Net()
-            seen: dict[str, list[Tensor]] = {"module": [], "before": [], "plain": []}
-            engine.module.head.register_full_backward_hook(
-                lambda _, grads, out, seen=seen: seen["module"].append(out[0].clone())
-            )
-            engine.module.blocks[0].register_full_backward_pre_hook(
-                lambda _, out, seen=seen: seen["before"].append(out[0].clone())
-            )
-            plain.head.register_full_backward_hook(
-                lambda _, grads, out, seen=seen: seen["plain"].append(out[0].clone())
-            )
-            mine = [[part(t, rank, world, micro, 2) for t in (x, y)] for micro in range(2)]
-            if how == "train_step":
-                engine.train_step([tuple(pair) for pair in mine])
-            else:
-                for inputs, targets in mine:
-                    loss = F.mse_loss(engine(inputs), targets)
-                    engine.backward(loss) if how == "engine.backward" else loss.backward()
-                engine.step()
+    for stage, how in cases(world, (0, 2, 3), ("train_step", "engine.backward", "loss.backward")):
+        engine, plain = engine_of(Net(), world, stage, 2, loss_fn=F.mse_loss), Net()
+        seen: dict[str, list[Tensor]] = {"module": [], "before": [], "plain": []}
+        engine.module.head.register_full_backward_hook(
+            lambda _, grads, out, seen=seen: seen["module"].append(out[0].clone())
+        )
+        engine.module.blocks[0].register_full_backward_pre_hook(
+            lambda _, out, seen=seen: seen["before"].append(out[0].clone())
+        )
+        plain.head.register_full_backward_hook(
+            lambda _, grads, out, seen=seen: seen["plain"].append(out[0].clone())
+        )
+        mine = [[part(t, rank, world, micro, 2) for t in (x, y)] for micro in range(2)]
+        if how == "train_step":
+            engine.train_step([tuple(pair) for pair in mine])
+        else:
             for inputs, targets in mine:
-                F.mse_loss(plain(inputs), targets).backward()
-            torch.testing.assert_close(seen["module"], seen["plain"], rtol=1e-10, atol=1e-14)
-            assert len(seen["before"]) == 2
-            plain = Net()
-            F.mse_loss(plain(x), y).backward()
-            descend(plain)
-            same(engine, plain)
+                loss = F.mse_loss(engine(inputs), targets)
+                engine.backward(loss) if how == "engine.backward" else loss.backward()
+            engine.step()
+        for inputs, targets in mine:
+            F.mse_loss(plain(inputs), targets).backward()
+        torch.testing.assert_close(seen["module"], seen["plain"], rtol=1e-10, atol=1e-14)
+        assert len(seen["before"]) == 2
+        plain = Net()
+        F.mse_loss(plain(x), y).backward()
+        descend(plain)
+        same(engine, plain)
 
 
 def test_hooks_of_modules_see_mean_gradients(ranks: Ranks) -> None:
@@ -420,27 +424,21 @@ def losses_of(model: Callable[[Tensor], Tensor], style: str, a: Tensor, b: Tenso
 
 def several(rank: int, world: int) -> None:
     x, y = data(0), data(1)
-    for stage in (0, 2, 3):
-        for style in ("losses", "forwards", "again"):
-            for accumulation in (1, 2):
-                engine, plain = engine_of(Net(), world, stage, accumulation), Net()
-                for _ in range(2):
-                    for micro in range(accumulation):
-                        mine = [part(t, rank, world, micro, accumulation) for t in (x, y)]
-                        losses = losses_of(engine, style, *mine)
-                        for loss in losses[:-1]:
-                            engine.backward(loss, last=False)
-                        engine.backward(losses[-1])
-                    result = engine.step()
-                    loss = torch.stack(losses_of(plain, style, x, y)).sum()
-                    loss.backward()
-                    assert result.grad_norm == pytest.approx(descend(plain), rel=1e-10), (
-                        stage,
-                        style,
-                        accumulation,
-                    )
-                    assert result.loss == pytest.approx(loss.item(), rel=1e-10)
-                same(engine, plain)
+    for stage, style, accumulation in cases(world, (0, 2, 3), ("losses", "forwards", "again"), (1, 2)):
+        engine, plain = engine_of(Net(), world, stage, accumulation), Net()
+        for _ in range(2):
+            for micro in range(accumulation):
+                mine = [part(t, rank, world, micro, accumulation) for t in (x, y)]
+                losses = losses_of(engine, style, *mine)
+                for loss in losses[:-1]:
+                    engine.backward(loss, last=False)
+                engine.backward(losses[-1])
+            result = engine.step()
+            loss = torch.stack(losses_of(plain, style, x, y)).sum()
+            loss.backward()
+            assert result.grad_norm == pytest.approx(descend(plain), rel=1e-10), (stage, style, accumulation)
+            assert result.loss == pytest.approx(loss.item(), rel=1e-10)
+        same(engine, plain)
 
 
 def test_several_losses_and_forwards_of_a_micro_batch(ranks: Ranks) -> None:
@@ -499,22 +497,15 @@ class Pair:
 
 
 def adversaries(rank: int, world: int) -> None:
-    for accumulation in (1, 2):
-        for own in (False, True):
-            plain = Pair(rank, world, None, 1)
-            expected = [plain.tutorial(own) for _ in range(2)]
-            for stage in (0, 2, 3):
-                pair = Pair(rank, world, stage, accumulation)
-                found = [pair.tutorial(own) for _ in range(2)]
-                torch.testing.assert_close(
-                    found,
-                    expected,
-                    rtol=1e-10,
-                    atol=0,
-                    msg=lambda m, c=(stage, accumulation, own): f"{c}: {m}",
-                )
-                for engine, module in zip(pair.engines, plain.modules, strict=True):
-                    same(engine, module)
+    for stage, accumulation, own in cases(world, (0, 2, 3), (1, 2), (False, True)):
+        plain, pair = Pair(rank, world, None, 1), Pair(rank, world, stage, accumulation)
+        expected = [plain.tutorial(own) for _ in range(2)]
+        found = [pair.tutorial(own) for _ in range(2)]
+        torch.testing.assert_close(
+            found, expected, rtol=1e-10, atol=0, msg=lambda m, c=(stage, accumulation, own): f"{c}: {m}"
+        )
+        for engine, module in zip(pair.engines, plain.modules, strict=True):
+            same(engine, module)
 
 
 def test_a_backward_through_another_engine(ranks: Ranks) -> None:
@@ -560,18 +551,17 @@ def kept(rank: int, world: int) -> None:
     parameters are released."""
     x = data(0)
     mine = part(x, rank, world)
-    for stage, release in ((2, "auto"), (3, "auto"), (3, "always")):
-        for which in ("model", "blocks", "all"):
-            for own in (False, True):
-                engine = engine_of(Keeping(), world, stage, zero={"stage": stage, "release": release})
-                plain = Keeping()
-                for _ in range(2):
-                    loss = engine.module.losses(which, engine(mine))
-                    loss.backward() if own else engine.backward(loss)
-                    engine.step()
-                    plain.losses(which, plain(x)).backward()
-                    descend(plain)
-                same(engine, plain)
+    placed = ((2, "auto"), (3, "auto"), (3, "always"))
+    for (stage, release), which, own in cases(world, placed, ("model", "blocks", "all"), (False, True)):
+        engine = engine_of(Keeping(), world, stage, zero={"stage": stage, "release": release})
+        plain = Keeping()
+        for _ in range(2):
+            loss = engine.module.losses(which, engine(mine))
+            loss.backward() if own else engine.backward(loss)
+            engine.step()
+            plain.losses(which, plain(x)).backward()
+            descend(plain)
+        same(engine, plain)
 
 
 def test_losses_kept_as_attributes(ranks: Ranks) -> None:
@@ -582,24 +572,21 @@ def test_losses_kept_as_attributes(ranks: Ranks) -> None:
 def stale(rank: int, world: int) -> None:
     """A backward through weights that another step has changed since the forward; plain torch refuses it,
     too."""
-    for stage in (0, 2, 3):
-        for own in (False, True):
-            generator, critic = engine_of(Net(seed=1), world, stage), engine_of(Net(seed=2), world, stage)
-            mine = part(data(0), rank, world)
-            before = generator.state_dict()
-            loss = critic(generator(mine)).square().mean()
-            critic.backward(critic(mine).square().mean())
-            critic.step()
-            said = error_of(loss.backward if own else partial(generator.backward, loss))
-            assert "changed the weights between this forward and its backward" in said or (
-                own and "without a forward" in said
-            )
-            generator.zero_grad()
-            generator.backward(critic(generator(mine)).square().mean())  # the forward done again
-            generator.step()
-            assert any(
-                not torch.equal(tensor, before[name]) for name, tensor in generator.state_dict().items()
-            )
+    for stage, own in cases(world, (0, 2, 3), (False, True)):
+        generator, critic = engine_of(Net(seed=1), world, stage), engine_of(Net(seed=2), world, stage)
+        mine = part(data(0), rank, world)
+        before = generator.state_dict()
+        loss = critic(generator(mine)).square().mean()
+        critic.backward(critic(mine).square().mean())
+        critic.step()
+        said = error_of(loss.backward if own else partial(generator.backward, loss))
+        assert "changed the weights between this forward and its backward" in said or (
+            own and "without a forward" in said
+        )
+        generator.zero_grad()
+        generator.backward(critic(generator(mine)).square().mean())  # the forward done again
+        generator.step()
+        assert any(not torch.equal(tensor, before[name]) for name, tensor in generator.state_dict().items())
 
 
 def test_a_backward_through_weights_that_changed_since_is_refused(ranks: Ranks) -> None:
@@ -822,31 +809,22 @@ def penalty(model: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
 def derivatives(rank: int, world: int) -> None:
     width = 400  # a block of more than 1 MiB
     x, rate = data(0, width), 1e-3
-    for stage in (0, 2, 3):
-        for own, release, activations in (
-            (True, "auto", "keep"),
-            (False, "always", "keep"),
-            (False, "auto", "recompute"),
-        ):
-            changes: dict[str, Any] = {
-                "optimizer": {**SGD, "lr": rate},
-                "memory": {"activations": activations},
-            }
-            engine = engine_of(
-                Net(width), world, stage, 2, zero={"stage": stage, "release": release}, **changes
-            )
-            plain = Net(width)
-            for _ in range(2):
-                for micro in range(2):
-                    mine = part(x, rank, world, micro, 2).requires_grad_()
-                    torch.autograd.grad(engine(mine).sum(), mine)  # which trains nothing
-                    loss = penalty(engine, mine)
-                    loss.backward() if own else engine.backward(loss)
-                result = engine.step()
-                loss = penalty(plain, x)
-                loss.backward()
-                assert result.grad_norm == pytest.approx(descend_by(plain, rate), rel=1e-10), (stage, own)
-            same(engine, plain)
+    ways = ((True, "auto", "keep"), (False, "always", "keep"), (False, "auto", "recompute"))
+    for stage, (own, release, activations) in cases(world, (0, 2, 3), ways):
+        changes: dict[str, Any] = {"optimizer": {**SGD, "lr": rate}, "memory": {"activations": activations}}
+        engine = engine_of(Net(width), world, stage, 2, zero={"stage": stage, "release": release}, **changes)
+        plain = Net(width)
+        for _ in range(2):
+            for micro in range(2):
+                mine = part(x, rank, world, micro, 2).requires_grad_()
+                torch.autograd.grad(engine(mine).sum(), mine)  # which trains nothing
+                loss = penalty(engine, mine)
+                loss.backward() if own else engine.backward(loss)
+            result = engine.step()
+            loss = penalty(plain, x)
+            loss.backward()
+            assert result.grad_norm == pytest.approx(descend_by(plain, rate), rel=1e-10), (stage, own)
+        same(engine, plain)
 
 
 def descend_by(model: nn.Module, rate: float) -> float:
@@ -866,42 +844,43 @@ def test_derivatives_of_derivatives(ranks: Ranks) -> None:
 
 def gradients(rank: int, world: int, folder: Path) -> None:
     x, y = data(0), data(1)
-    for stage in (0, 2, 3):
-        files = [(1 + stage // 3, {"states": "host", "gradients": str(folder)})] if stage else []
-        for accumulation, memory in ((1, {}), (2, {}), (2, {"states": "host"}), *files):
-            for own in (True, False):  # the loop, or train_step
-                changes = {"memory": memory, "optimizer": {**SGD, "clip": 0.3}}
-                plain = Net()
-                engine = engine_of(Net(), world, stage, accumulation, F.mse_loss, **changes)
-                seen: list[Any] = []
+    files = {"states": "host", "gradients": str(folder)}
+    homes = ((1, {}), (2, {}), (2, {"states": "host"}), (1, files), (2, files))
+    # own: the loop, or train_step
+    for stage, (accumulation, memory), own in cases(world, (2, 3, 0), homes, (True, False)):
+        if stage or memory is not files:  # at stage 0 no gradients are in files
+            changes = {"memory": memory, "optimizer": {**SGD, "clip": 0.3}}
+            plain = Net()
+            engine = engine_of(Net(), world, stage, accumulation, F.mse_loss, **changes)
+            seen: list[Any] = []
 
-                def look(found: Any, seen: list[Any] = seen) -> None:
-                    seen += [found.norm, found.norms(), found.whole()]
-                    found.scale_({"head.bias": 0.5})
-                    seen += [found.norm, found.clip_(0.1)]
+            def look(found: Any, seen: list[Any] = seen) -> None:
+                seen += [found.norm, found.norms(), found.whole()]
+                found.scale_({"head.bias": 0.5})
+                seen += [found.norm, found.clip_(0.1)]
 
-                engine.on_gradients = None if own else look
-                if own:
-                    for micro in range(accumulation):
-                        mine = [part(t, rank, world, micro, accumulation) for t in (x, y)]
-                        F.mse_loss(engine(mine[0]), mine[1]).backward()
-                    look(kept := engine.gradients())
-                    result = engine.step()
-                    assert "are gone" in error_of(kept.norms)
-                else:
-                    result = engine.train_step((part(x, rank, world), part(y, rank, world)))
-                F.mse_loss(plain(x), y).backward()
-                whole = {name: p.grad.clone() for name, p in plain.named_parameters()}
-                norm = torch.nn.utils.get_total_norm(whole.values()).item()
-                plain.head.bias.grad *= 0.5
-                after = torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.1).item()
-                descend(plain)
-                expected = [norm, {name: g.norm().item() for name, g in whole.items()}, whole, after, after]
-                torch.testing.assert_close(
-                    seen, expected, rtol=1e-10, atol=1e-14, msg=lambda m, c=(stage, memory, own): f"{c}: {m}"
-                )
-                assert result.grad_norm == pytest.approx(after, rel=1e-10)
-                same(engine, plain)
+            engine.on_gradients = None if own else look
+            if own:
+                for micro in range(accumulation):
+                    mine = [part(t, rank, world, micro, accumulation) for t in (x, y)]
+                    F.mse_loss(engine(mine[0]), mine[1]).backward()
+                look(kept := engine.gradients())
+                result = engine.step()
+                assert "are gone" in error_of(kept.norms)
+            else:
+                result = engine.train_step((part(x, rank, world), part(y, rank, world)))
+            F.mse_loss(plain(x), y).backward()
+            whole = {name: p.grad.clone() for name, p in plain.named_parameters()}
+            norm = torch.nn.utils.get_total_norm(whole.values()).item()
+            plain.head.bias.grad *= 0.5
+            after = torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.1).item()
+            descend(plain)
+            expected = [norm, {name: g.norm().item() for name, g in whole.items()}, whole, after, after]
+            torch.testing.assert_close(
+                seen, expected, rtol=1e-10, atol=1e-14, msg=lambda m, c=(stage, memory, own): f"{c}: {m}"
+            )
+            assert result.grad_norm == pytest.approx(after, rel=1e-10)
+            same(engine, plain)
     assert "no parameter" in error_of(partial(refuse_scale, engine_of(Net(), world, 3), part(x, rank, world)))
     assert "gradients() after 0 backward() calls" in error_of(engine_of(Net(), world, 0).gradients)
 

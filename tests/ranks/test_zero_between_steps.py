@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 import polyreme
 import training
+from cover import some
 from polyreme.distributed.work import Work
 from polyreme.errors import ConfigError, ModelError
 from polyreme.zero.bucket import Bucket
@@ -120,51 +121,47 @@ def writes(rank: int, world: int, folder: Path) -> None:
     """A parameter that was given other numbers between steps, in place or as other memory, has them wherever
     it is asked for."""
     x, y = (share(t, rank, world) for t in data())
-    for stage in (0, 1, 2):
-        for compute in ("fp64", "bf16"):
-            for way in ("other memory", "in place"):
-                case = f"{stage}-{compute}-{way}"
+    for stage, compute, way in some(min(world, 2), (0, 1, 2), ("fp64", "bf16"), ("other memory", "in place")):
+        case = f"{stage}-{compute}-{way}"
 
-                def fresh(
-                    frozen: bool = False, way: str = way, compute: str = compute, stage: int = stage
-                ) -> polyreme.Engine:
-                    model = net()
-                    model[0].weight.requires_grad_(not frozen)
-                    engine = engine_of(model, world, stage, compute=compute)
-                    engine.train_step((x, y))
-                    with torch.no_grad():
-                        if way == "in place":
-                            model[0].weight.fill_(7.0)
-                        else:
-                            model[0].weight.data = torch.full_like(model[0].weight.data, 7.0)
-                    return engine
+        def fresh(
+            frozen: bool = False, way: str = way, compute: str = compute, stage: int = stage
+        ) -> polyreme.Engine:
+            model = net()
+            model[0].weight.requires_grad_(not frozen)
+            engine = engine_of(model, world, stage, compute=compute)
+            engine.train_step((x, y))
+            with torch.no_grad():
+                if way == "in place":
+                    model[0].weight.fill_(7.0)
+                else:
+                    model[0].weight.data = torch.full_like(model[0].weight.data, 7.0)
+            return engine
 
-                engine = fresh()
-                engine.save(folder / case)
-                saved = load_file(folder / case / "model.safetensors")["0.weight"]
-                again = engine_of(net(), world, stage, compute=compute)
-                again.load(folder / case)
-                engine.load(folder / case)
-                for found in (
-                    saved,
-                    again.state_dict()["0.weight"],
-                    engine.state_dict(master=True)["0.weight"],
-                    engine.module[0].weight,
-                ):
-                    assert (found == 7).all(), case
-                assert (fresh().state_dict()["0.weight"] == 7).all(), case
-                with fresh().full_parameters(write=True) as module:
-                    assert (module[0].weight == 7).all(), case
-                engine = fresh()
-                engine.module[2].requires_grad_(False)
-                engine.refresh()
-                assert (engine.module[0].weight == 7).all() and (
-                    engine.state_dict()["0.weight"] == 7
-                ).all(), case
-                engine = fresh(frozen=True)
-                engine.train_step((x, y))
-                engine.save(folder / case)
-                assert (load_file(folder / case / "model.safetensors")["0.weight"] == 7).all(), case
+        engine = fresh()
+        engine.save(folder / case)
+        saved = load_file(folder / case / "model.safetensors")["0.weight"]
+        again = engine_of(net(), world, stage, compute=compute)
+        again.load(folder / case)
+        engine.load(folder / case)
+        for found in (
+            saved,
+            again.state_dict()["0.weight"],
+            engine.state_dict(master=True)["0.weight"],
+            engine.module[0].weight,
+        ):
+            assert (found == 7).all(), case
+        assert (fresh().state_dict()["0.weight"] == 7).all(), case
+        with fresh().full_parameters(write=True) as module:
+            assert (module[0].weight == 7).all(), case
+        engine = fresh()
+        engine.module[2].requires_grad_(False)
+        engine.refresh()
+        assert (engine.module[0].weight == 7).all() and (engine.state_dict()["0.weight"] == 7).all(), case
+        engine = fresh(frozen=True)
+        engine.train_step((x, y))
+        engine.save(folder / case)
+        assert (load_file(folder / case / "model.safetensors")["0.weight"] == 7).all(), case
 
 
 def at_once(rank: int, world: int) -> None:

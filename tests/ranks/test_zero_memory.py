@@ -21,7 +21,7 @@ from torch import Tensor
 import models
 import polyreme
 import training
-from examples import ALL
+from cover import ALL, some
 from polyreme.distributed.work import UNSETTLED, Work
 from polyreme.zero.bucket_memory import staying
 from pool import Ranks
@@ -115,8 +115,7 @@ def all_between_steps(rank: int, world: int) -> list[str]:
     between_steps(rank, world, 0, "fp32")  # what a process has once, such as the scratch memory of kernels
     return [
         problem
-        for stage in (0, 1, 2, 3)
-        for compute in BYTES
+        for stage, compute in some(2 if world == 2 else 1, (0, 1, 2, 3), tuple(BYTES))
         for problem in between_steps(rank, world, stage, compute)
     ]
 

@@ -11,6 +11,7 @@ import torch
 import models
 import polyreme
 import training
+from cover import some
 from polyreme.layout.bucket_layout import ALIGN
 from pool import Ranks
 
@@ -78,7 +79,7 @@ def expected(
 def test_whole_parameters(ranks: Ranks, world: int) -> None:
     """2Ψ: one reduction, and one gather: of the weights (stages 1 and 2), or of the reduced gradients, in
     their dtype (stage 0)."""
-    cases = [(stage, compute) for compute in BYTES for stage in (0, 1, 2)]
+    cases = some(2 if world == 2 else 1, (0, 1, 2), tuple(BYTES))
     settings = [
         training.config(world, zero={"stage": stage}, precision={"compute": compute})
         for stage, compute in cases
@@ -96,12 +97,7 @@ def test_whole_parameters(ranks: Ranks, world: int) -> None:
 @pytest.mark.parametrize("world", [2, 4])
 def test_sharded_parameters(ranks: Ranks, world: int) -> None:
     """3Ψ with release="always"; with "auto", less the second gather of the root and of the last block."""
-    cases = [
-        (compute, release, prefetch)
-        for compute in BYTES
-        for release in ("always", "auto")
-        for prefetch in (0, 1, 3)
-    ]
+    cases = some(2, tuple(BYTES), ("always", "auto"), (0, 1, 3))
     settings = [
         training.config(
             world, zero={"stage": 3, "release": release, "prefetch": prefetch}, precision={"compute": compute}
@@ -124,12 +120,7 @@ def test_accumulation(ranks: Ranks) -> None:
     """Gradients added up on the rank are sent once, in their own dtype; weights are gathered anew for each
     micro-batch."""
     world, m = 2, 4
-    cases = [
-        (stage, every, compute)
-        for compute in BYTES
-        for stage in (0, 1, 2, 3)
-        for every in ("step", "microbatch")
-    ]
+    cases = some(2, (0, 1, 2, 3), ("step", "microbatch"), tuple(BYTES))
     settings = [
         training.config(
             world, m, zero={"stage": stage, "reduce_every": every}, precision={"compute": compute}
