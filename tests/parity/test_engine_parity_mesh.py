@@ -174,6 +174,12 @@ def compare(results: list[Any], family: str, each: list[dict[str, Any]]) -> None
                                        msg=lambda m, n=name, at=at: f"{family} {n} {at}: {m}")  # fmt: skip
 
 
+def on(ranks: Ranks) -> Callable[..., list[Any]]:
+    """Ranks that are threads, unless all cases are to be run: how a model is divided does not depend on who
+    moves its tensors."""
+    return ranks if ALL in os.environ else threads.run
+
+
 def values(config: dict[str, Any]) -> list[tuple[str, str, str]]:
     """All that a config says, but for what is the same in all of them."""
     sections = ("mesh", "zero", "pipeline", "memory")
@@ -207,7 +213,7 @@ PIPELINES: dict[int, list[dict[str, Any]]] = {
 def test_pipeline_equals_plain_pytorch(ranks: Ranks, world: int) -> None:
     """By default with few of the configs on four ranks, which have every value of all of them."""
     each = PIPELINES[world] if ALL in os.environ else cover(PIPELINES[world], values)
-    compare(ranks(world, train, "llama tied", each), "llama tied", each)
+    compare(on(ranks)(world, train, "llama tied", each), "llama tied", each)
 
 
 # With recomputation; without it the families below run.
@@ -223,7 +229,9 @@ TENSORS: dict[int, list[dict[str, Any]]] = {
 
 @pytest.mark.parametrize("world", TENSORS)
 def test_tensor_parallelism_equals_plain_pytorch(ranks: Ranks, world: int) -> None:
-    compare(ranks(world, train, "llama", TENSORS[world]), "llama", TENSORS[world])
+    """Four are processes always."""
+    run = on(ranks) if world == 2 else ranks
+    compare(run(world, train, "llama", TENSORS[world]), "llama", TENSORS[world])
 
 
 @whole
@@ -270,13 +278,19 @@ class Case(NamedTuple):
     microbatches: str  # "one" or "several"
 
     def pairs(self) -> frozenset[tuple[Any, Any]]:
-        """Of what it has, every two, but for family and sizes (the axes are enough), and family and schedule
-        (which knows no model)."""
-        axes = tuple(name for name, size in zip(("dp", "tp", "pp"), self.sizes, strict=True) if size > 1)
-        known = {**self._asdict(), "axes": axes, "ranks": math.prod(self.sizes)}
-        has = [each for each in known.items() if each[1] is not None]
-        pairs = (tuple(sorted(pair)) for pair in itertools.combinations(has, 2))
-        left_out = (("family", "schedule"), ("family", "sizes"))
+        """Of what it has, every two, but for family and schedule (which knows no model). The sizes are so the
+        axes that the mesh has, the pipeline's length and the number of ranks; for a family each axis by
+        itself, and what divides its model, unless all cases are to be run."""
+        size = {name: size for name, size in zip(("dp", "tp", "pp"), self.sizes, strict=True) if size > 1}
+        axes = tuple(size)
+        known = {**self._asdict(), "axes": axes, "length": size.get("pp"), "ranks": math.prod(self.sizes)}
+        has = [(key, value) for key, value in known.items() if key != "sizes" and value is not None]
+        pairs = {tuple(sorted(pair)) for pair in itertools.combinations(has, 2)}
+        left_out = {("family", "schedule"), ("family", "length"), ("axes", "length")}
+        if ALL not in os.environ:
+            left_out.add(("axes", "family"))
+            divides = tuple(name for name in axes if name != "dp")
+            pairs |= {(("family", self.family), ("with", each)) for each in (*axes, divides)}
         return frozenset((one, other) for one, other in pairs if (one[0], other[0]) not in left_out)
 
     def settings(self) -> dict[str, Any]:
@@ -305,6 +319,7 @@ def matrix() -> list[Case]:
     """Few runs that have every pair which any run can have; `bench/matrix.py` runs them all."""
     cases = [case for family, sizes in WORLDS.items() for size in sizes for case in cases_of(family, size)]
     random.Random(0).shuffle(cases)
+    cases.sort(key=lambda case: math.prod(case.sizes))  # of two that would do, the cheaper
     return cover(cases, Case.pairs)
 
 
@@ -325,9 +340,6 @@ def cases_of(family: str, world_size: int) -> list[Case]:
     ("family", "world"), [(family, world) for family, sizes in WORLDS.items() for world in sizes]
 )
 def test_every_family_equals_plain_pytorch(ranks: Ranks, family: str, world: int) -> None:
-    """On ranks that are threads, unless all cases are to be run: how a model is divided does not depend on
-    who moves its tensors."""
     each = [case.settings() for case in matrix() if case.family == family and math.prod(case.sizes) == world]
     assert each
-    run = ranks if ALL in os.environ else threads.run
-    compare(run(world, train, family, each), family, each)
+    compare(on(ranks)(world, train, family, each), family, each)

@@ -4,6 +4,8 @@ float64."""
 from __future__ import annotations
 
 import copy
+import functools
+import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,6 +16,8 @@ import torch.nn.functional as F
 import transformers
 from torch import Tensor, nn
 
+import threads
+from examples import ALL
 from models import VOCABULARY, Wide
 from polyreme.deferred_init.replay import record
 from polyreme.distributed.mesh import Axis, Mesh
@@ -248,24 +252,34 @@ def gather(axis: Axis, cut: Cut, local: Tensor) -> Tensor:
     return cut.join([each.view(cut.local) for each in full.chunk(axis.size)])
 
 
+def loss_of(name: str, model: nn.Module) -> Tensor:
+    """Its loss, after the backward."""
+    extra = {"use_cache": False} if name != "vit" and hasattr(model.config, "use_cache") else {}
+    with Wide():
+        loss: Tensor = model(**batch_of(name), **extra).loss
+        loss.backward()
+    return loss.detach()
+
+
+@functools.cache
+def undivided(name: str) -> tuple[nn.Module, Tensor]:
+    """The model with its gradients, and the loss."""
+    model = build(name)
+    return model, loss_of(name, model)
+
+
 def compare(rank: int, world: int, names: Sequence[str], sequence: bool) -> dict[str, str]:
     """By model, what was different or went wrong."""
     axis = Mesh.open({"tp": world}).tp
     found = {}
     for name in names:
-        whole = build(name)
-        divided = copy.deepcopy(whole)
-        batch = batch_of(name)
-        extra = {} if name == "vit" else {"use_cache": False} if hasattr(whole.config, "use_cache") else {}
+        whole, expected = undivided(name)
+        divided = build(name)
         cuts = parallelize(divided, axis, plan(divided, world, sequence_parallel=sequence), sequence)
-        with Wide():
-            expected = whole(**batch, **extra).loss
-            expected.backward()
-            loss = divided(**batch, **extra).loss
-            loss.backward()
+        loss = loss_of(name, divided)
         wrong = (
             []
-            if abs(float(loss.detach() - expected.detach())) < TOLERANCE
+            if abs(float(loss - expected)) < TOLERANCE
             else [f"loss {loss} for {expected}"]
         )
         assert [n for n, _ in divided.named_parameters()] == [n for n, _ in whole.named_parameters()]
@@ -295,10 +309,17 @@ def compare(rank: int, world: int, names: Sequence[str], sequence: bool) -> dict
     return found
 
 
+# of what peft does
+told = pytest.mark.filterwarnings("ignore::FutureWarning:transformers", "ignore::UserWarning:peft")
+
+
 def check(ranks: Ranks, world: int, names: Sequence[str], sequence: bool) -> None:
-    assert [found for found in ranks(world, compare, names, sequence) if found] == []
+    """On ranks that are threads, unless all cases are to be run."""
+    run = ranks if ALL in os.environ else threads.run
+    assert [found for found in run(world, compare, names, sequence) if found] == []
 
 
+@told
 @pytest.mark.parametrize("sequence", [False, True], ids=["replicated", "sequence"])
 @pytest.mark.parametrize("name", MODELS)
 def test_two_ranks_compute_what_one_does(ranks: Ranks, name: str, sequence: bool) -> None:
@@ -310,6 +331,7 @@ def test_two_ranks_compute_what_one_does(ranks: Ranks, name: str, sequence: bool
     check(ranks, 2, [name], sequence)
 
 
+@told
 @pytest.mark.parametrize("sequence", [False, True], ids=["replicated", "sequence"])
 def test_four_ranks_share_two_key_value_heads(ranks: Ranks, sequence: bool) -> None:
     check(ranks, 4, ["llama", "phi3", "qwen3", "llama-lora"], sequence)
