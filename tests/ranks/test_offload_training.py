@@ -141,7 +141,7 @@ def runs_of(cases: list[Case], every: bool) -> dict[Case, list[dict[str, Any]]]:
     }
 
 
-@pytest.mark.parametrize("world", [1, pytest.param(2, marks=whole), 4])
+@pytest.mark.parametrize("world", [1, 2, pytest.param(4, marks=whole)])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_every_home_makes_the_same_bits(
     request: pytest.FixtureRequest, tmp_path: Path, world: int, stage: int
@@ -169,16 +169,20 @@ OF_PROCESSES = [
 def test_every_home_makes_the_same_bits_on_processes(
     ranks: Ranks, request: pytest.FixtureRequest, tmp_path: Path, case: Case
 ) -> None:
+    """By default with files for all; test_offload_bit_equality has the bits of threads on processes."""
     every = request.config.getoption("all_cases")
     for each in [other for other in CASES if other[:2] == case[:2]] if every else [case]:
-        assert_equal(ranks, case.world, "llama", each.settings()[::EVERY], tmp_path)
+        assert_equal(ranks, case.world, "llama", each.settings()[:: 1 if every else 3], tmp_path)
 
 
 MESHES: list[dict[str, Any]] = [{"tp": 2}, {"pp": 2}, {"tp": 2, "sequence_parallel": True, "pp": 2}]
 
 
-@pytest.mark.parametrize("mesh", [*MESHES[:2], pytest.param(MESHES[2], marks=whole)], ids=str)
+@pytest.mark.parametrize(
+    "mesh", [MESHES[0], *(pytest.param(each, marks=whole) for each in MESHES[1:])], ids=str
+)
 def test_with_a_divided_model(tmp_path: Path, mesh: dict[str, Any]) -> None:
+    """test_offload_bit_equality has pipelines."""
     assert_equal_where_divided(threads.run, mesh, {1: homes(1)[::EVERY], 3: homes(3)[::3]}, tmp_path)
 
 
@@ -188,7 +192,7 @@ def test_with_a_divided_model_on_processes(
     every = request.config.getoption("all_cases")
     for mesh in MESHES if every else MESHES[2:]:
         assert_equal_where_divided(
-            ranks, mesh, {1: homes(1), 3: homes(3)[::3]} if every else {3: homes(3)[::4]}, tmp_path
+            ranks, mesh, {1: homes(1), 3: homes(3)[::3]} if every else {3: homes(3)[::6]}, tmp_path
         )
 
 
@@ -236,12 +240,12 @@ def without_gradients(rank: int, world: int, settings: list[dict[str, Any]]) -> 
 
 
 @pytest.mark.parametrize("stage", [1, 3])
-def test_parameters_without_a_gradient_and_evaluation(ranks: Ranks, tmp_path: Path, stage: int) -> None:
+def test_parameters_without_a_gradient_and_evaluation(tmp_path: Path, stage: int) -> None:
     settings = [
         training.config(2, zero={"stage": stage, "min_bucket": 0}, memory=memory)
         for memory in homes(stage)[::EVERY]
     ]
-    runs = ranks(2, without_gradients, placed_all(settings, tmp_path))[0]
+    runs = threads.run(2, without_gradients, placed_all(settings, tmp_path))[0]
     assert not [training.differences(runs[0], run) for run in runs[1:] if training.differences(runs[0], run)]
 
 
@@ -253,7 +257,8 @@ def narrow(rank: int, world: int, folder: Path) -> list[str]:
         models.share(models.batch_of("llama", training.SAMPLES, step, torch.float32), rank, world)
         for step in range(4)
     ]
-    for states, (name, options) in zip(["bf16", "8bit"] * 2, OPTIMIZERS.items(), strict=True):
+    for i, (name, options) in enumerate(OPTIMIZERS.items()):
+        states = ("bf16", "8bit")[i % 2]
         optimizer = (
             {"momentum": 0.9} | options | {"states": states}
             if name == "sgd"
@@ -275,7 +280,9 @@ def narrow(rank: int, world: int, folder: Path) -> list[str]:
         path = first.save(folder / name)
         expected = [first.train_step(batch).loss for batch in batches[2:]]
         size = first.memory()["states"]
-        for each in made[1:]:
+        for at, each in enumerate(made[1:]):
+            if EVERY > 1 and at == i % 3:  # one of three; all meet both
+                continue
             other = polyreme.initialize(
                 models.build("llama", torch.float32, seed=1), each, loss_fn=models.causal_loss
             )
@@ -296,8 +303,8 @@ def narrow(rank: int, world: int, folder: Path) -> list[str]:
     return wrong
 
 
-def test_moments_in_fewer_bits(ranks: Ranks, tmp_path: Path) -> None:
-    assert not [problem for told in ranks(2, narrow, tmp_path) for problem in told]
+def test_moments_in_fewer_bits(tmp_path: Path) -> None:
+    assert not [problem for told in threads.run(2, narrow, tmp_path) for problem in told]
 
 
 def moved(rank: int, world: int, folder: str, compute: str, accumulation: int) -> dict[str, Any]:
@@ -332,7 +339,7 @@ def moved(rank: int, world: int, folder: str, compute: str, accumulation: int) -
 
 @pytest.mark.parametrize("accumulation", [1, 2])
 @pytest.mark.parametrize("compute", ["fp32", "bf16"])
-def test_what_moves_is_what_must(ranks: Ranks, tmp_path: Path, compute: str, accumulation: int) -> None:
+def test_what_moves_is_what_must(tmp_path: Path, compute: str, accumulation: int) -> None:
     """States once each way; for each micro-batch parameters in twice (but the root and the last block, which
     stay from forward to backward) and its gradients in, to be added to others or updated from, and out;
     parameters out once."""
@@ -341,7 +348,7 @@ def test_what_moves_is_what_must(ranks: Ranks, tmp_path: Path, compute: str, acc
         return -(-nbytes // 4096) * 4096
 
     size = {"fp32": 4, "bf16": 2}[compute]
-    for told in ranks(2, moved, str(tmp_path), compute, accumulation):
+    for told in threads.run(2, moved, str(tmp_path), compute, accumulation):
         states = sum(padded(nbytes) for nbytes in told["records"])
         assert told["moved"]["states"] == (states, states)
         shards = sum(padded(each * size) for each in told["shards"])
@@ -381,28 +388,26 @@ def accumulate(rank: int, world: int, settings: list[dict[str, Any]]) -> list[li
 
 
 @pytest.mark.parametrize("world", [1, 2])
-def test_gradients_in_files_take_no_memory_between_micro_batches(
-    ranks: Ranks, tmp_path: Path, world: int
-) -> None:
+def test_gradients_in_files_take_no_memory_between_micro_batches(tmp_path: Path, world: int) -> None:
     homes: list[dict[str, Any]] = [{"states": "host"}, {"states": "host", "gradients": FILES}]
     settings = [
         training.config(world, 2, zero={"stage": 2, "min_bucket": 0}, memory=memory) for memory in homes
     ]
-    for held, spilled in ranks(world, accumulate, placed_all(settings, tmp_path)):
+    for held, spilled in threads.run(world, accumulate, placed_all(settings, tmp_path)):
         assert sum(held) and not any(spilled)
 
 
 @pytest.mark.parametrize("world", [1, 2])
-def test_gradients_in_files_of_an_optimizer_of_whole_tensors(
-    ranks: Ranks, tmp_path: Path, world: int
-) -> None:
+def test_gradients_in_files_of_an_optimizer_of_whole_tensors(tmp_path: Path, world: int) -> None:
     """Whose sizes are no multiples of a row of the norm, which clips."""
     optimizer = {"name": "Adafactor", "lr": 1e-2, "clip": 0.5}
     zero = {"stage": 1, "min_bucket": 0, "reduce_every": "microbatch"}
     settings = [
-        training.config(world, 2, zero=zero, optimizer=optimizer, memory=memory) for memory in homes(1)
+        training.config(world, 2, zero=zero, optimizer=optimizer, memory=memory)
+        for memory in homes(1)
+        if not memory or "gradients" in memory
     ]
-    assert_equal(ranks, world, "llama", settings, tmp_path, steps=3)
+    assert_equal(threads.run, world, "llama", settings, tmp_path, steps=3)
 
 
 def test_gradients_go_to_files_after_the_others_have_read_them(ranks: Ranks, tmp_path: Path) -> None:
@@ -453,7 +458,7 @@ def generated(rank: int, world: int, settings: list[dict[str, Any]]) -> list[tup
     return found
 
 
-def test_generating_text_with_parameters_away(ranks: Ranks, tmp_path: Path) -> None:
+def test_generating_text_with_parameters_away(tmp_path: Path) -> None:
     """A block comes for each token; the tokens, and the training around them, are those of parameters on the
     device."""
     places: list[dict[str, Any]] = [
@@ -463,7 +468,7 @@ def test_generating_text_with_parameters_away(ranks: Ranks, tmp_path: Path) -> N
         {"states": FILES, "params": FILES},
     ]
     settings = [training.config(2, zero={"stage": 3, "min_bucket": 0}, memory=memory) for memory in places]
-    for told in ranks(2, generated, placed_all(settings, tmp_path)):
+    for told in threads.run(2, generated, placed_all(settings, tmp_path)):
         texts, _ = told[0]
         assert all(each == told[0] for each in told[1:])
         assert len(texts) == 4 and all(len(text) == 5 + 8 for text in texts) and texts[:2] != texts[2:], (

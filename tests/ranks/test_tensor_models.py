@@ -277,11 +277,7 @@ def compare(rank: int, world: int, names: Sequence[str], sequence: bool) -> dict
         divided = build(name)
         cuts = parallelize(divided, axis, plan(divided, world, sequence_parallel=sequence), sequence)
         loss = loss_of(name, divided)
-        wrong = (
-            []
-            if abs(float(loss - expected)) < TOLERANCE
-            else [f"loss {loss} for {expected}"]
-        )
+        wrong = [] if abs(float(loss - expected)) < TOLERANCE else [f"loss {loss} for {expected}"]
         assert [n for n, _ in divided.named_parameters()] == [n for n, _ in whole.named_parameters()]
         for (path, mine), theirs in zip(divided.named_parameters(), whole.parameters(), strict=True):
             cut = cuts[path]
