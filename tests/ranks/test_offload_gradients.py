@@ -18,6 +18,7 @@ from torch import Tensor
 
 import models
 import polyreme
+import threads
 import training
 from cover import cover, together
 from polyreme.layout.bucket_layout import ALIGN
@@ -73,18 +74,14 @@ class LateTransfer(HostTransfer):
 
 
 def train(rank: int, world: int, settings: list[dict[str, Any]], share: bool = True) -> list[training.Run]:
-    """A run of each config; all but the first with a transfer to the host, and with so small extents that
-    several are on their way at a time."""
+    """A run of each config; all but the first, which is of the device, with a transfer to the host, and with
+    so small extents that several are on their way at a time."""
     runs = []
     for i, each in enumerate(settings):
-        with (
-            patch.object(HostTransfer, "over", LateTransfer if i else HostTransfer.over),
-            patch.object(optimizer_states, "EXTENT", 4 * ALIGN),
-        ):
-            torch.manual_seed(0)
-            engine = polyreme.initialize(
-                models.llama(num_hidden_layers=4, tie_word_embeddings=True), each, loss_fn=models.causal_loss
-            )
+        torch.manual_seed(0)
+        engine = polyreme.initialize(
+            models.llama(num_hidden_layers=4, tie_word_embeddings=True), each, loss_fn=models.causal_loss
+        )
         told = []
         for step in range(3):
             batch = models.tokens(training.SAMPLES, seed=step)
@@ -93,6 +90,15 @@ def train(rank: int, world: int, settings: list[dict[str, Any]], share: bool = T
             assert i == 0 or engine.tiers()["gradients"]["written"] > 0
         runs.append((told, engine.state_dict(master=True)))
     return runs
+
+
+def train_late(world: int, settings: list[dict[str, Any]], share: bool = True) -> list[list[training.Run]]:
+    """`train` on ranks that are threads."""
+    with (
+        patch.object(HostTransfer, "over", LateTransfer),
+        patch.object(optimizer_states, "EXTENT", 4 * ALIGN),
+    ):
+        return threads.run(world, train, settings, share)
 
 
 def assert_equal(runs: list[training.Run]) -> None:
@@ -143,7 +149,7 @@ FEW = cover(CASES, lambda case: together(case._asdict(), 2))
 @pytest.mark.parametrize("world", [1, 2])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_a_ferry_changes_no_bit(
-    ranks: Ranks, request: pytest.FixtureRequest, tmp_path: Path, world: int, stage: int
+    request: pytest.FixtureRequest, tmp_path: Path, world: int, stage: int
 ) -> None:
     """fp16 begins with steps that overflow."""
     chosen = CASES if request.config.getoption("all_cases") else FEW
@@ -157,7 +163,7 @@ def test_a_ferry_changes_no_bit(
             training.config(world, accumulation, memory=placed(memory, tmp_path), **sections)
             for memory in homes
         ]
-        for told in ranks(world, train, settings):
+        for told in train_late(world, settings):
             found = {
                 str(home): training.differences(told[0], run) for home, run in zip(homes, told, strict=True)
             }
@@ -173,22 +179,30 @@ def placed(memory: dict[str, Any], folder: Path) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
-@pytest.mark.parametrize(
-    "memory", [{}, {"params": "host"}, {"gradients": "files"}], ids=["states", "params", "gradients"]
-)
-def test_with_a_pipeline(ranks: Ranks, tmp_path: Path, schedule: str, memory: dict[str, Any]) -> None:
+def test_with_a_pipeline(tmp_path: Path, schedule: str) -> None:
     """The embedding is tied to the head, so that its gradients are summed over the stages before they go."""
-    memory = {"states": "host"} | memory | ({"gradients": str(tmp_path)} if "gradients" in memory else {})
-    zero = {"stage": 3 if "params" in memory else 1, "min_bucket": 0}
-    settings = [
-        training.config(1, 2, zero=zero, mesh={"pp": 2}, pipeline={"schedule": schedule}, memory=each)
-        for each in ({}, memory)
+    homes: list[dict[str, Any]] = [
+        {},
+        {"states": "host"},
+        {"states": "host", "params": "host"},
+        {"states": "host", "gradients": str(tmp_path)},
     ]
-    for told in ranks(2, train, settings, False):
+    settings = [
+        training.config(
+            1,
+            2,
+            zero={"stage": 3 if "params" in memory else 1, "min_bucket": 0},
+            mesh={"pp": 2},
+            pipeline={"schedule": schedule},
+            memory=memory,
+        )
+        for memory in homes
+    ]
+    for told in train_late(2, settings, False):
         assert_equal(told)
 
 
-def test_with_tensor_parallelism(ranks: Ranks, tmp_path: Path) -> None:
+def test_with_tensor_parallelism(tmp_path: Path) -> None:
     """Where a part of a shard is on several ranks, and counts once in the norm."""
     settings = [
         training.config(
@@ -206,7 +220,7 @@ def test_with_tensor_parallelism(ranks: Ranks, tmp_path: Path) -> None:
             {"states": "host", "gradients": str(tmp_path)},
         )
     ]
-    for told in ranks(2, train, settings, False):
+    for told in train_late(2, settings, False):
         assert_equal(told)
 
 

@@ -17,6 +17,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 import models
 import polyreme
+import threads
 import training
 from command import polyreme as command
 from examples import ALL
@@ -83,7 +84,8 @@ def runs(rank: int, world: int, sections: dict[str, Any]) -> list[Any]:
 
 @pytest.mark.parametrize("case", CASES if ALL in os.environ else ("zero-3", "zb-v-bf16", "sequence-parallel"))
 def test_bits_and_bytes(ranks: Ranks, case: str) -> None:
-    found = ranks(2, runs, CASES[case])
+    """On processes without tensor or pipeline parallelism, else on threads."""
+    found = (ranks if case == "zero-3" or ALL in os.environ else threads.run)(2, runs, CASES[case])
     for results in found:
         plain = results[0][0]
         assert not [d for other, *_ in results[1:] for d in training.differences(plain, other)]
