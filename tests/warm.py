@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import ctypes
+import gc
 import os
 import runpy
 import signal
@@ -147,6 +148,7 @@ def _python(
     os.chdir(folder)
     if ranks:
         subprocess_handler.Popen = WarmRank  # type: ignore[assignment, misc]
+    gc.freeze()  # never to visit what is imported makes each collection quick
     option, what, *sys.argv[1:] = words
     if option == "-m":
         _live(lambda: runpy.run_module(what, run_name="__main__", alter_sys=True), variables)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import subprocess
+import os
 import sys
 import types
+from pathlib import Path
 
 import pytest
 import torch.distributed
@@ -13,6 +14,7 @@ from polyreme.compat.deepspeed import comm as dist
 from polyreme.compat.deepspeed.comm import initialize
 from polyreme.distributed.environment import Environment, announce, detect
 from polyreme.errors import LaunchError, PolyremeError
+from warm import WarmPython
 
 ALONE = """
 import psutil, torch
@@ -35,10 +37,10 @@ print("fine")
 """
 
 
-def test_a_single_process_is_a_world_of_its_own_that_nobody_else_reaches() -> None:
-    done = subprocess.run([sys.executable, "-c", ALONE], capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    assert "fine" in done.stdout
+def test_a_single_process_is_a_world_of_its_own_that_nobody_else_reaches(tmp_path: Path) -> None:
+    process = WarmPython(["-c", ALONE], tmp_path, os.environ)
+    output, errors = process.communicate(timeout=120)
+    assert (process.returncode, output) == (0, "fine\n"), errors
 
 
 def test_calls_before_a_group_is_open_say_what_to_call() -> None:

@@ -20,6 +20,7 @@ from polyreme.compat import finder
 from polyreme.compat.deepspeed.launcher import runner
 from polyreme.errors import LaunchError
 from polyreme.launch.torchrun import RanksFailedError, launch
+from warm import WarmPython
 
 SCRIPT = """
 import json, os, subprocess, sys
@@ -83,8 +84,9 @@ def test_without_the_door_there_is_none(folder: Path) -> None:
 
 def test_deepspeeds_own_command(folder: Path) -> None:
     words = ["--num_gpus", "2", "script.py", "--flag", "$HOME ${local_rank}"]
-    status, output, errors = polyreme(folder, "deepspeed", *words, warm=False)
-    assert (status, errors.count("error of")) == (0, 2), errors
+    process = WarmPython(["-m", "polyreme", "deepspeed", *words], folder, os.environ)
+    output, errors = process.communicate(timeout=120)
+    assert (process.returncode, errors.count("error of")) == (0, 2), errors
     for rank, fact in enumerate(facts(folder)):
         assert fact["arguments"] == [f"--local_rank={rank}", "--flag", "$HOME ${local_rank}"]
         expected = {"CROSS_RANK": "0", "CROSS_SIZE": "1", "LOCAL_SIZE": "2"}
