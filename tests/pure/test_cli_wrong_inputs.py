@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from typer.main import get_command
 from typer.testing import CliRunner
 
 from command import RANK_VARIABLES, TINY, write_text
@@ -57,8 +58,12 @@ def wrong_values(key: str) -> Iterator[object]:
 KEYS = [(key, value) for key in LEAVES for value in wrong_values(key)]
 
 
+COMMAND = get_command(main.app)  # which typer's own runner would make anew for each run
+
+
 def run(*words: str) -> tuple[int, str, str, BaseException | None]:
-    result = CliRunner().invoke(main.app, words, env={**dict.fromkeys(RANK_VARIABLES), "COLUMNS": "80"})
+    variables = {**dict.fromkeys(RANK_VARIABLES), "COLUMNS": "80"}
+    result = super(CliRunner, CliRunner()).invoke(COMMAND, words, env=variables)
     return result.exit_code, result.stdout, result.stderr, result.exception
 
 

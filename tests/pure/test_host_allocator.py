@@ -6,14 +6,16 @@ from __future__ import annotations
 import json
 import os
 import platform
-import subprocess
 import sys
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from polyreme.config.schema import MemorySection
 from polyreme.offload.host_allocator import decided
+from warm import WarmPython
 
 KEPT = """
 import json, resource, sys
@@ -59,27 +61,6 @@ large, small = zip(*((torch.ones(20 << 18), torch.ones(1 << 18)) for _ in range(
 del large
 json.dump(resident() - before, sys.stdout)
 """
-# Each program in a process of its own, a fork of one that has imported what all need and has asked glibc for
-# nothing yet.
-EACH = """
-import json, os, sys
-import torch
-import polyreme
-import polyreme.engine
-sys.stdout.write("[")
-for i, (program, argument, variables) in enumerate(json.loads(sys.argv[1])):
-    sys.stdout.write("," if i else "")
-    sys.stdout.flush()
-    pid = os.fork()
-    if not pid:
-        os.environ.update(variables)
-        sys.argv[1:] = [argument]
-        exec(program, {"__name__": "__main__"})
-        sys.stdout.flush()
-        os._exit(0)
-    assert os.waitpid(pid, 0)[1] == 0, (i, argument, variables)
-print("]")
-"""
 DEVICE, HOST = {"states": "device"}, {"states": "host"}
 NAME, VERSION = platform.libc_ver()
 UNDECIDED = {name: value for name, value in os.environ.items() if not decided({name: value})}
@@ -94,35 +75,32 @@ CASES: dict[str, tuple[list[dict[str, Any]], dict[str, str], bool]] = {
 """`memory` sections of engines one after the other, variables, and whether freed memory is given back."""
 
 
-@pytest.fixture(scope="module")
-def told() -> list[int]:
-    """Page faults of KEPT, then what is left to the process in each of CASES, in MiB."""
-    programs = [(KEPT, "", {})]
-    programs += [(GIVING, json.dumps(memories), env) for memories, env, _ in CASES.values()]
-    command = [sys.executable, "-c", EACH, json.dumps(programs)]
-    made = subprocess.run(command, env=UNDECIDED, capture_output=True, text=True, timeout=240, check=False)
-    assert not made.returncode, made.stderr
-    found = json.loads(made.stdout)
-    assert isinstance(found, list)
-    return found
+def told(folder: Path, program: str, argument: str = "", variables: Mapping[str, str] | None = None) -> int:
+    """What a program says, in a process that has asked glibc for nothing yet."""
+    process = WarmPython(["-c", program, argument], folder, {**UNDECIDED, **(variables or {})})
+    output, errors = process.communicate(240)
+    assert process.returncode == 0, errors
+    return int(output)
 
 
 @pytest.mark.skipif(
     NAME != "glibc" or tuple(map(int, VERSION.split("."))) < (2, 35),
     reason="only a newer glibc can be told for large blocks",
 )
-def test_freed_memory_is_kept(told: list[int]) -> None:
-    assert told[0] < 1000
+def test_freed_memory_is_kept(tmp_path: Path) -> None:
+    """So that pages are not faulted in again."""
+    assert told(tmp_path, KEPT) < 1000
 
 
 @pytest.mark.skipif(
     NAME != "glibc" or sys.platform != "linux", reason="glibc alone is told, and /proc is Linux's"
 )
 @pytest.mark.parametrize("case", CASES)
-def test_freed_memory_is_given_back_where_states_are_elsewhere(told: list[int], case: str) -> None:
+def test_freed_memory_is_given_back_where_states_are_elsewhere(tmp_path: Path, case: str) -> None:
     """Of 200 MiB in blocks of 20 that are freed, between others that are not."""
-    kept = told[1 + list(CASES).index(case)]
-    assert kept < 20 if CASES[case][2] else kept > 150
+    memories, variables, given_back = CASES[case]
+    kept = told(tmp_path, GIVING, json.dumps(memories), variables)  # MiB
+    assert kept < 20 if given_back else kept > 150
 
 
 @pytest.mark.parametrize(

@@ -219,7 +219,7 @@ class Letters(nn.Module):
         return self.head(self.layers(self.embed(x) + self.place.weight[: x.shape[1]], mask, is_causal=True))
 
 
-STEPS = 160
+STEPS = 110
 
 
 def trained(states: States | None) -> tuple[float, float]:

@@ -169,8 +169,10 @@ def _lower(orders: Sequence[Sequence[Action]], ranks: Sequence[int]) -> Schedule
     free = [0.0] * len(orders)
 
     def end(rank: int) -> float:
-        """The time at which the next action of a rank would end; infinite, if what it needs has not been
-        computed yet."""
+        """The time at which the next action of a rank would end; infinite, if there is none or what it needs
+        has not been computed yet."""
+        if not todo[rank]:
+            return inf
         action = todo[rank][0]
         source = _source(action, len(ranks))
         if source is None:
@@ -181,8 +183,10 @@ def _lower(orders: Sequence[Sequence[Action]], ranks: Sequence[int]) -> Schedule
             return inf
         return start + (2 if action.op == "B" and action not in halved else 1)
 
-    while waiting := [rank for rank, actions in enumerate(todo) if actions]:
-        when, rank = min((end(rank), rank) for rank in waiting)
+    nexts = [end(rank) for rank in range(len(orders))]
+    while any(todo):
+        when = min(nexts)
+        rank = nexts.index(when)
         action = todo[rank].popleft()
         free[rank] = ends[action] = when
         rows[rank].append(action)
@@ -190,6 +194,8 @@ def _lower(orders: Sequence[Sequence[Action]], ranks: Sequence[int]) -> Schedule
             rows[ranks[message.stage]].append(message)
         if action == lasts[action.stage]:
             rows[rank].append(Action("R", action.stage))
+        for each in {rank, *ranks[max(action.stage - 1, 0) : action.stage + 2]}:  # nobody else's changes
+            nexts[each] = end(each)
     return tuple((*row, Action("U", rank)) for rank, row in enumerate(rows))
 
 
