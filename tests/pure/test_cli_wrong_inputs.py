@@ -3,16 +3,17 @@ nothing behind."""
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import signal
 import socket
 from collections.abc import Iterator
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
-from typer.main import get_command
-from typer.testing import CliRunner
+from typer import testing
 
 from command import RANK_VARIABLES, TINY, write_text
 from polyreme.cli import main
@@ -58,12 +59,13 @@ def wrong_values(key: str) -> Iterator[object]:
 KEYS = [(key, value) for key in LEAVES for value in wrong_values(key)]
 
 
-COMMAND = get_command(main.app)  # which typer's own runner would make anew for each run
+made_once = functools.cache(testing._get_command)
 
 
 def run(*words: str) -> tuple[int, str, str, BaseException | None]:
     variables = {**dict.fromkeys(RANK_VARIABLES), "COLUMNS": "80"}
-    result = super(CliRunner, CliRunner()).invoke(COMMAND, words, env=variables)
+    with patch.object(testing, "_get_command", made_once):  # else each run would make the command anew
+        result = testing.CliRunner().invoke(main.app, words, env=variables)
     return result.exit_code, result.stdout, result.stderr, result.exception
 
 

@@ -11,7 +11,7 @@ import json
 import logging
 import os
 import sysconfig
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from hashlib import blake2b
@@ -187,24 +187,26 @@ def documents(path: str, *, pattern: Sequence[str] = PATTERN, field: str = "text
     return corpus
 
 
-def _matching(folder: Path, pattern: Sequence[str]) -> tuple[Path, ...]:
-    """Files below `folder` whose path ends with one of the globs. They are matched, never joined, so none
-    gets out."""
+def _matching(
+    folder: Path, pattern: Sequence[str], without: Collection[str] = frozenset()
+) -> tuple[Path, ...]:
+    """Files below `folder`, but for folders named `without`, whose path ends with one of the globs. They are
+    matched, never joined, so none gets out."""
     found = []
+    globs = [glob.removeprefix("**/") for glob in pattern if glob]
     for root, folders, files in os.walk(folder):
-        folders[:] = [name for name in folders if not name.startswith(".")]
-        for file in (Path(root, name) for name in files if not name.startswith(".")):
-            below = PurePath(file.relative_to(folder))
-            if any(below.match(glob.removeprefix("**/")) for glob in pattern if glob):
-                found.append(file)
+        folders[:] = [name for name in folders if not name.startswith(".") and name not in without]
+        within = PurePath(root).relative_to(folder)
+        found += [
+            Path(root, name)
+            for name in files
+            if not name.startswith(".") and any((within / name).match(glob) for glob in globs)
+        ]
     return tuple(sorted(found))
 
 
 def _stdlib() -> tuple[Path, ...]:
-    folder = Path(sysconfig.get_paths()["stdlib"])
-    return tuple(
-        f for f in _matching(folder, ["*.py"]) if not NOT_STDLIB.intersection(f.relative_to(folder).parts)
-    )
+    return _matching(Path(sysconfig.get_paths()["stdlib"]), ["*.py"], NOT_STDLIB)
 
 
 def _package_texts(name: str, pattern: Sequence[str]) -> tuple[Path, ...]:
