@@ -55,7 +55,7 @@ def change(optimizer: Any, step: int) -> None:
             group["lr"] *= 0.5
 
 
-def plain(world: int, name: str) -> list[float]:
+def plain(world: int, name: str) -> Tensor:
     model = network()
     optimizer = MAKERS[name](model)
     schedule = LambdaLR(optimizer, lambda step: 1 / (1 + step))
@@ -67,10 +67,14 @@ def plain(world: int, name: str) -> list[float]:
         optimizer.zero_grad()
         schedule.step()
         change(optimizer, step)
-    return torch.cat([p.detach().flatten() for p in model.parameters()]).tolist()
+    return flat(model.parameters())
 
 
-def given(rank: int, world: int, name: str, stage: int, through: str) -> list[float]:
+STAGES = (0, 2, 3)
+
+
+def given(rank: int, world: int, name: str, stage: int, through: str) -> Tensor:
+    """All weights after training with an optimizer of that name."""
     model = network()
     optimizer = MAKERS[name](model)
     config = {
@@ -79,30 +83,35 @@ def given(rank: int, world: int, name: str, stage: int, through: str) -> list[fl
         "zero": {"stage": stage, "min_bucket": 0},
         "optimizer": {"clip": None},
     }
-    engine = polyreme.initialize(model, config, optimizer=optimizer)
-    seen = optimizer if through == "the user's" else engine.optimizer
-    schedule = LambdaLR(seen, lambda step: 1 / (1 + step))
-    for step in range(STEPS):
-        x, y = batch(rank, step)
-        engine.backward(nn.functional.mse_loss(engine(x), y), weight=1.0)
-        engine.step() if through == "the user's" else engine.optimizer.step()
-        seen.zero_grad()
-        schedule.step()
-        change(seen, step)
-    assert seen.param_groups[0]["params"][0] is next(model.parameters()) and len(seen.param_groups) == 2
-    whole = engine.state_dict()
-    return torch.cat([whole[name].flatten() for name, _ in engine.module.named_parameters()]).tolist()
+    with polyreme.initialize(model, config, optimizer=optimizer) as engine:
+        seen = optimizer if through == "the user's" else engine.optimizer
+        schedule = LambdaLR(seen, lambda step: 1 / (1 + step))
+        for step in range(STEPS):
+            x, y = batch(rank, step)
+            engine.backward(nn.functional.mse_loss(engine(x), y), weight=1.0)
+            engine.step() if through == "the user's" else engine.optimizer.step()
+            seen.zero_grad()
+            schedule.step()
+            change(seen, step)
+        assert seen.param_groups[0]["params"][0] is next(model.parameters()) and len(seen.param_groups) == 2
+        whole = engine.state_dict()
+        return flat(whole[name] for name, _ in engine.module.named_parameters())
+
+
+def all_given(rank: int, world: int, through: str) -> dict[tuple[str, int], Tensor]:
+    return {
+        (name, stage): given(rank, world, name, stage, through) for name in MAKERS for stage in STAGES
+    }
 
 
 @pytest.mark.parametrize("through", ["the user's", "engine.optimizer"])
 @pytest.mark.parametrize("world", [1, 2])
 def test_an_optimizer_is_taken_over(ranks: Ranks, world: int, through: str) -> None:
-    for name in MAKERS:
-        wanted = torch.tensor(plain(world, name), dtype=torch.float64)
-        for stage in (0, 2, 3):
-            for found in ranks(world, given, name, stage, through):
-                difference = (torch.tensor(found, dtype=torch.float64) - wanted).abs().max()
-                assert difference < 1e-12, (name, stage, difference)
+    wanted = {name: plain(world, name) for name in MAKERS}
+    for found in ranks(world, all_given, through):
+        for (name, stage), weights in found.items():
+            difference = (weights - wanted[name]).abs().max()
+            assert difference < 1e-12, (name, stage, difference)
 
 
 def resumed(rank: int, world: int, folder: Any) -> list[float]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,8 @@ def loss_of(output: Tensor, y: Tensor) -> Tensor:
     return (output - y).square().sum() / 7  # the mean of nothing that could be counted
 
 
-def plain(world: int) -> list[list[float]]:
+@functools.cache
+def plain(world: int) -> Tensor:
     """Parameters after each step of one process: sums over a window, means over ranks."""
     model = network()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, betas=(0.9, 0.95), weight_decay=0.01)
@@ -48,8 +50,8 @@ def plain(world: int) -> list[list[float]]:
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
-        found.append(torch.cat([p.detach().flatten() for p in model.parameters()]).tolist())
-    return found
+        found.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
+    return torch.stack(found)
 
 
 def config(world: int, **more: Any) -> dict[str, Any]:
@@ -59,37 +61,6 @@ def config(world: int, **more: Any) -> dict[str, Any]:
         "optimizer": {"lr": 0.01, "weight_decay": 0.01, "no_decay": "none"},
         **more,
     }
-
-
-def steps(rank: int, world: int, stage: int, memory: dict[str, Any], how: str) -> list[list[float]]:
-    settings = config(world, zero={"stage": stage, "min_bucket": 0}, memory=memory)
-    if "room for one" in how:
-        settings["batch"]["size"] = MICRO * world
-    engine = polyreme.initialize(network(), settings)
-    found = []
-    for step, window in enumerate(WINDOWS):
-        total = 0.0
-        for i in range(window):
-            x, y = batch(rank, step, i)
-            if "extended" in how:  # each may be the last one
-                engine.set_boundary(step < 4 or i != 1, extend=True)
-                if i and step % 2:
-                    assert engine.gradients().norms()
-            elif how != "late":
-                engine.set_boundary(i == window - 1)
-            else:
-                engine.set_boundary(False)  # nobody tells which is the last one before it came
-            loss = loss_of(engine(x), y)
-            total += loss.item()
-            engine.backward(loss) if how != "own backward" else loss.backward()
-        done = engine.step()
-        assert done.step == step + 1
-        assert world > 1 or done.loss == pytest.approx(total, rel=1e-12)
-        whole = engine.state_dict()
-        found.append(
-            torch.cat([whole[name].flatten() for name, _ in engine.module.named_parameters()]).tolist()
-        )
-    return found
 
 
 CASES = [
@@ -102,15 +73,49 @@ CASES = [
 ]
 
 
+def steps(rank: int, world: int, stage: int, memory: dict[str, Any], how: str) -> Tensor:
+    """Parameters after each step of an engine."""
+    settings = config(world, zero={"stage": stage, "min_bucket": 0}, memory=memory)
+    if "room for one" in how:
+        settings["batch"]["size"] = MICRO * world
+    found = []
+    with polyreme.initialize(network(), settings) as engine:
+        for step, window in enumerate(WINDOWS):
+            total = 0.0
+            for i in range(window):
+                x, y = batch(rank, step, i)
+                if "extended" in how:  # each may be the last one
+                    engine.set_boundary(step < 4 or i != 1, extend=True)
+                    if i and step % 2:
+                        assert engine.gradients().norms()
+                elif how != "late":
+                    engine.set_boundary(i == window - 1)
+                else:
+                    engine.set_boundary(False)  # nobody tells which is the last one before it came
+                loss = loss_of(engine(x), y)
+                total += loss.item()
+                engine.backward(loss) if how != "own backward" else loss.backward()
+            done = engine.step()
+            assert done.step == step + 1
+            assert world > 1 or done.loss == pytest.approx(total, rel=1e-12)
+            whole = engine.state_dict()
+            found.append(torch.cat([whole[name].flatten() for name, _ in engine.module.named_parameters()]))
+    return torch.stack(found)
+
+
+def all_steps(rank: int, world: int, how: str) -> list[Tensor]:
+    some = (CASES[0], CASES[2], CASES[5]) if "extended" in how else CASES
+    return [steps(rank, world, stage, memory, how) for stage, memory in some]
+
+
 @pytest.mark.parametrize(
     "how", ["engine.backward", "own backward", "late", "room for one", "extended", "extended, room for one"]
 )
 @pytest.mark.parametrize("world", [1, 2])
 def test_windows_of_any_length_are_those_of_plain_torch(ranks: Ranks, world: int, how: str) -> None:
-    wanted = torch.tensor(plain(world), dtype=torch.float64)
-    for stage, memory in CASES if "extended" not in how else (CASES[0], CASES[2], CASES[5]):
-        for found in ranks(world, steps, stage, memory, how):
-            assert torch.allclose(torch.tensor(found, dtype=torch.float64), wanted, rtol=0, atol=1e-12), stage
+    for each in ranks(world, all_steps, how):
+        for case, found in enumerate(each):
+            assert torch.allclose(found, plain(world), rtol=0, atol=1e-12), case
 
 
 def rounded(rank: int, world: int, stage: int, memory: dict[str, Any], count: int) -> list[Any]:
@@ -118,27 +123,31 @@ def rounded(rank: int, world: int, stage: int, memory: dict[str, Any], count: in
     more = {"precision": {"compute": "bf16"}, "zero": {"stage": stage, "min_bucket": 0}, "memory": memory}
     settings = config(world, **more)
     settings["batch"]["size"] = count * MICRO * world
-    engine = polyreme.initialize(network(), settings)
-    sums = []
-    for step, window in enumerate(WINDOWS):
-        for i in range(window):
-            engine.set_boundary(i == window - 1)
-            engine.backward(loss_of(engine(*batch(rank, step, i)[:1]), batch(rank, step, i)[1]))
-            each = [engine.numbers(p).so_far() for p in engine.module.parameters()]
-            sums.append([None if found is None else found.tolist() for found in each])
-        engine.step()
-    weights = {name: tensor.tolist() for name, tensor in engine.state_dict().items()}
-    return [weights, sums[1:], engine.memory()]
+    with polyreme.initialize(network(), settings) as engine:
+        sums = []
+        for step, window in enumerate(WINDOWS):
+            for i in range(window):
+                engine.set_boundary(i == window - 1)
+                engine.backward(loss_of(engine(*batch(rank, step, i)[:1]), batch(rank, step, i)[1]))
+                each = [engine.numbers(p).so_far() for p in engine.module.parameters()]
+                sums.append([None if found is None else found.tolist() for found in each])
+            engine.step()
+        weights = {name: tensor.tolist() for name, tensor in engine.state_dict().items()}
+        return [weights, sums[1:], engine.memory()]
+
+
+def all_rounded(rank: int, world: int) -> None:
+    for stage, memory in CASES[1:]:
+        one, several = (rounded(rank, world, stage, memory, count) for count in (1, 2))
+        assert one == several, stage
+        told = [found is not None for found in one[1][0]]
+        kept = stage < 2 or (world == 1 and "params" not in memory)
+        assert all(told) if kept else not any(told)
 
 
 @pytest.mark.parametrize("world", [1, 2])
 def test_an_engine_of_one_becomes_one_of_several(ranks: Ranks, world: int) -> None:
-    for stage, memory in CASES[1:]:
-        one, several = (ranks(world, rounded, stage, memory, count) for count in (1, 2))
-        assert one == several, stage
-        told = [found is not None for found in one[0][1][0]]
-        kept = stage < 2 or (world == 1 and "params" not in memory)
-        assert all(told) if kept else not any(told)
+    ranks(world, all_rounded)
 
 
 def train_steps(rank: int, world: int) -> list[float]:
