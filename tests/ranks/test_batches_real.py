@@ -15,11 +15,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import polyreme
+import threads
 import training
 from models import Wide
 from polyreme.errors import BatchError
 from polyreme.step.batches import leading_sizes, split
-from pool import Ranks
 
 STAGES = (0, 2, 3)
 IMAGE, BEGIN, END = 40, 42, 43
@@ -215,10 +215,10 @@ def trained(rank: int, world: int, case: str) -> list[tuple[str, list[float]]]:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_batches_without_common_rows_are_plain_torch(ranks: Ranks, case: str) -> None:
+def test_batches_without_common_rows_are_plain_torch(case: str) -> None:
     expected = plain(case)
     for world in (1, 2):
-        for runs in ranks(world, trained, case):
+        for runs in threads.run(world, trained, case):
             for name, losses in runs:
                 assert losses[:2] == pytest.approx(expected, rel=1e-10), (world, name)
 
@@ -236,8 +236,8 @@ def test_what_is_known_of_lists() -> None:
     assert leading_sizes(([torch.ones(4, 2), torch.ones(4, 3)], torch.ones(4))) == {4}
 
 
-def test_images_alone_are_refused_where_their_number_counts(ranks: Ranks) -> None:
-    ranks(1, refused)
+def test_images_alone_are_refused_where_their_number_counts() -> None:
+    threads.run(1, refused)
 
 
 def refused(rank: int, world: int) -> None:

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 import polyreme
 import polyreme.compat.deepspeed as deepspeed
+from examples import ALL
 from polyreme.compat.deepspeed.checkpoint import ds_to_universal
 from polyreme.compat.deepspeed.refusal import ArgumentError, OrderError, UnsupportedError
 from polyreme.compat.deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaleConfig
@@ -137,12 +138,17 @@ def train(rank: int, world: int, stage: int, how: str, clip: float) -> Tensor:
     return weights(engine)
 
 
-@pytest.mark.parametrize("how", ["config", "object", "callable"])
+HOWS = ("config", "object", "callable")
+
+
+@pytest.mark.parametrize("how", HOWS)
 @pytest.mark.parametrize("world", [1, 2])
 def test_training_is_that_of_plain_torch(ranks: Ranks, world: int, how: str) -> None:
     for clip in (0.0, 0.3):
         wanted = plain(world, 2, clip)
         for stage in (0, 1, 2, 3):
+            if ALL not in os.environ and (HOWS.index(how) + world + stage) % 2 != (clip > 0):
+                continue  # with and without clipping each stage and each way is tried
             for found in ranks(world, train, stage, how, clip):
                 assert torch.allclose(found, wanted, rtol=1e-5, atol=1e-6), (stage, clip)
 

@@ -13,6 +13,7 @@ import torch
 
 import models
 import polyreme
+import threads
 import training
 from conformance import own_collectives
 from polyreme.errors import ConfigError
@@ -123,10 +124,12 @@ def quantized_run(rank: int, world: int, zero: Mapping[str, Any]) -> Any:
         return losses, traffic, whole, lent, again
 
 
-def test_quantized_sums_and_gathers(ranks: Ranks) -> None:
+def test_quantized_sums_and_gathers() -> None:
     plain = {"stage": 3, "shard_over": 2}
-    exact, before, *_ = ranks(WORLD, quantized_run, plain)[0]
-    found = ranks(WORLD, quantized_run, {**plain, "quantized_gradients": True, "quantized_weights": True})
+    exact, before, *_ = threads.run(WORLD, quantized_run, plain)[0]
+    found = threads.run(
+        WORLD, quantized_run, {**plain, "quantized_gradients": True, "quantized_weights": True}
+    )
     losses, traffic, whole, lent, again = found[0]
     assert losses != exact
     assert losses == pytest.approx(exact, rel=0.02)
@@ -190,8 +193,8 @@ def numbers(rank: int, world: int) -> list[torch.Tensor]:
     return found
 
 
-def test_copies_of_what_a_rank_sets_stay_equal(ranks: Ranks) -> None:
-    found = ranks(WORLD, numbers)
+def test_copies_of_what_a_rank_sets_stay_equal() -> None:
+    found = threads.run(WORLD, numbers)
     for rank in (2, 3):
         assert all(torch.equal(a, b) for a, b in zip(found[rank], found[rank - 2], strict=True))
     assert {1.0, 2.0} == {float(number) for tensor in found[3] for number in tensor.unique()}

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 import models
 import polyreme
+import threads
 import training
 from polyreme.errors import BatchError
 from pool import Ranks
@@ -85,10 +86,10 @@ def weighed(rank: int, world: int) -> dict[str, list[Record]]:
     return found
 
 
-def test_cross_entropy_is_weighted_by_its_targets(ranks: Ranks) -> None:
+def test_cross_entropy_is_weighted_by_its_targets() -> None:
     expected = plain()
     for world in (1, 2):
-        for found in ranks(world, weighed):
+        for found in threads.run(world, weighed):
             for name, records in found.items():
                 torch.testing.assert_close(
                     records,
@@ -397,8 +398,8 @@ def refused(rank: int, world: int) -> list[str]:
     return [*found, str(caught.value)]
 
 
-def test_losses_that_are_no_mean_are_refused(ranks: Ranks) -> None:
-    [found] = ranks(1, refused)
+def test_losses_that_are_no_mean_are_refused() -> None:
+    [found] = threads.run(1, refused)
     for words, message in zip(
         ["was divided by 4"] * 2 + ["weight=n"] * 2 + ['reduction="sum"'], found, strict=True
     ):
@@ -483,7 +484,5 @@ def without_labels(rank: int, world: int, accumulation: int) -> None:
 
 
 @pytest.mark.parametrize(("world", "accumulation"), [(1, 2), (2, 1), (2, 2)])
-def test_micro_batches_without_labels_of_a_model_that_returns_its_loss(
-    ranks: Ranks, world: int, accumulation: int
-) -> None:
-    ranks(world, without_labels, accumulation)
+def test_micro_batches_without_labels_of_a_model_that_returns_its_loss(world: int, accumulation: int) -> None:
+    threads.run(world, without_labels, accumulation)

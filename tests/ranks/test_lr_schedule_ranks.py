@@ -14,9 +14,9 @@ from torch.optim import lr_scheduler as schedulers
 
 import models
 import polyreme
+import threads
 import training
 from polyreme.errors import ConfigError
-from pool import Ranks
 
 GROUPS = {
     "embed.*": {"lr": 3e-2},
@@ -112,10 +112,10 @@ def trained(rank: int, world: int, way: str, folder: Path) -> list[tuple[list[fl
 
 @pytest.mark.parametrize("way", ["groups", "plateau", "own plateau"])
 @pytest.mark.parametrize("world", [1, 2])
-def test_rates_are_plain_pytorchs(ranks: Ranks, world: int, way: str, tmp_path: Path) -> None:
+def test_rates_are_plain_pytorchs(world: int, way: str, tmp_path: Path) -> None:
     losses, rates = plain(way == "groups", linear if way == "groups" else plateau)
     assert len(set(rates)) > 3
-    for found in ranks(world, trained, way, tmp_path):
+    for found in threads.run(world, trained, way, tmp_path):
         for stage, (got, lr) in zip((0, 2, 3), found, strict=True):
             assert got == pytest.approx(losses, rel=1e-10), stage
             assert lr == pytest.approx(rates, rel=1e-12), stage
@@ -147,9 +147,9 @@ def skipping(rank: int, world: int, folder: Path) -> list[list[tuple[bool, float
 
 
 @pytest.mark.parametrize("world", [1, 2])
-def test_a_skipped_step_leaves_the_schedule_where_it_is(ranks: Ranks, world: int, tmp_path: Path) -> None:
+def test_a_skipped_step_leaves_the_schedule_where_it_is(world: int, tmp_path: Path) -> None:
     rates = [1e-2 * (1 - 0.9 * step / 10) for step in (0, 1, 2, 3)]
-    for found in ranks(world, skipping, tmp_path):
+    for found in threads.run(world, skipping, tmp_path):
         for records in found:
             assert [skipped for skipped, _ in records] == [True, False, False, False]
             assert [lr for _, lr in records] == pytest.approx(rates)

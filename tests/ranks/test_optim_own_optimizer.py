@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
 import polyreme
+import threads
 from polyreme.errors import ConfigError, ModelError
 from polyreme.optim.groups import Lion
 from polyreme.optim.lamb import Lamb
@@ -99,16 +100,14 @@ def given(rank: int, world: int, name: str, stage: int, through: str) -> Tensor:
 
 
 def all_given(rank: int, world: int, through: str) -> dict[tuple[str, int], Tensor]:
-    return {
-        (name, stage): given(rank, world, name, stage, through) for name in MAKERS for stage in STAGES
-    }
+    return {(name, stage): given(rank, world, name, stage, through) for name in MAKERS for stage in STAGES}
 
 
 @pytest.mark.parametrize("through", ["the user's", "engine.optimizer"])
 @pytest.mark.parametrize("world", [1, 2])
-def test_an_optimizer_is_taken_over(ranks: Ranks, world: int, through: str) -> None:
+def test_an_optimizer_is_taken_over(world: int, through: str) -> None:
     wanted = {name: plain(world, name) for name in MAKERS}
-    for found in ranks(world, all_given, through):
+    for found in threads.run(world, all_given, through):
         for (name, stage), weights in found.items():
             difference = (weights - wanted[name]).abs().max()
             assert difference < 1e-12, (name, stage, difference)

@@ -12,10 +12,10 @@ from torch import nn
 
 import models
 import polyreme
+import threads
 import training
 from polyreme.errors import BatchError
 from polyreme.pipeline.schedule import NAMES
-from pool import Ranks
 
 STEPS = 2
 
@@ -74,8 +74,8 @@ def partly_trainable(rank: int, world: int) -> None:
         )
 
 
-def test_stages_that_are_frozen_or_have_no_parameters(ranks: Ranks) -> None:
-    ranks(2, partly_trainable)
+def test_stages_that_are_frozen_or_have_no_parameters() -> None:
+    threads.run(2, partly_trainable)
 
 
 def lengths(rank: int, world: int) -> None:
@@ -91,8 +91,8 @@ def lengths(rank: int, world: int) -> None:
         )
 
 
-def test_batches_that_change_their_length(ranks: Ranks) -> None:
-    ranks(2, lengths)
+def test_batches_that_change_their_length() -> None:
+    threads.run(2, lengths)
 
 
 def few(rank: int, world: int) -> None:
@@ -104,8 +104,8 @@ def few(rank: int, world: int) -> None:
         )
 
 
-def test_fewer_micro_batches_than_stages(ranks: Ranks) -> None:
-    ranks(2, few)
+def test_fewer_micro_batches_than_stages() -> None:
+    threads.run(2, few)
 
 
 def overflow(rank: int, world: int) -> None:
@@ -132,8 +132,8 @@ def overflow(rank: int, world: int) -> None:
         assert engine.state.loss_scale == scale and math.isfinite(result.loss)
 
 
-def test_an_overflow_on_one_rank_of_any_axis_skips_on_all(ranks: Ranks) -> None:
-    ranks(4, overflow)
+def test_an_overflow_on_one_rank_of_any_axis_skips_on_all() -> None:
+    threads.run(4, overflow)
 
 
 def unlike(rank: int, world: int) -> None:
@@ -147,5 +147,5 @@ def unlike(rank: int, world: int) -> None:
         engine.train_step(models.tokens(training.SAMPLES, seed=1))
 
 
-def test_ranks_that_compute_one_batch_must_be_given_one(ranks: Ranks) -> None:
-    ranks(2, unlike)
+def test_ranks_that_compute_one_batch_must_be_given_one() -> None:
+    threads.run(2, unlike)

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 import polyreme
+import threads
 from polyreme.errors import BatchError
-from pool import Ranks
 
 WIDTH, MICRO = 12, 3
 WINDOWS = (1, 2, 3, 1, 5)
@@ -112,8 +112,8 @@ def all_steps(rank: int, world: int, how: str) -> list[Tensor]:
     "how", ["engine.backward", "own backward", "late", "room for one", "extended", "extended, room for one"]
 )
 @pytest.mark.parametrize("world", [1, 2])
-def test_windows_of_any_length_are_those_of_plain_torch(ranks: Ranks, world: int, how: str) -> None:
-    for each in ranks(world, all_steps, how):
+def test_windows_of_any_length_are_those_of_plain_torch(world: int, how: str) -> None:
+    for each in threads.run(world, all_steps, how):
         for case, found in enumerate(each):
             assert torch.allclose(found, plain(world), rtol=0, atol=1e-12), case
 
@@ -146,8 +146,8 @@ def all_rounded(rank: int, world: int) -> None:
 
 
 @pytest.mark.parametrize("world", [1, 2])
-def test_an_engine_of_one_becomes_one_of_several(ranks: Ranks, world: int) -> None:
-    ranks(world, all_rounded)
+def test_an_engine_of_one_becomes_one_of_several(world: int) -> None:
+    threads.run(world, all_rounded)
 
 
 def train_steps(rank: int, world: int) -> list[float]:
@@ -161,8 +161,8 @@ def train_steps(rank: int, world: int) -> list[float]:
 
 
 @pytest.mark.parametrize("world", [1, 2])
-def test_train_step_means_over_micro_batches(ranks: Ranks, world: int) -> None:
-    for loss, wanted in ranks(world, train_steps):
+def test_train_step_means_over_micro_batches(world: int) -> None:
+    for loss, wanted in threads.run(world, train_steps):
         assert loss == pytest.approx(wanted, rel=1e-12)
 
 
@@ -180,8 +180,8 @@ def scaled(rank: int, world: int, own: bool) -> list[Any]:
     return [losses, {name: tensor.tolist() for name, tensor in engine.state_dict().items()}]
 
 
-def test_scaled_losses(ranks: Ranks) -> None:
-    own, engines = (ranks(2, scaled, each) for each in (True, False))
+def test_scaled_losses() -> None:
+    own, engines = (threads.run(2, scaled, each) for each in (True, False))
     for (losses, weights), (wanted, same) in zip(own, engines, strict=True):
         assert losses == pytest.approx(wanted, rel=1e-3) and weights == same
 
