@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import polyreme
+import threads
 import training
 from polyreme.errors import ConfigError
 from pool import Ranks
@@ -100,6 +101,39 @@ def test_modules_that_not_every_rank_runs(ranks: Ranks, world: int, unused: str)
                 torch.testing.assert_close(
                     tensor, expected[1][name], rtol=0, atol=1e-10, msg=lambda m, at=(i, name): f"{at}: {m}"
                 )
+
+
+class Adapted(nn.Module):
+    """A frozen layer with a scale that is trained, where it is used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base, self.used = nn.Linear(WIDTH, WIDTH).requires_grad_(False), True
+        self.scale = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.base(x).tanh()
+        return x * self.scale if self.used else x
+
+
+def small_ones_left_out(rank: int, world: int) -> list[training.Run]:
+    """Runs in which a rank leaves out parameters, all of which stay whole while frozen ones are gathered."""
+    runs = []
+    for threshold in (0, WIDTH):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Sequential(*(Adapted() for _ in range(4))))
+        model[0].requires_grad_(False)
+        model[1][1].used = model[1][3].used = not rank
+        zero = {"stage": 3, "bucket_size": 4 * WIDTH, "persistence_threshold": threshold}
+        engine = polyreme.initialize(model, training.config(world, zero=zero), loss_fn=nn.functional.mse_loss)
+        result = engine.train_step(tuple(t.float().chunk(world)[rank] for t in batch_of(0)))
+        runs.append(([(result.loss, result.grad_norm)], engine.state_dict(master=True)))
+    return runs
+
+
+def test_parameters_that_not_every_rank_uses_beside_frozen_ones() -> None:
+    for one, other in threads.run(2, small_ones_left_out):
+        assert not training.differences(one, other)
 
 
 def test_a_name_to_keep_that_nothing_has() -> None:

@@ -22,10 +22,13 @@ from pool import Ranks
 WIDTH, STEPS = 9, 3
 LAYOUTS: list[dict[str, Any]] = [
     {"zero": {"stage": 0, "min_bucket": 0}},
-    {"zero": {"stage": 2, "min_bucket": 0, "bucket_size": 700}},
+    {"zero": {"stage": 2, "min_bucket": 0, "bucket_size": 700}, "memory": {"states": "host"}},
     {"zero": {"stage": 3, "min_bucket": 0, "reduce_every": "step"}},
     {"zero": {"stage": 3, "min_bucket": 0, "release": "always", "prefetch": 2}},
-    {"zero": {"stage": 3, "min_bucket": 0, "prefetch": 0}, "memory": {"activations": "recompute"}},
+    {
+        "zero": {"stage": 3, "min_bucket": 0, "prefetch": 0, "persistence_threshold": WIDTH},
+        "memory": {"activations": "recompute"},
+    },
 ]
 
 

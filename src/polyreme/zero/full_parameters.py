@@ -232,7 +232,7 @@ def _sum(numbers: Tensor) -> Tensor:
 
 def _odd(numbers: Tensor) -> Tensor:
     """1, 3, 5, ..., as many as there are numbers."""
-    return torch.arange(1, 2 * len(numbers), 2, device=numbers.device)
+    return torch.arange(1, 2 * len(numbers) + 1, 2, device=numbers.device)
 
 
 def _digests(bucket: Bucket, flat: Tensor) -> list[int]:

@@ -410,7 +410,7 @@ def _sorted(
 def _is_whole(entry: _Entry, settings: BucketSettings, division: Division) -> bool:
     """Whether a parameter stays whole at stage 3: by the size that it has over all tensor-parallel ranks."""
     size = math.prod(division.shardings[entry.names[0]].cut.shape)
-    return settings.residency.params == "shard" and 0 < size <= settings.section.persistence_threshold
+    return settings.residency.params == "shard" and max(size, 1) <= settings.section.persistence_threshold
 
 
 def _owned(cut: Cut, rank: int) -> Owned:

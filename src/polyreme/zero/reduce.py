@@ -50,9 +50,10 @@ class Reducer:
         microbatches: int = 1,
         every_time: bool = False,
         stages: Collection[int] = (0,),
+        gathers: bool = False,
     ) -> None:
         """`every_time`: reduce after each of the `microbatches`, not after the last; it may change between
-        steps. `stages`: those of this rank."""
+        steps. `stages`: those of this rank. `gathers`: backwards gather parameters, if only frozen ones."""
         self._order = list(reversed(buckets))
         self._index: dict[Tensor, tuple[Bucket, int]] = {
             parameter: (bucket, index)
@@ -63,8 +64,7 @@ class Reducer:
         # backwards of a step
         self._uses = {bucket: microbatches * len({*bucket.stages} & {*stages}) for bucket in buckets}
         self._left: dict[Bucket, int] = {}
-        self._sharded = any(bucket.sharded for bucket in buckets)
-        self._by_arrival = not self._sharded
+        self._gathers, self._by_arrival = gathers, not gathers
         self._whole = True  # the backward under way has no second half
         # to be reduced in this backward: parameters without a gradient in it
         self._waiting: dict[Bucket, set[int]] = {}
@@ -151,7 +151,7 @@ class Reducer:
             bucket.gradients.take_back()
 
     def _begin(self, used: Sequence[Bucket], whole: bool, last: bool = True) -> None:
-        self._by_arrival, self._whole = not (self._sharded and whole), whole
+        self._by_arrival, self._whole = not (self._gathers and whole), whole
         self._backward, self._factor = "own", None
         for bucket in used if last else ():
             self._left[bucket] -= 1
