@@ -226,7 +226,7 @@ def test_working_set_with_tiers(ranks: Ranks, tmp_path: Path, world: int, prefet
         {"memory": far},
         {"memory": far, "precision": {"compute": "bf16"}},
         {"memory": far, "zero": {"bucket_size": 4096}},  # several buckets a block
-        {"memory": far, "zero": {"release": "always"}},
+        {"memory": far, "zero": {"release": "always", "persistence_threshold": 24}},
         {"memory": far, "batch": {"micro": training.SAMPLES // world // 2}},
         {"memory": {"states": "host", "params": "host"}},
         {"memory": {"states": "files", "params": "host", "gradients": "files"}},

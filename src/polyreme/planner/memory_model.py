@@ -45,7 +45,7 @@ def working_set(placement: Placement, prefetch: int) -> dict[str, int]:
         "parameters": parameters + sum(coming(bucket) for bucket in stay) + full,
         "gradients": gradients + _bytes(pooled) + single,
         "states": masters,
-        "tiers": offload.memory(_bytes(_most(Buffers(map(_file, each)) for each in fetched))),
+        "tiers": offload.memory(_bytes(_most(map(_files, fetched)))),
         "exchange": _read(placement, pooled) if placement.device.type == "cpu" else 0,
     }
 
@@ -94,16 +94,17 @@ def _read(placement: Placement, pooled: Buffers) -> int:
     )
     unreduced = sum(bucket.gradients.unreduced for bucket in placement.trainable)
     size = _bytes(shards) + (_bytes(reduced) + unreduced) // ranks
-    if placement.offload.parameters is None:
-        size += sum(
-            bucket.layout.shard_size * bucket.formats.compute.itemsize for bucket in placement.buckets
-        )
+    size += sum(_shard_bytes(bucket) for bucket in placement.buckets if not bucket.is_offloaded)
     return (ranks - 1) * size
 
 
-def _file(bucket: Bucket) -> tuple[int, torch.dtype]:
-    """The memory through which a file's shard goes."""
-    return padded(bucket.layout.shard_size * bucket.formats.compute.itemsize), torch.uint8
+def _files(buckets: Iterable[Bucket]) -> Buffers:
+    """The memory through which their shards go, where these are in files."""
+    return Buffers((padded(_shard_bytes(each)), torch.uint8) for each in buckets if each.is_offloaded)
+
+
+def _shard_bytes(bucket: Bucket) -> int:
+    return bucket.layout.shard_size * bucket.formats.compute.itemsize
 
 
 def _sum(several: Iterable[Buffers]) -> Buffers:

@@ -60,8 +60,13 @@ class Training:
         made, given, scheduler = optimizer
         self.placement, self.buffers = placement, buffers
         every_time = each_time(config, mesh.dp.size, placement.microbatches)
-        gathers = any(bucket.sharded for bucket in placement.buckets)
-        self._reducer = Reducer(placement.trainable, config.accumulation, every_time, pipeline.mine, gathers)
+        self._reducer = Reducer(
+            placement.trainable,
+            config.accumulation,
+            every_time,
+            pipeline.mine,
+            gathers=any(bucket.sharded for bucket in placement.buckets),
+        )
         zero, complete = config.zero, self._reducer.complete
         self.blocks = Blocks(module, placement.root, placement.units, zero.prefetch, zero.release, complete)
         states = config.optimizer.states
