@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 import models
 import polyreme
+import threads
 import training
 from cover import some
 from polyreme.errors import BatchError, ModelError
@@ -189,7 +190,7 @@ def sections(stage: int, **memory: Any) -> dict[str, Any]:
 @pytest.mark.parametrize("world", [1, 2])
 def test_numbers_are_those_of_plain_torch(ranks: Ranks, world: int) -> None:
     for stage, states in some(min(world, 2), range(4), ("device", "host")):
-        ranks(world, follow, "adamw", sections(stage, states=states))
+        threads.run(world, follow, "adamw", sections(stage, states=states))
     ranks(world, follow, "adamw", sections(3, states="host", params="host"))
 
 

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 import models
 import polyreme
+import threads
 import training
 from cover import some
 from polyreme.errors import BatchError, ModelError
@@ -193,14 +194,14 @@ def modules_hooked(rank: int, world: int) -> None:
         same(engine, plain)
 
 
-def test_hooks_of_modules_see_mean_gradients(ranks: Ranks) -> None:
+def test_hooks_of_modules_see_mean_gradients() -> None:
     for world in (1, 2):
-        ranks(world, modules_hooked)
+        threads.run(world, modules_hooked)
 
 
-def test_hooks_of_parameters_see_mean_gradients(ranks: Ranks) -> None:
+def test_hooks_of_parameters_see_mean_gradients() -> None:
     for world in (1, 2):
-        ranks(world, hooked)
+        threads.run(world, hooked)
 
 
 def refused(rank: int, world: int, stage: int) -> dict[str, str]:
@@ -337,9 +338,9 @@ def frozen_between(rank: int, world: int) -> None:
         same(engine, plain)
 
 
-def test_a_parameter_frozen_between_micro_batches(ranks: Ranks) -> None:
+def test_a_parameter_frozen_between_micro_batches() -> None:
     for world in (1, 2):
-        ranks(world, frozen_between)
+        threads.run(world, frozen_between)
 
 
 def by_hand(rank: int, world: int) -> list[str]:
@@ -441,9 +442,9 @@ def several(rank: int, world: int) -> None:
         same(engine, plain)
 
 
-def test_several_losses_and_forwards_of_a_micro_batch(ranks: Ranks) -> None:
+def test_several_losses_and_forwards_of_a_micro_batch() -> None:
     for world in (1, 2):
-        ranks(world, several)
+        threads.run(world, several)
 
 
 # ---- engines in one graph
@@ -508,9 +509,9 @@ def adversaries(rank: int, world: int) -> None:
             same(engine, module)
 
 
-def test_a_backward_through_another_engine(ranks: Ranks) -> None:
+def test_a_backward_through_another_engine() -> None:
     for world in (1, 2):
-        ranks(world, adversaries)
+        threads.run(world, adversaries)
 
 
 class Keeping(nn.Module):
@@ -564,9 +565,9 @@ def kept(rank: int, world: int) -> None:
         same(engine, plain)
 
 
-def test_losses_kept_as_attributes(ranks: Ranks) -> None:
+def test_losses_kept_as_attributes() -> None:
     for world in (1, 2):
-        ranks(world, kept)
+        threads.run(world, kept)
 
 
 def stale(rank: int, world: int) -> None:
@@ -834,9 +835,9 @@ def descend_by(model: nn.Module, rate: float) -> float:
     return descend(model) * RATE / rate
 
 
-def test_derivatives_of_derivatives(ranks: Ranks) -> None:
+def test_derivatives_of_derivatives() -> None:
     for world in (1, 2):
-        ranks(world, derivatives)
+        threads.run(world, derivatives)
 
 
 # ---- engine.gradients()

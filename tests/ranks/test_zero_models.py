@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import models
 import polyreme
+import threads
 import training
 from polyreme.errors import ConfigError
 from pool import Ranks
@@ -399,11 +401,14 @@ def assert_equals(run: training.Run, expected: training.Run, what: object) -> No
 
 @pytest.mark.parametrize("name", list(CASES))
 def test_trains_as_in_plain_pytorch(ranks: Ranks, name: str) -> None:
-    """On ranks that begin with different weights: rank 0's count, everywhere and for buffers too."""
-    by_rank = ranks(2, train, name, LAYOUTS)
+    """On ranks that begin with different weights: rank 0's count, everywhere and for buffers too. One layout
+    of each model runs on processes, the others on threads."""
+    at = list(CASES).index(name) % len(LAYOUTS)
+    on_processes, others = [LAYOUTS[at]], LAYOUTS[:at] + LAYOUTS[at + 1 :]
+    by_rank = zip(ranks(2, train, name, on_processes), threads.run(2, train, name, others), strict=True)
     expected = reference(build(name), 2)
     for rank, runs in enumerate(by_rank):
-        for layout, run in zip(LAYOUTS, runs, strict=True):
+        for layout, run in zip(on_processes + others, chain(*runs), strict=True):
             assert_equals(run, expected, (rank, layout))
 
 
@@ -419,9 +424,9 @@ def sparse(rank: int, world: int) -> list[training.Run]:
     return runs
 
 
-def test_sparse_gradients(ranks: Ranks) -> None:
+def test_sparse_gradients() -> None:
     """Of an embedding, over several micro-batches, equal dense ones."""
-    for runs in ranks(2, sparse):
+    for runs in threads.run(2, sparse):
         for run in runs[1:]:
             assert_equals(run, runs[0], "sparse")
 
@@ -441,10 +446,10 @@ def own_checkpoints(rank: int, world: int) -> list[training.Run]:
     return runs
 
 
-def test_the_models_own_checkpoints(ranks: Ranks) -> None:
+def test_the_models_own_checkpoints() -> None:
     """Hugging Face's gradient checkpointing, whose recomputation calls whole blocks with their hooks, changes
     no bit."""
-    for runs in ranks(2, own_checkpoints):
+    for runs in threads.run(2, own_checkpoints):
         assert not [d for run in runs[1:] for d in training.differences(runs[0], run)]
 
 
@@ -550,6 +555,6 @@ def forwards_before_backward(rank: int, world: int) -> list[float]:
     return norms
 
 
-def test_several_forwards_for_one_backward(ranks: Ranks) -> None:
-    for norms in ranks(2, forwards_before_backward):
+def test_several_forwards_for_one_backward() -> None:
+    for norms in threads.run(2, forwards_before_backward):
         assert norms[:2] == norms[2:]
