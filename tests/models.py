@@ -1,5 +1,5 @@
 """Small models and batches that the tests share, and plain single-process PyTorch training to compare
-with."""
+with. Ranks that use none of transformers do not import it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-import transformers
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
@@ -30,6 +29,8 @@ class Wide(TorchFunctionMode):
 
 def llama(**changes: Any) -> nn.Module:
     """Grouped-query attention, untied head, odd vocabulary."""
+    import transformers
+
     config = transformers.LlamaConfig(
         **{
             "vocab_size": VOCABULARY,
@@ -53,6 +54,8 @@ def llama(**changes: Any) -> nn.Module:
 
 def gpt2(blocks: int = 3) -> nn.Module:
     """Conv1D layers and a head tied to the embedding; no dropout, so that every rank computes alike."""
+    import transformers
+
     config = transformers.GPT2Config(
         vocab_size=VOCABULARY,
         n_positions=32,
@@ -205,6 +208,8 @@ def plain_training(
 def read_back(path: Any) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """What transformers reads of a checkpoint of `llama`, in the dtype that it was saved in, and what it says
     of it."""
+    import transformers
+
     model, info = transformers.AutoModelForCausalLM.from_pretrained(
         path, output_loading_info=True, dtype="auto"
     )

@@ -66,7 +66,7 @@ def test_mpirun_starts_the_ranks_of_a_script(library: str, tmp_path: Path) -> No
 
 @whole
 @pytest.mark.parametrize(
-    ("library", "number"), product(LIBRARIES, (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT))
+    ("library", "number"), [*product(LIBRARIES, (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT))]
 )
 def test_training_by_mpirun_saves_when_it_is_asked_to_and_ends_by_ctrl_c(
     library: str, number: signal.Signals, tmp_path: Path
