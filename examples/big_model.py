@@ -24,7 +24,7 @@ config = {
     "batch": {"size": 8},
 }
 engine = polyreme.initialize(build, config)  # the function itself, not its result
-samples = torch.randint(1024, (64, 32), generator=torch.Generator().manual_seed(0))
+samples = torch.randint(1024, (32, 32), generator=torch.Generator().manual_seed(0))
 dataset = [{"input_ids": ids, "labels": ids} for ids in samples]
 
 mebi = 2**20

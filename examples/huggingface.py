@@ -7,7 +7,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import polyreme
 
 text = "\n".join(topics.values()).encode()  # Python's own manual, byte by byte
-windows = torch.frombuffer(bytearray(text), dtype=torch.uint8)[: 64 * 2048].long().view(-1, 64)
+windows = torch.frombuffer(bytearray(text), dtype=torch.uint8)[: 64 * 1024].long().view(-1, 64)
 dataset = [{"input_ids": window, "labels": window} for window in windows]
 
 sizes = {"hidden_size": 96, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4}

@@ -51,6 +51,7 @@ PRELOAD = [  # imported once by the forkserver; ranks begin with them
     "polyreme.launch.torchrun",
     "polyreme.optim.compiled_kernels",
     "pool",
+    "beforehand",
 ]
 
 

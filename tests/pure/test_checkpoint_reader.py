@@ -102,13 +102,17 @@ def test_what_is_kept_is_what_is_there(tmp_path: Path, room: int) -> None:
         found.read("exp_avg", "other", 0, 1)
 
 
-@given(st.data())
-def test_a_need_is_read_into_the_memory_that_it_gives(
-    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
-) -> None:
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint that is only read."""
     path = tmp_path_factory.mktemp("saved")
     make(path)
-    source, wanted = Directory(path), []
+    return path
+
+
+@given(st.data())
+def test_a_need_is_read_into_the_memory_that_it_gives(saved: Path, data: st.DataObject) -> None:
+    source, wanted = Directory(saved), []
     for kind, name, start, stop, *_ in everything(source):
         low = data.draw(st.integers(start, stop))
         high = data.draw(st.integers(low, stop))

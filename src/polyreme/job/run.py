@@ -97,11 +97,11 @@ def _plot(config: Config) -> Path | None:
     return plot
 
 
-def _slow_precision(config: Config, device: torch.device) -> Iterator[str]:
-    """A note where the processor is slower in the config's precision than in fp32."""
-    dtype = DTYPES[config.precision.compute]
-    peak, single = (peak_flops(device, each).flops for each in (dtype, torch.float32))
-    if peak < single and dtype.itemsize < 4:
+def _slow_precision(config: Config, device: torch.device, peak: float) -> Iterator[str]:
+    """A note where the processor, with `peak` operations per second in the config's precision, is slower in
+    it than in fp32."""
+    low = DTYPES[config.precision.compute].itemsize < 4
+    if low and peak < (single := peak_flops(device, torch.float32).flops):
         yield (
             f"this processor takes {single / peak:.1f} times as long for "
             f"a matrix product in {config.precision.compute} as in fp32: "
@@ -122,7 +122,7 @@ def _run(config: Config, afterwards: ExitStack) -> Summary:
     text = open_text(config.data, config.seed, config.model.path)
     vocabulary = len(text.tokenizer)
     _check_model(config, vocabulary)
-    flops = _flops_per_token(config, vocabulary)
+    flops = _flops_per_token(config, vocabulary) if rank == 0 else None  # which alone reports speeds
     _check_lengths(config, text, int(config.mesh.dp))
     engine = initialize(_model(config, vocabulary), config)
     peak = peak_flops(engine.mesh.device, DTYPES[config.precision.compute]).flops
@@ -142,7 +142,7 @@ def _run(config: Config, afterwards: ExitStack) -> Summary:
     monitors.start(_run_info(config, engine, world_size))
     job = _Loop(config, engine, text, loader, monitors, rate, checkpoints, account)
     try:
-        for note in (*_slow_precision(config, engine.mesh.device), *notes):
+        for note in (*_slow_precision(config, engine.mesh.device, peak), *notes):
             monitors.message(note)
         if not beginning.checkpoints:
             _show_sample(config, engine, text, monitors, "before training")
