@@ -8,6 +8,7 @@ import json
 import re
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,19 @@ class Branches(nn.Module):
         return self.blocks[2 - self.which](x)
 
 
+@contextlib.contextmanager
+def watched(patience: float, period: float, every: float = 60.0) -> Iterator[None]:
+    """Look at waits this often meanwhile, from now on."""
+    before = WATCH.patience, WATCH.period, WATCH.every
+    WATCH.patience, WATCH.period, WATCH.every = patience, period, every
+    WATCH._wake.set()  # it may have begun to sleep for longer
+    WATCH._wake.clear()
+    try:
+        yield
+    finally:
+        WATCH.patience, WATCH.period, WATCH.every = before
+
+
 def apart(rank: int, world: int, case: str, folder: Path) -> tuple[str, float]:
     """What a rank says where rank 1 does something else than rank 0."""
     width = 8 if "small" in case else WIDTH
@@ -47,25 +61,23 @@ def apart(rank: int, world: int, case: str, folder: Path) -> tuple[str, float]:
     engine = polyreme.initialize(model, {**BATCH, "zero": zero}, loss_fn=nn.functional.mse_loss)
     batch = torch.randn(2, width), torch.randn(2, width)
     engine.train_step(batch)
-    WATCH.patience, WATCH.period = 0.2, 0.05
     began = time.monotonic()
-    try:
-        if "blocks" in case:
-            model.which = rank
-            engine.train_step(batch)
-        elif rank == 0:
-            engine.train_step(batch)
-        elif "eval" in case:
-            engine.eval_step(batch)
-        else:
-            engine.save(folder)
-    except PolyremeError as error:
-        # at once, and over other connections, too: the other rank has left
-        with pytest.raises(PolyremeError, match="rank"):
-            engine.save(folder)
-        return f"{type(error).__name__}: {error}", time.monotonic() - began
-    finally:
-        WATCH.patience, WATCH.period = 5.0, 1.0
+    with watched(0.2, 0.05):
+        try:
+            if "blocks" in case:
+                model.which = rank
+                engine.train_step(batch)
+            elif rank == 0:
+                engine.train_step(batch)
+            elif "eval" in case:
+                engine.eval_step(batch)
+            else:
+                engine.save(folder)
+        except PolyremeError as error:
+            # at once, and over other connections, too: the other rank has left
+            with pytest.raises(PolyremeError, match="rank"):
+                engine.save(folder)
+            return f"{type(error).__name__}: {error}", time.monotonic() - began
     return "", 0.0
 
 
@@ -95,16 +107,13 @@ def late(rank: int, world: int, told: Path) -> float:
     """The loss of a step to which rank 1 comes once rank 0 has said that it waits."""
     engine = polyreme.initialize(Branches(), BATCH, loss_fn=nn.functional.mse_loss)
     batch = torch.ones(2, WIDTH), torch.zeros(2, WIDTH)
-    WATCH.patience, WATCH.every, WATCH.period = 0.05, 0.1, 0.05
-    try:
+    with watched(0.05, 0.05, every=0.1):
         if rank == 0:
             with told.open("w") as stream, contextlib.redirect_stderr(stream):
                 return engine.train_step(batch).loss
         while not (told.exists() and "\n" in told.read_text()):
             time.sleep(0.01)
         return engine.train_step(batch).loss
-    finally:
-        WATCH.patience, WATCH.every, WATCH.period = 5.0, 60.0, 1.0
 
 
 def test_a_long_wait_says_for_whom_and_goes_on(ranks: Ranks, tmp_path: Path) -> None:
@@ -121,14 +130,12 @@ def around(rank: int, world: int) -> str:
     """What a rank says where each waits for the next one, over one axis of the mesh or the other."""
     mesh = Mesh.open({"dp": 2, "tp": 2})
     axes = [mesh.dp, mesh.tp] if mesh.dp.rank == mesh.tp.rank else [mesh.tp, mesh.dp]
-    WATCH.patience, WATCH.period = 0.2, 0.05
     try:
-        for axis in axes:
-            axis.all_reduce(torch.ones(4)).wait()
+        with watched(0.2, 0.05):
+            for axis in axes:
+                axis.all_reduce(torch.ones(4)).wait()
     except TransportError as error:
         return str(error)
-    finally:
-        WATCH.patience, WATCH.period = 5.0, 1.0
     return ""
 
 
@@ -148,8 +155,7 @@ def beside(rank: int, world: int) -> float:
     dp, aside = Mesh.open({"dp": 2}).dp, everyone()
     told, total = [_told(each) for each in range(2)], torch.ones(1)
     dp.barrier()
-    WATCH.patience, WATCH.period = 0.05, 0.02
-    try:
+    with watched(0.05, 0.02):
         if rank == 0:
             saving = threading.Thread(target=aside.barrier, name=ASIDE)
             saving.start()
@@ -160,8 +166,6 @@ def beside(rank: int, world: int) -> float:
             saving.join()
         else:
             aside.barrier()
-    finally:
-        WATCH.patience, WATCH.period = 5.0, 1.0
     return total.item()
 
 
