@@ -28,20 +28,13 @@ def over(who: str | int, stage: int, micro: int = 2, **sections: Any) -> dict[st
     return training.config(WORLD, training.SAMPLES // WORLD // micro, zero=zero, **sections)
 
 
-def on_hosts(
-    rank: int, world: int, per_host: int, case: str, settings: Sequence[Mapping[str, Any]]
-) -> list[training.Run]:
-    """`training.train`, as if so many ranks were on each host."""
-    with patch.object(socket, "gethostname", lambda: f"host{rank // per_host}"):
-        return training.train(rank, world, case, settings)
-
-
-def test_stages_and_homes_make_the_same_bits(ranks: Ranks, tmp_path: Path) -> None:
+def test_stages_and_homes_make_the_same_bits(tmp_path: Path) -> None:
     files = str(tmp_path)
     settings = [over("host", stage, micro=1) for stage in STAGES]
     for memory in ({"states": "host", "params": "host"}, {"states": files, "params": files}):
         settings.append(over(2, 3, micro=1, memory=memory))
-    runs = ranks(WORLD, on_hosts, 2, "llama", settings)[0]
+    with patch.object(socket, "gethostname", lambda: f"host{threads.HERE.rank // 2}"):
+        runs = threads.run(WORLD, training.train, "llama", settings)[0]
     found = {i: different for i, run in enumerate(runs) if (different := training.differences(runs[0], run))}
     assert not found
 

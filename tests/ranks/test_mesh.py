@@ -3,6 +3,7 @@ counted exactly."""
 
 from __future__ import annotations
 
+import functools
 import gc
 import os
 import signal
@@ -29,12 +30,16 @@ SIZES = [0, 1, 7, 64, 1003, CHUNK + 5]
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
 
 
-def numbers(rank: int, size: int, dtype: torch.dtype) -> Tensor:
+@functools.lru_cache(maxsize=16)
+def drawn(rank: int, size: int) -> Tensor:
     """Of very different magnitudes, so that another order of addition gives another sum."""
     generator = torch.Generator().manual_seed(1000 * size + rank)
-    return (
-        torch.randn(size, generator=generator) * 10.0 ** torch.randint(-3, 3, (size,), generator=generator)
-    ).to(dtype)
+    return torch.randn(size, generator=generator) * 10.0 ** torch.randint(-3, 3, (size,), generator=generator)
+
+
+def numbers(rank: int, size: int, dtype: torch.dtype) -> Tensor:
+    """Those drawn, in that dtype, for the caller to change."""
+    return drawn(rank, size).to(dtype, copy=True)
 
 
 def in_order(parts: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
