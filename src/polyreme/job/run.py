@@ -122,7 +122,7 @@ def _run(config: Config, afterwards: ExitStack) -> Summary:
     text = open_text(config.data, config.seed, config.model.path)
     vocabulary = len(text.tokenizer)
     _check_model(config, vocabulary)
-    flops = _flops_per_token(config, vocabulary) if rank == 0 else None  # which alone reports speeds
+    flops = _flops_per_token(config, vocabulary)
     _check_lengths(config, text, int(config.mesh.dp))
     engine = initialize(_model(config, vocabulary), config)
     peak = peak_flops(engine.mesh.device, DTYPES[config.precision.compute]).flops
