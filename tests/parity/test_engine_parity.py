@@ -20,8 +20,7 @@ from cover import cover, together
 from examples import ALL
 from pool import Ranks
 
-STEPS = 3 if ALL in os.environ else 2
-SAMPLES = 12
+STEPS, SAMPLES = 3, 12
 
 
 class Case(NamedTuple):

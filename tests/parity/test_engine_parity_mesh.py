@@ -278,19 +278,14 @@ class Case(NamedTuple):
     microbatches: str  # "one" or "several"
 
     def pairs(self) -> frozenset[tuple[Any, Any]]:
-        """Of what it has, every two, but for family and schedule (which knows no model). The sizes are so the
-        axes that the mesh has, the pipeline's length and the number of ranks; for a family each axis by
-        itself, and what divides its model, unless all cases are to be run."""
+        """Of what it has, every two, but for family and schedule (which knows no model). The sizes count as
+        the axes that the mesh has, the pipeline's length (which knows no family) and the number of ranks."""
         size = {name: size for name, size in zip(("dp", "tp", "pp"), self.sizes, strict=True) if size > 1}
         axes = tuple(size)
         known = {**self._asdict(), "axes": axes, "length": size.get("pp"), "ranks": math.prod(self.sizes)}
         has = [(key, value) for key, value in known.items() if key != "sizes" and value is not None]
         pairs = {tuple(sorted(pair)) for pair in itertools.combinations(has, 2)}
         left_out = {("family", "schedule"), ("family", "length"), ("axes", "length")}
-        if ALL not in os.environ:
-            left_out.add(("axes", "family"))
-            divides = tuple(name for name in axes if name != "dp")
-            pairs |= {(("family", self.family), ("with", each)) for each in (*axes, divides)}
         return frozenset((one, other) for one, other in pairs if (one[0], other[0]) not in left_out)
 
     def settings(self) -> dict[str, Any]:

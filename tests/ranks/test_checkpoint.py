@@ -26,7 +26,7 @@ import polyreme
 import polyreme.step.engine_state
 import training
 from cover import cover, together
-from examples import ALL, whole
+from examples import ALL
 from polyreme.checkpoint import manifest, reader, save, writer
 from polyreme.engine import Engine
 from polyreme.errors import CheckpointError
@@ -589,7 +589,6 @@ def eight(rank: int, world: int, path: Path) -> float:
         return engine.eval_step(models.share(batch("llama", 7), engine.mesh.dp.rank, 2)).loss
 
 
-@whole  # of fewer ranks, test_any_layout_goes_on_from_any_other opens what they wrote
 def test_transformers_opens_what_eight_ranks_wrote(ranks: Ranks, tmp_path: Path) -> None:
     found = ranks(8, eight, tmp_path / "saved")
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "saved", dtype=torch.float64).eval()

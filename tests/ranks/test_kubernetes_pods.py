@@ -33,26 +33,6 @@ print("trained rank", dp.rank)
 if dp.rank == 0:
     open(sys.argv[1], "wb").write(weights + " ".join([str(dp.size), *sys.argv[2:]]).encode())
 """
-# what a training needs of a launcher, without an engine, which takes an interpreter two seconds to import
-BY_HAND = """
-import sys, torch
-from polyreme.distributed.mesh import Mesh
-from polyreme.distributed.process_group import close, join
-join()
-dp = Mesh.open({"dp": 2}).dp
-numbers, weights = torch.Generator().manual_seed(1), torch.zeros(8, 32)
-for _ in range(3):
-    x, y = torch.randn(8, 8, generator=numbers), torch.randn(8, 32, generator=numbers)
-    x, y = x.chunk(2)[dp.rank], y.chunk(2)[dp.rank]
-    gradient = x.t() @ (x @ weights - y)
-    dp.all_reduce(gradient).wait()
-    weights -= 0.1 * gradient
-print("trained rank", dp.rank)
-if dp.rank == 0:
-    told = " ".join([str(dp.size), *sys.argv[2:]])
-    open(sys.argv[1], "wb").write(weights.numpy().tobytes() + told.encode())
-close()
-"""
 
 
 @pytest.fixture(scope="module")
@@ -90,7 +70,7 @@ def job(folder: Path, *words: str) -> list[dict[str, Any]]:
 
 
 def test_a_script_in_two_pods_has_the_weights_of_one_host(nodes: list[Host], folder: Path) -> None:
-    (folder / "script.py").write_text(BY_HAND)
+    (folder / "script.py").write_text(SCRIPT)
     words = ["-n", "1", "script.py"]
     outcome = kubelet(nodes, folder).run(
         job(folder, "launch", "--restarts", "0", *words, f"{folder}/out/weights", "$(HOME) '$$")

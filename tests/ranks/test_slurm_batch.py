@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from test_kubernetes_pods import BY_HAND, STEPS
+from test_kubernetes_pods import SCRIPT, STEPS
 
 from command import TINY, polyreme, until, write_text
 from examples import whole
@@ -86,7 +86,7 @@ def ended(slurm: Cluster, job: str) -> dict[str, str]:
 
 
 def test_a_script_on_two_nodes_has_the_weights_of_one_host(slurm: Cluster, tmp_path: Path) -> None:
-    (tmp_path / "script.py").write_text(BY_HAND)
+    (tmp_path / "script.py").write_text(SCRIPT)
     said = slurm.run(*asking("launch", "script.py", "weights", "$(HOME) '$$"), folder=tmp_path)
     assert said.startswith("submitted batch job ") and "RUNNING on n[1-2]\n" in said
     job = said.split()[3].removesuffix(":")
