@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -427,13 +429,47 @@ def compared(rank: int, world: int) -> list[list[str]]:
             for _ in range(2):
                 engine.train_step({"input": x, "goal": goal, "mask": mask})
         found.append([str(w.message) for w in said if "halves" in str(w.message)])
+    for kind in (Answer, SimpleNamespace):
+        found.append(held(kind, x, goal))
     return found
+
+
+@dataclass
+class Answer:
+    """What a model may return; torch's trees do not know it."""
+
+    logits: Tensor
+
+
+def held(kind: Any, x: Tensor, goal: Tensor) -> list[str]:
+    """What is told of a mean loss of a model in bf16 that returns its tensor in a `kind`."""
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = net()
+
+        def forward(self, x: Tensor) -> Any:
+            return kind(logits=self.inner(x))
+
+    dtypes = set()
+
+    def loss_fn(output: Any, target: Tensor) -> Tensor:
+        dtypes.add(output.logits.dtype)
+        return F.mse_loss(output.logits, target)
+
+    config = {**training.config(1, 2), "precision": {"compute": "bf16"}}
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        polyreme.initialize(Net(), config, loss_fn=loss_fn).train_step((x.float(), goal.float()))
+    assert kind is not Answer or dtypes == {torch.float32}  # as the target has
+    return [str(w.message) for w in said if "no repeated blocks" not in str(w.message)]
 
 
 def test_a_loss_that_is_no_mean_over_samples_is_told_once(ranks: Ranks) -> None:
     [[masked, *others]] = ranks(1, compared)
     assert len(masked) == 1 and "(sum of losses, weight)" in masked[0]
-    assert others == [[], []]
+    assert others == [[]] * 4
 
 
 class OwnLoss(nn.Module):

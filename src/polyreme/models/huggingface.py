@@ -6,10 +6,11 @@ Pure: looks at modules and signatures, changes nothing.
 
 from __future__ import annotations
 
+import copy
 import difflib
 import inspect
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from fnmatch import fnmatch
 from pathlib import Path
@@ -62,6 +63,21 @@ def tensors_in(value: object) -> list[Tensor]:
         elif isinstance(leaf, Mapping):
             found += tensors_in(list(leaf.values()))
     return found
+
+
+def map_leaves(change: Callable[[Any], Any], value: Any) -> Any:
+    """`value` with what `change` makes of each leaf of it: of nested tuples, lists and dicts, and of
+    dataclasses, which are copied."""
+
+    def at(leaf: Any) -> Any:
+        if not is_dataclass(leaf) or isinstance(leaf, type):
+            return change(leaf)
+        made = copy.copy(leaf)
+        for field in fields(leaf):
+            object.__setattr__(made, field.name, map_leaves(change, getattr(leaf, field.name)))
+        return made
+
+    return at(value) if isinstance(value, Tensor) else pytree.tree_map(at, value)
 
 
 def returned(value: object) -> list[Tensor]:

@@ -17,7 +17,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from polyreme.errors import BatchError
 from polyreme.models.huggingface import (
@@ -25,6 +24,7 @@ from polyreme.models.huggingface import (
     NUM_ITEMS,
     ForwardSignature,
     count_labels,
+    map_leaves,
     tensors_in,
     training_arguments,
 )
@@ -225,7 +225,9 @@ def _warn_of_no_mean(loss_fn: LossFn, output: Any, target: Any, loss: Any) -> No
     """Compare, once, the loss of a micro-batch with the mean of those of its halves, and warn where it is no
     mean over samples."""
     sizes = leading_sizes((output, target))
-    if len(sizes) != 1 or (samples := sizes.pop()) < 2 or not isinstance(loss, Tensor) or loss.numel() != 1:
+    if not isinstance(loss, Tensor) or loss.numel() != 1 or not tensors_in(output):  # none to halve
+        return
+    if len(sizes) != 1 or (samples := sizes.pop()) < 2:
         return
     state, half = torch.get_rng_state(), samples // 2
     total = 0.0
@@ -249,7 +251,7 @@ def _warn_of_no_mean(loss_fn: LossFn, output: Any, target: Any, loss: Any) -> No
 
 
 def _rows(value: Any, rows: slice) -> Any:
-    return pytree.tree_map_only(Tensor, lambda t: t[rows] if t.dim() else t, value)
+    return map_leaves(lambda t: t[rows] if isinstance(t, Tensor) and t.dim() else t, value)
 
 
 def _alike(output: Any, target: Any, loss_fn: Any = None) -> tuple[Any, Any]:
@@ -267,10 +269,10 @@ def _alike(output: Any, target: Any, loss_fn: Any = None) -> tuple[Any, Any]:
         return output, target
     widest = reduce(torch.promote_types, wanted + made)
 
-    def widen(value: Tensor) -> Tensor:
-        return value.to(widest) if value.is_floating_point() else value
+    def widen(leaf: Any) -> Any:
+        return leaf.to(widest) if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
 
-    return pytree.tree_map_only(Tensor, widen, output), pytree.tree_map_only(Tensor, widen, target)
+    return map_leaves(widen, output), map_leaves(widen, target)
 
 
 def _scalar(loss: Any) -> Tensor:

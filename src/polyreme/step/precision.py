@@ -9,20 +9,18 @@ weight together."""
 
 from __future__ import annotations
 
-import copy
 import math
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field, fields, is_dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from polyreme.config.schema import SCALED, PrecisionSection
-from polyreme.models.huggingface import tensors_in
+from polyreme.models.huggingface import map_leaves, tensors_in
 
 GRADIENT, MODEL = "the gradient of the parameter", "the forward of the model ("
 """How `watch_nonfinite` names a gradient, and the whole model's forward."""
@@ -140,17 +138,12 @@ def cast_floating(value: object, dtype: torch.dtype | None, device: torch.device
     dataclasses too; on `device` what else has a `to`, as batches of graphs; other things as they are."""
 
     def cast(leaf: Any) -> object:
-        if is_dataclass(leaf) and not isinstance(leaf, type):
-            made = copy.copy(leaf)
-            for field in fields(leaf):
-                object.__setattr__(made, field.name, cast_floating(getattr(leaf, field.name), dtype, device))
-            return made
         if not isinstance(leaf, Tensor):
             return leaf.to(device) if device is not None and callable(getattr(leaf, "to", None)) else leaf
         wanted = dtype if leaf.is_floating_point() else None
         return leaf.to(device=device, dtype=wanted, non_blocking=device is not None and device.type == "cuda")
 
-    return cast(value) if isinstance(value, Tensor) else pytree.tree_map(cast, value)
+    return map_leaves(cast, value)
 
 
 @contextmanager
