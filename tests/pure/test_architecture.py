@@ -97,7 +97,7 @@ BUDGETS = {
     "layout": 360,
     "models": 671,
     "monitor": 510,
-    "offload": 1150,
+    "offload": 1152,
     "optim": 1040,
     "pipeline": 1120,
     "planner": 240,

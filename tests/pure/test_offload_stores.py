@@ -195,6 +195,21 @@ def test_extents_come_and_go_are_opened_and_added_to(
             assert torch.equal(store.get(extent, 0, store.sizes[extent]).view(torch.float32), numbers)
 
 
+def test_what_is_still_to_be_added_is_seen_by_who_opens_it(tmp_path: Path) -> None:
+    with tier_of("file", tmp_path, [40]) as store:
+        assert isinstance(store, FileStore)
+        busy = threading.Event()
+        for _ in range(file_module.THREADS):
+            store._pool.submit(busy.wait, 60)
+        store.add(0, torch.ones(10), torch.float32)
+        timer = threading.Timer(0.05, busy.set)
+        timer.start()
+        opened = store.open(0)
+        assert opened.wait().view(torch.float32).tolist() == [1.0] * 10
+        opened.close(None)
+        timer.join()
+
+
 def test_room_that_is_given_back_is_used_again(tmp_path: Path) -> None:
     for kind, options in (("host", {}), ("file", {"buffers": 0})):
         with tier_of(kind, tmp_path, [], **options) as store:

@@ -125,7 +125,7 @@ class FileStore(Store):
                 with self.traffic.waiting():
                     self._writing.popleft().result()
             staged = self.stage(extent, read)
-            if write and staged.uses > 1:  # it is being written
+            if staged.uses > 1 and (write or staged.changing):  # it is being written, or changed before that
                 self.settle([extent])
             return staged
 
@@ -273,6 +273,7 @@ class FileStore(Store):
             finally:
                 self.let_go(extent, staged)
 
+        staged.changing = after is not None or change is not None
         self._writing.append(self._begin(extent, job))
 
     def let_go(self, extent: int, staged: _Staged, free: Any = None) -> None:
@@ -361,12 +362,13 @@ class FileStore(Store):
 @dataclass
 class _Staged:
     """An extent in memory. free: the event at which that may be changed. uses: by whoever opened it, and by
-    the thread that writes it."""
+    the thread that writes it. changing: that thread changes it first, or waits for what is copied to it."""
 
     memory: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.uint8))
     free: Any = None
     reading: Future[None] | None = None
     uses: int = 1
+    changing: bool = False
 
     def is_near(self) -> bool:
         """Whether it is read."""
