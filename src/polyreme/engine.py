@@ -26,7 +26,6 @@ from polyreme.distributed.watch import collective
 from polyreme.errors import BatchError, ModelError
 from polyreme.models import huggingface
 from polyreme.models.batch_norm import normalise
-from polyreme.models.buffers import Buffers
 from polyreme.models.patches import Patches
 from polyreme.offload.host_allocator import give_freed_memory_back, keep_freed_memory
 from polyreme.optim.groups import Make, Recipe, recipe
@@ -555,10 +554,9 @@ class Engine:
     def _train(self, placement: Placement, made: Recipe, synced: set[Tensor]) -> None:
         """Train what was placed, by the optimizers of `made`; `synced`: see `_normalised`."""
         config, mesh = self.config, self.mesh
-        buffers = Buffers(self.module, mesh.dp, synced, config.batch_norm == "rank")
         optimizer = (made, *self._given)
         self._made = Training(
-            self.module, config, mesh, placement, self._pipeline, self._objective, buffers, optimizer
+            self.module, config, mesh, placement, self._pipeline, self._objective, synced, optimizer
         )
         if self._activations.offload is not None:
             self._activations.offload.leave([*self.module.parameters(), *self.module.buffers()])

@@ -170,13 +170,13 @@ class Codebook(nn.Module):
 
 
 def shared(rank: int, world: int, folder: Path) -> tuple[list[dict[str, Tensor]], int, int]:
-    """The buffers after steps with batch_norm = "rank" and "broadcast"; and what was sent for them in the
-    steps after the first."""
+    """The buffers after steps where each rank keeps its own, and where all have rank 0's; and what was sent
+    for them in the steps after the first."""
     found, sent = [], [0]
-    for way in ("rank", "broadcast"):
+    for way, others in (("rank", "local"), ("broadcast", "rank0")):
         torch.manual_seed(rank)
         engine = polyreme.initialize(
-            Codebook(), {**training.config(world), "batch_norm": way}, loss_fn=F.mse_loss
+            Codebook(), {**training.config(world), "batch_norm": way, "buffers": others}, loss_fn=F.mse_loss
         )
         for step in range(3):
             torch.manual_seed(100 + 10 * step + rank)

@@ -621,9 +621,17 @@ class Keys(Section):
         "the whole micro-batch, on all ranks, as one process has (an "
         "nn.SyncBatchNorm always has these); broadcast: each rank normalises "
         "by its own share, and after a step all have rank 0's running "
-        "statistics, and its other persistent buffers that forwards change; "
-        "rank: each rank keeps its own buffers, of which rank 0's are "
+        "statistics; rank: each rank keeps its own, of which rank 0's are "
         "saved.",
+    )
+    buffers: Literal["error", "average", "rank0", "local"] = Field(
+        default="error",
+        description="Other persistent buffers, and frozen parameters, that "
+        "forwards write (running means, codebooks, observers), over "
+        "data-parallel ranks. error: they have to be the same on all by "
+        "themselves, as a spectral norm's are; average: after a step all have "
+        "the mean, and of integers rank 0's; rank0: all have rank 0's; local: "
+        "each keeps its own, of which rank 0's are saved.",
     )
     model: ModelSection = Field(default_factory=ModelSection)
     data: DataSection = Field(default_factory=DataSection)

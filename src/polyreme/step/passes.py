@@ -122,6 +122,7 @@ class Passes:
         """Prepare a forward or backward for training; `coming`: the stage and micro-batch of the backward
         after it."""
         self.blocks.at(stage, microbatch)
+        self.step.buffers.watch()
         weight_gradients.expect(Action("B", stage, microbatch) in self._pipeline.halved)
         if self._activations.offload is not None:
             self._activations.offload.at(stage, microbatch, coming)

@@ -103,12 +103,12 @@ class Step:
         """How often a script set weights (`ParameterNumbers`)."""
         self.heard_unsaved = False
         """Whether a rank told of a checkpoint that failed in the last totals."""
-        self.written = Written(placement.buckets, sums.mesh.dp)
+        self.written = Written(placement.buckets, sums.mesh.dp, buffers.parameters)
         """What the user did to parameters between steps."""
         self._nonfinite = NonFinite(config.precision, progress, sums.mesh.rank == 0)
         self._config, self._sums = config, sums
         self._placement, self._buckets = placement, placement.trainable
-        self._reducer, self._blocks, self._updates, self._shared = reducer, blocks, updates, buffers
+        self._reducer, self._blocks, self._updates, self.buffers = reducer, blocks, updates, buffers
         self._left_out = any(
             p.requires_grad for b in placement.buckets if not b.trainable for p in b.parameters
         )
@@ -354,10 +354,11 @@ class Step:
         tied = [(b.tie, b.gradients) for b in self._buckets if b.tie is not None]
         for work in [tie.all_reduce(gradients.own_shard) for tie, gradients in tied]:
             work.wait()  # copies of a parameter on other stages
+        self.buffers.share()
         works = [bucket.gradients.gather() for bucket in self._buckets]
         self._updates.read_gradients()
         missing = sum(len(b.parameters) - len(b.gradients.ever_arrived) for b in self._buckets)
-        self._sums.reduce(self._squares(), missing, self.flags, self._shared.has_news(), self.written)
+        self._sums.reduce(self._squares(), missing, self.flags, self.buffers.has_news(), self.written)
         self.heard_unsaved = self._sums.totals.unsaved > 0
         for work in works:
             work.settle()  # the update scales gradients in place
@@ -410,6 +411,8 @@ class Step:
         self._blocks.release_all()
         for bucket in self._buckets:
             bucket.settle()
+        if totals.buffers or self.buffers.is_due():
+            self.buffers.find()
         if totals.written:
             self.written.take_in()
         if not skipped:
@@ -420,7 +423,7 @@ class Step:
         if totals.weight:
             self.progress.scale.update(overflow=skipped)
             self._sums.hint = power_of_two(totals.weight)
-        self._shared.share(totals.buffers > 0)
+        self.buffers.end_step()
         samples, tokens = int(totals.samples), int(totals.tokens)
         self.progress.advance(samples, tokens, skipped)
         self.written.note()

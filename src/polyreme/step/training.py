@@ -6,9 +6,10 @@ Communication: none."""
 from __future__ import annotations
 
 import weakref
+from collections.abc import Collection
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from polyreme.config import Config
@@ -52,13 +53,16 @@ class Training:
         placement: Placement,
         pipeline: PipelineRank,
         objective: Objective,
-        buffers: Buffers,
+        alike: Collection[Tensor],
         optimizer: tuple[Recipe, Any, Any],
     ) -> None:
-        """`optimizer`: its recipe, what the user gave for it, and the torch scheduler that it follows, or
-        None."""
+        """`alike`: buffers that ranks compute alike. `optimizer`: its recipe, what the user gave for it, and
+        the torch scheduler that it follows, or None."""
         made, given, scheduler = optimizer
-        self.placement, self.buffers = placement, buffers
+        cuts, self.placement = placement.division.shardings, placement
+        sharded = {slot.name for each in placement.buckets if each.sharded for slot in each.layout.slots}
+        divided = {name for name in cuts if not cuts[name].cut.is_whole}
+        self.buffers = Buffers(module, mesh, config, alike, sharded, divided)
         every_time = each_time(config, mesh.dp.size, placement.microbatches)
         self._reducer = Reducer(
             placement.trainable,
@@ -76,7 +80,9 @@ class Training:
         tells, over_ranks = mesh.tp.rank == 0 and pipeline.has_loss, config.batch.mean == "ranks"
         sums = StepSums(mesh, tells, over_ranks)
         progress = TrainingProgress(self.options, loss_scale(config.precision))
-        self.step = Step(config, sums, placement, self._reducer, self.blocks, self.updates, progress, buffers)
+        self.step = Step(
+            config, sums, placement, self._reducer, self.blocks, self.updates, progress, self.buffers
+        )
         self.contents = EngineContents(module, config, mesh, placement, list(self.updates), self.step)
         trained = [parameter for bucket in placement.trainable for parameter in bucket.parameters]
         self.loop = Loop(module, objective, config, self.step, self._reducer, trained)

@@ -130,7 +130,9 @@ class Written:
     TURN = 64
     LEAST = 1 << 18  # numbers of a part: fewer would save nothing
 
-    def __init__(self, buckets: Sequence[Bucket], axis: Axis) -> None:
+    def __init__(self, buckets: Sequence[Bucket], axis: Axis, passed: Collection[int] = ()) -> None:
+        """passed: ids of parameters that forwards write, which is counted elsewhere."""
+        self._passed = passed
         self._buckets = [bucket for bucket in buckets if not bucket.sharded]
         self._copies = [bucket for bucket in self._buckets if bucket.has_copy]
         self._axis = axis
@@ -210,7 +212,7 @@ class Written:
 
     def _counted(self, bucket: Bucket | None) -> dict[Bucket, list[tuple[int, int]]]:
         return {
-            each: [(p._version, p.data_ptr()) for p in each.parameters]
+            each: [(p._version * (id(p) not in self._passed), p.data_ptr()) for p in each.parameters]
             for each in self._buckets
             if bucket in (None, each) and "params" not in each.asleep
         }

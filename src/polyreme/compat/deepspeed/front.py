@@ -39,6 +39,8 @@ from polyreme.zero.released import list_in_state_dicts
 
 FORMATS = {torch.float64: "fp64", torch.bfloat16: "bf16"}
 """In which a model computes that was made in them, where the config says nothing else."""
+BUFFERS = {"buffers": "rank0"}
+"""What becomes of buffers that forwards write: a script has no key to say it by."""
 GRADIENTS = (
     "to clip, write gradient_clipping in the config; to read or change one, call safe_get_full_grad or "
     "safe_set_full_grad of deepspeed.utils on all ranks; for the norm of all, "
@@ -188,7 +190,7 @@ def _plain(
     _warn_of_format(model, translation)
     made = _optimizer(model, optimizer, parameters, translation)
     _refuse_untested(made, translation)
-    settings = dict(translation.config)
+    settings = BUFFERS | translation.config
     if leaves := [name for name, module in model.named_modules() if name and z3_leaf_module(module)]:
         settings["zero"] = {**settings["zero"], "keep": leaves}
     if made is torch.optim.Muon:
@@ -212,7 +214,7 @@ def _pipeline(model: PipelineModule, source: Any, optimizer: Any, parameters: An
     if isinstance(made, Optimizer) and model.num_stages > 1:
         complete(made, model)
     engine = polyreme.initialize(
-        model.sequence, translation.config, optimizer=_of_engine(made), loss_fn=model.loss_fn
+        model.sequence, BUFFERS | translation.config, optimizer=_of_engine(made), loss_fn=model.loss_fn
     )
     return PipelineEngine(engine, translation, made, model=model)
 

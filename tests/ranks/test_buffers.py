@@ -1,0 +1,304 @@
+"""State that forwards write, in layers that are not torch's BatchNorm: found in the first step, and with
+`buffers` the same on all ranks; against plain PyTorch on the whole batch."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import models
+import polyreme
+import threads
+import training
+from polyreme.errors import ModelError
+
+WIDTH, STEPS = 6, 4
+
+
+class Codebook(nn.Module):
+    """A VQ-VAE's codes: running means of what is next to each, and of how often that is so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix = nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("size", torch.ones(4))
+        self.register_buffer("total", torch.randn(4, WIDTH))
+        self.register_buffer("times", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.mix(x)
+        codes = self.total / self.size.clamp(min=0.1).unsqueeze(1)
+        nearest = torch.cdist(x.detach(), codes).argmin(1)
+        if self.training:
+            chosen = F.one_hot(nearest, 4).to(x.dtype)
+            self.size.lerp_(chosen.mean(0), 0.1)
+            self.total = self.total.lerp(chosen.T @ x.detach() / len(x), 0.1)
+            self.times += 1
+        return x + (codes[nearest] - x).detach() * 0.5
+
+
+class Unnoticed(nn.Module):
+    """A normalisation of its own, whose running means torch changes without counting that."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix = nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("mean", torch.zeros(WIDTH))
+        self.register_buffer("var", torch.ones(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.batch_norm(self.mix(x), self.mean, self.var, training=self.training)
+
+
+class Frozen(nn.Module):
+    """What Keras' BatchNormalization does with torch: running means in parameters that are not trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix = nn.Linear(WIDTH, WIDTH)
+        self.moving_mean = nn.Parameter(torch.zeros(WIDTH), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.mix(x)
+        before = self.moving_mean.clone()
+        if self.training:
+            with torch.no_grad():
+                self.moving_mean.copy_(self.moving_mean * 0.9 + x.mean(0) * 0.1)
+        return torch.tanh(x - before)
+
+
+class Instances(nn.InstanceNorm1d):
+    def __init__(self) -> None:
+        super().__init__(2, affine=True, track_running_stats=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.unflatten(1, (2, -1))).flatten(1)
+
+
+class Net(nn.Module):
+    def __init__(self, blocks: list[nn.Module]) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(blocks)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def spectral() -> nn.Module:
+    return nn.Sequential(
+        nn.utils.spectral_norm(nn.Linear(WIDTH, WIDTH)),
+        nn.utils.parametrizations.spectral_norm(nn.Linear(WIDTH, WIDTH)),
+    )
+
+
+def net(kind: Callable[[], nn.Module]) -> nn.Module:
+    torch.manual_seed(1)
+    return Net([nn.Sequential(kind(), nn.Tanh()) for _ in range(2)]).double()
+
+
+def batch(step: int) -> tuple[Tensor, Tensor]:
+    torch.manual_seed(10 + step)
+    x = torch.randn(training.SAMPLES, WIDTH, dtype=torch.float64)
+    return 2 * x + 1, x.sin()
+
+
+def plain(kind: Callable[[], nn.Module], accumulation: int = 1, lines: int = 1) -> Any:
+    """Losses and state in one process, of a step's micro-batches, each of the shares of all ranks."""
+    model = net(kind)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=1e-2, betas=(0.9, 0.95), weight_decay=0.0)
+    losses = []
+    for step in range(STEPS):
+        x, y = batch(step)
+        parts = torch.arange(len(x)).view(lines, accumulation, -1).transpose(0, 1).reshape(accumulation, -1)
+        optimizer.zero_grad()
+        total = [F.mse_loss(model(x[at]), y[at]) / accumulation for at in parts]
+        sum(total).backward()
+        optimizer.step()
+        losses.append(sum(loss.item() for loss in total))
+    return losses, model.state_dict()
+
+
+def config(world: int, accumulation: int, sections: dict[str, Any]) -> dict[str, Any]:
+    own = {key: value for key, value in sections.items() if isinstance(value, dict)}
+    made = training.config(world, accumulation, precision={"compute": "fp64"}, **own)
+    made["optimizer"] |= {"weight_decay": 0.0, "clip": None}
+    return {**made, **{key: value for key, value in sections.items() if key not in own}}
+
+
+def trained(rank: int, world: int, kind: Callable[[], nn.Module], accumulation: int, sections: Any) -> Any:
+    dp = world // sections.get("mesh", {}).get("tp", 1) // sections.get("mesh", {}).get("pp", 1)
+    engine = polyreme.initialize(net(kind), config(dp, accumulation, sections), loss_fn=F.mse_loss)
+    at = engine.mesh.dp
+    losses = [engine.train_step(models.share(batch(step), at.rank, at.size)).loss for step in range(STEPS)]
+    state = engine.state_dict()
+    engine.close()
+    return losses, state
+
+
+def same(found: Any, expected: Any) -> None:
+    losses, state = expected
+    for got, weights in found:
+        assert got == pytest.approx(losses, rel=1e-10)
+        assert weights.keys() == state.keys()
+        for name, tensor in state.items():
+            torch.testing.assert_close(
+                weights[name], tensor, rtol=0, atol=1e-10, msg=lambda m, n=name: f"{n}: {m}"
+            )
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_spectral_norms_are_one_process_by_themselves(stage: int) -> None:
+    same(threads.run(2, trained, spectral, 1, {"zero": {"stage": stage}}), plain(spectral))
+
+
+@pytest.mark.parametrize("kind", [Codebook, Unnoticed, Frozen, Instances])
+def test_what_ranks_write_differently_is_an_error_on_all_that_names_the_key(kind: type[nn.Module]) -> None:
+    def refused(rank: int, world: int) -> str:
+        engine = polyreme.initialize(net(kind), config(world, 1, {}), loss_fn=F.mse_loss)
+        before = [p.clone() for p in engine.module.parameters() if p.requires_grad]
+        with pytest.raises(
+            ModelError, match=rf"blocks.0.0.* of {kind.__name__}.*2 data-parallel.*buffers = "
+        ) as e:
+            engine.train_step(models.share(batch(0), rank, world))
+        assert all(map(torch.equal, before, (p for p in engine.module.parameters() if p.requires_grad)))
+        return str(e.value)
+
+    one, other = threads.run(2, refused)
+    assert one == other
+
+
+AVERAGED: list[tuple[int, Any, int, dict[str, Any]]] = [
+    (2, Codebook, 1, {"zero": {"stage": 0}}),
+    (2, Codebook, 1, {"zero": {"stage": 3}, "batch_norm": "sync"}),
+    (2, Codebook, 2, {"mesh": {"pp": 2}}),
+    (4, Instances, 2, {"mesh": {"pp": 2}, "zero": {"stage": 2}}),
+    (2, Frozen, 1, {"zero": {"stage": 0}}),
+    (2, Frozen, 1, {"zero": {"stage": 2}}),
+    (2, Frozen, 1, {"zero": {"stage": 3, "persistence_threshold": WIDTH}}),
+    (1, Frozen, 1, {"zero": {"stage": 3}}),
+    (2, Instances, 2, {"zero": {"stage": 3}}),
+]
+
+
+@pytest.mark.parametrize("world, kind, accumulation, sections", AVERAGED)
+def test_averaged_running_means_are_one_process(
+    world: int, kind: Any, accumulation: int, sections: Any
+) -> None:
+    lines = world // sections.get("mesh", {}).get("pp", 1)
+    found = threads.run(world, trained, kind, accumulation, {**sections, "buffers": "average"})
+    same(found, plain(kind, accumulation, lines))
+
+
+def test_a_parameter_that_zero_divides_is_found_and_the_way_named() -> None:
+    sections = {"zero": {"stage": 3}, "buffers": "average"}
+    with pytest.raises(
+        threads.RanksFailed, match=r"moving_mean of Frozen, .*zero\.persistence_threshold = 6"
+    ) as e:
+        threads.run(2, trained, Frozen, 1, sections)
+    assert all(isinstance(error, ModelError) for error in e.value.exceptions.values())
+
+
+def test_rank_0s_and_each_its_own() -> None:
+    def states(rank: int, world: int, way: str) -> dict[str, Tensor]:
+        engine = polyreme.initialize(net(Codebook), config(world, 1, {"buffers": way}), loss_fn=F.mse_loss)
+        for step in range(STEPS):
+            engine.train_step(models.share(batch(step), rank, world))
+        return {name: buffer.clone() for name, buffer in engine.module.named_buffers()}
+
+    for way, alike in (("rank0", True), ("local", False)):
+        one, other = threads.run(2, states, way)
+        for name, buffer in one.items():
+            assert torch.equal(buffer, other[name]) == (alike or "times" in name), (way, name)
+
+
+class Later(nn.Module):
+    """A buffer that is the same on all ranks at first, and not after the second step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix = nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("scale", torch.ones(()))
+        self.times = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.times += 1
+        self.scale.add_(x.detach().mean() if self.times > 2 else 1.0)
+        return self.mix(x)
+
+
+def test_what_is_no_longer_alike_is_told_of() -> None:
+    def drift(rank: int, world: int) -> int:
+        engine = polyreme.initialize(net(Later), config(world, 1, {}), loss_fn=F.mse_loss)
+        with pytest.raises(ModelError, match="scale of Later"):
+            for step in range(10):
+                engine.train_step(models.share(batch(step), rank, world))
+        return engine.state.step
+
+    assert threads.run(2, drift) == [3, 3]
+
+
+class Divided(nn.Module):
+    """A running scale of activations that tensor parallelism divides."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 8), nn.Linear(8, WIDTH)
+        self.register_buffer("scale", torch.ones(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.up(x)
+        if self.training:
+            self.scale.lerp_(x.detach().abs().max(), 0.1)
+        return self.down(x / self.scale)
+
+
+def test_a_scale_of_divided_activations_is_refused() -> None:
+    mesh = {"tp": 2, "tp_plan": {"blocks.*.0.up": "colwise", "blocks.*.0.down": "rowwise"}}
+    for way in ("error", "average"):
+        with pytest.raises(
+            threads.RanksFailed, match=r"scale of Divided differently on each rank of mesh\.tp"
+        ):
+            threads.run(2, trained, Divided, 1, {"mesh": mesh, "buffers": way})
+
+
+def test_resuming_is_the_same_to_the_last_bit(tmp_path: Path) -> None:
+    def run(rank: int, world: int, kind: Any, way: str) -> list[dict[str, Tensor]]:
+        made, found = config(world, 1, {"buffers": way}), []
+        for resumed in (False, True):
+            engine = polyreme.initialize(net(kind), made, loss_fn=F.mse_loss)
+            if resumed:
+                engine.load(tmp_path / kind.__name__)
+            for step in range(2 if resumed else 0, STEPS):
+                engine.train_step(models.share(batch(step), rank, world))
+                if step == 1:
+                    engine.save(tmp_path / kind.__name__)
+            found.append(copy.deepcopy(engine.state_dict()))
+            engine.close()
+        return found
+
+    for kind, way in ((Codebook, "average"), (Frozen, "rank0")):
+        for whole, resumed in threads.run(2, run, kind, way):
+            assert all(torch.equal(tensor, resumed[name]) for name, tensor in whole.items())
+
+
+def test_micro_batches_are_told_of_once() -> None:
+    def told(sections: Any) -> list[str]:
+        with warnings.catch_warnings(record=True) as found:
+            warnings.simplefilter("always")
+            trained(0, 1, Codebook, 2, sections)
+        return [str(each.message) for each in found if "micro-batch" in str(each.message)]
+
+    (text,) = told({})
+    assert "blocks.0.0.size of Codebook" in text and "2 times a step" in text and "times of" not in text
+    assert told({"buffers": "average"}) == []
