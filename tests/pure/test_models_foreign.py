@@ -10,14 +10,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import peft
 import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
+from torch import nn
 
 import polyreme
 from polyreme.engine import Engine
-from polyreme.errors import ConfigError
+from polyreme.errors import ConfigError, ModelError
 from polyreme.models import huggingface
 
 SIZES = {
@@ -134,6 +136,68 @@ def test_a_layer_more_than_there_are_weights(saved: Path, tmp_path: Path) -> Non
         engine_of(tmp_path / "model")
     with pytest.warns(UserWarning, match="read whole by every rank"):
         assert engine_of(tmp_path / "model", allow_missing="model.layers.2.*").parameters
+
+
+UNUSED = r"model\.allow_unused = False: .* has 9 tensors that the model .*: model\.layers\.1\..* and 4 more\n"
+
+
+@pytest.mark.parametrize("kind", ["one", "several"])
+def test_weights_that_the_model_does_not_have_are_refused(saved: Path, tmp_path: Path, kind: str) -> None:
+    shutil.copytree(saved / kind, tmp_path / "model")
+    change_json(tmp_path / "model" / "config.json", num_hidden_layers=1)
+    with pytest.raises(ConfigError, match=UNUSED + r".*allow_unused = true, or patterns such as"):
+        engine_of(tmp_path / "model")
+    with pytest.raises(ConfigError, match="has 9 tensors"):  # the other way to read it
+        huggingface.build(str(tmp_path / "model"), None)
+    for allowed in (True, ["model.layers.1.*"]):
+        assert engine_of(tmp_path / "model", allow_unused=allowed).parameters
+
+
+def test_what_no_model_has_any_more_is_let_be(saved: Path, tmp_path: Path) -> None:
+    for kind in ("one", "tied"):
+        shutil.copytree(saved / kind, tmp_path / kind)
+        tensors = load_file(tmp_path / kind / WHOLE)
+        tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(4)
+        tensors.setdefault("lm_head.weight", tensors["model.embed_tokens.weight"].clone())
+        save_file(tensors, tmp_path / kind / WHOLE, {"format": "pt"})
+        engine_of(tmp_path / kind)
+        huggingface.build(str(tmp_path / kind), None)
+
+
+def test_a_head_that_was_trained_before_is_refused(tmp_path: Path) -> None:
+    config = transformers.BertConfig(**SIZES, architectures=["BertForMaskedLM"])
+    transformers.BertForPreTraining(config).save_pretrained(tmp_path)
+    change_json(tmp_path / "config.json", architectures=["BertForMaskedLM"])
+    with pytest.raises(ConfigError, match=r"4 tensors.*: bert\.pooler\.dense\.bias, bert\.pooler.*cls\.seq_"):
+        engine_of(tmp_path)
+    engine_of(tmp_path, allow_unused=["bert.pooler.*", "cls.seq_relationship.*"])
+
+
+def test_an_adapter_beside_the_weights_is_applied(saved: Path, tmp_path: Path, monkeypatch: Any) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(saved / "one", folder)
+    base = transformers.LlamaForCausalLM.from_pretrained(folder)
+    adapted = peft.get_peft_model(
+        base, peft.LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM")
+    )
+    for name, parameter in adapted.named_parameters():
+        if "lora_B" in name:
+            nn.init.ones_(parameter)
+    adapted.save_pretrained(folder)
+    adapted.save_pretrained(tmp_path / "alone")
+    batch = {"input_ids": torch.arange(6).view(1, 6), "labels": torch.arange(6).view(1, 6)}
+    expected = adapted(**batch).loss.item()
+    with pytest.warns(UserWarning, match="because PEFT applies its adapter"):
+        engine = engine_of(folder)
+    assert engine.train_step(batch).loss == pytest.approx(expected)
+    assert {
+        name.rpartition(".lora_")[2][:1] for name, p in engine.module.named_parameters() if p.requires_grad
+    } == {"A", "B"}
+    with pytest.raises(ModelError, match=r"an adapter alone.*PeftModel\.from_pretrained"):
+        engine_of(tmp_path / "alone")
+    monkeypatch.setattr("polyreme.models.peft.find_spec", lambda name: None)
+    with pytest.raises(ModelError, match=r"an adapter beside its weights.*pip install peft"):
+        engine_of(folder)
 
 
 def test_tied_weights_are_not_missing(saved: Path) -> None:

@@ -7,7 +7,7 @@ model is filled."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from math import prod
@@ -125,7 +125,7 @@ def match(
         else:
             name_of[tensor.names[0]] = there
     known = {name for each in wanted for name in each.names}
-    known |= {name.removeprefix(prefix) for name in known if prefix} | {prefix + name for name in known}
+    known |= _prefixed(known, prefix)
     reports: list[Any] = axis.gather_objects([missing, unlike, sorted(known & found.keys())])
     everywhere = {name for report in reports for name in report[2]}
     told = [list(dict.fromkeys(name for report in reports for name in report[i])) for i in range(2)]
@@ -145,6 +145,21 @@ def lacks(source: Source, model: nn.Module) -> list[str]:
         if there is None or tuple(found[there].shape) != tuple(tensors[names[0]].shape):
             wrong.append(names[0])
     return wrong
+
+
+def unused(source: Source, model: nn.Module) -> list[str]:
+    """Tensors of the source that a whole model has under no name, not even as a buffer that is not saved. No
+    communication."""
+    tensors = model.state_dict(keep_vars=True)
+    known = {*tensors, *(name for name, _ in model.named_buffers(remove_duplicate=False))}
+    known |= {*file_names(model, {name: tensor.shape for name, tensor in tensors.items()}).values()}
+    known |= _prefixed(known, base_prefix(model))
+    return [name for name in _weights(source) if name not in known]
+
+
+def _prefixed(names: Collection[str], prefix: str) -> set[str]:
+    """The names with and without what a model with a head has before those of one without."""
+    return {name.removeprefix(prefix) for name in names if prefix} | {prefix + name for name in names}
 
 
 def _with(renamed: Mapping[str, str], names: Sequence[str]) -> list[str]:

@@ -154,6 +154,12 @@ class ModelSection(Section):
         description="Tensors that the directory may lack, which then begin "
         "as new random numbers: all, or patterns of their names.",
     )
+    allow_unused: Bool | Names = Field(
+        default=False,
+        examples=[["bert.pooler.*"]],
+        description="Tensors of the directory's weights that the model does "
+        "not have, and leaves: all, or patterns of their names.",
+    )
 
 
 class DataSection(Section):

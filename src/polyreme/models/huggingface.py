@@ -9,8 +9,9 @@ from __future__ import annotations
 import copy
 import difflib
 import inspect
+import re
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from fnmatch import fnmatch
 from pathlib import Path
@@ -22,7 +23,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from polyreme.errors import ConfigError, ModelError, Problem, named
-from polyreme.models.peft import is_peft_model, learns_prompts, plain_model
+from polyreme.models.peft import is_peft_model, learns_prompts, plain_model, train_adapters
 
 NUM_ITEMS = "num_items_in_batch"
 """The argument by which a Hugging Face model divides its sum of losses in place of its number of labels."""
@@ -358,13 +359,17 @@ def build(
     trust_remote_code: bool = False,
     vocab_size: int | None = None,
     allow_missing: bool | Sequence[str] = False,
+    allow_unused: bool | Sequence[str] = False,
 ) -> nn.Module:
     """A Hugging Face model: from the safetensors of the directory `path` in float32, or newly initialised
     from `config`, a transformers config as a mapping with `model_type`. `vocab_size` fills in the tokenizer's
     where the config gives none.
 
-    allow_missing: whether the directory may lack tensors of the model, or patterns of their names. Raises
-    ConfigError where neither can be built, or tensors are missing."""
+    An adapter beside the weights is applied, by PEFT, to be trained.
+
+    allow_missing: whether the directory may lack tensors of the model, or patterns of their names;
+    allow_unused: whether it may have others. Raises ConfigError where neither can be built, or tensors are
+    missing or too many."""
     if path is None:
         return skeleton(None, config, trust_remote_code, vocab_size)
     loaded = read_config(path, None, trust_remote_code)
@@ -386,11 +391,9 @@ def build(
         raise ConfigError(
             [Problem("model.path", path, f"its weights cannot be loaded: {error}", fix)]
         ) from error
-    patterns = ("*",) if allow_missing is True else allow_missing or ()
-    missing = sorted(
-        name for name in report["missing_keys"] if not any(fnmatch(name, pattern) for pattern in patterns)
-    )
-    if missing:
+    train_adapters(model)
+    refuse_unused(path, model, sorted(report["unexpected_keys"]), allow_unused)
+    if missing := _not_allowed(sorted(report["missing_keys"]), allow_missing):
         reason = (
             f"{path} lacks tensors of the model that its config.json "
             f"describes, which would be new random numbers: {named(missing)}"
@@ -401,6 +404,36 @@ def build(
         )
         raise ConfigError([Problem("model.allow_missing", allow_missing, reason, fix)])
     return model
+
+
+def refuse_unused(
+    path: str, model: nn.Module, names: Iterable[str], allowed: bool | Sequence[str] = False
+) -> None:
+    """Raise ConfigError where the directory has tensors of these names, which the model does not have: but
+    for those of `allowed` (all, or patterns), and what transformers, too, leaves in silence."""
+    ignored = [*(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ())]
+    # buffers that older models had elsewhere, and saved
+    held = [
+        name for name, _ in model.named_buffers() if name.endswith(("rotary_emb.inv_freq", "position_ids"))
+    ]
+    ignored += [rf"(^|\.){name.rpartition('.')[2]}$" for name in held]
+    unused = [name for name in names if not any(re.search(pattern, name) for pattern in ignored)]
+    if unused := _not_allowed(unused, allowed):
+        reason = (
+            f"{path} has {len(unused)} tensors that the model does not, which its config.json describes, and "
+            f"which would not be trained: {named(unused)}"
+        )
+        fix = (
+            "correct config.json (its number of layers, its architectures); or, to train without them, write "
+            f'model.allow_unused = true, or patterns such as ["{unused[0]}"]'
+        )
+        raise ConfigError([Problem("model.allow_unused", allowed, reason, fix)])
+
+
+def _not_allowed(names: Iterable[str], allowed: bool | Sequence[str]) -> list[str]:
+    """Those of the names that are not allowed, all or by patterns."""
+    patterns = ("*",) if allowed is True else allowed or ()
+    return [name for name in names if not any(fnmatch(name, pattern) for pattern in patterns)]
 
 
 def shell(path: str, trust_remote_code: bool = False) -> nn.Module:

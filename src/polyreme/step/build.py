@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from polyreme.checkpoint.formats.huggingface import Directory
-from polyreme.checkpoint.load import lacks
+from polyreme.checkpoint.load import lacks, unused
 from polyreme.config import Config
 from polyreme.config.schema import is_files, tiers_of
 from polyreme.deferred_init.replay import Recording, record
@@ -98,12 +98,13 @@ def _from_directory(path: Path, config: Config) -> tuple[nn.Module, Recording | 
     """The model of a Hugging Face directory: to be read by ranges where its tensors are the model's, name by
     name; otherwise transformers reads, renames and converts them, whole on every rank, but never what our
     reader refused."""
-    trust = config.model.trust_remote_code
-    recording, reason = None, ""
-    try:
-        recording = record(lambda: huggingface.shell(str(path), trust), config.seed)
-    except ModelError as error:  # transformers tells what is wrong, or can do it
-        reason = str(error)
+    trust, allowed = config.model.trust_remote_code, config.model.allow_unused
+    recording, reason = None, "PEFT applies its adapter"
+    if not peft.adapter_in(path):
+        try:
+            recording = record(lambda: huggingface.shell(str(path), trust), config.seed)
+        except ModelError as error:  # transformers tells what is wrong, or can do it
+            reason = str(error)
     try:
         source = Directory(path)
     except CheckpointError as error:
@@ -112,11 +113,15 @@ def _from_directory(path: Path, config: Config) -> tuple[nn.Module, Recording | 
                                    "wrote, or model.config to start anew")]) from error  # fmt: skip
     if recording is not None:
         if not (missing := lacks(source, recording.module)):
+            others = unused(source, recording.module)
+            huggingface.refuse_unused(str(path), recording.module, others, allowed)
             return recording.module, recording, path
         reason = f"its files do not have {named(missing, 3)} as the model does"
     with torch.random.fork_rng([]):  # what may be missing is new
         torch.manual_seed(config.seed)
-        model = huggingface.build(str(path), None, trust, allow_missing=config.model.allow_missing).train()
+        model = huggingface.build(
+            str(path), None, trust, allow_missing=config.model.allow_missing, allow_unused=allowed
+        ).train()
     gib = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers())) / 2**30
     warnings.warn(
         f"{path} is read whole by every rank, into {gib:.3g} GiB of host memory each, because {reason}: "
