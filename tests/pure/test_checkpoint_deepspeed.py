@@ -149,6 +149,12 @@ def test_missing_files_are_named(tmp_path: Path) -> None:
     (folder / "latest").write_text("../elsewhere")
     with pytest.raises(CheckpointError, match="nor a file `latest`"):
         DeepSpeedCheckpoint(folder)
+    (folder / "latest").unlink()
+    with (folder / "latest").open("wb") as sparse:
+        sparse.write(b"global_step3")
+        sparse.truncate(1 << 40)  # nobody has the memory to read it
+    with pytest.raises(CheckpointError, match=r"latest names no folder, but begins with 'global_step3"):
+        DeepSpeedCheckpoint(folder)
     plain = copied(tmp_path, "stage1-bf16")  # the model alone can still be read
     for file in plain.glob("*/*optim_states.pt"):
         file.unlink()

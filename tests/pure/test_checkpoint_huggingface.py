@@ -294,6 +294,7 @@ FOREIGN: dict[str, tuple[bool, Change, str]] = {  # of a directory without resum
         "index.json is damaged: it holds no valid JSON",
     ),
     "an index without a map": (True, with_file(INDEX), "no weight_map"),
+    "an index of nothing": (True, with_file(INDEX, '{"weight_map": {}}'), "or an empty one"),
     "a name upwards": (
         True,
         edit(INDEX, lambda m: m.update(norm="../x.safetensors")),

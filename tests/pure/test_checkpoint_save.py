@@ -8,6 +8,7 @@ import os
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -21,7 +22,7 @@ from torch import Tensor, nn
 import cuttable
 import models
 import polyreme
-from polyreme.checkpoint import run_directory
+from polyreme.checkpoint import manifest, run_directory
 from polyreme.checkpoint.formats.huggingface import Directory
 from polyreme.engine import Engine
 from polyreme.errors import CheckpointError
@@ -238,3 +239,31 @@ def test_another_file_cannot_be_written(tmp_path: Path, wait: bool) -> None:
         engine.wait()
     assert contents(tmp_path / "step") == before
     assert [path.name for path in tmp_path.iterdir()] == ["step"]
+
+
+def test_nothing_is_left_where_not_a_byte_is_free(tmp_path: Path) -> None:
+    engine = engine_of(nn.Linear(3, 5))
+    with (
+        patch(
+            "polyreme.files.folder_lock.os.pwrite",
+            side_effect=OSError(errno.ENOSPC, "No space left on device"),
+        ),
+        pytest.raises(CheckpointError, match=r"step-1 was not written, rank 0: .*No space left on device"),
+    ):
+        engine.save(tmp_path / "step-1")
+    assert not any(tmp_path.iterdir())
+    engine.save(tmp_path / "step-1")
+
+
+def test_a_state_without_what_is_needed_is_named(tmp_path: Path) -> None:
+    engine = engine_of(nn.Linear(3, 5))
+    folder = engine.save(tmp_path / "step-1")
+    found = manifest.read(folder)
+    assert found is not None
+    before = engine.state_dict()
+    for state in ({}, {key: value for key, value in found.state.items() if key != "hint"}):
+        manifest.write(folder, replace(found, state=state))
+        with pytest.raises(CheckpointError, match=r"resume\.json is damaged: its 'state' has no .*'hint'"):
+            engine.load(folder)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in engine.state_dict().items())
+    assert engine.load(folder, weights_only=True).path == folder

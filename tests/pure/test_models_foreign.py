@@ -153,6 +153,19 @@ def test_weights_that_the_model_does_not_have_are_refused(saved: Path, tmp_path:
         assert engine_of(tmp_path / "model", allow_unused=allowed).parameters
 
 
+def test_an_index_without_what_transformers_needs(saved: Path, tmp_path: Path) -> None:
+    shutil.copytree(saved / "several", tmp_path / "model")
+    index = tmp_path / "model" / INDEX
+    places = json.loads(index.read_text())["weight_map"]
+    index.write_text(json.dumps({"weight_map": {}}))
+    with pytest.raises(ConfigError, match="it has no weight_map, or an empty one"):
+        engine_of(tmp_path / "model")
+    index.write_text(json.dumps({"weight_map": places}))
+    assert engine_of(tmp_path / "model").parameters
+    with pytest.raises(ConfigError, match=r'index\.json has no "metadata".*\n.*add "metadata": {}'):
+        huggingface.build(str(tmp_path / "model"), None)
+
+
 def test_what_no_model_has_any_more_is_let_be(saved: Path, tmp_path: Path) -> None:
     for kind in ("one", "tied"):
         shutil.copytree(saved / kind, tmp_path / kind)

@@ -15,6 +15,8 @@ from polyreme.errors import CheckpointError
 
 JSON_LIMIT = 1 << 30
 """Bytes. A JSON file of a checkpoint that is larger than this is not read."""
+LONGEST_NAME = 255
+"""Bytes of a file's name on any file system."""
 
 
 def damaged(file: Path, what: str) -> CheckpointError:
@@ -84,6 +86,19 @@ def chunks(file: Path, start: int, stop: int, memory: memoryview) -> Iterator[me
                     raise damaged(file, f"it ends {len(rest) + stop - start} bytes early")
                 rest = rest[count:]
             yield chunk
+
+
+def read_name(file: Path) -> str:
+    """The name of an entry of the same folder that a text file holds and nothing else. Raises CheckpointError
+    where that is too long for one."""
+    with reading(file), file.open("rb") as opened:
+        text = opened.read(4 * LONGEST_NAME).decode(errors="replace").strip()
+    if len(text.encode()) > LONGEST_NAME:
+        raise CheckpointError(
+            f"{file} names no folder, but begins with {text[:40]!r}: write the name of the folder with the "
+            "checkpoint into it, or give that folder itself"
+        )
+    return text
 
 
 def read_json(file: Path) -> dict[str, Any]:

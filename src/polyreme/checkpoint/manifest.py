@@ -9,6 +9,7 @@ import base64
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
+from math import inf
 from pathlib import Path
 from typing import Any, NamedTuple
 from zlib import crc32
@@ -129,26 +130,43 @@ def _wrong(tree: Mapping[str, Any]) -> str | None:
 
 
 KINDS: Mapping[str, tuple[type, ...]] = {
-    **dict.fromkeys(("step", "samples", "tokens", "good_steps"), (int,)),
+    **dict.fromkeys(("step", "samples", "tokens", "good_steps", "overflows"), (int,)),
     **dict.fromkeys(("lr", "loss_scale", "hint"), (int, float)),
     **dict.fromkeys(("options", "skipped"), (dict,)),
 }
 """The types of the entries of `state`, which the engine reads."""
+NEEDED = ("step", "samples", "tokens", "good_steps", "loss_scale", "hint", "options")
+"""Those without which nothing can go on."""
+
+
+def lacking(folder: Path, resume: Resume) -> CheckpointError | None:
+    """Why nothing can go on from what the folder's resume.json says; None where all is there that is
+    needed."""
+    if missing := [key for key in NEEDED if key not in resume.state]:
+        return damaged(folder / NAME, f"its 'state' has no {', '.join(map(repr, missing))}")
+    return None
 
 
 def _wrong_within(tree: Mapping[str, Any]) -> str | None:
     """The same of what is in the mappings that the engine reads."""
     for key, value in tree["state"].items():
-        if key in KINDS and (type(value) not in KINDS[key] or (type(value) is int and value < 0)):
+        if key in KINDS and (
+            type(value) not in KINDS[key] or (type(value) is not dict and not 0 <= value < inf)
+        ):
             return f"state: {key!r} is {value!r:.200}"
     counts = tree["state"].get("skipped", {})
     if not counts.keys() <= {"steps", "samples", "tokens"} or not all(
         type(count) is int for count in counts.values()
     ):
         return f"state: 'skipped' is {counts!r:.200}"
-    groups = tree["state"].get("options", {}).get("groups", [])
-    if not isinstance(groups, list) or not all(isinstance(group, dict) for group in groups):
+    options = tree["state"].get("options", {})
+    groups = options.get("groups", [])
+    if not isinstance(groups, list) or not all(
+        isinstance(group, dict) and type(group.get("lr", 0.0)) in (int, float) for group in groups
+    ):
         return f"state: the groups of 'options' are {groups!r:.200}"
+    if not isinstance(options.get("scheduler", {}), dict):
+        return f"state: the scheduler of 'options' is {options['scheduler']!r:.200}"
     for rank, states in tree["rng"].items():
         if not isinstance(states, dict) or not all(
             isinstance(text, str) and _is_base64(text) for text in states.values()
@@ -157,7 +175,10 @@ def _wrong_within(tree: Mapping[str, Any]) -> str | None:
     positions = tree["data"].get("loaders", [])
     if not isinstance(positions, list) or not all(isinstance(position, dict) for position in positions):
         return f"data: 'loaders' is {positions!r:.200}"
-    return None if isinstance(tree["config"].get("batch", {}), dict) else "config: 'batch' is not an object"
+    for key in ("batch", "precision"):
+        if not isinstance(tree["config"].get(key, {}), dict):
+            return f"config: {key!r} is not an object"
+    return None
 
 
 def _is_base64(text: str) -> bool:

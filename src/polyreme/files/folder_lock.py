@@ -16,6 +16,7 @@ import socket
 import time
 import weakref
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 from polyreme.errors import PolyremeError, TierError
@@ -48,15 +49,25 @@ class Claim:
         patience: float | None = None,
         error: type[PolyremeError] = TierError,
     ) -> None:
-        path = folder / name
+        path, there = folder / name, folder.exists()
         try:
             folder.mkdir(parents=True, exist_ok=True)
             descriptor = _take(path, run, PATIENCE if patience is None else patience, error)
         except OSError as reason:
+            if not there:
+                _remove_empty(path)
             link = f"{name} in it is a symbolic link" if reason.errno == errno.ELOOP else reason.strerror
             raise error(f"{folder} cannot be used: {link}") from reason
         self.close: Callable[[], object] = weakref.finalize(self, _leave, path, descriptor, os.getpid(), keep)
         """Let go; the last one of the run removes the file. Further calls do nothing."""
+
+
+def _remove_empty(path: Path) -> None:
+    """Remove a claim that could not be written, and its folder, if that is all there is in it."""
+    with suppress(OSError):
+        if path.stat().st_size == 0:
+            path.unlink()
+            path.parent.rmdir()
 
 
 def holder(folder: Path, name: str = NAME) -> str | None:

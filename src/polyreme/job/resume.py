@@ -196,7 +196,9 @@ def _changed(before: Mapping[str, Any], config: Config) -> dict[str, tuple[Any, 
     for key in LEAVES:
         section, _, name = key.rpartition(".")
         there, here = (tree.get(section, {}) if section else tree for tree in (before, now))
-        if section in NOT_TOLD or key in NOT_TOLD or name not in there or there[name] == here[name]:
+        if not isinstance(there, dict) or name not in there or there[name] == here[name]:
+            continue
+        if section in NOT_TOLD or key in NOT_TOLD:
             continue
         old, new = there[name], here[name]
         if isinstance(old, dict) and isinstance(new, dict):

@@ -388,8 +388,14 @@ def build(
             output_loading_info=True,
         )
     except Exception as error:  # each format of weights has errors of its own
+        said = str(error) or type(error).__name__
+        if error.args == ("metadata",):
+            said = (
+                'model.safetensors.index.json has no "metadata", which transformers needs to convert tensors'
+            )
+            fix = 'add "metadata": {} to that file, or save it anew with save_pretrained'
         raise ConfigError(
-            [Problem("model.path", path, f"its weights cannot be loaded: {error}", fix)]
+            [Problem("model.path", path, f"its weights cannot be loaded: {said}", fix)]
         ) from error
     train_adapters(model)
     refuse_unused(path, model, sorted(report["unexpected_keys"]), allow_unused)

@@ -131,8 +131,10 @@ class Options:
         """Go on from `state`, and from `progress`."""
         if (self._scheduler is not None or self._led) and state:
             if self._scheduler is not None:
-                self._scheduler.load_state_dict({**self._scheduler.state_dict(), **state["scheduler"]})
-            for group, before in zip(self._followed.param_groups, state["groups"], strict=False):
+                self._scheduler.load_state_dict(
+                    {**self._scheduler.state_dict(), **state.get("scheduler", {})}
+                )
+            for group, before in zip(self._followed.param_groups, state.get("groups", ()), strict=False):
                 group.update(
                     {key: tuple(value) if isinstance(value, list) else value for key, value in before.items()}
                 )

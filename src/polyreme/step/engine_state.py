@@ -26,7 +26,7 @@ from polyreme.checkpoint import load
 from polyreme.checkpoint.collective_errors import collectively
 from polyreme.checkpoint.formats.deepspeed import DeepSpeedCheckpoint
 from polyreme.checkpoint.formats.huggingface import ADAPTERS, Directory
-from polyreme.checkpoint.manifest import Resume
+from polyreme.checkpoint.manifest import Resume, lacking
 from polyreme.checkpoint.open import open_source
 from polyreme.checkpoint.reader import Need
 from polyreme.checkpoint.run_directory import RunDirectory
@@ -332,6 +332,9 @@ def _look(
         raise CheckpointError(
             f"{source.path} is not of this model: {found}. With strict=False, what is in both is loaded"
         )
+    resume: Resume | None = getattr(source, "resume", None)
+    if resume is not None and not weights_only and (error := lacking(source.path, resume)):
+        raise error
     scalars: Scalars = dict.fromkeys(
         names[0] for bucket in contents.placement.buckets for names, _ in contents.placement.named(bucket)
     )

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from polyreme.checkpoint.files import damaged, is_plain, locate, reading
+from polyreme.checkpoint.files import damaged, is_plain, locate, read_name, reading
 from polyreme.checkpoint.formats import torch_archive
 from polyreme.checkpoint.sources import MASTER, MODEL, TensorInfo
 from polyreme.errors import CheckpointError
@@ -50,7 +50,7 @@ def find(path: Path) -> Path | None:
         return path
     with reading(path):
         pointer = path / "latest"
-        tag = pointer.read_text(encoding="utf-8", errors="replace").strip() if pointer.is_file() else ""
+        tag = read_name(pointer) if pointer.is_file() else ""
         target = path / tag
         if is_plain(tag) and "/" not in tag and not target.is_symlink():
             return target if _has_files(target) else None

@@ -194,8 +194,8 @@ class Directory:
             raise self._missing(stem)
         file = locate(self.path, listed)[0]
         file_of = read_json(file).get("weight_map")
-        if not isinstance(file_of, dict):
-            raise damaged(file, "it has no weight_map")
+        if not isinstance(file_of, dict) or not file_of:
+            raise damaged(file, "it has no weight_map, or an empty one")
         headers = {}
         for name, part in file_of.items():
             if not is_plain(part) or "/" in part or not part.endswith(".safetensors"):

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from polyreme.checkpoint.files import read_name
 from polyreme.compat.deepspeed.refusal import ArgumentError, TagError, refused
 from polyreme.compat.deepspeed.utils.logging import log_dist, log_dist_once, logger
 from polyreme.errors import CheckpointError
@@ -306,7 +307,7 @@ def _plain(name: str) -> str:
 def _latest(path: Path) -> str | None:
     if not path.is_file():
         return None
-    return _plain(path.read_text("utf-8").strip())
+    return _plain(read_name(path))
 
 
 def replace_text(path: Path, text: str) -> None:

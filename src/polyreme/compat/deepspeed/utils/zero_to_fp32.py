@@ -225,7 +225,8 @@ def _folder(folder: Path, tag: str | None) -> Path:
         latest = folder / "latest"
         if not latest.is_file():
             raise CheckpointError(f"{folder} has no file `latest`: name a checkpoint of it with tag=")
-        tag = latest.read_text("utf-8").strip()
+        with latest.open(encoding="utf-8") as opened:
+            tag = opened.read(1024).strip()
     if tag in ("", ".", "..") or "/" in tag or not (folder / tag).is_dir():
         raise CheckpointError(f"{folder} has no checkpoint {tag!r}")
     return folder / tag
