@@ -468,8 +468,8 @@ class Engine:
     def memory(self) -> dict[str, int]:
         """Bytes of this rank by category: parameters, gradients, states and buffers that are alive now, and
         activations, which is what the first micro-batch kept for its backward (0 before it, and for compiled
-        blocks): on the device, and if memory.activations says so, in "activations_host" or
-        "activations_files"."""
+        blocks): on the device, and what `memory` has elsewhere in "parameters_host", "activations_files" and
+        so on."""
         return report.memory(self._training, self._activations)
 
     def working_set(self) -> dict[str, int]:

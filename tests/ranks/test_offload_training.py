@@ -559,3 +559,16 @@ def test_ranks_of_one_host_together_need_no_more_than_it_has(ranks: Ranks) -> No
     first, second = ranks(2, short_of_memory)
     assert first == second and first[1] == ""
     assert "needed by 2 ranks that share 2,000 free" in first[0]
+
+
+@pytest.mark.parametrize("trains", [True, False])
+def test_memory_tells_of_what_is_off_the_device(tmp_path: Path, trains: bool) -> None:
+    for place, where in (("host", "host"), (str(tmp_path / "files"), "files")):
+        model = models.llama().requires_grad_(trains)
+        size = sum(parameter.nbytes for parameter in model.parameters())
+        memory = {"params": place, "states": place} if trains else {"params": place}
+        engine = polyreme.initialize(model, training.config(1, zero={"stage": 3}, memory=memory))
+        found = engine.memory()
+        assert found[f"parameters_{where}"] >= size and not found["parameters"]
+        assert (found.get(f"states_{where}", 0) >= 3 * size) == trains
+        engine.close()

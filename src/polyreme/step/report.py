@@ -20,7 +20,7 @@ def memory(training: Training, activations: Activations) -> dict[str, int]:
     if activations.offload is not None:
         found[f"activations_{activations.offload.tier}"] = activations.saved.moved
     found["buffers"] = sum(buffer.nbytes for buffer in training.contents.module.buffers())
-    return found
+    return found | training.placement.offload.elsewhere()
 
 
 def working_set(placed: dict[str, int], training: Training, activations: Activations) -> dict[str, int]:

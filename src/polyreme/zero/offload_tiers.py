@@ -94,6 +94,14 @@ class OffloadTiers:
             found["gradients"]["read"] += self.transfer.sent
         return found
 
+    def elsewhere(self) -> dict[str, int]:
+        """Bytes of parameters, states and gradients that are off the device, by what and where."""
+        names = {"params": "parameters"}
+        return {
+            f"{names.get(name, name)}_{'host' if store.in_memory else 'files'}": store.nbytes
+            for name, store in self._tiers().items()
+        }
+
     def _tiers(self) -> dict[str, Store]:
         tiers = {"states": self.store, "params": self.parameters, "gradients": self.gradients}
         return {name: store for name, store in tiers.items() if store is not None}
