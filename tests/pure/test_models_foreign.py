@@ -186,8 +186,8 @@ def test_a_head_that_was_trained_before_is_refused(tmp_path: Path) -> None:
     engine_of(tmp_path, allow_unused=["bert.pooler.*", "cls.seq_relationship.*"])
 
 
-def test_an_adapter_beside_the_weights_is_applied(saved: Path, tmp_path: Path, monkeypatch: Any) -> None:
-    folder = tmp_path / "model"
+def test_an_adapter_beside_the_weights_is_refused_and_the_way_works(saved: Path, tmp_path: Path) -> None:
+    folder, alone = tmp_path / "model", tmp_path / "alone"
     shutil.copytree(saved / "one", folder)
     base = transformers.LlamaForCausalLM.from_pretrained(folder)
     adapted = peft.get_peft_model(
@@ -196,21 +196,22 @@ def test_an_adapter_beside_the_weights_is_applied(saved: Path, tmp_path: Path, m
     for name, parameter in adapted.named_parameters():
         if "lora_B" in name:
             nn.init.ones_(parameter)
-    adapted.save_pretrained(folder)
-    adapted.save_pretrained(tmp_path / "alone")
     batch = {"input_ids": torch.arange(6).view(1, 6), "labels": torch.arange(6).view(1, 6)}
     expected = adapted(**batch).loss.item()
-    with pytest.warns(UserWarning, match="because PEFT applies its adapter"):
-        engine = engine_of(folder)
-    assert engine.train_step(batch).loss == pytest.approx(expected)
-    assert {
-        name.rpartition(".lora_")[2][:1] for name, p in engine.module.named_parameters() if p.requires_grad
-    } == {"A", "B"}
-    with pytest.raises(ModelError, match=r"an adapter alone.*PeftModel\.from_pretrained"):
-        engine_of(tmp_path / "alone")
-    monkeypatch.setattr("polyreme.models.peft.find_spec", lambda name: None)
-    with pytest.raises(ModelError, match=r"an adapter beside its weights.*pip install peft"):
+    adapted.save_pretrained(folder)
+    with pytest.raises(ModelError, match=r"an adapter beside its weights.*folder of their own.*PeftModel"):
         engine_of(folder)
+    alone.mkdir()
+    for name in ("adapter_config.json", "adapter_model.safetensors"):
+        (folder / name).rename(alone / name)
+    assert engine_of(folder).train_step(batch).loss != pytest.approx(expected)
+    with pytest.raises(ModelError, match=r"an adapter alone.*PeftModel\.from_pretrained"):
+        engine_of(alone)
+    base = transformers.LlamaForCausalLM.from_pretrained(folder)
+    engine = polyreme.initialize(
+        peft.PeftModel.from_pretrained(base, alone, is_trainable=True), {"batch": {"size": 1}}
+    )
+    assert engine.train_step(batch).loss == pytest.approx(expected)
 
 
 def test_tied_weights_are_not_missing(saved: Path) -> None:

@@ -95,7 +95,7 @@ class Buffers:
     def take_note(self) -> None:
         """All is the same on all ranks now."""
         tensors = {name: place.tensor for name, place in self._places.items()}
-        self._seen = {name: (tensor, tensor._version) for name, tensor in tensors.items()}
+        self._seen = {name: (tensor, _version(tensor)) for name, tensor in tensors.items()}
 
     def watch(self) -> None:
         """A forward for training begins: look at all, if it is the first one."""
@@ -103,7 +103,7 @@ class Buffers:
             return
         parameters = {name: place.tensor for name, place in self._places.items() if place.is_parameter}
         # a script may have written to them between initialize and here
-        self._seen |= {name: (tensor, tensor._version) for name, tensor in parameters.items()}
+        self._seen |= {name: (tensor, _version(tensor)) for name, tensor in parameters.items()}
         self._digests = {
             name: _digest(place.tensor) for name, place in self._places.items() if not place.is_parameter
         }
@@ -197,9 +197,9 @@ class Buffers:
         for name, (before, version) in self._seen.items():
             tensor = self._places[name].tensor
             if self._places[name].is_parameter:
-                if self._digests is not None and tensor._version != version:
+                if self._digests is not None and _version(tensor) != version:
                     yield name
-            elif tensor is not before or tensor._version != version or self._is_other(name, tensor):
+            elif tensor is not before or _version(tensor) != version or self._is_other(name, tensor):
                 yield name
 
     def _is_other(self, name: str, tensor: Tensor) -> bool:
@@ -289,6 +289,12 @@ _SHAPES = (
 
 def _differ(reports: list[Any]) -> bool:
     return any(each["digest"] != reports[0]["digest"] for each in reports)
+
+
+def _version(tensor: Tensor) -> int:
+    """How often it was written; to ask for that is no use of it, which is told of."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return tensor._version
 
 
 def _shape(place: Place) -> tuple[int, ...]:

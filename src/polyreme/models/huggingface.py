@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from polyreme.errors import ConfigError, ModelError, Problem, named
-from polyreme.models.peft import is_peft_model, learns_prompts, plain_model, train_adapters
+from polyreme.models.peft import is_peft_model, learns_prompts, plain_model
 
 NUM_ITEMS = "num_items_in_batch"
 """The argument by which a Hugging Face model divides its sum of losses in place of its number of labels."""
@@ -365,8 +365,6 @@ def build(
     from `config`, a transformers config as a mapping with `model_type`. `vocab_size` fills in the tokenizer's
     where the config gives none.
 
-    An adapter beside the weights is applied, by PEFT, to be trained.
-
     allow_missing: whether the directory may lack tensors of the model, or patterns of their names;
     allow_unused: whether it may have others. Raises ConfigError where neither can be built, or tensors are
     missing or too many."""
@@ -397,7 +395,6 @@ def build(
         raise ConfigError(
             [Problem("model.path", path, f"its weights cannot be loaded: {said}", fix)]
         ) from error
-    train_adapters(model)
     refuse_unused(path, model, sorted(report["unexpected_keys"]), allow_unused)
     if missing := _not_allowed(sorted(report["missing_keys"]), allow_missing):
         reason = (

@@ -1,13 +1,12 @@
 """The adapters that PEFT puts into a model, or prompts before its inputs. The one file that knows PEFT's
 names.
 
-Looks at modules and folders; changes nothing but, in `train_adapters`, what is trained."""
+Looks at modules and folders, changes nothing."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -69,31 +68,22 @@ def adapters(model: nn.Module, absent: Iterable[str] = ()) -> set[str]:
     return {name for name, tensor in empty.items() if id(tensor) in selected}
 
 
-def adapter_in(folder: Path) -> bool:
-    """Whether the folder of a model has an adapter. Raises ModelError where that is all that it has, or PEFT
-    is not there to apply it."""
+def refuse_adapter(folder: Path) -> None:
+    """Raise ModelError for the folder of a model that has an adapter beside its weights, or nothing else."""
     if not (folder / "adapter_config.json").is_file():
-        return False
+        return
+    trained = "initialize(peft.PeftModel.from_pretrained({}, {}, is_trainable=True), ...) trains it"
     if not (folder / "config.json").is_file():
-        raise ModelError(f"{folder} has an adapter alone (adapter_config.json), not the model that it "
-                         "is for: give initialize() peft.PeftModel.from_pretrained(that model, "
-                         f"{str(folder)!r}, is_trainable=True)")  # fmt: skip
-    if find_spec("peft") is None:
-        raise ModelError(f"{folder} has an adapter beside its weights (adapter_config.json), and PEFT, which "
-                         "applies it, is not installed: `pip install peft`; or, to train the weights without "
-                         "it, move that file elsewhere")  # fmt: skip
-    return True
-
-
-def train_adapters(model: nn.Module) -> None:
-    """Let the adapters, and nothing else, of a model that was loaded with them be trained; any other stays as
-    it is."""
-    if has_adapters(model):
-        for config in model.peft_config.values():  # type: ignore[operator]
-            config.inference_mode = False
-        names = adapters(model)
-        for name, parameter in model.named_parameters():
-            parameter.requires_grad_(name in names)
+        raise ModelError(
+            f"{folder} has an adapter alone (adapter_config.json), not the model that it is for: "
+            + trained.format("that model", repr(str(folder)))
+        )
+    raise ModelError(
+        f"{folder} has an adapter beside its weights (adapter_config.json), which would not be applied: move "
+        "adapter_config.json and adapter_model.safetensors to a folder of their own. Then the weights are "
+        f"trained without it, and {trained.format('model', 'that folder')}; a model with both in one is what "
+        "merge_and_unload() returns, saved by save_pretrained"
+    )
 
 
 @dataclass(frozen=True)

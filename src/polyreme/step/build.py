@@ -99,12 +99,12 @@ def _from_directory(path: Path, config: Config) -> tuple[nn.Module, Recording | 
     name; otherwise transformers reads, renames and converts them, whole on every rank, but never what our
     reader refused."""
     trust, allowed = config.model.trust_remote_code, config.model.allow_unused
-    recording, reason = None, "PEFT applies its adapter"
-    if not peft.adapter_in(path):
-        try:
-            recording = record(lambda: huggingface.shell(str(path), trust), config.seed)
-        except ModelError as error:  # transformers tells what is wrong, or can do it
-            reason = str(error)
+    recording, reason = None, ""
+    peft.refuse_adapter(path)
+    try:
+        recording = record(lambda: huggingface.shell(str(path), trust), config.seed)
+    except ModelError as error:  # transformers tells what is wrong, or can do it
+        reason = str(error)
     try:
         source = Directory(path)
     except CheckpointError as error:
