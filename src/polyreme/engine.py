@@ -44,9 +44,12 @@ from polyreme.step.parameter_numbers import ParameterNumbers
 from polyreme.step.passes import EvalResult, Passes
 from polyreme.step.precision import AUTOCAST, DTYPES, cast_floating, master_dtype
 from polyreme.step.progress import State
+from polyreme.step.randomness import Kind, Randomness
 from polyreme.step.step import Step, StepResult
 from polyreme.step.training import Training
-from polyreme.zero.bucket import KINDS, Kind
+from polyreme.tensor.rng import generators, go_on_from
+from polyreme.zero.bucket import KINDS
+from polyreme.zero.bucket import Kind as Numbers
 from polyreme.zero.full_parameters import readable, writable
 from polyreme.zero.parameter import NAMES, give_to, refuse_owned
 from polyreme.zero.partition import Placement
@@ -115,6 +118,7 @@ class Engine:
             (keep_freed_memory if config.memory.all_on_device else give_freed_memory_back)()
         if isinstance(model, nn.Module):
             refuse_owned(model)
+        randomness, outside = Randomness(config.seed, mesh), generators(mesh.device)
         self.module, recording, weights = open_model(model, config, mesh)
         blocks = huggingface.find_blocks(self.module)
         made = recipe(self.module, config.optimizer, optimizer)
@@ -135,7 +139,9 @@ class Engine:
         self._activations = Activations(config, mesh.device, self.patches)
         self._activations.wrap(self.module, built.blocks)
         self._objective = objective(self.module, loss_fn, made, config, mesh)
-        self._passes = Passes(config, mesh, self._pipeline, built.stages, self._objective, self._activations)
+        self._passes = Passes(
+            config, mesh, self._pipeline, built.stages, self._objective, self._activations, randomness
+        )
         self._train(built.placement, made, synced)
         if lr_scheduler is not None:
             same_scheduler(mesh.aside(), self._training.options.state_dict())
@@ -144,8 +150,7 @@ class Engine:
             self._checkpoints.load(self._training, weights, strict=False, weights_only=True)
         self._unfinished = False  # the last train_step, which ended in an error
         self._comparison = BatchComparison(mesh)
-        # dropout differs between ranks, but not over tp
-        torch.manual_seed(config.seed + mesh.dp.rank + mesh.dp.size * mesh.pp.rank)
+        go_on_from(outside, mesh.device)  # the script draws what it would have drawn
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise ModelError(_SPREAD)
@@ -211,7 +216,9 @@ class Engine:
         batch = kwargs or (args[0] if len(args) == 1 and not isinstance(args[0], list) else args)
         self._comparison.compare(batch)
         args, kwargs = cast_floating((args, kwargs), None, self.mesh.device)  # type: ignore[misc]
-        with self._passes.autocast(), self._training.loop.inside(batch) as forward:
+        kind: Kind = "forward" if torch.is_grad_enabled() else "look"
+        drawing = self._passes.randomness.inside(self.state.step, kind)
+        with self._passes.autocast(), self._training.loop.inside(batch) as forward, drawing:
             output = self._objective.call(args, kwargs)
         # the loss is the caller's, who may compute it outside
         if self.config.precision.compute in AUTOCAST:
@@ -445,7 +452,7 @@ class Engine:
         if not self._step.microbatches:
             self._step.written.settle(self._checkpoints.taken)
 
-    def sleep(self, *kinds: Kind, pin: bool = True) -> None:
+    def sleep(self, *kinds: Numbers, pin: bool = True) -> None:
         """Free the device of this engine between two steps, until `wake`: "params", "masters" (of parameters
         in 16 bits), "states" and "gradients" (whose buffers are let go of), or all where none is named, go to
         host memory, pinned unless `pin` is false. What is on the host or in files already stays there. All
@@ -458,7 +465,7 @@ class Engine:
         self._take_in_writes()
         self._training.sleep.sleep(kinds or KINDS, pin)
 
-    def wake(self) -> tuple[Kind, ...]:
+    def wake(self) -> tuple[Numbers, ...]:
         """Have all that `sleep` took away where it was. Returns what that is, which may be none."""
         kinds = self._training.sleep.wake()
         if "params" in kinds:  # which are in other memory
@@ -561,6 +568,7 @@ class Engine:
         if self._activations.offload is not None:
             self._activations.offload.leave([*self.module.parameters(), *self.module.buffers()])
         give_to(self, self.module)
+        self._made.contents.randomness = self._passes.randomness
         self._passes.step, self._passes.blocks = self._training.step, self._training.blocks
 
     def _update(self) -> StepResult:

@@ -40,7 +40,9 @@ from polyreme.errors import CheckpointError, DataError, ModelError, named
 from polyreme.layout.region import Region
 from polyreme.models import huggingface, peft
 from polyreme.models.tensor_access import entries
+from polyreme.step.randomness import Randomness
 from polyreme.step.step import Step
+from polyreme.tensor.rng import generators, go_on_from
 from polyreme.version import VERSION
 from polyreme.zero.bucket import Bucket
 from polyreme.zero.full_parameters import readable
@@ -60,6 +62,7 @@ class EngineContents:
     placement: Placement
     updates: Sequence[Update]
     step: Step
+    randomness: Randomness = field(init=False)
     loaders: list[Loader] = field(default_factory=list)
     positions: list[Mapping[str, Any]] = field(default_factory=list)
 
@@ -220,10 +223,7 @@ def content(
         saved_name=contents.saved_name,
         small=partial(small_files, module, tokenizer, adapters),
         resume=resume,
-        rng={
-            name: base64.b64encode(state.numpy().tobytes()).decode()
-            for name, state in _random_states(mesh).items()
-        },
+        rng={name: base64.b64encode(state).decode() for name, state in _random_states(contents).items()},
         limit=int(config.checkpoint.file_size),
         # hosts do not see what others have written of a page, and would write it back
         shared_files=config.checkpoint.shared_files and len(mesh.hosts) == 1,
@@ -439,24 +439,7 @@ def _go_on(contents: EngineContents, resume: Resume) -> list[str]:
         mine = contents.step.state_dict()
         state = {**state, **{key: mine[key] for key in ("loss_scale", "good_steps", "overflows")}}
     contents.step.load_state_dict(state)
-    own = resume.rng.get(str(mesh.rank))
-    if contents.layout() == resume.mesh and own is not None:
-        try:
-            torch.set_rng_state(_bytes(own["cpu"]))
-            if mesh.device.type == "cuda" and "cuda" in own:
-                torch.cuda.set_rng_state(_bytes(own["cuda"]), mesh.device)
-        except (KeyError, RuntimeError, TypeError) as error:
-            notes.append(
-                f"the random numbers are others from here on, as torch cannot take the saved state: {error}"
-            )
-    else:
-        torch.manual_seed(
-            config.seed + mesh.dp.rank + mesh.dp.size * mesh.pp.rank + 1_000_003 * contents.step.state.step
-        )
-        notes.append(
-            "saved on another mesh: the weights are the same, "
-            "random numbers such as dropout's are others from here on"
-        )
+    notes += _take_random_numbers(contents, resume)
     before = resume.config.get("batch", {}).get("size")
     if before != config.batch.size:
         notes.append(
@@ -470,6 +453,36 @@ def _go_on(contents: EngineContents, resume: Resume) -> list[str]:
         except DataError as error:
             notes.append(f"the data begins anew: {error}")
     contents.positions[:] = positions[len(contents.loaders) :]
+    return notes
+
+
+def _take_random_numbers(contents: EngineContents, resume: Resume) -> list[str]:
+    """Have the script and the model draw what they would have drawn; on another mesh the script alone, if all
+    ranks drew the same. Returns what there is to say of that."""
+    mesh, notes = contents.mesh, []
+    own, same = resume.rng.get(str(mesh.rank)), contents.layout() == resume.mesh
+    if not same or own is None:
+        notes.append(
+            "saved on another mesh: the weights are the same, "
+            "random numbers such as dropout's are others from here on"
+        )
+        own = resume.rng.get("0")
+        if own is None or any(each.get("cpu") != own.get("cpu") for each in resume.rng.values()):
+            # alike on the ranks of a tp or pp line
+            torch.manual_seed(contents.config.seed + mesh.dp.rank + 1_000_003 * contents.step.state.step)
+            return notes
+    try:
+        cuda = _bytes(own["cuda"]) if mesh.device.type == "cuda" and "cuda" in own else None
+        go_on_from((_bytes(own["cpu"]), cuda), mesh.device)
+        contents.randomness.begin(
+            int.from_bytes(_bytes(own["model"]).numpy().tobytes())
+            if "model" in own
+            else contents.randomness.seed
+        )
+    except (KeyError, RuntimeError, TypeError) as error:
+        notes.append(
+            f"the random numbers are others from here on, as torch cannot take the saved state: {error}"
+        )
     return notes
 
 
@@ -490,11 +503,11 @@ def _count_on(contents: EngineContents, source: Source) -> list[str]:
     ]
 
 
-def _random_states(mesh: Mesh) -> dict[str, Tensor]:
-    found = {"cpu": torch.get_rng_state()}
-    if mesh.device.type == "cuda":
-        found["cuda"] = torch.cuda.get_rng_state(mesh.device)
-    return found
+def _random_states(contents: EngineContents) -> dict[str, bytes]:
+    """Where the script's generators are, and what the model's numbers are made from."""
+    cpu, cuda = generators(contents.mesh.device)
+    found = {"cpu": cpu.numpy().tobytes(), "model": contents.randomness.seed.to_bytes(8)}
+    return found if cuda is None else {**found, "cuda": cuda.numpy().tobytes()}
 
 
 def _bytes(text: str) -> Tensor:

@@ -27,7 +27,9 @@ from polyreme.step.activations import Activations
 from polyreme.step.batches import MicroBatch, filled, micro_batches_of
 from polyreme.step.loss import Objective
 from polyreme.step.precision import GRADIENT, MODEL, autocast, cast_floating, watch_nonfinite
+from polyreme.step.randomness import Randomness
 from polyreme.step.step import Step, StepResult
+from polyreme.tensor.rng import generators, go_on_from
 from polyreme.zero.gather import Blocks
 
 
@@ -54,9 +56,10 @@ class Passes:
         stages: Mapping[int, RunStage],
         objective: Objective,
         activations: Activations,
+        randomness: Randomness,
     ) -> None:
         """stages: how to run each stage of this rank."""
-        self._config, self._mesh, self._pipeline = config, mesh, pipeline
+        self._config, self._mesh, self._pipeline, self.randomness = config, mesh, pipeline, randomness
         self._objective, self._activations = objective, activations
         self._coming = next_backwards(pipeline.row)
         self._runner = Runner(pipeline.rank_of, mesh.pp, mesh.device, stages)
@@ -66,7 +69,7 @@ class Passes:
 
         Raises NumericsError with what made a NaN or an Inf."""
         device = self._mesh.device
-        random_state = _random_state(device)
+        before = generators(device)
         # counting on a device would wait for it
         weights = [
             self._objective.visible_weight(each.batch) if each.samples else 0 for each in micro_batches
@@ -82,13 +85,16 @@ class Passes:
         results: list[StepResult] = []
 
         def end() -> None:
+            leave()  # what the user is called with in an update is the same on all ranks
             self.step.reduce()
             results.append(update())
 
         try:
-            self._run(micro_batches, weights, end)
+            with self.randomness.inside(self.step.state.step, "step") as leave:
+                self._run(micro_batches, weights, end)
         except NumericsError as error:
-            raise NumericsError(f"{error}{self._diagnose(micro_batches, weights, random_state)}") from None
+            go_on_from(before, device)
+            raise NumericsError(f"{error}{self._diagnose(micro_batches, weights)}") from None
         return results[0]
 
     def evaluate(self, model: nn.Module, batch: Any) -> EvalResult:
@@ -138,7 +144,8 @@ class Passes:
         modes = {module: module.training for module in model.modules()}
         model.eval()
         try:
-            with torch.no_grad(), self.autocast():
+            inside = self.randomness.inside(self.step.state.step, "look")
+            with torch.no_grad(), self.autocast(), inside:
                 for micro_batch in filled(micro_batches, max(counts)):
                     self._forward(micro_batch, take)
         finally:
@@ -196,19 +203,12 @@ class Passes:
         self.step.differentiate(stage, roots, gradients)
         return None
 
-    def _diagnose(
-        self,
-        micro_batches: Sequence[MicroBatch],
-        weights: Sequence[float | None],
-        random_state: tuple[Tensor, Tensor | None],
-    ) -> str:
+    def _diagnose(self, micro_batches: Sequence[MicroBatch], weights: Sequence[float | None]) -> str:
         """Run the step's forwards and backwards again, watched, and tell which module first made a NaN or
         Inf, and on which rank."""
-        torch.set_rng_state(random_state[0])
-        if random_state[1] is not None:
-            torch.cuda.set_rng_state(random_state[1], self._mesh.device)
         self.step.begin()
-        with watch_nonfinite(self._objective.model) as found:
+        inside = self.randomness.inside(self.step.state.step, "step")
+        with watch_nonfinite(self._objective.model) as found, inside:
             self._run(micro_batches, weights)
         told = self._mesh.gather_objects((self._mesh.rank, *found[:1]))
         reports = [report for report in told if len(report) > 1]
@@ -218,11 +218,6 @@ class Passes:
         lines = [f"\n  rank {rank}: first made by {what}" for rank, what in sorted(reports)]
         advice = '\n  lower the learning rate, check the data, or set precision.on_nonfinite = "skip"'
         return "".join(lines) + advice
-
-
-def _random_state(device: torch.device) -> tuple[Tensor, Tensor | None]:
-    """The generators' states of the CPU, and of the GPU where there is one."""
-    return torch.get_rng_state(), torch.cuda.get_rng_state(device) if device.type == "cuda" else None
 
 
 def _shapes(batch: Any) -> Hashable:

@@ -19,13 +19,36 @@ STRIDE = 0x9E3779B97F4A7C15
 are near another's."""
 
 
+States = tuple[Tensor, Tensor | None]
+"""Of the default generators: the CPU's, and the GPU's where a device is one."""
+
+
+def generators(device: torch.device) -> States:
+    """Where the default generators are."""
+    return torch.get_rng_state(), torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+
+
+def go_on_from(states: States, device: torch.device) -> None:
+    """Put the default generators where they were."""
+    torch.set_rng_state(states[0])
+    if states[1] is not None:
+        torch.cuda.set_rng_state(states[1], device)
+
+
+def seed_generators(seed: int, device: torch.device) -> None:
+    """Have the default generators begin anew. `torch.manual_seed` takes much longer."""
+    torch.default_generator.manual_seed(seed % (1 << 63))
+    if device.type == "cuda":
+        torch.cuda.manual_seed(seed % (1 << 63))
+
+
 class Fork:
     """Takes the default generators from the state that the ranks share to one of this rank's own, and
     back."""
 
     def __init__(self, axis: Axis) -> None:
         self._axis = axis
-        self._outside: tuple[Tensor, Tensor | None] | None = None
+        self._outside: tuple[States, torch.device] | None = None
 
     def enter(self, device: torch.device) -> None:
         """Let this rank draw for itself from here on; a second call does nothing."""
@@ -33,20 +56,15 @@ class Fork:
             return
         # the draw moves the shared state on
         seed = int(torch.randint(1 << 62, ())) + STRIDE * (self._axis.rank + 1)
-        cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
-        self._outside = torch.get_rng_state(), cuda
-        torch.default_generator.manual_seed(seed % (1 << 63))
-        if cuda is not None:
-            torch.cuda.manual_seed(seed % (1 << 63))
+        self._outside = generators(device), device
+        seed_generators(seed, device)
 
     def leave(self) -> None:
         """Go back to the shared state; without an `enter` before it, do nothing."""
         if self._outside is None:
             return
-        (cpu, cuda), self._outside = self._outside, None
-        torch.set_rng_state(cpu)
-        if cuda is not None:
-            torch.cuda.set_rng_state(cuda)
+        outside, self._outside = self._outside, None
+        go_on_from(*outside)
 
     @contextmanager
     def inside(self, device: torch.device) -> Iterator[None]:
