@@ -36,7 +36,8 @@ def record(step: int, **changes: Any) -> Record:
         "grad_norm": 0.5231,
         "lr": 2e-3,
         "tokens_per_second": 18_423.4,
-        "seconds": step * 0.1,
+        "seconds": 0.07,
+        "elapsed": step * 0.1,
         "memory_bytes": {"parameters": 1 << 22, "states": 1 << 23, "peak_rss": 702 << 20},
     }
     return Record(**(fields | changes))
@@ -83,7 +84,7 @@ def test_rows_are_aligned_and_fit_80_columns() -> None:
     monitor.start(run(steps=99_999))
     monitor.log(
         record(
-            1, loss=12345.6, grad_norm=float("nan"), seconds=1e6, validation_loss=99.9999, bits_per_byte=9.5
+            1, loss=12345.6, grad_norm=float("nan"), elapsed=1e6, validation_loss=99.9999, bits_per_byte=9.5
         )
     )
     monitor.log(
@@ -142,7 +143,7 @@ def test_length_that_is_unknown() -> None:
 def test_time_left_of_a_resumed_run_counts_its_own_steps() -> None:
     monitor, out = plain_console()
     monitor.start(run(step=500))
-    monitor.log(record(510, seconds=20.0))  # 2 s a step, 490 to go
+    monitor.log(record(510, elapsed=20.0))  # 2 s a step, 490 to go
     assert "from step 500" in out.getvalue()
     assert out.getvalue().splitlines()[-1].endswith("16:20")
 

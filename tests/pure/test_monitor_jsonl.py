@@ -174,3 +174,18 @@ def test_not_a_log(tmp_path: Path) -> None:
         (tmp_path / "other.jsonl").write_text(text)
         with pytest.raises(DataError, match=r"other\.jsonl: not the log of a run"):
             read_log(tmp_path / "other.jsonl")
+
+
+def test_seconds_are_those_of_each_step_also_of_a_log_that_counted_them_together(tmp_path: Path) -> None:
+    new, old = JSONL(tmp_path / "new"), tmp_path / "old"
+    new.start(run())
+    new.log(record(1, elapsed=2.0))
+    new.log(record(2, elapsed=9.0))
+    _, steps = read_log(tmp_path / "new" / LOG_NAME)
+    assert [(step["seconds"], step["elapsed"]) for step in steps] == [(1.5, 2.0), (1.5, 9.0)]
+    lines = [{"kind": "run", "step": 0}, {"kind": "step", "step": 1, "seconds": 2.0},
+             {"kind": "step", "step": 2, "seconds": 2.5}, {"kind": "run", "step": 2},
+             {"kind": "step", "step": 3, "seconds": 1.0}]  # fmt: skip
+    old.write_text("\n".join(map(json.dumps, lines)))
+    _, steps = read_log(old)
+    assert [step["seconds"] for step in steps] == [2.0, 0.5, 1.0]

@@ -129,7 +129,7 @@ class Console:
     def _seconds_left(self, record: Record) -> float | None:
         if self._run is None or self._run.steps is None or record.step <= self._run.step:
             return None
-        return (self._run.steps - record.step) * record.seconds / (record.step - self._run.step)
+        return (self._run.steps - record.step) * record.elapsed / (record.step - self._run.step)
 
     def _bar(self) -> RenderableType:
         record = self._last

@@ -110,6 +110,7 @@ def read_log(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     if not path.is_file():
         raise DataError(f"{path}: there is no such log; a run writes it where monitor.jsonl = true")
     run: dict[str, Any] | None = None
+    elapsed = 0.0
     steps: dict[int, dict[str, Any]] = {}
     with path.open(encoding="utf-8", errors="replace") as lines:
         for line in lines:
@@ -119,9 +120,13 @@ def read_log(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
                 continue
             kind = entry.get("kind") if isinstance(entry, dict) else None
             if kind == "run":
-                run = entry
+                run, elapsed = entry, 0.0
                 steps = {step: fields for step, fields in steps.items() if step <= entry["step"]}
             elif kind == "step":
+                if "elapsed" not in entry:  # a log of before: its `seconds` are since the process began
+                    so_far = entry.get("seconds") or elapsed
+                    entry |= {"seconds": so_far - elapsed, "elapsed": so_far}
+                elapsed = entry["elapsed"]
                 steps[entry["step"]] = entry
     if run is None:
         raise DataError(f"{path}: not the log of a run; give the log.jsonl in a run's folder")
