@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -18,8 +20,9 @@ from safetensors.torch import save as save_tensors
 from examples import examples
 from polyreme.checkpoint import manifest
 from polyreme.checkpoint.manifest import File, Resume
-from polyreme.checkpoint.run_directory import RunDirectory, is_whole, progress_of, step_of
+from polyreme.checkpoint.run_directory import LINK, RunDirectory, is_whole, progress_of, step_of
 from polyreme.config import Duration, Progress
+from polyreme.errors import CheckpointError
 
 
 class Killed(BaseException):
@@ -120,7 +123,49 @@ def test_latest_is_a_whole_name_and_may_be_wrong(tmp_path: Path) -> None:
     (tmp_path / "latest").write_text("step-77")
     assert run.newest() == newer
     run.tidy()
-    assert names(run) == ["latest", "step-3", "step-5"]
+    assert names(run) == ["latest", LINK, "step-3", "step-5"]
+
+
+def test_the_link_leads_to_the_newest_at_any_instant(tmp_path: Path) -> None:
+    run, link = RunDirectory(tmp_path), tmp_path / LINK
+    run.point(save(run, 3))
+    assert link.readlink() == Path("step-3") and (link / "model.safetensors").is_file()
+    newer = save(run, 5)
+    with pytest.raises(Killed), killed_at(1):  # between `latest` and the link
+        run.point(newer)
+    assert (tmp_path / "latest").read_text() == "step-5\n" and link.readlink() == Path("step-3")
+    run.tidy()
+    assert names(run) == ["latest", LINK, "step-3", "step-5"]
+    run.point(tmp_path / "step-5")
+    assert link.readlink() == Path("step-5") and steps(run) == [3, 5]
+
+
+@pytest.mark.parametrize("what", ["file", "folder", "link"])
+def test_what_bears_the_name_of_the_link_and_is_none_of_ours_stays(tmp_path: Path, what: str) -> None:
+    run, link, mine = RunDirectory(tmp_path / "run"), tmp_path / "run" / LINK, tmp_path / "mine"
+    newest = save(run, 3)
+    mine.mkdir()
+    if what == "file":
+        link.write_text("mine")
+    elif what == "folder":
+        link.mkdir()
+    else:
+        link.symlink_to(mine)
+    before = link.lstat()
+    with pytest.raises(CheckpointError, match=f"{LINK} is there, and is no link to a checkpoint"):
+        run.point(newest)
+    assert link.lstat() == before and not list(mine.iterdir())
+    assert (tmp_path / "run" / "latest").read_text() == "step-3\n"
+
+
+def test_where_there_are_no_links_there_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(errno.EPERM, os.strerror(errno.EPERM))
+
+    monkeypatch.setattr(Path, "symlink_to", refuse)
+    run = RunDirectory(tmp_path)
+    run.point(save(run, 3))
+    assert names(run) == ["latest", "step-3"]
 
 
 def test_what_is_kept(tmp_path: Path) -> None:
@@ -131,6 +176,8 @@ def test_what_is_kept(tmp_path: Path) -> None:
     assert steps(run) == [500, 1000, 1100, 1200]
     run.prune(None, Duration(amount=500))
     assert steps(run) == [500, 1000, 1100, 1200]
+    run.prune(1, best=1000)
+    assert steps(run) == [1000, 1200]
     run.prune(1)
     assert steps(run) == [1200]
 

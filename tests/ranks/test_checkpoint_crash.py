@@ -136,7 +136,7 @@ def test_killed_in_the_middle_of_a_save(folder: Path, ranks: Ranks, mode: str, m
         assert MOMENTS[moment][2] in names(run), moment
     ranks(2, job, folder, settings)
     assert_same(run, folder / mode)
-    assert names(run) == names(folder / mode) == ["latest", "log.jsonl", "step-7", "step-8"]
+    assert names(run) == names(folder / mode) == ["latest", "latest-checkpoint", "log.jsonl", "step-7", "step-8"]
     went_on = [
         int(step) for line in said(run) for step in re.findall(r"^resumed from \S+/step-(\d+): ", line)
     ]
@@ -182,7 +182,7 @@ def test_the_disk_is_full(folder: Path, ranks: Ranks, mode: str) -> None:
             and len(caught.value.exceptions) == 2
         )
         assert (
-            names(run) == ["latest", "log.jsonl", "step-3"]
+            names(run) == ["latest", "latest-checkpoint", "log.jsonl", "step-3"]
             and (run / "latest").read_text() == "step-3\n"
             and is_whole(run / "step-3")
         )
@@ -192,7 +192,7 @@ def test_the_disk_is_full(folder: Path, ranks: Ranks, mode: str) -> None:
         assert 0 < int(free.replace(",", "")) < int(needed.replace(",", "")) < bytes_of(run / "step-3")
         resize(10 * bytes_of(run / "step-3"))
         ranks(2, job, folder, settings)
-        assert names(run) == ["latest", "log.jsonl", "step-3", "step-6", "step-8"]
+        assert names(run) == ["latest", "latest-checkpoint", "log.jsonl", "step-3", "step-6", "step-8"]
         assert_same(run, folder / mode)
 
 
@@ -229,4 +229,4 @@ def test_a_rank_of_the_command_is_killed_while_it_saves(folder: Path, ranks: Ran
     last = step_of(newest) + 1
     ranks(2, job, tmp_path, [*changes, f"train.length={last}"])
     assert any(line.startswith(f"resumed from run/{newest.name}: ") for line in said(run))
-    assert names(run) == ["latest", "log.jsonl", newest.name, f"step-{last}"]
+    assert names(run) == ["latest", "latest-checkpoint", "log.jsonl", newest.name, f"step-{last}"]

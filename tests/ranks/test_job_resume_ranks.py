@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import re
 import shutil
@@ -13,6 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import transformers
 
 from command import TINY, running, until, write_text
 from polyreme.checkpoint import save as saving
@@ -62,10 +65,16 @@ OF_THE_PROCESS = ("seconds", "elapsed", "tokens_per_second", "flops_per_second",
 
 
 def job(
-    rank: int, world: int, folder: Path, changes: list[str], patch: str | None = None, at: int = 0
+    rank: int,
+    world: int,
+    folder: Path,
+    changes: list[str],
+    patch: str | None = None,
+    at: int = 0,
+    losses: dict[int, float] | None = None,
 ) -> dict[str, Any]:
     """What `polyreme train` runs on a rank, where after step `at` rank 1 gets a signal, or the disk is
-    full."""
+    full. `losses`: the validation losses by step."""
     step, write = Engine.train_step, saving.write
 
     def train_step(engine: Engine, batch: Any) -> Any:
@@ -82,6 +91,8 @@ def job(
         patches.setattr(Engine, "train_step", train_step)
         patches.setattr(saving, "write", fill)
         patches.setattr(train, "close", lambda: None)  # the ranks are used again
+        if losses is not None:
+            patches.setattr(train, "validate", lambda engine, *_: losses.get(engine.state.step, math.inf))
         return dict(vars(train.run(Config.load("run.toml", changes))))
 
 
@@ -140,7 +151,7 @@ def test_a_killed_run_goes_on_as_if_it_had_not_been(folder: Path, ranks: Ranks) 
             ranks(2, job, folder, sets, "kill", at)
     summaries = ranks(2, job, folder, sets)
     assert_same(run, folder / "whole")
-    assert names(run) == ["latest", "log.jsonl", "step-3", "step-6", "step-8"]
+    assert names(run) == ["latest", "latest-checkpoint", "log.jsonl", "step-3", "step-6", "step-8"]
     assert [line for line in said(run) if line.startswith("resumed")] == [
         "resumed from killed/step-3: 3 steps, 192 tokens", "resumed from killed/step-6: 6 steps, 384 tokens",
     ]  # fmt: skip
@@ -168,14 +179,14 @@ def test_a_run_that_is_asked_to_stop_saves_and_goes_on(folder: Path, ranks: Rank
         assert (summary["stopped"], summary["steps"]) == (None, 8)
     assert_same(run, folder / "whole")
     assert (
-        names(run) == ["latest", "log.jsonl", "step-6", "step-8"]
+        names(run) == ["latest", "latest-checkpoint", "log.jsonl", "step-6", "step-8"]
         and (run / "latest").read_text() == "step-8\n"
     )
 
 
 def test_a_damaged_checkpoint_is_passed_over_on_every_rank(folder: Path, ranks: Ranks) -> None:
     run, sets = folder / "damaged", ["checkpoint.folder=damaged"]
-    shutil.copytree(folder / "whole", run)
+    shutil.copytree(folder / "whole", run, symlinks=True)
     # one that is seen to be damaged when it is opened, one only when all of it is read
     for name in ("step-8", "step-6"):
         file = run / name / "model.safetensors"
@@ -185,6 +196,7 @@ def test_a_damaged_checkpoint_is_passed_over_on_every_rank(folder: Path, ranks: 
     assert_same(run, folder / "whole")
     assert names(run) == [
         "latest",
+        "latest-checkpoint",
         "log.jsonl",
         "step-3",
         "step-6",
@@ -211,7 +223,7 @@ def test_where_all_checkpoints_turn_out_to_be_damaged(folder: Path, ranks: Ranks
     """Which is seen when they are read, by every rank, and says what was seen and what to do as where they
     cannot even be opened."""
     run = folder / "unreadable"
-    shutil.copytree(folder / "whole", run)
+    shutil.copytree(folder / "whole", run, symlinks=True)
     for file in run.glob("step-*/model.safetensors"):
         file.write_bytes(file.read_bytes()[:-100] + bytes(100))
     before = names(run)
@@ -235,7 +247,7 @@ def test_training_goes_on_where_a_checkpoint_cannot_be_written(
     ranks(2, job, folder, [f"checkpoint.folder={run.name}", f"checkpoint.background={background}"], "full", 6)
     assert_same(run, folder / "whole")
     assert (
-        names(run) == ["latest", "log.jsonl", "step-3", "step-8"]
+        names(run) == ["latest", "latest-checkpoint", "log.jsonl", "step-3", "step-8"]
         and (run / "latest").read_text() == "step-8\n"
     )
     assert f"the checkpoint {run.name}/step-6 was not written: the disk is full; training goes on" in said(
@@ -243,11 +255,35 @@ def test_training_goes_on_where_a_checkpoint_cannot_be_written(
     )
 
 
+def test_the_best_checkpoint_is_kept_beside_the_latest(folder: Path, ranks: Ranks) -> None:
+    """One that cannot be written is none, and does not have the one before it deleted. A run that goes on
+    knows the best so far."""
+    run = folder / "best"
+    sets = ["checkpoint.folder=best", "checkpoint.every=none", "checkpoint.keep=1", "train.validate_every=2"]
+    sets += ["checkpoint.keep_best=true"]
+    for background in ("false", "true"):
+        shutil.rmtree(run, ignore_errors=True)
+        more = [f"checkpoint.background={background}", "train.length=5"]
+        summary = ranks(2, job, folder, [*sets, *more], "full", 4, {2: 3.0, 4: 2.0, 5: 3.5})[0]
+        assert (summary["best"], summary["best_validation_loss"]) == ("best/step-2", 3.0)
+        assert names(run) == ["latest", "latest-checkpoint", "log.jsonl", "step-2", "step-5"]
+    for summary in ranks(2, job, folder, sets, "", 0, {6: 2.5, 8: 2.7}):
+        assert (summary["best"], summary["best_validation_loss"]) == ("best/step-6", 2.5)
+    assert names(run) == ["latest", "latest-checkpoint", "log.jsonl", "step-6", "step-8"]
+    for summary in ranks(2, job, folder, [*sets, "train.length=10"], "", 0, {10: 2.6}):
+        assert summary["best"] == "best/step-6"
+    model = transformers.AutoModelForCausalLM.from_pretrained(run / "latest-checkpoint")
+    newest = transformers.AutoModelForCausalLM.from_pretrained(run / "step-10")
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), newest.parameters(), strict=True))
+    ranks(2, job, folder, [*sets, "train.length=7", "checkpoint.resume=best/step-6"], "", 0, {7: 9.0})
+    assert names(run) == ["latest", "latest-checkpoint", "log.jsonl", "step-6", "step-7"]
+
+
 def test_a_run_that_has_ended_goes_on_where_it_is_made_longer(
     folder: Path, ranks: Ranks, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run, sets = folder / "longer", ["checkpoint.folder=longer", "checkpoint.keep=1"]
-    shutil.copytree(folder / "whole", run)
+    shutil.copytree(folder / "whole", run, symlinks=True)
     before = (run / "log.jsonl").read_bytes()
     for summary in ranks(2, job, folder, sets):
         assert (summary["steps"], summary["tokens"], summary["checkpoint"]) == (8, 512, "longer/step-8")
@@ -265,7 +301,7 @@ def test_a_run_that_has_ended_goes_on_where_it_is_made_longer(
     )
     sets += ["train.length=9", "batch.size=8", "batch.micro=2", "data.shuffle=false", "optimizer.lr=1e-3"]
     ranks(1, job, folder, sets)
-    assert names(run) == ["latest", "log.jsonl", "step-9"]
+    assert names(run) == ["latest", "latest-checkpoint", "log.jsonl", "step-9"]
     assert [step["tokens"] for step in numbers(run)[-2:]] == [512, 640]
     told = said(run)
     assert "changed since then: data.shuffle = false, and was true: the training data begins anew" in told
@@ -279,17 +315,17 @@ def test_begun_anew_or_from_elsewhere(folder: Path, ranks: Ranks) -> None:
     for name in ("step-6", "step-8"):
         shutil.copytree(folder / "whole" / name, run / name)
     ranks(2, job, folder, [*sets, "checkpoint.resume=never", "checkpoint.every=none", "train.length=2"])
-    assert names(run) == ["latest", "log.jsonl", "step-2"]
+    assert names(run) == ["latest", "latest-checkpoint", "log.jsonl", "step-2"]
     assert "step-6, step-8 in other, of an earlier run, will go when the first checkpoint is there" in said(
         run
     )
     ranks(2, job, folder, [*sets, "checkpoint.resume=whole/step-6"])
-    assert names(run) == ["latest", "log.jsonl", "step-7"]
+    assert names(run) == ["latest", "latest-checkpoint", "log.jsonl", "step-7"]
     shutil.rmtree(run / "step-7")
     shutil.copytree(folder / "whole" / "step-8", run / "step-8")
     # which goes before what is in the folder
     ranks(2, job, folder, [*sets, "checkpoint.resume=whole/step-6"])
-    assert names(run) == ["latest", "log.jsonl", "step-7"] and len(numbers(run)) == 2 + 1
+    assert names(run) == ["latest", "latest-checkpoint", "log.jsonl", "step-7"] and len(numbers(run)) == 2 + 1
 
 
 def test_another_tokenizer_is_refused(folder: Path, ranks: Ranks) -> None:
@@ -315,4 +351,4 @@ def test_sigterm_to_the_command(tmp_path: Path) -> None:
         status == 0
         and f"stopped by SIGTERM after step {last}; the same command goes on from run/step-{last}\n" in output
     ), errors
-    assert names(tmp_path / "run") == ["latest", "log.jsonl", f"step-{last}"]
+    assert names(tmp_path / "run") == ["latest", "latest-checkpoint", "log.jsonl", f"step-{last}"]

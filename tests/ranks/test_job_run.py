@@ -91,6 +91,7 @@ def test_the_demo_from_end_to_end(tmp_path: Path) -> None:
     run = tmp_path / "run"
     assert sorted(path.name for path in run.iterdir()) == [
         "latest",
+        "latest-checkpoint",
         "log.jsonl",
         "loss.png",
         "step-24",

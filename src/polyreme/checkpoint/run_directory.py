@@ -1,14 +1,15 @@
 """The directory of a run: its checkpoints `step-N`, which is the newest, and which may go.
 
 Invariants: a directory named `step-N` is complete, because it got that name when all of it was written; the
-newest one, and the newest whose files are all there, are never deleted, and nothing that is not ours (see
-`ownership`); whatever instant a process is killed at, `tidy` leaves only complete ones.
+newest one, the newest whose files are all there and the best are never deleted, and nothing that is not ours
+(see `ownership`); whatever instant a process is killed at, `tidy` leaves only complete ones.
 Pure: one process (rank 0) changes the folder, any may read it. No communication.
 """
 
 from __future__ import annotations
 
 import ctypes
+import errno
 import os
 import re
 from collections.abc import Iterable
@@ -24,6 +25,9 @@ from polyreme.files.folder_lock import holder
 LATEST = "latest"
 """The file with the name of the newest checkpoint: for people and other programs. What is here counts, so it
 may be old or missing."""
+LINK = "latest-checkpoint"
+"""The link to the newest checkpoint, which other programs open as it is. Where the file system has no links
+there is none."""
 EARLIER = ".earlier"
 """Ends the names of checkpoints that a new run in the same folder will replace: kept until it has one of its
 own."""
@@ -32,6 +36,8 @@ RUN_CLAIM = "polyreme.run"
 DAMAGED = ".damaged"
 """Ends the names of checkpoints that could not be read, and were passed over."""
 
+NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.ENOSYS)
+"""What file systems say that have no symbolic links."""
 HERE, EXCHANGE = -100, 2
 """Linux's constants: paths begin at the working directory; `renameat2` exchanges them."""
 
@@ -61,7 +67,23 @@ class RunDirectory:
             file.flush()
             os.fsync(file.fileno())
         draft.replace(self.path / LATEST)
+        self._link(checkpoint)
         sync(self.path)
+
+    def _link(self, checkpoint: Path) -> None:
+        """Let LINK lead to this checkpoint; whoever follows it, at any instant, finds a whole one. Raises
+        CheckpointError where something else has that name."""
+        link, draft = self.path / LINK, self.path / f"{LINK}.tmp"
+        if os.path.lexists(link) and not (link.is_symlink() and ownership.STEP.fullmatch(str(link.readlink()))):
+            raise CheckpointError(f"{link} is there, and is no link to a checkpoint: move it away")
+        draft.unlink(missing_ok=True)
+        try:
+            draft.symlink_to(checkpoint.name, target_is_directory=True)
+        except OSError as error:
+            if error.errno in NO_LINKS:
+                return
+            raise
+        draft.replace(link)
 
     def foreign(self, after: int = -1) -> list[Path]:
         """What has the name of a checkpoint of a step beyond `after`, or one that is needed to write it, and
@@ -75,10 +97,13 @@ class RunDirectory:
             if step_of(path) > after and not ownership.carries_manifest(path) and ownership.why_not(path)
         )
 
-    def prune(self, keep: int | None, keep_every: Duration | None = None) -> None:
-        """Delete the oldest beyond the last `keep` (None: none), but the first one of each `keep_every`: with
-        "1000 steps" those of step 1000, 2000, ..., or where there is none of just that step, the next. Raises
-        CheckpointError for those that stay as they hold more than the checkpoint, or are none."""
+    def prune(
+        self, keep: int | None, keep_every: Duration | None = None, best: int | None = None
+    ) -> None:
+        """Delete the oldest beyond the last `keep` (None: none), but that of step `best` and the first one of
+        each `keep_every`: with "1000 steps" those of step 1000, 2000, ..., or where there is none of just
+        that step, the next. Raises CheckpointError for those that stay as they hold more than the checkpoint,
+        or are none."""
         saved = self.saved()
         old = [] if keep is None else saved[:-keep]
         if not old:
@@ -86,6 +111,7 @@ class RunDirectory:
         spared = {
             next((path for path in reversed(saved) if is_whole(path)), None),
             *_first_of_each(saved, keep_every),
+            *(path for path in saved if step_of(path) == best),
         }
         _delete(path for path in old if path not in spared)
 
@@ -122,7 +148,8 @@ class RunDirectory:
             for leftover in self._named(ending):
                 if ownership.why_not(leftover) is None and holder(leftover, ownership.UNFINISHED) is None:
                     ownership.remove(leftover)
-        (self.path / f"{LATEST}.tmp").unlink(missing_ok=True)
+        for name in (LATEST, LINK):
+            (self.path / f"{name}.tmp").unlink(missing_ok=True)
         if not self.saved():
             for path in filter(ownership.carries_manifest, self._named(EARLIER)):
                 path.rename(path.with_suffix(""))

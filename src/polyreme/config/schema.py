@@ -560,6 +560,11 @@ class CheckpointSection(Section):
         examples=["5000 steps"],
         description="Of older ones, the first of each such stretch of training is kept, too.",
     )
+    keep_best: Bool = Field(
+        default=False,
+        description="Also save whenever a validation loss is the lowest so far, and keep that checkpoint "
+        "beside the latest.",
+    )
     file_size: Annotated[Size, Field(gt=0)] = Field(
         default=ByteSize(5 * 2**30),
         examples=["5 GiB"],

@@ -116,6 +116,9 @@ def conflicts(keys: Keys, world_size: int) -> Iterator[Conflict]:
             "checkpoint.keep keeps all of them",
             "write checkpoint.keep = 3, or remove it",
         )
+    if keys.checkpoint.keep_best and keys.data.validation == 0:
+        reason = "the best checkpoint is that of the lowest validation loss, and data.validation is 0"
+        yield "checkpoint.keep_best", reason, "write data.validation = 0.05, or remove it"
 
 
 def _model(keys: Keys) -> Iterator[Conflict]:

@@ -8,7 +8,7 @@ Communication: rank 0 tells where to begin; loading and saving, as `Engine` does
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from functools import partial
 from pathlib import Path
@@ -17,7 +17,7 @@ from uuid import uuid4
 
 from polyreme.checkpoint import ownership
 from polyreme.checkpoint.collective_errors import reason
-from polyreme.checkpoint.run_directory import RUN_CLAIM, RunDirectory
+from polyreme.checkpoint.run_directory import RUN_CLAIM, RunDirectory, step_of
 from polyreme.config import Config
 from polyreme.data import load_tokenizer
 from polyreme.distributed.mesh import Mesh
@@ -44,6 +44,15 @@ class Account:
     last_validation: float | None = None
     bytes_per_token: float | None = None
     """The loss measured on the validation text."""
+    best: Sequence[float] | None = None
+    """The step with the lowest validation loss, and that loss, where `checkpoint.keep_best` asks for it."""
+
+    def measured(self, step: int, loss: float, keep_best: bool) -> None:
+        """Take note of a validation loss."""
+        self.first_validation = loss if self.first_validation is None else self.first_validation
+        self.last_validation = loss
+        if keep_best and step and loss < (math.inf if self.best is None else self.best[1]):
+            self.best = [step, loss]
 
     @classmethod
     def of(cls, extra: Mapping[str, Any]) -> Account:
@@ -59,6 +68,9 @@ class Checkpoints:
         self._folder = RunDirectory(config.checkpoint.folder)
         self._writing: Path | None = None
         self._claim: Claim | None = None
+        self._account = Account()
+        self._best = self._best_before = self._account.best  # of what was saved, and before that
+        self._step = 0  # saved last
         self._said: set[str] = set()
 
     def begin(self) -> Beginning:
@@ -85,8 +97,11 @@ class Checkpoints:
             except CheckpointError as error:
                 unreadable[name] = str(error)
                 continue
-            account = Account.of(loaded.extra)
+            account = self._account = Account.of(loaded.extra)
             account.origin = origin(self._config) or account.origin
+            if not (self._config.checkpoint.keep_best and beginning.same_data and self._is_ours(Path(name))):
+                account.best = None  # not kept, of another text, or in another folder
+            self._best = account.best
             return account, [
                 *self._pass_over(unreadable),
                 *self._resumed(Path(name), beginning),
@@ -104,15 +119,19 @@ class Checkpoints:
             f"{', '.join(aside)} in {self._folder.path}, of an "
             "earlier run, will go when the first checkpoint is there"
         )
-        return Account(origin(self._config)), [later] if aside else []
+        self._account.origin = origin(self._config)
+        return self._account, [later] if aside else []
 
-    def save(self, account: Account, wait: bool = True) -> Path:
+    def save(self, wait: bool = True) -> Path:
         """Write a checkpoint of this step; without `wait`, in the background. Every rank must call. Raises
         CheckpointError."""
         path = self._folder.path / f"step-{self._engine.state.step}"
         self.finish()
+        if self._best != self._account.best:
+            self._best, self._best_before = self._account.best, self._best
         self._say(f"saving {path}")
-        self._engine.save(path, self._tokenizer, extra=asdict(account), wait=wait)
+        self._step = step_of(path)
+        self._engine.save(path, self._tokenizer, extra=asdict(self._account), wait=wait)
         self._writing = path
         self.settle()
         return path
@@ -130,6 +149,10 @@ class Checkpoints:
         """Say that a checkpoint could not be written; those before it are still there."""
         self._writing = None
         self._say(f"{error}; training goes on")
+        if self._best is not None and self._best[0] == self._step:
+            if self._account.best == self._best:
+                self._account.best = self._best_before
+            self._best = self._best_before
 
     def settle(self) -> None:
         """Point to the checkpoint that is being written, once it is there, and remove those that have to
@@ -139,7 +162,8 @@ class Checkpoints:
             return
         self._writing = None
         section = self._config.checkpoint
-        prune = partial(self._folder.prune, section.keep, section.keep_every)
+        best = None if self._best is None else int(self._best[0])
+        prune = partial(self._folder.prune, section.keep, section.keep_every, best)
         for change in (partial(self._folder.point, path), self._folder.drop_earlier, prune):
             try:
                 change()

@@ -67,6 +67,9 @@ class Summary:
     plot: str | None
     stopped: str | None = None
     """The signal that asked the run to stop before its end; its checkpoint is then where it goes on."""
+    best: str | None = None
+    """The checkpoint with the lowest validation loss, where `checkpoint.keep_best` asks for it."""
+    best_validation_loss: float | None = None
 
 
 @dataclass(frozen=True)
@@ -150,7 +153,7 @@ def _run(config: Config, afterwards: ExitStack) -> Summary:
             job.train()
             if job.stopped is None:
                 _show_sample(config, engine, text, monitors, "after training")
-            checkpoint = checkpoints.save(account)
+            checkpoint = checkpoints.save()
         summary = job.summary(checkpoint, _plot(config) if rank == 0 and job.stopped is None else None)
         monitors.close({k: v for k, v in vars(summary).items() if isinstance(v, int | float)})
     finally:
@@ -226,15 +229,17 @@ class _Loop:
     def train(self) -> None:
         config, engine = self._config, self._engine
         validation = self._validate() if engine.state.step == 0 else None
+        began = time.perf_counter()
         for batch in self._loader:
             before = engine.state.progress
             result = self._step(batch)
+            seconds = time.perf_counter() - began
             after = engine.state.progress
             done = config.train.length.reached(after)
             every = config.train.validate_every
             if done or (every is not None and every.due(before, after)):
                 validation = self._validate()
-            self._record(result, validation)
+            self._record(result, validation, seconds)
             validation = None
             if done:
                 return
@@ -243,9 +248,11 @@ class _Loop:
                     name for name in engine.mesh.gather_objects(self._asked) if name is not None
                 )
                 return
-            if config.checkpoint.every is not None and config.checkpoint.every.due(before, after):
+            every, best = config.checkpoint.every, self._account.best
+            if (every is not None and every.due(before, after)) or (best and best[0] == after.steps):
                 self._save()
             self._checkpoints.settle()
+            began = time.perf_counter()
 
     def _step(self, batch: Any) -> StepResult:
         try:
@@ -256,7 +263,7 @@ class _Loop:
 
     def _save(self) -> None:
         try:
-            self._checkpoints.save(self._account, wait=not self._config.checkpoint.background)
+            self._checkpoints.save(wait=not self._config.checkpoint.background)
         except CheckpointError as error:  # every rank does so
             self._checkpoints.failed(error)
 
@@ -265,19 +272,17 @@ class _Loop:
         if data is None:
             return None
         loss, account = validate(self._engine, data, self._config), self._account
-        account.first_validation = loss if account.first_validation is None else account.first_validation
-        account.last_validation = loss
+        account.measured(self._engine.state.step, loss, self._config.checkpoint.keep_best)
         return loss
 
-    def _record(self, result: StepResult, validation: float | None) -> None:
-        self._recent.append((result.tokens, result.seconds))
-        self._account.seconds += result.seconds
+    def _record(self, result: StepResult, validation: float | None, seconds: float) -> None:
+        self._recent.append((result.tokens, seconds))
+        self._account.seconds += seconds
         self._account.loss = result.loss
         engine, state = self._engine, self._engine.state
         if not self._memory or (result.step - 1) % self._config.monitor.every == 0:
             self._memory = engine.memory() | peak_memory(engine.mesh.device)
-        tokens, seconds = (sum(column) for column in zip(*self._recent, strict=True))
-        speed = tokens / seconds
+        speed = sum(tokens for tokens, _ in self._recent) / sum(spent for _, spent in self._recent)
         own = speed / engine.mesh.world_size
         self._monitors.log(
             Record(
@@ -288,7 +293,7 @@ class _Loop:
                 grad_norm=result.grad_norm,
                 lr=result.lr,
                 tokens_per_second=speed,
-                seconds=result.seconds,
+                seconds=seconds,
                 elapsed=time.perf_counter() - self._began,
                 skipped=result.skipped,
                 loss_scale=result.loss_scale if self._config.precision.compute in SCALED else None,
@@ -315,6 +320,8 @@ def _summary(
     plot: Path | None = None,
     stopped: str | None = None,
 ) -> Summary:
+    named = checkpoint.with_name(f"step-{int(account.best[0])}") if account.best else None
+    best = str(named) if named and named.is_dir() else None  # unless somebody has deleted it
     return Summary(
         steps=steps,
         tokens=tokens,
@@ -328,6 +335,8 @@ def _summary(
         log=str(Path(config.checkpoint.folder) / LOG_NAME) if config.monitor.jsonl else None,
         plot=None if plot is None else str(plot),
         stopped=stopped,
+        best=best,
+        best_validation_loss=account.best[1] if best and account.best else None,
     )
 
 
@@ -566,6 +575,7 @@ def _ending(config: Config, summary: Summary) -> str:
         lines.append(f"loss plot: {summary.plot}")
     lines += [
         f"checkpoint: {summary.checkpoint}",
+        *([f"best: {summary.best}, validation loss {summary.best_validation_loss:.4f}"] if summary.best else []),
         "load it with:",
         "  from transformers import AutoModelForCausalLM, AutoTokenizer",
         f'  model = AutoModelForCausalLM.from_pretrained("{summary.checkpoint}")',

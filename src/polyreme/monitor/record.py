@@ -36,7 +36,7 @@ class Record:
     grad_norm: float  # global L2 norm before clipping
     lr: float
     tokens_per_second: float  # over all ranks
-    seconds: float  # that the step took; without validation, checkpoints and waiting for data
+    seconds: float  # that the step took with the wait for its data, without validation and checkpoints
     elapsed: float = 0.0  # since this process began to train, all included
     skipped: bool = False  # no update was made, because gradients overflowed
     loss_scale: float | None = None

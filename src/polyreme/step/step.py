@@ -65,6 +65,7 @@ class StepResult:
     """Positions of `input_ids`, without those that an `attention_mask` says are padding; 0 for a batch that
     is not text."""
     seconds: float
+    """Since the step before ended, with all that was done between."""
     stop: bool
     """Whether any rank was asked to stop, before the totals of this step were taken."""
 
