@@ -1,4 +1,5 @@
-"""Ctrl-C while modules are imported ends the process without a traceback."""
+"""Ctrl-C while modules are imported ends the process without a traceback; wishes to stop are heard at once,
+whatever the process does."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ import pytest
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 
 from polyreme.cli import doctor
-from polyreme.launch import torchrun
+from polyreme.launch import signals, torchrun
 from polyreme.launch.rank import AGENT_TIMEOUT
 from polyreme.launch.signals import importing
 
@@ -85,3 +86,67 @@ def test_doctor_that_is_interrupted_is_no_check_that_failed(monkeypatch: pytest.
     with pytest.raises(torchrun.RanksFailedError) as caught:
         doctor._ranks()
     assert caught.value.exit_status == 130
+
+
+BUSY = """
+import hashlib
+from polyreme.launch import signals
+signals.ONE_PRESS = signals.ONE_SIGNAL = 0.0
+with signals.listening(lambda number: None, aloud=True, last_words=lambda: "what is next"):
+    print("ready", flush=True)
+    hashlib.pbkdf2_hmac("sha256", b"", b"", 2**31 - 1)  # minutes in C, in which no handler of Python's runs
+"""
+
+
+@pytest.mark.parametrize("first", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
+@pytest.mark.parametrize("second", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_in_a_slow_step_is_acknowledged_at_once(
+    first: signal.Signals, second: signal.Signals
+) -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", BUSY], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as busy:
+        assert busy.stdout is not None and busy.stderr is not None and busy.stdout.readline() == "ready\n"
+        busy.send_signal(first)
+        again = "again" if first == signal.SIGINT else "Ctrl-C"
+        said = f"{first.name}: stopping after this step, which is saved; {again} to end at once\n"
+        assert busy.stderr.readline() == said
+        if second == signal.SIGTERM != first:  # the first of its kind, which ends nothing: the next one does
+            busy.send_signal(signal.SIGTERM)
+            busy.send_signal(signal.SIGINT)
+            second = signal.SIGINT
+        else:
+            busy.send_signal(second)
+        assert busy.wait(AGENT_TIMEOUT) == 128 + second
+        assert busy.stderr.read() == f"ended by {second.name}\nwhat is next\n"
+
+
+def test_which_wish_ends_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr(signals.time, "monotonic", lambda: now[0])
+    INT, TERM, USR1 = signal.SIGINT, signal.SIGTERM, signal.SIGUSR1
+    for sent, ends in (
+        ([(0, INT), (0.1, INT), (0.4, INT), (0.6, INT)], 3),
+        ([(0, TERM), (0.1, TERM), (1.9, TERM), (2.1, TERM)], 3),
+        ([(0, USR1), (9, USR1), (99, TERM), (99.1, TERM)], None),
+        ([(0, TERM), (0.1, INT), (0.6, INT)], 2),
+        ([(0, INT), (5, TERM), (6, TERM)], None),
+    ):
+        wishes = signals.Wishes()
+        found = None
+        for at, (now[0], number) in enumerate(sent):
+            if wishes.again(number) and found is None:
+                found = at
+        assert found == ends and wishes.first == sent[0][1], sent
+
+
+def test_afterwards_the_signals_are_what_they_were(capfd: pytest.CaptureFixture[str]) -> None:
+    before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)]
+    wakeup = signal.set_wakeup_fd(-1)
+    signal.set_wakeup_fd(wakeup)
+    told: list[int] = []
+    with signals.listening(told.append):
+        signal.raise_signal(signal.SIGINT)
+    assert told == [signal.SIGINT] and signal.set_wakeup_fd(wakeup) == wakeup
+    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)] == before
+    assert capfd.readouterr().err == ""

@@ -136,7 +136,9 @@ def test_killed_in_the_middle_of_a_save(folder: Path, ranks: Ranks, mode: str, m
         assert MOMENTS[moment][2] in names(run), moment
     ranks(2, job, folder, settings)
     assert_same(run, folder / mode)
-    assert names(run) == names(folder / mode) == ["latest", "latest-checkpoint", "log.jsonl", "step-7", "step-8"]
+    assert (
+        names(run) == names(folder / mode) == ["latest", "latest-checkpoint", "log.jsonl", "step-7", "step-8"]
+    )
     went_on = [
         int(step) for line in said(run) for step in re.findall(r"^resumed from \S+/step-(\d+): ", line)
     ]

@@ -60,7 +60,15 @@ keep = "none"
 plot = false
 console = false
 """
-OF_THE_PROCESS = ("seconds", "elapsed", "tokens_per_second", "flops_per_second", "mfu", "memory_bytes", "traffic")
+OF_THE_PROCESS = (
+    "seconds",
+    "elapsed",
+    "tokens_per_second",
+    "flops_per_second",
+    "mfu",
+    "memory_bytes",
+    "traffic",
+)
 """What differs between two processes that compute the same."""
 
 

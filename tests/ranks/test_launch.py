@@ -462,9 +462,9 @@ def test_a_script_is_asked_to_save(script: Script, words: list[str], status: int
 
 SAVES = """
 from polyreme.errors import PolyremeError
-from polyreme.launch import torchrun
+from polyreme.launch import signals, torchrun
 for name, value in {limits!r}.items():
-    setattr(torchrun, name, value)
+    setattr(torchrun if hasattr(torchrun, name) else signals, name, value)
 try:
     torchrun.launch([{path!r}], 2, saves=True)
 except PolyremeError as error:

@@ -174,18 +174,24 @@ def test_the_rank_that_shows_the_training_job_is_killed(job: Path) -> None:
         os.kill(next(pid for pid, rank in command.descendants().items() if rank == 0), signal.SIGKILL)
         status, _, errors = ended(command, lambda: at)
     assert status == 1 and errors.startswith("error: rank 0 of 2 failed first: it was ended by SIGKILL")
+    again = "polyreme train tiny.toml --set train.length=1000000 --set zero.stage=3\n"
+    assert "\nthere is no complete checkpoint yet; this begins anew:\n  " in errors and errors.endswith(again)
     assert "Traceback" not in errors
 
 
-def test_the_training_job_is_interrupted_with_its_whole_group(job: Path) -> None:
-    with running(job, "train", "tiny.toml", "--set", "train.length=1000000") as command:
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_ctrl_c_saves_and_says_how_the_run_goes_on(job: Path, ranks: int) -> None:
+    """To the whole group, as a terminal sends it."""
+    words = ["tiny.toml", "-n", str(ranks), "--set", "train.length=1000000"]
+    with running(job, "train", *words) as command:
         until(lambda: is_training(job), "training")
         at = time.time()
         os.killpg(command.process.pid, signal.SIGINT)
         status, output, errors = ended(command, lambda: at)
-    assert (status, errors) == (130, "error: stopped by SIGINT; every rank has ended\n")
-    assert "ZeRO stage 2" in output and "Traceback" not in output
-    assert sorted(path.name for path in (job / "run").iterdir()) == ["log.jsonl"], (
-        "no half-written checkpoint"
-    )
+    assert status == 130
+    assert errors == "SIGINT: stopping after this step, which is saved; again to end at once\n", errors
+    [last] = [path.name for path in (job / "run").glob("step-*")]
+    assert f"stopped by SIGINT after step {last[5:]}; the same command goes on from run/{last}\n" in output
+    assert output.endswith(f"polyreme train {' '.join(words)}\n") and "Traceback" not in output
+    assert (job / "run" / "latest-checkpoint" / "resume.json").is_file()
     assert not list((job / ".polyreme-cache").glob("*unfinished*"))

@@ -74,7 +74,9 @@ class RunDirectory:
         """Let LINK lead to this checkpoint; whoever follows it, at any instant, finds a whole one. Raises
         CheckpointError where something else has that name."""
         link, draft = self.path / LINK, self.path / f"{LINK}.tmp"
-        if os.path.lexists(link) and not (link.is_symlink() and ownership.STEP.fullmatch(str(link.readlink()))):
+        if os.path.lexists(link) and not (
+            link.is_symlink() and ownership.STEP.fullmatch(str(link.readlink()))
+        ):
             raise CheckpointError(f"{link} is there, and is no link to a checkpoint: move it away")
         draft.unlink(missing_ok=True)
         try:
@@ -97,9 +99,7 @@ class RunDirectory:
             if step_of(path) > after and not ownership.carries_manifest(path) and ownership.why_not(path)
         )
 
-    def prune(
-        self, keep: int | None, keep_every: Duration | None = None, best: int | None = None
-    ) -> None:
+    def prune(self, keep: int | None, keep_every: Duration | None = None, best: int | None = None) -> None:
         """Delete the oldest beyond the last `keep` (None: none), but that of step `best` and the first one of
         each `keep_every`: with "1000 steps" those of step 1000, 2000, ..., or where there is none of just
         that step, the next. Raises CheckpointError for those that stay as they hold more than the checkpoint,

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import shlex
+import signal
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import typer
 
 from polyreme.cli.cluster import Options
 from polyreme.launch import hostfile
 from polyreme.launch.hostfile import Active
+
+if TYPE_CHECKING:
+    from polyreme.launch.mpirun import Library, Request
 
 
 def slots(options: Options, ranks: int | None) -> Active:
@@ -48,40 +53,41 @@ def start(
     saves: bool = False,
     variables: dict[str, str] | None = None,
     files: Sequence[str] = (),
-) -> None:
-    """Run `python COMMAND` on the slots of `active`, and print what is started; with --dry-run, only that."""
-    from polyreme.launch import several
+    interrupt_saves: bool = False,
+) -> signal.Signals | None:
+    """Run `python COMMAND` on the slots of `active`, and print what is started; with --dry-run, only that.
+    Returns the wish by which ranks saved and ended; `interrupt_saves`: see `Manner`."""
+    from polyreme.launch import mpirun, several
+    from polyreme.launch.manner import Manner
 
     more = {"OMP_NUM_THREADS": str(threads)} if threads else {}
     given = {**several.forwarded(options.env or ()), **(variables or {}), **more}
     ssh = shlex.split(options.ssh) if options.ssh else ["ssh"]
     if options.mpi:
-        _by_mpi(options, active, command, given, ssh, saves)
-        return
-    what = several.RankCommand(command, threads, saves, files=files, variables=given, port=options.port or 0)
+        library, request = _by_mpi(options, active, command, given, ssh)
+        if options.dry_run:
+            return None
+        return mpirun.run(library, request, saves=saves, interrupt_saves=interrupt_saves)
+    manner, port = Manner(interrupt_saves=interrupt_saves), options.port or 0
+    what = several.RankCommand(command, threads, saves, manner, files, variables=given, port=port)
     if options.ray:
         from polyreme.launch import ray_cluster
 
         ranks = len(next(iter(active.values())))
-        ray_cluster.run(ray_cluster.Request(ranks, len(active), options.cpus, options.gpus), what)
-        return
+        return ray_cluster.run(ray_cluster.Request(ranks, len(active), options.cpus, options.gpus), what)
     if options.dry_run:
         for host, its in active.items():
             typer.echo(
                 f"{host}, {len(its)} rank{'s' * (len(its) > 1)}: {shlex.join(several.login(host, ssh))}"
             )
-        return
-    several.run(active, what, ssh=ssh)
+        return None
+    return several.run(active, what, ssh=ssh)
 
 
 def _by_mpi(
-    options: Options,
-    active: Active,
-    command: Sequence[str],
-    variables: dict[str, str],
-    ssh: Sequence[str],
-    saves: bool,
-) -> None:
+    options: Options, active: Active, command: Sequence[str], variables: dict[str, str], ssh: Sequence[str]
+) -> tuple[Library, Request]:
+    """What mpirun is asked for, which is shown."""
     from polyreme.launch import mpirun, several
 
     if path := several.python_path():
@@ -93,5 +99,4 @@ def _by_mpi(
     logins = [*ssh, *several.SSH]  # which ask nothing, and end where a host does not answer
     request = mpirun.Request(command, hosts, variables, logins, options.interface, options.mpirun or ())
     typer.echo(mpirun.shown(library, request), err=not options.dry_run)
-    if not options.dry_run:
-        mpirun.run(library, request, saves=saves)
+    return library, request

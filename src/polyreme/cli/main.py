@@ -24,9 +24,10 @@ import typer
 from typer.core import TyperGroup
 
 from polyreme.cli import cluster as clusters
+from polyreme.cli import endings
 from polyreme.compat.finder import variables
 from polyreme.distributed.environment import LAUNCHED, Environment, detect
-from polyreme.errors import LaunchError, PolyremeError, shortened
+from polyreme.errors import LaunchError, PolyremeError, printable, shortened
 from polyreme.launch.signals import importing
 
 if TYPE_CHECKING:
@@ -40,15 +41,18 @@ class _Commands(TyperGroup):
     def invoke(self, ctx: Any) -> Any:
         try:
             return super().invoke(ctx)
-        except KeyboardInterrupt:
-            ctx.exit(130)
+        except KeyboardInterrupt as interrupt:
+            for note in getattr(interrupt, "__notes__", ()):
+                typer.echo(printable(note), err=True)
+            ctx.exit(128 + signal.SIGINT)
         except PolyremeError as error:
             if LAUNCHED in os.environ:
                 raise  # our launcher makes one report of all ranks
             if ctx.params["debug"]:
                 typer.echo(getattr(error, "traceback", None) or traceback.format_exc(), err=True)
             # what the launcher says of ranks names them
-            _report(str(error), "" if hasattr(error, "rank") else _rank_of_several())
+            text = "\n".join([str(error), *getattr(error, "__notes__", ())])
+            _report(text, "" if hasattr(error, "rank") else _rank_of_several())
             ctx.exit(error.exit_status)
         except BrokenPipeError:  # nobody reads on, as behind `| head`: typer ends without a word
             raise
@@ -58,7 +62,12 @@ class _Commands(TyperGroup):
             where = f": {shortened(str, error.filename)}" if error.filename is not None else ""
             _report(
                 f"{error.strerror or error}{where}; give another path "
-                "(with --debug before the command, the traceback is shown)",
+                + "\n".join(
+                    [
+                        "(with --debug before the command, the traceback is shown)",
+                        *getattr(error, "__notes__", ()),
+                    ]
+                ),
                 _rank_of_several(),
             )
             ctx.exit(PolyremeError.exit_status)
@@ -146,7 +155,7 @@ def train(
 ) -> None:
     """Train the model that CONFIG describes. A run goes on from the newest checkpoint in its folder.
 
-    SIGTERM and SIGUSR1 make it save and end with status 0; the same command then goes on.
+    SIGTERM and SIGUSR1 make it save and end with status 0, Ctrl-C with 130; the same command then goes on.
 
     With -n it starts the ranks itself. Slurm or Kubernetes may start it once on each of several hosts: it
     then starts -n ranks on each, and all are one run. Started by torchrun or `polyreme launch`, it is one of
@@ -157,7 +166,8 @@ def train(
     checked = Config.load(config, [*changes, *(["monitor.console=false"] if as_json else [])])
     again = _Again(config, changes, as_json, stopped_status)
     if cluster.asked:
-        again.on(cluster, checked, ranks)
+        with endings.told(checked, speaks=not cluster.submits, knows=True):
+            again.on(cluster, checked, ranks)
         return
     others = _hosts() if ranks is not None else None
     environment = detect() if others is None else Environment("launcher", 0, 1, 0, 1)
@@ -166,19 +176,26 @@ def train(
     with importing():
         from polyreme.job import run as job
 
-    # libraries print there, too
-    with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
-        if started > environment.world_size or others:
-            job.check_sources(checked)
-            job.check_division(checked)
-            summary = job.finished(resolved, alone=others is None)
-        else:
-            summary = job.run(checked)
+    launched = LAUNCHED in os.environ  # by a launcher of ours, which speaks for all ranks
+    speaks = not launched and (others is None or others.index == 0)
+    with endings.told(checked, speaks, knows=others is None and environment.alone and not stopped_status):
+        # libraries print there, too
+        with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
+            if started > environment.world_size or others:
+                job.check_sources(checked)
+                job.check_division(checked)
+                summary = job.finished(resolved, alone=others is None)
+            else:
+                summary = job.run(checked)
+        if summary is None:
+            again.here(resolved, started, others)
     if summary is None:
-        again.here(resolved, started, others)
-    elif as_json and environment.rank == 0:
+        return
+    if as_json and environment.rank == 0:
         typer.echo(json.dumps(_plain(summary)))
-    if stopped_status and summary is not None and summary.stopped is not None:
+    if summary.stopped == signal.SIGINT.name and not launched:
+        raise typer.Exit(128 + signal.SIGINT)
+    if stopped_status and summary.stopped is not None:
         raise typer.Exit(stopped_status)
 
 
@@ -245,12 +262,15 @@ class _Again:
 
         command = ["-m", "polyreme", *self.arguments(self.config)]
         try:
-            start(command, ranks, saves=True, manner=manner_here(), hosts=others)
+            manner = dataclasses.replace(manner_here(), interrupt_saves=True)
+            wish = start(command, ranks, saves=True, manner=manner, hosts=others)
         except RanksFailedError as error:
             if self.stopped_status and error.exit_status in {128 + number for number in WISHES}:
                 _report(str(error))
                 raise typer.Exit(self.stopped_status) from None
             raise
+        if wish == signal.SIGINT:
+            raise typer.Exit(128 + signal.SIGINT)
         if self.stopped_status and not resume.find_beginning(resolved).finished:
             raise typer.Exit(self.stopped_status)
 
@@ -285,7 +305,10 @@ class _Again:
             active = hosts.slots(cluster, asked or config.launch.ranks)
             config.resolve(sum(map(len, active.values())))
         command = ["-m", "polyreme", *self.arguments(self.config)]
-        hosts.start(cluster, active, command, saves=True, files=[str(self.config)])
+        files = [str(self.config)]
+        wish = hosts.start(cluster, active, command, saves=True, files=files, interrupt_saves=True)
+        if wish == signal.SIGINT:
+            raise typer.Exit(128 + signal.SIGINT)
 
 
 @app.command(context_settings={"allow_interspersed_args": False})

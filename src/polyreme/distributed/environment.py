@@ -22,6 +22,9 @@ MASTER_ADDR, MASTER_PORT = "MASTER_ADDR", "MASTER_PORT"
 LAUNCHED = "POLYREME_LAUNCHED"
 """The variable that tells a rank that `polyreme.launch.torchrun` started it, and reports its errors."""
 
+COMMAND = "POLYREME_COMMAND"
+"""The variable with the command by which the user began a run: that of a rank is another one."""
+
 PODS, SERVICE, RANKS_PER_POD = "POLYREME_PODS", "POLYREME_SERVICE", "POLYREME_RANKS_PER_POD"
 """What the pods of a Job are told beside JOB_COMPLETION_INDEX: how many they are, their headless Service, and
 the ranks in each (1 where it is not set)."""

@@ -19,6 +19,7 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from signal import Signals
 from tempfile import TemporaryFile
@@ -30,11 +31,13 @@ from polyreme.checkpoint.run_directory import LATEST, RUN_CLAIM
 from polyreme.config import Config, Duration
 from polyreme.config.schema import SCALED
 from polyreme.data import Loader, PackedDataset, TextData, documents, open_text, tokenizer_folder
+from polyreme.distributed.environment import LAUNCHED
 from polyreme.distributed.process_group import close, world
 from polyreme.engine import Engine, StepResult, initialize
 from polyreme.errors import CheckpointError, ConfigError, DataError, ModelError, Problem, printable
 from polyreme.files.folder_lock import holder
 from polyreme.job.checkpoints import Account, Checkpoints
+from polyreme.job.ending import command_from, last_words
 from polyreme.job.resume import Beginning, find_beginning
 from polyreme.launch.signals import listening
 from polyreme.layout.intervals import round_down
@@ -149,7 +152,8 @@ def _run(config: Config, afterwards: ExitStack) -> Summary:
             monitors.message(note)
         if not beginning.checkpoints:
             _show_sample(config, engine, text, monitors, "before training")
-        with listening(job.ask_to_stop):
+        alone = rank == 0 and LAUNCHED not in os.environ
+        with listening(job.ask_to_stop, aloud=alone, last_words=partial(last_words, config)):
             job.train()
             if job.stopped is None:
                 _show_sample(config, engine, text, monitors, "after training")
@@ -565,7 +569,9 @@ def _ending(config: Config, summary: Summary) -> str:
         how = f"--resume {summary.checkpoint} goes on from it"
         if config.checkpoint.resume != "never":
             how = f"the same command goes on from {summary.checkpoint}"
-        return f"stopped by {summary.stopped} after step {summary.steps}; {how}"
+        command = command_from(Path(summary.checkpoint), config)
+        said = f"stopped by {summary.stopped} after step {summary.steps}; {how}"
+        return f"{said}\n  {command}" if command else said
     lines = [f"trained {summary.steps:,} steps, {summary.tokens:,} tokens in {summary.seconds:.0f} s"]
     if summary.bits_per_byte is not None and summary.first_bits_per_byte is not None:
         lines.append(
@@ -575,7 +581,11 @@ def _ending(config: Config, summary: Summary) -> str:
         lines.append(f"loss plot: {summary.plot}")
     lines += [
         f"checkpoint: {summary.checkpoint}",
-        *([f"best: {summary.best}, validation loss {summary.best_validation_loss:.4f}"] if summary.best else []),
+        *(
+            [f"best: {summary.best}, validation loss {summary.best_validation_loss:.4f}"]
+            if summary.best
+            else []
+        ),
         "load it with:",
         "  from transformers import AutoModelForCausalLM, AutoTokenizer",
         f'  model = AutoModelForCausalLM.from_pretrained("{summary.checkpoint}")',

@@ -20,9 +20,9 @@ from typing import Any
 
 from polyreme.errors import LaunchError
 from polyreme.launch.frames import OUTPUT, Frame
-from polyreme.launch.manner import ONE_SIGNAL, RanksFailedError
+from polyreme.launch.manner import RanksFailedError
 from polyreme.launch.requests import STOPPED
-from polyreme.launch.signals import ENDINGS, WISHES, hearing
+from polyreme.launch.signals import ENDINGS, ONE_SIGNAL, WISHES, hearing
 from polyreme.launch.slurm import Job
 from polyreme.launch.streams import Printer
 

@@ -3,17 +3,16 @@ the user. It imports no torch, which would take such a launcher a second."""
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from polyreme.errors import LaunchError
+from polyreme.launch.signals import WISHES
 from polyreme.launch.streams import Take
 
 PATIENCE = 8  # seconds that ranks get to end by themselves before SIGKILL
 SAVING = 15 * 60  # and those that were asked to save before
-# seconds in which the same signal again is no second one: schedulers send theirs to every process, and some
-# forward it
-ONE_SIGNAL = 2.0
 
 
 @dataclass(frozen=True)
@@ -23,16 +22,23 @@ class Manner:
     `variables` take the place of the user's. `ports`: where ranks meet is the first of them that is free; 0
     is any. `local_rank`: the script's first argument is --local_rank=N. `program`: the command is a program,
     and no Python script. `log`: rank N writes what it would print to the file LOG + N + ".log", whose
-    folder is made. `take` gets what ranks print, in another thread. `begun` is told of the ranks that start
-    here: the first one's number among all, and how many."""
+    folder is made. `interrupt_saves`: Ctrl-C asks ranks that save to do so, too, and whoever sends a wish is
+    told that it was heard. `take` gets what ranks print, in another thread. `begun` is told of the ranks that
+    start here: the first one's number among all, and how many."""
 
     variables: Mapping[str, str] = field(default_factory=dict)
     ports: Sequence[int] = (0,)
     local_rank: bool = False
     program: bool = False
     log: str | None = None
+    interrupt_saves: bool = False
     take: Take | None = None
     begun: Callable[[int, int], None] | None = None
+
+    @property
+    def wishes(self) -> tuple[signal.Signals, ...]:
+        """The signals by which ranks that save are asked to."""
+        return (*WISHES, *([signal.SIGINT] if self.interrupt_saves else []))
 
 
 PLAIN = Manner()

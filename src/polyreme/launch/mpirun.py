@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -129,11 +130,14 @@ def shown(library: Library, request: Request) -> str:
     return " ".join([*own, shlex.join(words)])
 
 
-def run(library: Library, request: Request, *, saves: bool = False) -> None:
+def run(
+    library: Library, request: Request, *, saves: bool = False, interrupt_saves: bool = False
+) -> signal.Signals | None:
     """Start the ranks and wait for their end.
 
-    Signals are passed on, and errors raised, as `polyreme.launch.supervise` says."""
+    Signals are passed on, errors raised, and a wish returned, as `polyreme.launch.supervise` says."""
     words, variables = command(library, request)
     if not sys.stdout.isatty():  # Open MPI gives ranks a terminal of its own making
         variables["TERM"] = "dumb"
-    supervise("mpirun", words, variables, saves=saves, ranks=sum(request.hosts.values()))
+    ranks = sum(request.hosts.values())
+    return supervise("mpirun", words, variables, saves=saves, ranks=ranks, interrupt_saves=interrupt_saves)

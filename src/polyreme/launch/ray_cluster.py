@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import queue
+import signal
 import subprocess
 import sys
 import threading
@@ -42,7 +43,7 @@ class Request:
         return {"CPU": float(self.ranks if self.cpus is None else self.cpus), **gpus}
 
 
-def run(request: Request, what: RankCommand) -> None:
+def run(request: Request, what: RankCommand) -> signal.Signals | None:
     """Run ranks on the cluster of RAY_ADDRESS, or the one that this machine belongs to; as `several.run`.
 
     Raises LaunchError where there is no Ray, no cluster, or no room in it for PATIENCE seconds."""
@@ -58,7 +59,7 @@ def run(request: Request, what: RankCommand) -> None:
     try:
         with _places(ray, request) as processes:
             active = {name: list(range(request.ranks)) for name in processes}
-            several.run(active, what, processes=processes)
+            return several.run(active, what, processes=processes)
     finally:
         ray.shutdown()
 

@@ -32,9 +32,9 @@ from polyreme.errors import LaunchError
 from polyreme.launch import frames
 from polyreme.launch.frames import TOLD, Frame
 from polyreme.launch.hostfile import Active, is_this_machine
-from polyreme.launch.manner import ONE_SIGNAL, PLAIN, SAVING, Manner, RanksFailedError
+from polyreme.launch.manner import PLAIN, SAVING, Manner, RanksFailedError
 from polyreme.launch.on_host import ALIVE
-from polyreme.launch.signals import ENDINGS, WISHES, hearing
+from polyreme.launch.signals import ENDINGS, WISHES, Wishes, acknowledge, hearing
 from polyreme.launch.streams import Printer
 from polyreme.version import VERSION
 
@@ -100,14 +100,14 @@ def run(
     *,
     ssh: Sequence[str] = ("ssh",),
     processes: Mapping[str, Process] | None = None,
-) -> None:
+) -> signal.Signals | None:
     """Run ranks on the slots of `active`, in its order, and wait for their end.
 
     `ssh` is the command that logs in, without terminal and questions; on this machine itself there is none.
     `processes` were started on the hosts already, by something else.
     What rank 0 prints is printed as it comes, what others do by lines after `[host rank] `. Ctrl-C, SIGTERM,
     SIGHUP and SIGQUIT end all hosts, a second one at once; of a run that saves, SIGTERM and SIGUSR1 are
-    passed on as `launch` takes them.
+    passed on as `launch` takes them, and by which it then has ended well is returned.
 
     Raises HostsError where it cannot start, and RanksFailedError when ranks fail, or a signal ends them."""
     with _connected(active, what, ssh, processes or {}) as started:
@@ -115,6 +115,7 @@ def run(
         address = started.meeting_point()
         started.begin(address)
         started.wait()
+        return started.wishes.first
 
 
 def forwarded(names: Iterable[str] = (), variables: Mapping[str, str] = os.environ) -> dict[str, str]:
@@ -258,6 +259,7 @@ class _Started:
         self._said = time.monotonic()
         self._printer = Printer()
         self._stop: int | None = None  # the signal that ended it
+        self.wishes = Wishes()
         self._wish_at = self._deadline = float("inf")
 
     # ---- before the ranks
@@ -356,7 +358,8 @@ class _Started:
         """Start the ranks of every host, which meet at `address`; says what is started."""
         first = 0
         manner = dataclasses.asdict(self.what.manner)
-        manner.pop("take"), manner.pop("begun")
+        for here in "take", "begun", "interrupt_saves":
+            manner.pop(here)
         common = {
             "command": list(self.what.command),
             "threads": self.what.threads,
@@ -420,9 +423,14 @@ class _Started:
         while self._signals:
             number = self._signals.pop(0)
             now = time.monotonic()
-            if self.what.saves and number in WISHES and self._stop is None:
-                if now > self._wish_at + ONE_SIGNAL or self._wish_at == float("inf"):
-                    self._wish_at = min(self._wish_at, now)
+            wish = self.what.saves and number in self.what.manner.wishes and self._stop is None
+            if wish and not self.wishes.again(number):
+                if self._wish_at == float("inf"):
+                    self._wish_at = now
+                    if self.what.manner.interrupt_saves:
+                        acknowledge(number)
+                    # SIGINT ends what is on a host
+                    number = signal.SIGTERM if number == signal.SIGINT else number
                     for host in self.hosts:
                         host.ask(do="signal", number=number)
             elif self._stop is None:

@@ -9,14 +9,20 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+import time
+from collections.abc import Callable, Container, Iterable, Iterator
+from contextlib import contextmanager, nullcontext, suppress
 from types import FrameType
 
 WISHES = (signal.SIGTERM, signal.SIGUSR1)
 """What `docker stop`, systemd, Kubernetes and Slurm send, and what Slurm can be told to send."""
 ENDINGS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1)
 """What a launcher takes as the wish to end, unless its ranks save at it."""
+ONE_SIGNAL = 2.0
+"""Seconds in which the same signal again is no second one: schedulers send theirs to every process, and some
+forward it."""
+ONE_PRESS = 0.5
+"""And those in which Ctrl-C is none: a terminal sends it to every process, and some forward it."""
 
 
 @contextmanager
@@ -41,27 +47,97 @@ def hearing(numbers: Iterable[int]) -> Iterator[list[int]]:
             signal.signal(number, action)
 
 
-@contextmanager
-def listening(told: Callable[[signal.Signals], None]) -> Iterator[None]:
-    """Call `told` with each of WISHES that this process gets. It runs between two of the main thread's Python
-    instructions.
+class Wishes:
+    """The wishes that have come in a run: which of them is to end it at once."""
 
-    In any other thread, and for a signal whose handler is not Python's, nothing changes."""
+    def __init__(self) -> None:
+        self.first: signal.Signals | None = None
+        self._since: dict[int, float] = {}  # by signal, in seconds of the monotonic clock
+
+    def again(self, number: int) -> bool:
+        """Take note of a wish. Whether the run is to end at once by it: a second SIGTERM, and Ctrl-C after
+        any other wish; not those that come with the first, as several processes may send it."""
+        now, interrupt = time.monotonic(), number == signal.SIGINT
+        since = min(self._since.values(), default=now) if interrupt else self._since.get(number, now)
+        self._since.setdefault(number, now)
+        self.first = self.first or signal.Signals(number)
+        return number != signal.SIGUSR1 and now > since + (ONE_PRESS if interrupt else ONE_SIGNAL)
+
+
+def acknowledge(number: int) -> None:
+    """Say at once, on stderr, that a wish was heard."""
+    again = "again" if number == signal.SIGINT else "Ctrl-C"
+    text = f"{signal.Signals(number).name}: stopping after this step, which is saved; {again} to end at once"
+    _tell(f"\n{text}\n\n" if os.isatty(2) else f"{text}\n")  # lines that a bar, drawn anew, does not erase
+
+
+@contextmanager
+def listening(
+    told: Callable[[signal.Signals], None], aloud: bool = False, last_words: Callable[[], str] = str
+) -> Iterator[None]:
+    """Call `told` with each wish that this process gets, Ctrl-C too. It runs between two of the main thread's
+    Python instructions.
+
+    A thread hears them as well, whatever the main one is doing: `aloud`, it says so at once, and one that
+    comes again ends the process there, with `last_words`. In any other thread than the main one, and for a
+    signal whose handler is not Python's, nothing changes."""
     here = threading.current_thread() is threading.main_thread()
     before = {
-        number: action for number in WISHES if here and (action := signal.getsignal(number)) is not None
-    }
+        number: action
+        for number in (*WISHES, signal.SIGINT)
+        if here and (action := signal.getsignal(number)) is not None
+        and not (number == signal.SIGINT and action == signal.SIG_IGN)
+    }  # fmt: skip
 
     def handle(number: int, frame: FrameType | None) -> None:
         told(signal.Signals(number))
 
-    for number in before:
-        signal.signal(number, handle)
+    with _heard_at_once(before, aloud, last_words) if before else nullcontext():
+        for number in before:
+            signal.signal(number, handle)
+        try:
+            yield
+        finally:
+            for number, action in before.items():
+                signal.signal(number, action)
+
+
+@contextmanager
+def _heard_at_once(numbers: Container[int], aloud: bool, last_words: Callable[[], str]) -> Iterator[None]:
+    """Have a thread read which signals come, as Python's handler of the system writes them to a pipe."""
+    read, write = os.pipe()
+    os.set_blocking(write, False)
+    wishes = Wishes()
+
+    def hear() -> None:
+        while heard := os.read(read, 1):
+            number = heard[0]
+            if number not in numbers:
+                continue
+            known = wishes.first is not None
+            if wishes.again(number):
+                if os.isatty(1):
+                    _tell("\x1b[?25h")  # a bar hides the cursor
+                _tell(f"ended by {signal.Signals(number).name}\n{last_words()}\n")
+                os._exit(128 + number)
+            if aloud and not known:
+                acknowledge(number)
+
+    thread = threading.Thread(target=hear, name="polyreme signals", daemon=True)
+    thread.start()
+    before = signal.set_wakeup_fd(write, warn_on_full_buffer=False)
     try:
         yield
     finally:
-        for number, action in before.items():
-            signal.signal(number, action)
+        signal.set_wakeup_fd(before)
+        os.close(write)
+        thread.join()
+        os.close(read)
+
+
+def _tell(text: str) -> None:
+    with suppress(OSError):  # nobody reads
+        os.write(2, text.encode())
 
 
 @contextmanager

@@ -14,13 +14,13 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 
-from polyreme.launch.manner import ONE_SIGNAL, RanksFailedError
+from polyreme.launch.manner import RanksFailedError
 from polyreme.launch.processes import die_with_parent
 from polyreme.launch.requests import ENDS, STOPPED
-from polyreme.launch.signals import ENDINGS, WISHES, hearing
+from polyreme.launch.signals import ENDINGS, WISHES, Wishes, hearing
 
 LEAVING = 12.0  # seconds for the command to end its ranks
 GRACE = 5.0  # seconds after the first rank failed in which it ends by itself
@@ -35,14 +35,18 @@ def supervise(
     saves: bool = False,
     interrupts: bool = True,
     ranks: int = 0,
-) -> None:
+    interrupt_saves: bool = False,
+) -> signal.Signals | None:
     """Run the command `words` with these variables more, and wait for its end.
 
     Signals that end a command end it, Ctrl-C as SIGTERM unless it `interrupts` its ranks itself; of a run
-    that `saves`, SIGTERM and SIGUSR1 become SIGUSR1, which is passed on to ranks; those that then end with
-    STOPPED are to go on. Raises RanksFailedError where it ends with a status other than 0, or by a signal, or
-    before so many `ranks` have told that they ended; messages call it `name`."""
-    with hearing({*ENDINGS, *(WISHES if saves else ())}) as came:
+    that `saves`, SIGTERM and SIGUSR1 (if `interrupt_saves` Ctrl-C as well) become SIGUSR1, which is passed on
+    to ranks; those that then end with STOPPED are to go on. Returns the signal of such a wish. Raises
+    RanksFailedError where it ends with a status other than 0, or by a signal, or before so many `ranks` have
+    told that they ended; messages call it `name`."""
+    asking = (*WISHES, *([signal.SIGINT] if interrupt_saves else [])) if saves else ()
+    wishes = Wishes()
+    with hearing({*ENDINGS, *asking}) as came:
         process = subprocess.Popen(
             words, env={**os.environ, **variables}, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE,
             start_new_session=True, preexec_fn=partial(die_with_parent, os.getpid()),
@@ -51,7 +55,7 @@ def supervise(
         relay = threading.Thread(target=_relay, args=(process, told), daemon=True)
         relay.start()
         try:
-            stopped = _wait(process, came, told, saves, interrupts)
+            stopped = _wait(process, came, told, interrupts, asking, wishes)
         finally:
             if hung := process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)
@@ -71,6 +75,7 @@ def supervise(
         elif not process.returncode and not failed:  # Open MPI 5 where a host was killed
             how += f" before {ranks - len(told)} of {ranks} ranks had ended, whose hosts it has lost"
         raise RanksFailedError(f"{name} {how}: see what ranks print above", failed[0] if failed else status)
+    return wishes.first
 
 
 def _relay(process: subprocess.Popen[bytes], told: list[int]) -> None:
@@ -94,10 +99,16 @@ def _show(data: bytes) -> None:
 
 
 def _wait(
-    process: subprocess.Popen[bytes], came: list[int], told: list[int], saves: bool, interrupts: bool
+    process: subprocess.Popen[bytes],
+    came: list[int],
+    told: list[int],
+    interrupts: bool,
+    asking: Collection[int],
+    wishes: Wishes,
 ) -> int | None:
-    """Until it has ended; returns the signal that ended it before its time."""
-    stopped, asked_at, deadline, grace = None, 0.0, float("inf"), float("inf")
+    """Until it has ended; returns the signal that ended it before its time. `asking`: those by which its
+    ranks are asked to save."""
+    stopped, deadline, grace = None, float("inf"), float("inf")
     while process.poll() is None and time.monotonic() < deadline:
         time.sleep(0.05)
         if any(status not in (0, STOPPED) for status in told) and grace == float("inf"):
@@ -107,12 +118,11 @@ def _wait(
             process.send_signal(signal.SIGTERM)
         while came:
             number, now = came.pop(0), time.monotonic()
-            if saves and number in WISHES and not asked_at:
-                asked_at = now
-                process.send_signal(signal.SIGUSR1)
-            elif not (
-                saves and number in WISHES and (number == signal.SIGUSR1 or now < asked_at + ONE_SIGNAL)
-            ):
+            asked = wishes.first is not None
+            if number in asking and not wishes.again(number):
+                if not asked:
+                    process.send_signal(signal.SIGUSR1)
+            else:
                 deadline = now + LEAVING if stopped is None else now
                 stopped = stopped or number
                 process.send_signal(

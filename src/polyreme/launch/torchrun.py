@@ -37,13 +37,13 @@ from polyreme.errors import ConfigError, LaunchError
 from polyreme.launch.cores import PIN
 from polyreme.launch.frames import Frame
 from polyreme.launch.hosts import LOOPBACK, Hosts, Loopback, Meeting, started_by
-from polyreme.launch.manner import ONE_SIGNAL, PATIENCE, PLAIN, SAVING, Manner
+from polyreme.launch.manner import PATIENCE, PLAIN, SAVING, Manner
 from polyreme.launch.manner import RanksFailedError as RanksFailedError
 from polyreme.launch.peers import LINGER, Peers
 from polyreme.launch.processes import signal_group
 from polyreme.launch.rank import WORD_OF_STOP
 from polyreme.launch.requests import STOPPED
-from polyreme.launch.signals import ENDINGS, WISHES
+from polyreme.launch.signals import ENDINGS, WISHES, Wishes, acknowledge
 from polyreme.launch.streams import Printer, relayed
 
 POLL = 0.1  # seconds between looks at the ranks
@@ -74,7 +74,7 @@ def launch(
     manner: Manner = PLAIN,
     hosts: Hosts | None = None,
     failing: Callable[[bool], None] | None = None,
-) -> None:
+) -> signal.Signals | None:
     """Run `python COMMAND` as `ranks` ranks on this host and wait for their end.
 
     `command` is a script and its arguments, or "-m", a module and its arguments; arguments reach it as they
@@ -84,7 +84,7 @@ def launch(
 
     `saves`: the ranks take SIGTERM and SIGUSR1 as the wish to save and to end with status 0, or STOPPED where
     the command is to be run again. Each is forwarded, and they get SAVING seconds; a second SIGTERM kills
-    them. `manner`: what else is asked for.
+    them. Where all have ended well it is returned. `manner`: what else is asked for.
     `hosts`: other hosts run as many ranks each; it returns when theirs have ended, too. Those that save are
     asked to when a host comes that could take part. `failing` is called when a rank is first seen to fail,
     with whether one had ended by itself, before the others are ended; without it the launchers of several
@@ -129,6 +129,7 @@ def launch(
                 error = _of_all_hosts(error, meeting.peers)
         if error is not None:
             raise error
+        return agent.wishes.first
 
 
 def _run(agent: _Agent, folder: Path) -> None:
@@ -140,13 +141,15 @@ def _run(agent: _Agent, folder: Path) -> None:
         raise _stopped_by(caught.sigval) from None
     except KeyboardInterrupt:  # the agent had not taken over the signals
         raise _stopped_by(signal.SIGINT) from None
+    wish = agent.wishes.first
     if result.is_failed():
-        ends = {-result.failures[rank].exitcode for rank in agent.ended_first}
-        if agent.wish is not None and (agent.late or ends == {agent.wish}):
-            raise _stopped_by(agent.wish, agent.late)
+        codes = [result.failures[rank].exitcode for rank in agent.ended_first]
+        ends = {-code if code < 0 else code - 128 for code in codes}
+        if wish is not None and (agent.late or ends == {wish}):
+            raise _stopped_by(wish, agent.late)
         raise _report(result.failures, agent.ended_first, agent.world_size)
     if any(folder.rglob(f"*{WORD_OF_STOP}")):
-        why = "by themselves" if agent.wish is None else f"by {agent.wish.name}"
+        why = "by themselves" if wish is None else f"by {wish.name}"
         raise RanksFailedError(f"ranks have stopped {why}, and are to go on (status {STOPPED})", STOPPED)
 
 
@@ -308,14 +311,13 @@ class _Agent(LocalElasticAgent):
     failing: Callable[[bool], None] | None = None  # who is told of the first failure
     manner = PLAIN
     saves = False  # whether ranks save and end by themselves when they are asked to
-    wish: signal.Signals | None = None  # how they were
     late = False  # whether they were killed because they did not
     _asked_at = math.inf  # seconds of the monotonic clock
-    _terminated_at = math.inf
 
     def __init__(self, meeting: Loopback | Meeting, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
         self._meeting = meeting
+        self.wishes = Wishes()  # how they were asked
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         self._first = worker_group.workers[0].global_rank
@@ -328,8 +330,9 @@ class _Agent(LocalElasticAgent):
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, held)
         if self.saves and threading.current_thread() is threading.main_thread():
-            for number in WISHES:
-                signal.signal(number, self._ask)
+            for number in self.manner.wishes:
+                if signal.getsignal(number) != signal.SIG_IGN:
+                    signal.signal(number, self._ask)
         return started
 
     def take(self, frame: Frame) -> None:
@@ -339,17 +342,17 @@ class _Agent(LocalElasticAgent):
 
     def _ask(self, number: int, frame: FrameType | None) -> None:
         """Forward a wish; end at once where it comes again."""
-        now = time.monotonic()
-        if self.wish is None:
-            self.wish, self._asked_at = signal.Signals(number), now
+        first = self.wishes.first is None
+        if self.wishes.again(number):
+            _kill(self._processes().values())
+            raise SignalException("again", signal.Signals(number))
+        if first:
+            self._asked_at = time.monotonic()
+            if self.manner.interrupt_saves:
+                acknowledge(number)
             for process in self._processes().values():
                 with contextlib.suppress(ProcessLookupError):
                     process.send_signal(number)  # to the rank alone: what it started would not save, but end
-        if number == signal.SIGTERM:
-            if now > self._terminated_at + ONE_SIGNAL:
-                _kill(self._processes().values())
-                raise SignalException("again", signal.SIGTERM)
-            self._terminated_at = min(self._terminated_at, now)
 
     @property
     def world_size(self) -> int:
@@ -374,7 +377,7 @@ class _Agent(LocalElasticAgent):
         if time.monotonic() > self._asked_at + SAVING and not self.late:
             self.late = True
             _kill(processes.values())
-        if self.saves and self.wish is None and self._meeting.somebody_waits():
+        if self.saves and self.wishes.first is None and self._meeting.somebody_waits():
             self._ask(signal.SIGUSR1, None)
         # A rank that raised waits (see polyreme.launch.rank): one that ended did so by itself, not for its
         # peer.
