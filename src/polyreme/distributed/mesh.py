@@ -16,7 +16,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Self
 
 import torch
 import torch.distributed as dist
@@ -335,6 +335,33 @@ class Mesh:
             for name, axis in axes.items()
             if axis.counts
         }
+
+
+class SimulatedMesh(Mesh):
+    """The mesh of a rank of a run that does not exist, for what such a rank has: every other rank is taken to
+    give what this one gives (`simulated`). Communication: none."""
+
+    @classmethod
+    def of(cls, sizes: Mapping[str, int], order: Sequence[str], rank: int, device: torch.device) -> Self:
+        """That of rank `rank`, where each host has as many ranks as this one has GPUs, or all."""
+        world_size, all_lines = math.prod(sizes.values()), {name: lines(sizes, order, name) for name in order}
+        axes = {name: Axis(name) for name in AXES}
+        for name, line in ((name, line) for name in order for line in all_lines[name]):
+            if rank in line:
+                axes[name] = Axis(name, len(line), line.index(rank))
+        each = torch.cuda.device_count() or world_size
+        hosts = [f"host {other // each}" for other in range(world_size)]
+        return cls(rank, world_size, device, axes, all_lines, host_of=hosts)
+
+    def piece(self, axis: str, name: str, pieces: Sequence[Sequence[int]]) -> Axis:
+        found = [piece for piece in pieces if self.axes[axis].rank in piece]
+        return Axis(name, len(found[0]), list(found[0]).index(self.axes[axis].rank)) if found else Axis(name)
+
+    def gather_objects(self, value: object) -> list[Any]:
+        return [value]
+
+    def aside(self) -> Axis:
+        return Axis("aside", self.world_size, self.rank)
 
 
 def everyone(timeout: timedelta = TIMEOUT, within: timedelta = WITHIN, backend: str = "auto") -> Axis:

@@ -10,6 +10,7 @@ import inspect
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
@@ -18,6 +19,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.optim import Optimizer
 
 from polyreme.config.schema import OptimizerSection
@@ -56,8 +58,15 @@ def trial_state(
     group: Group, shape: tuple[int, ...] | None, dtype: torch.dtype, device: torch.device | None = None
 ) -> dict[str, Any]:
     """What torch's optimizer keeps of a parameter of this shape after a step on zeros; None: of a few
-    elements of any."""
-    trial = torch.zeros((ALIGN,) if shape is None else shape, dtype=dtype, device=device)
+    elements of any. Of these on real tensors, whatever is in use: many optimizers look at their step count."""
+    with unset_fake_temporarily() if shape is None else nullcontext():
+        return _trial_state(group, (ALIGN,) if shape is None else shape, dtype, device)
+
+
+def _trial_state(
+    group: Group, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | None
+) -> dict[str, Any]:
+    trial = torch.zeros(shape, dtype=dtype, device=device)
     trial.grad = torch.zeros_like(trial)
     optimizer = group.optimizer([trial])
     optimizer.step()

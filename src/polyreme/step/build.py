@@ -27,7 +27,7 @@ from polyreme.config import Config
 from polyreme.config.schema import is_files, tiers_of
 from polyreme.deferred_init.replay import Recording, record
 from polyreme.distributed.hybrid import sharing
-from polyreme.distributed.mesh import Mesh, Product
+from polyreme.distributed.mesh import Mesh, Product, SimulatedMesh
 from polyreme.errors import CheckpointError, ConfigError, ModelError, Problem, named
 from polyreme.layout.bucket_layout import Cut
 from polyreme.models import huggingface, peft
@@ -36,6 +36,7 @@ from polyreme.offload.copy_stream import CopyStream, copy_stream_to
 from polyreme.offload.file import BUFFERS, FileStore
 from polyreme.offload.host import HostStore
 from polyreme.offload.host_transfer import HostTransfer
+from polyreme.offload.planned import PlannedStore
 from polyreme.offload.store import Store
 from polyreme.optim.groups import Recipe
 from polyreme.pipeline.executor import RunStage, whole
@@ -195,7 +196,7 @@ def build(
 
     blocks: those of the whole model. weights: whether parameters get their numbers here; otherwise they are
     still to be read from files."""
-    partition = _cut(module, recording, len(pipeline.rank_of), config, mesh)
+    partition = cut(module, recording, len(pipeline.rank_of), config, mesh)
     if partition is not None and recipe.left_out:
         raise ModelError(
             f"the optimizer leaves out {min(recipe.left_out)}, whose gradient nobody takes on a stage of a "
@@ -209,7 +210,7 @@ def build(
         alike = ("tp",) if in_parts else ("tp", "pp")
         take_from_rank_0(_real(module.parameters()), mesh.device, mesh.product(*alike))
         take_from_rank_0(_real(module.buffers()), mesh.device, mesh.product("dp", *alike))
-    division = _divide(module, partition, pipeline, config, mesh)
+    division = divide(module, partition, pipeline, config, mesh)
     if in_parts:
         _take_shared(module, division, mesh)
     if partition is not None:
@@ -228,10 +229,11 @@ def build(
     return Built(placement, stages, blocks)
 
 
-def _cut(
+def cut(
     module: nn.Module, recording: Recording | None, stages: int, config: Config, mesh: Mesh
 ) -> PipelinePartition | None:
-    """Which pipeline stage has what, the same on every rank; None for one stage."""
+    """Which pipeline stage has what, the same on every rank; None for one stage. On a simulated mesh blocks
+    are not measured: parameters stand for times."""
     if stages == 1:
         return None
     if peft.learns_prompts(module):
@@ -242,7 +244,8 @@ def _cut(
     blocks = config.pipeline.blocks
     if not isinstance(blocks, str):
         return partition_model(module, stages, counts=blocks)
-    costs = _block_seconds(module, recording, config, mesh) if blocks == "time" else None
+    measured = blocks == "time" and not isinstance(mesh, SimulatedMesh)
+    costs = _block_seconds(module, recording, config, mesh) if measured else None
     return partition_model(module, stages, costs=costs, memory=blocks == "parameters")
 
 
@@ -308,7 +311,7 @@ def take_from_rank_0(tensors: Iterable[Tensor], device: torch.device, ranks: Pro
         tensor.data = numbers.to(tensor.device)
 
 
-def _divide(
+def divide(
     module: nn.Module, partition: PipelinePartition | None, pipeline: PipelineRank, config: Config, mesh: Mesh
 ) -> Division:
     """Leave of the model this rank's pipeline stages, and of their parameters its part for tensor
@@ -439,6 +442,8 @@ def _store(
     where: Sequence[str], mesh: Mesh, run: str, copy_stream: CopyStream | None = None, buffers: int = BUFFERS
 ) -> Store | None:
     """This rank's tier in the host's memory, or in folders, claimed for `run`; None for the device."""
+    if isinstance(mesh, SimulatedMesh) and where != ["device"]:
+        return PlannedStore(len(where), buffers) if is_files(where) else PlannedStore()
     if not is_files(where):
         return HostStore(mesh.device, copy_stream) if where == ["host"] else None
     pin = mesh.device.type == "cuda"

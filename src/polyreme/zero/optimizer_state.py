@@ -184,7 +184,7 @@ class OptimizerState:
 
         `scalars` has by name of a parameter the states that are one number, or None for one that has
         no state, like one that was never updated."""
-        self._allocate(scalars, new_states or {})
+        self.allocate(scalars, new_states or {})
         store = None if self._pieces.offloaded is None else self._pieces.offloaded.store
         for extent in self._pieces.offloaded or ():
             assert store is not None
@@ -223,7 +223,8 @@ class OptimizerState:
         for name, values in wide.items():
             kernel.keep(state, name, values, Key(name, 0, self._pieces.random_offset + piece.interval.start))
 
-    def _allocate(self, scalars: Mapping[str, Numbers | None], new_states: Mapping[str, Tensor]) -> None:
+    def allocate(self, scalars: Mapping[str, Numbers | None], new_states: Mapping[str, Tensor]) -> None:
+        """Make all states anew, but for what is in extents. The arguments are as in `loading`."""
         slots = self.slots()
         told = {
             slot.name: None if scalars[slot.name] is None else tuple(sorted(scalars[slot.name].items()))  # type: ignore[union-attr]

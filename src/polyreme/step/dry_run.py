@@ -1,0 +1,94 @@
+"""What a rank of a run has in memory, before there is a run: the engine's own layout, over a simulated mesh
+and fake tensors.
+
+Invariant: sizes come from the objects that a run has, made by the functions that make them there; no number
+of a model is read, and no memory, file or device is taken. Communication: none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from polyreme.config import Config
+from polyreme.distributed.mesh import SimulatedMesh
+from polyreme.models import huggingface
+from polyreme.models.wrappers import unwrap
+from polyreme.optim.groups import Recipe, recipe
+from polyreme.pipeline.rank import PipelineRank
+from polyreme.step.build import cut, divide, share_out
+from polyreme.zero.bucket_memory import staying
+from polyreme.zero.partition import Placement
+from polyreme.zero.updates import Updates
+
+AXES = ("dp", "tp", "pp", "cp", "ep")
+
+
+@dataclass(frozen=True)
+class Placed:
+    """What a rank has of a model, without numbers: its `module`, divided, in the buckets of `placement`, and
+    their optimizers, as after a step."""
+
+    module: nn.Module
+    blocks: Mapping[str, nn.Module]
+    placement: Placement
+    updates: Updates
+
+    @property
+    def parameters(self) -> int:
+        """Distinct parameters of this rank's part of the model, which data-parallel ranks share."""
+        return sum(slot.size for bucket in self.placement.buckets for slot in bucket.layout.slots)
+
+    @property
+    def memory(self) -> dict[str, int]:
+        """Bytes of the device that `Engine.memory` tells of between steps, by category: without activations,
+        and without gradients' buffers that wait for their next use."""
+        parameters, gradients, masters = (
+            sum(staying(bucket)[i] for bucket in self.placement.buckets) for i in range(3)
+        )
+        buffers = sum(buffer.nbytes for buffer in self.module.buffers())
+        states = masters + self.updates.nbytes
+        return {"parameters": parameters, "gradients": gradients, "states": states, "buffers": buffers}
+
+    @property
+    def tiers(self) -> dict[str, int]:
+        """Bytes that are in host memory, and in files."""
+        offload, found = self.placement.offload, {"host": 0, "files": 0}
+        for store in (offload.store, offload.parameters, offload.gradients):
+            if store is not None:
+                found["host" if store.in_memory else "files"] += store.nbytes
+        return found
+
+
+def device_of_ranks() -> torch.device:
+    """The device that ranks on a machine like this one compute on."""
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def place(model: nn.Module, config: Config, rank: int, device: torch.device | None = None) -> Placed:
+    """What rank `rank` would have of `model`, which is on the meta device and is divided in place, under
+    `config`, resolved.
+
+    Raises what `initialize` would, of a model or a config that do not go together."""
+    sizes: dict[str, Any] = {name: getattr(config.mesh, name) for name in AXES}
+    mesh = SimulatedMesh.of(sizes, config.mesh.order, rank, device or device_of_ranks())
+    module = unwrap(model)
+    made: Recipe = recipe(module, config.optimizer, None)
+    pipeline = PipelineRank.of(config, mesh)
+    blocks: Mapping[str, nn.Module] = huggingface.find_blocks(module)
+    partition = cut(module, None, len(pipeline.rank_of), config, mesh)
+    division = divide(module, partition, pipeline, config, mesh)
+    if partition is not None:
+        blocks = partition.blocks_of(module, pipeline.mine)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        placement = share_out(module, blocks, made, division, config, mesh)
+        states = config.optimizer.states
+        updates = Updates(placement, made.groups, None if states == "fp32" else states)
+        for update in updates:
+            update.state.allocate({slot.name: {"step": 1.0} for slot in update.state.slots()}, {})
+    return Placed(module, blocks, placement, updates)

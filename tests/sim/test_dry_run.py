@@ -1,0 +1,80 @@
+"""What a dry run says that a rank has in memory is what an engine there has, to the byte."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import models
+import polyreme
+import threads
+import training
+from cover import some
+from polyreme.config import Config
+from polyreme.planner.memory_model import working_set
+from polyreme.step.dry_run import place
+
+MESHES = ({}, {"tp": 2}, {"pp": 2}, {"dp": 4}, {"tp": 2, "pp": 2})
+TIERS: dict[str, dict[str, Any]] = {
+    "device": {},
+    "host": {"memory": {"states": "host", "params": "host"}},
+    "files": {"memory": {"states": "files", "params": "files"}},
+    "share": {"memory": {"states": {"host": 0.6, "device": 0.4}}},
+    "8bit": {"optimizer": {"states": "8bit"}},
+    "bf16 host": {"optimizer": {"states": "bf16"}, "memory": {"states": "host"}},
+}
+
+
+def foreseen(rank: int, model: nn.Module, config: Config) -> dict[str, Any]:
+    placed = place(model, config, rank, torch.device("cpu"))
+    works = working_set(placed.placement, config.zero.prefetch)
+    works["states"] += placed.updates.nbytes
+    return {"memory": placed.memory, "tiers": placed.tiers, "working set": works}
+
+
+def real(rank: int, world: int, family: str, config: Config) -> dict[str, Any]:
+    engine = polyreme.initialize(models.build(family, torch.float32), config, loss_fn=models.CASES[family][2])
+    batch = models.batch_of(family, training.SAMPLES)
+    share = models.share(batch, engine.mesh.dp.rank, engine.mesh.dp.size)
+    for _ in range(2):
+        engine.train_step(share)
+    found = engine.memory()
+    for category in [category for category in found if category.startswith("activations")]:
+        del found[category]
+    found["gradients"] -= engine._training.placement.pool.waiting
+    works, tiers = engine.working_set(), {"host": 0, "files": 0}
+    del works["activations"]
+    placed = engine._training.placement.offload
+    for store in (placed.store, placed.parameters, placed.gradients):
+        if store is not None:
+            tiers["host" if store.in_memory else "files"] += store.nbytes
+    engine.close()
+    return {"memory": found, "tiers": tiers, "working set": works}
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_a_dry_run_is_what_ranks_have(tmp_path: Path, family: str) -> None:
+    """`gpt2`: its head is tied to the embedding, which both ends of a pipeline have."""
+    wrong = []
+    for mesh, stage, compute, tier, several in some(
+        2, MESHES, (0, 1, 2, 3), ("fp32", "bf16", "fp16"), tuple(TIERS), (1, 2)
+    ):
+        world = 4 if len(mesh) == 2 or mesh == {"dp": 4} else 2
+        sections = {**TIERS[tier], "zero": {"stage": stage}, "mesh": mesh}
+        memory = {k: str(tmp_path) if v == "files" else v for k, v in sections.get("memory", {}).items()}
+        if stage < 3:
+            memory.pop("params", None)
+        sections |= {"memory": memory, "precision": {"compute": compute}}
+        dp = world // (mesh.get("tp", 1) * mesh.get("pp", 1))
+        config = Config.load(training.config(dp, several, **sections)).resolve(world)
+        for rank, found in enumerate(threads.run(world, real, family, config)):
+            with torch.device("meta"):
+                model = models.build(family, torch.float32)
+            for what, said in foreseen(rank, model, config).items():
+                if said != found[what]:
+                    wrong.append(f"rank {rank}, {sections} x {several}: {what} {said}, not {found[what]}")
+    assert not wrong, "\n".join(wrong)
