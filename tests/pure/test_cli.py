@@ -362,6 +362,29 @@ def test_inspect_tells_what_each_pipeline_stage_has(config: str) -> None:
     assert json.loads(polyreme(*divided, *gone, "--json")[1])["pipeline"] == []
 
 
+def test_inspect_tells_what_each_rank_has_in_memory(
+    config: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of 5 blocks and two tables, at stage 2 and in fp32: all parameters, all gradients, half of AdamW's two
+    states; nothing is taken."""
+    monkeypatch.setenv("COLUMNS", "80")
+    numbers = 5 * (4 * 64 * 64 + 3 * 64 * 64 + 2 * 64) + 2 * 2048 * 64 + 64
+    (told,) = json.loads(polyreme("inspect", config, "-n", "2", "--json")[1])["memory"]
+    assert told["parameters"] == numbers and told["host"] == told["files"] == 0
+    for category in ("parameters", "states"):  # with padding
+        assert 0 <= told["memory"][category] - 4 * numbers < 1024
+    assert told["working_set"]["gradients"] > told["memory"]["gradients"]
+    tiers = ["--set", "memory.states=host", "--set", f"memory.params={tmp_path / 'no'}"]
+    divided = ["inspect", config, "-n", "4", "--set", "mesh.pp=2", "--set", "zero.stage=3", *tiers]
+    status, output, _ = polyreme(*divided)
+    rows = output[output.index("memory of a rank") :].splitlines()
+    assert status == 0 and [row.split()[0] for row in rows[4:6]] == ["0", "1"] and len(rows[2]) <= 80
+    assert rows[2].split() == "pp parameters weights gradients states in a step device host files".split()
+    assert not (tmp_path / "no").exists()
+    told = json.loads(polyreme(*divided, "--json")[1])["memory"]
+    assert sum(part["parameters"] for part in told) == numbers and all(part["files"] for part in told)
+
+
 @pytest.mark.parametrize(
     ("changes", "status", "said"),
     [

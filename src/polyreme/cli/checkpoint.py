@@ -57,7 +57,7 @@ def render(found: Contents) -> Group:
     for kind in found.kinds:
         dtypes = ", ".join(SHORT.get(dtype, dtype) for dtype in kind.dtypes)
         kinds.add_row(
-            Text(printable(kind.name)), f"{kind.tensors:,}", f"{kind.elements:,}", _binary(kind.bytes), dtypes
+            Text(printable(kind.name)), f"{kind.tensors:,}", f"{kind.elements:,}", binary(kind.bytes), dtypes
         )
     tensors = Table(title="tensors", title_justify="left")
     tensors.add_column("count", justify="right")
@@ -154,11 +154,3 @@ def _common_name(names: Sequence[str]) -> str:
         )
 
     return NUMBER.sub(told, names[0])
-
-
-def _binary(size: float) -> str:
-    units = iter(("B", "KiB", "MiB", "GiB", "TiB"))
-    unit = next(units)
-    while size >= 1000 and unit != "TiB":
-        size, unit = size / 1024, next(units)
-    return f"{size:.3g} {unit}"

@@ -44,3 +44,20 @@ def some(names: list[str], between: str) -> str:
 def count(number: int, what: str) -> str:
     """So many of what, in the plural if need be."""
     return f"{number} {what}{'' if number == 1 else 'es' if what.endswith('ch') else 's'}"
+
+
+def binary(size: float) -> str:
+    """So many bytes, in three digits."""
+    return _scaled(size, 1024, ("B", "KiB", "MiB", "GiB", "TiB"))
+
+
+def decimal(number: float) -> str:
+    """A number, in three digits."""
+    return _scaled(number, 1000, ("", "k", "M", "B", "T")).replace(" ", "")
+
+
+def _scaled(number: float, base: int, units: tuple[str, ...]) -> str:
+    power = 0
+    while number >= 999.5 and power < len(units) - 1:
+        number, power = number / base, power + 1
+    return f"{number:.3g} {units[power]}"

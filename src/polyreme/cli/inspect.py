@@ -20,7 +20,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from polyreme.cli import translated
+from polyreme.cli import memory, translated
 from polyreme.cli.folding import Folded, count, some
 from polyreme.config import MOST_RANKS, Config
 from polyreme.config.describe import default, expects, toml
@@ -189,6 +189,7 @@ def config_as_json(config: Config, world_size: int, more: Mapping[str, Any] | No
         "axes": axes(config, world_size),
         "stages": rank_stages(resolved),
         "pipeline": [asdict(part) for part in stage_summaries(resolved)],
+        "memory": [asdict(part) for part in memory.of_ranks(resolved)],
         "config": resolved.model_dump(mode="json"),
         "origins": resolved.origins,
         **(more or {}),
@@ -259,6 +260,7 @@ def show(
         typer.echo(config_as_json(config, ranks, more))
     else:
         parts = (render(config, ranks, every, describe), render_axes(config, ranks))
+        parts = (*parts, memory.render(config.resolve(ranks)))
         Console().print(translated.render(notes), *parts, sep="")
 
 

@@ -10,7 +10,7 @@ import inspect
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from contextlib import nullcontext
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
@@ -19,7 +19,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch._subclasses.fake_tensor import DataDependentOutputException, unset_fake_temporarily
 from torch.optim import Optimizer
 
 from polyreme.config.schema import OptimizerSection
@@ -58,9 +58,12 @@ def trial_state(
     group: Group, shape: tuple[int, ...] | None, dtype: torch.dtype, device: torch.device | None = None
 ) -> dict[str, Any]:
     """What torch's optimizer keeps of a parameter of this shape after a step on zeros; None: of a few
-    elements of any. Of these on real tensors, whatever is in use: many optimizers look at their step count."""
-    with unset_fake_temporarily() if shape is None else nullcontext():
-        return _trial_state(group, (ALIGN,) if shape is None else shape, dtype, device)
+    elements of any. These are real whatever is in use, others where the optimizer looks at values."""
+    if shape is not None:
+        with suppress(DataDependentOutputException):  # of fake tensors
+            return _trial_state(group, shape, dtype, device)
+    with unset_fake_temporarily():
+        return _trial_state(group, shape or (ALIGN,), dtype, device)
 
 
 def _trial_state(

@@ -63,7 +63,7 @@ class Lamb(Optimizer):
         """Update one parameter. Returns its trust ratio."""
         state, (beta1, beta2), eps = self.state[parameter], group["betas"], group["eps"]
         if not state:
-            state["step"] = torch.zeros(())
+            state["step"] = torch.tensor(0.0)  # whose value is known of fake tensors, too
             state["exp_avg"] = torch.zeros_like(parameter)
             state["exp_avg_sq"] = torch.zeros_like(parameter)
         state["step"] += 1
