@@ -19,7 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from examples import examples
-from polyreme.data import PackedDataset, Subset, open_text, pack, pack_texts, train_tokenizer
+from polyreme.data import PackedDataset, Subset, open_text, pack, pack_texts, pieces, train_tokenizer
 from polyreme.data.cache import cached
 from polyreme.errors import DataError
 
@@ -89,7 +89,7 @@ def test_pieces_and_batches_change_nothing(
     for text in texts:
         expected += [*tokenizer(text, split_special_tokens=True)["input_ids"], tokenizer.eos_token_id]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pack, "PIECE", 5)
+        patch.setattr(pieces, "PIECE", 5)
         patch.setattr(pack, "BATCH", 17)
         data = PackedDataset(pack_texts(Subset(texts, "d"), tokenizer, folder), 1)
     assert data.tokens.tolist() == expected

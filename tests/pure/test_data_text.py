@@ -6,6 +6,7 @@ import gc
 import json
 import logging
 import sys
+import tracemalloc
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from examples import examples
-from polyreme.data import Corpus, documents, split, text, whole
+from polyreme.data import Corpus, documents, pieces, split, text, whole
 from polyreme.errors import DataError
 
 
@@ -102,8 +103,12 @@ def test_json_lines(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b'{"text": "a"}\n{"body": "b"}\n', r"row 2 .* 'text', it has the fields \['body'\]: set data.field"),
-        (b'{"text": "a"}\n{"text": 3}\n', "row 2"),
+        (b'{"text": "a"}\n{"body": "b"}\n', r"row 2 .* 'text', it has the fields body: set data.field"),
+        (
+            b'{"text": "a"}\n{"text": 3}\n',
+            r"row 2 .* a number \(3\) in the field 'text', which is no text: write",
+        ),
+        (b'{"text": {}}\n', "a table in the field 'text'"),
         (b"[1, 2]\n", "has a list"),
         (b'{"text": "a"}\nnot json\n', "line 2"),
         (b'{"text": "\xff"}\n', "cannot read"),
@@ -289,3 +294,70 @@ def test_split_refuses_fraction(fraction: float) -> None:
 def test_split_refuses_one_character() -> None:
     with pytest.raises(DataError, match="the only document"):
         split(corpus_of(["a"]), 0.5, 0)
+
+
+def test_validation_is_named_where_it_is_at_fault(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text(" ")
+    for path in ("", "missing", str(tmp_path)):
+        with pytest.raises(DataError, match=r"^data\.validation"):
+            documents(path, pattern=["*.rst"], key="data.validation")
+    with pytest.raises(DataError, match=r"^data\.validation.*no text in it"):
+        whole(documents(str(tmp_path), key="data.validation"))
+
+
+@examples(100)
+@given(st.text(st.sampled_from("ab \n☕"), max_size=60), st.integers(1, 7), st.integers(1, 9))
+def test_pieces_of_chunks_are_those_of_the_text(body: str, size: int, chunk: int) -> None:
+    chunks = [body[i : i + chunk] for i in range(0, len(body), chunk)]
+    found = list(pieces.pieces(chunks, size, 5))
+    assert found == list(pieces.pieces([body], size, 5))
+    assert "".join(piece for piece, _ in found) == body
+    assert [last for _, last in found] == [False] * (len(found) - 1) + [True]
+    assert all(len(piece) <= size + 5 for piece, _ in found)
+    assert pieces.length(chunks) == len(body.rstrip())
+    assert pieces.last_space(chunks) == max((i for i, each in enumerate(body) if each.isspace()), default=0)
+
+
+@pytest.mark.parametrize("gap", ["", " ", "\n"], ids=["none", "words", "lines"])
+def test_long_file_is_never_whole_in_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gap: str
+) -> None:
+    path = tmp_path / "long.txt"
+    path.write_text(gap.join(["ACGT" * 25] * 40_000), "utf-8")
+    corpus, whole_text = documents(str(path)), path.read_text("utf-8")
+    expected = [list(part) for part in split(corpus_of([whole_text]), 0.25, 0)]
+    digests = [part.digest for part in split(corpus_of([whole_text]), 0.25, 0)]
+    for name, value in {"PIECE": 1 << 12, "LONGEST": 1 << 12}.items():
+        monkeypatch.setattr(pieces, name, value)
+    monkeypatch.setattr(text, "CHUNK", 1 << 14)
+    tracemalloc.start()
+    parts = split(corpus, 0.25, 0)
+    taken = [
+        sum(len(piece) for chunks in part.in_chunks() for piece, _ in pieces.pieces(chunks)) for part in parts
+    ]
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert [part.digest for part in parts] == digests
+    assert [list(part) for part in parts] == expected
+    assert taken == [len(part[0]) for part in expected] and peak < len(whole_text) / 8
+
+
+def test_long_file_of_a_folder_that_is_no_text_to_its_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(text, "CHUNK", 4)
+    (tmp_path / "a.txt").write_bytes(b"text " * 10 + b"\xff")
+    (tmp_path / "b.txt").write_bytes(b"text " * 10)
+    assert texts(documents(str(tmp_path))) == ["text " * 10]
+    with pytest.raises(DataError, match="not UTF-8"):
+        texts(documents(str(tmp_path / "a.txt")))
+
+
+def test_row_that_takes_more_than_the_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(_: str) -> None:
+        raise MemoryError
+
+    (tmp_path / "a.jsonl").write_text('"a"\n')
+    monkeypatch.setattr(json, "loads", fail)
+    with pytest.raises(DataError, match=r"at or after line 1: a row is too long for the memory.*\.txt"):
+        texts(documents(str(tmp_path / "a.jsonl")))

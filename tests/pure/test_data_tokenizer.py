@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,8 @@ from hypothesis import strategies as st
 
 from examples import examples
 from polyreme.data import Subset, load_tokenizer, open_tokenizer, train_tokenizer
-from polyreme.data.tokenizer import END, fingerprint
+from polyreme.data import tokenizer as tokenizer_module
+from polyreme.data.tokenizer import END, LONGEST_WORD, fingerprint
 from polyreme.errors import DataError
 from warm import WarmPython
 
@@ -124,3 +126,34 @@ def test_end_of_document_is_needed(tmp_path: Path) -> None:
     plain.add_special_tokens({"sep_token": END})
     plain.save_pretrained(tmp_path / "sep")
     assert load_tokenizer(tmp_path / "sep").sep_token_id == 0
+
+
+@pytest.mark.parametrize("letters", ["a", "ACGT"])
+def test_text_without_spaces(letters: str, tmp_path: Path) -> None:
+    """Whose one word would take the trainer time that grows with the square of its length."""
+    text = "".join(random.Random(1).choices(letters, k=1 << 18)) * (4 if letters == "a" else 1)
+    trained = train_tokenizer([text], 300)
+    trained.save_pretrained(tmp_path)
+    for tokenizer in trained, load_tokenizer(tmp_path):
+        ids = tokenizer.encode(text)
+        assert tokenizer.decode(ids) == text and len(ids) < len(text)
+        assert max(len(tokenizer.decode([token])) for token in set(ids)) <= LONGEST_WORD
+
+
+def test_words_are_those_of_a_plain_byte_level_bpe() -> None:
+    tokenizers = pytest.importorskip("tokenizers")
+    ours = train_tokenizer(TEXTS, 280).backend_tokenizer.pre_tokenizer
+    plain = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    for text in (*TEXTS, "n't  .\n\n x=1;" + " " * LONGEST_WORD, "é" * (LONGEST_WORD // 2)):
+        assert ours.pre_tokenize_str(text) == plain.pre_tokenize_str(text)
+    longer = ours.pre_tokenize_str("é" * LONGEST_WORD)
+    assert [len(word) for word, _ in longer] == [LONGEST_WORD, LONGEST_WORD]
+
+
+def test_longer_texts_are_trained_on_in_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    part = Subset(["ab cd " * 50, "short"], "d")
+    assert "".join(tokenizer_module._sample(part)) == "".join(part)
+    monkeypatch.setattr(tokenizer_module, "PIECE", 10)
+    monkeypatch.setattr(tokenizer_module, "SAMPLE", 100)
+    taken = list(tokenizer_module._sample(part))
+    assert taken[0] == "ab cd ab cd" and 0.8 * 100 < sum(map(len, taken)) < 1.2 * 100

@@ -25,7 +25,6 @@ __all__ = [
     "Document",
     "Loader",
     "PackedDataset",
-    "Part",
     "TextData",
     "TextSection",
     "documents",
@@ -99,7 +98,10 @@ def open_text(section: TextSection, seed: int, model: str | None = None) -> Text
         train, validation = whole(corpus), None
     elif isinstance(section.validation, str):
         train = whole(corpus)
-        validation = whole(documents(section.validation, pattern=section.pattern, field=section.field))
+        key = "data.validation"
+        validation = whole(
+            documents(section.validation, pattern=section.pattern, field=section.field, key=key)
+        )
     else:
         train, validation = split(corpus, section.validation, seed)
     cache = Path(section.cache).expanduser()

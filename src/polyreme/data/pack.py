@@ -10,8 +10,7 @@ from __future__ import annotations
 import copy
 import json
 import logging
-import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from hashlib import blake2b
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -21,6 +20,7 @@ import torch
 from torch.utils.data import Dataset
 
 from polyreme.data.cache import cached
+from polyreme.data.pieces import pieces
 from polyreme.data.text import Subset
 from polyreme.data.tokenizer import end_of_document, fingerprint
 from polyreme.errors import DataError
@@ -30,12 +30,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-# characters of a long document that are tokenised at once, so that a big file uses all threads
-PIECE = 1 << 18
 BATCH = 1 << 22  # characters given to the tokenizer's threads at once: bounds the memory
-# One space between two words. Byte-level BPEs never merge across it, so cutting there does not change the
-# tokens.
-BETWEEN_WORDS = re.compile(r"(?<=\S) (?=\S)")
 
 
 class PackedDataset(Dataset[dict[str, torch.Tensor]]):
@@ -120,10 +115,10 @@ def pack_texts(part: Subset, tokenizer: PreTrainedTokenizerBase, cache: Path) ->
         tokens = text_bytes = 0
         with (unfinished / "tokens.bin").open("xb") as file:
             for batch in _batches(part):
-                pieces = [piece for piece, _ in batch]
-                text_bytes += sum(len(piece.encode()) for piece in pieces)
+                texts = [piece for piece, _ in batch]
+                text_bytes += sum(len(piece.encode()) for piece in texts)
                 encoded = tokenizer(
-                    pieces,
+                    texts,
                     add_special_tokens=False,
                     split_special_tokens=True,
                     return_attention_mask=False,
@@ -143,20 +138,12 @@ def pack_texts(part: Subset, tokenizer: PreTrainedTokenizerBase, cache: Path) ->
     return cached(cache / f"packed-{key}", build)
 
 
-def _pieces(text: str) -> Iterator[tuple[str, bool]]:
-    """Cut a document between words into pieces of about `PIECE` characters; True marks the last."""
-    start = 0
-    while cut := BETWEEN_WORDS.search(text, start + PIECE):
-        yield text[start : cut.start()], False
-        start = cut.start()
-    yield text[start:], True
-
-
-def _batches(texts: Iterable[str]) -> Iterator[list[tuple[str, bool]]]:
+def _batches(part: Subset) -> Iterator[list[tuple[str, bool]]]:
+    """Pieces of the documents, each with whether it ends one."""
     batch: list[tuple[str, bool]] = []
     size = 0
-    for text in texts:
-        for piece in _pieces(text):
+    for chunks in part.in_chunks():
+        for piece in pieces(chunks):
             batch.append(piece)
             size += len(piece[0])
             if size >= BATCH:

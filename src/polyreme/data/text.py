@@ -1,7 +1,7 @@
 """Text corpora: where documents come from, and which of them are held out.
 
-Invariants: iterating a corpus gives the same documents in the same order each time; a corpus is never held in
-memory whole, unless it is one file; `split` never puts a text into both the training and the validation part;
+Invariants: iterating a corpus gives the same documents in the same order each time; neither a corpus nor a
+text file is held in memory whole (a row of a table is); `split` never puts a text into both the training and the validation part;
 nothing here runs code that comes with the data, and no glob leads out of its folder."""
 
 from __future__ import annotations
@@ -11,15 +11,18 @@ import json
 import logging
 import os
 import sysconfig
+from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from hashlib import blake2b
+from itertools import compress, islice
 from pathlib import Path, PurePath
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any
 
-from polyreme.errors import DataError
+from polyreme.data.pieces import Slice, last_space, length
+from polyreme.errors import DataError, named, shortened
 
 log = logging.getLogger(__name__)
 
@@ -27,15 +30,54 @@ PATTERN = ("*.txt", "*.md", "*.py", "*.jsonl")
 STDLIB = "python-stdlib"
 # Folders of the standard library that hold tests, or that are not part of it.
 NOT_STDLIB = frozenset({"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"})
+CHUNK = 1 << 20  # characters of a file that are read at once
 TABLES = {".csv": "csv", ".parquet": "parquet"}  # suffix -> builder of the `datasets` library
 SUFFIXES = (".txt", ".md", ".py", ".jsonl", ".json", *TABLES)
 
 
-class Document(NamedTuple):
+@dataclass(frozen=True)
+class Document:
     """One text, and where it came from (for messages)."""
 
     name: str
-    text: str
+    chunks: Iterable[str]
+    """The text, of a long file read anew by each iteration."""
+
+    @property
+    def text(self) -> str:
+        """The whole text."""
+        return "".join(self.chunks)
+
+
+class _NotTextError(DataError):
+    """A file that is not UTF-8."""
+
+
+@dataclass(frozen=True)
+class _File:
+    """The text of a file, in chunks."""
+
+    path: Path
+
+    def __iter__(self) -> Iterator[str]:
+        try:
+            with self.path.open(encoding="utf-8-sig") as file:
+                while chunk := file.read(CHUNK):
+                    yield chunk
+        except UnicodeDecodeError as error:
+            raise _NotTextError(
+                f"{str(self.path)!r} is not UTF-8 text ({error}): convert it to UTF-8"
+            ) from error
+        except OSError as error:
+            raise DataError(f"cannot read {str(self.path)!r}: {error}") from error
+
+    def seen(self) -> Iterable[str]:
+        """The same, once all of it is known to be text: a short one is then in memory."""
+        chunks = list(islice(self, 2))
+        if len(chunks) < 2:
+            return chunks
+        deque(self, maxlen=0)
+        return self
 
 
 def optional(module: str) -> ModuleType:
@@ -57,6 +99,8 @@ class Corpus:
     name: str
     sources: tuple[Any, ...]  # a Path, or any iterable of rows (a Hugging Face dataset)
     field: str
+    key: str = "data.path"
+    """The key of the config that names it (for messages)."""
 
     def __iter__(self) -> Iterator[Document]:
         empty = True
@@ -64,12 +108,12 @@ class Corpus:
             for document in (
                 self._read_file(source) if isinstance(source, Path) else self._read_rows(self.name, source)
             ):
-                if document.text.strip():
+                if any(chunk.strip() for chunk in document.chunks):
                     empty = False
                     yield document
         if empty:
             raise DataError(
-                f"data.path = {self.name!r}: no text in it, only empty files or rows. Name another corpus"
+                f"{self.key} = {self.name!r}: no text in it, only empty files or rows. Name another corpus"
             )
 
     def _read_file(self, path: Path) -> Iterator[Document]:
@@ -84,15 +128,11 @@ class Corpus:
             yield from self._read_rows(str(path), _json_lines(path))
         else:
             try:
-                yield Document(str(path), path.read_text("utf-8-sig"))
-            except UnicodeDecodeError as error:
+                yield Document(str(path), _File(path).seen())
+            except _NotTextError:
                 if len(self.sources) == 1:
-                    raise DataError(
-                        f"{str(path)!r} is not UTF-8 text ({error}): convert it to UTF-8"
-                    ) from error
+                    raise
                 _note_skipped(path)
-            except OSError as error:
-                raise DataError(f"cannot read {str(path)!r}: {error}") from error
 
     def _read_rows(self, name: str, rows: Iterable[Any]) -> Iterator[Document]:
         for number, row in enumerate(rows, 1):
@@ -100,13 +140,29 @@ class Corpus:
             if text is None and isinstance(row, dict) and self.field in row:
                 continue  # an empty cell
             if not isinstance(text, str):
-                has = f"the fields {sorted(row)}" if isinstance(row, dict) else f"a {type(row).__name__}"
-                raise DataError(
-                    f"row {number} of {name!r} has no text in the "
-                    f"field {self.field!r}, it has {has}: set data.field"
-                )
+                raise DataError(f"row {number} of {name!r} has {self._instead(row)}")
             # JSON can spell half of a surrogate pair, which no UTF-8 text can hold.
-            yield Document(f"{name}:{number}", text.encode("utf-8", "replace").decode())
+            yield Document(f"{name}:{number}", (text.encode("utf-8", "replace").decode(),))
+
+    def _instead(self, row: Any) -> str:
+        """What a row has where its text is looked for, and what to do."""
+        if not isinstance(row, dict):
+            return (
+                f"{_kind(row)} and no fields: write a table with the field {self.field!r}, or the bare text"
+            )
+        if self.field in row:
+            has = f"{_kind(row[self.field])} in the field {self.field!r}, which is no text"
+            return f"{has}: write it in quotes, or set data.field to a field that holds text"
+        return f"no text in the field {self.field!r}, it has the fields {named(sorted(row))}: set data.field"
+
+
+def _kind(value: object) -> str:
+    """A value of a row in words."""
+    if isinstance(value, bool | int | float):
+        return f"{'true or false' if isinstance(value, bool) else 'a number'} ({shortened(repr, value)})"
+    return {dict: "a table", list: "a list", type(None): "nothing"}.get(
+        type(value), f"a {type(value).__name__}"
+    )
 
 
 @cache
@@ -123,11 +179,18 @@ def _json_lines(path: Path) -> Iterator[Any]:
                 number += 1
                 if line.strip():
                     yield json.loads(line)
+    except MemoryError:
+        raise DataError(
+            f"{str(path)!r}, at or after line {number}: a row is too long for the memory. It is read whole: "
+            "cut it into several, or write it as a .txt file, which is read in parts"
+        ) from None
     except (OSError, ValueError, RecursionError) as error:  # not UTF-8, not JSON, or nested without end
         raise DataError(f"cannot read {str(path)!r}, at or after line {number}: {error}") from error
 
 
-def documents(path: str, *, pattern: Sequence[str] = PATTERN, field: str = "text") -> Corpus:
+def documents(
+    path: str, *, pattern: Sequence[str] = PATTERN, field: str = "text", key: str = "data.path"
+) -> Corpus:
     """The corpus that `path` names. The first of these rules that fits decides:
 
     1. an existing file: `.jsonl`, `.csv` and `.parquet` hold a document a row (`field` is the column), any
@@ -140,34 +203,36 @@ def documents(path: str, *, pattern: Sequence[str] = PATTERN, field: str = "text
     5. `"owner/name"` or `"owner/name:subset"`: the `train` split of a Hugging Face dataset, by
     `datasets.load_dataset`.
 
+    key: what errors call `path`.
+
     Raises:
         DataError: nothing there, or no file that matches.
     """
     if not path:
         raise DataError(
-            "data.path is empty: set it to a file, a folder, an installed package or a dataset's name"
+            f"{key} is empty: set it to a file, a folder, an installed package or a dataset's name"
         )
     location = Path(path).expanduser()
     if location.is_file():
-        corpus = Corpus(path, (location,), field)
+        corpus = Corpus(path, (location,), field, key)
     elif location.is_dir():
-        corpus = Corpus(path, _matching(location, pattern), field)
+        corpus = Corpus(path, _matching(location, pattern), field, key)
     elif location.exists():  # to open a pipe would wait for its writer, and a device may never end
         raise DataError(
-            f"data.path = {path!r} is no regular file (a pipe, a device): "
+            f"{key} = {path!r} is no regular file (a pipe, a device): "
             "write its text to a file, and name that, or its folder"
         )
     elif path == STDLIB:
-        corpus = Corpus(path, _stdlib(), field)
+        corpus = Corpus(path, _stdlib(), field, key)
     elif files := _package_texts(path, pattern):
-        corpus = Corpus(path, files, field)
+        corpus = Corpus(path, files, field, key)
     elif (
         path.count("/") == 1 and not path.startswith((".", "/", "~")) and not path.endswith(("/", *SUFFIXES))
     ):
-        corpus = Corpus(path, (_load_dataset(path),), field)
+        corpus = Corpus(path, (_load_dataset(path, key),), field, key)
     else:
         raise DataError(
-            f"data.path = {path!r}: there is no such file or folder "
+            f"{key} = {path!r}: there is no such file or folder "
             f"(looked in {str(Path.cwd())!r}), and no installed "
             "package of that name that carries text. Correct "
             f"the path, or use {STDLIB!r} (always there), or a "
@@ -175,7 +240,7 @@ def documents(path: str, *, pattern: Sequence[str] = PATTERN, field: str = "text
         )
     if not corpus.sources:
         raise DataError(
-            f"data.path = {path!r}: no file matches {list(pattern)}. "
+            f"{key} = {path!r}: no file matches {list(pattern)}. "
             "Set data.pattern to globs that match your files"
         )
     for file in corpus.sources:
@@ -219,14 +284,14 @@ def _package_texts(name: str, pattern: Sequence[str]) -> tuple[Path, ...]:
     return tuple(file for folder in folders for file in _matching(folder, pattern) if file.suffix != ".py")
 
 
-def _load_dataset(name: str) -> Any:
+def _load_dataset(name: str, key: str) -> Any:
     datasets = optional("datasets")
     dataset, _, subset = name.partition(":")
     try:
         return datasets.load_dataset(dataset, subset or None, split="train")
     except Exception as error:  # the hub's client raises many kinds, all of which mean that there is no data
         raise DataError(
-            f"data.path = {name!r}: not a file, a folder or an "
+            f"{key} = {name!r}: not a file, a folder or an "
             "installed package, and the Hugging Face dataset could "
             f"not be loaded: {error}. Without a network, use a "
             "local file or folder, the name of an installed package "
@@ -239,36 +304,45 @@ class Subset:
     """A part of a corpus's documents: their texts, read anew by each iteration, and a digest of exactly those
     texts."""
 
-    texts: Iterable[str]
+    texts: Iterable[str | Document]
     digest: str
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self.texts)
+        return (each if isinstance(each, str) else each.text for each in self.texts)
+
+    def in_chunks(self) -> Iterator[Iterable[str]]:
+        """Each text in chunks, of which one is in memory at a time."""
+        return ((each,) if isinstance(each, str) else each.chunks for each in self.texts)
 
 
 @dataclass(frozen=True)
 class _Chosen:
     corpus: Corpus
-    indices: frozenset[int]
+    chosen: bytes
+    """Of each document whether it is one of them."""
 
-    def __iter__(self) -> Iterator[str]:
-        return (document.text for index, document in enumerate(self.corpus) if index in self.indices)
+    def __iter__(self) -> Iterator[Document]:
+        return compress(self.corpus, self.chosen)
 
 
-def _digest(data: bytes) -> bytes:
-    return blake2b(data, digest_size=16).digest()
+def _digest(chunks: Iterable[str]) -> bytes:
+    digest = blake2b(digest_size=16)
+    for chunk in chunks:
+        digest.update(chunk.encode())
+    return digest.digest()
 
 
 def _choose(corpus: Corpus, digests: Sequence[bytes], chosen: set[bytes]) -> Subset:
-    indices = frozenset(index for index, digest in enumerate(digests) if digest in chosen)
-    return Subset(
-        _Chosen(corpus, indices), _digest(b"".join(digests[index] for index in sorted(indices))).hex()
-    )
+    mask = bytes(digest in chosen for digest in digests)
+    whole = blake2b(digest_size=16)
+    for digest in compress(digests, mask):
+        whole.update(digest)
+    return Subset(_Chosen(corpus, mask), whole.hexdigest())
 
 
 def whole(corpus: Corpus) -> Subset:
     """All documents of a corpus as one part."""
-    digests = [_digest(document.text.encode()) for document in corpus]
+    digests = [_digest(document.chunks) for document in corpus]
     return _choose(corpus, digests, set(digests))
 
 
@@ -286,12 +360,11 @@ def split(corpus: Corpus, fraction: float, seed: int) -> tuple[Subset, Subset]:
         raise DataError(
             f"data.validation = {fraction}: must be between 0 and 1, or the path of a validation corpus"
         )
-    digests = [_digest(document.text.encode()) for document in corpus]
+    digests = [_digest(document.chunks) for document in corpus]
     key = seed.to_bytes(16, "little", signed=True)
     ranked = sorted(set(digests), key=lambda digest: blake2b(digest, key=key).digest())
     if len(ranked) == 1:
-        document, *_ = corpus
-        return _cut(document, fraction)
+        return _cut(next(iter(corpus)), fraction)
     held_out = min(max(1, round(fraction * len(ranked))), len(ranked) - 1)
     return _choose(corpus, digests, set(ranked[held_out:])), _choose(corpus, digests, set(ranked[:held_out]))
 
@@ -299,15 +372,15 @@ def split(corpus: Corpus, fraction: float, seed: int) -> tuple[Subset, Subset]:
 def _cut(document: Document, fraction: float) -> tuple[Subset, Subset]:
     """The first and last part of one text, cut at the white space nearest before the wished place, if there
     is one."""
-    text = document.text.rstrip()
-    wished = min(round(len(text) * (1 - fraction)), len(text) - 1)
-    cut = next((i for i in range(wished, 0, -1) if text[i : i + 1].isspace()), wished)
-    pieces = text[:cut], text[cut:]
-    if not all(piece.strip() for piece in pieces):
+    end = length(document.chunks)
+    wished = min(round(end * (1 - fraction)), end - 1)
+    cut = last_space(Slice(document.chunks, 0, wished + 1)) or wished
+    parts = Slice(document.chunks, 0, cut), Slice(document.chunks, cut, end)
+    if not all(any(chunk.strip() for chunk in part) for part in parts):
         raise DataError(
-            f"{document.name!r} is the only document and has {len(text)} characters, too few to hold out "
+            f"{document.name!r} is the only document and has {end} characters, too few to hold out "
             f"{fraction:.0%} of it. Use more text, another "
             "data.validation, or the path of a validation corpus there"
         )
-    train, validation = (Subset([piece], _digest(piece.encode()).hex()) for piece in pieces)
+    train, validation = (Subset([Document(document.name, part)], _digest(part).hex()) for part in parts)
     return train, validation

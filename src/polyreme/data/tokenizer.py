@@ -7,13 +7,15 @@ Invariants: the same texts and size give the same tokenizer; a trained tokenizer
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from hashlib import blake2b
+from itertools import islice
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
 from polyreme.data.cache import cached
+from polyreme.data.pieces import pieces
 from polyreme.data.text import Subset, optional
 from polyreme.errors import DataError
 
@@ -24,13 +26,20 @@ log = logging.getLogger(__name__)
 
 END = "<|endoftext|>"
 BYTES = 256
+LONGEST_WORD = 1024
+"""Bytes of a word of the trained tokenizer: what has more is several words. To find the merges of one word
+takes time that grows with the square of its length."""
+SAMPLE = 1 << 25
+"""Characters that a tokenizer is trained on, of longer texts spread evenly over them."""
+PIECE = 1 << 16  # characters of a text that the trainer, which holds some hundred at once, gets in one
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
     """Train a byte-level BPE as GPT-2's (Radford et al. 2019): every byte is a token, so none is ever
     unknown.
 
-    `<|endoftext|>` (id 0) is its one special token, for the start and end of a document and for padding.
+    `<|endoftext|>` (id 0) is its one special token, for the start and end of a document and for padding. No
+    token reaches over LONGEST_WORD bytes of a text without a space, neither here nor when it encodes.
 
     Args:
         vocab_size: number of tokens with the 256 bytes and the special one; a small corpus can give fewer.
@@ -47,7 +56,8 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenize
     tokenizers, transformers = optional("tokenizers"), optional("transformers")
     byte_level = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     model = tokenizers.Tokenizer(tokenizers.models.BPE())
-    model.pre_tokenizer = byte_level
+    long_words = tokenizers.pre_tokenizers.Split(tokenizers.Regex(f".{{{LONGEST_WORD}}}"), "isolated")
+    model.pre_tokenizer = tokenizers.pre_tokenizers.Sequence([byte_level, long_words])
     model.decoder = tokenizers.decoders.ByteLevel()
     trainer = tokenizers.trainers.BpeTrainer(
         vocab_size=vocab_size,
@@ -119,10 +129,17 @@ def open_tokenizer(
 
     def build(unfinished: Path) -> None:
         log.info("training a tokenizer of %d tokens", vocab_size)
-        train_tokenizer(part, vocab_size).save_pretrained(str(unfinished))
+        train_tokenizer(_sample(part), vocab_size).save_pretrained(str(unfinished))
 
-    key = blake2b(f"byte-level-bpe-1 {vocab_size} {part.digest}".encode(), digest_size=10).hexdigest()
+    key = blake2b(f"byte-level-bpe-2 {vocab_size} {part.digest}".encode(), digest_size=10).hexdigest()
     return load_tokenizer(cached(cache / f"tokenizer-{key}", build))
+
+
+def _sample(part: Subset) -> Iterator[str]:
+    """The texts in pieces; of more than SAMPLE characters, every n-th piece."""
+    total = sum(len(chunk) for chunks in part.in_chunks() for chunk in chunks)
+    found = (piece for chunks in part.in_chunks() for piece, _ in pieces(chunks, PIECE, PIECE))
+    return islice(found, 0, None, max(1, -(-total // SAMPLE)))
 
 
 def end_of_document(tokenizer: PreTrainedTokenizerBase) -> int:

@@ -456,9 +456,9 @@ def check_sources(config: Config) -> None:
     if problems:
         raise ConfigError(problems)
     tokenizer_folder(data.tokenizer, model.path)
-    for path in (data.path, data.validation):
+    for key, path in ("data.path", data.path), ("data.validation", data.validation):
         if isinstance(path, str):
-            documents(path, pattern=data.pattern, field=data.field)
+            documents(path, pattern=data.pattern, field=data.field, key=key)
 
 
 def _not_writable(folder: Path) -> str | None:
