@@ -1,8 +1,8 @@
 """Text corpora: where documents come from, and which of them are held out.
 
 Invariants: iterating a corpus gives the same documents in the same order each time; neither a corpus nor a
-text file is held in memory whole (a row of a table is); `split` never puts a text into both the training and the validation part;
-nothing here runs code that comes with the data, and no glob leads out of its folder."""
+text file is held in memory whole (a row of a table is); `split` never puts a text into both the training and
+the validation part; nothing here runs code that comes with the data, and no glob leads out of its folder."""
 
 from __future__ import annotations
 
