@@ -18,6 +18,7 @@ from torch import nn
 from polyreme.errors import ModelError
 from polyreme.models.huggingface import find_blocks, skips_blocks
 from polyreme.models.peft import Adapted, adapted_layers, learns_keys, plain_names
+from polyreme.tensor.advice import Attempt, Problem, advise, message, pattern, starred
 from polyreme.tensor.families import BY_HEAD, FAMILIES, HEAD_COUNTS, HEAD_SIZES, SHARED_HEAD_COUNTS, WIDTHS
 from polyreme.tensor.layers import (
     Column,
@@ -88,13 +89,6 @@ class TensorPlan:
     dropouts: dict[str, bool] = field(default_factory=dict)
 
 
-@dataclass
-class _Problem:
-    path: str
-    reason: str
-    line: str = ""
-
-
 def plan(
     model: nn.Module, ways: int, user: Mapping[str, str] | None = None, sequence_parallel: bool = False
 ) -> TensorPlan:
@@ -105,9 +99,25 @@ def plan(
 
     Raises ModelError that lists all modules which have no place, or which `ways` does not divide, with the
     line to add or to change."""
+    found, problems = _attempt(model, ways, user or {}, sequence_parallel)
+    if not problems:
+        return found
+
+    def attempt(styles: Mapping[str, str], sequence: bool) -> Attempt:
+        tried, left = _attempt(model, ways, styles, sequence)
+        return Attempt(tried.styles, {name: heads.size for name, heads in tried.heads.items()}, left)
+
+    advice = advise(model, find_blocks(model), user or {}, sequence_parallel, attempt)
+    raise ModelError(message(model, ways, problems, advice))
+
+
+def _attempt(
+    model: nn.Module, ways: int, user: Mapping[str, str], sequence_parallel: bool
+) -> tuple[TensorPlan, list[Problem]]:
+    """A plan, and why it cannot be carried out."""
     modules = dict(model.named_modules())
     blocks = find_blocks(model)
-    style_names, problems = _style_names(model, modules, blocks, user or {})
+    style_names, problems = _style_names(model, modules, blocks, user)
     found = TensorPlan(
         ways,
         {name: STYLES[style_name] for name, style_name in style_names.items()},
@@ -124,12 +134,12 @@ def plan(
         try:
             style.cuts(modules[name], ways)
         except (ValueError, IndexError, AttributeError, ZeroDivisionError) as error:
-            problems.append(_Problem(name, f"cannot be divided as {style_names[name]!r}: {error}"))
+            problems.append(Problem(name, f"cannot be divided as {style_names[name]!r}: {error}"))
     problems += _adapters(found, sequence_parallel)
     problems += _unplaced(found, modules, blocks)
     if learns_keys(model):
         problems.append(
-            _Problem(
+            Problem(
                 "",
                 "PEFT gives its attentions keys and values of all "
                 "heads (prefix tuning): learn prompts or LoRA instead",
@@ -137,14 +147,12 @@ def plan(
         )
     if ways > 1 and not problems and all(isinstance(style, Replicate) for style in found.styles.values()):
         problems.append(
-            _Problem("", "nothing of it would be divided, so that every rank would compute the same")
+            Problem("", "nothing of it would be divided, so that every rank would compute the same")
         )
     if sequence_parallel:
         problems += _not_by_position(model, found, modules, blocks)
     found.by_head = BY_HEAD.get(_model_type(model), ())
-    if problems:
-        raise ModelError(_message(model, ways, problems))
-    return found
+    return found, problems
 
 
 def _style_names(
@@ -152,7 +160,7 @@ def _style_names(
     modules: Mapping[str, nn.Module],
     blocks: Mapping[str, nn.Module],
     user: Mapping[str, str],
-) -> tuple[dict[str, str], list[_Problem]]:
+) -> tuple[dict[str, str], list[Problem]]:
     """The style name of each module that has one; later rules overrule earlier ones. Of a layer that PEFT
     wrapped, the layer inside has it."""
     found, problems = _model_styles(model, modules)
@@ -165,19 +173,28 @@ def _style_names(
         hits = [
             name
             for name in modules
-            if re.fullmatch(_pattern(path), plain.get(name, name)) or re.fullmatch(_pattern(path), name)
+            if re.fullmatch(pattern(path), plain.get(name, name)) or re.fullmatch(pattern(path), name)
         ]
         hits = [adapted[name].base if name in adapted else name for name in hits]
         problems = [problem for problem in problems if not f"{problem.path}.".startswith(f"{path}.")]
         style = difflib.get_close_matches(style_name, STYLES, n=1, cutoff=0)[0]
         if not hits:
-            near = difflib.get_close_matches(path, dict.fromkeys(_starred(name) for name in modules), n=1)
-            fix = f'mesh.tp_plan."{near[0]}" = "{style}"' if near else ""
-            problems.append(_Problem(path, "mesh.tp_plan names it, but the model has no such module", fix))
+            near = difflib.get_close_matches(path, dict.fromkeys(starred(name) for name in modules), n=1)
+            problems.append(
+                Problem(
+                    path,
+                    "mesh.tp_plan names it, but the model has no such module",
+                    f'mesh.tp_plan."{near[0]}" = "{style}"' if near else "",
+                    dict.fromkeys(near, style),
+                )
+            )
         elif style_name != style:
             problems.append(
-                _Problem(
-                    path, f"there is no style {style_name!r}; there are {', '.join(STYLES)}", f'= "{style}"'
+                Problem(
+                    path,
+                    f"there is no style {style_name!r}; there are {', '.join(STYLES)}",
+                    f'= "{style}"',
+                    {path: style},
                 )
             )
         else:  # a style for a module is one for all that is in it
@@ -192,19 +209,19 @@ def _style_names(
 
 def _model_styles(
     model: nn.Module, modules: Mapping[str, nn.Module]
-) -> tuple[dict[str, str], list[_Problem]]:
+) -> tuple[dict[str, str], list[Problem]]:
     """The style names of the model's own plan."""
     found: dict[str, str] = {}
-    problems: list[_Problem] = []
+    problems: list[Problem] = []
     plain, parameters = plain_names(model), [name for name, _ in model.named_parameters()]
     for path, style_name in (getattr(model, "_tp_plan", None) or {}).items():
-        matched = re.compile(_pattern(path))
+        matched = re.compile(pattern(path))
         hits = [name for name in modules if matched.fullmatch(plain.get(name, ""))]
         used = hits or [name for name in parameters if matched.fullmatch(name)]
         if used and (style_name not in STYLES or not hits):
             what = "" if hits else "for a parameter by itself "
             problems.append(
-                _Problem(
+                Problem(
                     path,
                     f"the model's own plan asks {what}for the style "
                     f"{style_name!r}, which this version does not have",
@@ -236,17 +253,17 @@ def _columns(
     modules: Mapping[str, nn.Module],
     parent: str,
     names: list[str],
-) -> Iterator[_Problem]:
+) -> Iterator[Problem]:
     """Enter the column layers `names` of one parent into the plan: who shares an input, and where heads begin
     and end."""
     wrong = [name for name in names if not is_linear(modules[name])]
     if wrong:
-        yield from (_Problem(name, f"is {type(modules[name]).__name__}, no linear layer") for name in wrong)
+        yield from (Problem(name, f"is {type(modules[name]).__name__}, no linear layer") for name in wrong)
         return
     inputs = {linear_sizes(modules[name])[0] for name in names}
     plan.siblings[parent] = names
     if len(inputs) > 1:
-        yield _Problem(parent, f"its column layers have inputs of different sizes: {sorted(inputs)}")
+        yield Problem(parent, f"its column layers have inputs of different sizes: {sorted(inputs)}")
         return
     rows = [
         name
@@ -267,17 +284,17 @@ def _columns(
             if style_names[name] == "packed_colwise":
                 plan.styles[name] = Column(((outputs // 2, plan.ways),) * 2)
             if outputs % (plan.ways * (1 + (style_names[name] == "packed_colwise"))):
-                yield _Problem(name, f"its {outputs} outputs cannot be divided evenly over {plan.ways} ranks")
+                yield Problem(name, f"its {outputs} outputs cannot be divided evenly over {plan.ways} ranks")
         return
     if heads.query % plan.ways:
-        yield _Problem(
+        yield Problem(
             parent,
             f"its {heads.query} attention heads cannot be divided over {plan.ways} ranks",
             _sizes(heads.query),
         )
         return
     if heads.shared % plan.ways and plan.ways % heads.shared:
-        yield _Problem(parent, f"its {heads.shared} key-value heads can neither be "
+        yield Problem(parent, f"its {heads.shared} key-value heads can neither be "
                                f"divided over {plan.ways} ranks, nor replicated evenly",
                        _sizes(heads.query, heads.shared))  # fmt: skip
         return
@@ -288,7 +305,7 @@ def _columns(
 
 def _heads_column(
     plan: TensorPlan, style_name: str, parent: str, name: str, outputs: int, heads: Heads
-) -> Iterator[_Problem]:
+) -> Iterator[Problem]:
     """Enter one column layer of an attention, of `outputs` outputs, into the plan."""
     all_queries, all_shared = heads.query * heads.size, heads.shared * heads.size
     if style_name == "fused_qkv":
@@ -300,11 +317,11 @@ def _heads_column(
     elif outputs == all_shared:
         plan.styles[name] = Column(((outputs, heads.shared),))
     elif outputs > all_queries and heads.shared % plan.ways:
-        yield _Problem(parent, f"its {heads.shared} key-value heads are packed "
+        yield Problem(parent, f"its {heads.shared} key-value heads are packed "
                                "with the others, and cannot be divided over "
                        f"{plan.ways} ranks", _sizes(heads.shared))  # fmt: skip
     elif outputs % heads.query and outputs % heads.shared:
-        yield _Problem(
+        yield Problem(
             name,
             f"its {outputs} outputs belong neither to {heads.query} "
             f"query nor to {heads.shared} key-value heads",
@@ -335,7 +352,7 @@ def _heads(module: nn.Module, row_width: int | None, outputs: list[int], fused: 
     return Heads(count, min(shared, count), size)
 
 
-def _adapters(plan: TensorPlan, sequence: bool) -> Iterator[_Problem]:
+def _adapters(plan: TensorPlan, sequence: bool) -> Iterator[Problem]:
     """Enter the adapters of layers that are divided: of a column layer the low rank is whole, and what comes
     from it divided like the layer; of a row layer the low rank is a sum over the ranks, and what comes from
     it whole, on each rank's part of the sequence."""
@@ -346,7 +363,7 @@ def _adapters(plan: TensorPlan, sequence: bool) -> Iterator[_Problem]:
         if isinstance(style, Replicate):
             plan.styles[name] = style
         elif layer.kind != "LoRA" or not isinstance(style, Column | Row):
-            yield _Problem(
+            yield Problem(
                 layer.base,
                 f"{layer.kind} adapters of a layer that is divided: "
                 "only plain LoRA of linear layers is, with them",
@@ -355,7 +372,7 @@ def _adapters(plan: TensorPlan, sequence: bool) -> Iterator[_Problem]:
             plan.styles |= {**dict.fromkeys(layer.down, Replicate()), **dict.fromkeys(layer.up, style)}
             plan.siblings |= {up: [up] for up in layer.up}
             if sequence and layer.dropouts:
-                yield _Problem(
+                yield Problem(
                     layer.base,
                     "lora_dropout would drop other inputs on each rank",
                     "mesh.sequence_parallel = false",
@@ -370,7 +387,7 @@ def _adapters(plan: TensorPlan, sequence: bool) -> Iterator[_Problem]:
 
 def _unplaced(
     plan: TensorPlan, modules: Mapping[str, nn.Module], blocks: Mapping[str, nn.Module]
-) -> Iterator[_Problem]:
+) -> Iterator[Problem]:
     """Modules of the blocks of which nobody says what they are, where that matters."""
     split = [
         parent
@@ -390,30 +407,26 @@ def _unplaced(
             for outer, layer in plan.adapted.items()
         ):
             continue  # adapters are whole where their layer has no style
-        choice = '"replicate"'
         if is_linear(module) or isinstance(module, nn.Embedding):
-            choice = '"colwise" or "rowwise" or "replicate"' if is_linear(module) else '"replicate"'
-            yield _Problem(name, f"{type(module).__name__} without a style", f"= {choice}")
+            yield Problem(name, f"{type(module).__name__} without a style")
         elif any(name == parent or name.startswith(parent + ".") for parent in split):
-            yield _Problem(name, f"{type(module).__name__} between layers that are divided, without a style",
-                           '= "replicated_with_grad_allreduce" if it '
-                           'works on divided activations, else "replicate"')  # fmt: skip
+            yield Problem(name, f"{type(module).__name__} between layers that are divided, without a style")
 
 
 def _not_by_position(
     model: nn.Module, plan: TensorPlan, modules: Mapping[str, nn.Module], blocks: Mapping[str, nn.Module]
-) -> Iterator[_Problem]:
+) -> Iterator[Problem]:
     """What may mix positions of which a rank has a part only: everything but norms, and what gets the whole
     sequence."""
     fix = "mesh.sequence_parallel = false"
     if setting := skips_blocks(model):
-        yield _Problem("", f"skips whole blocks at random ({setting})", fix)
+        yield Problem("", f"skips whole blocks at random ({setting})", fix)
     if not blocks:
-        yield _Problem("", "has no repeated blocks to split the sequence between", fix)
+        yield Problem("", "has no repeated blocks to split the sequence between", fix)
     for block in blocks:
         whole = [parent for parent in plan.siblings if parent.startswith(block + ".")]
         if not any(parent in plan.heads or parent in plan.whole_attentions for parent in whole):
-            yield _Problem(
+            yield Problem(
                 block, "has no attention in a module of its own, which could be given the whole sequence", fix
             )
         for name, module in modules.items():
@@ -427,11 +440,11 @@ def _not_by_position(
             if any(name.startswith(f"{outer}.") for outer in plan.adapted):
                 continue
             if style == Replicate():
-                yield _Problem(
+                yield Problem(
                     name, "is placed whole on every rank, and may not work on each position by itself", fix
                 )
             elif style is None and any(True for _ in module.parameters(recurse=False)):
-                yield _Problem(name, f"{type(module).__name__} may not work on each position by itself", fix)
+                yield Problem(name, f"{type(module).__name__} may not work on each position by itself", fix)
 
 
 def is_norm(module: nn.Module) -> bool:
@@ -439,25 +452,6 @@ def is_norm(module: nn.Module) -> bool:
     return isinstance(module, nn.LayerNorm | nn.RMSNorm) or type(module).__name__.endswith(
         ("LayerNorm", "RMSNorm")
     )
-
-
-def _message(model: nn.Module, ways: int, problems: Iterable[_Problem]) -> str:
-    """One line for each problem, repeated blocks in one."""
-    lines = dict.fromkeys(
-        f"  - {path}: {problem.reason}" + (f"\n    fix: {_fix(path, problem.line)}" if problem.line else "")
-        for problem in problems
-        for path in [_starred(problem.path) or type(model).__name__]
-    )
-    return (
-        f"{type(model).__name__} cannot be divided over mesh.tp = {ways} ranks:\n"
-        + "\n".join(lines)
-        + "\n  or set mesh.tp = 1; "
-        "styles by path go into the config's mesh.tp_plan"
-    )
-
-
-def _fix(path: str, line: str) -> str:
-    return f'mesh.tp_plan."{path}" {line}' if line.startswith("=") else line
 
 
 def _sizes(*counts: int) -> str:
@@ -479,15 +473,6 @@ def _by_parent(names: Iterable[str]) -> dict[str, list[str]]:
 def _parent(name: str) -> str:
     """The module that calls this one; of a layer in PEFT's wrapper, the one that calls the wrapper."""
     return name.removesuffix(".base_layer").rpartition(".")[0]
-
-
-def _pattern(path: str) -> str:
-    return re.escape(path).replace(r"\*", r"[^.]+")
-
-
-def _starred(name: str) -> str:
-    """The path that repeated blocks share."""
-    return re.sub(r"\.\d+(?=\.|$)", ".*", name)
 
 
 def _model_type(model: nn.Module) -> str:
