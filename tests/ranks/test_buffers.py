@@ -168,7 +168,7 @@ def test_what_ranks_write_differently_is_an_error_on_all_that_names_the_key(kind
         engine = polyreme.initialize(net(kind), config(world, 1, {}), loss_fn=F.mse_loss)
         before = [p.clone() for p in engine.module.parameters() if p.requires_grad]
         with pytest.raises(
-            ModelError, match=rf"blocks.0.0.* of {kind.__name__}.*2 data-parallel.*buffers = "
+            ModelError, match=rf"2 data-parallel.*blocks.0.0.* of {kind.__name__}.*buffers = "
         ) as e:
             engine.train_step(models.share(batch(0), rank, world))
         assert all(map(torch.equal, before, (p for p in engine.module.parameters() if p.requires_grad)))
@@ -248,6 +248,18 @@ def test_what_is_no_longer_alike_is_told_of() -> None:
     assert threads.run(2, drift) == [3, 3]
 
 
+class Unused(nn.Module):
+    """A scale that the script sets."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix = nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("scale", torch.ones(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.mix(x) * self.scale
+
+
 class Divided(nn.Module):
     """A running scale of activations that tensor parallelism divides."""
 
@@ -270,6 +282,18 @@ def test_a_scale_of_divided_activations_is_refused() -> None:
             threads.RanksFailed, match=r"scale of Divided differently on each rank of mesh\.tp"
         ):
             threads.run(2, trained, Divided, 1, {"mesh": mesh, "buffers": way})
+
+
+def test_what_a_script_writes_is_shared_too() -> None:
+    def written(rank: int, world: int, alike: bool) -> None:
+        engine = polyreme.initialize(net(Unused), config(world, 1, {}), loss_fn=F.mse_loss)
+        for step in range(4):
+            engine.module.blocks[0][0].scale.fill_(step + (rank and not alike and step > 1))
+            engine.train_step(models.share(batch(step), rank, world))
+
+    threads.run(2, written, True)
+    with pytest.raises(threads.RanksFailed, match=r"scale of Unused, .*\(or a script on some ranks alone\)"):
+        threads.run(2, written, False)
 
 
 def test_resuming_is_the_same_to_the_last_bit(tmp_path: Path) -> None:

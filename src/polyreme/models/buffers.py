@@ -76,16 +76,15 @@ class Buffers:
     ) -> None:
         self._mesh, self._axis, self._config = mesh, mesh.dp, config
         self._alone = mesh.dp.size == 1 and mesh.tp.size == 1
-        places = [
-            *_buffers(model, mesh.dp.size, config, alike),
-            *_parameters(model, config, sharded, divided),
-        ]
+        places = [*_buffers(model, mesh, config, alike), *_parameters(model, config, sharded, divided)]
         self._places = {place.name: place for place in places}
         self.parameters: set[int] = set()
         """Ids of the parameters that forwards write, and that all ranks are given."""
         self._digests: dict[str, Tensor] | None = None  # before the first forward
         self._first = True
-        self._equal: set[str] = set()  # over all stages of a pipeline: the same on all ranks by itself
+        self._equal: set[str] = (
+            set()
+        )  # over all stages of a pipeline: what is not shared, but looked at again
         self._changed: list[str] = []
         self._steps = 0
         norms = [each for each in places if isinstance(each.owner, _BatchNorm) and not each.is_parameter]
@@ -139,10 +138,10 @@ class Buffers:
         if problems := [text for each in found.values() if (text := each.problem(self._axis.size))]:
             raise ModelError("\n".join(problems))
         if differing := [each.what for each in found.values() if each.differs and each.way == "error"]:
-            raise ModelError(_DIFFERS.format(named(differing), self._axis.size))
+            raise ModelError(_DIFFERS.format(self._axis.size, named(differing)))
         self._warn_of_parts([found[name] for name in sorted(written)])
         for name in [] if self._alone else names:
-            if found[name].way == "error":
+            if self._axis.size == 1 or found[name].way in ("error", "local"):
                 self._equal.add(name)
             elif name in self._places:
                 self._known[name] = _shape(self._places[name])
@@ -256,9 +255,10 @@ class _Spread:
 
 
 _DIFFERS = (
-    "the forwards write {}, on each of the {} data-parallel ranks by its own samples, so that none has what "
-    'one process would: write buffers = "average" (after a step all have the mean over the ranks, which is '
-    'what one process has where they are running means and shares are equal), "rank0" (all have rank 0\'s, '
+    "the {} data-parallel ranks have other numbers in {}, which forwards write by their rank's samples (or a "
+    "script on some ranks alone), so that none has what one process would: write "
+    'buffers = "average" (after a step all have the mean over the ranks, which is what one process has where '
+    'they are running means and shares are equal), "rank0" (all have rank 0\'s, '
     'as with DDP), or "local" (each keeps its own, and rank 0\'s are saved). What a forward computes from '
     "its own samples alone stays so with each of these; normalisation over the whole batch is nn.BatchNorm "
     'with batch_norm = "sync"'
@@ -301,13 +301,17 @@ def _shape(place: Place) -> tuple[int, ...]:
     return tuple(place.tensor.shape)
 
 
-def _buffers(model: nn.Module, ranks: int, config: Config, alike: Collection[Tensor]) -> Iterator[Place]:
+def _buffers(model: nn.Module, mesh: Mesh, config: Config, alike: Collection[Tensor]) -> Iterator[Place]:
     """The persistent buffers that a rank does not keep to itself."""
     known = {id(each) for each in alike}
-    of_batch_norm = "local" if ranks == 1 or config.batch_norm == "rank" else "rank0"
     for prefix, module in model.named_modules():
-        way = of_batch_norm if isinstance(module, _BatchNorm) else config.buffers
-        for key, buffer in module._buffers.items() if way != "local" else ():
+        if isinstance(module, _BatchNorm):
+            way = "local" if mesh.dp.size == 1 or config.batch_norm == "rank" else "rank0"
+            apart = way == "local"
+        else:
+            way = config.buffers
+            apart = way == "local" and mesh.tp.size == 1
+        for key, buffer in module._buffers.items() if not apart else ():
             if (
                 buffer is not None
                 and key not in module._non_persistent_buffers_set
