@@ -211,8 +211,9 @@ class Written:
             self.note()
 
     def _counted(self, bucket: Bucket | None) -> dict[Bucket, list[tuple[int, int]]]:
+        passed = self._passed
         return {
-            each: [(p._version * (id(p) not in self._passed), p.data_ptr()) for p in each.parameters]
+            each: [(0 if passed and id(p) in passed else p._version, p.data_ptr()) for p in each.parameters]
             for each in self._buckets
             if bucket in (None, each) and "params" not in each.asleep
         }
