@@ -70,7 +70,7 @@ class EngineOptimizer(OptimizerView):
 
     def __init__(self, engine: Engine) -> None:
         own = engine.optimizer
-        super().__init__(own._engine, own._options, own._updates)
+        super().__init__(own._engine, own._source)
         self.last: StepResult | None = None
 
     @property

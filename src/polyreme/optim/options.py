@@ -3,20 +3,21 @@ optimizer. Pure: the same on every rank."""
 
 from __future__ import annotations
 
-import json
 import warnings
 from collections.abc import Callable, Mapping
-from contextlib import suppress
+from operator import is_
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from torch.optim.lr_scheduler import LRScheduler
 
 from polyreme.config import Progress
 from polyreme.errors import ConfigError, ModelError, Problem
 from polyreme.optim.groups import Recipe
 from polyreme.optim.lr_schedule import LRSchedule
+from polyreme.optim.saved_options import Groups, like, lost, options_of, plain, put, take
+from polyreme.optim.torch_scheduler import TorchScheduler
 
 Scheduler = LRScheduler | Callable[[Optimizer], LRScheduler]
 """A torch scheduler, or what builds one on an optimizer."""
@@ -33,7 +34,8 @@ class Options:
     told.
 
     With `led_by`, an optimizer that the caller made and has the groups of, its options are those of every
-    step, as they are then.
+    step, as they are then. So are those that a script sets in `groups`: learning rates, too, which the
+    schedule sets no more from then on.
 
     Raises ConfigError for anything else.
     """
@@ -45,7 +47,7 @@ class Options:
         scheduler: Scheduler | None = None,
         led_by: Optimizer | None = None,
     ) -> None:
-        self._schedule, self._led = schedule, led_by is not None
+        self._schedule, self._own = schedule, led_by is not None
         if led_by is not None and not schedule.is_constant:
             reason = "the optimizer that was passed has the learning rate of each step"
             fix = "leave lr_schedule out, or pass the optimizer's class"
@@ -57,9 +59,12 @@ class Options:
                 group["lr"] = float(group["lr"])  # where the caller gave a tensor
         else:
             self._lead = led_by
-        self._base = [float(group["lr"]) for group in self.groups]
+        self._members = [(group["params"], tuple(group["params"])) for group in self.groups]
+        self._made = [options_of(group) for group in self.groups]
+        self._base = self._rates
         self._set = self._base  # the rates that the schedule gave last
-        self._scheduler = None if scheduler is None else self._built(scheduler)
+        self._led = False  # whether a script has set rates in its place
+        self._scheduler = None if scheduler is None else TorchScheduler(self._built(scheduler))
         self.needs_tokens = scheduler is None and schedule.in_tokens
         """Whether the learning rate follows the number of tokens, which only batches with `input_ids`
         carry."""
@@ -80,82 +85,190 @@ class Options:
         """The learning rate of the first group."""
         return float(self.groups[0]["lr"])
 
+    @property
+    def _rates(self) -> list[float]:
+        return [float(group["lr"]) for group in self.groups]
+
+    @property
+    def _is_led(self) -> bool:
+        """Whether a script has set learning rates, and goes on to."""
+        return self._scheduler is None and (self._led or self._rates != self._set)
+
+    def regrouped(self, thorough: bool) -> bool:
+        """Whether the caller's optimizer has other groups than those that were taken over, or other parameters
+        in them. `thorough`: look at each parameter, which else is done where a group has another list."""
+        if not self._own:
+            return False
+        if len(self.groups) != len(self._members):
+            return True
+        for group, (held, members) in zip(self.groups, self._members, strict=True):
+            now = group["params"]
+            if len(now) != len(members):
+                return True
+            if (thorough or now is not held) and not all(map(is_, now, members)):
+                return True
+        return False
+
+    def add_group(self, group: dict[str, Any]) -> bool:
+        """Add a group to the caller's optimizer, if that has the groups."""
+        if self._own:
+            self._lead.add_param_group(group)
+        return self._own
+
     def check(self, made: Recipe) -> None:
         """Raise ModelError where the torch scheduler could not go on with the groups of a recipe that is to
-        take this one's place."""
-        scheduler, count, now = self._scheduler, len(self._base), len(made.groups)
-        if (
-            scheduler is not None
-            and now != count
-            and (scheduler.optimizer is self._lead or len(scheduler.optimizer.param_groups) > 1)
-        ):
+        take this one's place; and warn where options that a script has set are not those of any group."""
+        scheduler, count, now = self._scheduler, len(self._made), len(made.groups)
+        if now == count:
+            return
+        if scheduler is not None and (self._leads_all or len(scheduler.made.optimizer.param_groups) > 1):
             raise ModelError(f"lr_scheduler goes by the optimizer's {count} groups, "
                              f"and of the model as it is now it has {now}: use a "
                              "factory that makes the same groups, the config's "
-                             "lr_schedule, or save, and initialize anew")  # fmt: skip
+                             "lr_schedule, or leave lr_scheduler out and step the "
+                             "scheduler in the script")  # fmt: skip
+        if not self._own and (self._is_led or [*map(options_of, self.groups)] != self._made):
+            warnings.warn(
+                f"the optimizer has {now} groups, and had {count}: what the script set in "
+                "engine.optimizer.param_groups is left behind, so set it again",
+                stacklevel=3,
+            )
+
+    def release(self) -> None:
+        """Let a torch scheduler be the caller's alone."""
+        if self._scheduler is not None:
+            self._scheduler.release()
 
     def advance(self, progress: Progress) -> None:
         """Go to the step that follows `progress`, by one step of the torch scheduler where there is one that
         waits for no metric."""
-        if self._scheduler is not None and not isinstance(self._scheduler, ReduceLROnPlateau):
-            with warnings.catch_warnings():  # that it is stepped before its optimizer: ours are others
-                warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step", UserWarning)
-                self._scheduler.step()
+        if self._scheduler is not None:
+            self._scheduler.advance()
         self._lead._opt_called = True  # type: ignore[attr-defined]  # for torch schedulers, which look
         self._follow(progress)
 
+    def skip(self) -> None:
+        """Stay where this is: the step was skipped."""
+        if self._scheduler is not None:
+            self._scheduler.skip()
+
+    def on_metric(self, observe: Callable[[float], object]) -> None:
+        """Have `observe` called where the script steps ReduceLROnPlateau itself."""
+        if self._scheduler is not None:
+            self._scheduler.on_metric = observe
+
     def observe(self, metric: float) -> None:
         """Step ReduceLROnPlateau. Raises ConfigError where the scheduler is another one."""
-        if not isinstance(self._scheduler, ReduceLROnPlateau):
-            name = "the config's schedule" if self._scheduler is None else type(self._scheduler).__name__
+        if self._scheduler is None or not self._scheduler.waits:
+            name = "the config's schedule" if self._scheduler is None else self._scheduler.name
             raise ConfigError([Problem("lr_scheduler", name, "it waits for no metric, and "
                                                              "goes on with each step by itself",
                                        "pass lr_scheduler=ReduceLROnPlateau, "
                                        "or leave plateau() out")])  # fmt: skip
-        self._scheduler.step(metric)
+        self._scheduler.observe(metric)
         self._follow(Progress(0, 0, 0))
 
     def state_dict(self) -> dict[str, Any]:
-        """What a torch scheduler knows of the past, as JSON can hold it; the config's schedule follows from
-        how far training has come."""
-        if self._scheduler is None and not self._led:
-            return {}
-        groups = [
-            {key: value for key, value in group.items() if key not in ("params", "param_names")}
-            for group in self._followed.param_groups
-        ]
-        scheduler = {} if self._scheduler is None else _json(self._scheduler.state_dict())
-        return {"groups": [_json(group) for group in groups], "scheduler": scheduler}
+        """The options of all groups now and as they were made, and what a torch scheduler knows of the past,
+        as JSON can hold them; the config's schedule follows from how far training has come."""
+        steps = self._scheduler
+        state: dict[str, Any] = {
+            "groups": [options_of(group) for group in self.groups],
+            "made": self._made,
+            "led": self._is_led,
+            "lost": sorted({key for group in self.groups for key in lost(group)}),
+            "scheduler": {},
+        }
+        if steps is not None:
+            knows = steps.made.state_dict()
+            state |= {"scheduler": plain(knows), "by": steps.name}
+            state["lost"] += [f"lr_scheduler.{key}" for key in lost(knows)]
+            if not self._leads_all:
+                state["followed"] = [options_of(group) for group in steps.made.optimizer.param_groups]
+        return state
 
-    def load_state_dict(self, state: Mapping[str, Any], progress: Progress) -> None:
-        """Go on from `state`, and from `progress`."""
-        if (self._scheduler is not None or self._led) and state:
-            if self._scheduler is not None:
-                self._scheduler.load_state_dict(
-                    {**self._scheduler.state_dict(), **state.get("scheduler", {})}
-                )
-            for group, before in zip(self._followed.param_groups, state.get("groups", ()), strict=False):
-                group.update(
-                    {key: tuple(value) if isinstance(value, list) else value for key, value in before.items()}
-                )
+    def load_state_dict(self, state: Mapping[str, Any], progress: Progress) -> list[str]:
+        """Go on from `state`, and from `progress`. Options that a script had set by then count, and those of
+        the caller's own optimizer; all others are as they were made here. Returns what there is to say of
+        it."""
+        if self._scheduler is not None:
+            self._scheduler.restart()
+        groups = state.get("groups", [])
+        if not groups or ("made" not in state and not self._own and self._scheduler is None):
+            self._follow(progress)
+            return []
+        made = state.get("made", [{} for _ in groups])
+        notes = [
+            f"{key} is as the script has it now: a checkpoint cannot keep it" for key in state.get("lost", ())
+        ]
+        if len(groups) == len(self.groups):
+            return notes + self._take(Groups(groups, made), state, progress)
+        notes.append(
+            f"the optimizer has {len(self.groups)} groups, and had {len(groups)}: their options are those of now"
+        )
+        if self._scheduler is not None:
+            notes += [f"lr_scheduler, {self._scheduler.name}, begins anew"]
         self._follow(progress)
+        return notes
+
+    def _take(self, saved: Groups, state: Mapping[str, Any], progress: Progress) -> list[str]:
+        led, before, here = self._is_led, self._rates, [options_of(group) for group in self.groups]
+        notes = self._take_schedule(state)
+        rates = self._own or (bool(state["scheduler"]) if self._scheduler is not None else bool(state["led"]))
+        self._led = not self._own and self._scheduler is None and bool(state["led"])
+        notes += take(self.groups, Groups(here, self._made), saved, self._own, rates)
+        if not rates:
+            self._set = self._rates  # those that a script has set meanwhile are not its any more
+            self._follow(progress)
+        if led and not rates and self._rates != before:
+            notes.append(
+                f"the learning rates are {self._rates}, as the config says, and not {before}, which were set "
+                "before load(): set them after it"
+            )
+        if not state["scheduler"] and any("initial_lr" in group for group in saved.now):
+            notes.append(
+                "a torch scheduler of the script's own changed the learning rate, and its count is not in the "
+                "checkpoint: give it to initialize as lr_scheduler=, or keep its state_dict() in "
+                "engine.save(..., extra=)"
+            )
+        return notes
+
+    def _take_schedule(self, state: Mapping[str, Any]) -> list[str]:
+        """What a torch scheduler knew; where there was or is none, what becomes of the learning rate."""
+        steps, knew = self._scheduler, state["scheduler"]
+        if steps is None:
+            gone = f"the checkpoint's lr_scheduler, {state.get('by', 'a torch scheduler')}, is not followed any more"
+            return [gone] if knew else []
+        if not knew:
+            return [f"lr_scheduler, {steps.name}, begins anew: the checkpoint has none"]
+        steps.made.load_state_dict(like(steps.made.state_dict(), knew))
+        if not self._leads_all:
+            for group, then in zip(
+                steps.made.optimizer.param_groups, state.get("followed", state["groups"]), strict=False
+            ):
+                put(group, then)
+        was = state.get("by", steps.name)
+        return (
+            []
+            if was == steps.name
+            else [f"lr_scheduler is a {steps.name}, and goes on at the count of a {was}"]
+        )
 
     @property
-    def _followed(self) -> Optimizer:
-        """The optimizer whose options a scheduler or the caller sets."""
-        return self._lead if self._scheduler is None else self._scheduler.optimizer
+    def _leads_all(self) -> bool:
+        """Whether the torch scheduler is one on the optimizer that has the groups."""
+        return self._scheduler is not None and self._scheduler.made.optimizer is self._lead
 
     def _follow(self, progress: Progress) -> None:
         """Set the learning rates, unless the scheduler or the caller sets them."""
-        now = [float(group["lr"]) for group in self._lead.param_groups]
-        if self._scheduler is None and (self._led or now != self._set):
-            self._led = True  # whoever changed a rate sets them from now on
-            return
         if self._scheduler is None:
+            self._led = self._is_led  # whoever changed a rate sets them from now on
+            if self._own or self._led:
+                return
             factor = self._schedule.factor(progress)
             rates = [base * factor for base in self._base]
-        elif self._scheduler.optimizer is not self._lead:
-            rates = [float(group["lr"]) for group in self._scheduler.optimizer.param_groups]
+        elif not self._leads_all:
+            rates = [float(group["lr"]) for group in self._scheduler.made.optimizer.param_groups]
             if len(rates) == 1:
                 rates = [
                     rates[0] if base == self._base[0] else rates[0] * (base / self._base[0])
@@ -193,12 +306,3 @@ class Options:
                 [Problem("lr_scheduler", getattr(made, "__name__", type(made).__name__), reason, fix)]
             )
         return made
-
-
-def _json(values: Mapping[str, Any]) -> dict[str, Any]:
-    """What of `values` JSON can hold."""
-    found = {}
-    for key, value in values.items():
-        with suppress(TypeError, ValueError):
-            found[key] = json.loads(json.dumps(value))
-    return found

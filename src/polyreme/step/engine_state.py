@@ -438,7 +438,7 @@ def _go_on(contents: EngineContents, resume: Resume) -> list[str]:
     if resume.config.get("precision", {}).get("compute") not in SCALED:  # then 1 was no loss scale
         mine = contents.step.state_dict()
         state = {**state, **{key: mine[key] for key in ("loss_scale", "good_steps", "overflows")}}
-    contents.step.load_state_dict(state)
+    notes += contents.step.load_state_dict(state)
     notes += _take_random_numbers(contents, resume)
     before = resume.config.get("batch", {}).get("size")
     if before != config.batch.size:

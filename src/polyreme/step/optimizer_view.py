@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -25,6 +26,14 @@ class Steps(Protocol):
     def zero_grad(self, set_to_none: bool = True) -> None: ...
 
 
+@dataclass
+class Source:
+    """What views look at: `refresh` puts others in its place, and schedulers on a view go on."""
+
+    options: Options
+    updates: Updates
+
+
 class OptimizerView(Optimizer):
     """`param_groups` are those whose options count at the next step; to change one (`group["lr"] = ...`), or
     to have a torch scheduler do so, changes it. Their parameters are the model's, or stand-ins for them where
@@ -32,23 +41,28 @@ class OptimizerView(Optimizer):
 
     _opt_called = True  # a torch scheduler warns where an optimizer has not stepped; the engine does so
 
-    def __init__(self, engine: Steps, options: Options, updates: Updates) -> None:
-        self._engine, self._options, self._updates = engine, options, updates
+    def __init__(self, engine: Steps, source: Source) -> None:
+        self._engine, self._source = engine, source
         self._made = False
-        super().__init__([{"params": []}], options.defaults)
+        super().__init__([{"params": []}], source.options.defaults)
         self._made = True
 
     @property
+    def _updates(self) -> Updates:
+        return self._source.updates
+
+    @property
     def param_groups(self) -> list[dict[str, Any]]:
-        return self._options.groups
+        return self._source.options.groups
 
     @param_groups.setter
     def param_groups(self, groups: Iterable[Any]) -> None:
         pass  # torch's constructor makes an empty one
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Raises ModelError: the engine knows its parameters."""
-        if self._made:  # torch's constructor adds an empty one
+        """Add a group to the optimizer that was given to `initialize`, whose parameters train from the next
+        step on. Raises ModelError where the engine made the groups."""
+        if self._made and not self._source.options.add_group(param_group):  # torch's constructor adds one
             raise ModelError(
                 "optimizer.add_param_group of an engine: add the parameters to the module, and call "
                 "engine.refresh(), which makes the groups anew"

@@ -72,6 +72,7 @@ class TrainingProgress:
         )
         if skipped:
             self._skipped = Progress(*map(sum, zip(self._skipped, step, strict=True)))
+            self.options.skip()
         else:
             self.options.advance(self._scheduled())
         self.state.change(lr=self.options.lr, loss_scale=self.scale.value)
@@ -92,15 +93,16 @@ class TrainingProgress:
             "skipped": self._skipped._asdict(),
         }
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from what `state_dict` gave."""
+    def load_state_dict(self, state: Mapping[str, Any]) -> list[str]:
+        """Go on from what `state_dict` gave. Returns what there is to say of the optimizer's options."""
         self.state.change(**{key: int(state[key]) for key in ("step", "samples", "tokens")})
         self._skipped = Progress(**state.get("skipped", {}))
-        self.options.load_state_dict(state["options"], self._scheduled())
+        notes = self.options.load_state_dict(state["options"], self._scheduled())
         if self.scale.dynamic:
             self.scale.value, self.scale.good_steps = float(state["loss_scale"]), int(state["good_steps"])
             self.scale.overflows = int(state.get("overflows", 0))
         self.state.change(lr=self.options.lr, loss_scale=self.scale.value)
+        return notes
 
     def _scheduled(self) -> Progress:
         """How far the schedule of the learning rate has come."""

@@ -184,11 +184,12 @@ class Step:
         hold it."""
         return {**self.progress.state_dict(), "hint": self._sums.hint}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from what `state_dict` gave."""
+    def load_state_dict(self, state: Mapping[str, Any]) -> list[str]:
+        """Go on from what `state_dict` gave. Returns what there is to say of the optimizer's options."""
         self.begin()
-        self.progress.load_state_dict(state)
+        notes = self.progress.load_state_dict(state)
         self._sums.hint = float(state["hint"])
+        return notes
 
     def backward(
         self,

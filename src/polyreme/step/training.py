@@ -23,7 +23,7 @@ from polyreme.pipeline.rank import PipelineRank
 from polyreme.step.accumulation import each_time
 from polyreme.step.engine_state import EngineContents
 from polyreme.step.loss import Objective
-from polyreme.step.optimizer_view import OptimizerView
+from polyreme.step.optimizer_view import OptimizerView, Source
 from polyreme.step.precision import loss_scale
 from polyreme.step.progress import TrainingProgress
 from polyreme.step.step import Step
@@ -83,6 +83,7 @@ class Training:
         self.step = Step(
             config, sums, placement, self._reducer, self.blocks, self.updates, progress, self.buffers
         )
+        self.options.on_metric(self.step.plateau)
         self.contents = EngineContents(module, config, mesh, placement, list(self.updates), self.step)
         trained = [parameter for bucket in placement.trainable for parameter in bucket.parameters]
         self.loop = Loop(module, objective, config, self.step, self._reducer, trained)
@@ -90,13 +91,14 @@ class Training:
         self._at_end = weakref.finalize(self, self.loop.close)
         self._at_end.atexit = False
         self.roster = Roster(module)
+        self.source = Source(self.options, self.updates)
         self._view: OptimizerView | None = None
         self._refusal = None if led is None else led.register_step_pre_hook(_refuse_step)
 
     def optimizer(self, engine: Any) -> OptimizerView:
         """The optimizer of all shards, as a user of `engine` sees it."""
         if self._view is None:
-            self._view = OptimizerView(engine, self.options, self.updates)
+            self._view = OptimizerView(engine, self.source)
         return self._view
 
     def note(self) -> None:
@@ -108,6 +110,7 @@ class Training:
         """Take all hooks off the model, which another training takes over."""
         for each in (self.blocks, self._reducer, self.loop):
             each.close()
+        self.options.release()
         if self._refusal is not None:
             self._refusal.remove()
         self._at_end.detach()  # it holds the loop, and so all that is replaced
@@ -135,6 +138,8 @@ class Training:
         self.step.written.note()
         self.step.flags = old.step.flags
         self.contents.loaders, self.contents.positions = old.contents.loaders, old.contents.positions
+        self.source, self._view = old.source, old._view
+        self.source.options, self.source.updates = self.options, self.updates
         old.placement.offload.close()
 
 

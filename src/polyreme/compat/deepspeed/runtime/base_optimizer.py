@@ -34,7 +34,7 @@ class DeepSpeedOptimizer(OptimizerView):
 
     def __init__(self, engine: DeepSpeedEngine, basic: Optimizer | type[Optimizer]) -> None:
         own = engine.polyreme.optimizer
-        super().__init__(own._engine, own._options, own._updates)
+        super().__init__(own._engine, own._source)
         self._front = (engine,)  # in a tuple: the engine is a module, and has this as an attribute
         self._basic = basic
         self._taken_for = basic_class(basic, engine.translation)

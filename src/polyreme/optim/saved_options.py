@@ -1,0 +1,122 @@
+"""Options of an optimizer's groups, and what a torch scheduler knows, to a checkpoint and back.
+
+Invariant: what JSON holds of them comes back equal and of the type that it had; what it cannot hold is named.
+No communication."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+OF_PARAMETERS = ("params", "param_names")
+"""What a group has that is no option."""
+
+
+def plain(values: Mapping[str, Any]) -> dict[str, Any]:
+    """What of `values` JSON can hold: tensors of one element as numbers."""
+    found = {}
+    for key, value in values.items():
+        try:
+            found[key] = json.loads(json.dumps(value, default=_number))
+        except (TypeError, ValueError):
+            continue
+    return found
+
+
+def options_of(group: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of a group, as JSON can hold them."""
+    return plain({key: value for key, value in group.items() if key not in OF_PARAMETERS})
+
+
+def lost(values: Mapping[str, Any]) -> list[str]:
+    """The keys of what JSON cannot hold, but for functions, which a script makes again."""
+    kept = {*plain(values), *OF_PARAMETERS}
+    return [key for key, value in values.items() if key not in kept and not callable(value)]
+
+
+def like(now: Any, saved: Any) -> Any:
+    """`saved` of the type of `now`, with what `now` has beside it in mappings."""
+    if isinstance(now, Tensor):
+        return torch.full_like(now, saved)
+    if isinstance(now, Counter):  # whose keys JSON made texts of
+        return Counter({int(key): count for key, count in saved.items()})
+    if isinstance(now, Mapping) and isinstance(saved, Mapping):
+        keys = {str(key): key for key in now}
+        return {**now, **{keys.get(key, key): like(now.get(keys.get(key)), saved[key]) for key in saved}}
+    if isinstance(now, list | tuple) and isinstance(saved, list):
+        alike = len(now) == len(saved)
+        return type(now)(map(like, now, saved) if alike else saved)
+    return saved
+
+
+@dataclass(frozen=True)
+class Groups:
+    """The options of all groups at one moment, and as `initialize` made them, both `plain`."""
+
+    now: Sequence[Mapping[str, Any]]
+    made: Sequence[Mapping[str, Any]]
+
+
+def take(
+    groups: Sequence[dict[str, Any]], made: Groups, saved: Groups, every: bool, rates: bool
+) -> list[str]:
+    """Set the options of `groups`, which `made` tells of, to those that `saved` has: `every` one, or those
+    that were changed since they were made, and have the others as they were made here. rates: whether
+    learning rates are among them; else they are left alone. Returns what there is to say of it."""
+    told: dict[str, list[int]] = {}
+    for at, group in enumerate(groups):
+        for key, value in _coming(made, saved, at, every, rates):
+            before, others = made.now[at].get(key), (made.made[at].get(key), saved.made[at].get(key))
+            set_here = key != "lr" and key in made.made[at] and before != others[0]
+            if (
+                key in made.now[at]
+                and before != value
+                and (set_here or key in saved.made[at] and others[0] != others[1])
+            ):
+                told.setdefault(f"{key} is {value!r}, as the checkpoint says, and not {before!r}", []).append(
+                    at
+                )
+            put(group, {key: value})
+    return [
+        f"{what}, of the optimizer's group {_numbers(at)}: set it after load()" for what, at in told.items()
+    ]
+
+
+def _coming(made: Groups, saved: Groups, at: int, every: bool, rates: bool) -> Iterator[tuple[str, Any]]:
+    """The options that a group gets."""
+    now, then, before = made.made[at], saved.now[at], saved.made[at]
+    for key in {**then, **now}:
+        if key == "lr" and not rates:
+            continue
+        if key in then and (every or key == "lr" or key not in before or then[key] != before[key]):
+            yield key, then[key]
+        elif key in now and not every:
+            yield key, now[key]
+
+
+def put(group: dict[str, Any], saved: Mapping[str, Any]) -> None:
+    """Set options of a group, each of the type that it has there."""
+    for key, value in saved.items():
+        if isinstance(group.get(key), Tensor):
+            with torch.no_grad():
+                group[key].fill_(value)
+        elif key in group:
+            group[key] = like(group[key], value)
+        else:
+            group[key] = tuple(value) if isinstance(value, list) else value
+
+
+def _number(value: Any) -> Any:
+    if isinstance(value, Tensor) and value.numel() == 1:
+        return value.item()
+    raise TypeError
+
+
+def _numbers(at: Sequence[int]) -> str:
+    return ", ".join(map(str, at))
