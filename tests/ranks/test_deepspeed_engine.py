@@ -132,7 +132,8 @@ def train(rank: int, world: int, stage: int, how: str, clip: float) -> Tensor:
                 assert torch.equal(engine.backward(loss), loss / accumulation)
             assert engine.is_gradient_accumulation_boundary() == (i == accumulation - 1)
             engine.step()
-        assert engine.global_steps == step + 1 and engine.was_step_applied()
+            assert engine.was_step_applied() == (i == accumulation - 1)
+        assert engine.global_steps == step + 1
         assert engine.get_lr() == [pytest.approx(0.01 * min(1.0, (2 + step) / 4))]
     assert engine.get_global_grad_norm() > 0 and engine.micro_steps == STEPS * accumulation
     return weights(engine)

@@ -117,14 +117,107 @@ def gone_on(rank: int, world: int, cases: list[Any], folder: Path) -> list[tuple
 
 CASES = [
     case
-    for case in some(2, list(OPTIMIZERS), SCHEDULES, list(CHANGES), (0, 2, 3))
+    for case in some(2, list(OPTIMIZERS), SCHEDULES, list(CHANGES), (0, 2, 3), (1, 2))
     if case[:2] != ("own", "config's")  # which is refused
 ]
 
 
 @pytest.mark.parametrize("world", [1, 2])
 def test_what_a_script_set_comes_back(world: int, tmp_path: Path) -> None:
-    for found in threads.run(world, gone_on, CASES, tmp_path):
-        for case, (never, killed, notes) in zip(CASES, found, strict=True):
+    cases = [case[:-1] for case in CASES if case[-1] == world]
+    for found in threads.run(world, gone_on, cases, tmp_path):
+        for case, (never, killed, notes) in zip(cases, found, strict=True):
             assert never == killed, case
             assert list(notes) == [], case
+
+
+def small(lr: float = 0.01, way: str = "config's", schedule: str = "none", **sections: Any) -> Any:
+    """An engine of one rank, after two steps."""
+    return begun(0, 1, 2, way, schedule, lr=lr, **sections)
+
+
+def saved(folder: Path, change: Callable[[Any], object], schedule: str = "none", **made: Any) -> Path:
+    with small(schedule=schedule, **made) as engine:
+        for step in range(2):
+            engine.train_step(batch(0, 1, step))
+        change(engine)
+        engine.save(folder)
+    return folder
+
+
+def test_the_config_counts_for_what_no_script_set(tmp_path: Path) -> None:
+    """Another learning rate in the config of the run that goes on."""
+    at = saved(tmp_path / "a", lambda engine: None, schedule="config's")
+    with small(1e-4, schedule="config's", weight_decay=0.5) as engine:
+        assert engine.load(at).notes == []
+        assert engine.state.lr == pytest.approx(1e-4, rel=1e-3)
+        assert engine.optimizer.param_groups[0]["weight_decay"] == 0.5
+    at = saved(tmp_path / "b", lambda engine: engine.optimizer.param_groups[0].update(weight_decay=0.3))
+    with small(1e-4, betas=[0.5, 0.6], weight_decay=0.5) as engine:
+        (note,) = engine.load(at).notes
+        group = engine.optimizer.param_groups[0]
+        assert (group["lr"], group["betas"], group["weight_decay"]) == (1e-4, (0.5, 0.6), 0.3)
+        assert "weight_decay is 0.3, as the checkpoint says, and not 0.5, of the optimizer's group 0" in note
+
+
+def test_what_was_set_before_load_is_told(tmp_path: Path) -> None:
+    """Such as by a learning rate finder, after which the state before it is loaded."""
+    at = saved(tmp_path / "a", lambda engine: None, schedule="config's")
+    with small(schedule="config's") as engine:
+        engine.optimizer.param_groups[0].update(lr=5.0, eps=1.0)
+        notes = engine.load(at).notes
+        assert engine.optimizer.param_groups[0]["eps"] == 1e-8 and engine.state.lr == pytest.approx(0.01)
+        assert len(notes) == 2 and "eps is 1e-08" in notes[0] and "which were set before load()" in notes[1]
+        engine.train_step(batch(0, 1, 2))
+        assert engine.state.lr < 0.01  # the schedule's again
+
+
+def own_scheduler(engine: Any) -> None:
+    schedulers.StepLR(engine.optimizer, 1, 0.5).step()
+
+
+def test_what_cannot_come_back_is_told(tmp_path: Path) -> None:
+    at = saved(tmp_path / "a", own_scheduler)
+    with small() as engine:
+        (note,) = engine.load(at).notes
+        assert engine.state.lr == 0.005 and "a torch scheduler of the script's own" in note
+    with small(schedule="factory") as engine:
+        assert "SequentialLR, begins anew" in engine.load(at).notes[0]
+    at = saved(tmp_path / "b", lambda engine: engine.optimizer.param_groups[0].update(odd={1, 2}))
+    with small() as engine:
+        (note,) = engine.load(at).notes
+        assert note == "odd is as the script has it now: a checkpoint cannot keep it"
+    at = saved(tmp_path / "c", lambda engine: None, schedule="factory")
+    with small() as engine:
+        (note,) = engine.load(at).notes
+        assert "SequentialLR, is not followed any more" in note and engine.state.lr == 0.01
+    groups = {"0.weight": {"lr": 0.1}}
+    with small(groups=groups) as engine:
+        assert "the optimizer has 3 groups, and had 2" in engine.load(at).notes[0]
+        assert [group["lr"] for group in engine.optimizer.param_groups] == [0.01, 0.01, 0.1]
+
+
+def test_a_learning_rate_that_is_a_tensor_comes_back(tmp_path: Path) -> None:
+    for again in (False, True):
+        model = network()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=torch.tensor(0.01, dtype=torch.float64))
+        with polyreme.initialize(
+            model, {"batch": {"size": 8}, "precision": {"compute": "fp64"}}, optimizer=optimizer
+        ) as engine:
+            if again:
+                engine.load(tmp_path / "a")
+                assert torch.equal(optimizer.param_groups[0]["lr"], torch.tensor(0.125, dtype=torch.float64))
+            else:
+                optimizer.param_groups[0]["lr"].fill_(0.125)
+                engine.save(tmp_path / "a")
+
+
+def test_a_scheduler_of_the_scripts_goes_on_over_a_refresh() -> None:
+    with small() as engine:
+        schedule = schedulers.StepLR(engine.optimizer, 1, 0.5)
+        engine.optimizer.param_groups[0]["weight_decay"] = 0.3
+        engine.refresh()
+        schedule.step()
+        assert engine.optimizer is schedule.optimizer
+        assert engine.optimizer.param_groups[0]["weight_decay"] == 0.3
+        assert engine.train_step(batch(0, 1, 0)).lr == 0.005

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
+import models
 import polyreme
 import threads
-from polyreme.errors import ConfigError, ModelError
+from polyreme.errors import BatchError, ConfigError, ModelError
 from polyreme.optim.groups import Lion
 from polyreme.optim.lamb import Lamb
 from pool import Ranks
@@ -280,3 +281,167 @@ def test_states_of_one_element_are_saved_and_loaded(tmp_path: Path) -> None:
     for engine in engines:
         for state in engine.optimizer.state.values():
             assert state["number"] == 2 and torch.equal(state["tensor"], torch.full((1,), 2.0))
+
+
+def staged(model: nn.Module) -> torch.optim.Optimizer:
+    """Only the last block trains at first."""
+    for part in (0, 1):
+        model[part].requires_grad_(False)
+    return torch.optim.AdamW(model[2].parameters(), lr=0.01)
+
+
+def unfreeze(model: nn.Module, optimizer: Any, step: int) -> None:
+    """What a script does before a step: a block more, then the first in a group of another place; then
+    others in their place."""
+    if step == 1:
+        model[1].requires_grad_(True)
+        optimizer.add_param_group({"params": model[1].parameters(), "lr": 0.003})
+    if step == 2:
+        model[0].requires_grad_(True)
+        optimizer.param_groups[0]["params"] += [*model[0].parameters()]
+    if step == 3:
+        del optimizer.param_groups[1]
+        optimizer.param_groups[0]["weight_decay"] = 0.5
+
+
+def plain_unfrozen(world: int) -> list[list[float]]:
+    model = network()
+    optimizer = staged(model)
+    for step in range(STEPS):
+        unfreeze(model, optimizer, step)
+        for rank in range(world):
+            x, y = batch(rank, step)
+            (nn.functional.mse_loss(model(x), y) / world).backward()
+        optimizer.step()
+        model.zero_grad()
+    return flat(model.parameters()).tolist()
+
+
+def unfrozen(rank: int, world: int, stage: int, loop: str, folder: Path) -> list[list[float]]:
+    model = network()
+    optimizer = staged(model)
+    config = {
+        "batch": {"size": 4 * world},
+        "precision": {"compute": "fp64"},
+        "zero": {"stage": stage, "min_bucket": 0},
+        "optimizer": {"clip": None},
+    }
+    engine = polyreme.initialize(model, config, optimizer=optimizer, loss_fn=nn.functional.mse_loss)
+    for step in range(STEPS):
+        unfreeze(model, engine.optimizer if step == 1 else optimizer, step)
+        if step == 2:
+            engine.save(folder / str(stage))  # which has the groups of now
+            engine.load(folder / str(stage))
+        if loop == "train_step":
+            engine.train_step(batch(rank, step))
+        else:
+            x, y = batch(rank, step)
+            engine.backward(nn.functional.mse_loss(engine(x), y))
+            engine.step()
+            model.zero_grad()
+    whole = engine.state_dict()
+    return flat(whole[name] for name, _ in engine.module.named_parameters()).tolist()
+
+
+@pytest.mark.filterwarnings("ignore:the optimizer leaves out")
+@pytest.mark.parametrize("world", [1, 2])
+def test_groups_that_are_added_train_from_the_next_step_on(world: int, tmp_path: Path) -> None:
+    wanted = plain_unfrozen(world)
+    for stage, loop in zip(STAGES, ("train_step", "calls", "train_step"), strict=True):
+        for found in threads.run(world, unfrozen, stage, loop, tmp_path):
+            assert found == pytest.approx(wanted, abs=1e-10), stage
+
+
+def refused_groups(rank: int, world: int, folder: Path) -> list[str]:
+    said = []
+    for sections in ({"mesh": {"pp": 2}} if world == 2 else {"memory": {"states": f"{folder}/"}}, {}):
+        model = network()
+        optimizer = torch.optim.AdamW(model[2].parameters(), lr=0.01)
+        for part in (0, 1):
+            model[part].requires_grad_(False)
+        config = {"batch": {"size": 8, "micro": 4 if world == 2 else 8}, "precision": {"compute": "fp64"}}
+        engine = polyreme.initialize(
+            model, config | sections, optimizer=optimizer, loss_fn=nn.functional.mse_loss
+        )
+        data = batch(0, 0)[0].repeat(2, 1), batch(0, 0)[1].repeat(2, 1)
+        data = data if sections or world == 1 else (data[0][:4], data[1][:4])
+        engine.train_step(data)
+        if sections:
+            optimizer.param_groups[0]["params"].pop()
+            with pytest.raises(ModelError) as error:
+                engine.train_step(data)
+        else:
+            optimizer.add_param_group({"params": [nn.Parameter(torch.ones(3))]})
+            with pytest.raises(ModelError) as error:
+                engine.train_step(data)
+        said.append(str(error.value))
+        engine.close()
+    return said
+
+
+@pytest.mark.filterwarnings("ignore:the optimizer leaves out")
+@pytest.mark.parametrize("world", [1, 2])
+def test_groups_that_cannot_be_taken_in_are_refused(world: int, tmp_path: Path) -> None:
+    for cut, foreign in threads.run(world, refused_groups, tmp_path):
+        assert "cannot take in what was changed of the optimizer's groups" in cut
+        assert ("mesh.pp" if world == 2 else "memory.states is in files") in cut
+        assert "group 1 of the optimizer has a parameter of shape (3,) that is none of the model's" in foreign
+
+
+def test_groups_are_not_added_within_a_step() -> None:
+    model = network()
+    optimizer = staged(model)
+    config = {"batch": {"size": 8, "micro": 4}, "precision": {"compute": "fp64"}}
+    engine = polyreme.initialize(model, config, optimizer=optimizer)
+    x, y = batch(0, 0)
+    engine.backward(nn.functional.mse_loss(engine(x), y))
+    unfreeze(model, optimizer, 1)
+    with pytest.raises(BatchError, match="add_param_group after step"):
+        engine(x)
+    engine.zero_grad()
+    for _ in range(2):
+        engine.backward(nn.functional.mse_loss(engine(x), y))
+    engine.step()
+    assert engine.numbers(model[1][0].weight).whole("exp_avg") is not None
+    model.requires_grad_(True)  # which has gradients of no optimizer's from here on
+    with pytest.raises(ModelError, match=r"call engine\.refresh\(\)"):
+        engine(x)
+    engine.close()
+    optimizer = torch.optim.AdamW(model[2].parameters(), lr=0.01)
+    with pytest.warns(UserWarning, match="leaves out"):
+        engine = polyreme.initialize(model, config, optimizer=optimizer)
+    for _ in range(2):
+        engine.backward(nn.functional.mse_loss(engine(x), y))
+    engine.step()
+    optimizer.add_param_group({"params": [model[1][0].weight]})
+    with pytest.raises(ModelError, match=r"1\.0\.weight\.grad is the sum.*model\.zero_grad"):
+        engine(x)
+    model.zero_grad()
+    with pytest.warns(UserWarning, match="leaves out"):
+        engine(x)
+    foreign = torch.optim.SGD([*model.parameters(), nn.Parameter(torch.ones(2))], lr=0.1)
+    engine.close()
+    with pytest.raises(ModelError, match=r"shape \(2,\) that is none of the model's"):
+        polyreme.initialize(model, config, optimizer=foreign)
+
+
+def unfrozen_llama(rank: int, world: int) -> dict[str, Tensor]:
+    model = models.build("llama", torch.float64)
+    model.model.layers.requires_grad_(False)
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.01)
+    config = {"batch": {"size": 4}, "precision": {"compute": "fp64"}, "mesh": {"tp": world}}
+    loss_fn = models.CASES["llama"][2]  # transformers' own is in fp32
+    with polyreme.initialize(model, config, optimizer=optimizer, loss_fn=loss_fn) as engine:
+        for step in range(3):
+            if step:
+                model.model.layers[2 - step].requires_grad_(True)
+                optimizer.add_param_group({"params": model.model.layers[2 - step].parameters()})
+            engine.train_step(models.tokens(4, seed=step))
+        return engine.state_dict()
+
+
+def test_groups_are_added_over_tensor_parallel_ranks() -> None:
+    (one,) = threads.run(1, unfrozen_llama)
+    for found in threads.run(2, unfrozen_llama):
+        for name, tensor in found.items():
+            assert torch.allclose(tensor, one[name], rtol=0, atol=1e-10), name

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 from accelerate.data_loader import prepare_data_loader
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils.data import DataLoader
 
 from polyreme.config import Config
@@ -43,9 +44,9 @@ def prepare(
     optimizer: one of the model's parameters, or None: the config's. dataloader: a torch DataLoader of
     micro-batches, of which each data-parallel rank gets its own; its batch_size is batch.micro. scheduler: a
     torch scheduler on that optimizer, or None: the config's; the engine steps it after each step, and
-    `scheduler.step()` does nothing. A step is made by every `batch.size / (dp x micro)`-th
-    `optimizer.step()`, and by the last of the loader. Raises ConfigError for a pipeline, whose whole model
-    nobody can call."""
+    `scheduler.step()` does nothing, but for `scheduler.step(metric)` of ReduceLROnPlateau. A step is made by
+    every `batch.size / (dp x micro)`-th `optimizer.step()`, and by the last of the loader. Raises ConfigError
+    for a pipeline, whose whole model nobody can call."""
     own = Config.load(config)
     if own.mesh.pp > 1:
         fix = "set 1, or call Engine.train_step, or take PolyremeTrainer"
@@ -105,13 +106,15 @@ class StepOptimizer(EngineOptimizer):
 
 
 class Scheduler:
-    """The schedule, which the engine follows: `step` does nothing."""
+    """The schedule, which the engine follows: `step` does nothing without a metric."""
 
     def __init__(self, engine: Engine, scheduler: Any) -> None:
         self._engine, self._scheduler = engine, scheduler
 
-    def step(self, *_: Any) -> None:
-        """Do nothing: the engine has stepped it."""
+    def step(self, *metric: Any) -> None:
+        """Do nothing, as the engine has stepped it; of ReduceLROnPlateau, go on by the metric."""
+        if isinstance(self._scheduler, ReduceLROnPlateau):
+            self._engine.plateau(*metric)
 
     def get_last_lr(self) -> list[float]:
         """The learning rate of each group."""

@@ -347,6 +347,22 @@ def _from_optimizer(model: nn.Module, made: Optimizer) -> Recipe:
     return Recipe(tuple(groups), {name: at.get(id(p), 0) for name, p in named.items()}, left_out=left_out)
 
 
+def refuse_foreign(model: nn.Module, given: object, known: Sequence[Tensor] = ()) -> None:
+    """Raise ModelError where an optimizer that the caller made has a parameter that is none of the model's,
+    which nothing would update. known: those that it had before, and that may have left the model."""
+    if not isinstance(given, Optimizer):
+        return
+    own = {id(p) for p in (*model.parameters(), *known)}
+    for at, group in enumerate(given.param_groups):
+        for p in group["params"]:
+            if id(p) not in own and p.requires_grad:
+                raise ModelError(
+                    f"group {at} of the optimizer has a parameter of shape {tuple(p.shape)} that is none of "
+                    "the model's, and would never be updated: make it a parameter of the module that is "
+                    "given to initialize (a loss with parameters as a submodule), or take it out"
+                )
+
+
 def _fused(cls: type[Optimizer], options: dict[str, Any]) -> dict[str, Any]:
     """`options`, with the fused kernel where `cls` has one and they do not choose another way."""
     chosen = options.get("fused") is not None or options.get("foreach") or options.get("differentiable")

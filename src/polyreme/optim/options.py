@@ -9,6 +9,7 @@ from operator import is_
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
@@ -95,8 +96,8 @@ class Options:
         return self._scheduler is None and (self._led or self._rates != self._set)
 
     def regrouped(self, thorough: bool) -> bool:
-        """Whether the caller's optimizer has other groups than those that were taken over, or other parameters
-        in them. `thorough`: look at each parameter, which else is done where a group has another list."""
+        """Whether the caller's optimizer has other groups than were taken over, or other parameters in them.
+        `thorough`: look at each parameter, which else is done where a group has another list."""
         if not self._own:
             return False
         if len(self.groups) != len(self._members):
@@ -108,6 +109,11 @@ class Options:
             if (thorough or now is not held) and not all(map(is_, now, members)):
                 return True
         return False
+
+    @property
+    def parameters(self) -> list[Tensor]:
+        """Those in the groups as they were taken over."""
+        return [parameter for _, members in self._members for parameter in members]
 
     def add_group(self, group: dict[str, Any]) -> bool:
         """Add a group to the caller's optimizer, if that has the groups."""
@@ -174,7 +180,7 @@ class Options:
         steps = self._scheduler
         state: dict[str, Any] = {
             "groups": [options_of(group) for group in self.groups],
-            "made": self._made,
+            "made": [*self._made, *({} for _ in self.groups)][: len(self.groups)],
             "led": self._is_led,
             "lost": sorted({key for group in self.groups for key in lost(group)}),
             "scheduler": {},
@@ -204,7 +210,7 @@ class Options:
         if len(groups) == len(self.groups):
             return notes + self._take(Groups(groups, made), state, progress)
         notes.append(
-            f"the optimizer has {len(self.groups)} groups, and had {len(groups)}: their options are those of now"
+            f"the optimizer has {len(self.groups)} groups, and had {len(groups)}: their options are of now"
         )
         if self._scheduler is not None:
             notes += [f"lr_scheduler, {self._scheduler.name}, begins anew"]
@@ -227,8 +233,8 @@ class Options:
             )
         if not state["scheduler"] and any("initial_lr" in group for group in saved.now):
             notes.append(
-                "a torch scheduler of the script's own changed the learning rate, and its count is not in the "
-                "checkpoint: give it to initialize as lr_scheduler=, or keep its state_dict() in "
+                "a torch scheduler of the script's own changed the learning rate, and its count is not in "
+                "the checkpoint: give it to initialize as lr_scheduler=, or keep its state_dict() in "
                 "engine.save(..., extra=)"
             )
         return notes
@@ -237,8 +243,9 @@ class Options:
         """What a torch scheduler knew; where there was or is none, what becomes of the learning rate."""
         steps, knew = self._scheduler, state["scheduler"]
         if steps is None:
-            gone = f"the checkpoint's lr_scheduler, {state.get('by', 'a torch scheduler')}, is not followed any more"
-            return [gone] if knew else []
+            return [f"the checkpoint's lr_scheduler, {state.get('by')}, is not followed any more"] * bool(
+                knew
+            )
         if not knew:
             return [f"lr_scheduler, {steps.name}, begins anew: the checkpoint has none"]
         steps.made.load_state_dict(like(steps.made.state_dict(), knew))

@@ -77,7 +77,7 @@ def take(
             if (
                 key in made.now[at]
                 and before != value
-                and (set_here or key in saved.made[at] and others[0] != others[1])
+                and (set_here or (key in saved.made[at] and others[0] != others[1]))
             ):
                 told.setdefault(f"{key} is {value!r}, as the checkpoint says, and not {before!r}", []).append(
                     at

@@ -1,5 +1,5 @@
-"""A torch scheduler that an engine follows. The engine steps it after each training step, and so does the loop
-of most scripts.
+"""A torch scheduler that an engine follows: the engine steps it after each training step, and so does the
+loop of most scripts.
 
 Invariant: it is stepped once for each training step that was not skipped, whoever calls its `step`; a script
 whose calls have another rhythm gets an error at the first of them that differs. No communication."""
@@ -63,8 +63,8 @@ class TorchScheduler:
         self.made.__class__ = self._class
 
     def called(self, step: Callable[..., object], args: tuple[Any, ...], named: dict[str, Any]) -> None:
-        """A call of its `step`, which is the script's unless the engine is at it. Raises ConfigError where the
-        engine's steps and the script's have different rhythms."""
+        """A call of its `step`, which is the script's unless the engine is at it. Raises ConfigError where
+        the engine's steps and the script's have different rhythms."""
         if self._ours:
             step(*args, **named)
         elif self.waits:
@@ -77,7 +77,7 @@ class TorchScheduler:
             self.restart()
             if steps > 1:
                 raise self._refused(
-                    f"step() after {steps} training steps, after each of which the engine has stepped it already"
+                    f"step() after {steps} training steps, after each of which the engine stepped it already"
                 )
             if not steps and not skipped:
                 raise self._refused("step() with no training step since it was stepped last")
@@ -93,9 +93,9 @@ class TorchScheduler:
 
     def _refused(self, what: str) -> ConfigError:
         fix = (
-            "leave out scheduler.step(), or call it once after each engine.step() or train_step(); for a rhythm "
-            "of the script's own, such as once an epoch, leave out lr_scheduler= and make the scheduler of the "
-            "optimizer that is given to initialize(), or of engine.optimizer"
+            "leave out scheduler.step(), or call it once after each engine.step() or train_step(); for a "
+            "rhythm of the script's own, such as once an epoch, leave out lr_scheduler= and make the "
+            "scheduler of the optimizer that is given to initialize(), or of engine.optimizer"
         )
         return ConfigError([Problem("lr_scheduler", self.name, f"the script calls {what}", fix)])
 
@@ -115,9 +115,8 @@ def _asking(plain: type[LRScheduler], leader: weakref.ref[TorchScheduler]) -> ty
             leads.called(lambda *a, **n: plain.step(self, *a, **n), args, named)
 
     def reduced(self: Any, protocol: Any) -> Any:
-        function, arguments, *rest = plain.__reduce_ex__(self, protocol)
-        return (function, tuple(plain if each is made else each for each in arguments), *rest)
+        found: Any = plain.__reduce_ex__(self, protocol)
+        return (plain.__new__, (plain,), *found[2:])
 
     told = {"__module__": plain.__module__, "__qualname__": plain.__qualname__, "__doc__": plain.__doc__}
-    made = type(plain.__name__, (plain,), {**told, "step": step, "__reduce_ex__": reduced, _PLAIN: plain})
-    return made
+    return type(plain.__name__, (plain,), {**told, "step": step, "__reduce_ex__": reduced, _PLAIN: plain})

@@ -367,7 +367,8 @@ def divide_again(
         reason = f"{meta[0]} is on the meta device, without numbers: build it on the CPU"
     peft.refuse_bare_base(module)
     if reason:
-        raise ModelError(f"the engine cannot take in what was changed of the model ({told}): {reason}")
+        what = f"the model ({told})" if str(told) != "nothing" else "the optimizer's groups"
+        raise ModelError(f"the engine cannot take in what was changed of {what}: {reason}")
     if mesh.tp.size > 1:
         return placement.division
     for name, buffer in module.named_buffers():

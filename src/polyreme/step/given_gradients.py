@@ -8,13 +8,15 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from polyreme.errors import ModelError
+from polyreme.optim.groups import Recipe
 from polyreme.zero.parameter import NAMES, OWN_GRAD
 
 if TYPE_CHECKING:
     from polyreme.step.step import Step
+    from polyreme.zero.partition import Placement
 
 
 def take(given: set[Tensor]) -> list[tuple[Tensor, Tensor]]:
@@ -45,3 +47,16 @@ def refuse(given: set[Tensor]) -> None:
             f"{NAMES.get(parameter, '?')}.grad was set, and a backward would add to it: "
             "call step() before, or set it to None"
         )
+
+
+def refuse_older(model: nn.Module, made: Recipe, before: Placement) -> None:
+    """Raise ModelError where a parameter that is to be trained, and was in no group before, has a gradient
+    that backwards added up meanwhile."""
+    trained = {id(parameter) for bucket in before.trainable for parameter in bucket.parameters}
+    for name, parameter in model.named_parameters():
+        older = made.trains(name, parameter) and id(parameter) not in trained
+        if older and OWN_GRAD.__get__(parameter) is not None:
+            raise ModelError(
+                f"{name}.grad is the sum of the backwards before it was in a group of the optimizer, and "
+                "would go into its first step: call model.zero_grad(), or set it to None, before add_param_group"
+            )

@@ -39,6 +39,8 @@ class OptimizerView(Optimizer):
     to have a torch scheduler do so, changes it. Their parameters are the model's, or stand-ins for them where
     the config or a class made the groups."""
 
+    is_of_engine = True
+    """What tells others that a step of it is one of an engine."""
     _opt_called = True  # a torch scheduler warns where an optimizer has not stepped; the engine does so
 
     def __init__(self, engine: Steps, source: Source) -> None:

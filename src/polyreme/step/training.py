@@ -20,6 +20,7 @@ from polyreme.optim.groups import Recipe
 from polyreme.optim.lr_schedule import LRSchedule
 from polyreme.optim.options import Options
 from polyreme.pipeline.rank import PipelineRank
+from polyreme.step import grad_scaler
 from polyreme.step.accumulation import each_time
 from polyreme.step.engine_state import EngineContents
 from polyreme.step.loss import Objective
@@ -94,6 +95,9 @@ class Training:
         self.source = Source(self.options, self.updates)
         self._view: OptimizerView | None = None
         self._refusal = None if led is None else led.register_step_pre_hook(_refuse_step)
+        if led is not None:
+            grad_scaler.refuse_for(led)
+        self._given = given
 
     def optimizer(self, engine: Any) -> OptimizerView:
         """The optimizer of all shards, as a user of `engine` sees it."""
@@ -113,6 +117,7 @@ class Training:
         self.options.release()
         if self._refusal is not None:
             self._refusal.remove()
+            grad_scaler.allow_for(self._given)
         self._at_end.detach()  # it holds the loop, and so all that is replaced
 
     def close(self, divided: bool, gather: bool = False) -> None:

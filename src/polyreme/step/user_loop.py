@@ -31,6 +31,7 @@ from torch.autograd.graph import get_gradient_edge
 from polyreme.config import Config
 from polyreme.errors import BatchError
 from polyreme.models.huggingface import count_tokens, returned
+from polyreme.step import grad_scaler
 from polyreme.step.batches import samples_of
 from polyreme.step.loss import Objective
 from polyreme.step.loss_graph import mixes, refuse_scaled, weight_of
@@ -79,6 +80,7 @@ class Loop:
         self._announced: Callable[[], float] | None = None  # its weight
         self._hook = model.register_forward_pre_hook(Hook(partial(_called, weakref.ref(self))))
         listen(self)
+        grad_scaler.watch(self)
         reducer.unannounced = self._begin
 
     def close(self) -> None:
@@ -88,6 +90,7 @@ class Loop:
         self._last = None
         self._hook.remove()
         forget(self)
+        grad_scaler.forget(self)
 
     def announce(self, loss: Tensor | None) -> None:
         """See `Listener`: read what a loss is the mean of while that is there, for the case that its backward
@@ -246,6 +249,8 @@ class Loop:
     def arrived(self, forward: Forward) -> None:
         """Take note of a backward that has come to the output of a forward."""
         self._check_weights(forward)
+        if current() is None or current() is self._step:
+            grad_scaler.check()
         if current() is self._step:
             self._reached = self._reached or forward
         elif (task := torch._C._current_graph_task_id()) != self._task:
@@ -257,6 +262,7 @@ class Loop:
         """A backward that was not announced will give parameters gradients; it has come to the output of
         `forward`, if to any."""
         if current() is None:
+            grad_scaler.check()
             last = self._forward() if forward is None else self._last
             if (
                 forward is None

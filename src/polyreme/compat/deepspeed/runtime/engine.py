@@ -57,7 +57,7 @@ class DeepSpeedEngine(Windows):
         self.loaded_checkpoint_tag: str | None = None
         self.last: StepResult | None = None
         """What the last step did."""
-        self._compiled = self._destroyed = False
+        self._compiled = self._destroyed = self._applied = False
         if level := translation.values["log_level"]:
             set_log_level_from_string(level)
         self.telemetry = Telemetry(self)
@@ -145,6 +145,7 @@ class DeepSpeedEngine(Windows):
                 "reduced: call it behind"
             )
         ends = not self._managed or self.is_gradient_accumulation_boundary()
+        self._applied = False
         self.micro_steps += 1
         if not ends:
             return
@@ -160,7 +161,7 @@ class DeepSpeedEngine(Windows):
 
     def _took(self, result: StepResult, lr_kwargs: dict[str, Any] | None = None) -> None:
         """Take note of a step, and go on in the learning rate schedule."""
-        self.last = result
+        self.last, self._applied = result, not result.skipped
         self.global_steps += 1
         self.global_samples += self.train_batch_size() // self.gradient_accumulation_steps() * self._taken()
         if result.skipped:
@@ -193,8 +194,8 @@ class DeepSpeedEngine(Windows):
             self.module.zero_grad(set_to_none)
 
     def was_step_applied(self) -> bool:
-        """Whether the last `step` changed the weights."""
-        return self.last is not None and not self.last.skipped
+        """Whether the last call of `step` changed the weights: not within a window."""
+        return self._applied
 
     def get_global_grad_norm(self) -> float | None:
         """The norm of the last step's gradients before clipping; None before the first step."""

@@ -1,0 +1,98 @@
+"""A GradScaler of torch's beside an engine: what it multiplies a loss by would go into the gradients, as an
+engine scales losses by itself.
+
+Invariant: `torch.amp.GradScaler` is torch's own again when no engine watches it any more. A backward that
+comes to no engine, and a scaler that is not enabled, are none of its business. No communication."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+from weakref import WeakSet
+
+import torch
+from torch import Tensor
+from torch.amp import GradScaler
+from torch.optim import Optimizer
+
+from polyreme.errors import ModelError
+
+_OWN: dict[str, Callable[..., Any]] = {}
+_WATCHING: WeakSet[Any] = WeakSet()
+_REFUSED: WeakSet[Optimizer] = WeakSet()
+_scaled = -1  # autograd's number of the last backward that came through a scaled loss
+
+
+def watch(who: object) -> None:
+    """Watch what scalers do, until `who`, or the last of several, calls `forget`."""
+    if not _OWN:
+        for name, instead in (("scale", _scale), ("unscale_", _unscale), ("step", _step)):
+            _OWN[name] = getattr(GradScaler, name)
+            setattr(GradScaler, name, functools.wraps(_OWN[name])(instead))
+    _WATCHING.add(who)
+
+
+def forget(who: object) -> None:
+    """End what `watch` began."""
+    _WATCHING.discard(who)
+    if not _WATCHING:
+        for name, own in _OWN.items():
+            setattr(GradScaler, name, own)
+        _OWN.clear()
+
+
+def refuse_for(optimizer: Optimizer) -> None:
+    """Have a scaler's `step` and `unscale_` of an optimizer that was given to an engine raise ModelError, as
+    they do of an engine's own, until `allow_for`."""
+    _REFUSED.add(optimizer)
+
+
+def allow_for(optimizer: Optimizer) -> None:
+    """End what `refuse_for` began."""
+    _REFUSED.discard(optimizer)
+
+
+def check() -> None:
+    """Raise ModelError where the backward under way began with a loss that a scaler has scaled."""
+    if _scaled == torch._C._current_graph_task_id() != -1:
+        raise ModelError(_refusal("scaler.scale(loss)"))
+
+
+def _scale(scaler: GradScaler, outputs: Any) -> Any:
+    found = _OWN["scale"](scaler, outputs)
+    if scaler.is_enabled():
+        for each in (
+            [found] if isinstance(found, Tensor) else found if isinstance(found, list | tuple) else ()
+        ):
+            if isinstance(each, Tensor) and each.requires_grad:
+                each.register_hook(_note)
+    return found
+
+
+def _note(gradient: Tensor) -> None:
+    global _scaled
+    _scaled = torch._C._current_graph_task_id()
+
+
+def _unscale(scaler: GradScaler, optimizer: Optimizer) -> None:
+    _refuse(scaler, optimizer, "scaler.unscale_(optimizer)")
+    _OWN["unscale_"](scaler, optimizer)
+
+
+def _step(scaler: GradScaler, optimizer: Optimizer, *args: Any, **named: Any) -> Any:
+    _refuse(scaler, optimizer, "scaler.step(optimizer)")
+    return _OWN["step"](scaler, optimizer, *args, **named)
+
+
+def _refuse(scaler: GradScaler, optimizer: Optimizer, call: str) -> None:
+    if scaler.is_enabled() and (getattr(optimizer, "is_of_engine", False) or optimizer in _REFUSED):
+        raise ModelError(_refusal(call))
+
+
+def _refusal(call: str) -> str:
+    return (
+        f"{call} of a GradScaler, whose scale would go into the gradients of an engine: precision.compute = "
+        '"fp16" or "autocast-fp16" scales losses by itself, and other dtypes need no scale. Leave the scaler '
+        "out, or make it with enabled=False: engine.backward(loss), then engine.step()"
+    )
