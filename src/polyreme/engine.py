@@ -55,9 +55,6 @@ from polyreme.zero.parameter import NAMES, give_to, refuse_owned
 from polyreme.zero.partition import Placement
 from polyreme.zero.refresh import refuse_own_shapes
 
-LOOK_EVERY = 16
-"""In one of so many steps each parameter of the user's own optimizer is compared with those it had."""
-
 
 def initialize(
     model: Model,
@@ -128,7 +125,7 @@ class Engine:
         refuse_foreign(self.module, optimizer)
         told = {"built here": recording is not None, "weights": weights is not None, "blocks": list(blocks)}
         told |= {"lr_scheduler": known_as(lr_scheduler), "loss_fn": known_as(loss_fn)}
-        told |= _groups_told(made)
+        told |= made.told
         same_model(mesh.aside(), self.module, {**told, "optimizer": made.groups})
         self.parameters = sum(p.numel() for p in self.module.parameters())
         """Distinct parameters of the whole model."""
@@ -177,7 +174,7 @@ class Engine:
         precision.on_nonfinite says what to do)."""
         self._refuse_frozen()
         self._checkpoints.tell_failed(self._training)
-        self._look()
+        self._training.look(self.module, self.refresh)
         batches = micro_batches(batch, self.config, first=not self.state.step)
         self._refuse_within_step("train_step")
         self._comparison.compare(batch)
@@ -196,7 +193,7 @@ class Engine:
         its parts; nothing is updated.
 
         The modules are in evaluation mode meanwhile."""
-        self._look()
+        self._training.look(self.module, self.refresh)
         return self._passes.evaluate(self.module, batch)
 
     @collective
@@ -204,7 +201,7 @@ class Engine:
         """`function(output, micro-batch)` for each micro-batch of `batch`, which is as in `eval_step`, where
         the last pipeline stage is; an empty list on other ranks. No gradients, and the modules are in
         evaluation mode meanwhile. All ranks must call."""
-        self._look()
+        self._training.look(self.module, self.refresh)
         return self._passes.outputs(self.module, batch, function)
 
     # ---- the loop people already have
@@ -214,7 +211,7 @@ class Engine:
         `labels` not)."""
         if self.mesh.pp.size > 1:
             raise BatchError(_CUT)
-        self._look()
+        self._training.look(self.module, self.refresh)
         self._passes.enter(0, 0)
         # the batch is on the host still
         batch = kwargs or (args[0] if len(args) == 1 and not isinstance(args[0], list) else args)
@@ -298,7 +295,7 @@ class Engine:
         self._step.skip_the_rest()
         self._checkpoints.tell_failed(self._training)
         self._comparison.warn()
-        self._look()
+        self._training.look(self.module, self.refresh)
         self._step.reduce()
 
     # ---- around training
@@ -351,7 +348,7 @@ class Engine:
         adapters_only: of a PEFT model, its adapters and their optimizer states, without the base. Raises
         CheckpointError on every rank; what was at the path before is then still there. ModelError where more
         than adapters trains."""
-        self._look()
+        self._training.look(self.module, self.refresh)
         self._take_in_writes()
         self._checkpoints.save(
             self._training, Path(path), tokenizer, extra or {}, wait=wait, adapters_only=adapters_only
@@ -367,7 +364,7 @@ class Engine:
         states, random numbers and the place in the data aside. Raises CheckpointError on every rank where
         that cannot be; nothing has changed then."""
         self._refuse_within_step("load")
-        self._look()
+        self._training.look(self.module, self.refresh)
         self.wait()
         self._take_in_writes()
         found = self._checkpoints.load(self._training, Path(path), strict, weights_only)
@@ -410,12 +407,7 @@ class Engine:
         old, unchanged = self._training, self._training.placement.unchanged
         refuse_own_shapes([*old.updates])
         division = divide_again(self.module, old.roster, old.placement, self.config, self.mesh)
-        made = recipe(self.module, self.config.optimizer, self._given[0])
-        refuse_foreign(self.module, self._given[0], old.options.parameters)
-        given_gradients.refuse_older(self.module, made, old.placement)
-        for axis in (self.mesh.dp, self.mesh.tp):
-            same_model(axis, self.module, _groups_told(made))
-        old.options.check(made)
+        made = old.recipe_of(self.module)
         self._objective.follow(self.module)
         synced = self._normalised()
         old.release()
@@ -546,16 +538,6 @@ class Engine:
                 "zero_grad() to drop their gradients"
             )
 
-    def _look(self) -> None:
-        """Take in what a script did to the groups of its own optimizer since the last step. Raises ModelError
-        for changes of the model."""
-        options = self._training.options
-        if options.regrouped(thorough=self.state.step % LOOK_EVERY == 0):
-            if self._step.begun or self._step.microbatches:
-                raise BatchError(_REGROUPED)
-            self.refresh()
-        self._training.roster.check(self.module)
-
     def _refuse_frozen(self) -> None:
         if not self._trains:
             raise ModelError(_FROZEN)
@@ -603,10 +585,6 @@ class Engine:
 
 
 _CUT = "engine(...) calls the whole model, which is cut into pipeline stages: use train_step and eval_step"
-_REGROUPED = (
-    "the groups of the optimizer were changed in the middle of a step: call add_param_group after step(), "
-    "before the next backward. engine.zero_grad() drops the gradients of this step, which may begin again"
-)
 _CLOSED = "this engine is closed, by engine.close() or at the end of its `with` block: initialize another one"
 _IN_FORWARD = (
     "full_parameters() inside a forward of the module, from a hook or its own code: parameters come and go "
@@ -622,11 +600,6 @@ _FROZEN = (
     "every parameter of the model is frozen, so that there is nothing to update: set requires_grad on those "
     "to train before initialize(); to be called or evaluated, engine(...) and eval_step are there"
 )
-
-
-def _groups_told(made: Recipe) -> dict[str, object]:
-    """The optimizer's group of each parameter, to be compared between ranks."""
-    return {f"optimizer's group of {name}": group for name, group in made.told.items()}
 
 
 def _refuse_closed(module: nn.Module, *_: object) -> None:

@@ -93,9 +93,10 @@ class Recipe:
         return self.groups[group].boundary
 
     @property
-    def told(self) -> Mapping[str, int | None]:
-        """The group of each parameter by name; None: it is left out."""
-        return {**self.group_of, **dict.fromkeys(self.left_out)}
+    def told(self) -> dict[str, int | None]:
+        """The group of each parameter, to be compared between ranks; None: it is left out."""
+        groups = {**self.group_of, **dict.fromkeys(self.left_out)}
+        return {f"optimizer's group of {name}": group for name, group in groups.items()}
 
     def trains(self, name: str, parameter: nn.Parameter) -> bool:
         """Whether an optimizer updates the parameter, whose first name this is."""

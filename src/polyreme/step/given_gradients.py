@@ -58,5 +58,5 @@ def refuse_older(model: nn.Module, made: Recipe, before: Placement) -> None:
         if older and OWN_GRAD.__get__(parameter) is not None:
             raise ModelError(
                 f"{name}.grad is the sum of the backwards before it was in a group of the optimizer, and "
-                "would go into its first step: call model.zero_grad(), or set it to None, before add_param_group"
+                "would go into its first step: call model.zero_grad() before add_param_group"
             )

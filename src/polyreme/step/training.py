@@ -6,21 +6,22 @@ Communication: none."""
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from polyreme.config import Config
+from polyreme.distributed.agreement import same_model
 from polyreme.distributed.mesh import Mesh
-from polyreme.errors import ModelError
+from polyreme.errors import BatchError, ModelError
 from polyreme.models.buffers import Buffers
-from polyreme.optim.groups import Recipe
+from polyreme.optim.groups import Recipe, recipe, refuse_foreign
 from polyreme.optim.lr_schedule import LRSchedule
 from polyreme.optim.options import Options
 from polyreme.pipeline.rank import PipelineRank
-from polyreme.step import grad_scaler
+from polyreme.step import given_gradients, grad_scaler
 from polyreme.step.accumulation import each_time
 from polyreme.step.engine_state import EngineContents
 from polyreme.step.loss import Objective
@@ -64,6 +65,7 @@ class Training:
         sharded = {slot.name for each in placement.buckets if each.sharded for slot in each.layout.slots}
         divided = {name for name in cuts if not cuts[name].cut.is_whole}
         self.buffers = Buffers(module, mesh, config, alike, sharded, divided)
+        self._config, self._mesh, self._given = config, mesh, given
         every_time = each_time(config, mesh.dp.size, placement.microbatches)
         self._reducer = Reducer(
             placement.trainable,
@@ -97,13 +99,34 @@ class Training:
         self._refusal = None if led is None else led.register_step_pre_hook(_refuse_step)
         if led is not None:
             grad_scaler.refuse_for(led)
-        self._given = given
 
     def optimizer(self, engine: Any) -> OptimizerView:
         """The optimizer of all shards, as a user of `engine` sees it."""
         if self._view is None:
             self._view = OptimizerView(engine, self.source)
         return self._view
+
+    def look(self, model: nn.Module, refresh: Callable[[], None]) -> None:
+        """Before a step or what else depends on the model: `refresh` where a script has changed the groups of
+        its own optimizer. Raises BatchError for that in the middle of a step, and ModelError for changes of
+        the model."""
+        if not self.options.regrouped(thorough=self.step.state.step % LOOK_EVERY == 0):
+            self.roster.check(model)
+        elif self.step.begun:
+            raise BatchError(_REGROUPED)
+        else:
+            refresh()
+
+    def recipe_of(self, module: nn.Module) -> Recipe:
+        """The recipe of the model as it is now, the same on all ranks, which must call. Raises ModelError
+        where this cannot go on by it."""
+        made = recipe(module, self._config.optimizer, self._given)
+        refuse_foreign(module, self._given, self.options.parameters)
+        given_gradients.refuse_older(module, made, self.placement)
+        for axis in (self._mesh.dp, self._mesh.tp):
+            same_model(axis, module, made.told)
+        self.options.check(made)
+        return made
 
     def note(self) -> None:
         """Take note that the engine itself has changed weights and buffers, between steps."""
@@ -146,6 +169,16 @@ class Training:
         self.source, self._view = old.source, old._view
         self.source.options, self.source.updates = self.options, self.updates
         old.placement.offload.close()
+
+
+LOOK_EVERY = 16
+"""In one of so many steps each parameter of the user's own optimizer is compared with those that it had."""
+
+
+_REGROUPED = (
+    "the groups of the optimizer were changed in the middle of a step: call add_param_group after step(), "
+    "before the next backward. engine.zero_grad() drops the gradients of this step, which may begin again"
+)
 
 
 def _refuse_step(optimizer: Optimizer, *_: Any) -> None:
