@@ -136,6 +136,7 @@ BAD = {
     "a precision of no kind": (sealed(config={"precision": 8}), "'precision' is not an object"),
     "what was skipped of no kind": (sealed(state={"skipped": {"steps": 1.5}}), "'skipped' is"),
     "groups of no kind": (sealed(state={"options": {"groups": [1]}}), "'options' are [1]"),
+    "options of no kind": (sealed(state={"options": {"made": [1]}}), "'made' of 'options' is [1]"),
     "random numbers of no kind": (sealed(rng={"0": 5}), "rng: that of '0'"),
     "random numbers in no base": (sealed(rng={"0": {"cpu": "?"}}), "rng: that of '0'"),
     "places of no kind": (sealed(data={"loaders": [3]}), "'loaders' is [3]"),

@@ -165,6 +165,11 @@ def _wrong_within(tree: Mapping[str, Any]) -> str | None:
         isinstance(group, dict) and type(group.get("lr", 0.0)) in (int, float) for group in groups
     ):
         return f"state: the groups of 'options' are {groups!r:.200}"
+    for key in ("made", "followed", "lost"):
+        kind = str if key == "lost" else dict
+        values = options.get(key, [])
+        if not isinstance(values, list) or not all(isinstance(each, kind) for each in values):
+            return f"state: {key!r} of 'options' is {values!r:.200}"
     if not isinstance(options.get("scheduler", {}), dict):
         return f"state: the scheduler of 'options' is {options['scheduler']!r:.200}"
     for rank, states in tree["rng"].items():

@@ -203,7 +203,7 @@ class Options:
         if not groups or ("made" not in state and not self._own and self._scheduler is None):
             self._follow(progress)
             return []
-        made = state.get("made", [{} for _ in groups])
+        made = [*state.get("made", ()), *({} for _ in groups)][: len(groups)]
         notes = [
             f"{key} is as the script has it now: a checkpoint cannot keep it" for key in state.get("lost", ())
         ]
@@ -220,8 +220,10 @@ class Options:
     def _take(self, saved: Groups, state: Mapping[str, Any], progress: Progress) -> list[str]:
         led, before, here = self._is_led, self._rates, [options_of(group) for group in self.groups]
         notes = self._take_schedule(state)
-        rates = self._own or (bool(state["scheduler"]) if self._scheduler is not None else bool(state["led"]))
-        self._led = not self._own and self._scheduler is None and bool(state["led"])
+        rates = self._own or (
+            bool(state.get("scheduler")) if self._scheduler is not None else bool(state.get("led"))
+        )
+        self._led = not self._own and self._scheduler is None and bool(state.get("led"))
         notes += take(self.groups, Groups(here, self._made), saved, self._own, rates)
         if not rates:
             self._set = self._rates  # those that a script has set meanwhile are not its any more
@@ -231,7 +233,7 @@ class Options:
                 f"the learning rates are {self._rates}, as the config says, and not {before}, which were set "
                 "before load(): set them after it"
             )
-        if not state["scheduler"] and any("initial_lr" in group for group in saved.now):
+        if not state.get("scheduler") and any("initial_lr" in group for group in saved.now):
             notes.append(
                 "a torch scheduler of the script's own changed the learning rate, and its count is not in "
                 "the checkpoint: give it to initialize as lr_scheduler=, or keep its state_dict() in "
@@ -241,7 +243,7 @@ class Options:
 
     def _take_schedule(self, state: Mapping[str, Any]) -> list[str]:
         """What a torch scheduler knew; where there was or is none, what becomes of the learning rate."""
-        steps, knew = self._scheduler, state["scheduler"]
+        steps, knew = self._scheduler, state.get("scheduler")
         if steps is None:
             return [f"the checkpoint's lr_scheduler, {state.get('by')}, is not followed any more"] * bool(
                 knew
