@@ -16,6 +16,7 @@ from torch.optim import lr_scheduler as schedulers
 import polyreme
 import threads
 from cover import some
+from polyreme.errors import ConfigError, ModelError
 
 STEPS, SAVED = 6, 3
 
@@ -119,6 +120,7 @@ CASES = [
     case
     for case in some(2, list(OPTIMIZERS), SCHEDULES, list(CHANGES), (0, 2, 3), (1, 2))
     if case[:2] != ("own", "config's")  # which is refused
+    if case[0] == "own" or case[1:3] != ("own", "rates")  # likewise
 ]
 
 
@@ -221,3 +223,34 @@ def test_a_scheduler_of_the_scripts_goes_on_over_a_refresh() -> None:
         assert engine.optimizer is schedule.optimizer
         assert engine.optimizer.param_groups[0]["weight_decay"] == 0.3
         assert engine.train_step(batch(0, 1, 0)).lr == 0.005
+
+
+def test_what_would_count_for_nothing_is_refused() -> None:
+    with small(schedule="own") as engine:
+        engine.optimizer.param_groups[0]["lr"] = 1.0
+        with pytest.raises(ConfigError, match=r"(?s)StepLR.*set a learning rate.*scheduler\.optimizer"):
+            engine.train_step(batch(0, 1, 0))
+    with small() as engine:
+        with pytest.raises(ModelError, match=r"param_groups = \.\.\."):
+            engine.optimizer.param_groups = []
+        with pytest.raises(ModelError, match=r"engine\.numbers"):
+            engine.optimizer.state = {}
+        engine.optimizer.param_groups[0]["params"].append(nn.Parameter(torch.ones(2)))
+        with pytest.raises(ModelError, match=r"than the engine made.*engine\.refresh"):
+            engine.train_step(batch(0, 1, 0))
+
+
+def test_states_that_nothing_takes_are_told() -> None:
+    model = network()
+    optimizer: Any = adamw(model.parameters())
+    model(batch(0, 1, 0)[0]).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    config = {"batch": {"size": 8}, "precision": {"compute": "fp64"}}
+    with (
+        pytest.warns(UserWarning, match="has states of 4 parameters"),
+        polyreme.initialize(model, config, optimizer=optimizer) as engine,
+        pytest.raises(ModelError, match=r"load_state_dict.*engine\.load"),
+    ):
+        optimizer.load_state_dict(optimizer.state_dict())
+    assert engine.state.step == 0

@@ -354,6 +354,13 @@ def refuse_foreign(model: nn.Module, given: object, known: Sequence[Tensor] = ()
     if not isinstance(given, Optimizer):
         return
     own = {id(p) for p in (*model.parameters(), *known)}
+    if given.state and not known:
+        warnings.warn(
+            f"the {type(given).__name__} has states of {len(given.state)} parameters, as of steps that it "
+            "made, which the engine does not take over: it begins without. engine.load(path) goes on from "
+            "what engine.save wrote, and engine.numbers(parameter).set_whole(name, tensor) sets a state",
+            stacklevel=4,
+        )
     for at, group in enumerate(given.param_groups):
         for p in group["params"]:
             if id(p) not in own and p.requires_grad:

@@ -97,18 +97,20 @@ class Options:
 
     def regrouped(self, thorough: bool) -> bool:
         """Whether the caller's optimizer has other groups than were taken over, or other parameters in them.
-        `thorough`: look at each parameter, which else is done where a group has another list."""
-        if not self._own:
-            return False
-        if len(self.groups) != len(self._members):
-            return True
-        for group, (held, members) in zip(self.groups, self._members, strict=True):
-            now = group["params"]
-            if len(now) != len(members):
-                return True
-            if (thorough or now is not held) and not all(map(is_, now, members)):
-                return True
-        return False
+        `thorough`: look at each parameter, which else is done where a group has another list. Raises
+        ModelError where the groups are the engine's."""
+        changed = len(self.groups) != len(self._members) or any(
+            len(group["params"]) != len(members)
+            or ((thorough or group["params"] is not held) and not all(map(is_, group["params"], members)))
+            for group, (held, members) in zip(self.groups, self._members, strict=True)
+        )
+        if changed and not self._own:
+            raise ModelError(
+                "engine.optimizer.param_groups has other groups, or parameters in them, than the engine made "
+                "of the model: add the parameters to the module, or unfreeze them, and call "
+                "engine.refresh(), or give initialize an optimizer of your own, whose groups are followed"
+            )
+        return changed
 
     @property
     def parameters(self) -> list[Tensor]:
@@ -225,8 +227,9 @@ class Options:
         )
         self._led = not self._own and self._scheduler is None and bool(state.get("led"))
         notes += take(self.groups, Groups(here, self._made), saved, self._own, rates)
-        if not rates:
+        if not rates or not self._own:
             self._set = self._rates  # those that a script has set meanwhile are not its any more
+        if not rates:
             self._follow(progress)
         if led and not rates and self._rates != before:
             notes.append(
@@ -277,6 +280,7 @@ class Options:
             factor = self._schedule.factor(progress)
             rates = [base * factor for base in self._base]
         elif not self._leads_all:
+            self._refuse_rates()
             rates = [float(group["lr"]) for group in self._scheduler.made.optimizer.param_groups]
             if len(rates) == 1:
                 rates = [
@@ -288,6 +292,16 @@ class Options:
         for group, rate in zip(self._lead.param_groups, rates, strict=True):
             group["lr"] = rate
         self._set = rates
+
+    def _refuse_rates(self) -> None:
+        """Raise ConfigError where a script has set learning rates that follow another optimizer's."""
+        assert self._scheduler is not None
+        if self._rates != self._set:
+            reason = (
+                "the script has set a learning rate in engine.optimizer, which follows another optimizer's"
+            )
+            fix = "set it in scheduler.optimizer.param_groups, or give initialize a function that builds it"
+            raise ConfigError([Problem("lr_scheduler", self._scheduler.name, reason, fix)])
 
     def _built(self, scheduler: Any) -> LRScheduler:
         made, reason = scheduler, ""

@@ -59,7 +59,7 @@ class OptimizerView(Optimizer):
 
     @param_groups.setter
     def param_groups(self, groups: Iterable[Any]) -> None:
-        pass  # torch's constructor makes an empty one
+        self._refuse_setting("param_groups")
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group to the optimizer that was given to `initialize`, whose parameters train from the next
@@ -89,7 +89,14 @@ class OptimizerView(Optimizer):
 
     @state.setter
     def state(self, state: Any) -> None:
-        pass  # torch's constructor makes an empty one
+        self._refuse_setting("state")
+
+    def _refuse_setting(self, name: str) -> None:
+        if self._made:  # torch's constructor sets empty ones
+            raise ModelError(
+                f"optimizer.{name} = ... of an engine, whose shards have what it tells of: set options in "
+                "param_groups as they are, and states by engine.numbers(parameter)"
+            )
 
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
         """End the step: `Engine.step`. Raises ModelError for a closure."""

@@ -96,8 +96,10 @@ class Training:
         self.roster = Roster(module)
         self.source = Source(self.options, self.updates)
         self._view: OptimizerView | None = None
-        self._refusal = None if led is None else led.register_step_pre_hook(_refuse_step)
+        self._refusals = []
         if led is not None:
+            self._refusals.append(led.register_step_pre_hook(_refuse_step))
+            self._refusals.append(led.register_load_state_dict_pre_hook(_refuse_states))
             grad_scaler.refuse_for(led)
 
     def optimizer(self, engine: Any) -> OptimizerView:
@@ -138,8 +140,8 @@ class Training:
         for each in (self.blocks, self._reducer, self.loop):
             each.close()
         self.options.release()
-        if self._refusal is not None:
-            self._refusal.remove()
+        for refusal in self._refusals:
+            refusal.remove()
             grad_scaler.allow_for(self._given)
         self._at_end.detach()  # it holds the loop, and so all that is replaced
 
@@ -185,4 +187,12 @@ def _refuse_step(optimizer: Optimizer, *_: Any) -> None:
     raise ModelError(
         f"{type(optimizer).__name__}.step() of an optimizer that was given to an engine, whose shards have "
         "optimizers of their own: call engine.step(), or engine.optimizer.step()"
+    )
+
+
+def _refuse_states(optimizer: Optimizer, *_: Any) -> None:
+    raise ModelError(
+        f"{type(optimizer).__name__}.load_state_dict() of an optimizer that was given to an engine, whose "
+        "shards have the states: engine.save(path) writes and engine.load(path) reads them, "
+        "engine.numbers(parameter).set_whole(name, tensor) sets one"
     )
