@@ -79,3 +79,16 @@ def test_loop_refuses() -> None:
     loader = DataLoader([torch.zeros(1)] * 4, batch_size=4)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="the loader's batch_size is 4"):
         accelerate.prepare(model, None, loader, config={"batch": {"size": 8, "micro": 2}})
+
+
+def test_a_loops_plateau_goes_on_by_its_metric() -> None:
+    from polyreme.integrations import accelerate
+
+    model = nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0)
+    found = accelerate.prepare(model, optimizer, None, plateau, config={"batch": {"size": 2}})
+    for metric in (1.0, 2.0):
+        found.scheduler.step(metric)
+    assert found.scheduler.get_last_lr() == [0.05]
+    found.model.engine.close()

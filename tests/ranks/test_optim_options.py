@@ -254,3 +254,39 @@ def test_states_that_nothing_takes_are_told() -> None:
     ):
         optimizer.load_state_dict(optimizer.state_dict())
     assert engine.state.step == 0
+
+
+def with_schedulers(rank: int, world: int, folder: Path) -> list[tuple[Any, Any]]:
+    """Weights and rates of runs with a scheduler of the script's own, never killed and killed."""
+    found: list[tuple[Any, Any]] = []
+    for way in ("config's", "own"):
+        for make in (
+            lambda optimizer: schedulers.StepLR(optimizer, 2, 0.5),
+            lambda optimizer: schedulers.CosineAnnealingWarmRestarts(optimizer, 4),
+            lambda optimizer: schedulers.OneCycleLR(optimizer, 0.05, total_steps=STEPS + 1),
+        ):
+            ends: list[Any] = []
+            for killed in (False, True):
+                engine = begun(rank, world, 3, way, "none")
+                schedule = make(engine.optimizer)
+                if killed:
+                    loaded = engine.load(folder / "saved")
+                    schedule.load_state_dict(loaded.extra["schedule"])
+                    assert "a torch scheduler of the script's own" in loaded.notes[-1]
+                for step in range(SAVED if killed else 0, STEPS):
+                    engine.train_step(batch(rank, world, step))
+                    schedule.step()
+                    if step == SAVED - 1:
+                        kept = {k: v for k, v in schedule.state_dict().items() if not callable(v)}
+                        engine.save(folder / "saved", extra={"schedule": kept})
+                weights = {name: t.tolist() for name, t in engine.state_dict().items()}
+                ends.append((weights, schedule.get_last_lr(), engine.optimizer.param_groups[0]["lr"]))
+                engine.close()
+            found.append((ends[0], ends[1]))
+    return found
+
+
+def test_a_scheduler_of_the_scripts_goes_on_where_it_was(tmp_path: Path) -> None:
+    for found in threads.run(2, with_schedulers, tmp_path):
+        for never, killed in found:
+            assert never == killed
