@@ -16,11 +16,14 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
+from polyreme.checkpoint.manifest import File, Resume, write
 from polyreme.cli import main
 from polyreme.compat.finder import SITE
 from polyreme.config import Config
 from polyreme.errors import BatchError, LaunchError
+from polyreme.job.ended import ended
 from polyreme.launch import torchrun
+from polyreme.version import VERSION
 
 GOOD = """
 [model]
@@ -177,6 +180,51 @@ def test_a_run_that_has_ended_starts_no_ranks(
     assert (status, json.loads(output), trained, launched) == (0, {"loss": 0.5}, [], [])
 
 
+def test_a_run_that_has_ended_is_told_without_torch(config: str, tmp_path: Path) -> None:
+    resolved = Config.load(config, [f"checkpoint.folder={tmp_path / 'run'}", "train.length=8 steps"]).resolve(
+        2
+    )
+    end = tmp_path / "run" / "step-10"
+    end.mkdir(parents=True)
+    (end / "model.safetensors").write_bytes(b"weights")
+    state = {"step": 10, "samples": 80, "tokens": 1234}
+    saved = Resume({"model.safetensors": File(7, 0)}, state, config=resolved.model_dump(mode="json"))
+    write(end, saved)
+    code = (
+        "import sys; from polyreme.__main__ import main\n"
+        "try: main()\n"
+        "finally: sys.exit(7 if 'torch' in sys.modules or 'transformers' in sys.modules else 0)"
+    )
+
+    def told(*more: str) -> tuple[int, str, str]:
+        sets = ["--set", f"checkpoint.folder={tmp_path / 'run'}", "--set", "train.length=8 steps", *more]
+        command = [sys.executable, "-c", code, "train", config, "-n", "2", *sets]
+        done = subprocess.run(command, env={"PYTHONPATH": ":".join(sys.path)}, capture_output=True, text=True)
+        return done.returncode, done.stdout, done.stderr
+
+    status, output, errors = told("--set", "optimizer.lr=0.5")
+    assert (status, errors) == (0, "")
+    assert output.splitlines()[:2] == [
+        f"nothing to do: {end} is the end of this run, with 10 steps and 1,234 tokens",
+        "changed since then: optimizer.lr = 0.5, and was 0.0003",
+    ]
+    for name, other in (
+        ("longer", resolved.model_copy(update={"train": Config.load({"train": {"length": 11}}).train})),
+        ("another model", Config.load(resolved, ["model.config.hidden_size=128"])),
+        ("begins anew", Config.load(resolved, ["checkpoint.resume=never"])),
+    ):
+        assert ended(other) is None, name
+    assert ended(resolved) is not None
+    (end / "model.safetensors").write_bytes(b"cut")
+    assert ended(resolved) is None
+    (end / "resume.json").write_text("{}")
+    assert ended(resolved) is None
+
+
+def test_the_version_takes_no_config_and_no_torch() -> None:
+    assert polyreme("--version") == (0, f"polyreme {VERSION}\n", "")
+
+
 def test_train_as_one_of_several_ranks(config: str, trained: list[Config], launched: list[object]) -> None:
     ranks = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
     assert polyreme("train", config, "--json", env=ranks)[:2] == (0, "")  # rank 0 writes the summary
@@ -227,13 +275,15 @@ def test_bad_configs_are_refused_before_a_rank_starts(
 
 def test_an_error_is_a_message_and_with_debug_a_traceback(config: str, trained: list[Config]) -> None:
     status, output, errors = polyreme("train", config, "--set", "seed=13")
-    assert (status, output, errors) == (1, "", "error: a batch of 13\n")
+    begun = f"training as {config} says, on 1 rank of this host, in the folder run\n"
+    assert (status, output, errors) == (1, "", f"{begun}error: a batch of 13\n")
     status, _, errors = polyreme("--debug", "train", config, "--set", "seed=13")
     assert status == 1 and "Traceback" in errors and errors.endswith("error: a batch of 13\n")
 
 
 def test_an_interrupt_is_exit_status_130(config: str, trained: list[Config]) -> None:
-    assert polyreme("train", config, "--set", "seed=14") == (130, "", "")
+    quiet = ["--set", "monitor.console=false"]
+    assert polyreme("train", config, "--set", "seed=14", *quiet) == (130, "", "")
 
 
 def test_contradicting_variables_are_an_error_not_a_crash(config: str) -> None:

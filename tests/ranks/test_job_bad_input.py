@@ -122,13 +122,21 @@ def test_the_command_itself_refuses_alike(folder: Path) -> None:
 
 def refused(status: int, output: str, errors: str, expected: int) -> None:
     assert (status, output) == (expected, ""), errors
+    errors = after_what_is_done(errors)
     assert errors.startswith("error: ") and errors.count("error: ") == 1
     assert "Traceback" not in errors and " rank " not in errors
+
+
+def after_what_is_done(errors: str) -> str:
+    """The rest of what a command says, whose first line is what it does, unless the config says no."""
+    first, _, rest = errors.partition("\n")
+    return rest if first.startswith("training as tiny.toml says, on ") else errors
 
 
 def test_what_all_ranks_find_is_said_once(folder: Path) -> None:
     status, output, errors = polyreme(folder, "train", "tiny.toml", "--set", "model.config.vocab_size=200")
     assert (status, output) == (2, "")
+    errors = after_what_is_done(errors)
     assert errors.count("error: ") == errors.count("the tokenizer has 300 tokens") == 1
     assert "Traceback" not in errors and "rank" not in errors, "a config is the same on every rank"
 

@@ -29,6 +29,7 @@ from polyreme.compat.finder import variables
 from polyreme.distributed.environment import LAUNCHED, Environment, detect
 from polyreme.errors import LaunchError, PolyremeError, printable, shortened
 from polyreme.launch.signals import importing
+from polyreme.version import VERSION
 
 if TYPE_CHECKING:
     from polyreme.config import Config
@@ -105,9 +106,18 @@ Overrides = Annotated[
 AsJson = Annotated[bool, typer.Option("--json", help="Write JSON to stdout, for programs.")]
 
 
+def _version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"polyreme {VERSION}")
+        raise typer.Exit
+
+
 @app.callback()
 def _options(
     debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version.")
+    ] = False,
 ) -> None:
     """Train PyTorch models that are too big or too slow for one device."""
     try:
@@ -169,6 +179,8 @@ def train(
         with endings.told(checked, speaks=not cluster.submits, knows=True):
             again.on(cluster, checked, ranks)
         return
+    if _ended_or_told(checked, config, ranks):
+        return
     others = _hosts() if ranks is not None else None
     environment = detect() if others is None else Environment("launcher", 0, 1, 0, 1)
     started = _world_size(ranks, checked.launch.ranks, environment)
@@ -197,6 +209,31 @@ def train(
         raise typer.Exit(128 + signal.SIGINT)
     if stopped_status and summary.stopped is not None:
         raise typer.Exit(stopped_status)
+
+
+def _ended_or_told(config: Config, file: Path, ranks: int | None) -> bool:
+    """Say that the run has ended already, or else what is about to be done: torch takes seconds to import. Of
+    several ranks, or launchers, the first alone says it. Raises ConfigError."""
+    try:
+        environment = detect()
+    except LaunchError:  # which is for whoever starts the ranks to say
+        return False
+    if environment.rank or LAUNCHED in os.environ or not config.monitor.console:
+        return False
+    folder = shortened(str, config.checkpoint.folder)
+    if not environment.alone:
+        typer.echo(f"training as {shortened(str, file)} says, in the folder {folder}", err=True)
+        return False
+    count = _world_size(ranks, config.launch.ranks, environment)
+    resolved = config.resolve(count)
+    from polyreme.job.ended import ended
+
+    if (end := ended(resolved)) is not None:
+        typer.echo(end)
+        return True
+    of = f"{count} rank{'s' * (count > 1)} of this host"
+    typer.echo(f"training as {shortened(str, file)} says, on {of}, in the folder {folder}", err=True)
+    return False
 
 
 def _resume(resume: str | None, anew: bool) -> Sequence[str]:

@@ -7,7 +7,7 @@ Communication: none.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,42 +17,12 @@ from polyreme.checkpoint.formats.huggingface import Directory
 from polyreme.checkpoint.load import Wanted, match
 from polyreme.checkpoint.run_directory import RunDirectory, progress_of, step_of
 from polyreme.config import Config
-from polyreme.config.describe import toml
-from polyreme.config.schema import LEAVES
 from polyreme.data import load_tokenizer
 from polyreme.distributed.mesh import Axis
 from polyreme.errors import CheckpointError, ConfigError, DataError, Problem, named
+from polyreme.job.ended import ORDER, changed_keys, told
 from polyreme.models.huggingface import base_prefix, file_names
 from polyreme.planner.meta_model import meta_model
-
-ORDER = (
-    "seed",
-    "data.path",
-    "data.pattern",
-    "data.field",
-    "data.sequence",
-    "data.tokenizer",
-    "data.vocab_size",
-    "data.validation",
-    "data.shuffle",
-)
-"""The keys that decide which sample comes when."""
-NOT_TOLD = (
-    "checkpoint",
-    "monitor",
-    "launch",
-    "data.cache",
-    "data.workers",
-    "train.sample",
-    "train.sample_tokens",
-    "model.trust_remote_code",
-    "batch.size",
-)
-"""Sections and keys that change nothing of what is computed; and that of which the engine speaks itself."""
-EFFECTS = {
-    **dict.fromkeys(ORDER, "the training data begins anew"),
-    "lr_schedule": "the learning rate follows the new schedule from here on",
-}
 
 
 @dataclass(frozen=True)
@@ -101,7 +71,7 @@ def find_beginning(config: Config) -> Beginning:
         return Beginning()
     _check_names(config, folder, step_of(source.path) if source.path.parent == folder.path else -1)
     _check_model(config, source)
-    changed = _changed(source.resume.config, config)
+    changed = changed_keys(source.resume.config, config)
     progress = progress_of(source.path)
     return Beginning(
         checkpoints=[str(path) for path in paths],
@@ -109,7 +79,7 @@ def find_beginning(config: Config) -> Beginning:
         extra=dict(source.resume.extra),
         steps=progress.steps if progress else 0,
         tokens=progress.tokens if progress else 0,
-        changes=[_line(name, *values) for name, values in changed.items()],
+        changes=[told(name, *values) for name, values in changed.items()],
         same_data=changed.keys().isdisjoint(ORDER),
         finished=progress is not None and config.train.length.reached(progress),
     )
@@ -186,32 +156,3 @@ def _check_model(config: Config, source: Directory) -> None:
         raise ConfigError(
             [Problem(key, config.value(key), f"{source.path} is of another model: {found}", fix)]
         )
-
-
-def _changed(before: Mapping[str, Any], config: Config) -> dict[str, tuple[Any, Any]]:
-    """The keys that have another value in `config`, with the value they had and the one they have; of tables,
-    the keys in them."""
-    now = config.model_dump(mode="json")
-    found: dict[str, tuple[Any, Any]] = {}
-    for key in LEAVES:
-        section, _, name = key.rpartition(".")
-        there, here = (tree.get(section, {}) if section else tree for tree in (before, now))
-        if not isinstance(there, dict) or name not in there or there[name] == here[name]:
-            continue
-        if section in NOT_TOLD or key in NOT_TOLD:
-            continue
-        old, new = there[name], here[name]
-        if isinstance(old, dict) and isinstance(new, dict):
-            found |= {
-                f"{key}.{n}": (old.get(n), new.get(n))
-                for n in sorted({*old, *new})
-                if old.get(n) != new.get(n)
-            }
-        else:
-            found[key] = old, new
-    return found
-
-
-def _line(key: str, before: Any, now: Any) -> str:
-    effect = EFFECTS.get(key) or EFFECTS.get(key.partition(".")[0])
-    return f"{key} = {toml(now)}, and was {toml(before)}{f': {effect}' if effect else ''}"

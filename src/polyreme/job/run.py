@@ -37,6 +37,7 @@ from polyreme.engine import Engine, StepResult, initialize
 from polyreme.errors import CheckpointError, ConfigError, DataError, ModelError, Problem, printable
 from polyreme.files.folder_lock import holder
 from polyreme.job.checkpoints import Account, Checkpoints
+from polyreme.job.ended import nothing_to_do
 from polyreme.job.ending import command_from, last_words
 from polyreme.job.resume import Beginning, find_beginning
 from polyreme.launch.signals import listening
@@ -189,16 +190,7 @@ def _finished(config: Config, beginning: Beginning, rank: int) -> Summary:
         config, beginning.steps, beginning.tokens, Account.of(beginning.extra), Path(beginning.checkpoints[0])
     )
     if rank == 0 and config.monitor.console:
-        changes = [f"changed since then: {change}" for change in beginning.changes]
-        said = (
-            f"nothing to do: {summary.checkpoint} is the end of this run, "
-            f"with {summary.steps:,} steps and {summary.tokens:,} tokens"
-        )
-        fix = (
-            f"raise train.length (now {config.train.length}) to "
-            "go on from there, or begin anew with --no-resume"
-        )
-        _say(printable("\n".join([said, *changes, fix])))
+        _say(nothing_to_do(config, summary.checkpoint, summary.steps, summary.tokens, beginning.changes))
     return summary
 
 
