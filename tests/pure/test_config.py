@@ -10,6 +10,7 @@ import pickle
 import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -286,6 +287,80 @@ def test_a_wrong_value_says_what_is_expected(key: str, value: Any) -> None:
     written = re.fullmatch(rf"write ({re.escape(key)} = .*)", problem.fix)
     assert written
     Config.load({}, [written[1].replace(" = ", "=", 1)])
+
+
+MEANT: dict[str, list[tuple[Any, Any]]] = {
+    "optimizer.lr": [
+        ("5e-4x", 5e-4),
+        ("0,01", 0.01),
+        ("1e-3 # warm", 1e-3),
+        ([1e-3], 1e-3),
+        ("'2e-4'", 2e-4),
+    ],
+    "compile": [("true ", True), ("False", False), (1, True), ("yes", True)],
+    "batch.size": [
+        ("1,000", 1000),
+        ("1 000", 1000),
+        ("8 samples", 8),
+        (8.0, 8),
+        (1.5, 2),
+        ("2k", 2000),
+        (0, 1),
+    ],
+    "data.sequence": [("512", 512), (1, 2)],
+    "data.vocab_size": [(10**8, 1_000_000), ("32k", 32_000)],
+    "data.validation": [(5, 0.05)],
+    "lr_schedule.final": [("10%", 0.1), (1.1, 1.0), (10, 0.1)],
+    "lr_schedule.warmup": [("100 stps", "100 steps"), ("10 %", "0 steps"), ("1,000 tokns", "1000 tokens")],
+    "train.length": [("1,000", "1000 steps"), ("100steps", "100 steps"), ("10 hours", "1000 steps")],
+    "checkpoint.every": [("1e-320 steps", "500 steps"), ("100 step.", "100 steps")],
+    "checkpoint.file_size": [("5 GIB!", "5 GiB"), ("1,000 MiBs", "1000 MiB")],
+    "zero.stage": [("3", 3), ("stage 2", 2), ("AUTO", "auto")],
+    "precision.compute": [("BF16", "bf16"), ("bf-16", "bf16")],
+    "lr_schedule.name": [("Cosine", "cosine"), ("linaer", "linear")],
+    "model.path": [(3, "3")],
+    "seed": [(-1, 0), ("7", 7)],
+}
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "meant"), [(key, *each) for key, values in MEANT.items() for each in values]
+)
+def test_the_fix_is_the_value_that_was_meant(key: str, value: Any, meant: Any) -> None:
+    section, _, name = key.rpartition(".")
+    (problem,) = refused({section: {name: value}} if section else {name: value}).values()
+    found = Config.load({}, [problem.fix.removeprefix("write ").replace(" = ", "=", 1)])
+    expected = Config.load({section: {name: meant}} if section else {name: meant})
+    assert found.value(key) == expected.value(key), problem.fix
+
+
+JUNK = st.one_of(
+    st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=12),
+    st.lists(st.integers(), max_size=3),
+    st.from_regex(r"[-+]?[0-9]{1,9}([.,][0-9]{1,4})?(e-?[0-9]{1,3})?[ ]?(steps?|tokn|%|GiB|k|x|MB)?", fullmatch=True),  # noqa: E501
+    st.dictionaries(st.text(max_size=3), st.integers(), max_size=2),
+)  # fmt: skip
+
+
+@examples(300)
+@given(st.sampled_from(list(LEAVES)), JUNK)
+def test_every_fix_is_taken(key: str, value: Any) -> None:
+    section, _, name = key.rpartition(".")
+    try:
+        Config.load({section: {name: value}} if section else {name: value})
+    except ConfigError as error:
+        for problem in error.problems:
+            if problem.key == key and problem.fix.startswith("write ") and " = " in problem.fix:
+                Config.load({}, [problem.fix.removeprefix("write ").replace(" = ", "=", 1)])
+
+
+def test_keys_without_end_are_refused_at_once() -> None:
+    began = time.perf_counter()
+    problems = refused({"x" * 1_000_000: 1, "optimizer": {"y" * 1_000_000: 1}})
+    assert all(problem.fix.startswith("use one of ") for problem in problems.values())
+    assert len(refused({"optimizer": {f"lr{i}": i for i in range(2000)}})) == 2000
+    refused({"lr_schedule": {"name": "c" * 1_000_000}, "precision": {"compute": "9" * 1_000_000}})
+    assert time.perf_counter() - began < 5
 
 
 def test_every_mistake_is_listed_at_once() -> None:

@@ -41,7 +41,7 @@ def _type_description(annotation: Any, metadata: Sequence[Any] = ()) -> str:
         flat = [m for item in inner for m in (item.metadata if isinstance(item, FieldInfo) else [item])]
         return _type_description(annotation, flat)
     limits = [
-        f"{text} {limit:g}"
+        f"{text} {limit if isinstance(limit, int) else f'{limit:g}'}"
         for kind, attribute, text in (
             (annotated_types.Ge, "ge", "of at least"), (annotated_types.Gt, "gt", "above"),
             (annotated_types.Le, "le", "of at most"), (annotated_types.Lt, "lt", "below"),

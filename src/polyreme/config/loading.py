@@ -14,12 +14,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from datetime import date, time
 from itertools import chain, islice
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin
+from typing import Any
 
 from pydantic import ValidationError
-from pydantic.fields import FieldInfo
 
 from polyreme.config.describe import HUGE, example, expects, toml
+from polyreme.config.repair import LONGEST as LONGEST_WORD
+from polyreme.config.repair import meant
 from polyreme.config.schema import LEAVES, SECTIONS, Section
 from polyreme.errors import ConfigError, Problem, shortened
 
@@ -32,6 +33,8 @@ DEEPSPEED = {
 """Keys of DeepSpeed's: two of them make a config one of DeepSpeed's."""
 LONGEST = 1024
 """Bits of an integer."""
+COMPARED = 50
+"""Unknown keys that are compared with those there are, for the nearest."""
 VALUES, LEVELS = 100_000, 64
 """Keys and values of a config, and how deep they are nested."""
 
@@ -267,6 +270,7 @@ def override(tree: dict[str, Any], text: str) -> Problem | None:
 def problems_of(error: ValidationError, tree: Mapping[str, Any]) -> list[Problem]:
     """One problem per key of `tree`: pydantic reports each member of a union apart."""
     problems: dict[str, Problem] = {}
+    unknown = 0
     for detail in error.errors(include_url=False):
         path = detail["loc"][: 1 if detail["loc"][0] in LEAVES else 2]
         key, found = ".".join(map(str, path)), detail["input"]
@@ -275,7 +279,8 @@ def problems_of(error: ValidationError, tree: Mapping[str, Any]) -> list[Problem
         if detail["type"] != "invalid_key":
             found = tree[str(path[0])] if len(path) == 1 else tree[str(path[0])][path[1]]
         if detail["type"] in ("extra_forbidden", "invalid_key") and key not in LEAVES:
-            problems[key] = _unknown(key, found)
+            unknown += 1
+            problems[key] = _unknown(key, found, compared=unknown <= COMPARED)
         elif key in LEAVES:
             field = LEAVES[key]
             reason = f"must be {expects(field)}, not {_named(found)}"
@@ -283,23 +288,12 @@ def problems_of(error: ValidationError, tree: Mapping[str, Any]) -> list[Problem
                 reason = detail["msg"]
             elif detail["type"] == "less_than_equal" and detail["ctx"]["le"] >= HUGE:
                 reason = f"must be at most {detail['ctx']['le']}"
-            problems[key] = Problem(key, found, reason, f"write {key} = {toml(_nearest(field, found))}")
+            problems[key] = Problem(key, found, reason, f"write {key} = {toml(meant(key, field, found))}")
         else:
             keys = [k for k in LEAVES if k.startswith(f"{key}.")]
             fix = f"write for example {keys[0]} = {toml(example(LEAVES[keys[0]]))}"
             problems[key] = Problem(key, found, f"must be a table of keys, not {_named(found)}", fix)
     return list(problems.values())
-
-
-def _nearest(field: FieldInfo, value: object) -> object:
-    """The word that the key may have and that is most like `value`, or else an example of what it may
-    have."""
-    choices = (
-        [word for word in get_args(field.annotation) if isinstance(word, str)]
-        if get_origin(field.annotation) is Literal
-        else []
-    )
-    return next(iter(difflib.get_close_matches(str(value), choices, n=1)), example(field))
 
 
 ELSEWHERE = {
@@ -320,7 +314,8 @@ ELSEWHERE = {
 """What other systems call our keys, in any section or, with a dot, in that one."""
 
 
-def _unknown(key: str, value: object) -> Problem:
+def _unknown(key: str, value: object, compared: bool) -> Problem:
+    """What to say of an unknown key, `compared` with those that there are."""
     section, _, name = key.rpartition(".")
 
     def likeness(candidate: str) -> float:
@@ -334,9 +329,10 @@ def _unknown(key: str, value: object) -> Problem:
 
     if (meant := ELSEWHERE.get(key, ELSEWHERE.get(name))) is not None:
         return Problem(key, value, "there is no such key", f'did you mean "{meant}"?')
-    best = max((candidate for candidate in [*LEAVES, *SECTIONS] if candidate != section), key=likeness)
-    if likeness(best) >= 0.6:
-        return Problem(key, value, "there is no such key", f'did you mean "{best}"?')
+    if compared and len(key) <= LONGEST_WORD:
+        best = max((candidate for candidate in [*LEAVES, *SECTIONS] if candidate != section), key=likeness)
+        if likeness(best) >= 0.6:
+            return Problem(key, value, "there is no such key", f'did you mean "{best}"?')
     valid = [k for k in LEAVES if k.startswith(f"{section}.")] if section else [*SECTIONS, "seed", "compile"]
     return Problem(key, value, "there is no such key", f"use one of {', '.join(valid)}")
 

@@ -6,6 +6,7 @@ for `conflicts`.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
@@ -33,10 +34,23 @@ SCALED = ("fp16", "autocast-fp16")
 """Values of precision.compute that a loss scale is for."""
 
 
+SHORTEST = 1e-6
+"""The least length of training that is one: of steps, samples or tokens."""
+MOST_TOKENS = 1_000_000
+"""The largest vocabulary that is trained: the trainer reserves memory for it."""
+
+
 def _positive(duration: Duration) -> Duration:
-    if duration.amount <= 0:
+    if duration.amount < SHORTEST:  # counts are divided by it
         raise ValueError("a duration of nothing")
     return duration
+
+
+def _size(value: object) -> object:
+    """A size that is nothing but a number and a unit: pydantic reads "1,000 MiB" as a byte."""
+    if isinstance(value, str) and not re.fullmatch(r"\s*\d*\.?\d+\s*[A-Za-z]*\s*", value):
+        raise ValueError("no number of bytes")
+    return not_bool(value)
 
 
 def _list_of_names(value: object) -> object:
@@ -100,7 +114,7 @@ Seconds = Annotated[float, BeforeValidator(real), Field(gt=0, le=30 * 24 * 3600)
 NotNegative = Annotated[float, BeforeValidator(real), Field(ge=0)]
 Fraction = Annotated[float, BeforeValidator(real), Field(ge=0, le=1)]
 Beta = Annotated[float, BeforeValidator(real), Field(ge=0, lt=1)]
-Size = Annotated[ByteSize, BeforeValidator(not_bool)]
+Size = Annotated[ByteSize, BeforeValidator(_size)]
 Names = Annotated[tuple[str, ...], BeforeValidator(_list_of_names)]
 PositiveDuration = Annotated[Duration, AfterValidator(_positive)]
 FilePath = Annotated[str, AfterValidator(_expanded)]
@@ -186,7 +200,7 @@ class DataSection(Section):
         description="A tokenizer directory; none takes that of model.path, "
         "and trains a byte-level BPE on the data for a new model.",
     )
-    vocab_size: Annotated[int, Strict(), Field(gt=256, le=LARGEST)] = Field(
+    vocab_size: Annotated[int, Strict(), Field(gt=256, le=MOST_TOKENS)] = Field(
         default=2048,
         description="Vocabulary of the tokenizer that is trained; the 256 bytes are always in it.",
     )

@@ -64,10 +64,10 @@ def ended(config: Config) -> str | None:
             return None
     except CheckpointError:
         return None
-    counts = [found.state.get(name) for name in ("step", "samples", "tokens")]
-    if not all(isinstance(count, int) for count in counts):
+    try:
+        progress = Progress(*(int(found.state[name]) for name in ("step", "samples", "tokens")))
+    except (KeyError, TypeError, ValueError):
         return None
-    progress = Progress(*counts)
     changes = changed_keys(found.config, config)
     if not config.train.length.reached(progress) or any(key.startswith("model.") for key in changes):
         return None
