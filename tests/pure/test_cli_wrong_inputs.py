@@ -76,6 +76,8 @@ def refusal(*words: str, says: str = "") -> str | None:
         return f"{type(raised).__name__}: {raised!s:.300}"
     if status not in (1, 2) or output:
         return f"status {status}, output {output:.200}"
+    if errors.startswith("training as tiny.toml says, on "):
+        errors = errors.partition("\n")[2]
     heads = errors.count("error: ") if errors.startswith("error: ") else errors.count("─ Error ─")
     if (
         heads != 1

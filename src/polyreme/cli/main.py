@@ -178,8 +178,7 @@ def train(
     if cluster.asked:
         with endings.told(checked, speaks=not cluster.submits, knows=True):
             again.on(cluster, checked, ranks)
-        return
-    if _ended_or_told(checked, config, ranks):
+    if cluster.asked or _ended_or_told(checked, config, ranks):
         return
     others = _hosts() if ranks is not None else None
     environment = detect() if others is None else Environment("launcher", 0, 1, 0, 1)

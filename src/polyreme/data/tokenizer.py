@@ -10,6 +10,7 @@ import logging
 from collections.abc import Iterable, Iterator
 from hashlib import blake2b
 from itertools import islice
+from math import ceil
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
@@ -139,7 +140,7 @@ def _sample(part: Subset) -> Iterator[str]:
     """The texts in pieces; of more than SAMPLE characters, every n-th piece."""
     total = sum(len(chunk) for chunks in part.in_chunks() for chunk in chunks)
     found = (piece for chunks in part.in_chunks() for piece, _ in pieces(chunks, PIECE, PIECE))
-    return islice(found, 0, None, max(1, -(-total // SAMPLE)))
+    return islice(found, 0, None, max(1, ceil(total / SAMPLE)))
 
 
 def end_of_document(tokenizer: PreTrainedTokenizerBase) -> int:
