@@ -1,5 +1,6 @@
 """`python -m polyreme` is the command `polyreme`."""
 
+import os
 import sys
 
 from polyreme.launch.signals import importing
@@ -7,6 +8,9 @@ from polyreme.launch.signals import importing
 
 def main() -> None:
     """The entry point."""
+    if sys.getfilesystemencoding() == "ascii":  # a locale in which no file with another name can be opened
+        os.environ["PYTHONUTF8"] = "1"
+        os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
     with importing():
         from polyreme.cli.main import main as command
     try:

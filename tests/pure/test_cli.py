@@ -325,6 +325,25 @@ def test_door_is_another_program_with_the_door(
     assert status == 1 and "'./no-such-program' is no program that can be run" in errors
 
 
+@pytest.mark.parametrize(
+    "variables",
+    [
+        {"COLUMNS": "0"},
+        {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONIOENCODING": "ascii", "PYTHONCOERCECLOCALE": "0"},
+    ],
+    ids=["a terminal of no width", "a locale of ASCII"],
+)
+def test_any_terminal_shows_what_is_said(tmp_path: Path, variables: dict[str, str]) -> None:
+    (tmp_path / "ä.toml").write_text('[data]\npath = "ö.txt"\n', "utf-8")
+    command = [sys.executable, "-m", "polyreme", "inspect", "ä.toml", "--set", "checkpoint.folder=é"]
+    env = {"PYTHONPATH": ":".join(sys.path), **variables}
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True)
+    assert (done.returncode, done.stderr) == (0, b"")
+    for key, value in ("data.path", "ö.txt"), ("checkpoint.folder", "é"):
+        shown = value.encode() if "COLUMNS" in variables else value.encode("ascii", "backslashreplace")
+        assert key.encode() in done.stdout and shown in done.stdout
+
+
 def test_inspect(config: str) -> None:
     status, output, _ = polyreme("inspect", config, "-n", "2", "--set", "seed=7")
     assert status == 0 and "batch.micro" in output and "derived" in output

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import inspect as introspection
+import io
 import json
 import os
 import re
@@ -28,6 +29,7 @@ from polyreme.cli import endings
 from polyreme.compat.finder import variables
 from polyreme.distributed.environment import LAUNCHED, Environment, detect
 from polyreme.errors import LaunchError, PolyremeError, printable, shortened
+from polyreme.launch import limits
 from polyreme.launch.signals import importing
 from polyreme.version import VERSION
 
@@ -60,6 +62,9 @@ class _Commands(TyperGroup):
         except OSError as error:  # files and folders that are not what the arguments say
             if LAUNCHED in os.environ or ctx.params["debug"]:
                 raise
+            if (limit := limits.named(error)) is not None:
+                _report(str(limit), _rank_of_several())
+                ctx.exit(limit.exit_status)
             where = f": {shortened(str, error.filename)}" if error.filename is not None else ""
             _report(
                 f"{error.strerror or error}{where}; give another path "
@@ -72,6 +77,12 @@ class _Commands(TyperGroup):
                 _rank_of_several(),
             )
             ctx.exit(PolyremeError.exit_status)
+        except (ImportError, MemoryError, RuntimeError) as error:
+            limit = None if LAUNCHED in os.environ or ctx.params["debug"] else limits.named(error)
+            if limit is None:
+                raise
+            _report(str(limit), _rank_of_several())
+            ctx.exit(limit.exit_status)
 
 
 def _report(text: str, who: str = "") -> None:
@@ -120,6 +131,7 @@ def _options(
     ] = False,
 ) -> None:
     """Train PyTorch models that are too big or too slow for one device."""
+    limits.check()
     try:
         Path.cwd()
     except OSError as error:  # in which torch's mathematics end the process, with a word about libraries
@@ -616,4 +628,9 @@ for _each in app.registered_commands:  # typer keeps line breaks within all para
 
 def main() -> None:
     """The entry point."""
+    if os.environ.get("COLUMNS", "1").strip("0") == "":  # a terminal of no width, in which nothing is shown
+        del os.environ["COLUMNS"]
+    for stream in sys.stdout, sys.stderr:
+        if isinstance(stream, io.TextIOWrapper) and stream.encoding != "utf-8":
+            stream.reconfigure(errors="backslashreplace")  # what cannot be shown ends no run
     app(prog_name="polyreme")

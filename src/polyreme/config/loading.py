@@ -284,7 +284,7 @@ def problems_of(error: ValidationError, tree: Mapping[str, Any]) -> list[Problem
         elif key in LEAVES:
             field = LEAVES[key]
             reason = f"must be {expects(field)}, not {_named(found)}"
-            if detail["type"] in ("axis_order", "home"):
+            if detail["type"] in ("axis_order", "home", "nothing"):
                 reason = detail["msg"]
             elif detail["type"] == "less_than_equal" and detail["ctx"]["le"] >= HUGE:
                 reason = f"must be at most {detail['ctx']['le']}"

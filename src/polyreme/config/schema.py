@@ -42,7 +42,7 @@ MOST_TOKENS = 1_000_000
 
 def _positive(duration: Duration) -> Duration:
     if duration.amount < SHORTEST:  # counts are divided by it
-        raise ValueError("a duration of nothing")
+        raise PydanticCustomError("nothing", "must be at least {least}", {"least": f"{SHORTEST} steps"})
     return duration
 
 

@@ -28,6 +28,7 @@ from typing import NoReturn
 
 from polyreme.distributed.environment import RANK
 from polyreme.errors import LaunchError, PolyremeError
+from polyreme.launch import limits
 from polyreme.launch.cores import pin
 from polyreme.launch.processes import die_with_parent
 from polyreme.launch.requests import STOPPED
@@ -73,7 +74,7 @@ def main(arguments: list[str]) -> None:
             error = LaunchError(
                 f"-m {target}: {error}; name a module that Python finds from {Path.cwd()}, or give a script"
             )
-        _fail(error, 1)
+        _fail(error if isinstance(error, PolyremeError) else limits.named(error) or error, 1)
 
 
 def run(arguments: list[str]) -> None:
@@ -82,7 +83,9 @@ def run(arguments: list[str]) -> None:
         if isinstance(stream, io.TextIOWrapper):
             # Into a pipe, too; and not less than a line, even with PYTHONUNBUFFERED, or the output of several
             # ranks would mix within one.
-            stream.reconfigure(line_buffering=True, write_through=False)
+            # And what a terminal cannot show ends no rank.
+            errors = "strict" if stream.encoding == "utf-8" else "backslashreplace"
+            stream.reconfigure(line_buffering=True, write_through=False, errors=errors)
     faulthandler.enable()  # a crash in compiled code shows where
     is_module = arguments[0] == "-m"
     sys.argv = arguments[1:] if is_module else arguments

@@ -203,6 +203,11 @@ class _Host:
         """How the process ended without a word of its own."""
         said = "; ".join(self.said[-LAST_WORDS:])
         status = self.process.wait()
+        if "nknown option" in said and "-P" in said:
+            return (
+                f"{sys.executable} is an older Python there, which does not know -P: Polyreme needs 3.11 or "
+                f"newer on each host, the same as here ({platform.python_version()})"
+            )
         if status == 127 or "No module named" in said:
             return (
                 f"{said or 'no Python'}: the same Python, with Polyreme, is needed there as here, "

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from polyreme.config.schema import LARGEST
 from polyreme.errors import ConfigError, ModelError, Problem, named
 from polyreme.models.peft import is_peft_model, learns_prompts, plain_model
 
@@ -485,7 +486,9 @@ def skeleton(
     loaded = read_config(path, config, trust_remote_code, vocab_size)
     try:
         return _architecture(loaded).from_config(loaded)
-    except (ValueError, TypeError, KeyError, AttributeError, ArithmeticError, RuntimeError) as error:
+    except (
+        ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RuntimeError, AssertionError
+    ) as error:  # fmt: skip
         raise _unfit(path, config, error) from error
 
 
@@ -563,6 +566,9 @@ def _nonsense(values: Mapping[str, Any]) -> list[Problem]:
             found.append(
                 Problem(f"model.config.{key}", value, "a model has at least 1", f"write {key} = 1 or more")
             )
+        elif key in SIZES and value > LARGEST:
+            reason, fix = "no model can be so large", f"write a {key} of at most {LARGEST}"
+            found.append(Problem(f"model.config.{key}", value, reason, fix))
         elif key in BLOCKS and value > MOST_BLOCKS:
             found.append(Problem(f"model.config.{key}", value, "no model of more than "
                                                                f"{MOST_BLOCKS:,} blocks can be built",
@@ -616,6 +622,10 @@ def text_problems(
             fix = "set data.tokenizer to the tokenizer that the model was made with, often the same directory"
         reason = f"the tokenizer has {vocabulary} tokens, so some ids would be out of range"
         found.append(Problem(f"{owner}.vocab_size", tokens, reason, fix))
+    pad = getattr(text, "pad_token_id", None)
+    if vocabulary is not None and isinstance(tokens, int) and isinstance(pad, int) and not pad < tokens:
+        fix = f"write one below {tokens}, or remove pad_token_id"
+        found.append(Problem(f"{owner}.pad_token_id", pad, f"the model has {tokens} tokens", fix))
     if isinstance(heads, int) and isinstance(shared, int) and shared > 0 and heads % shared:
         fix = f"write {' or '.join(str(n) for n in range(1, heads + 1) if heads % n == 0)}"
         found.append(
