@@ -180,6 +180,16 @@ IN_RANKS: dict[str, tuple[list[str], type[PolyremeError], list[str]]] = {
         ["not a multiple of the number of attention"],
     ),
     "no heads": (["model.config.num_attention_heads=0"], ConfigError, ["ZeroDivisionError"]),
+    "a vocabulary that no model has": (
+        ["model.config.vocab_size=1000000000000"],
+        ConfigError,
+        ["no model can be so large", "write a vocab_size of at most"],
+    ),
+    "padding that is no token": (
+        ["model.config.pad_token_id=99999"],
+        ConfigError,
+        ["model.config.pad_token_id = 99999: the model has ", "write one below "],
+    ),
     "unknown activation": (["model.config.hidden_act=swich"], ConfigError, ["KeyError: 'swich'"]),
     "shared heads that do not divide": (
         ["model.config.num_attention_heads=4", "model.config.num_key_value_heads=3"],

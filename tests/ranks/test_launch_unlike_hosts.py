@@ -85,6 +85,20 @@ def test_a_host_without_python_is_named(two: tuple[list[Host], str], tmp_path: P
     assert "- n2: env: " in said and "No such file or directory: " + WANTED in said, said
 
 
+def test_a_host_with_an_old_python_is_named(two: tuple[list[Host], str], tmp_path: Path) -> None:
+    old = tmp_path / "old" / Path(sys.executable).name
+    old.parent.mkdir()
+    usage = (
+        "Unknown option: -P\\nusage: python3 [option] ... [-c cmd]\\nTry `python -h' for more information."
+    )
+    old.write_text(f"""#!/bin/sh\nprintf "{usage}\\n" >&2\nexit 2\n""".replace("`", "'"))
+    old.chmod(0o755)
+    with bound(two[0][1], old.parent, Path(sys.executable).parent):
+        said = refused(two, tmp_path)
+    assert f"- n2: {sys.executable} is an older Python there" in said, said
+    assert "Polyreme needs 3.11 or newer on each host" in said, said
+
+
 def test_doctor_finds_a_clock_that_is_an_hour_ahead(two: tuple[list[Host], str], tmp_path: Path) -> None:
     version = Path(SOURCE) / "polyreme" / "version.py"
     (tmp_path / "version.py").write_text(version.read_text() + AHEAD)
