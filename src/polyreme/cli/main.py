@@ -63,7 +63,7 @@ class _Commands(TyperGroup):
             if LAUNCHED in os.environ or ctx.params["debug"]:
                 raise
             if (limit := limits.named(error)) is not None:
-                _report(str(limit), _rank_of_several())
+                _report("\n".join([str(limit), *getattr(error, "__notes__", ())]), _rank_of_several())
                 ctx.exit(limit.exit_status)
             where = f": {shortened(str, error.filename)}" if error.filename is not None else ""
             _report(
@@ -81,7 +81,7 @@ class _Commands(TyperGroup):
             limit = None if LAUNCHED in os.environ or ctx.params["debug"] else limits.named(error)
             if limit is None:
                 raise
-            _report(str(limit), _rank_of_several())
+            _report("\n".join([str(limit), *getattr(error, "__notes__", ())]), _rank_of_several())
             ctx.exit(limit.exit_status)
 
 
