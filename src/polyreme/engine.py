@@ -37,6 +37,7 @@ from polyreme.step.batches import BatchComparison, micro_batches
 from polyreme.step.build import Model, build, divide_again, objective, open_model, share_out
 from polyreme.step.checkpoints import Checkpoints
 from polyreme.step.engine_state import Loaded
+from polyreme.step.grad_mode import with_gradients
 from polyreme.step.gradients import Gradients
 from polyreme.step.loss import LossFn
 from polyreme.step.optimizer_view import OptimizerView
@@ -56,6 +57,7 @@ from polyreme.zero.partition import Placement
 from polyreme.zero.refresh import refuse_own_shapes
 
 
+@with_gradients
 def initialize(
     model: Model,
     config: str | Path | Mapping[str, Any] | Config,
@@ -164,6 +166,7 @@ class Engine:
     # ---- one optimizer step
 
     @collective
+    @with_gradients
     def train_step(self, batch: Any) -> StepResult:
         """One optimizer step on this data-parallel rank's share of one global batch.
 
@@ -188,6 +191,7 @@ class Engine:
         return result
 
     @collective
+    @with_gradients
     def eval_step(self, batch: Any) -> EvalResult:
         """The mean loss over a global batch of any size, of which `batch` is this rank's share, or a list of
         its parts; nothing is updated.
@@ -197,6 +201,7 @@ class Engine:
         return self._passes.evaluate(self.module, batch)
 
     @collective
+    @with_gradients
     def eval_outputs(self, batch: Any, function: Callable[[Any, Any], Any]) -> list[Any]:
         """`function(output, micro-batch)` for each micro-batch of `batch`, which is as in `eval_step`, where
         the last pipeline stage is; an empty list on other ranks. No gradients, and the modules are in
@@ -228,6 +233,7 @@ class Engine:
         return output
 
     @collective
+    @with_gradients
     def backward(
         self, loss: Tensor, weight: float | None = None, *, last: bool = True, retain_graph: bool = False
     ) -> None:
@@ -258,6 +264,7 @@ class Engine:
         self._step.clear()
 
     @collective
+    @with_gradients
     def step(self, last: bool = False) -> StepResult:
         """The optimizer step that ends a loop of forward and backward calls. Raises BatchError before the
         last of them.
@@ -267,6 +274,7 @@ class Engine:
         self._complete("step", last)
         return self._update()
 
+    @with_gradients
     def gradients(self, last: bool = False) -> Gradients:
         """What `step` will apply, to read and to clip, after the last backward of a step. All ranks call.
         last: see `step`."""
@@ -306,6 +314,7 @@ class Engine:
         at the next step, `state`, `step` and `zero_grad`."""
         return self._training.optimizer(self)
 
+    @with_gradients
     def plateau(self, metric: float) -> float:
         """Step the `lr_scheduler`, a ReduceLROnPlateau, by a metric such as a validation loss, and return the
         new learning rate.
@@ -356,6 +365,7 @@ class Engine:
         return Path(path)
 
     @collective
+    @with_gradients
     def load(self, path: str | Path, *, strict: bool = True, weights_only: bool = False) -> Loaded:
         """Go on from a checkpoint of any layout, or from the newest complete one in a run's folder; or take
         the weights of any Hugging Face directory. All ranks must call.
@@ -377,6 +387,7 @@ class Engine:
         self._checkpoints.wait()
 
     @collective
+    @with_gradients
     def state_dict(self, rank0_only: bool = False, master: bool = False) -> dict[str, Tensor]:
         """Whole tensors under the model's own names, tied ones under each of theirs; buffers too. Every rank
         must call.
@@ -390,6 +401,7 @@ class Engine:
                 found |= dict.fromkeys(names, tensor.detach().clone())
         return found
 
+    @with_gradients
     def refresh(self) -> None:
         """Take in what a script did to the module since `initialize`: parameters unfrozen, added, replaced or
         removed, modules too, and `engine.module` itself (`engine.module = peft.get_peft_model(engine.module,
@@ -452,6 +464,7 @@ class Engine:
         if not self._step.microbatches:
             self._step.written.settle(self._checkpoints.taken)
 
+    @with_gradients
     def sleep(self, *kinds: Numbers, pin: bool = True) -> None:
         """Free the device of this engine between two steps, until `wake`: "params", "masters" (of parameters
         in 16 bits), "states" and "gradients" (whose buffers are let go of), or all where none is named, go to
@@ -465,6 +478,7 @@ class Engine:
         self._take_in_writes()
         self._training.sleep.sleep(kinds or KINDS, pin)
 
+    @with_gradients
     def wake(self) -> tuple[Numbers, ...]:
         """Have all that `sleep` took away where it was. Returns what that is, which may be none."""
         kinds = self._training.sleep.wake()

@@ -46,6 +46,7 @@ from polyreme.pipeline.rank import PipelineRank
 from polyreme.pipeline.stage import Stage, refuse_calls
 from polyreme.step.accumulation import added, reduced_format
 from polyreme.step.loss import LossFn, Objective
+from polyreme.step.loss_graph import BY_FREQUENCY
 from polyreme.step.precision import DTYPES, cast_floating, master_dtype, warn_of_default
 from polyreme.tensor import plan as rules
 from polyreme.tensor.layers import put_off_weights
@@ -75,7 +76,7 @@ def open_model(given: Model, config: Config, mesh: Mesh) -> tuple[nn.Module, Rec
         module, recording, weights = _from_directory(Path(given), config)
     else:
         module, recording = _given(given, config, mesh)
-        _refuse_max_norm(module)
+        _refuse_tables(module, config, mesh)
         peft.refuse_bare_base(module)
         if not module.training:  # `from_pretrained` returns it so
             module.train()
@@ -84,15 +85,18 @@ def open_model(given: Model, config: Config, mesh: Mesh) -> tuple[nn.Module, Rec
     return module, recording, weights
 
 
-def _refuse_max_norm(module: nn.Module) -> None:
+def _refuse_tables(module: nn.Module, config: Config, mesh: Mesh) -> None:
     """Raise ModelError for tables that their lookups change: each rank would change its own copy, of other
-    rows, and no master would."""
+    rows, and no master would; and for gradients that depend on how the batch is cut."""
+    cut = config.accumulation * mesh.world_size
     for name, each in module.named_modules():
         if isinstance(each, nn.Embedding | nn.EmbeddingBag) and each.max_norm is not None:
             raise ModelError(f"{name} has max_norm = {each.max_norm}, with which "
                              "lookups change its weight, on each rank another way: "
                              "leave max_norm out, and scale what "
                              "it returns in the model's forward")  # fmt: skip
+        if getattr(each, "scale_grad_by_freq", False) is True and cut > 1:
+            raise ModelError(f"{name or 'the model'} has scale_grad_by_freq = True, {BY_FREQUENCY}")
 
 
 def _from_directory(path: Path, config: Config) -> tuple[nn.Module, Recording | None, Path | None]:
@@ -145,6 +149,7 @@ def _given(given: Layer | Sequence[Layer], config: Config, mesh: Mesh) -> tuple[
         give_shapes(model, mesh)
         if mesh.pp.size == 1:  # other stages of a pipeline may have them: `build` looks
             _refuse_meta(model)
+        _refuse_inference(model)
         return unwrap(model), None
     if not callable(model):
         raise ModelError(f"the model is a {type(model).__name__}: give initialize() "
@@ -166,6 +171,15 @@ def _refuse_meta(model: nn.Module) -> None:
             f"{empty[0]} is on the meta device, without numbers: give initialize() the function that builds "
             "the model"
         )
+
+
+def _refuse_inference(model: nn.Module) -> None:
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if tensor.is_inference():
+            raise ModelError(
+                f"{name} was made inside torch.inference_mode(), and autograd takes no such tensor: build the "
+                "model outside of it, or under torch.no_grad()"
+            )
 
 
 def _plain(built: Any) -> Any:

@@ -433,8 +433,7 @@ def _take(
 def _go_on(contents: EngineContents, resume: Resume) -> list[str]:
     """Take over how far training has come, the random numbers and the place in the data. Returns what there
     is to say of that."""
-    config, mesh = contents.config, contents.mesh
-    notes, state = [], resume.state
+    config, notes, state = contents.config, [], resume.state
     if resume.config.get("precision", {}).get("compute") not in SCALED:  # then 1 was no loss scale
         mine = contents.step.state_dict()
         state = {**state, **{key: mine[key] for key in ("loss_scale", "good_steps", "overflows")}}

@@ -6,15 +6,35 @@ is put together from."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from torch import Tensor
 
-from polyreme.errors import BatchError
+from polyreme.errors import BatchError, ModelError
 
 MEAN, SUM = 1, 2
 """torch's numbers of reductions."""
+
+BY_FREQUENCY = (
+    "by which a row's gradient is divided by how often it was looked up in one micro-batch of one rank: the "
+    "step would depend on how the batch is cut. Leave it out; weight rare rows in the loss, or give "
+    "optimizer.groups a learning rate for the table"
+)
+"""What is wrong with `scale_grad_by_freq` where a batch is cut."""
+
+
+def refuse_by_frequency(roots: Iterable[Tensor]) -> None:
+    """Raise ModelError where a lookup anywhere behind `roots` has `scale_grad_by_freq`."""
+    waiting, seen = [root.grad_fn for root in roots], set[Any]()
+    while waiting:
+        node: Any = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if getattr(node, "_saved_scale_grad_by_freq", False):
+            raise ModelError(f"the model looks rows up with scale_grad_by_freq=True, {BY_FREQUENCY}")
+        waiting += [inner for inner, _ in node.next_functions]
 
 
 def weight_of(loss: Tensor) -> float | None:

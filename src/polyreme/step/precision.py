@@ -141,7 +141,11 @@ def cast_floating(value: object, dtype: torch.dtype | None, device: torch.device
         if not isinstance(leaf, Tensor):
             return leaf.to(device) if device is not None and callable(getattr(leaf, "to", None)) else leaf
         wanted = dtype if leaf.is_floating_point() else None
-        return leaf.to(device=device, dtype=wanted, non_blocking=device is not None and device.type == "cuda")
+        moved = leaf.to(
+            device=device, dtype=wanted, non_blocking=device is not None and device.type == "cuda"
+        )
+        # autograd keeps none that was made in inference mode
+        return moved.clone() if moved.is_inference() and not torch.is_inference_mode_enabled() else moved
 
     return map_leaves(cast, value)
 

@@ -22,15 +22,15 @@ from polyreme.tensor.rng import generators, go_on_from, seed_generators
 
 Kind = Literal["step", "forward", "look"]
 NO_SEED = range(1 << 48, (1 << 64) - (1 << 48))
-"""Where the seed of a process lies that has set none: it is any of 64 bits, which those of scripts are not."""
+"""Where the seed of a process lies that has set none: any number of 64 bits, unlike those of scripts."""
 
 
 class Randomness:
     """Random numbers of an engine's forwards. `seed`: that of the engine, the same on all ranks."""
 
     def __init__(self, seed: int, mesh: Mesh) -> None:
-        """Take the script's seed; where it has set none, `seed` becomes the script's. Ranks of a tp or pp line
-        whose generators differ go on with those of its first. All ranks must call."""
+        """Take the script's seed; where it has set none, `seed` becomes the script's. Ranks of a tp or pp
+        line whose generators differ go on with those of its first. All ranks must call."""
         device = self._device = mesh.device
         if torch.initial_seed() in NO_SEED:
             torch.manual_seed(seed)

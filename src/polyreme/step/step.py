@@ -22,6 +22,7 @@ from polyreme.optim.sparse_rows import gradients_by_rows
 from polyreme.pipeline.weight_gradients import WeightGradients
 from polyreme.step import given_gradients
 from polyreme.step.accumulation import keep_adding, make_room
+from polyreme.step.loss_graph import refuse_by_frequency
 from polyreme.step.nonfinite import NonFinite
 from polyreme.step.precision import DTYPES, clip_factor, master_dtype
 from polyreme.step.progress import State, TrainingProgress
@@ -113,6 +114,7 @@ class Step:
         self._left_out = any(
             p.requires_grad for b in placement.buckets if not b.trainable for p in b.parameters
         )
+        self._first = True  # no step was reduced yet
         for bucket in self._buckets:
             own(bucket.parameters, self)
         self.begin()
@@ -235,6 +237,8 @@ class Step:
                 "call engine.backward(loss), or engine.scale(loss).backward()"
             )
         self._admit()
+        if loss is not None:
+            self._look_at([loss])
         self._sums.count(weight, tokens, samples, self._config.accumulation)
         if loss is None:
             self._sums.add_loss(None)
@@ -305,6 +309,7 @@ class Step:
     ) -> None:
         """A backward of a pipeline stage: add to what the step has, and reduce over the ranks what is
         complete, if this is the `last` backward of a micro-batch."""
+        self._look_at(roots)
         self.begun = True
         self._reducer.begin(stage, self._factor, last)
         self._read_ahead()
@@ -315,6 +320,11 @@ class Step:
             self._blocks.pass_by()
         self._reducer.end()
         self._blocks.end_backward(last)
+
+    def _look_at(self, roots: Sequence[Tensor]) -> None:
+        """Refuse, in the first step, gradients that depend on how the batch is cut."""
+        if self._first and self._config.accumulation * self._sums.mesh.world_size > 1:
+            refuse_by_frequency(roots)
 
     @contextmanager
     def _running(self) -> Iterator[None]:
@@ -332,6 +342,7 @@ class Step:
         """The first half of a backward: only what the stage before needs. Returns the second, which gives the
         parameters their gradients and may be called at any later time of the step."""
         weights = WeightGradients()
+        self._look_at(roots)
         self.begun = True
         self._reducer.begin_inputs(stage)
         with weights.put_off(), gradients_by_rows(), self._running():
@@ -352,7 +363,7 @@ class Step:
         whole. Once a step."""
         if self.reduced:
             return
-        self.reduced = True
+        self.reduced, self._first = True, False
         tied = [(b.tie, b.gradients) for b in self._buckets if b.tie is not None]
         for work in [tie.all_reduce(gradients.own_shard) for tie, gradients in tied]:
             work.wait()  # copies of a parameter on other stages
