@@ -173,6 +173,8 @@ def test_the_rank_that_shows_the_training_job_is_killed(job: Path) -> None:
         at = time.time()
         os.kill(next(pid for pid, rank in command.descendants().items() if rank == 0), signal.SIGKILL)
         status, _, errors = ended(command, lambda: at)
+    first, _, errors = errors.partition("\n")
+    assert first == "training as tiny.toml says, on 2 ranks of this host, in the folder run"
     assert status == 1 and errors.startswith("error: rank 0 of 2 failed first: it was ended by SIGKILL")
     again = "polyreme train tiny.toml --set train.length=1000000 --set zero.stage=3\n"
     assert "\nthere is no complete checkpoint yet; this begins anew:\n  " in errors and errors.endswith(again)
@@ -189,6 +191,7 @@ def test_ctrl_c_saves_and_says_how_the_run_goes_on(job: Path, ranks: int) -> Non
         os.killpg(command.process.pid, signal.SIGINT)
         status, output, errors = ended(command, lambda: at)
     assert status == 130
+    errors = errors.partition("\n")[2]  # the first line says what is done
     assert errors == "SIGINT: stopping after this step, which is saved; again to end at once\n", errors
     [last] = [path.name for path in (job / "run").glob("step-*")]
     assert f"stopped by SIGINT after step {last[5:]}; the same command goes on from run/{last}\n" in output
