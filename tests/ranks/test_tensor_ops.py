@@ -50,7 +50,8 @@ def pairs(rank: int, world: int) -> None:
     )
     cut = Cut.packed((2,), 0, world, [(2, 1)]) if world > 1 else Cut.whole((2,), 1)
     shared = torch.ones(2, dtype=torch.float64, requires_grad=True)
-    used = ops.sum_gradients(axis, [one, other, unused, shared], [Cut.whole((3,), world)] * 3 + [cut])
+    summed = [ops.Summed(each) for each in [Cut.whole((3,), world)] * 3 + [cut]]
+    used = ops.sum_gradients(axis, [one, other, unused, shared], summed)
     ((used[0] * rank).sum() + used[1].sum() + (used[3] * (rank + 1)).sum()).backward()
     assert one.grad.tolist() == [sum(range(world))] * 3 and other.grad.tolist() == [world] * 3
     assert shared.grad.tolist() == [sum(range(world + 1))] * 2 and unused.grad is None

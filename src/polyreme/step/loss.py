@@ -67,6 +67,11 @@ class Objective:
         self._checked = not is_split or share is not None
         self.follow(model)
 
+    @property
+    def is_own(self) -> bool:
+        """Whether the loss is the model's own."""
+        return self._loss_fn is None
+
     def follow(self, model: nn.Module) -> None:
         """Call this model from now on."""
         self.model = model

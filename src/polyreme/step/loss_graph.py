@@ -6,10 +6,11 @@ is put together from."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from polyreme.errors import BatchError, ModelError
 
@@ -140,6 +141,44 @@ def _sum_in(node: Any) -> Any:
     ):
         node = next(inner for inner, _ in node.next_functions if inner is not None)
     return node if _name(node).startswith("SumBackward") else None
+
+
+def refuse_penalty(loss: Tensor, outputs: Iterable[Tensor], parameters: Iterable[tuple[str, Tensor]]) -> None:
+    """Raise ModelError for a loss with a term that depends on `parameters` alone, not on the `outputs` of the
+    model or, without any, on what a pipeline stage received: each stage would have its own part of it."""
+    names = {id(parameter): name for name, parameter in parameters if parameter.numel() > 1}
+    given = {tensor.grad_fn for tensor in outputs}
+    found: dict[Any, tuple[bool, str | None]] = {}  # whether it depends on these, and on which parameter
+    todo = [loss.grad_fn]
+    while todo:  # a node after those below it
+        node: Any = todo[-1]
+        below = [each for each, _ in node.next_functions if each is not None and each not in found]
+        if node not in given and node not in found and below:
+            found[node] = (False, None)  # it waits for them
+            todo += below
+            continue
+        todo.pop()
+        leaf = getattr(node, "variable", None)
+        name = None if leaf is None else names.get(id(leaf))
+        depends = node in given or (leaf is not None and name is None and not isinstance(leaf, nn.Parameter))
+        edges = [found[each] for each, _ in node.next_functions if each is not None and each in found]
+        if node not in given:
+            depends, name = depends or any(d for d, _ in edges), next((n for _, n in edges if n), name)
+        found[node] = depends, name
+    if not found[loss.grad_fn][0]:  # nothing of the stages before is trained
+        return
+    for node, (depends, _) in found.items():
+        for below, output in node.next_functions if depends and node not in given else ():
+            alone, name = found[below] if below is not None else (True, None)
+            if not alone and name is not None and math.prod(below._input_metadata[output].shape) == 1:
+                raise ModelError(_PENALTY.format(name))
+
+
+_PENALTY = (
+    "the loss has a term of parameters alone, such as {0}: of a penalty over weights each stage of a "
+    "pipeline (mesh.pp) has its own parameters' part, so that neither its value nor its gradients would be "
+    "right: use optimizer.weight_decay, or set mesh.pp = 1"
+)
 
 
 def mixes(loss: Tensor) -> bool:

@@ -6,8 +6,8 @@ Communication: what the row's actions do (`pipeline.executor`), and the totals o
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -26,6 +26,7 @@ from polyreme.pipeline.schedule import Action, next_backwards
 from polyreme.step.activations import Activations
 from polyreme.step.batches import MicroBatch, filled, micro_batches_of
 from polyreme.step.loss import Objective
+from polyreme.step.loss_graph import refuse_penalty
 from polyreme.step.precision import GRADIENT, MODEL, autocast, cast_floating, watch_nonfinite
 from polyreme.step.randomness import Randomness
 from polyreme.step.step import Step, StepResult
@@ -62,6 +63,7 @@ class Passes:
         self._config, self._mesh, self._pipeline, self.randomness = config, mesh, pipeline, randomness
         self._objective, self._activations = objective, activations
         self._coming = next_backwards(pipeline.row)
+        self._looked = mesh.pp.size == 1  # at the loss of a pipeline
         self._runner = Runner(pipeline.rank_of, mesh.pp, mesh.device, stages)
 
     def train(self, micro_batches: Sequence[MicroBatch], update: Callable[[], StepResult]) -> StepResult:
@@ -135,7 +137,8 @@ class Passes:
 
     def autocast(self) -> AbstractContextManager[Any]:
         """The context of a forward and its loss."""
-        return autocast(self._config.precision.compute, self._mesh.device)
+        context = autocast(self._config.precision.compute, self._mesh.device)
+        return context if self.step.states is None else _both(context, self.step.states.watching())
 
     def _look(self, model: nn.Module, batch: Any, take: Callable[[MicroBatch, Any], None]) -> None:
         """The forwards of an evaluation; on the last stage, `take(micro-batch, output)` of each."""
@@ -173,6 +176,7 @@ class Passes:
         def loss(i: int, output: Any) -> None:
             with self._activations.measured(), self.autocast():
                 losses[i] = self._objective.loss(output, micro_batches[i].batch, weights[i])
+                self._look_at(output, *losses[i])
             self._activations.end_microbatch()
 
         coming = iter(self._coming)
@@ -185,6 +189,15 @@ class Passes:
             update=update,
         )
         self._runner.run(self._pipeline.row, calls, [_shapes(each.batch) for each in micro_batches])
+
+    def _look_at(self, output: Any, loss: Tensor, weight: float) -> None:
+        """Refuse, once, a loss that the stages of a pipeline cannot compute."""
+        if self._looked or not weight or loss.grad_fn is None:
+            return
+        self._looked = True
+        model = self._objective.model
+        outputs = [] if self._objective.is_own else huggingface.tensors_in(output)
+        refuse_penalty(loss, [each for each in outputs if each.grad_fn is not None], model.named_parameters())
 
     def _output(self, batch: Any) -> Any:
         """The model's output for one micro-batch."""
@@ -218,6 +231,12 @@ class Passes:
         lines = [f"\n  rank {rank}: first made by {what}" for rank, what in sorted(reports)]
         advice = '\n  lower the learning rate, check the data, or set precision.on_nonfinite = "skip"'
         return "".join(lines) + advice
+
+
+@contextmanager
+def _both(outer: AbstractContextManager[Any], inner: AbstractContextManager[Any]) -> Iterator[None]:
+    with outer, inner:
+        yield
 
 
 def _shapes(batch: Any) -> Hashable:

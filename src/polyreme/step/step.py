@@ -27,6 +27,7 @@ from polyreme.step.nonfinite import NonFinite
 from polyreme.step.precision import DTYPES, clip_factor, master_dtype
 from polyreme.step.progress import State, TrainingProgress
 from polyreme.step.totals import Flags, StepSums, power_of_two
+from polyreme.tensor.gradient_states import GradientStates
 from polyreme.zero.bucket import Bucket
 from polyreme.zero.full_parameters import Written
 from polyreme.zero.gather import Blocks
@@ -107,6 +108,8 @@ class Step:
         """Whether a rank told of a checkpoint that failed in the last totals."""
         self.written = Written(placement.buckets, sums.mesh.dp, buffers.parameters)
         """What the user did to parameters between steps."""
+        self.states: GradientStates | None = None
+        """Which gradients are whole, under tensor parallelism."""
         self._nonfinite = NonFinite(config.precision, progress, sums.mesh.rank == 0)
         self._config, self._sums = config, sums
         self._placement, self._buckets = placement, placement.trainable
@@ -142,6 +145,7 @@ class Step:
         self._sums.clear()
         self._factor: float | None = None  # see `root`
         self._watched: bool | None = None  # whether parameters or modules have hooks, once looked at
+        self._labelled = True  # the loss of the coming backward is one, and no zero
         self._began = time.perf_counter()
         self._updates.clear()
         for bucket in self._buckets:
@@ -293,6 +297,7 @@ class Step:
         without an engine, and scaled when they are taken. In a pipeline only the last stage knows by what."""
         self._sums.count(weight * last, tokens * last, samples * last, self._config.accumulation)
         self._sums.add_loss(loss_sum)
+        self._labelled = bool(weight)
         if self._watched is None:
             one_stage = self._sums.mesh.pp.size == 1
             self._watched = one_stage and (self._left_out or self._reducer.watched or self._blocks.watched)
@@ -314,7 +319,7 @@ class Step:
         self._reducer.begin(stage, self._factor, last)
         self._read_ahead()
         if any(root.requires_grad for root in roots):
-            with gradients_by_rows(), self._running(), _graphs_once():
+            with self._running(stage, roots, gradients), gradients_by_rows(), _graphs_once():
                 torch.autograd.backward(roots, gradients, retain_graph=keep)
         else:  # nothing up to here is trained; or a loss of no labels depends on nothing
             self._blocks.pass_by()
@@ -327,14 +332,20 @@ class Step:
             refuse_by_frequency(roots)
 
     @contextmanager
-    def _running(self) -> Iterator[None]:
+    def _running(
+        self, stage: int, roots: Sequence[Tensor], gradients: Sequence[Tensor | None]
+    ) -> Iterator[None]:
         """A backward of this engine's: to others it is foreign."""
         global _current
+        if self.states is not None and self._labelled:
+            self.states.follow(roots, stage, loss=None in gradients)
         _current, before = self, _current
         try:
             yield
         finally:
             _current = before
+            if self.states is not None:
+                self.states.end()
 
     def differentiate_inputs(
         self, stage: int, roots: Sequence[Tensor], gradients: Sequence[Tensor | None]
@@ -345,7 +356,7 @@ class Step:
         self._look_at(roots)
         self.begun = True
         self._reducer.begin_inputs(stage)
-        with weights.put_off(), gradients_by_rows(), self._running():
+        with weights.put_off(), gradients_by_rows(), self._running(stage, roots, gradients):
             if roots:
                 torch.autograd.backward(roots, gradients)
         self._blocks.end_backward()

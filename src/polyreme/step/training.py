@@ -31,6 +31,8 @@ from polyreme.step.progress import TrainingProgress
 from polyreme.step.step import Step
 from polyreme.step.totals import StepSums
 from polyreme.step.user_loop import Loop
+from polyreme.tensor.gradient_states import GradientStates
+from polyreme.tensor.states import PART, WHOLE
 from polyreme.zero.changes import Roster
 from polyreme.zero.gather import Blocks
 from polyreme.zero.parameter import disown
@@ -87,6 +89,7 @@ class Training:
             config, sums, placement, self._reducer, self.blocks, self.updates, progress, self.buffers
         )
         self.options.on_metric(self.step.plateau)
+        self.step.states = self._states(config, mesh)
         self.contents = EngineContents(module, config, mesh, placement, list(self.updates), self.step)
         trained = [parameter for bucket in placement.trainable for parameter in bucket.parameters]
         self.loop = Loop(module, objective, config, self.step, self._reducer, trained)
@@ -101,6 +104,21 @@ class Training:
             self._refusals.append(led.register_step_pre_hook(_refuse_step))
             self._refusals.append(led.register_load_state_dict_pre_hook(_refuse_states))
             grad_scaler.refuse_for(led)
+
+    def _states(self, config: Config, mesh: Mesh) -> GradientStates | None:
+        """What follows gradients over tensor parallelism."""
+        if mesh.tp.size == 1:
+            return None
+        shardings = self.placement.division.shardings
+        parameters = {
+            parameter: (slot.name, shardings[slot.name].cut)
+            for bucket in self.placement.buckets
+            for slot, parameter in zip(bucket.layout.slots, bucket.parameters, strict=True)
+        }
+        between = PART if config.mesh.sequence_parallel else WHOLE
+        states = GradientStates(mesh.tp, parameters, between if mesh.pp.size > 1 else None)
+        self._reducer.summed = states.summed
+        return states
 
     def optimizer(self, engine: Any) -> OptimizerView:
         """The optimizer of all shards, as a user of `engine` sees it."""
@@ -137,8 +155,9 @@ class Training:
 
     def release(self) -> None:
         """Take all hooks off the model, which another training takes over."""
-        for each in (self.blocks, self._reducer, self.loop):
-            each.close()
+        for each in (self.blocks, self._reducer, self.loop, self.step.states):
+            if each is not None:
+                each.close()
         self.options.release()
         for refusal in self._refusals:
             refusal.remove()

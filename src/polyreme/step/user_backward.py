@@ -8,12 +8,13 @@ has closed. Communication: none.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 from weakref import WeakSet
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 
 class Listener(Protocol):
@@ -22,13 +23,16 @@ class Listener(Protocol):
     def announce(self, loss: Tensor | None) -> None:
         """The backward of `loss` begins; None: it has ended."""
 
+    def follow(self, roots: Sequence[Tensor]) -> None:
+        """The backward of all of these begins; of none: it has ended."""
+
 
 _LISTENERS: WeakSet[Any] = WeakSet()
 _TORCH: Callable[..., None] = torch.autograd.backward
 
 
 def listen(listener: Listener) -> None:
-    """Tell `listener` of each backward of one scalar, in whichever thread, until `forget`."""
+    """Tell `listener` of each backward, and of each of one scalar, in whichever thread, until `forget`."""
     if not _LISTENERS:
         global _TORCH
         _TORCH = torch.autograd.backward
@@ -51,14 +55,16 @@ def listeners() -> list[Any]:
 
 def _telling(tensors: Any, grad_tensors: Any = None, *args: Any, **kwargs: Any) -> None:
     one = tensors[0] if isinstance(tensors, tuple | list) and len(tensors) == 1 else tensors
-    if not isinstance(one, Tensor) or one.numel() != 1 or grad_tensors is not None:
-        _TORCH(tensors, grad_tensors, *args, **kwargs)
-        return
     told = listeners()
+    is_loss = isinstance(one, Tensor) and one.numel() == 1 and grad_tensors is None
     try:
         for listener in told:
-            listener.announce(one)
+            listener.follow([each for each in pytree.tree_leaves(tensors) if isinstance(each, Tensor)])
+            if is_loss:
+                listener.announce(one)
         _TORCH(tensors, grad_tensors, *args, **kwargs)
     finally:
         for listener in told:
-            listener.announce(None)
+            listener.follow(())
+            if is_loss:
+                listener.announce(None)

@@ -110,6 +110,12 @@ class Loop:
         except BatchError as error:  # it may be of others
             self._announced = partial(_raise, error)
 
+    def follow(self, roots: Sequence[Tensor]) -> None:
+        """See `Listener`."""
+        inside = torch._C._current_graph_task_id() != -1  # a checkpoint's own, in another one
+        if current() is None and not inside and (states := self._step.states) is not None:
+            states.follow(roots) if roots else states.end()
+
     @contextmanager
     def inside(self, batch: Any) -> Iterator[Forward]:
         """The forward of a micro-batch, in which, where all count alike, its backward may come already, and

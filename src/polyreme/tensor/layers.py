@@ -267,7 +267,7 @@ def install_embedding(site: Site, module: nn.Embedding, cut: Cut) -> None:
     module.num_embeddings = stop - start
 
 
-def install_summed(axis: Axis, block: nn.Module, held: Sequence[tuple[nn.Module, str, Cut]]) -> None:
+def install_summed(axis: Axis, block: nn.Module, held: Sequence[tuple[nn.Module, str, ops.Summed]]) -> None:
     """Replace, while `block` runs, parameters of its modules by tensors whose gradients are summed over the
     axis, all at once."""
     forward = block.forward
@@ -276,7 +276,7 @@ def install_summed(axis: Axis, block: nn.Module, held: Sequence[tuple[nn.Module,
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         trained = [each for each in held if each[0].get_parameter(each[1]).requires_grad]
         parameters = [module.get_parameter(name) for module, name, _ in trained]
-        summed = ops.sum_gradients(axis, parameters, [cut for _, _, cut in trained])
+        summed = ops.sum_gradients(axis, parameters, [each for _, _, each in trained])
         try:
             for (module, name, _), tensor in zip(trained, summed, strict=True):
                 module._parameters[name] = tensor  # type: ignore[assignment]

@@ -30,6 +30,7 @@ from polyreme.distributed.work import Work
 from polyreme.errors import BatchError
 from polyreme.layout.bucket_layout import Cut
 from polyreme.pipeline.weight_gradients import current, now_or_later
+from polyreme.tensor.states import PART, WHOLE, Passes, State
 
 WAITING = ("cpu",)
 """Kinds of devices that compute while the host waits, so that to look at a number costs nothing."""
@@ -108,6 +109,10 @@ class _Gather(Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         return local_shard(ctx.axis, grad, ctx.dim), None, None
 
+    @staticmethod
+    def passes(ctx: Any, output: int, state: State) -> Passes:
+        return Passes(WHOLE, {0: PART})
+
 
 class _ShardedView(Function):
     """The rank's own part forward, an all-gather backward."""
@@ -121,6 +126,10 @@ class _ShardedView(Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         return start_gather(ctx.axis, grad, ctx.dim).finish(), None, None
+
+    @staticmethod
+    def passes(ctx: Any, output: int, state: State) -> Passes:
+        return Passes(PART, {0: WHOLE})
 
 
 class _Reduce(Function):
@@ -136,24 +145,42 @@ class _Reduce(Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         return grad, None
 
+    @staticmethod
+    def passes(ctx: Any, output: int, state: State) -> Passes:
+        return Passes(WHOLE, {0: PART})
+
+
+@dataclass(eq=False)
+class Summed:
+    """A tensor whose gradient is summed over the ranks that hold its numbers, as its `cut` says; unless each
+    rank's was seen to be whole already. seen: the states of its gradients."""
+
+    cut: Cut
+    seen: State = State.NONE
+
+    @property
+    def whole(self) -> bool:
+        """Whether there is nothing to sum."""
+        return self.cut.is_whole and self.seen == WHOLE
+
 
 class _Summed(Function):
     """Identity / all-reduce, of several tensors at once: of those that a Cut divides, each number over the
     ranks that hold it."""
 
     @staticmethod
-    def forward(ctx: Any, axis: Axis, cuts: Sequence[Cut], *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.axis, ctx.cuts = axis, cuts
+    def forward(ctx: Any, axis: Axis, summed: Sequence[Summed], *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.axis, ctx.summed = axis, summed
         ctx.set_materialize_grads(False)
         return tuple(tensor.view_as(tensor) for tensor in tensors)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        axis, cuts = ctx.axis, ctx.cuts
-        summed: list[Tensor | None] = [None] * len(grads)
+        axis, cuts = ctx.axis, [each.cut for each in ctx.summed]
+        summed = list(grads)
         # the tensors are the same on every rank
-        came = {i: grad for i, grad in enumerate(grads) if grad is not None}
+        came = {i: grad for i, grad in enumerate(grads) if grad is not None and not ctx.summed[i].whole}
         for dtype in dict.fromkeys(grad.dtype for grad in came.values()):
             mine = {i: grad for i, grad in came.items() if grad.dtype == dtype}
             sizes = [torch.Size(cuts[i].shape).numel() for i in mine]
@@ -165,6 +192,13 @@ class _Summed(Function):
             for i, view in zip(mine, views, strict=True):
                 summed[i] = cuts[i].split(view, axis.rank)
         return None, None, *summed
+
+    @staticmethod
+    def passes(ctx: Any, output: int, state: State) -> Passes:
+        summed, cut = ctx.summed[output], ctx.summed[output].cut
+        before, summed.seen = summed.whole, summed.seen | state
+        takes = PART if summed.seen == PART else WHOLE if summed.whole else State.NONE
+        return Passes(takes, {output: WHOLE if cut.is_whole else PART}, summed.whole and not before)
 
 
 def gather(axis: Axis, part: Tensor, dim: int) -> Tensor:
@@ -182,10 +216,10 @@ def reduce(axis: Axis, partial: Tensor) -> Tensor:
     return partial if axis.size == 1 else _Reduce.apply(partial, axis)
 
 
-def sum_gradients(axis: Axis, tensors: Sequence[Tensor], cuts: Sequence[Cut]) -> tuple[Tensor, ...]:
+def sum_gradients(axis: Axis, tensors: Sequence[Tensor], summed: Sequence[Summed]) -> tuple[Tensor, ...]:
     """`tensors` as they are; in backward their gradients are summed over the ranks that hold them, all in one
     all-reduce."""
-    return tuple(tensors) if axis.size == 1 or not tensors else _Summed.apply(axis, cuts, *tensors)
+    return tuple(tensors) if axis.size == 1 or not tensors else _Summed.apply(axis, summed, *tensors)
 
 
 def split_sequence(axis: Axis, hidden: Tensor) -> Tensor:
@@ -251,6 +285,7 @@ class _Columns(Function):
         ctx.save_for_backward(x, *weights)
         ctx.biases = [None if bias is None else bias.shape for bias in biases]
         ctx.leaves = [_leaf(parameter) for parameter in parameters]
+        ctx.at = 0 if full is None else 1  # of `x` among the tensors
         if sequence and full is None:
             full = start_gather(axis, x, sequence_dim(x)).finish()
         whole = x if full is None else full
@@ -310,6 +345,11 @@ class _Columns(Function):
             grad_x = moving.finish()
         return None, None, None, None, grad_x, *weight_grads, *bias_grads
 
+    @staticmethod
+    def passes(ctx: Any, output: int, state: State) -> Passes:
+        parameters = dict.fromkeys(range(ctx.at + 1, ctx.at + 1 + len(ctx.leaves)), PART)
+        return Passes(PART, {ctx.at: PART if ctx.sequence else WHOLE, **parameters})
+
 
 def _weight_grad(
     shape: Shape, grad: Tensor, inputs: Callable[[], Tensor], weight: Tensor, into: Tensor | None
@@ -360,6 +400,11 @@ class _Row(Function):
                 ctx.leaves[0], functools.partial(shape.weight_grad, flat, inputs, weight)
             )
         return None, None, None, grad_x, weight_grad, bias_grad
+
+    @staticmethod
+    def passes(ctx: Any, output: int, state: State) -> Passes:
+        takes = PART if ctx.sequence else WHOLE
+        return Passes(takes, {0: PART, 1: PART, 2: takes})
 
 
 def columns(

@@ -137,7 +137,7 @@ def _summed(
     plan: TensorPlan,
     cuts: Mapping[str, Cut],
     sequence: bool,
-) -> list[tuple[nn.Module, str, Cut]]:
+) -> list[tuple[nn.Module, str, ops.Summed]]:
     """The parameters of `owner` (but for those of the modules `others`) of which each rank's gradient is a
     part: used on divided activations, or on parts of the sequence; or held by several ranks (key-value
     heads)."""
@@ -165,7 +165,7 @@ def _summed(
                     cut.owned(rank) != [(0, cut.used(rank))] for rank in range(plan.ways) if cut.used(rank)
                 )
             if partial:
-                found.append((module, own, cut))
+                found.append((module, own, ops.Summed(cut)))
     return found
 
 

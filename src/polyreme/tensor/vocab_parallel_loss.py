@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ from polyreme.distributed.mesh import Axis
 from polyreme.errors import ModelError
 from polyreme.layout.bucket_layout import Cut
 from polyreme.tensor import ops
+from polyreme.tensor.states import PART, WHOLE, Passes, State
 
 ROWS = 1 << 20
 """Logits that are converted to the dtype of the sum at a time."""
@@ -66,6 +68,10 @@ class _CrossEntropy(Function):
             probability.scatter_add_(1, mine[each, None], here[each, None].to(probability.dtype).neg_())
             out[each] = probability.mul_(grad[each])
         return out, None, None, None, None
+
+    @staticmethod
+    def passes(ctx: Any, output: int, state: State) -> Passes:
+        return Passes(WHOLE, {0: PART})
 
 
 def cross_entropy(
@@ -175,12 +181,20 @@ def _same(func: Callable[..., Any]) -> Callable[..., Any]:
         tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         if any(tensor.dim() for tensor in tensors):
             return NotImplemented
+        # each rank's gradient of such a number is of its part of the logits
+        args, kwargs = pytree.tree_map_only(Tensor, partial(_summed, logits.axis), (args, kwargs))
         result = func(logits.part, *args, **kwargs)
         return (
             VocabParallelLogits.of(result, logits.axis, logits.cut) if isinstance(result, Tensor) else result
         )
 
     return local
+
+
+def _summed(axis: Axis, number: Tensor) -> Tensor:
+    if not number.requires_grad:
+        return number
+    return ops.sum_gradients(axis, [number], [ops.Summed(Cut.whole(number.shape, axis.size))])[0]
 
 
 def _index(logits: VocabParallelLogits, index: Any) -> Any:

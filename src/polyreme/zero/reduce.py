@@ -75,6 +75,8 @@ class Reducer:
         self._factor: float | None = (
             None  # scales the gradients of the backward under way, unless they are scaled
         )
+        self.summed: Collection[Tensor] = ()
+        """Parameters whose gradients autograd itself has to give, to be summed before they are taken."""
         self.unannounced: Callable[[], None] = _refuse
         """A callback for a gradient that no `begin` has announced; it does so."""
 
@@ -183,6 +185,7 @@ class Reducer:
         bucket, index = self._index[parameter]
         open = bucket in self._waiting or bucket in self._adding
         alone = parameter in self._hooks and len(parameter._post_accumulate_grad_hooks or ()) == 1
+        alone = alone and parameter not in self.summed
         return bucket.gradients.sum_of(index) if open and alone else None
 
     def so_far(self, parameter: Tensor) -> Tensor | None:

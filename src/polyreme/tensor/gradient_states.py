@@ -1,0 +1,294 @@
+"""What each parameter's gradient is on this rank of tensor parallelism, the whole one or a part of it, known
+from autograd's graph before the first backward; what is neither is refused.
+
+Invariant: after a backward every parameter has the gradient that the undivided model would have given it, or
+this rank's part of that where it is divided. The gradient of the loss is whole; functions that communicate
+declare what they make of it (`states`), and all others pass it on. Of a parameter that is whole on every rank
+and gets parts, these are summed. The graph is followed once for each pipeline stage, and again where a
+parameter gets its first gradient later.
+
+Communication: an all-reduce for each such sum, in the order of backward, which is the same on every rank."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+from torch.utils.hooks import RemovableHandle
+
+from polyreme.distributed.mesh import Axis
+from polyreme.errors import ModelError, named
+from polyreme.layout.bucket_layout import Cut
+from polyreme.models.tensor_access import touching
+from polyreme.tensor.states import PART, WHOLE, State
+
+COMMUNICATE = ("polyreme.tensor.", "torch.distributed.")
+"""Beginnings of the modules whose functions have to declare what they make of a gradient."""
+SHOWN = 5
+"""Parameters that an error lists."""
+
+
+class GradientStates:
+    """The states of the gradients of `parameters`, which have names and cuts over `axis`; some may be frozen.
+
+    between: of what goes from one stage of a pipeline to the next; None where there is no pipeline."""
+
+    def __init__(
+        self, axis: Axis, parameters: Mapping[nn.Parameter, tuple[str, Cut]], between: State | None = None
+    ) -> None:
+        self._axis, self._parameters, self._between = axis, parameters, between
+        self.summed: set[Tensor] = set()
+        """Parameters whose gradients are summed when autograd gives them."""
+        self._followed: set[int] = set()  # stages
+        self._roots: list[tuple[Any, State]] = []  # of the backward under way, while some are not known
+        self._unknown: dict[Tensor, RemovableHandle] = {}
+        with torch._C.DisableTorchFunctionSubclass():  # of parameters that are released
+            # autograd makes them anew, without hooks, where nobody has them
+            self._accumulators = {p: get_gradient_edge(p).node for p in parameters if p.requires_grad}
+        for parameter, node in self._accumulators.items():
+            first = partial(_first, weakref.ref(self), weakref.ref(parameter))
+            self._unknown[parameter] = node.register_prehook(first)
+        self._hooks: list[RemovableHandle] = []
+
+    def watching(self) -> AbstractContextManager[Any]:
+        """The context of a forward and its loss: until a graph was followed, what reads a divided parameter
+        raises ModelError (on all ranks), which a graph does not show of frozen ones, nor before an error."""
+        if self._followed or not torch.is_grad_enabled():
+            return nullcontext()
+        return _Reads({id(p): known for p, known in self._parameters.items()})
+
+    def close(self) -> None:
+        """Take all hooks off."""
+        for handle in (*self._unknown.values(), *self._hooks):
+            handle.remove()
+        self._unknown.clear()
+        self._accumulators.clear()
+        self._roots = []
+
+    def follow(self, roots: Iterable[Tensor], stage: int = 0, loss: bool = True) -> None:
+        """Take note of a backward of a pipeline stage that begins with `roots`: of a loss, or else of what
+        the next stage received.
+
+        Raises ModelError, on all ranks of the axis alike, for what is computed with a gradient that is
+        neither whole nor a part."""
+        if not self._unknown and stage in self._followed:
+            return
+        state = WHOLE if loss or self._between is None else self._between
+        self._roots = [(root.grad_fn, state) for root in roots if root.grad_fn is not None]
+        if stage not in self._followed and self._roots:
+            count = len(self._unknown)
+            self._take()
+            if len(self._unknown) < count:  # else it is of others
+                self._followed.add(stage)
+
+    def end(self) -> None:
+        """Forget the backward that is under way."""
+        self._roots = []
+
+    def first_gradient(self, parameter: nn.Parameter, grads: Sequence[Tensor]) -> tuple[Tensor, ...] | None:
+        """The gradient of a parameter that had none in the graphs that were followed, put right."""
+        undone = self._take()
+        if parameter in self._unknown or undone:
+            name = self._parameters[parameter][0]
+            raise ModelError(
+                f"{name} got its first gradient in a backward that does not tell whether it is whole or this "
+                f"tensor-parallel rank's part: {_OPAQUE}"
+            )
+        return self._sum(grads) if parameter in self.summed else None
+
+    def _take(self) -> bool:
+        """Follow the graph. Returns whether sums of gradients turned out to be none."""
+        graph = Graph(self._roots)
+        problems = [self._misused(*each) for each in graph.misused]
+        read, mixed = [], []
+        for node, state in graph.leaves.items():
+            if (known := self._parameters.get(node.variable)) is None:
+                problems += [_RECEIVED] * (self._between not in (None, state))
+            elif not known[1].is_whole and state & WHOLE:
+                read.append(known[0])
+            elif state == WHOLE | PART:
+                mixed.append(known[0])
+            else:
+                self._settle(node.variable, sums=known[1].is_whole and state == PART)
+        problems += [_READ.format(named(read, SHOWN))] * bool(read)
+        problems += [_MIXED.format(named(mixed, SHOWN))] * (bool(mixed) and not problems)
+        if problems:
+            raise ModelError(_WRONG + "\n  - ".join(dict.fromkeys(problems[:SHOWN])))
+        return graph.undone
+
+    def _settle(self, parameter: nn.Parameter, sums: bool) -> None:
+        """The state of a parameter's gradient is known."""
+        if (waiting := self._unknown.pop(parameter, None)) is None:
+            return
+        waiting.remove()
+        if sums:
+            self.summed.add(parameter)
+            put_right = partial(_summed, weakref.ref(self))
+            self._hooks.append(self._accumulators[parameter].register_prehook(put_right))
+
+    def _sum(self, grads: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
+        found = []
+        for grad in grads:
+            if grad is not None:
+                grad = grad.to_dense() if grad.is_sparse else grad
+                grad = grad.clone(memory_format=torch.contiguous_format)
+                self._axis.all_reduce(grad).wait()
+            found.append(grad)
+        return tuple(found)  # type: ignore[arg-type]
+
+    def _misused(self, node: Any, state: State) -> str:
+        """What is wrong at a function that communicates."""
+        kind = type(node)._forward_cls
+        below = next((self._parameters[p][0] for p in _leaves(node) if p in self._parameters), None)
+        what = f"the layer of {below}" if below is not None else "the model's input"
+        if not hasattr(kind, "passes"):
+            return f"{kind.__module__}.{kind.__qualname__}, above {what}, communicates, and nothing tells " \
+                   "over which ranks it sums gradients: leave it out, or set mesh.tp = 1"  # fmt: skip
+        return (_AS_WHOLE if state & WHOLE else _AS_PART).format(what)
+
+
+class Graph:
+    """The graph below `roots`, nodes whose gradients have these states: the states that come to its `leaves`,
+    and the communicating functions that get others than they take."""
+
+    def __init__(self, roots: Iterable[tuple[Any, State]]) -> None:
+        self.leaves: dict[Any, State] = {}
+        self.misused: list[tuple[Any, State]] = []
+        self.undone = False
+        """Whether a sum of gradients was found to be of whole ones."""
+        found: dict[tuple[Any, int], State] = {}
+        todo = [((node, 0), state) for node, state in roots]
+        while todo:
+            at, state = todo.pop()
+            before = found.get(at, State.NONE)
+            if (now := before | state) == before:
+                continue
+            found[at] = now
+            if hasattr(at[0], "variable"):
+                self.leaves[at[0]] = now
+            else:
+                todo += self._below(*at, now)
+
+    def _below(self, node: Any, output: int, state: State) -> Iterator[tuple[tuple[Any, int], State]]:
+        """Its inputs, and the states of their gradients."""
+        kind = getattr(type(node), "_forward_cls", None)
+        edges = enumerate(node.next_functions)
+        if kind is None or not kind.__module__.startswith(COMMUNICATE):
+            yield from ((edge, state) for _, edge in edges if edge[0] is not None)
+        elif not hasattr(kind, "passes"):
+            self.misused.append((node, state))
+        else:
+            takes, gives, undoes = kind.passes(node, output, state)
+            self.undone |= undoes
+            if state & ~takes:
+                self.misused.append((node, state))
+            else:
+                yield from ((edge, gives[i]) for i, edge in edges if edge[0] is not None and i in gives)
+
+
+class _Reads(TorchFunctionMode):
+    """Refuses what computes with divided parameters outside of the functions of autograd that know of it,
+    which run with gradients off (look-ups of rows are part of a divided embedding); and says what may be
+    wrong where others fail. parameters: names and cuts by id."""
+
+    def __init__(self, parameters: Mapping[int, tuple[str, Cut]]) -> None:
+        super().__init__()
+        self._parameters = parameters
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not torch.is_grad_enabled():
+            return func(*args, **(kwargs or {}))
+        leaves = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        try:
+            result = func(*args, **(kwargs or {}))
+        except (RuntimeError, IndexError) as error:
+            known = [self._parameters[at] for at in map(_of, leaves) if at in self._parameters]
+            if not known:
+                raise
+            raise ModelError(_FAILED.format(known[0][0], error)) from error
+        if isinstance(result, Tensor) and touching(func) not in _NO_READS:
+            for leaf in leaves:
+                name, cut = self._parameters.get(id(leaf), ("", None))
+                if cut is not None and not cut.is_whole:
+                    raise ModelError(_WRONG + _READ.format(name))
+        return result
+
+
+def _of(tensor: Tensor) -> int:
+    """The id of a parameter, or of the one whose gradient is summed in the place of this tensor's."""
+    node: Any = None if isinstance(tensor, nn.Parameter) else tensor.grad_fn
+    if type(node).__name__ != "_SummedBackward":
+        return id(tensor)
+    return id(node.next_functions[tensor.output_nr][0].variable)
+
+
+_NO_READS = (None, "detach", "data", "embedding")
+
+
+def _leaves(node: Any) -> Iterator[Any]:
+    """Leaves below a node, the nearest first."""
+    todo, seen = [node], {node}
+    while todo:
+        here = todo.pop(0)
+        if hasattr(here, "variable"):
+            yield here.variable
+        below = [each for each, _ in here.next_functions if each is not None and each not in seen]
+        seen.update(below)
+        todo += below
+
+
+# autograd's own memory holds the hooks, and Python's collector cannot free what that holds
+
+
+def _first(
+    states: weakref.ref[GradientStates], parameter: weakref.ref[nn.Parameter], grads: Sequence[Tensor]
+) -> tuple[Tensor, ...] | None:
+    known, mine = states(), parameter()
+    return None if known is None or mine is None else known.first_gradient(mine, grads)
+
+
+def _summed(states: weakref.ref[GradientStates], grads: Sequence[Tensor]) -> tuple[Tensor, ...] | None:
+    known = states()
+    return None if known is None else known._sum(grads)
+
+
+_WRONG = "tensor parallelism (mesh.tp) would train this model wrong:\n  - "
+_READ = (
+    "the loss reads {0}, of which each rank has a part, past the layer that it belongs to, so its value "
+    "would be that of a part: for a penalty over weights use optimizer.weight_decay; for a cross entropy in "
+    'pieces call the layer, as in model.lm_head(hidden), or write mesh.tp_plan with "replicate" for it'
+)
+_FAILED = (
+    "{0} cannot be used under tensor parallelism (mesh.tp): {1}. Between a column and a row layer each rank "
+    'has a part of the activations: write mesh.tp_plan with "replicate" for these layers, or set mesh.tp = 1'
+)
+_MIXED = (
+    "{0}: used on activations of which each rank has a part, and on whole ones as well, so that the gradient "
+    "is neither whole nor a part: use it in one of both places (before the column layer, or after the row "
+    'layer), or write mesh.tp_plan with "replicate" for the layers between'
+)
+_AS_WHOLE = (
+    "{0} gives each rank a part of its outputs, and what follows (a loss, or a layer that is whole on every "
+    'rank) takes them for whole: "colwise_gather_output" for it, or "replicate", in mesh.tp_plan'
+)
+_AS_PART = (
+    "{0} gives every rank the whole output, and what follows works on a part of it without a layer that "
+    'divides: its gradient would be a part, which nobody sums. Write mesh.tp_plan with "replicate" for what '
+    "follows"
+)
+_RECEIVED = (
+    "what a pipeline stage receives is used in a divided layer and outside of it, so that its gradient is "
+    'neither whole nor a part: write mesh.tp_plan with "replicate" for the layers of that block'
+)
+_OPAQUE = (
+    "a checkpoint with use_reentrant=True, or a compiled part, hides it. Use use_reentrant=False, "
+    'memory.activations = "recompute" or compile = true'
+)

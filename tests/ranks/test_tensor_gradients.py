@@ -1,0 +1,299 @@
+"""Tensor parallelism of models in which learned numbers meet divided activations: what one process computes,
+in float64 to 1e-10, or an error that names the parameter; and replicas that are compared."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import polyreme
+import threads
+from polyreme.errors import ModelError
+from pool import RanksFailed
+
+VOCABULARY, WIDTH, HEADS, SAMPLES, STEPS = 23, 8, 4, 4, 3
+PLAN = {
+    **dict.fromkeys(("blocks.*.attention.q", "blocks.*.attention.k", "blocks.*.attention.v"), "colwise"),
+    "blocks.*.attention.o": "rowwise",
+    "blocks.*.up": "colwise",
+    "blocks.*.down": "rowwise",
+}
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_heads, self.head_dim = HEADS, WIDTH // HEADS
+        self.q, self.k, self.v, self.o = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (f(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for f in (self.q, self.k, self.v))
+        found = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.o(found.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
+
+
+class Block(nn.Module):
+    """What is done `between` its divided layers uses its `own` number."""
+
+    def __init__(self, between: str | None, outside: bool) -> None:
+        super().__init__()
+        self.norm, self.attention, self.between = nn.LayerNorm(WIDTH), Attention(), between
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+        if between == "norm":
+            self.inner = nn.LayerNorm(2 * WIDTH)
+        elif between is not None:
+            self.own = nn.Parameter(torch.tensor([0.3] if between == "prelu" else 0.3))
+        if outside:
+            self.scale = nn.Parameter(torch.tensor(0.7))
+        self.outside = outside
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attention(self.norm(x))
+        y = self.inside(x * self.scale if self.outside else x)
+        return x + (y * self.scale.tanh() if self.outside else y)
+
+    def inside(self, x: Tensor) -> Tensor:
+        if self.between == "both":
+            x = x * self.own
+        y = self.up(x)
+        changed: dict[str | None, Callable[[], Tensor]] = {
+            None: y.relu,
+            "prelu": lambda: F.prelu(y, self.own),
+            "swish": lambda: y * (self.own * y).sigmoid(),
+            "both": lambda: y * (self.own * y).sigmoid(),
+            "norm": lambda: self.inner(y),
+            "gate": lambda: y * (x.sum(-1, keepdim=True) * self.own).sigmoid(),  # of whole activations
+        }
+        return self.down(changed[self.between]())  # type: ignore[no-any-return]
+
+
+class Last(nn.Module):
+    """What is done with hidden states, the head and its logits; `number` is its own."""
+
+    def __init__(self, what: str | None) -> None:
+        super().__init__()
+        self.what = what
+        shape = {"vocabulary bias": (VOCABULARY,), "one scale": (1,)}.get(what or "", ())
+        if what is not None:
+            self.number = nn.Parameter(torch.full(shape, 1.3))
+
+    def forward(self, x: Tensor, head: nn.Module) -> Tensor:
+        if self.what == "hidden":
+            return x * self.number
+        logits = head(x)
+        changed: dict[str | None, Callable[[], Tensor]] = {
+            None: lambda: logits,
+            "scale": lambda: logits * self.number,
+            "one scale": lambda: logits * self.number,
+            "temperature": lambda: logits / self.number.exp(),
+            "cap": lambda: torch.tanh(logits / self.number) * self.number,
+            "bias": lambda: logits + self.number,
+            "vocabulary bias": lambda: logits + self.number,
+            "from hidden": lambda: logits * (x.mean() * self.number).exp(),
+        }
+        return changed[self.what]()
+
+
+class Tiny(nn.Module):
+    def __init__(
+        self, between: str | None = None, outside: bool = False, last: str | None = None, tied: bool = False
+    ) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, WIDTH)
+        self.blocks = nn.ModuleList(Block(between, outside) for _ in range(2))
+        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+        if tied:
+            self.head.weight = self.embed.weight
+        self.last = Last(last)
+
+    def get_input_embeddings(self) -> nn.Module:
+        return self.embed
+
+    def get_output_embeddings(self) -> nn.Module:
+        return self.head
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        for block in self.blocks:
+            x = block(x)
+        return self.last(x, self.head)  # type: ignore[no-any-return]
+
+
+def mean(logits: Tensor, ids: Tensor) -> Tensor:
+    return F.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+
+
+def penalised(model: Tiny, logits: Tensor, ids: Tensor) -> Tensor:
+    return mean(logits, ids) + 0.01 * sum(p.pow(2).sum() for p in model.parameters())
+
+
+def penalised_number(model: Tiny, logits: Tensor, ids: Tensor) -> Tensor:
+    return mean(logits, ids) + 0.01 * model.last.number.pow(2).sum()
+
+
+def chunked(model: Tiny, hidden: Tensor, ids: Tensor) -> Tensor:
+    """The cross entropy of hidden states, in two pieces, by the head's weight itself."""
+    pieces = zip(hidden[:, :-1].flatten(0, 1).chunk(2), ids[:, 1:].flatten().chunk(2), strict=True)
+    losses = [F.cross_entropy(x @ model.head.weight.t(), y, reduction="sum") for x, y in pieces]
+    return torch.stack(losses).sum() / ids[:, 1:].numel()
+
+
+def reading(model: Tiny, hidden: Tensor, ids: Tensor) -> Tensor:
+    return (hidden @ model.head.weight.t()).pow(2).mean()
+
+
+def by_head(model: Tiny, hidden: Tensor, ids: Tensor) -> Tensor:
+    """As `chunked`, by the layer."""
+    pieces = zip(hidden[:, :-1].flatten(0, 1).chunk(2), ids[:, 1:].flatten().chunk(2), strict=True)
+    losses = [F.cross_entropy(model.head(x), y, reduction="sum") for x, y in pieces]
+    return torch.stack(losses).sum() / ids[:, 1:].numel()
+
+
+Loss = Callable[..., Tensor]
+CASES: dict[str, tuple[dict[str, Any], Loss | None, dict[str, str]]] = {
+    "plain": ({}, None, {}),
+    "tied": ({"tied": True}, None, {}),
+    "scale before and after": ({"outside": True}, None, {}),
+    "prelu": ({"between": "prelu"}, None, {}),
+    "swish": ({"between": "swish"}, None, {}),
+    "both": ({"between": "both"}, None, {}),
+    "scale": ({"last": "scale"}, None, {}),
+    "scale of shape (1,)": ({"last": "one scale"}, None, {}),
+    "temperature": ({"last": "temperature"}, None, {}),
+    "soft cap": ({"last": "cap", "tied": True}, None, {}),
+    "bias": ({"last": "bias"}, None, {}),
+    "bias of the vocabulary": ({"last": "vocabulary bias"}, None, {}),
+    "scale from hidden states": ({"last": "from hidden"}, None, {}),
+    "style of a sum that is none": (
+        {"outside": True}, None, {"blocks.*.norm": "replicated_with_grad_allreduce"}),
+    "norm between": ({"between": "norm"}, None, {}),
+    "gate of whole activations": ({"between": "gate"}, None, {}),
+    "chunked": ({"last": "hidden"}, chunked, {}),
+    "chunked, head replicated": (
+        {"last": "hidden"}, chunked, {"head": "replicate", "embed": "replicate"}),
+    "reading the head": ({"last": "hidden"}, reading, {}),
+    "by the head": ({"last": "hidden"}, by_head, {}),
+    "penalty": ({}, penalised, {}),
+    "penalty of a number": ({"last": "scale"}, penalised_number, {}),
+}  # fmt: skip
+"""Options of the model, its loss where that is not the mean, and more of the plan."""
+TP = {
+    "both": "blocks.0.own",
+    "norm between": "blocks.0.inner.weight cannot be used",
+    "gate of whole activations": "embed.weight",
+    "chunked": "the loss reads head.weight",
+    "reading the head": "the loss reads head.weight",
+    "penalty": "the loss reads",
+}
+_MIXES = "may not work on each position by itself"
+BY_POSITION = ("scale before and after", "prelu", "swish", "both", "style of a sum that is none")
+REFUSED: dict[str, dict[str, str]] = {
+    "tp": TP,
+    "sequence": {**TP, "gate of whole activations": _MIXES, **dict.fromkeys(BY_POSITION, _MIXES)},
+    "pp": {"penalty": "pipeline"},
+}
+"""What is refused, and what the error says."""
+
+
+def tiny(case: str) -> tuple[Tiny, Callable[[Any, Any], Tensor]]:
+    options, loss, _ = CASES[case]
+    torch.manual_seed(0)
+    model = Tiny(**options).double()
+    return model, mean if loss is None else functools.partial(loss, model)
+
+
+def batch_of(step: int) -> Tensor:
+    return torch.randint(0, VOCABULARY, (SAMPLES, 6), generator=torch.Generator().manual_seed(step))
+
+
+def settings(case: str, mesh: dict[str, Any], stage: int) -> dict[str, Any]:
+    divided = mesh.get("tp", 1) > 1
+    return {
+        "precision": {"compute": "fp64"},
+        "batch": {"size": SAMPLES, "micro": 2 // mesh.get("dp", 1)},
+        "optimizer": {"name": "sgd", "lr": 0.1, "momentum": 0.9, "weight_decay": 0.0, "clip": 0.5},
+        "zero": {"min_bucket": 0, "stage": stage},
+        "mesh": {**mesh, "tp_plan": {**PLAN, **CASES[case][2]} if divided else {}},
+    }
+
+
+@functools.cache
+def expected(case: str) -> tuple[list[float], dict[str, Tensor]]:
+    """Losses and weights of one process."""
+    model, loss_of = tiny(case)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    losses = []
+    for step in range(STEPS):
+        each = [loss_of(model(ids), ids) for ids in batch_of(step).split(2)]
+        loss = torch.stack(each).mean()
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+    return losses, {name: p.detach() for name, p in model.named_parameters()}
+
+
+def run(rank: int, world: int, case: str, mesh: dict[str, Any], loop: str, stage: int = 2) -> None:
+    """`loop`: the engine's, or one of the user's own that calls "engine.backward" or "loss.backward"."""
+    model, loss_of = tiny(case)
+    engine = polyreme.initialize(model, settings(case, mesh, stage), loss_fn=loss_of)
+    losses = []
+    for step in range(STEPS):
+        ids = batch_of(step).chunk(engine.mesh.dp.size)[engine.mesh.dp.rank]
+        if loop == "engine":
+            losses.append(engine.train_step((ids, ids)).loss)
+            continue
+        for each in ids.split(2):
+            loss = loss_of(engine(each), each)
+            engine.backward(loss) if loop == "engine.backward" else loss.backward()
+        losses.append(engine.step().loss)
+    weights = engine.state_dict()
+    theirs = expected(case)
+    torch.testing.assert_close(losses, theirs[0], rtol=1e-10, atol=1e-10)
+    for name, tensor in theirs[1].items():
+        torch.testing.assert_close(
+            weights[name], tensor, rtol=1e-10, atol=1e-10, msg=lambda m, name=name: f"{name}: {m}"
+        )
+
+
+MESHES = {"tp": {"tp": 2}, "sequence": {"tp": 2, "sequence_parallel": True}, "pp": {"pp": 2}}
+
+
+def check(case: str, mesh: str, loop: str = "engine") -> None:
+    refused = REFUSED[mesh].get(case)
+    if refused is None:
+        threads.run(2, run, case, MESHES[mesh], loop)
+        return
+    with pytest.raises(RanksFailed) as failed:
+        threads.run(2, run, case, MESHES[mesh], loop)
+    errors = [error for error in failed.value.exceptions.values() if isinstance(error, ModelError)]
+    assert len(errors) == (1 if mesh == "pp" else 2), failed.value
+    assert all(refused in str(error) for error in errors), errors
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("case", CASES)
+def test_a_model_trains_as_on_one_process_or_is_refused(case: str, mesh: str) -> None:
+    check(case, mesh)
+
+
+@pytest.mark.parametrize("loop", ["engine.backward", "loss.backward"])
+@pytest.mark.parametrize("case", ["prelu", "soft cap", "both", "reading the head", "penalty"])
+def test_a_loop_of_the_users_own_does_the_same(case: str, loop: str) -> None:
+    check(case, "tp", loop)
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_a_penalty_over_weights_is_right_over_dp(stage: int) -> None:
+    if stage < 3:
+        threads.run(2, run, "penalty", {"dp": 2}, "engine", stage)
+        return
+    with pytest.raises(RanksFailed, match="whose numbers are not in memory"):
+        threads.run(2, run, "penalty", {"dp": 2}, "engine", stage)
