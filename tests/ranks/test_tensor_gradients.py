@@ -297,3 +297,41 @@ def test_a_penalty_over_weights_is_right_over_dp(stage: int) -> None:
         return
     with pytest.raises(RanksFailed, match="whose numbers are not in memory"):
         threads.run(2, run, "penalty", {"dp": 2}, "engine", stage)
+
+
+def drift(rank: int, world: int, mesh: dict[str, Any], stage: int, name: str, how: str) -> int:
+    """Steps until the error of copies that differ; 0 for none."""
+    model, loss_of = tiny("tied")
+    engine = polyreme.initialize(model, settings("tied", mesh, stage), loss_fn=loss_of)
+    parameter = dict(engine.module.named_parameters()).get(name)
+    if parameter is not None and how == "hook":
+        parameter.register_hook(lambda grad: grad * (1 + engine.mesh.rank % 2))
+    for step in range(4):
+        ids = batch_of(step).chunk(engine.mesh.dp.size)[engine.mesh.dp.rank]
+        try:
+            engine.train_step((ids, ids))
+        except ModelError as error:
+            assert name in str(error) and "have not the same numbers any more" in str(error)
+            return step + 1
+        if parameter is not None and how == "write" and engine.mesh.rank % 2:
+            parameter.data.mul_(1.01)
+        elif parameter is not None and how == "rounding" and engine.mesh.rank % 2:
+            parameter.data.mul_(1 + 1e-12)
+    return 0
+
+
+@pytest.mark.parametrize(
+    ("mesh", "stage", "name", "how", "found"),
+    [
+        ({"tp": 2}, 2, "blocks.1.norm.weight", "hook", 2),
+        ({"tp": 2}, 2, "blocks.1.norm.weight", "write", 2),
+        ({"tp": 2}, 2, "blocks.1.norm.weight", "rounding", 0),
+        ({"tp": 2, "dp": 2}, 3, "blocks.0.down.bias", "hook", 2),
+        ({"pp": 2}, 2, "embed.weight", "write", 2),
+    ],
+)
+def test_copies_that_drift_apart_are_named(
+    mesh: dict[str, Any], stage: int, name: str, how: str, found: int
+) -> None:
+    world = mesh.get("dp", 1) * 2
+    assert threads.run(world, drift, mesh, stage, name, how) == [found] * world

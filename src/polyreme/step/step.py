@@ -335,7 +335,7 @@ class Step:
     def _running(
         self, stage: int, roots: Sequence[Tensor], gradients: Sequence[Tensor | None]
     ) -> Iterator[None]:
-        """A backward of this engine's: to others it is foreign."""
+        """A backward of this engine's, or its second half, of no `roots`: to others it is foreign."""
         global _current
         if self.states is not None and self._labelled:
             self.states.follow(roots, stage, loss=None in gradients)
@@ -364,7 +364,8 @@ class Step:
         def rest() -> None:
             self._reducer.begin_weights(stage)
             self._read_ahead()
-            weights.accumulate(self._reducer)
+            with self._running(stage, (), ()):
+                weights.accumulate(self._reducer)
             self._reducer.end()
 
         return rest

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from polyreme.distributed.mesh import Mesh
 from polyreme.step.precision import norm_of
+from polyreme.step.replicas import Replicas
 from polyreme.zero.full_parameters import Written
 
 
@@ -67,9 +68,13 @@ class Flags:
 class StepSums:
     """The sums of the step under way."""
 
-    def __init__(self, mesh: Mesh, tells: bool, over_ranks: bool = False) -> None:
+    def __init__(
+        self, mesh: Mesh, tells: bool, over_ranks: bool = False, replicas: Replicas | None = None
+    ) -> None:
         """`tells`: whether the loss that this rank has counts; there is one such rank for each data-parallel
-        one. `over_ranks`: sums are divided by the number of these, not by the weights counted."""
+        one. `over_ranks`: sums are divided by the number of these, not by the weights counted. `replicas`:
+        what is compared then, where ranks have copies but over data parallelism."""
+        self._replicas = replicas
         self.mesh, self.device, self._tells, self._over_ranks = mesh, mesh.device, tells, over_ranks
         self.hint = 0.0
         """A power of two near the weight of a global batch; 0 before the first."""
@@ -104,7 +109,7 @@ class StepSums:
         """Take the totals over all ranks, which all must call.
 
         squares: of this rank's gradients, a float64 scalar; missing: gradients that it did not get; news:
-        whether it has news of buffers."""
+        whether it has news of buffers. Raises ModelError where copies of a parameter differ."""
         mesh, tells = self.mesh, self._tells
         told = [
             self._weight * tells,
@@ -121,13 +126,17 @@ class StepSums:
         digest = written.digest(self.device)
         sums = torch.stack([squares, self._loss * tells])
         writes = torch.stack([written.seen(self.device), digest, digest.square()])
-        totals = torch.cat([sums, counts, writes])
+        drift = [] if self._replicas is None else [self._replicas.digest().reshape(1)]
+        totals = torch.cat([*drift, sums, counts, writes])
         mesh.dp.all_reduce(totals).wait()
         total, of_squares = totals[-2:].clone()
         totals[-3] += total.square() != of_squares * mesh.dp.size  # exact: whole numbers below 2^53
         totals = totals[:-2]
         mesh.product("tp", "pp").all_reduce(totals)
-        self.totals = Totals(*totals.tolist())
+        told = totals.tolist()
+        if self._replicas is not None and told.pop(0):
+            self._replicas.compare()
+        self.totals = Totals(*told)
         if self._over_ranks and self.totals.weight:
             self.totals = replace(self.totals, weight=float(mesh.dp.size))
 

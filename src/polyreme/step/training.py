@@ -28,6 +28,7 @@ from polyreme.step.loss import Objective
 from polyreme.step.optimizer_view import OptimizerView, Source
 from polyreme.step.precision import loss_scale
 from polyreme.step.progress import TrainingProgress
+from polyreme.step.replicas import Replicas
 from polyreme.step.step import Step
 from polyreme.step.totals import StepSums
 from polyreme.step.user_loop import Loop
@@ -83,7 +84,8 @@ class Training:
         led = given if isinstance(given, Optimizer) else None
         self.options = Options(made, LRSchedule(config.lr_schedule), scheduler, led)
         tells, over_ranks = mesh.tp.rank == 0 and pipeline.has_loss, config.batch.mean == "ranks"
-        sums = StepSums(mesh, tells, over_ranks)
+        copied = mesh.product("tp", "pp").size > 1
+        sums = StepSums(mesh, tells, over_ranks, Replicas(placement, mesh) if copied else None)
         progress = TrainingProgress(self.options, loss_scale(config.precision))
         self.step = Step(
             config, sums, placement, self._reducer, self.blocks, self.updates, progress, self.buffers

@@ -112,8 +112,8 @@ class Loop:
 
     def follow(self, roots: Sequence[Tensor]) -> None:
         """See `Listener`."""
-        inside = torch._C._current_graph_task_id() != -1  # a checkpoint's own, in another one
-        if current() is None and not inside and (states := self._step.states) is not None:
+        states, inside = self._step.states, torch._C._current_graph_task_id() != -1  # of a checkpoint's own
+        if states is not None and states.between is None and current() is None and not inside:
             states.follow(roots) if roots else states.end()
 
     @contextmanager

@@ -28,6 +28,7 @@ from polyreme.distributed.mesh import Axis
 from polyreme.errors import ModelError, named
 from polyreme.layout.bucket_layout import Cut
 from polyreme.models.tensor_access import touching
+from polyreme.pipeline.weight_gradients import current
 from polyreme.tensor.states import PART, WHOLE, State
 
 COMMUNICATE = ("polyreme.tensor.", "torch.distributed.")
@@ -44,7 +45,7 @@ class GradientStates:
     def __init__(
         self, axis: Axis, parameters: Mapping[nn.Parameter, tuple[str, Cut]], between: State | None = None
     ) -> None:
-        self._axis, self._parameters, self._between = axis, parameters, between
+        self._axis, self._parameters, self.between = axis, parameters, between
         self.summed: set[Tensor] = set()
         """Parameters whose gradients are summed when autograd gives them."""
         self._followed: set[int] = set()  # stages
@@ -81,9 +82,9 @@ class GradientStates:
         neither whole nor a part."""
         if not self._unknown and stage in self._followed:
             return
-        state = WHOLE if loss or self._between is None else self._between
+        state = WHOLE if loss or self.between is None else self.between
         self._roots = [(root.grad_fn, state) for root in roots if root.grad_fn is not None]
-        if stage not in self._followed and self._roots:
+        if (stage not in self._followed or current() is not None) and self._roots:
             count = len(self._unknown)
             self._take()
             if len(self._unknown) < count:  # else it is of others
@@ -111,7 +112,7 @@ class GradientStates:
         read, mixed = [], []
         for node, state in graph.leaves.items():
             if (known := self._parameters.get(node.variable)) is None:
-                problems += [_RECEIVED] * (self._between not in (None, state))
+                problems += [_RECEIVED] * (self.between not in (None, state))
             elif not known[1].is_whole and state & WHOLE:
                 read.append(known[0])
             elif state == WHOLE | PART:
@@ -181,7 +182,8 @@ class Graph:
         """Its inputs, and the states of their gradients."""
         kind = getattr(type(node), "_forward_cls", None)
         edges = enumerate(node.next_functions)
-        if kind is None or not kind.__module__.startswith(COMMUNICATE):
+        alone = getattr(getattr(node, "axis", None), "size", 0) == 1
+        if kind is None or alone or not kind.__module__.startswith(COMMUNICATE):
             yield from ((edge, state) for _, edge in edges if edge[0] is not None)
         elif not hasattr(kind, "passes"):
             self.misused.append((node, state))
