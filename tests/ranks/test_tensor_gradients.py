@@ -11,10 +11,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd import Function
+from torch.utils.checkpoint import checkpoint
 
 import polyreme
 import threads
 from polyreme.errors import ModelError
+from polyreme.tensor import ops, vocab_parallel_loss
 from pool import RanksFailed
 
 VOCABULARY, WIDTH, HEADS, SAMPLES, STEPS = 23, 8, 4, 4, 3
@@ -52,10 +55,13 @@ class Block(nn.Module):
         if outside:
             self.scale = nn.Parameter(torch.tensor(0.7))
         self.outside = outside
+        self.hidden = False  # in a checkpoint of which the graph shows nothing
+        self.used = True  # `own`
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.attention(self.norm(x))
-        y = self.inside(x * self.scale if self.outside else x)
+        x_in = x * self.scale if self.outside else x
+        y = checkpoint(self.inside, x_in, use_reentrant=True) if self.hidden else self.inside(x_in)
         return x + (y * self.scale.tanh() if self.outside else y)
 
     def inside(self, x: Tensor) -> Tensor:
@@ -70,7 +76,7 @@ class Block(nn.Module):
             "norm": lambda: self.inner(y),
             "gate": lambda: y * (x.sum(-1, keepdim=True) * self.own).sigmoid(),  # of whole activations
         }
-        return self.down(changed[self.between]())  # type: ignore[no-any-return]
+        return self.down(changed[self.between if self.used else None]())  # type: ignore[no-any-return]
 
 
 class Last(nn.Module):
@@ -223,13 +229,21 @@ def settings(case: str, mesh: dict[str, Any], stage: int) -> dict[str, Any]:
     }
 
 
+def use(model: nn.Module, step: int, late: bool) -> None:
+    """Have its blocks use their own numbers from the second step on."""
+    for block in model.modules():
+        if isinstance(block, Block):
+            block.used = not late or step > 0
+
+
 @functools.cache
-def expected(case: str) -> tuple[list[float], dict[str, Tensor]]:
+def expected(case: str, late: bool = False) -> tuple[list[float], dict[str, Tensor]]:
     """Losses and weights of one process."""
     model, loss_of = tiny(case)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     losses = []
     for step in range(STEPS):
+        use(model, step, late)
         each = [loss_of(model(ids), ids) for ids in batch_of(step).split(2)]
         loss = torch.stack(each).mean()
         loss.backward()
@@ -240,14 +254,21 @@ def expected(case: str) -> tuple[list[float], dict[str, Tensor]]:
     return losses, {name: p.detach() for name, p in model.named_parameters()}
 
 
-def run(rank: int, world: int, case: str, mesh: dict[str, Any], loop: str, stage: int = 2) -> None:
+def run(
+    rank: int, world: int, case: str, mesh: dict[str, Any], loop: str, stage: int = 2, late: bool = False,
+    **sections: Any,
+) -> None:  # fmt: skip
     """`loop`: the engine's, or one of the user's own that calls "engine.backward" or "loss.backward"."""
     model, loss_of = tiny(case)
-    engine = polyreme.initialize(model, settings(case, mesh, stage), loss_fn=loss_of)
+    config = {**settings(case, mesh, stage), **sections}
+    engine = polyreme.initialize(model, config, loss_fn=loss_of)
     losses = []
     for step in range(STEPS):
+        use(engine.module, step, late)
+        if loop == "refreshed":
+            engine.refresh()
         ids = batch_of(step).chunk(engine.mesh.dp.size)[engine.mesh.dp.rank]
-        if loop == "engine":
+        if loop in ("engine", "refreshed"):
             losses.append(engine.train_step((ids, ids)).loss)
             continue
         for each in ids.split(2):
@@ -255,7 +276,7 @@ def run(rank: int, world: int, case: str, mesh: dict[str, Any], loop: str, stage
             engine.backward(loss) if loop == "engine.backward" else loss.backward()
         losses.append(engine.step().loss)
     weights = engine.state_dict()
-    theirs = expected(case)
+    theirs = expected(case, late)
     torch.testing.assert_close(losses, theirs[0], rtol=1e-10, atol=1e-10)
     for name, tensor in theirs[1].items():
         torch.testing.assert_close(
@@ -335,3 +356,57 @@ def test_copies_that_drift_apart_are_named(
 ) -> None:
     world = mesh.get("dp", 1) * 2
     assert threads.run(world, drift, mesh, stage, name, how) == [found] * world
+
+
+def unlike(rank: int, world: int, case: str, each: list[dict[str, Any]]) -> None:
+    for options in each:
+        run(rank, world, case, **options)
+
+
+def test_the_gradients_of_a_number_of_the_users_are_whole_on_every_layout() -> None:
+    tp: dict[str, Any] = {"mesh": {"tp": 2}}
+    two = [
+        {**tp, "loop": "engine", "late": True},
+        {**tp, "loop": "engine.backward", "late": True},
+        {**tp, "loop": "refreshed", "late": True},
+        {**tp, "loop": "refreshed"},
+        {**tp, "loop": "engine", "memory": {"activations": "recompute"}},
+    ]
+    threads.run(2, unlike, "prelu", two)
+    schedule = {"pipeline": {"schedule": "zb-h1"}}
+    four = [
+        {"mesh": {"tp": 2, "dp": 2}, "loop": "engine", "stage": 0},
+        {"mesh": {"tp": 2, "dp": 2}, "loop": "engine", "stage": 3, "late": True},
+        {"mesh": {"tp": 2, "pp": 2}, "loop": "engine", **schedule},
+        {"mesh": {"tp": 2, "pp": 2}, "loop": "engine", "late": True, **schedule},
+    ]
+    threads.run(4, unlike, "swish", four)
+    threads.run(4, unlike, "soft cap", four[:3:2])
+
+
+def hidden(rank: int, world: int, loop: str) -> None:
+    model, loss_of = tiny("prelu")
+    for block in model.blocks:
+        block.hidden = True
+    engine = polyreme.initialize(model, settings("prelu", {"tp": 2}, 0), loss_fn=loss_of)
+    ids = batch_of(0)
+    if loop == "engine":
+        engine.train_step((ids, ids))
+    else:
+        loss_of(engine(ids[:2]), ids[:2]).backward()
+
+
+@pytest.mark.parametrize("loop", ["engine", "loss.backward"])
+def test_what_the_graph_does_not_show_is_refused(loop: str) -> None:
+    with pytest.raises(RanksFailed) as failed:
+        threads.run(2, hidden, loop)
+    errors = failed.value.exceptions.values()
+    assert len(errors) == 2 and all("use_reentrant" in str(error) for error in errors), failed.value
+
+
+def test_every_function_that_communicates_says_what_it_makes_of_gradients() -> None:
+    functions = [
+        each for module in (ops, vocab_parallel_loss) for each in vars(module).values()
+        if isinstance(each, type) and issubclass(each, Function) and each.__module__ == module.__name__
+    ]  # fmt: skip
+    assert len(functions) == 7 and all(hasattr(each, "passes") for each in functions)
