@@ -74,6 +74,9 @@ class Block(nn.Module):
             "swish": lambda: y * (self.own * y).sigmoid(),
             "both": lambda: y * (self.own * y).sigmoid(),
             "norm": lambda: self.inner(y),
+            "softmax": lambda: (y * 2).softmax(-1),
+            "rms": lambda: y * self.own * y.pow(2).mean(-1, keepdim=True).rsqrt(),
+            "over positions": lambda: y * y.softmax(1) + self.own,
             "gate": lambda: y * (x.sum(-1, keepdim=True) * self.own).sigmoid(),  # of whole activations
         }
         return self.down(changed[self.between if self.used else None]())  # type: ignore[no-any-return]
@@ -179,6 +182,9 @@ CASES: dict[str, tuple[dict[str, Any], Loss | None, dict[str, str]]] = {
     "style of a sum that is none": (
         {"outside": True}, None, {"blocks.*.norm": "replicated_with_grad_allreduce"}),
     "norm between": ({"between": "norm"}, None, {}),
+    "softmax between": ({"between": "softmax"}, None, {}),
+    "norm by hand between": ({"between": "rms"}, None, {}),
+    "softmax over positions between": ({"between": "over positions"}, None, {}),
     "gate of whole activations": ({"between": "gate"}, None, {}),
     "chunked": ({"last": "hidden"}, chunked, {}),
     "chunked, head replicated": (
@@ -193,15 +199,18 @@ TP = {
     "both": "blocks.0.own",
     "norm between": "blocks.0.inner.weight cannot be used",
     "gate of whole activations": "embed.weight",
+    "softmax between": "softmax goes along",
+    "norm by hand between": "mean goes along",
     "chunked": "the loss reads head.weight",
     "reading the head": "the loss reads head.weight",
     "penalty": "the loss reads",
 }
 _MIXES = "may not work on each position by itself"
+BETWEEN = ("softmax between", "norm by hand between", "softmax over positions between")
 BY_POSITION = ("scale before and after", "prelu", "swish", "both", "style of a sum that is none")
 REFUSED: dict[str, dict[str, str]] = {
     "tp": TP,
-    "sequence": {**TP, "gate of whole activations": _MIXES, **dict.fromkeys(BY_POSITION, _MIXES)},
+    "sequence": {**TP, "gate of whole activations": _MIXES, **dict.fromkeys(BY_POSITION + BETWEEN, _MIXES)},
     "pp": {"penalty": "pipeline"},
 }
 """What is refused, and what the error says."""

@@ -7,6 +7,7 @@ import copy
 import functools
 import os
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import peft
@@ -25,6 +26,7 @@ from polyreme.layout.bucket_layout import Cut
 from polyreme.models.huggingface import find_blocks
 from polyreme.models.patches import Patches
 from polyreme.step.recomputation import wrap_blocks
+from polyreme.tensor.gradient_states import GradientStates
 from polyreme.tensor.parallelize import parallelize
 from polyreme.tensor.plan import plan
 from pool import Ranks, RanksFailed
@@ -252,11 +254,14 @@ def gather(axis: Axis, cut: Cut, local: Tensor) -> Tensor:
     return cut.join([each.view(cut.local) for each in full.chunk(axis.size)])
 
 
-def loss_of(name: str, model: nn.Module) -> Tensor:
-    """Its loss, after the backward."""
+def loss_of(name: str, model: nn.Module, states: GradientStates | None = None) -> Tensor:
+    """Its loss, after the backward, which `states` followed."""
     extra = {"use_cache": False} if name != "vit" and hasattr(model.config, "use_cache") else {}
     with Wide():
-        loss: Tensor = model(**batch_of(name), **extra).loss
+        with nullcontext() if states is None else states.watching():
+            loss: Tensor = model(**batch_of(name), **extra).loss
+        if states is not None:
+            states.follow([loss])
         loss.backward()
     return loss.detach()
 
@@ -276,7 +281,10 @@ def compare(rank: int, world: int, names: Sequence[str], sequence: bool) -> dict
         whole, expected = undivided(name)
         divided = build(name)
         cuts = parallelize(divided, axis, plan(divided, world, sequence_parallel=sequence), sequence)
-        loss = loss_of(name, divided)
+        states = GradientStates(axis, {p: (path, cuts[path]) for path, p in divided.named_parameters()})
+        loss = loss_of(name, divided, states)
+        assert not states.summed, "its own plan sums all that there is to sum"
+        states.close()
         wrong = [] if abs(float(loss - expected)) < TOLERANCE else [f"loss {loss} for {expected}"]
         assert [n for n, _ in divided.named_parameters()] == [n for n, _ in whole.named_parameters()]
         for (path, mine), theirs in zip(divided.named_parameters(), whole.parameters(), strict=True):

@@ -20,15 +20,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
-from torch.overrides import TorchFunctionMode
-from torch.utils import _pytree as pytree
 from torch.utils.hooks import RemovableHandle
 
 from polyreme.distributed.mesh import Axis
 from polyreme.errors import ModelError, named
 from polyreme.layout.bucket_layout import Cut
-from polyreme.models.tensor_access import touching
 from polyreme.pipeline.weight_gradients import current
+from polyreme.tensor.first_forward import READ, WRONG, Watch
 from polyreme.tensor.states import PART, WHOLE, State
 
 COMMUNICATE = ("polyreme.tensor.", "torch.distributed.")
@@ -60,11 +58,10 @@ class GradientStates:
         self._hooks: list[RemovableHandle] = []
 
     def watching(self) -> AbstractContextManager[Any]:
-        """The context of a forward and its loss: until a graph was followed, what reads a divided parameter
-        raises ModelError (on all ranks), which a graph does not show of frozen ones, nor before an error."""
+        """The context of a forward and its loss, until a graph was followed: see `Watch`."""
         if self._followed or not torch.is_grad_enabled():
             return nullcontext()
-        return _Reads({id(p): known for p, known in self._parameters.items()})
+        return Watch({id(p): known for p, known in self._parameters.items()})
 
     def close(self) -> None:
         """Take all hooks off."""
@@ -119,10 +116,10 @@ class GradientStates:
                 mixed.append(known[0])
             else:
                 self._settle(node.variable, sums=known[1].is_whole and state == PART)
-        problems += [_READ.format(named(read, SHOWN))] * bool(read)
+        problems += [READ.format(named(read, SHOWN))] * bool(read)
         problems += [_MIXED.format(named(mixed, SHOWN))] * (bool(mixed) and not problems)
         if problems:
-            raise ModelError(_WRONG + "\n  - ".join(dict.fromkeys(problems[:SHOWN])))
+            raise ModelError(WRONG + "\n  - ".join(dict.fromkeys(problems[:SHOWN])))
         return graph.undone
 
     def _settle(self, parameter: nn.Parameter, sums: bool) -> None:
@@ -196,45 +193,6 @@ class Graph:
                 yield from ((edge, gives[i]) for i, edge in edges if edge[0] is not None and i in gives)
 
 
-class _Reads(TorchFunctionMode):
-    """Refuses what computes with divided parameters outside of the functions of autograd that know of it,
-    which run with gradients off (look-ups of rows are part of a divided embedding); and says what may be
-    wrong where others fail. parameters: names and cuts by id."""
-
-    def __init__(self, parameters: Mapping[int, tuple[str, Cut]]) -> None:
-        super().__init__()
-        self._parameters = parameters
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if not torch.is_grad_enabled():
-            return func(*args, **(kwargs or {}))
-        leaves = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        try:
-            result = func(*args, **(kwargs or {}))
-        except (RuntimeError, IndexError) as error:
-            known = [self._parameters[at] for at in map(_of, leaves) if at in self._parameters]
-            if not known:
-                raise
-            raise ModelError(_FAILED.format(known[0][0], error)) from error
-        if isinstance(result, Tensor) and touching(func) not in _NO_READS:
-            for leaf in leaves:
-                name, cut = self._parameters.get(id(leaf), ("", None))
-                if cut is not None and not cut.is_whole:
-                    raise ModelError(_WRONG + _READ.format(name))
-        return result
-
-
-def _of(tensor: Tensor) -> int:
-    """The id of a parameter, or of the one whose gradient is summed in the place of this tensor's."""
-    node: Any = None if isinstance(tensor, nn.Parameter) else tensor.grad_fn
-    if type(node).__name__ != "_SummedBackward":
-        return id(tensor)
-    return id(node.next_functions[tensor.output_nr][0].variable)
-
-
-_NO_READS = (None, "detach", "data", "embedding")
-
-
 def _leaves(node: Any) -> Iterator[Any]:
     """Leaves below a node, the nearest first."""
     todo, seen = [node], {node}
@@ -262,16 +220,6 @@ def _summed(states: weakref.ref[GradientStates], grads: Sequence[Tensor]) -> tup
     return None if known is None else known._sum(grads)
 
 
-_WRONG = "tensor parallelism (mesh.tp) would train this model wrong:\n  - "
-_READ = (
-    "the loss reads {0}, of which each rank has a part, past the layer that it belongs to, so its value "
-    "would be that of a part: for a penalty over weights use optimizer.weight_decay; for a cross entropy in "
-    'pieces call the layer, as in model.lm_head(hidden), or write mesh.tp_plan with "replicate" for it'
-)
-_FAILED = (
-    "{0} cannot be used under tensor parallelism (mesh.tp): {1}. Between a column and a row layer each rank "
-    'has a part of the activations: write mesh.tp_plan with "replicate" for these layers, or set mesh.tp = 1'
-)
 _MIXED = (
     "{0}: used on activations of which each rank has a part, and on whole ones as well, so that the gradient "
     "is neither whole nor a part: use it in one of both places (before the column layer, or after the row "

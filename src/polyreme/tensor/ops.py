@@ -49,6 +49,16 @@ def refuse_outside(numbers: Tensor, stop: int, message: str) -> None:
         raise BatchError(message.format(int(low if low < 0 else high)))
 
 
+def mark_divided(part: Tensor) -> None:
+    """Make `part` one of activations of which each rank has a part of the last dimension."""
+    part._is_divided = True  # type: ignore[attr-defined]
+
+
+def is_divided(tensor: Tensor) -> bool:
+    """Whether `mark_divided` marked it."""
+    return hasattr(tensor, "_is_divided")
+
+
 def sequence_dim(hidden: Tensor) -> int:
     """Which dimension of hidden states is the sequence: of (batch, sequence, width) the second, of (batch *
     sequence, width) the first."""
@@ -289,7 +299,10 @@ class _Columns(Function):
         if sequence and full is None:
             full = start_gather(axis, x, sequence_dim(x)).finish()
         whole = x if full is None else full
-        return tuple(s.product(whole, w, b) for s, w, b in zip(shapes, weights, biases, strict=True))  # type: ignore[arg-type]
+        found = tuple(s.product(whole, w, b) for s, w, b in zip(shapes, weights, biases, strict=True))  # type: ignore[arg-type]
+        for each in found if axis.size > 1 else ():
+            mark_divided(each)
+        return found
 
     @staticmethod
     @once_differentiable
