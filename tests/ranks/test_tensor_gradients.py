@@ -142,6 +142,11 @@ def penalised(model: Tiny, logits: Tensor, ids: Tensor) -> Tensor:
     return mean(logits, ids) + 0.01 * sum(p.pow(2).sum() for p in model.parameters())
 
 
+def penalised_scales(model: Tiny, logits: Tensor, ids: Tensor) -> Tensor:
+    scales = [p for name, p in model.named_parameters() if name.endswith("scale")]
+    return mean(logits, ids) + 0.01 * torch.stack(scales).square().sum()
+
+
 def penalised_number(model: Tiny, logits: Tensor, ids: Tensor) -> Tensor:
     return mean(logits, ids) + 0.01 * model.last.number.pow(2).sum()
 
@@ -192,6 +197,7 @@ CASES: dict[str, tuple[dict[str, Any], Loss | None, dict[str, str]]] = {
     "reading the head": ({"last": "hidden"}, reading, {}),
     "by the head": ({"last": "hidden"}, by_head, {}),
     "penalty": ({}, penalised, {}),
+    "penalty of the blocks' numbers": ({"outside": True}, penalised_scales, {}),
     "penalty of a number": ({"last": "scale"}, penalised_number, {}),
 }  # fmt: skip
 """Options of the model, its loss where that is not the mean, and more of the plan."""
@@ -207,11 +213,18 @@ TP = {
 }
 _MIXES = "may not work on each position by itself"
 BETWEEN = ("softmax between", "norm by hand between", "softmax over positions between")
-BY_POSITION = ("scale before and after", "prelu", "swish", "both", "style of a sum that is none")
+BY_POSITION = (
+    "scale before and after",
+    "prelu",
+    "swish",
+    "both",
+    "style of a sum that is none",
+    "penalty of the blocks' numbers",
+)
 REFUSED: dict[str, dict[str, str]] = {
     "tp": TP,
     "sequence": {**TP, "gate of whole activations": _MIXES, **dict.fromkeys(BY_POSITION + BETWEEN, _MIXES)},
-    "pp": {"penalty": "pipeline"},
+    "pp": {"penalty": "a term of parameters alone", "penalty of the blocks' numbers": "blocks.1.scale"},
 }
 """What is refused, and what the error says."""
 

@@ -7,7 +7,7 @@ is put together from."""
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -143,35 +143,43 @@ def _sum_in(node: Any) -> Any:
     return node if _name(node).startswith("SumBackward") else None
 
 
-def refuse_penalty(loss: Tensor, outputs: Iterable[Tensor], parameters: Iterable[tuple[str, Tensor]]) -> None:
+def refuse_penalty(
+    loss: Tensor, outputs: Iterable[Tensor], parameters: Iterable[tuple[str, Tensor]], among: Sequence[str]
+) -> None:
     """Raise ModelError for a loss with a term that depends on `parameters` alone, not on the `outputs` of the
-    model or, without any, on what a pipeline stage received: each stage would have its own part of it."""
-    names = {id(parameter): name for name, parameter in parameters if parameter.numel() > 1}
+    model or, without any, on what a pipeline stage received: each stage would have its own part of it. Single
+    numbers count where they are of the modules `among`, of which other stages have some."""
+    names = {id(p): name for name, p in parameters if p.numel() > 1 or name.startswith(tuple(among))}
     given = {tensor.grad_fn for tensor in outputs}
-    found: dict[Any, tuple[bool, str | None]] = {}  # whether it depends on these, and on which parameter
+    found: dict[Any, tuple[bool, str, int]] = {}  # whether it depends on these; a parameter, and its size
     todo = [loss.grad_fn]
     while todo:  # a node after those below it
         node: Any = todo[-1]
         below = [each for each, _ in node.next_functions if each is not None and each not in found]
-        if node not in given and node not in found and below:
-            found[node] = (False, None)  # it waits for them
+        if below and node not in found and node not in given:
+            found[node] = (False, "", 0)  # it waits for them
             todo += below
             continue
-        todo.pop()
-        leaf = getattr(node, "variable", None)
-        name = None if leaf is None else names.get(id(leaf))
-        depends = node in given or (leaf is not None and name is None and not isinstance(leaf, nn.Parameter))
-        edges = [found[each] for each, _ in node.next_functions if each is not None and each in found]
-        if node not in given:
-            depends, name = depends or any(d for d, _ in edges), next((n for _, n in edges if n), name)
-        found[node] = depends, name
+        leaf = getattr(todo.pop(), "variable", None)
+        edges = [found[each] for each, _ in node.next_functions if each in found]
+        if leaf is not None:
+            known = names.get(id(leaf), "")
+            found[node] = not isinstance(leaf, nn.Parameter), known, leaf.numel() if known else 0
+        else:
+            depends = node in given or any(each[0] for each in edges)
+            found[node] = depends, *max((each[1:] for each in edges), key=lambda of: of[1], default=("", 0))
     if not found[loss.grad_fn][0]:  # nothing of the stages before is trained
         return
-    for node, (depends, _) in found.items():
-        for below, output in node.next_functions if depends and node not in given else ():
-            alone, name = found[below] if below is not None else (True, None)
-            if not alone and name is not None and math.prod(below._input_metadata[output].shape) == 1:
+    for node in [node for node, (depends, *_) in found.items() if depends and node not in given]:
+        for each, output in [edge for edge in node.next_functions if edge[0] is not None]:
+            depends, name, size = found[each]
+            # a single number may scale much; a term of the loss is added to a number
+            if not depends and _size(each, output) == 1 and size > (_size(node, 0) > 1):
                 raise ModelError(_PENALTY.format(name))
+
+
+def _size(node: Any, output: int) -> int:
+    return math.prod(node._input_metadata[output].shape)
 
 
 _PENALTY = (

@@ -197,7 +197,10 @@ class Passes:
         self._looked = True
         model = self._objective.model
         outputs = [] if self._objective.is_own else huggingface.tensors_in(output)
-        refuse_penalty(loss, [each for each in outputs if each.grad_fn is not None], model.named_parameters())
+        made = [each for each in outputs if each.grad_fn is not None]
+        repeated = (nn.ModuleList, nn.Sequential)
+        lists = [f"{name}." for name, module in model.named_modules() if isinstance(module, repeated)]
+        refuse_penalty(loss, made, model.named_parameters(), lists)
 
     def _output(self, batch: Any) -> Any:
         """The model's output for one micro-batch."""
