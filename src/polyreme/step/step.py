@@ -145,7 +145,7 @@ class Step:
         self._sums.clear()
         self._factor: float | None = None  # see `root`
         self._watched: bool | None = None  # whether parameters or modules have hooks, once looked at
-        self._labelled = True  # the loss of the coming backward is one, and no zero
+        self.labelled = True  # the loss of the coming backward is one, and no zero
         self._began = time.perf_counter()
         self._updates.clear()
         for bucket in self._buckets:
@@ -297,7 +297,7 @@ class Step:
         without an engine, and scaled when they are taken. In a pipeline only the last stage knows by what."""
         self._sums.count(weight * last, tokens * last, samples * last, self._config.accumulation)
         self._sums.add_loss(loss_sum)
-        self._labelled = bool(weight)
+        self.labelled = bool(weight)
         if self._watched is None:
             one_stage = self._sums.mesh.pp.size == 1
             self._watched = one_stage and (self._left_out or self._reducer.watched or self._blocks.watched)
@@ -319,7 +319,7 @@ class Step:
         self._reducer.begin(stage, self._factor, last)
         self._read_ahead()
         if any(root.requires_grad for root in roots):
-            with self._running(stage, roots, gradients), gradients_by_rows(), _graphs_once():
+            with _running(self, stage, roots, gradients), gradients_by_rows(), _graphs_once():
                 torch.autograd.backward(roots, gradients, retain_graph=keep)
         else:  # nothing up to here is trained; or a loss of no labels depends on nothing
             self._blocks.pass_by()
@@ -331,22 +331,6 @@ class Step:
         if self._first and self._config.accumulation * self._sums.mesh.world_size > 1:
             refuse_by_frequency(roots)
 
-    @contextmanager
-    def _running(
-        self, stage: int, roots: Sequence[Tensor], gradients: Sequence[Tensor | None]
-    ) -> Iterator[None]:
-        """A backward of this engine's, or its second half, of no `roots`: to others it is foreign."""
-        global _current
-        if self.states is not None and self._labelled:
-            self.states.follow(roots, stage, loss=None in gradients)
-        _current, before = self, _current
-        try:
-            yield
-        finally:
-            _current = before
-            if self.states is not None:
-                self.states.end()
-
     def differentiate_inputs(
         self, stage: int, roots: Sequence[Tensor], gradients: Sequence[Tensor | None]
     ) -> Callable[[], None]:
@@ -356,7 +340,7 @@ class Step:
         self._look_at(roots)
         self.begun = True
         self._reducer.begin_inputs(stage)
-        with weights.put_off(), gradients_by_rows(), self._running(stage, roots, gradients):
+        with weights.put_off(), gradients_by_rows(), _running(self, stage, roots, gradients):
             if roots:
                 torch.autograd.backward(roots, gradients)
         self._blocks.end_backward()
@@ -364,7 +348,7 @@ class Step:
         def rest() -> None:
             self._reducer.begin_weights(stage)
             self._read_ahead()
-            with self._running(stage, (), ()):
+            with _running(self, stage, (), ()):
                 weights.accumulate(self._reducer)
             self._reducer.end()
 
@@ -494,6 +478,24 @@ def _unused(buckets: Sequence[Bucket], sums: StepSums) -> dict[Bucket, set[int]]
     return {
         b: {i for i, count in enumerate([next(arrived) for _ in b.parameters]) if not count} for b in buckets
     }
+
+
+@contextmanager
+def _running(
+    step: Step, stage: int, roots: Sequence[Tensor], gradients: Sequence[Tensor | None]
+) -> Iterator[None]:
+    """A backward of this engine's, or its second half, of no `roots`: to others it is foreign."""
+    global _current
+    states = step.states
+    if states is not None and step.labelled:
+        states.follow(roots, stage, loss=None in gradients)
+    _current, before = step, _current
+    try:
+        yield
+    finally:
+        _current = before
+        if states is not None:
+            states.end()
 
 
 @contextmanager
