@@ -138,7 +138,9 @@ class Passes:
     def autocast(self) -> AbstractContextManager[Any]:
         """The context of a forward and its loss."""
         context = autocast(self._config.precision.compute, self._mesh.device)
-        return context if self.step.states is None else _both(context, self.step.states.watching())
+        if self.step.states is None or self._config.compile:  # what watches would be compiled
+            return context
+        return _both(context, self.step.states.watching())
 
     def _look(self, model: nn.Module, batch: Any, take: Callable[[MicroBatch, Any], None]) -> None:
         """The forwards of an evaluation; on the last stage, `take(micro-batch, output)` of each."""
