@@ -49,7 +49,7 @@ class Watch(TorchFunctionMode):
             result = func(*args, **kwargs)
         except (RuntimeError, IndexError) as error:
             known = [self._parameters[at] for at in map(_of, leaves) if at in self._parameters]
-            if not known:
+            if not known or "memory" in str(error):
                 raise
             raise ModelError(_FAILED.format(known[0][0], error)) from error
         if isinstance(result, Tensor) and (name := touching(func)) not in OWN:
