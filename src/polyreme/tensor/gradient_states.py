@@ -46,6 +46,7 @@ class GradientStates:
         self._axis, self._parameters, self.between = axis, parameters, between
         self.summed: set[Tensor] = set()
         """Parameters whose gradients are summed when autograd gives them."""
+        self._seen: dict[Tensor, State] = {}
         self._followed: set[int] = set()  # stages
         self._roots: list[tuple[Any, State]] = []  # of the backward under way, while some are not known
         self._unknown: dict[Tensor, RemovableHandle] = {}
@@ -107,10 +108,13 @@ class GradientStates:
         graph = Graph(self._roots)
         problems = [self._misused(*each) for each in graph.misused]
         read, mixed = [], []
-        for node, state in graph.leaves.items():
+        for node, here in graph.leaves.items():
             if (known := self._parameters.get(node.variable)) is None:
-                problems += [_RECEIVED] * (self.between not in (None, state))
-            elif not known[1].is_whole and state & WHOLE:
+                problems += [_RECEIVED] * (self.between not in (None, here))
+                continue
+            # another stage of this rank may use it, too
+            state = self._seen[node.variable] = self._seen.get(node.variable, State.NONE) | here
+            if not known[1].is_whole and state & WHOLE:
                 read.append(known[0])
             elif state == WHOLE | PART:
                 mixed.append(known[0])
