@@ -41,6 +41,7 @@ from polyreme.step.grad_mode import with_gradients
 from polyreme.step.gradients import Gradients
 from polyreme.step.loss import LossFn
 from polyreme.step.optimizer_view import OptimizerView
+from polyreme.step.out_of_memory import tells_of_memory
 from polyreme.step.parameter_numbers import ParameterNumbers
 from polyreme.step.passes import EvalResult, Passes
 from polyreme.step.precision import AUTOCAST, DTYPES, cast_floating, master_dtype
@@ -597,6 +598,9 @@ class Engine:
         yield from self._training.placement.tensors(master)
         yield from self._training.placement.buffers(self.module)
 
+
+for _name in ("__init__", "__call__", "train_step", "eval_step", "eval_outputs", "backward", "step"):
+    setattr(Engine, _name, tells_of_memory(getattr(Engine, _name)))
 
 _CUT = "engine(...) calls the whole model, which is cut into pipeline stages: use train_step and eval_step"
 _CLOSED = "this engine is closed, by engine.close() or at the end of its `with` block: initialize another one"

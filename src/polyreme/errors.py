@@ -104,6 +104,11 @@ class NumericsError(PolyremeError):
     """NaN or Inf where training cannot go on; names the step, the rank and the first module that made it."""
 
 
+class OutOfMemoryError(PolyremeError, RuntimeError):
+    """Memory that ran out; says what asked for it, what the rank has, and what takes less. A RuntimeError, as
+    torch's is."""
+
+
 class CheckpointError(PolyremeError):
     """A checkpoint that cannot be written or read."""
 

@@ -30,6 +30,8 @@ def loss_fn(output, target):
         Path("failed").touch()
         if how == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
+        if how == "memory":
+            torch.empty(2**50)
         raise ValueError(f"no good at step {steps}")
     return (output - target).square().mean()
 
@@ -66,7 +68,7 @@ def ended(command: Command, since: Callable[[], float]) -> tuple[int, str, str]:
     return result
 
 
-@pytest.mark.parametrize(("stage", "how"), [(1, "raise"), (3, "kill")])
+@pytest.mark.parametrize(("stage", "how"), [(1, "raise"), (3, "kill"), (2, "memory")])
 def test_a_rank_fails_while_its_peer_waits_in_a_collective(tmp_path: Path, stage: int, how: str) -> None:
     (tmp_path / "script.py").write_text(SCRIPT)
     with running(tmp_path, "launch", "-n", "2", "script.py", str(stage), how) as command:
@@ -76,6 +78,10 @@ def test_a_rank_fails_while_its_peer_waits_in_a_collective(tmp_path: Path, stage
     assert errors.startswith("error: rank 1 of 2 failed first")
     if how == "kill":
         assert "it was ended by SIGKILL" in errors and "Traceback" not in errors
+    elif how == "memory":
+        said = "rank 1 of 2 failed first: out of memory in engine.train_step(): 4.0 PiB were asked for\n"
+        assert errors.startswith(f"error: {said}  this rank has ") and "what takes less: " in errors
+        assert "Traceback" not in errors and errors.count("\n") <= 5, errors
     else:
         assert "in loss_fn" in errors and "ValueError: no good at step 3" in errors
         assert errors.count("Traceback") == 1 and "runpy" not in errors

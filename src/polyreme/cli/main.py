@@ -316,6 +316,11 @@ class _Again:
             if self.stopped_status and error.exit_status in {128 + number for number in WISHES}:
                 _report(str(error))
                 raise typer.Exit(self.stopped_status) from None
+            if error.out_of_memory:
+                from polyreme.config.advice import takes_less
+
+                world = ranks * (others.most if others else 1)
+                error.add_note(f"what takes less: {'; '.join(takes_less(resolved, world, host=True))}")
             raise
         if wish == signal.SIGINT:
             raise typer.Exit(128 + signal.SIGINT)
@@ -439,6 +444,10 @@ def _told_to_save(saves: bool) -> Iterator[None]:
     try:
         yield
     except RanksFailedError as error:
+        if error.out_of_memory:
+            from polyreme.config.advice import KEYS
+
+            error.add_note(f"what takes less, in the config of polyreme.initialize: {KEYS}")
         if saves and error.exit_status in {128 + number for number in WISHES}:
             more = (
                 "they have not saved: let SCRIPT call engine.ask_to_stop in a handler of SIGTERM and "

@@ -47,8 +47,11 @@ PLAIN = Manner()
 class RanksFailedError(LaunchError):
     """Ranks failed, or a signal ended them.
 
-    `rank` is the one that failed first (None after a signal), `traceback` its traceback if it left one.
+    `rank` is the one that failed first (None after a signal), `traceback` its traceback if it left one,
+    `out_of_memory` whether the kernel killed it for lack of memory.
     """
+
+    out_of_memory = False
 
     def __init__(
         self, message: str, exit_status: int, rank: int | None = None, traceback: str | None = None

@@ -34,6 +34,7 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from polyreme.distributed.environment import LAUNCHED
 from polyreme.errors import ConfigError, LaunchError
+from polyreme.files.machine import killed_for_memory
 from polyreme.launch.cores import PIN
 from polyreme.launch.frames import Frame
 from polyreme.launch.hosts import LOOPBACK, Hosts, Loopback, Meeting, started_by
@@ -49,6 +50,7 @@ from polyreme.launch.streams import Printer, relayed
 POLL = 0.1  # seconds between looks at the ranks
 # a file in it: what is called so and has none is somebody else's
 FOLDER, MARK = ("polyreme-launch-", "polyreme.launch")
+KILLED = "was ended by SIGKILL"
 YOUNG = 60.0  # seconds in which a folder may not have been locked yet
 
 
@@ -119,6 +121,7 @@ def launch(
         )
         agent = _Agent(meeting, spec, DefaultLogsSpecs(log_dir=folder), shutdown_timeout=PATIENCE)
         agent.saves, agent.failing, agent.manner = saves, failing, manner
+        kills = killed_for_memory()
         error: RanksFailedError | None = None
         try:
             _run(agent, Path(folder))
@@ -128,6 +131,8 @@ def launch(
             if meeting.peers is not None:
                 error = _of_all_hosts(error, meeting.peers)
         if error is not None:
+            if f"it {KILLED}" in str(error) and kills is not None and (killed_for_memory() or 0) > kills:
+                error = _by_the_kernel(error)
             raise error
         return agent.wishes.first
 
@@ -151,6 +156,14 @@ def _run(agent: _Agent, folder: Path) -> None:
     if any(folder.rglob(f"*{WORD_OF_STOP}")):
         why = "by themselves" if wish is None else f"by {wish.name}"
         raise RanksFailedError(f"ranks have stopped {why}, and are to go on (status {STOPPED})", STOPPED)
+
+
+def _by_the_kernel(error: RanksFailedError) -> RanksFailedError:
+    """The same, of a rank that the kernel killed."""
+    text = str(error).replace(f"it {KILLED}", f"it {KILLED}, which the kernel sent for lack of memory", 1)
+    told = RanksFailedError(text, error.exit_status, error.rank, error.traceback)
+    told.out_of_memory = True
+    return told
 
 
 def _of_all_hosts(error: RanksFailedError | None, peers: Peers) -> RanksFailedError | None:
