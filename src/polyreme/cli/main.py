@@ -212,14 +212,17 @@ def train(
                 summary = job.run(checked)
         if summary is None:
             again.here(resolved, started, others)
-    if summary is None:
-        return
-    if as_json and environment.rank == 0:
-        typer.echo(json.dumps(_plain(summary)))
-    if summary.stopped == signal.SIGINT.name and not launched:
-        raise typer.Exit(128 + signal.SIGINT)
-    if stopped_status and summary.stopped is not None:
-        raise typer.Exit(stopped_status)
+    if summary is not None:
+        if as_json and environment.rank == 0:
+            typer.echo(json.dumps(_plain(summary)))
+        _leave(summary.stopped, 0 if launched else 128 + signal.SIGINT, stopped_status)
+
+
+def _leave(stopped: str | None, interrupted: int, stopped_status: int) -> None:
+    """End with the status of a run that was `stopped` by a signal, if it was and there is one."""
+    status = interrupted if stopped == signal.SIGINT.name else stopped_status
+    if stopped is not None and status:
+        raise typer.Exit(status)
 
 
 def _ended_or_told(config: Config, file: Path, ranks: int | None) -> bool:
