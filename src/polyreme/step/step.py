@@ -117,7 +117,7 @@ class Step:
         self._left_out = any(
             p.requires_grad for b in placement.buckets if not b.trainable for p in b.parameters
         )
-        self._first = True  # no step was reduced yet
+        self.looks = config.accumulation * sums.mesh.world_size > 1  # until a step was reduced
         for bucket in self._buckets:
             own(bucket.parameters, self)
         self.begin()
@@ -137,6 +137,7 @@ class Step:
         if self._reducer.under_way:  # a backward failed
             self._blocks.restart()
         self.microbatches, self.begun, self.reduced = 0, False, False
+        self.labelled = True  # the loss of the coming backward is one, and no zero
         given_gradients.take(self.given)
         self._scaled = False  # the coming backward of the user's is of what `scale` returned
         self._rescaled = False  # gradients were set, and their norm is not taken yet
@@ -145,7 +146,6 @@ class Step:
         self._sums.clear()
         self._factor: float | None = None  # see `root`
         self._watched: bool | None = None  # whether parameters or modules have hooks, once looked at
-        self.labelled = True  # the loss of the coming backward is one, and no zero
         self._began = time.perf_counter()
         self._updates.clear()
         for bucket in self._buckets:
@@ -241,8 +241,7 @@ class Step:
                 "call engine.backward(loss), or engine.scale(loss).backward()"
             )
         self._admit()
-        if loss is not None:
-            self._look_at([loss])
+        _look_at(self, [] if loss is None else [loss])
         self._sums.count(weight, tokens, samples, self._config.accumulation)
         if loss is None:
             self._sums.add_loss(None)
@@ -314,7 +313,7 @@ class Step:
     ) -> None:
         """A backward of a pipeline stage: add to what the step has, and reduce over the ranks what is
         complete, if this is the `last` backward of a micro-batch."""
-        self._look_at(roots)
+        _look_at(self, roots)
         self.begun = True
         self._reducer.begin(stage, self._factor, last)
         self._read_ahead()
@@ -326,18 +325,13 @@ class Step:
         self._reducer.end()
         self._blocks.end_backward(last)
 
-    def _look_at(self, roots: Sequence[Tensor]) -> None:
-        """Refuse, in the first step, gradients that depend on how the batch is cut."""
-        if self._first and self._config.accumulation * self._sums.mesh.world_size > 1:
-            refuse_by_frequency(roots)
-
     def differentiate_inputs(
         self, stage: int, roots: Sequence[Tensor], gradients: Sequence[Tensor | None]
     ) -> Callable[[], None]:
         """The first half of a backward: only what the stage before needs. Returns the second, which gives the
         parameters their gradients and may be called at any later time of the step."""
         weights = WeightGradients()
-        self._look_at(roots)
+        _look_at(self, roots)
         self.begun = True
         self._reducer.begin_inputs(stage)
         with weights.put_off(), gradients_by_rows(), _running(self, stage, roots, gradients):
@@ -359,7 +353,7 @@ class Step:
         whole. Once a step."""
         if self.reduced:
             return
-        self.reduced, self._first = True, False
+        self.reduced, self.looks = True, False
         tied = [(b.tie, b.gradients) for b in self._buckets if b.tie is not None]
         for work in [tie.all_reduce(gradients.own_shard) for tie, gradients in tied]:
             work.wait()  # copies of a parameter on other stages
@@ -478,6 +472,12 @@ def _unused(buckets: Sequence[Bucket], sums: StepSums) -> dict[Bucket, set[int]]
     return {
         b: {i for i, count in enumerate([next(arrived) for _ in b.parameters]) if not count} for b in buckets
     }
+
+
+def _look_at(step: Step, roots: Sequence[Tensor]) -> None:
+    """Refuse, in the first step, gradients that depend on how the batch is cut."""
+    if step.looks:
+        refuse_by_frequency(roots)
 
 
 @contextmanager
