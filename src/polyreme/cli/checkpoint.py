@@ -16,7 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from polyreme.checkpoint.contents import Contents, Row, contents
-from polyreme.cli.folding import Folded, count, some
+from polyreme.cli.folding import Folded, binary, count, some
 from polyreme.errors import printable
 
 SHORT = {"float64": "fp64", "float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}

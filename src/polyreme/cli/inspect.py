@@ -255,12 +255,15 @@ def show(
     config: Config, ranks: int, notes: Sequence[Note], as_json: bool, every: bool, describe: bool
 ) -> None:
     """Print a config, for so many ranks, and what became of the keys of a DeepSpeed JSON."""
+    config, fits = memory.fitted(config.resolve(ranks))
     if as_json:
-        more = {"deepspeed": [asdict(note) for note in notes]} if notes else {}
+        more: dict[str, Any] = {"micro": fits}
+        more |= {"deepspeed": [asdict(note) for note in notes]} if notes else {}
         typer.echo(config_as_json(config, ranks, more))
     else:
-        parts = (render(config, ranks, every, describe), render_axes(config, ranks))
-        parts = (*parts, memory.render(config.resolve(ranks)))
+        said = f"batch.micro = {config.batch.micro} is derived: {fits}" if fits is not None else ""
+        shown = render(config, ranks, every, describe), Text(said)
+        parts = (*shown, render_axes(config, ranks), memory.render(config))
         Console().print(translated.render(notes), *parts, sep="")
 
 

@@ -64,6 +64,20 @@ def of_ranks(config: Config) -> list[RankMemory]:
     return found
 
 
+def fitted(config: Config) -> tuple[Config, str | None]:
+    """A resolved config with the micro-batches that fit ranks on this machine, and why; None where the config
+    says how large they are, or names no model. Where nothing fits, ranks are meant to be elsewhere."""
+    if config.origins["batch.micro"] != "derived" or (config.model.path is config.model.config is None):
+        return config, None
+    # only here: most configs are shown without torch
+    from polyreme.job import fit
+
+    found = fit.fit(config, fit.memory_of_ranks(config))
+    here = "as on this machine" if found.fits else "on a machine like this"
+    micro = found.micro if found.fits else None
+    return (config if micro is None else config.fitted(micro)), f"{found.reason}, {here}"
+
+
 COLUMNS: dict[str, Callable[[RankMemory], int]] = {
     "weights": lambda part: part.memory["parameters"] + part.memory["buffers"],
     "gradients": lambda part: part.memory["gradients"],
@@ -87,7 +101,8 @@ def render(config: Config) -> Group:
         if name not in ("host", "files") or any(value(part) for part in parts)
     }
     table = Table(
-        title="memory of a rank, beside activations" + (", by its place on axis pp" if len(parts) > 1 else ""),
+        title="memory of a rank, beside activations"
+        + (", by its place on axis pp" if len(parts) > 1 else ""),
         title_justify="left",
         box=SIMPLE_HEAD,
         pad_edge=False,

@@ -18,6 +18,7 @@ from polyreme.config.loading import of_deepspeed, override, plain, problems_of, 
 from polyreme.config.schema import LEAVES, Keys, LRScheduleSection
 from polyreme.config.validate import MOST_RANKS, conflicts, derive, samples
 from polyreme.errors import ConfigError, Problem
+from polyreme.layout.mesh_axes import AXES
 
 __all__ = ["MOST_RANKS", "Config", "LRScheduleSection", "Progress", "Span"]
 
@@ -27,6 +28,8 @@ class Config(Keys):
 
     # Key -> (what it was, what resolve chose): the way back to the config as it was written.
     _derived: dict[str, tuple[object, object]] = PrivateAttr(default_factory=dict)
+    # The samples of a micro-batch that were found to fit, for `resolve`; see `fitted`.
+    _fits: int | None = PrivateAttr(default=None)
 
     @classmethod
     def load(cls, source: str | Path | Mapping[str, Any] | Config, overrides: Sequence[str] = ()) -> Config:
@@ -93,10 +96,16 @@ class Config(Keys):
         if problems := self.problems(world_size):
             raise ConfigError(problems)
         config = self._unresolved()
-        derived = derive(config, world_size)
+        derived = derive(config, world_size, self._fits)
         resolved = config._replaced(derived)
         resolved._derived = {key: (config.value(key), value) for key, value in derived.items()}
         return resolved
+
+    def fitted(self, micro: int) -> Config:
+        """This resolved config with micro-batches of at most `micro` samples, where they are left to us."""
+        config = self._replaced({})
+        config._fits = micro
+        return config.resolve(math.prod(int(getattr(self.mesh, axis)) for axis in AXES))
 
     @property
     def accumulation(self) -> int:

@@ -426,7 +426,9 @@ class BatchSection(Section):
 
     size: Count = Field(default=8, description="Samples of one optimizer step over all ranks.")
     micro: Count | Literal["auto"] = Field(
-        default="auto", description="Samples of one micro-batch on one rank; auto: no accumulation."
+        default="auto",
+        description="Samples of one micro-batch on one rank; auto: as many as fit its memory, so that mostly "
+        "nothing is accumulated (of a model that polyreme train is given; elsewhere all of its share).",
     )
     mean: Literal["labels", "ranks"] = Field(
         default="labels",

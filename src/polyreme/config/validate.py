@@ -50,8 +50,9 @@ def _total(keys: Keys) -> Duration:
     return keys.train.length if isinstance(keys.lr_schedule.total, str) else keys.lr_schedule.total
 
 
-def derive(keys: Keys, world_size: int) -> dict[str, object]:
-    """The value of every key that is left to us, for keys without conflicts."""
+def derive(keys: Keys, world_size: int, fits: int | None = None) -> dict[str, object]:
+    """The value of every key that is left to us, for keys without conflicts. fits: the most samples of a
+    micro-batch, where that is known."""
     derived: dict[str, object] = {}
     stage = 2 if keys.zero.stage == "auto" else keys.zero.stage
     schedule, total = keys.lr_schedule, _total(keys)
@@ -74,7 +75,10 @@ def derive(keys: Keys, world_size: int) -> dict[str, object]:
     if keys.precision.reduce == "auto":
         derived["precision.reduce"] = "fp64" if keys.precision.compute == "fp64" else "fp32"
     if keys.batch.micro == "auto":
-        derived["batch.micro"] = _micro(keys.batch.size // dp, keys.mesh.pp)
+        share = keys.batch.size // dp
+        micro = derived["batch.micro"] = _micro(share, keys.mesh.pp)
+        if fits is not None:
+            derived["batch.micro"] = max(n for n in divisors(share) if n <= min(fits, micro) or n == 1)
     if keys.pipeline.schedule == "auto":
         derived["pipeline.schedule"] = keys.schedule
     if schedule.total == "auto":
@@ -89,10 +93,11 @@ def derive(keys: Keys, world_size: int) -> dict[str, object]:
 def _micro(share: int, pp: int) -> int:
     """Samples of a micro-batch: all of a rank's share; in a pipeline, so few that the bubble stays below a
     fifth, if that can be."""
-    return max(n for n in _divisors(share) if n == 1 or share // n >= (4 * pp if pp > 1 else 1))
+    return max(n for n in divisors(share) if n == 1 or share // n >= (4 * pp if pp > 1 else 1))
 
 
-def _divisors(number: int) -> list[int]:
+def divisors(number: int) -> list[int]:
+    """The numbers that divide `number`, in no order."""
     small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
     return [*small, *(number // n for n in small)]
 
@@ -319,7 +324,7 @@ def _batch(batch: BatchSection, dp: int) -> Iterator[Conflict]:
         yield "batch.size", f"cannot be divided among {among}", f"write batch.size = {sizes}"
         return
     share, wanted = batch.size // dp, batch.micro
-    nearest = sorted(sorted({*_divisors(share)}, key=lambda n: (abs(n - wanted), n))[:6])
+    nearest = sorted(sorted({*divisors(share)}, key=lambda n: (abs(n - wanted), n))[:6])
     fix = f"write batch.micro = {' or '.join(map(str, nearest))}, or batch.size = {sizes}"
     yield "batch.micro", f"a rank's {share} samples of a step are no multiple of it", fix
 
@@ -327,7 +332,7 @@ def _batch(batch: BatchSection, dp: int) -> Iterator[Conflict]:
 def _sharing(zero: ZeroSection, dp: int) -> Iterator[Conflict]:
     over = zero.shard_over
     if isinstance(over, int) and dp % over:
-        near = " or ".join(str(n) for n in sorted({*_divisors(dp)})[1:]) or '"all"'
+        near = " or ".join(str(n) for n in sorted({*divisors(dp)})[1:]) or '"all"'
         reason = f"it does not divide the {dp} data-parallel ranks"
         yield "zero.shard_over", reason, f"write zero.shard_over = {near}"
     if zero.quantized_gradients and over in ("all", dp):

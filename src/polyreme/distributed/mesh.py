@@ -346,9 +346,9 @@ class SimulatedMesh(Mesh):
         """That of rank `rank`, where each host has as many ranks as this one has GPUs, or all."""
         world_size, all_lines = math.prod(sizes.values()), {name: lines(sizes, order, name) for name in order}
         axes = {name: Axis(name) for name in AXES}
-        for name, line in ((name, line) for name in order for line in all_lines[name]):
-            if rank in line:
-                axes[name] = Axis(name, len(line), line.index(rank))
+        for name in order:
+            line = next(line for line in all_lines[name] if rank in line)
+            axes[name] = Axis(name, len(line), line.index(rank))
         each = torch.cuda.device_count() or world_size
         hosts = [f"host {other // each}" for other in range(world_size)]
         return cls(rank, world_size, device, axes, all_lines, host_of=hosts)

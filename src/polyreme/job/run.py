@@ -39,6 +39,7 @@ from polyreme.files.folder_lock import holder
 from polyreme.job.checkpoints import Account, Checkpoints
 from polyreme.job.ended import nothing_to_do
 from polyreme.job.ending import command_from, last_words
+from polyreme.job.fit import agreed
 from polyreme.job.resume import Beginning, find_beginning
 from polyreme.launch.signals import listening
 from polyreme.layout.intervals import round_down
@@ -131,6 +132,7 @@ def _run(config: Config, afterwards: ExitStack) -> Summary:
     _check_model(config, vocabulary)
     flops = _flops_per_token(config, vocabulary)
     _check_lengths(config, text, int(config.mesh.dp))
+    config, fits = agreed(config, vocabulary)
     engine = initialize(_model(config, vocabulary), config)
     peak = peak_flops(engine.mesh.device, DTYPES[config.precision.compute]).flops
     rate = None if flops is None else _Rate(flops, peak)
@@ -149,6 +151,8 @@ def _run(config: Config, afterwards: ExitStack) -> Summary:
     monitors.start(_run_info(config, engine, world_size))
     job = _Loop(config, engine, text, loader, monitors, rate, checkpoints, account)
     try:
+        if fits is not None and config.accumulation > 1:
+            notes = [f"batch.micro = {config.batch.micro} is derived: {fits}", *notes]
         for note in (*_slow_precision(config, engine.mesh.device, peak), *notes):
             monitors.message(note)
         if not beginning.checkpoints:

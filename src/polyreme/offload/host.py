@@ -4,6 +4,7 @@ communication."""
 from __future__ import annotations
 
 import contextlib
+import os
 import socket
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
@@ -205,10 +206,17 @@ def pools() -> dict[str, int]:
     return free | {f"{machine} {container} {group}": left for group, left in groups.items()}
 
 
-def _left_by_groups(membership: Path, root: Path) -> dict[Path, int]:
+def total() -> int:
+    """Bytes of host memory that this process could have if nothing else was there: the same at every
+    start."""
+    groups = _left_by_groups(Path("/proc/self/cgroup"), Path("/sys/fs/cgroup"), of_all=True)
+    return min((os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), *groups.values()))
+
+
+def _left_by_groups(membership: Path, root: Path, of_all: bool = False) -> dict[Path, int]:
     """Bytes that each control group around this process leaves it, of those that have a limit: versions 2 and
     1 (https://docs.kernel.org/admin-guide/cgroup-v2.html). Pages of files that were not used lately count as
-    free."""
+    free. of_all: the limits themselves."""
     found: dict[Path, int] = {}
     for line in membership.read_text().splitlines() if membership.exists() else ():
         _, controllers, path = line.split(":", 2)
@@ -221,7 +229,8 @@ def _left_by_groups(membership: Path, root: Path) -> dict[Path, int]:
             with contextlib.suppress(OSError, ValueError):  # no such group here; "max": no limit
                 limit, used = (int((each / name).read_text()) for name in files[:2])
                 statistics = (each / "memory.stat").read_text().split()
-                found[each] = max(limit - used + int(statistics[statistics.index(files[2]) + 1]), 0)
+                free = limit - used + int(statistics[statistics.index(files[2]) + 1])
+                found[each] = limit if of_all else max(free, 0)
     return found
 
 

@@ -63,7 +63,7 @@ def wrap_blocks(
                                    "leave compile out, or put the model's "
                                    "repeated part into an nn.ModuleList")])  # fmt: skip
     contexts: Callable[[], Contexts] = (
-        functools.partial(create_selective_checkpoint_contexts, _overloads(keep)) if keep else noop_context_fn
+        functools.partial(create_selective_checkpoint_contexts, overloads(keep)) if keep else noop_context_fn
     )
     recomputed = []
     for index, block in enumerate(blocks.values() if blocks else _outermost(model)):
@@ -252,7 +252,7 @@ class _Buffers:
                 owner[name] = held
 
 
-def _overloads(names: Sequence[str]) -> list[Any]:
+def overloads(names: Sequence[str]) -> list[Any]:
     """Every overload of the operators that `names` stand for."""
     found = []
     for name in names:

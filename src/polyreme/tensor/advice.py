@@ -56,11 +56,7 @@ class Advice:
 
 
 def advise(
-    model: nn.Module,
-    blocks: Mapping[str, nn.Module],
-    user: Mapping[str, str],
-    sequence: bool,
-    attempt: Try,
+    model: nn.Module, blocks: Mapping[str, nn.Module], user: Mapping[str, str], sequence: bool, attempt: Try
 ) -> Advice | None:
     """A plan for `model` that has no problem, as near to the user's as can be; None where there is none."""
     styles, tried, asked = dict(user), attempt(user, sequence), sequence
@@ -191,7 +187,8 @@ class Tree:
 
     def _divided(self, name: str) -> bool:
         return name == "" or any(
-            style != Replicate() and f"{other}.".startswith(f"{name}.") for other, style in self.styles.items()
+            style != Replicate() and f"{other}.".startswith(f"{name}.")
+            for other, style in self.styles.items()
         )
 
     def _paths(self, units: Mapping[str, None]) -> Iterator[str]:
@@ -241,7 +238,7 @@ def message(model: nn.Module, ways: int, problems: Iterable[Problem], advice: Ad
         return "\n".join([*said, f"  {alone}"])
     if not advice.blocks:
         said.append(
-            f"  mesh.tp cannot divide its blocks. Set mesh.tp = 1: zero.stage = 3 shards all parameters, "
+            "  mesh.tp cannot divide its blocks. Set mesh.tp = 1: zero.stage = 3 shards all parameters, "
             "and mesh.pp may cut the model between its blocks"
         )
         alone = ""
