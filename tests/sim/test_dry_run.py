@@ -35,7 +35,7 @@ def foreseen(rank: int, model: nn.Module, config: Config) -> dict[str, Any]:
     placed = place(model, config, rank, torch.device("cpu"))
     works = working_set(placed.placement, config.zero.prefetch)
     works["states"] += placed.updates.nbytes
-    return {"memory": placed.memory, "tiers": placed.tiers, "working set": works}
+    return {"memory": placed.memory, "working set": works}
 
 
 def real(rank: int, world: int, family: str, config: Config) -> dict[str, Any]:
@@ -48,14 +48,10 @@ def real(rank: int, world: int, family: str, config: Config) -> dict[str, Any]:
     for category in [category for category in found if category.startswith("activations")]:
         del found[category]
     found["gradients"] -= engine._training.placement.pool.waiting
-    works, tiers = engine.working_set(), {"host": 0, "files": 0}
+    works = engine.working_set()
     del works["activations"]
-    placed = engine._training.placement.offload
-    for store in (placed.store, placed.parameters, placed.gradients):
-        if store is not None:
-            tiers["host" if store.in_memory else "files"] += store.nbytes
     engine.close()
-    return {"memory": found, "tiers": tiers, "working set": works}
+    return {"memory": found, "working set": works}
 
 
 def cases() -> list[tuple[Any, ...]]:

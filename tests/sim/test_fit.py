@@ -72,7 +72,7 @@ def test_ranks_agree_on_what_fits_the_smallest(monkeypatch: pytest.MonkeyPatch) 
     plenty = config(2)
 
     def agree(rank: int, world: int) -> tuple[Any, Any]:
-        found, reason = fit.agreed(plenty, 512)
+        found, (reason,) = fit.agreed(plenty, 512)
         return found.resolve(world).batch.micro, reason
 
     (first, reason), second = threads.run(2, agree)
@@ -84,7 +84,7 @@ def test_what_fits_where_it_cannot_be_told() -> None:
     unknown = Config.load({"model": {"path": "no/such"}, "batch": {"size": 8}}).resolve(1)
     assert fit.fit(unknown, GIB) == fit.Fit(None, "what fits is not known, as the model is not")
     said = config(1, batch={"size": 8, "micro": 4})
-    assert fit.agreed(said, 512) == (said, None)
+    assert fit.agreed(said, 512) == (said, [])
 
 
 @pytest.mark.parametrize(

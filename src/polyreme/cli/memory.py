@@ -19,17 +19,14 @@ from polyreme.layout.mesh_axes import lines
 class RankMemory:
     """What a rank of axis pp, the first one on every other axis, will have in memory.
 
-    rank: its place on axis pp; parameters: how many numbers of the model it works on; memory: bytes on the
-    device between steps, as `Engine.memory` has them, and working_set: the most bytes that a step takes, as
-    `Engine.working_set` has them, both by category and without activations; host, files: bytes of states,
-    parameters and gradients there."""
+    rank: its place on axis pp; parameters: how many numbers of the model it works on; memory: bytes between
+    steps, as `Engine.memory` has them, and working_set: the most bytes that a step takes, as
+    `Engine.working_set` has them, both by category and without activations."""
 
     rank: int
     parameters: int
     memory: dict[str, int]
     working_set: dict[str, int]
-    host: int
-    files: int
 
     @property
     def coming(self) -> int:
@@ -39,7 +36,13 @@ class RankMemory:
     @property
     def device(self) -> int:
         """All bytes of the device."""
-        return sum(self.memory.values()) + self.coming
+        here = ("parameters", "gradients", "states", "buffers")
+        return sum(self.memory[each] for each in here) + self.coming
+
+    @property
+    def files(self) -> int:
+        """All bytes of files."""
+        return sum(size for each, size in self.memory.items() if each.endswith("_files"))
 
 
 def of_ranks(config: Config) -> list[RankMemory]:
@@ -60,7 +63,7 @@ def of_ranks(config: Config) -> list[RankMemory]:
         placed = place(model, config, rank)
         works = working_set(placed.placement, config.zero.prefetch)
         works["states"] += placed.updates.nbytes
-        found.append(RankMemory(at, placed.parameters, placed.memory, works, **placed.tiers))
+        found.append(RankMemory(at, placed.parameters, placed.memory, works))
     return found
 
 

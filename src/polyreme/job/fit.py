@@ -59,18 +59,21 @@ def memory_of_ranks(config: Config) -> int:
     return own_memory() // (ranks if device_of_ranks().type == "cpu" else 1)
 
 
-def agreed(config: Config, vocabulary: int) -> tuple[Config, str | None]:
-    """The resolved config with micro-batches that fit, and why, or None where the config says how many
-    samples they have. All ranks must call."""
+def agreed(config: Config, vocabulary: int) -> tuple[Config, list[str]]:
+    """The resolved config with micro-batches that fit, and what there is to say: why a step has several. All
+    ranks must call."""
     if config.origins["batch.micro"] != "derived" or config.batch.micro == 1:
-        return config, None
+        return config, []
     ranks = everyone(*how_to_meet(lambda: config))
     told = ranks.gather_objects([f"{socket.gethostname()} {boot()}", own_memory()])
     shared = Counter(name for name, _ in told) if device_of_ranks().type == "cpu" else Counter()
     memory = min(size // max(shared[name], 1) for name, size in told)
     found = fit(config, memory, vocabulary) if ranks.rank == 0 else Fit(None, "")
     micro, reason = ranks.gather_objects([found.micro, found.reason])[0]
-    return (config if micro is None else config.fitted(micro)), reason
+    if micro is None:
+        return config, []
+    config = config.fitted(micro)
+    return config, [f"batch.micro = {config.batch.micro} is derived: {reason}"]
 
 
 def fit(config: Config, memory: int, vocabulary: int | None = None) -> Fit:

@@ -151,9 +151,7 @@ def _run(config: Config, afterwards: ExitStack) -> Summary:
     monitors.start(_run_info(config, engine, world_size))
     job = _Loop(config, engine, text, loader, monitors, rate, checkpoints, account)
     try:
-        if fits is not None and config.accumulation > 1:
-            notes = [f"batch.micro = {config.batch.micro} is derived: {fits}", *notes]
-        for note in (*_slow_precision(config, engine.mesh.device, peak), *notes):
+        for note in (*fits, *_slow_precision(config, engine.mesh.device, peak), *notes):
             monitors.message(note)
         if not beginning.checkpoints:
             _show_sample(config, engine, text, monitors, "before training")

@@ -46,23 +46,15 @@ class Placed:
 
     @property
     def memory(self) -> dict[str, int]:
-        """Bytes of the device that `Engine.memory` tells of between steps, by category: without activations,
-        and without gradients' buffers that wait for their next use."""
+        """What `Engine.memory` tells of between steps, by category: without activations, and without
+        gradients' buffers that wait for their next use."""
         parameters, gradients, masters = (
             sum(staying(bucket)[i] for bucket in self.placement.buckets) for i in range(3)
         )
         buffers = sum(buffer.nbytes for buffer in self.module.buffers())
         states = masters + self.updates.nbytes
-        return {"parameters": parameters, "gradients": gradients, "states": states, "buffers": buffers}
-
-    @property
-    def tiers(self) -> dict[str, int]:
-        """Bytes that are in host memory, and in files."""
-        offload, found = self.placement.offload, {"host": 0, "files": 0}
-        for store in (offload.store, offload.parameters, offload.gradients):
-            if store is not None:
-                found["host" if store.in_memory else "files"] += store.nbytes
-        return found
+        here = {"parameters": parameters, "gradients": gradients, "states": states, "buffers": buffers}
+        return here | self.placement.offload.elsewhere()
 
 
 def device_of_ranks() -> torch.device:

@@ -56,7 +56,11 @@ class Advice:
 
 
 def advise(
-    model: nn.Module, blocks: Mapping[str, nn.Module], user: Mapping[str, str], sequence: bool, attempt: Try
+    model: nn.Module,
+    blocks: Mapping[str, nn.Module],
+    user: Mapping[str, str],
+    sequence: bool,
+    attempt: Try,
 ) -> Advice | None:
     """A plan for `model` that has no problem, as near to the user's as can be; None where there is none."""
     styles, tried, asked = dict(user), attempt(user, sequence), sequence
@@ -187,8 +191,7 @@ class Tree:
 
     def _divided(self, name: str) -> bool:
         return name == "" or any(
-            style != Replicate() and f"{other}.".startswith(f"{name}.")
-            for other, style in self.styles.items()
+            style != Replicate() and f"{other}.".startswith(f"{name}.") for other, style in self.styles.items()
         )
 
     def _paths(self, units: Mapping[str, None]) -> Iterator[str]:
@@ -238,7 +241,7 @@ def message(model: nn.Module, ways: int, problems: Iterable[Problem], advice: Ad
         return "\n".join([*said, f"  {alone}"])
     if not advice.blocks:
         said.append(
-            "  mesh.tp cannot divide its blocks. Set mesh.tp = 1: zero.stage = 3 shards all parameters, "
+            f"  mesh.tp cannot divide its blocks. Set mesh.tp = 1: zero.stage = 3 shards all parameters, "
             "and mesh.pp may cut the model between its blocks"
         )
         alone = ""

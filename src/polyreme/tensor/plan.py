@@ -207,7 +207,9 @@ def _style_names(
     return found, problems
 
 
-def _model_styles(model: nn.Module, modules: Mapping[str, nn.Module]) -> tuple[dict[str, str], list[Problem]]:
+def _model_styles(
+    model: nn.Module, modules: Mapping[str, nn.Module]
+) -> tuple[dict[str, str], list[Problem]]:
     """The style names of the model's own plan."""
     found: dict[str, str] = {}
     problems: list[Problem] = []
