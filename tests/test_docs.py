@@ -14,13 +14,18 @@ import json
 import os
 import re
 import runpy
+import signal
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
+import polyreme
 from examples import whole
 from polyreme import Config, __version__
 from pool import Ranks
@@ -176,8 +181,8 @@ def test_every_decision_is_listed() -> None:
 
 
 def test_every_example_is_run_by_a_test() -> None:
-    names = ["big_model.py", "demo.toml", "finetune.toml", "huggingface.py", "layouts.py", "plain_module.py"]
-    assert [example.name for example in EXAMPLES] == names
+    scripts = ["big_model.py", "from_ddp.py", "huggingface.py", "layouts.py", "plain_module.py"]
+    assert [example.name for example in EXAMPLES] == sorted([*scripts, "demo.toml", "finetune.toml"])
 
 
 def test_plain_module(ranks: Ranks, tmp_path: Path) -> None:
@@ -195,6 +200,54 @@ def test_huggingface(ranks: Ranks, tmp_path: Path) -> None:
     assert json.loads((tmp_path / "run/huggingface/config.json").read_text())["architectures"] == [
         "LlamaForCausalLM"
     ]
+
+
+def run_with_ddp(rank: int, world_size: int, script: Path, folder: Path) -> str:
+    """On one rank: a script of DDP, in the process group that is there."""
+    with patch("torch.distributed.init_process_group"):
+        return run_example(rank, world_size, script, folder)
+
+
+def run_interrupted(rank: int, world_size: int, example: Path, folder: Path) -> tuple[str, str]:
+    """On one rank: an example whose second rank gets SIGTERM in step 20, and again."""
+    step, handler = polyreme.Engine.train_step, signal.getsignal(signal.SIGTERM)
+
+    def interrupted(engine: polyreme.Engine, batch: Any) -> Any:
+        if rank == 1 and engine.state.step == 19:
+            signal.raise_signal(signal.SIGTERM)
+        return step(engine, batch)
+
+    try:
+        with patch.object(polyreme.Engine, "train_step", interrupted):
+            first = run_example(rank, world_size, example, folder)
+        return first, run_example(rank, world_size, example, folder)
+    finally:
+        signal.signal(signal.SIGTERM, handler)
+
+
+def test_from_ddp(ranks: Ranks, tmp_path: Path) -> None:
+    """The script that was moved has DDP's losses and weights at every stage, also where it is
+    interrupted."""
+    text = next(b.text for b in blocks(ROOT / "docs" / "from-ddp.md") if b.file == "ddp.py")
+    (tmp_path / "ddp.py").write_text(text, "utf-8")
+    wanted = losses_in(ranks(2, run_with_ddp, tmp_path / "ddp.py", tmp_path)[0])
+    assert len(wanted) == 4 and wanted[-1] < 0.8 * wanted[0]
+    moved = (ROOT / "examples" / "from_ddp.py").read_text("utf-8")
+    for stage in (0, 2, 3):
+        folder = tmp_path / str(stage)
+        folder.mkdir()
+        script = folder / "from_ddp.py"
+        script.write_text(moved.replace('"stage": 2', f'"stage": {stage}'), "utf-8")
+        first, again = ranks(2, run_interrupted, script, folder)[0]
+        assert len(losses_in(first)) == 1 and len(losses_in(again)) == 3, "it was stopped in the second epoch"
+        assert losses_in(first + again) == pytest.approx(wanted, abs=1e-6)
+        found = load_file(folder / "run/from_ddp/best/model.safetensors")
+        for name, weight in torch.load(tmp_path / "best.pt").items():
+            assert torch.allclose(found[name], weight, rtol=0, atol=1e-6), name
+
+
+def losses_in(printed: str) -> list[float]:
+    return [float(loss) for loss in re.findall(r"loss ([\d.]+)", printed)]
 
 
 def test_big_model(ranks: Ranks, tmp_path: Path) -> None:
