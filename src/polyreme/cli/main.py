@@ -35,6 +35,7 @@ from polyreme.version import VERSION
 
 if TYPE_CHECKING:
     from polyreme.config import Config
+    from polyreme.job.run import Summary
     from polyreme.launch.hosts import Hosts
 
 
@@ -66,16 +67,9 @@ class _Commands(TyperGroup):
                 _report("\n".join([str(limit), *getattr(error, "__notes__", ())]), _rank_of_several())
                 ctx.exit(limit.exit_status)
             where = f": {shortened(str, error.filename)}" if error.filename is not None else ""
-            _report(
-                f"{error.strerror or error}{where}; give another path "
-                + "\n".join(
-                    [
-                        "(with --debug before the command, the traceback is shown)",
-                        *getattr(error, "__notes__", ()),
-                    ]
-                ),
-                _rank_of_several(),
-            )
+            said = f"{error.strerror or error}{where}; give another path (with --debug before the command, "
+            text = "\n".join([f"{said}the traceback is shown)", *getattr(error, "__notes__", ())])
+            _report(text, _rank_of_several())
             ctx.exit(PolyremeError.exit_status)
         except (ImportError, MemoryError, RuntimeError) as error:
             limit = None if LAUNCHED in os.environ or ctx.params["debug"] else limits.named(error)
@@ -196,26 +190,31 @@ def train(
     environment = detect() if others is None else Environment("launcher", 0, 1, 0, 1)
     started = _world_size(ranks, checked.launch.ranks, environment)
     resolved = checked.resolve(started * (others.most if others else 1))
-    with importing():
-        from polyreme.job import run as job
-
     launched = LAUNCHED in os.environ  # by a launcher of ours, which speaks for all ranks
     speaks = not launched and (others is None or others.index == 0)
     with endings.told(checked, speaks, knows=others is None and environment.alone and not stopped_status):
         # libraries print there, too
         with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
-            if started > environment.world_size or others:
-                job.check_sources(checked)
-                job.check_division(checked)
-                summary = job.finished(resolved, alone=others is None)
-            else:
-                summary = job.run(checked)
+            summary = _run(checked, resolved if started > environment.world_size or others else None, others)
         if summary is None:
             again.here(resolved, started, others)
     if summary is not None:
         if as_json and environment.rank == 0:
             typer.echo(json.dumps(_plain(summary)))
         _leave(summary.stopped, 0 if launched else 128 + signal.SIGINT, stopped_status)
+
+
+def _run(config: Config, resolved: Config | None, others: Hosts | None) -> Summary | None:
+    """Train in this process; for ranks that are to be started (`resolved`), look whether they can, and
+    whether the run has ended already: otherwise None."""
+    with importing():
+        from polyreme.job import run as job
+
+    if resolved is None:
+        return job.run(config)
+    job.check_sources(config)
+    job.check_division(config)
+    return job.finished(resolved, alone=others is None)
 
 
 def _leave(stopped: str | None, interrupted: int, stopped_status: int) -> None:
