@@ -1,13 +1,13 @@
 """What is said where a model cannot be divided: every problem, and a plan that has none of them.
 
-Invariant: the plan that a message gives was made by `plan` itself, without a problem. Where nothing is known of a
-module, the smallest part of the model that gets and returns whole activations is placed whole on every rank,
-which is right whatever it computes."""
+Invariant: the plan that a message gives was made by `plan` itself, without a problem. Where nothing is known
+of a module, the smallest part of the model that gets and returns whole activations is placed whole on every
+rank, which is right whatever it computes."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from torch import nn
@@ -21,8 +21,8 @@ ROUNDS = 12
 
 @dataclass
 class Problem:
-    """Why a module, or a line of the user's, has no place. line: what to write, such as `mesh.tp = 1 or 3`, or
-    `= "rowwise"` for the module's own line. wanted: styles that mend it, by path; none: it has to be found."""
+    """Why a module, or a line of the user's, has no place. line: what to write, such as `mesh.tp = 1 or 3`,
+    or `= "rowwise"` for the module's own line. wanted: styles that mend it, by path; none: to be found."""
 
     path: str
     reason: str
@@ -47,7 +47,7 @@ Try = Callable[[Mapping[str, str], bool], Attempt]
 @dataclass
 class Advice:
     """Styles by path with which the model can be divided; whether the sequence can be split as asked for; and
-    which share of the parameters is divided then, of the blocks as well as in all."""
+    which share of the parameters is divided then, and whether any beside the vocabulary is."""
 
     styles: dict[str, str]
     sequence: bool
@@ -61,10 +61,11 @@ def advise(
     user: Mapping[str, str],
     sequence: bool,
     attempt: Try,
+    known: Callable[[], Mapping[str, str]],
 ) -> Advice | None:
     """A plan for `model` that has no problem, as near to the user's as can be; None where there is none."""
     styles, tried, asked = dict(user), attempt(user, sequence), sequence
-    tree = Tree(dict(model.named_modules()), plain_names(model), blocks, tried)
+    tree = Tree(dict(model.named_modules()), plain_names(model), blocks, known, tried)
     for _ in range(ROUNDS):
         if not tried.problems:
             break
@@ -81,7 +82,7 @@ def advise(
     lifted = tree.lifted(styles)
     if not (again := attempt(lifted, sequence)).problems:
         styles, tried = lifted, again
-    return Advice(styles, sequence == asked, *_share(model, tried.styles, blocks))
+    return Advice(styles, sequence == asked, *_share(model, tried.styles))
 
 
 def _mended(styles: Mapping[str, str], problems: Iterable[Problem], tree: Tree) -> dict[str, str]:
@@ -100,12 +101,15 @@ def without_overruled(styles: Mapping[str, str]) -> dict[str, str]:
 
 @dataclass
 class Tree:
-    """The modules by name, what PEFT's are called without it, the blocks, and what came of the last plan."""
+    """The modules by name, what PEFT's are called without it, the blocks, styles of layers that are
+    recognised, what came of the last plan, and the modules of which what is recognised was proposed."""
 
     modules: Mapping[str, nn.Module]
     plain: Mapping[str, str]
     blocks: Mapping[str, nn.Module]
+    known: Callable[[], Mapping[str, str]]
     last: Attempt
+    proposed: set[str] = field(default_factory=set)
 
     @property
     def styles(self) -> Mapping[str, Style]:
@@ -130,10 +134,30 @@ class Tree:
             hits = self.matching(path) or self.matching(path.rpartition(".")[0])
             hits = [hit for hit in hits if hit and hit not in self.blocks]
             if hits and all(self._by_itself(hit) for hit in hits):
-                found |= dict.fromkeys(map(starred, hits), "replicated_with_grad_allreduce")
-            else:
-                units |= {unit: None for hit in hits for unit in self._unit(hit)}
-        return {**found, **dict.fromkeys(self._paths(units), "replicate")}
+                found |= dict.fromkeys(hits, "replicated_with_grad_allreduce")
+                continue
+            for hit in hits:
+                if styles := self._recognised(hit, hits):
+                    found |= styles
+                else:
+                    units |= dict.fromkeys(self._unit(hit))
+        self.proposed |= {name.rpartition(".")[0] for name in found}
+        kinds = dict.fromkeys([*found.values(), "replicate"])
+        named = {kind: [name for name, style in found.items() if style == kind] for kind in kinds}
+        named["replicate"] += units
+        return {path: kind for kind in kinds for path in self._paths(named[kind], named)}
+
+    def _recognised(self, hit: str, hits: list[str]) -> dict[str, str]:
+        """Styles for the layers of the module that calls `hit`, where it is known and nothing but `hits` is
+        said otherwise."""
+        parent = hit.rpartition(".")[0]
+        if parent in self.proposed:
+            return {}
+        styles = {name: style for name, style in self.known().items() if name.rpartition(".")[0] == parent}
+        others = [name for name in styles if name in self.styles and name not in hits]
+        return (
+            styles if hit in styles and all(_same(self.styles[name], styles[name]) for name in others) else {}
+        )
 
     def lifted(self, styles: Mapping[str, str]) -> dict[str, str]:
         """`styles` with one line for a module in which everything is whole, in place of one for each of its
@@ -149,8 +173,8 @@ class Tree:
         return path
 
     def _by_itself(self, name: str) -> bool:
-        """Whether it has a number for all of its input, as an activation, or for each place in a head, and its
-        input is divided."""
+        """Whether it has a number for all of its input, as an activation, or for each place in a head, and
+        its input is divided."""
         parent = name.rpartition(".")[0]
         shapes = {tuple(p.shape) for p in self.modules[name].parameters()}
         alone = all(shape in ((), (1,), (self.last.heads.get(parent),)) for shape in shapes)
@@ -191,26 +215,33 @@ class Tree:
 
     def _divided(self, name: str) -> bool:
         return name == "" or any(
-            style != Replicate() and f"{other}.".startswith(f"{name}.") for other, style in self.styles.items()
+            style != Replicate() and f"{other}.".startswith(f"{name}.")
+            for other, style in self.styles.items()
         )
 
-    def _paths(self, units: Mapping[str, None]) -> Iterator[str]:
-        """Paths of `units` that are of no other module in which something is divided."""
-        for path in dict.fromkeys(map(starred, units)):
-            if any(self._divided(name) for name in self.matching(path) if name not in units):
-                yield from (name for name in units if starred(name) == path)
+    def _paths(self, names: Collection[str], named: Mapping[str, Collection[str]]) -> Iterator[str]:
+        """Paths of `names` that are of no other module which is divided or `named` otherwise."""
+        told = {name for each in named.values() for name in each}
+        for path in dict.fromkeys(map(starred, names)):
+            others = [name for name in self.matching(path) if name not in names]
+            if any(name in told or self._divided(name) for name in others):
+                yield from (name for name in names if starred(name) == path)
             else:
                 yield path
+
+
+def _same(style: Style, name: str) -> bool:
+    return isinstance(style, Column) == name.endswith("colwise") and isinstance(style, Row) == (
+        name == "rowwise"
+    )
 
 
 def _is_divided(style: Style | None) -> bool:
     return isinstance(style, EmbeddingColumns | Row) or (isinstance(style, Column) and not style.gathered)
 
 
-def _share(
-    model: nn.Module, styles: Mapping[str, Style], blocks: Mapping[str, nn.Module]
-) -> tuple[float, bool]:
-    """Which share of the parameters is divided, and whether any of a block is."""
+def _share(model: nn.Module, styles: Mapping[str, Style]) -> tuple[float, bool]:
+    """Which share of the parameters is divided, and whether any beside the vocabulary is."""
     total = sum(p.numel() for p in model.parameters())
     divided = {
         id(p): p.numel()
@@ -219,12 +250,7 @@ def _share(
         for p in model.get_submodule(name).parameters()
         if p.dim() > 1
     }
-    inside = any(
-        _is_divided(style) or (isinstance(style, Column))
-        for name, style in styles.items()
-        if not blocks or any(name.startswith(f"{block}.") for block in blocks)
-    )
-    return sum(divided.values()) / max(total, 1), inside
+    return sum(divided.values()) / max(total, 1), any(map(_is_divided, styles.values()))
 
 
 def message(model: nn.Module, ways: int, problems: Iterable[Problem], advice: Advice | None) -> str:
@@ -241,7 +267,7 @@ def message(model: nn.Module, ways: int, problems: Iterable[Problem], advice: Ad
         return "\n".join([*said, f"  {alone}"])
     if not advice.blocks:
         said.append(
-            f"  mesh.tp cannot divide its blocks. Set mesh.tp = 1: zero.stage = 3 shards all parameters, "
+            "  mesh.tp cannot divide its blocks. Set mesh.tp = 1: zero.stage = 3 shards all parameters, "
             "and mesh.pp may cut the model between its blocks"
         )
         alone = ""

@@ -72,6 +72,9 @@ FAMILIES: dict[str, dict[str, str]] = {
         "mlp.c_fc": "colwise",
         "mlp.c_proj": "rowwise",
     },
+    # some of them cut at the mean and the deviation of all of their width
+    "gemma3n": {"mlp": "replicate"},
+    "gemma3n_text": {"mlp": "replicate"},
     "phi": {"q_layernorm": "replicated_with_grad_allreduce", "k_layernorm": "replicated_with_grad_allreduce"},
     "phi3": {
         "qkv_proj": "fused_qkv",

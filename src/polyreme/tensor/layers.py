@@ -33,6 +33,11 @@ def is_transposed(module: nn.Module) -> bool:
     return type(module).__name__ == "Conv1D" and hasattr(module, "nf") and hasattr(module, "nx")
 
 
+def has_own_forward(module: nn.Module) -> bool:
+    """Whether its class does something else to its input than to multiply."""
+    return isinstance(module, nn.Linear) and type(module).forward is not nn.Linear.forward
+
+
 def linear_sizes(module: nn.Module) -> tuple[int, int]:
     """(inputs, outputs) of a linear layer."""
     shape: Sequence[int] = module.weight.shape  # type: ignore[assignment]
@@ -218,8 +223,7 @@ def install_head(site: Site, module: nn.Module, cut: Cut) -> None:
         (out,) = ops.columns(site.axis, x, [module.weight], [module.bias], [shape])  # type: ignore[list-item]
         return VocabParallelLogits.of(out, site.axis, cut)
 
-    module.forward = forward
-    _resize(module)
+    module.forward = forward  # its sizes stay those of the logits that it seems to return
 
 
 def put_off_weights(model: nn.Module) -> None:

@@ -8,6 +8,7 @@ linear layer) and "vocabulary" for a head."""
 from __future__ import annotations
 
 import difflib
+import functools
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -27,9 +28,11 @@ from polyreme.tensor.layers import (
     Row,
     Style,
     Vocabulary,
+    has_own_forward,
     is_linear,
     linear_sizes,
 )
+from polyreme.tensor.recognise import recognise
 
 STYLES: dict[str, Style] = {
     "colwise": Column(),
@@ -39,6 +42,7 @@ STYLES: dict[str, Style] = {
     "rowwise_split_input": Row(split_input=True),
     "rowwise_rep": Row(split_input=True),
     "packed_colwise": Column(),
+    "interleaved_colwise": Column(),
     "fused_qkv": Column(),
     "vocabulary": Vocabulary(),
     "embedding_rowwise": Vocabulary(),
@@ -107,8 +111,24 @@ def plan(
         tried, left = _attempt(model, ways, styles, sequence)
         return Attempt(tried.styles, {name: heads.size for name, heads in tried.heads.items()}, left)
 
-    advice = advise(model, find_blocks(model), user or {}, sequence_parallel, attempt)
+    known = functools.cache(functools.partial(_recognised, model))
+    advice = advise(model, find_blocks(model), user or {}, sequence_parallel, attempt, known)
     raise ModelError(message(model, ways, problems, advice))
+
+
+def _recognised(model: nn.Module) -> dict[str, str]:
+    """Styles of layers of attentions and MLPs, where one forward shows what they are."""
+    heads: dict[str, tuple[int, int]] = {}
+    names = []
+    for name, module in model.named_modules():
+        layers = [linear_sizes(layer) for layer in module.children() if is_linear(layer)]
+        if len(layers) > 1:
+            names.append(name)
+            if (
+                found := _heads(module, layers[-1][0], [outputs for _, outputs in layers], False)
+            ) is not None:
+                heads[name] = found.query, found.size
+    return recognise(model, names, heads)
 
 
 def _attempt(
@@ -130,6 +150,9 @@ def _attempt(
     told = {problem.path for problem in problems}
     for name, style in found.styles.items():
         if name in told or _parent(name) in told:
+            continue
+        if reason := _indivisible(modules[name], style):
+            problems.append(Problem(name, reason))
             continue
         try:
             style.cuts(modules[name], ways)
@@ -155,6 +178,19 @@ def _attempt(
     return found, problems
 
 
+def _indivisible(module: nn.Module, style: Style) -> str:
+    """Why a module cannot be divided whatever its sizes; "" if it can."""
+    if isinstance(style, Replicate) or not isinstance(module, nn.Linear):
+        return ""
+    kind = type(module).__name__
+    if not module.weight.is_floating_point():
+        return (
+            f"{kind} packs its numbers into {module.weight.dtype}, as quantized layers do: it has no rows or "
+            "columns to divide"
+        )
+    return f"{kind} has a forward of its own, which a divided layer does not call" * has_own_forward(module)
+
+
 def _style_names(
     model: nn.Module,
     modules: Mapping[str, nn.Module],
@@ -167,7 +203,7 @@ def _style_names(
     plain, adapted = plain_names(model), adapted_layers(model)
     inside = [name for name in modules if any(name.startswith(block + ".") for block in blocks)]
     for end, style in FAMILIES.get(_model_type(model), {}).items():
-        found |= {name: style for name in inside if plain.get(name, "").endswith("." + end)}
+        found = _given(found, [name for name in inside if plain.get(name, "").endswith("." + end)], style)
     _add_vocabulary(model, modules, found)
     for path, style_name in user.items():
         hits = [
@@ -197,19 +233,51 @@ def _style_names(
                     {path: style},
                 )
             )
-        else:  # a style for a module is one for all that is in it
-            found = {
-                name: other
-                for name, other in found.items()
-                if not any(name.startswith(hit + ".") for hit in hits)
-            }
-            found |= dict.fromkeys(hits, style_name)
+        else:
+            problems += _packed(model, modules, [hit for hit in hits if found.get(hit) != style_name], style)
+            found = _given(found, hits, style_name)
     return found, problems
 
 
-def _model_styles(
-    model: nn.Module, modules: Mapping[str, nn.Module]
-) -> tuple[dict[str, str], list[Problem]]:
+def _packed(
+    model: nn.Module, modules: Mapping[str, nn.Module], names: Iterable[str], style: str
+) -> Iterator[Problem]:
+    """Layers that are to be plainly divided, and have several in one: by sizes."""
+    for name in names if style == "colwise" else ():
+        if not is_linear(modules[name]):
+            continue
+        inputs, outputs = linear_sizes(modules[name])
+        parent = modules.get(_parent(name), model)
+        sizes = [
+            linear_sizes(each) for each in parent.children() if is_linear(each) and each is not modules[name]
+        ]
+        ends = [inside for inside, outside in sizes if outside == inputs and inside < outputs]
+        alone = all(outside == inputs for _, outside in sizes)  # no query, key or value beside it
+        heads = _heads(parent, ends[0], [outputs], True) if ends else None
+        if heads is not None and alone and outputs == (heads.query + 2 * heads.shared) * heads.size:
+            what, right = "query, key and value", "fused_qkv"
+        elif outputs in [2 * inside for inside in ends]:
+            what, right = "two layers", "packed_colwise"
+        elif alone and outputs in [3 * inside for inside in ends]:
+            what, right = "query, key and value", "fused_qkv"
+        else:
+            continue
+        reason = (
+            f"has {what} in its {outputs} outputs, of which plain 'colwise' gives a rank the wrong ones: "
+            f'"{right}" if they lie one behind the other, "interleaved_colwise" if in turns'
+        )
+        yield Problem(name, reason, f'= "{right}" or "interleaved_colwise"')
+
+
+def _given(styles: Mapping[str, str], names: Iterable[str], style: str) -> dict[str, str]:
+    """`styles` with that of `names`: of all that is in them, too."""
+    inside = tuple(f"{name}." for name in names)
+    return {name: other for name, other in styles.items() if not name.startswith(inside)} | dict.fromkeys(
+        names, style
+    )
+
+
+def _model_styles(model: nn.Module, modules: Mapping[str, nn.Module]) -> tuple[dict[str, str], list[Problem]]:
     """The style names of the model's own plan."""
     found: dict[str, str] = {}
     problems: list[Problem] = []
@@ -238,7 +306,9 @@ def _add_vocabulary(model: nn.Module, modules: Mapping[str, nn.Module], found: d
     tied = {id(module.weight) for module in outermost if isinstance(module, nn.Embedding | nn.Linear)}
     tables = [base for name, layer in adapted.items() for base in [model.get_submodule(layer.base)]
               if isinstance(base, nn.Embedding) or modules[name] in outermost]  # fmt: skip
-    # PEFT looks up rows, and adds to all outputs
+    # PEFT looks up rows, and adds to all outputs; others do more than to look up, or to multiply
+    tables += [m for m in modules.values() if isinstance(m, nn.Embedding | nn.Linear) and id(m.weight) in tied
+               and (len(list(m.parameters())) > 1 + hasattr(m, "bias") or has_own_forward(m))]  # fmt: skip
     whole = {id(weight) for base in tables for weight in base.parameters(recurse=False)}
     for name, module in modules.items():  # also those of an encoder and a decoder that share one vocabulary
         if whole and not whole.isdisjoint(map(id, module.parameters(recurse=False))):
@@ -283,7 +353,8 @@ def _columns(
             outputs = linear_sizes(modules[name])[1]
             if style_names[name] == "packed_colwise":
                 plan.styles[name] = Column(((outputs // 2, plan.ways),) * 2)
-            if outputs % (plan.ways * (1 + (style_names[name] == "packed_colwise"))):
+            packed = style_names[name] in ("packed_colwise", "interleaved_colwise")
+            if outputs % (plan.ways * (1 + packed)):
                 yield Problem(name, f"its {outputs} outputs cannot be divided evenly over {plan.ways} ranks")
         return
     if heads.query % plan.ways:
@@ -400,16 +471,17 @@ def _unplaced(
             name == other or (name.startswith(other + ".") and isinstance(style, Replicate))
             for other, style in plan.styles.items()
         )
-        if styled or not inside or not any(True for _ in module.parameters(recurse=False)):
+        if styled or not any(True for _ in module.parameters(recurse=False)):
             continue
         if any(
             name.startswith(f"{outer}.") and not f"{name}.".startswith(f"{layer.base}.")
             for outer, layer in plan.adapted.items()
         ):
             continue  # adapters are whole where their layer has no style
-        if is_linear(module) or isinstance(module, nn.Embedding):
+        between = any(name == parent or name.startswith(parent + ".") for parent in split)
+        if (inside or between) and (is_linear(module) or isinstance(module, nn.Embedding)):
             yield Problem(name, f"{type(module).__name__} without a style")
-        elif any(name == parent or name.startswith(parent + ".") for parent in split):
+        elif between:
             yield Problem(name, f"{type(module).__name__} between layers that are divided, without a style")
 
 
@@ -491,5 +563,8 @@ def _call(model: nn.Module, method: str) -> object:
 
 
 def _integer(module: object, name: str) -> int | None:
-    value = getattr(module, name, None)
+    try:
+        value = getattr(module, name, None)
+    except RuntimeError:  # a config whose layers have several
+        return None
     return value if isinstance(value, int) and not isinstance(value, bool) else None
