@@ -23,6 +23,7 @@ from torch import nn
 import polyreme
 
 stage, how, rank = int(sys.argv[1]), sys.argv[2], int(os.environ["RANK"])
+torch.manual_seed(rank)
 steps = 0
 
 def loss_fn(output, target):
