@@ -124,7 +124,7 @@ def rank_main(args: argparse.Namespace) -> None:
         traffic["params"] = (2 * sum(shard.values()) - stay, sum(shard.values()))
     found = {
         "rank": rank,
-        "parameters": engine.parameters,
+        "parameters": engine.parameter_count,
         "built": built,
         "losses": losses,
         "expected": expected,

@@ -23,7 +23,7 @@ from polyreme.data import Loader
 from polyreme.distributed.agreement import how_to_meet, known_as, same_config, same_model, same_scheduler
 from polyreme.distributed.mesh import Mesh, everyone
 from polyreme.distributed.watch import collective
-from polyreme.errors import BatchError, ModelError
+from polyreme.errors import WARNS, BatchError, ModelError
 from polyreme.models import huggingface
 from polyreme.models.batch_norm import normalise
 from polyreme.models.patches import Patches
@@ -40,6 +40,7 @@ from polyreme.step.engine_state import Loaded
 from polyreme.step.grad_mode import with_gradients
 from polyreme.step.gradients import Gradients
 from polyreme.step.loss import LossFn
+from polyreme.step.module_face import ModuleFace
 from polyreme.step.optimizer_view import OptimizerView
 from polyreme.step.out_of_memory import tells_of_memory
 from polyreme.step.parameter_numbers import ParameterNumbers
@@ -99,11 +100,14 @@ def initialize(
     return Engine(model, config, mesh, optimizer, lr_scheduler, loss_fn)
 
 
-class Engine:
+class Engine(ModuleFace):
     """A model under training. Made by `initialize`.
 
     `module` is the user's model (its parameters live in buckets now), `config` the resolved config, `mesh`
     the axes, `patches` what `close` undoes of the model: a door adds its own."""
+
+    config: Config
+    patches: Patches
 
     def __init__(
         self,
@@ -114,13 +118,14 @@ class Engine:
         lr_scheduler: Any = None,
         loss_fn: LossFn | None = None,
     ) -> None:
-        self.config, self.mesh, self.patches = config, mesh, Patches()
+        vars(self).update(config=config, mesh=mesh, patches=Patches())
         self._given = (optimizer, lr_scheduler)
         self._final: State | None = None
         if mesh.device.type == "cpu":
             (keep_freed_memory if config.memory.all_on_device else give_freed_memory_back)()
         if isinstance(model, nn.Module):
             refuse_owned(model)
+        WARNS.set(mesh.rank == 0)
         randomness, outside = Randomness(config.seed, mesh), generators(mesh.device)
         self.module, recording, weights = open_model(model, config, mesh)
         blocks = huggingface.find_blocks(self.module)
@@ -130,8 +135,7 @@ class Engine:
         told |= {"lr_scheduler": known_as(lr_scheduler), "loss_fn": known_as(loss_fn)}
         told |= made.told
         same_model(mesh.aside(), self.module, {**told, "optimizer": made.groups})
-        self.parameters = sum(p.numel() for p in self.module.parameters())
-        """Distinct parameters of the whole model."""
+        self._parameter_count = sum(p.numel() for p in self.module.parameters())
         self.on_gradients: Callable[[Gradients], object] | None = None
         """A callback before each update, of `train_step` too, on all ranks: to log norms, or to clip."""
         self._trains = any(p.requires_grad for p in self.module.parameters())
@@ -156,9 +160,6 @@ class Engine:
         self._comparison = BatchComparison(mesh)
         go_on_from(outside, mesh.device)  # the script draws what it would have drawn
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        raise ModelError(_SPREAD)
-
     @property
     def state(self) -> State:
         """How far training has come: step, samples, tokens, lr, loss_scale."""
@@ -177,6 +178,7 @@ class Engine:
         ones in the first step; and NumericsError for NaN or Inf without dynamic loss scale (unless
         precision.on_nonfinite says what to do)."""
         self._refuse_frozen()
+        self._look_at_mode()
         self._checkpoints.tell_failed(self._training)
         self._training.look(self.module, self.refresh)
         batches = micro_batches(batch, self.config, first=not self.state.step)
@@ -259,10 +261,6 @@ class Engine:
         "ranks". Raises BatchError on stages of a pipeline, which know it before, and for several
         micro-batches where batch.size makes one and gradients are in files."""
         self._step.set_boundary(is_last, extend, own)
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop the gradients since the last step. Not needed after `step`, which does so."""
-        self._step.clear()
 
     @collective
     @with_gradients
@@ -387,21 +385,6 @@ class Engine:
         where it failed."""
         self._checkpoints.wait()
 
-    @collective
-    @with_gradients
-    def state_dict(self, rank0_only: bool = False, master: bool = False) -> dict[str, Tensor]:
-        """Whole tensors under the model's own names, tied ones under each of theirs; buffers too. Every rank
-        must call.
-
-        In the compute dtype, or with `master` the optimizer's full-precision copy. With `rank0_only` others
-        get {}."""
-        self._take_in_writes()
-        found: dict[str, Tensor] = {}
-        for names, tensor in self._tensors(master):
-            if self.mesh.rank == 0 or not rank0_only:
-                found |= dict.fromkeys(names, tensor.detach().clone())
-        return found
-
     @with_gradients
     def refresh(self) -> None:
         """Take in what a script did to the module since `initialize`: parameters unfrozen, added, replaced or
@@ -431,7 +414,7 @@ class Engine:
         self._training.carry_from(old, unchanged)
         self._trains = any(p.requires_grad for p in self.module.parameters())
         if self.mesh.tp.size == 1:
-            self.parameters = sum(p.numel() for p in self.module.parameters())
+            self._parameter_count = sum(p.numel() for p in self.module.parameters())
 
     @contextmanager
     def full_parameters(
@@ -540,25 +523,14 @@ class Engine:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def traffic(self) -> dict[str, dict[str, tuple[int, int]]]:
-        """(calls, bytes sent by this rank) since the start, by mesh axis and operation."""
-        return self.mesh.traffic()
-
     # ---- parts
-
-    def _refuse_within_step(self, call: str) -> None:
-        if self._step.microbatches:
-            raise BatchError(
-                f"{call} in the middle of a step: call step() after the backward() calls before it, or "
-                "zero_grad() to drop their gradients"
-            )
 
     def _refuse_frozen(self) -> None:
         if not self._trains:
             raise ModelError(_FROZEN)
 
     @property
-    def _training(self) -> Training:
+    def _training(self) -> Training:  # type: ignore[override]
         """What trains the model now."""
         if self._final is not None:
             raise ModelError(_CLOSED)
@@ -593,11 +565,6 @@ class Engine:
         self._checkpoints.taken()
         return self._step.update()
 
-    def _tensors(self, master: bool = False) -> Iterator[tuple[list[str], Tensor]]:
-        """Every parameter and persistent buffer, whole, with all its names, each valid until the next."""
-        yield from self._training.placement.tensors(master)
-        yield from self._training.placement.buffers(self.module)
-
 
 for _name in ("__init__", "__call__", "train_step", "eval_step", "eval_outputs", "backward", "step"):
     setattr(Engine, _name, tells_of_memory(getattr(Engine, _name)))
@@ -608,11 +575,6 @@ _IN_FORWARD = (
     "full_parameters() inside a forward of the module, from a hook or its own code: parameters come and go "
     "there. Call it before or after the forward; a forward hook of a block may read the parameters of that "
     "block as they are"
-)
-_SPREAD = (
-    "an engine is spread over its ranks, and cannot be pickled or copied: engine.save(path) keeps all of it, "
-    "engine.state_dict() has its weights, and copy.deepcopy(engine.module) inside of "
-    "`with engine.full_parameters():` is a plain model"
 )
 _FROZEN = (
     "every parameter of the model is frozen, so that there is nothing to update: set requires_grad on those "

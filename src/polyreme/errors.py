@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
+WARNS: ContextVar[bool] = ContextVar("warns", default=True)
+"""Whether this rank says what all find alike."""
 SHOWN = 200
 """Characters of a value that a message shows."""
 
@@ -32,6 +36,12 @@ def printable(text: str) -> str:
         each if each.isprintable() or each in "\n\t" else each.encode("unicode_escape").decode()
         for each in text
     )
+
+
+def warn(text: str, stacklevel: int) -> None:
+    """Warn of what all ranks find, on one of them."""
+    if WARNS.get():
+        warnings.warn(text, stacklevel=stacklevel + 1)
 
 
 def named(names: Sequence[object], most: int = 5) -> str:

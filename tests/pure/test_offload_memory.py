@@ -64,7 +64,7 @@ def run(states, limit):
     losses = [engine.train_step(torch.ones(4, WIDTH)).loss for _ in range(3)]
     peak, working = told("VmHWM"), engine.working_set()
     found = {"losses": losses, "base": base, "peak": peak, "working": working}
-    print(json.dumps({**found, "parameters": engine.parameters}))
+    print(json.dumps({**found, "parameters": engine.parameter_count}))
 
 
 # each in a process of its own, a fork of one that has imported what all need

@@ -7,6 +7,7 @@ on at the very sample where it stopped, on any number of ranks, with any prefetc
 
 from __future__ import annotations
 
+import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -144,6 +145,7 @@ class Loader:
         pool = ThreadPoolExecutor(
             1 if self.is_stream else max(1, self.workers), thread_name_prefix="polyreme-loader"
         )
+        is_ending = sys.is_finalizing
         try:
             while True:
                 ahead.extend(pool.submit(job) for job in islice(jobs, self.prefetch + 1 - len(ahead)))
@@ -155,7 +157,8 @@ class Loader:
             if stop is not None:
                 self._position = (stop, 0)
         finally:  # also when the loop is left or this generator is collected
-            pool.shutdown(wait=False, cancel_futures=True)
+            if not is_ending():  # when Python ends, what this needs is gone, and so are the threads
+                pool.shutdown(wait=False, cancel_futures=True)
 
     def _index_jobs(self, stop: int | None) -> Iterator[Callable[[], tuple[Position, Any]]]:
         epoch, start = self._position

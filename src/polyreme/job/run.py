@@ -528,7 +528,7 @@ def _run_info(config: Config, engine: Engine, world_size: int) -> Run:
     name = config.model.path or f"{(config.model.config or {}).get('model_type')} (new)"
     return Run(
         model=str(name),
-        parameters=engine.parameters,
+        parameters=engine.parameter_count,
         ranks=world_size,
         stage=int(config.zero.stage),
         dtype=config.precision.compute,

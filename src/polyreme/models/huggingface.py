@@ -10,7 +10,7 @@ import copy
 import difflib
 import inspect
 import re
-import warnings
+import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from fnmatch import fnmatch
@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from polyreme.config.schema import LARGEST
-from polyreme.errors import ConfigError, ModelError, Problem, named
+from polyreme.errors import ConfigError, ModelError, Problem, named, warn
 from polyreme.models.peft import is_peft_model, learns_prompts, plain_model
 
 NUM_ITEMS = "num_items_in_batch"
@@ -316,7 +316,7 @@ def file_names(model: nn.Module, shapes: Mapping[str, Sequence[int]]) -> dict[st
     try:
         saved = revert_weight_conversion(model, given)  # type: ignore[arg-type]
     except Exception as error:  # a conversion that needs the numbers raises it
-        warnings.warn(
+        warn(
             f"transformers does not tell what it calls the tensors of {type(model).__name__} in files "
             f"({error}): they are written, and looked for, under the model's own names. from_pretrained may "
             "not find those of a checkpoint, and a directory with other names is read whole by every rank",
@@ -450,6 +450,22 @@ def shell(path: str, trust_remote_code: bool = False) -> nn.Module:
     if model.can_generate() and (generation := _generation_config(path)) is not None:
         model.generation_config = generation
     return model.train()
+
+
+def refuse_unsavable(model: nn.Module) -> None:
+    """Raise ModelError for settings of generation that transformers refuses to write, as each save would."""
+    settings: Any = getattr(model, "generation_config", None)
+    if settings is None or not callable(getattr(settings, "save_pretrained", None)):
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            settings.save_pretrained(folder)
+        except ValueError as error:
+            said = " ".join(str(error).split())
+            raise ModelError(
+                f"the model's generation_config cannot be saved, and so no checkpoint: {said:.500} Correct "
+                "it before initialize(), as model.generation_config.do_sample = True, or remove the setting"
+            ) from error
 
 
 def _generation_config(path: str) -> Any:

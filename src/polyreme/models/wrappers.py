@@ -7,12 +7,12 @@ plain module from then on. What cannot be undone is refused."""
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator
 
+import torch
 from torch import nn
 
-from polyreme.errors import ModelError
+from polyreme.errors import ModelError, warn
 
 COMPILE = "compile = true in the config compiles its blocks"
 INSIDE = {
@@ -58,7 +58,7 @@ def unwrap(model: nn.Module) -> nn.Module:
             module.forward = forward
             notes["torch.compile(module.forward)"] = COMPILE
     for what, instead in notes.items():
-        warnings.warn(
+        warn(
             f"the model was taken out of {what}, so that its names are the plain model's; {instead}",
             stacklevel=4,
         )
@@ -94,6 +94,10 @@ def _opened(module: nn.Module, notes: dict[str, str]) -> nn.Module:
 
 def _refuse_divided(model: nn.Module) -> None:
     for name, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            raise ModelError(f"{name or 'the model'} is of torch.jit (script or trace), whose forward "
+                             "no engine can follow: give initialize() the module that it was made from; "
+                             "compile = true in the config compiles its blocks")  # fmt: skip
         if (kind := _foreign(module)) is not None:
             raise ModelError(f"{name or 'the model'} was given to {kind}, which "
                              "divides it itself: give initialize() the plain module; "

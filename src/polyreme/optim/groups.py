@@ -7,7 +7,6 @@ and one that looks at all of them at once is refused."""
 from __future__ import annotations
 
 import inspect
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import suppress
@@ -23,7 +22,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, unset_fa
 from torch.optim import Optimizer
 
 from polyreme.config.schema import OptimizerSection
-from polyreme.errors import ConfigError, ModelError, Problem
+from polyreme.errors import ConfigError, ModelError, Problem, warn
 from polyreme.layout.bucket_layout import ALIGN, Boundary
 from polyreme.models.huggingface import matrices, no_decay
 from polyreme.optim.lamb import Lamb
@@ -324,7 +323,7 @@ def _from_optimizer(model: nn.Module, made: Optimizer) -> Recipe:
         raise ConfigError([Problem("optimizer", type(made).__name__, reason, fix)])
     if left_out:
         names = [name for name in named if name in left_out]
-        warnings.warn(
+        warn(
             f"the optimizer leaves out {', '.join(names[:3])} ({len(names)} in all), which stay as they are: "
             "requires_grad_(False) on them saves their gradients",
             stacklevel=2,

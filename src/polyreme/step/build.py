@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import os
 import uuid
-import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -28,7 +27,7 @@ from polyreme.config.schema import is_files, tiers_of
 from polyreme.deferred_init.replay import Recording, record
 from polyreme.distributed.hybrid import sharing
 from polyreme.distributed.mesh import Mesh, Product, SimulatedMesh
-from polyreme.errors import CheckpointError, ConfigError, ModelError, Problem, named
+from polyreme.errors import CheckpointError, ConfigError, ModelError, Problem, named, warn
 from polyreme.layout.bucket_layout import Cut
 from polyreme.models import huggingface, peft
 from polyreme.models.wrappers import unwrap
@@ -78,6 +77,7 @@ def open_model(given: Model, config: Config, mesh: Mesh) -> tuple[nn.Module, Rec
         module, recording = _given(given, config, mesh)
         _refuse_tables(module, config, mesh)
         peft.refuse_bare_base(module)
+        huggingface.refuse_unsavable(module)
         if not module.training:  # `from_pretrained` returns it so
             module.train()
     if mesh.rank == 0 and config.origins["precision.compute"] == "default":
@@ -128,7 +128,7 @@ def _from_directory(path: Path, config: Config) -> tuple[nn.Module, Recording | 
             str(path), None, trust, allow_missing=config.model.allow_missing, allow_unused=allowed
         ).train()
     gib = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers())) / 2**30
-    warnings.warn(
+    warn(
         f"{path} is read whole by every rank, into {gib:.3g} GiB of host memory each, because {reason}: "
         "transformers renames and converts it. engine.save writes a directory that is read in parts",
         stacklevel=2,
@@ -177,8 +177,8 @@ def _refuse_inference(model: nn.Module) -> None:
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if tensor.is_inference():
             raise ModelError(
-                f"{name} was made inside torch.inference_mode(), and autograd takes no such tensor: build the "
-                "model outside of it, or under torch.no_grad()"
+                f"{name} was made inside torch.inference_mode(), and autograd takes no such tensor: build "
+                "the model outside of it, or under torch.no_grad()"
             )
 
 
@@ -497,4 +497,5 @@ def objective(
         partial(cast_floating, dtype=wanted),
         is_split=config.accumulation * mesh.dp.size > 1,
         share=1 / config.accumulation if config.batch.mean == "ranks" else None,
+        tells=mesh.dp.rank == 0 and mesh.tp.rank == 0,
     )

@@ -51,11 +51,12 @@ class Objective:
         cast: Callable[[Any], Any] = lambda inputs: inputs,
         is_split: bool = True,
         share: float | None = None,
+        tells: bool = True,
     ) -> None:
         """`cast` brings what the model gets into the dtype that it computes in. is_split: a step has several
         micro-batches, on all ranks together, so that what a loss is the mean of counts. `share`: every loss
-        has this weight instead."""
-        self._share = share
+        has this weight instead. tells: this rank warns, for all."""
+        self._share, self._tells = share, tells
         if getattr(loss_fn, "reduction", None) == "sum" and share is None:
             raise BatchError(
                 'loss_fn has reduction="sum": a step is the mean over the '
@@ -64,7 +65,7 @@ class Objective:
             )
         self._loss_fn, self.cast = loss_fn, cast
         # that losses are means over what they are taken for
-        self._checked = not is_split or share is not None
+        self._checked = not is_split or share is not None or not tells
         self.follow(model)
 
     @property
@@ -97,7 +98,7 @@ class Objective:
         and without `num_items_in_batch`, as its loss must be the mean over the micro-batch."""
         if self._share is not None:
             return {name: value if name == "labels" else self.cast(value) for name, value in inputs.items()}
-        if NUM_ITEMS in inputs:
+        if NUM_ITEMS in inputs and self._tells:
             warnings.warn(
                 f"{NUM_ITEMS} is not passed to the model, which so returns "
                 "the mean over the micro-batch's labels: the engine counts the "

@@ -39,8 +39,8 @@ class Randomness:
         first = {dp: rank for rank, (dp, _) in reversed([*enumerate(told)])}
         if any(told[first[dp]][1] != digest for dp, digest in told):
             given = mesh.aside().gather_objects(own if first[line] == mesh.rank else None)[first[line]]
-            cpu, cuda = [torch.tensor(each, dtype=torch.uint8) for each in given] + [None] * (2 - len(given))
-            go_on_from((cpu, cuda), device)
+            cpu, *cuda = [torch.tensor(each, dtype=torch.uint8) for each in given]
+            go_on_from((cpu, cuda[0] if cuda else None), device)
         self.begin(mesh.aside().gather_objects(_peek())[0])
         self._place = mesh.dp.rank, mesh.pp.rank
         self._several, self._alone_in_line = mesh.world_size > 1, mesh.tp.size == 1

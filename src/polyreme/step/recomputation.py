@@ -10,7 +10,6 @@ from __future__ import annotations
 import copy
 import functools
 import itertools
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -20,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts, noop_context_fn
 
-from polyreme.errors import ConfigError, Problem
+from polyreme.errors import ConfigError, Problem, warn
 from polyreme.models.huggingface import tensors_in
 from polyreme.models.patches import Patches
 from polyreme.offload.activations import ActivationOffload
@@ -149,7 +148,7 @@ def _outermost(model: nn.Module) -> list[nn.Module]:
     while len(parts := [child for child in _children(owner) if _composed(child)]) == 1:
         owner = parts[0]
     if not parts:
-        warnings.warn(
+        warn(
             'memory.activations = "recompute": the model has no repeated '
             "blocks, so it is recomputed as a whole, which costs time and "
             "hardly lowers the peak of memory; put its repeated part into an nn.ModuleList",

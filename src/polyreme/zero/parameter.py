@@ -77,7 +77,8 @@ class Reading:
 
 OURS = Reading(
     "to clip, set optimizer.clip, or call engine.gradients().clip_(max_norm); to read them, use "
-    "engine.gradients() or a hook (parameter.register_hook); to drop them, engine.zero_grad()"
+    "engine.gradients() or a hook (parameter.register_hook); to drop them, engine.zero_grad(); to update, "
+    "engine.step()"
 )
 
 
@@ -212,6 +213,7 @@ def refuse_owned(module: nn.Module) -> None:
         if _ENGINES.get(parameter, _nobody)() is not None:
             raise ModelError(
                 f"{name} belongs to another engine, which holds its numbers: "
+                "call close() of that one first (at a second initialize of a notebook: engine.close()), "
                 "give this one a model of its own (copy.deepcopy inside the "
                 "other's full_parameters()), or train what both "
                 "share in one engine, with the sum of the losses"

@@ -1,0 +1,261 @@
+"""What scripts expect of a model that was wrapped, as DistributedDataParallel wraps one, and what they set on
+it.
+
+Invariant: what has one meaning for an engine does that; anything else, and what would have no effect, raises
+an error that names the way.
+Communication: that of `load_state_dict`, on all ranks.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NoReturn, Self
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import _IncompatibleKeys
+
+from polyreme.distributed.mesh import Mesh
+from polyreme.distributed.watch import collective
+from polyreme.errors import BatchError, ModelError, named, warn
+from polyreme.models.tensor_access import entries
+from polyreme.step.grad_mode import with_gradients
+from polyreme.step.parameter_numbers import ParameterNumbers
+from polyreme.step.training import Training
+
+SETTABLE = {"module", "on_gradients"}
+DEVICE = "the engine has put the model on engine.mesh.device, and moves it itself: leave it out"
+DTYPE = 'say it in the config: precision.compute = "bf16", "fp16" or "fp32"; batches are cast by the engine'
+WAYS = {
+    "no_sync": "the engine reduces gradients once a step by itself, after the last of its micro-batches "
+    "(batch.size, batch.micro): leave it out; engine.set_boundary(is_last) says where a step of another "
+    "length ends",
+    **dict.fromkeys(("to", "cuda", "cpu", "to_empty"), DEVICE),
+    **dict.fromkeys(("half", "float", "double", "bfloat16", "type"), DTYPE),
+    "apply": "change weights inside of `with engine.full_parameters(write=True) as whole: whole.apply(...)`",
+    "requires_grad_": "freeze engine.module's parameters, then call engine.refresh()",
+    "forward": "call engine(...), or engine.train_step(batch)",
+    "join": "engine.step(last=True) makes the step of the micro-batches that there are; all ranks call alike",
+    "share_memory": "an engine is spread over its ranks: engine.state_dict() has its weights",
+    "compile": "compile = true in the config compiles the model's blocks",
+}
+"""What to do in place of what a module or a wrapper of one has, and an engine has not."""
+INSTEAD = {
+    "lr": 'set it on each group, `for group in engine.optimizer.param_groups: group["lr"] = ...`, or give '
+    "[lr_schedule] in the config or initialize(lr_scheduler=...)",
+    "loss_fn": "give it to initialize(loss_fn=...)",
+    "optimizer": "give it to initialize(optimizer=...); its options are engine.optimizer.param_groups",
+    "lr_scheduler": "give it to initialize(lr_scheduler=...)",
+    "config": "give initialize() another config",
+    "training": "call engine.train() or engine.eval()",
+}
+"""What to do in place of setting an attribute."""
+
+
+class NoAttributeError(ModelError, AttributeError):
+    """An attribute that an engine does not have: `hasattr` says so, too."""
+
+
+class ModuleFace:
+    """What an engine has of a module. `module` is the user's model, of whose parameters and buffers those of
+    this rank are listed: at stage 3 they are released between uses (see `full_parameters`)."""
+
+    module: nn.Module
+    mesh: Mesh
+    numbers: Callable[[nn.Parameter], ParameterNumbers]
+    _training: Training
+    _parameter_count: int
+    _take_in_writes: Callable[[], None]
+
+    @property
+    def parameter_count(self) -> int:
+        """Distinct parameters of the whole model: how many numbers they have."""
+        return self._parameter_count
+
+    def train(self, mode: bool = True) -> Self:
+        """Put the module into training mode, or with False into evaluation mode. `train_step` and
+        `engine(...)` leave the mode as it is."""
+        self.module.train(mode)
+        return self
+
+    def eval(self) -> Self:
+        """Put the module into evaluation mode, until `train`. `eval_step` does so for itself."""
+        return self.train(False)
+
+    def _look_at_mode(self) -> None:
+        """Warn, once, of a step in evaluation mode."""
+        if not self.module.training and not vars(self).get("_told_of_mode"):
+            self._told_of_mode = True
+            warn(
+                "train_step of a model in evaluation mode, in which dropout does nothing and BatchNorm "
+                "learns no statistics: call engine.train() after engine.eval()",
+                stacklevel=5,
+            )
+
+    @property
+    def training(self) -> bool:
+        """Whether the module is in training mode."""
+        return self.module.training
+
+    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
+        """The module's parameters. Their gradients are `gradients()`; the optimizer is the engine's: another
+        one of torch's of them raises ModelError."""
+        if sys._getframe(1).f_globals.get("__name__", "").startswith("torch.optim"):
+            raise ModelError(_OTHER_OPTIMIZER)
+        yield from self.module.parameters(recurse)
+
+    def named_parameters(self, *args: Any, **options: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        """The module's, with the names that they have in `state_dict`."""
+        return self.module.named_parameters(*args, **options)
+
+    def buffers(self, recurse: bool = True) -> Iterator[Tensor]:
+        """The module's."""
+        return self.module.buffers(recurse)
+
+    def named_buffers(self, *args: Any, **options: Any) -> Iterator[tuple[str, Tensor]]:
+        """The module's."""
+        return self.module.named_buffers(*args, **options)
+
+    def modules(self) -> Iterator[nn.Module]:
+        """The module and all in it."""
+        return self.module.modules()
+
+    def named_modules(self, *args: Any, **options: Any) -> Iterator[tuple[str, nn.Module]]:
+        """The module and all in it, with names."""
+        return self.module.named_modules(*args, **options)
+
+    def children(self) -> Iterator[nn.Module]:
+        """The module's."""
+        return self.module.children()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop the gradients since the last step. Not needed after `step`, which does so."""
+        self._training.step.clear()
+
+    @collective
+    @with_gradients
+    def state_dict(self, rank0_only: bool = False, master: bool = False) -> dict[str, Tensor]:
+        """Whole tensors under the model's own names, tied ones under each of theirs; buffers too. Every rank
+        must call.
+
+        In the compute dtype, or with `master` the optimizer's full-precision copy. With `rank0_only` others
+        get {}."""
+        self._take_in_writes()
+        found: dict[str, Tensor] = {}
+        for names, tensor in self._tensors(master):
+            if self.mesh.rank == 0 or not rank0_only:
+                found |= dict.fromkeys(names, tensor.detach().clone())
+        return found
+
+    @collective
+    @with_gradients
+    def load_state_dict(self, state_dict: Mapping[str, Tensor], strict: bool = True) -> Any:
+        """Set weights and buffers to whole tensors under the model's own names, as `state_dict` gives them,
+        at every layout. Every rank must call, and of what ranks of one stage give the first one's counts.
+        Optimizer states stay. Returns the names that are missing, and those that the model does not have.
+
+        Raises ModelError where, with `strict`, there are any, or for another shape; nothing has changed
+        then."""
+        self._refuse_within_step("load_state_dict")
+        self._training.roster.check(self.module)
+        self._take_in_writes()
+        return _load_whole(self._training, self.numbers, self.mesh, state_dict, strict)
+
+    def _tensors(self, master: bool = False) -> Iterator[tuple[list[str], Tensor]]:
+        """Every parameter and persistent buffer, whole, with all its names, each valid until the next."""
+        yield from self._training.placement.tensors(master)
+        yield from self._training.placement.buffers(self.module)
+
+    def traffic(self) -> dict[str, dict[str, tuple[int, int]]]:
+        """(calls, bytes sent by this rank) since the start, by mesh axis and operation."""
+        return self.mesh.traffic()
+
+    def _refuse_within_step(self, call: str) -> None:
+        if self._training.step.microbatches:
+            raise BatchError(
+                f"{call} in the middle of a step: call step() after the backward() calls before it, or "
+                "zero_grad() to drop their gradients"
+            )
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise ModelError(_SPREAD)
+
+    def __getattr__(self, name: str) -> NoReturn:
+        if name in WAYS:
+            raise NoAttributeError(
+                f"engine.{name}: an engine has no such thing: {WAYS[name]}", name=name, obj=self
+            )
+        module = vars(self).get("module")
+        if not name.startswith("_") and module is not None and hasattr(module, name):
+            said = f"engine.{name}: that is the {type(module).__name__}'s: write engine.module.{name}"
+            raise NoAttributeError(said, name=name, obj=self)
+        raise NoAttributeError(f"an engine has no attribute {name!r}: docs/engine.md lists what it has",
+                               name=name, obj=self)  # fmt: skip
+
+    def __setattr__(self, name: str, value: object) -> None:
+        if not name.startswith("_") and name not in SETTABLE:
+            raise NoAttributeError(
+                f"engine.{name} = ... would have no effect: {INSTEAD.get(name, 'keep it in a variable')}",
+                name=name, obj=self,
+            )  # fmt: skip
+        super().__setattr__(name, value)
+
+    def __delattr__(self, name: str) -> None:
+        if not name.startswith("_"):
+            raise NoAttributeError(f"del engine.{name} would have no effect", name=name, obj=self)
+        super().__delattr__(name)
+
+
+_SPREAD = (
+    "an engine is spread over its ranks, and cannot be pickled or copied: engine.save(path) keeps all of it, "
+    "engine.state_dict() has its weights, and copy.deepcopy(engine.module) inside of "
+    "`with engine.full_parameters():` is a plain model"
+)
+_OTHER_OPTIMIZER = (
+    "an optimizer made of engine.parameters() would find no gradients, and update nothing: make it of the "
+    "model's parameters and give it to initialize(optimizer=...), or a function that makes one, and call "
+    "engine.step(); engine.optimizer is the one that updates"
+)
+
+
+def _load_whole(
+    training: Training,
+    numbers: Callable[[nn.Parameter], ParameterNumbers],
+    mesh: Mesh,
+    state: Mapping[str, Tensor],
+    strict: bool,
+) -> _IncompatibleKeys:
+    """Set weights and persistent buffers to the whole tensors of `state`, whose names are the module's.
+    `numbers` gives those of one parameter. All ranks must call. Raises ModelError on every rank, and nothing
+    has changed then."""
+    module = training.contents.module
+    tensors = {**dict(module.named_parameters(remove_duplicate=False)), **dict(module.named_buffers())}
+    buffers = {name: tensors[name] for name in entries(module) if not isinstance(tensors[name], nn.Parameter)}
+    parameters = {name: p for name, p in tensors.items() if isinstance(p, nn.Parameter)}
+    shardings = training.placement.division.shardings
+    here = [name for name in (*parameters, *buffers) if training.placement.division.computes(name)]
+    known = {name for each in mesh.gather_objects(here) for name in each}
+    missing, others = sorted(known - state.keys()), sorted(state.keys() - known)
+    faults = [f"{named(missing)} missing"] if missing and strict else []
+    faults += [f"{named(others)} not of this model"] if others and strict else []
+    for name in here if not faults else ():
+        shape = tuple(shardings[name].cut.shape) if name in parameters else tuple(tensors[name].shape)
+        if name in state and tuple(state[name].shape) != shape:
+            faults.append(f"{name} is of shape {list(state[name].shape)}, not {list(shape)}")
+    told = [(rank, fault) for rank, fault in enumerate(mesh.gather_objects(faults[:3])) if fault]
+    if told:
+        raise ModelError(
+            f"load_state_dict: on rank {told[0][0]} {'; '.join(told[0][1])}. Whole tensors are loaded, by "
+            "the module's names, as engine.state_dict() gives them; strict=False leaves out the others"
+        )
+    done = set[int]()
+    for name in here:
+        if name in parameters and name in state and id(parameters[name]) not in done:
+            done.add(id(parameters[name]))
+            numbers(parameters[name]).set_whole("master", state[name])
+        elif name in buffers and name in state:
+            with torch.no_grad():
+                buffers[name].copy_(state[name])
+    training.note()
+    return _IncompatibleKeys(missing, others)
