@@ -31,7 +31,8 @@ mebi = 2**20
 held = engine.memory()
 if engine.mesh.rank == 0:
     print(
-        f"{engine.parameter_count / 1e6:.1f}M parameters, {2 * engine.parameter_count / mebi:.1f} MiB in bf16;", end=" "
+        f"{engine.parameter_count / 1e6:.1f}M parameters, {2 * engine.parameter_count / mebi:.1f} MiB in bf16;",
+        end=" ",
     )
     print(
         f"of the parameters each of {engine.mesh.dp.size} ranks "

@@ -114,7 +114,7 @@ def test_what_has_one_meaning_works() -> None:
     assert dict(engine.named_parameters()).keys() == dict(engine.module.named_parameters()).keys()
     assert [*engine.parameters()] == [*engine.module.parameters()]
     assert sum(p.numel() for p in engine.parameters()) == engine.parameter_count
-    assert [*engine.modules()][0] is engine.module and len([*engine.named_buffers()]) == 1
+    assert next(iter(engine.modules())) is engine.module and len([*engine.named_buffers()]) == 1
 
 
 @pytest.mark.parametrize(
@@ -123,7 +123,8 @@ def test_what_has_one_meaning_works() -> None:
         "no_sync": "reduces gradients once a step", "to": r"engine\.mesh\.device", "cuda": "leave it out",
         "half": r"precision\.compute", "apply": "full_parameters", "requires_grad_": r"engine\.refresh",
         "own": r"the Model's: write engine\.module\.own", "kept": r"engine\.module\.kept",
-        "register_forward_hook": r"engine\.module\.register_forward_hook", "nothing": "no attribute 'nothing'",
+        "register_forward_hook": r"engine\.module\.register_forward_hook",
+        "nothing": "no attribute 'nothing'",
     }.items(),
 )  # fmt: skip
 def test_what_an_engine_has_not_names_the_way(name: str, way: str) -> None:

@@ -354,7 +354,7 @@ def refuse_foreign(model: nn.Module, given: object, known: Sequence[Tensor] = ()
         return
     own = {id(p) for p in (*model.parameters(), *known)}
     if given.state and not known:
-        warnings.warn(
+        warn(
             f"the {type(given).__name__} has states of {len(given.state)} parameters, as of steps that it "
             "made, which the engine does not take over: it begins without. engine.load(path) goes on from "
             "what engine.save wrote, and engine.numbers(parameter).set_whole(name, tensor) sets a state",
