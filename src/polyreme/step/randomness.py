@@ -39,7 +39,7 @@ class Randomness:
         first = {dp: rank for rank, (dp, _) in reversed([*enumerate(told)])}
         if any(told[first[dp]][1] != digest for dp, digest in told):
             given = mesh.aside().gather_objects(own if first[line] == mesh.rank else None)[first[line]]
-            cpu, *cuda = [torch.tensor(each, dtype=torch.uint8) for each in given]
+            cpu, *cuda = [torch.tensor(each, dtype=torch.uint8, device="cpu") for each in given]
             go_on_from((cpu, cuda[0] if cuda else None), device)
         self.begin(mesh.aside().gather_objects(_peek())[0])
         self._place = mesh.dp.rank, mesh.pp.rank
@@ -85,4 +85,4 @@ def _digest(value: object) -> str:
 def _peek() -> int:
     """The number that the script would draw next, which it still does."""
     generator = torch.Generator().set_state(torch.get_rng_state())
-    return int(torch.randint(1 << 62, (), generator=generator))
+    return int(torch.randint(1 << 62, (), generator=generator, device="cpu"))
