@@ -144,7 +144,7 @@ def test_a_job_that_slurm_has_forgotten(slurm: Slurm) -> None:
     [
         (signal.SIGINT, False, ["7"], 130),
         (signal.SIGTERM, False, ["7"], 143),
-        (signal.SIGINT, True, ["--signal=INT 7", "7"], 130),
+        (signal.SIGINT, True, ["--signal=HUP 7", "7"], 130),
         (signal.SIGTERM, True, ["--signal=USR1 7"], STOPPED),
         (signal.SIGHUP, True, [], 129),
     ],

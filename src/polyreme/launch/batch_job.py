@@ -202,7 +202,7 @@ class _Following:
             elif not (self._saves and number in WISHES and self._state.name == "RUNNING"):
                 self._stopped, self._deadline = number, now + ENDING
                 if self._saves:  # it takes SIGTERM, which Slurm sends, as the wish to save; not so after this
-                    self._cancel("--signal=INT")
+                    self._cancel("--signal=HUP")
                 self._cancel()
                 self._next = 0.0
             elif now > self._wished + ONE_SIGNAL:
