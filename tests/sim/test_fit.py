@@ -83,6 +83,9 @@ def test_what_fits_where_it_cannot_be_told() -> None:
     """Without a model, and for micro-batches that the config says."""
     unknown = Config.load({"model": {"path": "no/such"}, "batch": {"size": 8}}).resolve(1)
     assert fit.fit(unknown, GIB) == fit.Fit(None, "what fits is not known, as the model is not")
+    files = {"memory": {"states": "no/such", "gradients": "no/such"}, "zero": {"reduce_every": "step"}}
+    found = fit.fit(config(2, **files), 30 << 20)
+    assert found.micro is None and "not known: zero.reduce_every = 'step'" in found.reason
     said = config(1, batch={"size": 8, "micro": 4})
     assert fit.agreed(said, 512) == (said, [])
 

@@ -102,10 +102,14 @@ class Config(Keys):
         return resolved
 
     def fitted(self, micro: int) -> Config:
-        """This resolved config with micro-batches of at most `micro` samples, where they are left to us."""
-        config = self._replaced({})
+        """This resolved config with micro-batches of at most `micro` samples, where they are left to us.
+        Raises ConfigError where a step cannot have several."""
+        config, world_size = self._replaced({}), math.prod(int(getattr(self.mesh, axis)) for axis in AXES)
         config._fits = micro
-        return config.resolve(math.prod(int(getattr(self.mesh, axis)) for axis in AXES))
+        config = config.resolve(world_size)
+        if problems := config._replaced({"batch.micro": micro}).problems(world_size):
+            raise ConfigError(problems)
+        return config
 
     @property
     def accumulation(self) -> int:

@@ -18,7 +18,6 @@ from polyreme.config import Config
 from polyreme.config.validate import divisors
 from polyreme.distributed.agreement import how_to_meet
 from polyreme.distributed.mesh import everyone
-from polyreme.errors import PolyremeError
 from polyreme.files.machine import boot
 from polyreme.layout.mesh_axes import lines
 from polyreme.offload import host
@@ -80,8 +79,9 @@ def fit(config: Config, memory: int, vocabulary: int | None = None) -> Fit:
     """How many samples fit into `memory` bytes a rank, under a resolved config."""
     try:
         return _fit(config, int(memory * USED), memory, vocabulary)
-    except PolyremeError as error:  # it is raised again where it belongs to
-        return Fit(None, f"what fits is not known: {str(error).splitlines()[0]}")
+    except Exception as error:  # other ranks wait; what is wrong is raised again where it belongs to
+        lines = str(error).splitlines() or [type(error).__name__]
+        return Fit(None, f"what fits is not known: {lines[min(1, len(lines) - 1)].strip(' -')}")
 
 
 def _fit(config: Config, room: int, memory: int, vocabulary: int | None) -> Fit:
