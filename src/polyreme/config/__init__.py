@@ -107,7 +107,7 @@ class Config(Keys):
         config, world_size = self._replaced({}), math.prod(int(getattr(self.mesh, axis)) for axis in AXES)
         config._fits = micro
         config = config.resolve(world_size)
-        if problems := config._replaced({"batch.micro": micro}).problems(world_size):
+        if problems := self._replaced({"batch.micro": config.batch.micro}).problems(world_size):
             raise ConfigError(problems)
         return config
 
