@@ -90,6 +90,9 @@ BY_HEAD: dict[str, tuple[str, ...]] = {"bloom": ("alibi",), "falcon": ("alibi", 
 """Arguments, by `model_type`, of the attention that come with numbers for all heads: (batch x heads, ...) or
 (batch, heads, ...)."""
 
+LINEAR = ("FalconLinear",)
+"""Subclasses of nn.Linear with a forward of their own that does the same."""
+
 HEAD_COUNTS = ("num_heads", "num_attention_heads", "n_heads", "n_head")
 SHARED_HEAD_COUNTS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads")
 HEAD_SIZES = ("head_dim", "attention_head_size", "head_size", "key_value_proj_dim")

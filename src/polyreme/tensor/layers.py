@@ -19,6 +19,7 @@ from polyreme.errors import ModelError
 from polyreme.layout.bucket_layout import Cut
 from polyreme.pipeline.weight_gradients import expected
 from polyreme.tensor import ops
+from polyreme.tensor.families import LINEAR
 from polyreme.tensor.rng import Fork
 from polyreme.tensor.vocab_parallel_loss import VocabParallelLogits
 
@@ -35,7 +36,12 @@ def is_transposed(module: nn.Module) -> bool:
 
 def has_own_forward(module: nn.Module) -> bool:
     """Whether its class does something else to its input than to multiply."""
-    return isinstance(module, nn.Linear) and type(module).forward is not nn.Linear.forward
+    kind = type(module)
+    return (
+        isinstance(module, nn.Linear)
+        and kind.forward is not nn.Linear.forward
+        and kind.__name__ not in LINEAR
+    )
 
 
 def linear_sizes(module: nn.Module) -> tuple[int, int]:

@@ -1,6 +1,6 @@
 """How attentions and MLPs of an unknown model can be divided, from one forward on the meta device: which
-layers each calls, which parts of a layer's output are used together, and that nothing else mixes what would be
-divided.
+layers each calls, which parts of a layer's output are used together, and that nothing else mixes what would
+be divided.
 
 Invariant: what is not certain is left out. Nothing is computed, and the model is left as it was."""
 
@@ -23,20 +23,21 @@ from polyreme.models.huggingface import sample_inputs, training_arguments
 from polyreme.tensor.layers import has_own_forward, is_linear, linear_sizes
 
 PLACEWISE = frozenset({
-    "view", "_unsafe_view", "reshape", "t", "transpose", "permute", "unsqueeze", "squeeze", "expand", "contiguous",
-    "clone", "alias", "detach", "slice", "select", "split", "split_with_sizes", "chunk", "unbind", "_to_copy", "to",
-    "copy_", "mm", "addmm", "bmm", "linear", "add", "add_", "sub", "rsub", "mul", "mul_", "div", "div_", "neg",
-    "abs", "silu", "silu_", "gelu", "gelu_", "relu", "relu_", "sigmoid", "tanh", "erf", "pow", "square", "sqrt",
-    "rsqrt", "exp", "sin", "cos", "clamp", "clamp_", "clamp_min", "minimum", "maximum", "hardtanh", "hardswish",
-    "elu", "leaky_relu", "softplus", "threshold_", "native_dropout", "dropout", "bernoulli_", "empty_like",
+    "view", "_unsafe_view", "reshape", "t", "transpose", "permute", "unsqueeze", "squeeze", "expand",
+    "contiguous", "clone", "alias", "detach", "slice", "select", "split", "split_with_sizes", "chunk",
+    "unbind", "_to_copy", "to", "copy_", "mm", "addmm", "bmm", "linear", "add", "add_", "sub", "rsub",
+    "mul", "mul_", "div", "div_", "neg", "abs", "silu", "silu_", "gelu", "gelu_", "relu", "relu_",
+    "sigmoid", "tanh", "erf", "pow", "square", "sqrt", "rsqrt", "exp", "sin", "cos", "clamp", "clamp_",
+    "clamp_min", "minimum", "maximum", "hardtanh", "hardswish", "elu", "leaky_relu", "softplus",
+    "threshold_", "native_dropout", "dropout", "bernoulli_", "empty_like",
 })  # fmt: skip
 """Operations (of aten) that do to each place of the last dimension the same, or multiply by a matrix."""
 BY_HEAD = PLACEWISE | {
     "cat", "stack", "softmax", "_softmax", "_safe_softmax", "masked_fill", "where", "matmul", "baddbmm",
     "scaled_dot_product_attention", "_scaled_dot_product_flash_attention_for_cpu",
-    "_scaled_dot_product_attention_math", "_scaled_dot_product_efficient_attention", "scalar_tensor", "full",
-    "zeros", "ones", "arange", "zeros_like", "full_like", "le", "lt", "ge", "gt", "eq", "logical_and",
-    "logical_or", "bitwise_and", "tril", "triu",
+    "_scaled_dot_product_attention_math", "_scaled_dot_product_efficient_attention", "scalar_tensor",
+    "full", "zeros", "ones", "arange", "zeros_like", "full_like", "le", "lt", "ge", "gt", "eq",
+    "logical_and", "logical_or", "bitwise_and", "tril", "triu",
 }  # fmt: skip
 """Operations that an attention does besides, to each head by itself."""
 WITHIN_HEAD = {
@@ -58,8 +59,10 @@ class _Trace(TorchDispatchMode):
         self.reads: dict[str, set[tuple[int, ...]]] = defaultdict(set)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
         name = func.overloadpacket.__name__
+        if name == "_local_scalar_dense":  # a number is asked for: of a mask that there is nothing to mask
+            return {torch.bool: True}.get(args[0].dtype, 1)
+        out = func(*args, **(kwargs or {}))
         given = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
         for module in self.inside:
             self.operations[module] |= {(name, each.shape[-1] if each.dim() else 1) for each in given}
