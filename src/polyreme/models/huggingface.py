@@ -140,8 +140,8 @@ def pipeline_list(model: nn.Module) -> str:
     if len(lists) > 1:
         raise ModelError(
             f"the model has several lists of blocks, {', '.join(lists)}, "
-            "and a pipeline cuts only one: set mesh.pp = 1 (mesh.tp divides "
-            "them all)"
+            "and a pipeline cuts only one: set mesh.pp = 1; zero.stage = 3 shards "
+            "the parameters of them all"
         )
     return lists[0]
 
@@ -635,7 +635,12 @@ def text_problems(
                 f"the tokenizer), or write {vocabulary} or more"
             )
         else:
-            fix = "set data.tokenizer to the tokenizer that the model was made with, often the same directory"
+            fix = (
+                "set data.tokenizer to the tokenizer that the model was made with, often the same directory; "
+                f"or give the model rows for it, once: m = AutoModelForCausalLM.from_pretrained({path!r}); "
+                f"m.resize_token_embeddings({vocabulary}); m.save_pretrained(DIRECTORY), and set model.path "
+                "to that"
+            )
         reason = f"the tokenizer has {vocabulary} tokens, so some ids would be out of range"
         found.append(Problem(f"{owner}.vocab_size", tokens, reason, fix))
     pad = getattr(text, "pad_token_id", None)

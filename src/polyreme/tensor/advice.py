@@ -253,6 +253,13 @@ def _share(model: nn.Module, styles: Mapping[str, Style]) -> tuple[float, bool]:
     return sum(divided.values()) / max(total, 1), any(map(_is_divided, styles.values()))
 
 
+STYLES_ARE = (
+    'give layers styles by path in mesh.tp_plan ("blocks.*.up" = "colwise"): "colwise" and the "rowwise" behind it, '
+    '"packed_colwise" or "interleaved_colwise" for two layers in one, "fused_qkv" or "interleaved_colwise" for '
+    'query, key and value in one, "replicate" for all else'
+)
+
+
 def message(model: nn.Module, ways: int, problems: Iterable[Problem], advice: Advice | None) -> str:
     """One line for each problem, repeated blocks in one; then the plan, and what there is beside it."""
     kind = type(model).__name__
@@ -264,7 +271,7 @@ def message(model: nn.Module, ways: int, problems: Iterable[Problem], advice: Ad
     said = [f"{kind} cannot be divided over mesh.tp = {ways} ranks:", *lines]
     alone = "or set mesh.tp = 1: zero.stage = 3 shards all parameters over dp, whatever the model"
     if advice is None:
-        return "\n".join([*said, f"  {alone}"])
+        return "\n".join([*said, f"  {STYLES_ARE}", f"  {alone}"])
     if not advice.blocks:
         said.append(
             "  mesh.tp cannot divide its blocks. Set mesh.tp = 1: zero.stage = 3 shards all parameters, "

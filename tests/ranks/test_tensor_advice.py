@@ -1,0 +1,132 @@
+"""A model that cannot be divided over tensor parallelism by default trains as one process does with the plan that
+its refusal gives: losses, gradient norms and weights, in float64."""
+
+from __future__ import annotations
+
+import functools
+import os
+import tomllib
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor, nn
+
+import polyreme
+import threads
+from examples import ALL
+from models import VOCABULARY, Wide
+from polyreme.errors import ModelError
+from polyreme.tensor.plan import plan
+from tiny_families import batch_for, build, skeleton, tiny
+
+STEPS, SAMPLES, IMAGE, TOLERANCE = 3, 3, 5, 1e-10
+
+IMAGES = {"gemma3": 4, "llava": 16, "qwen2_5_vl": 4, "qwen2_vl": 4}
+"""Families that are given images, too: how many tokens each has."""
+UNDECLARED = ("codegen", "distilbert", "gpt_bigcode", "modernbert", "mpt", "persimmon")
+"""Families that declare no plan."""
+BLOCKS = (
+    *UNDECLARED, "afmoe", "apertus", "aria_text", "cohere2_moe", "ernie4_5_moe", "exaone_moe", "falcon_h1",
+    "flex_olmo", "gemma3", "gemma3n_text", "gemma4_text", "glm4_moe", "granitemoe", "granitemoeshared", "hy_v3",
+    "internvl", "jamba", "lfm2", "llama4_text", "llava", "minimax_m2", "mixtral", "olmo_hybrid", "olmoe",
+    "phimoe", "qwen2_5_vl", "qwen2_moe", "qwen2_vl", "qwen3_5_moe_text", "qwen3_moe", "qwen3_next",
+    "qwen3_vl_text", "smollm3_moe", "solar_open", "voxtral", "idefics3", "smolvlm", "paligemma",
+)  # fmt: skip
+"""Families of whose blocks the plan divides something."""
+VOCABULARY_ALONE = ("gpt_oss", "mamba2", "nemotron_h")
+DEFAULT = ("apertus", "gemma3", "lfm2", "modernbert", "qwen2_vl", "qwen3_next")
+
+
+def advised(text: str) -> dict[str, str]:
+    """The table that a message gives."""
+    lines = [line.strip() for line in text.splitlines()]
+    table = [line for line in lines[lines.index("[mesh.tp_plan]") :] if line.startswith(("[", '"'))]
+    styles: dict[str, str] = tomllib.loads("\n".join(table))["mesh"]["tp_plan"]
+    return styles
+
+
+def small(kind: str) -> Any:
+    """Its config, with a picture's token inside of the vocabulary."""
+    more = {} if kind not in IMAGES else {"image_token_id": IMAGE, "image_token_index": IMAGE}
+    names = transformers.CONFIG_MAPPING[kind]().to_dict() | {"experts_implementation": ""}
+    given = {"experts_implementation": "eager", **more}
+    config = tiny(transformers.CONFIG_MAPPING[kind], **{k: v for k, v in given.items() if k in names})
+    if kind == "gemma3":
+        config.mm_tokens_per_image = IMAGES[kind]
+    return config
+
+
+def refusal(kind: str) -> str:
+    config = small(kind)
+    try:
+        model = skeleton(config)
+    except Exception:  # its building reads numbers
+        model = build(config)
+    with pytest.raises(ModelError) as caught:
+        plan(model, 2)
+    return str(caught.value)
+
+
+def batch_of(kind: str, model: nn.Module, step: int) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    batch = {name: each for name, each in batch_for(model, kind).items() if isinstance(each, Tensor)}
+    batch["input_ids"] = torch.randint(6, VOCABULARY, batch["input_ids"].shape, generator=generator)
+    if kind not in IMAGES:
+        return batch
+    ids = torch.cat([torch.full((SAMPLES, IMAGES[kind]), IMAGE), batch["input_ids"]], 1)
+    batch = {"input_ids": ids, "labels": ids, "attention_mask": torch.ones_like(ids)}
+    if "qwen" in kind:
+        pixels = torch.randn(SAMPLES * 16, 3 * 2 * 2 * 2, generator=generator)
+        grid = torch.tensor([[1, 4, 4]] * SAMPLES)
+        batch |= {"image_grid_thw": grid, "mm_token_type_ids": (ids == IMAGE).int()}
+    else:
+        pixels = torch.randn(SAMPLES, 3, 8, 8, generator=generator)
+        batch |= {"token_type_ids": (ids == IMAGE).long()} if kind == "gemma3" else {}
+    return {**batch, "pixel_values": pixels.double()}
+
+
+def loss_of(output: Any, batch: Any) -> Tensor:
+    """The model's own loss; of one without a head, a weighted sum of what it returns."""
+    if getattr(output, "loss", None) is not None:
+        return output.loss
+    hidden = output[0]
+    return (hidden * torch.linspace(-1, 1, hidden.numel(), dtype=hidden.dtype).view(hidden.shape)).sum()
+
+
+def train(rank: int, world: int, kind: str, styles: dict[str, str]) -> tuple[list[float], dict[str, Tensor]]:
+    model = build(small(kind))
+    settings = {
+        "precision": {"compute": "fp64"},
+        "batch": {"size": SAMPLES, "micro": SAMPLES},
+        "optimizer": {"name": "adamw", "lr": 1e-2, "weight_decay": 0.1, "clip": 0.05},
+        "mesh": {"tp": world, "tp_plan": styles},
+    }
+    engine = polyreme.initialize(model, settings, loss_fn=loss_of)
+    records: list[float] = []
+    with Wide():
+        for step in range(STEPS):
+            result = engine.train_step([batch_of(kind, model, step)])
+            records += [result.loss, result.grad_norm]
+    weights = engine.state_dict(rank0_only=True)
+    engine.close()
+    return records, weights
+
+
+@functools.cache
+def alone(kind: str) -> tuple[list[float], dict[str, Tensor]]:
+    ((records, weights),) = threads.run(1, train, kind, {})
+    return records, weights
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kind", [*BLOCKS, *VOCABULARY_ALONE] if ALL in os.environ else DEFAULT)
+def test_the_plan_of_a_refusal_trains_as_one_process_does(kind: str) -> None:
+    text = refusal(kind)
+    assert ("the vocabulary alone" in text) == (kind in VOCABULARY_ALONE), text
+    records, weights = alone(kind)
+    results = threads.run(2, train, kind, advised(text))
+    for result in results:
+        torch.testing.assert_close(result[0], records, rtol=TOLERANCE, atol=TOLERANCE)
+    torch.testing.assert_close(results[0][1], weights, rtol=TOLERANCE, atol=TOLERANCE)
