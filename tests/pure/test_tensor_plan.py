@@ -168,7 +168,7 @@ def test_an_unknown_model_is_told_what_to_add() -> None:
     [
         (
             {"nothing.at.all": "colwise"},
-            "nothing.at.all: mesh.tp_plan names it, but the model has no such module\n  this in the config divides",
+            "nothing.at.all: mesh.tp_plan names it, but the model has no such module\n  this in the config",
         ),
         (
             {"blocks.*.atention.qkv": "fusedqkv"},

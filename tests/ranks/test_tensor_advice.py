@@ -1,5 +1,5 @@
-"""A model that cannot be divided over tensor parallelism by default trains as one process does with the plan that
-its refusal gives: losses, gradient norms and weights, in float64."""
+"""A model that cannot be divided over tensor parallelism by default trains as one process does with the plan
+that its refusal gives: losses, gradient norms and weights, in float64."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ UNDECLARED = ("codegen", "distilbert", "gpt_bigcode", "modernbert", "mpt", "pers
 """Families that declare no plan."""
 BLOCKS = (
     *UNDECLARED, "afmoe", "apertus", "aria_text", "cohere2_moe", "ernie4_5_moe", "exaone_moe", "falcon_h1",
-    "flex_olmo", "gemma3", "gemma3n_text", "gemma4_text", "glm4_moe", "granitemoe", "granitemoeshared", "hy_v3",
-    "internvl", "jamba", "lfm2", "llama4_text", "llava", "minimax_m2", "mixtral", "olmo_hybrid", "olmoe",
+    "flex_olmo", "gemma3", "gemma3n_text", "gemma4_text", "glm4_moe", "granitemoe", "granitemoeshared",
+    "hy_v3", "internvl", "jamba", "lfm2", "llama4_text", "llava", "minimax_m2", "mixtral", "olmo_hybrid", "olmoe",
     "phimoe", "qwen2_5_vl", "qwen2_moe", "qwen2_vl", "qwen3_5_moe_text", "qwen3_moe", "qwen3_next",
     "qwen3_vl_text", "smollm3_moe", "solar_open", "voxtral", "idefics3", "smolvlm", "paligemma",
 )  # fmt: skip
@@ -87,12 +87,13 @@ def batch_of(kind: str, model: nn.Module, step: int) -> dict[str, Tensor]:
     return {**batch, "pixel_values": pixels.double()}
 
 
-def loss_of(output: Any, batch: Any) -> Tensor:
+def loss_of(output: Any, batch: Any) -> tuple[Tensor, float]:
     """The model's own loss; of one without a head, a weighted sum of what it returns."""
     if getattr(output, "loss", None) is not None:
-        return output.loss
+        return output.loss, 1.0
     hidden = output[0]
-    return (hidden * torch.linspace(-1, 1, hidden.numel(), dtype=hidden.dtype).view(hidden.shape)).sum()
+    weights = torch.linspace(-1, 1, hidden.numel(), dtype=hidden.dtype).view(hidden.shape)
+    return (hidden * weights).sum(), 1.0
 
 
 def train(rank: int, world: int, kind: str, styles: dict[str, str]) -> tuple[list[float], dict[str, Tensor]]:

@@ -254,9 +254,9 @@ def _share(model: nn.Module, styles: Mapping[str, Style]) -> tuple[float, bool]:
 
 
 STYLES_ARE = (
-    'give layers styles by path in mesh.tp_plan ("blocks.*.up" = "colwise"): "colwise" and the "rowwise" behind it, '
-    '"packed_colwise" or "interleaved_colwise" for two layers in one, "fused_qkv" or "interleaved_colwise" for '
-    'query, key and value in one, "replicate" for all else'
+    'give layers styles by path in mesh.tp_plan ("blocks.*.up" = "colwise"): "colwise" and the "rowwise" '
+    'behind it, "packed_colwise" or "interleaved_colwise" for two layers in one, "fused_qkv" or '
+    '"interleaved_colwise" for query, key and value in one, "replicate" for all else'
 )
 
 
