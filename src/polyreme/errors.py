@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
@@ -10,6 +11,8 @@ from typing import Any
 
 WARNS: ContextVar[bool] = ContextVar("warns", default=True)
 """Whether this rank says what all find alike."""
+_BENEATH = {"polyreme", "torch", "contextlib"}
+"""Packages whose lines a warning does not name."""
 SHOWN = 200
 """Characters of a value that a message shows."""
 
@@ -38,10 +41,15 @@ def printable(text: str) -> str:
     )
 
 
-def warn(text: str, stacklevel: int) -> None:
-    """Warn of what all ranks find, on one of them."""
-    if WARNS.get():
-        warnings.warn(text, stacklevel=stacklevel + 1)
+def warn(text: str, every: bool = False) -> None:
+    """Warn, at the line of the script that led here: of what all ranks find on one of them, and with `every`
+    on the ranks that call, as of what only some find."""
+    if not every and not WARNS.get():
+        return
+    frame, level = sys._getframe(1), 2
+    while frame.f_back and frame.f_globals.get("__name__", "").partition(".")[0] in _BENEATH:
+        frame, level = frame.f_back, level + 1
+    warnings.warn(text, stacklevel=level)
 
 
 def named(names: Sequence[object], most: int = 5) -> str:

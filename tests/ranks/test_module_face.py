@@ -187,9 +187,12 @@ def test_generation_settings_that_cannot_be_saved_are_refused_at_once() -> None:
     sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
     model = LlamaForCausalLM(LlamaConfig(vocab_size=8, **sizes))
     model.generation_config.temperature = 0.5  # without sampling, which transformers does not save
-    with pytest.raises(polyreme.ModelError, match=r"generation_config cannot be saved.*temperature"):
+    with pytest.raises(polyreme.ModelError, match=r"generation_config of .* cannot be saved.*temperature"):
         polyreme.initialize(model, {"batch": {"size": 2}})
-    model.generation_config.do_sample = True
+    model.generation_config.do_sample, model.config.temperature = True, 0.5
+    with pytest.raises(polyreme.ModelError, match=r"cannot be saved.*set in the model config.*temperature"):
+        polyreme.initialize(model, {"batch": {"size": 2}})
+    del model.config.temperature
     polyreme.initialize(model, {"batch": {"size": 2}, "precision": {"compute": "fp32"}})
 
 

@@ -13,7 +13,6 @@ then."""
 
 from __future__ import annotations
 
-import warnings
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -25,7 +24,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from polyreme.config import Config
 from polyreme.distributed.mesh import Mesh
-from polyreme.errors import ModelError, named
+from polyreme.errors import ModelError, named, warn
 
 AGAIN = 64
 """Steps between two looks at what is alike on all ranks by itself; the first ones come at powers of two."""
@@ -216,8 +215,8 @@ class Buffers:
         """Say once that forwards of parts of the batch are not one of all of it."""
         count, chosen = self._config.accumulation, self._config.origins["buffers"] != "default"
         found = [each.what for each in written if each.is_float]
-        if found and count > 1 and self._first and not chosen and self._mesh.rank == 0:
-            warnings.warn(_PARTS.format(named(found), count), stacklevel=2)
+        if found and count > 1 and self._first and not chosen:
+            warn(_PARTS.format(named(found), count))
 
 
 class _Spread:

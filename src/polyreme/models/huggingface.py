@@ -24,7 +24,7 @@ from torch.utils import _pytree as pytree
 
 from polyreme.config.schema import LARGEST
 from polyreme.errors import ConfigError, ModelError, Problem, named, warn
-from polyreme.models.peft import is_peft_model, learns_prompts, plain_model
+from polyreme.models.peft import has_adapters, is_peft_model, learns_prompts, plain_model
 
 NUM_ITEMS = "num_items_in_batch"
 """The argument by which a Hugging Face model divides its sum of losses in place of its number of labels."""
@@ -319,8 +319,7 @@ def file_names(model: nn.Module, shapes: Mapping[str, Sequence[int]]) -> dict[st
         warn(
             f"transformers does not tell what it calls the tensors of {type(model).__name__} in files "
             f"({error}): they are written, and looked for, under the model's own names. from_pretrained may "
-            "not find those of a checkpoint, and a directory with other names is read whole by every rank",
-            stacklevel=2,
+            "not find those of a checkpoint, and a directory with other names is read whole by every rank"
         )
         return {}
     names = {id(tensor): name for name, tensor in given.items()}
@@ -453,19 +452,21 @@ def shell(path: str, trust_remote_code: bool = False) -> nn.Module:
 
 
 def refuse_unsavable(model: nn.Module) -> None:
-    """Raise ModelError for settings of generation that transformers refuses to write, as each save would."""
-    settings: Any = getattr(model, "generation_config", None)
-    if settings is None or not callable(getattr(settings, "save_pretrained", None)):
+    """Raise ModelError for settings that transformers refuses to write, as each save would."""
+    if not (hasattr(model, "base_model_prefix") and hasattr(model, "save_pretrained")) or has_adapters(model):
         return
-    with tempfile.TemporaryDirectory() as folder:
-        try:
-            settings.save_pretrained(folder)
-        except ValueError as error:
-            said = " ".join(str(error).split())
-            raise ModelError(
-                f"the model's generation_config cannot be saved, and so no checkpoint: {said:.500} Correct "
-                "it before initialize(), as model.generation_config.do_sample = True, or remove the setting"
-            ) from error
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            save_config(model, Path(folder), {})
+    except OSError:  # of that folder
+        return
+    except Exception as error:  # of any kind, by what transformers does with a setting
+        said = " ".join(str(error).split())
+        raise ModelError(
+            f"config or generation_config of {type(model).__name__} cannot be saved, and so no checkpoint: "
+            f"{said:.500} Correct it before initialize(), as model.generation_config.do_sample = True for "
+            "settings of sampling, or remove the setting"
+        ) from error
 
 
 def _generation_config(path: str) -> Any:

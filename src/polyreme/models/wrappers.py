@@ -58,10 +58,7 @@ def unwrap(model: nn.Module) -> nn.Module:
             module.forward = forward
             notes["torch.compile(module.forward)"] = COMPILE
     for what, instead in notes.items():
-        warn(
-            f"the model was taken out of {what}, so that its names are the plain model's; {instead}",
-            stacklevel=4,
-        )
+        warn(f"the model was taken out of {what}, so that its names are the plain model's; {instead}")
     return plain
 
 

@@ -325,8 +325,7 @@ def _from_optimizer(model: nn.Module, made: Optimizer) -> Recipe:
         names = [name for name in named if name in left_out]
         warn(
             f"the optimizer leaves out {', '.join(names[:3])} ({len(names)} in all), which stay as they are: "
-            "requires_grad_(False) on them saves their gradients",
-            stacklevel=2,
+            "requires_grad_(False) on them saves their gradients"
         )
     cls = type(made)
     taken = inspect.signature(cls).parameters
@@ -357,8 +356,7 @@ def refuse_foreign(model: nn.Module, given: object, known: Sequence[Tensor] = ()
         warn(
             f"the {type(given).__name__} has states of {len(given.state)} parameters, as of steps that it "
             "made, which the engine does not take over: it begins without. engine.load(path) goes on from "
-            "what engine.save wrote, and engine.numbers(parameter).set_whole(name, tensor) sets a state",
-            stacklevel=4,
+            "what engine.save wrote, and engine.numbers(parameter).set_whole(name, tensor) sets a state"
         )
     for at, group in enumerate(given.param_groups):
         for p in group["params"]:

@@ -3,7 +3,6 @@ optimizer. Pure: the same on every rank."""
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Mapping
 from operator import is_
 from typing import Any
@@ -14,7 +13,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from polyreme.config import Progress
-from polyreme.errors import ConfigError, ModelError, Problem
+from polyreme.errors import ConfigError, ModelError, Problem, warn
 from polyreme.optim.groups import Recipe
 from polyreme.optim.lr_schedule import LRSchedule
 from polyreme.optim.saved_options import Groups, like, lost, options_of, plain, put, take
@@ -136,10 +135,9 @@ class Options:
                              "lr_schedule, or leave lr_scheduler out and step the "
                              "scheduler in the script")  # fmt: skip
         if not self._own and (self._is_led or [*map(options_of, self.groups)] != self._made):
-            warnings.warn(
+            warn(
                 f"the optimizer has {now} groups, and had {count}: what the script set in "
-                "engine.optimizer.param_groups is left behind, so set it again",
-                stacklevel=3,
+                "engine.optimizer.param_groups is left behind, so set it again"
             )
 
     def release(self) -> None:

@@ -7,7 +7,6 @@ Communication: the first batch's digest, once."""
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
@@ -20,7 +19,7 @@ from torch.utils import _pytree as pytree
 
 from polyreme.config import Config
 from polyreme.distributed.mesh import Mesh
-from polyreme.errors import BatchError
+from polyreme.errors import BatchError, warn
 
 
 @dataclass(frozen=True)
@@ -226,13 +225,12 @@ class BatchComparison:
         digests: list[Any] = [] if self._warned else self._mesh.dp.gather_objects(self._digest)
         self._warned = True
         if len(digests) > 1 and digests[0] is not None and len({*digests}) == 1:
-            warnings.warn(
+            warn(
                 f"all {len(digests)} data-parallel ranks train on the same batch, "
                 f"so that {len(digests) - 1} of them add nothing: give each "
                 "its own share, with engine.loader(dataset), or a DataLoader "
                 "with sampler=DistributedSampler(dataset, dp.size, dp.rank), dp "
-                "being engine.mesh.dp",
-                stacklevel=3,
+                "being engine.mesh.dp"
             )
 
 

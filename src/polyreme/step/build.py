@@ -77,10 +77,10 @@ def open_model(given: Model, config: Config, mesh: Mesh) -> tuple[nn.Module, Rec
         module, recording = _given(given, config, mesh)
         _refuse_tables(module, config, mesh)
         peft.refuse_bare_base(module)
-        huggingface.refuse_unsavable(module)
         if not module.training:  # `from_pretrained` returns it so
             module.train()
-    if mesh.rank == 0 and config.origins["precision.compute"] == "default":
+    huggingface.refuse_unsavable(module)
+    if config.origins["precision.compute"] == "default":
         warn_of_default(module, config.precision.compute)
     return module, recording, weights
 
@@ -130,8 +130,7 @@ def _from_directory(path: Path, config: Config) -> tuple[nn.Module, Recording | 
     gib = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers())) / 2**30
     warn(
         f"{path} is read whole by every rank, into {gib:.3g} GiB of host memory each, because {reason}: "
-        "transformers renames and converts it. engine.save writes a directory that is read in parts",
-        stacklevel=2,
+        "transformers renames and converts it. engine.save writes a directory that is read in parts"
     )
     return model, None, None
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import base64
 import json
-import warnings
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -36,7 +35,7 @@ from polyreme.config import Config
 from polyreme.config.schema import SCALED
 from polyreme.data import Loader
 from polyreme.distributed.mesh import Axis, Mesh
-from polyreme.errors import CheckpointError, DataError, ModelError, named
+from polyreme.errors import CheckpointError, DataError, ModelError, named, warn
 from polyreme.layout.region import Region
 from polyreme.models import huggingface, peft
 from polyreme.models.tensor_access import entries
@@ -129,17 +128,17 @@ def adapters(contents: EngineContents) -> dict[str, Tensor] | None:
     call."""
     wanted, lost = _adapter_names(contents)
     if lost:
-        warnings.warn(f"{lost[0]} is a part of the adapters which PEFT, called "
-                      "by rank 0, cannot save, as another pipeline stage has its "
-                      "module: the checkpoint has the "
-                      "whole model, but no files of PEFT's", stacklevel=4)  # fmt: skip
+        warn(
+            f"{lost[0]} is a part of the adapters which PEFT, called by rank 0, cannot save, as another "
+            "pipeline stage has its module: the checkpoint has the whole model, but no files of PEFT's"
+        )
         return None
     if wanted and (others := _trained_besides(contents, wanted)):
-        warnings.warn(f"{named(others)} trains too, and PEFT's files have "
-                      "none of it: PeftModel.from_pretrained of this begins "
-                      "with what the base has there. engine.load takes all of "
-                      "it. Name its module in modules_to_save of PEFT's config",
-                      stacklevel=4)  # fmt: skip
+        warn(
+            f"{named(others)} trains too, and PEFT's files have none of it: PeftModel.from_pretrained of "
+            "this begins with what the base has there. engine.load takes all of it. Name its module in "
+            "modules_to_save of PEFT's config"
+        )
     if peft.learns_prompts(contents.module):
         with readable(contents.placement, wanted):
             return peft.prompts(contents.module)

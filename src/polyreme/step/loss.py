@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from functools import reduce
 from typing import Any
@@ -18,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from polyreme.errors import BatchError
+from polyreme.errors import BatchError, warn
 from polyreme.models.huggingface import (
     IGNORED_LABEL,
     NUM_ITEMS,
@@ -99,11 +98,11 @@ class Objective:
         if self._share is not None:
             return {name: value if name == "labels" else self.cast(value) for name, value in inputs.items()}
         if NUM_ITEMS in inputs and self._tells:
-            warnings.warn(
+            warn(
                 f"{NUM_ITEMS} is not passed to the model, which so returns "
                 "the mean over the micro-batch's labels: the engine counts the "
                 "labels of the global batch itself, and the step is their mean",
-                stacklevel=3,
+                every=True,
             )
         return {
             name: value if name == "labels" else self.cast(value)
@@ -139,13 +138,13 @@ class Objective:
             return
         self._checked = True
         if (seen := doubt(loss, weight)) is not None:
-            warnings.warn(
+            warn(
                 f"the loss of {type(self.model).__name__} is made of {seen}, "
                 f"and it is weighted as a mean over {weight:g} labels or "
                 "samples: with several micro-batches or ranks a step may not "
                 "be the mean over the global batch. Say what it is the mean "
                 "of: engine.backward(loss, weight=...), or a loss_fn that returns (sum of losses, weight)",
-                stacklevel=2,
+                every=True,
             )
 
     def sum_of(self, loss: Any, weight: float, output: Any) -> tuple[Tensor, float]:
@@ -245,13 +244,13 @@ def _warn_of_no_mean(loss_fn: LossFn, output: Any, target: Any, loss: Any) -> No
         # sums near 0 have few digits left
         rounding = max(1e-3, 4 * torch.finfo(loss.dtype).eps) * max(abs(whole), abs(mean)) + 1e-6
         if abs(whole - mean) > rounding and math.isfinite(whole) and math.isfinite(mean):
-            warnings.warn(
+            warn(
                 f"the loss of a micro-batch of {samples} samples is {whole:g}, "
                 f"but the mean over its halves {mean:g}: loss_fn returns no "
                 "mean over samples, as which the engine weights it. Return "
                 "(sum of losses, weight); with class weights or masks, "
                 "weight is their sum. A loss that compares samples with each other depends on batch.micro",
-                stacklevel=2,
+                every=True,
             )
     torch.set_rng_state(state)
 

@@ -89,8 +89,7 @@ class ModuleFace:
             self._told_of_mode = True
             warn(
                 "train_step of a model in evaluation mode, in which dropout does nothing and BatchNorm "
-                "learns no statistics: call engine.train() after engine.eval()",
-                stacklevel=5,
+                "learns no statistics: call engine.train() after engine.eval()"
             )
 
     @property

@@ -4,10 +4,8 @@ Communication: none; the totals that tell of one are the same on all ranks."""
 
 from __future__ import annotations
 
-import warnings
-
 from polyreme.config.schema import PrecisionSection
-from polyreme.errors import NumericsError
+from polyreme.errors import NumericsError, warn
 from polyreme.step.progress import TrainingProgress
 from polyreme.step.totals import Totals
 
@@ -39,5 +37,5 @@ class NonFinite:
         if self._warns:
             self._warns = False
             done = {"skip": "the step is skipped", "apply": "the step is made all the same"}[on_nonfinite]
-            warnings.warn(f"{what}: {done}, as will be later ones, without a word", stacklevel=3)
+            warn(f"{what}: {done}, as will be later ones, without a word")
         return on_nonfinite == "skip"

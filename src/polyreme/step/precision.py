@@ -10,7 +10,6 @@ weight together."""
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -20,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from polyreme.config.schema import SCALED, PrecisionSection
+from polyreme.errors import warn
 from polyreme.models.huggingface import map_leaves, tensors_in
 
 GRADIENT, MODEL = "the gradient of the parameter", "the forward of the model ("
@@ -49,10 +49,9 @@ def warn_of_default(module: nn.Module, compute: str) -> None:
     """Warn where trained parameters were made in another format than `compute`, which nobody asked for."""
     trained = {p.dtype for p in module.parameters() if p.requires_grad and p.is_floating_point()}
     if others := sorted(str(dtype).removeprefix("torch.") for dtype in trained - {DTYPES[compute]}):
-        warnings.warn(
+        warn(
             f"the model was made in {', '.join(others)} and is trained in {compute}, the default of "
-            "precision.compute: set that to the one that you mean",
-            stacklevel=2,
+            "precision.compute: set that to the one that you mean"
         )
 
 

@@ -151,8 +151,7 @@ def _outermost(model: nn.Module) -> list[nn.Module]:
         warn(
             'memory.activations = "recompute": the model has no repeated '
             "blocks, so it is recomputed as a whole, which costs time and "
-            "hardly lowers the peak of memory; put its repeated part into an nn.ModuleList",
-            stacklevel=2,
+            "hardly lowers the peak of memory; put its repeated part into an nn.ModuleList"
         )
     return parts or [model]
 

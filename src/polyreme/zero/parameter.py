@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import gc
 import sys
-import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -22,7 +21,7 @@ from torch._guards import TracingContext
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary, WeakTensorKeyDictionary
 
-from polyreme.errors import ModelError
+from polyreme.errors import ModelError, warn
 
 OWN_GRAD: Any = Tensor.grad
 """The attribute as torch has it: `OWN_GRAD.__get__(parameter)`, `OWN_GRAD.__set__(parameter, None)`."""
@@ -72,7 +71,7 @@ class Reading:
             raise ModelError(text)
         if not self.told:
             self.told = True
-            warnings.warn(f"{text}. Here it is None, that of every parameter", stacklevel=3)
+            warn(f"{text}. Here it is None, that of every parameter")
 
 
 OURS = Reading(

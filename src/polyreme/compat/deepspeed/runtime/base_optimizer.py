@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,6 +17,7 @@ from polyreme.compat.deepspeed.refusal import refused
 from polyreme.compat.deepspeed.runtime.fp16 import of_engine
 from polyreme.compat.deepspeed.runtime.fp16.loss_scaler import LossScaleConfig, LossScalerBase
 from polyreme.compat.deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
+from polyreme.errors import warn
 from polyreme.layout.region import Stored
 from polyreme.optim.groups import Lion
 from polyreme.optim.lamb import Lamb
@@ -132,11 +132,10 @@ class DeepSpeedOptimizer(OptimizerView):
         if not front.in_window():
             super().zero_grad(set_to_none)
         elif front.translation.stage != 2:
-            warnings.warn(
+            warn(
                 "optimizer.zero_grad() drops the gradients of a window that has not ended, as DeepSpeed "
                 "does, so its step is of those after it alone: have epochs of whole windows, use stage 2, or "
-                "call it after a step that ends one",
-                stacklevel=2,
+                "call it after a step that ends one"
             )
             super().zero_grad(set_to_none)
 
