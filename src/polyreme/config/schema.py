@@ -639,7 +639,8 @@ class Keys(Section):
     """Everything about a run; every key has a default."""
 
     seed: Annotated[int, Strict(), Field(ge=0, le=2**63 - 1)] = Field(
-        default=0, description="Of weights, data order and dropout."
+        default=0,
+        description="Of weights, data order and dropout; a script's own torch.manual_seed comes before.",
     )
     compile: Bool = Field(default=False, description="Compile each block with torch.compile.")
     batch_norm: Literal["rank", "sync", "broadcast"] = Field(
