@@ -30,10 +30,8 @@ dataset = [{"input_ids": ids, "labels": ids} for ids in samples]
 mebi = 2**20
 held = engine.memory()
 if engine.mesh.rank == 0:
-    print(
-        f"{engine.parameter_count / 1e6:.1f}M parameters, {2 * engine.parameter_count / mebi:.1f} MiB in bf16;",
-        end=" ",
-    )
+    count = engine.parameter_count
+    print(f"{count / 1e6:.1f}M parameters, {2 * count / mebi:.1f} MiB in bf16;", end=" ")
     print(
         f"of the parameters each of {engine.mesh.dp.size} ranks "
         f"holds {held['parameters'] / mebi:.1f} MiB between steps"

@@ -30,8 +30,8 @@ UNDECLARED = ("codegen", "distilbert", "gpt_bigcode", "modernbert", "mpt", "pers
 BLOCKS = (
     *UNDECLARED, "afmoe", "apertus", "aria_text", "cohere2_moe", "ernie4_5_moe", "exaone_moe", "falcon_h1",
     "flex_olmo", "gemma3", "gemma3n_text", "gemma4_text", "glm4_moe", "granitemoe", "granitemoeshared",
-    "hy_v3", "internvl", "jamba", "lfm2", "llama4_text", "llava", "minimax_m2", "mixtral", "olmo_hybrid", "olmoe",
-    "phimoe", "qwen2_5_vl", "qwen2_moe", "qwen2_vl", "qwen3_5_moe_text", "qwen3_moe", "qwen3_next",
+    "hy_v3", "internvl", "jamba", "lfm2", "llama4_text", "llava", "minimax_m2", "mixtral", "olmo_hybrid",
+    "olmoe", "phimoe", "qwen2_5_vl", "qwen2_moe", "qwen2_vl", "qwen3_5_moe_text", "qwen3_moe", "qwen3_next",
     "qwen3_vl_text", "smollm3_moe", "solar_open", "voxtral", "idefics3", "smolvlm", "paligemma",
 )  # fmt: skip
 """Families of whose blocks the plan divides something."""

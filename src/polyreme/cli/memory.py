@@ -104,7 +104,8 @@ def render(config: Config) -> Group:
         if name not in ("host", "files") or any(value(part) for part in parts)
     }
     table = Table(
-        title="memory of a rank, beside activations" + (", by its place on axis pp" if len(parts) > 1 else ""),
+        title="memory of a rank, beside activations"
+        + (", by its place on axis pp" if len(parts) > 1 else ""),
         title_justify="left",
         box=SIMPLE_HEAD,
         pad_edge=False,

@@ -109,7 +109,9 @@ def recognise(
     wanted = [name for name in names if _is_plain(modules[name])]
     trace = _traced(model, modules, wanted)
     found: dict[str, str] = {}
-    for name in wanted if trace is not None else ():
+    if trace is None:
+        return found
+    for name in wanted:
         found |= _styles(name, modules, trace, counts.get(name))
     return found
 
@@ -129,9 +131,9 @@ def _traced(model: nn.Module, modules: Mapping[str, nn.Module], names: Iterable[
     given = {name: each.to("meta") for name, each in inputs.items()} | training_arguments(model)
     trace, hooks = _Trace(), []
     for name in names:
-        for each in (name, *(f"{name}.{child}" for child, _ in modules[name].named_children())):
-            hooks.append(modules[each].register_forward_pre_hook(functools.partial(trace.enter, each)))
-            hooks.append(modules[each].register_forward_hook(functools.partial(trace.leave, each)))
+        for path in (name, *(f"{name}.{child}" for child, _ in modules[name].named_children())):
+            hooks.append(modules[path].register_forward_pre_hook(functools.partial(trace.enter, path)))
+            hooks.append(modules[path].register_forward_hook(functools.partial(trace.leave, path)))
     experts = [
         each
         for path, each in modules.items()
