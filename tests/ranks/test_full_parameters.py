@@ -95,7 +95,7 @@ def touch_released(rank: int, world: int, folder: Path) -> None:
                     and len(p) == len(p)
                 )
                 assert p.requires_grad and p.grad is None and p.is_leaf and p in {p}
-            assert sum(p.numel() for p in module.parameters()) == engine.parameters
+            assert sum(p.numel() for p in module.parameters()) == engine.parameter_count
             assert step(engine, number).loss > 0
         engine.close()
 
