@@ -210,12 +210,30 @@ next(batches)"""
 def noisy(rank: int, size: int) -> None:
     parts = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)]).double()
     own = torch.optim.SGD(parts[0].parameters(), lr=0.1)
-    config = {"batch": {"size": 4}, "precision": {"compute": "fp64"}}
-    polyreme.initialize(nn.Sequential(*parts), config, loss_fn=nn.functional.mse_loss, optimizer=own)
+    config = {"batch": {"size": 4}, "precision": {"compute": "fp64", "on_nonfinite": "skip"}}
+    model = torch.compile(nn.Sequential(*parts))
+    engine = polyreme.initialize(
+        model,
+        config,
+        loss_fn=lambda x, y: (x - y).square().sum(1).mul(y[:, 0]).sum() / y[:, 0].sum(),
+        optimizer=own,
+    )
+    batch = torch.ones(2, 4, dtype=torch.float64), torch.tensor([[1.0], [3.0]], dtype=torch.float64)
+    engine.eval()
+    engine.train_step(batch)
+    engine.train_step((batch[0] * float("nan"), batch[1]))
 
 
-def test_one_rank_warns_for_all() -> None:
+def test_one_rank_warns_for_all_at_the_scripts_line() -> None:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         threads.run(2, noisy)
-    assert len([each for each in caught if "leaves out" in str(each.message)]) == 1
+    for text in (
+        "leaves out",
+        "taken out of",
+        "evaluation mode",
+        "same batch",
+        "mean over its halves",
+        "NaN",
+    ):
+        assert [each.filename for each in caught if text in str(each.message)] == [__file__], text

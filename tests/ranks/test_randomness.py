@@ -186,7 +186,7 @@ def resumed(rank: int, size: int, mesh: dict[str, int], folder: str, kill: bool)
     return found, {name: t.tolist() for name, t in engine.state_dict().items()}
 
 
-@pytest.mark.parametrize("mesh", ["dp", "pp"])
+@pytest.mark.parametrize("mesh", MESHES)
 def test_a_resumed_run_draws_what_the_other_would_have(mesh: str, tmp_path: Path) -> None:
     never, killed = (threads.run(2, resumed, MESHES[mesh], str(tmp_path), kill) for kill in (False, True))
     assert never == killed
