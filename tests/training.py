@@ -3,9 +3,12 @@ under it."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import warnings
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
+import pytest
 import torch
 
 import models
@@ -26,6 +29,18 @@ def config(world: int, accumulation: int = 1, **sections: Any) -> dict[str, Any]
         "optimizer": {"name": "adamw", "lr": 1e-2, "weight_decay": 0.1},
     }
     return {key: {**defaults.get(key, {}), **sections.get(key, {})} for key in {**defaults, **sections}}
+
+
+@contextmanager
+def warned(rank: int, match: str) -> Iterator[None]:
+    """What all ranks find, the first one warns of, and no other."""
+    if rank == 0:
+        with pytest.warns(UserWarning, match=match):
+            yield
+    else:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("error", message=f"(?s).*{match}")
+            yield
 
 
 def train(

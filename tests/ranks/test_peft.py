@@ -204,9 +204,7 @@ def alone(rank: int, world: int, folder: Path) -> None:
         more.load(path)
     more.train_step(batches[0])
     name, trained = "base_model.model.model.norm.weight", more.state_dict()
-    with pytest.warns(
-        UserWarning, match=rf"{name} trains too, and PEFT's files have none of it.*modules_to_save"
-    ):
+    with training.warned(rank, rf"{name} trains too, and PEFT's files have none of it.*modules_to_save"):
         path = more.save(folder / "more")
     opened = peft.PeftModel.from_pretrained(models.build("llama"), path)
     assert not torch.equal(opened.state_dict()[name], trained[name])
@@ -266,7 +264,7 @@ def staged(rank: int, world: int, folder: Path) -> None:
         ModelError, match=r"PEFT, called by rank 0, cannot save base_model.model.lm_head.*mesh.pp = 1"
     ):
         engine.save(folder / "none", adapters_only=True)
-    with pytest.warns(UserWarning, match="no files of PEFT's"):
+    with training.warned(rank, "no files of PEFT's"):
         path = engine.save(folder / "whole")
     assert not list(path.glob("adapter*"))
     engine.load(path)
